@@ -1,0 +1,48 @@
+# make demo   quantize the embedded GPT-2 checkpoint, compare quality, speed and memory
+# make test   the test suite (GPU tests skip themselves without a GPU)
+# make lint   ruff and mypy
+# Each of them first creates .venv; a stamp makes the second run immediate.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: demo test lint format clean help
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.qcut-ready
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+# Pinned: an unpinned torch downloads gigabytes. TORCH=torch==2.13.0+cpu takes the small build where pip knows of one.
+TORCH ?= torch==2.13.0
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-dev.txt
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+demo: $(READY)
+	@$(BIN)/python examples/gpt2_int8.py $(if $(DEMO_ARGS),$(DEMO_ARGS),--quick)
+
+test: $(READY)
+	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+# torch goes first and alone, so that nothing else decides which build of it is taken.
+$(READY): pyproject.toml constraints-dev.txt
+	@echo "setting up .venv ($(TORCH)); the first time this downloads the packages"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(INSTALL) '$(TORCH)'
+	@$(INSTALL) --no-build-isolation '$(TORCH)' --editable '.[hf,bench,dev]'
+	@touch $@

@@ -1,0 +1,54 @@
+"""Shared fixtures: seeded data that reaches the extremes, and the GPU marker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests/gpu, and what is marked ``gpu``, only where there is no GPU: a missing build must fail."""
+    skip = pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False")
+    available = torch.cuda.is_available()
+    for item in items:
+        if GPU_TESTS in item.path.parents:
+            item.add_marker("gpu")
+        if item.get_closest_marker("gpu") and not available:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    """The current CUDA device; the test is skipped where there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device: torch.cuda.is_available() is False")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+Int8Maker = Callable[..., torch.Tensor]
+
+
+def _int8(rows: int, columns: int, kind: str = "random", low: int = -128) -> torch.Tensor:
+    """int8 ``[rows, columns]`` over the full range, its extremes, or a sign checkerboard."""
+    if kind == "random":
+        return torch.randint(low, 128, (rows, columns), dtype=torch.int8)
+    if kind in ("min", "max"):
+        return torch.full((rows, columns), low if kind == "min" else 127, dtype=torch.int8)
+    parity = (torch.arange(rows)[:, None] + torch.arange(columns)) % 2
+    return torch.where(parity == 0, 127, low).to(torch.int8)
+
+
+@pytest.fixture
+def int8() -> Int8Maker:
+    """Maker of int8 matrices: ``int8(rows, columns, kind, low)``, kind random, min, max or checkerboard."""
+    return _int8
