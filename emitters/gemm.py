@@ -1,0 +1,109 @@
+"""What every GEMM family shares: the problem, the tile, their constraints and names.
+
+Operands are TN in BLAS terms: A ``[M, K]`` and B ``[N, K]`` row-major, D ``[M, N]`` row-major.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from emitters.epilogue import Epilogue
+from emitters.source import DType, EmitError, Param
+
+K_MAX = 131_071
+"""Largest K whose int8 products cannot overflow int32: 2**14 * K < 2**31."""
+K_MAX_ZERO_POINT = 66_311
+"""The same where a zero point makes one factor span 255: 255 * 127 * K < 2**31."""
+
+Schedule = Literal["multistage", "warp_specialized", "pingpong", "cooperative", "stream_k"]
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """Types and epilogue of one GEMM; sizes are known at launch.
+
+    Attributes:
+        a: activation type, s8, f16 or bf16.
+        b: weight type, s8.
+        epilogue: see `emitters.epilogue`.
+        alignment_k: K (in elements of A and B) is a multiple of this.
+        alignment_n: N (in elements of D) is a multiple of this.
+    """
+
+    a: DType = DType.S8
+    b: DType = DType.S8
+    epilogue: Epilogue = field(default_factory=Epilogue)
+    alignment_k: int = 16
+    alignment_n: int = 16
+
+    @property
+    def name(self) -> str:
+        """``{a}x{b}_{epilogue}`` and the alignments, where they are not 16."""
+        align = "" if (self.alignment_k, self.alignment_n) == (16, 16) else f"_k{self.alignment_k}n{self.alignment_n}"
+        return f"{self.a.value}x{self.b.value}_{self.epilogue.name}{align}"
+
+    def params(self) -> tuple[Param, ...]:
+        """Arguments of a launch: operands, sizes, leading dimensions, then the epilogue's."""
+        return (
+            Param("a", "ptr"),
+            Param("b", "ptr"),
+            Param("d", "ptr"),
+            Param("m", "i32"),
+            Param("n", "i32"),
+            Param("k", "i32"),
+            Param("lda", "i32"),
+            Param("ldb", "i32"),
+            Param("ldd", "i32"),
+            *self.epilogue.params(),
+        )
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How one kernel cuts the problem up.
+
+    Attributes:
+        threadblock_shape: CTA tile (m, n, k) in elements.
+        warp_shape: warp tile (m, n, k) of the SM80 and raw families; (0, 0, 0) on SM90, whose
+            schedule fixes it.
+        stages: depth of the operand pipeline; 0 takes as many as shared memory holds (SM90).
+        cluster_shape: CTAs (m, n) of a cluster that share loads by multicast (SM90).
+        schedule: main loop and work distribution.
+        epilogue_tile: (m, n) of one epilogue step on SM90; (0, 0) takes CUTLASS's choice.
+    """
+
+    threadblock_shape: tuple[int, int, int]
+    warp_shape: tuple[int, int, int] = (0, 0, 0)
+    stages: int = 0
+    cluster_shape: tuple[int, int] = (1, 1)
+    schedule: Schedule = "multistage"
+    epilogue_tile: tuple[int, int] = (0, 0)
+
+    @property
+    def name(self) -> str:
+        """``{m}x{n}x{k}`` and whatever differs from the defaults, in a fixed order."""
+        parts = ["x".join(map(str, self.threadblock_shape))]
+        if any(self.warp_shape):
+            parts.append("w" + "x".join(map(str, self.warp_shape[:2])))
+        if self.cluster_shape != (1, 1):
+            parts.append("c{}x{}".format(*self.cluster_shape))
+        if any(self.epilogue_tile):
+            parts.append("e{}x{}".format(*self.epilogue_tile))
+        if self.stages:
+            parts.append(f"s{self.stages}")
+        parts.append(
+            {"warp_specialized": "ws", "cooperative": "coop", "stream_k": "sk"}.get(self.schedule, self.schedule)
+        )
+        return "_".join(parts)
+
+
+def procedural_name(family: str, arch: str, problem: GemmProblem, tile: TileConfig) -> str:
+    """The name a kernel has in the cache, in logs, in tables and in benchmarks."""
+    return f"qcut_{family}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
+
+
+def require(condition: bool, name: str, why: str) -> None:
+    """Raise `EmitError` naming the kernel and the constraint it breaks."""
+    if not condition:
+        raise EmitError(f"{name}: {why}")
