@@ -1,0 +1,213 @@
+// What every qcut kernel uses: integer names under NVRTC, 16-byte vectors of T, warp and PDL helpers.
+//
+// Source: PTX ISA 8.x, "griddepcontrol", "redux.sync", "max" (.NaN), "prmt".
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#if defined(__CUDACC_RTC__)  // NVRTC has no <cstdint>
+typedef signed char int8_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+#else
+#include <cstdint>
+#endif
+
+namespace qcut {
+
+// Programmatic dependent launch (sm_90): the next kernel may be scheduled now; it waits for this
+// grid's memory itself. Both are no-ops in a launch without the attribute.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Must come before the first access to anything the previous kernel wrote or still reads. Loads that
+// follow it are plain ld.global: an ld.global.nc may be hoisted over the wait.
+__device__ __forceinline__ void wait_for_dependencies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The largest of 32 unsigned words. Bits of non-negative floats order as unsigned integers, and a
+// NaN's are above Inf's, so this is also a maximum of absolute values that keeps NaN.
+__device__ __forceinline__ uint32_t warp_max(uint32_t v) {
+  uint32_t out;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(v));
+  return out;
+}
+
+// 16 bytes of T as words, and its elements as float32 (all exact).
+template <class T>
+struct Vector;
+
+template <>
+struct Vector<float> {
+  static constexpr int kSize = 4;
+  uint32_t w[4];
+
+  __device__ __forceinline__ void set(int i, float v) { w[i] = __float_as_uint(v); }
+  __device__ __forceinline__ void to_float(float (&f)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f[i] = __uint_as_float(w[i]);
+  }
+  // Bits of max|v[i]| as float32; NaN wins.
+  __device__ __forceinline__ uint32_t abs_max() const {
+    uint32_t peak = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) peak = max(peak, w[i] & 0x7fffffffu);
+    return peak;
+  }
+};
+
+template <>
+struct Vector<__half> {
+  static constexpr int kSize = 8;
+  uint32_t w[4];
+
+  __device__ __forceinline__ void set(int i, __half v) {
+    w[i / 2] |= static_cast<uint32_t>(__half_as_ushort(v)) << (16 * (i % 2));
+  }
+  __device__ __forceinline__ void to_float(float (&f)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&w[i]));
+      f[2 * i] = pair.x;
+      f[2 * i + 1] = pair.y;
+    }
+  }
+  __device__ __forceinline__ uint32_t abs_max() const {
+    const auto larger = [](uint32_t a, uint32_t b) {
+      uint32_t d;
+      asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+      return d;
+    };
+    constexpr uint32_t kAbs = 0x7fff7fffu;
+    const uint32_t peak = larger(larger(w[0] & kAbs, w[1] & kAbs), larger(w[2] & kAbs, w[3] & kAbs));
+    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&peak));
+    return max(__float_as_uint(pair.x), __float_as_uint(pair.y));
+  }
+};
+
+template <>
+struct Vector<__nv_bfloat16> {
+  static constexpr int kSize = 8;
+  uint32_t w[4];
+
+  __device__ __forceinline__ void set(int i, __nv_bfloat16 v) {
+    w[i / 2] |= static_cast<uint32_t>(__bfloat16_as_ushort(v)) << (16 * (i % 2));
+  }
+  // A bfloat16 is the upper half of a float32.
+  __device__ __forceinline__ void to_float(float (&f)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      f[2 * i] = __uint_as_float(w[i] << 16);
+      f[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+    }
+  }
+  __device__ __forceinline__ uint32_t abs_max() const {
+    uint32_t peak = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      peak = max(peak, max((w[i] << 16) & 0x7fffffffu, w[i] & 0x7fff0000u));
+    }
+    return peak;
+  }
+};
+
+// Conversions to and from float32: rounded to nearest even; an int8 saturates, and is 0 for NaN.
+template <class T>
+__device__ __forceinline__ T from_float(float v);
+template <>
+__device__ __forceinline__ float from_float<float>(float v) {
+  return v;
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float v) {
+  return __float2half_rn(v);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
+  return __float2bfloat16_rn(v);
+}
+template <>
+__device__ __forceinline__ int8_t from_float<int8_t>(float v) {
+  int out;
+  asm("cvt.rni.sat.s8.f32 %0, %1;" : "=r"(out) : "f"(v));
+  return static_cast<int8_t>(out);
+}
+
+template <class T>
+__device__ __forceinline__ float to_float(T v) {
+  return static_cast<float>(v);
+}
+
+// Two 16-bit floats in a word, `low` in the lower half.
+template <class T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ uint32_t bits(float v) { return __float_as_uint(v); }
+__device__ __forceinline__ uint32_t bits(int v) { return static_cast<uint32_t>(v); }
+template <class T>
+__device__ __forceinline__ T from_bits(uint32_t w);
+template <>
+__device__ __forceinline__ float from_bits<float>(uint32_t w) {
+  return __uint_as_float(w);
+}
+template <>
+__device__ __forceinline__ int from_bits<int>(uint32_t w) {
+  return static_cast<int>(w);
+}
+
+// Sixteen bytes as int8, for copies alone.
+template <>
+struct Vector<int8_t> {
+  static constexpr int kSize = 16;
+  uint32_t w[4];
+
+  __device__ __forceinline__ void set(int i, int8_t v) {
+    w[i / 4] |= (static_cast<uint32_t>(v) & 0xffu) << (8 * (i % 4));
+  }
+};
+
+// Vectors first, first + step, ... of a row of `k` elements; elements past the end are zero. kAligned
+// promises that the row starts at a multiple of 16 bytes. The partial vector at the end of a row is a
+// second loop, so that the first is nothing but predicated 16-byte loads in flight together.
+template <class T, int kVecs, bool kAligned>
+__device__ __forceinline__ void load_vectors(Vector<T> (&v)[kVecs], const T* row, int first, int step, int k) {
+  constexpr int kSize = Vector<T>::kSize;
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    const int col = first + i * step;
+    v[i] = Vector<T>{};
+    if (kAligned && col + kSize <= k) {
+      const uint4 raw = *reinterpret_cast<const uint4*>(row + col);
+      v[i] = Vector<T>{raw.x, raw.y, raw.z, raw.w};
+    }
+  }
+  if (kAligned && k % kSize == 0) return;
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    const int col = first + i * step;
+    if (kAligned && col + kSize <= k) continue;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      if (col + j < k) v[i].set(j, row[col + j]);
+    }
+  }
+}
+
+}  // namespace qcut

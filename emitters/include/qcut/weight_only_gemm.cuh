@@ -1,0 +1,112 @@
+// W8A16: float16 or bfloat16 tokens x int8 weights, float32 sums, any m, n, k.
+//
+// Weights stay int8 in global and shared memory and become T in registers, exactly. They are the
+// product's first operand (16 rows of N) and tokens its second (8 rows of M), so that a fragment's
+// registers come straight from one load or one conversion. An ldmatrix of int8 gives lane t of a row
+// the columns 4t..4t+3 of 16, where the product wants 2t, 2t+1, 8+2t and 9+2t; but a sum over K does
+// not care which column of K sits where, if both operands agree. So tokens are read by 8-byte loads,
+// columns 4t..4t+3 again, and no byte moves between lanes.
+//
+// Source: PTX ISA "ldmatrix" and "Matrix Fragments for mma.m16n8k16"; schemes.md section 3.
+#pragma once
+
+#include <qcut/gemm.cuh>
+
+namespace qcut {
+
+// Sixteen lanes of an 8-byte read cover 2 chunks of four rows: the rows take different quarters of
+// the 128 bytes that one access can serve.
+template <int kChunks>
+struct TokenSwizzle {
+  static constexpr int kPeriod = 4;
+  static_assert(kChunks == 8 || kChunks == 16, "rows of 128 or 256 bytes");
+  static __device__ __forceinline__ int apply(int row, int chunk) { return chunk ^ ((row & 3) << 1); }
+};
+
+template <class T, class TileType, bool kAlignedA>
+struct CoreW8A16 {
+  using Tile = TileType;
+  using A = T;
+  using B = int8_t;
+  using Acc = float;
+  static constexpr int kStepK = 16;
+  static constexpr int kAChunks = Tile::kBlockK / 8;
+  static constexpr int kBChunks = Tile::kBlockK / 16;
+  static constexpr int kABytes = 2 * Tile::kBlockM * Tile::kBlockK;
+  static constexpr int kBBytes = Tile::kBlockN * Tile::kBlockK;
+  static constexpr int kMTiles = Tile::kWarpM / 8;
+  static constexpr int kNTiles = Tile::kWarpN / 16;
+  static constexpr int kMatrices = kNTiles == 1 ? 2 : 4;  // of 8 weight rows, per ldmatrix
+  using Accumulators = float[kNTiles][kMTiles][4];
+  using WeightSwizzle = MatrixSwizzle<kBChunks>;
+  using CopyA = TileCopy<A, Tile::kBlockM, kAChunks, TokenSwizzle<kAChunks>, Tile::kThreads, kAlignedA>;
+  // Rows of B start at multiples of 16 bytes; a last chunk beyond k is cut off by the copy.
+  using CopyB = TileCopy<B, Tile::kBlockN, kBChunks, WeightSwizzle, Tile::kThreads, true>;
+
+  struct Fragments {
+    uint32_t tokens[kMTiles][2];
+    uint32_t weights[2 * kNTiles / kMatrices][kMatrices];  // still int8
+  };
+
+  // Addresses of this lane's rows at step 0; as in CoreS8, a step is an XOR of chunk bits.
+  uint32_t a_offset, b_offset;
+
+  __device__ __forceinline__ CoreW8A16(int warp_m, int warp_n) {
+    const int lane = threadIdx.x % 32;
+    const int t = lane % 4;
+    const int a_row = warp_m + lane / 4;
+    const int b_row = warp_n + lane % (8 * kMatrices);
+    a_offset = 16 * (a_row * kAChunks + TokenSwizzle<kAChunks>::apply(a_row, t / 2)) + 8 * (t % 2);
+    b_offset = 16 * (b_row * kBChunks + WeightSwizzle::apply(b_row, 0));
+  }
+
+  __device__ __forceinline__ void load(Fragments& f, uint32_t a_stage, uint32_t b_stage, int step) const {
+#pragma unroll
+    for (int i = 0; i < kMTiles; ++i) {
+      load_shared_8(f.tokens[i], a_stage + (a_offset ^ (32 * step)) + i * 16 * Tile::kBlockK);
+    }
+#pragma unroll
+    for (int j = 0; j < 2 * kNTiles / kMatrices; ++j) {
+      load_matrices(f.weights[j], b_stage + (b_offset ^ (16 * step)) + j * 8 * kMatrices * Tile::kBlockK);
+    }
+  }
+
+  static __device__ __forceinline__ void multiply(Accumulators& acc, const Fragments& f) {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      uint32_t w[4];  // columns 4t, 4t+1 of rows g and g + 8, then columns 4t+2, 4t+3 of both
+      Float16<T>::from_int8(f.weights[2 * j / kMatrices][2 * j % kMatrices], w[0], w[2]);
+      Float16<T>::from_int8(f.weights[2 * j / kMatrices][2 * j % kMatrices + 1], w[1], w[3]);
+#pragma unroll
+      for (int i = 0; i < kMTiles; ++i) Float16<T>::mma(acc[j][i], w, f.tokens[i]);
+    }
+  }
+
+  // Accumulators are transposed: lane (g, t) holds column g of tokens 2t and 2t+1. With 4 words more
+  // than a multiple of 32 (or of 16), a warp's 4-byte stores to 8 columns of 4 rows miss each other.
+  static constexpr int kPitch = Tile::kWarpN + 4;
+  static __device__ __forceinline__ void stage(const Accumulators& acc, int group, uint32_t shared) {
+    const int lane = threadIdx.x % 32;
+    const uint32_t at = shared + 4 * (2 * (lane % 4) * kPitch + lane / 4);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < kNTiles; ++j) {
+        const float(&c)[4] = acc[j][2 * group + i];
+        const uint32_t corner = at + 4 * (8 * i * kPitch + 16 * j);
+        store_shared_4(corner, bits(c[0]));
+        store_shared_4(corner + 4 * kPitch, bits(c[1]));
+        store_shared_4(corner + 32, bits(c[2]));
+        store_shared_4(corner + 4 * kPitch + 32, bits(c[3]));
+      }
+    }
+  }
+};
+
+template <class T, class TileType, class E, bool kAlignedA, bool kVectorD>
+__device__ __forceinline__ void weight_only_gemm(const T* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
+                                                 int lda, int ldb, int ldd, const typename E::Args& args) {
+  gemm<CoreW8A16<T, TileType, kAlignedA>, E, kVectorD>(a, b, d, m, n, k, lda, ldb, ldd, args);
+}
+
+}  // namespace qcut

@@ -1,0 +1,68 @@
+"""W8A16 GEMM: float16 or bfloat16 tokens, int8 weights that become floats in registers.
+
+``D = act((sum_k a[m, k] * b[n, k]) * s_w[n] + bias[n]) (+ residual)``, the sum in float32 on ``mma.sync.m16n8k16``.
+Device code: ``include/qcut/weight_only_gemm.cuh``.
+"""
+
+from __future__ import annotations
+
+from emitters.gemm import GemmProblem, TileConfig, procedural_name, require
+from emitters.mma_gemm import SMEM_LIMIT, gemm_source, grid, smem_bytes, validate_tile
+from emitters.source import DType, KernelSource
+
+FAMILY = "wo"
+
+__all__ = ["FAMILY", "default_tiles", "emit_weight_only_gemm", "grid", "validate"]
+
+
+def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
+    """Check that this family can build the pair.
+
+    Raises:
+        EmitError: naming the kernel and the constraint: operands not f16 or bf16 x s8, a zero point (weights are
+            symmetric), or a tile that breaks `emitters.mma_gemm.validate_tile`.
+    """
+    name = procedural_name(FAMILY, arch, problem, tile)
+    require(problem.a in (DType.F16, DType.BF16) and problem.b is DType.S8, name, "operands are f16 or bf16 x s8")
+    require(problem.epilogue.zero_point == "none", name, "weight-only products have no zero point")
+    require(problem.alignment_k >= 1 and problem.alignment_n >= 1, name, "alignments must be at least 1")
+    validate_tile(name, problem, tile, arch)
+
+
+def default_tiles(arch: str) -> tuple[TileConfig, ...]:
+    """A menu from decode (16 rows, many CTAs along N) to prompts, all legal on `arch`."""
+    shapes = (
+        ((16, 32, 128), (16, 16), 5),
+        ((16, 64, 128), (16, 16), 5),
+        ((32, 64, 128), (32, 16), 4),
+        ((64, 64, 64), (32, 32), 4),
+        ((64, 128, 64), (32, 64), 4),
+        ((128, 128, 64), (64, 64), 3),
+        ((128, 128, 64), (64, 32), 4),
+        ((128, 256, 64), (64, 64), 4),
+    )
+    tiles = tuple(TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in shapes)
+    problem = GemmProblem(a=DType.F16)
+    return tuple(t for t in tiles if smem_bytes(problem, t) <= SMEM_LIMIT[arch])
+
+
+def emit_weight_only_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
+    """Text of one kernel.
+
+    Arguments are ``problem.params()`` in order. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at
+    least k. a: where ``problem.alignment_k`` is a multiple of 8, rows start at multiples of 16 bytes (a 16-byte
+    aligned, lda a multiple of 8); otherwise element loads, for any lda >= k. k may be anything >= 1 in both cases. D
+    and the residual as in `emitters.mma_gemm.emit_mma_gemm`.
+
+    Exactness: int8 to float is exact and every product is exact in float32; the tensor core adds them in an order fixed
+    by K and the tile's K alone, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A
+    row's result does not depend on the other rows; the same inputs give the same bits.
+
+    Raises:
+        EmitError: see `validate`.
+
+    Source: PTX ISA, ``mma.sync.m16n8k16``, ``prmt``, ``cp.async``.
+    """
+    validate(problem, tile, arch)
+    name = procedural_name(FAMILY, arch, problem, tile)
+    return gemm_source(name, problem, tile, arch, header="weight_only_gemm", function="weight_only_gemm", aligned_k=8)

@@ -1,0 +1,62 @@
+"""Launches emitted kernels on torch's memory, with guard bytes around every output."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from emitters.source import KernelSource
+from qcut import jit
+from tests.gpu.oracles import DEVICE
+
+ARCHITECTURES = {
+    (8, 0): "sm_80",
+    (8, 6): "sm_86",
+    (8, 9): "sm_89",
+    (9, 0): "sm_90a",
+    (10, 0): "sm_100",
+    (12, 0): "sm_120",
+}
+SENTINEL = 0x5A
+GUARD = 256
+
+
+def arch() -> str:
+    return ARCHITECTURES[torch.cuda.get_device_capability()]
+
+
+def launch(source: KernelSource, grid: tuple[int, int, int], *args: Tensor | int | float, pdl: bool = False) -> None:
+    """Build if need be, then queue on the current stream; a tensor stands for its address."""
+    kernel = jit.load(jit.build(source), source, torch.cuda.current_device())
+    values = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+    kernel.launch(grid, values, torch.cuda.current_stream().cuda_stream, pdl)
+
+
+class Guarded:
+    """Memory for a ``[rows, stride]`` output whose every byte is the sentinel, with guards on both sides."""
+
+    def __init__(self, rows: int, stride: int, dtype: torch.dtype) -> None:
+        self._bytes = rows * stride * dtype.itemsize
+        self._all = torch.full((self._bytes + 2 * GUARD,), SENTINEL, dtype=torch.uint8, device=DEVICE)
+        self.tensor = self._all[GUARD : GUARD + self._bytes].view(dtype).view(rows, stride)
+
+    def take(self, columns: int) -> Tensor:
+        """The first columns on the CPU; all bytes around and after them must still be the sentinel."""
+        torch.cuda.synchronize()
+        size = self.tensor.element_size()
+        inside = self._all[GUARD : GUARD + self._bytes].view(len(self.tensor), -1)
+        for outside in (self._all[:GUARD], self._all[GUARD + self._bytes :], inside[:, columns * size :]):
+            assert bool((outside == SENTINEL).all()), "bytes outside of the output were written"
+        return self.tensor[:, :columns].cpu()
+
+
+def strided(x: Tensor, stride: int, offset: int = 0) -> Tensor:
+    """The rows of x on the GPU, ``stride`` elements apart, ``offset`` elements off a 16-byte boundary.
+
+    What lies between rows is NaN (127 for integers): a kernel that reads it as data shows.
+    """
+    filler = 127 if x.dtype is torch.int8 else float("nan")
+    buffer = torch.full((len(x) * stride + offset + 64,), filler, dtype=x.dtype, device=DEVICE)
+    view = buffer[offset : offset + len(x) * stride].view(len(x), stride)[:, : x.shape[1]]
+    view.copy_(x)
+    return view
