@@ -1,0 +1,308 @@
+"""Turns a `KernelSource` into a `Binary`: memory, then disk, then a compiler.
+
+Nothing is built twice: the key of a kernel is a digest of everything its binary depends on. The cubin
+and the host launcher have a key each, so that a cubin built on one machine serves another one whose C
+library or g++ differ. Building never launches, never sees a tensor and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from emitters.source import INCLUDE_DIR, KernelSource
+from qcut.errors import BuildError, ToolchainError
+from qcut.jit import cache, toolchain
+from qcut.jit.compilers import Resources, compile_text, device_flags, headers, host_flags, parse_resources
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
+# Variables that make nvcc or g++ produce something else from the same command line.
+_COMPILER_ENVIRONMENT = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "CPLUS_INCLUDE_PATH", "GCC_EXEC_PREFIX")
+_BYTES_PER_JOB = 3 << 29
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One built kernel.
+
+    Attributes:
+        name: procedural name of its source.
+        entry: kernel symbol in the cubin.
+        arch: architecture the cubin runs on.
+        key: digest of everything that went into it.
+        cubin: device code.
+        host_so: shared object of the host launcher, or None for a raw kernel.
+        log: what the compilers said.
+        resources: what ptxas said, or None if its report was not understood.
+    """
+
+    name: str
+    entry: str
+    arch: str
+    key: str
+    cubin: bytes
+    host_so: bytes | None
+    log: str
+    resources: Resources | None
+
+
+_memory: dict[str, Binary] = {}
+
+
+def build(source: KernelSource) -> Binary:
+    """Return the binary of a kernel, compiling it if neither memory nor disk has it.
+
+    Threads and processes that ask for one kernel at once compile it once.
+
+    Args:
+        source: text, target and toolchain.
+
+    Returns:
+        The binary.
+
+    Raises:
+        ToolchainError: the compiler or its headers are missing.
+        BuildError: the compiler failed; carries its command and log.
+    """
+    key = fingerprint(source)
+    if (binary := _lookup(source, key)) is not None:
+        return binary
+    with cache.locked(key):
+        if (binary := _lookup(source, key)) is None:
+            stored = cache.read(source.name, device_fingerprint(source))
+            binary = compile_source(source, stored)
+            for part, entry in _to_entries(binary, source):
+                if part != device_fingerprint(source) or stored is None:
+                    cache.write(source.name, part, entry)
+            _memory[key] = binary
+    return binary
+
+
+def rebuild(source: KernelSource) -> Binary:
+    """Compile a kernel whose stored binary turned out to be unusable, and replace it.
+
+    Raises:
+        BuildError: as `build`.
+    """
+    key = fingerprint(source)
+    _memory.pop(key, None)
+    for part in (device_fingerprint(source), host_fingerprint(source)):
+        cache.discard(source.name, part)
+    return build(source)
+
+
+def build_many(
+    sources: Iterable[KernelSource], jobs: int | None = None, progress: bool = True
+) -> dict[str, Binary | BuildError]:
+    """Build kernels in parallel; one that fails does not stop the others.
+
+    Args:
+        sources: kernels; two of one name are one kernel.
+        jobs: compilers at a time; by default one per core, fewer where memory is short.
+        progress: show a bar on stderr while something compiles.
+
+    Returns:
+        Name → binary, or the error its build ended with, in the order of ``sources``.
+    """
+    wanted = {source.name: source for source in sources}
+    results: dict[str, Binary | BuildError] = {}
+    missing = []
+    for name, source in wanted.items():
+        try:
+            found = _lookup(source, fingerprint(source))
+        except BuildError as error:
+            results[name] = error
+            continue
+        if found is None:
+            missing.append(source)
+        else:
+            results[name] = found
+    if missing:
+        results |= _build_missing(missing, jobs or _default_jobs(), progress)
+    return {name: results[name] for name in wanted}
+
+
+def _build_missing(sources: list[KernelSource], jobs: int, progress: bool) -> dict[str, Binary | BuildError]:
+    from tqdm import tqdm
+
+    results: dict[str, Binary | BuildError] = {}
+    pool = ThreadPoolExecutor(min(jobs, len(sources)), thread_name_prefix="qcut-build")
+    try:
+        # CUTLASS kernels take longest: started first, they do not end up alone at the end.
+        ordered = sorted(sources, key=lambda s: s.toolchain != "nvcc")
+        futures = {pool.submit(build, source): source.name for source in ordered}
+        with tqdm(total=len(futures), desc="building kernels", unit="kernel", disable=not progress) as bar:
+            for future in as_completed(futures):
+                try:
+                    results[futures[future]] = future.result()
+                except BuildError as error:
+                    results[futures[future]] = error
+                bar.update()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return results
+
+
+def fingerprint(source: KernelSource) -> str:
+    """Digest of everything the binary depends on: that of its cubin and that of its host launcher.
+
+    Raises:
+        ToolchainError: a compiler or its headers are missing.
+    """
+    if source.host_text is None:
+        return device_fingerprint(source)
+    return _digest([device_fingerprint(source), host_fingerprint(source)])
+
+
+def device_fingerprint(source: KernelSource) -> str:
+    """Digest of everything the cubin depends on.
+
+    The cache's schema, the source without its launcher, the qcut headers it includes (transitively), the
+    versions of compiler, CUDA headers and CUTLASS, flags, architecture, and the compiler's environment
+    variables. Paths are not part of it: one cache serves several virtual environments.
+
+    Raises:
+        ToolchainError: the compiler or its headers are missing.
+    """
+    device = replace(source, host_text=None, libraries=())
+    return _digest(
+        ["device", asdict(device), *_surroundings(device), _device_tool(source).version, device_flags(source)]
+    )
+
+
+def host_fingerprint(source: KernelSource) -> str:
+    """Digest of everything the host launcher depends on; the machine and its C library are part of it.
+
+    Raises:
+        ToolchainError: g++ or the headers are missing.
+    """
+    if source.host_text is None:
+        return _digest(["host", None])
+    machine = [toolchain.find_gxx().version, platform.machine(), platform.libc_ver(), host_flags(source)]
+    return _digest(["host", asdict(source), *_surroundings(source), *machine])
+
+
+def _surroundings(source: KernelSource) -> list[object]:
+    return [
+        header_digests(source),
+        [(found.name, found.version) for found in headers(source)],
+        [(name, os.environ[name]) for name in _COMPILER_ENVIRONMENT if name in os.environ],
+    ]
+
+
+def _digest(facts: object) -> str:
+    return hashlib.sha256(json.dumps([cache.SCHEMA, facts], sort_keys=True).encode()).hexdigest()
+
+
+def header_digests(source: KernelSource) -> dict[str, str]:
+    """SHA-256 of every qcut header the texts include, directly or through another.
+
+    Conditional includes count as taken; an include through a macro is not seen.
+    """
+    digests: dict[str, str] = {}
+    pending = [(INCLUDE_DIR, name) for name in _INCLUDE.findall(source.text + "\n" + (source.host_text or ""))]
+    while pending:
+        folder, name = pending.pop()
+        for path in (INCLUDE_DIR / name, folder / name):
+            if path.is_file() and INCLUDE_DIR in path.resolve().parents:
+                relative = str(path.resolve().relative_to(INCLUDE_DIR))
+                if relative not in digests:
+                    text = path.read_bytes()
+                    digests[relative] = hashlib.sha256(text).hexdigest()
+                    pending += [(path.parent, inner) for inner in _INCLUDE.findall(text.decode(errors="replace"))]
+                break
+    return digests
+
+
+def _device_tool(source: KernelSource) -> toolchain.Tool:
+    return toolchain.find_nvcc() if source.toolchain == "nvcc" else toolchain.find_nvrtc()
+
+
+def _lookup(source: KernelSource, key: str) -> Binary | None:
+    if (binary := _memory.get(key)) is not None:
+        return binary
+    if (device := cache.read(source.name, device_fingerprint(source))) is None:
+        return None
+    host_so = None
+    if source.host_text is not None:
+        if (host := cache.read(source.name, host_fingerprint(source))) is None:
+            return None
+        host_so = host.blobs["host_so"]
+    _memory[key] = binary = _assemble(source, key, device, host_so)
+    return binary
+
+
+def _assemble(source: KernelSource, key: str, device: cache.Entry, host_so: bytes | None) -> Binary:
+    resources = device.meta["resources"]
+    return Binary(
+        name=source.name,
+        entry=source.entry,
+        arch=source.arch,
+        key=key,
+        cubin=device.blobs["cubin"],
+        host_so=host_so,
+        log=device.meta["log"],
+        resources=Resources(**resources) if resources else None,
+    )
+
+
+def _to_entries(binary: Binary, source: KernelSource) -> list[tuple[str, cache.Entry]]:
+    resources = asdict(binary.resources) if binary.resources else None
+    device = cache.Entry({"log": binary.log, "resources": resources}, {"cubin": binary.cubin})
+    entries = [(device_fingerprint(source), device)]
+    if binary.host_so is not None:
+        entries.append((host_fingerprint(source), cache.Entry({}, {"host_so": binary.host_so})))
+    return entries
+
+
+def compile_source(source: KernelSource, device: cache.Entry | None = None) -> Binary:
+    """Compile a kernel, whatever memory and disk hold, and store it in neither.
+
+    Args:
+        source: text, target and toolchain.
+        device: an entry that holds the cubin already: the launcher alone is compiled.
+
+    Raises:
+        BuildError: as `build`.
+    """
+    cubin, host_so, log = compile_text(source, device=device is None)
+    if device is None:
+        resources = parse_resources(log, source.entry)
+        device = cache.Entry({"log": log, "resources": asdict(resources) if resources else None}, {"cubin": cubin})
+    return _assemble(source, fingerprint(source), device, host_so)
+
+
+def _default_jobs() -> int:
+    cores = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return max(1, min(cores, int(found.group(1)) * 1024 // _BYTES_PER_JOB))
+    return cores
+
+
+def is_toolchain_available(kind: str) -> bool:
+    """Whether kernels of a toolchain can be built here.
+
+    Args:
+        kind: ``nvrtc`` (raw kernels) or ``nvcc`` (CUTLASS kernels: nvcc, g++, CUTLASS headers).
+    """
+    try:
+        if kind == "nvrtc":
+            toolchain.find_cuda_include()
+            toolchain.find_nvrtc()
+        else:
+            root = toolchain.find_nvcc().root
+            toolchain.find_gxx()
+            toolchain.find_cuda_include(root)
+            toolchain.find_cutlass_include()
+    except ToolchainError:
+        return False
+    return True

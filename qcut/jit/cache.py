@@ -1,0 +1,189 @@
+"""The kernel cache on disk: one file per kernel, verified when read, never half written.
+
+``$QCUT_CACHE_DIR`` (default ``~/.cache/qcut``) holds ``kernels/{name}-{key}.qcut``. A file is written
+aside and renamed, so a reader sees all of it or none; a SHA-256 over its content turns whatever a
+crash or a bad disk left behind into a miss. A lock per key lets the second process wait for the first
+one's build instead of repeating it. A cache that cannot be written costs one warning, never a result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import hashlib
+import json
+import os
+import struct
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+"""Version of the file format; part of every key."""
+
+LOCK_TIMEOUT_S = 900.0
+"""How long to wait for another process's build before building too."""
+
+_MAGIC = b"qcut-kernel %d\n" % SCHEMA
+_DIGEST_BYTES = 32
+_thread_locks: dict[str, threading.Lock] = {}
+_thread_locks_guard = threading.Lock()
+_warned: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Content of one cache file: JSON-able facts and named byte strings."""
+
+    meta: dict[str, Any]
+    blobs: dict[str, bytes]
+
+
+def directory() -> Path | None:
+    """Return the cache directory, or None where no home directory is known. It need not exist."""
+    if chosen := os.environ.get("QCUT_CACHE_DIR"):
+        return Path(chosen)
+    try:
+        return Path.home() / ".cache" / "qcut"
+    except RuntimeError:
+        return None
+
+
+def entry_path(name: str, key: str) -> Path | None:
+    """Return where the entry of a kernel lies, whether it exists or not.
+
+    Args:
+        name: procedural name; its first 120 characters make the file recognisable.
+        key: hexadecimal digest that identifies the content.
+    """
+    base = directory()
+    return base / "kernels" / f"{name[:120]}-{key[:40]}.qcut" if base else None
+
+
+def read(name: str, key: str) -> Entry | None:
+    """Read an entry.
+
+    Returns:
+        The entry, or None if there is none, or it is truncated, corrupt, foreign or unreadable.
+    """
+    path = entry_path(name, key)
+    if path is None:
+        return None
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    body = data[len(_MAGIC) + _DIGEST_BYTES :]
+    if not data.startswith(_MAGIC) or hashlib.sha256(body).digest() != data[len(_MAGIC) :][:_DIGEST_BYTES]:
+        return None
+    (header_bytes,) = struct.unpack_from("<Q", body)
+    header = json.loads(body[8 : 8 + header_bytes])
+    if header["key"] != key:
+        return None
+    blobs, offset = {}, 8 + header_bytes
+    for blob, size in header["blobs"]:
+        blobs[blob] = body[offset : offset + size]
+        offset += size
+    return Entry(header["meta"], blobs)
+
+
+def write(name: str, key: str, entry: Entry) -> bool:
+    """Write an entry aside and rename it into place.
+
+    Returns:
+        Whether it is on disk. A read-only directory or a full disk warns once and returns False.
+    """
+    path = entry_path(name, key)
+    if path is None:
+        _warn("there is no home directory")
+        return False
+    sizes = [(blob, len(data)) for blob, data in entry.blobs.items()]
+    header = json.dumps({"key": key, "name": name, "meta": entry.meta, "blobs": sizes}).encode()
+    body = b"".join((struct.pack("<Q", len(header)), header, *entry.blobs.values()))
+    aside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The lock is held, so whatever lies aside under this key was left by a process that was killed.
+        for stale in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+            stale.unlink(missing_ok=True)
+        with aside.open("wb") as file:
+            file.write(_MAGIC + hashlib.sha256(body).digest())
+            file.write(body)
+        aside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        _warn(f"{path.parent} cannot be written ({error.strerror or error})")
+        return False
+    return True
+
+
+def discard(name: str, key: str) -> None:
+    """Remove an entry, so that the next build is a real one. Not being able to is no error."""
+    if path := entry_path(name, key):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(key: str) -> Iterator[None]:
+    """Hold a key against the other threads and processes that want to build it.
+
+    Where no lock file can be made, or another process holds one longer than `LOCK_TIMEOUT_S`, the block
+    runs unlocked: two builds of one key are a waste, not an error.
+    """
+    with _thread_locks_guard:
+        lock = _thread_locks.setdefault(key, threading.Lock())
+    with lock:
+        fd = _open_lock(key)
+        try:
+            if fd is not None:
+                _wait(fd)
+            yield
+        finally:
+            if fd is not None:
+                os.close(fd)
+
+
+def _open_lock(key: str) -> int | None:
+    base = directory()
+    if base is None:
+        return None
+    try:
+        (base / "locks").mkdir(parents=True, exist_ok=True)
+        return os.open(base / "locks" / f"{key[:40]}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        return None
+
+
+def _wait(fd: int) -> None:
+    # Polling rather than blocking: Ctrl-C works, and a holder that hangs is not forever.
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    pause = 0.01
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR) or time.monotonic() > deadline:
+                return
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.2)
+
+
+def _warn(reason: str) -> None:
+    if reason in _warned:
+        return
+    _warned.add(reason)
+    warnings.warn(
+        f"qcut kernel cache: {reason}; kernels stay in memory and the next process builds them again "
+        "(set QCUT_CACHE_DIR to a writable directory)",
+        RuntimeWarning,
+        stacklevel=4,
+    )

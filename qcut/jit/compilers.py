@@ -1,0 +1,216 @@
+"""Runs the compilers: NVRTC (``cuda.core.Program``) or nvcc for device text, g++ for a host launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from emitters.source import INCLUDE_DIR, KernelSource
+from qcut.errors import BuildError
+from qcut.jit import toolchain
+
+_INCLUDE_ROOTS = ("qcut", "cutlass", "cuda", "cccl")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says a kernel occupies.
+
+    Attributes:
+        registers: per thread.
+        smem_bytes: static shared memory per CTA.
+        stack_bytes: local memory per thread; anything but 0 deserves a look.
+        spill_store_bytes: bytes per thread stored to local memory for want of registers.
+        spill_load_bytes: the same, loaded.
+    """
+
+    registers: int
+    smem_bytes: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+
+
+def compile_text(source: KernelSource, *, device: bool = True) -> tuple[bytes, bytes | None, str]:
+    """Compile both texts of a kernel.
+
+    Args:
+        source: text, target and toolchain.
+        device: False compiles the host launcher alone; the cubin is then empty.
+
+    Returns:
+        The cubin, the host launcher's shared object (None for a raw kernel), what the compilers said.
+
+    Raises:
+        BuildError: a compiler failed; carries its command and log.
+        ToolchainError: a compiler or its headers are missing.
+    """
+    if source.toolchain == "nvcc":
+        return _compile_nvcc(source, device)
+    if source.host_text is not None:
+        raise BuildError("a host launcher needs toolchain 'nvcc'", kernel=source.name)
+    cubin, log = _compile_nvrtc(source)
+    return cubin, None, log
+
+
+def device_flags(source: KernelSource) -> list[str]:
+    """Options of the device compiler, without paths. Contraction is off: epilogues are exact per operation."""
+    flags = ["-std=c++17", "--fmad=false", "-DNDEBUG", *(f"-D{d}" for d in source.defines)]
+    if source.toolchain == "nvcc":
+        number = source.arch.removeprefix("sm_")
+        flags += ["-O3", "-cubin", f"-gencode=arch=compute_{number},code={source.arch}", "--expt-relaxed-constexpr"]
+    return flags
+
+
+def host_flags(source: KernelSource) -> list[str]:
+    """Options of the host compiler, without paths.
+
+    Driver symbols stay undefined: libcuda is loaded before the launcher is. GNU unique symbols would tie
+    the launchers' template statics together across shared objects. CUTLASS's device code is read for its
+    types alone: what of it only a device compiler understands is let pass, without a word.
+    """
+    defines = ["-DNDEBUG", *(f"-D{d}" for d in source.defines)]
+    return [
+        "-std=c++17",
+        "-O2",
+        "-shared",
+        "-fPIC",
+        "-fno-gnu-unique",
+        "-fpermissive",
+        "-w",
+        *defines,
+        *source.libraries,
+    ]
+
+
+def headers(source: KernelSource) -> list[toolchain.Headers]:
+    """Find the header sets a source needs besides qcut's own.
+
+    Raises:
+        BuildError: the source names an include root that does not exist.
+        ToolchainError: headers are missing.
+    """
+    if unknown := set(source.includes) - set(_INCLUDE_ROOTS):
+        raise BuildError(f"unknown include roots {sorted(unknown)}; known: {_INCLUDE_ROOTS}", kernel=source.name)
+    root = toolchain.find_nvcc().root if source.toolchain == "nvcc" else None
+    found = [toolchain.find_cuda_include(root)]
+    if "cutlass" in source.includes:
+        found.append(toolchain.find_cutlass_include())
+    return found
+
+
+def _include_paths(source: KernelSource) -> list[str]:
+    # CUTLASS before CUDA: its own cute/ and cutlass/ must win over a toolkit that ships a copy.
+    paths = [INCLUDE_DIR, *(path for found in reversed(headers(source)) for path in found.paths)]
+    return [str(path) for path in paths]
+
+
+def _compile_nvrtc(source: KernelSource) -> tuple[bytes, str]:
+    toolchain.find_nvrtc()
+    program, options = toolchain.program_class()
+    log = io.StringIO()
+    include = _include_paths(source)
+    command = shlex.join(["nvrtc", *device_flags(source), f"-arch={source.arch}", *(f"-I{path}" for path in include)])
+    try:
+        settings = options(
+            name=f"{source.name}.cu",
+            arch=source.arch,
+            std="c++17",
+            fma=False,
+            include_path=include,
+            define_macro=["NDEBUG", *source.defines],
+            ptxas_options=["-v"],
+        )
+        code = program(source.text, "c++", settings).compile("cubin", logs=log).code
+    except Exception as error:  # cuda-core's exception classes moved between versions
+        text = f"{log.getvalue()}\n{error}".replace("\0", "").strip()
+        raise BuildError("NVRTC failed", kernel=source.name, command=command, log=text) from error
+    return bytes(code), log.getvalue().replace("\0", "").strip()
+
+
+def _compile_nvcc(source: KernelSource, device: bool) -> tuple[bytes, bytes | None, str]:
+    nvcc, gxx = toolchain.find_nvcc(), toolchain.find_gxx()
+    include = [f"-I{path}" for path in _include_paths(source)]
+    try:
+        with tempfile.TemporaryDirectory(prefix="qcut-", ignore_cleanup_errors=True) as scratch:
+            folder = Path(scratch)
+            commands = []
+            if device:
+                (folder / "device.cu").write_text(source.text, encoding="utf-8")
+                flags = [*device_flags(source), "-Xptxas=-v", "-ccbin", str(gxx.path), *include]
+                commands.append([str(nvcc.path), *flags, "-o", "device.cubin", "device.cu"])
+            if source.host_text is not None:
+                (folder / "host.cpp").write_text(source.host_text, encoding="utf-8")
+                commands.append([str(gxx.path), *include, "-o", "host.so", "host.cpp", *host_flags(source)])
+            log = _run_all(commands, folder, source.name)
+            host_so = (folder / "host.so").read_bytes() if source.host_text is not None else None
+            return (folder / "device.cubin").read_bytes() if device else b"", host_so, log
+    except OSError as error:
+        raise BuildError(f"no scratch space to compile in ({error}); set TMPDIR", kernel=source.name) from error
+
+
+def _run_all(commands: Sequence[Sequence[str]], folder: Path, name: str) -> str:
+    """Run commands side by side; return their output, or raise with the first failure's."""
+    # nvcc's intermediate files go to the scratch folder as well, so that nothing outlives it.
+    environment = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}
+    with contextlib.ExitStack() as stack:
+        running = []
+        for index, command in enumerate(commands):
+            output = stack.enter_context((folder / f"log{index}").open("w+b"))
+            process = subprocess.Popen(
+                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+            )
+            stack.callback(_stop, process)
+            running.append((process, command, output))
+        log = ""
+        for process, command, output in running:
+            process.wait()
+            output.seek(0)
+            text = output.read().decode(errors="replace").strip()
+            if process.returncode != 0:
+                how = f"ended with {process.returncode}"
+                if process.returncode < 0:
+                    how = f"was killed by signal {-process.returncode}"
+                raise BuildError(f"{Path(command[0]).name} {how}", kernel=name, command=shlex.join(command), log=text)
+            log += text + "\n"
+    return log.strip()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.kill()
+        process.wait()
+
+
+def parse_resources(log: str, entry: str) -> Resources | None:
+    """Read ptxas's report on one kernel.
+
+    Args:
+        log: compiler output under ``-Xptxas -v``.
+        entry: kernel symbol.
+
+    Returns:
+        The figures, or None if the log holds no complete report on that kernel.
+    """
+    start = log.find(f"Compiling entry function '{entry}'")
+    if start < 0:
+        return None
+    section = log[start:].split("Compiling entry function", 2)[1]
+
+    def number(pattern: str) -> int | None:
+        found = re.search(pattern, section)
+        return int(found.group(1)) if found else None
+
+    registers, stack = number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame")
+    stores, loads = number(r"(\d+) bytes spill stores"), number(r"(\d+) bytes spill loads")
+    if registers is None or stack is None or stores is None or loads is None:
+        return None
+    return Resources(registers, number(r"(\d+) bytes smem") or 0, stack, stores, loads)

@@ -1,0 +1,144 @@
+"""The few driver calls that are not a launch: devices, contexts, error texts."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from qcut.errors import DeviceError
+from qcut.jit import toolchain
+
+_ATTRIBUTES = {"sm_count": 16, "cc_major": 75, "cc_minor": 76}
+_CAPTURE_MODE_RELAXED = 2
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU as the driver describes it.
+
+    Attributes:
+        ordinal: CUDA ordinal, counting visible devices.
+        name: marketing name.
+        cc: compute capability (major, minor).
+        sm_count: multiprocessors.
+        memory_bytes: total device memory.
+    """
+
+    ordinal: int
+    name: str
+    cc: tuple[int, int]
+    sm_count: int
+    memory_bytes: int
+
+    def __str__(self) -> str:
+        return f"cuda:{self.ordinal} ({self.name}, sm_{self.cc[0]}{self.cc[1]})"
+
+
+def devices() -> list[Device]:
+    """List the visible GPUs, without making a context on any.
+
+    Raises:
+        DeviceError: there is no driver, or it cannot start.
+    """
+    lib, count = _initialised(), ctypes.c_int()
+    _check(lib.cuDeviceGetCount(ctypes.byref(count)), "counting devices")
+    return [device(ordinal) for ordinal in range(count.value)]
+
+
+@cache
+def device(ordinal: int) -> Device:
+    """Describe one GPU.
+
+    Args:
+        ordinal: CUDA ordinal.
+
+    Raises:
+        DeviceError: there is no such device, or no driver.
+    """
+    lib, handle = _initialised(), ctypes.c_int()
+    _check(lib.cuDeviceGet(ctypes.byref(handle), ordinal), f"device {ordinal}")
+    name, memory, value = ctypes.create_string_buffer(128), ctypes.c_size_t(), ctypes.c_int()
+    _check(lib.cuDeviceGetName(name, len(name), handle), f"device {ordinal}: name")
+    _check(lib.cuDeviceTotalMem_v2(ctypes.byref(memory), handle), f"device {ordinal}: memory")
+    found = {}
+    for key, code in _ATTRIBUTES.items():
+        _check(lib.cuDeviceGetAttribute(ctypes.byref(value), code, handle), f"device {ordinal}: {key}")
+        found[key] = value.value
+    cc = (found["cc_major"], found["cc_minor"])
+    return Device(ordinal, name.value.decode(errors="replace"), cc, found["sm_count"], memory.value)
+
+
+def driver_version() -> str:
+    """Return the newest CUDA version that the driver supports.
+
+    Raises:
+        DeviceError: there is no driver.
+    """
+    version = ctypes.c_int()
+    _check(toolchain.driver().cuDriverGetVersion(ctypes.byref(version)), "driver version")
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+@cache
+def primary_context(ordinal: int) -> int:
+    """Retain the primary context of a device: the one PyTorch uses. It is kept until the process ends.
+
+    Raises:
+        DeviceError: there is no such device, or its context cannot be made.
+    """
+    lib, handle, context = _initialised(), ctypes.c_int(), ctypes.c_void_p()
+    _check(lib.cuDeviceGet(ctypes.byref(handle), ordinal), f"device {ordinal}")
+    _check(lib.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle), f"device {ordinal}: primary context")
+    return context.value or 0
+
+
+def current_context() -> int:
+    """Return the calling thread's context, 0 if it has none."""
+    context = ctypes.c_void_p()
+    _check(toolchain.driver().cuCtxGetCurrent(ctypes.byref(context)), "current context")
+    return context.value or 0
+
+
+@contextlib.contextmanager
+def using(context: int) -> Iterator[None]:
+    """Make a context current in this thread for the duration of a block."""
+    lib = toolchain.driver()
+    _check(lib.cuCtxPushCurrent_v2(ctypes.c_void_p(context)), "making a context current")
+    try:
+        yield
+    finally:
+        lib.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+@contextlib.contextmanager
+def capture_tolerated() -> Iterator[None]:
+    """Let this thread load code while a CUDA graph is being captured; loading is no part of the graph."""
+    lib, mode = toolchain.driver(), ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    _check(lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "stream capture mode")
+    try:
+        yield
+    finally:
+        lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def explain(status: int) -> str:
+    """Return a ``CUresult`` in words."""
+    lib, name, text = toolchain.driver(), ctypes.c_char_p(), ctypes.c_char_p()
+    if lib.cuGetErrorName(status, ctypes.byref(name)) or lib.cuGetErrorString(status, ctypes.byref(text)):
+        return f"error {status}"
+    return f"{(name.value or b'').decode()} ({status}): {(text.value or b'').decode()}"
+
+
+@cache
+def _initialised() -> ctypes.CDLL:
+    lib = toolchain.driver()
+    _check(lib.cuInit(0), "starting the CUDA driver")
+    return lib
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        raise DeviceError(f"{what}: {explain(status)}")

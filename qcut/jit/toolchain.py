@@ -1,0 +1,283 @@
+"""Finds compilers, headers and the driver: PyPI packages first, then ``CUDA_HOME``, then ``PATH``.
+
+Nothing is searched, loaded or run at import. Every ``find_*`` remembers what it found for the life of
+the process and raises `ToolchainError`, saying what to install, when there is nothing to find.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from qcut.errors import DeviceError, ToolchainError
+
+LIBCUDA = "libcuda.so.1"
+SYSTEM_CUDA = Path("/usr/local/cuda")
+
+# Each wheel brings one of these; only all of them together make an include path that compiles.
+_CUDA_HEADERS = {
+    "cuda_fp16.h": "nvidia-cuda-runtime",
+    "crt/host_defines.h": "nvidia-cuda-crt",
+    "nv/target": "nvidia-cuda-cccl",
+}
+_PROBE_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A program or library that was found.
+
+    Attributes:
+        name: ``nvrtc``, ``nvcc`` or ``g++``.
+        path: the executable or shared library.
+        version: as precise as the tool tells; part of the cache key.
+        root: the CUDA installation it belongs to, if it belongs to one.
+    """
+
+    name: str
+    path: Path
+    version: str
+    root: Path | None = None
+
+
+@dataclass(frozen=True)
+class Headers:
+    """A set of include directories of one version, in search order."""
+
+    name: str
+    paths: tuple[Path, ...]
+    version: str
+
+
+@cache
+def find_nvrtc() -> Tool:
+    """Load NVRTC, the compiler of raw kernels.
+
+    Returns:
+        The library and its version.
+
+    Raises:
+        ToolchainError: NVRTC, cuda-core or its bindings are not installed.
+    """
+    try:
+        from cuda.bindings import nvrtc
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+
+        library = load_nvidia_dynamic_lib("nvrtc")
+        _, major, minor = nvrtc.nvrtcVersion()
+        program_class()
+    except Exception as error:  # each package and version of it has its own exception for "not found"
+        raise ToolchainError(
+            f"NVRTC cannot be loaded ({type(error).__name__}: {error}); raw kernels need it: "
+            "pip install 'nvidia-cuda-nvrtc==13.0.*' 'cuda-python>=13,<14' cuda-core"
+        ) from error
+    path = Path(library.abs_path or "libnvrtc.so").resolve()
+    return Tool("nvrtc", path, _nvrtc_patch_version(path, f"{major}.{minor}"))
+
+
+def program_class() -> tuple[type, type]:
+    """Return ``Program`` and ``ProgramOptions`` of whichever cuda-core is installed (0.3 to 1.x)."""
+    try:
+        from cuda.core import Program, ProgramOptions
+    except ImportError:
+        from cuda.core.experimental import Program, ProgramOptions
+    return Program, ProgramOptions
+
+
+@cache
+def find_gxx() -> Tool:
+    """Find the host compiler: ``$CXX`` if it is a g++, then ``g++``.
+
+    Returns:
+        The program and its version.
+
+    Raises:
+        ToolchainError: there is none, or it does not run.
+    """
+    tried = []
+    for name in (os.environ.get("CXX", ""), "g++"):
+        path = shutil.which(name) if name else None
+        if path is None:
+            continue
+        output = _run([path, "--version"])
+        numbers = re.findall(r"\d+\.\d+\.\d+", output.partition("\n")[0])
+        if numbers and "Free Software Foundation" in output:
+            return Tool("g++", Path(path), numbers[-1])
+        tried.append(path)
+    rejected = f" ({', '.join(tried)} is no working g++)" if tried else ""
+    raise ToolchainError(f"no g++{rejected}; CUTLASS kernels need it: apt-get install g++, or set CXX")
+
+
+@cache
+def find_nvcc() -> Tool:
+    """Find nvcc: the PyPI packages, ``$CUDA_HOME``, ``$CUDA_PATH``, ``PATH``, ``/usr/local/cuda``.
+
+    Returns:
+        The program, its full version and its installation root.
+
+    Raises:
+        ToolchainError: there is none, or what was found is incomplete.
+    """
+    problems = []
+    on_path = shutil.which("nvcc")
+    candidates = [root / "bin" / "nvcc" for root in (*_pypi_roots(), *_env_roots())]
+    candidates += [Path(on_path)] if on_path else []
+    candidates.append(SYSTEM_CUDA / "bin" / "nvcc")
+    for path in candidates:
+        if not os.access(path, os.X_OK):
+            continue
+        release = re.search(r"release \S+ V(\S+)", _run([str(path), "--version"]))
+        # PATH may hold a wrapper script: nvcc itself knows where it lives.
+        plan = _run([str(path), "--dryrun", "-x", "cu", "-cubin", os.devnull])
+        top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
+        if not release or not top:
+            problems.append(f"{path} does not run")
+            continue
+        root = Path(top.group(1).strip()).resolve()
+        if not (root / "nvvm" / "bin" / "cicc").exists():
+            problems.append(f"{path} has no cicc: pip install nvidia-nvvm=={release.group(1)}")
+            continue
+        return Tool("nvcc", path, release.group(1), root)
+    found = f" ({'; '.join(problems)})" if problems else ""
+    raise ToolchainError(
+        f"no working nvcc{found}; CUTLASS kernels need it: pip install nvidia-cuda-nvcc==13.0.88 "
+        "nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*', "
+        "or set CUDA_HOME"
+    )
+
+
+@cache
+def find_cuda_include(root: Path | None = None) -> Headers:
+    """Find the CUDA headers, libcu++ included.
+
+    Args:
+        root: installation to prefer (nvcc's own, so that host and device agree on every struct).
+
+    Returns:
+        Include directories and the runtime's version. One complete installation wins over a mixture.
+
+    Raises:
+        ToolchainError: a header is nowhere; the message names its package.
+    """
+    roots = [*([root] if root else []), *_pypi_roots(), *_env_roots()]
+    on_path = shutil.which("nvcc")
+    roots += [Path(on_path).resolve().parents[1]] if on_path else []
+    roots.append(SYSTEM_CUDA)
+    choices = [_include_dirs(r) for r in roots]
+    mixture = tuple(dict.fromkeys(folder for dirs in choices for folder in dirs))
+    for dirs in (*choices, mixture):
+        if not _missing_headers(dirs):
+            return Headers("CUDA headers", dirs, _header_version(dirs, "cuda_runtime_api.h", "CUDART_VERSION"))
+    missing = _missing_headers(mixture)
+    packages = " ".join(f"'{_CUDA_HEADERS[h]}==13.0.*'" for h in missing)
+    raise ToolchainError(f"CUDA headers not found: {', '.join(missing)}; pip install {packages}, or set CUDA_HOME")
+
+
+@cache
+def find_cutlass_include() -> Headers:
+    """Find the CUTLASS headers that nvidia-cutlass carries.
+
+    Returns:
+        Include directories and CUTLASS's version.
+
+    Raises:
+        ToolchainError: nvidia-cutlass is not installed.
+    """
+    spec = importlib.util.find_spec("cutlass_library")
+    for base in (spec.submodule_search_locations or ()) if spec else ():
+        source = Path(base) / "source"
+        version_h = source / "include" / "cutlass" / "version.h"
+        if version_h.is_file():
+            digits = re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", version_h.read_text())
+            return Headers("CUTLASS", (source / "include", source / "tools" / "util" / "include"), ".".join(digits))
+    raise ToolchainError("CUTLASS headers not found: pip install nvidia-cutlass==4.2.0.0")
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    """Load the CUDA driver library, with its symbols visible to host launchers.
+
+    Returns:
+        The library; nothing is initialised.
+
+    Raises:
+        DeviceError: there is no NVIDIA driver on this machine.
+    """
+    try:
+        return ctypes.CDLL(LIBCUDA, mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise DeviceError(f"no NVIDIA driver ({error}): CUDA kernels can be built here but not run") from error
+
+
+def reset() -> None:
+    """Forget everything found, so that the next ``find_*`` searches again."""
+    for find in (find_nvrtc, find_gxx, find_nvcc, find_cuda_include, find_cutlass_include, driver, _pypi_roots):
+        find.cache_clear()
+
+
+@cache
+def _pypi_roots() -> tuple[Path, ...]:
+    """Roots of the ``nvidia`` wheels: ``nvidia/cu13`` shared by all, or one per package before CUDA 13."""
+    spec = importlib.util.find_spec("nvidia")
+    bases = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    return tuple(child for base in bases if base.is_dir() for child in sorted(base.iterdir()) if child.is_dir())
+
+
+def _env_roots() -> list[Path]:
+    return [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+
+
+def _include_dirs(root: Path) -> tuple[Path, ...]:
+    # From CUDA 13 on libcu++ lies one level down, and only nvcc adds that level by itself.
+    return tuple(d for d in (root / "include", root / "include" / "cccl") if d.is_dir())
+
+
+def _missing_headers(dirs: tuple[Path, ...]) -> list[str]:
+    return [header for header in _CUDA_HEADERS if not any((d / header).is_file() for d in dirs)]
+
+
+def _header_version(dirs: tuple[Path, ...], header: str, macro: str) -> str:
+    for path in (d / header for d in dirs if (d / header).is_file()):
+        if found := re.search(rf"^#define\s+{macro}\s+(\d+)", path.read_text(errors="replace"), re.MULTILINE):
+            number = int(found.group(1))
+            return f"{number // 1000}.{number % 1000 // 10}"
+    return "unknown"
+
+
+def _nvrtc_patch_version(path: Path, version: str) -> str:
+    """Add the patch level: NVRTC itself reports ``13.0``, the toolkit's file name or the wheel knows the rest."""
+    if found := re.search(r"\.so\.(\d+\.\d+\.\d+)$", path.name):
+        return found.group(1)
+    for package in ("nvidia-cuda-nvrtc", f"nvidia-cuda-nvrtc-cu{version.split('.')[0]}"):
+        try:
+            installed = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        if installed.startswith(version):
+            return installed
+    return version
+
+
+def _run(command: list[str]) -> str:
+    """Output of a short probe, both streams; empty when it cannot run."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=_PROBE_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
