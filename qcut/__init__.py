@@ -1,0 +1,70 @@
+"""qcut: int8 inference for transformers.
+
+Public names load on first use: ``import qcut`` imports neither torch nor a compiler and creates no
+CUDA context. ``qcut.ops`` registers the operators of ``torch.ops.qcut``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qcut import errors, ops
+    from qcut.calibration import Calibration, calibrate
+    from qcut.checkpoint import load, save
+    from qcut.config import W8A8, W8A16, Float, StaticRange
+    from qcut.convert import quantize
+    from qcut.linear import Linear
+    from qcut.planning import Plan, plan
+    from qcut.smoothing import smooth
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "W8A8",
+    "W8A16",
+    "Calibration",
+    "Float",
+    "Linear",
+    "Plan",
+    "StaticRange",
+    "calibrate",
+    "errors",
+    "load",
+    "ops",
+    "plan",
+    "quantize",
+    "save",
+    "smooth",
+]
+
+_HOME = {
+    "W8A8": "config",
+    "W8A16": "config",
+    "Float": "config",
+    "StaticRange": "config",
+    "Linear": "linear",
+    "Calibration": "calibration",
+    "calibrate": "calibration",
+    "smooth": "smoothing",
+    "Plan": "planning",
+    "plan": "planning",
+    "quantize": "convert",
+    "save": "checkpoint",
+    "load": "checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("errors", "ops"):
+        return import_module(f"qcut.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'qcut' has no attribute {name!r}")
+    value = getattr(import_module(f"qcut.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

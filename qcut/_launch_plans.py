@@ -1,0 +1,196 @@
+"""Launch plans: which kernel serves which rows of which layer, built, loaded and ready to launch.
+
+Between dispatch, which knows sizes, and the operators, which know tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal
+
+import torch
+
+from emitters.epilogue import Activation, Epilogue
+from emitters.gemm import GemmProblem
+from emitters.mma_gemm import grid as mma_grid
+from emitters.source import DType, KernelSource
+from emitters.weight_only_gemm import grid as weight_only_grid
+from qcut import dispatch, jit
+from qcut.config import padded_k
+from qcut.dispatch import Choice, Target
+
+DTYPES = {
+    torch.float16: DType.F16,
+    torch.bfloat16: DType.BF16,
+    torch.float32: DType.F32,
+    torch.int8: DType.S8,
+}
+TMA_ROWS = 64
+"""Rows a layer's int8 operands have at least on sm_90a: a TMA box that hangs over the edge of A loads slower."""
+
+
+Kind = Literal["dynamic", "static", "weight_only"]
+lock = threading.RLock()
+_QUERY_WORKSPACE_BYTES = 2
+
+
+@cache
+def target(device: int) -> Target:
+    """The GPU behind a CUDA ordinal, as dispatch sees it."""
+    properties = torch.cuda.get_device_properties(device)
+    return dispatch.target_for((properties.major, properties.minor), properties.multi_processor_count, properties.name)
+
+
+@cache
+def has_cutlass() -> bool:
+    available = jit.is_toolchain_available("nvcc")
+    if not available:
+        warnings.warn(
+            "qcut: nvcc or g++ is missing, so int8 GEMMs run on the raw kernels instead of CUTLASS's; "
+            "`qcut doctor` says what to install",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return available
+
+
+def m_bucket(m: int) -> int:
+    """Rows up to which one launch plan serves: 16, 32, 64, then four steps an octave.
+
+    Every m in a bucket runs the same kernel, so that nearby batch sizes neither build nor choose anew.
+    """
+    if m <= 64:
+        return 16 if m <= 16 else 32 if m <= 32 else 64
+    step = 1 << ((m - 1).bit_length() - 3)
+    return -(-m // step) * step
+
+
+class LaunchPlan:
+    """A loaded kernel and what of its launch does not depend on the call.
+
+    Attributes:
+        min_rows: rows that the operands of a linear layer must have at least.
+        needs_workspace: whether `launch` must be given device memory.
+    """
+
+    __slots__ = ("_grid", "_kernel", "_pdl", "_tail", "min_rows", "needs_workspace")
+
+    def __init__(
+        self,
+        kernel: jit.Kernel,
+        grid: Callable[[int], tuple[int, int, int]],
+        *,
+        tail: tuple[int, ...] = (),
+        needs_workspace: bool = False,
+        pdl: bool = False,
+        min_rows: int = 1,
+    ) -> None:
+        self._kernel, self._grid, self._tail, self._pdl = kernel, grid, tail, pdl
+        self.needs_workspace = needs_workspace
+        self.min_rows = min_rows
+
+    @property
+    def name(self) -> str:
+        """Procedural name of the kernel."""
+        return self._kernel.name
+
+    def workspace_bytes(self, args: tuple[int | float, ...]) -> int:
+        """Device memory that a launch with these arguments needs."""
+        return self._kernel.query(_QUERY_WORKSPACE_BYTES, (*args, *self._tail, 0))
+
+    def launch(self, m: int, args: tuple[int | float, ...], stream: int, workspace: int = 0) -> None:
+        """Queue the kernel for m rows."""
+        if self._tail:
+            args = (*args, *self._tail, workspace)
+        self._kernel.launch(self._grid(m), args, stream, self._pdl)
+
+
+def load(source: KernelSource, device: int) -> jit.Kernel:
+    """Build a kernel unless it is cached, and load it."""
+    return jit.load(jit.build(source), source, device)
+
+
+def gemm_plan(problem: GemmProblem, m: int, n: int, k: int, device: int) -> LaunchPlan:
+    """Plan of an int8 GEMM of up to m rows; k as padded."""
+    choice = dispatch.select_gemm(problem, m, n, k, target(device), cutlass=has_cutlass())
+    return _planned(choice, problem, n, device)
+
+
+def weight_only_plan(problem: GemmProblem, m: int, n: int, k: int, device: int) -> LaunchPlan:
+    """Plan of a GEMM with 16-bit activations and int8 weights."""
+    return _planned(dispatch.select_weight_only(problem, m, n, k, target(device)), problem, n, device)
+
+
+def _planned(choice: Choice, problem: GemmProblem, n: int, device: int) -> LaunchPlan:
+    gpu = target(device)
+    kernel = load(dispatch.emit(choice, problem, gpu.arch), device)
+    pdl = gpu.arch == "sm_90a"
+    if choice.family != "cutlass":
+        grid = mma_grid if choice.family == "mma" else weight_only_grid
+        return LaunchPlan(kernel, lambda m: grid(choice.tile, m, n), pdl=pdl)
+    stream_k = choice.tile.schedule == "stream_k"
+    return LaunchPlan(
+        kernel,
+        lambda m: (1, 1, 1),
+        tail=(gpu.sm_count, choice.swizzle, choice.raster, choice.splits),
+        needs_workspace=stream_k,
+        pdl=pdl and not stream_k,
+        min_rows=TMA_ROWS if choice.tile.schedule != "multistage" else 1,
+    )
+
+
+def linear_problem(x_dtype: DType, n: int, k: int, bias: bool, activation: str, kind: Kind) -> GemmProblem:
+    """What a linear layer asks of its GEMM."""
+    epilogue = Epilogue(
+        out=x_dtype,
+        row_scale="per_token" if kind == "dynamic" else "none",
+        col_scale="per_channel",
+        zero_point="per_tensor" if kind == "static" else "none",
+        bias=bias,
+        activation=Activation(activation),
+    )
+    problem = GemmProblem(epilogue=epilogue, alignment_n=dispatch.alignment_of(n))
+    if kind == "weight_only":
+        return replace(problem, a=x_dtype, alignment_k=8 if k % 8 == 0 else 1)
+    return problem
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """One layer at one number of rows, for `prebuild`."""
+
+    kind: Kind
+    dtype: torch.dtype
+    rows: int
+    n: int
+    k: int
+    bias: bool
+    activation: str
+
+
+def prebuild(calls: Iterable[LinearCall], device: int, progress: bool = True) -> None:
+    """Build, in parallel, the GEMM kernels of these layers that are not in the cache yet.
+
+    Raises:
+        BuildError: the first kernel that does not compile.
+    """
+    gpu = target(device)
+    sources: dict[str, KernelSource] = {}
+    for call in calls:
+        problem = linear_problem(DTYPES[call.dtype], call.n, call.k, call.bias, call.activation, call.kind)
+        rows = m_bucket(call.rows)
+        if call.kind == "weight_only":
+            choice = dispatch.select_weight_only(problem, rows, call.n, call.k, gpu)
+        else:
+            rows = max(rows, TMA_ROWS)
+            choice = dispatch.select_gemm(problem, rows, call.n, padded_k(call.k), gpu, cutlass=has_cutlass())
+        source = dispatch.emit(choice, problem, gpu.arch)
+        sources[source.name] = source
+    for result in jit.build_many(sources.values(), progress=progress and sys.stderr.isatty()).values():
+        if isinstance(result, Exception):
+            raise result

@@ -1,0 +1,442 @@
+"""CUDA implementations of the operators in `qcut.ops`, imported at the first CUDA call.
+
+A call is a dictionary look-up, one allocation for the result (and one for quantized activations), and
+one or two launches on the current stream. A miss makes a launch plan first (`qcut._launch_plans`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from emitters.epilogue import Activation, Epilogue
+from emitters.gemm import GemmProblem
+from emitters.quantize import (
+    ColSum,
+    Dequantize,
+    QuantizePerTensor,
+    QuantizePerToken,
+    emit_colsum,
+    emit_dequantize,
+    emit_quantize_per_tensor,
+    emit_quantize_per_token,
+)
+from emitters.source import DType
+from qcut import _launch_plans as launch_plans
+from qcut import dispatch
+from qcut._launch_plans import DTYPES, LaunchPlan, m_bucket, target
+from qcut.config import K_ALIGNMENT, padded_k
+from qcut.errors import DeviceError, DtypeError, ShapeError
+
+_plans: dict[tuple[Any, ...], Any] = {}
+_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+
+def _plan(key: tuple[Any, ...], make: Callable[[], LaunchPlan]) -> LaunchPlan:
+    with launch_plans.lock:
+        plan: LaunchPlan | None = _plans.get(key)
+        if plan is None:
+            plan = _plans[key] = make()
+    return plan
+
+
+def _run(plan: LaunchPlan, m: int, args: tuple[int | float, ...], device: int) -> None:
+    if plan.needs_workspace:
+        workspace = torch.empty(plan.workspace_bytes(args), dtype=torch.uint8, device=torch.device("cuda", device))
+        plan.launch(m, args, _stream(device), workspace.data_ptr())
+    else:
+        plan.launch(m, args, _stream(device))
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """x as rows with unit stride along K, and the stride between rows; copies only what has no such view."""
+    if not x.is_contiguous():
+        if x.dim() == 2 and x.stride(1) == 1:
+            return x, x.stride(0)
+        x = x.contiguous()
+    return x, x.shape[-1]
+
+
+def _sizes(op: str, x: Tensor) -> tuple[int, int]:
+    """Rows and columns of x ``[..., K]``."""
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [..., K] with K >= 1")
+    k = x.shape[-1]
+    return x.numel() // k, k
+
+
+def _dense(t: Tensor) -> Tensor:
+    """The tensor itself where vector loads may read it, else a copy: a view can start anywhere."""
+    return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+def _dense_parameters(*tensors: Tensor | None) -> list[Any] | None:
+    """The tensors with copies of those that vector loads cannot read, or None where all are fine."""
+    dense = [t if t is None else _dense(t) for t in tensors]
+    return None if all(a is b for a, b in zip(dense, tensors, strict=True)) else dense
+
+
+def _is_aligned(x: Tensor, stride: int, k_padded: int) -> bool:
+    return x.data_ptr() % 16 == 0 and stride * x.element_size() % 16 == 0 and k_padded % 16 == 0
+
+
+def _check_devices(op: str, first: Tensor, *others: Tensor | None) -> int:
+    device = first.device
+    for other in others:
+        if other is not None and other.device != device:
+            raise DeviceError(f"qcut::{op}: tensors on {device} and {other.device}; all of one call share a device")
+    index: int = first.get_device()
+    return index
+
+
+def _float_dtype(op: str, x: Tensor, allowed: tuple[torch.dtype, ...]) -> DType:
+    if x.dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise DtypeError(f"qcut::{op}: x is {x.dtype}; allowed on CUDA: {names}")
+    return DTYPES[x.dtype]
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+# ── quantize, dequantize, sum ────────────────────────────────────────────────────────────────────
+
+
+def _per_token_plan(dtype: DType, m: int, k_padded: int, aligned: bool, device: int) -> LaunchPlan:
+    key = ("per_token", dtype, m_bucket(m), k_padded, aligned, device)
+    plan = _plans.get(key)
+    if plan is None:
+
+        def make() -> LaunchPlan:
+            gpu = target(device)
+            desc = QuantizePerToken.for_shape(
+                dtype, gpu.arch, m_bucket(m), k_padded, aligned=aligned, sm_count=gpu.sm_count
+            )
+            kernel = launch_plans.load(emit_quantize_per_token(desc), device)
+            return LaunchPlan(kernel, lambda rows: desc.grid(rows, k_padded), pdl=gpu.arch == "sm_90a")
+
+        plan = _plan(key, make)
+    return plan
+
+
+def _per_tensor_plan(dtype: DType, k_padded: int, aligned: bool, device: int) -> LaunchPlan:
+    key = ("per_tensor", dtype, k_padded, aligned, device)
+    plan = _plans.get(key)
+    if plan is None:
+
+        def make() -> LaunchPlan:
+            gpu = target(device)
+            desc = QuantizePerTensor.for_shape(dtype, gpu.arch, 1, k_padded, aligned=aligned)
+            kernel = launch_plans.load(emit_quantize_per_tensor(desc), device)
+            return LaunchPlan(kernel, lambda rows: desc.grid(rows, k_padded), pdl=gpu.arch == "sm_90a")
+
+        plan = _plan(key, make)
+    return plan
+
+
+def quantize_per_token(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
+    dtype = _float_dtype("quantize_per_token", x, _FLOATS)
+    m, k = _sizes("quantize_per_token", x)
+    if k_padded < k:
+        raise ShapeError(f"qcut::quantize_per_token: k_padded is {k_padded}; allowed: at least K = {k}")
+    device = x.get_device()
+    q = torch.empty((m, k_padded), dtype=torch.int8, device=x.device)
+    scale = torch.empty((m,), dtype=torch.float32, device=x.device)
+    if m:
+        x, stride = _rows(x)
+        plan = _per_token_plan(dtype, m, k_padded, _is_aligned(x, stride, k_padded), device)
+        _run(plan, m, (x.data_ptr(), q.data_ptr(), scale.data_ptr(), stride, m, k, k_padded), device)
+    return q, scale
+
+
+def quantize_per_tensor(x: Tensor, scale: float, zero_point: int, k_padded: int) -> Tensor:
+    dtype = _float_dtype("quantize_per_tensor", x, _FLOATS)
+    m, k = _sizes("quantize_per_tensor", x)
+    if k_padded < k:
+        raise ShapeError(f"qcut::quantize_per_tensor: k_padded is {k_padded}; allowed: at least K = {k}")
+    device = x.get_device()
+    q = torch.empty((m, k_padded), dtype=torch.int8, device=x.device)
+    if m:
+        x, stride = _rows(x)
+        plan = _per_tensor_plan(dtype, k_padded, _is_aligned(x, stride, k_padded), device)
+        _run(plan, m, (x.data_ptr(), q.data_ptr(), stride, m, k, k_padded, scale, zero_point), device)
+    return q
+
+
+def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    device = _check_devices("dequantize", q, scale)
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    if out.numel():
+        q, stride = _rows(q)
+        rows, columns = q.shape
+        aligned = stride % 8 == 0 and q.data_ptr() % 8 == 0 and columns * out.element_size() % 16 == 0
+        key = ("dequantize", dtype, columns, aligned, device)
+        plan = _plans.get(key)
+        if plan is None:
+
+            def make() -> LaunchPlan:
+                desc = Dequantize.for_shape(DTYPES[dtype], target(device).arch, rows, columns, aligned=aligned)
+                return LaunchPlan(launch_plans.load(emit_dequantize(desc), device), lambda m: desc.grid(m, columns))
+
+            plan = _plan(key, make)
+        _run(plan, rows, (q.data_ptr(), scale.contiguous().data_ptr(), out.data_ptr(), stride, rows, columns), device)
+    return out
+
+
+def colsum(q: Tensor) -> Tensor:
+    device = q.get_device()
+    q, stride = _rows(q)
+    n, k = q.shape
+    out = torch.empty((n,), dtype=torch.int32, device=q.device)
+    if n:
+        aligned = stride % 16 == 0 and q.data_ptr() % 16 == 0
+        key = ("colsum", aligned, device)
+        plan = _plans.get(key)
+        if plan is None:
+
+            def make() -> LaunchPlan:
+                desc = ColSum(target(device).arch, aligned)
+                return LaunchPlan(launch_plans.load(emit_colsum(desc), device), lambda rows: desc.grid(rows, 0))
+
+            plan = _plan(key, make)
+        _run(plan, n, (q.data_ptr(), out.data_ptr(), stride, n, k), device)
+    return out
+
+
+# ── GEMM ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _operand(q: Tensor) -> Tensor:
+    """An int8 matrix whose rows start and end at multiples of 16 bytes: itself, or a zero-padded copy."""
+    if q.stride(1) == 1 and q.stride(0) % K_ALIGNMENT == 0 and q.shape[1] % K_ALIGNMENT == 0 and q.data_ptr() % 16 == 0:
+        return q
+    return torch.nn.functional.pad(q, (0, padded_k(q.shape[1]) - q.shape[1])).contiguous()
+
+
+def gemm_s8(
+    a: Tensor,
+    b: Tensor,
+    *,
+    zero_point: Tensor | None = None,
+    colsum: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    col_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_inv_scale: float = 1.0,
+    out_zero_point: int = 0,
+) -> Tensor:
+    from qcut.ops import _check_gemm_s8
+
+    out_dtype = out_dtype or torch.float16
+    _check_gemm_s8(
+        a,
+        b,
+        zero_point=zero_point,
+        colsum=colsum,
+        row_scale=row_scale,
+        col_scale=col_scale,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        out_dtype=out_dtype,
+        out_inv_scale=out_inv_scale,
+        out_zero_point=out_zero_point,
+    )
+    device = a.get_device()
+    a, b = _operand(a), _operand(b)
+    (m, k), n = a.shape, b.shape[0]
+    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    if m == 0:
+        return out
+    flags = (zero_point is None, row_scale is None, col_scale is None, bias is None, residual is None)
+    key = ("gemm", out_dtype, activation, flags, m_bucket(m), n, k, device)
+    plan = _plans.get(key)
+    if plan is None:
+        epilogue = Epilogue(
+            out=DTYPES[out_dtype],
+            row_scale="none" if row_scale is None else "per_token",
+            col_scale="none" if col_scale is None else "per_channel",
+            zero_point="none" if zero_point is None else "per_token",
+            bias=bias is not None,
+            activation=Activation(activation),
+            residual=residual is not None,
+        )
+        problem = GemmProblem(epilogue=epilogue, alignment_n=dispatch.alignment_of(n))
+        plan = _plan(key, lambda: launch_plans.gemm_plan(problem, m_bucket(m), n, k, device))
+    # In the order of Epilogue.params().
+    vectors = (zero_point, colsum, row_scale, col_scale, bias, residual)
+    kept = [_dense(vector) for vector in vectors if vector is not None]
+    requantize = (out_inv_scale, float(out_zero_point)) if out_dtype is torch.int8 else ()
+    args = (a.data_ptr(), b.data_ptr(), out.data_ptr(), m, n, k, a.stride(0), b.stride(0), n)
+    _run(plan, m, (*args, *(vector.data_ptr() for vector in kept), *requantize), device)
+    return out
+
+
+# ── linear layers ────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _LinearPlan:
+    """Launch plans of one layer at one bucket of rows, found again by the addresses of its tensors.
+
+    What a call checks on the CPU is checked here when the plan is made. A later call with the same
+    addresses and sizes is the same layer, or another one that took its place in memory.
+    """
+
+    quantize: LaunchPlan
+    gemm: LaunchPlan
+    n: int
+    k_padded: int
+    min_rows: int
+
+
+_MAX_LINEAR_PLANS = 1 << 16
+_linear_plans: dict[tuple[Any, ...], _LinearPlan] = {}
+
+
+def _make_linear(
+    kind: Literal["dynamic", "static"], key: tuple[Any, ...], x: Tensor, qweight: Tensor, bias: bool, activation: str
+) -> _LinearPlan:
+    """``key`` ends with the bucket of rows and whether x is aligned."""
+    (n, k_padded), k, device = qweight.shape, x.shape[-1], x.get_device()
+    *_, rows, aligned = key
+    dtype = DTYPES[x.dtype]
+    if kind == "dynamic":
+        quantize = _per_token_plan(dtype, rows, k_padded, aligned, device)
+    else:
+        quantize = _per_tensor_plan(dtype, k_padded, aligned, device)
+    problem = launch_plans.linear_problem(dtype, n, k, bias, activation, kind)
+    rows = max(rows, launch_plans.TMA_ROWS)
+    gemm_key = ("linear", problem, rows, n, k_padded, device)
+    gemm = _plan(gemm_key, lambda: launch_plans.gemm_plan(problem, rows, n, k_padded, device))
+    if len(_linear_plans) >= _MAX_LINEAR_PLANS:  # a process that loads model after model
+        _linear_plans.clear()
+    plan = _linear_plans[key] = _LinearPlan(quantize, gemm, n, k_padded, gemm.min_rows)
+    return plan
+
+
+def _result(x: Tensor, m: int, rows: int, n: int) -> tuple[Tensor, Tensor]:
+    """The result ``[..., n]``, and the memory of at least ``rows`` rows it lies in."""
+    shape = (*x.shape[:-1], n)
+    if rows == m:
+        out = x.new_empty(shape)
+        return out, out
+    memory = x.new_empty((rows, n))
+    return memory[:m].view(shape), memory
+
+
+def w8a8_linear(x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    m, k = _sizes("w8a8_linear", x)
+    device = x.get_device()
+    rows_of_x, stride = _rows(x)
+    address = rows_of_x.data_ptr()
+    aligned = (address | stride * x.element_size()) & 15 == 0
+    weight, scale, offset = qweight.data_ptr(), weight_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
+    key = (weight, scale, offset, qweight.shape[0], k, x.dtype, activation, device, m_bucket(m), aligned)
+    plan = _linear_plans.get(key)
+    if plan is None or m == 0:
+        from qcut.ops import _check_w8a8_linear
+
+        _check_w8a8_linear(x, qweight, weight_scale, bias, activation)
+        if m == 0:
+            return x.new_empty((*x.shape[:-1], qweight.shape[0]))
+        dense = _dense_parameters(qweight, weight_scale, bias)
+        if dense is not None:
+            weight_, scale_, bias_ = dense
+            return w8a8_linear(x, weight_, scale_, bias_, activation)
+        plan = _make_linear("dynamic", key, rows_of_x, qweight, bias is not None, activation)
+    n, k_padded = plan.n, plan.k_padded
+    rows = max(m, plan.min_rows)
+    # One allocation for both, in x's dtype, which spares a conversion of arguments: int8 rows are multiples of
+    # 16 bytes, so the scales behind them are aligned.
+    scratch = x.new_empty(rows * (k_padded + 4) // x.element_size())
+    q = scratch.data_ptr()
+    token_scale = q + rows * k_padded
+    _run(plan.quantize, m, (address, q, token_scale, stride, m, k, k_padded), device)
+    out, memory = _result(x, m, rows, n)
+    args = (q, weight, memory.data_ptr(), rows, n, k_padded, k_padded, k_padded, n, token_scale, scale)
+    _run(plan.gemm, rows, (*args, offset) if offset else args, device)
+    return out
+
+
+def w8a8_static_linear(
+    x: Tensor,
+    qweight: Tensor,
+    col_scale: Tensor,
+    colsum: Tensor,
+    bias: Tensor | None,
+    x_scale: float,
+    x_zero_point: int,
+    activation: str,
+) -> Tensor:
+    m, k = _sizes("w8a8_static_linear", x)
+    device = x.get_device()
+    rows_of_x, stride = _rows(x)
+    address = rows_of_x.data_ptr()
+    aligned = (address | stride * x.element_size()) & 15 == 0
+    weight, scale, offset = qweight.data_ptr(), col_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
+    sums = colsum.data_ptr()
+    key = (weight, scale, offset, sums, qweight.shape[0], k, x.dtype, activation, device, m_bucket(m), aligned)
+    plan = _linear_plans.get(key)
+    if plan is None or m == 0:
+        from qcut.ops import _check_w8a8_static_linear
+
+        _check_w8a8_static_linear(x, qweight, col_scale, colsum, bias, x_scale, x_zero_point, activation)
+        if m == 0:
+            return x.new_empty((*x.shape[:-1], qweight.shape[0]))
+        dense = _dense_parameters(qweight, col_scale, bias, colsum)
+        if dense is not None:
+            weight_, scale_, bias_, colsum_ = dense
+            return w8a8_static_linear(x, weight_, scale_, colsum_, bias_, x_scale, x_zero_point, activation)
+        plan = _make_linear("static", key, rows_of_x, qweight, bias is not None, activation)
+    n, k_padded = plan.n, plan.k_padded
+    rows = max(m, plan.min_rows)
+    scratch = x.new_empty(rows * k_padded // x.element_size())
+    q = scratch.data_ptr()
+    _run(plan.quantize, m, (address, q, stride, m, k, k_padded, x_scale, x_zero_point), device)
+    out, memory = _result(x, m, rows, n)
+    args = (q, weight, memory.data_ptr(), rows, n, k_padded, k_padded, k_padded, n, x_zero_point, sums, scale)
+    _run(plan.gemm, rows, (*args, offset) if offset else args, device)
+    return out
+
+
+def w8a16_linear(x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    m, k = _sizes("w8a16_linear", x)
+    device = x.get_device()
+    rows_of_x, stride = _rows(x)
+    address = rows_of_x.data_ptr()
+    aligned = address % 16 == 0 and stride % 8 == 0
+    weight, scale, offset = qweight.data_ptr(), weight_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
+    n, k_padded = qweight.shape
+    key = ("w8a16", weight, scale, offset, n, k, x.dtype, activation, device, m_bucket(m), aligned)
+    plan = _plans.get(key)
+    if plan is None or m == 0:
+        from qcut.ops import _check_w8a16_linear
+
+        _check_w8a16_linear(x, qweight, weight_scale, bias, activation)
+        dtype = _float_dtype("w8a16_linear", x, (torch.float16, torch.bfloat16))
+        if m == 0:
+            return x.new_empty((*x.shape[:-1], n))
+        dense = _dense_parameters(qweight, weight_scale, bias)
+        if dense is not None:
+            weight_, scale_, bias_ = dense
+            return w8a16_linear(x, weight_, scale_, bias_, activation)
+        problem = launch_plans.linear_problem(dtype, n, k, bias is not None, activation, "weight_only")
+        problem = replace(problem, alignment_k=8 if aligned else 1)
+        rows = m_bucket(m)
+        plan = _plan(
+            ("weight_only", problem, rows, n, k, device),
+            lambda: launch_plans.weight_only_plan(problem, rows, n, k, device),
+        )
+        _plans[key] = plan
+    out = x.new_empty((*x.shape[:-1], n))
+    args = (address, weight, out.data_ptr(), m, n, k, stride, k_padded, n, scale)
+    _run(plan, m, (*args, offset) if offset else args, device)
+    return out
