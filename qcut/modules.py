@@ -1,0 +1,235 @@
+"""Walking a model: which layers qcut can quantize, how to call the model, what it returns."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from qcut.errors import DtypeError, QuantizationError
+
+DEFAULT_SKIP = ("lm_head",)
+"""Left in float unless asked for: the classifier is tied to the embedding in most models, and sensitive."""
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether this is transformers' ``Conv1D`` (a linear layer whose weight is stored ``[K, N]``)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether qcut can replace this module: ``nn.Linear`` or ``Conv1D``, with the forward and the weight of the class.
+
+    A subclass with a forward of its own (an adapter), a parametrized weight, and the projection that
+    ``nn.MultiheadAttention`` reads without calling it are other things, and are left alone.
+    """
+    if module._parameters.get("weight") is None or type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return False
+    return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+
+
+def weight_nk(module: nn.Module) -> Tensor:
+    """The weight of a linear layer as ``[N, K]``, a view without gradient."""
+    weight = weight_of(module).detach()
+    return weight.t() if is_conv1d(module) else weight
+
+
+def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors exactly if they are the same memory seen the same way: tied weights."""
+    pointer = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
+    if pointer == 0:
+        return (id(tensor),)
+    return (tensor.device, pointer, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def weight_holders(model: nn.Module) -> dict[tuple[Any, ...], list[str]]:
+    """Names of the modules that hold each parameter, by `tensor_key`."""
+    holders: dict[tuple[Any, ...], list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                holders.setdefault(tensor_key(parameter), []).append(name)
+    return holders
+
+
+def weight_of(module: nn.Module) -> nn.Parameter:
+    """The weight of a module that has one."""
+    weight = module._parameters["weight"]
+    assert weight is not None
+    return weight
+
+
+def tied_elsewhere(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Those of the layers whose weight a module outside of them holds too, with that module's name.
+
+    Such a layer stays in float: a quantized copy beside the embedding it is tied to would cost memory, not save it.
+    """
+    holders = weight_holders(model)
+    outside = {name: set(holders[tensor_key(weight_of(module))]) - set(layers) for name, module in layers.items()}
+    return {name: min(others) for name, others in outside.items() if others}
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a glob matches the whole dotted name or its end: ``lm_head``, ``*.mlp.*``, ``h.0.attn.c_attn``."""
+    return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, f"*.{p}") for p in patterns)
+
+
+def find_layers(
+    model: nn.Module, include: Sequence[str] | None = None, skip: Sequence[str] = DEFAULT_SKIP
+) -> dict[str, nn.Module]:
+    """The linear layers of a model, by name, in the order of ``named_modules``.
+
+    Args:
+        model: the model; a module registered under several names counts once, under the first.
+        include: globs (see `matches`); None takes every layer. A glob that matches no layer is an error.
+        skip: globs of layers to leave out; ``include`` does not overrule it. These may match nothing.
+
+    Raises:
+        QuantizationError: a glob of ``include`` matches nothing, or no layer is left.
+    """
+    every = {name: module for name, module in model.named_modules() if name and is_linear(module)}
+    for pattern in include or ():
+        if not any(matches(name, [pattern]) for name in every):
+            raise QuantizationError(
+                f"{type(model).__name__}: {pattern!r} matches none of its {len(every)} linear layers"
+                + (f", such as {next(iter(every))!r}" if every else "")
+            )
+    found = {
+        name: module
+        for name, module in every.items()
+        if (include is None or matches(name, include)) and not matches(name, skip)
+    }
+    if not found:
+        raise QuantizationError(
+            f"{type(model).__name__}: no layer to work on ({len(every)} linear layers in all, include={include}, "
+            f"skip={tuple(skip)}); qcut takes nn.Linear and transformers' Conv1D inside a model"
+        )
+    return found
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode and give every module its own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The device of the first parameter, else of the first buffer, else the CPU."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it moved to the device; any mapping becomes a dict."""
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    return pytree.tree_map_only(Tensor, lambda t: t.to(device), batch)
+
+
+def forward(model: nn.Module, batch: Any) -> Any:
+    """Call a model on one batch: a tensor is its first argument, a tuple or list its arguments, a mapping its keywords.
+
+    A Hugging Face model is told not to build a key-value cache.
+
+    Raises:
+        DtypeError: the batch is none of these.
+    """
+    extra = {"use_cache": False} if getattr(getattr(model, "config", None), "use_cache", False) else {}
+    if isinstance(batch, Tensor):
+        return model(batch, **extra)
+    if isinstance(batch, Mapping):
+        return model(**{**extra, **batch})
+    if isinstance(batch, (tuple, list)):
+        return model(*batch, **extra)
+    raise DtypeError(
+        f"batches: found {type(batch).__name__}; a batch is a tensor, a tuple of arguments or a dict of keywords"
+    )
+
+
+def output_tensor(output: Any) -> Tensor:
+    """The logits of a model's output: itself, its ``logits``, or the first floating tensor in it.
+
+    Raises:
+        DtypeError: there is no floating tensor in it.
+    """
+    logits = getattr(output, "logits", None)
+    for leaf in [logits, *pytree.tree_leaves(output), *pytree.tree_leaves(getattr(output, "__dict__", None))]:
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            return leaf
+    raise DtypeError(f"model: found an output of type {type(output).__name__} without a floating tensor")
+
+
+def input_ids_of(batch: Any) -> Tensor | None:
+    """The integer ``[B, T]`` token ids of a batch, or None where it holds none."""
+    if isinstance(batch, Mapping):
+        ids = batch.get("input_ids")
+    else:
+        ids = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    ok = isinstance(ids, Tensor) and ids.ndim == 2 and not ids.is_floating_point() and not ids.is_complex()
+    return ids if ok else None
+
+
+class FusedActivation(nn.Identity):
+    """Stands where an activation stood that the linear layer before it now computes."""
+
+    def __init__(self, activation: str = "none") -> None:
+        super().__init__()
+        self.activation = activation
+
+    def extra_repr(self) -> str:
+        """Which one, for ``print(model)``."""
+        return self.activation
+
+
+def fusible_activations(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """Activations that nothing but one linear layer feeds, by the name of that layer.
+
+    Known places: the MLP of GPT-2 (``c_fc`` then ``act``), and neighbours in an ``nn.Sequential``.
+
+    Returns:
+        Layer name → (name of the activation module, name of the function as `qcut.Linear` calls it).
+    """
+    found = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        if type(module).__name__ == "GPT2MLP":
+            pairs = [("c_fc", "act")]
+        elif isinstance(module, nn.Sequential):
+            keys = list(module._modules)
+            pairs = list(pairwise(keys))
+        else:
+            continue
+        for first, second in pairs:
+            layer, function = module._modules.get(first), module._modules.get(second)
+            activation = _activation_name(function)
+            if layer is not None and is_linear(layer) and activation is not None:
+                found[prefix + first] = (prefix + second, activation)
+    return found
+
+
+def _activation_name(module: nn.Module | None) -> str | None:
+    if isinstance(module, nn.GELU):
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu_erf"
+    names = {
+        "ReLU": "relu",
+        "SiLU": "silu",
+        "SiLUActivation": "silu",
+        "GELUActivation": "gelu_erf",
+        "NewGELUActivation": "gelu_tanh",
+        "GELUTanh": "gelu_tanh",
+        "FastGELUActivation": "gelu_tanh",
+        "PytorchGELUTanh": "gelu_tanh",
+    }
+    return names.get(type(module).__name__)
