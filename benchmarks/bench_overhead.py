@@ -1,0 +1,132 @@
+"""CPU cost of one ``torch.ops.qcut.w8a8_linear`` call on the hot path, and where it goes.
+
+The parts are differences between the whole call and the call without one of them, so they add up. The
+host's clock runs over a batch of calls that the GPU finishes behind it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import qcut
+from benchmarks import harness, kernels
+from benchmarks.bench_linear import EPILOGUES
+from benchmarks.harness import Timing, cpu_us
+from qcut import jit
+
+LIMIT_US = 15.0
+M, N, K = 16, 1280, 1280
+"""Small enough that the GPU keeps up, large enough for the kernels of a real layer."""
+
+
+@contextmanager
+def without_launches() -> Iterator[list[Any]]:
+    """Inside, kernels are not launched; the list collects which ones would have been."""
+    seen: list[Any] = []
+
+    def launch(kernel: jit.Kernel, *_: Any) -> None:
+        if kernel not in seen:
+            seen.append(kernel)
+
+    with mock.patch.object(jit.Kernel, "launch", launch):
+        yield seen
+
+
+@contextmanager
+def without_driver(launched: list[Any]) -> Iterator[None]:
+    """Inside, arguments are packed, but the foreign function that launches is not called."""
+    calls = [kernel._call for kernel in launched]
+    try:
+        for kernel in launched:
+            kernel._call = lambda *_: 0
+        yield
+    finally:
+        for kernel, call in zip(launched, calls, strict=True):
+            kernel._call = call
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; 1 where the call takes longer than it may, 2 without a GPU."""
+    options = harness.parser(__doc__ or "").parse_args(arguments)
+    harness.require_gpu()
+    with torch.no_grad():
+        return run(options)
+
+
+def measure_parts(rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
+    """The measured variants, and the parts of a call in microseconds."""
+    from qcut import _ops_cuda
+
+    layer = qcut.Linear.from_float(nn.Linear(K, N, dtype=torch.float16, device="cuda"))
+    x = torch.randn(M, K, device="cuda").half()
+    args = (x, layer.qweight, layer.weight_scale, layer.bias, "none")
+    op, direct = torch.ops.qcut.w8a8_linear.default, _ops_cuda.w8a8_linear
+    expected = op(*args)
+    if not torch.equal(expected, direct(*args)) or not torch.equal(expected.cpu(), layer.cpu()(x.cpu())):
+        raise harness.CheckError("w8a8_linear does not agree with the CPU reference")
+    layer = layer.cuda()
+
+    def allocate() -> None:
+        torch.empty((M, N), dtype=torch.float16, device=x.device)
+        torch.empty(M * (K + 4), dtype=torch.uint8, device=x.device)
+
+    def timed(call: Any) -> Timing:
+        return cpu_us(call, rounds=rounds)
+
+    timings = {
+        "qcut.Linear": timed(lambda: layer(x)),
+        "torch.ops.qcut.w8a8_linear": timed(lambda: op(*args)),
+        "its CUDA function": timed(lambda: direct(*args)),
+        "allocations alone": timed(allocate),
+    }
+    with without_launches() as launched:
+        timings["without launches"] = timed(lambda: direct(*args))
+    with without_driver(launched):
+        timings["without the driver"] = timed(lambda: direct(*args))
+    us = {name: timing.median_us for name, timing in timings.items()}
+    return timings, {
+        "nn.Module call": us["qcut.Linear"] - us["torch.ops.qcut.w8a8_linear"],
+        "dispatcher and Python registration": us["torch.ops.qcut.w8a8_linear"] - us["its CUDA function"],
+        "two allocations": us["allocations alone"],
+        "checks, plan look-up, addresses": us["without launches"] - us["allocations alone"],
+        f"packing {len(launched)} argument blocks": us["without the driver"] - us["without launches"],
+        f"{len(launched)} driver launches": us["its CUDA function"] - us["without the driver"],
+    }
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and write everything."""
+    kernels.prebuild([(EPILOGUES["w8a8"], M, N, K)])
+    timings, parts = measure_parts(10 if options.quick else 25)
+    results = harness.Results("bench_overhead", harness.environment())
+    for name, timing in timings.items():
+        results.add(timing, variant=name, m=M, n=N, k=K)
+    for name, us in parts.items():
+        results.add(Timing(us, us, us, 0, "difference"), variant=f"part: {name}", m=M, n=N, k=K)
+    path = results.write_csv(options.out)
+    total = timings["torch.ops.qcut.w8a8_linear"]
+    print(
+        harness.table(
+            ["measured", "µs", "p20", "p80"], [(n, t.median_us, t.p20_us, t.p80_us) for n, t in timings.items()]
+        )
+    )
+    print(harness.table(["part of one call", "µs"], list(parts.items())))
+    verdict = "reached" if total.median_us < LIMIT_US else "NOT reached"
+    print(f"rows in {path}\nCPU time of one call: {total.median_us:.1f} µs (to reach < {LIMIT_US:.0f}): {verdict}")
+    return 0 if total.median_us < LIMIT_US else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

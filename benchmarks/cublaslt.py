@@ -1,0 +1,189 @@
+"""cuBLASLt's int8 GEMM through ctypes: the baseline that int8 kernels are held against.
+
+``torch._int_mm`` takes the first heuristic and writes int32; this takes the best of eight and writes
+int8, which is the most that cuBLASLt can do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+CUDA_R_32F, CUDA_R_8I = 0, 3
+CUBLAS_COMPUTE_32I = 72
+CUBLAS_OP_N, CUBLAS_OP_T = 0, 1
+MATMUL_DESC_TRANSA, MATMUL_DESC_TRANSB = 3, 4
+MATMUL_PREF_MAX_WORKSPACE_BYTES = 1
+ALGO_CONFIG = {"id": 0, "tile": 1, "splitk": 2, "swizzle": 4, "stages": 6}
+WORKSPACE_BYTES = 64 << 20
+
+
+class CublasLtError(RuntimeError):
+    """A call of the library failed; the message names the call and its status."""
+
+
+class _Algo(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_uint64 * 8)]
+
+
+class HeuristicResult(ctypes.Structure):
+    """``cublasLtMatmulHeuristicResult_t`` (cublasLt.h, CUDA 12 and 13): 96 bytes."""
+
+    _fields_ = [
+        ("algo", _Algo),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+def _load() -> ctypes.CDLL:
+    soname = f"libcublasLt.so.{(torch.version.cuda or '13').split('.')[0]}"
+    try:
+        # torch has it loaded already: the soname alone finds that very copy.
+        return ctypes.CDLL(soname)
+    except OSError:
+        spec = importlib.util.find_spec("nvidia")
+        for root in (spec.submodule_search_locations or []) if spec else []:
+            for path in sorted(Path(root).rglob(soname)):
+                return ctypes.CDLL(str(path))
+        raise CublasLtError(f"{soname} was found neither by the loader nor in the nvidia packages") from None
+
+
+class Int8Matmul:
+    """``D = clamp(rne(alpha * A B^T), -128, 127)``, A ``[M, K]``, B ``[N, K]``, D ``[M, N]``, int8 row-major.
+
+    In cuBLAS's column-major terms this is TN with B as the left operand: D^T = B A^T. Compute type
+    ``CUBLAS_COMPUTE_32I``, scale type float32, one scale for the whole tensor, nothing else fused.
+
+    Args:
+        m: rows of A and D.
+        n: rows of B, columns of D; a multiple of 4.
+        k: columns of A and B; a multiple of 4.
+        requested: how many heuristic results to ask for.
+
+    Raises:
+        CublasLtError: the library is missing or has no algorithm for this problem.
+    """
+
+    _library: ctypes.CDLL | None = None
+    _handle = ctypes.c_void_p()
+    _workspace: torch.Tensor | None = None
+
+    def __init__(self, m: int, n: int, k: int, requested: int = 8) -> None:
+        cls = type(self)
+        if cls._library is None:
+            cls._library = _load()
+            self._call("cublasLtCreate", ctypes.byref(cls._handle))
+            cls._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        self.shape = (m, n, k)
+        self._desc = ctypes.c_void_p()
+        self._call("cublasLtMatmulDescCreate", ctypes.byref(self._desc), CUBLAS_COMPUTE_32I, CUDA_R_32F)
+        for attribute, operation in ((MATMUL_DESC_TRANSA, CUBLAS_OP_T), (MATMUL_DESC_TRANSB, CUBLAS_OP_N)):
+            value = ctypes.c_int32(operation)
+            self._call("cublasLtMatmulDescSetAttribute", self._desc, attribute, ctypes.byref(value), ctypes.c_size_t(4))
+        self._left, self._right, self._out = (self._layout(*size) for size in ((k, n), (k, m), (n, m)))
+        self.algorithms = self._heuristics(requested)
+        self._alpha, self._beta = ctypes.c_float(), ctypes.c_float(0.0)
+
+    def _call(self, name: str, *args: object) -> None:
+        status = getattr(self._library, name)(*args)
+        if status != 0:
+            raise CublasLtError(f"{name} returned status {status} for M, N, K = {getattr(self, 'shape', None)}")
+
+    def _layout(self, rows: int, columns: int) -> ctypes.c_void_p:
+        layout = ctypes.c_void_p()
+        self._call(
+            "cublasLtMatrixLayoutCreate",
+            ctypes.byref(layout),
+            CUDA_R_8I,
+            ctypes.c_uint64(rows),
+            ctypes.c_uint64(columns),
+            ctypes.c_int64(rows),
+        )
+        return layout
+
+    def _heuristics(self, requested: int) -> list[HeuristicResult]:
+        preference = ctypes.c_void_p()
+        self._call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        limit = ctypes.c_uint64(WORKSPACE_BYTES)
+        self._call(
+            "cublasLtMatmulPreferenceSetAttribute",
+            preference,
+            MATMUL_PREF_MAX_WORKSPACE_BYTES,
+            ctypes.byref(limit),
+            ctypes.c_size_t(8),
+        )
+        results = (HeuristicResult * requested)()
+        found = ctypes.c_int()
+        self._call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            self._handle,
+            self._desc,
+            self._left,
+            self._right,
+            self._out,
+            self._out,
+            preference,
+            requested,
+            results,
+            ctypes.byref(found),
+        )
+        self._call("cublasLtMatmulPreferenceDestroy", preference)
+        usable = [results[i] for i in range(found.value) if results[i].state == 0]
+        if not usable:
+            raise CublasLtError(f"no int8 algorithm for M, N, K = {self.shape}")
+        return usable
+
+    def run(self, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, alpha: float, algorithm: int) -> None:
+        """Launch algorithm number ``algorithm`` on the current stream."""
+        workspace = type(self)._workspace
+        if workspace is None:
+            raise CublasLtError("no workspace: the library was never initialised")
+        self._alpha.value = alpha
+        self._call(
+            "cublasLtMatmul",
+            self._handle,
+            self._desc,
+            ctypes.byref(self._alpha),
+            ctypes.c_void_p(b.data_ptr()),
+            self._left,
+            ctypes.c_void_p(a.data_ptr()),
+            self._right,
+            ctypes.byref(self._beta),
+            ctypes.c_void_p(d.data_ptr()),
+            self._out,
+            ctypes.c_void_p(d.data_ptr()),
+            self._out,
+            ctypes.byref(self.algorithms[algorithm].algo),
+            ctypes.c_void_p(workspace.data_ptr()),
+            ctypes.c_size_t(WORKSPACE_BYTES),
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )
+
+    def describe(self, algorithm: int) -> str:
+        """The algorithm's configuration, as cuBLASLt numbers it."""
+        parts = []
+        for label, attribute in ALGO_CONFIG.items():
+            value, written = ctypes.c_uint32(), ctypes.c_size_t()
+            arguments = (ctypes.byref(self.algorithms[algorithm].algo), attribute, ctypes.byref(value))
+            self._call("cublasLtMatmulAlgoConfigGetAttribute", *arguments, ctypes.c_size_t(4), ctypes.byref(written))
+            parts.append(f"{label}{value.value}")
+        return "cublaslt_" + "_".join(parts)
+
+    def best(self, time_us: Callable[[int], float]) -> int:
+        """Number of the algorithm for which ``time_us`` is least; those that cannot run are passed over."""
+        timed = []
+        for number in range(len(self.algorithms)):
+            try:
+                timed.append((time_us(number), number))
+            except CublasLtError:
+                continue
+        if not timed:
+            raise CublasLtError(f"no algorithm runs for M, N, K = {self.shape}")
+        return min(timed)[1]

@@ -1,0 +1,98 @@
+"""Which kernels run: those qcut would choose, built ahead in parallel, and those a call launched."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.harness import Results, Variant
+from benchmarks.shapes import Shape
+from emitters.epilogue import Epilogue
+from emitters.gemm import GemmProblem
+from emitters.source import DType, KernelSource
+from qcut import dispatch, jit
+from qcut.config import padded_k
+
+Call = tuple[Epilogue, int, int, int]
+"""A GEMM with int8 weights as an operator sees it: epilogue, M, N, K."""
+
+
+def prebuild(calls: Iterable[Call], a: DType = DType.S8) -> dict[Call, str]:
+    """Build, in parallel, what qcut chooses for these GEMMs on the current GPU.
+
+    Args:
+        calls: the GEMMs; weights are int8.
+        a: type of the activations; F16 or BF16 takes the weight-only family.
+
+    Returns:
+        For each call the procedural name of its kernel.
+
+    Raises:
+        BuildError: the first kernel that does not compile.
+    """
+    from qcut._launch_plans import m_bucket, target
+
+    gpu = target(torch.cuda.current_device())
+    cutlass = jit.is_toolchain_available("nvcc")
+    sources: dict[Call, KernelSource] = {}
+    for epilogue, m, n, k in calls:
+        problem = GemmProblem(a=a, epilogue=epilogue, alignment_n=dispatch.alignment_of(n))
+        if a is DType.S8:
+            choice = dispatch.select_gemm(problem, m_bucket(m), n, padded_k(k), gpu, cutlass=cutlass)
+        else:
+            problem = replace(problem, alignment_k=8 if k % 8 == 0 else 1)
+            choice = dispatch.select_weight_only(problem, m_bucket(m), n, k, gpu)
+        sources[epilogue, m, n, k] = dispatch.emit(choice, problem, gpu.arch)
+    for result in jit.build_many(sources.values(), progress=sys.stderr.isatty()).values():
+        if isinstance(result, Exception):
+            raise result
+    return {call: source.name for call, source in sources.items()}
+
+
+def name_rows(results: Results, shape: Shape, variants: Iterable[Variant]) -> None:
+    """Fill the kernel column of a shape's rows where it is empty. After all timing: the profiler slows what it sees."""
+    rows = {
+        str(row["variant"]): row
+        for row in results.rows
+        if (row["m"], row["n"], row["k"]) == (shape.m, shape.n, shape.k) and not row["kernel"]
+    }
+    calls = {v.name: functools.partial(v.call, 0) for v in variants if v.name in rows}
+    for name, kernel in kernel_names(calls).items():
+        rows[name]["kernel"] = kernel
+
+
+def kernel_names(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
+    """Which device kernels each call launches, in order, joined by ``+``.
+
+    The profiler is the witness. A call that copies or fills memory lists that too.
+    """
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+        for key, call in calls.items():
+            with record_function(f"variant:{key}"):
+                call()
+                torch.cuda.synchronize()
+                time.sleep(2e-4)
+    events = list(prof.events())
+    spans = {
+        e.name.removeprefix("variant:"): e.time_range
+        for e in events
+        if e.name.startswith("variant:") and e.device_type == DeviceType.CPU
+    }
+    kernels = sorted(
+        (e for e in events if e.device_type == DeviceType.CUDA and not e.name.startswith("variant:")),
+        key=lambda e: e.time_range.start,
+    )
+    return {
+        key: "+".join(e.name[:160] for e in kernels if span.start <= e.time_range.start <= span.end)
+        for key, span in spans.items()
+    }

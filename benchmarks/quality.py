@@ -1,0 +1,224 @@
+"""Perplexity of quantized models against their float originals, with and without injected outliers.
+
+    python benchmarks/quality.py --models-dir ../shared/models --text ../shared/data/wikitext2-test.txt
+
+Baseline: the same model in float16 (float32 without a GPU). Ranges and plans come from another text than the one
+evaluated: the Python language reference. The outlier experiment multiplies the gain (and bias) of three channels of
+every norm by 60 and divides the columns that read them by 60: in exact arithmetic the model stays the same, while
+its activations now have the outliers that per-token int8 suffers from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import qcut
+from benchmarks.harness import ROOT, Results, environment, table
+from examples.gpt2_int8 import int8_first, language_reference
+from qcut.errors import QcutError
+from qcut.evaluation import perplexity, windows_of
+from qcut.modules import weight_nk
+
+SCHEMES = {
+    "w8a16": "int8 weights only",
+    "w8a8": "dynamic scales per token",
+    "w8a8_static": "one range per layer, min/max",
+    "static_mse": "one range per layer, least squared error",
+    "smooth": "min/max ranges after smoothing, alpha 0.5",
+    "hybrid": "a plan within the budget, as much on the int8 path as that allows",
+    "smooth_hybrid": "smoothing, then a plan within the budget",
+}
+OUTLIER_CHANNELS = 3
+OUTLIER_FACTOR = 60.0
+SMOOTH_ALPHA = 0.5
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    options = argparse.ArgumentParser(
+        description="Perplexity of quantized models against float.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="schemes:\n" + "\n".join(f"  {name:14} {what}" for name, what in SCHEMES.items()),
+    )
+    options.add_argument("--models-dir", type=Path, default=ROOT.parent / "shared" / "models")
+    options.add_argument("--models", default="gpt2-14m,llama-13m", help="folders of --models-dir, comma-separated")
+    options.add_argument("--text", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext2-test.txt")
+    options.add_argument("--schemes", default=",".join(SCHEMES), help="comma-separated [all]")
+    options.add_argument("--conditions", default="plain,outliers", help="plain, outliers or both")
+    options.add_argument("--window", type=int, default=512, help="tokens per window [512]")
+    options.add_argument("--max-windows", type=int, help="evaluate on at most so many windows [all]")
+    options.add_argument("--calibration-windows", type=int, default=32)
+    options.add_argument("--plan-windows", type=int, default=8)
+    options.add_argument("--budget", type=float, default=0.003, help="loss a plan may cost, relative [0.003]")
+    options.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for CSV and JSON")
+    args = options.parse_args(argv)
+    for option, allowed in (("schemes", tuple(SCHEMES)), ("conditions", ("plain", "outliers"))):
+        names = getattr(args, option).split(",")
+        if unknown := [name for name in names if name not in allowed]:
+            options.error(f"--{option}: {', '.join(unknown)} is not one of {', '.join(allowed)}")
+        setattr(args, option, names)
+    args.models = [args.models_dir / name for name in args.models.split(",")]
+    for path in (*args.models, args.text):
+        if not path.exists():
+            options.error(f"{path} does not exist (--models-dir, --models, --text)")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return args
+
+
+def tokens_of(tokenizer: Any, text: str) -> torch.Tensor:
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+
+
+@torch.no_grad()
+def inject_outliers(model: torch.nn.Module, calibration: qcut.Calibration, seed: int = 0) -> None:
+    """Scale three channels of every norm by 60 and the columns of its readers by 1/60, in place.
+
+    The channels differ from norm to norm. `calibration.pairs` says which layers read which norm; the model should be
+    float32, so that the round trip costs nothing measurable.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for pair in calibration.pairs:
+        norm = model.get_submodule(pair.norm)
+        channels = torch.randperm(norm.get_parameter("weight").numel(), generator=generator)[:OUTLIER_CHANNELS]
+        for parameter in norm.parameters():
+            parameter[channels] *= OUTLIER_FACTOR
+        for name in pair.layers:
+            weight_nk(model.get_submodule(name))[:, channels] /= OUTLIER_FACTOR
+
+
+class Subject:
+    """A float model under one condition, with the calibration that its quantized copies share."""
+
+    def __init__(self, path: Path, condition: str, args: argparse.Namespace) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.args = args
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        self.tokens = tokens_of(tokenizer, args.text.read_text(encoding="utf-8"))
+        calibration_tokens = tokens_of(tokenizer, language_reference())
+        windows = windows_of(calibration_tokens, args.window, args.calibration_windows)
+        self.batches = windows.split(4)
+        self.plan_batches = windows[: args.plan_windows].split(1)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval()
+        if condition == "outliers":
+            inject_outliers(model, self.calibrate(model, self.batches[:1]))
+        dtype = torch.float16 if args.device == "cuda" else torch.float32
+        self.model = model.to(device=args.device, dtype=dtype)
+        self.calibration = self.calibrate(self.model, self.batches)
+
+    @staticmethod
+    def calibrate(model: torch.nn.Module, batches: Any) -> qcut.Calibration:
+        """Min/max ranges and per-channel statistics over the batches."""
+        return qcut.calibrate(model, batches, progress=sys.stderr.isatty())
+
+    def perplexity(self, model: torch.nn.Module) -> float:
+        """Over the evaluation text's windows."""
+        args, bar = self.args, sys.stderr.isatty()
+        return perplexity(model, self.tokens, window=args.window, max_windows=args.max_windows, progress=bar)
+
+    def quantized(self, scheme: str) -> tuple[torch.nn.Module, dict[str, str]]:
+        """A quantized copy, and the scheme of each layer."""
+        model = copy.deepcopy(self.model)
+        calibration = self.calibration
+        if scheme == "smooth_hybrid":
+            calibration = calibration.copy()
+            qcut.smooth(model, calibration, alpha=SMOOTH_ALPHA)
+        plan: str | qcut.Plan = "w8a8_static" if scheme in ("smooth", "static_mse") else scheme
+        if scheme.endswith("hybrid"):
+            plan = qcut.plan(
+                model,
+                self.plan_batches,
+                budget=self.args.budget,
+                calibration=calibration,
+                cost=int8_first,
+                progress=sys.stderr.isatty(),
+            )
+        if scheme == "static_mse":
+            calibration = dataclasses.replace(calibration, method="mse")
+        report = qcut.quantize(
+            model, plan, calibration=calibration, smooth=SMOOTH_ALPHA if scheme == "smooth" else None, progress=False
+        )
+        return model, plan.schemes if isinstance(plan, qcut.Plan) else report.schemes
+
+
+def measure(path: Path, condition: str, args: argparse.Namespace, results: Results) -> None:
+    """One model under one condition: the baseline and every scheme, a row each."""
+    subject = Subject(path, condition, args)
+    baseline = subject.perplexity(subject.model)
+    windows = len(windows_of(subject.tokens, args.window, args.max_windows))
+    for scheme in ("float16" if args.device == "cuda" else "float32", *args.schemes):
+        start = time.perf_counter()
+        value = baseline
+        schemes: dict[str, str] = {}
+        if scheme in SCHEMES:
+            model, schemes = subject.quantized(scheme)
+            value = subject.perplexity(model)
+            del model
+        off = [name for name, chosen in schemes.items() if not chosen.startswith("w8a8")]
+        results.rows.append(
+            {
+                "bench": results.bench,
+                "model": path.name,
+                "condition": condition,
+                "scheme": scheme,
+                "perplexity": round(value, 4),
+                "change_percent": round(100 * (value / baseline - 1), 3),
+                "layers": len(schemes),
+                "off_int8": len(off),
+                "off_int8_layers": " ".join(f"{name}={schemes[name]}" for name in off) if "hybrid" in scheme else "",
+                "windows": windows,
+                "window": args.window,
+                "text": args.text.name,
+                "budget": args.budget if "hybrid" in scheme else "",
+                "seconds": round(time.perf_counter() - start, 1),
+            }
+        )
+        print(f"{path.name} {condition} {scheme}: {value:.3f}", file=sys.stderr, flush=True)
+
+
+def save(results: Results, directory: Path) -> Path:
+    """Write ``quality.csv`` and ``quality.json``; returns the former."""
+    csv = results.write_csv(directory)
+    facts = {"environment": dataclasses.asdict(results.env), "rows": results.rows}
+    csv.with_suffix(".json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return csv
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    results = Results("quality", environment())
+    try:
+        for path in args.models:
+            for condition in args.conditions:
+                measure(path, condition, args, results)
+                # A run that is cut short keeps what it has measured.
+                csv = save(results, args.out)
+    except QcutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    header = ("model", "condition", "scheme", "perplexity", "change_percent", "off_int8", "layers")
+    print(
+        table(header, [[f"{v:.3f}" if isinstance(v := row[c], float) else v for c in header] for row in results.rows])
+    )
+    for row in results.rows:
+        if row["off_int8_layers"]:
+            print(f"{row['model']} {row['condition']} {row['scheme']}: {row['off_int8_layers']}")
+    print(f"{results.rows[0]['windows']} windows of {args.window} tokens of {args.text.name}; {results.env}; {csv}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
