@@ -18,6 +18,7 @@ from qcut.linear import Linear
 from qcut.modules import (
     DEFAULT_SKIP,
     FusedActivation,
+    as_given,
     find_layers,
     fusible_activations,
     is_linear,
@@ -353,11 +354,10 @@ def _report(
     sqnr = None
     if calibration is not None and name in calibration.layers:
         x = calibration.layers[name].sample[:_ERROR_ROWS].to(weight.device)
-        given = x.to(weight_of(source).dtype) if x.is_cuda else x  # what its kernels were built for
         bias = source._parameters.get("bias")
         with torch.no_grad():
             y = nn.functional.linear(x, weight, None if bias is None else bias.float())
-            sqnr = sqnr_db(apply_activation(y, task.activation), layer(given))
+            sqnr = sqnr_db(apply_activation(y, task.activation), layer(as_given(x, source)))
     parameters = [p for p in task.module._parameters.values() if p is not None]
     return LayerReport(
         name,

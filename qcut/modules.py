@@ -181,6 +181,12 @@ def input_ids_of(batch: Any) -> Tensor | None:
     return ids if ok else None
 
 
+def as_given(x: Tensor, module: nn.Module) -> Tensor:
+    """Sampled inputs of a layer in the dtype it meets them in: what its CUDA kernels are built for."""
+    weight = weight_of(module)
+    return x.to(weight.device, weight.dtype) if weight.is_cuda else x
+
+
 class FusedActivation(nn.Identity):
     """Stands where an activation stood that the linear layer before it now computes."""
 

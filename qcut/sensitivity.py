@@ -15,7 +15,7 @@ from tqdm import tqdm
 from qcut.calibration import METHODS, Calibration, Method
 from qcut.config import StaticRange
 from qcut.linear import Linear
-from qcut.modules import evaluating, forward, input_ids_of, model_device, output_tensor, to_device, weight_nk
+from qcut.modules import as_given, evaluating, forward, input_ids_of, model_device, output_tensor, to_device, weight_nk
 
 Metric = Literal["perplexity", "output error"]
 
@@ -133,7 +133,7 @@ def output_error(module: nn.Module, layer: nn.Module, sample: Tensor) -> float:
     with torch.no_grad():
         y = F.linear(x, weight.float(), None if bias is None else bias.float())
         power = y.double().square().sum().item()
-        return _or_inf((layer(x) - y).double().square().sum().item() / power) if power else 0.0
+        return _or_inf((layer(as_given(x, module)) - y).double().square().sum().item() / power) if power else 0.0
 
 
 def best_range(module: nn.Module, name: str, calibration: Calibration) -> tuple[StaticRange, Method]:
