@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+# Before torch: its threads spin between small operations, and two of them on two busy cores cost minutes.
+# The processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 GPU_TESTS = Path(__file__).parent / "gpu"
