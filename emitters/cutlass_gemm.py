@@ -1,8 +1,7 @@
 """CUTLASS int8 GEMMs through nvidia-cutlass: SM80 multistage and SM90 warp-specialized.
 
 The Python interface writes the device text from a tile description and a visitor graph built from
-`emitters.epilogue.Epilogue`; a host launcher of ours turns flat arguments into CUTLASS's parameter
-block and launches through the driver API.
+`emitters.epilogue.Epilogue`; `emitters.cutlass_launcher` writes the host side.
 
 Source: CUTLASS 4.2.0, ``cutlass/gemm/kernel`` and ``cutlass/epilogue/fusion``.
 """
@@ -15,6 +14,7 @@ from typing import Any
 
 from emitters import cutlass_compat
 from emitters.cutlass_compat import DequantizeTag, FunctorTag
+from emitters.cutlass_launcher import emit_launcher
 from emitters.epilogue import Activation, Epilogue
 from emitters.gemm import GemmProblem, TileConfig, procedural_name, require
 from emitters.source import DType, KernelSource, Param
@@ -110,30 +110,14 @@ def emit_cutlass_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> Kern
     header = "qcut/cutlass_sm90_dequantize.cuh" if sm90 else "qcut/cutlass_epilogue.cuh"
     declarations = f"#include <{header}>\n" + declarations
     params = (*problem.params(), *LAUNCH_PARAMS)
-    host = _HOST_SM90 if sm90 else _HOST_SM80
-    scheduler = (
-        "{a.splits, a.swizzle, raster, Decomposition::Heuristic}"
-        if tile.schedule == "stream_k"
-        else "{a.swizzle, raster}"
+    host_text = emit_launcher(
+        f"{name}_type",
+        declarations,
+        params,
+        schedule=tile.schedule,
+        epilogue=graph.arguments,
+        residual=problem.epilogue.residual,
     )
-    decomposition = (
-        "using Decomposition = typename Kernel::TileScheduler::DecompositionMode;"
-        if tile.schedule == "stream_k"
-        else ""
-    )
-    fields = "\n".join(f"  {_C_TYPES[p.kind]} {p.name};" for p in params)
-    ptr_c = "a.residual" if problem.epilogue.residual else "nullptr"
-    host_text = host
-    for key, value in {
-        "@DECLARATIONS@": declarations,
-        "@FIELDS@": fields,
-        "@KERNEL@": f"{name}_type",
-        "@EPILOGUE@": graph.arguments,
-        "@PTR_C@": ptr_c,
-        "@SCHEDULER@": scheduler,
-        "@DECOMPOSITION@": decomposition,
-    }.items():
-        host_text = host_text.replace(key, value)
     return KernelSource(
         name=name,
         text=declarations + kernel,
@@ -157,9 +141,6 @@ def _sm90_defines(tile: TileConfig) -> tuple[str, ...]:
     if tile.threadblock_shape[1] not in _WGMMA_N_STOCK:
         defines.append("CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED")
     return tuple(defines)
-
-
-_C_TYPES = {"ptr": "void*", "i32": "int", "i64": "long long", "f32": "float"}
 
 
 def _device_text(problem: GemmProblem, tile: TileConfig, sm90: bool, graph: _EpilogueGraph) -> tuple[str, str]:
@@ -187,14 +168,11 @@ def _device_text(problem: GemmProblem, tile: TileConfig, sm90: bool, graph: _Epi
         warps = [m // tile.warp_shape[0], n // tile.warp_shape[1], 1]
         instruction = [16, 8, 32]
         operation = library.MathOperation.multiply_add_saturate
-    math = library.MathInstruction(instruction, s8, s8, s32, library.OpcodeClass.TensorOp, operation)
     description = backend.TileDescription(
         [m, n, k],
         tile.stages,
         warps,
-        backend.MathInstruction(instruction, s8, s8, s32, library.OpcodeClass.TensorOp, operation)
-        if hasattr(backend, "MathInstruction")
-        else math,
+        backend.MathInstruction(instruction, s8, s8, s32, library.OpcodeClass.TensorOp, operation),
         [*tile.cluster_shape, 1],
         *schedules,
     )
@@ -383,122 +361,3 @@ def _cutlass_type(dtype: DType) -> str:
         DType.S8: "int8_t",
         DType.S32: "int32_t",
     }[dtype]
-
-
-_HOST_COMMON = r"""// Host launcher: flat arguments in, CUTLASS's parameter block out, one driver call.
-#include <qcut/host_prelude.cuh>
-#include <cstdint>
-#include <cstring>
-#include <optional>
-@DECLARATIONS@
-namespace {
-struct LaunchArguments {
-@FIELDS@
-};
-using Kernel = @KERNEL@;
-
-int launch(void* function, dim3 grid, dim3 cluster, unsigned block, unsigned smem, void* stream, bool pdl,
-           void* params) {
-  CUlaunchAttribute attributes[2];
-  unsigned count = 0;
-  if (cluster.x * cluster.y * cluster.z > 1) {
-    attributes[count].id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    attributes[count].value.clusterDim = {cluster.x, cluster.y, cluster.z};
-    ++count;
-  }
-  if (pdl) {
-    attributes[count].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attributes[count].value.programmaticStreamSerializationAllowed = 1;
-    ++count;
-  }
-  CUlaunchConfig config{grid.x, grid.y, grid.z, block, 1, 1, smem, static_cast<CUstream>(stream), attributes, count};
-  void* kernel_params[] = {params};
-  return cuLaunchKernelEx(&config, static_cast<CUfunction>(function), kernel_params, nullptr);
-}
-"""
-
-_HOST_SM90 = (
-    _HOST_COMMON
-    + r"""
-@DECOMPOSITION@
-typename Kernel::Arguments arguments(LaunchArguments const& a) {
-  using Raster = typename Kernel::TileScheduler::RasterOrderOptions;
-  Raster raster = a.raster == 1 ? Raster::AlongM : a.raster == 2 ? Raster::AlongN : Raster::Heuristic;
-  typename Kernel::Arguments arguments{
-      cutlass::gemm::GemmUniversalMode::kGemm,
-      {a.m, a.n, a.k, 1},
-      {(int8_t const*)a.a, {int64_t(a.lda), {}, {}}, (int8_t const*)a.b, {int64_t(a.ldb), {}, {}}},
-      {@EPILOGUE@, (typename Kernel::ElementC const*)@PTR_C@, {int64_t(a.ldd), {}, {}},
-       (typename Kernel::ElementD*)a.d, {int64_t(a.ldd), {}, {}}}};
-  arguments.hw_info.sm_count = a.sm_count;
-  arguments.scheduler = @SCHEDULER@;
-  return arguments;
-}
-}  // namespace
-
-extern "C" int qcut_launch(void const* args, void* function, void* stream, int flags) {
-  // Encoding three tensor maps costs more than the launch, and steady loops repeat their addresses.
-  static thread_local LaunchArguments last;
-  static thread_local std::optional<typename Kernel::Params> params;
-  static thread_local size_t workspace_bytes;
-  LaunchArguments const& a = *static_cast<LaunchArguments const*>(args);
-  if (!params || std::memcmp(&last, &a, sizeof a) != 0) {
-    auto arguments_ = arguments(a);
-    workspace_bytes = Kernel::get_workspace_size(arguments_);
-    params.emplace(Kernel::to_underlying_arguments(arguments_, a.workspace));
-    std::memcpy(&last, &a, sizeof a);
-  }
-  if (workspace_bytes > 0) {
-    // Stream-K's barriers count up from zero within one launch.
-    if (a.workspace == nullptr) return CUDA_ERROR_INVALID_VALUE;
-    int status = cuMemsetD8Async(CUdeviceptr(a.workspace), 0, workspace_bytes, static_cast<CUstream>(stream));
-    if (status != CUDA_SUCCESS) return status;
-  }
-  typename Kernel::DispatchPolicy::ClusterShape cluster;
-  return launch(function, Kernel::get_grid_shape(*params), dim3(cute::size<0>(cluster), cute::size<1>(cluster), 1),
-                Kernel::MaxThreadsPerBlock, Kernel::SharedStorageSize, stream, flags & 1, &*params);
-}
-
-extern "C" long qcut_query(int what, void const* args) {
-  switch (what) {
-    case 0: return Kernel::SharedStorageSize;
-    case 1: return sizeof(typename Kernel::Params);
-    case 2: return long(Kernel::get_workspace_size(arguments(*static_cast<LaunchArguments const*>(args))));
-    case 3: return Kernel::MaxThreadsPerBlock;
-    case 4: return Kernel::can_implement(arguments(*static_cast<LaunchArguments const*>(args)));
-    default: return -1;
-  }
-}
-"""
-)
-
-_HOST_SM80 = (
-    _HOST_COMMON
-    + r"""
-typename Kernel::Arguments arguments(LaunchArguments const& a) {
-  using Output = typename Kernel::FusionCallbacks;
-  typename Output::Arguments epilogue @EPILOGUE@;
-  return typename Kernel::Arguments(cutlass::gemm::GemmUniversalMode::kGemm, {a.m, a.n, a.k}, 1, epilogue, a.a, a.b,
-                                    @PTR_C@, a.d, 0, 0, 0, 0, int64_t(a.lda), int64_t(a.ldb), int64_t(a.ldd),
-                                    int64_t(a.ldd));
-}
-}  // namespace
-
-extern "C" int qcut_launch(void const* args, void* function, void* stream, int flags) {
-  typename Kernel::Params params(arguments(*static_cast<LaunchArguments const*>(args)), -1, -1);
-  return launch(function, params.get_grid_dims(), dim3(1, 1, 1), Kernel::kThreadCount,
-                sizeof(typename Kernel::SharedStorage), stream, flags & 1, &params);
-}
-
-extern "C" long qcut_query(int what, void const*) {
-  switch (what) {
-    case 0: return sizeof(typename Kernel::SharedStorage);
-    case 1: return sizeof(typename Kernel::Params);
-    case 2: return 0;
-    case 3: return Kernel::kThreadCount;
-    case 4: return 1;
-    default: return -1;
-  }
-}
-"""
-)
