@@ -1,12 +1,13 @@
 # make demo   quantize the embedded GPT-2 checkpoint, compare quality, speed and memory
 # make test   the test suite (GPU tests skip themselves without a GPU)
 # make lint   ruff and mypy
+# make sanitize   the GPU tests under compute-sanitizer: memory errors, then races in shared memory
 # Each of them first creates .venv; a stamp makes the second run immediate.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test lint format clean help
+.PHONY: demo test sanitize lint format clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -26,6 +27,12 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(TEST_ARGS)
+
+# The driver is asked for one parameter more than a kernel has, to compare signatures: that error is meant.
+sanitize: $(READY)
+	@for tool in memcheck racecheck; do \
+	  compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 9 \
+	    $(BIN)/python -m pytest tests/gpu -p no:cacheprovider $(TEST_ARGS); done
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -94,9 +94,10 @@ class Gemm:
             return
         exact, slack = self._smooth()
         if got.dtype is torch.int8:
-            inv, zero = self.args["out_inv_scale"], self.args["out_zero_point"]
-            exact = (exact * inv + zero).clamp(-128, 127)
-            bound = 0.5 + slack * inv + 2.0**-15  # the product and the sum are below 2**8: two roundings
+            inv = torch.tensor(self.args["out_inv_scale"], dtype=torch.float32).item()
+            exact = (exact * inv + self.args["out_zero_point"]).clamp(-128, 127)
+            # requantize rounds once, to an integer; 2**-40 is for float64's own roundings of values below 2**8.
+            bound = 0.5 + slack * inv + 2.0**-40
         else:
             bound = slack + half_ulp(exact, got.dtype)
         error = (got.double() - exact).abs()
@@ -106,9 +107,8 @@ class Gemm:
     def _smooth(self) -> tuple[Tensor, Tensor]:
         """The epilogue's float64 value from the float32 argument of the activation, and float32's slack.
 
-        The argument v is bitwise defined. erff, tanhf and expf are within 2 ulp (CUDA math API), their
-        inputs carry at most two more roundings, and the surrounding operations add three: together at
-        most 4 ulp of |v|, that is 2**-21 |v|. A residual adds one rounding of the sum.
+        The argument v is bitwise defined, and each smooth activation is within 2**-21 |v| of the exact
+        function (``qcut/activation.cuh`` says why). A residual adds one rounding of the sum.
         """
         keep = {key: v for key, v in self.args.items() if key not in ("activation", "residual", "out_inv_scale")}
         keep |= {"out_dtype": torch.float32, "out_zero_point": 0}
