@@ -1,8 +1,7 @@
 // Epilogue pieces that CUTLASS's visitor trees do not have.
 //
-// The stock SM90 tree reads every per-channel vector with a node of its own, and each node waits for
-// its global load before the next one issues: three vectors are three dependent round trips to L2 per
-// tile, about as long as the whole main loop at K = 1280. Sm90Dequantize issues all loads together.
+// The stock SM90 tree reads every per-channel vector with a node of its own, one global load after the
+// other; Sm90Dequantize issues all loads together. benchmarks/bench_epilogue.py measures what it is worth.
 //
 // Source: visitor concept of cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp, 4.2.0.
 #pragma once
