@@ -210,10 +210,14 @@ def test_key_follows_included_headers(tmp_path: Path, monkeypatch: pytest.Monkey
     source = replace(RAW, text="#include <qcut/outer.cuh>\n" + TEXT)
     assert set(builder.header_digests(source)) == {"qcut/outer.cuh", "qcut/inner.cuh"}
     before = builder.fingerprint(source)
-    (headers / "qcut" / "unused.cuh").write_text("// changed")
+    (headers / "qcut" / "unused.cuh").write_text("int changed;")
     assert builder.fingerprint(source) == before
-    (headers / "qcut" / "inner.cuh").write_text("// changed")
-    assert builder.fingerprint(source) != before
+    inner = (headers / "qcut" / "inner.cuh").read_text()
+    (headers / "qcut" / "inner.cuh").write_text("// a comment\n" + inner.replace("\n", "\n  // another\n"))
+    assert builder.fingerprint(source) == before
+    for changed in ("int changed;", "// a comment that goes on \\\nint changed;\n", "int a; // same line\n"):
+        (headers / "qcut" / "inner.cuh").write_text(changed)
+        assert builder.fingerprint(source) != before
     hosted = replace(HOSTED, host_text="#include <qcut/unused.cuh>\n" + HOST_TEXT)
     assert set(builder.header_digests(hosted)) == {"qcut/unused.cuh"}
 

@@ -24,6 +24,7 @@ from qcut.jit import cache, toolchain
 from qcut.jit.compilers import Resources, compile_text, device_flags, headers, host_flags, parse_resources
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
+_COMMENT_LINE = re.compile(rb"^[ \t]*//.*(?<!\\)\n", re.MULTILINE)
 # Variables that make nvcc or g++ produce something else from the same command line.
 _COMPILER_ENVIRONMENT = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "CPLUS_INCLUDE_PATH", "GCC_EXEC_PREFIX")
 _BYTES_PER_JOB = 3 << 29
@@ -203,7 +204,7 @@ def _digest(facts: object) -> str:
 
 
 def header_digests(source: KernelSource) -> dict[str, str]:
-    """SHA-256 of every qcut header the texts include, directly or through another.
+    """SHA-256 of every qcut header the texts include, directly or through another, but for its comment lines.
 
     Conditional includes count as taken; an include through a macro is not seen.
     """
@@ -216,7 +217,7 @@ def header_digests(source: KernelSource) -> dict[str, str]:
                 relative = str(path.resolve().relative_to(INCLUDE_DIR))
                 if relative not in digests:
                     text = path.read_bytes()
-                    digests[relative] = hashlib.sha256(text).hexdigest()
+                    digests[relative] = hashlib.sha256(_COMMENT_LINE.sub(b"", text)).hexdigest()
                     pending += [(path.parent, inner) for inner in _INCLUDE.findall(text.decode(errors="replace"))]
                 break
     return digests
