@@ -1,7 +1,11 @@
 """Other libraries' int8 (and NF4) linear layers, where they are installed.
 
 Each builder turns a float16 ``nn.Linear`` on the GPU into that library's layer. Versions the builders
-were written for: bitsandbytes 0.48, torchao 0.14 to 0.18, gemlite 0.4 to 0.6, humming-kernels 0.1.
+were written for: bitsandbytes 0.50.2, torchao 0.18.0, gemlite 0.6.0.post2, humming-kernels 0.1.19.
+
+torchao's layers are compiled, as it means them to be used: eagerly every call copies or converts the
+weight, and no CUDA graph holds the W8A8 one. gemlite tunes its kernels, and torch.compile the int8
+product, for every new shape: minutes where no cache is warm.
 """
 
 from __future__ import annotations
@@ -17,12 +21,16 @@ from torch import Tensor, nn
 Layer = Callable[[Tensor], Tensor]
 Builder = Callable[[nn.Linear], Layer]
 
+COMPILED_SHAPES = 256
+"""Shapes that ``torch.compile`` keeps code for; its default of 8 is less than a benchmark measures."""
+
 
 def _bitsandbytes_int8(linear: nn.Linear) -> Layer:
     import bitsandbytes as bnb
 
     n, k = linear.weight.shape
     layer: Any = bnb.nn.Linear8bitLt(k, n, bias=True, has_fp16_weights=False, threshold=0.0)
+    # From the CPU: moving to the GPU is what quantizes.
     layer.load_state_dict({key: v.cpu() for key, v in linear.state_dict().items()})
     return layer.half().cuda().eval()  # type: ignore[no-any-return]
 
@@ -33,16 +41,18 @@ def _bitsandbytes_nf4(linear: nn.Linear) -> Layer:
     n, k = linear.weight.shape
     layer: Any = bnb.nn.Linear4bit(k, n, bias=True, compute_dtype=torch.float16, quant_type="nf4")
     layer.load_state_dict({key: v.cpu() for key, v in linear.state_dict().items()})
-    return layer.cuda().eval()  # type: ignore[no-any-return]
+    return layer.half().cuda().eval()  # type: ignore[no-any-return]
 
 
 def _torchao(config: str) -> Builder:
     def build(linear: nn.Linear) -> Layer:
+        from torch import _dynamo
         from torchao import quantization
 
+        _dynamo.config.recompile_limit = COMPILED_SHAPES
         model = nn.Sequential(copy.deepcopy(linear))
         quantization.quantize_(model, getattr(quantization, config)())
-        return model
+        return torch.compile(model, dynamic=False, fullgraph=True)  # type: ignore[return-value]
 
     return build
 
