@@ -1,4 +1,4 @@
-"""CPU cost of one ``torch.ops.qcut.w8a8_linear`` call on the hot path, and where it goes.
+"""CPU cost of one ``torch.ops.qcut.w8a8_linear`` call on the hot path, in C++ and in Python, and where it goes.
 
 The parts are differences between the whole call and the call without one of them, so they add up. The
 host's clock runs over a batch of calls that the GPU finishes behind it.
@@ -7,6 +7,7 @@ host's clock runs over a batch of calls that the GPU finishes behind it.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +25,10 @@ import qcut
 from benchmarks import harness, kernels
 from benchmarks.bench_linear import EPILOGUES
 from benchmarks.harness import Timing, cpu_us
-from qcut import jit
+from qcut import _native, jit
 
 LIMIT_US = 15.0
+OP = "torch.ops.qcut.w8a8_linear"
 M, N, K = 16, 1280, 1280
 """Small enough that the GPU keeps up, large enough for the kernels of a real layer."""
 
@@ -57,6 +59,22 @@ def without_driver(launched: list[Any]) -> Iterator[None]:
             kernel._call = call
 
 
+@contextmanager
+def without_native_launches(
+    library: _native.Library, entries: list[tuple[_native.Key, _native.Plan]]
+) -> Iterator[None]:
+    """Inside, C++ packs the arguments of these plans and launches nothing."""
+    try:
+        for key, plan in entries:
+            idle = _native.Plan.from_buffer_copy(plan)
+            idle.quantize.host = idle.gemm.host = library.skip_launch
+            library.insert(key, idle)
+        yield
+    finally:
+        for key, plan in entries:
+            library.insert(key, plan)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; 1 where the call takes longer than it may, 2 without a GPU."""
     options = harness.parser(__doc__ or "").parse_args(arguments)
@@ -72,11 +90,18 @@ def measure_parts(rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
     layer = qcut.Linear.from_float(nn.Linear(K, N, dtype=torch.float16, device="cuda"))
     x = torch.randn(M, K, device="cuda").half()
     args = (x, layer.qweight, layer.weight_scale, layer.bias, "none")
-    op, direct = torch.ops.qcut.w8a8_linear.default, _ops_cuda.w8a8_linear
-    expected = op(*args)
-    if not torch.equal(expected, direct(*args)) or not torch.equal(expected.cpu(), layer.cpu()(x.cpu())):
+    op, python = torch.ops.qcut.w8a8_linear.default, _ops_cuda.w8a8_linear
+    library = _native.library()
+    with mock.patch.object(_native.Library, "insert", autospec=True, side_effect=_native.Library.insert) as insert:
+        expected = op(*args)
+    entries = [call.args[1:] for call in insert.call_args_list]
+    hits = 0 if library is None else library.hits
+    if not torch.equal(expected, op(*args)) or not torch.equal(expected, python(*args)):
+        raise harness.CheckError("two calls of w8a8_linear do not agree")
+    if not torch.equal(expected.cpu(), copy.deepcopy(layer).cpu()(x.cpu())):
         raise harness.CheckError("w8a8_linear does not agree with the CPU reference")
-    layer = layer.cuda()
+    if library is not None and library.hits == hits:
+        raise harness.CheckError("Python served a call that C++ should")
 
     def allocate() -> None:
         torch.empty((M, N), dtype=torch.float16, device=x.device)
@@ -87,22 +112,32 @@ def measure_parts(rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
 
     timings = {
         "qcut.Linear": timed(lambda: layer(x)),
-        "torch.ops.qcut.w8a8_linear": timed(lambda: op(*args)),
-        "its CUDA function": timed(lambda: direct(*args)),
-        "allocations alone": timed(allocate),
+        OP: timed(lambda: op(*args)),
+        "Python's function": timed(lambda: python(*args)),
+        "Python's allocations": timed(allocate),
     }
     with without_launches() as launched:
-        timings["without launches"] = timed(lambda: direct(*args))
+        timings["Python without launches"] = timed(lambda: python(*args))
     with without_driver(launched):
-        timings["without the driver"] = timed(lambda: direct(*args))
+        timings["Python without the driver"] = timed(lambda: python(*args))
+    if library is not None:
+        with without_native_launches(library, entries):
+            timings["C++ without launches"] = timed(lambda: op(*args))
     us = {name: timing.median_us for name, timing in timings.items()}
-    return timings, {
-        "nn.Module call": us["qcut.Linear"] - us["torch.ops.qcut.w8a8_linear"],
-        "dispatcher and Python registration": us["torch.ops.qcut.w8a8_linear"] - us["its CUDA function"],
-        "two allocations": us["allocations alone"],
-        "checks, plan look-up, addresses": us["without launches"] - us["allocations alone"],
-        f"packing {len(launched)} argument blocks": us["without the driver"] - us["without launches"],
-        f"{len(launched)} driver launches": us["its CUDA function"] - us["without the driver"],
+    parts = {"nn.Module call": us["qcut.Linear"] - us[OP]}
+    if library is not None:
+        parts |= {
+            "C++: dispatcher, look-up, two allocations, packing": us["C++ without launches"],
+            f"C++: {len(launched)} driver launches": us[OP] - us["C++ without launches"],
+        }
+    else:
+        parts["dispatcher and Python registration"] = us[OP] - us["Python's function"]
+    return timings, parts | {
+        "Python: two allocations": us["Python's allocations"],
+        "Python: checks, plan look-up, addresses": us["Python without launches"] - us["Python's allocations"],
+        f"Python: packing {len(launched)} argument blocks": us["Python without the driver"]
+        - us["Python without launches"],
+        f"Python: {len(launched)} driver launches": us["Python's function"] - us["Python without the driver"],
     }
 
 
@@ -116,13 +151,15 @@ def run(options: argparse.Namespace) -> int:
     for name, us in parts.items():
         results.add(Timing(us, us, us, 0, "difference"), variant=f"part: {name}", m=M, n=N, k=K)
     path = results.write_csv(options.out)
-    total = timings["torch.ops.qcut.w8a8_linear"]
+    total = timings[OP]
     print(
         harness.table(
             ["measured", "µs", "p20", "p80"], [(n, t.median_us, t.p20_us, t.p80_us) for n, t in timings.items()]
         )
     )
     print(harness.table(["part of one call", "µs"], list(parts.items())))
+    if (problem := _native.problem()) is not None:
+        print(f"no C++ operators: {problem}")
     verdict = "reached" if total.median_us < LIMIT_US else "NOT reached"
     print(f"rows in {path}\nCPU time of one call: {total.median_us:.1f} µs (to reach < {LIMIT_US:.0f}): {verdict}")
     return 0 if total.median_us < LIMIT_US else 1

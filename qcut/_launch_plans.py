@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -20,7 +21,7 @@ from emitters.gemm import GemmProblem
 from emitters.mma_gemm import grid as mma_grid
 from emitters.source import DType, KernelSource
 from emitters.weight_only_gemm import grid as weight_only_grid
-from qcut import dispatch, jit
+from qcut import _native, dispatch, jit
 from qcut.config import padded_k
 from qcut.dispatch import Choice, Target
 
@@ -70,6 +71,19 @@ def m_bucket(m: int) -> int:
     return -(-m // step) * step
 
 
+@dataclass(frozen=True)
+class Grid:
+    """CTAs of a launch as data: ``one``, those of one row, again along x for every further ``rows`` rows."""
+
+    rows: int
+    one: tuple[int, int, int]
+
+    def __call__(self, m: int) -> tuple[int, int, int]:
+        """CTAs for m rows."""
+        x, y, z = self.one
+        return (-(-m // self.rows) * x, y, z)
+
+
 class LaunchPlan:
     """A loaded kernel and what of its launch does not depend on the call.
 
@@ -103,6 +117,14 @@ class LaunchPlan:
         """Device memory that a launch with these arguments needs."""
         return self._kernel.query(_QUERY_WORKSPACE_BYTES, (*args, *self._tail, 0))
 
+    def native(self) -> _native.Launch | None:
+        """The plan for C++; None where a launch needs a workspace, or a grid that C++ does not compute."""
+        grid, kernel = self._grid, self._kernel
+        if self.needs_workspace or not isinstance(grid, Grid) or grid.one[2] != 1:
+            return None
+        shape = (grid.rows, *grid.one[:2], kernel.block, kernel.smem_bytes, self._pdl)
+        return _native.Launch(kernel.function, kernel.host_launcher, *shape, self._tail)
+
     def launch(self, m: int, args: tuple[int | float, ...], stream: int, workspace: int = 0) -> None:
         """Queue the kernel for m rows."""
         if self._tail:
@@ -132,11 +154,11 @@ def _planned(choice: Choice, problem: GemmProblem, n: int, device: int) -> Launc
     pdl = gpu.arch == "sm_90a"
     if choice.family != "cutlass":
         grid = mma_grid if choice.family == "mma" else weight_only_grid
-        return LaunchPlan(kernel, lambda m: grid(choice.tile, m, n), pdl=pdl)
+        return LaunchPlan(kernel, Grid(choice.tile.threadblock_shape[0], grid(choice.tile, 1, n)), pdl=pdl)
     stream_k = choice.tile.schedule == "stream_k"
     return LaunchPlan(
         kernel,
-        lambda m: (1, 1, 1),
+        Grid(1, (1, 1, 1)),  # the host launcher computes its own
         tail=(gpu.sm_count, choice.swizzle, choice.raster, choice.splits),
         needs_workspace=stream_k,
         pdl=pdl and not stream_k,
@@ -174,7 +196,7 @@ class LinearCall:
 
 
 def prebuild(calls: Iterable[LinearCall], device: int, progress: bool = True) -> None:
-    """Build, in parallel, the GEMM kernels of these layers that are not in the cache yet.
+    """Build, in parallel, the GEMM kernels of these layers and the C++ code of their calls, where not in the cache.
 
     Raises:
         BuildError: the first kernel that does not compile.
@@ -191,6 +213,9 @@ def prebuild(calls: Iterable[LinearCall], device: int, progress: bool = True) ->
             choice = dispatch.select_gemm(problem, rows, call.n, padded_k(call.k), gpu, cutlass=has_cutlass())
         source = dispatch.emit(choice, problem, gpu.arch)
         sources[source.name] = source
-    for result in jit.build_many(sources.values(), progress=progress and sys.stderr.isatty()).values():
+    with ThreadPoolExecutor(1, thread_name_prefix="qcut-build") as pool:
+        pool.submit(_native.build)
+        results = jit.build_many(sources.values(), progress=progress and sys.stderr.isatty())
+    for result in results.values():
         if isinstance(result, Exception):
             raise result

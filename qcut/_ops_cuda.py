@@ -1,14 +1,16 @@
 """CUDA implementations of the operators in `qcut.ops`, imported at the first CUDA call.
 
 A call is a dictionary look-up, one allocation for the result (and one for quantized activations), and
-one or two launches on the current stream. A miss makes a launch plan first (`qcut._launch_plans`).
+one or two launches on the current stream. A miss makes a launch plan first (`qcut._launch_plans`) and, for
+a linear operator, hands it to `qcut._native`, which serves the calls that follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +29,8 @@ from emitters.quantize import (
 )
 from emitters.source import DType
 from qcut import _launch_plans as launch_plans
-from qcut import dispatch
-from qcut._launch_plans import DTYPES, LaunchPlan, m_bucket, target
+from qcut import _native, dispatch
+from qcut._launch_plans import DTYPES, Grid, Kind, LaunchPlan, m_bucket, target
 from qcut.config import K_ALIGNMENT, padded_k
 from qcut.errors import DeviceError, DtypeError, ShapeError
 
@@ -117,7 +119,7 @@ def _per_token_plan(dtype: DType, m: int, k_padded: int, aligned: bool, device: 
                 dtype, gpu.arch, m_bucket(m), k_padded, aligned=aligned, sm_count=gpu.sm_count
             )
             kernel = launch_plans.load(emit_quantize_per_token(desc), device)
-            return LaunchPlan(kernel, lambda rows: desc.grid(rows, k_padded), pdl=gpu.arch == "sm_90a")
+            return LaunchPlan(kernel, Grid(desc.rows, desc.grid(1, k_padded)), pdl=gpu.arch == "sm_90a")
 
         plan = _plan(key, make)
     return plan
@@ -132,7 +134,7 @@ def _per_tensor_plan(dtype: DType, k_padded: int, aligned: bool, device: int) ->
             gpu = target(device)
             desc = QuantizePerTensor.for_shape(dtype, gpu.arch, 1, k_padded, aligned=aligned)
             kernel = launch_plans.load(emit_quantize_per_tensor(desc), device)
-            return LaunchPlan(kernel, lambda rows: desc.grid(rows, k_padded), pdl=gpu.arch == "sm_90a")
+            return LaunchPlan(kernel, Grid(desc.rows, desc.grid(1, k_padded)), pdl=gpu.arch == "sm_90a")
 
         plan = _plan(key, make)
     return plan
@@ -288,38 +290,69 @@ class _LinearPlan:
 
     What a call checks on the CPU is checked here when the plan is made. A later call with the same
     addresses and sizes is the same layer, or another one that took its place in memory.
+
+    Attributes:
+        quantize: None where the GEMM takes x as it is (weight-only).
+        gemm: its ``min_rows`` are what int8 operands and the result have.
     """
 
-    quantize: LaunchPlan
+    quantize: LaunchPlan | None
     gemm: LaunchPlan
     n: int
     k_padded: int
-    min_rows: int
+
+    def native(self) -> _native.Plan | None:
+        """The plan for C++, or None where Python must launch."""
+        quantize = _native.Launch() if self.quantize is None else self.quantize.native()
+        gemm = self.gemm.native()
+        if quantize is None or gemm is None:
+            return None
+        return _native.Plan(quantize, gemm, self.k_padded, self.gemm.min_rows)
 
 
+_OPS: dict[Kind, str] = {"dynamic": "w8a8_linear", "static": "w8a8_static_linear", "weight_only": "w8a16_linear"}
+_LINEAR_DTYPES: dict[Kind, tuple[torch.dtype, ...]] = {
+    "dynamic": _FLOATS,
+    "static": _FLOATS,
+    "weight_only": (torch.float16, torch.bfloat16),
+}
 _MAX_LINEAR_PLANS = 1 << 16
 _linear_plans: dict[tuple[Any, ...], _LinearPlan] = {}
 
 
 def _make_linear(
-    kind: Literal["dynamic", "static"], key: tuple[Any, ...], x: Tensor, qweight: Tensor, bias: bool, activation: str
+    kind: Kind, dtype: DType, m: int, k: int, qweight: Tensor, bias: bool, activation: str, aligned: bool
 ) -> _LinearPlan:
-    """``key`` ends with the bucket of rows and whether x is aligned."""
-    (n, k_padded), k, device = qweight.shape, x.shape[-1], x.get_device()
-    *_, rows, aligned = key
-    dtype = DTYPES[x.dtype]
+    (n, k_padded), device, rows = qweight.shape, qweight.get_device(), m_bucket(m)
+    problem = launch_plans.linear_problem(dtype, n, k, bias, activation, kind)
+    if kind == "weight_only":
+        problem = replace(problem, alignment_k=8 if aligned else 1)
+        make = partial(launch_plans.weight_only_plan, problem, rows, n, k, device)
+        gemm = _plan((kind, problem, rows, n, k, device), make)
+        return _LinearPlan(None, gemm, n, k_padded)
     if kind == "dynamic":
         quantize = _per_token_plan(dtype, rows, k_padded, aligned, device)
     else:
         quantize = _per_tensor_plan(dtype, k_padded, aligned, device)
-    problem = launch_plans.linear_problem(dtype, n, k, bias, activation, kind)
     rows = max(rows, launch_plans.TMA_ROWS)
-    gemm_key = ("linear", problem, rows, n, k_padded, device)
-    gemm = _plan(gemm_key, lambda: launch_plans.gemm_plan(problem, rows, n, k_padded, device))
+    make = partial(launch_plans.gemm_plan, problem, rows, n, k_padded, device)
+    gemm = _plan(("linear", problem, rows, n, k_padded, device), make)
+    return _LinearPlan(quantize, gemm, n, k_padded)
+
+
+def _keep(key: tuple[Any, ...], plan: _LinearPlan) -> None:
+    """Remember a plan that has run, here and in C++."""
+    library = _native.library()
     if len(_linear_plans) >= _MAX_LINEAR_PLANS:  # a process that loads model after model
         _linear_plans.clear()
-    plan = _linear_plans[key] = _LinearPlan(quantize, gemm, n, k_padded, gemm.min_rows)
-    return plan
+        if library is not None:
+            library.clear()
+    _linear_plans[key] = plan
+    if library is None or (native := plan.native()) is None:
+        return
+    kind, weight, scale, *colsum, bias, n, k, dtype, activation, device, rows, aligned = key
+    addresses = (weight, scale, colsum[0] if colsum else 0, bias)
+    library.insert(_native.key(_OPS[kind], addresses, n, k, rows, dtype, activation, device, aligned), native)
 
 
 def _result(x: Tensor, m: int, rows: int, n: int) -> tuple[Tensor, Tensor]:
@@ -332,38 +365,68 @@ def _result(x: Tensor, m: int, rows: int, n: int) -> tuple[Tensor, Tensor]:
     return memory[:m].view(shape), memory
 
 
-def w8a8_linear(x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    m, k = _sizes("w8a8_linear", x)
-    device = x.get_device()
-    rows_of_x, stride = _rows(x)
-    address = rows_of_x.data_ptr()
-    aligned = (address | stride * x.element_size()) & 15 == 0
-    weight, scale, offset = qweight.data_ptr(), weight_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
-    key = (weight, scale, offset, qweight.shape[0], k, x.dtype, activation, device, m_bucket(m), aligned)
-    plan = _linear_plans.get(key)
-    if plan is None or m == 0:
-        from qcut.ops import _check_w8a8_linear
+def _linear(
+    kind: Kind,
+    x: Tensor,
+    parameters: Sequence[Tensor | None],
+    activation: str,
+    x_range: tuple[float, int] | None = None,
+) -> Tensor:
+    """The linear operators.
 
-        _check_w8a8_linear(x, qweight, weight_scale, bias, activation)
+    Args:
+        kind: which of them.
+        x: as given.
+        parameters: weight, its scale, its sums along K (static alone) and the bias.
+        activation: as given.
+        x_range: scale and zero point of x (static alone).
+    """
+    m, k = _sizes(_OPS[kind], x)
+    x_rows, stride = _rows(x)
+    address = x_rows.data_ptr()
+    aligned = (address | stride * x.element_size()) & 15 == 0
+    device, qweight = x.get_device(), cast(Tensor, parameters[0])
+    weight, scale, *colsum, bias = pointers = [0 if t is None else t.data_ptr() for t in parameters]
+    key = (kind, *pointers, qweight.shape[0], k, x.dtype, activation, device, m_bucket(m), aligned)
+    plan = known = _linear_plans.get(key)
+    if plan is None or m == 0:
+        from qcut import ops
+
+        getattr(ops, f"_check_{_OPS[kind]}")(x, *parameters, *(x_range or ()), activation)
+        dtype = _float_dtype(_OPS[kind], x, _LINEAR_DTYPES[kind])
         if m == 0:
             return x.new_empty((*x.shape[:-1], qweight.shape[0]))
-        dense = _dense_parameters(qweight, weight_scale, bias)
-        if dense is not None:
-            weight_, scale_, bias_ = dense
-            return w8a8_linear(x, weight_, scale_, bias_, activation)
-        plan = _make_linear("dynamic", key, rows_of_x, qweight, bias is not None, activation)
+        if (dense := _dense_parameters(*parameters)) is not None:
+            return _linear(kind, x, dense, activation, x_range)
+        plan = _make_linear(kind, dtype, m, k, qweight, bias != 0, activation, aligned)
     n, k_padded = plan.n, plan.k_padded
-    rows = max(m, plan.min_rows)
-    # One allocation for both, in x's dtype, which spares a conversion of arguments: int8 rows are multiples of
-    # 16 bytes, so the scales behind them are aligned.
-    scratch = x.new_empty(rows * (k_padded + 4) // x.element_size())
-    q = scratch.data_ptr()
-    token_scale = q + rows * k_padded
-    _run(plan.quantize, m, (address, q, token_scale, stride, m, k, k_padded), device)
+    rows = max(m, plan.gemm.min_rows)
+    if plan.quantize is None:
+        operands, sizes = (address, weight), (m, n, k, stride, k_padded, n)
+        epilogue: tuple[int, ...] = (scale,)
+    else:
+        # One allocation for all, in x's dtype, which spares a conversion of arguments: int8 rows are multiples of
+        # 16 bytes, so the scales behind them are aligned.
+        scratch = x.new_empty(rows * (k_padded + 4 * (x_range is None)) // x.element_size())
+        q = scratch.data_ptr()
+        operands, sizes = (q, weight), (rows, n, k_padded, k_padded, k_padded, n)
+        if x_range is None:
+            token_scale = q + rows * k_padded
+            epilogue = (token_scale, scale)
+            _run(plan.quantize, m, (address, q, token_scale, stride, m, k, k_padded), device)
+        else:
+            epilogue = (x_range[1], *colsum, scale)
+            _run(plan.quantize, m, (address, q, stride, m, k, k_padded, *x_range), device)
     out, memory = _result(x, m, rows, n)
-    args = (q, weight, memory.data_ptr(), rows, n, k_padded, k_padded, k_padded, n, token_scale, scale)
-    _run(plan.gemm, rows, (*args, offset) if offset else args, device)
+    args = (*operands, memory.data_ptr(), *sizes, *epilogue)
+    _run(plan.gemm, rows, (*args, bias) if bias else args, device)
+    if known is None:
+        _keep(key, plan)
     return out
+
+
+def w8a8_linear(x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return _linear("dynamic", x, (qweight, weight_scale, bias), activation)
 
 
 def w8a8_static_linear(
@@ -376,67 +439,8 @@ def w8a8_static_linear(
     x_zero_point: int,
     activation: str,
 ) -> Tensor:
-    m, k = _sizes("w8a8_static_linear", x)
-    device = x.get_device()
-    rows_of_x, stride = _rows(x)
-    address = rows_of_x.data_ptr()
-    aligned = (address | stride * x.element_size()) & 15 == 0
-    weight, scale, offset = qweight.data_ptr(), col_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
-    sums = colsum.data_ptr()
-    key = (weight, scale, offset, sums, qweight.shape[0], k, x.dtype, activation, device, m_bucket(m), aligned)
-    plan = _linear_plans.get(key)
-    if plan is None or m == 0:
-        from qcut.ops import _check_w8a8_static_linear
-
-        _check_w8a8_static_linear(x, qweight, col_scale, colsum, bias, x_scale, x_zero_point, activation)
-        if m == 0:
-            return x.new_empty((*x.shape[:-1], qweight.shape[0]))
-        dense = _dense_parameters(qweight, col_scale, bias, colsum)
-        if dense is not None:
-            weight_, scale_, bias_, colsum_ = dense
-            return w8a8_static_linear(x, weight_, scale_, colsum_, bias_, x_scale, x_zero_point, activation)
-        plan = _make_linear("static", key, rows_of_x, qweight, bias is not None, activation)
-    n, k_padded = plan.n, plan.k_padded
-    rows = max(m, plan.min_rows)
-    scratch = x.new_empty(rows * k_padded // x.element_size())
-    q = scratch.data_ptr()
-    _run(plan.quantize, m, (address, q, stride, m, k, k_padded, x_scale, x_zero_point), device)
-    out, memory = _result(x, m, rows, n)
-    args = (q, weight, memory.data_ptr(), rows, n, k_padded, k_padded, k_padded, n, x_zero_point, sums, scale)
-    _run(plan.gemm, rows, (*args, offset) if offset else args, device)
-    return out
+    return _linear("static", x, (qweight, col_scale, colsum, bias), activation, (x_scale, x_zero_point))
 
 
 def w8a16_linear(x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    m, k = _sizes("w8a16_linear", x)
-    device = x.get_device()
-    rows_of_x, stride = _rows(x)
-    address = rows_of_x.data_ptr()
-    aligned = address % 16 == 0 and stride % 8 == 0
-    weight, scale, offset = qweight.data_ptr(), weight_scale.data_ptr(), 0 if bias is None else bias.data_ptr()
-    n, k_padded = qweight.shape
-    key = ("w8a16", weight, scale, offset, n, k, x.dtype, activation, device, m_bucket(m), aligned)
-    plan = _plans.get(key)
-    if plan is None or m == 0:
-        from qcut.ops import _check_w8a16_linear
-
-        _check_w8a16_linear(x, qweight, weight_scale, bias, activation)
-        dtype = _float_dtype("w8a16_linear", x, (torch.float16, torch.bfloat16))
-        if m == 0:
-            return x.new_empty((*x.shape[:-1], n))
-        dense = _dense_parameters(qweight, weight_scale, bias)
-        if dense is not None:
-            weight_, scale_, bias_ = dense
-            return w8a16_linear(x, weight_, scale_, bias_, activation)
-        problem = launch_plans.linear_problem(dtype, n, k, bias is not None, activation, "weight_only")
-        problem = replace(problem, alignment_k=8 if aligned else 1)
-        rows = m_bucket(m)
-        plan = _plan(
-            ("weight_only", problem, rows, n, k, device),
-            lambda: launch_plans.weight_only_plan(problem, rows, n, k, device),
-        )
-        _plans[key] = plan
-    out = x.new_empty((*x.shape[:-1], n))
-    args = (address, weight, out.data_ptr(), m, n, k, stride, k_padded, n, scale)
-    _run(plan, m, (*args, offset) if offset else args, device)
-    return out
+    return _linear("weight_only", x, (qweight, weight_scale, bias), activation)

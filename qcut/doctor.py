@@ -73,6 +73,8 @@ def examine(compile_probe: bool = True) -> list[Finding]:
         ("CUTLASS", lambda: _headers(toolchain.find_cutlass_include())),
     ):
         findings.append(_attempt(topic, find))
+    if importlib.util.find_spec("torch") is not None:
+        findings.append(_cpp_operators())
     if compile_probe:
         findings += _probe("raw kernels", "nvrtc", gpus) + _probe("CUTLASS route", "nvcc", gpus)
     findings.append(_cache())
@@ -145,6 +147,14 @@ def _tool(tool: toolchain.Tool) -> str:
 
 def _headers(headers: toolchain.Headers) -> str:
     return f"{headers.version}  {headers.paths[0]}"
+
+
+def _cpp_operators() -> Finding:
+    from qcut import _native
+
+    if (problem := _native.problem()) is None:
+        return Finding("C++ operators", "ok", "g++ and torch's headers are there")
+    return Finding("C++ operators", "warn", problem, "Python serves the layers' calls instead, at more CPU time each")
 
 
 def _attempt(topic: str, find: Callable[[], str]) -> Finding:

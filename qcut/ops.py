@@ -1,9 +1,10 @@
 """The operators of ``torch.ops.qcut``: schemas, argument checks, fakes, and the CPU implementations.
 
 The CPU runs `qcut.numerics`, whose docstrings state the formulas; CUDA runs `qcut._ops_cuda`,
-imported at the first CUDA call. Only these two modules know ``torch.library``, data pointers and
-streams. Every operator is inference only, returns new row-major tensors and leaves its arguments
-alone. The tensors of one call live on one device and may have any strides.
+imported at the first CUDA call, and in front of its linear operators the C++ of `qcut._native`. Only
+these know ``torch.library``, data pointers and streams. Every operator is inference only, returns new
+row-major tensors and leaves its arguments alone. The tensors of one call live on one device and may
+have any strides.
 
 Arguments are checked here for the CPU and for tracing; CUDA has cheaper checks of its own.
 """
@@ -251,7 +252,15 @@ def _linear_cpu(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
 library = torch.library.Library("qcut", "DEF")
 
 
-def _define(signature: str, check: Callable[..., None], fake: Callable[..., Any], cpu: Callable[..., Any]) -> None:
+def _define(
+    signature: str,
+    check: Callable[..., None],
+    fake: Callable[..., Any],
+    cpu: Callable[..., Any],
+    *,
+    native: bool = False,
+) -> None:
+    """Define an operator; with ``native``, also the one behind `qcut._native`'s, under a leading underscore."""
     name = signature.partition("(")[0]
 
     def checked(implementation: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,6 +285,9 @@ def _define(signature: str, check: Callable[..., None], fake: Callable[..., Any]
     library.impl(name, torch.no_grad()(checked(cpu)), "CPU")
     library.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"qcut::{name}", checked(fake), lib=library)
+    if native:
+        library.define(f"_{signature}", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(f"_{name}", cuda, "CUDA")
 
 
 _define(
@@ -310,6 +322,7 @@ _define(
     _check_w8a8_linear,
     _linear_fake,
     _linear_cpu(numerics.w8a8_linear_ref),
+    native=True,
 )
 _define(
     "w8a8_static_linear(Tensor x, Tensor qweight, Tensor col_scale, Tensor colsum, Tensor? bias, float x_scale, "
@@ -317,10 +330,12 @@ _define(
     _check_w8a8_static_linear,
     _linear_fake,
     _linear_cpu(numerics.w8a8_static_linear_ref),
+    native=True,
 )
 _define(
     "w8a16_linear(Tensor x, Tensor qweight, Tensor weight_scale, Tensor? bias, str activation) -> Tensor",
     _check_w8a16_linear,
     _linear_fake,
     _linear_cpu(numerics.w8a16_linear_ref),
+    native=True,
 )

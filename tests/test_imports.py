@@ -18,7 +18,7 @@ LAYERS = (
     {"config"},
     {"numerics", "jit", "files", "modules"},
     {"dispatch", "tuning"},
-    {"ops", "_ops_cuda", "_launch_plans"},
+    {"ops", "_ops_cuda", "_launch_plans", "_native"},
     {"linear"},
     {"calibration", "checkpoint", "convert", "smoothing", "tracing"}
     | {"costs", "evaluation", "planning", "plans", "sensitivity"},

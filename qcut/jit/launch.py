@@ -187,6 +187,16 @@ class Kernel:
             else:
                 self._recover(status, lambda: self._call(config_ref, self._function, pointers_ref, None), grid)
 
+    @property
+    def function(self) -> int:
+        """``CUfunction`` as an integer."""
+        return self._function.value or 0
+
+    @property
+    def host_launcher(self) -> int:
+        """Address of ``qcut_launch``; 0 for a raw kernel."""
+        return 0 if self._host is None else ctypes.cast(self._host.qcut_launch, ctypes.c_void_p).value or 0
+
     def query(self, what: int, args: Sequence[int | float] | None = None) -> int:
         """Ask the host launcher a question (``qcut_query``).
 
@@ -268,21 +278,30 @@ def _load_host(binary: Binary) -> ctypes.CDLL:
         return host
     toolchain.driver()
     try:
-        host = _hosts[binary.key] = _dlopen(binary)
+        assert binary.host_so is not None
+        host = _hosts[binary.key] = load_shared(binary.name, binary.host_so)
         host.qcut_launch.restype, host.qcut_query.restype = ctypes.c_int, ctypes.c_long
     except (OSError, AttributeError) as error:
         raise _UnusableBinaryError(f"kernel {binary.name}: its host launcher does not load: {error}") from error
     return host
 
 
-def _dlopen(binary: Binary) -> ctypes.CDLL:
-    assert binary.host_so is not None
-    # From memory: no file that a full disk or a noexec mount could spoil. The descriptor stays open, for
-    # the loader knows libraries by path, and a number used again would name the wrong one.
-    fd = os.memfd_create(binary.name[:200], os.MFD_CLOEXEC)
+def load_shared(name: str, code: bytes) -> ctypes.CDLL:
+    """Load a shared object from memory: no file that a full disk or a noexec mount could spoil.
+
+    Args:
+        name: what debuggers and profilers call it.
+        code: the ELF file.
+
+    Raises:
+        OSError: the loader refuses it.
+    """
+    # The descriptor stays open, for the loader knows libraries by path, and a number used again would name the
+    # wrong one.
+    fd = os.memfd_create(name[:200], os.MFD_CLOEXEC)
     try:
         with os.fdopen(fd, "wb", closefd=False) as file:
-            file.write(binary.host_so)
+            file.write(code)
         return ctypes.CDLL(f"/proc/self/fd/{fd}")
     except OSError:
         os.close(fd)

@@ -1,0 +1,324 @@
+// The hot path of qcut's linear operators: find what Python planned for a call, allocate, pack, launch.
+//
+// Anything out of the ordinary, errors included, is left to the Python operator of the same name with a leading
+// underscore. qcut/_native.py compiles this file against torch's headers and mirrors Key, Launch and Plan.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/DimVector.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cfloat>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <type_traits>
+#include <unordered_map>
+
+#define QCUT_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+// ── the driver API's part of a launch ────────────────────────────────────────────────────────────────────────────
+
+struct LaunchAttribute {  // CUlaunchAttribute
+  int id;
+  alignas(8) int value;
+  char rest[60];
+};
+constexpr int kProgrammaticStreamSerialization = 6;
+
+struct LaunchConfig {  // CUlaunchConfig
+  unsigned grid[3], block[3], smem_bytes;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56);
+
+using LaunchKernel = int(LaunchConfig const*, void* function, void** arguments, void** extra);  // cuLaunchKernelEx
+using HostLauncher = int(void const* arguments, void* function, void* stream, int flags);       // qcut_launch
+using CurrentStream = int(std::int32_t device, void** stream);
+
+// ── what Python inserts ──────────────────────────────────────────────────────────────────────────────────────────
+
+enum Op : std::int32_t { kDynamic, kStatic, kWeightOnly };
+
+// A layer at one bucket of rows. Its parameters' addresses stand for all that was checked when the plan was made.
+struct Key {
+  std::uint64_t weight, scale, colsum, bias;
+  std::int64_t n, k, rows;
+  char activation[16];
+  std::int32_t op, dtype, device, aligned;
+
+  bool operator==(Key const& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
+};
+static_assert(std::has_unique_object_representations_v<Key>, "compared and hashed as bytes");
+
+struct Hash {
+  std::size_t operator()(Key const& key) const {
+    return std::hash<std::string_view>{}({reinterpret_cast<char const*>(&key), sizeof key});
+  }
+};
+
+struct Launch {
+  void* function;      // CUfunction
+  HostLauncher* host;  // computes its own grid from the arguments and the tail; null for a raw kernel
+  std::int32_t grid_rows, grid_x, grid_y;  // a raw kernel's CTAs: grid_x times ceil(rows / grid_rows), by grid_y
+  std::int32_t block, smem_bytes, pdl;
+  std::int32_t tail[4];  // sm_count, swizzle, raster, splits
+};
+
+struct Plan {
+  Launch quantize, gemm;  // weight-only has no quantize
+  std::int64_t k_padded, min_rows;
+};
+
+static_assert(sizeof(Key) == 88 && sizeof(Launch) == 56 && sizeof(Plan) == 128, "as qcut/_native.py has them");
+
+class Table {
+ public:
+  bool find(Key const& key, Plan& plan) const {
+    std::shared_lock lock(mutex_);
+    auto const found = plans_.find(key);
+    if (found == plans_.end()) return false;
+    plan = found->second;
+    return true;
+  }
+  void insert(Key const& key, Plan const& plan) {
+    std::unique_lock lock(mutex_);
+    plans_.insert_or_assign(key, plan);
+  }
+  void clear() {
+    std::unique_lock lock(mutex_);
+    plans_.clear();
+  }
+
+ private:
+  mutable std::shared_mutex mutex_;
+  std::unordered_map<Key, Plan, Hash> plans_;
+};
+
+struct Runtime {
+  LaunchKernel* launch_kernel;
+  CurrentStream* current_stream;
+  c10::DispatchKeySet backend;
+  std::array<c10::OperatorHandle, 3> python;  // by Op
+};
+
+// Both outlive main: threads may still be calling.
+Table& table = *new Table;
+Runtime const* runtime;
+std::atomic<std::uint64_t> hits;
+
+// ── launching ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+// A kernel's arguments in C's natural alignment. Padding is zero: host launchers compare blocks as bytes.
+class Arguments {
+ public:
+  template <class... T>
+  explicit Arguments(T... values) {
+    (add(values), ...);
+  }
+  template <class T>
+  void add(T value) {
+    static_assert(std::is_pointer_v<T> || std::is_arithmetic_v<T>);
+    size_ = (size_ + alignof(T) - 1) / alignof(T) * alignof(T);
+    addresses_[count_++] = std::memcpy(bytes_ + size_, &value, sizeof value);
+    size_ += sizeof value;
+  }
+  void const* block() const { return bytes_; }
+  void** addresses() { return addresses_; }
+
+ private:
+  alignas(16) std::byte bytes_[128]{};
+  void* addresses_[24];
+  std::size_t size_ = 0, count_ = 0;
+};
+
+int launch(Launch const& plan, std::int32_t rows, Arguments& arguments, void* stream) {
+  if (plan.host != nullptr) {
+    for (std::int32_t const value : plan.tail) arguments.add(value);
+    arguments.add(static_cast<void*>(nullptr));  // workspace
+    return plan.host(arguments.block(), plan.function, stream, plan.pdl);
+  }
+  auto const ctas = static_cast<unsigned>((rows - 1) / plan.grid_rows + 1) * plan.grid_x;
+  LaunchAttribute pdl{kProgrammaticStreamSerialization, 1, {}};
+  LaunchConfig const config{{ctas, static_cast<unsigned>(plan.grid_y), 1},
+                            {static_cast<unsigned>(plan.block), 1, 1},
+                            static_cast<unsigned>(plan.smem_bytes),
+                            stream,
+                            plan.pdl ? &pdl : nullptr,
+                            plan.pdl ? 1u : 0u};
+  return runtime->launch_kernel(&config, plan.function, arguments.addresses(), nullptr);
+}
+
+// ── the operators ────────────────────────────────────────────────────────────────────────────────────────────────
+
+constexpr std::int64_t kMaxInt = INT32_MAX;
+
+// Rows up to which one plan serves: 16, 32, 64, then four steps an octave (qcut._launch_plans.m_bucket).
+constexpr std::int64_t bucket(std::int64_t m) {
+  if (m <= 64) return m <= 16 ? 16 : m <= 32 ? 32 : 64;
+  std::int64_t const step = std::int64_t{1} << (std::bit_width(static_cast<std::uint64_t>(m - 1)) - 3);
+  return (m + step - 1) / step * step;
+}
+
+void const* address(c10::IValue const& tensor) {
+  return tensor.isNone() ? nullptr : tensor.toTensor().const_data_ptr();
+}
+
+template <class T>
+std::uint64_t number(T const* pointer) {
+  return reinterpret_cast<std::uintptr_t>(pointer);
+}
+
+// Of ``x, qweight, scale[, colsum], bias[, x_scale, x_zero_point], activation``.
+template <Op op>
+constexpr std::size_t kArguments = op == kStatic ? 8 : 5;
+
+// The operator's result, or an undefined tensor where Python must serve the call.
+template <Op op>
+at::Tensor run(c10::IValue const* args) {
+  at::Tensor const &x = args[0].toTensor(), &qweight = args[1].toTensor();
+  void const* const weight = qweight.const_data_ptr();
+  void const* const scale = address(args[2]);
+  void const* const colsum = op == kStatic ? address(args[3]) : nullptr;
+  void const* const bias = address(args[op == kStatic ? 4 : 3]);
+  std::string const& activation = args[kArguments<op> - 1].toStringRef();
+
+  std::int64_t const dim = x.dim();
+  if (dim == 0 || x.numel() == 0 || qweight.dim() != 2 || activation.size() >= sizeof(Key::activation)) return {};
+  std::int64_t const n = qweight.size(0), k = x.size(-1), m = x.numel() / k;
+  std::int64_t stride = k;
+  if (!x.is_contiguous()) {
+    if (dim != 2 || x.stride(1) != 1) return {};
+    stride = x.stride(0);
+  }
+  if (m > kMaxInt || stride > kMaxInt) return {};
+  // A launch needs the device's context to be current.
+  c10::Device const device = x.device();
+  if (c10::impl::VirtualGuardImpl(device.type()).getDevice() != device) return {};
+
+  auto const* const data = static_cast<char const*>(x.const_data_ptr());
+  bool const aligned = ((number(data) | static_cast<std::uint64_t>(stride) * x.element_size()) & 15) == 0;
+  Key key{number(weight), number(scale), number(colsum), number(bias), n, k, bucket(m), {},
+          op, static_cast<std::int32_t>(x.scalar_type()), device.index(), aligned};
+  std::memcpy(key.activation, activation.data(), activation.size());
+  Plan plan;
+  if (!table.find(key, plan)) return {};
+  void* stream = nullptr;
+  if (runtime->current_stream(device.index(), &stream) != 0) return {};
+
+  auto const tokens = static_cast<std::int32_t>(m), columns = static_cast<std::int32_t>(n);
+  auto const depth = static_cast<std::int32_t>(k), padded = static_cast<std::int32_t>(plan.k_padded);
+  std::int64_t const rows = std::max(m, plan.min_rows);
+  auto const gemm_rows = static_cast<std::int32_t>(rows);
+  at::Tensor scratch;  // int8 rows, and behind them the scales of dynamic ones
+  void const* a = data;
+  std::int32_t k_gemm = depth, lda = static_cast<std::int32_t>(stride), zero_point = 0;
+  char const* row_scale = nullptr;
+  if constexpr (op != kWeightOnly) {
+    std::int64_t const scale_bytes = op == kDynamic ? sizeof(float) : 0;
+    scratch = at::empty({rows * (plan.k_padded + scale_bytes)}, x.options().dtype(at::kByte));
+    auto* const q = static_cast<char*>(scratch.mutable_data_ptr());
+    row_scale = q + rows * plan.k_padded;
+    a = q;
+    k_gemm = lda = padded;
+    int status;
+    if constexpr (op == kDynamic) {
+      Arguments arguments(data, q, row_scale, stride, tokens, depth, padded);
+      status = launch(plan.quantize, tokens, arguments, stream);
+    } else {
+      double const x_scale = args[5].toDouble();
+      std::int64_t const x_zero_point = args[6].toInt();
+      if (!(x_scale > 0 && x_scale <= FLT_MAX) || x_zero_point < -128 || x_zero_point > 127) return {};
+      zero_point = static_cast<std::int32_t>(x_zero_point);
+      Arguments arguments(data, q, stride, tokens, depth, padded, static_cast<float>(x_scale), zero_point);
+      status = launch(plan.quantize, tokens, arguments, stream);
+    }
+    if (status != 0) return {};
+  }
+
+  c10::DimVector shape(x.sizes());
+  shape.back() = n;
+  at::Tensor out = at::empty(rows == m ? c10::IntArrayRef(shape) : c10::IntArrayRef{rows, n}, x.options());
+  Arguments arguments(a, weight, out.mutable_data_ptr(), gemm_rows, columns, k_gemm, lda, padded, columns);
+  if constexpr (op == kStatic) {
+    arguments.add(zero_point);
+    arguments.add(colsum);
+  }
+  if constexpr (op == kDynamic) arguments.add(row_scale);
+  arguments.add(scale);
+  if (bias != nullptr) arguments.add(bias);
+  if (launch(plan.gemm, gemm_rows, arguments, stream) != 0) return {};
+  // Rows beyond x's lie behind the result in its memory.
+  if (rows != m) out.unsafeGetTensorImpl()->set_sizes_contiguous(shape);
+  hits.fetch_add(1, std::memory_order_relaxed);
+  return out;
+}
+
+template <Op op>
+void linear(c10::OperatorHandle const&, torch::jit::Stack* stack) {
+  at::Tensor out = run<op>(stack->data() + stack->size() - kArguments<op>);
+  if (!out.defined()) return runtime->python[op].redispatchBoxed(runtime->backend, stack);
+  torch::jit::drop(*stack, kArguments<op>);
+  stack->emplace_back(std::move(out));
+}
+
+c10::OperatorHandle python_operator(std::string const& ns, std::string const& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow((ns + "::_" + name).c_str(), "");
+}
+
+struct Silence : c10::WarningHandler {
+  void process(c10::Warning const&) override {}
+};
+
+}  // namespace
+
+// Puts the operators of a namespace in front of Python's, for good. To be called once, with the GIL held. Returns
+// null, or what went wrong.
+QCUT_EXPORT char const* qcut_register(char const* ns, char const* backend, LaunchKernel* launch_kernel,
+                                      CurrentStream* current_stream) noexcept try {
+  auto const key = c10::parseDispatchKey(backend);
+  runtime = new Runtime{launch_kernel,
+                        current_stream,
+                        c10::DispatchKeySet(key),
+                        {python_operator(ns, "w8a8_linear"), python_operator(ns, "w8a8_static_linear"),
+                         python_operator(ns, "w8a16_linear")}};
+  // The dispatcher does not lock its table against calls. Python's threads release the GIL shortly before they read
+  // it; no new one gets there while we hold the GIL, and those that have need microseconds.
+  std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  Silence silence;  // replacing Python's kernel is the point
+  c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  auto* const library = new torch::Library(torch::Library::IMPL, ns, key, __FILE__, __LINE__);
+  library->impl("w8a8_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kDynamic>>());
+  library->impl("w8a8_static_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kStatic>>());
+  library->impl("w8a16_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kWeightOnly>>());
+  return nullptr;
+} catch (std::exception const& error) {
+  static std::string message;
+  message = error.what();
+  return message.c_str();
+}
+
+QCUT_EXPORT void qcut_insert(Key const* key, Plan const* plan) { table.insert(*key, *plan); }
+
+QCUT_EXPORT void qcut_clear() { table.clear(); }
+
+QCUT_EXPORT std::uint64_t qcut_hits() { return hits.load(std::memory_order_relaxed); }
+
+QCUT_EXPORT std::int64_t qcut_bucket(std::int64_t m) { return bucket(m); }
+
+// A launcher that launches nothing: with it, a benchmark sees what the rest of a call costs.
+QCUT_EXPORT int qcut_skip_launch(void const*, void*, void*, int) { return 0; }
