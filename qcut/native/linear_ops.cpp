@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/DimVector.h>
 #include <torch/library.h>
@@ -224,14 +225,15 @@ at::Tensor run(c10::IValue const* args) {
   auto const depth = static_cast<std::int32_t>(k), padded = static_cast<std::int32_t>(plan.k_padded);
   std::int64_t const rows = std::max(m, plan.min_rows);
   auto const gemm_rows = static_cast<std::int32_t>(rows);
-  at::Tensor scratch;  // int8 rows, and behind them the scales of dynamic ones
+  c10::DataPtr scratch;  // int8 rows, and behind them the scales of dynamic ones; back to the stream's pool on return
   void const* a = data;
   std::int32_t k_gemm = depth, lda = static_cast<std::int32_t>(stride), zero_point = 0;
   char const* row_scale = nullptr;
   if constexpr (op != kWeightOnly) {
     std::int64_t const scale_bytes = op == kDynamic ? sizeof(float) : 0;
-    scratch = at::empty({rows * (plan.k_padded + scale_bytes)}, x.options().dtype(at::kByte));
-    auto* const q = static_cast<char*>(scratch.mutable_data_ptr());
+    // Not a tensor: the allocator itself is spared the dispatcher's share of at::empty.
+    scratch = c10::GetAllocator(device.type())->allocate(rows * (plan.k_padded + scale_bytes));
+    auto* const q = static_cast<char*>(scratch.get());
     row_scale = q + rows * plan.k_padded;
     a = q;
     k_gemm = lda = padded;
