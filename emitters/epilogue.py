@@ -8,6 +8,11 @@ One description serves every GEMM family::
     v = v + residual[m, n]
     D = out_dtype(v)                             # s8: clamp(rne(v * out_inv_scale) + out_zero_point)
 
+or, for the accumulator itself::
+
+    D = acc                                      # s32
+    D = int8(acc)                                # s8 with wrap: the low eight bits
+
 Every product and sum is one float32 operation rounded to nearest (kernels are compiled without
 contraction), and ``rne`` rounds the exact product v * out_inv_scale once, so that for ``none`` and
 ``relu`` the CPU reference and every GPU family agree bitwise.
@@ -33,7 +38,7 @@ class Activation(str, Enum):
 
 
 ACTIVATIONS = tuple(a.value for a in Activation)
-OUT_DTYPES = (DType.F16, DType.BF16, DType.F32, DType.S8)
+OUT_DTYPES = (DType.F16, DType.BF16, DType.F32, DType.S8, DType.S32)
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,9 @@ class Epilogue:
             int32 vector ``colsum`` of N.
         bias: add a float32 vector of N.
         activation: applied after the bias.
-        residual: add a row-major [M, N] tensor of D's type, after the activation. Not with s8.
+        residual: add a [M, N] tensor of D's type and layout, after the activation. Not with s8.
+        wrap: an s8 output keeps the low eight bits of the accumulator, for agreement with programs that cast; like
+            an s32 output it can fuse nothing else.
     """
 
     out: DType = DType.F16
@@ -58,17 +65,34 @@ class Epilogue:
     bias: bool = False
     activation: Activation = Activation.NONE
     residual: bool = False
+    wrap: bool = False
 
     def __post_init__(self) -> None:
         if self.out not in OUT_DTYPES:
-            raise EmitError(f"epilogue output {self.out.value!r} is not one of f16, bf16, f32, s8")
+            raise EmitError(f"epilogue output {self.out.value!r} is not one of f16, bf16, f32, s8, s32")
         if self.residual and self.out is DType.S8:
             raise EmitError("epilogue: a residual cannot be added to an s8 output")
+        if self.wrap and self.out is not DType.S8:
+            raise EmitError(f"epilogue: wrap takes the low eight bits, the output is {self.out.value}")
+        if self.is_raw and self._fuses:
+            raise EmitError(f"epilogue: an output of raw accumulators ({self.name}) can fuse nothing")
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether D takes the accumulator's bits: no scale, no rounding, nothing fused."""
+        return self.wrap or self.out is DType.S32
+
+    @property
+    def _fuses(self) -> bool:
+        modes = (self.row_scale, self.col_scale, self.zero_point, self.activation.value)
+        return self.bias or self.residual or any(mode != "none" for mode in modes)
 
     @property
     def name(self) -> str:
         """Short name: the output type, then one token per thing that is fused."""
         parts = [self.out.value]
+        if self.wrap:
+            parts.append("wrap")
         if self.zero_point != "none":
             parts.append({"per_tensor": "zt", "per_token": "zm"}[self.zero_point])
         if self.row_scale != "none":
@@ -97,7 +121,7 @@ class Epilogue:
             out.append(Param("bias", "ptr"))
         if self.residual:
             out.append(Param("residual", "ptr"))
-        if self.out is DType.S8:
+        if self.out is DType.S8 and not self.wrap:
             out.append(Param("out_inv_scale", "f32"))
             out.append(Param("out_zero_point", "f32"))
         return tuple(out)

@@ -1,12 +1,14 @@
 """What every GEMM family shares: the problem, the tile, their constraints and names.
 
-Operands are TN in BLAS terms: A ``[M, K]`` and B ``[N, K]`` row-major, D ``[M, N]`` row-major.
+``D = epilogue(A B)``, A ``[M, K]``, B ``[K, N]``, D ``[M, N]``, each row-major or column-major. Unless a problem
+says otherwise operands are TN in BLAS terms: A row-major, B column-major (``[N, K]`` in memory, as weights are), so
+that both are contiguous along K, and D row-major.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 from emitters.epilogue import Epilogue
 from emitters.source import DType, EmitError, Param
@@ -16,6 +18,7 @@ K_MAX = 131_071
 K_MAX_ZERO_POINT = 66_311
 """The same where a zero point makes one factor span 255: 255 * 127 * K < 2**31."""
 
+Layout = Literal["row", "column"]
 Schedule = Literal["multistage", "warp_specialized", "pingpong", "cooperative", "stream_k"]
 
 
@@ -27,8 +30,13 @@ class GemmProblem:
         a: activation type, s8, f16 or bf16.
         b: weight type, s8.
         epilogue: see `emitters.epilogue`.
-        alignment_k: K (in elements of A and B) is a multiple of this.
-        alignment_n: N (in elements of D) is a multiple of this.
+        alignment_k: addresses, leading dimensions and contiguous sizes of A and B (K, where both are contiguous
+            along it) are multiples of this many elements.
+        alignment_n: address, leading dimension and contiguous size of D (N, where it is row-major) are multiples of
+            this many elements.
+        layout_a: of A ``[M, K]``: ``row`` is contiguous along K.
+        layout_b: of B ``[K, N]``: ``column`` is contiguous along K.
+        layout_d: of D ``[M, N]`` and the residual.
     """
 
     a: DType = DType.S8
@@ -36,12 +44,21 @@ class GemmProblem:
     epilogue: Epilogue = field(default_factory=Epilogue)
     alignment_k: int = 16
     alignment_n: int = 16
+    layout_a: Layout = "row"
+    layout_b: Layout = "column"
+    layout_d: Layout = "row"
+
+    @property
+    def layouts(self) -> str:
+        """BLAS flags of A, B and D, ``t`` for row-major and ``n`` for column-major: ``tnt`` unless told otherwise."""
+        return "".join("t" if layout == "row" else "n" for layout in (self.layout_a, self.layout_b, self.layout_d))
 
     @property
     def name(self) -> str:
-        """``{a}x{b}_{epilogue}`` and the alignments, where they are not 16."""
+        """``{a}x{b}_{epilogue}``, the layouts where they are not tnt, the alignments where they are not 16."""
+        layouts = "" if self.layouts == "tnt" else f"_{self.layouts}"
         align = "" if (self.alignment_k, self.alignment_n) == (16, 16) else f"_k{self.alignment_k}n{self.alignment_n}"
-        return f"{self.a.value}x{self.b.value}_{self.epilogue.name}{align}"
+        return f"{self.a.value}x{self.b.value}_{self.epilogue.name}{layouts}{align}"
 
     def params(self) -> tuple[Param, ...]:
         """Arguments of a launch: operands, sizes, leading dimensions, then the epilogue's."""
@@ -71,6 +88,7 @@ class TileConfig:
         cluster_shape: CTAs (m, n) of a cluster that share loads by multicast (SM90).
         schedule: main loop and work distribution.
         epilogue_tile: (m, n) of one epilogue step on SM90; (0, 0) takes CUTLASS's choice.
+        splits: CTAs, one cluster, that share a tile of D, each with its part of K (raw families, sm_90 and later).
     """
 
     threadblock_shape: tuple[int, int, int]
@@ -79,6 +97,7 @@ class TileConfig:
     cluster_shape: tuple[int, int] = (1, 1)
     schedule: Schedule = "multistage"
     epilogue_tile: tuple[int, int] = (0, 0)
+    splits: int = 1
 
     @property
     def name(self) -> str:
@@ -92,13 +111,23 @@ class TileConfig:
             parts.append("e{}x{}".format(*self.epilogue_tile))
         if self.stages:
             parts.append(f"s{self.stages}")
+        if self.splits > 1:
+            parts.append(f"k{self.splits}")
         parts.append(
             {"warp_specialized": "ws", "cooperative": "coop", "stream_k": "sk"}.get(self.schedule, self.schedule)
         )
         return "_".join(parts)
 
 
-def procedural_name(family: str, arch: str, problem: GemmProblem, tile: TileConfig) -> str:
+class Named(Protocol):
+    """A tile of any family."""
+
+    @property
+    def name(self) -> str:
+        """Its part of a kernel's name."""
+
+
+def procedural_name(family: str, arch: str, problem: GemmProblem, tile: Named) -> str:
     """The name a kernel has in the cache, in logs, in tables and in benchmarks."""
     return f"qcut_{family}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
 

@@ -6,27 +6,38 @@ Device code: ``include/qcut/weight_only_gemm.cuh``.
 
 from __future__ import annotations
 
-from emitters.gemm import GemmProblem, TileConfig, procedural_name, require
-from emitters.mma_gemm import SMEM_LIMIT, gemm_source, grid, smem_bytes, validate_tile
+from emitters.constraints import Constraint, check
+from emitters.gemm import GemmProblem, TileConfig, procedural_name
+from emitters.mma_gemm import SHARED_MEMORY, SMEM_LIMIT, TILE_CONSTRAINTS, gemm_source, grid, smem_bytes
 from emitters.source import DType, KernelSource
 
 FAMILY = "wo"
 
-__all__ = ["FAMILY", "default_tiles", "emit_weight_only_gemm", "grid", "validate"]
+__all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_weight_only_gemm", "grid", "validate"]
+
+CONSTRAINTS = (
+    Constraint(
+        "operands",
+        "are f16 or bf16 x s8",
+        lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b is DType.S8,
+    ),
+    Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
+    Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
+    Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
+    *TILE_CONSTRAINTS,
+    Constraint("one_cta", "sums all of K: splits are 1", lambda p, t, arch: t.splits == 1),
+    Constraint("shared_memory", SHARED_MEMORY, lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch]),
+)
+"""What this family can build, on (problem, tile, arch)."""
 
 
 def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
     """Check that this family can build the pair.
 
     Raises:
-        EmitError: naming the kernel and the constraint: operands not f16 or bf16 x s8, a zero point (weights are
-            symmetric), or a tile that breaks `emitters.mma_gemm.validate_tile`.
+        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
     """
-    name = procedural_name(FAMILY, arch, problem, tile)
-    require(problem.a in (DType.F16, DType.BF16) and problem.b is DType.S8, name, "operands are f16 or bf16 x s8")
-    require(problem.epilogue.zero_point == "none", name, "weight-only products have no zero point")
-    require(problem.alignment_k >= 1 and problem.alignment_n >= 1, name, "alignments must be at least 1")
-    validate_tile(name, problem, tile, arch)
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
 def default_tiles(arch: str) -> tuple[TileConfig, ...]:
@@ -50,9 +61,9 @@ def emit_weight_only_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> 
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at
-    least k. a: where ``problem.alignment_k`` is a multiple of 8, rows start at multiples of 16 bytes (a 16-byte
-    aligned, lda a multiple of 8); otherwise element loads, for any lda >= k. k may be anything >= 1 in both cases. D
-    and the residual as in `emitters.mma_gemm.emit_mma_gemm`.
+    least k. a: where ``problem.alignment_k`` is a multiple of 2, rows start at multiples of 4, 8 or 16 bytes, the
+    largest that divides so many elements, and are copied asynchronously; otherwise element by element, for any
+    lda >= k. k may be anything >= 1 in both cases. D and the residual as in `emitters.mma_gemm.emit_mma_gemm`.
 
     Exactness: int8 to float is exact and every product is exact in float32; the tensor core adds them in an order fixed
     by K and the tile's K alone, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A
@@ -65,4 +76,4 @@ def emit_weight_only_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> 
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    return gemm_source(name, problem, tile, arch, header="weight_only_gemm", function="weight_only_gemm", aligned_k=8)
+    return gemm_source(name, problem, tile, arch, header="weight_only_gemm", smem=smem_bytes(problem, tile))

@@ -1,7 +1,7 @@
 """The index arithmetic of the raw kernels, restated in numpy: fragments, swizzles, banks, magic numbers.
 
 A GPU says that a kernel is right; this says why, on any machine: formulas are those of
-``emitters/include/qcut/{mma,gemm,mma_gemm,weight_only_gemm,quantize}.cuh`` and of the PTX ISA.
+``emitters/include/qcut/{mma,gemm,epilogue,mma_gemm,wmma_gemm,weight_only_gemm,quantize}.cuh`` and of the PTX ISA.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ def matrix_swizzle(chunks: int) -> Swizzle:
 
 def token_swizzle(row: np.ndarray, chunk: np.ndarray) -> np.ndarray:
     return chunk ^ ((row & 3) << 1)
+
+
+def transpose_source(place: np.ndarray) -> np.ndarray:
+    """The column of K that lies at a place, where runs are columns of K."""
+    return (place & ~15) | (place & 6) << 1 | (place & 8) >> 2 | (place & 1)
+
+
+def transpose_offset(chunks: int, place: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+    return 16 * (place * chunks + (chunk ^ (place & 7 if chunks >= 8 else (place & 7) * chunks // 8)))
 
 
 def store(tile: np.ndarray, swizzle: Swizzle) -> np.ndarray:
@@ -93,23 +102,96 @@ def test_copies_write_without_bank_conflict(swizzle: Swizzle, chunks: int):
     assert wavefronts(16 * (rows * chunks + swizzle(rows, columns)), 16) == 4
 
 
-@pytest.mark.parametrize("warp_n", [16, 32, 64])
-def test_epilogue_staging_of_int8(warp_n: int):
-    pitch, lanes = warp_n + 8, warp_n // 8
-    assert wavefronts(4 * (G * pitch + 2 * T), 8) == 2
-    flip = (LANES % lanes) // 4
-    reads = 4 * (LANES // lanes * pitch + 8 * (LANES % lanes)) + 16 * flip
-    assert wavefronts(reads, 16) == (4 if warp_n == 64 else 8)
+@pytest.mark.parametrize("runs", [64, 128])
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8, 16])
+def test_transposing_ldmatrix_has_no_bank_conflict(chunks: int, runs: int):
+    for first in range(0, runs, 8):
+        for chunk in range(chunks):
+            assert wavefronts(transpose_offset(chunks, np.arange(first, first + 8), chunk), 16) == 1
 
 
-@pytest.mark.parametrize("warp_n", [16, 32, 64])
-def test_epilogue_staging_of_weight_only(warp_n: int):
-    pitch, lanes = warp_n + 4, warp_n // 8
-    assert wavefronts(4 * (2 * T * pitch + G), 4) == 1
-    flip = (LANES % lanes) // 4
-    reads = 4 * (LANES // lanes * pitch + 8 * (LANES % lanes)) + 16 * flip
-    assert (reads % 16 == 0).all()
-    assert wavefronts(reads, 16) == (8 if warp_n == 16 else 4)
+@pytest.mark.parametrize("chunks", [1, 2, 4, 8, 16])
+def test_transposed_places_are_a_permutation_that_repeats(chunks: int):
+    places = np.arange(64)
+    assert sorted(transpose_source(places)) == list(places)
+    for step in (8, 16, 32):  # runs copied at a time
+        below = np.arange(step)
+        for i in range(64 // step):
+            assert (transpose_source(below + i * step) == transpose_source(below) + transpose_source(i * step)).all()
+            offsets = transpose_offset(chunks, below + i * step, 0)
+            assert (offsets == transpose_offset(chunks, below, 0) + transpose_offset(chunks, i * step, 0)).all()
+
+
+def blocked_offset(chunks: int, run: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+    return 256 * (run // 16 * chunks + chunk) + 16 * (run % 16)
+
+
+@pytest.mark.parametrize("threads", [64, 128, 256])
+@pytest.mark.parametrize("chunks", [4, 8])
+def test_blocked_fragments_are_copied_and_loaded_without_bank_conflict(chunks: int, threads: int):
+    thread = np.arange(threads)
+    run, chunk = thread % 8 + thread // (8 * chunks) * 8, thread // 8 % chunks
+    assert sorted(zip(run, chunk, strict=True)) == [(r, c) for r in range(threads // chunks) for c in range(chunks)]
+    for first in range(0, threads, 32):
+        assert wavefronts(blocked_offset(chunks, run, chunk)[first : first + 32], 16) == 4
+    step = threads // chunks
+    for i in range(4):
+        offsets = blocked_offset(chunks, run + i * step, chunk)
+        assert (offsets == blocked_offset(chunks, run, chunk) + blocked_offset(chunks, i * step, 0)).all()
+    for half in (0, 8):
+        assert wavefronts(blocked_offset(chunks, np.arange(half, half + 8), np.full(8, 1)), 16) == 1
+
+
+STAGES = [(width, size) for width in (16, 32, 64) for size in (1, 2, 4)]
+
+
+def lane_columns(width: int, size: int) -> int:
+    """Columns of D of ``size`` bytes that a lane owns."""
+    return min(16 // size, width // 2)
+
+
+def staged(width: int, size: int, row: np.ndarray, chunk: np.ndarray) -> np.ndarray:
+    chunks = lane_columns(width, size) // 4
+    lane, j = chunk // chunks, chunk % chunks
+    if width == 16:
+        place = (lane | j << 1) ^ np.where(row & 2, 3, 0)
+    else:
+        place = lane ^ (j & 1) << 2 ^ (j & 2) ^ (row & 1) * 7 ^ (row >> 1 & 1) * 5
+        if width == 64:
+            place = place ^ (j if chunks == 2 else j >> 1) << 3
+    return 4 * width * row + 16 * place
+
+
+@pytest.mark.parametrize(("width", "size"), STAGES)
+def test_staging_keeps_every_accumulator_and_is_linear(width: int, size: int):
+    row, chunk = np.divmod(np.arange(4 * width), width // 4)
+    offsets = staged(width, size, row, chunk)
+    assert sorted(offsets) == list(range(0, 64 * width, 16))
+    assert (offsets == staged(width, size, row, 0 * chunk) ^ staged(width, size, 0 * row, chunk)).all()
+
+
+@pytest.mark.parametrize(("width", "size"), STAGES)
+def test_staging_has_no_bank_conflict(width: int, size: int):
+    for chunk in range(0, width // 4, 2):  # pairs of columns, of contiguous B
+        assert wavefronts(staged(width, size, G, chunk + T // 2) + 8 * (T % 2), 8) == 2
+    for chunk in range(0, width // 4, 4):  # four columns, of B that was transposed
+        assert wavefronts(staged(width, size, G, chunk + T), 16) == 4
+        for odd in (0, 4):  # the weight-only product: one column of four tokens
+            assert wavefronts(staged(width, size, T + odd, chunk + G // 4) + 4 * (G % 4), 4) == 1
+    columns = lane_columns(width, size)
+    lanes = width // columns
+    for j in range(columns // 4):
+        reads = staged(width, size, LANES // lanes, LANES % lanes * (columns // 4) + j)
+        assert wavefronts(reads, 16) == 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_warp_stores_whole_sectors(size: int):
+    columns = lane_columns(64, size)
+    addresses = size * (LANES // (64 // columns) * 4096 + LANES % (64 // columns) * columns)
+    assert columns * size == 16
+    written = {int(a) + i for a in addresses for i in range(columns * size)}
+    assert len({b // 32 for b in written}) * 32 == len(written)
 
 
 # ── fragments ────────────────────────────────────────────────────────────────────────────────────
@@ -138,6 +220,35 @@ def test_int8_fragments_are_the_product(chunks: int):
                 columns[column, k : k + 4] = b_regs[r, lane]
         c += rows @ columns.T
     assert (c == a.astype(np.int64) @ b.astype(np.int64).T).all()
+
+
+@pytest.mark.parametrize("extent", [16, 32, 64, 128, 256])
+def test_transposed_fragments_are_rows(extent: int):
+    """Sixteen rows contiguous across K: byte i of a register is column 4t + i of row 2g or 2g + 1."""
+    rng = np.random.default_rng(0)
+    a = rng.integers(-128, 128, (extent, 64)).astype(np.int8)
+    chunks = extent // 16
+    memory = np.zeros(64 * extent, np.int8)
+    for place in range(64):
+        for chunk in range(chunks):
+            at = int(transpose_offset(chunks, np.array(place), np.array(chunk)))
+            memory[at : at + 16] = a[16 * chunk : 16 * chunk + 16, int(transpose_source(np.array(place)))]
+    for warp_row, i, step in ((0, 0, 0), (0, 0, 1), (extent // 2 // 16 * 16, 0, 1), (0, chunks // 2, 0)):
+        offset = transpose_offset(chunks, LANES, np.array(warp_row // 16))
+        addresses = (offset ^ (16 * i)) + step * 32 * extent
+        row = warp_row + 16 * i
+        pairs = np.zeros((4, 32, 4), np.int8)
+        for r in range(4):
+            for lane in range(32):  # transposed: pair g of rows 2t and 2t + 1
+                for half in range(2):
+                    at = addresses[8 * r + 2 * T[lane] + half] + 2 * G[lane]
+                    pairs[r, lane, 2 * half : 2 * half + 2] = memory[at : at + 2]
+        for upper in range(2):
+            both = np.concatenate([pairs[2 * upper], pairs[2 * upper + 1]], 1)
+            for odd in range(2):
+                register = both[:, [odd, 2 + odd, 4 + odd, 6 + odd]]
+                k = 32 * step + 16 * upper + 4 * T[:, None] + np.arange(4)
+                assert (register == a[row + 2 * G[:, None] + odd, k]).all()
 
 
 @pytest.mark.parametrize("warp_n", [16, 32])

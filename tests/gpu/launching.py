@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from emitters.gemm import GemmProblem, Layout
 from emitters.source import KernelSource
 from qcut import jit
-from tests.gpu.oracles import DEVICE
+from tests.gpu.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same
 
 ARCHITECTURES = {
     (8, 0): "sm_80",
@@ -60,3 +63,55 @@ def strided(x: Tensor, stride: int, offset: int = 0) -> Tensor:
     view = buffer[offset : offset + len(x) * stride].view(len(x), stride)[:, : x.shape[1]]
     view.copy_(x)
     return view
+
+
+def laid_out(x: Tensor, layout: Layout, stride: int, offset: int = 0) -> Tensor:
+    """A matrix on the GPU whose contiguous runs, rows or columns, are ``stride`` elements apart, as `strided`."""
+    return strided(x if layout == "row" else x.t(), stride, offset)
+
+
+def launch_gemm(
+    gemm: Gemm,
+    problem: GemmProblem,
+    source: KernelSource,
+    ctas: tuple[int, int, int],
+    *,
+    x: Tensor | None = None,
+    extra: int = 0,
+    offset: int = 0,
+    pdl: bool = False,
+) -> Tensor:
+    """Launch a raw GEMM twice into guarded memory; both results must agree.
+
+    ``extra`` elements more than the problem's alignments ask for lie between runs; ``offset`` elements misalign the
+    operands. ``x`` replaces the operand A of `gemm` by 16-bit floats: then B keeps to 16 bytes, as weights do.
+
+    Returns:
+        ``[M, N]`` on the CPU.
+    """
+    a, b = gemm.a if x is None else x, gemm.b
+    (m, k), n = a.shape, b.shape[0]
+    align_b = problem.alignment_k if x is None else 16
+
+    def stride(length: int, alignment: int) -> int:
+        return -(-length // alignment) * alignment + extra
+
+    lda = stride(k if problem.layout_a == "row" else m, problem.alignment_k)
+    ldb = stride(k if problem.layout_b == "column" else n, align_b) + (15 * extra if x is not None else 0)
+    runs, length = (m, n) if problem.layout_d == "row" else (n, m)
+    ldd = stride(length, problem.alignment_n)
+    a = laid_out(a, problem.layout_a, lda, offset)
+    b = laid_out(b.t(), problem.layout_b, ldb, offset if x is None else 0)
+    values: list[Any] = []
+    for param in problem.epilogue.params():
+        value = float(gemm.args[param.name]) if param.kind == "f32" else gemm.args[param.name]
+        if param.name == "residual":
+            value = laid_out(value, problem.layout_d, ldd)
+        values.append(value.to(DEVICE) if isinstance(value, Tensor) else value)
+    results = []
+    for _ in range(2):
+        d = Guarded(runs, ldd, TORCH_DTYPE[problem.epilogue.out])
+        launch(source, ctas, a, b, d.tensor, m, n, k, lda, ldb, ldd, *values, pdl=pdl)
+        results.append(d.take(length))
+    assert_same(results[0], results[1])
+    return results[0] if problem.layout_d == "row" else results[0].t()

@@ -14,7 +14,13 @@ from qcut import numerics
 
 DEVICE = "cuda"
 
-TORCH_DTYPE = {DType.F16: torch.float16, DType.BF16: torch.bfloat16, DType.F32: torch.float32, DType.S8: torch.int8}
+TORCH_DTYPE = {
+    DType.F16: torch.float16,
+    DType.BF16: torch.bfloat16,
+    DType.F32: torch.float32,
+    DType.S8: torch.int8,
+    DType.S32: torch.int32,
+}
 MANTISSA_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
 SMALLEST_SPACING = {torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133, torch.float32: 2.0**-149}
 
@@ -74,7 +80,9 @@ class Gemm:
             args["bias"] = torch.randn(n, generator=gen)
         if epilogue.residual:
             args["residual"] = torch.randn(m, n, generator=gen).to(args["out_dtype"])
-        if epilogue.out is DType.S8:
+        if epilogue.wrap:
+            args["wrap"] = True
+        elif epilogue.out is DType.S8:
             args["out_inv_scale"] = 25.0 if epilogue.col_scale != "none" else 50.0 / spread
             args["out_zero_point"] = 3
         return cls(a, b, args, epilogue)

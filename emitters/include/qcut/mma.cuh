@@ -1,7 +1,7 @@
-// The instructions of the raw GEMMs: cp.async, ldmatrix, mma.sync, and int8 -> 16-bit float.
+// The instructions of the raw GEMMs: cp.async, ldmatrix, mma.sync, clusters, and int8 -> 16-bit float.
 //
-// Source: PTX ISA 8.x, "cp.async" (src-size zero fill), "ldmatrix", "Matrix Fragments for
-// mma.m16n8k32 / mma.m16n8k16", "prmt", "fma" (.bf16x2).
+// Source: PTX ISA 8.x, "cp.async" (ignore-src), "ldmatrix", "Matrix Fragments for
+// mma.m16n8k32 / mma.m16n8k16", "prmt", "fma" (.bf16x2), "mapa", "barrier.cluster".
 //
 // Fragment ownership, lane = 4 * g + t:
 //   m16n8k32 s8   A a0 (g, 4t..4t+3)  a1 (g+8, 4t..)  a2 (g, 16+4t..)  a3 (g+8, 16+4t..)
@@ -19,10 +19,25 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Copies the first `bytes` (0..16) of 16 and zeroes the rest; with 0 nothing is read. `.cg` skips
-// the L1: tiles are read from shared memory only.
-__device__ __forceinline__ void copy_async_16(uint32_t shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+// Copies kSize bytes, or zeroes them and reads nothing. `.cg` skips the L1, where tiles would be of no use;
+// copies of less than 16 bytes have `.ca` alone.
+template <int kSize>
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool zero) {
+  static_assert(kSize == 4 || kSize == 8 || kSize == 16, "what cp.async copies");
+  const int ignore = zero;
+  if constexpr (kSize == 16) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"
+        "cp.async.cg.shared.global [%0], [%1], 16, p;\n\t}" ::"r"(shared),
+        "l"(global), "r"(ignore)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %3, 0;\n\t"
+        "cp.async.ca.shared.global [%0], [%1], %2, p;\n\t}" ::"r"(shared),
+        "l"(global), "n"(kSize), "r"(ignore)
+        : "memory");
+  }
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -64,6 +79,14 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared)
                : "memory");
 }
 
+// The same, each matrix transposed as 8 x 8 pairs of bytes: lane 4g + t receives pair g of rows 2t and 2t + 1.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
 // Two of them; lanes 16..31 supply no address.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[2], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
@@ -77,6 +100,31 @@ __device__ __forceinline__ void mma_s8(int (&c)[4], const uint32_t (&a)[4], uint
       "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A barrier of all threads of the cluster: what a thread did before it arrived is done for those that waited.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// Sixteen bytes at this CTA's shared address `shared`, but in the CTA of that rank.
+__device__ __forceinline__ void load_cluster_16(uint32_t (&w)[4], uint32_t shared, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(there)
+               : "memory");
+#endif
 }
 
 // What W8A16 needs of its float type: the product, and exact conversion of four int8 (one word) to

@@ -17,16 +17,18 @@ namespace qcut {
 // Sixteen lanes of an 8-byte read cover 2 chunks of four rows: the rows take different quarters of
 // the 128 bytes that one access can serve.
 template <int kChunks>
-struct TokenSwizzle {
+struct TokenSwizzle : RowMajorThreads<kChunks> {
   static constexpr int kPeriod = 4;
   static_assert(kChunks == 8 || kChunks == 16, "rows of 128 or 256 bytes");
-  static __device__ __forceinline__ int apply(int row, int chunk) { return chunk ^ ((row & 3) << 1); }
+  static __host__ __device__ constexpr int offset(int row, int chunk) {
+    return 16 * (row * kChunks + (chunk ^ ((row & 3) << 1)));
+  }
 };
 
-template <class T, class TileType, bool kAlignedA>
+template <class TileType, class OpA, class OpB>
 struct CoreW8A16 {
   using Tile = TileType;
-  using A = T;
+  using A = typename OpA::Element;
   using B = int8_t;
   using Acc = float;
   static constexpr int kStepK = 16;
@@ -39,25 +41,32 @@ struct CoreW8A16 {
   static constexpr int kMatrices = kNTiles == 1 ? 2 : 4;  // of 8 weight rows, per ldmatrix
   using Accumulators = float[kNTiles][kMTiles][4];
   using WeightSwizzle = MatrixSwizzle<kBChunks>;
-  using CopyA = TileCopy<A, Tile::kBlockM, kAChunks, TokenSwizzle<kAChunks>, Tile::kThreads, kAlignedA>;
-  // Rows of B start at multiples of 16 bytes; a last chunk beyond k is cut off by the copy.
-  using CopyB = TileCopy<B, Tile::kBlockN, kBChunks, WeightSwizzle, Tile::kThreads, true>;
+  using TokenLayout = TokenSwizzle<kAChunks>;
+  using CopyA = TileCopy<OpA, Tile::kBlockM, kAChunks, TokenLayout, Tile::kThreads>;
+  using CopyB = TileCopy<OpB, Tile::kBlockN, kBChunks, WeightSwizzle, Tile::kThreads>;
+  template <class Out>
+  using Stage = SwizzledStage<Out, Tile::kWarpN>;
 
   struct Fragments {
     uint32_t tokens[kMTiles][2];
     uint32_t weights[2 * kNTiles / kMatrices][kMatrices];  // still int8
   };
 
-  // Addresses of this lane's rows at step 0; as in CoreS8, a step is an XOR of chunk bits.
+  // Addresses of this lane's rows at step 0; as in FragmentS8, a step is an XOR of chunk bits.
   uint32_t a_offset, b_offset;
+
+  static __device__ __forceinline__ void clear(Accumulators& acc) {
+#pragma unroll
+    for (int i = 0; i < kNTiles * kMTiles * 4; ++i) acc[i / (4 * kMTiles)][i / 4 % kMTiles][i % 4] = 0.0f;
+  }
 
   __device__ __forceinline__ CoreW8A16(int warp_m, int warp_n) {
     const int lane = threadIdx.x % 32;
     const int t = lane % 4;
     const int a_row = warp_m + lane / 4;
     const int b_row = warp_n + lane % (8 * kMatrices);
-    a_offset = 16 * (a_row * kAChunks + TokenSwizzle<kAChunks>::apply(a_row, t / 2)) + 8 * (t % 2);
-    b_offset = 16 * (b_row * kBChunks + WeightSwizzle::apply(b_row, 0));
+    a_offset = TokenLayout::offset(a_row, t / 2) + 8 * (t % 2);
+    b_offset = WeightSwizzle::offset(b_row, 0);
   }
 
   __device__ __forceinline__ void load(Fragments& f, uint32_t a_stage, uint32_t b_stage, int step) const {
@@ -75,38 +84,46 @@ struct CoreW8A16 {
 #pragma unroll
     for (int j = 0; j < kNTiles; ++j) {
       uint32_t w[4];  // columns 4t, 4t+1 of rows g and g + 8, then columns 4t+2, 4t+3 of both
-      Float16<T>::from_int8(f.weights[2 * j / kMatrices][2 * j % kMatrices], w[0], w[2]);
-      Float16<T>::from_int8(f.weights[2 * j / kMatrices][2 * j % kMatrices + 1], w[1], w[3]);
+      Float16<A>::from_int8(f.weights[2 * j / kMatrices][2 * j % kMatrices], w[0], w[2]);
+      Float16<A>::from_int8(f.weights[2 * j / kMatrices][2 * j % kMatrices + 1], w[1], w[3]);
 #pragma unroll
-      for (int i = 0; i < kMTiles; ++i) Float16<T>::mma(acc[j][i], w, f.tokens[i]);
+      for (int i = 0; i < kMTiles; ++i) Float16<A>::mma(acc[j][i], w, f.tokens[i]);
     }
   }
 
-  // Accumulators are transposed: lane (g, t) holds column g of tokens 2t and 2t+1. With 4 words more
-  // than a multiple of 32 (or of 16), a warp's 4-byte stores to 8 columns of 4 rows miss each other.
-  static constexpr int kPitch = Tile::kWarpN + 4;
+  // Accumulators are transposed: lane (g, t) holds column g of tokens 2t and 2t + 1. Tokens 0, 2, 4 and 6
+  // become neighbours in shared memory, so that a warp's 4-byte stores to 8 columns of them miss each other.
+  static __device__ __forceinline__ int row_of(int staged) {
+    return 2 * (staged % 4) + staged / 4 % 2 + staged / 8 * 8;
+  }
+
+  template <class Stage>
   static __device__ __forceinline__ void stage(const Accumulators& acc, int group, uint32_t shared) {
-    const int lane = threadIdx.x % 32;
-    const uint32_t at = shared + 4 * (2 * (lane % 4) * kPitch + lane / 4);
+    const int g = threadIdx.x % 32 / 4;
+    const int t = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int j = 0; j < kNTiles; ++j) {
-        const float(&c)[4] = acc[j][2 * group + i];
-        const uint32_t corner = at + 4 * (8 * i * kPitch + 16 * j);
-        store_shared_4(corner, bits(c[0]));
-        store_shared_4(corner + 4 * kPitch, bits(c[1]));
-        store_shared_4(corner + 32, bits(c[2]));
-        store_shared_4(corner + 4 * kPitch + 32, bits(c[3]));
+      for (int odd = 0; odd < 2; ++odd) {
+        const int mine = Stage::offset(t + 4 * odd, g / 4) + 4 * (g % 4);
+        const uint32_t row = shared + Stage::offset(8 * i, 0);
+#pragma unroll
+        for (int j = 0; j < kNTiles; ++j) {
+          const float(&c)[4] = acc[j][2 * group + i];
+          store_shared_4(row + (mine ^ Stage::offset(0, 4 * j)), bits(c[odd]));
+          store_shared_4(row + (mine ^ Stage::offset(0, 4 * j + 2)), bits(c[odd + 2]));
+        }
       }
     }
   }
 };
 
-template <class T, class TileType, class E, bool kAlignedA, bool kVectorD>
-__device__ __forceinline__ void weight_only_gemm(const T* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
-                                                 int lda, int ldb, int ldd, const typename E::Args& args) {
-  gemm<CoreW8A16<T, TileType, kAlignedA>, E, kVectorD>(a, b, d, m, n, k, lda, ldb, ldd, args);
+template <class TileType, class OpA, class OpB, class E, int kAlignD, bool kSwapped>
+__device__ __forceinline__ void weight_only_gemm(const typename OpA::Element* a, const int8_t* b, typename E::Out* d,
+                                                 int m, int n, int k, int lda, int ldb, int ldd,
+                                                 const typename E::Args& args) {
+  static_assert(!kSwapped, "tokens are the first operand");
+  gemm<CoreW8A16<TileType, OpA, OpB>, E, kAlignD, kSwapped>(a, b, d, m, n, k, lda, ldb, ldd, args);
 }
 
 }  // namespace qcut
