@@ -56,6 +56,9 @@ def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
     name = procedural_name("cutlass", arch, problem, tile)
     m, n, k = tile.threadblock_shape
     require(problem.a is DType.S8 and problem.b is DType.S8, name, "operands are s8 x s8")
+    require(problem.layouts == "tnt", name, "A and B are contiguous along K, D is row-major (tnt)")
+    require(not problem.epilogue.is_raw, name, "raw accumulators are the raw families'")
+    require(tile.splits == 1, name, "K is split by the stream_k schedule, not by the tile")
     require(problem.alignment_k % 16 == 0, name, "rows of A and B are multiples of 16 bytes")
     require(problem.alignment_n * problem.epilogue.out.bits >= 128, name, "rows of D are multiples of 16 bytes")
     if tile.schedule == "multistage":

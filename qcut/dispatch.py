@@ -5,68 +5,43 @@ Pure functions of sizes, types and the GPU: no tensor, no compiler, no launch.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
-from emitters.cutlass_gemm import LAUNCH_PARAMS, emit_cutlass_gemm
-from emitters.cutlass_gemm import validate as validate_cutlass
-from emitters.epilogue import Activation, Epilogue
-from emitters.gemm import GemmProblem, Schedule, TileConfig
-from emitters.mma_gemm import default_tiles as mma_tiles
-from emitters.mma_gemm import emit_mma_gemm
-from emitters.source import DType, EmitError, KernelSource
-from emitters.weight_only_gemm import default_tiles as weight_only_tiles
-from emitters.weight_only_gemm import emit_weight_only_gemm
-from qcut.errors import UnsupportedError
+from emitters import weight_only_gemm
+from emitters.cutlass_gemm import LAUNCH_PARAMS
+from emitters.cutlass_tiles import SM80_MENU, SM90_MENU
+from emitters.epilogue import OUT_DTYPES, Activation, Epilogue
+from emitters.families import FAMILIES, family
+from emitters.gemm import GemmProblem, Layout, procedural_name
+from emitters.source import DType, KernelSource
+from qcut import tuned
+from qcut.errors import ConfigError
+from qcut.gemm_model import Estimate, Target, estimate, target_for, target_named, tile_cycles
 
 __all__ = [
     "LAUNCH_PARAMS",
+    "SM80_MENU",
+    "SM90_MENU",
     "Choice",
+    "Explanation",
     "Target",
+    "alignment_of",
     "emit",
+    "expected",
     "explain",
+    "grid",
     "precompile_sources",
+    "problem_of",
     "select_gemm",
     "select_weight_only",
     "target_for",
+    "target_named",
 ]
 
-_ARCH = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100", (12, 0): "sm_120"}
-
-
-@dataclass(frozen=True)
-class Target:
-    """A GPU as dispatch sees it.
-
-    Attributes:
-        arch: architecture kernels are compiled for.
-        sm_count: multiprocessors.
-        name: the driver's name of it, which selects the tuned table.
-    """
-
-    arch: str
-    sm_count: int
-    name: str = ""
-
-
-def target_for(capability: tuple[int, int], sm_count: int, name: str = "") -> Target:
-    """Map a compute capability to the architecture kernels are compiled for.
-
-    Raises:
-        UnsupportedError: the GPU is older than compute capability 8.0, or unknown.
-    """
-    arch = _ARCH.get(capability) or _ARCH.get((capability[0], 0))
-    if arch is None or capability < (8, 0):
-        known = ", ".join(f"{major}.{minor}" for major, minor in _ARCH)
-        raise UnsupportedError(
-            f"GPU {name or '?'} has compute capability {capability[0]}.{capability[1]}; qcut's kernels run on {known}"
-        )
-    return Target(arch, sm_count, name)
+MODEL_ERROR = 1.5
+"""A raw kernel is taken where CUTLASS could serve if the model says that it is faster by more than this."""
 
 
 @dataclass(frozen=True)
@@ -74,195 +49,149 @@ class Choice:
     """One kernel for one problem size.
 
     Attributes:
-        family: ``cutlass``, ``mma`` (raw int8) or ``weight_only``.
+        family: ``cutlass``, ``mma``, ``wmma``, ``simt`` or ``weight_only``.
         tile: how it cuts the problem.
         swizzle: stripe width of the tile walk (CUTLASS).
         raster: 0 CUTLASS's choice, 1 along M first, 2 along N (CUTLASS).
-        splits: parts K is cut into (stream-K kernels).
-        reason: ``tuned``, ``model``, or why nothing else could be taken.
+        splits: parts K is cut into (CUTLASS's stream-K kernels; raw tiles have theirs).
+        reason: ``tuned`` or ``model``, and why CUTLASS's kernels were left out, where they were.
+        tuned_us: time of the tuned row it was taken from.
     """
 
     family: str
-    tile: TileConfig
+    tile: Any
     swizzle: int = 1
     raster: int = 0
     splits: int = 1
     reason: str = "model"
-
-
-# ── tuned table ──────────────────────────────────────────────────────────────────────────────────
-
-TileKey = tuple[int, int, int, str]
-
-
-def table_name(gpu: str) -> str:
-    """File name of a GPU's tuned table: ``NVIDIA H200`` → ``nvidia_h200.json``."""
-    return gpu.strip().lower().replace(" ", "_") + ".json"
-
-
-def tuned_rows(gpu: str) -> list[dict[str, Any]]:
-    """Rows of the table shipped for a GPU; none where there is no table."""
-    resource = files("qcut") / "data" / "tuned" / table_name(gpu)
-    return list(json.loads(resource.read_text())["choices"]) if gpu and resource.is_file() else []
-
-
-@cache
-def _tuned(gpu: str) -> dict[tuple[str, int, int], list[tuple[int, Choice]]]:
-    """(output class, N, K) → [(M, choice)] in ascending M."""
-    table: dict[tuple[str, int, int], list[tuple[int, Choice]]] = {}
-    for row in tuned_rows(gpu):
-        choice = Choice("cutlass", tile_from_json(row["tile"]), row["swizzle"], row["raster"], row["splits"], "tuned")
-        table.setdefault((row["out"], row["n"], row["k"]), []).append((row["m"], choice))
-    for rows in table.values():
-        rows.sort(key=lambda r: r[0])
-    return table
-
-
-def tile_from_json(data: dict[str, object]) -> TileConfig:
-    """Read a tile of the tuned table (`tile_to_json`)."""
-    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-    return TileConfig(**lists)  # type: ignore[arg-type]
-
-
-def tile_to_json(tile: TileConfig) -> dict[str, object]:
-    """The fields of a tile that differ from the defaults."""
-    default = TileConfig(tile.threadblock_shape)
-    out: dict[str, object] = {"threadblock_shape": list(tile.threadblock_shape)}
-    for key in ("warp_shape", "stages", "cluster_shape", "schedule", "epilogue_tile"):
-        value = getattr(tile, key)
-        if value != getattr(default, key):
-            out[key] = list(value) if isinstance(value, tuple) else value
-    return out
-
-
-def _lookup(out: str, m: int, n: int, k: int, target: Target) -> Choice | None:
-    """The tuned choice for this (N, K) at the nearest M, where the two fill the GPU alike.
-
-    A tile's count of waves changes by less than the gap between two tuned sizes when M moves by a
-    quarter; beyond that the model decides.
-    """
-    rows = _tuned(target.name).get((out, n, k))
-    if not rows:
-        return None
-    nearest, choice = min(rows, key=lambda r: abs(math.log(max(m, 1) / r[0])))
-    if nearest * 0.75 <= m <= nearest or (m < nearest and nearest <= 64):
-        return choice
-    return None
-
-
-# ── cost model ───────────────────────────────────────────────────────────────────────────────────
-
-
-def _sm90(
-    shape: tuple[int, int, int],
-    schedule: Schedule,
-    cluster: tuple[int, int] = (1, 1),
-    epilogue: tuple[int, int] = (0, 0),
-) -> TileConfig:
-    return TileConfig(shape, cluster_shape=cluster, schedule=schedule, epilogue_tile=epilogue)
-
-
-SM90_MENU: tuple[TileConfig, ...] = (
-    _sm90((64, 32, 256), "warp_specialized"),
-    _sm90((64, 64, 256), "warp_specialized"),
-    _sm90((128, 64, 128), "pingpong", (2, 1)),
-    _sm90((128, 128, 128), "pingpong", (2, 1)),
-    _sm90((256, 160, 128), "cooperative"),
-    _sm90((128, 256, 128), "cooperative", (2, 1)),
-)
-"""What untuned sizes choose from. Short, because each member is built on first use."""
-
-SM80_MENU: tuple[TileConfig, ...] = (
-    TileConfig((64, 64, 64), (32, 32, 64), stages=4),
-    TileConfig((64, 128, 64), (32, 64, 64), stages=4),
-    TileConfig((128, 128, 64), (64, 64, 64), stages=3),
-    TileConfig((128, 256, 64), (64, 64, 64), stages=3),
-)
-"""CUTLASS multistage tiles for sm_80, 86, 89, 100 and 120."""
-
-_MAC_PER_SM_CYCLE = {"sm_90a": 4096, "sm_80": 2048, "sm_86": 1024, "sm_89": 1024, "sm_100": 2048, "sm_120": 1024}
-"""Dense int8 multiply-accumulates of the instructions these kernels use (datasheet rate over SMs and clock)."""
-_L2_BYTES_PER_SM_CYCLE = 32.0
-_TILE_START_CYCLES = 1200
-_EPILOGUE_BYTES_PER_CYCLE = 16.0
-
-
-def model_cycles(tile: TileConfig, out_bits: int, m: int, n: int, k: int, target: Target) -> float:
-    """Estimated cycles of a GEMM: waves of tiles, each bound by its products or its loads.
-
-    A tile of bm x bn costs the larger of ``bm·bn·K / MACs per cycle`` and its operand bytes over the
-    SM's share of L2 bandwidth (a cluster loads what its CTAs share once), plus an epilogue that
-    ping-pong hides behind the next tile.
-    """
-    bm, bn, _ = tile.threadblock_shape
-    cm, cn = tile.cluster_shape
-    tiles = math.ceil(m / (bm * cm)) * cm * math.ceil(n / (bn * cn)) * cn
-    waves = math.ceil(tiles / target.sm_count)
-    # Narrow tiles read shared memory faster than it delivers.
-    width_penalty = 1.0 if bn >= 128 else 1.0 + 0.25 * (128 - bn) / 128
-    products = bm * bn * k / _MAC_PER_SM_CYCLE[target.arch] * width_penalty
-    loads = (bm / cn + bn / cm) * k / _L2_BYTES_PER_SM_CYCLE
-    epilogue = bm * bn * out_bits / 8 / _EPILOGUE_BYTES_PER_CYCLE
-    body = max(products, loads)
-    hidden = tile.schedule == "pingpong"
-    return _TILE_START_CYCLES + waves * body + (epilogue if hidden else waves * epilogue)
-
-
-def _by_model(menu: Iterable[TileConfig], out_bits: int, m: int, n: int, k: int, target: Target) -> TileConfig:
-    return min(menu, key=lambda tile: model_cycles(tile, out_bits, m, n, k, target))
+    tuned_us: float | None = None
 
 
 # ── selection ────────────────────────────────────────────────────────────────────────────────────
 
 
-def select_gemm(problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = True) -> Choice:
+def select_gemm(
+    problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = True, tensor_cores: bool = True
+) -> Choice:
     """Choose the kernel of an int8 GEMM.
 
+    A tuned row for these N, K and layouts at a nearby M decides (of several the fastest); families that nobody
+    measured there do not compete. Without one, the model decides among the menus of all families.
+
     Args:
-        problem: types and epilogue.
+        problem: types, layouts, alignments and epilogue.
         m: rows of A and D.
-        n: rows of B, columns of D.
-        k: columns of A and B, as padded.
+        n: columns of B and D.
+        k: summed over; as padded, where the operands are.
         target: the GPU.
-        cutlass: whether nvcc and g++ are there; without them the raw family serves.
+        cutlass: whether nvcc and g++ are there; without them the raw families serve.
+        tensor_cores: False takes the ``simt`` family.
 
     Returns:
         The choice; `emit` turns it into text.
     """
-    out_bits = problem.epilogue.out.bits
-    if problem.alignment_n * out_bits < 128:
-        return Choice("mma", _by_model(mma_tiles(target.arch), out_bits, m, n, k, target), reason="rows of D unaligned")
-    if not cutlass:
-        return Choice("mma", _by_model(mma_tiles(target.arch), out_bits, m, n, k, target), reason="no nvcc or g++")
-    if target.arch == "sm_90a":
-        out = "s8" if problem.epilogue.out is DType.S8 else "f16"
-        tuned = _lookup(out, m, n, k, target)
-        if tuned is not None and _is_legal(problem, tuned.tile, target.arch):
-            return tuned
-        legal = [tile for tile in SM90_MENU if _is_legal(problem, tile, target.arch)]
-    else:
-        legal = [tile for tile in SM80_MENU if _is_legal(problem, tile, target.arch)]
-    return Choice("cutlass", _by_model(legal, out_bits, m, n, k, target))
+    why_not = _why_not_cutlass(problem, cutlass, tensor_cores)
+    suffix = f"; not cutlass: {why_not}" if why_not else ""
+    families = _families(why_not, tensor_cores)
+    found = _tuned(problem, m, n, k, target, families)
+    if found is not None:
+        return replace(found, reason=found.reason + suffix)
+    best = {name: tile for name in families if (tile := _best(name, problem, m, n, k, target)) is not None}
+
+    def cost(name: str) -> float:
+        cycles = expected(Choice(name, best[name]), problem, m, n, k, target).cycles
+        return cycles / MODEL_ERROR if name == "cutlass" else cycles
+
+    name = min(best, key=cost)
+    return Choice(name, best[name], reason="model" + suffix)
 
 
-def _is_legal(problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
-    try:
-        validate_cutlass(problem, tile, arch)
-    except EmitError:
-        return False
-    return True
+def _families(why_not_cutlass: str, tensor_cores: bool) -> tuple[str, ...]:
+    if not tensor_cores:
+        return ("simt",)
+    return tuple(name for name in FAMILIES if name != "cutlass" or not why_not_cutlass)
+
+
+def _why_not_cutlass(problem: GemmProblem, available: bool, tensor_cores: bool) -> str:
+    """What keeps CUTLASS's kernels from a problem, whatever its size; empty where nothing does."""
+    if not tensor_cores:
+        return "no tensor cores wanted"
+    if problem.layouts != "tnt":
+        return f"its kernels take layouts tnt, these are {problem.layouts}"
+    if problem.epilogue.is_raw:
+        return "raw accumulators"
+    if problem.alignment_k % 16:
+        return "rows of A and B unaligned"
+    if problem.alignment_n * problem.epilogue.out.bits < 128:
+        return "rows of D unaligned"
+    return "" if available else "no nvcc or g++"
+
+
+def _tuned(problem: GemmProblem, m: int, n: int, k: int, target: Target, families: tuple[str, ...]) -> Choice | None:
+    """The fastest tuned kernel for this (N, K) at the nearest M, where the two fill the GPU alike.
+
+    A tile's count of waves changes by less than the gap between two tuned sizes when M moves by a
+    quarter; beyond that the model decides. SIMT rows speak where SIMT is asked for, or beside a tensor-core row.
+    """
+    out = "s8" if problem.epilogue.out is DType.S8 else "f16"
+    nearest: dict[str, tuned.Row] = {}
+    for row in tuned.rows_for(target.name).get((out, problem.layouts, n, k), ()):
+        near = row.m * 0.75 <= m <= row.m or (m < row.m and row.m <= 64)
+        closer = row.family not in nearest or _distance(m, row) < _distance(m, nearest[row.family])
+        legal = row.family in families and family(row.family).is_legal(problem, row.tile, target.arch)
+        if near and closer and legal:
+            nearest[row.family] = row
+    if not nearest or (set(nearest) == {"simt"} and len(families) > 1):
+        return None
+    # Rows at different M compare by time per row of D; up to 64 of them cost the same.
+    row = min(nearest.values(), key=lambda row: row.time_us / max(64, row.m))
+    return Choice(row.family, row.tile, row.swizzle, row.raster, row.splits, "tuned", row.time_us)
+
+
+def _distance(m: int, row: tuned.Row) -> float:
+    return abs(math.log(max(m, 1) / row.m))
+
+
+def _best(name: str, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Any:
+    """The tile of a family's menu that the model prefers; None where none can be built."""
+    menu = family(name).menu(problem, target.arch)
+    return min(menu, key=lambda t: expected(Choice(name, t), problem, m, n, k, target).cycles, default=None)
+
+
+def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Estimate:
+    """What the cost model expects of a choice on an int8 GEMM."""
+    kind = family(choice.family)
+    return estimate(
+        choice.family,
+        problem,
+        choice.tile,
+        m,
+        n,
+        k,
+        target,
+        threads=kind.threads(choice.tile),
+        smem_bytes=kind.smem_bytes(problem, choice.tile),
+    )
 
 
 def select_weight_only(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice:
     """Choose the kernel of a GEMM with 16-bit activations and int8 weights."""
-    tiles = weight_only_tiles(target.arch)
-    return Choice("weight_only", _by_model(tiles, problem.epilogue.out.bits, m, n, 2 * k, target))
+    bits = problem.epilogue.out.bits
+    tiles = weight_only_gemm.default_tiles(target.arch)
+    return Choice("weight_only", min(tiles, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
 
 
 def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
     """Text of the chosen kernel."""
-    emitter = {"cutlass": emit_cutlass_gemm, "mma": emit_mma_gemm, "weight_only": emit_weight_only_gemm}[choice.family]
-    return emitter(problem, choice.tile, arch)
+    if choice.family == "weight_only":
+        return weight_only_gemm.emit_weight_only_gemm(problem, choice.tile, arch)
+    return family(choice.family).emit(problem, choice.tile, arch)
+
+
+def grid(choice: Choice, m: int, n: int) -> tuple[int, int, int]:
+    """CTAs of a launch in x, y and z; a host launcher computes its own and ignores them."""
+    of = weight_only_gemm.grid if choice.family == "weight_only" else family(choice.family).grid
+    return of(choice.tile, m, n) if of is not None else (1, 1, 1)
 
 
 def alignment_of(size: int) -> int:
@@ -270,28 +199,128 @@ def alignment_of(size: int) -> int:
     return math.gcd(size, 16)
 
 
-def explain(problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = True) -> str:
-    """One line: what would run this problem, and why."""
-    choice = select_gemm(problem, m, n, k, target, cutlass=cutlass)
-    cycles = model_cycles(choice.tile, problem.epilogue.out.bits, m, n, k, target)
-    return (
-        f"{choice.family} {choice.tile.name} swizzle {choice.swizzle} raster {choice.raster} splits {choice.splits} "
-        f"({choice.reason}; model: {cycles:.0f} cycles)"
+# ── explanation ──────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run a problem, and why. ``str`` of it is a paragraph.
+
+    Attributes:
+        kernel: procedural name, as in the cache, the profiler and the benchmarks.
+        choice: family, tile, and reason.
+        estimate: what the cost model expects of it.
+        others: for each other family that could serve, its best tile and estimate.
+        target: the GPU.
+        sizes: M, N and K.
+        tables: which tables were read, and what of them was ignored and why.
+    """
+
+    kernel: str
+    choice: Choice
+    estimate: Estimate
+    others: tuple[tuple[str, str, Estimate], ...]
+    target: Target
+    sizes: tuple[int, int, int]
+    tables: tuple[str, ...]
+
+    def __str__(self) -> str:
+        m, n, k = self.sizes
+        c, e, gpu = self.choice, self.estimate, self.target
+        walk = f", swizzle {c.swizzle}, raster {c.raster}" if c.family == "cutlass" else ""
+        measured = "" if c.tuned_us is None else f" Its row says {c.tuned_us:.2f} us."
+        lines = [
+            f"{m}x{n}x{k} on {gpu.name or gpu.arch} ({gpu.sm_count} SMs): {self.kernel}{walk}.",
+            f"Why: {c.reason}.{measured}",
+            f"Model: {e.time_us:.2f} us; {e.ctas_per_sm} CTAs an SM, {e.waves:.2f} waves.",
+        ]
+        if self.others:
+            rest = ", ".join(f"{name} {tile} {other.time_us:.2f} us" for name, tile, other in self.others)
+            lines.append(f"Others by the model: {rest}.")
+        lines.append(f"Tables: {'; '.join(self.tables) or 'none for this GPU'}.")
+        return "\n".join(lines)
+
+
+def explain(
+    problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = True, tensor_cores: bool = True
+) -> Explanation:
+    """Say what `select_gemm` chooses, and what it was chosen from. Arguments as there."""
+    choice = select_gemm(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
+    others = []
+    for name in _families(_why_not_cutlass(problem, cutlass, tensor_cores), tensor_cores):
+        if name != choice.family and (tile := _best(name, problem, m, n, k, target)) is not None:
+            others.append((name, tile.name, expected(Choice(name, tile), problem, m, n, k, target)))
+    return Explanation(
+        procedural_name(choice.family, target.arch, problem, choice.tile),
+        choice,
+        expected(choice, problem, m, n, k, target),
+        tuple(others),
+        target,
+        (m, n, k),
+        tuned.table_for(target.name).notes,
     )
+
+
+def problem_of(
+    m: int, n: int, k: int, *, layouts: str = "tnt", out: str = "f16", epilogue: Epilogue | None = None
+) -> GemmProblem:
+    """An int8 GEMM of dense operands, as `qcut.explain` and the tuner name it.
+
+    Args:
+        m: rows of A and D.
+        n: columns of B and D.
+        k: summed over.
+        layouts: of A, B and D: ``t`` is row-major, ``n`` column-major.
+        out: type of D: f16, bf16, f32, s8 or s32.
+        epilogue: what is fused; None takes the whole dequantization (zero point, both scales, bias), or nothing
+            where ``out`` is s32. Its own output type wins over ``out``.
+
+    Raises:
+        ConfigError: layouts or an output that do not exist, or a size below 1.
+    """
+    if layouts not in tuned.LAYOUTS:
+        raise ConfigError(f"layouts {layouts!r} do not exist; three of t (row-major) and n (column-major): A, B, D")
+    if min(m, n, k) < 1:
+        raise ConfigError(f"sizes {m}x{n}x{k}: M, N and K are at least 1")
+    if epilogue is None:
+        allowed = tuple(dtype.value for dtype in OUT_DTYPES)
+        if out not in allowed:
+            raise ConfigError(f"output {out!r} does not exist; allowed: {', '.join(allowed)}")
+        whole = Epilogue(DType.F16, "per_token", "per_channel", "per_token", bias=True)
+        epilogue = Epilogue(DType.S32) if out == "s32" else replace(whole, out=DType(out))
+    sides: dict[str, Layout] = {"t": "row", "n": "column"}
+    a, b, d = (sides[flag] for flag in layouts)
+    along_a, along_b, along_d = k if a == "row" else m, k if b == "column" else n, n if d == "row" else m
+    return GemmProblem(
+        epilogue=epilogue,
+        alignment_k=alignment_of(math.gcd(along_a, along_b)),
+        alignment_n=alignment_of(along_d),
+        layout_a=a,
+        layout_b=b,
+        layout_d=d,
+    )
+
+
+# ── ahead of time ────────────────────────────────────────────────────────────────────────────────
 
 
 def precompile_sources(arch: str) -> list[KernelSource]:
     """The kernels that a first model is likely to need on an architecture, for ``qcut precompile``.
 
-    Every tile of the architecture's menu with the epilogues of `qcut.Linear` in float16: dynamic W8A8
-    with a bias, without and with GELU (tanh).
+    Every CUTLASS tile of the architecture's menu with the epilogues of `qcut.Linear` in float16 (dynamic W8A8 with a
+    bias, without, and with GELU), the raw families' menus with the first of them, and the tile of ``wmma`` and
+    ``simt`` that the model prefers at 4096 cubed.
     """
     base = Epilogue(out=DType.F16, row_scale="per_token", col_scale="per_channel", bias=True)
     epilogues = (base, replace(base, bias=False), replace(base, activation=Activation.GELU_TANH))
-    menu = SM90_MENU if arch == "sm_90a" else SM80_MENU
     problems = [GemmProblem(epilogue=epilogue) for epilogue in epilogues]
-    sources = [emit_cutlass_gemm(p, tile, arch) for p in problems for tile in menu if _is_legal(p, tile, arch)]
-    sources += [emit_mma_gemm(problems[0], tile, arch) for tile in mma_tiles(arch)]
+    cutlass, mma = family("cutlass"), family("mma")
+    sources = [cutlass.emit(p, tile, arch) for p in problems for tile in cutlass.menu(p, arch)]
+    sources += [mma.emit(problems[0], tile, arch) for tile in mma.menu(problems[0], arch)]
+    gpu = target_named(arch)
+    for name in ("wmma", "simt"):
+        tile = _best(name, problems[0], 4096, 4096, 4096, gpu)
+        sources.append(family(name).emit(problems[0], tile, arch))
     weight_only = GemmProblem(a=DType.F16, epilogue=replace(base, row_scale="none"))
-    sources += [emit_weight_only_gemm(weight_only, tile, arch) for tile in weight_only_tiles(arch)]
-    return sources
+    tiles = weight_only_gemm.default_tiles(arch)
+    return sources + [weight_only_gemm.emit_weight_only_gemm(weight_only, tile, arch) for tile in tiles]

@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import Literal
 
 from emitters.source import ARCHITECTURES, KernelSource, Param
+from qcut import tuned
 from qcut.errors import BuildError, QcutError
 from qcut.jit import cache, device, launch, toolchain
 from qcut.jit.build import compile_source
@@ -77,6 +78,7 @@ def examine(compile_probe: bool = True) -> list[Finding]:
         findings.append(_cpp_operators())
     if compile_probe:
         findings += _probe("raw kernels", "nvrtc", gpus) + _probe("CUTLASS route", "nvcc", gpus)
+    findings += [_table(name) for name in dict.fromkeys(gpu.name for gpu in gpus)]
     findings.append(_cache())
     return findings
 
@@ -155,6 +157,14 @@ def _cpp_operators() -> Finding:
     if (problem := _native.problem()) is None:
         return Finding("C++ operators", "ok", "g++ and torch's headers are there")
     return Finding("C++ operators", "warn", problem, "Python serves the layers' calls instead, at more CPU time each")
+
+
+def _table(gpu: str) -> Finding:
+    table = tuned.table_for(gpu)
+    text = "; ".join(table.notes) or f"none for {gpu}: a cost model chooses its kernels"
+    if table.partial:
+        return Finding("tuned table", "warn", text, "`qcut tune` on this GPU measures what is ignored again")
+    return Finding("tuned table", "ok", text, "" if table.rows else "`qcut tune` measures this GPU's")
 
 
 def _attempt(topic: str, find: Callable[[], str]) -> Finding:

@@ -12,6 +12,8 @@ import pytest
 from sass import instructions
 
 from emitters.cutlass_gemm import LAUNCH_PARAMS, emit_cutlass_gemm, validate
+from emitters.cutlass_tiles import default_tiles, search_space
+from emitters.cutlass_tiles import tile as tile_of
 from emitters.epilogue import Activation, Epilogue
 from emitters.gemm import GemmProblem, TileConfig
 from emitters.source import DType, EmitError
@@ -115,6 +117,12 @@ def test_every_epilogue_emits_on_both_architectures_under_its_own_name():
         ({"a": DType.F16}, {}, "sm_90a", "operands are s8"),
         ({"alignment_k": 8}, {}, "sm_90a", "multiples of 16 bytes"),
         ({"alignment_n": 4}, {}, "sm_90a", "rows of D"),
+        ({"layout_a": "column"}, {}, "sm_90a", "D is row-major"),
+        ({"layout_b": "row"}, {}, "sm_90a", "contiguous along K"),
+        ({"layout_d": "column"}, {}, "sm_90a", "D is row-major"),
+        ({"epilogue": Epilogue(DType.S32)}, {}, "sm_90a", "raw accumulators"),
+        ({"epilogue": Epilogue(DType.S8, wrap=True)}, {}, "sm_90a", "raw accumulators"),
+        ({}, {"splits": 2}, "sm_90a", "stream_k schedule"),
         ({}, {"threadblock_shape": (96, 128, 128)}, "sm_90a", "M is 64, 128 or 256"),
         ({}, {"threadblock_shape": (128, 120, 128)}, "sm_90a", "wgmma width"),
         ({}, {"threadblock_shape": (128, 256, 128)}, "sm_90a", "accumulators"),
@@ -142,11 +150,26 @@ def test_illegal_sm90_kernels_are_refused_by_name(problem, tile, arch, reason):
         ({"warp_shape": (16, 16, 64)}, "sm_80", "1, 2, 4 or 8 warps"),
         ({"stages": 7}, "sm_86", "fit shared memory"),
         ({"cluster_shape": (2, 1)}, "sm_80", "clusters"),
+        ({"splits": 2}, "sm_80", "stream_k schedule"),
     ],
 )
 def test_illegal_sm80_kernels_are_refused_by_name(tile, arch, reason):
     with pytest.raises(EmitError, match=reason):
         validate(GemmProblem(epilogue=FULL), replace(SM80_TILE, **tile), arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"])
+def test_menus_and_spaces_are_distinct_and_legal(arch):
+    problem = GemmProblem(epilogue=FULL)
+    space = list(search_space(problem, arch))
+    assert len(set(space)) == len(space) >= 20
+    for tile in space:
+        validate(problem, tile, arch)
+    assert set(default_tiles(arch)) & set(space)
+    assert list(search_space(replace(problem, layout_d="column"), arch)) == []
+    assert tile_of("pingpong", "128x256x64 c2x1 e64x32") == TileConfig(
+        (128, 256, 64), cluster_shape=(2, 1), schedule="pingpong", epilogue_tile=(64, 32)
+    )
 
 
 @pytest.mark.parametrize(
