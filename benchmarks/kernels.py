@@ -18,7 +18,6 @@ from emitters.epilogue import Epilogue
 from emitters.gemm import GemmProblem
 from emitters.source import DType, KernelSource
 from qcut import dispatch, jit
-from qcut.config import padded_k
 
 Call = tuple[Epilogue, int, int, int]
 """A GEMM with int8 weights as an operator sees it: epilogue, M, N, K."""
@@ -43,9 +42,10 @@ def prebuild(calls: Iterable[Call], a: DType = DType.S8) -> dict[Call, str]:
     cutlass = jit.is_toolchain_available("nvcc")
     sources: dict[Call, KernelSource] = {}
     for epilogue, m, n, k in calls:
-        problem = GemmProblem(a=a, epilogue=epilogue, alignment_n=dispatch.alignment_of(n))
+        alignment_k, alignment_n = map(dispatch.alignment_of, (k, n))
+        problem = GemmProblem(a, epilogue=epilogue, alignment_k=alignment_k, alignment_n=alignment_n)
         if a is DType.S8:
-            choice = dispatch.select_gemm(problem, m_bucket(m), n, padded_k(k), gpu, cutlass=cutlass)
+            choice = dispatch.select_gemm(problem, m_bucket(m), n, k, gpu, cutlass=cutlass)
         else:
             problem = replace(problem, alignment_k=8 if k % 8 == 0 else 1)
             choice = dispatch.select_weight_only(problem, m_bucket(m), n, k, gpu)

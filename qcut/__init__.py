@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from qcut.checkpoint import load, save
     from qcut.config import W8A8, W8A16, Float, StaticRange
     from qcut.convert import quantize
+    from qcut.explanation import explain
+    from qcut.gemm import gemm_s8
     from qcut.linear import Linear
     from qcut.planning import Plan, plan
     from qcut.smoothing import smooth
@@ -31,6 +33,8 @@ __all__ = [
     "StaticRange",
     "calibrate",
     "errors",
+    "explain",
+    "gemm_s8",
     "load",
     "ops",
     "plan",
@@ -51,6 +55,8 @@ _HOME = {
     "Plan": "planning",
     "plan": "planning",
     "quantize": "convert",
+    "gemm_s8": "gemm",
+    "explain": "explanation",
     "save": "checkpoint",
     "load": "checkpoint",
 }

@@ -18,9 +18,7 @@ import torch
 
 from emitters.epilogue import Activation, Epilogue
 from emitters.gemm import GemmProblem
-from emitters.mma_gemm import grid as mma_grid
 from emitters.source import DType, KernelSource
-from emitters.weight_only_gemm import grid as weight_only_grid
 from qcut import _native, dispatch, jit
 from qcut.config import padded_k
 from qcut.dispatch import Choice, Target
@@ -30,6 +28,7 @@ DTYPES = {
     torch.bfloat16: DType.BF16,
     torch.float32: DType.F32,
     torch.int8: DType.S8,
+    torch.int32: DType.S32,
 }
 TMA_ROWS = 64
 """Rows a layer's int8 operands have at least on sm_90a: a TMA box that hangs over the edge of A loads slower."""
@@ -137,9 +136,20 @@ def load(source: KernelSource, device: int) -> jit.Kernel:
     return jit.load(jit.build(source), source, device)
 
 
-def gemm_plan(problem: GemmProblem, m: int, n: int, k: int, device: int) -> LaunchPlan:
-    """Plan of an int8 GEMM of up to m rows; k as padded."""
-    choice = dispatch.select_gemm(problem, m, n, k, target(device), cutlass=has_cutlass())
+def gemm_plan(
+    problem: GemmProblem,
+    m: int,
+    n: int,
+    k: int,
+    device: int,
+    *,
+    tensor_cores: bool = True,
+    choice: Choice | None = None,
+) -> LaunchPlan:
+    """Plan of an int8 GEMM of up to m rows, on dispatch's choice of kernel unless one is given."""
+    if choice is None:
+        gpu = target(device)
+        choice = dispatch.select_gemm(problem, m, n, k, gpu, cutlass=has_cutlass(), tensor_cores=tensor_cores)
     return _planned(choice, problem, n, device)
 
 
@@ -153,8 +163,7 @@ def _planned(choice: Choice, problem: GemmProblem, n: int, device: int) -> Launc
     kernel = load(dispatch.emit(choice, problem, gpu.arch), device)
     pdl = gpu.arch == "sm_90a"
     if choice.family != "cutlass":
-        grid = mma_grid if choice.family == "mma" else weight_only_grid
-        return LaunchPlan(kernel, Grid(choice.tile.threadblock_shape[0], grid(choice.tile, 1, n)), pdl=pdl)
+        return LaunchPlan(kernel, Grid(choice.tile.threadblock_shape[0], dispatch.grid(choice, 1, n)), pdl=pdl)
     stream_k = choice.tile.schedule == "stream_k"
     return LaunchPlan(
         kernel,

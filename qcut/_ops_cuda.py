@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,8 @@ from emitters.source import DType
 from qcut import _launch_plans as launch_plans
 from qcut import _native, dispatch
 from qcut._launch_plans import DTYPES, Grid, Kind, LaunchPlan, m_bucket, target
-from qcut.config import K_ALIGNMENT, padded_k
+from qcut.config import padded_k
+from qcut.dispatch import Choice
 from qcut.errors import DeviceError, DtypeError, ShapeError
 
 _plans: dict[tuple[Any, ...], Any] = {}
@@ -212,11 +213,42 @@ def colsum(q: Tensor) -> Tensor:
 # ── GEMM ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _operand(q: Tensor) -> Tensor:
-    """An int8 matrix whose rows start and end at multiples of 16 bytes: itself, or a zero-padded copy."""
-    if q.stride(1) == 1 and q.stride(0) % K_ALIGNMENT == 0 and q.shape[1] % K_ALIGNMENT == 0 and q.data_ptr() % 16 == 0:
-        return q
-    return torch.nn.functional.pad(q, (0, padded_k(q.shape[1]) - q.shape[1])).contiguous()
+class _Operand(NamedTuple):
+    """An int8 matrix ``[rows, K]`` as kernels take it.
+
+    Attributes:
+        q: the matrix, or a copy of one that is contiguous along neither side.
+        along_k: whether runs of contiguous elements go along K; otherwise along the rows' index.
+        ld: elements from one run to the next.
+        alignment: 16, 8, 4, 2 or 1: all runs start and end at multiples of so many bytes.
+    """
+
+    q: Tensor
+    along_k: bool
+    ld: int
+    alignment: int
+
+
+def _operand(q: Tensor) -> _Operand:
+    (rows, k), (row_stride, k_stride) = q.shape, q.stride()
+    for along_k, step, run, ld, runs in ((True, k_stride, k, row_stride, rows), (False, row_stride, rows, k_stride, k)):
+        if (step == 1 or run == 1) and (ld >= run or runs == 1):
+            ld = padded_k(run) if runs == 1 else ld
+            return _Operand(q, along_k, ld, dispatch.alignment_of(q.data_ptr() | ld | run))
+    return _operand(q.contiguous())
+
+
+def gemm_problem(a: Tensor, b: Tensor, epilogue: Epilogue, out_layout: Literal["row", "column"]) -> GemmProblem:
+    """What the product of these operands asks of a kernel; D is contiguous."""
+    left, right = _operand(a), _operand(b)
+    return GemmProblem(
+        epilogue=epilogue,
+        alignment_k=min(left.alignment, right.alignment),
+        alignment_n=dispatch.alignment_of(len(b) if out_layout == "row" else len(a)),
+        layout_a="row" if left.along_k else "column",
+        layout_b="column" if right.along_k else "row",
+        layout_d=out_layout,
+    )
 
 
 def gemm_s8(
@@ -233,8 +265,13 @@ def gemm_s8(
     out_dtype: torch.dtype | None = None,
     out_inv_scale: float = 1.0,
     out_zero_point: int = 0,
+    out_layout: Literal["row", "column"] = "row",
+    wrap: bool = False,
+    tensor_cores: bool = True,
+    choice: Choice | None = None,
 ) -> Tensor:
-    from qcut.ops import _check_gemm_s8
+    """The operator; with ``choice``, on that kernel whatever dispatch thinks of it."""
+    from qcut.ops import _check_gemm_s8, _gemm_s8_out
 
     out_dtype = out_dtype or torch.float16
     _check_gemm_s8(
@@ -250,15 +287,18 @@ def gemm_s8(
         out_dtype=out_dtype,
         out_inv_scale=out_inv_scale,
         out_zero_point=out_zero_point,
+        out_layout=out_layout,
+        wrap=wrap,
     )
-    device = a.get_device()
-    a, b = _operand(a), _operand(b)
-    (m, k), n = a.shape, b.shape[0]
-    out = torch.empty((m, n), dtype=out_dtype, device=a.device)
+    (m, k), n, device = a.shape, b.shape[0], a.get_device()
+    out = _gemm_s8_out(a, b, out_dtype, out_layout)
     if m == 0:
         return out
+    left, right = _operand(a), _operand(b)
+    ldd = n if out_layout == "row" else m
     flags = (zero_point is None, row_scale is None, col_scale is None, bias is None, residual is None)
-    key = ("gemm", out_dtype, activation, flags, m_bucket(m), n, k, device)
+    memory = (left.along_k, left.alignment, right.along_k, right.alignment, out_layout, dispatch.alignment_of(ldd))
+    key = ("gemm", out_dtype, wrap, activation, flags, memory, m_bucket(m), n, k, tensor_cores, choice, device)
     plan = _plans.get(key)
     if plan is None:
         epilogue = Epilogue(
@@ -269,14 +309,21 @@ def gemm_s8(
             bias=bias is not None,
             activation=Activation(activation),
             residual=residual is not None,
+            wrap=wrap,
         )
-        problem = GemmProblem(epilogue=epilogue, alignment_n=dispatch.alignment_of(n))
-        plan = _plan(key, lambda: launch_plans.gemm_plan(problem, m_bucket(m), n, k, device))
+        problem = gemm_problem(left.q, right.q, epilogue, out_layout)
+
+        def make() -> LaunchPlan:
+            return launch_plans.gemm_plan(problem, m_bucket(m), n, k, device, tensor_cores=tensor_cores, choice=choice)
+
+        plan = _plan(key, make)
+    if residual is not None and out_layout == "column":
+        residual = residual.t()
     # In the order of Epilogue.params().
     vectors = (zero_point, colsum, row_scale, col_scale, bias, residual)
     kept = [_dense(vector) for vector in vectors if vector is not None]
-    requantize = (out_inv_scale, float(out_zero_point)) if out_dtype is torch.int8 else ()
-    args = (a.data_ptr(), b.data_ptr(), out.data_ptr(), m, n, k, a.stride(0), b.stride(0), n)
+    requantize = (out_inv_scale, float(out_zero_point)) if out_dtype is torch.int8 and not wrap else ()
+    args = (left.q.data_ptr(), right.q.data_ptr(), out.data_ptr(), m, n, k, left.ld, right.ld, ldd)
     _run(plan, m, (*args, *(vector.data_ptr() for vector in kept), *requantize), device)
     return out
 
@@ -326,7 +373,7 @@ def _make_linear(
     (n, k_padded), device, rows = qweight.shape, qweight.get_device(), m_bucket(m)
     problem = launch_plans.linear_problem(dtype, n, k, bias, activation, kind)
     if kind == "weight_only":
-        problem = replace(problem, alignment_k=8 if aligned else 1)
+        problem = replace(problem, alignment_k=8 if aligned and k % 8 == 0 else 1)
         make = partial(launch_plans.weight_only_plan, problem, rows, n, k, device)
         gemm = _plan((kind, problem, rows, n, k, device), make)
         return _LinearPlan(None, gemm, n, k_padded)

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 
 from emitters.source import ARCHITECTURES, EmitError
+from qcut import gemm_command, tune_command
+from qcut.arguments import positive
 from qcut.errors import BuildError, QcutError
 
 
@@ -62,15 +64,12 @@ def _parser() -> argparse.ArgumentParser:
         help=f"one of {', '.join(ARCHITECTURES)}; may be repeated",
     )
     precompile.add_argument("--list", action="store_true", help="print the kernels' names and build nothing")
-    precompile.add_argument("--jobs", type=_positive, metavar="N", help="compilers at a time (default: one per core)")
+    precompile.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per core)")
     precompile.set_defaults(command=_precompile)
+
+    gemm_command.add_parser(commands)
+    tune_command.add_parser(commands)
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 up")
-    return int(text)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -190,6 +190,18 @@ def quantize_per_tensor_ref(x: Tensor, scale: float, zero_point: int, k_padded: 
     return q
 
 
+def is_raw_output(out_dtype: torch.dtype, wrap: bool) -> bool:
+    """Whether a GEMM returns its accumulators, or their low bits, as they are.
+
+    Raises:
+        ConfigError: ``wrap`` with another dtype than int8.
+    """
+    if wrap and out_dtype is not torch.int8:
+        name = str(out_dtype).removeprefix("torch.")
+        raise ConfigError(f"gemm_s8: wrap takes the low eight bits of a sum; out_dtype is {name}, allowed: int8")
+    return wrap or out_dtype is torch.int32
+
+
 def gemm_s8_ref(
     a: Tensor,
     b: Tensor,
@@ -204,6 +216,7 @@ def gemm_s8_ref(
     out_dtype: torch.dtype = torch.float16,
     out_inv_scale: float = 1.0,
     out_zero_point: int = 0,
+    wrap: bool = False,
 ) -> Tensor:
     """int8 GEMM with the epilogue of `emitters.epilogue`.
 
@@ -216,6 +229,8 @@ def gemm_s8_ref(
         v = v + f32(residual[m, n])
         D = out_dtype(v)                             # int8: clamp(rne(v * out_inv_scale) + out_zero_point)
 
+    An int32 result is ``acc`` itself, and an int8 result with ``wrap`` its low eight bits: they fuse nothing.
+
     Args:
         a: int8 ``[M, K]``; M may be 0.
         b: int8 ``[N, K]``; K at most `K_MAX`, and `K_MAX_ZERO_POINT` with a zero point.
@@ -227,19 +242,26 @@ def gemm_s8_ref(
         bias: float32 ``[N]``.
         activation: see `ACTIVATIONS`.
         residual: ``out_dtype`` ``[M, N]``; not with int8.
-        out_dtype: float16, bfloat16, float32 or int8.
+        out_dtype: float16, bfloat16, float32, int8 or int32.
         out_inv_scale: inverse scale of an int8 result.
         out_zero_point: zero point of an int8 result. NaN becomes 0, as the hardware's conversion has it.
+        wrap: an int8 result keeps the low eight bits of the accumulator.
 
     Returns:
-        ``out_dtype`` ``[M, N]``.
+        ``out_dtype`` ``[M, N]``, row-major.
 
     Raises:
-        ConfigError: a zero point without colsum, a residual with int8, or an unknown activation.
+        ConfigError: a zero point without colsum, a residual with int8, an unknown activation, ``wrap`` with another
+            dtype than int8, or anything fused with an output of raw accumulators.
 
     Exactness: bitwise for activations ``none`` and ``relu``; the others are float32 functions of
     the same argument.
     """
+    if is_raw_output(out_dtype, wrap):
+        fused = (zero_point, colsum, row_scale, col_scale, bias, residual)
+        if any(x is not None for x in fused) or (activation, out_inv_scale, out_zero_point) != ("none", 1.0, 0):
+            raise ConfigError("gemm_s8: an output of raw accumulators (int32, or wrap) can fuse nothing")
+        return _matmul_s8(a, b).to(out_dtype)
     acc = _matmul_s8(a, b)
     if zero_point is not None:
         if colsum is None:
@@ -377,8 +399,10 @@ def _matmul_s8(a: Tensor, b: Tensor) -> Tensor:
         return torch.zeros(0, b.shape[0], dtype=torch.int32, device=a.device)
     if a.device.type != "cpu":
         return (a.double() @ b.double().t()).to(torch.int32)
-    if a.shape[1] >= 16 and _int_mm_is_exact():  # at K = 1 torch 2.13 misreads the strides
-        return torch._int_mm(a.contiguous(), b.contiguous().t())
+    if a.shape[1] >= 16 and _int_mm_is_exact():
+        # torch 2.13 takes the stride of an extent of 1 at its word, and contiguous() leaves it as it is.
+        a, b = (q.reshape(-1).view(q.shape) for q in (a, b))
+        return torch._int_mm(a, b.t())
     # Sums of 1024 products are at most 2**24, so float32 holds every partial sum in any order.
     acc = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32)
     for a_k, b_k in zip(a.split(1024, 1), b.split(1024, 1), strict=True):

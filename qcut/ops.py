@@ -1,10 +1,10 @@
 """The operators of ``torch.ops.qcut``: schemas, argument checks, fakes, and the CPU implementations.
 
-The CPU runs `qcut.numerics`, whose docstrings state the formulas; CUDA runs `qcut._ops_cuda`,
-imported at the first CUDA call, and in front of its linear operators the C++ of `qcut._native`. Only
-these know ``torch.library``, data pointers and streams. Every operator is inference only, returns new
-row-major tensors and leaves its arguments alone. The tensors of one call live on one device and may
-have any strides.
+The CPU runs `qcut.numerics`, whose docstrings state the formulas; CUDA runs `qcut._ops_cuda`, imported at the first
+CUDA call, and in front of its linear operators the C++ of `qcut._native`. Only these know ``torch.library``, and beside
+the tuner and cuBLASLt's binding they alone know data pointers and streams. Every operator is inference only, returns
+new tensors, row-major unless it is told otherwise, and leaves its arguments alone. The tensors of one call live on one
+device and may have any strides.
 
 Arguments are checked here for the CPU and for tracing; CUDA has cheaper checks of its own.
 """
@@ -23,7 +23,8 @@ from qcut.config import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, 
 from qcut.errors import ConfigError, DeviceError, DtypeError, QuantizationError, ShapeError
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-OUT_DTYPES = (*FLOAT_DTYPES, torch.int8)
+OUT_DTYPES = (*FLOAT_DTYPES, torch.int8, torch.int32)
+OUT_LAYOUTS = ("row", "column")
 
 _F32_TINY, _F32_MAX = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 _S8, _S32, _F32 = (torch.int8,), (torch.int32,), (torch.float32,)
@@ -118,6 +119,9 @@ def _check_gemm_s8(
     out_dtype: torch.dtype | None = None,
     out_inv_scale: float = 1.0,
     out_zero_point: int = 0,
+    out_layout: str = "row",
+    wrap: bool = False,
+    tensor_cores: bool = True,
 ) -> None:
     op = "gemm_s8"
     _check_matrix(op, "a", a)
@@ -140,6 +144,17 @@ def _check_gemm_s8(
             _check_tensor(op, name, vector, dtypes, (extent,), a.device)
     out_dtype = out_dtype or torch.float16
     _check_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
+    if out_layout not in OUT_LAYOUTS:
+        raise ConfigError(f"qcut::{op}: out_layout is {out_layout!r}; allowed: {', '.join(OUT_LAYOUTS)}")
+    if numerics.is_raw_output(out_dtype, wrap):
+        given = [name for name, vector, *_ in vectors if vector is not None]
+        given += ["residual"] if residual is not None else []
+        given += ["activation"] if activation != "none" else []
+        given += ["out_inv_scale"] if out_inv_scale != 1 else []
+        given += ["out_zero_point"] if out_zero_point != 0 else []
+        if given:
+            what = "int32 sums" if out_dtype is torch.int32 else "low eight bits (wrap)"
+            raise ConfigError(f"qcut::{op}: an output of {what} can fuse nothing; leave out {', '.join(given)}")
     if residual is not None:
         if out_dtype is torch.int8:
             raise ConfigError(f"qcut::{op}: a residual cannot be added to an int8 result; leave one out")
@@ -228,12 +243,29 @@ def _colsum_fake(q: Tensor) -> Tensor:
     return q.new_empty((q.shape[0],), dtype=torch.int32)
 
 
-def _gemm_s8_fake(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, **_: Any) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype or torch.float16)
+def _gemm_s8_out(a: Tensor, b: Tensor, out_dtype: torch.dtype | None, out_layout: str) -> Tensor:
+    """Memory for the result: ``[M, N]``, row-major or column-major."""
+    m, n, dtype = a.shape[0], b.shape[0], out_dtype or torch.float16
+    return a.new_empty((m, n), dtype=dtype) if out_layout == "row" else a.new_empty((n, m), dtype=dtype).t()
 
 
-def _gemm_s8_cpu(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, **epilogue: Any) -> Tensor:
-    return numerics.gemm_s8_ref(a, b, out_dtype=out_dtype or torch.float16, **epilogue)
+def _gemm_s8_fake(
+    a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out_layout: str = "row", **_: Any
+) -> Tensor:
+    return _gemm_s8_out(a, b, out_dtype, out_layout)
+
+
+def _gemm_s8_cpu(
+    a: Tensor,
+    b: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out_layout: str = "row",
+    tensor_cores: bool = True,
+    **epilogue: Any,
+) -> Tensor:
+    result = numerics.gemm_s8_ref(a, b, out_dtype=out_dtype or torch.float16, **epilogue)
+    return result if out_layout == "row" else _gemm_s8_out(a, b, out_dtype, out_layout).copy_(result)
 
 
 def _linear_fake(x: Tensor, qweight: Tensor, *_: Any) -> Tensor:
@@ -312,7 +344,8 @@ _define("colsum(Tensor q) -> Tensor", _check_colsum, _colsum_fake, numerics.cols
 _define(
     "gemm_s8(Tensor a, Tensor b, *, Tensor? zero_point=None, Tensor? colsum=None, Tensor? row_scale=None, "
     "Tensor? col_scale=None, Tensor? bias=None, str activation='none', Tensor? residual=None, "
-    "ScalarType? out_dtype=None, float out_inv_scale=1.0, int out_zero_point=0) -> Tensor",
+    "ScalarType? out_dtype=None, float out_inv_scale=1.0, int out_zero_point=0, str out_layout='row', bool wrap=False, "
+    "bool tensor_cores=True) -> Tensor",
     _check_gemm_s8,
     _gemm_s8_fake,
     _gemm_s8_cpu,

@@ -16,7 +16,6 @@ from benchmarks import (
     bench_linear,
     bench_model,
     bench_overhead,
-    cublaslt,
     harness,
     kernels,
     peers,
@@ -25,7 +24,7 @@ from benchmarks import (
 )
 from benchmarks.harness import CheckError, Timing, Variant
 from emitters.cutlass_gemm import emit_cutlass_gemm
-from qcut import numerics
+from qcut import cublaslt, numerics
 from qcut.dispatch import SM90_MENU
 from tests.gpu.problems import ALIGNED_SHAPES, GEMM_EPILOGUES, gpu_test_calls, gpu_test_problems
 

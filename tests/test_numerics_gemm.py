@@ -102,6 +102,21 @@ def test_requantization_multiplies_by_the_inverse_scale():
     assert differs > 100, "the data cannot tell a product from a quotient"
 
 
+@pytest.mark.parametrize("k", [1, 15, 16, 300, 131_071])
+@pytest.mark.parametrize(
+    ("kind_a", "kind_b"), [("random", "random"), ("min", "min"), ("min", "max"), ("checkerboard",) * 2]
+)
+def test_raw_outputs_are_the_sums_bits(int8, kind_a, kind_b, k):
+    a, b = int8(3, k, kind_a), int8(5, k, kind_b)
+    sums = a.numpy().astype(np.int64) @ b.numpy().astype(np.int64).T
+    got = numerics.gemm_s8_ref(a, b, out_dtype=torch.int32)
+    assert got.dtype is torch.int32
+    assert np.array_equal(got.numpy(), sums)
+    wrapped = numerics.gemm_s8_ref(a, b, out_dtype=torch.int8, wrap=True)
+    assert wrapped.dtype is torch.int8
+    assert np.array_equal(wrapped.numpy().view(np.uint8), (sums & 255).astype(np.uint8))
+
+
 def test_gemm_without_rows(int8):
     assert numerics.gemm_s8_ref(int8(0, 16), int8(3, 16)).shape == (0, 3)
 
@@ -114,6 +129,12 @@ def test_gemm_refuses():
         numerics.gemm_s8_ref(a, a, residual=a, out_dtype=torch.int8)
     with pytest.raises(errors.ConfigError, match="activation 'tanh' does not exist"):
         numerics.gemm_s8_ref(a, a, activation="tanh")
+    with pytest.raises(errors.ConfigError, match="wrap takes the low eight bits of a sum; out_dtype is float16"):
+        numerics.gemm_s8_ref(a, a, wrap=True)
+    for options in ({"bias": torch.zeros(1)}, {"out_zero_point": 1}, {"out_inv_scale": 2.0}, {"activation": "relu"}):
+        for raw in ({"out_dtype": torch.int32}, {"out_dtype": torch.int8, "wrap": True}):
+            with pytest.raises(errors.ConfigError, match="raw accumulators"):
+                numerics.gemm_s8_ref(a, a, **raw, **options)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu_erf", "gelu_tanh", "silu"])

@@ -41,7 +41,14 @@ def samples() -> dict[str, list[tuple[tuple, dict]]]:
         "quantize_per_tensor": [((batch, 0.1, -3, 32), {}), ((none, 0.1, 127, 21), {})],
         "dequantize": [((a, torch.rand(5), torch.bfloat16), {}), ((s8(0, 3), torch.rand(0), F32), {})],
         "colsum": [((b,), {}), ((s8(0, 3),), {})],
-        "gemm_s8": [((a, b), {}), ((a, b), every | residual), ((a, b), every | requantize), ((s8(0, 32), b), {})],
+        "gemm_s8": [
+            ((a, b), {}),
+            ((a, b), every | residual),
+            ((a, b), every | requantize),
+            ((s8(0, 32), b), {}),
+            ((a, b), {"out_dtype": S32}),
+            ((a, b), {"out_dtype": S8, "wrap": True}),
+        ],
         "w8a8_linear": [((x, w["qweight"], w["scale"], w["bias"], "relu"), {}) for x in (batch, none)],
         "w8a8_static_linear": [
             ((x, w["qweight"], w["scale"], w["colsum"], w["bias"], 0.05, 7, "none"), {}) for x in (batch, none)

@@ -202,6 +202,26 @@ REFUSALS = [
     ),
     (lambda d: gemm(d, activation="tanh"), errors.ConfigError, r"activation 'tanh' does not exist"),
     (lambda d: gemm(d, out_inv_scale=float("inf")), errors.ConfigError, r"out_inv_scale is inf"),
+    (
+        lambda d: gemm(d, out_layout="col"),
+        errors.ConfigError,
+        r"gemm_s8: out_layout is 'col'; allowed: row, column",
+    ),
+    (
+        lambda d: gemm(d, wrap=True, out_dtype=torch.int32),
+        errors.ConfigError,
+        r"wrap takes the low eight bits of a sum; out_dtype is int32, allowed: int8",
+    ),
+    (
+        lambda d: gemm(d, out_dtype=torch.int32, bias=torch.rand(5, device=d), activation="relu"),
+        errors.ConfigError,
+        r"an output of int32 sums can fuse nothing; leave out bias, activation",
+    ),
+    (
+        lambda d: gemm(d, out_dtype=S8, wrap=True, residual=s8(3, 5, device=d), out_inv_scale=2.0, out_zero_point=1),
+        errors.ConfigError,
+        r"low eight bits \(wrap\) can fuse nothing; leave out residual, out_inv_scale, out_zero_point",
+    ),
     (lambda d: gemm(d, out_zero_point=-129), errors.ConfigError, r"out_zero_point is -129; allowed: -128 to 127"),
 ]
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from qcut.errors import QcutError
+
 CUDA_R_32F, CUDA_R_8I = 0, 3
 CUBLAS_COMPUTE_32I = 72
 CUBLAS_OP_N, CUBLAS_OP_T = 0, 1
@@ -22,7 +24,7 @@ ALGO_CONFIG = {"id": 0, "tile": 1, "splitk": 2, "swizzle": 4, "stages": 6}
 WORKSPACE_BYTES = 64 << 20
 
 
-class CublasLtError(RuntimeError):
+class CublasLtError(QcutError, RuntimeError):
     """A call of the library failed; the message names the call and its status."""
 
 
@@ -55,17 +57,35 @@ def _load() -> ctypes.CDLL:
         raise CublasLtError(f"{soname} was found neither by the loader nor in the nvidia packages") from None
 
 
-class Int8Matmul:
-    """``D = clamp(rne(alpha * A B^T), -128, 127)``, A ``[M, K]``, B ``[N, K]``, D ``[M, N]``, int8 row-major.
+def column_major(m: int, n: int, k: int, layouts: str) -> tuple[tuple[int, int], tuple[tuple[int, int], ...], bool]:
+    """A product in cuBLAS's terms.
 
-    In cuBLAS's column-major terms this is TN with B as the left operand: D^T = B A^T. Compute type
-    ``CUBLAS_COMPUTE_32I``, scale type float32, one scale for the whole tensor, nothing else fused.
+    Returns:
+        The operations on the left and right operands; (rows, columns) of left, right and result as column-major
+        memory; whether B is the left operand.
+    """
+    a_row, b_row, d_row = (flag == "t" for flag in layouts)
+    a, b = (k, m) if a_row else (m, k), (n, k) if b_row else (k, n)
+    if d_row:
+        operations = (CUBLAS_OP_N if b_row else CUBLAS_OP_T, CUBLAS_OP_N if a_row else CUBLAS_OP_T)
+        return operations, (b, a, (n, m)), True
+    operations = (CUBLAS_OP_T if a_row else CUBLAS_OP_N, CUBLAS_OP_T if b_row else CUBLAS_OP_N)
+    return operations, (a, b, (m, n)), False
+
+
+class Int8Matmul:
+    """``D = clamp(rne(alpha * A B), -128, 127)``, A ``[M, K]``, B ``[K, N]``, D ``[M, N]``, int8 and contiguous.
+
+    Compute type ``CUBLAS_COMPUTE_32I``, scale type float32, one scale for the whole tensor, nothing else fused.
+    cuBLAS is column-major throughout: a row-major D is computed as D^T = B^T A^T.
 
     Args:
         m: rows of A and D.
-        n: rows of B, columns of D; a multiple of 4.
-        k: columns of A and B; a multiple of 4.
+        n: columns of B and D.
+        k: columns of A, rows of B.
         requested: how many heuristic results to ask for.
+        layouts: of A, B and D, ``t`` row-major and ``n`` column-major. The library documents int8 output for A
+            row-major with B column-major (``tnt``, ``tnn``) and sizes that are multiples of 4.
 
     Raises:
         CublasLtError: the library is missing or has no algorithm for this problem.
@@ -74,27 +94,33 @@ class Int8Matmul:
     _library: ctypes.CDLL | None = None
     _handle = ctypes.c_void_p()
     _workspace: torch.Tensor | None = None
+    shape: tuple[int, int, int] | None = None
 
-    def __init__(self, m: int, n: int, k: int, requested: int = 8) -> None:
+    def __init__(self, m: int, n: int, k: int, requested: int = 8, layouts: str = "tnt") -> None:
         cls = type(self)
         if cls._library is None:
             cls._library = _load()
             self._call("cublasLtCreate", ctypes.byref(cls._handle))
             cls._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
         self.shape = (m, n, k)
+        self.layouts = layouts
+        operations, stored, self._swapped = column_major(m, n, k, layouts)
         self._desc = ctypes.c_void_p()
         self._call("cublasLtMatmulDescCreate", ctypes.byref(self._desc), CUBLAS_COMPUTE_32I, CUDA_R_32F)
-        for attribute, operation in ((MATMUL_DESC_TRANSA, CUBLAS_OP_T), (MATMUL_DESC_TRANSB, CUBLAS_OP_N)):
+        for attribute, operation in zip((MATMUL_DESC_TRANSA, MATMUL_DESC_TRANSB), operations, strict=True):
             value = ctypes.c_int32(operation)
             self._call("cublasLtMatmulDescSetAttribute", self._desc, attribute, ctypes.byref(value), ctypes.c_size_t(4))
-        self._left, self._right, self._out = (self._layout(*size) for size in ((k, n), (k, m), (n, m)))
+        self._left, self._right, self._out = (self._layout(*size) for size in stored)
         self.algorithms = self._heuristics(requested)
         self._alpha, self._beta = ctypes.c_float(), ctypes.c_float(0.0)
 
     def _call(self, name: str, *args: object) -> None:
         status = getattr(self._library, name)(*args)
         if status != 0:
-            raise CublasLtError(f"{name} returned status {status} for M, N, K = {getattr(self, 'shape', None)}")
+            raise CublasLtError(f"{name} returned status {status}{self._problem()}")
+
+    def _problem(self) -> str:
+        return " for M, N, K = {}, {}, {} and layouts {}".format(*self.shape, self.layouts) if self.shape else ""
 
     def _layout(self, rows: int, columns: int) -> ctypes.c_void_p:
         layout = ctypes.c_void_p()
@@ -137,11 +163,12 @@ class Int8Matmul:
         self._call("cublasLtMatmulPreferenceDestroy", preference)
         usable = [results[i] for i in range(found.value) if results[i].state == 0]
         if not usable:
-            raise CublasLtError(f"no int8 algorithm for M, N, K = {self.shape}")
+            raise CublasLtError(f"no int8 algorithm{self._problem()}")
         return usable
 
     def run(self, a: torch.Tensor, b: torch.Tensor, d: torch.Tensor, alpha: float, algorithm: int) -> None:
         """Launch algorithm number ``algorithm`` on the current stream."""
+        left, right = (b, a) if self._swapped else (a, b)
         workspace = type(self)._workspace
         if workspace is None:
             raise CublasLtError("no workspace: the library was never initialised")
@@ -151,9 +178,9 @@ class Int8Matmul:
             self._handle,
             self._desc,
             ctypes.byref(self._alpha),
-            ctypes.c_void_p(b.data_ptr()),
+            ctypes.c_void_p(left.data_ptr()),
             self._left,
-            ctypes.c_void_p(a.data_ptr()),
+            ctypes.c_void_p(right.data_ptr()),
             self._right,
             ctypes.byref(self._beta),
             ctypes.c_void_p(d.data_ptr()),
@@ -185,5 +212,5 @@ class Int8Matmul:
             except CublasLtError:
                 continue
         if not timed:
-            raise CublasLtError(f"no algorithm runs for M, N, K = {self.shape}")
+            raise CublasLtError(f"no algorithm runs{self._problem()}")
         return min(timed)[1]

@@ -1,0 +1,102 @@
+"""The int8 GEMM as a function: any layout, any size, a fused epilogue."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+
+
+def gemm_s8(
+    a: Tensor,
+    b: Tensor,
+    *,
+    zero_point: Tensor | None = None,
+    colsum: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    col_scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float16,
+    out_inv_scale: float = 1.0,
+    out_zero_point: int = 0,
+    out_layout: Literal["row", "column"] = "row",
+    wrap: bool = False,
+    tensor_cores: bool = True,
+) -> Tensor:
+    """int8 GEMM with int32 sums and everything that follows them in one kernel.
+
+    What is None is left out of::
+
+        acc = sum_k a[m, k] * b[n, k]                # int32, exact
+        v = f32(acc - zero_point[m] * colsum[n])     # the subtraction in int32
+        v = v * row_scale[m] * col_scale[n]          # left to right
+        v = act(v + bias[n])
+        v = v + f32(residual[m, n])
+        D = out_dtype(v)                             # int8: clamp(rne(v * out_inv_scale) + out_zero_point)
+
+    or, for the sums themselves::
+
+        D = acc                                      # int32
+        D = int8(acc)                                # int8 with wrap: the low eight bits
+
+    Every product and sum is one float32 operation rounded to nearest; ``rne`` rounds the exact product once, half to
+    even. All tensors lie on one device; strides are free, and only those named below cost a copy.
+
+    Args:
+        a: int8 ``[M, K]``, M >= 0, 1 <= K <= `qcut.config.K_MAX` (`K_MAX_ZERO_POINT` with a zero point). Read in
+            place, at any offset and leading dimension, where it is contiguous along K or along M; copied otherwise.
+        b: int8 ``[N, K]``, N >= 1, as weights are stored: the right operand of the product is its transpose. Read in
+            place where it is contiguous along K or along N. Pointers, leading dimensions and contiguous extents of a
+            and b that are multiples of 16 bytes are the fast case.
+        zero_point: int32 ``[M]``, in [-128, 127]; goes with ``colsum``.
+        colsum: int32 ``[N]``, ``sum_k b[n, k]``.
+        row_scale: float32 ``[M]``.
+        col_scale: float32 ``[N]``.
+        bias: float32 ``[N]``.
+        activation: none, relu, gelu_erf, gelu_tanh or silu.
+        residual: ``out_dtype`` ``[M, N]``; not with int8. Copied unless it is contiguous in ``out_layout``.
+        out_dtype: float16, bfloat16, float32, int8, or int32 for the sums.
+        out_inv_scale: inverse scale of an int8 result, a positive float32.
+        out_zero_point: zero point of an int8 result, in [-128, 127].
+        out_layout: ``row``, or ``column`` for a result with strides ``(1, M)``.
+        wrap: an int8 result keeps the low eight bits of the sums, for agreement with programs that cast. Like an
+            int32 result it can fuse nothing.
+        tensor_cores: False takes the kernels that use dp4a instead. The CPU has one way to compute.
+
+    Returns:
+        ``out_dtype`` ``[M, N]``, contiguous in ``out_layout``.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError: a tensor that does not fit the others.
+        ConfigError: an option that does not exist, or contradicts another.
+        QuantizationError: K beyond the exact range.
+        UnsupportedError: a GPU that the kernels do not run on.
+        BuildError: a kernel that is not in the cache does not compile.
+
+    Exactness: int32 and ``wrap`` results are bitwise. The others are bitwise for activations ``none`` and ``relu``
+    on every device, and otherwise differ between devices by the ulps of erf, tanh and exp. No result depends on the
+    layouts, on the other rows, or on the kernel that dispatch takes.
+    """
+    result: Tensor = torch.ops.qcut.gemm_s8(
+        a,
+        b,
+        zero_point=zero_point,
+        colsum=colsum,
+        row_scale=row_scale,
+        col_scale=col_scale,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        out_dtype=out_dtype,
+        out_inv_scale=out_inv_scale,
+        out_zero_point=out_zero_point,
+        out_layout=out_layout,
+        wrap=wrap,
+        tensor_cores=tensor_cores,
+    )
+    return result
