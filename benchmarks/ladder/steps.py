@@ -1,0 +1,130 @@
+"""The steps of the ladder as data: which kernels each may be, on an architecture, for a size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from emitters import cutlass_tiles, mma_gemm, simt_gemm, wmma_gemm
+from emitters.cutlass_gemm import emit_cutlass_gemm
+from emitters.epilogue import Epilogue
+from emitters.gemm import GemmProblem, TileConfig
+from emitters.ladder_gemm import NAIVE, REGISTERS, SHARED, WMMA, LadderTile, Unit, emit_ladder_gemm, grid
+from emitters.source import DType, KernelSource
+from qcut.gemm_model import Target
+
+PROBLEM = GemmProblem(epilogue=Epilogue(DType.S8, col_scale="per_channel"))
+"""What all steps compute: ``clamp(rne(acc * col_scale[n] * out_inv_scale) + out_zero_point)``."""
+LIBRARY = "cublaslt"
+"""The last step, which is no kernel of ours."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One kernel that a step may be.
+
+    Attributes:
+        source: the kernel.
+        grid: CTAs of its launch; a host launcher knows its own.
+        tail: arguments after the epilogue's.
+    """
+
+    source: KernelSource
+    grid: tuple[int, int, int]
+    tail: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        name: in rows and files.
+        title: in tables, for readers.
+        candidates: of (m, n, k) on a GPU; the fastest is the step. Empty where the GPU has none.
+        unit: whose measured peak it is held against.
+    """
+
+    name: str
+    title: str
+    candidates: Callable[[int, int, int, Target], Iterator[Candidate]]
+    unit: Unit | None = None
+
+
+def _rung(tile: LadderTile) -> Callable[[int, int, int, Target], Iterator[Candidate]]:
+    def candidates(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
+        yield Candidate(emit_ladder_gemm(PROBLEM, tile, gpu.arch), grid(tile, m, n, k))
+
+    return candidates
+
+
+def _large(tiles: tuple[Any, ...]) -> Iterator[Any]:
+    """Of a menu what suits large products."""
+    for tile in tiles:
+        bm, bn, _ = tile.threadblock_shape
+        if bm * bn >= 128 * 128 and getattr(tile, "splits", 1) == 1:
+            yield tile
+
+
+def _dp4a(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
+    for tile in _large(simt_gemm.default_tiles(gpu.arch)):
+        yield Candidate(simt_gemm.emit_simt_gemm(PROBLEM, tile, gpu.arch), simt_gemm.grid(tile, m, n))
+
+
+def _wmma_double(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
+    bm, bn, bk = WMMA.threadblock_shape  # nothing but the pipeline changes
+    tile = TileConfig((bm, bn, bk), (64, 64, bk), stages=2)
+    source = wmma_gemm.emit_wmma_gemm(PROBLEM, tile, gpu.arch, shared="linear")
+    yield Candidate(source, wmma_gemm.grid(tile, m, n))
+
+
+def _wmma_blocked(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
+    for tile in _large(wmma_gemm.default_tiles(gpu.arch)):
+        yield Candidate(wmma_gemm.emit_wmma_gemm(PROBLEM, tile, gpu.arch), wmma_gemm.grid(tile, m, n))
+
+
+def _mma_sync(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
+    for tile in _large(mma_gemm.default_tiles(gpu.arch)):
+        yield Candidate(mma_gemm.emit_mma_gemm(PROBLEM, tile, gpu.arch), mma_gemm.grid(tile, m, n))
+
+
+SM90_TILES = (("128x128x128", 4, 1), ("64x256x128 c2x1", 8, 1))
+"""Ping-pong tiles with the stripes and direction of their walk."""
+
+
+def _cutlass(tile: TileConfig, gpu: Target, swizzle: int = 1, raster: int = 0) -> Candidate:
+    tail = (gpu.sm_count, swizzle, raster, 1, 0)
+    return Candidate(emit_cutlass_gemm(PROBLEM, tile, gpu.arch), (1, 1, 1), tail)
+
+
+def _cutlass_sm80(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
+    for tile in _large(cutlass_tiles.SM80_MENU):
+        yield _cutlass(tile, gpu)
+
+
+def _cutlass_sm90(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
+    if gpu.arch == "sm_90a":
+        for spec, swizzle, raster in SM90_TILES:
+            yield _cutlass(cutlass_tiles.tile("pingpong", spec), gpu, swizzle, raster)
+
+
+STEPS = (
+    Step("naive", "naive: a thread per element", _rung(NAIVE)),
+    Step("shared", "tiles in shared memory", _rung(SHARED)),
+    Step("registers", "tiles in registers", _rung(REGISTERS)),
+    Step("dp4a", "dp4a, warp tiles, two buffers", _dp4a, "dp4a"),
+    Step("wmma_single", "WMMA, one buffer", _rung(WMMA), "mma"),
+    Step("wmma_double", "WMMA, cp.async into two buffers", _wmma_double, "mma"),
+    Step("wmma_blocked", "WMMA, no bank conflicts, more stages", _wmma_blocked, "mma"),
+    Step("mma_sync", "mma.sync and ldmatrix", _mma_sync, "mma"),
+    Step("cutlass_sm80", "CUTLASS SM80 multistage", _cutlass_sm80, "mma"),
+    Step("cutlass_sm90", "CUTLASS SM90 ping-pong (wgmma, TMA)", _cutlass_sm90),
+)
+"""From the bottom up; `LIBRARY` comes after them."""
+NAMES = (*(step.name for step in STEPS), LIBRARY)
+
+
+def is_cutlass(step: Step) -> bool:
+    """Whether building the step takes nvcc and g++."""
+    return step.name.startswith("cutlass")
