@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 MARKERS = "osD^vP*X<>"
+BLANK = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
 
 
 def ratios(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[float]], title: str, axis: str) -> None:
@@ -22,8 +24,6 @@ def ratios(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[floa
     if importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is not installed: no plot")
         return
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
@@ -39,6 +39,49 @@ def ratios(path: Path, labels: Sequence[str], series: Mapping[str, Sequence[floa
     axes.set_ylabel(axis)
     axes.set_title(title)
     axes.legend(fontsize=8)
+    _print(figure, path)
+
+
+def bars(
+    path: Path, labels: Sequence[str], values: Sequence[float], lines: Mapping[str, float], title: str, axis: str
+) -> None:
+    """Labelled bars on a logarithmic axis, and horizontal lines to hold them against.
+
+    Args:
+        path: file name without suffix; ``.svg`` and ``.png`` are written.
+        labels: one per bar.
+        values: positive, one per bar.
+        lines: name to height.
+        title: heading.
+        axis: what the y axis says.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plot")
+        return
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(max(6.0, 0.7 * len(labels) + 1), 5), layout="constrained")
+    axes = figure.subplots()
+    drawn = axes.bar(range(len(labels)), values, color="tab:blue", alpha=0.85)
+    axes.bar_label(
+        drawn, [f"{value:.3g}" if value < 1000 else f"{value:.0f}" for value in values], fontsize=8, bbox=BLANK
+    )
+    for style, (name, height) in zip(("-", "--", ":") * (1 + len(lines) // 3), lines.items(), strict=False):
+        axes.axhline(height, color="black", linewidth=1, linestyle=style, zorder=0, label=f"{name}: {height:.0f}")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
+    axes.set_ylabel(axis)
+    axes.set_title(title, fontsize=11)
+    axes.legend(fontsize=8, loc="upper left")
+    _print(figure, path)
+
+
+def _print(figure: Any, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_figure(path.with_suffix(".png"), dpi=150)
     FigureCanvasSVG(figure).print_figure(path.with_suffix(".svg"))

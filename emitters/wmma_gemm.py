@@ -107,8 +107,8 @@ def emit_wmma_gemm(
         problem: types, layouts and epilogue.
         tile: how it is cut up.
         arch: real architecture.
-        shared: how operands lie in shared memory. ``blocked``: each 16 x 16 fragment by itself, so that neither its
-            load nor the copy into it meets a bank conflict; ``padded``: rows of the tile, 16 bytes apart;
+        shared: how operands lie in shared memory. ``blocked``: each 16 x 16 fragment by itself, so that its load
+            meets no bank conflict; ``padded``: rows of the tile, 16 bytes apart;
             ``linear``: rows of the tile, whose fragments conflict. Where an operand is not contiguous along K, the
             library loads fragments byte by byte, with conflicts in every layout.
 

@@ -215,7 +215,7 @@ def test_pages(results: harness.Results, tmp_path: Path):
     assert all(str(row["step"]) in text for row in results.rows)
     said = report.summary(results)
     assert "mma_sync: 859.0 TOPS (to reach 800): reached" in said
-    assert "mma_sync: 0 bank conflicts in shared loads (to reach 0): reached" in said
+    assert "mma_sync: 0 bank conflicts of fragment loads (to reach 0): reached" in said
     page = report.write_markdown(tmp_path / "bench_ladder.md", results).read_text()
     tables = [line for line in page.splitlines() if line.startswith("|")]
     assert len(tables) == 2 + 4 + 2 + 1

@@ -31,9 +31,9 @@ struct PaddedLayout : RowMajorThreads<kChunks_> {
   static __host__ __device__ constexpr int bytes(int runs) { return kPitch * runs; }
 };
 
-// The 256 bytes of a fragment, 16 runs of one chunk, side by side: nothing is wasted, and fragments start
-// at multiples of 256 bytes. Eight neighbouring threads copy 8 runs, so that their writes miss each other
-// too; a warp still reads whole sectors, 4 chunks of each run.
+// The 256 bytes of a fragment, 16 runs of one chunk, side by side: nothing is wasted, fragments start at
+// multiples of 256 bytes, and their loads meet no bank conflict. The copy does: the chunks of a run, which a
+// line of global memory brings together, go to the same banks (benchmarks/LADDER.md).
 template <int kChunks_>
 struct BlockedLayout {
   static constexpr int kChunks = kChunks_;
