@@ -44,8 +44,8 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_writes_the_table_that_dispatch_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("--family", "mma", "--shape", "256x1280x1280", "--out", "s8", bench=FakeBench()) == 0
     said = capsys.readouterr()
-    rows = [row for row in tuned.table_for(H200.name).rows if row.family == "mma"]
-    assert [(row.m, row.n, row.k, row.out) for row in rows] == [(256, 1280, 1280, "s8")]
+    rows = [row for row in tuned.users(H200.name).rows if row in tuned.table_for(H200.name).rows]
+    assert [(row.family, row.m, row.n, row.k, row.out) for row in rows] == [("mma", 256, 1280, 1280, "s8")]
     assert rows[0].tile.name in said.out
     assert str(folder / "nvidia_h200.json") in said.out
     problem = dispatch.problem_of(256, 1280, 1280, out="s8")

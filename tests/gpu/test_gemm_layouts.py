@@ -125,32 +125,32 @@ def _built() -> None:
     assert not errors, errors[0]
 
 
-@pytest.mark.parametrize("case", layout_cases(16), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", list(layout_cases(16)), ids=lambda c: c.name)
 def test_aligned_layouts(case: Case) -> None:
     for m, n, k in ALIGNED:
         case.check(Gemm.random(case.problem.epilogue, m, n, k, seed=m), extra=16)
 
 
-@pytest.mark.parametrize("case", layout_cases(1), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", list(layout_cases(1)), ids=lambda c: c.name)
 def test_unaligned_layouts(case: Case) -> None:
     for i, (m, n, k) in enumerate(ODD):
         case.check(Gemm.random(case.problem.epilogue, m, n, k, seed=m), extra=i % 3, offset=i)
 
 
-@pytest.mark.parametrize("case", partly_aligned_cases(), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", list(partly_aligned_cases()), ids=lambda c: c.name)
 def test_partly_aligned_layouts(case: Case) -> None:
     align = case.problem.alignment_k
     for m, n, k in ((align, align, align), (64 + align, 128 - align, 256 - align), (32 - align, 96 + align, 3 * align)):
         case.check(Gemm.random(case.problem.epilogue, m, n, k, seed=m), extra=align, offset=align)
 
 
-@pytest.mark.parametrize("case", epilogue_cases(), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", list(epilogue_cases()), ids=lambda c: c.name)
 def test_column_major_epilogues(case: Case) -> None:
     for m in (16, 64, 144):
         case.check(Gemm.random(case.problem.epilogue, m, 208, 272, seed=m), extra=16)
 
 
-@pytest.mark.parametrize("case", raw_cases(), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", list(raw_cases()), ids=lambda c: c.name)
 @pytest.mark.parametrize("kind", ["random", "all_min", "checkerboard", "identity", "min_times_max"])
 def test_raw_outputs(kind: str, case: Case) -> None:
     epilogue = case.problem.epilogue
@@ -159,7 +159,7 @@ def test_raw_outputs(kind: str, case: Case) -> None:
         case.check(gemm)
 
 
-@pytest.mark.parametrize("case", split_cases(), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", list(split_cases()), ids=lambda c: c.name)
 def test_k_split_over_a_cluster(case: Case) -> None:
     """K below one tile, which leaves CTAs without work; fewer tiles than CTAs; a ragged end; long."""
     if not case.is_buildable:
@@ -179,7 +179,7 @@ def test_programmatic_dependent_launch(splits: int) -> None:
     case.check(Gemm.random(DYNAMIC, 17, 272, 1040), pdl=True)
 
 
-@pytest.mark.parametrize("case", shared_cases(), ids=lambda c: c.name)
+@pytest.mark.parametrize("case", list(shared_cases()), ids=lambda c: c.name)
 def test_wmma_shared_layouts(case: Case) -> None:
     for m, n, k in ALIGNED:
         case.check(Gemm.random(case.problem.epilogue, m, n, k, seed=n), extra=16)

@@ -108,7 +108,7 @@ def _built() -> None:
     assert not errors, errors[0]
 
 
-@pytest.mark.parametrize("case", tile_cases(), ids=name)
+@pytest.mark.parametrize("case", list(tile_cases()), ids=name)
 def test_tiles(case: Case) -> None:
     """One element; one less and one more (of what is aligned) than a tile in every direction; many tiles of K."""
     p, tile = case
@@ -117,32 +117,32 @@ def test_tiles(case: Case) -> None:
         check(case, Gemm.random(p.epilogue, m, n, -(-k // step) * step, seed=m), extra=step)
 
 
-@pytest.mark.parametrize("case", layout_cases(16), ids=name)
+@pytest.mark.parametrize("case", list(layout_cases(16)), ids=name)
 def test_aligned_layouts(case: Case) -> None:
     for m, n, k in ALIGNED:
         check(case, Gemm.random(case[0].epilogue, m, n, k, seed=m), extra=16)
 
 
-@pytest.mark.parametrize("case", layout_cases(1), ids=name)
+@pytest.mark.parametrize("case", list(layout_cases(1)), ids=name)
 def test_unaligned_layouts(case: Case) -> None:
     for i, (m, n, k) in enumerate(ODD):
         check(case, Gemm.random(case[0].epilogue, m, n, k, seed=m), extra=i % 3, offset=i)
 
 
-@pytest.mark.parametrize("case", partly_aligned_cases(), ids=name)
+@pytest.mark.parametrize("case", list(partly_aligned_cases()), ids=name)
 def test_partly_aligned_layouts(case: Case) -> None:
     align = case[0].alignment_k
     for m, n, k in ((align, align, align), (64 + align, 128 - align, 256 - align), (32 - align, 96 + align, 3 * align)):
         check(case, Gemm.random(case[0].epilogue, m, n, k, seed=m), extra=align, offset=align)
 
 
-@pytest.mark.parametrize("case", epilogue_cases(), ids=name)
+@pytest.mark.parametrize("case", list(epilogue_cases()), ids=name)
 def test_epilogues(case: Case) -> None:
     for m, n, k in ((16, 208, 272), (144, 112, 144)) if case[0].alignment_k == 16 else ((1, 1, 1), (129, 67, 131)):
         check(case, Gemm.random(case[0].epilogue, m, n, k, seed=m), extra=16)
 
 
-@pytest.mark.parametrize("case", per_tensor_cases(), ids=name)
+@pytest.mark.parametrize("case", list(per_tensor_cases()), ids=name)
 def test_per_tensor_arguments(case: Case) -> None:
     for zero_point in (-128, 0, 127):
         gemm = Gemm.random(case[0].epilogue, 48, 144, 1040)
@@ -152,7 +152,7 @@ def test_per_tensor_arguments(case: Case) -> None:
         check(case, gemm)
 
 
-@pytest.mark.parametrize("case", raw_cases(), ids=name)
+@pytest.mark.parametrize("case", list(raw_cases()), ids=name)
 @pytest.mark.parametrize("kind", ["random", "all_min", "checkerboard", "identity", "zeros", "min_times_max"])
 def test_raw_outputs(kind: str, case: Case) -> None:
     epilogue = case[0].epilogue
