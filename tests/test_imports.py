@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "arguments"},
     {"config"},
-    {"numerics", "jit", "files", "modules", "timing", "cublaslt"},
+    {"numerics", "jit", "files", "modules", "timing", "cublaslt", "codebook", "rotation"},
+    {"rotated_codebook"},
     {"dispatch", "gemm_model", "tuned", "tuning_journal"},
     {"ops", "_ops_cuda", "_launch_plans", "_native"},
     {"linear", "gemm", "explanation", "tuning", "_tuning_cuda"},
