@@ -201,7 +201,6 @@ def add_rows(
     results: harness.Results, shape: Shape, timings: dict[str, Timing], kernel: dict[str, str]
 ) -> dict[str, float]:
     """One CSV row per variant; returns each variant's speed over cuBLASLt's."""
-    ceiling = harness.CEILINGS.get(results.env.gpu)
     baseline = timings.get(BASELINE)
     ratios = {}
     for name, timing in timings.items():
@@ -209,19 +208,8 @@ def add_rows(
         out = {"qcut_s8": 8, BASELINE: 8, "int_mm": 32}.get(name, 16)
         moved = shape.bytes_moved(operand, operand, out)
         ratios[name] = baseline.median_us / timing.median_us if baseline else math.nan
-        floor = ceiling.floor_us(shape.ops, moved, operand) if ceiling else math.nan
-        results.add(
-            timing,
-            m=shape.m,
-            n=shape.n,
-            k=shape.k,
-            variant=name,
-            tops=round(shape.ops / timing.median_us / 1e6, 2),
-            gb_s=round(moved / timing.median_us / 1e3, 1),
-            floor_pct=round(100 * floor / timing.median_us, 1),
-            x_cublaslt=round(ratios[name], 4),
-            kernel=kernel.get(name, ""),
-        )
+        x_cublaslt = round(ratios[name], 4)
+        results.add_gemm(timing, shape, name, moved, operand, x_cublaslt=x_cublaslt, kernel=kernel.get(name, ""))
     return ratios
 
 

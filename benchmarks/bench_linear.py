@@ -99,23 +99,11 @@ def variants_of(
 
 def add_rows(results: harness.Results, shape: Shape, timings: dict[str, Timing], names: dict[str, str]) -> None:
     """One CSV row per variant."""
-    ceiling = harness.CEILINGS.get(results.env.gpu)
     for name, timing in timings.items():
         moved = shape.bytes_moved(16, WEIGHT_BITS.get(name, 8), 16)
         bits = 8 if "w8a8" in name or name == "bitsandbytes_int8" else 16
-        floor = ceiling.floor_us(shape.ops, moved, bits) if ceiling else math.nan
-        results.add(
-            timing,
-            m=shape.m,
-            n=shape.n,
-            k=shape.k,
-            variant=name,
-            tops=round(shape.ops / timing.median_us / 1e6, 2),
-            gb_s=round(moved / timing.median_us / 1e3, 1),
-            floor_pct=round(100 * floor / timing.median_us, 1),
-            x_fp16=round(timings[BASELINE].median_us / timing.median_us, 4) if BASELINE in timings else math.nan,
-            kernel=names.get(name, ""),
-        )
+        x_fp16 = round(timings[BASELINE].median_us / timing.median_us, 4) if BASELINE in timings else math.nan
+        results.add_gemm(timing, shape, name, moved, bits, x_fp16=x_fp16, kernel=names.get(name, ""))
 
 
 def summary(measured: dict[Shape, dict[str, Timing]]) -> str:

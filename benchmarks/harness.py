@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.shapes import Shape
 from qcut.timing import (
     MAX_COPIES,
     ROTATE_BYTES,
@@ -162,6 +163,33 @@ class Results:
         }
         self.rows.append(row)
         return row
+
+    def add_gemm(
+        self, timing: Timing, shape: Shape, variant: str, moved: float, bits: int, **columns: object
+    ) -> dict[str, object]:
+        """Append the row of one GEMM, with its rates and its share of the floor.
+
+        Args:
+            timing: of one call.
+            shape: its sizes.
+            variant: what computed it.
+            moved: bytes that have to be read and written.
+            bits: of the products' operands, for the arithmetic's share of the floor.
+            columns: further ones, after these.
+        """
+        ceiling = CEILINGS.get(self.env.gpu)
+        floor_us = ceiling.floor_us(shape.ops, moved, bits) if ceiling else math.nan
+        return self.add(
+            timing,
+            m=shape.m,
+            n=shape.n,
+            k=shape.k,
+            variant=variant,
+            tops=round(shape.ops / timing.median_us / 1e6, 2),
+            gb_s=round(moved / timing.median_us / 1e3, 1),
+            floor_pct=round(100 * floor_us / timing.median_us, 1),
+            **columns,
+        )
 
     def write_csv(self, directory: Path) -> Path:
         """Write ``<bench>.csv``: aside first, so that a killed run leaves no half file."""

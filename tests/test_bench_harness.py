@@ -152,6 +152,17 @@ def test_wrong_results_are_reported_and_not_timed() -> None:
     assert said == ["WRONG bad: 3 of 4 elements differ"]
 
 
+@pytest.mark.parametrize(("gpu", "floor_pct"), [("NVIDIA H200", 51.0), ("another", math.nan)])
+def test_a_gemms_row_has_its_rates(gpu: str, floor_pct: float) -> None:
+    results = harness.Results("some", harness.Environment(gpu, "", "", "", ""))
+    timing = harness.Timing(2.0, 1.9, 2.1, 5)
+    shape = shapes.Shape(1000, 1000, 1010)
+    row = results.add_gemm(timing, shape, "mine", 3.03e6, 8, kernel="k")
+    assert list(row)[:8] == ["bench", "m", "n", "k", "variant", "tops", "gb_s", "floor_pct"]
+    assert (row["tops"], row["gb_s"], row["kernel"]) == (1010.0, 1515.0, "k")
+    assert row["floor_pct"] == pytest.approx(floor_pct, nan_ok=True)
+
+
 def test_csv_rows_carry_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QCUT_COMMIT", "abc123")
     results = harness.Results("bench", harness.environment())
