@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,9 +20,11 @@ from qcut.timing import (
     CheckError,
     Clock,
     CudaClock,
+    Environment,
     Timing,
     Variant,
     checked,
+    environment,
     measure,
     percentile,
     plan_calls,
@@ -92,33 +92,6 @@ def cpu_us(
         samples.append((now() - start) / calls * 1e6)
     settle()
     return Timing.of(samples[2:], "cpu")
-
-
-@dataclass(frozen=True)
-class Environment:
-    """What a figure depends on besides the code; part of every row."""
-
-    gpu: str
-    driver: str
-    cuda: str
-    torch: str
-    commit: str
-
-
-def environment() -> Environment:
-    """GPU, driver, CUDA, torch and commit (``QCUT_COMMIT`` where there is no ``.git``)."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-    commit = os.environ.get("QCUT_COMMIT") or _output("git", "describe", "--always", "--dirty", "--abbrev=12")
-    return Environment(gpu, driver or "unknown", torch.version.cuda or "none", torch.__version__, commit or "unknown")
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Device time of kernels: rotation, CUDA graphs, interleaving, statistics.
+"""Device time of kernels: rotation, CUDA graphs, interleaving, statistics, and what it was measured with.
 
 A figure is a median over replays of one CUDA graph that holds many calls. The calls walk over copies of the
 weights that together are larger than the L2, the L2 is flushed before each replay, and the variants of a shape
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from qcut.errors import QcutError
 
+_ROOT = Path(__file__).resolve().parents[1]
 ROTATE_BYTES = 256 << 20
 """Weight copies add up to at least this much: over four times the L2 of an H200."""
 MAX_COPIES = 256
@@ -228,3 +232,36 @@ def checked(variants: Iterable[Variant], report: Callable[[str], None]) -> tuple
         else:
             good.append(variant)
     return good, wrong
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a figure depends on besides the kernels."""
+
+    gpu: str
+    driver: str
+    cuda: str
+    torch: str
+    commit: str
+
+
+def environment(gpu: str | None = None) -> Environment:
+    """GPU (the current one unless named), driver, CUDA, torch and commit.
+
+    The commit is ``QCUT_COMMIT``, or that of the checkout this package lies in.
+    """
+    if gpu is None:
+        gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
+    commit = os.environ.get("QCUT_COMMIT", "")
+    if not commit and (_ROOT / ".git").exists():  # else git would name the repository around an installed package
+        commit = _output("git", "describe", "--always", "--dirty", "--abbrev=12")
+    return Environment(gpu, driver or "unknown", torch.version.cuda or "none", torch.__version__, commit or "unknown")
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
 _FAMILIES = ("cutlass", "mma", "wmma", "simt")
 _TOKENS = (16, 64, 256, 1024, 4096)
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 def add_parser(commands: Any) -> None:
@@ -182,14 +179,14 @@ class _Book:
 def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], device: Bench, book: _Book) -> int:
     from tqdm import tqdm
 
-    from qcut import tuned, tuning
+    from qcut import timing, tuned, tuning
     from qcut.tuning_journal import Journal
 
     tasks, refused = _tasks(arguments, shapes, device.target)
     for line in refused:
         print(line)
     base = tuned.user_path(device.target.name) or arguments.output
-    facts = _environment(device.target)
+    facts = vars(timing.environment(device.target.name))
     path = base.with_name(base.name.removesuffix(".json") + ".journal.jsonl")
     limit = arguments.limit or tuning.DEFAULT_LIMIT
     with Journal(path, fresh=arguments.fresh) as journal:
@@ -250,23 +247,3 @@ def _summary(results: list[Result]) -> str:
         for name, reason in result.left_out.items():
             lines.append(f"{'':<8}left out {name}: {reason}")
     return "\n".join(lines)
-
-
-def _environment(target: Target) -> dict[str, str]:
-    """What the figures depend on besides the kernels, as the table states it."""
-    import torch
-
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0")
-    commit = os.environ.get("QCUT_COMMIT", "")
-    if not commit and (_ROOT / ".git").exists():  # else git would name the repository around an installed package
-        commit = _output("git", "describe", "--always", "--dirty", "--abbrev=12")
-    facts = {"gpu": target.name, "driver": driver, "cuda": torch.version.cuda, "torch": torch.__version__}
-    return {key: value or "unknown" for key, value in {**facts, "commit": commit}.items()}
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
