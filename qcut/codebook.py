@@ -39,7 +39,7 @@ def levels(bits: int) -> tuple[float, ...]:
     for _ in range(_MAX_STEPS):
         edges = [0.0, *((a + b) / 2 for a, b in pairwise(values)), math.inf]
         pairs = list(pairwise(edges))
-        means = [(_density(low) - _density(high)) / (_below(high) - _below(low)) for low, high in pairs]
+        means = [(normal_density(low) - normal_density(high)) / (_below(high) - _below(low)) for low, high in pairs]
         moved = max(abs(a - b) for a, b in zip(values, means, strict=True))
         values = means
         if moved < _TOLERANCE:
@@ -122,7 +122,8 @@ def _group(bits: int) -> tuple[int, int]:
     return (8, 3) if bits == 3 else (8 // bits, 1)
 
 
-def _density(x: float) -> float:
+def normal_density(x: float) -> float:
+    """Of N(0, 1)."""
     return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
 
 

@@ -7,6 +7,11 @@ Messages name the layer, operator or file, the value that was found, and what is
 from __future__ import annotations
 
 
+def layer_prefix(name: str | None) -> str:
+    """What a message about a layer begins with; nothing where its name is not known."""
+    return f"layer {name!r}: " if name else ""
+
+
 class QcutError(Exception):
     """Base class of all qcut exceptions."""
 
@@ -24,7 +29,7 @@ class QuantizationError(QcutError, ValueError):
     """
 
     def __init__(self, message: str, layer: str | None = None) -> None:
-        super().__init__(f"layer {layer!r}: {message}" if layer else message)
+        super().__init__(layer_prefix(layer) + message)
         self.layer = layer
 
     def __reduce__(self) -> tuple[object, ...]:

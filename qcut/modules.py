@@ -187,6 +187,14 @@ def as_given(x: Tensor, module: nn.Module) -> Tensor:
     return x.to(weight.device, weight.dtype) if weight.is_cuda else x
 
 
+def replace_modules(model: nn.Module, new: dict[int, nn.Module]) -> None:
+    """Put modules in the place of others, by id, wherever these are registered."""
+    for parent in list(model.modules()):
+        for key, child in parent._modules.items():
+            if child is not None and id(child) in new:
+                parent._modules[key] = new[id(child)]
+
+
 class FusedActivation(nn.Identity):
     """Stands where an activation stood that the linear layer before it now computes."""
 

@@ -12,10 +12,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qcut.errors import ConfigError
+from qcut.errors import ConfigError, layer_prefix
 
 Kind = Literal["hadamard", "qr"]
 KINDS = ("hadamard", "qr")
+
+_HAAR_BYTES = 1 << 29  # a matrix of 8192 columns takes half of it, 128 columns of it 8192 times
+_haar_cache: dict[tuple[int, int], Tensor] = {}
 
 
 def groups(k: int, group_size: int) -> list[tuple[int, int]]:
@@ -29,19 +32,51 @@ def groups(k: int, group_size: int) -> list[tuple[int, int]]:
     return [(first, min(group_size, k - first)) for first in range(0, k, group_size)]
 
 
-@lru_cache(maxsize=64)
+def check_groups(k: int, group_size: int, kind: str, layer: str | None = None) -> list[tuple[int, int]]:
+    """`groups`, once the rotation is known to take each of them: a Hadamard group is a power of two, the last too.
+
+    Args:
+        k: columns.
+        group_size: columns of a group; k or more takes whole rows.
+        kind: see `rotate`.
+        layer: name for error messages.
+
+    Raises:
+        ConfigError: a group that the rotation cannot take, another kind, or a group size below 1.
+    """
+    where = layer_prefix(layer)
+    _check_kind(kind)
+    parts = groups(k, group_size)
+    for first, d in (parts[0], parts[-1]) if parts else ():
+        if kind == "hadamard" and d & (d - 1):
+            raise ConfigError(
+                f"{where}a Hadamard rotation of {d} columns (from column {first} of {k}, groups of {group_size}); "
+                "allowed: powers of two, or rotation 'qr'"
+            )
+    return parts
+
+
 def haar(d: int, seed: int) -> Tensor:
     """float32 ``[d, d]``: a rotation of Haar measure, the Q of a Gaussian matrix with R's diagonal made positive.
 
-    Not to be written to: calls share it.
+    Not to be written to: calls share it, within half a gigabyte of them.
 
     Exactness: that of LAPACK's QR in float32; two builds of torch may differ in the last bits.
 
     Source: Mezzadri, "How to generate random matrices from the classical compact groups" (2007), section 5.
     """
-    gaussian = torch.randn(d, d, generator=torch.Generator().manual_seed(seed))
-    q, r = torch.linalg.qr(gaussian)
-    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+    found = _haar_cache.pop((d, seed), None)
+    if found is None:
+        gaussian = torch.randn(d, d, generator=torch.Generator().manual_seed(seed))
+        q, r = torch.linalg.qr(gaussian)
+        found = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+        held = sum(matrix.nbytes for matrix in _haar_cache.values())
+        for key in list(_haar_cache):
+            if held + found.nbytes <= _HAAR_BYTES:
+                break
+            held -= _haar_cache.pop(key).nbytes
+    _haar_cache[d, seed] = found  # the last entry is the one used last
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -100,6 +135,53 @@ def rotate_back(x: Tensor, kind: Kind, seed: int) -> Tensor:
     if kind == "qr":
         return x @ haar(d, seed).to(x)
     return walsh_hadamard(x) * signs(d, seed).to(x) * d**-0.5
+
+
+def rotate_groups(x: Tensor, kind: Kind, group_size: int, seed: int) -> Tensor:
+    """`rotate` on every group of the last dimension, a group's seed being ``seed`` plus its first column.
+
+    Args:
+        x: ``[..., K]``, floating point.
+        kind: see `rotate`.
+        group_size: columns of a group; the last may have fewer.
+        seed: of the group at column 0.
+
+    Returns:
+        ``[..., K]`` in float32 or x's wider dtype.
+
+    Raises:
+        ConfigError: see `check_groups`.
+
+    Exactness: bitwise that of `rotate` per group.
+    """
+    return _each_group(x, kind, group_size, seed, back=False)
+
+
+def rotate_groups_back(x: Tensor, kind: Kind, group_size: int, seed: int) -> Tensor:
+    """The inverse of `rotate_groups`, with its arguments and errors."""
+    return _each_group(x, kind, group_size, seed, back=True)
+
+
+def _each_group(x: Tensor, kind: Kind, group_size: int, seed: int, back: bool) -> Tensor:
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    parts = check_groups(x.shape[-1], group_size, kind)
+    if kind == "qr":
+        out = torch.empty_like(x)
+        for first, d in parts:
+            one = rotate_back if back else rotate
+            out[..., first : first + d] = one(x[..., first : first + d], kind, seed + first)
+        return out
+    flips = torch.cat([signs(d, seed + first) for first, d in parts]).to(x)
+    pieces = []
+    # Groups of one size are transformed together: all but a shorter last one.
+    full = sum(d == parts[0][1] for _, d in parts)
+    for first, d, count in ((0, parts[0][1], full), (*parts[-1], len(parts) - full)):
+        if count:
+            columns = slice(first, first + d * count)
+            piece = x[..., columns] if back else x[..., columns] * flips[columns]
+            piece = walsh_hadamard(piece.unflatten(-1, (count, d))).flatten(-2)
+            pieces.append((piece * flips[columns] if back else piece) * d**-0.5)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
 def _check_kind(kind: str) -> None:

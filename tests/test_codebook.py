@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qcut import codebook, rotation
+from qcut import codebook, rotated_codebook, rotation
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError
-from qcut.rotated_codebook import RotatedCodebook, dequantize, quantize
+from qcut.rotated_codebook import RotatedCodebook, dequantize, pass_seeds, quantize, quantize_residual
 
 SAMPLE = Path(__file__).parents[2] / "shared" / "data" / "turboquant-qr-4bit"
 
@@ -95,6 +95,29 @@ def test_rotations_keep_products_and_come_back(kind: rotation.Kind):
     assert not torch.equal(rotated, rotation.rotate(x, kind, 4))
 
 
+@pytest.mark.parametrize(("kind", "k", "group_size"), [("hadamard", 320, 128), ("qr", 300, 128), ("hadamard", 64, 999)])
+def test_groups_rotate_as_they_do_alone(kind: rotation.Kind, k: int, group_size: int):
+    x = normal(5, k)
+    for together, alone in (
+        (rotation.rotate_groups, rotation.rotate),
+        (rotation.rotate_groups_back, rotation.rotate_back),
+    ):
+        parts = [alone(x[:, f : f + d], kind, 9 + f) for f, d in rotation.groups(k, group_size)]
+        assert torch.equal(together(x, kind, group_size, 9), torch.cat(parts, 1))
+
+
+def test_haar_matrices_are_kept_within_their_budget(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rotation, "_haar_cache", {})
+    monkeypatch.setattr(rotation, "_HAAR_BYTES", 3 * 4 * 16**2)
+    kept = [rotation.haar(16, seed) for seed in range(3)]
+    assert rotation.haar(16, 0) is kept[0]
+    rotation.haar(16, 3)  # pushes out 1, the one not used for longest
+    assert list(rotation._haar_cache) == [(16, 2), (16, 0), (16, 3)]
+    assert torch.equal(rotation.haar(16, 1), kept[1])
+    assert rotation.haar(64, 0).shape == (64, 64)  # over the budget by itself
+    assert list(rotation._haar_cache) == [(64, 0)]
+
+
 def test_rotations_refuse():
     with pytest.raises(ConfigError, match="Hadamard rotation of 96 columns; allowed: powers of two"):
         rotation.rotate(torch.zeros(1, 96), "hadamard", 0)
@@ -146,12 +169,70 @@ def test_weights_that_are_refused():
         quantize(torch.zeros(0, 4))
     with pytest.raises(DtypeError, match="int8"):
         quantize(torch.zeros(1, 4, dtype=torch.int8))
-    with pytest.raises(ConfigError, match="96 columns"):
-        quantize(torch.ones(1, 96))
+    with pytest.raises(ConfigError, match=r"layer 'h\.0': .*rotation of 96 columns \(from column 128 of 224"):
+        quantize(torch.ones(1, 224), layer="h.0")
     good = quantize(torch.ones(2, 8))
     for bad in ({"norms": good.norms[:1]}, {"values": good.values[:2]}):
         with pytest.raises(ShapeError):
             dequantize(RotatedCodebook(**{**good.__dict__, **bad}))
+
+
+@pytest.mark.parametrize("bits", codebook.BITS)
+def test_refitted_norms_lower_the_error_of_every_group(bits: int):
+    weight = normal(32, 256) * (1 + 3 * (normal(32, 256, seed=1) > 1))
+    weight[3, :128] = 0
+    plain, refitted = (quantize(weight, bits, norm_dtype=torch.float32, refit=refit) for refit in (False, True))
+    assert torch.equal(plain.indices, refitted.indices)
+    before, after = ((dequantize(q) - weight).square().unflatten(1, (2, 128)).sum(2) for q in (plain, refitted))
+    assert (after <= before * (1 + 1e-5)).all()
+    assert after.sum() < 0.999 * before.sum()
+    assert not after[3, 0]
+
+
+@pytest.mark.parametrize("kind", rotation.KINDS)
+def test_rows_do_not_depend_on_the_chunk(kind: rotation.Kind, monkeypatch: pytest.MonkeyPatch):
+    weight = normal(50, 320)
+    whole = quantize_residual(weight, 4, 2, kind=kind)
+    restored = dequantize(whole)
+    monkeypatch.setattr(rotated_codebook, "_CHUNK_ELEMENTS", 7 * 320)
+    pieces = quantize_residual(weight, 4, 2, kind=kind)
+    for a, b in zip(whole, pieces, strict=True):
+        assert torch.equal(a.norms, b.norms)
+        assert torch.equal(a.indices, b.indices)
+    # A dense rotation of fewer rows may add up in another order.
+    torch.testing.assert_close(dequantize(pieces), restored, rtol=0, atol=0 if kind == "hadamard" else 1e-5)
+
+
+@pytest.mark.parametrize(("bits", "residual_bits"), [(4, 4), (4, 2), (2, 3)])
+def test_the_error_of_two_passes_is_the_product_of_theirs(bits: int, residual_bits: int):
+    weight = normal(64, 512)
+    first, second = quantize_residual(weight, bits, residual_bits, norm_dtype=torch.float32)
+    assert torch.equal(first.indices, quantize(weight, bits).indices)
+    restored = dequantize((first, second))
+    torch.testing.assert_close(restored, dequantize(first) + dequantize(second), rtol=0, atol=0)
+    assert torch.equal(second.indices, quantize(weight - dequantize(first), residual_bits, seed=1042).indices)
+    error = (restored - weight).square().sum() / weight.square().sum()
+    expected = codebook.distortion(bits) * codebook.distortion(residual_bits)
+    assert 0.85 < float(error) / expected < 1.05
+
+
+def test_the_seeds_of_passes():
+    assert pass_seeds(42) == (42, 1042)
+    assert pass_seeds(1, 2, "different", 5) == pass_seeds(1, 2, "alternating", 5) == (1, 2)
+    assert pass_seeds(1, 2, "shared", 5) == (1, 1)
+    assert pass_seeds(1, 2, "per_layer", 0) == (1, 2)
+    assert pass_seeds(1, 2, "per_layer", 5) == (50_036, 50_037)
+    with pytest.raises(ConfigError, match="strategy 'random'; allowed: different, shared"):
+        pass_seeds(1, 2, "random")  # type: ignore[arg-type]
+    passes = quantize_residual(normal(2, 16), strategy="per_layer", layer_index=2, group_size=16)
+    assert [q.seed for q in passes] == [20_056, 21_056]
+
+
+def test_passes_that_do_not_fit_each_other():
+    with pytest.raises(ShapeError, match=r"shapes \[\[2, 8\], \[2, 16\]\]"):
+        dequantize((quantize(normal(2, 8)), quantize(normal(2, 16))))
+    with pytest.raises(ShapeError, match="one pass or more"):
+        dequantize(())
 
 
 @pytest.mark.skipif(not SAMPLE.is_dir(), reason=f"no sample beside the project ({SAMPLE.name})")

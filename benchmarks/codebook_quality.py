@@ -1,0 +1,217 @@
+"""Perplexity of rotated codebook weights and of 4-bit integers against the float model.
+
+    python benchmarks/codebook_quality.py --models-dir ../shared/models --text ../shared/data/wikitext2-test.txt
+
+The weights of the attention and MLP layers are replaced by their dequantized values: the model computes in float32, and
+what is measured is the loss of the weights alone. Embeddings and the LM head stay as they are. The calibrated fits see
+text that the model itself writes, sampled token by token: none of the evaluated text, and nearer to what the model
+reads than a text of another kind (``--calibration reference`` takes the Python language reference instead).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from torch import Tensor
+
+from benchmarks.harness import ROOT, Results, environment
+from benchmarks.quality import tokens_of
+from benchmarks.readme_tables import markdown
+from examples.gpt2_int8 import language_reference
+from qcut import rotation
+from qcut.codebook_fit import collect_second_moments, fit, fit_residual
+from qcut.errors import QcutError
+from qcut.evaluation import perplexity, windows_of
+from qcut.modules import find_layers, weight_nk
+from qcut.rotated_codebook import dequantize, quantize, quantize_residual
+
+GROUP = 128
+
+
+def int4(weight: Tensor, symmetric: bool) -> Tensor:
+    """A weight rounded to nearest in 4 bits: a float16 scale for 128 columns, and a zero point unless symmetric."""
+    out = torch.empty_like(weight)
+    for first, d in rotation.groups(weight.shape[1], GROUP):
+        w = weight[:, first : first + d]
+        if symmetric:
+            low, high, zero = -8, 7, torch.zeros(len(w), 1, device=w.device)
+            scale = w.abs().amax(1, keepdim=True) / 7
+        else:
+            low, high = 0, 15
+            least, most = w.amin(1, keepdim=True).clamp(max=0), w.amax(1, keepdim=True).clamp(min=0)
+            scale = (most - least) / 15
+        scale = torch.where(scale > 0, scale, 1.0).half().float()
+        if not symmetric:
+            zero = (-least / scale).round()
+        out[:, first : first + d] = (((w / scale).round() + zero).clamp(low, high) - zero) * scale
+    return out
+
+
+VARIANTS: dict[str, tuple[str, Callable[[Tensor, Tensor, int], Tensor]]] = {
+    "int4": ("4-bit integers, asymmetric, to nearest", lambda w, h, seed: int4(w, symmetric=False)),
+    "int4_symmetric": ("4-bit integers, symmetric, to nearest", lambda w, h, seed: int4(w, symmetric=True)),
+    "codebook4": ("to nearest", lambda w, h, seed: dequantize(quantize(w, 4, seed=seed))),
+    "codebook4_refit": (
+        "to nearest, norms refitted without data",
+        lambda w, h, seed: dequantize(quantize(w, 4, seed=seed, refit=True)),
+    ),
+    "codebook4_calibrated": ("fitted to inputs", lambda w, h, seed: dequantize(fit(w, h, 4, seed=seed))),
+    "codebook4_4": ("two passes", lambda w, h, seed: dequantize(quantize_residual(w, 4, 4, seed=seed))),
+    "codebook4_4_calibrated": (
+        "two passes, the second fitted to inputs",
+        lambda w, h, seed: dequantize(fit_residual(w, h, 4, 4, seed=seed)),
+    ),
+    "codebook3": ("to nearest", lambda w, h, seed: dequantize(quantize(w, 3, seed=seed))),
+    "codebook3_calibrated": ("fitted to inputs", lambda w, h, seed: dequantize(fit(w, h, 3, seed=seed))),
+    "codebook2": ("to nearest", lambda w, h, seed: dequantize(quantize(w, 2, seed=seed))),
+    "codebook2_calibrated": ("fitted to inputs", lambda w, h, seed: dequantize(fit(w, h, 2, seed=seed))),
+}
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    options = argparse.ArgumentParser(
+        description="Perplexity of codebook weights against float.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="variants:\n" + "\n".join(f"  {name:24} {what}" for name, (what, _) in VARIANTS.items()),
+    )
+    options.add_argument("--models-dir", type=Path, default=ROOT.parent / "shared" / "models")
+    options.add_argument("--models", default="gpt2-14m,llama-13m", help="folders of --models-dir, comma-separated")
+    options.add_argument("--text", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext2-test.txt")
+    options.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated [all]")
+    options.add_argument("--window", type=int, default=512, help="tokens per window [512]")
+    options.add_argument("--windows", type=int, help="evaluate on at most so many windows [all]")
+    options.add_argument("--calibration", choices=("own", "reference"), default="own", help="text [own]")
+    options.add_argument("--calibration-windows", type=int, default=128)
+    options.add_argument("--seed", type=int, default=42, help="of the rotations [42]")
+    options.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    options.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for CSV and Markdown"
+    )
+    args = options.parse_args(argv)
+    args.variants = args.variants.split(",")
+    if unknown := [name for name in args.variants if name not in VARIANTS]:
+        options.error(f"--variants: {', '.join(unknown)} is not one of {', '.join(VARIANTS)}")
+    args.models = [args.models_dir / name for name in args.models.split(",")]
+    for path in (*args.models, args.text):
+        if not path.exists():
+            options.error(f"{path} does not exist (--models-dir, --models, --text)")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return args
+
+
+@torch.no_grad()
+def own_text(model: torch.nn.Module, count: int, length: int, vocabulary: int, seed: int = 0) -> Tensor:
+    """int64 ``[count, length]``: what a model continues random tokens with, sampled at temperature 1."""
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    ids = torch.randint(0, vocabulary, (count, 1), generator=generator)
+    past = None
+    for _ in range(length - 1):
+        output = model(ids[:, -1:].to(device), past_key_values=past, use_cache=True)
+        past = output.past_key_values
+        # Drawn on the CPU: the same generator everywhere.
+        probabilities = output.logits[:, -1].float().softmax(-1).cpu()
+        ids = torch.cat((ids, torch.multinomial(probabilities, 1, generator=generator)), 1)
+    return ids
+
+
+def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
+    """One model: the float model and every variant, a row each."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokens = tokens_of(tokenizer, args.text.read_text(encoding="utf-8"))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    model = model.to(args.device).eval()
+    layers = find_layers(model)
+    originals = {name: weight_nk(module).clone() for name, module in layers.items()}
+    bar = sys.stderr.isatty()
+    moments: dict[str, Tensor] = {}
+    if any(name.endswith("calibrated") for name in args.variants):
+        if args.calibration == "own":
+            windows = own_text(model, args.calibration_windows, args.window, model.config.vocab_size)
+        else:
+            windows = windows_of(tokens_of(tokenizer, language_reference()), args.window, args.calibration_windows)
+        moments = collect_second_moments(model, windows.split(8), progress=bar)
+    baseline = 0.0
+    for variant in ("float32", *args.variants):
+        start = time.perf_counter()
+        for name, module in layers.items():
+            if variant != "float32":
+                h = moments.get(name, torch.empty(0))
+                weight_nk(module).copy_(VARIANTS[variant][1](originals[name], h, args.seed))
+        seconds = time.perf_counter() - start
+        value = perplexity(model, tokens, window=args.window, max_windows=args.windows, progress=bar)
+        baseline = baseline or value
+        change = 100 * (value / baseline - 1)
+        results.rows.append(
+            {
+                "bench": results.bench,
+                "model": path.name,
+                "variant": variant,
+                "what": VARIANTS[variant][0] if variant in VARIANTS else "",
+                "perplexity": round(value, 4),
+                "change_percent": round(change, 3),
+                "group_size": GROUP,
+                "seed": args.seed,
+                "windows": len(windows_of(tokens, args.window, args.windows)),
+                "window": args.window,
+                "text": args.text.name,
+                "calibration": args.calibration if variant.endswith("calibrated") else "",
+                "calibration_windows": args.calibration_windows if variant.endswith("calibrated") else "",
+                "quantize_seconds": round(seconds, 1),
+            }
+        )
+        print(
+            f"{path.name} {variant}: {value:.3f} ({100 * (value / baseline - 1):+.2f} %)", file=sys.stderr, flush=True
+        )
+
+
+def report(results: Results) -> str:
+    """The rows as Markdown: a line per variant, a column per model, and how they were measured."""
+    models = list(dict.fromkeys(str(row["model"]) for row in results.rows))
+    cells: dict[str, dict[str, str]] = {}
+    what = {}
+    for row in results.rows:
+        variant = str(row["variant"])
+        change = f"{row['perplexity']:.2f}" if variant == "float32" else f"{row['change_percent']:+.2f} %"
+        cells.setdefault(variant, {})[str(row["model"])] = change
+        what[variant] = str(row["what"])
+    lines = [[variant, what[variant], *(found.get(model, "–") for model in models)] for variant, found in cells.items()]
+    first = results.rows[0]
+    return (
+        f"Perplexity on {first['windows']} windows of {first['window']} tokens of {first['text']}, float32 with "
+        f"dequantized weights (attention and MLP layers, groups of {GROUP}), Hadamard rotations of seed "
+        f"{first['seed']}.\n\n{markdown(['weights', '', *models], lines)}\n"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    results = Results("codebook_quality", environment())
+    try:
+        for path in args.models:
+            measure(path, args, results)
+            # A run that is cut short keeps what it has measured.
+            csv = results.write_csv(args.out)
+            csv.with_suffix(".md").write_text(report(results), encoding="utf-8")
+    except QcutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(report(results))
+    print(f"{results.env}; {csv}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
