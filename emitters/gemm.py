@@ -120,14 +120,14 @@ class TileConfig:
 
 
 class Named(Protocol):
-    """A tile of any family."""
+    """A problem, or a tile, of any family."""
 
     @property
     def name(self) -> str:
         """Its part of a kernel's name."""
 
 
-def procedural_name(family: str, arch: str, problem: GemmProblem, tile: Named) -> str:
+def procedural_name(family: str, arch: str, problem: Named, tile: Named) -> str:
     """The name a kernel has in the cache, in logs, in tables and in benchmarks."""
     return f"qcut_{family}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
 

@@ -1,0 +1,333 @@
+"""How codebook weights and rotated tokens lie in GPU memory, and the way there and back, in plain torch.
+
+Columns. Every group is padded to whole *slots* of 32, 64 or 128 columns (`Geometry.slot`), one norm to a slot, and the
+whole to *units* of 128 columns. A residual pass lies behind the first along K, as if K were longer.
+
+Weights. A unit holds 16 rows x 128 columns as the tensor core's first operand wants them (PTX ISA, "Matrix Fragments
+for mma.m16n8k16"): lane ``4g + t`` keeps eight 32-bit words of eight 4-bit indices; byte b of word i has columns
+``16i + 8(b & 1) + 2t`` (low half) and the next one, of row ``g + 8(b >> 1)``. Words 0 to 3 of all lanes come first,
+then words 4 to 7: two loads of 16 bytes a lane, 512 contiguous bytes a warp. Two bits: word j is
+``w[2j] | w[2j + 1] << 2``, one load. Three bits: the lower two as above, then two words a lane of the upper bits,
+``sum (w[4q + j] >> 2) << j``.
+
+Norms. float16, relative to a power of two for each row, so that 16-bit products keep their precision; that power, and
+``1 / sqrt(group size)``, are in a float32 factor for each output channel.
+
+Tokens. Blocks of 8 tokens x 128 bytes, 16-byte chunk c of token r at place ``c ^ (r % 8)``: shared memory's 128-byte
+swizzle, so that a plain bulk copy brings what ``wgmma`` and ``ldmatrix`` read without bank conflicts. Columns of int8
+tokens are permuted within 16, so that a word of indices serves both products: place ``4t + e`` has column
+``8(e >> 1) + 2t + (e & 1)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qcut.errors import ConfigError, ShapeError
+
+UNIT_ROWS, UNIT_COLUMNS = 16, 128
+ROW_ALIGNMENT = 64
+"""Rows of weights are padded to this many: one ``wgmma``."""
+_BITS = (2, 3, 4)
+_CHUNK_TILES = 256  # of 16 rows: the words of larger weights are put together piece by piece
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Where the columns of a weight with K columns in groups go.
+
+    Attributes:
+        k: columns of the weight.
+        group_size: columns of a group; the last may have fewer.
+    """
+
+    k: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.group_size < 1:
+            raise ConfigError(f"K is {self.k} and group_size {self.group_size}; allowed: 1 and more")
+
+    @property
+    def full(self) -> int:
+        """Columns of a full group: the group size, or K where that is less."""
+        return min(self.group_size, self.k)
+
+    @property
+    def slot(self) -> int:
+        """Columns that share a stored norm: 32, 64 or 128."""
+        return 32 if self.full <= 32 else 64 if self.full <= 64 else 128
+
+    @property
+    def padded_group(self) -> int:
+        """Columns that a full group takes, its padding included."""
+        return -(-self.full // self.slot) * self.slot
+
+    @property
+    def groups(self) -> int:
+        """Groups of a row."""
+        return -(-self.k // self.full)
+
+    @property
+    def k_padded(self) -> int:
+        """Columns in memory, a multiple of 128."""
+        last = self.k - (self.groups - 1) * self.full
+        used = (self.groups - 1) * self.padded_group + -(-last // self.slot) * self.slot
+        return -(-used // UNIT_COLUMNS) * UNIT_COLUMNS
+
+    @property
+    def units(self) -> int:
+        """Units along K."""
+        return self.k_padded // UNIT_COLUMNS
+
+    def columns(self, device: torch.device | str | None = None) -> Tensor:
+        """int64 ``[K]``: the place in memory of each column."""
+        column = torch.arange(self.k, device=device)
+        return column // self.full * self.padded_group + column % self.full
+
+    def slot_groups(self, device: torch.device | str | None = None) -> Tensor:
+        """int64 ``[k_padded / slot]``: the group of each slot; slots of pure padding name the last group."""
+        slots = torch.arange(self.k_padded // self.slot, device=device)
+        return (slots * self.slot // self.padded_group).clamp(max=self.groups - 1)
+
+
+def row_tiles(n: int) -> int:
+    """Tiles of 16 rows that n rows take, a multiple of 4."""
+    return -(-n // ROW_ALIGNMENT) * (ROW_ALIGNMENT // UNIT_ROWS)
+
+
+def unit_bytes(bits: int) -> int:
+    """Bytes of a unit: 512, 768 or 1,024."""
+    if bits not in _BITS:
+        raise ConfigError(f"indices of {bits} bits; allowed: 2, 3, 4")
+    return UNIT_ROWS * UNIT_COLUMNS * bits // 8
+
+
+def pack_units(indices: Tensor, bits: int, geometry: Geometry) -> Tensor:
+    """Indices as the kernels read them.
+
+    Args:
+        indices: uint8 ``[N, K]``, each below ``2**bits``.
+        bits: 2, 3 or 4.
+        geometry: of the weight.
+
+    Returns:
+        uint8 ``[row_tiles(N), units, unit_bytes(bits)]``; padding is 0.
+
+    Raises:
+        ShapeError: K differs from the geometry's.
+        ConfigError: other widths.
+    """
+    n, k = indices.shape
+    size = unit_bytes(bits)
+    if k != geometry.k:
+        raise ShapeError(f"indices have {k} columns; the geometry has {geometry.k}")
+    out = torch.empty((row_tiles(n), geometry.units, size), dtype=torch.uint8, device=indices.device)
+    places = geometry.columns(indices.device)
+    for first in range(0, len(out), _CHUNK_TILES):
+        piece = out[first : first + _CHUNK_TILES]
+        rows = indices[first * UNIT_ROWS : (first + _CHUNK_TILES) * UNIT_ROWS]
+        padded = indices.new_zeros((len(piece) * UNIT_ROWS, geometry.k_padded))
+        padded[: len(rows), places] = rows
+        piece.copy_(_pack_words(_to_nibbles(padded), bits))
+    return out
+
+
+def unpack_units(units: Tensor, bits: int, n: int, geometry: Geometry) -> Tensor:
+    """uint8 ``[n, K]``: what `pack_units` packed.
+
+    Raises:
+        ShapeError: units of another shape than n rows, the bits and the geometry take.
+        ConfigError: other widths.
+    """
+    expected = (row_tiles(n), geometry.units, unit_bytes(bits))
+    if units.shape != expected:
+        raise ShapeError(f"units have shape {list(units.shape)}; allowed: {list(expected)}")
+    out = torch.empty((n, geometry.k), dtype=torch.uint8, device=units.device)
+    places = geometry.columns(units.device)
+    for first in range(0, len(units), _CHUNK_TILES):
+        rows = out[first * UNIT_ROWS : (first + _CHUNK_TILES) * UNIT_ROWS]
+        rows.copy_(_from_nibbles(_unpack_words(units[first : first + _CHUNK_TILES], bits))[: len(rows), places])
+    return out
+
+
+def _to_nibbles(padded: Tensor) -> Tensor:
+    """``[16 T, Kp]`` → ``[T, U, 2 (v), 8 (g), 4 (t), 4 (word), 2 (r8), 2 (h), 2 (e)]``: a unit's order."""
+    t, u = len(padded) // UNIT_ROWS, padded.shape[1] // UNIT_COLUMNS
+    # rows: r8, g; columns: unit, v, word, h, t, e
+    split = padded.view(t, 2, 8, u, 2, 4, 2, 4, 2)
+    return split.permute(0, 3, 4, 2, 7, 5, 1, 6, 8)
+
+
+def _from_nibbles(nibbles: Tensor) -> Tensor:
+    t, u = nibbles.shape[:2]
+    return nibbles.permute(0, 6, 3, 1, 2, 5, 7, 4, 8).reshape(t * UNIT_ROWS, u * UNIT_COLUMNS)
+
+
+def _pack_words(nibbles: Tensor, bits: int) -> Tensor:
+    """``[T, U, v, g, t, word, r8, h, e]`` → uint8 ``[T, U, unit_bytes(bits)]``."""
+    t, u = nibbles.shape[:2]
+    # Bytes of 4-bit words: [T, U, v, lane, word, byte]; every shift below stays inside its nibble, so bytes will do.
+    words = (nibbles[..., 0] | nibbles[..., 1] << 4).reshape(t, u, 2, 32, 4, 4)
+    if bits == 4:
+        return words.reshape(t, u, -1)
+    by_lane = words.permute(0, 1, 3, 2, 4, 5).reshape(t, u, 32, 8, 4)  # word 0..7 of a lane
+    lower = by_lane & 0x33
+    packed = (lower[:, :, :, 0::2] | lower[:, :, :, 1::2] << 2).reshape(t, u, -1)
+    if bits == 2:
+        return packed
+    upper = (by_lane >> 2 & 0x11).view(t, u, 32, 2, 4, 4)
+    shifts = torch.arange(4, dtype=torch.uint8, device=nibbles.device)[:, None]
+    planes = (upper << shifts).sum(4, dtype=torch.uint8).reshape(t, u, -1)
+    return torch.cat((packed, planes), -1)
+
+
+def _unpack_words(units: Tensor, bits: int) -> Tensor:
+    t, u = units.shape[:2]
+    if bits == 4:
+        words = units.view(t, u, 2, 32, 4, 4)
+    else:
+        packed = units[..., :512].reshape(t, u, 32, 4, 1, 4)
+        by_lane = torch.cat((packed & 0x33, packed >> 2 & 0x33), 4).reshape(t, u, 32, 8, 4)
+        if bits == 3:
+            shifts = torch.arange(4, dtype=torch.uint8, device=units.device)[:, None]
+            planes = units[..., 512:].reshape(t, u, 32, 2, 1, 4)
+            by_lane = by_lane | ((planes >> shifts & 0x11) << 2).reshape(t, u, 32, 8, 4)
+        words = by_lane.view(t, u, 32, 2, 4, 4).permute(0, 1, 3, 2, 4, 5)
+    nibbles = torch.stack((words & 15, words >> 4), -1)
+    return nibbles.reshape(t, u, 2, 8, 4, 4, 2, 2, 2)
+
+
+def row_exponents(norms: Tensor) -> Tensor:
+    """float32 ``[N]``: the least power of two that no norm of the row exceeds, 1 for a row of zeros.
+
+    Args:
+        norms: ``[N, G]``, finite and at least 0.
+    """
+    largest = norms.float().amax(1)
+    mantissa, exponent = torch.frexp(largest)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    power = torch.ldexp(torch.ones_like(largest), exponent.clamp(-126, 127))
+    return torch.where(largest > 0, power, 1.0)
+
+
+def pack_norms(norms: Tensor, exponents: Tensor, geometry: Geometry) -> Tensor:
+    """Norms as the kernels read them, divided by their row's power of two.
+
+    Args:
+        norms: float16 or float32 ``[N, G]``.
+        exponents: float32 ``[N]``, `row_exponents` of these norms or, for a residual pass, of the first pass.
+        geometry: of the weight.
+
+    Returns:
+        float16 ``[row_tiles(N), units, slots per unit, 8, 2]``: rows g and g + 8 of each slot side by side; padding
+        is 0.
+
+    Exactness: exact for float16 norms, but for those below ``2**-14`` of the row's power, which lose bits as
+    subnormals; float32 norms are rounded.
+    """
+    n = len(norms)
+    relative = (norms.float() / exponents[:, None]).half()
+    padded = relative.new_zeros((row_tiles(n) * UNIT_ROWS, geometry.k_padded // geometry.slot))
+    padded[:n] = relative[:, geometry.slot_groups(norms.device)]
+    split = padded.view(row_tiles(n), 2, 8, geometry.units, UNIT_COLUMNS // geometry.slot)
+    return split.permute(0, 3, 4, 2, 1).contiguous()
+
+
+def unpack_norms(packed: Tensor) -> Tensor:
+    """float16 ``[16 row tiles, slots]``: the relative norm of each row and slot."""
+    t, u, s = packed.shape[:3]
+    return packed.permute(0, 4, 3, 1, 2).reshape(t * UNIT_ROWS, u * s)
+
+
+def fold_scales(packed_norms: Tensor, values: Tensor) -> Tensor:
+    """``127 / (max |value| * the row's largest relative norm)``: makes int8 of a row's weights.
+
+    Args:
+        packed_norms: `pack_norms`, of all passes.
+        values: float16 ``[16]``, the codebook.
+
+    Returns:
+        float32 ``[16 row tiles]``; 0 for rows whose norms are 0.
+
+    Exactness: two float32 operations: a product that is exact, and the division.
+    """
+    largest = unpack_norms(packed_norms).float().amax(1) * values.float().abs().max()
+    scale = torch.full((), 127.0, device=largest.device) / largest
+    return torch.where(largest > 0, scale, 0.0)
+
+
+def int8_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tensor, fold: Tensor) -> Tensor:
+    """The integers that int8 products are made of: ``q = rne(value * f32(norm * fold))``.
+
+    Args:
+        units: `pack_units`.
+        bits: of the indices.
+        packed_norms: `pack_norms`.
+        values: float16 ``[2**bits]`` or longer.
+        fold: `fold_scales`.
+
+    Returns:
+        int8 ``[16 row tiles, 128 units]`` in [-127, 127], columns in memory's order before any permutation.
+
+    Exactness: bitwise; the product of a float16 and a float32 is exact in float64 and rounded once, to an integer.
+    """
+    indices = _from_nibbles(_unpack_words(units, bits)).long()
+    norms = unpack_norms(packed_norms).float()
+    factor = (norms * fold[:, None]).double().repeat_interleave(indices.shape[1] // norms.shape[1], 1)
+    return (values.double()[indices] * factor).round().clamp(-127, 127).to(torch.int8)
+
+
+def rotated_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tensor) -> Tensor:
+    """float64 ``[16 row tiles, 128 units]``: ``value * norm``, the weights before the channel's factor."""
+    indices = _from_nibbles(_unpack_words(units, bits)).long()
+    norms = unpack_norms(packed_norms).double()
+    return values.double()[indices] * norms.repeat_interleave(indices.shape[1] // norms.shape[1], 1)
+
+
+def token_order(columns: int, dtype: torch.dtype) -> Tensor:
+    """int64 ``[columns]``: the column at each place of a row of tokens, before the swizzle."""
+    place = torch.arange(columns)
+    if dtype is not torch.int8:
+        return place
+    inside = place % 16
+    t, e = inside // 4, inside % 4
+    return place - inside + 8 * (e // 2) + 2 * t + e % 2
+
+
+def to_blocks(x: Tensor) -> Tensor:
+    """Rotated, padded tokens as the kernels read them.
+
+    Args:
+        x: float16, bfloat16 or int8 ``[M, Kp]``, Kp a multiple of 128.
+
+    Returns:
+        ``[Kp / B, ceil(M / 8), 8, B]`` of x's dtype, B = 128 bytes; rows past M are 0.
+    """
+    m, k = x.shape
+    per_block = 128 // x.element_size()
+    rows = x.new_zeros((-(-m // 8) * 8, k))
+    rows[:m] = x[:, token_order(k, x.dtype).to(x.device)]
+    chunks = rows.view(-1, 8, k // per_block, 8, per_block // 8)
+    swizzled = torch.empty_like(chunks)
+    place = torch.arange(8)
+    for r in range(8):
+        swizzled[:, r, :, place ^ r] = chunks[:, r]
+    return swizzled.permute(2, 0, 1, 3, 4).flatten(3).contiguous()
+
+
+def from_blocks(blocks: Tensor, m: int) -> Tensor:
+    """``[m, Kp]``: the inverse of `to_blocks`."""
+    kb, m8, _, per_block = blocks.shape
+    swizzled = blocks.view(kb, m8, 8, 8, per_block // 8).permute(1, 2, 0, 3, 4)
+    chunks = torch.empty_like(swizzled)
+    place = torch.arange(8)
+    for r in range(8):
+        chunks[:, r] = swizzled[:, r][:, :, place ^ r]
+    rows = chunks.reshape(m8 * 8, kb * per_block)[:m]
+    out = torch.empty_like(rows)
+    out[:, token_order(kb * per_block, blocks.dtype).to(blocks.device)] = rows
+    return out
