@@ -20,6 +20,7 @@ from emitters.epilogue import Activation, Epilogue
 from emitters.gemm import GemmProblem
 from emitters.source import DType, KernelSource
 from qcut import _native, dispatch, jit
+from qcut.codebook_dispatch import bucket
 from qcut.config import padded_k
 from qcut.dispatch import Choice, Target
 
@@ -60,14 +61,11 @@ def has_cutlass() -> bool:
 
 
 def m_bucket(m: int) -> int:
-    """Rows up to which one launch plan serves: 16, 32, 64, then four steps an octave.
+    """Rows up to which one launch plan serves: 8, 16, 32, 64, then four steps an octave.
 
     Every m in a bucket runs the same kernel, so that nearby batch sizes neither build nor choose anew.
     """
-    if m <= 64:
-        return 16 if m <= 16 else 32 if m <= 32 else 64
-    step = 1 << ((m - 1).bit_length() - 3)
-    return -(-m // step) * step
+    return bucket(max(8, m))
 
 
 @dataclass(frozen=True)
@@ -153,17 +151,19 @@ def gemm_plan(
     return _planned(choice, problem, n, device)
 
 
-def weight_only_plan(problem: GemmProblem, m: int, n: int, k: int, device: int) -> LaunchPlan:
-    """Plan of a GEMM with 16-bit activations and int8 weights."""
-    return _planned(dispatch.select_weight_only(problem, m, n, k, target(device)), problem, n, device)
+def weight_only_plan(problem: GemmProblem, m: int, n: int, k: int, device: int, *, pdl: bool = True) -> LaunchPlan:
+    """Plan of a GEMM with 16-bit activations and int8 weights; ``pdl`` lets it begin before its predecessor ends."""
+    return _planned(dispatch.select_weight_only(problem, m, n, k, target(device)), problem, n, device, pdl=pdl)
 
 
-def _planned(choice: Choice, problem: GemmProblem, n: int, device: int) -> LaunchPlan:
+def _planned(choice: Choice, problem: GemmProblem, n: int, device: int, *, pdl: bool = True) -> LaunchPlan:
     gpu = target(device)
     kernel = load(dispatch.emit(choice, problem, gpu.arch), device)
-    pdl = gpu.arch == "sm_90a"
+    # Started early, the weight-only kernel waits for its first tiles with the SM's shared memory in hand: twice the
+    # time.
+    pdl = pdl and gpu.arch == "sm_90a" and choice.family != "weight_only"
     if choice.family != "cutlass":
-        return LaunchPlan(kernel, Grid(choice.tile.threadblock_shape[0], dispatch.grid(choice, 1, n)), pdl=pdl)
+        return LaunchPlan(kernel, Grid(dispatch.tile_rows(choice), dispatch.grid(choice, 1, n)), pdl=pdl)
     stream_k = choice.tile.schedule == "stream_k"
     return LaunchPlan(
         kernel,
