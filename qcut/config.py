@@ -6,6 +6,7 @@ A scheme says how one layer computes; `parse_scheme` turns the names users type 
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
@@ -45,6 +46,11 @@ class Scheme(ABC):
     def name(self) -> str:
         """The name users type and reports print; `parse_scheme` reads it back."""
 
+    @property
+    @abstractmethod
+    def int8_products(self) -> bool:
+        """Whether activations are quantized, so that products are of int8 on both sides."""
+
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
         """Plain data for a JSON file; `scheme_from_json` reads it back."""
@@ -71,6 +77,11 @@ class W8A8(Scheme):
         """``w8a8`` or ``w8a8_static``."""
         return "w8a8" if self.mode == "dynamic" else "w8a8_static"
 
+    @property
+    def int8_products(self) -> bool:
+        """See `Scheme`."""
+        return True
+
     def to_json(self) -> dict[str, Any]:
         """``{"kind": "w8a8", "mode": …}``."""
         return {"kind": self.kind, **asdict(self)}
@@ -86,6 +97,11 @@ class W8A16(Scheme):
     def name(self) -> str:
         """``w8a16``."""
         return self.kind
+
+    @property
+    def int8_products(self) -> bool:
+        """See `Scheme`."""
+        return False
 
     def to_json(self) -> dict[str, Any]:
         """``{"kind": "w8a16"}``."""
@@ -103,14 +119,163 @@ class Float(Scheme):
         """``fp16``."""
         return self.kind
 
+    @property
+    def int8_products(self) -> bool:
+        """See `Scheme`."""
+        return False
+
     def to_json(self) -> dict[str, Any]:
         """``{"kind": "fp16"}``."""
         return {"kind": self.kind}
 
 
+@dataclass(frozen=True)
+class Codebook(Scheme):
+    """Indices into a codebook, a norm for each row and group of columns, and a rotation for each group.
+
+    Attributes:
+        bits: of an index: 2, 3 or 4.
+        residual_bits: of a second pass, which holds what the first leaves; None for one pass.
+        group_size: columns of a group, the last may have fewer; None for whole rows.
+        rotation: ``hadamard`` (every group a power of two), ``qr`` (any size) or ``none``.
+        seed: of the first pass's rotations.
+        residual_seed: of the second pass's.
+        activation: what products are made of: ``fp16``, the input's own 16-bit type, or ``int8``, quantized by token
+            after the rotation.
+        norm_dtype: how norms are stored: ``fp16`` or ``fp32``. Kernels read float16 either way.
+        uniform: a codebook of equal steps, the integers from ``-2**(bits - 1)`` to ``2**(bits - 1) - 1``, in place of
+            the one for normally distributed values. Symmetric: a group's largest magnitude is quantized to the
+            largest of them, so that the least is not used. Takes the rotation ``none`` and no second pass.
+
+    Raises:
+        ConfigError: a value that is not allowed.
+
+    Exactness: of quantizing, see `qcut.rotated_codebook.quantize`; of computing, `qcut.codebook_linear.CodebookLinear`.
+
+    Source: schemes.md, section 4.
+    """
+
+    bits: int = 4
+    residual_bits: int | None = None
+    group_size: int | None = 128
+    rotation: Literal["hadamard", "qr", "none"] = "hadamard"
+    seed: int = 42
+    residual_seed: int = 1042
+    activation: Literal["fp16", "int8"] = "fp16"
+    norm_dtype: Literal["fp16", "fp32"] = "fp16"
+    uniform: bool = False
+    kind: ClassVar[str] = "codebook"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("bits", (2, 3, 4)),
+            ("residual_bits", (None, 2, 3, 4)),
+            ("rotation", ("hadamard", "qr", "none")),
+            ("activation", ("fp16", "int8")),
+            ("norm_dtype", ("fp16", "fp32")),
+            ("uniform", (False, True)),
+        ):
+            value = getattr(self, name)
+            if not any(type(value) is type(one) and value == one for one in allowed):
+                raise ConfigError(f"Codebook {name} is {value!r}; allowed: {', '.join(map(str, allowed))}")
+        size = self.group_size
+        if size is not None and (type(size) is not int or size < 1):
+            raise ConfigError(f"Codebook group_size is {size!r}; allowed: 1 and more, or None for whole rows")
+        for name in ("seed", "residual_seed"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value < 1 << 62:
+                raise ConfigError(f"Codebook {name} is {value!r}; allowed: 0 to 2**62 - 1")
+        if self.rotation == "hadamard" and size is not None and size & (size - 1):
+            raise ConfigError(f"Codebook group_size is {size}; the rotation 'hadamard' takes powers of two")
+        if self.uniform and (self.rotation != "none" or self.residual_bits is not None):
+            raise ConfigError(
+                f"Codebook with equal steps: rotation is {self.rotation!r} and residual_bits {self.residual_bits}; "
+                "allowed: 'none' and None"
+            )
+
+    @property
+    def name(self) -> str:
+        """Such as ``codebook4``, ``codebook4+4_int8``, ``codebook3_g64_qr_seed7`` or ``int4``.
+
+        ``codebook{bits}[+{residual bits}]``, or ``int{bits}`` for equal steps, then what differs from the defaults, in
+        this order: ``_g{group size}`` or ``_rows``, ``_qr`` or ``_none``, ``_seed{seed}``,
+        ``_residual_seed{residual seed}``, ``_fp32norms``, ``_int8``.
+        """
+        residual = "" if self.residual_bits is None else f"+{self.residual_bits}"
+        parts = [f"int{self.bits}" if self.uniform else f"codebook{self.bits}{residual}"]
+        if self.group_size != 128:
+            parts.append("rows" if self.group_size is None else f"g{self.group_size}")
+        if self.rotation != ("none" if self.uniform else "hadamard"):
+            parts.append(self.rotation)
+        if self.seed != 42:
+            parts.append(f"seed{self.seed}")
+        if self.residual_seed != 1042:
+            parts.append(f"residual_seed{self.residual_seed}")
+        if self.norm_dtype == "fp32":
+            parts.append("fp32norms")
+        if self.activation == "int8":
+            parts.append("int8")
+        return "_".join(parts)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits of each pass."""
+        return (self.bits,) if self.residual_bits is None else (self.bits, self.residual_bits)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seed of each pass."""
+        return (self.seed,) if self.residual_bits is None else (self.seed, self.residual_seed)
+
+    def group_columns(self, k: int) -> int:
+        """Columns of a full group of a row with k columns, k itself for whole rows."""
+        return k if self.group_size is None else self.group_size
+
+    @property
+    def int8_products(self) -> bool:
+        """See `Scheme`."""
+        return self.activation == "int8"
+
+    def to_json(self) -> dict[str, Any]:
+        """``{"kind": "codebook", …}`` with every field."""
+        return {"kind": self.kind, **asdict(self)}
+
+
+_CODEBOOK_NAME = re.compile(
+    r"(?:codebook(?P<bits>[234])(?:\+(?P<residual_bits>[234]))?|int(?P<int_bits>[234]))"
+    r"(?:_g(?P<group>[1-9]\d{0,8})|(?P<rows>_rows))?(?:_(?P<rotation>qr|none))?(?:_seed(?P<seed>\d{1,18}))?"
+    r"(?:_residual_seed(?P<residual_seed>\d{1,18}))?(?P<norms>_fp32norms)?(?P<int8>_int8)?",
+    re.ASCII,
+)
+
+
+def _codebook(name: str) -> Codebook | None:
+    """Reads `Codebook.name`."""
+    found = _CODEBOOK_NAME.fullmatch(name)
+    if found is None:
+        return None
+    part = found.groupdict()
+    uniform = part["int_bits"] is not None
+    rotation: Any = part["rotation"] or ("none" if uniform else "hadamard")
+    return Codebook(
+        bits=int(part["int_bits"] or part["bits"]),
+        residual_bits=int(part["residual_bits"]) if part["residual_bits"] else None,
+        group_size=None if part["rows"] else int(part["group"] or 128),
+        rotation=rotation,
+        seed=int(part["seed"] or 42),
+        residual_seed=int(part["residual_seed"] or 1042),
+        activation="int8" if part["int8"] else "fp16",
+        norm_dtype="fp32" if part["norms"] else "fp16",
+        uniform=uniform,
+    )
+
+
 _BY_NAME: dict[str, Scheme] = {s.name: s for s in (W8A8("dynamic"), W8A8("static"), W8A16(), Float())}
-SCHEME_NAMES = tuple(_BY_NAME)
-"""Every name `parse_scheme` knows."""
+SCHEME_NAMES = (
+    *_BY_NAME,
+    *("codebook4", "codebook3", "codebook2", "codebook4+4", "codebook4_int8", "codebook4+4_int8", "int4"),
+)
+"""The names that `parse_scheme` knows; of codebooks the usual ones, see `Codebook.name` for all."""
 
 
 def parse_scheme(scheme: str | Scheme) -> Scheme:
@@ -121,10 +286,11 @@ def parse_scheme(scheme: str | Scheme) -> Scheme:
     """
     if isinstance(scheme, Scheme):
         return scheme
-    try:
-        return _BY_NAME[scheme]
-    except (KeyError, TypeError):
-        raise ConfigError(f"scheme {scheme!r} does not exist; use one of {', '.join(SCHEME_NAMES)}") from None
+    found = (_BY_NAME.get(scheme) or _codebook(scheme)) if isinstance(scheme, str) else None
+    if found is None:
+        names = f"{', '.join(SCHEME_NAMES)} (codebooks: codebook{{2,3,4}}[+{{2,3,4}}][_g64|_rows][_qr|_none]…[_int8])"
+        raise ConfigError(f"scheme {scheme!r} does not exist; use one of {names}")
+    return found
 
 
 def scheme_from_json(data: dict[str, Any]) -> Scheme:
@@ -133,7 +299,7 @@ def scheme_from_json(data: dict[str, Any]) -> Scheme:
     Raises:
         ConfigError: not a mapping, an unknown kind, or fields the kind does not have.
     """
-    classes: dict[str, type[Scheme]] = {cls.kind: cls for cls in (W8A8, W8A16, Float)}
+    classes: dict[str, type[Scheme]] = {cls.kind: cls for cls in (W8A8, W8A16, Float, Codebook)}
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in classes:
         raise ConfigError(f"not a scheme: {data!r}; 'kind' is one of {', '.join(classes)}")

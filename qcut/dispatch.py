@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
-from emitters import weight_only_gemm
+from emitters import weight_only_decode, weight_only_gemm
 from emitters.cutlass_gemm import LAUNCH_PARAMS
 from emitters.cutlass_tiles import SM80_MENU, SM90_MENU
 from emitters.epilogue import OUT_DTYPES, Activation, Epilogue
 from emitters.families import FAMILIES, family
 from emitters.gemm import GemmProblem, Layout, procedural_name
 from emitters.source import DType, KernelSource
-from qcut import tuned
+from qcut import codebook_dispatch, tuned
 from qcut.errors import ConfigError
 from qcut.gemm_model import Estimate, Target, estimate, target_for, target_named, tile_cycles
 
@@ -38,10 +39,24 @@ __all__ = [
     "select_weight_only",
     "target_for",
     "target_named",
+    "tile_rows",
 ]
 
 MODEL_ERROR = 1.5
 """A raw kernel is taken where CUTLASS could serve if the model says that it is faster by more than this."""
+
+
+_FIRST_LAYERS = (
+    (3840, 1280, True, "none"),
+    (1280, 1280, True, "none"),
+    (5120, 1280, True, "gelu_tanh"),
+    (1280, 5120, True, "none"),
+    (4096, 4096, False, "none"),
+    (1024, 4096, False, "none"),
+    (14336, 4096, False, "none"),
+    (4096, 14336, False, "none"),
+)
+"""N, K, bias and activation of GPT-2 Large's layers and of Llama 3 8B's."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +64,7 @@ class Choice:
     """One kernel for one problem size.
 
     Attributes:
-        family: ``cutlass``, ``mma``, ``wmma``, ``simt`` or ``weight_only``.
+        family: ``cutlass``, ``mma``, ``wmma``, ``simt``, ``weight_only`` or ``weight_only_decode``.
         tile: how it cuts the problem.
         swizzle: stripe width of the tile walk (CUTLASS).
         raster: 0 CUTLASS's choice, 1 along M first, 2 along N (CUTLASS).
@@ -175,7 +190,10 @@ def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, targe
 
 
 def select_weight_only(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice:
-    """Choose the kernel of a GEMM with 16-bit activations and int8 weights."""
+    """Choose the kernel of a GEMM with 16-bit activations and int8 weights: for few tokens one that memory bounds."""
+    if m <= weight_only_decode.MAX_TOKENS:
+        tile = weight_only_decode.for_shape(problem, target.arch, m, n, k, target.sm_count)
+        return Choice("weight_only_decode", tile)
     bits = problem.epilogue.out.bits
     tiles = weight_only_gemm.default_tiles(target.arch)
     return Choice("weight_only", min(tiles, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
@@ -185,13 +203,24 @@ def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
     """Text of the chosen kernel."""
     if choice.family == "weight_only":
         return weight_only_gemm.emit_weight_only_gemm(problem, choice.tile, arch)
+    if choice.family == "weight_only_decode":
+        return weight_only_decode.emit_weight_only_decode(problem, choice.tile, arch)
     return family(choice.family).emit(problem, choice.tile, arch)
 
 
 def grid(choice: Choice, m: int, n: int) -> tuple[int, int, int]:
     """CTAs of a launch in x, y and z; a host launcher computes its own and ignores them."""
-    of = weight_only_gemm.grid if choice.family == "weight_only" else family(choice.family).grid
+    if choice.family == "weight_only":
+        return weight_only_gemm.grid(choice.tile, m, n)
+    if choice.family == "weight_only_decode":
+        return weight_only_decode.grid(choice.tile, m, n)
+    of = family(choice.family).grid
     return of(choice.tile, m, n) if of is not None else (1, 1, 1)
+
+
+def tile_rows(choice: Choice) -> int:
+    """Rows of D that a raw kernel's CTA computes."""
+    return choice.tile.tokens if choice.family == "weight_only_decode" else choice.tile.threadblock_shape[0]
 
 
 def alignment_of(size: int) -> int:
@@ -309,7 +338,8 @@ def precompile_sources(arch: str) -> list[KernelSource]:
 
     Every CUTLASS tile of the architecture's menu with the epilogues of `qcut.Linear` in float16 (dynamic W8A8 with a
     bias, without, and with GELU), the raw families' menus with the first of them, and the tile of ``wmma`` and
-    ``simt`` that the model prefers at 4096 cubed.
+    ``simt`` that the model prefers at 4096 cubed. Then W8A16's menu for prompts; and for the layers of GPT-2 Large and
+    Llama 3 8B, whose kernels depend on their sizes, W8A16 for few tokens and ``codebook4``.
     """
     base = Epilogue(out=DType.F16, row_scale="per_token", col_scale="per_channel", bias=True)
     epilogues = (base, replace(base, bias=False), replace(base, activation=Activation.GELU_TANH))
@@ -321,6 +351,13 @@ def precompile_sources(arch: str) -> list[KernelSource]:
     for name in ("wmma", "simt"):
         tile = _best(name, problems[0], 4096, 4096, 4096, gpu)
         sources.append(family(name).emit(problems[0], tile, arch))
-    weight_only = GemmProblem(a=DType.F16, epilogue=replace(base, row_scale="none"))
+    weight_only = GemmProblem(a=DType.F16, epilogue=replace(base, row_scale="none"), alignment_k=8)
     tiles = weight_only_gemm.default_tiles(arch)
-    return sources + [weight_only_gemm.emit_weight_only_gemm(weight_only, tile, arch) for tile in tiles]
+    sources += [weight_only_gemm.emit_weight_only_gemm(weight_only, tile, arch) for tile in tiles]
+    few: dict[str, KernelSource] = {}
+    for (n, k, bias, activation), m in product(_FIRST_LAYERS, (8, 16, 32)):
+        epilogue = replace(weight_only.epilogue, bias=bias, activation=Activation(activation))
+        problem = replace(weight_only, epilogue=epilogue)
+        source = emit(select_weight_only(problem, m, n, k, gpu), problem, arch)
+        few[source.name] = source
+    return [*sources, *few.values(), *codebook_dispatch.precompile_sources(arch, _FIRST_LAYERS)]

@@ -1,9 +1,14 @@
-"""`Linear`: a linear layer with int8 weights, in place of ``nn.Linear`` and transformers' ``Conv1D``."""
+"""`Linear`: a quantized linear layer, in place of ``nn.Linear`` and transformers' ``Conv1D``.
+
+Schemes with int8 weights are here; the class makes a `qcut.codebook_linear.CodebookLinear` of the others.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +19,59 @@ from qcut.config import (
     K_MAX_ZERO_POINT,
     W8A8,
     W8A16,
+    Codebook,
     Scheme,
     StaticRange,
     check_activation,
     padded_k,
     parse_scheme,
 )
-from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, UnsupportedError
+from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
+from qcut.modules import tensor_key
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _W8A8 = torch.ops.qcut.w8a8_linear.default
 _W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.default
 _W8A16 = torch.ops.qcut.w8a16_linear.default
 
+ALLOWED_SCHEMES = "use w8a8, w8a8_static, w8a16 or a codebook such as codebook4"
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a layer's state dict before it is made.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        identity: equal for tensors of two layers that are one and the same, tied.
+        read: makes it, or returns it where it exists.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    identity: tuple[Any, ...]
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Stored:
+        """A tensor that exists."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor_key(tensor), lambda: tensor)
+
+
 class Linear(nn.Module):
-    """``y = act(x @ W.T + b)`` with W in int8; formulas in `qcut.numerics`, by scheme.
+    """``y = act(x @ W.T + b)`` with a quantized W; formulas in `qcut.numerics`, by scheme.
+
+    With a scheme that is a `qcut.Codebook`, calling this class makes a `qcut.codebook_linear.CodebookLinear`, whose
+    buffers are others. The following is of int8 weights.
 
     Build one with `from_float`, or with `empty` and a state dict. Inference only: torch warns when a
     gradient reaches the layer. ``.to(dtype)``, ``.half()`` and the like leave scales and bias in
@@ -40,7 +81,7 @@ class Linear(nn.Module):
         in_features: K.
         out_features: N.
         bias: whether there is a bias.
-        scheme: ``w8a8``, ``w8a8_static`` or ``w8a16``, or the scheme object.
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16`` or a codebook's name, or the scheme object.
         activation: fused after the bias; see `qcut.config.ACTIVATIONS`.
         device: where the buffers live, ``"meta"`` included. They are not initialized.
         name: name of the layer, for error messages.
@@ -69,6 +110,23 @@ class Linear(nn.Module):
     input_scale: Tensor
     input_zero_point: Tensor
 
+    def __new__(
+        cls,
+        in_features: int = 0,
+        out_features: int = 0,
+        bias: bool = True,
+        scheme: str | Scheme = "w8a8",
+        *_: Any,
+        **__: Any,
+    ) -> Self:
+        """A layer of the class that the scheme asks for."""
+        if cls is Linear and isinstance(parse_scheme(scheme), Codebook):
+            from qcut.codebook_linear import CodebookLinear
+
+            made: Any = CodebookLinear.__new__(CodebookLinear)
+            return made
+        return super().__new__(cls)
+
     def __init__(
         self,
         in_features: int,
@@ -82,7 +140,7 @@ class Linear(nn.Module):
         super().__init__()
         self.scheme = parse_scheme(scheme)
         if not isinstance(self.scheme, (W8A8, W8A16)):
-            raise ConfigError(f"qcut.Linear has no scheme {self.scheme.name!r}; use w8a8, w8a8_static or w8a16")
+            raise ConfigError(f"qcut.Linear has no scheme {self.scheme.name!r}; {ALLOWED_SCHEMES}")
         self.static = self.scheme == W8A8("static")
         k_max = _k_max(self.scheme)
         if in_features < 1 or out_features < 1 or (k_max is not None and in_features > k_max):
@@ -133,6 +191,7 @@ class Linear(nn.Module):
         *,
         activation: str = "none",
         static_range: StaticRange | None = None,
+        second_moment: Tensor | None = None,
         name: str | None = None,
     ) -> Linear:
         """Quantizes a layer; the original is left alone.
@@ -143,6 +202,8 @@ class Linear(nn.Module):
             scheme: see the class.
             activation: fused after the bias.
             static_range: calibrated range of the input; w8a8_static needs it, the others refuse it.
+            second_moment: ``E[x x^T]`` of the input, ``[K, K]``: codebooks are then fitted with it
+                (`qcut.codebook_fit`); the other schemes refuse it.
             name: name of the layer, for error messages.
 
         Returns:
@@ -156,20 +217,31 @@ class Linear(nn.Module):
 
         Exactness: bitwise, on every device; see `qcut.numerics.quantize_weight`.
         """
-        weight = _float_weight(module, name)
-        bias = getattr(module, "bias", None)
         scheme = parse_scheme(scheme)
+        if isinstance(scheme, Codebook):
+            from qcut.codebook_linear import CodebookLinear
+
+            return CodebookLinear.from_float(
+                module,
+                scheme,
+                activation=activation,
+                static_range=static_range,
+                second_moment=second_moment,
+                name=name,
+            )
+        if second_moment is not None:
+            raise ConfigError(f"{layer_prefix(name)}scheme {scheme.name} got a second moment; codebooks take one")
+        weight = float_weight(module, name)
+        bias = getattr(module, "bias", None)
         if (scheme == W8A8("static")) != (static_range is not None):
             found, wanted = ("none", "one") if static_range is None else (f"{static_range}", "none")
-            raise ConfigError(f"{_prefix(name)}scheme {scheme.name} got static_range {found}, it takes {wanted}")
+            raise ConfigError(f"{layer_prefix(name)}scheme {scheme.name} got static_range {found}, it takes {wanted}")
         n, k = weight.shape
         layer = cls(k, n, bias is not None, scheme, activation, weight.device, name)
         q, layer.weight_scale = numerics.quantize_weight(weight, layer=name)
         layer.qweight.zero_()[:, :k] = q
         if bias is not None:
-            layer.bias = bias.detach().to(torch.float32, copy=True)
-            if not layer.bias.isfinite().all():
-                raise QuantizationError("bias holds NaN or Inf; every value must be finite in float32", name)
+            layer.bias = float_bias(bias, name)
         if static_range is not None:
             scale, zero_point = numerics.static_qparams(static_range.lo, static_range.hi)
             layer.input_scale.fill_(scale)
@@ -194,7 +266,9 @@ class Linear(nn.Module):
             DeviceError: x is on another device.
         """
         if x.shape[-1:] != (self.in_features,):
-            raise ShapeError(f"{_prefix(self.name)}x has shape {list(x.shape)}; allowed: [..., {self.in_features}]")
+            raise ShapeError(
+                f"{layer_prefix(self.name)}x has shape {list(x.shape)}; allowed: [..., {self.in_features}]"
+            )
         # nn.Module finds buffers through a slow __getattr__; this is the hot path.
         b = self._buffers
         if self.static:
@@ -218,6 +292,17 @@ class Linear(nn.Module):
     def dequantized_weight(self) -> Tensor:
         """float32 ``[N, K]``: ``f32(q[n, k]) * weight_scale[n]``."""
         return numerics.dequantize_ref(self.weight, self.weight_scale)
+
+    def stored(self) -> dict[str, Stored]:
+        """The tensors of the state dict, by key, in the order they are written."""
+        return {key: Stored.of(buffer) for key, buffer in self._buffers.items() if buffer is not None}
+
+    def tie_to(self, owner: Linear) -> None:
+        """Hold the owner's tensors wherever this layer's have the same values."""
+        for name, buffer in owner._buffers.items():
+            mine = self._buffers.get(name)
+            if buffer is not None and mine is not None and torch.equal(buffer, mine):
+                self._buffers[name] = buffer
 
     def extra_repr(self) -> str:
         """Sizes, bias, scheme and activation, for ``print(model)``."""
@@ -246,28 +331,43 @@ class Linear(nn.Module):
             self._read_input_qparams()
 
 
-def _prefix(name: str | None) -> str:
-    return f"layer {name!r}: " if name else ""
-
-
 def _k_max(scheme: Scheme) -> int | None:
     if not isinstance(scheme, W8A8):
         return None
     return K_MAX if scheme.mode == "dynamic" else K_MAX_ZERO_POINT
 
 
-def _float_weight(module: nn.Module, name: str | None) -> Tensor:
-    """The weight as ``[N, K]``, whichever way the module stores it."""
+def float_bias(bias: Tensor, name: str | None) -> Tensor:
+    """float32 ``[N]``, a copy.
+
+    Raises:
+        QuantizationError: NaN or Inf.
+    """
+    bias = bias.detach().to(torch.float32, copy=True)
+    if not bias.isfinite().all():
+        raise QuantizationError("bias holds NaN or Inf; every value must be finite in float32", name)
+    return bias
+
+
+def float_weight(module: nn.Module, name: str | None) -> Tensor:
+    """The weight as ``[N, K]``, whichever way the module stores it.
+
+    Raises:
+        UnsupportedError: another kind of module, or a weight on the meta device.
+        DtypeError: a weight of another dtype than `WEIGHT_DTYPES`.
+    """
     kind = type(module).__name__
     is_conv1d = kind == "Conv1D" and hasattr(module, "nf")
     weight = getattr(module, "weight", None)
     if not (isinstance(module, nn.Linear) or is_conv1d) or not isinstance(weight, Tensor):
-        raise UnsupportedError(f"{_prefix(name)}cannot quantize a {kind}; allowed: nn.Linear, transformers' Conv1D")
+        raise UnsupportedError(
+            f"{layer_prefix(name)}cannot quantize a {kind}; allowed: nn.Linear, transformers' Conv1D"
+        )
     if weight.is_meta:
-        raise UnsupportedError(f"{_prefix(name)}the weight is on the meta device; load the model first")
+        raise UnsupportedError(f"{layer_prefix(name)}the weight is on the meta device; load the model first")
     if weight.dtype not in WEIGHT_DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in WEIGHT_DTYPES)
         found = str(weight.dtype).removeprefix("torch.")
-        raise DtypeError(f"{_prefix(name)}the weight is {found}; allowed: {allowed}")
+        raise DtypeError(f"{layer_prefix(name)}the weight is {found}; allowed: {allowed}")
     weight = weight.detach()
     return weight.t() if is_conv1d else weight

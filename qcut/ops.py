@@ -1,10 +1,10 @@
 """The operators of ``torch.ops.qcut``: schemas, argument checks, fakes, and the CPU implementations.
 
 The CPU runs `qcut.numerics`, whose docstrings state the formulas; CUDA runs `qcut._ops_cuda`, imported at the first
-CUDA call, and in front of its linear operators the C++ of `qcut._native`. Only these know ``torch.library``, and beside
-the tuner and cuBLASLt's binding they alone know data pointers and streams. Every operator is inference only, returns
-new tensors, row-major unless it is told otherwise, and leaves its arguments alone. The tensors of one call live on one
-device and may have any strides.
+CUDA call, and in front of its linear operators the C++ of `qcut._native`. The operators on codebook weights are in
+`qcut.codebook_ops` and registered with these. Every operator is inference only, returns new tensors, row-major unless
+it is told otherwise, and leaves its arguments alone. The tensors of one call live on one device and may have any
+strides.
 
 Arguments are checked here for the CPU and for tracing; CUDA has cheaper checks of its own.
 """
@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut import numerics
+from qcut import codebook_ops, numerics  # noqa: F401  (codebook_ops registers its own)
 from qcut.config import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
-from qcut.errors import ConfigError, DeviceError, DtypeError, QuantizationError, ShapeError
+from qcut.errors import ConfigError, QuantizationError, ShapeError
+from qcut.op_registry import FLOAT_DTYPES, check_dtype, check_tensor, define
 
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OUT_DTYPES = (*FLOAT_DTYPES, torch.int8, torch.int32)
 OUT_LAYOUTS = ("row", "column")
 
@@ -32,35 +32,14 @@ _S8, _S32, _F32 = (torch.int8,), (torch.int32,), (torch.float32,)
 # ── checks ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _check_dtype(op: str, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
-    if dtype not in allowed:
-        names = [str(d).removeprefix("torch.") for d in (dtype, *allowed)]
-        raise DtypeError(f"qcut::{op}: {name} is {names[0]}; allowed: {', '.join(names[1:])}")
-
-
-def _check_tensor(
-    op: str,
-    name: str,
-    tensor: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple[int, ...],
-    device: torch.device,
-) -> None:
-    _check_dtype(op, name, tensor.dtype, dtypes)
-    if tensor.shape != shape:
-        raise ShapeError(f"qcut::{op}: {name} has shape {list(tensor.shape)}; allowed: {list(shape)}")
-    if tensor.device != device:
-        raise DeviceError(f"qcut::{op}: {name} is on {tensor.device}; the first argument is on {device}")
-
-
 def _check_activations(op: str, x: Tensor) -> None:
-    _check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
+    check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
     if x.dim() == 0 or x.shape[-1] < 1:
         raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [..., K] with K >= 1")
 
 
 def _check_matrix(op: str, name: str, q: Tensor, min_rows: int = 0) -> None:
-    _check_dtype(op, name, q.dtype, _S8)
+    check_dtype(op, name, q.dtype, _S8)
     if q.dim() != 2 or q.shape[0] < min_rows or q.shape[1] < 1:
         allowed = f"[rows, columns] with rows >= {min_rows}, columns >= 1"
         raise ShapeError(f"qcut::{op}: {name} has shape {list(q.shape)}; allowed: {allowed}")
@@ -96,8 +75,8 @@ def _check_quantize_per_tensor(x: Tensor, scale: float, zero_point: int, k_padde
 
 def _check_dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
     _check_matrix("dequantize", "q", q)
-    _check_tensor("dequantize", "scale", scale, _F32, (q.shape[0],), q.device)
-    _check_dtype("dequantize", "dtype", dtype, FLOAT_DTYPES)
+    check_tensor("dequantize", "scale", scale, _F32, (q.shape[0],), q.device)
+    check_dtype("dequantize", "dtype", dtype, FLOAT_DTYPES)
 
 
 def _check_colsum(q: Tensor) -> None:
@@ -128,7 +107,7 @@ def _check_gemm_s8(
     _check_matrix(op, "b", b, min_rows=1)
     m, k = a.shape
     n = b.shape[0]
-    _check_tensor(op, "b", b, _S8, (n, k), a.device)
+    check_tensor(op, "b", b, _S8, (n, k), a.device)
     if (zero_point is None) != (colsum is None):
         raise ConfigError(f"qcut::{op}: zero_point and colsum go together; give both or neither")
     _check_k(op, k, K_MAX if zero_point is None else K_MAX_ZERO_POINT)
@@ -141,9 +120,9 @@ def _check_gemm_s8(
     )
     for name, vector, dtypes, extent in vectors:
         if vector is not None:
-            _check_tensor(op, name, vector, dtypes, (extent,), a.device)
+            check_tensor(op, name, vector, dtypes, (extent,), a.device)
     out_dtype = out_dtype or torch.float16
-    _check_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
+    check_dtype(op, "out_dtype", out_dtype, OUT_DTYPES)
     if out_layout not in OUT_LAYOUTS:
         raise ConfigError(f"qcut::{op}: out_layout is {out_layout!r}; allowed: {', '.join(OUT_LAYOUTS)}")
     if numerics.is_raw_output(out_dtype, wrap):
@@ -158,7 +137,7 @@ def _check_gemm_s8(
     if residual is not None:
         if out_dtype is torch.int8:
             raise ConfigError(f"qcut::{op}: a residual cannot be added to an int8 result; leave one out")
-        _check_tensor(op, "residual", residual, (out_dtype,), (m, n), a.device)
+        check_tensor(op, "residual", residual, (out_dtype,), (m, n), a.device)
     check_activation(activation)
     _check_scale(op, "out_inv_scale", out_inv_scale)
     _check_zero_point(op, "out_zero_point", out_zero_point)
@@ -173,10 +152,10 @@ def _check_linear(
     if qweight.shape[1] != padded_k(k):
         found = f"x has K = {k}, qweight has shape {list(qweight.shape)}"
         raise ShapeError(f"qcut::{op}: {found}; allowed: [N, {padded_k(k)}], K rounded up to {K_ALIGNMENT}")
-    _check_tensor(op, "qweight", qweight, _S8, (n, padded_k(k)), x.device)
-    _check_tensor(op, scale[0], scale[1], _F32, (n,), x.device)
+    check_tensor(op, "qweight", qweight, _S8, (n, padded_k(k)), x.device)
+    check_tensor(op, scale[0], scale[1], _F32, (n,), x.device)
     if bias is not None:
-        _check_tensor(op, "bias", bias, _F32, (n,), x.device)
+        check_tensor(op, "bias", bias, _F32, (n,), x.device)
     check_activation(activation)
 
 
@@ -197,7 +176,7 @@ def _check_w8a8_static_linear(
 ) -> None:
     op = "w8a8_static_linear"
     _check_linear(op, x, qweight, ("col_scale", col_scale), bias, activation)
-    _check_tensor(op, "colsum", colsum, _S32, (qweight.shape[0],), x.device)
+    check_tensor(op, "colsum", colsum, _S32, (qweight.shape[0],), x.device)
     _check_k(op, x.shape[-1], K_MAX_ZERO_POINT)
     _check_scale(op, "x_scale", x_scale)
     _check_zero_point(op, "x_zero_point", x_zero_point)
@@ -281,67 +260,26 @@ def _linear_cpu(reference: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 # ── registration ─────────────────────────────────────────────────────────────────────────────────
 
-library = torch.library.Library("qcut", "DEF")
-
-
-def _define(
-    signature: str,
-    check: Callable[..., None],
-    fake: Callable[..., Any],
-    cpu: Callable[..., Any],
-    *,
-    native: bool = False,
-) -> None:
-    """Define an operator; with ``native``, also the one behind `qcut._native`'s, under a leading underscore."""
-    name = signature.partition("(")[0]
-
-    def checked(implementation: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            check(*args, **kwargs)
-            return implementation(*args, **kwargs)
-
-        return call
-
-    cuda_implementation: Callable[..., Any] | None = None
-
-    def cuda(*args: Any, **kwargs: Any) -> Any:
-        nonlocal cuda_implementation
-        if cuda_implementation is None:
-            from qcut import _ops_cuda
-
-            cuda_implementation = getattr(_ops_cuda, name)
-        return cuda_implementation(*args, **kwargs)
-
-    library.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
-    # Without no_grad, torch would differentiate through the reference's rounding, and be wrong.
-    library.impl(name, torch.no_grad()(checked(cpu)), "CPU")
-    library.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"qcut::{name}", checked(fake), lib=library)
-    if native:
-        library.define(f"_{signature}", tags=(torch.Tag.pt2_compliant_tag,))
-        library.impl(f"_{name}", cuda, "CUDA")
-
-
-_define(
+define(
     "quantize_per_token(Tensor x, int k_padded) -> (Tensor, Tensor)",
     _check_quantize_per_token,
     _quantize_per_token_fake,
     _quantize_per_token_cpu,
 )
-_define(
+define(
     "quantize_per_tensor(Tensor x, float scale, int zero_point, int k_padded) -> Tensor",
     _check_quantize_per_tensor,
     _quantize_per_tensor_fake,
     _quantize_per_tensor_cpu,
 )
-_define(
+define(
     "dequantize(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",
     _check_dequantize,
     _dequantize_fake,
     _dequantize_cpu,
 )
-_define("colsum(Tensor q) -> Tensor", _check_colsum, _colsum_fake, numerics.colsum_ref)
-_define(
+define("colsum(Tensor q) -> Tensor", _check_colsum, _colsum_fake, numerics.colsum_ref)
+define(
     "gemm_s8(Tensor a, Tensor b, *, Tensor? zero_point=None, Tensor? colsum=None, Tensor? row_scale=None, "
     "Tensor? col_scale=None, Tensor? bias=None, str activation='none', Tensor? residual=None, "
     "ScalarType? out_dtype=None, float out_inv_scale=1.0, int out_zero_point=0, str out_layout='row', bool wrap=False, "
@@ -350,14 +288,14 @@ _define(
     _gemm_s8_fake,
     _gemm_s8_cpu,
 )
-_define(
+define(
     "w8a8_linear(Tensor x, Tensor qweight, Tensor weight_scale, Tensor? bias, str activation) -> Tensor",
     _check_w8a8_linear,
     _linear_fake,
     _linear_cpu(numerics.w8a8_linear_ref),
     native=True,
 )
-_define(
+define(
     "w8a8_static_linear(Tensor x, Tensor qweight, Tensor col_scale, Tensor colsum, Tensor? bias, float x_scale, "
     "int x_zero_point, str activation) -> Tensor",
     _check_w8a8_static_linear,
@@ -365,7 +303,7 @@ _define(
     _linear_cpu(numerics.w8a8_static_linear_ref),
     native=True,
 )
-_define(
+define(
     "w8a16_linear(Tensor x, Tensor qweight, Tensor weight_scale, Tensor? bias, str activation) -> Tensor",
     _check_w8a16_linear,
     _linear_fake,

@@ -9,9 +9,24 @@ import pytest
 
 from emitters import epilogue, gemm
 from qcut import config, errors
-from qcut.config import W8A8, W8A16, Float, StaticRange, parse_scheme, scheme_from_json
+from qcut.config import W8A8, W8A16, Codebook, Float, StaticRange, parse_scheme, scheme_from_json
 
-SCHEMES = (W8A8(), W8A8("static"), W8A16(), Float())
+PLAIN = (W8A8(), W8A8("static"), W8A16(), Float())
+CODEBOOKS = {
+    "codebook4": Codebook(),
+    "codebook3": Codebook(3),
+    "codebook2": Codebook(2),
+    "codebook4+4": Codebook(4, 4),
+    "codebook4_int8": Codebook(activation="int8"),
+    "codebook4+4_int8": Codebook(4, 4, activation="int8"),
+    "int4": Codebook(uniform=True, rotation="none"),
+    "codebook4+2_rows_qr_seed0_residual_seed7_fp32norms_int8": Codebook(
+        4, 2, None, "qr", 0, 7, activation="int8", norm_dtype="fp32"
+    ),
+    "codebook4_g64_none": Codebook(group_size=64, rotation="none"),
+    "int3_g32_int8": Codebook(3, group_size=32, rotation="none", activation="int8", uniform=True),
+}
+SCHEMES = (*PLAIN, *CODEBOOKS.values())
 
 
 def test_constants_agree_with_the_emitters():
@@ -29,7 +44,11 @@ def test_padded_k():
 
 
 def test_scheme_names():
-    assert [s.name for s in SCHEMES] == ["w8a8", "w8a8_static", "w8a16", "fp16"] == list(config.SCHEME_NAMES)
+    assert [s.name for s in PLAIN] == ["w8a8", "w8a8_static", "w8a16", "fp16"] == list(config.SCHEME_NAMES[:4])
+    assert [s.name for s in CODEBOOKS.values()] == list(CODEBOOKS)
+    assert list(config.SCHEME_NAMES[4:]) == list(CODEBOOKS)[:7]
+    assert [s.int8_products for s in PLAIN] == [True, True, False, False]
+    assert [name for name, s in CODEBOOKS.items() if s.int8_products] == [n for n in CODEBOOKS if n.endswith("_int8")]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
@@ -41,7 +60,13 @@ def test_scheme_round_trips(scheme):
     assert len({scheme, parse_scheme(scheme.name)}) == 1
 
 
-@pytest.mark.parametrize("name", ["int8", "W8A8", "", None, ["w8a8"]])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("int8", "W8A8", "", None, ["w8a8"], "codebook5", "codebook4+1", "codebook4_g0", "codebook4_g64_rows"),
+        *("codebook4_int8_qr", "int4+4", "codebook", "codebook4\n", "codebook\u0664"),
+    ],
+)
 def test_unknown_scheme_lists_the_names(name):
     with pytest.raises(errors.ConfigError, match=r"does not exist; use one of w8a8, w8a8_static, w8a16, fp16"):
         parse_scheme(name)
@@ -54,7 +79,7 @@ def test_unknown_mode():
 
 @pytest.mark.parametrize("data", [None, [], {}, {"kind": "w4"}, {"kind": ["w8a8"]}])
 def test_foreign_scheme_json(data):
-    with pytest.raises(errors.ConfigError, match=r"not a scheme: .*'kind' is one of w8a8, w8a16, fp16"):
+    with pytest.raises(errors.ConfigError, match=r"not a scheme: .*'kind' is one of w8a8, w8a16, fp16, codebook"):
         scheme_from_json(data)
 
 
@@ -132,3 +157,34 @@ def test_build_error_shows_kernel_command_and_the_end_of_the_log():
     assert lines[-1] == "line 49"
     copy = pickle.loads(pickle.dumps(error))
     assert (str(copy), copy.kernel, copy.command, copy.log) == (str(error), error.kernel, error.command, log)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bits": 5}, "bits is 5; allowed: 2, 3, 4"),
+        ({"bits": 4.0}, "bits is 4.0; allowed: 2, 3, 4"),
+        ({"residual_bits": 1}, "residual_bits is 1; allowed: None, 2, 3, 4"),
+        ({"group_size": 0}, "group_size is 0; allowed: 1 and more, or None for whole rows"),
+        ({"group_size": 96}, "group_size is 96; the rotation 'hadamard' takes powers of two"),
+        ({"rotation": "fft"}, "rotation is 'fft'; allowed: hadamard, qr, none"),
+        ({"activation": "bf16"}, "activation is 'bf16'; allowed: fp16, int8"),
+        ({"norm_dtype": "fp8"}, "norm_dtype is 'fp8'; allowed: fp16, fp32"),
+        ({"seed": -1}, "seed is -1; allowed: 0 to"),
+        ({"seed": "42"}, "seed is '42'; allowed: 0 to"),
+        ({"uniform": 1}, "uniform is 1; allowed: False, True"),
+        ({"uniform": True}, "equal steps: rotation is 'hadamard'"),
+        ({"uniform": True, "rotation": "none", "residual_bits": 4}, "residual_bits 4; allowed: 'none' and None"),
+    ],
+)
+def test_codebooks_that_cannot_be(fields, message):
+    with pytest.raises(errors.ConfigError, match=message):
+        Codebook(**fields)
+    with pytest.raises(errors.ConfigError, match=message):
+        scheme_from_json({"kind": "codebook", **fields})
+
+
+def test_what_a_codebook_says_of_its_passes():
+    assert (Codebook().widths, Codebook().seeds) == ((4,), (42,))
+    assert (Codebook(4, 2).widths, Codebook(4, 2).seeds) == ((4, 2), (42, 1042))
+    assert (Codebook().group_columns(64), Codebook(group_size=None).group_columns(64)) == (128, 64)

@@ -18,7 +18,7 @@ from emitters.families import FAMILIES, family
 from emitters.gemm import GemmProblem, TileConfig
 from emitters.source import ARCHITECTURES, DType
 from qcut import dispatch, tuned
-from qcut._launch_plans import m_bucket
+from qcut._launch_plans import linear_problem, m_bucket
 from qcut.dispatch import SM80_MENU, SM90_MENU, Choice, Target, select_gemm
 from qcut.errors import ConfigError, DeviceError, UnsupportedError
 from qcut.gemm_model import tile_cycles
@@ -229,8 +229,24 @@ def test_grids_are_the_familys():
     mma = Choice("mma", TileConfig((128, 64, 64), (64, 32, 64), 4))
     assert dispatch.grid(mma, 129, 65) == (4, 1, 1)
     assert dispatch.grid(Choice("cutlass", SM90_MENU[0]), 129, 65) == (1, 1, 1)
-    tile = dispatch.select_weight_only(replace(DYNAMIC, a=DType.F16), 16, 1280, 1280, A100).tile
-    assert dispatch.grid(Choice("weight_only", tile), 16, 1280)[0] >= 1
+
+
+@pytest.mark.parametrize("gpu", [H200, A100], ids=lambda gpu: gpu.arch)
+def test_weight_only_kernels_by_tokens(gpu: Target):
+    problem = GemmProblem(a=DType.F16, epilogue=Epilogue(DType.F16, "none", "per_channel", bias=True), alignment_k=8)
+    for m in (1, 8, 16, 32, 33, 64, 4096):
+        for n, k in ((1, 1), (1280, 1280), (14336, 4096), (4096, 14336)):
+            choice = dispatch.select_weight_only(problem, m, n, k, gpu)
+            assert choice.family == ("weight_only_decode" if m <= 32 else "weight_only")
+            assert dispatch.emit(choice, problem, gpu.arch).arch == gpu.arch  # which validates the tile
+            rows = dispatch.tile_rows(choice)
+            x, y, z = dispatch.grid(choice, m, n)
+            assert (y, z) == (1, 1)
+            if m <= 32:
+                assert rows >= m
+                assert x // choice.tile.splits * 16 * choice.tile.row_tiles >= n
+            else:
+                assert x * rows * choice.tile.threadblock_shape[1] >= m * n
 
 
 # ── explain ──────────────────────────────────────────────────────────────────────────────────────
@@ -319,19 +335,37 @@ def test_buckets_hold_their_rows_and_are_few():
     previous = 0
     for m in range(1, 5000):
         bucket = m_bucket(m)
-        assert m <= bucket <= max(16, 2 * m)
+        assert m <= bucket <= max(8, 2 * m)
         assert bucket >= previous
         assert m_bucket(bucket) == bucket
         if m > 64:
             assert bucket - m < 0.25 * m
         previous = bucket
-    assert len({m_bucket(m) for m in range(1, 65537)}) <= 3 + 4 * 11
+    assert len({m_bucket(m) for m in range(1, 65537)}) <= 4 + 4 * 11
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_precompile_covers_both_toolchains_and_every_family(arch: str):
     sources = dispatch.precompile_sources(arch)
-    assert {source.name.split("_")[1] for source in sources} == {*FAMILIES, "wo"}
+    codebook = {"cbdecode", "codebook", "rotate"} | ({"cbdecodew"} if arch == "sm_90a" else set())
+    assert {source.name.split("_")[1] for source in sources} == {*FAMILIES, "wo", *codebook}
     assert len({source.name for source in sources}) == len(sources)
     assert {source.toolchain for source in sources} == {"nvrtc", "nvcc"}
     assert {source.arch for source in sources} == {arch}
+
+
+@pytest.mark.parametrize("gpu", [A100, H200], ids=lambda gpu: gpu.arch)
+def test_precompiled_weight_only_kernels_are_those_that_layers_ask_for(gpu: Target):
+    names = {source.name for source in dispatch.precompile_sources(gpu.arch)}
+    for n, k, bias, activation in (
+        (3840, 1280, True, "none"),
+        (5120, 1280, True, "gelu_tanh"),
+        (14336, 4096, False, "none"),
+    ):
+        problem = linear_problem(DType.F16, n, k, bias, activation, "weight_only")
+        for m in (1, 16, 20):
+            choice = dispatch.select_weight_only(problem, m_bucket(m), n, k, gpu)
+            assert dispatch.emit(choice, problem, gpu.arch).name in names
+    prompt = linear_problem(DType.F16, 1280, 1280, True, "none", "weight_only")
+    choice = dispatch.select_weight_only(prompt, 4096, 1280, 1280, gpu)
+    assert dispatch.emit(choice, prompt, gpu.arch).name in names

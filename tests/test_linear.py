@@ -334,7 +334,7 @@ def test_meta_and_integer_weights():
 
 def test_schemes_and_ranges():
     module = nn.Linear(3, 4)
-    with pytest.raises(errors.ConfigError, match="has no scheme 'fp16'; use w8a8, w8a8_static or w8a16"):
+    with pytest.raises(errors.ConfigError, match="has no scheme 'fp16'; use w8a8, w8a8_static, w8a16 or a codebook"):
         Linear.from_float(module, Float())
     with pytest.raises(errors.ConfigError, match="scheme 'w4' does not exist"):
         Linear.from_float(module, "w4")

@@ -13,6 +13,7 @@ from qcut.jit import toolchain
 
 _ATTRIBUTES = {"sm_count": 16, "cc_major": 75, "cc_minor": 76}
 _CAPTURE_MODE_RELAXED = 2
+_CAPTURE_ACTIVE = 1
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,20 @@ def capture_tolerated() -> Iterator[None]:
         yield
     finally:
         lib.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
+def capture_id(stream: int) -> int:
+    """Return the number of the graph that a stream is being captured into, 0 if it is not.
+
+    Raises:
+        DeviceError: the driver does not know the stream.
+    """
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    found = toolchain.driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
+    _check(found, "stream capture")
+    return number.value if status.value == _CAPTURE_ACTIVE else 0
 
 
 def explain(status: int) -> str:

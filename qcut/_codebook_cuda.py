@@ -1,0 +1,190 @@
+"""CUDA implementations of the operators on codebook weights, imported at the first CUDA call.
+
+A call is a dictionary look-up, the allocation of its results and one launch on the current stream (two where dense
+rotations end as int8); a miss makes a launch plan first. Kernels: `qcut.codebook_dispatch` and `emitters.rotate`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emitters.codebook import CodebookProblem
+from emitters.rotate import emit_rotate
+from emitters.source import DType, KernelSource
+from qcut import _launch_plans as launch_plans
+from qcut import codebook_dispatch, codebook_ops, dispatch, jit
+from qcut._launch_plans import DTYPES, LaunchPlan, target
+from qcut.codebook_dispatch import CodebookChoice, Rotation, problem_of
+from qcut.codebook_layout import Geometry
+from qcut.codebook_ops import CodebookCall
+
+_plans: dict[tuple[Any, ...], LaunchPlan] = {}
+_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+
+
+def _plan(key: tuple[Any, ...], make: Callable[[], LaunchPlan]) -> LaunchPlan:
+    with launch_plans.lock:
+        plan = _plans.get(key)
+        if plan is None:
+            plan = _plans[key] = make()
+    return plan
+
+
+# ── rotation ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rotate_plan(desc: Rotation, k_padded: int, device: int) -> LaunchPlan:
+    kernel = launch_plans.load(emit_rotate(desc), device)
+    return LaunchPlan(kernel, lambda m: desc.grid(m, k_padded), pdl=desc.arch == "sm_90a")
+
+
+def rotate_tokens(
+    x: Tensor, operands: Tensor, kind: str, group_size: int, seeds: Sequence[int], out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    codebook_ops._check_rotate(x, operands, kind, group_size, seeds, out_dtype)
+    blocks, scale = codebook_ops._rotate_fake(x, operands, kind, group_size, seeds, out_dtype)
+    (m, k), passes, device = x.shape, len(seeds), x.get_device()
+    if m == 0:
+        return blocks, scale
+    if x.stride(1) != 1 and k > 1:
+        x = x.contiguous()
+    stride = x.stride(0) if m > 1 else k
+    aligned = x.data_ptr() % 16 == 0 and (m == 1 or stride * x.element_size() % 16 == 0)
+    bucket = codebook_dispatch.bucket(m)
+    key = ("rotate", kind, x.dtype, out_dtype, bucket, k, group_size, passes, aligned, device)
+    plans: Any = _plans.get(key)
+    k_padded = Geometry(k, group_size).k_padded
+    if plans is None:
+        gpu = target(device)
+        kernels = codebook_dispatch.select_rotation(
+            kind, DTYPES[x.dtype], DTYPES[out_dtype], bucket, k, group_size, passes, gpu, aligned=aligned
+        )
+        columns = (k_padded, passes * k_padded)
+        with launch_plans.lock:
+            plans = tuple(_rotate_plan(desc, n, device) for desc, n in zip(kernels, columns, strict=False))
+            _plans[key] = plans
+    stream = _stream(device)
+    scales = (scale.data_ptr(),) if out_dtype is torch.int8 else ()
+    matrices = (operands.data_ptr(),) if kind != "none" else ()
+    if len(plans) == 1:
+        # Dense kernels have no scale, and Hadamard ones read their signs after it.
+        plans[0].launch(m, (x.data_ptr(), blocks.data_ptr(), *scales, *matrices, stride, m, k, k_padded), stream)
+        return blocks, scale
+    width = passes * k_padded
+    rows = torch.empty((m, width), dtype=torch.float32, device=x.device)
+    plans[0].launch(m, (x.data_ptr(), rows.data_ptr(), *matrices, stride, m, k, k_padded), stream)
+    plans[1].launch(m, (rows.data_ptr(), blocks.data_ptr(), *scales, width, m, width, width), stream)
+    return blocks, scale
+
+
+# ── product ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def gemm_plan(
+    problem: CodebookProblem,
+    m: int,
+    n: int,
+    units: int,
+    device: int,
+    *,
+    choice: CodebookChoice | None = None,
+    pdl: bool = True,
+) -> LaunchPlan:
+    """Plan of a product of up to m tokens, on dispatch's choice of kernel unless one is given.
+
+    ``pdl`` launches it so that it may begin before its predecessor has ended, where the GPU can.
+    """
+    gpu = target(device)
+    if choice is None:
+        choice = codebook_dispatch.select(problem, m, n, units, gpu)
+    kernel = launch_plans.load(codebook_dispatch.emit(choice, problem, gpu.arch), device)
+    # As the weight-only kernel, ``mma`` gains nothing by an early start.
+    pdl = pdl and gpu.arch == "sm_90a" and choice.family != "mma"
+    return LaunchPlan(kernel, lambda rows: codebook_dispatch.grid(choice, rows, n, gpu.sm_count), pdl=pdl)
+
+
+def codebook_gemm(
+    x: Tensor,
+    row_scale: Tensor | None,
+    m: int,
+    units: Tensor,
+    norms: Tensor,
+    fold: Tensor | None,
+    col_scale: Tensor,
+    book: Sequence[int],
+    bias: Tensor | None,
+    bits: int,
+    activation: str,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    choice: CodebookChoice | None = None,
+) -> Tensor:
+    """The operator; with ``choice``, on that kernel whatever dispatch thinks of it."""
+    codebook_ops._check_gemm(
+        x, row_scale, m, units, norms, fold, col_scale, book, bias, bits, activation, residual, out_dtype
+    )
+    n, units_k, device = len(col_scale), units.shape[1], x.get_device()
+    out = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    if m == 0:
+        return out
+    if residual is not None:
+        residual = residual.contiguous()
+    alignment = dispatch.alignment_of(n)
+    if residual is not None and residual.data_ptr() % 16:
+        alignment = 1
+    bucket, slots = codebook_dispatch.bucket(m), norms.shape[2]
+    flags = (bias is None, residual is None)
+    key = ("gemm", x.dtype, bits, slots, out_dtype, flags, activation, alignment, bucket, n, units_k, choice, device)
+    plan = _plans.get(key)
+    if plan is None:
+        problem = problem_of(
+            DTYPES[x.dtype],
+            bits,
+            slots,
+            DTYPES[out_dtype],
+            bias is not None,
+            activation,
+            residual is not None,
+            alignment,
+        )
+        plan = _plan(key, lambda: gemm_plan(problem, bucket, n, units_k, device, choice=choice))
+    tensors = (x, units.contiguous(), norms.contiguous(), fold)
+    operands = tuple(t.data_ptr() for t in tensors if t is not None)
+    vectors = tuple(t.contiguous().data_ptr() for t in (row_scale, col_scale, bias, residual) if t is not None)
+    plan.launch(m, (*operands, out.data_ptr(), m, n, units_k, n, *book, *vectors), _stream(device))
+    return out
+
+
+# ── ahead of time ────────────────────────────────────────────────────────────────────────────────
+
+
+def prebuild(calls: Iterable[CodebookCall], device: int, progress: bool = True) -> None:
+    """Build, in parallel, the kernels of these layers where they are not in the cache.
+
+    Raises:
+        BuildError: the first kernel that does not compile.
+    """
+    gpu = target(device)
+    sources: dict[str, KernelSource] = {}
+    for call in calls:
+        rows, out = codebook_dispatch.bucket(call.m), DTYPES[call.dtype]
+        tokens = DType.S8 if call.int8 else out
+        kernels = codebook_dispatch.select_rotation(
+            call.kind, out, tokens, rows, call.k, call.group_size, call.passes, gpu
+        )
+        found = [emit_rotate(desc) for desc in kernels]
+        problem = problem_of(
+            tokens, call.bits, call.slots, out, call.bias, call.activation, False, dispatch.alignment_of(call.n)
+        )
+        choice = codebook_dispatch.select(problem, rows, call.n, call.units, gpu)
+        found.append(codebook_dispatch.emit(choice, problem, gpu.arch))
+        sources |= {source.name: source for source in found}
+    for result in jit.build_many(sources.values(), progress=progress and sys.stderr.isatty()).values():
+        if isinstance(result, Exception):
+            raise result
