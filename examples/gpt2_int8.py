@@ -1,10 +1,11 @@
-"""Quantize a GPT-2 to int8 and print what it costs in quality and what it gains in speed and memory.
+"""Quantize a GPT-2 and print what it costs in quality and what it gains in speed and memory.
 
     python examples/gpt2_int8.py                                    # the embedded checkpoint
     python examples/gpt2_int8.py --model openai-community/gpt2-large --text book.txt --json result.json
+    python examples/gpt2_int8.py --scheme codebook4+4_int8          # any codebook that qcut.Codebook can name
 
 The first windows of the text are held out for perplexity, and the ranges of the static schemes and the hybrid
-plan come from windows after them. Every variant starts from the same float model.
+plan, and what codebooks are fitted to, come from windows after them. Every variant starts from the same float model.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 import qcut
+from qcut.config import parse_scheme
 from qcut.convert import model_bytes
 from qcut.costs import LayerSize
 from qcut.errors import QcutError
@@ -40,8 +42,11 @@ SCHEMES = {
     "w8a8": "int8 weights and activations, scales per token measured on the fly",
     "w8a8_static": "the same with one calibrated range per layer",
     "smooth": "w8a8_static after moving outliers into the weights (SmoothQuant, alpha 0.5)",
+    "codebook4": "4-bit indices into a codebook, rotated groups of 128 columns, 16-bit activations",
+    "codebook4_fit": "codebook4 fitted to the second moments of the layers' inputs, in place of rounding",
     "hybrid": "each layer the cheapest scheme that keeps the whole within the quality budget",
 }
+OTHERS = "or another codebook: codebook3, codebook2, codebook4+4, codebook4_int8, codebook4_g64_qr, int4, …"
 SMOOTH_ALPHA = 0.5
 SPEED_PROMPT = 16
 """Tokens of the prompt in front of the timed generation."""
@@ -112,9 +117,9 @@ class Setup:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Quantize a GPT-2 to int8; compare perplexity, tokens/s and memory before and after.",
+        description="Quantize a GPT-2; compare perplexity, tokens/s and memory before and after.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="schemes:\n" + "\n".join(f"  {name:12} {what}" for name, what in SCHEMES.items()),
+        epilog="schemes:\n" + "\n".join(f"  {name:14} {what}" for name, what in SCHEMES.items()) + "\n" + OTHERS,
     )
     parser.add_argument("--model", default=str(EMBEDDED), help="checkpoint directory or hub name [models/gpt2-5m]")
     parser.add_argument("--text", type=Path, help="UTF-8 text file [the Python language reference of this CPython]")
@@ -129,9 +134,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
     args = parser.parse_args(argv)
     args.schemes = [name.strip() for name in args.schemes.split(",") if name.strip()]
-    unknown = sorted(set(args.schemes) - set(SCHEMES))
+    unknown = sorted(name for name in set(args.schemes) - set(SCHEMES) if not is_codebook(name))
     if unknown:
-        parser.error(f"unknown scheme {', '.join(unknown)}: choose from {', '.join(SCHEMES)}")
+        parser.error(f"unknown scheme {', '.join(unknown)}: choose from {', '.join(SCHEMES)}; {OTHERS}")
     if args.window < 2:
         parser.error(f"--window {args.window}: at least 2 tokens are needed to predict one")
     if args.eval_windows is not None and args.eval_windows < 1:
@@ -139,6 +144,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device (try --device cpu)")
     return args
+
+
+def is_codebook(name: str) -> bool:
+    """Whether this is the name of a codebook scheme."""
+    try:
+        return isinstance(parse_scheme(name), qcut.Codebook)
+    except QcutError:
+        return False
 
 
 def language_reference() -> str:
@@ -286,13 +299,20 @@ def fresh_model(setup: Setup) -> Any:
 
 
 def quantized(
-    name: str, setup: Setup, calibration: qcut.Calibration | None, plan: qcut.Plan | None
+    name: str,
+    setup: Setup,
+    calibration: qcut.Calibration | None,
+    plan: qcut.Plan | None,
+    moments: dict[str, torch.Tensor] | None,
 ) -> tuple[Any, dict[str, int]]:
     """A fresh model quantized the way the table's row `name` says, and how many layers each scheme got."""
     model = fresh_model(setup)
     if name == "hybrid" and plan is not None:
         qcut.quantize(model, plan, calibration=calibration, progress=False)
         return model, plan.counts
+    if name == "codebook4_fit":
+        report = qcut.quantize(model, "codebook4", second_moments=moments, progress=False)
+        return model, dict(Counter(report.schemes.values()))
     scheme, alpha = ("w8a8_static", SMOOTH_ALPHA) if name == "smooth" else (name, None)
     report = qcut.quantize(model, scheme, calibration=calibration, smooth=alpha, progress=False)
     return model, dict(Counter(report.schemes.values()))
@@ -320,7 +340,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     samples = {baseline_name: sample(model, setup, args.prompt)}
     batches = setup.calibration.to(device).split(4)
     progress = sys.stderr.isatty()
-    calibration = plan = None
+    calibration = plan = moments = None
+    if "codebook4_fit" in args.schemes:
+        moments = qcut.collect_second_moments(model, batches, progress=progress)
     if {"w8a8_static", "smooth", "hybrid"} & set(args.schemes):
         calibration = qcut.calibrate(model, batches, progress=progress)
     if "hybrid" in args.schemes:
@@ -329,7 +351,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         plan = qcut.plan(model, some, budget=args.budget, calibration=calibration, progress=progress, **what)
     del model
     for name in args.schemes:
-        model, layers = quantized(name, setup, calibration, plan)
+        model, layers = quantized(name, setup, calibration, plan, moments)
         rows.append(measure(name, model, setup, layers, rows[0].perplexity))
         if name == args.schemes[-1]:
             samples[name] = sample(model, setup, args.prompt)

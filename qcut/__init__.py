@@ -13,13 +13,17 @@ if TYPE_CHECKING:
     from qcut import errors, ops
     from qcut.calibration import Calibration, calibrate
     from qcut.checkpoint import load, save
-    from qcut.config import W8A8, W8A16, Float, StaticRange
+    from qcut.codebook_fit import collect_second_moments
+    from qcut.codebook_linear import execution_path
+    from qcut.config import W8A8, W8A16, Codebook, Float, StaticRange
     from qcut.convert import quantize
+    from qcut.embedding import Embedding
     from qcut.explanation import explain
     from qcut.gemm import gemm_s8
     from qcut.linear import Linear
     from qcut.planning import Plan, plan
     from qcut.smoothing import smooth
+    from qcut.turboquant_writer import save_turboquant
 
 __version__ = "0.1.0"
 
@@ -27,12 +31,16 @@ __all__ = [
     "W8A8",
     "W8A16",
     "Calibration",
+    "Codebook",
+    "Embedding",
     "Float",
     "Linear",
     "Plan",
     "StaticRange",
     "calibrate",
+    "collect_second_moments",
     "errors",
+    "execution_path",
     "explain",
     "gemm_s8",
     "load",
@@ -40,17 +48,22 @@ __all__ = [
     "plan",
     "quantize",
     "save",
+    "save_turboquant",
     "smooth",
 ]
 
 _HOME = {
     "W8A8": "config",
     "W8A16": "config",
+    "Codebook": "config",
     "Float": "config",
     "StaticRange": "config",
+    "Embedding": "embedding",
     "Linear": "linear",
     "Calibration": "calibration",
     "calibrate": "calibration",
+    "collect_second_moments": "codebook_fit",
+    "execution_path": "codebook_linear",
     "smooth": "smoothing",
     "Plan": "planning",
     "plan": "planning",
@@ -58,6 +71,7 @@ _HOME = {
     "gemm_s8": "gemm",
     "explain": "explanation",
     "save": "checkpoint",
+    "save_turboquant": "turboquant_writer",
     "load": "checkpoint",
 }
 

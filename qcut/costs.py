@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qcut.config import padded_k
+from qcut.codebook_layout import UNIT_COLUMNS, UNIT_ROWS, Geometry, row_tiles, unit_bytes
+from qcut.config import Codebook, padded_k, parse_scheme
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,34 @@ def memory_cost(layer: LayerSize, scheme: str) -> float:
     if scheme == "fp16":
         return float(layer.float_bytes)
     n = layer.out_features
+    codebook = parse_scheme(scheme)
+    if isinstance(codebook, Codebook):
+        return float(_codebook_bytes(layer, codebook))
     scales = 4 * n * (1 + layer.bias) + (8 * n + 8 if scheme == "w8a8_static" else 0)
     return float(n * padded_k(layer.in_features) + scales)
+
+
+def _codebook_bytes(layer: LayerSize, scheme: Codebook) -> int:
+    """Bytes of the buffers of a `qcut.codebook_linear.CodebookLinear`."""
+    geometry = Geometry(layer.in_features, scheme.group_columns(layer.in_features))
+    n, tiles, widths = layer.out_features, row_tiles(layer.out_features), scheme.widths
+    packed_norms = 2 * UNIT_ROWS * (UNIT_COLUMNS // geometry.slot)
+    units = sum(tiles * geometry.units * (unit_bytes(bits) + packed_norms) for bits in widths)
+    norms = len(widths) * n * geometry.groups * (2 if scheme.norm_dtype == "fp16" else 4)
+    sets = widths if len(set(widths)) > 1 else widths[:1]
+    per_set = 4 * n + (4 * UNIT_ROWS * tiles if scheme.int8_products else 0)
+    return units + norms + sum(4 << bits for bits in sets) + len(sets) * per_set + 4 * n * layer.bias
 
 
 @dataclass(frozen=True)
 class TimeCost:
     """Time of one call in µs: ``2 M N K / rate + bytes / bandwidth``.
 
-    Bytes are those of the weight (int8, or 2 a value), of the input (int8 schemes: one byte a value, and 8 a token for
-    dynamic scales) and of the output (2 a value). Not counted is what fusion and CUDA graphs take away: launches, and a
-    separate pass that quantizes the input. The defaults are what an H200 sustains; only the ratios between schemes
-    matter to a plan.
+    Bytes are those of the weight (int8, 2 a value, or a codebook's indices and norms), of the input (int8 products:
+    one byte a value, and 8 a token for dynamic scales) and of the output (2 a value); a second pass of a codebook
+    reads and multiplies the input again. Not counted is what fusion and CUDA graphs take away: launches, and a
+    separate pass that quantizes or rotates the input. The defaults are what an H200 sustains; only the ratios between
+    schemes matter to a plan.
 
     Attributes:
         tokens: M, the tokens of a call: prompts by default. With few tokens the bytes decide, and so will the plan.
@@ -64,8 +81,13 @@ class TimeCost:
     def __call__(self, layer: LayerSize, scheme: str) -> float:
         """The time of one call of the layer under the scheme."""
         m, n, k = self.tokens, layer.out_features, layer.in_features
-        int8 = scheme.startswith("w8a8")
+        parsed = parse_scheme(scheme)
+        int8, passes, weight_bytes = parsed.int8_products, 1, n * k * (2.0 if scheme == "fp16" else 1.0)
+        if isinstance(parsed, Codebook):
+            groups = -(-k // parsed.group_columns(k))
+            passes = len(parsed.widths)
+            weight_bytes = n * (k * sum(parsed.widths) / 8 + 2 * groups * passes)
         rate = self.int8_tops if int8 else self.fp16_tflops
-        moved = n * k * (2 if scheme == "fp16" else 1) + m * k * (1 if int8 else 2) + 2 * m * n
-        moved += 8 * m if scheme == "w8a8" else 0
-        return (2 * m * n * k / rate + moved / self.bandwidth) * 1e-6
+        moved = weight_bytes + passes * m * k * (1 if int8 else 2) + 2 * m * n
+        moved += 8 * m if int8 and scheme != "w8a8_static" else 0
+        return (2 * passes * m * n * k / rate + moved / self.bandwidth) * 1e-6

@@ -11,7 +11,7 @@ from torch import nn
 from tqdm import tqdm
 
 from qcut.calibration import Calibration, calibrate
-from qcut.config import StaticRange, parse_scheme
+from qcut.config import Codebook, Scheme, StaticRange, parse_scheme
 from qcut.costs import CostModel, LayerSize, TimeCost, memory_cost
 from qcut.errors import CalibrationError, ConfigError, PlanError
 from qcut.linear import Linear
@@ -51,7 +51,7 @@ def plan(
     *,
     budget: float = 0.003,
     objective: Literal["time", "memory"] = "time",
-    candidates: Sequence[str] = CANDIDATES,
+    candidates: Sequence[str | Scheme] = CANDIDATES,
     calibration: Calibration | None = None,
     measure: Literal["model", "layer"] = "model",
     cost: CostModel | None = None,
@@ -78,12 +78,13 @@ def plan(
     the same calibration: the plan then belongs to the smoothed model.
 
     Args:
-        model: the float model; it is not changed. Beside it, int8 copies of its layers exist during the search.
+        model: the float model; it is not changed. Beside it, quantized copies of its layers exist during the search:
+            one in int8, and one for each codebook among the candidates.
         batches: what the model is called on (see `qcut.calibrate`), held in a list: a few windows do. Not the text
             you will evaluate on.
         budget: the loss allowed: 0.003 is 0.3 % of perplexity.
         objective: minimize ``time`` (`qcut.costs.TimeCost`) or ``memory`` (`qcut.costs.memory_cost`).
-        candidates: schemes that may be used.
+        candidates: schemes that may be used: names or objects, codebooks too.
         calibration: of this model as it is now; by default the batches are used for it.
         measure: see above.
         cost: a cost model of your own, instead of the objective's.
@@ -154,7 +155,7 @@ def plan(
     return Plan(ordered, budget, judge.metric, kind, predicted, measured, start, judge.tokens)
 
 
-def _check(budget: float, objective: str, candidates: Sequence[str], measure: str) -> list[str]:
+def _check(budget: float, objective: str, candidates: Sequence[str | Scheme], measure: str) -> list[str]:
     if not budget >= 0 or not math.isfinite(budget):
         raise ConfigError(f"budget: found {budget}; a finite number >= 0 is allowed, such as 0.003 for 0.3 %")
     if objective not in ("time", "memory"):
@@ -199,11 +200,17 @@ def _prepare(
                 ranges[name] = best_range(module, name, calibration)
                 static_range = ranges[name][0]
             layer = Linear.from_float(module, scheme, static_range=static_range, name=name)
-            for owner in [other for others in unit.layers.values() for other in others.values()][:1]:
-                # One int8 weight serves all schemes of all layers that share it.
-                layer.qweight, layer.weight_scale = owner.qweight, owner.weight_scale
+            for owner in _same_weight(unit, scheme):
+                layer.tie_to(owner)
             unit.layers.setdefault(scheme, {})[name] = layer
             unit.sensitivity[scheme] += output_error(module, layer, calibration.stats(name).sample)
+
+
+def _same_weight(unit: _Unit, scheme: str) -> list[Linear]:
+    """A layer whose quantized weight serves this scheme too: int8 ones are all alike, codebooks each their own."""
+    is_codebook = isinstance(parse_scheme(scheme), Codebook)
+    alike = {scheme} if is_codebook else {s for s in unit.layers if not isinstance(parse_scheme(s), Codebook)}
+    return [layer for s in alike & unit.layers.keys() for layer in unit.layers[s].values()][:1]
 
 
 def _reason(unit: _Unit, scheme: str, metric: str, measure: str) -> str:

@@ -20,7 +20,7 @@ class LayerPlan:
     """One layer of a plan.
 
     Attributes:
-        scheme: ``w8a8_static``, ``w8a8``, ``w8a16`` or ``fp16``. Edit this one.
+        scheme: ``w8a8_static``, ``w8a8``, ``w8a16``, ``fp16`` or a codebook's name. Edit this one.
         in_features: K.
         out_features: N.
         static_range: what ``w8a8_static`` quantizes the input with; present for any layer that could use it.
@@ -76,8 +76,8 @@ class Plan:
 
     @property
     def off_int8(self) -> list[str]:
-        """Layers whose activations stay in floating point: ``w8a16`` and ``fp16``."""
-        return [name for name, layer in self.layers.items() if not layer.scheme.startswith("w8a8")]
+        """Layers whose activations stay in floating point: ``w8a16``, ``fp16``, and codebooks without ``int8``."""
+        return [name for name, layer in self.layers.items() if not parse_scheme(layer.scheme).int8_products]
 
     @property
     def cost(self) -> float:
@@ -97,7 +97,8 @@ class Plan:
         moved = {name: layer for name, layer in self.layers.items() if layer.reason}
         if moved:
             width = max(len(name) for name in moved)
-            lines += [f"  {name:<{width}}  {layer.scheme:<11}  {layer.reason}" for name, layer in moved.items()]
+            wide = max(11, *(len(layer.scheme) for layer in moved.values()))
+            lines += [f"  {name:<{width}}  {layer.scheme:<{wide}}  {layer.reason}" for name, layer in moved.items()]
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:

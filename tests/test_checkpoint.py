@@ -273,3 +273,78 @@ def test_tensors_outside_the_state_are_refused_rather_than_left_empty(tmp_path: 
         load(tmp_path, model=Model, progress=False)
     x = torch.randn(2, 16)
     assert torch.equal(load(tmp_path, model=Model(), progress=False)(x), model(x))
+
+
+# ── codebooks ────────────────────────────────────────────────────────────────────────────────────
+
+
+def codebooks(kind: str = "plain", scheme: str = "codebook4+4_g16") -> nn.Module:
+    model = tiny_lm() if kind == "plain" else tiny_hf(kind)
+    quantize(model, scheme, progress=False)
+    return model
+
+
+@pytest.mark.parametrize("scheme", ["codebook4_g16", "codebook3+2_qr_int8", "codebook4+4_g16_fp32norms_int8", "int4"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "plain"])
+def test_codebooks_round_trip(tmp_path: Path, kind: str, scheme: str) -> None:
+    model = codebooks(kind, scheme)
+    save(model, tmp_path, max_shard_bytes=5000)
+    got = load(tmp_path, model=TinyLM if kind == "plain" else None, progress=False)
+    assert torch.equal(logits(got), logits(model))
+    for (name, a), (other, b) in zip(model.named_buffers(), got.named_buffers(), strict=True):
+        assert name == other
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+    for name, module in model.named_modules():
+        if isinstance(module, Linear):
+            assert got.get_submodule(name).scheme == module.scheme
+            assert got.get_submodule(name).extra_repr() == module.extra_repr()
+
+
+def test_codebooks_are_in_plain_order_on_disk(tmp_path: Path) -> None:
+    model = codebooks()
+    save(model, tmp_path)
+    (file,) = tmp_path.glob("model-*.safetensors")
+    stored = load_file(file)
+    expected = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"} | {"gain": model.gain}
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[key], expected[key]) for key in stored)
+    up = model.blocks[0].up
+    assert stored["blocks.0.up.indices"].shape == (64, 16)
+    assert stored["blocks.0.up.norms"].shape == (64, 2)
+    assert json.loads((tmp_path / "qcut_config.json").read_text())["layers"]["blocks.0.up"]["scheme"] == (
+        up.scheme.to_json()
+    )
+
+
+def test_tied_codebooks_are_written_once_and_stay_tied(tmp_path: Path) -> None:
+    model = Tied()
+    quantize(model, "codebook4+4_g16", progress=False)
+    save(model, tmp_path)
+    (file,) = tmp_path.glob("model-*.safetensors")
+    layers = [name for name, m in model.named_modules() if isinstance(m, Linear)]
+    indices = [key for key in load_file(file) if key.endswith(".residual_indices")]
+    assert len(indices) == len(layers) - 1
+    got = load(tmp_path, model=Tied, progress=False)
+    for key in ("units", "packed_norms", "norms", "codebook"):
+        shared = [{getattr(m.get_submodule(name), key).data_ptr() for name in layers} for m in (model, got)]
+        assert len(shared[0]) == len(shared[1]) == len(layers) - 1, key
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "message"),
+    [
+        ("indices", lambda t: t[:, :-1].contiguous(), r"'blocks\.0\.q\.indices': found torch\.uint8 \[32, 15\]"),
+        ("norms", lambda t: t.float(), r"'blocks\.0\.q\.norms': found torch\.float32"),
+        ("residual_norms", lambda t: t * float("nan"), r"layer 'blocks\.0\.q': .*norms hold NaN"),
+        ("codebook", lambda t: t.flip(0), r"layer 'blocks\.0\.q': .*allowed: finite values, ascending"),
+    ],
+)
+def test_codebooks_that_were_tampered_with(tmp_path: Path, key: str, change, message: str) -> None:
+    save(codebooks(), tmp_path)
+    (file,) = tmp_path.glob("model-*.safetensors")
+    tensors = load_file(file)
+    tensors[f"blocks.0.q.{key}"] = change(tensors[f"blocks.0.q.{key}"])
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=message):
+        load(tmp_path, model=TinyLM, progress=False)

@@ -12,6 +12,8 @@ from zoo import inject_outliers, same, snapshot, tiny_hf, tiny_lm, token_batches
 
 from qcut import convert
 from qcut.calibration import calibrate
+from qcut.codebook_fit import collect_second_moments
+from qcut.codebook_linear import CodebookLinear
 from qcut.convert import model_bytes, quantize
 from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
 from qcut.linear import Linear
@@ -292,3 +294,99 @@ def test_modules_that_only_look_linear_are_left() -> None:
         nn.MultiheadAttention(8, 2),
     )
     assert set(quantize(model, progress=False).schemes) == {"0"}
+
+
+# ── codebooks ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("scheme", ["codebook4_g16", "codebook4+4_g16_int8", "int4"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "plain"])
+def test_codebooks_of_every_model(kind: str, scheme: str) -> None:
+    model = tiny_lm() if kind == "plain" else tiny_hf(kind)
+    original, batches = copy.deepcopy(model), token_batches()
+    cal = calibrate(model, batches, progress=False)
+    report = quantize(model, scheme, calibration=cal, progress=False)
+    made = linears(model)
+    assert set(made) == set(report.schemes)
+    assert set(report.schemes.values()) == {scheme}
+    for name, layer in made.items():
+        expected = Linear.from_float(original.get_submodule(name), scheme, activation=layer.activation)
+        assert type(layer) is CodebookLinear
+        assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), expected.buffers(), strict=True))
+    with torch.no_grad():
+        got, want = model(batches[0]), original(batches[0])
+    got, want = (t if isinstance(t, Tensor) else t.logits for t in (got, want))
+    assert sqnr_db(want, got) > 12
+    for one in report.layers:
+        assert one.bits_per_weight == 8 * one.bytes_after / (one.in_features * one.out_features)
+        assert one.weight_error < 0.2
+        assert one.output_sqnr_db > 10
+        assert f"{one.bits_per_weight:.2f}" in str(report)
+    assert "bits/weight" in str(report)
+
+
+def test_second_moments_fit_codebooks() -> None:
+    model = tiny_lm()
+    plain, batches = copy.deepcopy(model), token_batches(8)
+    moments = collect_second_moments(model, batches, progress=False)
+    cal = calibrate(model, batches, progress=False)
+    fitted = quantize(model, "codebook3", second_moments=moments, calibration=cal, progress=False)
+    rounded = quantize(plain, "codebook3", calibration=cal, progress=False)
+    gains = [a.output_sqnr_db - b.output_sqnr_db for a, b in zip(fitted.layers, rounded.layers, strict=True)]
+    assert sum(gains) / len(gains) > 1
+    # int8 and unrotated schemes have nothing to fit.
+    quantize(tiny_lm(), "w8a8", second_moments={}, progress=False)
+    quantize(tiny_lm(), "int4", second_moments={}, progress=False)
+
+
+def test_second_moments_follow_smoothing() -> None:
+    batches = token_batches(8)
+    model, by_hand = tiny_lm(), tiny_lm()
+    moments = collect_second_moments(model, batches, progress=False)
+    cal = calibrate(model, batches, progress=False)
+    quantize(model, "codebook4", second_moments=moments, calibration=cal, smooth=0.5, progress=False)
+    smooth(by_hand, cal.copy(), 0.5)
+    moments = collect_second_moments(by_hand, batches, progress=False)
+    quantize(by_hand, "codebook4", second_moments=moments, progress=False)
+    for name, layer in linears(model).items():
+        other = by_hand.get_submodule(name)
+        assert torch.equal(layer.codebook, other.codebook)
+        same_indices = (layer.passes[0].indices == other.passes[0].indices).float().mean()
+        assert same_indices > 0.98, name
+
+
+def test_a_missing_or_foreign_second_moment_leaves_the_model_alone() -> None:
+    model = tiny_lm()
+    moments = collect_second_moments(model, token_batches(), progress=False)
+    before = snapshot(model)
+    with pytest.raises(CalibrationError, match=r"layer 'blocks\.1\.up': its second moment has shape \[64, 64\]"):
+        quantize(model, "codebook4", second_moments={**moments, "blocks.1.up": torch.eye(64)}, progress=False)
+    del moments["blocks.1.up"]
+    with pytest.raises(CalibrationError, match=r"layer 'blocks\.1\.up': no second moment; collect_second_moments"):
+        quantize(model, "codebook4", second_moments=moments, progress=False)
+    assert same(before, snapshot(model))
+
+
+def test_a_layer_the_rotation_cannot_take_leaves_the_model_alone() -> None:
+    model = tiny_lm(width=48)
+    before = snapshot(model)
+    with pytest.raises(ConfigError, match=r"layer 'blocks\.0\.q': a Hadamard rotation of 48 columns"):
+        quantize(model, "codebook4", progress=False)
+    assert same(before, snapshot(model))
+    quantize(model, "codebook4_qr", progress=False)
+
+
+def test_tied_codebooks_share_their_memory() -> None:
+    model = Tied()
+    report = quantize(model, "codebook4+4_g16", progress=False)
+    (tied,) = (one for one in report.layers if one.tied_to is not None)
+    pair = model.get_submodule(tied.name), model.get_submodule(tied.tied_to)
+    for key in ("units", "packed_norms", "norms", "codebook", "col_scale"):
+        assert len({getattr(layer, key).data_ptr() for layer in pair}) == 1, key
+
+
+def test_a_plan_may_name_codebooks() -> None:
+    model = tiny_lm()
+    names = {"blocks.0.q": "codebook4_int8", "blocks.0.up": "codebook3_g16_qr", "blocks.1.up": "w8a8"}
+    report = quantize(model, make_plan(model, names), progress=False)
+    assert report.schemes == names

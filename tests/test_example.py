@@ -54,7 +54,9 @@ def test_demo_measures_every_scheme(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert row["generated_tokens_per_s"] > 0
         assert row["peak_mb"] > row["model_mb"]
         assert row["change_percent"] == pytest.approx(100 * (row["perplexity"] / baseline["perplexity"] - 1))
-        assert 0 < abs(row["change_percent"]) < 2
+        assert 0 < abs(row["change_percent"]) < (10 if name.startswith("codebook") else 2)
+    assert rows["codebook4_fit"]["layers"] == rows["codebook4"]["layers"] == {"codebook4": 16}
+    assert rows["codebook4"]["model_mb"] < rows["w8a16"]["model_mb"]
     assert rows["w8a8"]["layers"] == {"w8a8": 16}
     assert rows["smooth"]["layers"] == {"w8a8_static": 16}
     assert len(result["plan"]["layers"]) == 16
@@ -65,6 +67,13 @@ def test_demo_measures_every_scheme(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "resident set" in printed
     for name in ("fp32", *rows):
         assert any(line.startswith(name) for line in printed.splitlines())
+
+
+@pytest.mark.parametrize("scheme", ["codebook4+4_int8", "int4"])
+def test_demo_takes_any_codebook(scheme: str, tmp_path: Path) -> None:
+    rows = run_demo(tmp_path, "--scheme", scheme)["results"]
+    assert [(row["scheme"], row["layers"]) for row in rows] == [("fp32", {}), (scheme, {scheme: 16})]
+    assert abs(rows[1]["change_percent"]) < (1 if "+" in scheme else 10)
 
 
 def test_demo_baseline_is_the_known_perplexity() -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from zoo import inject_outliers, same, snapshot, tiny_lm, token_batches
 
 from qcut.calibration import METHODS, calibrate
-from qcut.config import padded_k
+from qcut.config import Codebook, padded_k
 from qcut.convert import quantize
 from qcut.costs import LayerSize, TimeCost, memory_cost
 from qcut.errors import CalibrationError, ConfigError, PlanError
@@ -290,3 +290,32 @@ def test_perplexity_refuses_bad_input() -> None:
     with torch.no_grad():
         broken.norm.weight[0] = math.nan
     assert math.isnan(perplexity(broken, ids, window=8, progress=False))
+
+
+def test_codebooks_are_candidates_like_others() -> None:
+    model, batches = tiny_lm(width=128, blocks=1), token_batches()
+    before = snapshot(model)
+    candidates = ("codebook4", Codebook(4, 4, group_size=16), "w8a16", "fp16")
+    cheap = plan(model, batches, budget=10.0, objective="memory", candidates=candidates, progress=False)
+    assert set(cheap.schemes.values()) <= {"codebook4", "w8a16"}
+    assert "codebook4" in cheap.schemes.values()
+    assert cheap.off_int8 == list(cheap.schemes)
+    strict = plan(model, batches, budget=cheap.measured / 4, objective="memory", candidates=candidates, progress=False)
+    assert strict.measured <= cheap.measured / 4
+    assert strict.cost > cheap.cost
+    assert same(before, snapshot(model))
+    entry = strict.layers["blocks.0.up"]
+    assert set(entry.cost) == {"codebook4", "codebook4+4_g16", "w8a16", "fp16"}
+    assert entry.sensitivity["codebook4+4_g16"] < entry.sensitivity["codebook4"]
+    report = quantize(model, Plan.from_json(strict.to_json()), progress=False)
+    assert report.schemes == {name: s for name, s in strict.schemes.items() if s != "fp16"}
+
+
+def test_costs_of_codebooks() -> None:
+    size = LayerSize("x", 4096, 4096, False, 2 * 4096**2)
+    for scheme in ("codebook4", "codebook2+2_g64", "codebook4+2_int8", "int4_int8"):
+        assert memory_cost(size, scheme) == Linear.empty(4096, 4096, False, scheme, device="meta").weight_bytes
+    few, many = TimeCost(tokens=1), TimeCost(tokens=4096)
+    assert few(size, "codebook2") < few(size, "codebook4") < few(size, "codebook4+4") < few(size, "fp16")
+    assert many(size, "codebook4_int8") < many(size, "codebook4") < many(size, "codebook4+4")
+    assert many(size, "codebook4") == pytest.approx(many(size, "w8a16"), rel=0.05)
