@@ -6,8 +6,16 @@ A test holds the README to what this prints.
 from __future__ import annotations
 
 import csv
+import math
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.bench_codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
+from benchmarks.harness import CEILINGS, geomean
 
 RESULTS = Path(__file__).parent / "results"
 SQUARES = (1024, 2048, 4096, 8192)
@@ -34,22 +42,37 @@ PEERS = (
     "bitsandbytes_nf4",
 )
 
-Times = dict[tuple[int, int, int], dict[str, float]]
+CODEBOOK_LAYERS = ("fp16", "codebook4", "codebook4_int8", "w8a16")
+KERNEL_TOKENS = (1, 16, 64)
+CODEBOOK_LAYER_SHAPES = (*((m, n, k) for m in (1, FEW_TOKENS) for n, k in NK), (64, 14336, 4096), *PROMPTS)
+
+Shape = tuple[int, int, int]
+Row = dict[str, str]
+Times = dict[Shape, dict[str, float]]
+
+
+def rows_of(path: Path) -> list[tuple[Shape, Row]]:
+    """Each row with its M, N and K."""
+    with path.open(newline="") as file:
+        return [((int(row["m"]), int(row["n"]), int(row["k"])), row) for row in csv.DictReader(file)]
 
 
 def times(path: Path) -> Times:
     """Shape → variant → median microseconds."""
     found: Times = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            shape = (int(row["m"]), int(row["n"]), int(row["k"]))
-            found.setdefault(shape, {})[row["variant"]] = float(row["median_us"])
+    for shape, row in rows_of(path):
+        found.setdefault(shape, {})[row["variant"]] = float(row["median_us"])
     return found
 
 
 def us(value: float | None) -> str:
     """Three figures, as the README prints a time."""
     return "–" if value is None else f"{value:.0f}" if value >= 99.95 else f"{value:.1f}"
+
+
+def figures(value: float | None) -> str:
+    """Three significant figures, where times of a few microseconds are compared with figures to reach."""
+    return us(value) if value is None or value >= 9.995 else f"{value:.2f}"
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -84,7 +107,112 @@ def peers_table() -> str:
     return markdown(["", *(" × ".join(map(str, shape)) for shape in found)], rows)
 
 
-TABLES = (gemm_table, linear_table, peers_table)
+def codebook_kernel_table() -> str:
+    """The product alone on few tokens, plain / dependent launch, with the rate of the latter."""
+    found = {(row["variant"], shape): row for shape, row in _codebook_rows("kernel")}
+    peak_gb_s = CEILINGS["NVIDIA H200"].read_bytes / 1e9
+
+    def pair(scheme: str, shape: Shape, column: str = "median_us") -> str:
+        values = [float(found[f"{scheme}:{launch}", shape][column]) for launch in ("plain", "pdl")]
+        if column == "target_us":
+            return "–" if math.isnan(values[0]) else " / ".join(f"{v:g}" for v in values)
+        return " / ".join(map(figures, values))
+
+    lines = []
+    for m, n, k in ((m, n, k) for m in KERNEL_TOKENS for n, k in NK):
+        shape = m, n, k
+        rate = float(found["codebook4:pdl", shape]["gb_s"])
+        share = f"{100 * rate / peak_gb_s:.0f} %"
+        fourth = [pair("codebook4", shape), pair("codebook4", shape, "target_us"), f"{rate:.0f}", share]
+        eighth = [pair("w8a16", shape), pair("w8a16", shape, "target_us")]
+        lines.append([" × ".join(map(str, shape)), *fourth, pair("codebook4_int8", shape), *eighth])
+    header = ["M × N × K", "codebook4", "to reach", "GB/s", "of 4.48 TB/s", "codebook4_int8", "w8a16", "to reach"]
+    return markdown(header, lines)
+
+
+def codebook_layer_table() -> str:
+    """Whole layers beside float16 and the fastest of other libraries' at that shape."""
+    found: Times = {}
+    for part in ("layer", "prompt"):
+        for shape, row in _codebook_rows(part):
+            found.setdefault(shape, {})[row["variant"]] = float(row["median_us"])
+    rows = [
+        [" × ".join(map(str, shape)), *(figures(found[shape].get(name)) for name in CODEBOOK_LAYERS), best_peer(shape)]
+        for shape in CODEBOOK_LAYER_SHAPES
+    ]
+    return markdown(["M × N × K", *CODEBOOK_LAYERS, "best of others"], rows)
+
+
+def codebook_quality_table() -> str:
+    """Perplexity of codebook weights and 4-bit integers, by model."""
+    with (RESULTS / "codebook_quality.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    cells = {
+        (row["variant"], row["model"]): f"{float(row['perplexity']):.2f}"
+        if row["variant"] == "float32"
+        else f"{float(row['change_percent']):+.2f} %"
+        for row in rows
+    }
+    names = dict.fromkeys(row["variant"] for row in rows)
+    return markdown(["weights", *models], [[name, *(cells[name, model] for model in models)] for name in names])
+
+
+def best_peer(shape: Shape) -> str:
+    """The fastest layer of another library, of 8 or 4 bits, with its name: measured beside qcut's or before."""
+    others = times(RESULTS / "peers" / "bench_linear.csv").get(shape, {})
+    known = {name: value for name, value in others.items() if name != "fp16" and not name.startswith("qcut_")}
+    if shape in PEERS_US:
+        name, value = PEERS_US[shape]
+        known[name] = min(value, known.get(name, math.inf))
+    if not known:
+        return "–"
+    best = min(known, key=lambda name: known[name])
+    return f"{us(known[best])} {best}"
+
+
+def codebook_speedups() -> str:
+    """One sentence: whole layers over float16, for few tokens and for prompts."""
+    parts: dict[str, list[str]] = {}
+    for (part, scheme), ratios in speedups(row for _, row in _codebook_rows()).items():
+        worst = min(ratios, key=lambda shape: ratios[shape])
+        where = f"{worst.m} × {worst.n} × {worst.k}"
+        parts.setdefault(part, []).append(
+            f"`{scheme}` {geomean(ratios.values()):.2f}× (worst {ratios[worst]:.2f}× at {where})"
+        )
+    few, prompts = (", ".join(parts[part]) for part in ("layer", "prompt"))
+    return f"Over fp16, geometric mean: 1 to 64 tokens {few}; prompts {prompts}."
+
+
+def codebook_misses() -> str:
+    """One sentence: which of the figures to reach were not."""
+    aimed, missed = 0, []
+    for shape, row in _codebook_rows():
+        target, measured = float(row["target_us"]), float(row["median_us"])
+        aimed += not math.isnan(target)
+        if measured > target:
+            kind = "kernel" if row["part"] == "kernel" else "layer"
+            name = row["variant"].replace(":", f" {kind} ") if kind == "kernel" else f"{row['variant']} {kind}"
+            missed.append(f"{name} at {' × '.join(map(str, shape))} {figures(measured)} ({target:g})")
+    if not missed:
+        return f"All {aimed} figures to reach are reached."
+    return f"Of {aimed} figures to reach {len(missed)} are missed, µs (to reach): {'; '.join(missed)}."
+
+
+def _codebook_rows(part: str | None = None) -> list[tuple[Shape, Row]]:
+    rows = rows_of(RESULTS / "bench_codebook.csv")
+    return [(shape, row) for shape, row in rows if part is None or row["part"] == part]
+
+
+TABLES = (
+    gemm_table,
+    linear_table,
+    peers_table,
+    codebook_kernel_table,
+    codebook_layer_table,
+    codebook_quality_table,
+)
+SENTENCES = (codebook_speedups, codebook_misses)
 
 if __name__ == "__main__":
-    print("\n\n".join(table() for table in TABLES))
+    print("\n\n".join(text() for text in (*TABLES, *SENTENCES)))

@@ -158,7 +158,7 @@ def for_shape(
     Raises:
         EmitError: m is not 1 to 32, or no tile of this family fits the shape.
 
-    Source: measured on an H200; the weights agree with decode-notes' best variants on 14336x4096, 4096x14336,
+    Source: measured on an H200; the weights agree with `benchmarks/NOTES.md`'s best variants on 14336x4096, 4096x14336,
     4096x4096, 1280x1280 and 5120x1280.
     """
     if not 1 <= m <= 32:

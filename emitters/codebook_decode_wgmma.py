@@ -121,7 +121,7 @@ def for_shape(problem: CodebookProblem, n: int, units_k: int, m: int, sm_count: 
     Raises:
         EmitError: m is not 1 to 64.
 
-    Source: measured on an H200; the weights below agree with decode-notes' best variants on 14336x4096, 4096x14336,
+    Source: measured on an H200; the weights agree with `benchmarks/NOTES.md`'s best variants on 14336x4096, 4096x14336,
     4096x4096 and 5120x1280.
     """
     if not 1 <= m <= 64:
@@ -161,7 +161,7 @@ def is_better(problem: CodebookProblem, n: int, units_k: int, m: int, sm_count: 
 
     From 9 tokens on where that would take a cluster, from 17 on where a CTA has several tiles of rows, from 33 on.
 
-    Source: measured on an H200; decode-notes' table.
+    Source: measured on an H200; see `benchmarks/NOTES.md`.
     """
     if m <= 8:
         return False

@@ -1,4 +1,4 @@
-"""qcut: int8 inference for transformers.
+"""qcut: int8 and codebook inference for transformers.
 
 Public names load on first use: ``import qcut`` imports neither torch nor a compiler and creates no
 CUDA context. ``qcut.ops`` registers the operators of ``torch.ops.qcut``.

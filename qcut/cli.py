@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     from qcut import __version__
 
-    parser = argparse.ArgumentParser(prog="qcut", description="Int8 inference for transformers.")
+    parser = argparse.ArgumentParser(prog="qcut", description="Int8 and codebook inference for transformers.")
     parser.add_argument("--version", action="version", version=f"qcut {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
