@@ -21,7 +21,6 @@ THREADS = 384
 ROWS = 128
 """Channels of a CTA's tile."""
 _STAGED_BYTES = 16 * 4 * (64 + 8)  # 16 tokens of 64 channels, padded: PaddedStage<64> of epilogue.cuh
-_ROW_TILES = ROWS // 16
 _BUFFERS = (4, 2, 1)
 _STAGES = (4, 8)
 """Fewer stages than the first give buffers up; more than the last gain nothing."""

@@ -1,12 +1,12 @@
 // Prompts on codebook weights (sm_90a): D^T = W X^T, decoded weights as wgmma's register operand.
 //
 // A CTA has 128 rows of weights and kTokens tokens: two warpgroups of 64 rows each, and a third one, which
-// leaves its registers to them, with one warp that fetches. A stage holds one unit of K, 128 columns: tokens,
-// which the previous kernel left in memory as wgmma reads them, so that plain bulk copies do; eight units of
-// indices, one a warp; their norms. For int8, the third warpgroup's other warps turn norms into the int8
-// codebook of each row. While the tensor core takes one product of a unit, a warp decodes the next: a product
-// whose A registers are not yet read keeps the next one's issue waiting, and the warp with it, so no two are
-// issued in a row.
+// leaves its registers to them. One of its warps fetches tokens, which the previous kernel left in memory as
+// wgmma reads them, so that plain bulk copies do; a stage holds those of one unit of K, 128 columns. Indices,
+// too small for bulk copies, go from global memory to the registers of the warp that decodes them, a unit ahead,
+// and so do norms. For int8, the third warpgroup's other warps turn norms into the int8 codebook of each row.
+// While the tensor core multiplies one half of a unit, a warp decodes the other, all of it at once: one product's
+// weights alone are a chain of latencies that nothing hides.
 //
 // kCluster CTAs along N share their tokens: each fetches a part and multicasts it. CTAs are persistent, the
 // fetching warp runs ahead into the next tile, and the first warpgroup is kLead units ahead of the second:

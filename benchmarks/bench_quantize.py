@@ -1,0 +1,110 @@
+"""How long a model takes to quantize, and how much memory: blocks of a Llama's linear layers with random weights.
+
+``nearest`` rounds; ``fitted`` takes second moments of the inputs (here of random tokens) and feeds errors back. Peak
+memory is what `qcut.quantize` allocates beyond the float model, the quantized one included: both exist until the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import qcut
+from benchmarks import harness
+from benchmarks.harness import Timing
+from qcut.convert import model_bytes
+
+SIZES = {"7b": (4096, 11008, 32), "tiny": (128, 384, 2)}
+"""Width, MLP width, blocks."""
+MOMENT_TOKENS = 4096
+
+
+class Block(nn.Module):
+    """The linear layers of one decoder block; its forward is nobody's."""
+
+    def __init__(self, width: int, hidden: int, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+
+        def linear(k: int, n: int) -> nn.Linear:
+            return nn.Linear(k, n, bias=False, dtype=dtype, device=device)
+
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (linear(width, width) for _ in range(4))
+        self.gate_proj, self.up_proj = (linear(width, hidden) for _ in range(2))
+        self.down_proj = linear(hidden, width)
+
+
+def moments_of(model: nn.Module) -> dict[str, Tensor]:
+    """A second moment for every layer, one matrix for all of a width."""
+    shared: dict[int, Tensor] = {}
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            k = module.in_features
+            if k not in shared:
+                x = torch.randn(MOMENT_TOKENS, k, device=module.weight.device)
+                shared[k] = x.t() @ x / MOMENT_TOKENS
+            found[name] = shared[k]
+    return found
+
+
+def seconds_and_peak(size: str, scheme: str, fitted: bool, device: str) -> tuple[float, float, float]:
+    """Seconds of `qcut.quantize`, GB of the float model, and GB allocated beyond it at most (NaN on a CPU)."""
+    width, hidden, blocks = SIZES[size]
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    model = nn.ModuleList(Block(width, hidden, dtype, device) for _ in range(blocks))
+    before_gb = model_bytes(model) / 1e9
+    moments = moments_of(model) if fitted else None
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+    start = time.perf_counter()
+    qcut.quantize(model, scheme, second_moments=moments, prebuild=(), progress=sys.stderr.isatty())
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    peak_gb = (torch.cuda.max_memory_allocated() - held) / 1e9 if device == "cuda" else float("nan")
+    return seconds, before_gb, peak_gb
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; a CPU does too."""
+    parser = harness.parser(__doc__ or "")
+    parser.add_argument("--size", choices=SIZES, default="7b")
+    parser.add_argument("--schemes", default="codebook4,codebook4+4", help="comma-separated")
+    parser.add_argument("--fits", default="nearest,fitted", help="comma-separated")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    options = parser.parse_args(arguments)
+    with torch.no_grad():
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and write everything."""
+    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    results = harness.Results("bench_quantize", harness.environment())
+    rows = []
+    for scheme in options.schemes.split(","):
+        for fit in options.fits.split(","):
+            seconds, before_gb, peak_gb = seconds_and_peak(options.size, scheme, fit == "fitted", device)
+            columns = {"float_gb": round(before_gb, 3), "peak_beyond_gb": round(peak_gb, 3)}
+            columns["seconds"] = round(seconds, 2)
+            timing = Timing.of([seconds * 1e6], "wall")
+            results.add(timing, size=options.size, scheme=scheme, fit=fit, device=device, **columns)
+            rows.append([options.size, scheme, fit, device, before_gb, peak_gb, seconds])
+    path = results.write_csv(options.out)
+    print(harness.table(["model", "scheme", "fit", "device", "float GB", "GB beyond it", "seconds"], rows))
+    print(f"rows in {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
