@@ -78,6 +78,17 @@ def test_16_bit_products_are_near_the_cpus(scheme: str, dtype: torch.dtype, monk
         assert (got.double() - explicit.double()).norm() <= 4 * LIMIT[dtype] * explicit.double().norm()
 
 
+def test_every_number_of_tokens_to_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through dispatch, hence on every family and at the edges of every tile."""
+    exact, near = layer("codebook4_int8"), layer("codebook4")
+    exact_gpu, near_gpu = (copy.deepcopy(cpu).to(DEVICE) for cpu in (exact, near))
+    for m in range(1, 131):
+        x = tokens(m)
+        assert_same(exact_gpu(x.to(DEVICE)).cpu(), exact(x))
+        want = on_the_cpu(near, x, monkeypatch).double()
+        assert (near_gpu(x.to(DEVICE)).cpu().double() - want).norm() <= LIMIT[HALF] * want.norm()
+
+
 def test_dense_rotations_with_int8_products() -> None:
     """Float32 products of another order: an int8 token may differ by one, so the outputs are near, not equal."""
     cpu = layer("codebook4_g32_qr_int8")
