@@ -23,3 +23,6 @@ def test_every_scheme_and_fit_gets_a_row(tmp_path: Path, capsys: pytest.CaptureF
 def test_fitting_takes_the_moments(tmp_path: Path) -> None:
     arguments = ["--size", "tiny", "--device", "cpu", "--schemes", "codebook4", "--fits", "fitted"]
     assert bench_quantize.main([*arguments, "--out", str(tmp_path)]) == 0
+    with (tmp_path / "bench_quantize.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["scheme"], row["fit"]) == ("codebook4", "fitted")
