@@ -103,7 +103,7 @@ def gemm_plan(
     if choice is None:
         choice = codebook_dispatch.select(problem, m, n, units, gpu)
     kernel = launch_plans.load(codebook_dispatch.emit(choice, problem, gpu.arch), device)
-    # As the weight-only kernel, ``mma`` gains nothing by an early start.
+    # ``mma`` goes without, as the weight-only kernel must; not measured for itself.
     pdl = pdl and gpu.arch == "sm_90a" and choice.family != "mma"
     return LaunchPlan(kernel, lambda rows: codebook_dispatch.grid(choice, rows, n, gpu.sm_count), pdl=pdl)
 
