@@ -162,11 +162,12 @@ def measure(
     rounds: int = 15,
     min_rounds: int = 3,
     target_us: float = TARGET_US,
+    settle_us: float = 0.0,
     deadline: float = math.inf,
     now: Callable[[], float] = time.monotonic,
     report: Callable[[str], None] = print,
 ) -> dict[str, Timing]:
-    """Time checked variants, taking turns.
+    """Time checked variants, taking turns unless they shall settle.
 
     Args:
         variants: the ways to compute one shape; each was checked already.
@@ -174,6 +175,9 @@ def measure(
         rounds: samples per variant; fewer, but at least ``min_rounds``, once ``deadline`` has passed.
         min_rounds: see ``rounds``.
         target_us: length of a graph to aim at.
+        settle_us: where above 0, variants do not take turns: each runs untimed for about so long, then all its samples
+            follow. A GPU near its power limit needs some time to find the clock that a load leaves it, and each
+            variant shall have its own, not its neighbour's.
         deadline: on the scale of ``now``.
         now: the host's clock.
         report: told why a variant could not be captured.
@@ -184,6 +188,15 @@ def measure(
     """
     prepared = [(variant.name, *_prepare(variant, clock, target_us, report)) for variant in variants]
     samples: dict[str, list[float]] = {name: [] for name, *_ in prepared}
+    if settle_us > 0:
+        for name, replay, calls, _ in prepared:
+            settled = 0.0
+            while settled < settle_us:
+                settled += max(clock.time_us(replay), 1.0)
+            for i in range(rounds):
+                if i < min_rounds or now() <= deadline:
+                    samples[name].append(clock.time_us(replay) / calls)
+        rounds = 0
     for i in range(rounds if prepared else 0):
         if i >= min_rounds and now() > deadline:
             break

@@ -86,6 +86,14 @@ def test_variants_take_turns_and_the_first_place_moves_on() -> None:
     assert clock.replays[-12:] == list("abc" + "bca" + "cab" + "abc")
 
 
+def test_variants_that_settle_run_by_themselves() -> None:
+    clock = FakeClock({"a": 4.0, "b": 10.0})
+    timings = harness.measure([clock.variant(n) for n in "ab"], clock, rounds=5, target_us=20, settle_us=100)
+    assert {name: t.median_us for name, t in timings.items()} == {"a": 4.0, "b": 10.0}
+    assert [t.samples for t in timings.values()] == [5, 5]
+    assert "".join(clock.replays[-20:]) == 10 * "a" + 10 * "b"  # 100 us of graphs of 20, and five samples
+
+
 def test_drift_meets_all_variants_alike() -> None:
     clock = FakeClock({"a": 5.0, "b": 5.0}, drift=0.01)
     a, b = harness.measure([clock.variant("a"), clock.variant("b")], clock, rounds=20).values()
