@@ -1,9 +1,10 @@
 """4-bit codebook layers and few-token W8A16, kernel by kernel and whole, against float16 ``nn.Linear``.
 
-``kernel`` rows time the product alone, on rotated tokens; ``layer`` rows time `qcut.Linear` whole, its rotation
-included. All run in CUDA graphs over copies of the weights that together exceed the L2. ``plain`` launches one kernel
-after the other; ``pdl`` lets a kernel begin before its predecessor has ended (programmatic dependent launch), which is
-how the layers launch. Results are held to a float64 product of the same indices before anything is timed.
+``kernel`` rows time the product alone, on rotated tokens; ``layer`` and ``prompt`` rows time `qcut.Linear` whole, its
+rotation included. All run in CUDA graphs over copies of the weights that together exceed the L2. ``plain`` launches
+one kernel after the other; ``pdl`` lets a kernel begin before its predecessor has ended (programmatic dependent
+launch), which is how the layers launch. Results are held to a float64 product of the same indices before anything is
+timed. Prompts reach the GPU's power limit: there each variant runs by itself until its clock has settled.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from qcut.timing import CudaClock
 NK = ((14336, 4096), (4096, 14336), (4096, 4096), (1280, 1280), (5120, 1280))
 DECODE_TOKENS = (1, 4, 8, 16, 32, 64)
 PROMPTS = ((256, 14336, 4096), (1024, 14336, 4096), (4096, 14336, 4096), (4096, 4096, 4096), (4096, 5120, 1280))
+SETTLE_US = 300_000.0
+"""For prompts, which reach the GPU's power limit: see `qcut.timing.measure`."""
 FEW_TOKENS = 16
 MAX_CACHED = 5
 """Layers kept with their copies, for the next number of tokens."""
@@ -170,11 +173,11 @@ def _book(layer: Any, tokens: torch.dtype) -> tuple[int, ...]:
     return codebook_numerics.pack_book(layer.codebook, torch.float16 if tokens is torch.int8 else tokens)
 
 
-def codebook_problem(layer: Any, bias: bool) -> Any:
-    """What a layer asks of its product on float16 tokens, rotated."""
+def codebook_problem(layer: Any, bias: bool, rotates: bool = False) -> Any:
+    """What a layer asks of its product on float16 tokens, rotated or not."""
     x = DType.S8 if layer.scheme.activation == "int8" else DType.F16
     slots, alignment = layer.packed_norms.shape[2], dispatch.alignment_of(layer.out_features)
-    return codebook_dispatch.problem_of(x, layer.scheme.bits, slots, DType.F16, bias, "none", False, alignment)
+    return codebook_dispatch.problem_of(x, layer.scheme.bits, slots, DType.F16, bias, "none", False, alignment, rotates)
 
 
 def weight_only_problem(n: int, k: int, bias: bool) -> Any:
@@ -212,17 +215,17 @@ def reference_of(layer: Any, x: Tensor) -> Tensor:
     return x.double() @ layer.dequantized_weight().to(x.device).double().t()
 
 
-def kernel_name(layer: Any, m: int, bias: bool) -> str:
-    """Procedural name of the product that serves so many tokens."""
+def kernel_name(layer: Any, m: int, *, whole: bool) -> str:
+    """Procedural name of the product that serves so many tokens, alone or in the whole layer, with its bias."""
     from qcut._launch_plans import m_bucket, target
 
     gpu, n, k = target(torch.cuda.current_device()), layer.out_features, layer.in_features
     if layer.scheme.name == "w8a16":
-        weight_only = weight_only_problem(n, k, bias)
+        weight_only = weight_only_problem(n, k, whole)
         return dispatch.emit(
             dispatch.select_weight_only(weight_only, m_bucket(m), n, k, gpu), weight_only, gpu.arch
         ).name
-    problem = codebook_problem(layer, bias)
+    problem = codebook_problem(layer, whole, whole and m == 1 and layer._rotates_one)
     choice = codebook_dispatch.select(problem, codebook_dispatch.bucket(m), n, layer.units.shape[1], gpu)
     return codebook_dispatch.emit(choice, problem, gpu.arch).name
 
@@ -255,7 +258,8 @@ def run(options: argparse.Namespace) -> int:
     tokens = (1, 16, 64) if options.quick else DECODE_TOKENS
     shapes = [Shape(m, n, k) for n, k in (NK[:1] if options.quick else NK) for m in tokens]
     prompts = [Shape(*sizes) for sizes in PROMPTS]
-    work = [("kernel", s) for s in shapes] + [("layer", s) for s in shapes] + [("prompt", s) for s in prompts]
+    work = [(part, s) for part in ("kernel", "layer") for s in shapes]
+    work += [(part, s) for s in prompts for part in ("kernel", "prompt")]
     failures = 0
     cached: dict[tuple[str, int, int], list[Any]] = {}
     for part, shape in work:
@@ -272,7 +276,7 @@ def run(options: argparse.Namespace) -> int:
             floats = copies_of(float_layer(n, k), 2.0 * n * k)
             variants.append(Variant("fp16", calls(floats, x), len(floats)))
         for scheme in options.schemes:
-            if scheme == "w8a16" and part == "prompt":
+            if scheme == "w8a16" and shape in prompts:
                 continue
             key = (scheme, n, k)
             if key not in cached:
@@ -287,17 +291,18 @@ def run(options: argparse.Namespace) -> int:
                 for variant in product_variants(layers, x, reference, tolerance):
                     variant.name = f"{scheme}:{variant.name}"
                     variants.append(variant)
-                    names[variant.name] = kernel_name(layers[0], m, bias=False)
+                    names[variant.name] = kernel_name(layers[0], m, whole=False)
             else:
                 call = calls(layers, x)
                 bias = layers[0].bias.double()
                 check = functools.partial(_check, call, reference + bias, tolerance)
                 variants.append(Variant(scheme, call, len(layers), check))
-                names[scheme] = kernel_name(layers[0], m, bias=True)
+                names[scheme] = kernel_name(layers[0], m, whole=True)
         report = functools.partial(print, f"{part} {shape.name}:")
         good, wrong = harness.checked(variants, report)
         failures += len(wrong)
-        timings = harness.measure(good, clock, rounds=7 if options.quick else 15, deadline=deadline, report=report)
+        rounds, settle_us = 7 if options.quick else 15, SETTLE_US if shape in prompts else 0.0
+        timings = harness.measure(good, clock, rounds=rounds, settle_us=settle_us, deadline=deadline, report=report)
         add_rows(results, part, shape, timings, names)
     path = results.write_csv(options.out)
     print(table(results.rows))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from emitters.constraints import Constraint
 from emitters.epilogue import Epilogue
 from emitters.source import DType, EmitError, Param
 
@@ -26,6 +27,8 @@ class CodebookProblem:
         slots: norms of a unit's row, 1, 2 or 4: one for each 128, 64 or 32 columns.
         epilogue: f16, bf16 or f32 output with per-channel scale; a row scale with s8 alone.
         alignment_n: elements that divide D's rows: its address, its leading dimension and n.
+        rotates: x is one token as the model has it, which the kernel rotates itself: Hadamard groups of a slot's
+            columns, bitwise as `emitters.rotate.RotateTokens` does.
     """
 
     x: DType = DType.F16
@@ -33,6 +36,7 @@ class CodebookProblem:
     slots: int = 1
     epilogue: Epilogue = field(default_factory=lambda: Epilogue(col_scale="per_channel"))
     alignment_n: int = 8
+    rotates: bool = False
 
     def __post_init__(self) -> None:
         e = self.epilogue
@@ -45,25 +49,31 @@ class CodebookProblem:
             (e.col_scale == "per_channel", "the epilogue scales each channel"),
             (e.zero_point == "none", "tokens have no zero point"),
             (e.row_scale == wanted, f"row_scale is {e.row_scale}; {self.x.value} tokens take {wanted}"),
+            (not (self.rotates and self.x is DType.S8), "int8 takes the whole row's largest magnitude: rotate before"),
         ):
             if not holds:
                 raise EmitError(f"codebook problem: {reason}")
 
     @property
     def name(self) -> str:
-        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``."""
-        return f"{self.x.value}xc{self.bits}s{self.slots}_{self.epilogue.name}_n{self.alignment_n}"
+        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``, ``h`` after x where the kernel rotates."""
+        x = self.x.value + "h" * self.rotates
+        return f"{x}xc{self.bits}s{self.slots}_{self.epilogue.name}_n{self.alignment_n}"
 
     def params(self) -> tuple[Param, ...]:
         """Arguments of a kernel, in order.
 
-        ``x``: token blocks. ``units``, ``norms``: the weight. ``fold``: float32 of all padded rows (s8 tokens alone).
-        ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K. Then the codebook and the
-        epilogue's own.
+        ``x``: token blocks; of a kernel that rotates, k elements that start at a multiple of 8 bytes, and ``signs`` of
+        `qcut.rotated_tokens.operands`. ``units``, ``norms``: the weight. ``fold``: float32 of all padded rows (s8
+        tokens alone). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K, of which a pass that
+        the kernel rotates for has ``units_pass``. Then the codebook and the epilogue's own.
         """
         fold = (Param("fold", "ptr"),) if self.x is DType.S8 else ()
+        signs = (Param("signs", "ptr"),) if self.rotates else ()
+        row = (Param("k", "i32"), Param("units_pass", "i32")) if self.rotates else ()
         return (
             Param("x", "ptr"),
+            *signs,
             Param("units", "ptr"),
             Param("norms", "ptr"),
             *fold,
@@ -71,7 +81,14 @@ class CodebookProblem:
             Param("m", "i32"),
             Param("n", "i32"),
             Param("units_k", "i32"),
+            *row,
             Param("ldd", "i32"),
             *BOOK_PARAMS,
             *self.epilogue.params(),
         )
+
+
+ROTATED_BEFORE = Constraint(
+    "rotates", "is False: tokens are rotated before", lambda problem, tile, arch: not problem.rotates
+)
+"""Of families that take token blocks alone."""

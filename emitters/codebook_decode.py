@@ -7,6 +7,8 @@ are better off with `emitters.codebook_decode_wgmma`.
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -87,6 +89,11 @@ CONSTRAINTS = (
         "splits", "are 1, 2, 4 or 8: the CTAs of a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)
     ),
     Constraint(
+        "rotates",
+        "takes a tile of one token: more are rotated once, by a kernel before",
+        lambda p, t, arch: t.tokens == 1 or not p.rotates,
+    ),
+    Constraint(
         "clusters",
         f"splits need thread-block clusters: {', '.join(CLUSTER_ARCHITECTURES)}",
         lambda p, t, arch: t.splits == 1 or arch in CLUSTER_ARCHITECTURES,
@@ -108,7 +115,7 @@ CONSTRAINTS = (
 
 def procedural_name(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> str:
     """``qcut_cbdecode_{arch}_{problem}_{tile}``."""
-    return f"qcut_{FAMILY}_{arch}_{problem.name}_{tile.name}"
+    return f"qcut_{FAMILY}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
 
 
 def validate(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> None:
@@ -237,7 +244,15 @@ def emit_codebook_decode(problem: CodebookProblem, tile: CodebookDecodeTile, arc
         threads=32 * tile.warps,
         splits=tile.splits,
         smem=smem,
+        tokens=_row_token(problem) if problem.rotates else f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
     )
+
+
+def _row_token(problem: CodebookProblem) -> str:
+    group = 128 // problem.slots
+    # float32(sqrt(d) / d) as the device's own literal.
+    factor = struct.unpack("f", struct.pack("f", math.sqrt(group) / group))[0].hex()
+    return f"qcut::RowToken<{problem.x.cpp}, Tile, {group}>(x, signs, k, units_pass, {factor}f)"
 
 
 def kernel_source(
@@ -251,12 +266,13 @@ def kernel_source(
     threads: int,
     splits: int,
     smem: int,
+    tokens: str = "x",
     last: str = "",
 ) -> KernelSource:
     """The text the decode families share: fills the epilogue's arguments and calls ``qcut::{header}``.
 
-    ``tile`` and ``shared`` are C++: the tile's type, and the template whose ``kBytes`` are the shared memory. ``last``
-    follows the function's template arguments.
+    ``tile``, ``shared`` and ``tokens`` are C++: the tile's type, the template whose ``kBytes`` are the shared memory,
+    and the function's first argument. ``last`` follows its template arguments.
     """
     x = problem.x.cpp
     cluster = f"__cluster_dims__({splits}, 1, 1) " if splits > 1 else ""
@@ -274,7 +290,7 @@ def kernel_source(
         f"{argument_setup(problem.epilogue)}"
         f"  const qcut::Book book{{{{{book}}}}};\n"
         f"  qcut::{header}<{x}, {problem.bits}, {problem.slots}, Tile, Epilogue{last}>(\n"
-        f"      x, units, norms, {fold}, d, m, n, units_k, ldd, book, args);\n"
+        f"      {tokens}, units, norms, {fold}, d, m, n, units_k, ldd, book, args);\n"
         "}\n"
     )
     return KernelSource(
@@ -293,7 +309,9 @@ def signature(problem: CodebookProblem) -> str:
     """The kernel's parameters in C++, those of ``problem.params()``; x, units and norms as bytes."""
     out = problem.epilogue.out.cpp
     types = {"x": "const char*", "units": "const char*", "norms": "const char*", "d": f"{out}*"}
-    types["residual"] = f"const {out}*"
+    types |= {"residual": f"const {out}*", "signs": "const uint32_t*"}
+    if problem.rotates:
+        types["x"] = f"const {problem.x.cpp}*"
     return ", ".join(
         f"{types.get(p.name, 'const float*') if p.kind == 'ptr' else 'int'} {p.name}" for p in problem.params()
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from emitters import codebook_decode
-from emitters.codebook import CodebookProblem
+from emitters.codebook import ROTATED_BEFORE, CodebookProblem
 from emitters.codebook_decode import CLUSTERS, PAIR_TABLE_BYTES, ROW_TILE, kernel_source
 from emitters.constraints import Constraint, check
 from emitters.mma_gemm import SMEM_LIMIT
@@ -58,6 +58,7 @@ def registers(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile) -> int:
 CONSTRAINTS = (
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
+    ROTATED_BEFORE,
     Constraint("tokens", "are 8, 16, 32 or 64", lambda p, t, arch: t.tokens in (8, 16, 32, 64)),
     Constraint("groups", "are 1 to 8: the warpgroups of a CTA", lambda p, t, arch: 1 <= t.groups <= 8),
     Constraint(
@@ -83,7 +84,7 @@ CONSTRAINTS = (
 
 def procedural_name(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str) -> str:
     """``qcut_cbdecodew_{arch}_{problem}_{tile}``."""
-    return f"qcut_{FAMILY}_{arch}_{problem.name}_{tile.name}"
+    return f"qcut_{FAMILY}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
 
 
 def validate(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str) -> None:

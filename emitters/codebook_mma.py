@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from emitters.codebook import BOOK_PARAMS, CodebookProblem
+from emitters.codebook import BOOK_PARAMS, ROTATED_BEFORE, CodebookProblem
 from emitters.constraints import Constraint, check
 from emitters.gemm import TileConfig, procedural_name
 from emitters.mma_gemm import SHARED_MEMORY, SMEM_LIMIT, argument_setup, epilogue_type, grid, threads
@@ -46,6 +46,7 @@ def _whole_warps(problem: CodebookProblem, tile: TileConfig, arch: str) -> bool:
 CONSTRAINTS = (
     Constraint("architecture", f"allowed are {', '.join(SMEM_LIMIT)}", lambda p, t, arch: arch in SMEM_LIMIT),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
+    ROTATED_BEFORE,
     Constraint("schedule", "is multistage", lambda p, t, arch: t.schedule == "multistage"),
     Constraint("cluster_shape", "is (1, 1): CTAs share no loads", lambda p, t, arch: t.cluster_shape == (1, 1)),
     Constraint("epilogue_tile", "is (0, 0): a warp writes its own tile", lambda p, t, arch: t.epilogue_tile == (0, 0)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from emitters.codebook import BOOK_PARAMS, CodebookProblem
+from emitters.codebook import BOOK_PARAMS, ROTATED_BEFORE, CodebookProblem
 from emitters.constraints import Constraint, check
 from emitters.mma_gemm import SMEM_LIMIT, argument_setup, epilogue_type
 from emitters.source import DType, KernelSource, Param
@@ -84,6 +84,7 @@ def _barrier_bytes(problem: CodebookProblem) -> int:
 CONSTRAINTS = (
     Constraint("architecture", "is sm_90a: wgmma and its clusters", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
+    ROTATED_BEFORE,
     Constraint("tokens", "are 64, 128 or 256", lambda p, t, arch: t.tokens in (64, 128, 256)),
     Constraint("cluster", "is 1 or 2", lambda p, t, arch: t.cluster in (1, 2)),
     Constraint("splits", "are 1, 2, 4 or 8: a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)),

@@ -241,7 +241,7 @@ def peak_mb(device: torch.device) -> float:
     return math.nan
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(name: str, model: Any, setup: Setup, layers: dict[str, int], baseline: float | None) -> Result:
     """Perplexity, then the speed of a prompt and of a greedy generation, and the memory peak over the two."""
     device, limits = setup.device, setup.limits
@@ -281,7 +281,7 @@ def measure(name: str, model: Any, setup: Setup, layers: dict[str, int], baselin
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def sample(model: Any, setup: Setup, prompt: str, new_tokens: int = 40) -> str:
     """The prompt and what the model makes of it, sampled with a fixed seed."""
     encoded = setup.tokenizer(prompt, return_tensors="pt").to(setup.device)

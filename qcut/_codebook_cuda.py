@@ -1,21 +1,24 @@
 """CUDA implementations of the operators on codebook weights, imported at the first CUDA call.
 
 A call is a dictionary look-up, the allocation of its results and one launch on the current stream (two where dense
-rotations end as int8); a miss makes a launch plan first. Kernels: `qcut.codebook_dispatch` and `emitters.rotate`.
+rotations end as int8, or where no kernel rotates a token itself); a miss makes a launch plan first. Kernels:
+`qcut.codebook_dispatch` and `emitters.rotate`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from emitters.codebook import CodebookProblem
 from emitters.rotate import emit_rotate
-from emitters.source import DType, KernelSource
+from emitters.source import DType, EmitError, KernelSource
 from qcut import _launch_plans as launch_plans
 from qcut import codebook_dispatch, codebook_ops, dispatch, jit
 from qcut._launch_plans import DTYPES, LaunchPlan, target
@@ -24,6 +27,8 @@ from qcut.codebook_layout import Geometry
 from qcut.codebook_ops import CodebookCall
 
 _plans: dict[tuple[Any, ...], LaunchPlan] = {}
+_without_gemv: set[tuple[Any, ...]] = set()
+"""Keys of products that no kernel takes together with the rotation."""
 _stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
 
@@ -129,36 +134,133 @@ def codebook_gemm(
     codebook_ops._check_gemm(
         x, row_scale, m, units, norms, fold, col_scale, book, bias, bits, activation, residual, out_dtype
     )
-    n, units_k, device = len(col_scale), units.shape[1], x.get_device()
-    out = torch.empty((m, n), dtype=out_dtype, device=x.device)
+    out = torch.empty((m, len(col_scale)), dtype=out_dtype, device=x.device)
     if m == 0:
         return out
-    if residual is not None:
-        residual = residual.contiguous()
-    alignment = dispatch.alignment_of(n)
-    if residual is not None and residual.data_ptr() % 16:
-        alignment = 1
-    bucket, slots = codebook_dispatch.bucket(m), norms.shape[2]
-    flags = (bias is None, residual is None)
-    key = ("gemm", x.dtype, bits, slots, out_dtype, flags, activation, alignment, bucket, n, units_k, choice, device)
+    residual = _aligned(residual) if residual is not None else None
+    key = _product_key(x, m, units, norms, bits, bias, activation, residual, out, choice)
     plan = _plans.get(key)
     if plan is None:
-        problem = problem_of(
-            DTYPES[x.dtype],
-            bits,
-            slots,
-            DTYPES[out_dtype],
-            bias is not None,
-            activation,
-            residual is not None,
-            alignment,
-        )
-        plan = _plan(key, lambda: gemm_plan(problem, bucket, n, units_k, device, choice=choice))
-    tensors = (x, units.contiguous(), norms.contiguous(), fold)
-    operands = tuple(t.data_ptr() for t in tensors if t is not None)
-    vectors = tuple(t.contiguous().data_ptr() for t in (row_scale, col_scale, bias, residual) if t is not None)
-    plan.launch(m, (*operands, out.data_ptr(), m, n, units_k, n, *book, *vectors), _stream(device))
+        plan = _plan(key, lambda: gemm_plan(_problem(key), key.bucket, key.n, key.units, key.device, choice=choice))
+    # Named, so that they live until the launch.
+    tensors = [_aligned(t) for t in (x, units, norms, fold) if t is not None]
+    vectors = [_aligned(t) for t in (row_scale, col_scale, bias, residual) if t is not None]
+    sizes = (m, key.n, key.units, key.n)
+    plan.launch(m, (*_addresses(tensors), out.data_ptr(), *sizes, *book, *_addresses(vectors)), _stream(key.device))
     return out
+
+
+def codebook_gemv(
+    x: Tensor,
+    operands: Tensor,
+    group_size: int,
+    seeds: Sequence[int],
+    units: Tensor,
+    norms: Tensor,
+    col_scale: Tensor,
+    book: Sequence[int],
+    bias: Tensor | None,
+    bits: int,
+    activation: str,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    codebook_ops._check_gemv(
+        x, operands, group_size, seeds, units, norms, col_scale, book, bias, bits, activation, residual, out_dtype
+    )
+    out = torch.empty((1, len(col_scale)), dtype=out_dtype, device=x.device)
+    residual = _aligned(residual) if residual is not None else None
+    key = _product_key(x, 1, units, norms, bits, bias, activation, residual, out, None, rotates=True)
+    plan = _plans.get(key)
+    if plan is None and key not in _without_gemv:
+        try:
+            plan = _plan(key, lambda: gemm_plan(_problem(key), 1, key.n, key.units, key.device))
+        except EmitError:  # K is longer than the warps of one kernel hold
+            _without_gemv.add(key)
+    if plan is None:
+        blocks, _ = rotate_tokens(x, operands, "hadamard", group_size, seeds, x.dtype)
+        return codebook_gemm(
+            blocks, None, 1, units, norms, None, col_scale, book, bias, bits, activation, residual, out_dtype
+        )
+    tensors = [_aligned(t) for t in (x, operands, units, norms)]
+    vectors = [_aligned(t) for t in (col_scale, bias, residual) if t is not None]
+    sizes = (1, key.n, key.units, x.shape[1], key.units // len(seeds), key.n)
+    plan.launch(1, (*_addresses(tensors), out.data_ptr(), *sizes, *book, *_addresses(vectors)), _stream(key.device))
+    return out
+
+
+class _ProductKey(NamedTuple):
+    """What chooses a product's kernel."""
+
+    x: torch.dtype
+    bits: int
+    slots: int
+    out: torch.dtype
+    bias: bool
+    activation: str
+    residual: bool
+    rotates: bool
+    bucket: int
+    n: int
+    units: int
+    choice: CodebookChoice | None
+    device: int
+
+
+def _product_key(
+    x: Tensor,
+    m: int,
+    units: Tensor,
+    norms: Tensor,
+    bits: int,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out: Tensor,
+    choice: CodebookChoice | None,
+    *,
+    rotates: bool = False,
+) -> _ProductKey:
+    return _ProductKey(
+        x.dtype,
+        bits,
+        norms.shape[2],
+        out.dtype,
+        bias is not None,
+        activation,
+        residual is not None,
+        rotates,
+        codebook_dispatch.bucket(m),
+        out.shape[1],
+        units.shape[1],
+        choice,
+        x.get_device(),
+    )
+
+
+def _problem(key: _ProductKey) -> CodebookProblem:
+    return problem_of(
+        DTYPES[key.x],
+        key.bits,
+        key.slots,
+        DTYPES[key.out],
+        key.bias,
+        key.activation,
+        key.residual,
+        dispatch.alignment_of(key.n),
+        key.rotates,
+    )
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """The tensor, or a copy of it, contiguous and from a multiple of 16 bytes on."""
+    if t.is_contiguous() and t.data_ptr() % 16 == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(t.data_ptr() for t in tensors)
 
 
 # ── ahead of time ────────────────────────────────────────────────────────────────────────────────
@@ -175,13 +277,19 @@ def prebuild(calls: Iterable[CodebookCall], device: int, progress: bool = True) 
     for call in calls:
         rows, out = codebook_dispatch.bucket(call.m), DTYPES[call.dtype]
         tokens = DType.S8 if call.int8 else out
+        alignment = dispatch.alignment_of(call.n)
+        problem = problem_of(tokens, call.bits, call.slots, out, call.bias, call.activation, False, alignment)
+        if call.m == 1 and not call.int8 and codebook_ops.can_rotate(call.kind, call.group_size, call.k):
+            alone = replace(problem, rotates=True)
+            with suppress(EmitError):
+                choice = codebook_dispatch.select(alone, 1, call.n, call.units, gpu)
+                source = codebook_dispatch.emit(choice, alone, gpu.arch)
+                sources[source.name] = source
+                continue
         kernels = codebook_dispatch.select_rotation(
             call.kind, out, tokens, rows, call.k, call.group_size, call.passes, gpu
         )
         found = [emit_rotate(desc) for desc in kernels]
-        problem = problem_of(
-            tokens, call.bits, call.slots, out, call.bias, call.activation, False, dispatch.alignment_of(call.n)
-        )
         choice = codebook_dispatch.select(problem, rows, call.n, call.units, gpu)
         found.append(codebook_dispatch.emit(choice, problem, gpu.arch))
         sources |= {source.name: source for source in found}

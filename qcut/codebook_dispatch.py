@@ -98,7 +98,15 @@ def select_rotation(
 
 
 def problem_of(
-    x: DType, bits: int, slots: int, out: DType, bias: bool, activation: str, residual: bool, alignment_n: int
+    x: DType,
+    bits: int,
+    slots: int,
+    out: DType,
+    bias: bool,
+    activation: str,
+    residual: bool,
+    alignment_n: int,
+    rotates: bool = False,
 ) -> CodebookProblem:
     """What a product asks of its kernel.
 
@@ -111,6 +119,7 @@ def problem_of(
         activation: after the bias.
         residual: whether one is added.
         alignment_n: elements that divide the result's rows.
+        rotates: whether the kernel rotates the token.
 
     Raises:
         EmitError: see `emitters.codebook.CodebookProblem`.
@@ -123,7 +132,7 @@ def problem_of(
         activation=Activation(activation),
         residual=residual,
     )
-    return CodebookProblem(x, bits, slots, epilogue, alignment_n)
+    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates)
 
 
 def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target) -> CodebookChoice:
@@ -140,6 +149,8 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target)
         EmitError: no kernel takes the problem on this GPU.
     """
     sm_count, arch = target.sm_count, target.arch
+    if problem.rotates:
+        return CodebookChoice("decode", codebook_decode.for_shape(problem, n, units, m, sm_count, arch))
     if arch == "sm_90a":
         if m > DECODE_TOKENS:
             return CodebookChoice("prompt", codebook_prompt.for_shape(problem, m, n, units, sm_count))

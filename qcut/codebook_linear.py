@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qcut import codebook, codebook_layout, codebook_numerics, rotation
 from qcut.codebook_buffers import PASS_KEYS, empty_set, matching_state, packed_set, stored_passes
 from qcut.codebook_layout import UNIT_COLUMNS, Geometry
+from qcut.codebook_ops import can_rotate
 from qcut.codebook_passes import NORM_DTYPES, check_norms, check_values, codebook_scheme, quantize_weight, scheme_of
 from qcut.config import K_MAX, Codebook, Scheme, StaticRange, check_activation
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
@@ -20,9 +21,10 @@ from qcut.linear import Linear, Stored, float_bias, float_weight
 from qcut.modules import tensor_key
 from qcut.numerics import apply_activation
 from qcut.rotated_codebook import RotatedCodebook
-from qcut.shared_rotations import RotationSpec, shared
+from qcut.shared_rotations import RotationSpec, operands_for, shared
 
 _GEMM = torch.ops.qcut.codebook_gemm.default
+_GEMV = torch.ops.qcut.codebook_gemv.default
 _EXPLICIT = torch.ops.qcut.codebook_linear.default
 
 PATHS = ("fused", "explicit")
@@ -126,6 +128,8 @@ class CodebookLinear(Linear):
                 name,
             )
         self.set_bits = list(widths) if len(set(widths)) > 1 else [widths[0]]
+        one_set = len(self.set_bits) == 1
+        self._rotates_one = not self.int8 and one_set and can_rotate(self.kind, self.group_size, k)
         units = self.geometry.units * len(widths) // len(self.set_bits)
         norms = torch.empty(
             (n, len(widths) * self.geometry.groups), dtype=NORM_DTYPES[scheme.norm_dtype], device=device
@@ -306,9 +310,26 @@ class CodebookLinear(Linear):
             raise DtypeError(f"{layer_prefix(self.name)}x is {found}; {self.scheme.name} computes in {allowed} on CUDA")
         m = math.prod(x.shape[:-1])
         tokens = torch.int8 if self.int8 else dtype
-        blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
         books = self._books or self._read_books()
         b = self._buffers
+        if m == 1 and self._rotates_one:
+            y = _GEMV(
+                x.reshape(1, self.in_features),
+                operands_for(self._rotation, x),
+                self.group_size,
+                self.scheme.seeds,
+                b["units"],
+                b["packed_norms"],
+                b["col_scale"],
+                books[0][dtype],
+                b["bias"],
+                self.set_bits[0],
+                self.activation,
+                None,
+                dtype,
+            )
+            return y.view(*x.shape[:-1], self.out_features)
+        blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
         halves = torch.float16 if self.int8 else dtype
         row = row_scale if self.int8 else None
         if len(self.set_bits) == 1:

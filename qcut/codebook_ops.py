@@ -1,15 +1,16 @@
 """The operators of ``torch.ops.qcut`` on codebook weights: rotate tokens, multiply them, and the whole layer.
 
-``rotate_tokens`` and ``codebook_gemm`` are the kernels: CUDA runs `qcut._codebook_cuda`, the CPU the same arithmetic in
-plain torch. ``codebook_linear`` is a layer in plain torch on every device, the explicit path. Memory layouts:
-`qcut.codebook_layout`. `qcut.ops` imports this module; what it says of operators holds here.
+``rotate_tokens`` and ``codebook_gemm`` are the kernels, ``codebook_gemv`` both of them for one token: CUDA runs
+`qcut._codebook_cuda`, the CPU the same arithmetic in plain torch. ``codebook_linear`` is a layer in plain torch on
+every device, the explicit path. Memory layouts: `qcut.codebook_layout`. `qcut.ops` imports this module; what it says
+of operators holds here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -143,20 +144,13 @@ def _check_gemm(
     shape = ("kb", (m + 7) // 8, 8, per_block)
     if x.dim() != 4 or x.shape[1:] != shape[1:] or x.shape[0] * per_block % UNIT_COLUMNS or not len(x):
         raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: {list(shape)}, whole units of 128 columns")
-    if col_scale.dim() != 1 or not len(col_scale):
-        raise ShapeError(f"qcut::{op}: col_scale has shape {list(col_scale.shape)}; allowed: [N] with N >= 1")
-    n, units_k, tiles = len(col_scale), len(x) * per_block // UNIT_COLUMNS, codebook_layout.row_tiles(len(col_scale))
-    check_tensor(op, "col_scale", col_scale, _F32, (n,), x.device)
-    check_tensor(op, "units", units, _U8, (tiles, units_k, codebook_layout.unit_bytes(bits)), x.device)
-    slots = norms.shape[2] if norms.dim() == 5 else 0
-    if slots not in (1, 2, 4):
-        allowed = f"[{tiles}, {units_k}, 1 or 2 or 4, 8, 2]"
-        raise ShapeError(f"qcut::{op}: norms have shape {list(norms.shape)}; allowed: {allowed}")
-    check_tensor(op, "norms", norms, _F16, (tiles, units_k, slots, 8, 2), x.device)
-    if len(book) != 8:
-        raise ConfigError(f"qcut::{op}: book has {len(book)} words; allowed: 8, of two 16-bit values each")
+    units_k = len(x) * per_block // UNIT_COLUMNS
+    _check_product(op, x.device, m, units_k, units, norms, col_scale, book, bias, bits, activation, residual, out_dtype)
     int8 = x.dtype is torch.int8
-    for name, vector, extent in (("row_scale", row_scale, m), ("fold", fold, tiles * UNIT_ROWS)):
+    for name, vector, extent in (
+        ("row_scale", row_scale, m),
+        ("fold", fold, codebook_layout.row_tiles(len(col_scale)) * UNIT_ROWS),
+    ):
         if (vector is not None) != int8:
             raise ConfigError(f"qcut::{op}: {name} goes with int8 tokens, and only with them")
         if vector is not None:
@@ -165,12 +159,42 @@ def _check_gemm(
         raise QuantizationError(
             f"qcut::{op}: {units_k * UNIT_COLUMNS} columns, padding included; int32 sums are exact to {K_MAX}"
         )
+
+
+def _check_product(
+    op: str,
+    device: torch.device,
+    m: int,
+    units_k: int,
+    units: Tensor,
+    norms: Tensor,
+    col_scale: Tensor,
+    book: Sequence[int],
+    bias: Tensor | None,
+    bits: int,
+    activation: str,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    """What products with codebook weights ask of all but their tokens."""
+    if col_scale.dim() != 1 or not len(col_scale):
+        raise ShapeError(f"qcut::{op}: col_scale has shape {list(col_scale.shape)}; allowed: [N] with N >= 1")
+    n, tiles = len(col_scale), codebook_layout.row_tiles(len(col_scale))
+    check_tensor(op, "col_scale", col_scale, _F32, (n,), device)
+    check_tensor(op, "units", units, _U8, (tiles, units_k, codebook_layout.unit_bytes(bits)), device)
+    slots = norms.shape[2] if norms.dim() == 5 else 0
+    if slots not in (1, 2, 4):
+        allowed = f"[{tiles}, {units_k}, 1 or 2 or 4, 8, 2]"
+        raise ShapeError(f"qcut::{op}: norms have shape {list(norms.shape)}; allowed: {allowed}")
+    check_tensor(op, "norms", norms, _F16, (tiles, units_k, slots, 8, 2), device)
+    if len(book) != 8:
+        raise ConfigError(f"qcut::{op}: book has {len(book)} words; allowed: 8, of two 16-bit values each")
     if bias is not None:
-        check_tensor(op, "bias", bias, _F32, (n,), x.device)
+        check_tensor(op, "bias", bias, _F32, (n,), device)
     check_activation(activation)
     check_dtype(op, "out_dtype", out_dtype, FLOAT_DTYPES)
     if residual is not None:
-        check_tensor(op, "residual", residual, (out_dtype,), (m, n), x.device)
+        check_tensor(op, "residual", residual, (out_dtype,), (m, n), device)
 
 
 def _gemm_fake(
@@ -231,6 +255,83 @@ define(
     _check_gemm,
     _gemm_fake,
     _gemm_cpu,
+    cuda="_codebook_cuda",
+)
+
+# ── codebook_gemv ────────────────────────────────────────────────────────────────────────────────
+
+
+def can_rotate(kind: str, group_size: int, k: int) -> bool:
+    """Whether ``codebook_gemv`` takes a rotation: Hadamard groups of 32, 64 or 128 columns, all of one size."""
+    geometry = Geometry(k, group_size)
+    return kind == "hadamard" and geometry.full == geometry.slot and k % geometry.full == 0
+
+
+def _check_gemv(
+    x: Tensor,
+    operands: Tensor,
+    group_size: int,
+    seeds: Sequence[int],
+    units: Tensor,
+    norms: Tensor,
+    col_scale: Tensor,
+    book: Sequence[int],
+    bias: Tensor | None,
+    bits: int,
+    activation: str,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> None:
+    op = "codebook_gemv"
+    check_dtype(op, "x", x.dtype, (torch.float16, torch.bfloat16))
+    if x.dim() != 2 or x.shape[0] != 1 or x.shape[1] < 1:
+        raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [1, K] with K >= 1")
+    k = x.shape[1]
+    if not can_rotate("hadamard", group_size, k):
+        raise ConfigError(f"qcut::{op}: groups of {group_size} of {k} columns; allowed: whole ones of 32, 64 or 128")
+    if not seeds:
+        raise ConfigError(f"qcut::{op}: no seed; allowed: one for each pass")
+    geometry = Geometry(k, group_size)
+    check_tensor(op, "operands", operands, (torch.int32,), (len(seeds), geometry.k_padded // 32), x.device)
+    units_k = len(seeds) * geometry.units
+    _check_product(op, x.device, 1, units_k, units, norms, col_scale, book, bias, bits, activation, residual, out_dtype)
+    if norms.shape[2] != UNIT_COLUMNS // geometry.slot:
+        slots = UNIT_COLUMNS // geometry.slot
+        raise ShapeError(f"qcut::{op}: {norms.shape[2]} norms a unit; groups of {geometry.full} columns have {slots}")
+
+
+def _gemv_fake(
+    x: Tensor,
+    operands: Tensor,
+    group_size: int,
+    seeds: Sequence[int],
+    units: Tensor,
+    norms: Tensor,
+    col_scale: Tensor,
+    book: Sequence[int],
+    bias: Tensor | None,
+    bits: int,
+    activation: str,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    return x.new_empty((1, len(col_scale)), dtype=out_dtype)
+
+
+def _gemv_cpu(
+    x: Tensor, operands: Tensor, group_size: int, seeds: Sequence[int], units: Tensor, norms: Tensor, *rest: Any
+) -> Tensor:
+    blocks, _ = _rotate_cpu(x, operands, "hadamard", group_size, seeds, x.dtype)
+    return _gemm_cpu(blocks, None, 1, units, norms, None, *rest)
+
+
+define(
+    "codebook_gemv(Tensor x, Tensor operands, int group_size, int[] seeds, Tensor units, Tensor norms, "
+    "Tensor col_scale, int[] book, Tensor? bias, int bits, str activation, Tensor? residual, ScalarType out_dtype) "
+    "-> Tensor",
+    _check_gemv,
+    _gemv_fake,
+    _gemv_cpu,
     cuda="_codebook_cuda",
 )
 

@@ -44,6 +44,13 @@ def operands(spec: RotationSpec, dtype: torch.dtype, device: torch.device) -> Te
     return found
 
 
+def operands_for(spec: RotationSpec, x: Tensor) -> Tensor:
+    """`operands` for a tensor; a constant in compiled code."""
+    if torch.compiler.is_compiling():
+        return _constant_operands(spec, x.dtype, x.device)
+    return operands(spec, x.dtype, x.device)
+
+
 class _Rotation:
     """A rotated tensor, who has used it, and what it holds for."""
 
@@ -74,15 +81,14 @@ class SharedRotations:
             x: its input, the very object it was called with.
             tokens: dtype of the blocks.
         """
-        if torch.compiler.is_compiling():
-            return _rotate(spec, x, tokens, _constant_operands(spec, x.dtype, x.device))
-        state = None if x.is_inference() else codebook_ops.stream_state(x.device)
+        constants = operands_for(spec, x)
+        state = None if torch.compiler.is_compiling() or x.is_inference() else codebook_ops.stream_state(x.device)
         if state is None:
-            return _rotate(spec, x, tokens, operands(spec, x.dtype, x.device))
+            return _rotate(spec, x, tokens, constants)
         key = (x._version, spec, tokens, state)
         last = self._last
         if last is None or last.x() is not x or last.key != key or id(user) in last.users:
-            result = _rotate(spec, x, tokens, operands(spec, x.dtype, x.device))
+            result = _rotate(spec, x, tokens, constants)
             last = self._last = _Rotation(weakref.ref(x, self._forget), key, result)
         last.users.add(id(user))
         return last.result

@@ -126,10 +126,11 @@ def test_rows_name_the_kernel_with_its_bias(scheme: str, m: int, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(_launch_plans, "target", lambda device: fake_bench.H200)
     layer = qcut.Linear.from_float(torch.nn.Linear(256, 96), scheme)
-    alone, whole = (bench_codebook.kernel_name(layer, m, bias=bias) for bias in (False, True))
+    alone, whole = (bench_codebook.kernel_name(layer, m, whole=whole) for whole in (False, True))
     assert alone.startswith("qcut_")
     assert ("s8xc4" in alone, "f16xc4" in alone) == (scheme == "codebook4_int8", scheme == "codebook4")
-    assert whole.replace("_sn_b", "_sn") == alone != whole
+    assert ("f16hxc4" in whole) == (scheme == "codebook4" and m == 1)
+    assert whole.replace("_sn_b", "_sn").replace("f16hx", "f16x") == alone != whole
 
 
 @pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "w8a16"])

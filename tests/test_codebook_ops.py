@@ -177,6 +177,66 @@ def test_a_book_is_sixteen_values():
         assert book[0] & 0xFFFFFFFF == (low & 0xFFFF) | (high & 0xFFFF) << 16
 
 
+# ── codebook_gemv ────────────────────────────────────────────────────────────────────────────────
+
+
+def one_token(scheme: str = "codebook4+4", k: int = 256, n: int = 70, dtype: torch.dtype = torch.float16) -> Any:
+    """A layer, one token, and the arguments of codebook_gemv and of its last ones alone."""
+    torch.manual_seed(n)
+    layer = CodebookLinear.from_float(torch.nn.Linear(k, n), scheme)
+    book = list(pack_book(layer.codebook, dtype))
+    last = [layer.col_scale, book, layer.bias, layer.set_bits[0], "relu", torch.randn(1, n).to(dtype), dtype]
+    x = torch.randn(1, k).to(dtype)
+    signs = rotated_tokens.operands("hadamard", layer.group_size, k, layer.scheme.seeds, dtype)
+    seeds = list(layer.scheme.seeds)
+    return layer, x, [x, signs, layer.group_size, seeds, layer.units, layer.packed_norms, *last], last
+
+
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook3+3_g64", "codebook2_g32"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_one_token_is_rotated_and_multiplied(scheme, dtype):
+    layer, x, arguments, last = one_token(scheme, dtype=dtype)
+    blocks, _ = OPS.rotate_tokens(x, *arguments[1:2], "hadamard", *arguments[2:4], dtype)
+    want = OPS.codebook_gemm(blocks, None, 1, layer.units, layer.packed_norms, None, *last)
+    assert torch.equal(OPS.codebook_gemv(*arguments), want)
+
+
+def test_what_one_token_kernels_rotate():
+    for kind, size, k, can in (
+        ("hadamard", 128, 4096, True),
+        ("hadamard", 64, 192, True),
+        ("hadamard", 32, 32, True),
+        ("hadamard", 4096, 64, True),  # the row is the group
+        ("hadamard", 128, 4160, False),
+        ("hadamard", 256, 4096, False),
+        ("hadamard", 16, 64, False),
+        ("qr", 128, 4096, False),
+        ("none", 128, 4096, False),
+    ):
+        assert codebook_ops.can_rotate(kind, size, k) == can
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "error", "message"),
+    [
+        (0, torch.zeros(2, 256).half(), errors.ShapeError, r"x has shape \[2, 256\]; allowed: \[1, K\]"),
+        (0, torch.zeros(1, 256), errors.DtypeError, "x is float32; allowed: float16, bfloat16"),
+        (0, torch.zeros(1, 320).half(), errors.ConfigError, "groups of 128 of 320 columns; allowed: whole ones"),
+        (1, torch.zeros(2, 9, dtype=torch.int32), errors.ShapeError, r"operands has shape .*; allowed: \[2, 8\]"),
+        (2, 64, errors.ShapeError, "1 norms a unit; groups of 64 columns have 2"),
+        (3, [], errors.ConfigError, "no seed; allowed: one for each pass"),
+        (3, [1], errors.ShapeError, "operands has shape"),
+        (4, torch.zeros(8, 4, 768, dtype=torch.uint8), errors.ShapeError, "units has shape"),
+        (8, torch.zeros(71), errors.ShapeError, "bias has shape"),
+    ],
+)
+def test_codebook_gemv_refuses(place, change, error, message):
+    _, _, arguments, _ = one_token()
+    arguments[place] = change
+    with pytest.raises(error, match=f"codebook_gemv: .*{message}"):
+        OPS.codebook_gemv(*arguments)
+
+
 # ── registration ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -187,6 +247,7 @@ def test_opcheck():
         torch.library.opcheck(OPS.rotate_tokens.default, tuple(rotate_arguments(x, out)))
         arguments, _ = product(tokens=out, m=5, n=20)
         torch.library.opcheck(OPS.codebook_gemm.default, tuple(arguments.values()))
+    torch.library.opcheck(OPS.codebook_gemv.default, tuple(one_token()[2]))
     layer = quantized("codebook4+3")
     torch.library.opcheck(OPS.codebook_linear.default, layer_arguments(layer, torch.randn(2, 3, 64)))
 

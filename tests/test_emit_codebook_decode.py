@@ -21,6 +21,7 @@ HALF = CodebookProblem()
 BRAIN = CodebookProblem(DType.BF16, 3, 4, Epilogue(DType.BF16, col_scale="per_channel", bias=True))
 INT8 = CodebookProblem(DType.S8, 2, 2, Epilogue(row_scale="per_token", col_scale="per_channel", residual=True))
 GELU = Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
+ROTATES = replace(HALF, rotates=True)
 WIDE = CodebookDecodeTile(1, 7, 32)
 SMALL = CodebookDecodeTile(16, 2, 8, 2)
 CLUSTER = CodebookDecodeTile(8, 9, 28, 1, 4)
@@ -54,6 +55,7 @@ def build(*sources: KernelSource) -> list[jit.Binary]:
 def mma_sources(arch: str) -> list[KernelSource]:
     """Kernels near their register limit, and one of each type of token."""
     tiles = [(HALF, WIDE), (replace(HALF, epilogue=GELU), CodebookDecodeTile(8, 2, 32)), (HALF, SMALL)]
+    tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=True), CodebookDecodeTile(1, 3, 10, 2))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookDecodeTile(32, 1, 10)), (INT8, CodebookDecodeTile(16, 2, 32))]
     if arch == "sm_90a":
         tiles += [(HALF, CLUSTER), (INT8, CodebookDecodeTile(8, 4, 28, 2, 2))]
@@ -77,9 +79,11 @@ def test_text_is_deterministic_and_names_are_unique():
 
 def test_names_spell_the_kernel():
     name = emit_codebook_decode(HALF, CLUSTER, "sm_90a").name
-    assert name == "qcut_cbdecode_sm_90a_f16xc4s1_f16_sn_n8_t8_r9_w28_u1_k4_p1"
+    assert name == "qcut_cbdecode_sm90a_f16xc4s1_f16_sn_n8_t8_r9_w28_u1_k4_p1"
+    name = emit_codebook_decode(ROTATES, WIDE, "sm_90a").name
+    assert name == "qcut_cbdecode_sm90a_f16hxc4s1_f16_sn_n8_t1_r7_w32_u1_k1_p1"
     name = emit_codebook_decode_wgmma(INT8, WGMMA, "sm_90a").name
-    assert name == "qcut_cbdecodew_sm_90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
+    assert name == "qcut_cbdecodew_sm90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
 
 
 @pytest.mark.parametrize("source", [*mma_sources("sm_90a"), *wgmma_sources()], ids=lambda s: s.name)
@@ -193,6 +197,7 @@ REFUSALS = {
     "units": (HALF, replace(SMALL, units=9), "sm_80"),
     "prefetch": (HALF, replace(SMALL, prefetch=3), "sm_80"),
     "splits": (HALF, replace(SMALL, splits=3), "sm_90a"),
+    "rotates": (ROTATES, SMALL, "sm_80"),
     "clusters": (HALF, CLUSTER, "sm_80"),
     "registers": (HALF, CodebookDecodeTile(16, 1, 32), "sm_90a"),
     "shared_memory": (HALF, CodebookDecodeTile(8, 12, 32), "sm_90a"),
@@ -200,6 +205,7 @@ REFUSALS = {
 WGMMA_REFUSALS = {
     "architecture": (HALF, WGMMA, "sm_100"),
     "alignment": (replace(HALF, alignment_n=0), WGMMA, "sm_90a"),
+    "rotates": (ROTATES, WGMMA, "sm_90a"),
     "tokens": (HALF, replace(WGMMA, tokens=24), "sm_90a"),
     "groups": (HALF, replace(WGMMA, groups=9), "sm_90a"),
     "splits": (HALF, replace(WGMMA, splits=16), "sm_90a"),
@@ -248,11 +254,13 @@ def test_mma_binaries_hold_their_instructions(arch: str):
     for source, binary in zip(mma_sources(arch), build(*mma_sources(arch)), strict=True):
         found = instructions(binary.cubin)
         product = {"s8x": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
-        kind = source.name.split(f"{arch}_")[1][:3]
+        kind = source.name.split(f"{arch.replace('_', '')}_")[1][:3]
         assert {product[kind], "LDSM.16.M88.4", "PRMT"} <= found, source.name
+        rotates = "hxc" in source.name
+        assert ("SHFL.BFLY" in found) == rotates, source.name
         stream = r"LDG\.E\.NA\.LTC(128|256)B\.128\.CONSTANT"
         assert any(re.match(stream, name) for name in found), source.name
-        assert any(name.startswith("LDGSTS.E.BYPASS") for name in found), source.name
+        assert any(name.startswith("LDGSTS.E.BYPASS") for name in found) != rotates, source.name
         assert ("ACQBULK" in found) == (arch == "sm_90a"), source.name
         assert any(name.startswith("UCGABAR") for name in found) == ("__cluster_dims__" in source.text), source.name
 
@@ -263,7 +271,7 @@ def test_wgmma_binaries_hold_their_instructions():
         tokens = re.search(r"_t(\d+)_g", source.name)
         assert tokens is not None
         kind = {"s8x": ("IGMMA", "x32.S8.S8"), "f16": ("HGMMA", "x16.F32"), "bf1": ("HGMMA", "x16.F32.BF16")}
-        name, shape = kind[source.name.split("sm_90a_")[1][:3]]
+        name, shape = kind[source.name.split("sm90a_")[1][:3]]
         assert f"{name}.64x{tokens.group(1)}{shape}" in found, source.name
         assert any(i.startswith("UBLKCP") for i in found), source.name
         assert {"ACQBULK", "WARPGROUP.DEPBAR.LE"} <= found, source.name

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import qcut
-from qcut import codebook_linear, shared_rotations
+from emitters.source import EmitError
+from qcut import _codebook_cuda, codebook_dispatch, codebook_linear, codebook_numerics, shared_rotations
 from qcut.codebook_linear import CodebookLinear, execution_path
+from qcut.config import Codebook, parse_scheme
 from qcut.errors import DeviceError, DtypeError
 from qcut.numerics import sqnr_db
 from tests.gpu.oracles import DEVICE, assert_same
@@ -87,6 +90,76 @@ def test_every_number_of_tokens_to_130(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(exact_gpu(x.to(DEVICE)).cpu(), exact(x))
         want = on_the_cpu(near, x, monkeypatch).double()
         assert (near_gpu(x.to(DEVICE)).cpu().double() - want).norm() <= LIMIT[HALF] * want.norm()
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook3_g64", "codebook2+2_g32", "codebook4+4"])
+def test_one_token_is_what_two_kernels_make_of_it(scheme: str, dtype: torch.dtype) -> None:
+    """Bitwise: tiles with clusters, with several units to a warp, and with fewer threads than a warp's for a unit."""
+    for n, k in ((136, 384), (33, 64), (1280, 1280), (272, 14336), (4096, 4096)):
+        if k % cast(Codebook, parse_scheme(scheme)).group_columns(k) and k > 64:
+            continue
+        gpu = layer(scheme, k, n, activation="relu").to(DEVICE)
+        for x in (tokens(1, k, dtype), 1e4 * tokens(1, k, dtype).sign(), torch.full((1, k), float("nan")).to(dtype)):
+            x = x.to(DEVICE)
+            assert gpu._rotates_one
+            got = gpu(x)
+            gpu._rotates_one = False
+            assert_same(got, gpu(x))
+            gpu._rotates_one = True
+            assert_same(gpu(torch.cat((x[0, :1], x[0]))[1:]), got[0])  # 2 bytes off
+
+
+def test_one_token_where_no_kernel_rotates_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = layer("codebook4", 1280, 136).to(DEVICE)
+    x = tokens(1, 1280).to(DEVICE)
+    want = gpu(x)
+
+    def refuse(*args: object) -> object:
+        if args[0].rotates:  # type: ignore[attr-defined]
+            raise EmitError("no tile")
+        return real(*args)  # type: ignore[arg-type]
+
+    real = codebook_dispatch.select
+    with monkeypatch.context() as patch:
+        patch.setattr(codebook_dispatch, "select", refuse)
+        patch.setattr(_codebook_cuda, "_plans", {})
+        patch.setattr(_codebook_cuda, "_without_gemv", set())
+        assert_same(gpu(x), want)
+        assert len(_codebook_cuda._without_gemv) == 1
+
+
+def test_arguments_of_any_strides_and_alignment() -> None:
+    """Copies of several vectors at once: each must live until the launch."""
+    gpu = layer("codebook4_int8", 256, 1024).to(DEVICE)
+    x = tokens(9, 256).to(DEVICE)
+    spec = gpu._rotation
+    operands = shared_rotations.operands(spec, HALF, x.device)
+    blocks, scale = torch.ops.qcut.rotate_tokens(x, operands, "hadamard", 128, spec.seeds, torch.int8)
+    residual = torch.randn(9, 1024, device=DEVICE).half()
+    book = codebook_numerics.pack_book(gpu.codebook, HALF)
+    assert gpu.bias is not None
+    parts = [blocks, scale, gpu.units, gpu.packed_norms, gpu.fold, gpu.col_scale, gpu.bias, residual]
+
+    def product(parts: list[Tensor]) -> Tensor:
+        blocks, scale, units, norms, fold, col_scale, bias, residual = parts
+        result: Tensor = torch.ops.qcut.codebook_gemm(
+            blocks, scale, 9, units, norms, fold, col_scale, book, bias, 4, "none", residual, HALF
+        )
+        return result
+
+    want = product(parts)
+
+    def off(t: Tensor) -> Tensor:
+        """Contiguous, one element off a multiple of 16 bytes."""
+        return torch.empty(t.numel() + 1, dtype=t.dtype, device=DEVICE)[1:].view(t.shape).copy_(t)
+
+    def apart(t: Tensor) -> Tensor:
+        """Every other element of memory."""
+        return torch.stack((t, t.flip(-1)), -1)[..., 0]
+
+    for change in (off, apart):
+        assert_same(product([change(t) for t in parts]), want)
 
 
 def test_dense_rotations_with_int8_products() -> None:

@@ -39,6 +39,34 @@ __device__ __forceinline__ uint32_t load_stream_4(const void* p) {
   return w;
 }
 
+// The same where `wanted`; registers else keep what they have. Predicated, not branched over, so that the compiler may
+// ask for the next weights as soon as their registers are free, while it still multiplies.
+__device__ __forceinline__ void load_stream_16_if(uint32_t (&w)[4], const void* p, bool wanted) {
+  const int loaded = wanted;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"
+      "@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+      : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3])
+      : "l"(p), "r"(loaded));
+}
+__device__ __forceinline__ void load_stream_8_if(uint32_t (&w)[2], const void* p, bool wanted) {
+  const int loaded = wanted;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %3, 0;\n\t"
+      "@p ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];\n\t}"
+      : "+r"(w[0]), "+r"(w[1])
+      : "l"(p), "r"(loaded));
+}
+__device__ __forceinline__ void load_stream_4_if(uint32_t& w, const void* p, bool wanted) {
+  const int loaded = wanted;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p ld.global.nc.L1::no_allocate.u32 %0, [%1];\n\t}"
+      : "+r"(w)
+      : "l"(p), "r"(loaded));
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // Keeps the compiler from using a value above this line.
 template <int kWords>
 __device__ __forceinline__ void pin(uint32_t (&w)[kWords]) {
@@ -46,7 +74,7 @@ __device__ __forceinline__ void pin(uint32_t (&w)[kWords]) {
   for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(w[i]));
 }
 
-// A lane's part of one unit.
+// A lane's part of one unit. `mine` is where its first 16 bytes are: 16 lane from the unit's start.
 template <int kBits>
 struct UnitWords;
 
@@ -57,6 +85,10 @@ struct UnitWords<4> {
   __device__ __forceinline__ void load(const char* unit, int lane) {
     load_stream_16(low, unit + 16 * lane);
     load_stream_16(high, unit + 512 + 16 * lane);
+  }
+  __device__ __forceinline__ void load_if(const char* mine, int, bool wanted) {
+    load_stream_16_if(low, mine, wanted);
+    load_stream_16_if(high, mine + 512, wanted);
   }
   __device__ __forceinline__ void load_shared(uint32_t unit, int lane) {
     load_shared_16(low, unit + 16 * lane);
@@ -71,6 +103,9 @@ struct UnitWords<2> {
   uint32_t packed[4];
 
   __device__ __forceinline__ void load(const char* unit, int lane) { load_stream_16(packed, unit + 16 * lane); }
+  __device__ __forceinline__ void load_if(const char* mine, int, bool wanted) {
+    load_stream_16_if(packed, mine, wanted);
+  }
   __device__ __forceinline__ void load_shared(uint32_t unit, int lane) { load_shared_16(packed, unit + 16 * lane); }
   __device__ __forceinline__ uint32_t word(int i) const { return packed[i / 2] >> (2 * (i % 2)) & 0x33333333u; }
 };
@@ -82,6 +117,10 @@ struct UnitWords<3> {
   __device__ __forceinline__ void load(const char* unit, int lane) {
     load_stream_16(packed, unit + 16 * lane);
     load_stream_8(planes, unit + 512 + 8 * lane);
+  }
+  __device__ __forceinline__ void load_if(const char* mine, int lane, bool wanted) {
+    load_stream_16_if(packed, mine, wanted);
+    load_stream_8_if(planes, mine + 512 - 8 * lane, wanted);
   }
   __device__ __forceinline__ void load_shared(uint32_t unit, int lane) {
     load_shared_16(packed, unit + 16 * lane);

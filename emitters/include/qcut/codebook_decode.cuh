@@ -13,47 +13,10 @@
 // other CTAs of the cluster send; the vectors of the epilogue.
 #pragma once
 
-#include <qcut/codebook.cuh>
+#include <qcut/codebook_tokens.cuh>
 #include <qcut/epilogue.cuh>
 
 namespace qcut {
-
-template <int kTokens_, int kRowTiles_, int kWarps_, int kUnits_, int kSplits_, int kPrefetch_>
-struct DecodeTile {
-  static constexpr int kTokens = kTokens_;  // at most; m of a launch may be less
-  static constexpr int kTokenTiles = (kTokens + 7) / 8;
-  static constexpr int kRowTiles = kRowTiles_;
-  static constexpr int kRows = kUnitRows * kRowTiles;
-  static constexpr int kWarps = kWarps_;
-  static constexpr int kUnits = kUnits_;
-  static constexpr int kSplits = kSplits_;
-  static constexpr int kPrefetch = kPrefetch_;
-};
-
-template <class T>
-constexpr bool kIsInt8 = sizeof(T) == 1;
-
-// Byte offsets in shared memory.
-template <class T, class Tile>
-struct DecodeShared {
-  static constexpr int kBlocks = sizeof(T);  // of 128 bytes of each token, in a unit
-  static constexpr int kStagedRows = Tile::kTokens < 8 ? Tile::kTokens : 8;
-  static constexpr int kBlockBytes = 128 * kStagedRows;
-  static constexpr int kStagedBytes = Tile::kUnits * kBlocks * Tile::kTokenTiles * kBlockBytes;
-  // Sums of a warp: [token][row]; the padding sends the stores of a warp, 8 rows of 4 tokens, to 32 banks.
-  static constexpr int kPitch = Tile::kRows + 4;
-  static constexpr int kSumBytes = 4 * Tile::kTokens * kPitch;
-  static constexpr int kRegionBytes = kStagedBytes > kSumBytes ? kStagedBytes : kSumBytes;
-  // Pieces of 16 rows of a token are dealt out to the CTAs of a cluster.
-  static constexpr int kShare = (Tile::kRowTiles * Tile::kTokens + Tile::kSplits - 1) / Tile::kSplits;
-
-  static constexpr int kRegions = kIsInt8<T> ? 0 : PairTable::kBytes;
-  static constexpr int kInbox = kRegions + Tile::kWarps * kRegionBytes;
-  static constexpr int kColScale = kInbox + (Tile::kSplits > 1 ? 4 * kUnitRows * Tile::kSplits * kShare : 0);
-  static constexpr int kBias = kColScale + 4 * Tile::kRows;
-  static constexpr int kRowScale = kBias + 4 * Tile::kRows;
-  static constexpr int kBytes = kRowScale + 4 * Tile::kTokens;
-};
 
 // A word at this CTA's shared address `shared`, but in the CTA of that rank.
 __device__ __forceinline__ void store_cluster_4(uint32_t shared, int rank, uint32_t w) {
@@ -85,28 +48,6 @@ __device__ __forceinline__ void fill_pair_table(char* table, const Book& book) {
     const uint32_t first = __shfl_sync(0xffffffffu, mine, v & 15);
     const uint32_t second = __shfl_sync(0xffffffffu, mine, v >> 4);
     *reinterpret_cast<uint32_t*>(table + 256 * v + 4 * lane) = first | second << 16;
-  }
-}
-
-// Where `wanted`, copies kSize bytes or, where `zero`, reads nothing and zeroes them. Predicated, not branched over:
-// after a branch that threads take on their own, shared addresses are no longer kept in uniform registers, and the
-// decoding then takes one more addition for every two weights.
-template <int kSize>
-__device__ __forceinline__ void copy_async_if(uint32_t shared, const void* global, bool wanted, bool zero) {
-  const int copied = wanted;
-  const int bytes = zero ? 0 : kSize;
-  if constexpr (kSize == 16) {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"
-        "@p cp.async.cg.shared.global [%0], [%1], 16, %3;\n\t}" ::"r"(shared),
-        "l"(global), "r"(copied), "r"(bytes)
-        : "memory");
-  } else {
-    asm volatile(
-        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"
-        "@p cp.async.ca.shared.global [%0], [%1], %4, %3;\n\t}" ::"r"(shared),
-        "l"(global), "r"(copied), "r"(bytes), "n"(kSize)
-        : "memory");
   }
 }
 
@@ -157,12 +98,19 @@ struct WeightUnit {
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) norms[s] = load_stream_4(unit_norms + 32 * s + lane / 4 * 4);
   }
+  // `mine`, `my_norms`: where the lane's part begins.
+  __device__ __forceinline__ void load_if(const char* mine, const char* my_norms, bool wanted) {
+    words.load_if(mine, threadIdx.x % 32, wanted);
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) load_stream_4_if(norms[s], my_norms + 32 * s, wanted);
+  }
 };
 
 // The factors that make int8 of rows g and g + 8; nothing for 16-bit products.
 template <class T>
 struct RowFold {
   __device__ __forceinline__ void load(const float*, int) {}
+  __device__ __forceinline__ void load_if(const float*, int, bool) {}
 };
 
 template <>
@@ -173,6 +121,9 @@ struct RowFold<int8_t> {
     const float* at = fold + kUnitRows * tile + threadIdx.x % 32 / 4;
     row = __uint_as_float(load_stream_4(at));
     row8 = __uint_as_float(load_stream_4(at + 8));
+  }
+  __device__ __forceinline__ void load_if(const float* fold, int tile, bool wanted) {
+    if (wanted) load(fold, tile);
   }
 };
 
@@ -248,55 +199,6 @@ struct UnitProduct<int8_t> {
   }
 };
 
-// A warp's tokens, from unit `first` on, as second operands: staged in `region`, then loaded as matrices.
-template <class T, class Tile>
-struct TokenFragments {
-  using Shared = DecodeShared<T, Tile>;
-  static constexpr int kChunks = 8 * Shared::kBlocks;  // of a unit
-  static constexpr int kRows = Shared::kStagedRows;
-  uint32_t b[Tile::kUnits][Tile::kTokenTiles][kChunks];
-
-  // Units past the last are zero. Tokens past m are not read: their columns of the products are garbage, and nobody's.
-  static __device__ __forceinline__ void stage(uint32_t region, const char* x, int m, int first, int units_k) {
-    const int lane = threadIdx.x % 32;
-    const int m8 = (m + 7) / 8;
-    constexpr int kPieces = Shared::kStagedBytes / 16;
-#pragma unroll
-    for (int from = 0; from < kPieces; from += 32) {
-      const int i = from + lane;
-      const int chunk = i % 8;
-      const int row = i / 8 % kRows;
-      const int j = i / (8 * kRows) % Tile::kTokenTiles;
-      const int block = i / (8 * kRows * Tile::kTokenTiles);
-      const bool there = i < kPieces && 8 * j + row < m;
-      const long long at = static_cast<long long>(first * Shared::kBlocks + block) * m8 + j;
-      copy_async_if<16>(region + 16 * i, x + 1024 * at + 128 * row + 16 * chunk, there,
-                        first + block / Shared::kBlocks >= units_k);
-    }
-  }
-
-  __device__ __forceinline__ void load(uint32_t region) {
-    const int lane = threadIdx.x % 32;
-    const int row = lane % kRows;  // the rows there are stand for those there are not
-    const uint32_t at = region + 128 * row;
-    const int chunk = lane / 8 ^ row;
-#pragma unroll
-    for (int u = 0; u < Tile::kUnits; ++u) {
-#pragma unroll
-      for (int j = 0; j < Tile::kTokenTiles; ++j) {
-#pragma unroll
-        for (int q = 0; q < kChunks; q += 4) {
-          const int block = ((u * Shared::kBlocks + q / 8) * Tile::kTokenTiles + j) * Shared::kBlockBytes;
-          uint32_t matrices[4];
-          load_matrices(matrices, at + block + 16 * (chunk ^ q % 8));
-#pragma unroll
-          for (int i = 0; i < 4; ++i) b[u][j][q + i] = matrices[i];
-        }
-      }
-    }
-  }
-};
-
 // Writes one element of D. Vectors of columns are in shared memory, from column `col0` on, as is that of rows.
 template <class E, class Acc>
 __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int col0, typename E::Out* d, int m, int n,
@@ -308,9 +210,10 @@ __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int 
   d[at] = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), added, args));
 }
 
-// The kernel. units_k <= kSplits * kWarps * kUnits; m <= kTokens; a grid of a cluster for each kRowTiles tiles.
-template <class T, int kBits, int kSlots, class Tile, class E>
-__device__ __forceinline__ void codebook_decode(const char* x, const char* units, const char* norms, const float* fold,
+// The kernel. units_k <= kSplits * kWarps * kUnits; m <= kTokens; a grid of a cluster for each kRowTiles tiles. `x`:
+// BlockTokens or RowToken.
+template <class T, int kBits, int kSlots, class Tile, class E, class X>
+__device__ __forceinline__ void codebook_decode(X x, const char* units, const char* norms, const float* fold,
                                                 typename E::Out* d, int m, int n, int units_k, int ldd,
                                                 const Book& book, typename E::Args args) {
   using Shared = DecodeShared<T, Tile>;
@@ -327,39 +230,56 @@ __device__ __forceinline__ void codebook_decode(const char* x, const char* units
   const int tile0 = static_cast<int>(blockIdx.x) / Tile::kSplits * Tile::kRowTiles;
   const int tiles = min(Tile::kRowTiles, (n + kUnitRows - 1) / kUnitRows - tile0);
   const int col0 = kUnitRows * tile0;
-  const int first = (rank * Tile::kWarps + warp) * kUnits;
+  const int cta_first = rank * Tile::kWarps * kUnits;
+  const int first = cta_first + warp * kUnits;
 
   // Units past the last are the last once more; their tokens are zero. No warp goes another way than the others:
   // the table's address stays in a uniform register, which spares an addition for every two weights.
   WeightUnit<kBits, kSlots> weights[Tile::kPrefetch][kUnits];
   RowFold<T> folds[Tile::kPrefetch];
-  int k[kUnits];
-#pragma unroll
-  for (int u = 0; u < kUnits; ++u) k[u] = min(first + u, units_k - 1);
-  int next = tile0 * units_k;  // of the first unit of the next tile among all: fewer registers than addresses
-  const auto load_unit = [&](WeightUnit<kBits, kSlots>& unit, int u) {
-    const long long at = next + k[u];
-    unit.load(units + at * kUnitBytes<kBits>, norms + at * (32 * kSlots));
+  // This lane's part of the next tile's unit k0; addresses are ready when registers are.
+  const int k0 = min(first, units_k - 1);
+  const long long unit0 = static_cast<long long>(tile0) * units_k + k0;
+  const char* next_unit = units + unit0 * kUnitBytes<kBits> + 16 * lane;
+  const char* next_norms = norms + unit0 * (32 * kSlots) + lane / 4 * 4;
+  const auto load_unit = [&](WeightUnit<kBits, kSlots>& unit, int u, bool wanted) {
+    const int further = u == 0 ? 0 : min(first + u, units_k - 1) - k0;
+    unit.load_if(next_unit + further * kUnitBytes<kBits>, next_norms + further * (32 * kSlots), wanted);
+  };
+  const auto next_tile = [&] {
+    next_unit += units_k * kUnitBytes<kBits>;
+    next_norms += units_k * (32 * kSlots);
   };
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) {
-    if (s == 0 || s < tiles) {
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) load_unit(weights[s][u], u);
-      folds[s].load(fold, tile0 + s);
-      next += units_k;
-    }
+    for (int u = 0; u < kUnits; ++u) load_unit(weights[s][u], u, s == 0 || s < tiles);
+    folds[s].load_if(fold, tile0 + s, s == 0 || s < tiles);
+    next_tile();
   }
+  // No register is free for the tile after these, but the L2 is: it is asked for while the table is filled and tokens
+  // are on their way. A second one, one for each tile later on, or the last of two, only delays those in front.
+  if (!kIsInt8<T> && Tile::kPrefetch + 1 < tiles) {
+    constexpr int kLines = kUnitBytes<kBits> / 128;
+    const int lines = min(kUnits, units_k - k0) * kLines;
+#pragma unroll
+    for (int i = 0; i < kUnits * kLines; i += 32) {
+      if (i + lane < lines) prefetch_l2(next_unit + (128 * i + 112 * lane));  // it is 16 lane from the unit's start
+    }
+    if (lane == 31) prefetch_l2(next_norms);
+  }
+  x.begin(cta_first, units_k);
   launch_dependents();
   if constexpr (Tile::kSplits > 1) cluster_arrive_relaxed();
   if constexpr (!kIsInt8<T>) fill_pair_table<Tile::kWarps>(shared, book);
 
-  const uint32_t region = shared_address(shared) + Shared::kRegions + warp * Shared::kRegionBytes;
+  const uint32_t regions = shared_address(shared) + Shared::kRegions;
+  const uint32_t region = regions + warp * Shared::kRegionBytes;
   float* col_scale = reinterpret_cast<float*>(shared + Shared::kColScale);
   float* bias = reinterpret_cast<float*>(shared + Shared::kBias);
   float* row_scale = reinterpret_cast<float*>(shared + Shared::kRowScale);
   wait_for_dependencies();
-  TokenFragments<T, Tile>::stage(region, x, m, first, units_k);
+  x.request(regions, m, cta_first, units_k);
   copy_async_commit();
   const int columns = min(Tile::kRows, n - col0);
   copy_floats<kThreads, Tile::kRows>(col_scale, args.col_scale_per_channel + col0, columns);
@@ -369,6 +289,7 @@ __device__ __forceinline__ void codebook_decode(const char* x, const char* units
   args.col_scale_per_channel = col_scale;
   args.bias = bias;
   args.row_scale = row_scale;
+  x.finish(regions);
   __syncthreads();  // the table is whole
   copy_async_wait<1>();
   __syncwarp();
@@ -393,10 +314,10 @@ __device__ __forceinline__ void codebook_decode(const char* x, const char* units
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
         product.add(sum, weights[s][u], folds[s], tokens.b[u]);
-        if (tile + s + Tile::kPrefetch < tiles) load_unit(weights[s][u], u);
+        load_unit(weights[s][u], u, tile + s + Tile::kPrefetch < tiles);
       }
-      if (tile + s + Tile::kPrefetch < tiles) folds[s].load(fold, tile0 + tile + s + Tile::kPrefetch);
-      next += units_k;
+      folds[s].load_if(fold, tile0 + tile + s + Tile::kPrefetch, tile + s + Tile::kPrefetch < tiles);
+      next_tile();
       const uint32_t place = mine + 64 * (tile + s);
 #pragma unroll
       for (int j = 0; j < Tile::kTokenTiles; ++j) {

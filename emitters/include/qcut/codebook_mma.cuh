@@ -122,30 +122,6 @@ struct CodebookStage {
   }
 };
 
-// Accumulators are [row tile][8 tokens][4], transposed: lane (g, t) holds channels g and g + 8 of tokens 2t and
-// 2t + 1. Sixteen tokens' go to shared memory so that a warp's 4-byte stores, to 8 channels of tokens 0, 2, 4 and 6,
-// miss each other: those become neighbours.
-template <class Stage, class Acc, int kRowTiles, int kTokenTiles>
-__device__ __forceinline__ void stage_transposed(const Acc (&acc)[kRowTiles][kTokenTiles][4], int group,
-                                                 uint32_t shared) {
-  const int g = threadIdx.x % 32 / 4;
-  const int t = threadIdx.x % 4;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-#pragma unroll
-    for (int odd = 0; odd < 2; ++odd) {
-      const int mine = Stage::offset(t + 4 * odd, g / 4) + 4 * (g % 4);
-      const uint32_t row = shared + Stage::offset(8 * i, 0);
-#pragma unroll
-      for (int j = 0; j < kRowTiles; ++j) {
-        const Acc(&c)[4] = acc[j][2 * group + i];
-        store_shared_4(row + (mine ^ Stage::offset(0, 4 * j)), bits(c[odd]));
-        store_shared_4(row + (mine ^ Stage::offset(0, 4 * j + 2)), bits(c[odd + 2]));
-      }
-    }
-  }
-}
-
 // kAlignD bytes divide every row of D, see TileWriter. `fold` is read for int8 tokens alone.
 template <class Tile, class T, int kBits, int kSlots, class E, int kAlignD>
 __device__ __forceinline__ void codebook_mma(const T* x, const char* units, const char* norms, const float* fold,

@@ -14,6 +14,35 @@
 
 namespace qcut {
 
+// Which of sixteen tokens, or of a multiple, is staged at a place where even tokens come before odd ones of eight.
+__device__ __forceinline__ int staged_token(int staged) {
+  return 2 * (staged % 4) + staged / 4 % 2 + staged / 8 * 8;
+}
+
+// Accumulators are [row tile][8 tokens][4], transposed: lane (g, t) holds channels g and g + 8 of tokens 2t and
+// 2t + 1. Sixteen tokens' go to shared memory so that a warp's 4-byte stores, to 8 channels of tokens 0, 2, 4 and 6,
+// miss each other: those become neighbours.
+template <class Stage, class Acc, int kRowTiles, int kTokenTiles>
+__device__ __forceinline__ void stage_transposed(const Acc (&acc)[kRowTiles][kTokenTiles][4], int group,
+                                                 uint32_t shared) {
+  const int g = threadIdx.x % 32 / 4;
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int mine = Stage::offset(t + 4 * odd, g / 4) + 4 * (g % 4);
+      const uint32_t row = shared + Stage::offset(8 * i, 0);
+#pragma unroll
+      for (int j = 0; j < kRowTiles; ++j) {
+        const Acc(&c)[4] = acc[j][2 * group + i];
+        store_shared_4(row + (mine ^ Stage::offset(0, 4 * j)), bits(c[odd]));
+        store_shared_4(row + (mine ^ Stage::offset(0, 4 * j + 2)), bits(c[odd + 2]));
+      }
+    }
+  }
+}
+
 constexpr int kGroupM = 8;
 
 // CTA tile, warp tile, depth of the pipeline, CTAs of a cluster that share K. kBlockK counts elements.

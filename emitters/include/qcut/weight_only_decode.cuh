@@ -91,6 +91,19 @@ __device__ __forceinline__ void weight_only_decode(const T* a, const int8_t* b, 
 #pragma unroll
     for (int u = 0; u < Tile::kUnits; ++u) load(w[s][u], s, first + kUnitColumns * u);
   }
+  // The next tile goes to the L2 meanwhile, a row's 128 bytes for each lane. Of two tiles it is the last, and gains less
+  // than it delays the first.
+  if (Tile::kPrefetch + 1 < tiles && first < k) {
+#pragma unroll
+    for (int i = 0; i < 16 * Tile::kUnits; i += 32) {
+      const int row = n0 + 16 * Tile::kPrefetch + threadIdx.x % 16;
+      const int unit = i / 16 + threadIdx.x % 32 / 16;
+      if (unit < Tile::kUnits) {
+        const int column = min(first + kUnitColumns * unit, last_column);
+        prefetch_l2(b + static_cast<long long>(min(row, n - 1)) * ldb + column);
+      }
+    }
+  }
   launch_dependents();
 
   constexpr int kVectors = (Tile::kRows + Tile::kThreads - 1) / Tile::kThreads;

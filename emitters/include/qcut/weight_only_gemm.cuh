@@ -91,30 +91,11 @@ struct CoreW8A16 {
     }
   }
 
-  // Accumulators are transposed: lane (g, t) holds column g of tokens 2t and 2t + 1. Tokens 0, 2, 4 and 6
-  // become neighbours in shared memory, so that a warp's 4-byte stores to 8 columns of them miss each other.
-  static __device__ __forceinline__ int row_of(int staged) {
-    return 2 * (staged % 4) + staged / 4 % 2 + staged / 8 * 8;
-  }
+  static __device__ __forceinline__ int row_of(int staged) { return staged_token(staged); }
 
   template <class Stage>
   static __device__ __forceinline__ void stage(const Accumulators& acc, int group, uint32_t shared) {
-    const int g = threadIdx.x % 32 / 4;
-    const int t = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int mine = Stage::offset(t + 4 * odd, g / 4) + 4 * (g % 4);
-        const uint32_t row = shared + Stage::offset(8 * i, 0);
-#pragma unroll
-        for (int j = 0; j < kNTiles; ++j) {
-          const float(&c)[4] = acc[j][2 * group + i];
-          store_shared_4(row + (mine ^ Stage::offset(0, 4 * j)), bits(c[odd]));
-          store_shared_4(row + (mine ^ Stage::offset(0, 4 * j + 2)), bits(c[odd + 2]));
-        }
-      }
-    }
+    stage_transposed<Stage>(acc, group, shared);
   }
 };
 
