@@ -63,7 +63,7 @@ class CodebookProblem:
     def params(self) -> tuple[Param, ...]:
         """Arguments of a kernel, in order.
 
-        ``x``: token blocks; of a kernel that rotates, k elements that start at a multiple of 8 bytes, and ``signs`` of
+        ``x``: token blocks; of a kernel that rotates, k elements that start at a multiple of 16 bytes, and ``signs`` of
         `qcut.rotated_tokens.operands`. ``units``, ``norms``: the weight. ``fold``: float32 of all padded rows (s8
         tokens alone). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K, of which a pass that
         the kernel rotates for has ``units_pass``. Then the codebook and the epilogue's own.
