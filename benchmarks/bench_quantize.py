@@ -7,6 +7,7 @@ memory is what `qcut.quantize` allocates beyond the float model, the quantized o
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -78,6 +79,7 @@ def seconds_and_peak(size: str, scheme: str, fitted: bool, device: str) -> tuple
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; a CPU does too."""
     parser = harness.parser(__doc__ or "")
+    parser.set_defaults(time_budget=600.0)
     parser.add_argument("--size", choices=SIZES, default="7b")
     parser.add_argument("--schemes", default="codebook4,codebook4+4", help="comma-separated")
     parser.add_argument("--fits", default="nearest,fitted", help="comma-separated")
@@ -92,14 +94,19 @@ def run(options: argparse.Namespace) -> int:
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     results = harness.Results("bench_quantize", harness.environment())
     rows = []
-    for scheme in options.schemes.split(","):
-        for fit in options.fits.split(","):
-            seconds, before_gb, peak_gb = seconds_and_peak(options.size, scheme, fit == "fitted", device)
-            columns = {"float_gb": round(before_gb, 3), "peak_beyond_gb": round(peak_gb, 3)}
-            columns["seconds"] = round(seconds, 2)
-            timing = Timing.of([seconds * 1e6], "wall")
-            results.add(timing, size=options.size, scheme=scheme, fit=fit, device=device, **columns)
-            rows.append([options.size, scheme, fit, device, before_gb, peak_gb, seconds])
+    deadline = time.monotonic() + options.time_budget
+    for scheme, fit in itertools.product(options.schemes.split(","), options.fits.split(",")):
+        if time.monotonic() > deadline:
+            print("out of time", file=sys.stderr)
+            break
+        seconds, before_gb, peak_gb = seconds_and_peak(options.size, scheme, fit == "fitted", device)
+        columns = {"float_gb": round(before_gb, 3), "peak_beyond_gb": round(peak_gb, 3)}
+        columns["seconds"] = round(seconds, 2)
+        timing = Timing.of([seconds * 1e6], "wall")
+        results.add(timing, size=options.size, scheme=scheme, fit=fit, device=device, **columns)
+        rows.append([options.size, scheme, fit, device, before_gb, peak_gb, seconds])
+        results.write_csv(options.out)
+        print(f"{scheme} {fit}: {seconds:.1f} s", flush=True)
     path = results.write_csv(options.out)
     print(harness.table(["model", "scheme", "fit", "device", "float GB", "GB beyond it", "seconds"], rows))
     print(f"rows in {path}")
