@@ -28,13 +28,14 @@ from benchmarks.quality import tokens_of
 from benchmarks.readme_tables import markdown
 from examples.gpt2_int8 import language_reference
 from qcut import rotation
-from qcut.codebook_fit import collect_second_moments, fit, fit_residual
+from qcut.codebook_fit import DAMPING, collect_second_moments, fit, fit_residual
 from qcut.errors import QcutError
 from qcut.evaluation import perplexity, windows_of
 from qcut.modules import find_layers, weight_nk
 from qcut.rotated_codebook import dequantize, quantize, quantize_residual
 
 GROUP = 128
+REFERENCE = Path("reference")
 
 
 def int4(weight: Tensor, symmetric: bool) -> Tensor:
@@ -56,24 +57,35 @@ def int4(weight: Tensor, symmetric: bool) -> Tensor:
     return out
 
 
-VARIANTS: dict[str, tuple[str, Callable[[Tensor, Tensor, int], Tensor]]] = {
-    "int4": ("4-bit integers, asymmetric, to nearest", lambda w, h, seed: int4(w, symmetric=False)),
-    "int4_symmetric": ("4-bit integers, symmetric, to nearest", lambda w, h, seed: int4(w, symmetric=True)),
-    "codebook4": ("to nearest", lambda w, h, seed: dequantize(quantize(w, 4, seed=seed))),
+Fit = Callable[[Tensor, Tensor, int, float], Tensor]
+
+VARIANTS: dict[str, tuple[str, Fit]] = {
+    "int4": ("4-bit integers, asymmetric, to nearest", lambda w, h, seed, damping: int4(w, symmetric=False)),
+    "int4_symmetric": ("4-bit integers, symmetric, to nearest", lambda w, h, seed, damping: int4(w, symmetric=True)),
+    "codebook4": ("to nearest", lambda w, h, seed, damping: dequantize(quantize(w, 4, seed=seed))),
     "codebook4_refit": (
         "to nearest, norms refitted without data",
-        lambda w, h, seed: dequantize(quantize(w, 4, seed=seed, refit=True)),
+        lambda w, h, seed, damping: dequantize(quantize(w, 4, seed=seed, refit=True)),
     ),
-    "codebook4_calibrated": ("fitted to inputs", lambda w, h, seed: dequantize(fit(w, h, 4, seed=seed))),
-    "codebook4_4": ("two passes", lambda w, h, seed: dequantize(quantize_residual(w, 4, 4, seed=seed))),
+    "codebook4_calibrated": (
+        "fitted to inputs",
+        lambda w, h, seed, damping: dequantize(fit(w, h, 4, seed=seed, damping=damping)),
+    ),
+    "codebook4_4": ("two passes", lambda w, h, seed, damping: dequantize(quantize_residual(w, 4, 4, seed=seed))),
     "codebook4_4_calibrated": (
         "two passes, the second fitted to inputs",
-        lambda w, h, seed: dequantize(fit_residual(w, h, 4, 4, seed=seed)),
+        lambda w, h, seed, damping: dequantize(fit_residual(w, h, 4, 4, seed=seed, damping=damping)),
     ),
-    "codebook3": ("to nearest", lambda w, h, seed: dequantize(quantize(w, 3, seed=seed))),
-    "codebook3_calibrated": ("fitted to inputs", lambda w, h, seed: dequantize(fit(w, h, 3, seed=seed))),
-    "codebook2": ("to nearest", lambda w, h, seed: dequantize(quantize(w, 2, seed=seed))),
-    "codebook2_calibrated": ("fitted to inputs", lambda w, h, seed: dequantize(fit(w, h, 2, seed=seed))),
+    "codebook3": ("to nearest", lambda w, h, seed, damping: dequantize(quantize(w, 3, seed=seed))),
+    "codebook3_calibrated": (
+        "fitted to inputs",
+        lambda w, h, seed, damping: dequantize(fit(w, h, 3, seed=seed, damping=damping)),
+    ),
+    "codebook2": ("to nearest", lambda w, h, seed, damping: dequantize(quantize(w, 2, seed=seed))),
+    "codebook2_calibrated": (
+        "fitted to inputs",
+        lambda w, h, seed, damping: dequantize(fit(w, h, 2, seed=seed, damping=damping)),
+    ),
 }
 
 
@@ -85,12 +97,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     options.add_argument("--models-dir", type=Path, default=ROOT.parent / "shared" / "models")
     options.add_argument("--models", default="gpt2-14m,llama-13m", help="folders of --models-dir, comma-separated")
-    options.add_argument("--text", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext2-test.txt")
+    options.add_argument(
+        "--text",
+        type=Path,
+        default=ROOT.parent / "shared" / "data" / "wikitext2-test.txt",
+        help="a file, or `reference` for the Python language reference",
+    )
     options.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated [all]")
     options.add_argument("--window", type=int, default=512, help="tokens per window [512]")
     options.add_argument("--windows", type=int, help="evaluate on at most so many windows [all]")
     options.add_argument("--calibration", choices=("own", "reference"), default="own", help="text [own]")
     options.add_argument("--calibration-windows", type=int, default=128)
+    options.add_argument("--damping", type=float, default=DAMPING, help=f"of the calibrated fits [{DAMPING}]")
     options.add_argument("--seed", type=int, default=42, help="of the rotations [42]")
     options.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     options.add_argument(
@@ -101,7 +119,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if unknown := [name for name in args.variants if name not in VARIANTS]:
         options.error(f"--variants: {', '.join(unknown)} is not one of {', '.join(VARIANTS)}")
     args.models = [args.models_dir / name for name in args.models.split(",")]
-    for path in (*args.models, args.text):
+    for path in (*args.models, *([args.text] if args.text != REFERENCE else [])):
         if not path.exists():
             options.error(f"{path} does not exist (--models-dir, --models, --text)")
     if args.device == "auto":
@@ -130,7 +148,8 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    tokens = tokens_of(tokenizer, args.text.read_text(encoding="utf-8"))
+    text = language_reference() if args.text == REFERENCE else args.text.read_text(encoding="utf-8")
+    tokens = tokens_of(tokenizer, text)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     model = model.to(args.device).eval()
     layers = find_layers(model)
@@ -149,7 +168,7 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
         for name, module in layers.items():
             if variant != "float32":
                 h = moments.get(name, torch.empty(0))
-                weight_nk(module).copy_(VARIANTS[variant][1](originals[name], h, args.seed))
+                weight_nk(module).copy_(VARIANTS[variant][1](originals[name], h, args.seed, args.damping))
         seconds = time.perf_counter() - start
         value = perplexity(model, tokens, window=args.window, max_windows=args.windows, progress=bar)
         baseline = baseline or value
@@ -167,6 +186,7 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
                 "windows": len(windows_of(tokens, args.window, args.windows)),
                 "window": args.window,
                 "text": args.text.name,
+                "damping": args.damping if variant.endswith("calibrated") else "",
                 "calibration": args.calibration if variant.endswith("calibrated") else "",
                 "calibration_windows": args.calibration_windows if variant.endswith("calibrated") else "",
                 "quantize_seconds": round(seconds, 1),

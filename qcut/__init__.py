@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from qcut.config import W8A8, W8A16, Codebook, Float, StaticRange
     from qcut.convert import quantize
     from qcut.embedding import Embedding
+    from qcut.engine import Engine, Generated
     from qcut.explanation import explain
     from qcut.gemm import gemm_s8
     from qcut.linear import Linear
+    from qcut.llama2c import load_llama2c, save_llama2c
     from qcut.planning import Plan, plan
+    from qcut.sampling import Sampling
     from qcut.smoothing import smooth
     from qcut.turboquant_writer import save_turboquant
 
@@ -33,9 +36,12 @@ __all__ = [
     "Calibration",
     "Codebook",
     "Embedding",
+    "Engine",
     "Float",
+    "Generated",
     "Linear",
     "Plan",
+    "Sampling",
     "StaticRange",
     "calibrate",
     "collect_second_moments",
@@ -44,10 +50,12 @@ __all__ = [
     "explain",
     "gemm_s8",
     "load",
+    "load_llama2c",
     "ops",
     "plan",
     "quantize",
     "save",
+    "save_llama2c",
     "save_turboquant",
     "smooth",
 ]
@@ -59,6 +67,11 @@ _HOME = {
     "Float": "config",
     "StaticRange": "config",
     "Embedding": "embedding",
+    "Engine": "engine",
+    "Generated": "engine",
+    "Sampling": "sampling",
+    "load_llama2c": "llama2c",
+    "save_llama2c": "llama2c",
     "Linear": "linear",
     "Calibration": "calibration",
     "calibrate": "calibration",

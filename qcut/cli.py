@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from emitters.source import ARCHITECTURES, EmitError
-from qcut import gemm_command, tune_command
+from qcut import eval_command, gemm_command, generate_command, tune_command
 from qcut.arguments import positive
 from qcut.errors import BuildError, QcutError
 
@@ -67,6 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     precompile.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per core)")
     precompile.set_defaults(command=_precompile)
 
+    generate_command.add_parser(commands)
+    eval_command.add_parser(commands)
     gemm_command.add_parser(commands)
     tune_command.add_parser(commands)
     return parser

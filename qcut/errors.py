@@ -65,6 +65,10 @@ class PlanError(QcutError, ValueError):
     """A plan that does not match the model, or a budget that no plan meets."""
 
 
+class ContextError(QcutError, ValueError):
+    """More tokens than an engine's context holds, or more sequences than its batch."""
+
+
 class LaunchError(QcutError, RuntimeError):
     """The driver refused to load or launch a kernel."""
 

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"errors", "arguments"},
     {"config"},
-    {"numerics", "jit", "files", "modules", "timing", "cublaslt", "codebook", "codebook_layout", "rotation"},
+    {"numerics", "jit", "files", "modules", "timing", "cublaslt", "codebook", "codebook_layout", "rotation"}
+    | {"sampling"},
     {"rotated_codebook", "rotated_tokens"},
     {"codebook_fit", "codebook_numerics"},
     {"dispatch", "codebook_dispatch", "gemm_model", "tuned", "tuning_journal"},
@@ -35,7 +36,9 @@ LAYERS = (
     }
     | {"prebuilding", "smoothing", "tracing", "turboquant", "turboquant_reader"}
     | {"turboquant_writer", "costs", "evaluation", "planning", "plans", "sensitivity", "model_shapes"},
-    {"cli", "doctor", "gemm_command", "gemm_report", "gemm_trial", "tune_command"},
+    {"decoder", "kv_cache", "llama2c", "llama2c_tokenizer", "pretrained"},
+    {"engine"},
+    {"cli", "doctor", "eval_command", "gemm_command", "gemm_report", "gemm_trial", "generate_command", "tune_command"},
 )
 """Top-level modules of qcut, lowest first: a module imports from its own layer and those before it."""
 

@@ -1,0 +1,188 @@
+"""A decoder-only model as an engine sees it: what its layers are made of, whoever wrote the classes around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from qcut.errors import UnsupportedError
+from qcut.modules import model_device
+
+LLAMA_TYPES = ("llama", "mistral", "qwen2")
+"""``model_type`` of configurations with Llama's shape: RMS norms, rotary positions, a gated MLP."""
+MODEL_TYPES = ("gpt2", *LLAMA_TYPES)
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # of the others, frequencies depend on the length
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One block: ``x + output(attention(norm(x)))``, then ``x + mlp(norm(x))``.
+
+    Attributes:
+        attention_norm: before the attention.
+        projections: of the normed x to queries, keys and values: three modules, or one whose result is all of them.
+        output: of the heads, side by side.
+        mlp_norm: before the MLP.
+        mlp: the MLP whole.
+        scaling: of the attention's scores.
+    """
+
+    attention_norm: nn.Module
+    projections: tuple[nn.Module, ...]
+    output: nn.Module
+    mlp_norm: nn.Module
+    mlp: nn.Module
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model's parts. Modules are the model's own: nothing is copied.
+
+    Attributes:
+        architecture: name of the model's class.
+        layers: in order.
+        tokens: embedding of token ids.
+        positions: embedding of positions, or None.
+        rotary: module that gives cosines and sines ``[1, T, D]`` of positions, or None.
+        norm: after the last layer.
+        head: from the last norm to logits.
+        heads: queries of a token.
+        kv_heads: keys and values of a token.
+        head_size: elements of each.
+        vocabulary: number of token ids.
+        context: most tokens that the model was made for.
+        window: most tokens that attention looks back on, or None.
+        dtype: of activations.
+        device: of the weights.
+    """
+
+    architecture: str
+    layers: tuple[DecoderLayer, ...]
+    tokens: nn.Module
+    positions: nn.Module | None
+    rotary: nn.Module | None
+    norm: nn.Module
+    head: nn.Module
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    context: int
+    window: int | None
+    dtype: torch.dtype
+    device: torch.device
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """``[B, T, hidden]`` of ids and positions ``[B, T]``."""
+        x: Tensor = self.tokens(ids)
+        return x if self.positions is None else x + self.positions(positions)
+
+    def rotary_tables(self, context: int) -> tuple[Tensor, Tensor] | None:
+        """Cosines and sines ``[context, D]`` in the model's dtype, by its own module; None without rotations."""
+        if self.rotary is None:
+            return None
+        example = torch.empty(0, dtype=self.dtype, device=self.device)
+        places = torch.arange(context, device=self.device)[None]
+        cos, sin = self.rotary(example, places)
+        return cos[0], sin[0]
+
+    def heads_of(self, layer: DecoderLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[B, heads, T, D]``, keys and values ``[B, kv_heads, T, D]`` of x ``[B, T, hidden]``."""
+        sizes = [n * self.head_size for n in (self.heads, self.kv_heads, self.kv_heads)]
+        if len(layer.projections) == 1:
+            parts = layer.projections[0](x).split(sizes, -1)
+        else:
+            parts = [projection(x) for projection in layer.projections]
+        q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
+        return q, k, v
+
+
+def decoder_of(model: nn.Module) -> Decoder:
+    """Take a Hugging Face causal language model apart.
+
+    Args:
+        model: GPT-2, or of Llama's shape (`MODEL_TYPES`); its linear layers and embeddings quantized or not.
+
+    Raises:
+        UnsupportedError: another architecture, or a part of one that is not built here; the message names it.
+    """
+    config: Any = getattr(model, "config", None)
+    kind, name = getattr(config, "model_type", None), type(model).__name__
+    if kind not in MODEL_TYPES or not name.endswith(("ForCausalLM", "LMHeadModel")):
+        raise UnsupportedError(
+            f"{name}: a model of type {kind!r}; allowed: causal language models of type {', '.join(MODEL_TYPES)}"
+        )
+    return _gpt2(model, config) if kind == "gpt2" else _llama(model, config)
+
+
+def _refuse(model: nn.Module, what: str, allowed: str) -> UnsupportedError:
+    return UnsupportedError(f"{type(model).__name__}: {what}; allowed: {allowed}")
+
+
+def _gpt2(model: Any, config: Any) -> Decoder:
+    if config.add_cross_attention:
+        raise _refuse(model, "add_cross_attention is set", "attention to the model's own tokens")
+    body = model.transformer
+    layers = tuple(DecoderLayer(b.ln_1, (b.attn.c_attn,), b.attn.c_proj, b.ln_2, b.mlp, b.attn.scaling) for b in body.h)
+    return Decoder(
+        architecture=type(model).__name__,
+        layers=layers,
+        tokens=body.wte,
+        positions=body.wpe,
+        rotary=None,
+        norm=body.ln_f,
+        head=model.lm_head,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_attention_heads,
+        head_size=config.hidden_size // config.num_attention_heads,
+        vocabulary=config.vocab_size,
+        context=config.max_position_embeddings,
+        window=None,
+        dtype=_dtype(body.ln_f),
+        device=model_device(model),
+    )
+
+
+def _llama(model: Any, config: Any) -> Decoder:
+    body = model.model
+    rope = getattr(body.rotary_emb, "rope_type", "default")
+    if rope not in _STATIC_ROPE:
+        raise _refuse(model, f"rotary positions of type {rope!r}", ", ".join(_STATIC_ROPE))
+    attention = body.layers[0].self_attn
+    layers = tuple(
+        DecoderLayer(
+            b.input_layernorm,
+            (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj),
+            b.self_attn.o_proj,
+            b.post_attention_layernorm,
+            b.mlp,
+            b.self_attn.scaling,
+        )
+        for b in body.layers
+    )
+    windowed = config.model_type == "mistral" or getattr(config, "use_sliding_window", False)
+    return Decoder(
+        architecture=type(model).__name__,
+        layers=layers,
+        tokens=body.embed_tokens,
+        positions=None,
+        rotary=body.rotary_emb,
+        norm=body.norm,
+        head=model.lm_head,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_size=attention.head_dim,
+        vocabulary=config.vocab_size,
+        context=config.max_position_embeddings,
+        window=getattr(config, "sliding_window", None) if windowed else None,
+        dtype=_dtype(body.norm),
+        device=model_device(model),
+    )
+
+
+def _dtype(norm: nn.Module) -> torch.dtype:
+    return cast(Tensor, norm.weight).dtype

@@ -1,0 +1,312 @@
+"""`Engine`: a decoder-only model with memory for its context allocated once, and generation on top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from qcut.decoder import DecoderLayer, decoder_of
+from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
+from qcut.evaluation import token_nll
+from qcut.kv_cache import KVCache, KVDtype
+from qcut.sampling import Sampling, sample
+
+DEFAULT_CONTEXT = 4096
+"""Tokens that an engine has memory for unless told otherwise, where the model was made for more."""
+
+Prompts = Sequence[Sequence[int]] | Tensor
+OnToken = Callable[[int, int], object]
+Reason = Literal["stop", "length", "context"]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What a sequence got.
+
+    Attributes:
+        tokens: new ones, the stop token included.
+        reason: ``stop``: a stop token; ``length``: ``max_new_tokens``; ``context``: no room for more.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    reason: Reason = "length"
+
+
+class Engine:
+    """Runs a Hugging Face GPT-2 or Llama-family model, quantized by any scheme or not at all.
+
+    The model's own modules do the work, all but attention: nothing of the weights is copied, and what
+    `qcut.quantize` does to the model later, the engine does too. The model is put in evaluation mode. An engine serves
+    one batch of sequences at a time and is not to be shared by threads.
+
+    Args:
+        model: see `qcut.decoder.MODEL_TYPES`.
+        batch: most sequences at once.
+        context: most tokens of a sequence, prompt included; None takes what the model was made for, up to
+            `DEFAULT_CONTEXT`.
+        kv_cache: ``auto`` keeps keys and values as they are, ``int8`` with a scale for each token and head: half the
+            memory of float16.
+
+    Raises:
+        UnsupportedError: another architecture; the message names it.
+        ConfigError: a batch or a context below 1, a context beyond what the model was made for or beyond the window
+            that it attends to, or another kind of cache.
+
+    Exactness: the model's own arithmetic, with torch's scaled dot product attention over the cache. Tokens that a
+    batch is padded with have no influence; the number of sequences may change the order of sums in products of
+    floats.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, batch: int = 1, context: int | None = None, kv_cache: KVDtype = "auto"
+    ) -> None:
+        self.decoder = decoder_of(model)
+        d = self.decoder
+        limit = min(d.context, d.window or d.context)
+        context = min(limit, DEFAULT_CONTEXT) if context is None else context
+        if batch < 1:
+            raise ConfigError(f"batch is {batch}; allowed: 1 and more")
+        if not 1 <= context <= limit:
+            why = "" if limit == d.context else f", the window of its attention; it was made for {d.context}"
+            raise ConfigError(f"context is {context}; allowed for {d.architecture}: 1 to {limit}{why}")
+        model.eval()
+        self.batch, self.context = batch, context
+        # One place more: sequences that have ended write there.
+        self.cache = KVCache(
+            len(d.layers), batch, d.kv_heads, context + 1, d.head_size, dtype=d.dtype, device=d.device, kind=kv_cache
+        )
+        self._rotary = d.rotary_tables(context)
+        self._lengths: list[int] = []
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens in the cache, of each sequence."""
+        return tuple(self._lengths)
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def prefill(self, prompts: Prompts) -> Tensor:
+        """Forget everything, and read a prompt for each sequence.
+
+        Args:
+            prompts: token ids, of any lengths from 1 up; a tensor has one length for all.
+
+        Returns:
+            Logits ``[B, vocabulary]`` of each prompt's last token, in the model's dtype.
+
+        Raises:
+            ContextError: more prompts than the batch, or a prompt longer than the context. What was there stays.
+            ShapeError: no prompt, an empty one, or a tensor that is not ``[B, T]``.
+            DtypeError: ids that are no integers.
+            ConfigError: an id outside of the vocabulary.
+        """
+        rows = self._checked(prompts)
+        x, _ = self._read(rows)
+        lengths, d = [len(row) for row in rows], self.decoder
+        last = torch.tensor(lengths, device=d.device) - 1
+        logits: Tensor = d.head(d.norm(x[torch.arange(len(rows), device=d.device), last]))
+        self._lengths = lengths
+        return logits
+
+    @torch.no_grad()
+    def score(self, prompts: Prompts) -> list[Tensor]:
+        """Forget everything, read prompts, and say how they surprise the model; `prefill` with all the logits.
+
+        Args:
+            prompts: see `prefill`.
+
+        Returns:
+            For each prompt of T tokens the negative log-likelihoods of its tokens 1 to T - 1, float32 ``[T - 1]``.
+
+        Raises:
+            As `prefill`.
+        """
+        rows = self._checked(prompts)
+        x, ids = self._read(rows)
+        nll = token_nll(self.decoder.head(self.decoder.norm(x)), ids)
+        self._lengths = [len(row) for row in rows]
+        return [one[: len(row) - 1] for one, row in zip(nll, rows, strict=True)]
+
+    @torch.no_grad()
+    def decode(self, tokens: Sequence[int] | Tensor) -> Tensor:
+        """Read one more token for each sequence.
+
+        Args:
+            tokens: ids ``[B]``, B the number of prompts.
+
+        Returns:
+            Logits ``[B, vocabulary]``, in the model's dtype.
+
+        Raises:
+            ContextError: a sequence fills the context. The engine stays as it is.
+            ShapeError: another number of tokens than of prompts, or no prompt yet.
+            DtypeError, ConfigError: as in `prefill`.
+        """
+        flat = torch.as_tensor(tokens)
+        if flat.shape != (len(self._lengths),) or not self._lengths:
+            raise ShapeError(f"decode: {list(flat.shape)} tokens; allowed: [{len(self._lengths)}], one for each prompt")
+        self._check_ids(flat)
+        full = [i for i, length in enumerate(self._lengths) if length >= self.context]
+        if full:
+            raise ContextError(f"sequence {full[0]} has {self.context} tokens, the engine's whole context")
+        return self._advance(flat, [True] * len(self._lengths))
+
+    # ── generation ───────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        stop: Iterable[int] = (),
+        on_token: OnToken | None = None,
+    ) -> list[Generated]:
+        """Continue prompts, each until a stop token, ``max_new_tokens``, or the context's end.
+
+        Args:
+            prompts: see `prefill`.
+            max_new_tokens: for each sequence; None fills the context.
+            sampling: how tokens are chosen; None takes the likeliest.
+            stop: ids that end a sequence.
+            on_token: called with a sequence's index and its new token, in order, as soon as they are known.
+
+        Returns:
+            One `Generated` for each prompt. The last token of each has not been read: `decode` may go on from it.
+
+        Raises:
+            As `prefill`; and ConfigError: ``max_new_tokens`` below 1.
+        """
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ConfigError(f"max_new_tokens is {max_new_tokens}; allowed: 1 and more, or None")
+        options = sampling or Sampling()
+        stops = frozenset(stop)
+        logits = self.prefill(prompts)
+        sequences = torch.arange(len(self._lengths), device=self.decoder.device)
+        room = [self.context - length + 1 for length in self._lengths]  # the last token is not read
+        most = [r if max_new_tokens is None else min(r, max_new_tokens) for r in room]
+        results = [Generated() for _ in most]
+        running = [True] * len(most)
+        while True:
+            positions = torch.tensor(self._lengths, device=self.decoder.device)
+            chosen = sample(logits, options, sequences, positions)
+            for i, token in enumerate(chosen.tolist()):
+                if not running[i]:
+                    continue
+                results[i].tokens.append(token)
+                if on_token is not None:
+                    on_token(i, token)
+                if token in stops:
+                    results[i] = Generated(results[i].tokens, "stop")
+                elif len(results[i].tokens) == most[i]:
+                    results[i] = Generated(results[i].tokens, "length" if most[i] == max_new_tokens else "context")
+                running[i] = results[i].reason != "stop" and len(results[i].tokens) < most[i]
+            if not any(running):
+                return results
+            logits = self._advance(chosen, running)
+
+    def _advance(self, tokens: Tensor, running: list[bool]) -> Tensor:
+        """Logits after one token more of the sequences that run. The others compute along, with a place to spare."""
+        device = self.decoder.device
+        positions = torch.tensor([min(n, self.context - 1) for n in self._lengths], device=device)
+        on = torch.tensor(running, device=device)
+        slots = torch.where(on, positions, self.context)
+        logits = self._step(tokens.to(device), positions, slots, int(max(self._lengths)) + 1)
+        self._lengths = [n + r for n, r in zip(self._lengths, running, strict=True)]
+        return logits
+
+    # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
+
+    def _read(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """What the last layer makes of prompts ``[B, T, hidden]``, and their padded ids ``[B, T]``."""
+        d, longest = self.decoder, max(map(len, rows))
+        # Padding is on the right: attention looks back, so nobody sees it, and later tokens take its place.
+        padded = torch.zeros((len(rows), longest), dtype=torch.int64)
+        for i, row in enumerate(rows):
+            padded[i, : len(row)] = torch.tensor(row)
+        self._lengths = []
+        ids = padded.to(d.device)
+        places = torch.arange(longest, device=d.device)
+        x = d.embed(ids, places.expand(len(rows), -1))
+        for i, layer in enumerate(d.layers):
+            x = self._block(layer, x, places, partial(self._attend_prompt, i, layer.scaling))
+        return x, ids
+
+    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor, longest: int) -> Tensor:
+        """Logits of one token for each sequence, at its position, kept at its slot; attention sees ``longest``."""
+        d = self.decoder
+        x = d.embed(tokens[:, None], positions[:, None])
+        mask = (torch.arange(longest, device=d.device) <= positions[:, None])[:, None, None]
+        for i, layer in enumerate(d.layers):
+            x = self._block(layer, x, positions[:, None], partial(self._attend_token, i, layer.scaling, slots, mask))
+        logits: Tensor = d.head(d.norm(x[:, 0]))
+        return logits
+
+    def _block(
+        self, layer: DecoderLayer, x: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        q, k, v = self.decoder.heads_of(layer, layer.attention_norm(x))
+        if self._rotary is not None:
+            cos, sin = (table[positions] for table in self._rotary)
+            cos, sin = (t if t.dim() == 2 else t[:, None] for t in (cos, sin))
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        mixed = attend(q, k, v).transpose(1, 2).flatten(2)
+        x = x + layer.output(mixed)
+        x = x + layer.mlp(layer.mlp_norm(x))
+        return x
+
+    def _attend_prompt(self, index: int, scaling: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.cache.write_prompt(index, k, v)
+        if self.cache.kind != "auto":
+            k, v = self.cache.read(index, len(q), q.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+
+    def _attend_token(
+        self, index: int, scaling: float, slots: Tensor, mask: Tensor, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        self.cache.write_token(index, k, v, slots)
+        k, v = self.cache.read(index, len(q), mask.shape[-1])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
+
+    # ── checks ───────────────────────────────────────────────────────────────────────────────────
+
+    def _checked(self, prompts: Prompts) -> list[list[int]]:
+        if isinstance(prompts, Tensor):
+            if prompts.dim() != 2:
+                raise ShapeError(f"prompts have shape {list(prompts.shape)}; allowed: [B, T], or a list of lists")
+            self._check_ids(prompts)
+            prompts = prompts.tolist()
+        rows = [list(row) for row in prompts]
+        if not rows:
+            raise ShapeError("no prompt; allowed: 1 and more")
+        if len(rows) > self.batch:
+            raise ContextError(f"{len(rows)} prompts; this engine's batch is {self.batch}")
+        for i, row in enumerate(rows):
+            if not row:
+                raise ShapeError(f"prompt {i} is empty; allowed: 1 token and more")
+            if len(row) > self.context:
+                raise ContextError(f"prompt {i} has {len(row)} tokens; this engine's context is {self.context}")
+            self._check_ids(torch.as_tensor(row))
+        return rows
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+            raise DtypeError(f"token ids are {str(ids.dtype).removeprefix('torch.')}; allowed: integers")
+        low, high = (int(v) for v in ids.aminmax()) if ids.numel() else (0, 0)
+        if low < 0 or high >= self.decoder.vocabulary:
+            wrong = low if low < 0 else high
+            raise ConfigError(f"token id {wrong}; allowed: 0 to {self.decoder.vocabulary - 1}")
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on halves ``(i, i + D / 2)``, in x's dtype, as transformers computes them."""
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
