@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from qcut import ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.errors import UnsupportedError
 from qcut.modules import model_device
 
@@ -15,6 +16,32 @@ LLAMA_TYPES = ("llama", "mistral", "qwen2")
 """``model_type`` of configurations with Llama's shape: RMS norms, rotary positions, a gated MLP."""
 MODEL_TYPES = ("gpt2", *LLAMA_TYPES)
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # of the others, frequencies depend on the length
+
+
+@dataclass(frozen=True)
+class DecoderNorm:
+    """A norm of rows.
+
+    Attributes:
+        module: computes it.
+        layer: a LayerNorm; else an RMSNorm.
+        eps: under the root.
+    """
+
+    module: nn.Module
+    layer: bool
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norm of x ``[..., hidden]``."""
+        result: Tensor = self.module(x)
+        return result
+
+    def of_sum(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """``x + residual``, or x, and its norm; ``[B, hidden]``."""
+        weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
+        total, y = torch.ops.qcut.add_norm(x, residual, weight, bias, self.layer, self.eps)
+        return x if residual is None else total, y
 
 
 @dataclass(frozen=True)
@@ -30,10 +57,10 @@ class DecoderLayer:
         scaling: of the attention's scores.
     """
 
-    attention_norm: nn.Module
+    attention_norm: DecoderNorm
     projections: tuple[nn.Module, ...]
     output: nn.Module
-    mlp_norm: nn.Module
+    mlp_norm: DecoderNorm
     mlp: nn.Module
     scaling: float
 
@@ -65,7 +92,7 @@ class Decoder:
     tokens: nn.Module
     positions: nn.Module | None
     rotary: nn.Module | None
-    norm: nn.Module
+    norm: DecoderNorm
     head: nn.Module
     heads: int
     kv_heads: int
@@ -127,14 +154,17 @@ def _gpt2(model: Any, config: Any) -> Decoder:
     if config.add_cross_attention:
         raise _refuse(model, "add_cross_attention is set", "attention to the model's own tokens")
     body = model.transformer
-    layers = tuple(DecoderLayer(b.ln_1, (b.attn.c_attn,), b.attn.c_proj, b.ln_2, b.mlp, b.attn.scaling) for b in body.h)
+    layers = tuple(
+        DecoderLayer(_norm(b.ln_1), (b.attn.c_attn,), b.attn.c_proj, _norm(b.ln_2), b.mlp, b.attn.scaling)
+        for b in body.h
+    )
     return Decoder(
         architecture=type(model).__name__,
         layers=layers,
         tokens=body.wte,
         positions=body.wpe,
         rotary=None,
-        norm=body.ln_f,
+        norm=_norm(body.ln_f),
         head=model.lm_head,
         heads=config.num_attention_heads,
         kv_heads=config.num_attention_heads,
@@ -155,10 +185,10 @@ def _llama(model: Any, config: Any) -> Decoder:
     attention = body.layers[0].self_attn
     layers = tuple(
         DecoderLayer(
-            b.input_layernorm,
+            _norm(b.input_layernorm),
             (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj),
             b.self_attn.o_proj,
-            b.post_attention_layernorm,
+            _norm(b.post_attention_layernorm),
             b.mlp,
             b.self_attn.scaling,
         )
@@ -171,7 +201,7 @@ def _llama(model: Any, config: Any) -> Decoder:
         tokens=body.embed_tokens,
         positions=None,
         rotary=body.rotary_emb,
-        norm=body.norm,
+        norm=_norm(body.norm),
         head=model.lm_head,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -182,6 +212,11 @@ def _llama(model: Any, config: Any) -> Decoder:
         dtype=_dtype(body.norm),
         device=model_device(model),
     )
+
+
+def _norm(module: Any) -> DecoderNorm:
+    layer = isinstance(module, nn.LayerNorm)
+    return DecoderNorm(module, layer, float(module.eps if layer else module.variance_epsilon))
 
 
 def _dtype(norm: nn.Module) -> torch.dtype:

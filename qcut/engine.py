@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal
 
 import torch
@@ -216,10 +215,10 @@ class Engine:
     def _advance(self, tokens: Tensor, running: list[bool]) -> Tensor:
         """Logits after one token more of the sequences that run. The others compute along, with a place to spare."""
         device = self.decoder.device
-        positions = torch.tensor([min(n, self.context - 1) for n in self._lengths], device=device)
-        on = torch.tensor(running, device=device)
-        slots = torch.where(on, positions, self.context)
-        logits = self._step(tokens.to(device), positions, slots, int(max(self._lengths)) + 1)
+        places = [min(n, self.context - 1) for n in self._lengths]
+        positions = torch.tensor(places, dtype=torch.int32, device=device)
+        slots = torch.where(torch.tensor(running, device=device), positions, self.context).int()
+        logits = self._step(tokens.to(device), positions, slots)
         self._lengths = [n + r for n, r in zip(self._lengths, running, strict=True)]
         return logits
 
@@ -237,29 +236,33 @@ class Engine:
         places = torch.arange(longest, device=d.device)
         x = d.embed(ids, places.expand(len(rows), -1))
         for i, layer in enumerate(d.layers):
-            x = self._block(layer, x, places, partial(self._attend_prompt, i, layer.scaling))
+            x = self._block(i, layer, x)
         return x, ids
 
-    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor, longest: int) -> Tensor:
-        """Logits of one token for each sequence, at its position, kept at its slot; attention sees ``longest``."""
+    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """Logits of one token for each sequence, at its position, kept at its slot; both int32."""
         d = self.decoder
-        x = d.embed(tokens[:, None], positions[:, None])
-        mask = (torch.arange(longest, device=d.device) <= positions[:, None])[:, None, None]
+        x, pending = d.embed(tokens[:, None], positions[:, None].long())[:, 0], None
+        cos, sin = self._rotary or (None, None)
         for i, layer in enumerate(d.layers):
-            x = self._block(layer, x, positions[:, None], partial(self._attend_token, i, layer.scaling, slots, mask))
-        logits: Tensor = d.head(d.norm(x[:, 0]))
+            x, h = layer.attention_norm.of_sum(x, pending)
+            q, k, v = (heads[:, :, 0] for heads in d.heads_of(layer, h[:, None]))
+            cache = self.cache.layer(i)
+            torch.ops.qcut.append_kv(q, k, v, cos, sin, positions, slots, *cache)
+            mixed = torch.ops.qcut.decode_attention(q, *cache, positions, layer.scaling)
+            x, h = layer.mlp_norm.of_sum(x, layer.output(mixed.flatten(1)[:, None])[:, 0])
+            pending = layer.mlp(h[:, None])[:, 0]
+        _, h = d.norm.of_sum(x, pending)
+        logits: Tensor = d.head(h)
         return logits
 
-    def _block(
-        self, layer: DecoderLayer, x: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    ) -> Tensor:
+    def _block(self, index: int, layer: DecoderLayer, x: Tensor) -> Tensor:
+        """A layer on prompts ``[B, T, hidden]`` from position 0 on."""
         q, k, v = self.decoder.heads_of(layer, layer.attention_norm(x))
         if self._rotary is not None:
-            cos, sin = (table[positions] for table in self._rotary)
-            cos, sin = (t if t.dim() == 2 else t[:, None] for t in (cos, sin))
+            cos, sin = (table[: x.shape[1]] for table in self._rotary)
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        mixed = attend(q, k, v).transpose(1, 2).flatten(2)
-        x = x + layer.output(mixed)
+        x = x + layer.output(self._attend_prompt(index, layer.scaling, q, k, v).transpose(1, 2).flatten(2))
         x = x + layer.mlp(layer.mlp_norm(x))
         return x
 
@@ -268,13 +271,6 @@ class Engine:
         if self.cache.kind != "auto":
             k, v = self.cache.read(index, len(q), q.shape[2])
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-
-    def _attend_token(
-        self, index: int, scaling: float, slots: Tensor, mask: Tensor, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        self.cache.write_token(index, k, v, slots)
-        k, v = self.cache.read(index, len(q), mask.shape[-1])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 

@@ -69,14 +69,10 @@ class KVCache:
             if self._scales is not None and scale is not None:
                 self._scales[layer, i, :batch, :, :tokens] = scale
 
-    def write_token(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Store ``[B, kv_heads, 1, D]`` at a place of each of the first B sequences."""
-        rows = torch.arange(len(positions), device=positions.device)
-        for i, x in enumerate((keys, values)):
-            stored, scale = self._stored(x)
-            self._values[layer, i][rows, :, positions] = stored[:, :, 0]
-            if self._scales is not None and scale is not None:
-                self._scales[layer, i][rows, :, positions] = scale[:, :, 0]
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """A layer's memory: keys, values ``[batch, kv_heads, context, D]`` and, of int8, their scales."""
+        keys, values = self._values[index]
+        return (keys, values, None, None) if self._scales is None else (keys, values, *self._scales[index])
 
     def read(self, layer: int, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[batch, kv_heads, tokens, D]`` in the activations' dtype."""

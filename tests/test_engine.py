@@ -305,12 +305,12 @@ def test_cache_keeps_what_it_is_given(kind: Any) -> None:
     k, v = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 4, 16)
     k[0, 1, 2] = 0
     cache.write_prompt(1, k, v)
-    places = torch.tensor([7, 4])
-    one, two = torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 16)
-    cache.write_token(1, one, two, places)
+    places = torch.tensor([7, 4], dtype=torch.int32)
+    q, one, two = torch.randn(3, 2, 2, 16)
+    torch.ops.qcut.append_kv(q, one, two, None, None, places, places, *cache.layer(1))
     for got, prompt, token in zip(cache.read(1, 2, 10), (k, v), (one, two), strict=True):
         for row, place in enumerate(places):
-            for kept, given in ((got[row, :, :4], prompt[row]), (got[row, :, place], token[row, :, 0])):
+            for kept, given in ((got[row, :, :4], prompt[row]), (got[row, :, place], token[row])):
                 step = given.abs().amax(-1, keepdim=True) / 127
                 assert ((kept - given).abs() <= (step * 0.5001 if kind == "int8" else 0 * step)).all()
     assert all(not t.any() for t in cache.read(0, 3, 10))

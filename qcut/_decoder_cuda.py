@@ -1,0 +1,138 @@
+"""CUDA implementations of the operators between a decoder's projections, imported at the first CUDA call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from emitters.attention import AttentionDecode, emit_attention_decode
+from emitters.source import DType
+from emitters.transformer import NormRows, RotateAndAppend, emit_append, emit_norm
+from qcut import _launch_plans as launch_plans
+from qcut import decoder_ops
+from qcut._launch_plans import DTYPES, LaunchPlan, target
+
+_plans: dict[tuple[Any, ...], Any] = {}
+_counters: dict[tuple[int, int], Tensor] = {}
+_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+_LOG2_E = math.log2(math.e)
+
+
+def _aligned(*tensors: Tensor | None) -> bool:
+    return all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+
+
+def _pdl(device: int) -> bool:
+    return target(device).arch == "sm_90a"
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    decoder_ops._check_norm(x, residual, weight, bias, layer, eps)
+    (m, k), device = x.shape, x.get_device()
+    x, weight = x.contiguous(), weight.contiguous()
+    total = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if m == 0:
+        return total, y
+    if residual is not None:
+        residual = residual.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
+    aligned = k * x.element_size() % 16 == 0 and _aligned(x, residual, weight, bias)
+    key = ("norm", x.dtype, layer, k, residual is not None, aligned, device)
+    plan = _plans.get(key)
+    if plan is None:
+        desc = NormRows.for_shape(
+            DTYPES[x.dtype], layer, target(device).arch, k, residual=residual is not None, aligned=aligned
+        )
+        plan = LaunchPlan(launch_plans.load(emit_norm(desc), device), desc.grid, pdl=_pdl(device))
+        _plans[key] = plan
+    sums = () if residual is None else (residual.data_ptr(), total.data_ptr())
+    biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
+    plan.launch(m, (x.data_ptr(), *sums, weight.data_ptr(), *biases, y.data_ptr(), k, k, eps), _stream(device))
+    return total, y
+
+
+def append_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> None:
+    decoder_ops._check_append(q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales)
+    (tokens, heads, head), (_, kv_heads, context, _), device = q.shape, keys.shape, q.get_device()
+    if tokens == 0:
+        return
+    if v.stride(0) != k.stride(0):
+        k, v = k.contiguous(), v.contiguous()
+    rotary = cos is not None
+    key = ("append", q.dtype, keys.dtype, head, rotary, heads, kv_heads, device)
+    plan = _plans.get(key)
+    if plan is None:
+        desc = RotateAndAppend(DTYPES[q.dtype], DTYPES[keys.dtype], head, rotary, target(device).arch)
+        kernel = launch_plans.load(emit_append(desc), device)
+        plan = LaunchPlan(kernel, lambda m: desc.grid(m, heads, kv_heads), pdl=_pdl(device))
+        _plans[key] = plan
+    tables = [] if cos is None or sin is None else [cos.contiguous(), sin.contiguous(), positions.contiguous()]
+    scales = [] if key_scales is None or value_scales is None else [key_scales, value_scales]
+    given = [q, k, v, *tables, slots.contiguous(), keys, values, *scales]
+    sizes = (q.stride(0), k.stride(0), keys.stride(0), heads, kv_heads, context)
+    plan.launch(tokens, (*(t.data_ptr() for t in given), *sizes), _stream(device))
+
+
+def decode_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    positions: Tensor,
+    scale: float,
+) -> Tensor:
+    decoder_ops._check_attention(q, keys, values, key_scales, value_scales, positions, scale)
+    (batch, heads, head), (_, kv_heads, context, _), device = q.shape, keys.shape, q.get_device()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if batch == 0:
+        return out
+    queries, gpu = heads // kv_heads, target(device)
+    key = ("attention", q.dtype, keys.dtype, head, heads, kv_heads, context, batch, device)
+    found = _plans.get(key)
+    if found is None:
+        cache = DType.S8 if keys.dtype is torch.int8 else DTYPES[keys.dtype]
+        desc = AttentionDecode.for_shape(DTYPES[q.dtype], cache, head, queries, gpu.arch)
+        parts = desc.parts(batch, kv_heads, queries, context, gpu.sm_count)
+        kernel = launch_plans.load(emit_attention_decode(desc), device)
+        grid = desc.grid(batch, kv_heads, queries, parts)
+        plan = LaunchPlan(kernel, lambda m: grid, pdl=_pdl(device))
+        found = _plans[key] = plan, desc.workspace_floats(batch, kv_heads, queries, parts), grid[1] * batch
+    plan, floats, places = found
+    workspace = torch.empty(max(1, floats), dtype=torch.float32, device=q.device)
+    counters = _counters_of(places, device, q.device)
+    scales = [] if key_scales is None or value_scales is None else [key_scales, value_scales]
+    positions = positions.contiguous()
+    given = [q, keys, values, *scales, positions, out, workspace, counters]
+    sizes = (q.stride(0), keys.stride(0), kv_heads, queries, context, scale * _LOG2_E)
+    plan.launch(batch, (*(t.data_ptr() for t in given), *sizes), _stream(device))
+    return out
+
+
+def _counters_of(places: int, index: int, device: torch.device) -> Tensor:
+    """Zeros that every launch leaves as zeros; one set for each stream, whose launches follow one another."""
+    key = (index, _stream(index))
+    found = _counters.get(key)
+    if found is None or len(found) < places:
+        found = _counters[key] = torch.zeros(max(places, 4096), dtype=torch.int32, device=device)
+    return found

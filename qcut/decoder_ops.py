@@ -1,0 +1,230 @@
+"""The operators of ``torch.ops.qcut`` between a decoder's projections: norms, rotary positions and cache, attention.
+
+They serve one new token of each sequence. CUDA runs `qcut._decoder_cuda`; the CPU plain torch, with the roundings of an
+eager model of transformers. `qcut.ops` says what holds for all operators.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qcut import numerics
+from qcut.errors import ConfigError, ShapeError
+from qcut.op_registry import FLOAT_DTYPES, check_dtype, check_tensor, define
+
+_I32, _F32 = (torch.int32,), (torch.float32,)
+
+# ── add_norm ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _check_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float
+) -> None:
+    op = "add_norm"
+    check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
+    if x.dim() != 2 or x.shape[1] < 1:
+        raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K] with K >= 1")
+    if residual is not None:
+        check_tensor(op, "residual", residual, (x.dtype,), tuple(x.shape), x.device)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            check_tensor(op, name, vector, (x.dtype,), (x.shape[1],), x.device)
+    if bias is not None and not layer:
+        raise ConfigError(f"qcut::{op}: an RMS norm has no bias")
+
+
+def _norm_fake(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape if residual is not None else (0,)), x.new_empty(x.shape)
+
+
+def _norm_cpu(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x.new_empty(0) if residual is None else x + residual
+    s = x if residual is None else total
+    if layer:
+        return total, F.layer_norm(s, (s.shape[1],), weight, bias, eps)
+    f = s.float()
+    return total, weight * (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + eps)).to(s.dtype)
+
+
+define(
+    "add_norm(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, bool layer, float eps) -> (Tensor, Tensor)",
+    _check_norm,
+    _norm_fake,
+    _norm_cpu,
+    cuda="_decoder_cuda",
+)
+
+# ── append_kv ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _check_heads(op: str, name: str, rows: Tensor, of: Tensor) -> None:
+    check_dtype(op, name, rows.dtype, (of.dtype,))
+    if rows.dim() != 3 or rows.shape[0] != of.shape[0] or rows.shape[2] != of.shape[2]:
+        allowed = f"[{of.shape[0]}, heads, {of.shape[2]}]"
+        raise ShapeError(f"qcut::{op}: {name} has shape {list(rows.shape)}; allowed: {allowed}")
+    if rows.shape[0] and rows.stride()[1:] != (rows.shape[2], 1):
+        raise ShapeError(
+            f"qcut::{op}: {name} has strides {list(rows.stride())}; allowed: heads of a token side by side"
+        )
+
+
+def _check_cache(
+    op: str, q: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None
+) -> None:
+    int8 = keys.dtype is torch.int8
+    check_dtype(op, "keys", keys.dtype, (q.dtype, torch.int8))
+    if keys.dim() != 4 or keys.shape[0] < len(q) or keys.shape[3] != q.shape[2] or not keys.is_contiguous():
+        allowed = f"[{len(q)} or more, kv_heads, context, {q.shape[2]}], contiguous"
+        raise ShapeError(f"qcut::{op}: keys have shape {list(keys.shape)}; allowed: {allowed}")
+    check_tensor(op, "values", values, (keys.dtype,), tuple(keys.shape), keys.device)
+    if q.shape[1] % keys.shape[1]:
+        raise ShapeError(f"qcut::{op}: {q.shape[1]} queries of {keys.shape[1]} heads of keys; allowed: whole multiples")
+    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if (scales is not None) != int8:
+            raise ConfigError(f"qcut::{op}: {name} goes with an int8 cache, and only with one")
+        if scales is not None:
+            check_tensor(op, name, scales, _F32, tuple(keys.shape[:3]), keys.device)
+
+
+def _check_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> None:
+    op = "append_kv"
+    check_dtype(op, "q", q.dtype, FLOAT_DTYPES)
+    for name, rows in (("q", q), ("k", k), ("v", v)):
+        _check_heads(op, name, rows, q)
+    _check_cache(op, q, keys, values, key_scales, value_scales)
+    if k.shape[1] != keys.shape[1] or v.shape[1] != keys.shape[1]:
+        raise ShapeError(
+            f"qcut::{op}: {k.shape[1]} keys and {v.shape[1]} values a token; the cache has {keys.shape[1]}"
+        )
+    if (cos is None) != (sin is None):
+        raise ConfigError(f"qcut::{op}: cosines and sines go together")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is not None and (table.dim() != 2 or table.shape[1] != q.shape[2] or table.dtype is not q.dtype):
+            found = f"{list(table.shape)} of {table.dtype}"
+            raise ShapeError(f"qcut::{op}: {name} is {found}; allowed: [context, {q.shape[2]}] of {q.dtype}")
+    for name, places in (("positions", positions), ("slots", slots)):
+        check_tensor(op, name, places, _I32, (len(q),), q.device)
+
+
+def _append_fake(*args: Tensor | None) -> None:
+    return None
+
+
+def _append_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> None:
+    if cos is not None and sin is not None:
+        at = positions.long()
+        q.copy_(_rotated(q, cos[at, None], sin[at, None]))
+        k = _rotated(k, cos[at, None], sin[at, None])
+    rows, places = torch.arange(len(q), device=q.device), slots.long()
+    for cache, scales, new in ((keys, key_scales, k), (values, value_scales, v)):
+        if scales is not None:
+            stored, scale = numerics.quantize_per_token_ref(new.reshape(-1, new.shape[2]), new.shape[2])
+            scales[rows, :, places] = scale.view(new.shape[:2])
+            new = stored.view(new.shape)
+        cache[rows, :, places] = new
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat((-high, low), -1) * sin
+
+
+define(
+    "append_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor positions, Tensor slots, "
+    "Tensor(b!) keys, Tensor(c!) values, Tensor(d!)? key_scales, Tensor(e!)? value_scales) -> ()",
+    _check_append,
+    _append_fake,
+    _append_cpu,
+    cuda="_decoder_cuda",
+)
+
+# ── decode_attention ─────────────────────────────────────────────────────────────────────────────
+
+
+def _check_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    positions: Tensor,
+    scale: float,
+) -> None:
+    op = "decode_attention"
+    check_dtype(op, "q", q.dtype, FLOAT_DTYPES)
+    _check_heads(op, "q", q, q)
+    _check_cache(op, q, keys, values, key_scales, value_scales)
+    check_tensor(op, "positions", positions, _I32, (len(q),), q.device)
+
+
+def _attention_fake(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    positions: Tensor,
+    scale: float,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _attention_cpu(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    positions: Tensor,
+    scale: float,
+) -> Tensor:
+    longest = int(positions.max()) + 1 if len(q) else 0
+    k, v = (_widened(t, s, len(q), longest, q.dtype) for t, s in ((keys, key_scales), (values, value_scales)))
+    mask = (torch.arange(longest, device=q.device) <= positions[:, None])[:, None, None]
+    mixed = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return mixed[:, :, 0]
+
+
+def _widened(cache: Tensor, scales: Tensor | None, batch: int, tokens: int, dtype: torch.dtype) -> Tensor:
+    kept = cache[:batch, :, :tokens]
+    return kept if scales is None else (kept.float() * scales[:batch, :, :tokens, None]).to(dtype)
+
+
+define(
+    "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor? key_scales, Tensor? value_scales, "
+    "Tensor positions, float scale) -> Tensor",
+    _check_attention,
+    _attention_fake,
+    _attention_cpu,
+    cuda="_decoder_cuda",
+)
