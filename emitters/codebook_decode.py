@@ -61,7 +61,7 @@ def registers(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
     tokens = tile.units * token_tiles * (8 if int8 else 16)
     weights = tile.prefetch * tile.units * (2 * problem.bits + problem.slots + (2 if int8 else 0))
     sums = token_tiles * (4 if int8 else 12)
-    return tokens + weights + sums + (28 + 6 * (tile.units > 1) if int8 else 20)
+    return tokens + weights + sums + (28 + 8 * (tile.units > 1) if int8 else 20)
 
 
 def register_limit(tile: CodebookDecodeTile) -> int:
