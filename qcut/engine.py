@@ -15,6 +15,7 @@ from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
 from qcut.evaluation import token_nll
 from qcut.kv_cache import KVCache, KVDtype
 from qcut.sampling import Sampling, sample
+from qcut.step_graph import StepGraph
 
 DEFAULT_CONTEXT = 4096
 """Tokens that an engine has memory for unless told otherwise, where the model was made for more."""
@@ -40,9 +41,10 @@ class Generated:
 class Engine:
     """Runs a Hugging Face GPT-2 or Llama-family model, quantized by any scheme or not at all.
 
-    The model's own modules do the work, all but attention: nothing of the weights is copied, and what
-    `qcut.quantize` does to the model later, the engine does too. The model is put in evaluation mode. An engine serves
-    one batch of sequences at a time and is not to be shared by threads.
+    The model's own modules do the projections, kernels of qcut what lies between them; nothing of the weights is
+    copied. On a GPU steps are captured as CUDA graphs, one for each power of two of sequences: quantize or move the
+    model first, or make a new engine. The model is put in evaluation mode. An engine serves one batch of sequences at
+    a time and is not to be shared by threads.
 
     Args:
         model: see `qcut.decoder.MODEL_TYPES`.
@@ -51,6 +53,7 @@ class Engine:
             `DEFAULT_CONTEXT`.
         kv_cache: ``auto`` keeps keys and values as they are, ``int8`` with a scale for each token and head: half the
             memory of float16.
+        graphs: capture steps on a GPU; False launches every kernel of every step.
 
     Raises:
         UnsupportedError: another architecture; the message names it.
@@ -63,7 +66,13 @@ class Engine:
     """
 
     def __init__(
-        self, model: nn.Module, *, batch: int = 1, context: int | None = None, kv_cache: KVDtype = "auto"
+        self,
+        model: nn.Module,
+        *,
+        batch: int = 1,
+        context: int | None = None,
+        kv_cache: KVDtype = "auto",
+        graphs: bool = True,
     ) -> None:
         self.decoder = decoder_of(model)
         d = self.decoder
@@ -82,6 +91,8 @@ class Engine:
         )
         self._rotary = d.rotary_tables(context)
         self._lengths: list[int] = []
+        self._graphs: dict[int, StepGraph] | None = {} if graphs and d.device.type == "cuda" else None
+        self._pool: tuple[int, int] | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -155,7 +166,7 @@ class Engine:
         full = [i for i, length in enumerate(self._lengths) if length >= self.context]
         if full:
             raise ContextError(f"sequence {full[0]} has {self.context} tokens, the engine's whole context")
-        return self._advance(flat, [True] * len(self._lengths))
+        return self._advance(flat, [True] * len(self._lengths)).clone()
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 
@@ -218,11 +229,23 @@ class Engine:
         places = [min(n, self.context - 1) for n in self._lengths]
         positions = torch.tensor(places, dtype=torch.int32, device=device)
         slots = torch.where(torch.tensor(running, device=device), positions, self.context).int()
-        logits = self._step(tokens.to(device), positions, slots)
+        logits = self._run(tokens.to(device), positions, slots)
         self._lengths = [n + r for n, r in zip(self._lengths, running, strict=True)]
         return logits
 
     # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
+
+    def _run(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """`_step`, by its graph where there are any; the result may be overwritten by the next one."""
+        if self._graphs is None:
+            return self._step(tokens, positions, slots)
+        size = min(self.batch, 1 << (len(tokens) - 1).bit_length())
+        graph = self._graphs.get(size)
+        if graph is None:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graph = StepGraph(self._step, size, self.context, self.decoder.device, self._pool)
+            self._graphs[size] = graph
+        return graph.run(tokens, positions, slots)
 
     def _read(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """What the last layer makes of prompts ``[B, T, hidden]``, and their padded ids ``[B, T]``."""

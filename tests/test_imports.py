@@ -46,7 +46,7 @@ LAYERS = (
     }
     | {"prebuilding", "smoothing", "tracing", "turboquant", "turboquant_reader"}
     | {"turboquant_writer", "costs", "evaluation", "planning", "plans", "sensitivity", "model_shapes"},
-    {"decoder", "kv_cache", "llama2c", "llama2c_tokenizer", "pretrained"},
+    {"decoder", "kv_cache", "llama2c", "llama2c_tokenizer", "pretrained", "step_graph"},
     {"engine"},
     {"cli", "doctor", "eval_command", "gemm_command", "gemm_report", "gemm_trial", "generate_command", "tune_command"},
 )
