@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ class Engine:
         self._rotary = d.rotary_tables(context)
         self._lengths: list[int] = []
         self._graphs: dict[int, StepGraph] | None = {} if graphs and d.device.type == "cuda" else None
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
 
     @property
     def lengths(self) -> tuple[int, ...]:

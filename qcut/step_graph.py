@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class StepGraph:
         RuntimeError: torch's, where the step cannot be captured. Nothing is left behind.
     """
 
-    def __init__(self, step: Step, size: int, spare: int, device: torch.device, pool: tuple[int, int]) -> None:
+    def __init__(self, step: Step, size: int, spare: int, device: torch.device, pool: Any) -> None:
         self._spare = spare
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._positions = torch.zeros(size, dtype=torch.int32, device=device)

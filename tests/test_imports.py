@@ -187,7 +187,7 @@ def fenced_names(path: Path) -> set[str]:
 
 KNOW_POINTERS = {
     *("qcut.op_registry", "qcut.codebook_ops", "qcut._ops_cuda", "qcut._codebook_cuda"),
-    *("qcut.decoder_ops", "qcut._decoder_cuda", "qcut._tuning_cuda", "qcut.cublaslt"),
+    *("qcut.decoder_ops", "qcut._decoder_cuda", "qcut.step_graph", "qcut._tuning_cuda", "qcut.cublaslt"),
 }
 """The operators, what times candidates for them, and the calls of a library that takes pointers itself."""
 
