@@ -1,0 +1,177 @@
+"""The operators between a decoder's projections: eager arithmetic on the CPU, registration, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from qcut import errors, numerics, ops  # noqa: F401  (registers)
+
+OPS = torch.ops.qcut
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+# ── add_norm ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_norms_are_the_modules(dtype: torch.dtype, residual: bool) -> None:
+    x, other = torch.randn(2, 5, 48).to(dtype)
+    weight, bias = torch.randn(2, 48).to(dtype)
+    s = x + other if residual else x
+    rms = LlamaRMSNorm(48, 1e-5)
+    rms.weight.data = weight
+    for layer, b, want in (
+        (False, None, rms(s)),
+        (True, bias, F.layer_norm(s, (48,), weight, bias, 1e-5)),
+        (True, None, F.layer_norm(s, (48,), weight, None, 1e-5)),
+    ):
+        total, y = OPS.add_norm(x, other if residual else None, weight, b, layer, 1e-5)
+        assert torch.equal(y, want)
+        assert torch.equal(total, s) if residual else total.shape == (0,)
+
+
+# ── append_kv ────────────────────────────────────────────────────────────────────────────────────
+
+
+def tokens(dtype: torch.dtype = torch.float32, *, int8: bool = False, rotary: bool = True) -> dict[str, Any]:
+    """Arguments of append_kv: three tokens, four queries, two heads of keys of 16, a context of 9."""
+    torch.manual_seed(1)
+    qkv = torch.randn(3, (4 + 2 + 2) * 16).to(dtype)
+    q, k, v = (part.unflatten(1, (-1, 16)) for part in qkv.split((64, 32, 32), 1))
+    cos, sin = (torch.randn(9, 16).to(dtype) for _ in range(2))
+    keys, values = (torch.zeros(4, 2, 9, 16).to(torch.int8 if int8 else dtype) for _ in range(2))
+    scales = [torch.zeros(4, 2, 9) if int8 else None for _ in range(2)]
+    places = torch.tensor([2, 8, 0], dtype=torch.int32), torch.tensor([5, 8, 1], dtype=torch.int32)
+    tables = (cos, sin) if rotary else (None, None)
+    names = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values", "key_scales", "value_scales")
+    return dict(zip(names, (q, k, v, *tables, *places, keys, values, *scales), strict=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_keys_are_rotated_and_kept(dtype: torch.dtype, int8: bool, rotary: bool) -> None:
+    given = tokens(dtype, int8=int8, rotary=rotary)
+    q, k = given["q"].clone(), given["k"].clone()
+    if rotary:
+        cos, sin = (given[name][given["positions"].long()][:, None] for name in ("cos", "sin"))
+        q, k = (t[:, :, 0] for t in apply_rotary_pos_emb(q[:, :, None], k[:, :, None], cos, sin))
+    OPS.append_kv(**given)
+    assert torch.equal(given["q"], q)
+    for cache, scales, rows in (("keys", "key_scales", k), ("values", "value_scales", given["v"])):
+        want = torch.zeros_like(given[cache])
+        for i, slot in enumerate(given["slots"].tolist()):
+            row = rows[i]
+            if int8:
+                row, scale = numerics.quantize_per_token_ref(row, 16)
+                assert torch.equal(given[scales][i, :, slot], scale)
+            want[i, :, slot] = row
+        assert torch.equal(given[cache], want)
+
+
+# ── decode_attention ─────────────────────────────────────────────────────────────────────────────
+
+
+def attention(dtype: torch.dtype = torch.float32, int8: bool = False) -> dict[str, Any]:
+    torch.manual_seed(2)
+    q = torch.randn(3, 4 * 16 + 8).to(dtype)[:, :64].unflatten(1, (4, 16))
+    keys, values = torch.randn(2, 4, 2, 9, 16).to(dtype)
+    scales: list[Tensor | None] = [None, None]
+    if int8:
+        (keys, first), (values, second) = (
+            (stored.view(4, 2, 9, 16), scale.view(4, 2, 9))
+            for stored, scale in (numerics.quantize_per_token_ref(t.reshape(-1, 16), 16) for t in (keys, values))
+        )
+        scales = [first, second]
+    names = ("q", "keys", "values", "key_scales", "value_scales", "positions", "scale")
+    positions = torch.tensor([0, 8, 3], dtype=torch.int32)
+    return dict(zip(names, (q, keys, values, *scales, positions, 0.25), strict=True))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("int8", [False, True])
+def test_attention_is_softmax_over_what_is_kept(dtype: torch.dtype, int8: bool) -> None:
+    given = attention(dtype, int8)
+    got = OPS.decode_attention(**given)
+    assert got.dtype is dtype
+    assert got.is_contiguous()
+    for b, position in enumerate(given["positions"].tolist()):
+        kept = []
+        for name, scales in (("keys", "key_scales"), ("values", "value_scales")):
+            part = given[name][b, :, : position + 1].double()
+            kept.append(part * given[scales][b, :, : position + 1, None].double() if int8 else part)
+        keys, values = kept
+        q = given["q"][b].double().view(2, 2, 16)
+        want = (q @ keys.transpose(1, 2) * 0.25).softmax(-1) @ values
+        tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}[dtype]
+        assert (got[b].double() - want.view(4, 16)).abs().max() <= tolerance * values.abs().max()
+
+
+# ── registration and refusals ────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_opcheck() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    torch.library.opcheck(OPS.add_norm.default, (x, x + 1, weight, weight, True, 1e-5))
+    torch.library.opcheck(OPS.add_norm.default, (x, None, weight, None, False, 1e-5))
+    for int8 in (False, True):
+        torch.library.opcheck(OPS.append_kv.default, tuple(tokens(int8=int8).values()))
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # how long the longest is, is data
+    torch.library.opcheck(OPS.decode_attention.default, tuple(attention().values()), test_utils=tests)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 3, 8)}, errors.ShapeError, r"x has shape \[2, 3, 8\]; allowed: \[M, K\]"),
+        ({"x": torch.zeros(2, 8, dtype=torch.int32)}, errors.DtypeError, "x is int32"),
+        ({"residual": torch.zeros(3, 8)}, errors.ShapeError, "residual has shape"),
+        ({"weight": torch.zeros(8).half()}, errors.DtypeError, "weight is float16; allowed: float32"),
+        ({"bias": torch.zeros(8)}, errors.ConfigError, "an RMS norm has no bias"),
+    ],
+)
+def test_norms_refuse(changes: dict[str, Any], error: Any, message: str) -> None:
+    given = {"x": torch.zeros(2, 8), "residual": None, "weight": torch.zeros(8), "bias": None}
+    with pytest.raises(error, match=f"add_norm: .*{message}"):
+        OPS.add_norm(**{**given, "layer": False, "eps": 1e-5, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"q": torch.zeros(3, 4, 16, dtype=torch.int32)}, errors.DtypeError, "q is int32"),
+        ({"k": torch.zeros(3, 2, 8)}, errors.ShapeError, r"k has shape \[3, 2, 8\]; allowed: \[3, heads, 16\]"),
+        ({"k": torch.zeros(3, 16, 2).transpose(1, 2)}, errors.ShapeError, "k has strides"),
+        ({"v": torch.zeros(3, 1, 16)}, errors.ShapeError, "2 keys and 1 values a token; the cache has 2"),
+        ({"keys": torch.zeros(2, 2, 9, 16)}, errors.ShapeError, r"keys have shape .*; allowed: \[3 or more"),
+        ({"values": torch.zeros(4, 2, 8, 16)}, errors.ShapeError, "values has shape"),
+        ({"sin": None}, errors.ConfigError, "cosines and sines go together"),
+        ({"cos": torch.zeros(9, 8)}, errors.ShapeError, r"cos is \[9, 8\] of torch.float32"),
+        ({"positions": torch.zeros(3, dtype=torch.int64)}, errors.DtypeError, "positions is int64; allowed: int32"),
+        ({"slots": torch.zeros(2, dtype=torch.int32)}, errors.ShapeError, "slots has shape"),
+        ({"key_scales": torch.zeros(4, 2, 9)}, errors.ConfigError, "key_scales goes with an int8 cache"),
+    ],
+)
+def test_appending_refuses(changes: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=f"append_kv: .*{message}"):
+        OPS.append_kv(**{**tokens(), **changes})
+
+
+def test_attention_refuses() -> None:
+    given = attention()
+    for changes, error, message in (
+        ({"q": torch.zeros(3, 3, 16)}, errors.ShapeError, "3 queries of 2 heads of keys; allowed: whole multiples"),
+        ({"keys": given["keys"].half()}, errors.DtypeError, "keys is float16; allowed: float32, int8"),
+        ({"keys": given["keys"].transpose(1, 2)}, errors.ShapeError, "keys have shape"),
+        ({"positions": given["positions"][:2]}, errors.ShapeError, "positions has shape"),
+    ):
+        with pytest.raises(error, match=f"decode_attention: .*{message}"):
+            OPS.decode_attention(**{**given, **changes})
