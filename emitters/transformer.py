@@ -1,6 +1,6 @@
-"""The steps between a decoder's projections: norms, with residual and quantization, rotary positions, the cache.
+"""What lies between a decoder's projections: norms, rotary positions and the cache, argmax.
 
-Device code: ``include/qcut/norm.cuh`` and ``include/qcut/rope.cuh``.
+Device code: ``include/qcut/norm.cuh``, ``include/qcut/rope.cuh`` and ``include/qcut/argmax.cuh``.
 """
 
 from __future__ import annotations
@@ -215,8 +215,58 @@ def emit_append(desc: RotateAndAppend) -> KernelSource:
     return _source(desc, desc.params(), types, f"rotate_and_append<{template}>", (*order, *sizes), {}, "rope")
 
 
+ARGMAX_CONSTRAINTS = (Constraint("x", "is f16, bf16 or f32", lambda k: k.x in _FLOATS),)
+"""What `ArgmaxRows` can be."""
+
+
+@dataclass(frozen=True)
+class ArgmaxRows:
+    """The index of each row's largest element, as ``qcut.sampling.argmax`` chooses it.
+
+    Attributes:
+        x: element type of rows ``[m, columns]``, which may start anywhere.
+        arch: real architecture.
+
+    Exactness: bitwise.
+    """
+
+    x: DType
+    arch: str
+
+    _unroll = 4
+
+    def __post_init__(self) -> None:
+        check(self.name, ARGMAX_CONSTRAINTS, self)
+
+    @property
+    def name(self) -> str:
+        """``qcut_argmax_{arch}_{x}``."""
+        return f"qcut_argmax_{self.arch.replace('_', '')}_{self.x.value}"
+
+    @property
+    def block(self) -> int:
+        """Threads of a CTA: one SM keeps a row's loads in flight."""
+        return 1024
+
+    def grid(self, m: int) -> tuple[int, int, int]:
+        """CTAs for m rows."""
+        return (m, 1, 1)
+
+    def params(self) -> tuple[Param, ...]:
+        """``x``; ``best``, int64 ``[m]``; ``stride`` of rows in elements; ``columns``."""
+        return Param("x", "ptr"), Param("best", "ptr"), Param("stride", "i64"), Param("columns", "i32")
+
+
+def emit_argmax(desc: ArgmaxRows) -> KernelSource:
+    """Text of one kernel; arguments are ``desc.params()``."""
+    types = {"x": f"const {desc.x.cpp}*", "best": "long long*", "stride": "long long"}
+    template = f"{desc.x.cpp}, {desc.block}, {desc._unroll}"
+    order = ("x", "best", "stride", "columns")
+    return _source(desc, desc.params(), types, f"argmax_rows<{template}>", order, {}, "argmax")
+
+
 def _source(
-    desc: NormRows | RotateAndAppend,
+    desc: NormRows | RotateAndAppend | ArgmaxRows,
     params: tuple[Param, ...],
     types: dict[str, str],
     function: str,

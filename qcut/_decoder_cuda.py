@@ -11,7 +11,7 @@ from torch import Tensor
 
 from emitters.attention import AttentionDecode, emit_attention_decode
 from emitters.source import DType
-from emitters.transformer import NormRows, RotateAndAppend, emit_append, emit_norm
+from emitters.transformer import ArgmaxRows, NormRows, RotateAndAppend, emit_append, emit_argmax, emit_norm
 from qcut import _launch_plans as launch_plans
 from qcut import decoder_ops
 from qcut._launch_plans import DTYPES, LaunchPlan, target
@@ -127,6 +127,25 @@ def decode_attention(
     sizes = (q.stride(0), keys.stride(0), kv_heads, queries, context, scale * _LOG2_E)
     plan.launch(batch, (*(t.data_ptr() for t in given), *sizes), _stream(device))
     return out
+
+
+def argmax(logits: Tensor) -> Tensor:
+    decoder_ops._check_argmax(logits)
+    best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(logits) == 0:
+        return best
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    device = logits.get_device()
+    key = ("argmax", logits.dtype, device)
+    plan = _plans.get(key)
+    if plan is None:
+        desc = ArgmaxRows(DTYPES[logits.dtype], target(device).arch)
+        plan = LaunchPlan(launch_plans.load(emit_argmax(desc), device), desc.grid, pdl=_pdl(device))
+        _plans[key] = plan
+    given = (logits.data_ptr(), best.data_ptr(), logits.stride(0), logits.shape[1])
+    plan.launch(len(logits), given, _stream(device))
+    return best
 
 
 def _counters_of(places: int, index: int, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qcut import numerics
+from qcut import numerics, sampling
 from qcut.errors import ConfigError, ShapeError
 from qcut.op_registry import FLOAT_DTYPES, check_dtype, check_tensor, define
 
@@ -228,3 +228,20 @@ define(
     _attention_cpu,
     cuda="_decoder_cuda",
 )
+
+# ── argmax ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _check_argmax(logits: Tensor) -> None:
+    op = "argmax"
+    check_dtype(op, "logits", logits.dtype, FLOAT_DTYPES)
+    if logits.dim() != 2 or not 1 <= logits.shape[1] <= sampling.MAX_VOCABULARY:
+        allowed = f"[B, V], V of 1 to {sampling.MAX_VOCABULARY}"
+        raise ShapeError(f"qcut::{op}: logits have shape {list(logits.shape)}; allowed: {allowed}")
+
+
+def _argmax_fake(logits: Tensor) -> Tensor:
+    return logits.new_empty(len(logits), dtype=torch.int64)
+
+
+define("argmax(Tensor logits) -> Tensor", _check_argmax, _argmax_fake, sampling.argmax, cuda="_decoder_cuda")

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.decoder import DecoderLayer, decoder_of
+from qcut.decoding import Fetched, Steps
 from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
 from qcut.evaluation import token_nll
 from qcut.kv_cache import KVCache, KVDtype
 from qcut.sampling import Sampling, sample
-from qcut.step_graph import StepGraph
 
 DEFAULT_CONTEXT = 4096
 """Tokens that an engine has memory for unless told otherwise, where the model was made for more."""
@@ -91,7 +91,8 @@ class Engine:
         )
         self._rotary = d.rotary_tables(context)
         self._lengths: list[int] = []
-        self._graphs: dict[int, StepGraph] | None = {} if graphs and d.device.type == "cuda" else None
+        self._captures = graphs and d.device.type == "cuda"
+        self._steps: dict[int, Steps] = {}
         self._pool: Any = None
 
     @property
@@ -166,7 +167,9 @@ class Engine:
         full = [i for i, length in enumerate(self._lengths) if length >= self.context]
         if full:
             raise ContextError(f"sequence {full[0]} has {self.context} tokens, the engine's whole context")
-        return self._advance(flat, [True] * len(self._lengths)).clone()
+        logits = self._started(flat).step().clone()
+        self._lengths = [length + 1 for length in self._lengths]
+        return logits
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 
@@ -200,52 +203,60 @@ class Engine:
         options = sampling or Sampling()
         stops = frozenset(stop)
         logits = self.prefill(prompts)
-        sequences = torch.arange(len(self._lengths), device=self.decoder.device)
-        room = [self.context - length + 1 for length in self._lengths]  # the last token is not read
+        prompt_lengths, device = list(self._lengths), self.decoder.device
+        sequences = torch.arange(len(prompt_lengths), device=device)
+        positions = torch.tensor(prompt_lengths, device=device)
+        room = [self.context - length + 1 for length in prompt_lengths]  # the last token is not read
         most = [r if max_new_tokens is None else min(r, max_new_tokens) for r in room]
         results = [Generated() for _ in most]
         running = [True] * len(most)
-        while True:
-            positions = torch.tensor(self._lengths, device=self.decoder.device)
-            chosen = sample(logits, options, sequences, positions)
-            for i, token in enumerate(chosen.tolist()):
+        steps = self._started(sample(logits, options, sequences, positions))
+
+        def advance() -> Fetched:
+            following = steps.step()
+            positions.add_(1)
+            if not options.greedy:
+                steps.choose(sample(following, options, sequences, positions))
+            return Fetched(steps.tokens)
+
+        pending: Fetched | None = Fetched(steps.tokens)
+        while pending is not None:
+            arriving, pending = pending, None
+            goes_on = any(r and len(g.tokens) + 1 < n for r, g, n in zip(running, results, most, strict=True))
+            if goes_on and device.type == "cuda":
+                pending = advance()  # the device computes while the host reads; in vain where a stop token ends all
+            for i, token in enumerate(arriving.wait()):
                 if not running[i]:
                     continue
                 results[i].tokens.append(token)
-                if on_token is not None:
-                    on_token(i, token)
+                self._lengths[i] = prompt_lengths[i] + len(results[i].tokens) - 1
                 if token in stops:
                     results[i] = Generated(results[i].tokens, "stop")
                 elif len(results[i].tokens) == most[i]:
                     results[i] = Generated(results[i].tokens, "length" if most[i] == max_new_tokens else "context")
                 running[i] = results[i].reason != "stop" and len(results[i].tokens) < most[i]
+                if on_token is not None:
+                    on_token(i, token)
             if not any(running):
-                return results
-            logits = self._advance(chosen, running)
+                break
+            pending = pending or advance()
+        return results
 
-    def _advance(self, tokens: Tensor, running: list[bool]) -> Tensor:
-        """Logits after one token more of the sequences that run. The others compute along, with a place to spare."""
-        device = self.decoder.device
-        places = [min(n, self.context - 1) for n in self._lengths]
-        positions = torch.tensor(places, dtype=torch.int32, device=device)
-        slots = torch.where(torch.tensor(running, device=device), positions, self.context).int()
-        logits = self._run(tokens.to(device), positions, slots)
-        self._lengths = [n + r for n, r in zip(self._lengths, running, strict=True)]
-        return logits
+    def _started(self, tokens: Tensor) -> Steps:
+        """Steps that read a token of each sequence next, by their graph where there are any."""
+        n, device = len(self._lengths), self.decoder.device
+        if not self._captures:
+            steps = Steps(self._step, n, self.context, device)
+        else:
+            size = min(self.batch, 1 << (n - 1).bit_length())
+            if size not in self._steps:
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                self._steps[size] = Steps(self._step, size, self.context, device, self._pool)
+            steps = self._steps[size]
+        steps.start(tokens, torch.tensor(self._lengths, dtype=torch.int32))
+        return steps
 
     # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
-
-    def _run(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """`_step`, by its graph where there are any; the result may be overwritten by the next one."""
-        if self._graphs is None:
-            return self._step(tokens, positions, slots)
-        size = min(self.batch, 1 << (len(tokens) - 1).bit_length())
-        graph = self._graphs.get(size)
-        if graph is None:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            graph = StepGraph(self._step, size, self.context, self.decoder.device, self._pool)
-            self._graphs[size] = graph
-        return graph.run(tokens, positions, slots)
 
     def _read(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         """What the last layer makes of prompts ``[B, T, hidden]``, and their padded ids ``[B, T]``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -114,6 +115,16 @@ def test_attention_is_softmax_over_what_is_kept(dtype: torch.dtype, int8: bool) 
         assert (got[b].double() - want.view(4, 16)).abs().max() <= tolerance * values.abs().max()
 
 
+# ── argmax ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_argmax_is_samplings() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, math.nan], [-math.inf] * 4, [math.nan] * 4, [-1.0, -0.0, 0.0, -2.0]])
+    for dtype in FLOATS:
+        assert OPS.argmax(logits.to(dtype)).tolist() == [1, 0, 0, 1]
+    assert OPS.argmax(torch.zeros(0, 5)).shape == (0,)
+
+
 # ── registration and refusals ────────────────────────────────────────────────────────────────────
 
 
@@ -124,6 +135,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(OPS.add_norm.default, (x, None, weight, None, False, 1e-5))
     for int8 in (False, True):
         torch.library.opcheck(OPS.append_kv.default, tuple(tokens(int8=int8).values()))
+    torch.library.opcheck(OPS.argmax.default, (x,))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # how long the longest is, is data
     torch.library.opcheck(OPS.decode_attention.default, tuple(attention().values()), test_utils=tests)
 
@@ -175,3 +187,10 @@ def test_attention_refuses() -> None:
     ):
         with pytest.raises(error, match=f"decode_attention: .*{message}"):
             OPS.decode_attention(**{**given, **changes})
+
+
+def test_argmax_refuses() -> None:
+    with pytest.raises(errors.ShapeError, match=r"argmax: logits have shape \[4\]"):
+        OPS.argmax(torch.zeros(4))
+    with pytest.raises(errors.DtypeError, match="argmax: logits is int64"):
+        OPS.argmax(torch.zeros(2, 4, dtype=torch.int64))

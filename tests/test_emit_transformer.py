@@ -11,7 +11,7 @@ import pytest
 from emitters import attention, transformer
 from emitters.attention import AttentionDecode, emit_attention_decode
 from emitters.source import DType, EmitError, KernelSource
-from emitters.transformer import NormRows, RotateAndAppend, emit_append, emit_norm
+from emitters.transformer import ArgmaxRows, NormRows, RotateAndAppend, emit_append, emit_argmax, emit_norm
 from qcut import jit
 
 F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
@@ -38,7 +38,7 @@ def sources(arch: str) -> list[KernelSource]:
         (F16, S8, 64, False),
     ):
         found.append(emit_append(RotateAndAppend(x, cache, head, rotary, arch)))
-    return found
+    return [*found, *(emit_argmax(ArgmaxRows(x, arch)) for x in (F16, BF16, F32))]
 
 
 def test_text_is_deterministic_and_names_are_unique() -> None:
@@ -52,6 +52,7 @@ def test_names_spell_the_kernel() -> None:
     assert replace(NORM, residual=True, quantized=True).name == "qcut_norm_sm90a_f16_rms_r_q_t256v1"
     assert replace(NORM, layer=True, aligned=False).name == "qcut_norm_sm90a_f16_layer_t256v1_u"
     assert APPEND.name == "qcut_append_sm90a_f16_f16_h128_rope"
+    assert ArgmaxRows(BF16, "sm_80").name == "qcut_argmax_sm80_bf16"
     assert replace(APPEND, cache=S8, rotary=False).name == "qcut_append_sm90a_f16_s8_h128"
 
 
@@ -130,6 +131,7 @@ def test_every_constraint_is_refused_below() -> None:
     assert [c.name for c in attention.CONSTRAINTS] == list(REFUSALS)
     assert [c.name for c in transformer.NORM_CONSTRAINTS] == ["x", "threads", "vectors"]
     assert [c.name for c in transformer.ROPE_CONSTRAINTS] == ["x", "cache", "head"]
+    assert [c.name for c in transformer.ARGMAX_CONSTRAINTS] == ["x"]
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -149,6 +151,7 @@ def test_illegal_attention_is_refused_by_name(name: str) -> None:
         (APPEND, {"cache": BF16}, "cache"),
         (APPEND, {"head": 7}, "head"),
         (APPEND, {"head": 258}, "head"),
+        (ArgmaxRows(F16, "sm_90a"), {"x": S8}, "x"),
     ],
 )
 def test_illegal_steps_are_refused_by_name(desc: Any, changes: dict[str, Any], name: str) -> None:

@@ -46,7 +46,7 @@ LAYERS = (
     }
     | {"prebuilding", "smoothing", "tracing", "turboquant", "turboquant_reader"}
     | {"turboquant_writer", "costs", "evaluation", "planning", "plans", "sensitivity", "model_shapes"},
-    {"decoder", "kv_cache", "llama2c", "llama2c_tokenizer", "pretrained", "step_graph"},
+    {"decoder", "kv_cache", "llama2c", "llama2c_tokenizer", "pretrained", "decoding"},
     {"engine"},
     {"cli", "doctor", "eval_command", "gemm_command", "gemm_report", "gemm_trial", "generate_command", "tune_command"},
 )
@@ -187,7 +187,7 @@ def fenced_names(path: Path) -> set[str]:
 
 KNOW_POINTERS = {
     *("qcut.op_registry", "qcut.codebook_ops", "qcut._ops_cuda", "qcut._codebook_cuda"),
-    *("qcut.decoder_ops", "qcut._decoder_cuda", "qcut.step_graph", "qcut._tuning_cuda", "qcut.cublaslt"),
+    *("qcut.decoder_ops", "qcut._decoder_cuda", "qcut.decoding", "qcut._tuning_cuda", "qcut.cublaslt"),
 }
 """The operators, what times candidates for them, and the calls of a library that takes pointers itself."""
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from emitters.attention import AttentionDecode, emit_attention_decode
 from emitters.source import DType
-from emitters.transformer import NormRows, RotateAndAppend, emit_append, emit_norm
-from qcut import numerics
+from emitters.transformer import ArgmaxRows, NormRows, RotateAndAppend, emit_append, emit_argmax, emit_norm
+from qcut import numerics, sampling
 from tests.gpu.launching import Guarded, arch, launch
 from tests.gpu.oracles import DEVICE, TORCH_DTYPE, assert_same, half_ulp
 
@@ -218,3 +218,27 @@ def test_positions_are_rotated_and_keys_and_values_kept(x: DType, int8: bool, ro
                 want[b, :, slot] = rows[b]
         assert_same(cache.take(head), want.view(-1, head))
         assert_same(scales[i].cpu(), want_scale)
+
+
+# ── argmax ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("x", [F16, BF16, F32])
+@pytest.mark.parametrize("columns", [1, 3, 31, 512, 8192, 50257, 128256])
+def test_argmax(x: DType, columns: int) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    logits = torch.randn(11, columns + 5, generator=generator).to(TORCH_DTYPE[x])
+    special = (math.nan, math.inf, -math.inf, 0.0, -0.0)
+    for row, value in enumerate(special):
+        logits[row, torch.randint(0, columns, (columns // 2,), generator=generator)] = value
+    logits[5] = math.nan
+    logits[6] = -math.inf
+    logits[7, :columns] = -logits[7, :columns].abs() - 1
+    logits[8, :columns] = 3.0  # equals: the first
+    logits[9, columns - 1] = 100.0
+    logits[10, 0] = 100.0
+    logits[:, columns:] = math.inf  # beyond the row
+    best = torch.full((12,), -7, dtype=torch.int64, device=DEVICE)
+    desc = ArgmaxRows(x, arch())
+    launch(emit_argmax(desc), desc.grid(11), logits.to(DEVICE), best, columns + 5, columns)
+    assert best.tolist() == [*sampling.argmax(logits[:, :columns]).tolist(), -7]
