@@ -1,6 +1,6 @@
-"""What lies between a decoder's projections: norms, rotary positions and the cache, argmax.
+"""What lies between a decoder's projections: norms, rotary positions and the cache, activations, argmax.
 
-Device code: ``include/qcut/norm.cuh``, ``include/qcut/rope.cuh`` and ``include/qcut/argmax.cuh``.
+Device code: ``include/qcut/norm.cuh``, ``rope.cuh``, ``activate_rows.cuh`` and ``argmax.cuh``.
 """
 
 from __future__ import annotations
@@ -265,8 +265,75 @@ def emit_argmax(desc: ArgmaxRows) -> KernelSource:
     return _source(desc, desc.params(), types, f"argmax_rows<{template}>", order, {}, "argmax")
 
 
+ACTIVATIONS = ("silu_mul", "gelu_tanh")
+"""Kinds of `ActivateRows`."""
+
+ACTIVATION_CONSTRAINTS = (
+    Constraint("kind", f"is {' or '.join(ACTIVATIONS)}", lambda k: k.kind in ACTIVATIONS),
+    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in _FLOATS),
+)
+"""What `ActivateRows` can be."""
+
+
+@dataclass(frozen=True)
+class ActivateRows:
+    """What stands between an MLP's projections, of rows ``[m, columns]``; float32, rounded to x's type::
+
+        silu_mul   y = rne(rne(x / (1 + exp(-x))) * up)
+        gelu_tanh  y = rne(x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))))
+
+    Attributes:
+        kind: see above.
+        x: element type.
+        arch: real architecture.
+        aligned: rows start at multiples of 16 bytes, those of y too. False loads single elements.
+
+    Exactness: before they are rounded, silu and GELU are within ``2**-21 |x|``.
+    """
+
+    kind: str
+    x: DType
+    arch: str
+    aligned: bool = True
+
+    def __post_init__(self) -> None:
+        check(self.name, ACTIVATION_CONSTRAINTS, self)
+
+    @property
+    def name(self) -> str:
+        """``qcut_{kind}_{arch}_{x}``, and ``_u`` where unaligned."""
+        return f"qcut_{self.kind}_{self.arch.replace('_', '')}_{self.x.value}{'' if self.aligned else '_u'}"
+
+    @property
+    def block(self) -> int:
+        """Threads of a CTA, each with 16 bytes."""
+        return 128
+
+    def grid(self, m: int, columns: int) -> tuple[int, int, int]:
+        """CTAs for m rows."""
+        return (m, -(-columns * self.x.bits // (128 * self.block)), 1)
+
+    def params(self) -> tuple[Param, ...]:
+        """``x``; ``up`` (silu_mul alone); ``y``; ``x_stride``; ``up_stride`` (silu_mul alone); ``columns``."""
+        gated = self.kind == "silu_mul"
+        names = ("x", *("up",) * gated, "y")
+        strides = ("x_stride", *("up_stride",) * gated)
+        return (*(Param(n, "ptr") for n in names), *(Param(n, "i64") for n in strides), Param("columns", "i32"))
+
+
+def emit_activation(desc: ActivateRows) -> KernelSource:
+    """Text of one kernel; arguments are ``desc.params()``."""
+    x = desc.x.cpp
+    types = {"x": f"const {x}*", "up": f"const {x}*", "y": f"{x}*", "x_stride": "long long", "up_stride": "long long"}
+    gated, aligned = (str(flag).lower() for flag in (desc.kind == "silu_mul", desc.aligned))
+    template = f"{x}, {gated}, {desc.block}, {aligned}"
+    order = ("x", "up", "y", "x_stride", "up_stride", "columns")
+    missing = {"up_stride": "0"}
+    return _source(desc, desc.params(), types, f"activate_rows<{template}>", order, missing, "activate_rows")
+
+
 def _source(
-    desc: NormRows | RotateAndAppend | ArgmaxRows,
+    desc: NormRows | RotateAndAppend | ArgmaxRows | ActivateRows,
     params: tuple[Param, ...],
     types: dict[str, str],
     function: str,

@@ -11,7 +11,16 @@ from torch import Tensor
 
 from emitters.attention import AttentionDecode, emit_attention_decode
 from emitters.source import DType
-from emitters.transformer import ArgmaxRows, NormRows, RotateAndAppend, emit_append, emit_argmax, emit_norm
+from emitters.transformer import (
+    ActivateRows,
+    ArgmaxRows,
+    NormRows,
+    RotateAndAppend,
+    emit_activation,
+    emit_append,
+    emit_argmax,
+    emit_norm,
+)
 from qcut import _launch_plans as launch_plans
 from qcut import decoder_ops
 from qcut._launch_plans import DTYPES, LaunchPlan, target
@@ -127,6 +136,36 @@ def decode_attention(
     sizes = (q.stride(0), keys.stride(0), kv_heads, queries, context, scale * _LOG2_E)
     plan.launch(batch, (*(t.data_ptr() for t in given), *sizes), _stream(device))
     return out
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    decoder_ops._check_silu(gate, up)
+    return _activated("silu_mul", gate, up)
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    decoder_ops._check_gelu(x)
+    return _activated("gelu_tanh", x)
+
+
+def _activated(kind: str, *operands: Tensor) -> Tensor:
+    given = [t if t.stride(1) == 1 else t.contiguous() for t in operands]
+    (m, columns), dtype = given[0].shape, given[0].dtype
+    y = torch.empty((m, columns), dtype=dtype, device=given[0].device)
+    if y.numel() == 0:
+        return y
+    device, size = y.get_device(), y.element_size()
+    strides = [t.stride(0) for t in given]
+    aligned = _aligned(*given) and all(n * size % 16 == 0 for n in (columns, *strides))
+    key = (kind, dtype, aligned, columns, device)
+    plan = _plans.get(key)
+    if plan is None:
+        desc = ActivateRows(kind, DTYPES[dtype], target(device).arch, aligned)
+        kernel = launch_plans.load(emit_activation(desc), device)
+        plan = LaunchPlan(kernel, lambda rows: desc.grid(rows, columns), pdl=_pdl(device))
+        _plans[key] = plan
+    plan.launch(m, (*(t.data_ptr() for t in given), y.data_ptr(), *strides, columns), _stream(device))
+    return y
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class DecoderNorm:
     """A norm of rows.
 
     Attributes:
-        module: computes it.
+        module: has its weight and bias.
         layer: a LayerNorm; else an RMSNorm.
         eps: under the root.
     """
@@ -32,16 +32,40 @@ class DecoderNorm:
     layer: bool
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The norm of x ``[..., hidden]``."""
-        result: Tensor = self.module(x)
-        return result
-
     def of_sum(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """``x + residual``, or x, and its norm; ``[B, hidden]``."""
         weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
         total, y = torch.ops.qcut.add_norm(x, residual, weight, bias, self.layer, self.eps)
         return x if residual is None else total, y
+
+
+@dataclass(frozen=True)
+class DecoderMLP:
+    """Projections up, an activation, a projection down.
+
+    Attributes:
+        gate: goes through the activation; None where only one projection goes up.
+        up: multiplies it; or goes through it.
+        activation: silu_mul or gelu_tanh (``torch.ops.qcut``), or a module where neither is meant.
+        down: back to the hidden size.
+    """
+
+    gate: nn.Module | None
+    up: nn.Module
+    activation: str | nn.Module
+    down: nn.Module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The MLP of x ``[..., hidden]``."""
+        y: Tensor
+        up = self.up(x)
+        if isinstance(self.activation, nn.Module):
+            y = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
+        elif self.gate is None:
+            y = torch.ops.qcut.gelu_tanh(up.flatten(0, -2)).view_as(up)
+        else:
+            y = torch.ops.qcut.silu_mul(self.gate(x).flatten(0, -2), up.flatten(0, -2)).view_as(up)
+        return cast(Tensor, self.down(y))
 
 
 @dataclass(frozen=True)
@@ -53,7 +77,7 @@ class DecoderLayer:
         projections: of the normed x to queries, keys and values: three modules, or one whose result is all of them.
         output: of the heads, side by side.
         mlp_norm: before the MLP.
-        mlp: the MLP whole.
+        mlp: after it.
         scaling: of the attention's scores.
     """
 
@@ -61,7 +85,7 @@ class DecoderLayer:
     projections: tuple[nn.Module, ...]
     output: nn.Module
     mlp_norm: DecoderNorm
-    mlp: nn.Module
+    mlp: DecoderMLP
     scaling: float
 
 
@@ -155,7 +179,14 @@ def _gpt2(model: Any, config: Any) -> Decoder:
         raise _refuse(model, "add_cross_attention is set", "attention to the model's own tokens")
     body = model.transformer
     layers = tuple(
-        DecoderLayer(_norm(b.ln_1), (b.attn.c_attn,), b.attn.c_proj, _norm(b.ln_2), b.mlp, b.attn.scaling)
+        DecoderLayer(
+            _norm(b.ln_1),
+            (b.attn.c_attn,),
+            b.attn.c_proj,
+            _norm(b.ln_2),
+            DecoderMLP(None, b.mlp.c_fc, _activation(b.mlp.act, "gelu_tanh"), b.mlp.c_proj),
+            b.attn.scaling,
+        )
         for b in body.h
     )
     return Decoder(
@@ -189,7 +220,12 @@ def _llama(model: Any, config: Any) -> Decoder:
             (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj),
             b.self_attn.o_proj,
             _norm(b.post_attention_layernorm),
-            b.mlp,
+            DecoderMLP(
+                b.mlp.gate_proj,
+                b.mlp.up_proj,
+                _activation(b.mlp.act_fn, "silu_mul"),
+                b.mlp.down_proj,
+            ),
             b.self_attn.scaling,
         )
         for b in body.layers
@@ -212,6 +248,15 @@ def _llama(model: Any, config: Any) -> Decoder:
         dtype=_dtype(body.norm),
         device=model_device(model),
     )
+
+
+_CLASSES = {"gelu_tanh": ("NewGELUActivation", "GELUTanh"), "silu_mul": ("SiLUActivation", "SiLU")}
+"""Classes of modules that the operators of `torch.ops.qcut` stand for."""
+
+
+def _activation(module: nn.Module, op: str) -> str | nn.Module:
+    # The module, not the configuration, says what is done: a quantized layer's epilogue may have taken it over.
+    return op if type(module).__name__ in _CLASSES[op] else module
 
 
 def _norm(module: Any) -> DecoderNorm:

@@ -6,6 +6,8 @@ eager model of transformers. `qcut.ops` says what holds for all operators.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -228,6 +230,43 @@ define(
     _attention_cpu,
     cuda="_decoder_cuda",
 )
+
+# ── activations ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _check_rows(op: str, name: str, x: Tensor) -> None:
+    check_dtype(op, name, x.dtype, FLOAT_DTYPES)
+    if x.dim() != 2:
+        raise ShapeError(f"qcut::{op}: {name} has shape {list(x.shape)}; allowed: [M, N]")
+
+
+def _check_silu(gate: Tensor, up: Tensor) -> None:
+    _check_rows("silu_mul", "gate", gate)
+    check_tensor("silu_mul", "up", up, (gate.dtype,), tuple(gate.shape), gate.device)
+
+
+def _check_gelu(x: Tensor) -> None:
+    _check_rows("gelu_tanh", "x", x)
+
+
+def _silu_fake(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+def _gelu_fake(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _silu_cpu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def _gelu_cpu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+define("silu_mul(Tensor gate, Tensor up) -> Tensor", _check_silu, _silu_fake, _silu_cpu, cuda="_decoder_cuda")
+define("gelu_tanh(Tensor x) -> Tensor", _check_gelu, _gelu_fake, _gelu_cpu, cuda="_decoder_cuda")
 
 # ── argmax ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,10 +119,10 @@ class Engine:
             ConfigError: an id outside of the vocabulary.
         """
         rows = self._checked(prompts)
-        x, _ = self._read(rows)
+        x, pending, ids = self._read(rows)
         lengths, d = [len(row) for row in rows], self.decoder
-        last = torch.tensor(lengths, device=d.device) - 1
-        logits: Tensor = d.head(d.norm(x[torch.arange(len(rows), device=d.device), last]))
+        last = torch.tensor([i * ids.shape[1] + n - 1 for i, n in enumerate(lengths)], device=d.device)
+        logits: Tensor = d.head(d.norm.of_sum(x[last], pending[last])[1])
         self._lengths = lengths
         return logits
 
@@ -140,8 +140,9 @@ class Engine:
             As `prefill`.
         """
         rows = self._checked(prompts)
-        x, ids = self._read(rows)
-        nll = token_nll(self.decoder.head(self.decoder.norm(x)), ids)
+        x, pending, ids = self._read(rows)
+        logits = self.decoder.head(self.decoder.norm.of_sum(x, pending)[1])
+        nll = token_nll(logits.unflatten(0, ids.shape), ids)
         self._lengths = [len(row) for row in rows]
         return [one[: len(row) - 1] for one, row in zip(nll, rows, strict=True)]
 
@@ -258,8 +259,8 @@ class Engine:
 
     # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
 
-    def _read(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """What the last layer makes of prompts ``[B, T, hidden]``, and their padded ids ``[B, T]``."""
+    def _read(self, rows: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Prompts through all layers: two summands of the result ``[B T, hidden]``, and the padded ids ``[B, T]``."""
         d, longest = self.decoder, max(map(len, rows))
         # Padding is on the right: attention looks back, so nobody sees it, and later tokens take its place.
         padded = torch.zeros((len(rows), longest), dtype=torch.int64)
@@ -267,11 +268,13 @@ class Engine:
             padded[i, : len(row)] = torch.tensor(row)
         self._lengths = []
         ids = padded.to(d.device)
-        places = torch.arange(longest, device=d.device)
-        x = d.embed(ids, places.expand(len(rows), -1))
+        places = torch.arange(longest, device=d.device).expand(len(rows), -1)
+        x, pending = d.embed(ids, places).flatten(0, 1), None
         for i, layer in enumerate(d.layers):
-            x = self._block(i, layer, x)
-        return x, ids
+            x, h = layer.attention_norm.of_sum(x, pending)
+            x, h = layer.mlp_norm.of_sum(x, layer.output(self._attend_prompt(i, layer, h.unflatten(0, ids.shape))))
+            pending = layer.mlp(h)
+        return x, cast(Tensor, pending), ids
 
     def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Logits of one token for each sequence, at its position, kept at its slot; both int32."""
@@ -284,27 +287,23 @@ class Engine:
             cache = self.cache.layer(i)
             torch.ops.qcut.append_kv(q, k, v, cos, sin, positions, slots, *cache)
             mixed = torch.ops.qcut.decode_attention(q, *cache, positions, layer.scaling)
-            x, h = layer.mlp_norm.of_sum(x, layer.output(mixed.flatten(1)[:, None])[:, 0])
-            pending = layer.mlp(h[:, None])[:, 0]
+            x, h = layer.mlp_norm.of_sum(x, layer.output(mixed.flatten(1)))
+            pending = layer.mlp(h)
         _, h = d.norm.of_sum(x, pending)
         logits: Tensor = d.head(h)
         return logits
 
-    def _block(self, index: int, layer: DecoderLayer, x: Tensor) -> Tensor:
-        """A layer on prompts ``[B, T, hidden]`` from position 0 on."""
-        q, k, v = self.decoder.heads_of(layer, layer.attention_norm(x))
+    def _attend_prompt(self, index: int, layer: DecoderLayer, h: Tensor) -> Tensor:
+        """Heads side by side ``[B T, heads D]`` of prompts ``[B, T, hidden]``, which fill the cache from its start."""
+        q, k, v = self.decoder.heads_of(layer, h)
         if self._rotary is not None:
-            cos, sin = (table[: x.shape[1]] for table in self._rotary)
+            cos, sin = (table[: h.shape[1]] for table in self._rotary)
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        x = x + layer.output(self._attend_prompt(index, layer.scaling, q, k, v).transpose(1, 2).flatten(2))
-        x = x + layer.mlp(layer.mlp_norm(x))
-        return x
-
-    def _attend_prompt(self, index: int, scaling: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.cache.write_prompt(index, k, v)
         if self.cache.kind != "auto":
             k, v = self.cache.read(index, len(q), q.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from qcut import errors, numerics, ops  # noqa: F401  (registers)
@@ -115,6 +116,16 @@ def test_attention_is_softmax_over_what_is_kept(dtype: torch.dtype, int8: bool) 
         assert (got[b].double() - want.view(4, 16)).abs().max() <= tolerance * values.abs().max()
 
 
+# ── activations ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_activations_are_transformers(dtype: torch.dtype) -> None:
+    gate, up = torch.randn(2, 5, 24).to(dtype)
+    assert torch.equal(OPS.silu_mul(gate, up), ACT2FN["silu"](gate) * up)
+    assert torch.equal(OPS.gelu_tanh(gate), ACT2FN["gelu_new"](gate))
+
+
 # ── argmax ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -136,6 +147,8 @@ def test_opcheck() -> None:
     for int8 in (False, True):
         torch.library.opcheck(OPS.append_kv.default, tuple(tokens(int8=int8).values()))
     torch.library.opcheck(OPS.argmax.default, (x,))
+    torch.library.opcheck(OPS.gelu_tanh.default, (x,))
+    torch.library.opcheck(OPS.silu_mul.default, (x, x + 1))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # how long the longest is, is data
     torch.library.opcheck(OPS.decode_attention.default, tuple(attention().values()), test_utils=tests)
 
@@ -194,3 +207,12 @@ def test_argmax_refuses() -> None:
         OPS.argmax(torch.zeros(4))
     with pytest.raises(errors.DtypeError, match="argmax: logits is int64"):
         OPS.argmax(torch.zeros(2, 4, dtype=torch.int64))
+
+
+def test_activations_refuse() -> None:
+    with pytest.raises(errors.ShapeError, match=r"gelu_tanh: x has shape \[4\]; allowed: \[M, N\]"):
+        OPS.gelu_tanh(torch.zeros(4))
+    with pytest.raises(errors.ShapeError, match=r"silu_mul: up has shape \[2, 3\]"):
+        OPS.silu_mul(torch.zeros(2, 4), torch.zeros(2, 3))
+    with pytest.raises(errors.DtypeError, match="silu_mul: up is float16"):
+        OPS.silu_mul(torch.zeros(2, 4), torch.zeros(2, 4).half())

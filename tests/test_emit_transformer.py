@@ -11,7 +11,16 @@ import pytest
 from emitters import attention, transformer
 from emitters.attention import AttentionDecode, emit_attention_decode
 from emitters.source import DType, EmitError, KernelSource
-from emitters.transformer import ArgmaxRows, NormRows, RotateAndAppend, emit_append, emit_argmax, emit_norm
+from emitters.transformer import (
+    ActivateRows,
+    ArgmaxRows,
+    NormRows,
+    RotateAndAppend,
+    emit_activation,
+    emit_append,
+    emit_argmax,
+    emit_norm,
+)
 from qcut import jit
 
 F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
@@ -38,6 +47,8 @@ def sources(arch: str) -> list[KernelSource]:
         (F16, S8, 64, False),
     ):
         found.append(emit_append(RotateAndAppend(x, cache, head, rotary, arch)))
+    for x, kind, aligned in ((F16, "silu_mul", True), (BF16, "gelu_tanh", True), (F32, "silu_mul", False)):
+        found.append(emit_activation(ActivateRows(kind, x, arch, aligned)))
     return [*found, *(emit_argmax(ArgmaxRows(x, arch)) for x in (F16, BF16, F32))]
 
 
@@ -52,6 +63,7 @@ def test_names_spell_the_kernel() -> None:
     assert replace(NORM, residual=True, quantized=True).name == "qcut_norm_sm90a_f16_rms_r_q_t256v1"
     assert replace(NORM, layer=True, aligned=False).name == "qcut_norm_sm90a_f16_layer_t256v1_u"
     assert APPEND.name == "qcut_append_sm90a_f16_f16_h128_rope"
+    assert ActivateRows("gelu_tanh", F16, "sm_90a", False).name == "qcut_gelu_tanh_sm90a_f16_u"
     assert ArgmaxRows(BF16, "sm_80").name == "qcut_argmax_sm80_bf16"
     assert replace(APPEND, cache=S8, rotary=False).name == "qcut_append_sm90a_f16_s8_h128"
 
@@ -131,6 +143,7 @@ def test_every_constraint_is_refused_below() -> None:
     assert [c.name for c in attention.CONSTRAINTS] == list(REFUSALS)
     assert [c.name for c in transformer.NORM_CONSTRAINTS] == ["x", "threads", "vectors"]
     assert [c.name for c in transformer.ROPE_CONSTRAINTS] == ["x", "cache", "head"]
+    assert [c.name for c in transformer.ACTIVATION_CONSTRAINTS] == ["kind", "x"]
     assert [c.name for c in transformer.ARGMAX_CONSTRAINTS] == ["x"]
 
 
@@ -152,6 +165,8 @@ def test_illegal_attention_is_refused_by_name(name: str) -> None:
         (APPEND, {"head": 7}, "head"),
         (APPEND, {"head": 258}, "head"),
         (ArgmaxRows(F16, "sm_90a"), {"x": S8}, "x"),
+        (ActivateRows("silu_mul", F16, "sm_90a"), {"x": S8}, "x"),
+        (ActivateRows("silu_mul", F16, "sm_90a"), {"kind": "relu"}, "kind"),
     ],
 )
 def test_illegal_steps_are_refused_by_name(desc: Any, changes: dict[str, Any], name: str) -> None:

@@ -238,7 +238,7 @@ def test_a_model_that_fails_leaves_the_engine_usable(monkeypatch: pytest.MonkeyP
         engine.prefill(prompt)
         call, argument = getattr(engine, method), prompt if method == "prefill" else [3]
         with monkeypatch.context() as patch:
-            patch.setattr(model.model.layers[1].mlp, "forward", fail)
+            patch.setattr(model.model.layers[1].mlp.down_proj, "forward", fail)
             with pytest.raises(torch.OutOfMemoryError):
                 call(argument)
         assert engine.lengths == (() if method == "prefill" else (5,))

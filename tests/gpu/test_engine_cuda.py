@@ -82,7 +82,9 @@ def test_a_step_that_fails_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPa
     model = llama().half().to(DEVICE)
     engine, prompts = Engine(model, batch=2), prompts_of(5, 9)
     with monkeypatch.context() as patch:
-        patch.setattr(model.model.layers[1].mlp, "forward", lambda x: (torch.cuda.synchronize(), x)[1])
+        down = model.model.layers[1].mlp.down_proj
+        forward = down.forward
+        patch.setattr(down, "forward", lambda x: (torch.cuda.synchronize(), forward(x))[1])
         engine.prefill(prompts)
         with pytest.raises(RuntimeError):
             engine.decode([1, 2])

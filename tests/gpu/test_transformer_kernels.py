@@ -12,7 +12,17 @@ from torch.nn import functional as F
 
 from emitters.attention import AttentionDecode, emit_attention_decode
 from emitters.source import DType
-from emitters.transformer import ArgmaxRows, NormRows, RotateAndAppend, emit_append, emit_argmax, emit_norm
+from emitters.transformer import (
+    ACTIVATIONS,
+    ActivateRows,
+    ArgmaxRows,
+    NormRows,
+    RotateAndAppend,
+    emit_activation,
+    emit_append,
+    emit_argmax,
+    emit_norm,
+)
 from qcut import numerics, sampling
 from tests.gpu.launching import Guarded, arch, launch
 from tests.gpu.oracles import DEVICE, TORCH_DTYPE, assert_same, half_ulp
@@ -218,6 +228,36 @@ def test_positions_are_rotated_and_keys_and_values_kept(x: DType, int8: bool, ro
                 want[b, :, slot] = rows[b]
         assert_same(cache.take(head), want.view(-1, head))
         assert_same(scales[i].cpu(), want_scale)
+
+
+# ── activations ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("x", [F16, BF16, F32])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize(("columns", "aligned"), [(8, True), (172, False), (1000, True), (5120, True)])
+def test_activations(x: DType, kind: str, columns: int, aligned: bool) -> None:
+    dtype, m, extra = TORCH_DTYPE[x], 7, 8 if aligned else 3
+    rows, up = (torch.randn(m, columns + extra).mul(s).to(dtype) for s in (4, 1))
+    rows[0, 0], rows[1, 0], rows[2, 0] = 80.0, -80.0, math.nan
+    gated = kind == "silu_mul"
+    desc = ActivateRows(kind, x, arch(), aligned)
+    out = Guarded(m, columns, dtype)
+    given = [rows.to(DEVICE), *([up.to(DEVICE)] if gated else [])]
+    strides = [columns + extra] * len(given)
+    launch(emit_activation(desc), desc.grid(m, columns), *given, out.tensor, *strides, columns)
+    exact = rows[:, :columns].double()
+    logit = exact if gated else 2 * math.sqrt(2 / math.pi) * (exact + 0.044715 * exact**3)
+    want = exact * logit.sigmoid()
+    slack = exact.abs() * 2.0**-21  # what ActivateRows states
+    slack = slack + (half_ulp(want.abs() + slack, dtype) if gated else 0)
+    if gated:
+        factor = up[:, :columns].double()
+        want, slack = want * factor, slack * factor.abs()
+    error = (out.take(columns).double() - want).abs()
+    near = error <= slack + half_ulp(want.abs() + slack, dtype)
+    assert bool(near[~want.isnan()].all())
+    assert_same(out.take(columns).isnan(), want.isnan())
 
 
 # ── argmax ───────────────────────────────────────────────────────────────────────────────────────

@@ -25,23 +25,6 @@ __device__ __forceinline__ float cta_sum(float v, float* shared) {
   return v;
 }
 
-// Writes a vector, or the part of it before column k.
-template <class T, bool kAligned>
-__device__ __forceinline__ void store_vector(T* row, int col, int k, const float (&f)[Vector<T>::kSize]) {
-  constexpr int kSize = Vector<T>::kSize;
-  if (kAligned && col + kSize <= k) {
-    Vector<T> v{};
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) v.set(i, from_float<T>(f[i]));
-    *reinterpret_cast<uint4*>(row + col) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if (col + i < k) row[col + i] = from_float<T>(f[i]);
-  }
-}
-
 // kLayer: LayerNorm, with `bias` where it is not null. kResidual: adds `residual` and writes the sum to `sum`, which may
 // be x or the residual itself. kQuantized: y is int8 [m, k_padded] with `scale`, as quantize_per_token makes it of the
 // norm rounded to T; else T [m, k]. Rows of x, residual and sum are x_stride elements apart; those of y lie close.
