@@ -78,6 +78,40 @@ def bars(
     _print(figure, path)
 
 
+def stacks(
+    path: Path, parts: Mapping[str, Mapping[str, float]], floors: Mapping[str, float], title: str, axis: str
+) -> None:
+    """Horizontal bars, each a stack of parts, with a tick where its floor is.
+
+    Args:
+        path: file name without suffix; ``.svg`` and ``.png`` are written.
+        parts: label of a bar to the sizes of its parts, from the left.
+        floors: label to the least that the bar could be; NaN draws none.
+        title: heading.
+        axis: what the x axis says.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plot")
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.55 * len(parts) + 2), layout="constrained")
+    axes = figure.subplots()
+    rows = range(len(parts))
+    left = [0.0] * len(parts)
+    for name in dict.fromkeys(name for stack in parts.values() for name in stack):
+        sizes = [stack.get(name, 0.0) for stack in parts.values()]
+        axes.barh(rows, sizes, left=left, label=name)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    axes.plot([floors[label] for label in parts], rows, "|", color="black", markersize=22, label="floor")
+    axes.set_yticks(rows, parts, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(axis)
+    axes.set_title(title, fontsize=11)
+    axes.legend(fontsize=8)
+    _print(figure, path)
+
+
 def _print(figure: Any, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
