@@ -43,29 +43,53 @@ def add_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
     decoder_ops._check_norm(x, residual, weight, bias, layer, eps)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _normed(x, residual, weight, bias, layer, eps, y, None), y
+
+
+def add_norm_int8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float, k_padded: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    decoder_ops._check_norm_int8(x, residual, weight, bias, layer, eps, k_padded)
+    q = torch.empty((len(x), k_padded), dtype=torch.int8, device=x.device)
+    scale = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    return _normed(x, residual, weight, bias, layer, eps, q, scale), q, scale
+
+
+def _normed(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: bool,
+    eps: float,
+    y: Tensor,
+    scale: Tensor | None,
+) -> Tensor:
+    """Write the norm to y, and its scales where it is int8; the sum."""
     (m, k), device = x.shape, x.get_device()
     x, weight = x.contiguous(), weight.contiguous()
     total = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if m == 0:
-        return total, y
+        return total
     if residual is not None:
         residual = residual.contiguous()
     if bias is not None:
         bias = bias.contiguous()
     aligned = k * x.element_size() % 16 == 0 and _aligned(x, residual, weight, bias)
-    key = ("norm", x.dtype, layer, k, residual is not None, aligned, device)
+    key = ("norm", x.dtype, layer, k, residual is not None, scale is not None, aligned, device)
     plan = _plans.get(key)
     if plan is None:
-        desc = NormRows.for_shape(
-            DTYPES[x.dtype], layer, target(device).arch, k, residual=residual is not None, aligned=aligned
-        )
+        flags = {"residual": residual is not None, "quantized": scale is not None, "aligned": aligned}
+        desc = NormRows.for_shape(DTYPES[x.dtype], layer, target(device).arch, k, **flags)
         plan = LaunchPlan(launch_plans.load(emit_norm(desc), device), desc.grid, pdl=_pdl(device))
         _plans[key] = plan
     sums = () if residual is None else (residual.data_ptr(), total.data_ptr())
     biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
-    plan.launch(m, (x.data_ptr(), *sums, weight.data_ptr(), *biases, y.data_ptr(), k, k, eps), _stream(device))
-    return total, y
+    results = (y.data_ptr(),) if scale is None else (y.data_ptr(), scale.data_ptr())
+    sizes = (k, k) if scale is None else (k, k, y.shape[1])
+    plan.launch(m, (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps), _stream(device))
+    return total
 
 
 def append_kv(

@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from qcut import ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.config import W8A8
 from qcut.errors import UnsupportedError
+from qcut.linear import Linear
 from qcut.modules import model_device
 
 LLAMA_TYPES = ("llama", "mistral", "qwen2")
 """``model_type`` of configurations with Llama's shape: RMS norms, rotary positions, a gated MLP."""
 MODEL_TYPES = ("gpt2", *LLAMA_TYPES)
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # of the others, frequencies depend on the length
+
+
+class Int8Rows(NamedTuple):
+    """Rows as `torch.ops.qcut.quantize_per_token` makes them of some of a dtype."""
+
+    q: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
+Rows = Tensor | Int8Rows
+
+
+def project(module: nn.Module, x: Rows) -> Tensor:
+    """A linear layer of rows ``[R, K]``."""
+    if isinstance(x, Int8Rows):
+        return cast(Linear, module).forward_int8(*x)
+    return cast(Tensor, module(x))
 
 
 @dataclass(frozen=True)
@@ -26,16 +46,24 @@ class DecoderNorm:
         module: has its weight and bias.
         layer: a LayerNorm; else an RMSNorm.
         eps: under the root.
+        k_padded: columns of its int8 rows, where all that read it take those; else None.
     """
 
     module: nn.Module
     layer: bool
     eps: float
+    k_padded: int | None = None
 
-    def of_sum(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """``x + residual``, or x, and its norm; ``[B, hidden]``."""
+    def of_sum(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Rows]:
+        """``x + residual``, or x, and its norm; ``[R, hidden]``."""
         weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
-        total, y = torch.ops.qcut.add_norm(x, residual, weight, bias, self.layer, self.eps)
+        y: Rows
+        if self.k_padded is None:
+            total, y = torch.ops.qcut.add_norm(x, residual, weight, bias, self.layer, self.eps)
+        else:
+            arguments = (x, residual, weight, bias, self.layer, self.eps, self.k_padded)
+            total, q, scale = torch.ops.qcut.add_norm_int8(*arguments)
+            y = Int8Rows(q, scale, x.dtype)
         return x if residual is None else total, y
 
 
@@ -55,16 +83,14 @@ class DecoderMLP:
     activation: str | nn.Module
     down: nn.Module
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """The MLP of x ``[..., hidden]``."""
-        y: Tensor
-        up = self.up(x)
+    def __call__(self, x: Rows) -> Tensor:
+        """The MLP of rows ``[R, hidden]``."""
+        up = project(self.up, x)
+        gate = None if self.gate is None else project(self.gate, x)
         if isinstance(self.activation, nn.Module):
-            y = self.activation(up) if self.gate is None else self.activation(self.gate(x)) * up
-        elif self.gate is None:
-            y = torch.ops.qcut.gelu_tanh(up.flatten(0, -2)).view_as(up)
+            y = self.activation(up) if gate is None else self.activation(gate) * up
         else:
-            y = torch.ops.qcut.silu_mul(self.gate(x).flatten(0, -2), up.flatten(0, -2)).view_as(up)
+            y = torch.ops.qcut.gelu_tanh(up) if gate is None else torch.ops.qcut.silu_mul(gate, up)
         return cast(Tensor, self.down(y))
 
 
@@ -141,14 +167,14 @@ class Decoder:
         cos, sin = self.rotary(example, places)
         return cos[0], sin[0]
 
-    def heads_of(self, layer: DecoderLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[B, heads, T, D]``, keys and values ``[B, kv_heads, T, D]`` of x ``[B, T, hidden]``."""
+    def heads_of(self, layer: DecoderLayer, x: Rows, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[batch, heads, T, D]``, keys and values ``[batch, kv_heads, T, D]``; rows ``[batch T, hidden]``."""
         sizes = [n * self.head_size for n in (self.heads, self.kv_heads, self.kv_heads)]
         if len(layer.projections) == 1:
-            parts = layer.projections[0](x).split(sizes, -1)
+            parts = project(layer.projections[0], x).split(sizes, -1)
         else:
-            parts = [projection(x) for projection in layer.projections]
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
+            parts = tuple(project(projection, x) for projection in layer.projections)
+        q, k, v = (part.unflatten(0, (batch, -1)).unflatten(2, (-1, self.head_size)).transpose(1, 2) for part in parts)
         return q, k, v
 
 
@@ -180,10 +206,10 @@ def _gpt2(model: Any, config: Any) -> Decoder:
     body = model.transformer
     layers = tuple(
         DecoderLayer(
-            _norm(b.ln_1),
+            _norm(b.ln_1, b.attn.c_attn),
             (b.attn.c_attn,),
             b.attn.c_proj,
-            _norm(b.ln_2),
+            _norm(b.ln_2, b.mlp.c_fc),
             DecoderMLP(None, b.mlp.c_fc, _activation(b.mlp.act, "gelu_tanh"), b.mlp.c_proj),
             b.attn.scaling,
         )
@@ -216,10 +242,10 @@ def _llama(model: Any, config: Any) -> Decoder:
     attention = body.layers[0].self_attn
     layers = tuple(
         DecoderLayer(
-            _norm(b.input_layernorm),
+            _norm(b.input_layernorm, b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj),
             (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj),
             b.self_attn.o_proj,
-            _norm(b.post_attention_layernorm),
+            _norm(b.post_attention_layernorm, b.mlp.gate_proj, b.mlp.up_proj),
             DecoderMLP(
                 b.mlp.gate_proj,
                 b.mlp.up_proj,
@@ -259,9 +285,11 @@ def _activation(module: nn.Module, op: str) -> str | nn.Module:
     return op if type(module).__name__ in _CLASSES[op] else module
 
 
-def _norm(module: Any) -> DecoderNorm:
+def _norm(module: Any, *readers: nn.Module) -> DecoderNorm:
     layer = isinstance(module, nn.LayerNorm)
-    return DecoderNorm(module, layer, float(module.eps if layer else module.variance_epsilon))
+    padded = {m.qweight.shape[1] if isinstance(m, Linear) and m.scheme == W8A8() else None for m in readers}
+    k_padded = padded.pop() if len(padded) == 1 else None
+    return DecoderNorm(module, layer, float(module.eps if layer else module.variance_epsilon), k_padded)
 
 
 def _dtype(norm: nn.Module) -> torch.dtype:

@@ -62,6 +62,39 @@ define(
     cuda="_decoder_cuda",
 )
 
+
+def _norm_int8_fake(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float, k_padded: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, _ = _norm_fake(x, residual, weight, bias, layer, eps)
+    return total, x.new_empty((len(x), k_padded), dtype=torch.int8), x.new_empty(len(x), dtype=torch.float32)
+
+
+def _norm_int8_cpu(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float, k_padded: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    total, y = _norm_cpu(x, residual, weight, bias, layer, eps)
+    return total, *numerics.quantize_per_token_ref(y, k_padded)
+
+
+def _check_norm_int8(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float, k_padded: int
+) -> None:
+    _check_norm(x, residual, weight, bias, layer, eps)
+    if k_padded < x.shape[1] or k_padded % 16:
+        allowed = f"a multiple of 16 from {x.shape[1]} on"
+        raise ShapeError(f"qcut::add_norm_int8: k_padded is {k_padded}; allowed: {allowed}")
+
+
+define(
+    "add_norm_int8(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, bool layer, float eps, int k_padded) "
+    "-> (Tensor, Tensor, Tensor)",
+    _check_norm_int8,
+    _norm_int8_fake,
+    _norm_int8_cpu,
+    cuda="_decoder_cuda",
+)
+
 # ── append_kv ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qcut.decoder import DecoderLayer, decoder_of
+from qcut.decoder import DecoderLayer, Rows, decoder_of
 from qcut.decoding import Fetched, Steps
 from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
 from qcut.evaluation import token_nll
@@ -272,7 +272,7 @@ class Engine:
         x, pending = d.embed(ids, places).flatten(0, 1), None
         for i, layer in enumerate(d.layers):
             x, h = layer.attention_norm.of_sum(x, pending)
-            x, h = layer.mlp_norm.of_sum(x, layer.output(self._attend_prompt(i, layer, h.unflatten(0, ids.shape))))
+            x, h = layer.mlp_norm.of_sum(x, layer.output(self._attend_prompt(i, layer, h, len(rows))))
             pending = layer.mlp(h)
         return x, cast(Tensor, pending), ids
 
@@ -283,7 +283,7 @@ class Engine:
         cos, sin = self._rotary or (None, None)
         for i, layer in enumerate(d.layers):
             x, h = layer.attention_norm.of_sum(x, pending)
-            q, k, v = (heads[:, :, 0] for heads in d.heads_of(layer, h[:, None]))
+            q, k, v = (heads[:, :, 0] for heads in d.heads_of(layer, h, len(tokens)))
             cache = self.cache.layer(i)
             torch.ops.qcut.append_kv(q, k, v, cos, sin, positions, slots, *cache)
             mixed = torch.ops.qcut.decode_attention(q, *cache, positions, layer.scaling)
@@ -293,11 +293,11 @@ class Engine:
         logits: Tensor = d.head(h)
         return logits
 
-    def _attend_prompt(self, index: int, layer: DecoderLayer, h: Tensor) -> Tensor:
-        """Heads side by side ``[B T, heads D]`` of prompts ``[B, T, hidden]``, which fill the cache from its start."""
-        q, k, v = self.decoder.heads_of(layer, h)
+    def _attend_prompt(self, index: int, layer: DecoderLayer, h: Rows, batch: int) -> Tensor:
+        """Heads side by side ``[B T, heads D]`` of prompts ``[B T, hidden]``, which fill the cache from its start."""
+        q, k, v = self.decoder.heads_of(layer, h, batch)
         if self._rotary is not None:
-            cos, sin = (table[: h.shape[1]] for table in self._rotary)
+            cos, sin = (table[: q.shape[2]] for table in self._rotary)
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
         self.cache.write_prompt(index, k, v)
         if self.cache.kind != "auto":

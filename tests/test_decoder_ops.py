@@ -39,6 +39,16 @@ def test_norms_are_the_modules(dtype: torch.dtype, residual: bool) -> None:
         assert torch.equal(total, s) if residual else total.shape == (0,)
 
 
+@pytest.mark.parametrize("layer", [False, True])
+def test_int8_norms_are_the_norms_quantized(layer: bool) -> None:
+    x, residual = torch.randn(2, 5, 40).half()
+    weight, bias = torch.randn(2, 40).half()
+    given = (x, residual, weight, bias if layer else None, layer, 1e-5)
+    total, y = OPS.add_norm(*given)
+    for got, want in zip(OPS.add_norm_int8(*given, 48), (total, *OPS.quantize_per_token(y, 48)), strict=True):
+        assert torch.equal(got, want)
+
+
 # ── append_kv ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -144,6 +154,7 @@ def test_opcheck() -> None:
     x, weight = torch.randn(3, 8), torch.randn(8)
     torch.library.opcheck(OPS.add_norm.default, (x, x + 1, weight, weight, True, 1e-5))
     torch.library.opcheck(OPS.add_norm.default, (x, None, weight, None, False, 1e-5))
+    torch.library.opcheck(OPS.add_norm_int8.default, (x, x + 1, weight, weight, True, 1e-5, 16))
     for int8 in (False, True):
         torch.library.opcheck(OPS.append_kv.default, tuple(tokens(int8=int8).values()))
     torch.library.opcheck(OPS.argmax.default, (x,))
@@ -216,3 +227,10 @@ def test_activations_refuse() -> None:
         OPS.silu_mul(torch.zeros(2, 4), torch.zeros(2, 3))
     with pytest.raises(errors.DtypeError, match="silu_mul: up is float16"):
         OPS.silu_mul(torch.zeros(2, 4), torch.zeros(2, 4).half())
+
+
+@pytest.mark.parametrize("k_padded", [4, 20])
+def test_int8_norms_refuse(k_padded: int) -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(8)
+    with pytest.raises(errors.ShapeError, match=f"k_padded is {k_padded}; allowed: a multiple of 16 from 8 on"):
+        OPS.add_norm_int8(x, None, weight, None, False, 1e-5, k_padded)

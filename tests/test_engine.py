@@ -24,7 +24,8 @@ from transformers import (
 )
 
 import qcut
-from qcut import errors
+from qcut import decoder, errors
+from qcut.decoder import decoder_of
 from qcut.engine import DEFAULT_CONTEXT, Engine
 from qcut.kv_cache import KVCache
 from qcut.sampling import Sampling
@@ -161,6 +162,31 @@ def test_half_precision() -> None:
     assert logits.dtype is torch.bfloat16
     want = last_logits(model, prompt)
     assert (logits[0] - want).abs().max() <= 2.0**-4 * want.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_norms_quantize_where_all_their_readers_take_int8(kind: str) -> None:
+    model = small(kind)
+    assert decoder_of(model).layers[0].attention_norm.k_padded is None
+    qcut.quantize(model, "w8a8", skip=["*.1.mlp.*"], progress=False)
+    first, second = decoder_of(model).layers[:2]
+    assert first.attention_norm.k_padded == second.attention_norm.k_padded == 48
+    assert first.mlp_norm.k_padded == 48
+    assert second.mlp_norm.k_padded is None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_int8_rows_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small(kind)
+    qcut.quantize(model, "w8a8", progress=False)
+    prompts = prompts_of(VOCABULARY, 7, 12)
+    engine = Engine(model, batch=2)
+    got = engine.prefill(prompts), engine.decode([3, 4])
+    monkeypatch.setattr(decoder, "W8A8", lambda: None)  # nobody's scheme
+    engine = Engine(model, batch=2)
+    assert engine.decoder.layers[0].mlp_norm.k_padded is None
+    for one, other in zip(got, (engine.prefill(prompts), engine.decode([3, 4])), strict=True):
+        assert torch.equal(one, other)
 
 
 # ── generation ───────────────────────────────────────────────────────────────────────────────────

@@ -65,6 +65,18 @@ def test_graphs_are_the_launches(scheme: str | None) -> None:
     assert captured.generate(prompts, 30, sampling=hot) == launched.generate(prompts, 30, sampling=hot)
 
 
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_int8_norms_are_the_norms_quantized(layer: bool, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 9, 200, device=DEVICE).to(dtype)
+    weight, bias = torch.randn(2, 200, device=DEVICE).to(dtype)
+    given = (x, residual, weight, bias if layer else None, layer, 1e-5)
+    total, y = torch.ops.qcut.add_norm(*given)
+    want = (total, *torch.ops.qcut.quantize_per_token(y, 208))
+    for got, expected in zip(torch.ops.qcut.add_norm_int8(*given, 208), want, strict=True):
+        assert_same(got, expected)
+
+
 def test_half_precision_is_near_the_models_own() -> None:
     model = llama().half().to(DEVICE)
     prompt = prompts_of(50)[0]
