@@ -26,7 +26,7 @@ from qcut import decoder_ops
 from qcut._launch_plans import DTYPES, LaunchPlan, target
 
 _plans: dict[tuple[Any, ...], Any] = {}
-_counters: dict[tuple[int, int], Tensor] = {}
+_counters: dict[tuple[int, int], list[Tensor]] = {}
 _stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 _LOG2_E = math.log2(math.e)
 
@@ -134,8 +134,9 @@ def decode_attention(
     value_scales: Tensor | None,
     positions: Tensor,
     scale: float,
+    counters: Tensor | None = None,
 ) -> Tensor:
-    decoder_ops._check_attention(q, keys, values, key_scales, value_scales, positions, scale)
+    decoder_ops._check_attention(q, keys, values, key_scales, value_scales, positions, scale, counters)
     (batch, heads, head), (_, kv_heads, context, _), device = q.shape, keys.shape, q.get_device()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if batch == 0:
@@ -153,7 +154,8 @@ def decode_attention(
         found = _plans[key] = plan, desc.workspace_floats(batch, kv_heads, queries, parts), grid[1] * batch
     plan, floats, places = found
     workspace = torch.empty(max(1, floats), dtype=torch.float32, device=q.device)
-    counters = _counters_of(places, device, q.device)
+    if counters is None:
+        counters = _counters_of(places, device, q.device)
     scales = [] if key_scales is None or value_scales is None else [key_scales, value_scales]
     positions = positions.contiguous()
     given = [q, keys, values, *scales, positions, out, workspace, counters]
@@ -213,8 +215,8 @@ def argmax(logits: Tensor) -> Tensor:
 
 def _counters_of(places: int, index: int, device: torch.device) -> Tensor:
     """Zeros that every launch leaves as zeros; one set for each stream, whose launches follow one another."""
-    key = (index, _stream(index))
-    found = _counters.get(key)
-    if found is None or len(found) < places:
-        found = _counters[key] = torch.zeros(max(places, 4096), dtype=torch.int32, device=device)
-    return found
+    sets = _counters.setdefault((index, _stream(index)), [])
+    if not sets or len(sets[-1]) < places:
+        # Smaller ones stay: a graph may have been captured with them.
+        sets.append(torch.zeros(max(places, 4096), dtype=torch.int32, device=device))
+    return sets[-1]

@@ -214,12 +214,20 @@ def _check_attention(
     value_scales: Tensor | None,
     positions: Tensor,
     scale: float,
+    counters: Tensor | None = None,
 ) -> None:
     op = "decode_attention"
     check_dtype(op, "q", q.dtype, FLOAT_DTYPES)
     _check_heads(op, "q", q, q)
     _check_cache(op, q, keys, values, key_scales, value_scales)
     check_tensor(op, "positions", positions, _I32, (len(q),), q.device)
+    if counters is not None:
+        check_dtype(op, "counters", counters.dtype, _I32)
+        if counters.dim() != 1 or len(counters) < q.shape[0] * q.shape[1] or counters.device != q.device:
+            allowed = f"[{q.shape[0] * q.shape[1]} or more] on {q.device}, one for each query"
+            raise ShapeError(
+                f"qcut::{op}: counters are {list(counters.shape)} on {counters.device}; allowed: {allowed}"
+            )
 
 
 def _attention_fake(
@@ -230,6 +238,7 @@ def _attention_fake(
     value_scales: Tensor | None,
     positions: Tensor,
     scale: float,
+    counters: Tensor | None = None,
 ) -> Tensor:
     return q.new_empty(q.shape)
 
@@ -242,6 +251,7 @@ def _attention_cpu(
     value_scales: Tensor | None,
     positions: Tensor,
     scale: float,
+    counters: Tensor | None = None,
 ) -> Tensor:
     longest = int(positions.max()) + 1 if len(q) else 0
     k, v = (_widened(t, s, len(q), longest, q.dtype) for t, s in ((keys, key_scales), (values, value_scales)))
@@ -257,7 +267,7 @@ def _widened(cache: Tensor, scales: Tensor | None, batch: int, tokens: int, dtyp
 
 define(
     "decode_attention(Tensor q, Tensor keys, Tensor values, Tensor? key_scales, Tensor? value_scales, "
-    "Tensor positions, float scale) -> Tensor",
+    "Tensor positions, float scale, Tensor(a!)? counters=None) -> Tensor",
     _check_attention,
     _attention_fake,
     _attention_cpu,

@@ -90,6 +90,8 @@ class Engine:
             len(d.layers), batch, d.kv_heads, context + 1, d.head_size, dtype=d.dtype, device=d.device, kind=kv_cache
         )
         self._rotary = d.rotary_tables(context)
+        # The engine's own: graphs of two engines may run at once, on streams that nobody knew when they were captured.
+        self._counters = torch.zeros(batch * d.heads, dtype=torch.int32, device=d.device)
         self._lengths: list[int] = []
         self._captures = graphs and d.device.type == "cuda"
         self._steps: dict[int, Steps] = {}
@@ -286,7 +288,7 @@ class Engine:
             q, k, v = (heads[:, :, 0] for heads in d.heads_of(layer, h, len(tokens)))
             cache = self.cache.layer(i)
             torch.ops.qcut.append_kv(q, k, v, cos, sin, positions, slots, *cache)
-            mixed = torch.ops.qcut.decode_attention(q, *cache, positions, layer.scaling)
+            mixed = torch.ops.qcut.decode_attention(q, *cache, positions, layer.scaling, self._counters)
             x, h = layer.mlp_norm.of_sum(x, layer.output(mixed.flatten(1)))
             pending = layer.mlp(h)
         _, h = d.norm.of_sum(x, pending)

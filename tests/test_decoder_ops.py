@@ -162,6 +162,8 @@ def test_opcheck() -> None:
     torch.library.opcheck(OPS.silu_mul.default, (x, x + 1))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # how long the longest is, is data
     torch.library.opcheck(OPS.decode_attention.default, tuple(attention().values()), test_utils=tests)
+    counters = torch.zeros(12, dtype=torch.int32)
+    torch.library.opcheck(OPS.decode_attention.default, (*attention().values(), counters), test_utils=tests)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +210,12 @@ def test_attention_refuses() -> None:
         ({"keys": given["keys"].half()}, errors.DtypeError, "keys is float16; allowed: float32, int8"),
         ({"keys": given["keys"].transpose(1, 2)}, errors.ShapeError, "keys have shape"),
         ({"positions": given["positions"][:2]}, errors.ShapeError, "positions has shape"),
+        (
+            {"counters": torch.zeros(11, dtype=torch.int32)},
+            errors.ShapeError,
+            r"counters are \[11\] .*allowed: \[12 or",
+        ),
+        ({"counters": torch.zeros(12)}, errors.DtypeError, "counters is float32; allowed: int32"),
     ):
         with pytest.raises(error, match=f"decode_attention: .*{message}"):
             OPS.decode_attention(**{**given, **changes})
