@@ -33,8 +33,9 @@ import qcut
 from qcut.config import parse_scheme
 from qcut.convert import model_bytes
 from qcut.costs import LayerSize
-from qcut.errors import QcutError
+from qcut.errors import CheckpointError, QcutError
 from qcut.evaluation import perplexity, windows_of
+from qcut.pretrained import load_pretrained
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "models" / "gpt2-5m"
 SCHEMES = {
@@ -160,22 +161,12 @@ def language_reference() -> str:
     return "\n\n".join(topics[key] for key in sorted(topics))
 
 
-def load_model(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A causal language model on the CPU and its tokenizer; a directory never touches the network."""
+def load_model(name: str, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Any, Any]:
+    """A causal language model, on the CPU unless told otherwise, and its tokenizer."""
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer, logging
-    except ImportError as error:
-        raise DemoError("transformers is not installed: pip install 'qcut[hf]'") from error
-    logging.disable_progress_bar()
-    local = Path(name).is_dir()
-    if not local and (name.startswith((".", "/", "~")) or Path(name).exists()):
-        raise DemoError(f"--model {name}: not a directory")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=local)
-    except (OSError, ValueError) as error:
-        raise DemoError(f"--model {name}: {error}") from error
-    return model.eval(), tokenizer
+        return load_pretrained(name, dtype=dtype, device=device or torch.device("cpu"))
+    except CheckpointError as error:
+        raise DemoError(f"--model {error}") from error
 
 
 def prepare(args: argparse.Namespace) -> Setup:
@@ -287,7 +278,7 @@ def sample(model: Any, setup: Setup, prompt: str, new_tokens: int = 40) -> str:
 def fresh_model(setup: Setup) -> Any:
     """The float model on the device, loaded anew so that nothing of an earlier variant stays in memory."""
     gc.collect()
-    return load_model(setup.name, setup.dtype)[0].to(setup.device)
+    return load_model(setup.name, setup.dtype, setup.device)[0]
 
 
 def quantized(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,73 +33,30 @@ def quantize_weight(
         ConfigError: a second moment without a rotation, or a group that the rotation cannot take.
         QuantizationError: see `qcut.rotated_codebook.quantize`.
     """
-    size, norm_dtype = scheme.group_columns(weight.shape[1]), NORM_DTYPES[scheme.norm_dtype]
-    if second_moment is not None:
-        if scheme.rotation == "none":
+    common: dict[str, Any] = {
+        "group_size": scheme.group_columns(weight.shape[1]),
+        "norm_dtype": NORM_DTYPES[scheme.norm_dtype],
+        "layer": layer,
+    }
+    if scheme.rotation == "none":
+        if second_moment is not None:
             raise ConfigError(
                 f"{layer_prefix(layer)}scheme {scheme.name} got a second moment; rotated codebooks take one"
             )
-        if scheme.residual_bits is None:
-            one = fit(
-                weight,
-                second_moment,
-                scheme.bits,
-                group_size=size,
-                kind=scheme.rotation,
-                seed=scheme.seed,
-                norm_dtype=norm_dtype,
-                layer=layer,
-            )
-            return [one]
-        return list(
-            fit_residual(
-                weight,
-                second_moment,
-                scheme.bits,
-                scheme.residual_bits,
-                group_size=size,
-                kind=scheme.rotation,
-                seed=scheme.seed,
-                residual_seed=scheme.residual_seed,
-                norm_dtype=norm_dtype,
-                layer=layer,
-            )
-        )
-    if scheme.rotation == "none":
         plain: list[RotatedCodebook] = []
         for bits in scheme.widths:
             left = weight if not plain else weight.float() - codebook_numerics.dequantize(plain)
-            plain.append(
-                codebook_numerics.quantize_plain(
-                    left, bits, group_size=size, uniform=scheme.uniform, norm_dtype=norm_dtype, layer=layer
-                )
-            )
+            plain.append(codebook_numerics.quantize_plain(left, bits, uniform=scheme.uniform, **common))
         return plain
+    common |= {"kind": scheme.rotation, "seed": scheme.seed}
     if scheme.residual_bits is None:
-        return [
-            quantize(
-                weight,
-                scheme.bits,
-                group_size=size,
-                kind=scheme.rotation,
-                seed=scheme.seed,
-                norm_dtype=norm_dtype,
-                layer=layer,
-            )
-        ]
-    return list(
-        quantize_residual(
-            weight,
-            scheme.bits,
-            scheme.residual_bits,
-            group_size=size,
-            kind=scheme.rotation,
-            seed=scheme.seed,
-            residual_seed=scheme.residual_seed,
-            norm_dtype=norm_dtype,
-            layer=layer,
-        )
-    )
+        if second_moment is None:
+            return [quantize(weight, scheme.bits, **common)]
+        return [fit(weight, second_moment, scheme.bits, **common)]
+    common["residual_seed"] = scheme.residual_seed
+    if second_moment is None:
+        return list(quantize_residual(weight, scheme.bits, scheme.residual_bits, **common))
+    return list(fit_residual(weight, second_moment, scheme.bits, scheme.residual_bits, **common))
 
 
 def codebook_scheme(scheme: str | Scheme, name: str | None) -> Codebook:

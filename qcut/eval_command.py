@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qcut.arguments import positive
-from qcut.generate_command import add_device
+from qcut.generate_command import add_model_options
 
 _DESCRIPTION = """\
 Perplexity over windows that do not overlap: each starts afresh and predicts its tokens from those before them.
@@ -30,13 +30,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="a directory, or a name on the hub")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")
-    parser.add_argument("--scheme", metavar="NAME", help="quantize the model first: w8a8, codebook4, …")
-    parser.add_argument("--kv-cache", choices=("auto", "int8"), default="auto", help="how keys and values are kept")
     parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens of a window (default: 512)")
     parser.add_argument("--max-windows", type=positive, metavar="N", help="use so many windows at most (default: all)")
     parser.add_argument("--batch", type=positive, default=8, metavar="N", help="windows at a time (default: 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_device(parser)
+    add_model_options(parser)
     parser.set_defaults(command=run)
 
 

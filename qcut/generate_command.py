@@ -38,14 +38,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="of the K likeliest; 0 for all (default)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest that make up P")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws (default: 0)")
-    parser.add_argument("--scheme", metavar="NAME", help="quantize the model first: w8a8, codebook4, …")
-    parser.add_argument("--kv-cache", choices=("auto", "int8"), default="auto", help="how keys and values are kept")
-    add_device(parser)
+    add_model_options(parser)
     parser.set_defaults(command=run)
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
+def add_model_options(parser: argparse.ArgumentParser) -> None:
     """The options of every command that runs a model."""
+    parser.add_argument("--scheme", metavar="NAME", help="quantize the model first: w8a8, codebook4, …")
+    parser.add_argument("--kv-cache", choices=("auto", "int8"), default="auto", help="how keys and values are kept")
     parser.add_argument(
         "--device", default="auto", metavar="D", help="auto (a GPU where there is one), cpu or cuda[:N]"
     )

@@ -15,7 +15,7 @@ from emitters.codebook_decode_wgmma import CodebookDecodeWgmmaTile, emit_codeboo
 from emitters.epilogue import Activation, Epilogue
 from emitters.mma_gemm import SMEM_LIMIT
 from emitters.source import DType, EmitError, KernelSource
-from qcut import jit
+from tests.compiled import build
 
 HALF = CodebookProblem()
 BRAIN = CodebookProblem(DType.BF16, 3, 4, Epilogue(DType.BF16, col_scale="per_channel", bias=True))
@@ -39,17 +39,6 @@ SHAPES = (
     (1, 1),
 )
 """(N, units) of layers."""
-
-
-def build(*sources: KernelSource) -> list[jit.Binary]:
-    """With NVRTC, or with nvcc where NVRTC is not installed: the device text is the same."""
-    if not jit.is_toolchain_available("nvrtc"):
-        sources = tuple(replace(source, toolchain="nvcc") for source in sources)
-    built = jit.build_many(sources, progress=False)
-    for result in built.values():
-        if isinstance(result, Exception):
-            raise result
-    return [result for result in built.values() if isinstance(result, jit.Binary)]
 
 
 def mma_sources(arch: str) -> list[KernelSource]:

@@ -22,7 +22,7 @@ from emitters.epilogue import Activation, Epilogue
 from emitters.gemm import TileConfig
 from emitters.mma_gemm import SMEM_LIMIT
 from emitters.source import DType, EmitError, KernelSource
-from qcut import jit
+from tests.compiled import build
 
 HALF = CodebookProblem(epilogue=Epilogue(col_scale="per_channel", bias=True))
 INT8 = CodebookProblem(DType.S8, epilogue=Epilogue(row_scale="per_token", col_scale="per_channel", bias=True))
@@ -153,21 +153,10 @@ def test_a_stage_holds_tokens_units_and_norms():
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def build(found: list[KernelSource]) -> list[jit.Binary]:
-    """With NVRTC, or with nvcc where NVRTC is not installed."""
-    if not jit.is_toolchain_available("nvrtc"):
-        found = [replace(source, toolchain="nvcc") for source in found]
-    built = list(jit.build_many(found, progress=False).values())
-    for result in built:
-        if isinstance(result, Exception):
-            raise result
-    return [result for result in built if isinstance(result, jit.Binary)]
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles_without_spills(arch: str):
     texts = list(dict.fromkeys(sources(arch) + menu_sources(arch)))
-    for source, binary in zip(texts, build(texts), strict=True):
+    for source, binary in zip(texts, build(*texts), strict=True):
         resources = binary.resources
         assert resources is not None, source.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
@@ -177,7 +166,7 @@ def test_compiles_without_spills(arch: str):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_binaries_hold_the_instructions_they_were_written_for(arch: str):
     product = {"_f16xc": "HMMA.16816.F32", "_bf16xc": "HMMA.16816.F32.BF16", "_s8xc": "IMMA.16832.S8.S8"}
-    for source, binary in zip(sources(arch), build(sources(arch)), strict=True):
+    for source, binary in zip(sources(arch), build(*sources(arch)), strict=True):
         [wanted] = [name for x, name in product.items() if x in source.name]
         found = instructions(binary.cubin)
         assert {"LDSM.16.M88.4", "PRMT", "LDS.128", wanted} <= found, source.name

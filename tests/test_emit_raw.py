@@ -26,7 +26,7 @@ from emitters.quantize import (
 )
 from emitters.source import DType, EmitError, KernelSource
 from emitters.weight_only_gemm import emit_weight_only_gemm
-from qcut import jit
+from tests.compiled import build
 
 DYNAMIC = Epilogue(row_scale="per_token", col_scale="per_channel", bias=True)
 EVERYTHING = Epilogue(
@@ -361,17 +361,6 @@ def test_illegal_quantize_layout_is_refused(make: Callable[[], object], why: str
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def build(*sources: KernelSource) -> list[jit.Binary]:
-    """With NVRTC, or with nvcc where NVRTC is not installed: the device text is the same."""
-    if not jit.is_toolchain_available("nvrtc"):
-        sources = tuple(replace(source, toolchain="nvcc") for source in sources)
-    built = jit.build_many(sources, progress=False)
-    for result in built.values():
-        if isinstance(result, Exception):
-            raise result
-    return [result for result in built.values() if isinstance(result, jit.Binary)]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -18,6 +18,7 @@ from emitters.mma_gemm import SMEM_LIMIT
 from emitters.simt_gemm import CONSTRAINTS, SimtTile, emit_simt_gemm, search_space, smem_bytes
 from emitters.source import DType, EmitError, KernelSource
 from qcut import jit
+from tests.compiled import build
 
 REQUANTIZE = Epilogue(DType.S8, "per_token", "per_channel", bias=True)
 EVERYTHING = Epilogue(
@@ -220,17 +221,6 @@ def test_fragment_loads_of_the_menu_have_no_bank_conflicts(tile: SimtTile):
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def build(*sources: KernelSource) -> list[jit.Binary]:
-    """With NVRTC, or with nvcc where NVRTC is not installed: the device text is the same."""
-    if not jit.is_toolchain_available("nvrtc"):
-        sources = tuple(replace(source, toolchain="nvcc") for source in sources)
-    built = jit.build_many(sources, progress=False)
-    for result in built.values():
-        if isinstance(result, Exception):
-            raise result
-    return [result for result in built.values() if isinstance(result, jit.Binary)]
 
 
 def check_registers(binary: jit.Binary) -> None:

@@ -22,7 +22,7 @@ from emitters.weight_only_decode import (
     smem_bytes,
     validate,
 )
-from qcut import jit
+from tests.compiled import build
 
 BIAS = Epilogue(col_scale="per_channel", bias=True)
 HALF = GemmProblem(a=DType.F16, epilogue=BIAS)
@@ -159,21 +159,10 @@ def test_a_problem_it_cannot_build_is_refused():
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def build(found: list[KernelSource]) -> list[jit.Binary]:
-    """With NVRTC, or with nvcc where NVRTC is not installed."""
-    if not jit.is_toolchain_available("nvrtc"):
-        found = [replace(source, toolchain="nvcc") for source in found]
-    built = list(jit.build_many(found, progress=False).values())
-    for result in built:
-        if isinstance(result, Exception):
-            raise result
-    return [result for result in built if isinstance(result, jit.Binary)]
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles_without_spills(arch: str):
     texts = sources(arch)
-    for source, binary in zip(texts, build(texts), strict=True):
+    for source, binary in zip(texts, build(*texts), strict=True):
         resources = binary.resources
         assert resources is not None, source.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
@@ -184,14 +173,14 @@ def test_compiles_without_spills(arch: str):
 def test_chosen_tiles_do_not_spill(arch: str):
     problems = [HALF, replace(HALF, a=DType.BF16)]
     tiles = {for_shape(HALF, arch, m, n, k, 132) for n, k in SHAPES[:6] for m in (1, 16, 32)}
-    for binary in build([emit_weight_only_decode(p, t, arch) for p in problems for t in sorted(tiles, key=str)]):
+    for binary in build(*[emit_weight_only_decode(p, t, arch) for p in problems for t in sorted(tiles, key=str)]):
         assert binary.resources is not None, binary.name
         assert binary.resources.spill_store_bytes == binary.resources.stack_bytes == 0, binary.name
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_binaries_stream_weights_into_the_tensor_core(arch: str):
-    for source, binary in zip(sources(arch), build(sources(arch)), strict=True):
+    for source, binary in zip(sources(arch), build(*sources(arch)), strict=True):
         found = instructions(binary.cubin)
         assert f"LDG.E.NA.LTC{256 if arch == 'sm_90a' else 128}B.128.CONSTANT" in found, source.name
         assert ("HMMA.16816.F32.BF16" if "_bf16xs8_" in source.name else "HMMA.16816.F32") in found, source.name

@@ -14,7 +14,7 @@ from emitters.epilogue import Activation, Epilogue
 from emitters.gemm import GemmProblem, TileConfig
 from emitters.source import DType, EmitError, KernelSource
 from emitters.wmma_gemm import SharedLayout, emit_wmma_gemm, smem_bytes
-from qcut import jit
+from tests.compiled import build
 
 STATIC = Epilogue(DType.S8, col_scale="per_channel", bias=True)
 EVERYTHING = Epilogue(
@@ -114,17 +114,6 @@ def test_menu_is_legal_and_in_the_search_space(arch: str):
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def build(*sources: KernelSource) -> list[jit.Binary]:
-    """With NVRTC, or with nvcc where NVRTC is not installed: the device text is the same."""
-    if not jit.is_toolchain_available("nvrtc"):
-        sources = tuple(replace(source, toolchain="nvcc") for source in sources)
-    built = jit.build_many(sources, progress=False)
-    for result in built.values():
-        if isinstance(result, Exception):
-            raise result
-    return [result for result in built.values() if isinstance(result, jit.Binary)]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
