@@ -32,6 +32,8 @@ from benchmarks.harness import CEILINGS, CheckError, Timing
 
 PROMPT, NEW = 256, 256
 ROUNDS, QUICK_ROUNDS = 5, 2
+CHECKED = 64
+"""Tokens of the prompt that results are compared on."""
 MIN_COSINE = 0.999
 """Between the engine's logits and those of transformers running the same modules."""
 
@@ -106,7 +108,9 @@ def build(case: Case, device: str) -> Any:
     model.eval()
     model.tie_weights()
     if case.scheme is not None:
-        qcut.quantize(model, case.scheme, embeddings=case.embeddings, prebuild=(), progress=False)
+        check = (CHECKED, CHECKED - 1)
+        rows = sorted({*case.decode, *(batch * length for batch, length in case.prefill), *check})
+        qcut.quantize(model, case.scheme, embeddings=case.embeddings, prebuild=rows, progress=sys.stderr.isatty())
     layers = layers_of(model)
     for index in range(1, case.layers):
         layers.append(copy.deepcopy(layers[0]))
@@ -246,7 +250,7 @@ def run(options: argparse.Namespace) -> int:
         biggest = max(*case.decode, *(batch for batch, _ in case.prefill))
         engine = qcut.Engine(model, batch=biggest, context=context)
         try:
-            check(engine, model, prompts_of(case.vocabulary, 1, min(prompt, 64)))
+            check(engine, model, prompts_of(case.vocabulary, 1, min(prompt, CHECKED)))
         except CheckError as error:
             print(f"WRONG {name}: {error}")
             failures += 1

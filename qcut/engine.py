@@ -253,8 +253,9 @@ class Engine:
         else:
             size = min(self.batch, 1 << (n - 1).bit_length())
             if size not in self._steps:
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
-                self._steps[size] = Steps(self._step, size, self.context, device, self._pool)
+                pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
+                self._steps[size] = Steps(self._step, size, self.context, device, pool)
+                self._pool = pool  # not where the capture failed: torch takes no other into that pool
             steps = self._steps[size]
         steps.start(tokens, torch.tensor(self._lengths, dtype=torch.int32))
         return steps
