@@ -8,21 +8,28 @@
 
 namespace qcut {
 
-template <int kThreads>
-__device__ __forceinline__ float cta_sum(float v, float* shared) {
-  constexpr int kWarps = kThreads / 32;
+__device__ __forceinline__ float warp_total(float v) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
-  if constexpr (kWarps > 1) {
-    const int lane = threadIdx.x % 32;
-    __syncthreads();  // what was there has been read
-    if (lane == 0) shared[threadIdx.x / 32] = v;
-    __syncthreads();
-    v = lane < kWarps ? shared[lane] : 0.0f;
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
-  }
   return v;
+}
+
+// A row is summed in chunks of 32 vectors, the same whoever does it; this is the sum of those sums.
+__device__ __forceinline__ float chunk_total(const float* chunks, int count) {
+  float v = 0.0f;
+  for (int i = threadIdx.x % 32; i < count; i += 32) v += chunks[i];
+  return warp_total(v);
+}
+
+__device__ __forceinline__ float inverse_root(float squares, float columns, float eps) {
+  return __frsqrt_rn(__fdiv_rn(squares, columns) + eps);
+}
+
+// An element of the norm, rounded to T.
+template <class T, bool kLayer>
+__device__ __forceinline__ float normalized(float v, float mean, float inv, float weight, float bias) {
+  const float scaled = (v - mean) * inv;
+  return to_float(from_float<T>(kLayer ? fmaf(scaled, weight, bias) : to_float(from_float<T>(scaled)) * weight));
 }
 
 // kLayer: LayerNorm, with `bias` where it is not null. kResidual: adds `residual` and writes the sum to `sum`, which may
@@ -33,7 +40,11 @@ __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum,
                                           float* scale, long long x_stride, int k, int k_padded, float eps) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kStep = kThreads * kSize;
-  __shared__ float shared[32];
+  constexpr int kWarps = kThreads / 32;
+  __shared__ float chunks[2][kVecs * kWarps];
+  __shared__ float peaks[kWarps];
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
   const long long row = blockIdx.x;
   const int first = threadIdx.x * kSize;
   Vector<T> weights[kVecs], biases[kVecs];
@@ -63,27 +74,26 @@ __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum,
       store_vector<T, kAligned>(sum + row * x_stride, first + i * kStep, k, f[i]);
     }
   }
-  float mean = 0.0f;
-  const float columns = static_cast<float>(k);
-  if constexpr (kLayer) {
-    float total = 0.0f;
+  const auto total = [&](int stage, const auto& term) {
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
+      float sum = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) total += f[i][j];
+      for (int j = 0; j < kSize; ++j) sum = term(sum, f[i][j], first + i * kStep + j < k);
+      sum = warp_total(sum);
+      if (lane == 0) chunks[stage][i * kWarps + warp] = sum;
     }
-    mean = __fdiv_rn(cta_sum<kThreads>(total, shared), columns);
-  }
-  float squares = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kVecs; ++i) {
-#pragma unroll
-    for (int j = 0; j < kSize; ++j) {
-      const float centered = first + i * kStep + j < k ? f[i][j] - mean : 0.0f;
-      squares = fmaf(centered, centered, squares);
-    }
-  }
-  const float inv = __frsqrt_rn(__fdiv_rn(cta_sum<kThreads>(squares, shared), columns) + eps);
+    __syncthreads();
+    return chunk_total(chunks[stage], kVecs * kWarps);
+  };
+  float mean = 0.0f;
+  const float columns = static_cast<float>(k);
+  if constexpr (kLayer) mean = __fdiv_rn(total(0, [](float sum, float v, bool) { return sum + v; }), columns);
+  const auto square = [&](float sum, float v, bool there) {
+    const float centered = there ? v - mean : 0.0f;
+    return fmaf(centered, centered, sum);
+  };
+  const float inv = inverse_root(total(1, square), columns, eps);
   uint32_t peak = 0;
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
@@ -92,40 +102,27 @@ __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum,
     biases[i].to_float(b);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      const float scaled = (f[i][j] - mean) * inv;
-      const float v = kLayer ? fmaf(scaled, w[j], b[j]) : to_float(from_float<T>(scaled)) * w[j];
-      f[i][j] = first + i * kStep + j < k ? to_float(from_float<T>(v)) : 0.0f;
+      f[i][j] = first + i * kStep + j < k ? normalized<T, kLayer>(f[i][j], mean, inv, w[j], b[j]) : 0.0f;
       peak = max(peak, __float_as_uint(f[i][j]) & 0x7fffffffu);
     }
     if constexpr (!kQuantized) store_vector<T, kAligned>(static_cast<T*>(y) + row * k, first + i * kStep, k, f[i]);
   }
   if constexpr (kQuantized) {
     peak = warp_max(peak);
-    if constexpr (kThreads > 32) {
+    if constexpr (kWarps > 1) {
+      if (lane == 0) peaks[warp] = __uint_as_float(peak);
       __syncthreads();
-      if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = __uint_as_float(peak);
-      __syncthreads();
-      peak = warp_max(threadIdx.x % 32 < kThreads / 32 ? __float_as_uint(shared[threadIdx.x % 32]) : 0u);
+      peak = warp_max(lane < kWarps ? __float_as_uint(peaks[lane]) : 0u);
     }
-    const bool finite = peak < 0x7f800000u;
-    float s = __fdiv_rn(__uint_as_float(peak), 127.0f);
-    if (s == 0.0f) s = 1.0f;
-    if (threadIdx.x == 0) scale[row] = finite ? s : __uint_as_float(0x7fc00000u);
-    const float reciprocal = __frcp_rn(s);
+    const QuantizedRow quantized(peak);
+    if (threadIdx.x == 0) scale[row] = quantized.scale();
     char* const out = static_cast<char*>(y) + row * k_padded;
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
       const int col = first + i * kStep;
       if (col >= k_padded) break;
-      float t[kSize];
-      uint32_t packed[kSize / 4] = {};
-      if (finite) {
-        round_quotients(f[i], s, reciprocal, 127.0f, t);
-#pragma unroll
-        for (int j = 0; j < kSize / 4; ++j) {
-          packed[j] = pack_low_bytes(t[4 * j], t[4 * j + 1], t[4 * j + 2], t[4 * j + 3]);
-        }
-      }
+      uint32_t packed[kSize / 4];
+      quantized.quantize(f[i], packed);
 #pragma unroll
       for (int j = 0; j < kSize / 4; ++j) *reinterpret_cast<uint32_t*>(out + col + 4 * j) = packed[j];
     }
