@@ -26,6 +26,7 @@ Prologue = Literal["none", "quantize", "gate", "rms", "layer"]
 
 _CPP_PROLOGUE = {"none": "kNone", "quantize": "kQuantize", "gate": "kGate", "rms": "kRms", "layer": "kLayer"}
 _TOKENS = (1, 2, 4, 8)
+_FLOATS = (DType.F16, DType.BF16, DType.F32)
 _OTHER_REGISTERS = 36
 """What a thread needs beside weights, tokens and sums: addresses, counters, bounds, a token on its way."""
 
@@ -56,21 +57,25 @@ class W8A8Problem:
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``a, row_scale, lda`` (none alone, lda a multiple of 16 bytes); or ``x``, ``other`` (gate and norms), ``sum,
-        weight, norm_bias`` (norms), strides of x and other in elements, ``eps`` (norms); then ``b, d, m, n, k, ldb,
-        ldd, col_scale`` and the ``bias`` where there is one.
+        ``none`` and ``quantize`` have those of a `emitters.gemm.GemmProblem`, with a of int8 rows multiples of 16 bytes
+        apart, or of x's type and without ``row_scale``. The others: ``x, other``, ``sum, weight, norm_bias`` (norms),
+        strides of x and other in elements, ``eps`` (norms); then ``b, d, m, n, k, ldb, ldd, col_scale`` and the
+        ``bias`` where there is one.
         """
+        scaling = [p for p in self.epilogue.params() if self.prologue == "none" or p.name != "row_scale"]
+        sizes = ["m", "n", "k", "lda", "ldb", "ldd"]
+        if self.prologue in ("none", "quantize"):
+            return (*(Param(p, "ptr") for p in ("a", "b", "d")), *(Param(s, "i32") for s in sizes), *scaling)
         norm = self.prologue in ("rms", "layer")
-        both = norm or self.prologue == "gate"
-        if self.prologue == "none":
-            source = [Param("a", "ptr"), Param("row_scale", "ptr"), Param("lda", "i32")]
-        else:
-            names = ["x", *["other"] * both, *["sum", "weight", "norm_bias"] * norm]
-            source = [*(Param(name, "ptr") for name in names), Param("x_stride", "i64")]
-            source += [Param("other_stride", "i64")] * both + [Param("eps", "f32")] * norm
-        sizes = (Param(name, "i32") for name in ("m", "n", "k", "ldb", "ldd"))
-        scaling = [p for p in self.epilogue.params() if p.name != "row_scale"]
-        return (*source, Param("b", "ptr"), Param("d", "ptr"), *sizes, *scaling)
+        sizes.remove("lda")
+        return (
+            *(Param(name, "ptr") for name in ("x", "other", *("sum", "weight", "norm_bias") * norm)),
+            *(Param(name, "i64") for name in ("x_stride", "other_stride")),
+            *(Param("eps", "f32"),) * norm,
+            *(Param(name, "ptr") for name in ("b", "d")),
+            *(Param(name, "i32") for name in sizes),
+            *scaling,
+        )
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ def registers(tile: W8A8Tile) -> int:
 
 
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda p, t, arch: p.x in (DType.F16, DType.BF16, DType.F32)),
+    Constraint("x", "is f16, bf16 or f32", lambda p, t, arch: p.x in _FLOATS),
     Constraint(
         "epilogue",
         "scales tokens and channels, and has no zero point and no residual",
@@ -197,6 +202,15 @@ def makes_tokens(m: int, k: int) -> bool:
     return m <= MAX_TOKENS and m * k <= MAX_ELEMENTS
 
 
+def is_legal(problem: W8A8Problem, m: int, n: int, k: int, arch: str) -> bool:
+    """Whether there is a kernel for a shape, of a GPU of any size."""
+    try:
+        for_shape(problem, arch, m, n, k, 1)
+    except EmitError:
+        return False
+    return True
+
+
 def for_shape(problem: W8A8Problem, arch: str, m: int, n: int, k: int, sm_count: int) -> W8A8Tile:
     """A tile for a shape: one wave of CTAs where that is possible, few rounds, much in flight.
 
@@ -234,8 +248,8 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k up to ``tile.columns`` where there are
-    any, a multiple of 16 where not. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero from
-    k on. ``sum`` and D have rows close together; D is stored element by element. b, the vectors of n and a norm's
+    any, a multiple of 16 where not. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero
+    from k on. ``sum`` and D have rows close together; D is stored element by element. b, the vectors of n and a norm's
     parameters are read before the kernel waits for its predecessor.
 
     Exactness: tokens bitwise as `emitters.quantize.QuantizePerToken` makes them of what `emitters.transformer` gives;
@@ -250,13 +264,20 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
     name = procedural_name(FAMILY, arch, problem, tile)
     x, params = problem.x.cpp, problem.params()
     types = dict.fromkeys(("x", "other", "weight", "norm_bias"), f"const {x}*")
-    types |= {"a": "const int8_t*", "b": "const int8_t*", "sum": f"{x}*", "d": f"{problem.epilogue.out.cpp}*"}
+    types |= {
+        "a": f"const {'int8_t' if problem.prologue == 'none' else x}*",
+        "b": "const int8_t*",
+        "sum": f"{x}*",
+        "d": f"{problem.epilogue.out.cpp}*",
+    }
     types |= {"x_stride": "long long", "other_stride": "long long", "eps": "float"}
     types |= dict.fromkeys(("row_scale", "col_scale", "bias"), "const float*")
     names = {p.name for p in params}
-    fields = {name: "nullptr" for name in ("x", "other", "sum", "weight", "norm_bias")}
+    fields = dict.fromkeys(("x", "other", "sum", "weight", "norm_bias"), "nullptr")
     fields |= {"x_stride": "0", "other_stride": "0", "eps": "0.0f"}
-    source = ", ".join(name if name in names else missing for name, missing in fields.items())
+    if problem.prologue == "quantize":
+        fields |= {"x": "a", "x_stride": "lda"}
+    source = ", ".join(name if name in names else other for name, other in fields.items())
     assignments = argument_setup(problem.epilogue)
     if problem.prologue != "none":
         assignments = assignments.replace("  args.row_scale = row_scale;\n", "")

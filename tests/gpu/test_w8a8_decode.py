@@ -86,9 +86,13 @@ class Case:
         gemm.args["row_scale"] = row_scale
         kind = problem.prologue
         values: dict[str, object] = {"m": self.m, "n": self.n, "ldb": self.padded, "ldd": self.n + 8, "eps": EPS}
-        values |= {"k": self.padded if kind == "none" else self.k, "lda": self.padded}
+        values |= {
+            "k": self.padded if kind == "none" else self.k,
+            "lda": self.padded if kind == "none" else self.x.stride(0),
+        }
         values |= {"x_stride": self.x.stride(0), "other_stride": self.other.stride(0), "b": self.b}
-        values |= {"x": self.x, "other": self.other, "weight": self.weight, "norm_bias": self.bias, "a": q}
+        values |= {"x": self.x, "other": self.other, "weight": self.weight, "norm_bias": self.bias}
+        values |= {"a": q if kind == "none" else self.x}
         values |= {"row_scale": row_scale, "col_scale": gemm.args["col_scale"], "bias": gemm.args.get("bias")}
         on_device = {key: v.to(DEVICE) if isinstance(v, Tensor) else v for key, v in values.items()}
         norm = kind in ("rms", "layer")

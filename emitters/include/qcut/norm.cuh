@@ -21,6 +21,18 @@ __device__ __forceinline__ float chunk_total(const float* chunks, int count) {
   return warp_total(v);
 }
 
+// The sum of a CTA's row, of which each thread has kVecs vectors, kWarps chunks apart; these are their elements' sums.
+template <int kVecs, int kWarps>
+__device__ __forceinline__ float row_total(const float (&sums)[kVecs], float* chunks) {
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    const float sum = warp_total(sums[i]);
+    if (threadIdx.x % 32 == 0) chunks[i * kWarps + threadIdx.x / 32] = sum;
+  }
+  __syncthreads();
+  return chunk_total(chunks, kVecs * kWarps);
+}
+
 __device__ __forceinline__ float inverse_root(float squares, float columns, float eps) {
   return __frsqrt_rn(__fdiv_rn(squares, columns) + eps);
 }
@@ -74,26 +86,27 @@ __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum,
       store_vector<T, kAligned>(sum + row * x_stride, first + i * kStep, k, f[i]);
     }
   }
-  const auto total = [&](int stage, const auto& term) {
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int j = 0; j < kSize; ++j) sum = term(sum, f[i][j], first + i * kStep + j < k);
-      sum = warp_total(sum);
-      if (lane == 0) chunks[stage][i * kWarps + warp] = sum;
-    }
-    __syncthreads();
-    return chunk_total(chunks[stage], kVecs * kWarps);
-  };
   float mean = 0.0f;
   const float columns = static_cast<float>(k);
-  if constexpr (kLayer) mean = __fdiv_rn(total(0, [](float sum, float v, bool) { return sum + v; }), columns);
-  const auto square = [&](float sum, float v, bool there) {
-    const float centered = there ? v - mean : 0.0f;
-    return fmaf(centered, centered, sum);
-  };
-  const float inv = inverse_root(total(1, square), columns, eps);
+  float sums[kVecs] = {};
+  if constexpr (kLayer) {
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) sums[i] += f[i][j];
+    }
+    mean = __fdiv_rn(row_total<kVecs, kWarps>(sums, chunks[0]), columns);
+  }
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    sums[i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      const float centered = first + i * kStep + j < k ? f[i][j] - mean : 0.0f;
+      sums[i] = fmaf(centered, centered, sums[i]);
+    }
+  }
+  const float inv = inverse_root(row_total<kVecs, kWarps>(sums, chunks[1]), columns, eps);
   uint32_t peak = 0;
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
