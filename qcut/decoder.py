@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -13,6 +13,7 @@ from qcut.config import W8A8
 from qcut.errors import UnsupportedError
 from qcut.linear import Linear
 from qcut.modules import model_device
+from qcut.stacking import Stacker
 
 LLAMA_TYPES = ("llama", "mistral", "qwen2")
 """``model_type`` of configurations with Llama's shape: RMS norms, rotary positions, a gated MLP."""
@@ -72,21 +73,24 @@ class DecoderMLP:
     """Projections up, an activation, a projection down.
 
     Attributes:
-        gate: goes through the activation; None where only one projection goes up.
-        up: multiplies it; or goes through it.
+        projections: up; of a gated one, gate and up, or one module whose result is both.
+        gated: the gate goes through the activation and multiplies up; else up goes through it.
         activation: silu_mul or gelu_tanh (``torch.ops.qcut``), or a module where neither is meant.
         down: back to the hidden size.
     """
 
-    gate: nn.Module | None
-    up: nn.Module
+    projections: tuple[nn.Module, ...]
+    gated: bool
     activation: str | nn.Module
     down: nn.Module
 
     def __call__(self, x: Rows) -> Tensor:
         """The MLP of rows ``[R, hidden]``."""
-        up = project(self.up, x)
-        gate = None if self.gate is None else project(self.gate, x)
+        parts = tuple(project(projection, x) for projection in self.projections)
+        if self.gated:
+            gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
+        else:
+            gate, up = None, parts[0]
         if isinstance(self.activation, nn.Module):
             y = self.activation(up) if gate is None else self.activation(gate) * up
         else:
@@ -117,7 +121,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model's parts. Modules are the model's own: nothing is copied.
+    """A model's parts. Modules are the model's own, but for those that `stacked` makes: nothing is copied.
 
     Attributes:
         architecture: name of the model's class.
@@ -152,6 +156,30 @@ class Decoder:
     window: int | None
     dtype: torch.dtype
     device: torch.device
+
+    def stacked(self, model: nn.Module) -> Decoder:
+        """The decoder with one product for queries, keys and values, and one for gate and up, where there can be.
+
+        Weights of the model are moved, a set at a time; see `qcut.stacking`.
+
+        Args:
+            model: what the decoder was made of.
+
+        Raises:
+            RuntimeError: torch's, where memory for the next set is short. Sets before it stay as they are then.
+        """
+        stacker = Stacker(model)
+        layers = tuple(
+            replace(
+                layer,
+                projections=stacker.joined(layer.projections),
+                mlp=replace(layer.mlp, projections=stacker.joined(layer.mlp.projections)),
+            )
+            for layer in self.layers
+        )
+        if stacker.moved_bytes and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the weights left behind: torch keeps it, in pieces too small for the next
+        return replace(self, layers=layers)
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """``[B, T, hidden]`` of ids and positions ``[B, T]``."""
@@ -210,7 +238,7 @@ def _gpt2(model: Any, config: Any) -> Decoder:
             (b.attn.c_attn,),
             b.attn.c_proj,
             _norm(b.ln_2, b.mlp.c_fc),
-            DecoderMLP(None, b.mlp.c_fc, _activation(b.mlp.act, "gelu_tanh"), b.mlp.c_proj),
+            DecoderMLP((b.mlp.c_fc,), False, _activation(b.mlp.act, "gelu_tanh"), b.mlp.c_proj),
             b.attn.scaling,
         )
         for b in body.h
@@ -247,8 +275,8 @@ def _llama(model: Any, config: Any) -> Decoder:
             b.self_attn.o_proj,
             _norm(b.post_attention_layernorm, b.mlp.gate_proj, b.mlp.up_proj),
             DecoderMLP(
-                b.mlp.gate_proj,
-                b.mlp.up_proj,
+                (b.mlp.gate_proj, b.mlp.up_proj),
+                True,
                 _activation(b.mlp.act_fn, "silu_mul"),
                 b.mlp.down_proj,
             ),

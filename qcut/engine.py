@@ -41,10 +41,12 @@ class Generated:
 class Engine:
     """Runs a Hugging Face GPT-2 or Llama-family model, quantized by any scheme or not at all.
 
-    The model's own modules do the projections, kernels of qcut what lies between them; nothing of the weights is
-    copied. On a GPU steps are captured as CUDA graphs, one for each power of two of sequences: quantize or move the
-    model first, or make a new engine. The model is put in evaluation mode. An engine serves one batch of sequences at
-    a time and is not to be shared by threads.
+    The model's own modules do the projections, kernels of qcut what lies between them. Projections that read the same
+    rows are one product: their weights are put side by side, and the model's tensors become views of them
+    (`qcut.stacking`), so that nothing is there twice, and model and further engines go on working. On a GPU steps are
+    captured as CUDA graphs, one for each power of two of sequences. Quantize, load or move the model, or put hooks on
+    it, first, or make a new engine. The model is put in evaluation mode. An engine serves one batch of sequences at a
+    time and is not to be shared by threads.
 
     Args:
         model: see `qcut.decoder.MODEL_TYPES`.
@@ -54,15 +56,18 @@ class Engine:
         kv_cache: ``auto`` keeps keys and values as they are, ``int8`` with a scale for each token and head: half the
             memory of float16.
         graphs: capture steps on a GPU; False launches every kernel of every step.
+        stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
+            calls each module and leaves the weights where they are.
 
     Raises:
         UnsupportedError: another architecture; the message names it.
         ConfigError: a batch or a context below 1, a context beyond what the model was made for or beyond the window
             that it attends to, or another kind of cache.
+        RuntimeError: torch's, where memory is short. The model's values are as they were.
 
     Exactness: the model's own arithmetic, with torch's scaled dot product attention over the cache. Tokens that a
-    batch is padded with have no influence; the number of sequences may change the order of sums in products of
-    floats.
+    batch is padded with have no influence; the number of sequences, and ``stack``, may change the order of sums in
+    products of floats.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class Engine:
         context: int | None = None,
         kv_cache: KVDtype = "auto",
         graphs: bool = True,
+        stack: bool = True,
     ) -> None:
         self.decoder = decoder_of(model)
         d = self.decoder
@@ -84,6 +90,8 @@ class Engine:
             why = "" if limit == d.context else f", the window of its attention; it was made for {d.context}"
             raise ConfigError(f"context is {context}; allowed for {d.architecture}: 1 to {limit}{why}")
         model.eval()
+        if stack:
+            self.decoder = d = d.stacked(model)
         self.batch, self.context = batch, context
         # One place more: sequences that have ended write there.
         self.cache = KVCache(
@@ -94,6 +102,8 @@ class Engine:
         self._counters = torch.zeros(batch * d.heads, dtype=torch.int32, device=d.device)
         self._lengths: list[int] = []
         self._captures = graphs and d.device.type == "cuda"
+        # Graphs know addresses, and another engine may stack what this one did not.
+        self._held = [t.detach() for t in (*model.parameters(), *model.buffers())] if self._captures else []
         self._steps: dict[int, Steps] = {}
         self._pool: Any = None
 

@@ -36,7 +36,7 @@ LAYERS = (
     },
     {"codebook_passes", "shared_rotations"},
     {"linear", "codebook_buffers", "codebook_linear", "gemm", "explanation", "tuning", "_tuning_cuda"},
-    {"embedding"},
+    {"embedding", "stacking"},
     {
         "calibration",
         "checkpoint",
