@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,11 @@ def project(module: nn.Module, x: Rows) -> Tensor:
     return cast(Tensor, module(x))
 
 
+def _is_dynamic(module: nn.Module) -> TypeGuard[Linear]:
+    """Whether a module takes int8 rows with a scale for each."""
+    return isinstance(module, Linear) and module.scheme == W8A8()
+
+
 @dataclass(frozen=True)
 class DecoderNorm:
     """A norm of rows.
@@ -67,6 +72,18 @@ class DecoderNorm:
             y = Int8Rows(q, scale, x.dtype)
         return x if residual is None else total, y
 
+    def project(
+        self, modules: tuple[nn.Module, ...], x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """``x + residual``, or x, and each module's result of its norm; ``[R, hidden]``."""
+        if len(modules) == 1 and _is_dynamic(modules[0]):
+            weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
+            arguments = (x, residual, weight, bias, self.layer, self.eps, *modules[0].operands())
+            total, y = torch.ops.qcut.norm_w8a8(*arguments)
+            return x if residual is None else total, (y,)
+        x, rows = self.of_sum(x, residual)
+        return x, tuple(project(module, rows) for module in modules)
+
 
 @dataclass(frozen=True)
 class DecoderMLP:
@@ -84,18 +101,21 @@ class DecoderMLP:
     activation: str | nn.Module
     down: nn.Module
 
-    def __call__(self, x: Rows) -> Tensor:
-        """The MLP of rows ``[R, hidden]``."""
-        parts = tuple(project(projection, x) for projection in self.projections)
-        if self.gated:
+    def __call__(self, norm: DecoderNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``x + residual``, and the MLP of its norm; ``[R, hidden]``."""
+        x, parts = norm.project(self.projections, x, residual)
+        if not self.gated:
+            (up,) = parts
+            y = self.activation(up) if isinstance(self.activation, nn.Module) else torch.ops.qcut.gelu_tanh(up)
+        else:
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
-        else:
-            gate, up = None, parts[0]
-        if isinstance(self.activation, nn.Module):
-            y = self.activation(up) if gate is None else self.activation(gate) * up
-        else:
-            y = torch.ops.qcut.gelu_tanh(up) if gate is None else torch.ops.qcut.silu_mul(gate, up)
-        return cast(Tensor, self.down(y))
+            if isinstance(self.activation, nn.Module):
+                y = self.activation(gate) * up
+            elif _is_dynamic(self.down):
+                return x, cast(Tensor, torch.ops.qcut.gate_w8a8(gate, up, *self.down.operands()))
+            else:
+                y = torch.ops.qcut.silu_mul(gate, up)
+        return x, cast(Tensor, self.down(y))
 
 
 @dataclass(frozen=True)
@@ -195,13 +215,10 @@ class Decoder:
         cos, sin = self.rotary(example, places)
         return cos[0], sin[0]
 
-    def heads_of(self, layer: DecoderLayer, x: Rows, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[batch, heads, T, D]``, keys and values ``[batch, kv_heads, T, D]``; rows ``[batch T, hidden]``."""
+    def heads_of(self, projected: tuple[Tensor, ...], batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[batch, heads, T, D]``, keys and values ``[batch, kv_heads, T, D]``, of what a layer projects."""
         sizes = [n * self.head_size for n in (self.heads, self.kv_heads, self.kv_heads)]
-        if len(layer.projections) == 1:
-            parts = project(layer.projections[0], x).split(sizes, -1)
-        else:
-            parts = tuple(project(projection, x) for projection in layer.projections)
+        parts = projected if len(projected) == 3 else projected[0].split(sizes, -1)
         q, k, v = (part.unflatten(0, (batch, -1)).unflatten(2, (-1, self.head_size)).transpose(1, 2) for part in parts)
         return q, k, v
 
@@ -315,7 +332,7 @@ def _activation(module: nn.Module, op: str) -> str | nn.Module:
 
 def _norm(module: Any, *readers: nn.Module) -> DecoderNorm:
     layer = isinstance(module, nn.LayerNorm)
-    padded = {m.qweight.shape[1] if isinstance(m, Linear) and m.scheme == W8A8() else None for m in readers}
+    padded = {m.qweight.shape[1] if _is_dynamic(m) else None for m in readers}
     k_padded = padded.pop() if len(padded) == 1 else None
     return DecoderNorm(module, layer, float(module.eps if layer else module.variance_epsilon), k_padded)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qcut.decoder import DecoderLayer, Rows, decoder_of
+from qcut.decoder import DecoderLayer, decoder_of
 from qcut.decoding import Fetched, Steps
 from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
 from qcut.evaluation import token_nll
@@ -284,9 +284,9 @@ class Engine:
         places = torch.arange(longest, device=d.device).expand(len(rows), -1)
         x, pending = d.embed(ids, places).flatten(0, 1), None
         for i, layer in enumerate(d.layers):
-            x, h = layer.attention_norm.of_sum(x, pending)
-            x, h = layer.mlp_norm.of_sum(x, layer.output(self._attend_prompt(i, layer, h, len(rows))))
-            pending = layer.mlp(h)
+            x, projected = layer.attention_norm.project(layer.projections, x, pending)
+            mixed = self._attend_prompt(i, layer, projected, len(rows))
+            x, pending = layer.mlp(layer.mlp_norm, x, layer.output(mixed))
         return x, cast(Tensor, pending), ids
 
     def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
@@ -295,20 +295,19 @@ class Engine:
         x, pending = d.embed(tokens[:, None], positions[:, None].long())[:, 0], None
         cos, sin = self._rotary or (None, None)
         for i, layer in enumerate(d.layers):
-            x, h = layer.attention_norm.of_sum(x, pending)
-            q, k, v = (heads[:, :, 0] for heads in d.heads_of(layer, h, len(tokens)))
+            x, projected = layer.attention_norm.project(layer.projections, x, pending)
+            q, k, v = (heads[:, :, 0] for heads in d.heads_of(projected, len(tokens)))
             cache = self.cache.layer(i)
             torch.ops.qcut.append_kv(q, k, v, cos, sin, positions, slots, *cache)
             mixed = torch.ops.qcut.decode_attention(q, *cache, positions, layer.scaling, self._counters)
-            x, h = layer.mlp_norm.of_sum(x, layer.output(mixed.flatten(1)))
-            pending = layer.mlp(h)
+            x, pending = layer.mlp(layer.mlp_norm, x, layer.output(mixed.flatten(1)))
         _, h = d.norm.of_sum(x, pending)
         logits: Tensor = d.head(h)
         return logits
 
-    def _attend_prompt(self, index: int, layer: DecoderLayer, h: Rows, batch: int) -> Tensor:
+    def _attend_prompt(self, index: int, layer: DecoderLayer, projected: tuple[Tensor, ...], batch: int) -> Tensor:
         """Heads side by side ``[B T, heads D]`` of prompts ``[B T, hidden]``, which fill the cache from its start."""
-        q, k, v = self.decoder.heads_of(layer, h, batch)
+        q, k, v = self.decoder.heads_of(projected, batch)
         if self._rotary is not None:
             cos, sin = (table[: q.shape[2]] for table in self._rotary)
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)

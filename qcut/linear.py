@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -301,6 +301,11 @@ class Linear(nn.Module):
             activation=self.activation,
             out_dtype=dtype,
         )
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
+        """Weight, its scale, bias and activation, as the operators of ``torch.ops.qcut`` take them."""
+        b = self._buffers
+        return cast(Tensor, b["qweight"]), cast(Tensor, b["weight_scale"]), b["bias"], self.activation
 
     @property
     def weight(self) -> Tensor:
