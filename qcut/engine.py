@@ -130,9 +130,9 @@ class Engine:
             DtypeError: ids that are no integers.
             ConfigError: an id outside of the vocabulary.
         """
-        rows = self._checked(prompts)
-        x, pending, ids = self._read(rows)
-        lengths, d = [len(row) for row in rows], self.decoder
+        ids, lengths = self._checked(prompts)
+        d = self.decoder
+        x, pending = self._read(ids.to(d.device))
         last = torch.tensor([i * ids.shape[1] + n - 1 for i, n in enumerate(lengths)], device=d.device)
         logits: Tensor = d.head(d.norm.of_sum(x[last], pending[last])[1])
         self._lengths = lengths
@@ -151,12 +151,13 @@ class Engine:
         Raises:
             As `prefill`.
         """
-        rows = self._checked(prompts)
-        x, pending, ids = self._read(rows)
+        ids, lengths = self._checked(prompts)
+        ids = ids.to(self.decoder.device)
+        x, pending = self._read(ids)
         logits = self.decoder.head(self.decoder.norm.of_sum(x, pending)[1])
         nll = token_nll(logits.unflatten(0, ids.shape), ids)
-        self._lengths = [len(row) for row in rows]
-        return [one[: len(row) - 1] for one, row in zip(nll, rows, strict=True)]
+        self._lengths = lengths
+        return [one[: length - 1] for one, length in zip(nll, lengths, strict=True)]
 
     @torch.no_grad()
     def decode(self, tokens: Sequence[int] | Tensor) -> Tensor:
@@ -272,22 +273,20 @@ class Engine:
 
     # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
 
-    def _read(self, rows: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Prompts through all layers: two summands of the result ``[B T, hidden]``, and the padded ids ``[B, T]``."""
-        d, longest = self.decoder, max(map(len, rows))
-        # Padding is on the right: attention looks back, so nobody sees it, and later tokens take its place.
-        padded = torch.zeros((len(rows), longest), dtype=torch.int64)
-        for i, row in enumerate(rows):
-            padded[i, : len(row)] = torch.tensor(row)
+    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Prompts ``[B, T]`` through all layers: two summands of the result ``[B T, hidden]``.
+
+        Padding on the right has no influence: attention looks back, so nobody sees it, and later tokens take its place.
+        """
+        d, (batch, longest) = self.decoder, ids.shape
         self._lengths = []
-        ids = padded.to(d.device)
-        places = torch.arange(longest, device=d.device).expand(len(rows), -1)
+        places = torch.arange(longest, device=d.device).expand(batch, -1)
         x, pending = d.embed(ids, places).flatten(0, 1), None
         for i, layer in enumerate(d.layers):
             x, projected = layer.attention_norm.project(layer.projections, x, pending)
-            mixed = self._attend_prompt(i, layer, projected, len(rows))
+            mixed = self._attend_prompt(i, layer, projected, batch)
             x, pending = layer.mlp(layer.mlp_norm, x, layer.output(mixed))
-        return x, cast(Tensor, pending), ids
+        return x, cast(Tensor, pending)
 
     def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Logits of one token for each sequence, at its position, kept at its slot; both int32."""
@@ -319,24 +318,33 @@ class Engine:
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
-    def _checked(self, prompts: Prompts) -> list[list[int]]:
+    def _checked(self, prompts: Prompts) -> tuple[Tensor, list[int]]:
+        """Ids ``[B, T]``, shorter prompts padded on the right, and each one's length."""
         if isinstance(prompts, Tensor):
             if prompts.dim() != 2:
                 raise ShapeError(f"prompts have shape {list(prompts.shape)}; allowed: [B, T], or a list of lists")
-            self._check_ids(prompts)
-            prompts = prompts.tolist()
-        rows = [list(row) for row in prompts]
-        if not rows:
+            lengths, rows = [prompts.shape[1]] * len(prompts), []
+        else:
+            rows = [list(row) for row in prompts]
+            lengths = [len(row) for row in rows]
+        if not lengths:
             raise ShapeError("no prompt; allowed: 1 and more")
-        if len(rows) > self.batch:
-            raise ContextError(f"{len(rows)} prompts; this engine's batch is {self.batch}")
-        for i, row in enumerate(rows):
-            if not row:
+        if len(lengths) > self.batch:
+            raise ContextError(f"{len(lengths)} prompts; this engine's batch is {self.batch}")
+        for i, length in enumerate(lengths):
+            if length < 1:
                 raise ShapeError(f"prompt {i} is empty; allowed: 1 token and more")
-            if len(row) > self.context:
-                raise ContextError(f"prompt {i} has {len(row)} tokens; this engine's context is {self.context}")
-            self._check_ids(torch.as_tensor(row))
-        return rows
+            if length > self.context:
+                raise ContextError(f"prompt {i} has {length} tokens; this engine's context is {self.context}")
+        if isinstance(prompts, Tensor):
+            ids = prompts
+        else:
+            tensors = [torch.as_tensor(row) for row in rows]
+            for tensor in tensors:
+                self._check_ids(tensor)
+            ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+        self._check_ids(ids)
+        return ids.long(), lengths
 
     def _check_ids(self, ids: Tensor) -> None:
         if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
