@@ -228,13 +228,13 @@ class Comparison:
     Args:
         options: see `main`.
         results: where rows go.
-        folder: for files and the program, which is built here; without a compiler its rows say so.
+        folder: for the C++ program, which is built here; without a compiler its rows say so.
     """
 
     def __init__(self, options: argparse.Namespace, results: harness.Results, folder: Path) -> None:
-        self.options, self.results, self.folder = options, results, folder
+        self.options, self.results = options, results
         self.device = options.device
-        self.dtype = torch.float16 if self.device == "cuda" else torch.float32
+        self.dtype = served_dtype(options.device)
         self.rounds = QUICK_ROUNDS if options.quick else ROUNDS
         self.deadline = time.monotonic() + options.time_budget
         self.versions = {"cpu": cpu_name(), "transformers": version("transformers")}
@@ -250,9 +250,9 @@ class Comparison:
     def measure(self, name: str, file: Path) -> None:
         """All ways to run a file."""
         model = qcut.load_llama2c(file, device=self.device)
-        half = copy.deepcopy(model).to(self.dtype)
+        half = qcut.load_llama2c(file, dtype=self.dtype, device=self.device)  # .half() would round the rotation too
         vocabulary, positions = model.config.vocab_size, model.config.max_position_embeddings
-        prompt = prompts_of(vocabulary, 1, min(PROMPT, positions // 2))[0]
+        prompt = prompts_of(vocabulary, 1, max(1, min(PROMPT, positions // 2)))[0]
         new = min(NEW if self.device == "cuda" else CPU_NEW, positions - len(prompt))
         context = len(prompt) + new
         shape = {"case": name, "width": model.config.hidden_size, "layers": model.config.num_hidden_layers}
@@ -335,6 +335,11 @@ class Comparison:
         row = self.results.rows[-1]
         what = " ".join(str(row[column]) for column in ("case", "variant", "dtype", "threads") if column in row)
         print(f"{what}: {text}", file=sys.stderr, flush=True)
+
+
+def served_dtype(device: str) -> torch.dtype:
+    """What models are served in; the reference is float32 everywhere."""
+    return torch.float16 if device == "cuda" else torch.float32
 
 
 def cpu_name() -> str:

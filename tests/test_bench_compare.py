@@ -205,6 +205,15 @@ def test_every_way_gets_its_row(script: Any, capsys: pytest.CaptureFixture[str])
     assert "0 wrong" in capsys.readouterr().out
 
 
+def test_a_gpus_types_are_checked_too(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(bench_compare, "served_dtype", lambda device: torch.float16)
+    status, _ = script()
+    with (tmp_path / "bench_compare.csv").open(newline="") as file:
+        found = [(row["variant"], row["dtype"], bool(row["tokens_s"])) for row in csv.DictReader(file)]
+    half = [(name, "float16", True) for name in ("qcut", *VARIANTS[2:])]
+    assert (status, found) == (0, [("qcut", "float32", True), ("cpp", "float32", True), *half])
+
+
 def test_files_are_run_too(script: Any, tmp_path: Path) -> None:
     make(tmp_path / "mine.bin", FILES["the sample's sizes"])
     status, rows = script("--cases", "", "--files", str(tmp_path / "mine.bin"))
