@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from qcut import ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.config import W8A8
 from qcut.errors import UnsupportedError
+from qcut.joined import after_gate, after_norm, is_dynamic
 from qcut.linear import Linear
 from qcut.modules import model_device
 from qcut.stacking import Stacker
@@ -37,11 +37,6 @@ def project(module: nn.Module, x: Rows) -> Tensor:
     if isinstance(x, Int8Rows):
         return cast(Linear, module).forward_int8(*x)
     return cast(Tensor, module(x))
-
-
-def _is_dynamic(module: nn.Module) -> TypeGuard[Linear]:
-    """Whether a module takes int8 rows with a scale for each."""
-    return isinstance(module, Linear) and module.scheme == W8A8()
 
 
 @dataclass(frozen=True)
@@ -76,11 +71,11 @@ class DecoderNorm:
         self, modules: tuple[nn.Module, ...], x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """``x + residual``, or x, and each module's result of its norm; ``[R, hidden]``."""
-        if len(modules) == 1 and _is_dynamic(modules[0]):
+        if len(modules) == 1:
             weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
-            arguments = (x, residual, weight, bias, self.layer, self.eps, *modules[0].operands())
-            total, y = torch.ops.qcut.norm_w8a8(*arguments)
-            return x if residual is None else total, (y,)
+            joined = after_norm(modules[0], x, residual, weight, bias, self.layer, self.eps)
+            if joined is not None:
+                return x if residual is None else joined[0], (joined[1],)
         x, rows = self.of_sum(x, residual)
         return x, tuple(project(module, rows) for module in modules)
 
@@ -111,8 +106,8 @@ class DecoderMLP:
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
             if isinstance(self.activation, nn.Module):
                 y = self.activation(gate) * up
-            elif _is_dynamic(self.down):
-                return x, cast(Tensor, torch.ops.qcut.gate_w8a8(gate, up, *self.down.operands()))
+            elif (joined := after_gate(self.down, gate, up)) is not None:
+                return x, joined
             else:
                 y = torch.ops.qcut.silu_mul(gate, up)
         return x, cast(Tensor, self.down(y))
@@ -332,7 +327,7 @@ def _activation(module: nn.Module, op: str) -> str | nn.Module:
 
 def _norm(module: Any, *readers: nn.Module) -> DecoderNorm:
     layer = isinstance(module, nn.LayerNorm)
-    padded = {m.qweight.shape[1] if _is_dynamic(m) else None for m in readers}
+    padded = {m.qweight.shape[1] if is_dynamic(m) else None for m in readers}
     k_padded = padded.pop() if len(padded) == 1 else None
     return DecoderNorm(module, layer, float(module.eps if layer else module.variance_epsilon), k_padded)
 

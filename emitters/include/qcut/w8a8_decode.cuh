@@ -14,11 +14,9 @@
 
 #include <qcut/codebook.cuh>
 #include <qcut/epilogue.cuh>
-#include <qcut/norm.cuh>
+#include <qcut/token_source.cuh>
 
 namespace qcut {
-
-enum class Prologue { kNone, kQuantize, kGate, kRms, kLayer };
 
 // See W8A8Tile in emitters/w8a8_decode.py. A unit is 16 rows x 128 columns; tokens have up to kColumns.
 template <class T_, Prologue kPrologue_, int kRowTiles_, int kWarps_, int kUnits_, int kPrefetch_, int kTokens_,
@@ -28,7 +26,7 @@ struct W8A8Tile {
   static constexpr Prologue kPrologue = kPrologue_;
   static constexpr int kRowTiles = kRowTiles_, kWarps = kWarps_, kUnits = kUnits_, kPrefetch = kPrefetch_;
   static constexpr int kTokens = kTokens_, kColumns = kColumns_, kSplits = kSplits_;
-  static constexpr bool kNorm = kPrologue == Prologue::kRms || kPrologue == Prologue::kLayer;
+  static constexpr bool kNorm = kIsNorm<kPrologue>;
   static constexpr int kUnitColumns = 128;
   static constexpr int kRows = 16 * kRowTiles;
   static constexpr int kSpan = kUnitColumns * kUnits;  // columns of a warp
@@ -47,19 +45,6 @@ struct W8A8Tile {
   static constexpr int kParameters = kSums + static_cast<int>(sizeof(T)) * kTokens * kColumns;
   static constexpr int kPartial = kParameters + (kNorm ? 2 * static_cast<int>(sizeof(T)) * kColumns : 0);
   static_assert(kColumns % kChunk == 0 && kTokens <= 8, "see emitters/w8a8_decode.py");
-};
-
-// What tokens are made of. `other`: a residual, null where there is none, or what the gate multiplies; rows of both are
-// apart by their strides. `sum`, rows close together, takes x + residual.
-template <class T>
-struct TokenSource {
-  const T* x;
-  const T* other;
-  T* sum;
-  const T* weight;
-  const T* bias;
-  long long x_stride, other_stride;
-  float eps;
 };
 
 // Makes m tokens of k columns: int8, zero beyond k to the last chunk's end, and their scales.
@@ -146,9 +131,7 @@ struct TokenMaker {
           other[b][0].to_float(g);
           if (!Tile::kNorm || source.other != nullptr) {
 #pragma unroll
-            for (int i = 0; i < kSize; ++i) {
-              f[i] = to_float(from_float<T>(Tile::kNorm ? f[i] + g[i] : to_float(from_float<T>(silu(f[i]))) * g[i]));
-            }
+            for (int i = 0; i < kSize; ++i) f[i] = joined<T, Tile::kPrologue>(f[i], g[i]);
             x[b][0] = rounded(f);
             if (Tile::kNorm && blockIdx.x == 0) {
               store_vector<T, kAligned>(source.sum + token * static_cast<long long>(k), col, k, f);
