@@ -7,6 +7,7 @@ with few sequences parts of the context fill the GPU, and the CTA that finishes 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from emitters.constraints import Constraint, check
 from emitters.source import DType, KernelSource, Param
@@ -145,27 +146,54 @@ class AttentionDecode:
         return places * parts * self.group * (self.head + 2) if parts > 1 else 0
 
     def params(self) -> tuple[Param, ...]:
-        """Arguments, in order.
+        """Arguments, in order: see `attention_params`."""
+        return attention_params(self.cache)
 
-        ``q, keys, values``; ``key_scales, value_scales`` (s8 alone); ``positions`` int32 ``[B]``; ``out, workspace,
-        counters`` (uint32, one for each CTA of a part, 0 before the first launch, and again after each); strides of q
-        and of the cache between sequences; ``kv_heads``, ``queries`` of each, ``context``, ``scale * log2(e)``.
-        """
-        scales = ("key_scales", "value_scales") if self.cache is DType.S8 else ()
-        pointers = ("q", "keys", "values", *scales, "positions", "out", "workspace", "counters")
-        return (
-            *(Param(name, "ptr") for name in pointers),
-            Param("q_stride", "i64"),
-            Param("batch_stride", "i64"),
-            Param("kv_heads", "i32"),
-            Param("queries", "i32"),
-            Param("context", "i32"),
-            Param("scale", "f32"),
-        )
+
+def attention_params(cache: DType) -> tuple[Param, ...]:
+    """Arguments of every form of attention, in order.
+
+    ``q, keys, values``; ``key_scales, value_scales`` (s8 alone); ``positions`` int32 ``[B]``; ``out, workspace,
+    counters`` (uint32, one for each CTA of a part, 0 before the first launch, and again after each); strides of q
+    and of the cache between sequences; ``kv_heads``, ``queries`` of each, ``context``, ``scale * log2(e)``.
+    """
+    scales = ("key_scales", "value_scales") if cache is DType.S8 else ()
+    pointers = ("q", "keys", "values", *scales, "positions", "out", "workspace", "counters")
+    return (
+        *(Param(name, "ptr") for name in pointers),
+        Param("q_stride", "i64"),
+        Param("batch_stride", "i64"),
+        Param("kv_heads", "i32"),
+        Param("queries", "i32"),
+        Param("context", "i32"),
+        Param("scale", "f32"),
+    )
 
 
 def emit_attention_decode(desc: AttentionDecode) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
+    tile = f"{desc.x.cpp}, {desc.cache.cpp}, {desc.head}, {desc.group}, {desc.warps}, {desc.unroll}"
+    return attention_source(desc, "attention", f"DecodeAttention<{tile}>", f"__launch_bounds__({desc.block})")
+
+
+class _Described(Protocol):
+    """What `attention_source` needs of a description."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def x(self) -> DType: ...
+    @property
+    def cache(self) -> DType: ...
+    @property
+    def arch(self) -> str: ...
+    @property
+    def block(self) -> int: ...
+    def params(self) -> tuple[Param, ...]: ...
+
+
+def attention_source(desc: _Described, header: str, function: str, bounds: str) -> KernelSource:
+    """The text: ``function::run`` gets the arguments, null pointers for scales that there are not."""
     types = {"q": f"const {desc.x.cpp}*", "out": f"{desc.x.cpp}*", "workspace": "float*", "counters": "unsigned*"}
     types |= dict.fromkeys(("keys", "values"), f"const {desc.cache.cpp}*")
     types |= dict.fromkeys(("key_scales", "value_scales"), "const float*")
@@ -174,12 +202,11 @@ def emit_attention_decode(desc: AttentionDecode) -> KernelSource:
     signature = ", ".join(f"{types.get(p.name, 'int')} {p.name}" for p in params)
     names = {p.name for p in params}
     scales = ", ".join(name if name in names else "nullptr" for name in ("key_scales", "value_scales"))
-    tile = f"{desc.x.cpp}, {desc.cache.cpp}, {desc.head}, {desc.group}, {desc.warps}, {desc.unroll}"
     text = (
-        "#include <qcut/attention.cuh>\n\n"
-        f'extern "C" __global__ void __launch_bounds__({desc.block})\n'
+        f"#include <qcut/{header}.cuh>\n\n"
+        f'extern "C" __global__ void {bounds}\n'
         f"{desc.name}({signature}) {{\n"
-        f"  qcut::DecodeAttention<{tile}>::run(q, keys, values, {scales}, positions, out, workspace, counters,\n"
+        f"  qcut::{function}::run(q, keys, values, {scales}, positions, out, workspace, counters,\n"
         "      q_stride, batch_stride, kv_heads, queries, context, scale);\n"
         "}\n"
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emitters.attention import AttentionDecode, emit_attention_decode
+from emitters.attention_choice import emit_attention, select_attention
 from emitters.source import DType
 from emitters.transformer import (
     ActivateRows,
@@ -146,9 +146,9 @@ def decode_attention(
     found = _plans.get(key)
     if found is None:
         cache = DType.S8 if keys.dtype is torch.int8 else DTYPES[keys.dtype]
-        desc = AttentionDecode.for_shape(DTYPES[q.dtype], cache, head, queries, gpu.arch)
-        parts = desc.parts(batch, kv_heads, queries, context, gpu.sm_count)
-        kernel = launch_plans.load(emit_attention_decode(desc), device)
+        sizes = {"batch": batch, "kv_heads": kv_heads, "context": context, "sm_count": gpu.sm_count}
+        desc, parts = select_attention(DTYPES[q.dtype], cache, head, queries, gpu.arch, **sizes)
+        kernel = launch_plans.load(emit_attention(desc), device)
         grid = desc.grid(batch, kv_heads, queries, parts)
         plan = LaunchPlan(kernel, lambda m: grid, pdl=_pdl(device))
         found = _plans[key] = plan, desc.workspace_floats(batch, kv_heads, queries, parts), grid[1] * batch
@@ -159,8 +159,8 @@ def decode_attention(
     scales = [] if key_scales is None or value_scales is None else [key_scales, value_scales]
     positions = positions.contiguous()
     given = [q, keys, values, *scales, positions, out, workspace, counters]
-    sizes = (q.stride(0), keys.stride(0), kv_heads, queries, context, scale * _LOG2_E)
-    plan.launch(batch, (*(t.data_ptr() for t in given), *sizes), _stream(device))
+    numbers = (q.stride(0), keys.stride(0), kv_heads, queries, context, scale * _LOG2_E)
+    plan.launch(batch, (*(t.data_ptr() for t in given), *numbers), _stream(device))
     return out
 
 

@@ -7,9 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sass import instructions
 
-from emitters import attention, transformer
+from emitters import attention, attention_mma, transformer
 from emitters.attention import AttentionDecode, emit_attention_decode
+from emitters.attention_choice import emit_attention, estimated_cycles, select_attention
+from emitters.attention_mma import AttentionMma
 from emitters.source import DType, EmitError, KernelSource
 from emitters.transformer import (
     ActivateRows,
@@ -22,17 +25,27 @@ from emitters.transformer import (
     emit_norm,
 )
 from qcut import jit
+from tests.compiled import build
 
 F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
 WIDE = AttentionDecode(F16, F16, 128, 4, "sm_90a")
+MMA = AttentionMma(F16, F16, 128, 4, "sm_90a", cluster=8)
 NORM = NormRows(F16, False, "sm_90a")
 APPEND = RotateAndAppend(F16, F16, 128, True, "sm_90a")
+
+
+def mma_attention(arch: str) -> list[AttentionMma]:
+    heads = ((F16, F16, 16, 1), (BF16, BF16, 64, 3), (F16, F16, 80, 8), (F16, F16, 128, 4), (BF16, BF16, 256, 8))
+    heads += ((BF16, S8, 64, 1), (F16, S8, 128, 4), (F16, S8, 256, 12))
+    clusters = (1, 2, 4, 8, 1, 8, 4, 2) if arch == "sm_90a" else (1,) * len(heads)
+    return [AttentionMma.for_shape(*head, arch, n) for head, n in zip(heads, clusters, strict=True)]
 
 
 def sources(arch: str) -> list[KernelSource]:
     heads = ((F16, F16, 128, 4), (F16, S8, 128, 4), (BF16, BF16, 64, 1), (F32, F32, 8, 2), (F32, F32, 256, 1))
     found = [emit_attention_decode(AttentionDecode.for_shape(*head, arch)) for head in heads]
     found.append(emit_attention_decode(AttentionDecode.for_shape(F16, F16, 256, 8, arch)))
+    found.extend(map(emit_attention, mma_attention(arch)))
     for x, layer, residual, quantized, k in (
         (F16, False, True, True, 4096),
         (BF16, True, False, False, 1280),
@@ -60,6 +73,8 @@ def test_text_is_deterministic_and_names_are_unique() -> None:
 
 def test_names_spell_the_kernel() -> None:
     assert WIDE.name == "qcut_attention_decode_sm90a_f16_f16_h128g4_w4u4"
+    assert MMA.name == "qcut_attention_mma_sm90a_f16_f16_h128g4_w4t2_c8"
+    assert replace(MMA, cache=S8, cluster=1).name == "qcut_attention_mma_sm90a_f16_s8_h128g4_w4t2"
     assert replace(NORM, residual=True, quantized=True).name == "qcut_norm_sm90a_f16_rms_r_q_t256v1"
     assert replace(NORM, layer=True, aligned=False).name == "qcut_norm_sm90a_f16_layer_t256v1_u"
     assert APPEND.name == "qcut_append_sm90a_f16_f16_h128_rope"
@@ -94,6 +109,21 @@ def test_compiles_without_spills(arch: str) -> None:
         assert resources.smem_bytes <= 49_152
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_attention_multiplies_on_tensor_cores(arch: str) -> None:
+    descs = mma_attention(arch)
+    for desc, binary in zip(descs, build(*map(emit_attention, descs)), strict=True):
+        found = instructions(binary.cubin)
+        assert any(name.startswith("HMMA.16816.F32") for name in found), desc.name
+        assert any(name.startswith("LDG.E") and "128" in name for name in found)
+        assert any(name.startswith("MOVM") for name in found)
+        assert any(name.startswith("STAS") for name in found) == (desc.cluster > 1)  # to other CTAs' shared memory
+        resources = binary.resources
+        assert resources is not None
+        assert resources.registers * desc.block * desc.resident <= 65_536, desc.name
+        assert resources.smem_bytes <= attention_mma._smem_bytes(desc)
+
+
 # ── choice ───────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -115,6 +145,45 @@ def test_parts_fill_the_gpu_and_leave_each_enough() -> None:
     assert WIDE.parts(1, 8, 4, 8192, 132) * 8 >= 2 * 132
     assert WIDE.workspace_floats(2, 8, 4, 1) == 0
     assert WIDE.workspace_floats(2, 8, 4, 3) == 2 * 8 * 3 * 4 * 130
+
+
+@pytest.mark.parametrize("head", [16, 64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("queries", [1, 3, 8, 12, 17])
+def test_halves_attend_on_tensor_cores(head: int, queries: int) -> None:
+    for x, cache in ((F16, F16), (BF16, BF16), (BF16, S8)):
+        desc = AttentionMma.for_shape(x, cache, head, queries, "sm_80")
+        assert desc.grid(3, 2, queries, 5) == (5, 2 * -(-queries // 8), 3)
+        sizes = {"batch": 3, "kv_heads": 2, "context": 700, "sm_count": 108}
+        chosen, parts = select_attention(x, cache, head, queries, "sm_80", **sizes)
+        assert (chosen, 1 <= parts <= 21) == (desc, True)
+    for x, head in ((F32, 128), (F16, 8)):
+        assert isinstance(select_attention(x, x, head, queries, "sm_90a", **sizes)[0], AttentionDecode)
+
+
+def test_parts_meet_in_a_cluster_where_reading_is_short() -> None:
+    def chosen(batch: int, kv_heads: int, context: int, arch: str = "sm_90a") -> tuple[int, int]:
+        sizes = {"batch": batch, "kv_heads": kv_heads, "context": context, "sm_count": 132}
+        desc, parts = select_attention(F16, F16, 128, 4, arch, **sizes)
+        assert isinstance(desc, AttentionMma)
+        assert desc.cluster in (1, parts)
+        return desc.cluster, parts
+
+    assert chosen(1, 8, 48) == (1, 1)
+    assert chosen(1, 8, 513) == chosen(1, 8, 4097) == (8, 8)
+    assert chosen(8, 8, 8193) == (4, 4)  # 256 CTAs, where 264 have a place
+    assert chosen(1, 8, 32768) == (1, 33)
+    assert chosen(64, 8, 4097) == (1, 1)
+    assert chosen(1, 8, 4097, "sm_80")[0] == 1
+
+
+def test_estimates_follow_the_bytes() -> None:
+    alone = replace(MMA, cluster=1)
+    short, long, longer = (estimated_cycles(alone, 1, 64, context, 132) for context in (32, 512, 2048))
+    assert longer == pytest.approx(4 * long)
+    assert long / 16 < short < long / 7  # waits for its first bytes
+    assert estimated_cycles(alone, 4, 64, 8192, 132) > estimated_cycles(replace(MMA, cluster=4), 4, 64, 8192, 132)
+    assert replace(MMA, cluster=4).workspace_floats(2, 8, 4, 4) == alone.workspace_floats(2, 8, 4, 1) == 0
+    assert alone.workspace_floats(2, 8, 4, 3) == 2 * 8 * 3 * 4 * 132
 
 
 @pytest.mark.parametrize("k", [1, 32, 172, 768, 1280, 4096, 5120, 8192, 14336])
@@ -139,7 +208,28 @@ REFUSALS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+MMA_REFUSALS: dict[str, dict[str, Any]] = {
+    "x": {"x": F32},
+    "cache": {"cache": BF16},
+    "head": {"head": 100},
+    "group": {"group": 9},
+    "warps": {"warps": 9},
+    "tiles": {"tiles": 5},
+    "cluster": {"cluster": 3},
+    "clusters": {"arch": "sm_80"},
+    "registers": {"tiles": 3},
+    "shared_memory": {"group": 8, "warps": 8, "tiles": 1, "head": 240},
+}
+
+
+@pytest.mark.parametrize("name", MMA_REFUSALS)
+def test_illegal_attention_on_tensor_cores_is_refused_by_name(name: str) -> None:
+    with pytest.raises(EmitError, match=f"^qcut_attention_mma_[a-z0-9_]+: {name}: "):
+        replace(MMA, **MMA_REFUSALS[name])
+
+
 def test_every_constraint_is_refused_below() -> None:
+    assert [c.name for c in attention_mma.CONSTRAINTS] == list(MMA_REFUSALS)
     assert [c.name for c in attention.CONSTRAINTS] == list(REFUSALS)
     assert [c.name for c in transformer.NORM_CONSTRAINTS] == ["x", "threads", "vectors"]
     assert [c.name for c in transformer.ROPE_CONSTRAINTS] == ["x", "cache", "head"]

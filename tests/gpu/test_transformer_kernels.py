@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from emitters.attention import AttentionDecode, emit_attention_decode
+from emitters.attention import AttentionDecode
+from emitters.attention_choice import Attention, emit_attention, select_attention
+from emitters.attention_mma import AttentionMma
 from emitters.source import DType
 from emitters.transformer import (
     ACTIVATIONS,
@@ -25,7 +27,7 @@ from emitters.transformer import (
 )
 from qcut import numerics, sampling
 from tests.gpu.launching import Guarded, arch, launch
-from tests.gpu.oracles import DEVICE, TORCH_DTYPE, assert_same, half_ulp
+from tests.gpu.oracles import DEVICE, SMALLEST_SPACING, TORCH_DTYPE, assert_same, half_ulp
 
 F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
 
@@ -40,17 +42,39 @@ def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 HEADS = ((F32, F32, 8, 2), (F16, F16, 128, 4), (BF16, BF16, 64, 1), (F16, S8, 128, 4), (F16, F16, 96, 3))
 HEADS += ((F16, F16, 256, 12), (BF16, S8, 64, 8), (F32, F32, 256, 1), (F32, S8, 32, 2))
+MMA_HEADS = ((F16, F16, 16, 1), (BF16, BF16, 32, 3), (F16, F16, 64, 4), (F16, F16, 80, 8), (BF16, BF16, 96, 12))
+MMA_HEADS += ((F16, F16, 128, 4), (BF16, BF16, 128, 1), (F16, F16, 256, 8), (F16, S8, 16, 8), (BF16, S8, 32, 1))
+MMA_HEADS += ((F16, S8, 64, 3), (BF16, S8, 80, 4), (F16, S8, 96, 1), (F16, S8, 128, 4), (BF16, S8, 256, 12))
+CLUSTERED = [1, 2, 4, 8] if torch.cuda.is_available() and arch() == "sm_90a" else [1]
 
 
 def attend(
-    x: DType, cache: DType, head: int, queries: int, positions: list[int], *, context: int, kv_heads: int, parts: int
-) -> None:
-    """Launch twice into guarded memory, and hold the result to float64; what was not written yet is NaN, or 127."""
-    desc = AttentionDecode.for_shape(x, cache, head, queries, arch())
+    desc: Attention,
+    queries: int,
+    positions: list[int],
+    *,
+    context: int,
+    kv_heads: int,
+    parts: int,
+    q_offset: int = 0,
+    size: float = 1.0,
+    value_size: float = 1.0,
+) -> Tensor:
+    """Launch twice into guarded memory, and hold the result to float64; what was not written yet is NaN, or 127.
+
+    Keys and values are normal with deviations of ``size`` and ``value_size``; values of the first token are ``2**-12``
+    of the others', and zero in its first head. Queries start ``q_offset`` elements off a multiple of 16 bytes.
+    """
+    x, cache, head, mma = desc.x, desc.cache, desc.head, isinstance(desc, AttentionMma)
     generator = torch.Generator().manual_seed(head + context)
     batch, dtype, width = len(positions), TORCH_DTYPE[x], kv_heads * queries * head
-    q = torch.randn(batch, width + 24, generator=generator).to(dtype)
-    kv = torch.randn(2, batch, kv_heads, context, head, generator=generator).to(dtype)
+    q = torch.randn(batch, width + 24 + q_offset, generator=generator).to(dtype)
+    kv = torch.randn(2, batch, kv_heads, context, head, generator=generator)
+    kv[0] *= size
+    kv[1] *= value_size
+    kv[1, :, :, 0] *= 2.0**-12
+    kv[1, :, 0, 0] = 0
+    kv = kv.to(dtype)
     if cache is S8:
         stored, scales = quantized(kv)
         exact = stored.double() * scales[..., None].double()
@@ -58,7 +82,10 @@ def attend(
         stored, scales, exact = kv, torch.empty(2, 0), kv.double()
     for b, position in enumerate(positions):
         stored[:, b, :, position + 1 :] = 127 if cache is S8 else math.nan
-    on_gpu = [t.contiguous().to(DEVICE) for t in (q, *stored, *(scales if cache is S8 else ()))]
+        if cache is S8:
+            scales[:, b, :, position + 1 :] = math.nan
+    q_gpu = q.to(DEVICE)[:, q_offset:]
+    on_gpu = [t.contiguous().to(DEVICE) for t in (*stored, *(scales if cache is S8 else ()))]
     counters = torch.zeros(batch * kv_heads * -(-queries // desc.group), dtype=torch.int32, device=DEVICE)
     floats = max(1, desc.workspace_floats(batch, kv_heads, queries, parts))
     results = []
@@ -66,8 +93,9 @@ def attend(
         out = Guarded(batch, width, dtype)
         workspace = torch.full((floats,), math.nan, device=DEVICE)
         launch(
-            emit_attention_decode(desc),
+            emit_attention(desc),
             desc.grid(batch, kv_heads, queries, parts),
+            q_gpu,
             *on_gpu,
             torch.tensor(positions, dtype=torch.int32, device=DEVICE),
             out.tensor,
@@ -84,45 +112,122 @@ def attend(
         assert not counters.any()
     assert_same(results[0], results[1])
     for b, position in enumerate(positions):
-        mine = q[b, :width].view(kv_heads, queries, head).double()
+        mine = q[b, q_offset : q_offset + width].view(kv_heads, queries, head).double()
         keys, values = exact[:, b, :, : position + 1]
         scores = mine @ keys.transpose(1, 2) * head**-0.5
         weights = scores.softmax(-1)
         want = weights @ values
         # A score errs by head 2**-23 of its terms' sizes, an exponential by 2**-21, a sum of T terms by T 2**-23 of its
-        # size; an error of a score is the same share of its weight, and weights add up to 1.
+        # size; an error of a score is the same share of its weight, and weights add up to 1. A tensor core rounds every
+        # eight products once more.
         sizes = (mine.abs() @ keys.abs().transpose(1, 2)) * head**-0.5
-        share = (head + 8) * 2.0**-23 * sizes.amax(-1, keepdim=True) + 2.0**-20 + (position + 64) * 2.0**-23
+        share = (1.25 * head + 8) * 2.0**-23 * sizes.amax(-1, keepdim=True)
+        share = share + 2.0**-20 + 1.25 * (position + 64) * 2.0**-23
         slack = 2 * share * (weights @ values.abs())
+        if mma:
+            # It takes weights in 16 bits: each errs by a share of itself, and below 2**-14 of the largest by half a
+            # step of float16, in units in which the largest is 1, or with scales 1 / its scale.
+            slack = slack + 2 * half_ulp(torch.tensor(1.0), dtype) * (weights @ values.abs())
+            step = SMALLEST_SPACING[dtype] / 2
+            steps = values.abs().sum(1, keepdim=True)
+            if cache is S8:
+                mass = scales[1, b, :, : position + 1].double().amax(1)[:, None, None]
+                steps = mass * (stored[1, b, :, : position + 1].double().abs().sum(1, keepdim=True))
+            slack = slack + step * (steps + (position + 1) * want.abs())
         error = (results[0][b].view(want.shape).double() - want).abs()
         assert bool((error <= slack + half_ulp(want.abs() + slack, dtype)).all())
+    return results[0]
 
 
 @pytest.mark.parametrize(("x", "cache", "head", "queries"), HEADS)
 @pytest.mark.parametrize("parts", [1, 3, 16])
 def test_attention(x: DType, cache: DType, head: int, queries: int, parts: int) -> None:
-    attend(x, cache, head, queries, [0, 37, 299, 128], context=300, kv_heads=2, parts=parts)
+    desc = AttentionDecode.for_shape(x, cache, head, queries, arch())
+    attend(desc, queries, [0, 37, 299, 128], context=300, kv_heads=2, parts=parts)
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 63, 64, 65, 127, 1000, 8191])
 def test_attention_at_the_edges_of_steps(length: int) -> None:
     desc = AttentionDecode.for_shape(F16, F16, 128, 4, arch())
     for parts in {1, 2, desc.parts(1, 1, 4, 8192, 132)}:
-        attend(F16, F16, 128, 4, [length - 1], context=8192, kv_heads=1, parts=parts)
+        attend(desc, 4, [length - 1], context=8192, kv_heads=1, parts=parts)
 
 
-def test_attention_of_one_value_is_that_value() -> None:
+@pytest.mark.parametrize(("x", "cache", "head", "queries"), MMA_HEADS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 16])
+def test_attention_on_tensor_cores(x: DType, cache: DType, head: int, queries: int, parts: int) -> None:
+    """Sequences of several lengths, of which short ones leave parts without keys; through clusters and without."""
+    for cluster in {1, *([parts] if parts in CLUSTERED else [])}:
+        desc = AttentionMma.for_shape(x, cache, head, queries, arch(), cluster)
+        lengths = (1, 500, 20, 129)
+        attend(desc, queries, [n - 1 for n in lengths], context=501, kv_heads=2, parts=parts, q_offset=parts % 3)
+
+
+@pytest.mark.parametrize("cache", [F16, S8])
+@pytest.mark.parametrize("cluster", CLUSTERED)
+def test_attention_on_tensor_cores_at_the_edges_of_tiles(cache: DType, cluster: int) -> None:
+    lengths = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 500)
+    desc = AttentionMma.for_shape(F16, cache, 128, 4, arch(), cluster)
+    together = attend(desc, 4, [n - 1 for n in lengths], context=500, kv_heads=1, parts=cluster)
+    assert len({row.sum().item() for row in together}) == len(lengths)
+
+
+@pytest.mark.parametrize("x", [F16, BF16])
+@pytest.mark.parametrize("cache", ["x", S8])
+def test_attention_on_tensor_cores_of_scores_far_apart(x: DType, cache: Any) -> None:
+    """Weights that underflow, maxima that come late."""
+    desc = AttentionMma.for_shape(x, x if cache == "x" else cache, 64, 5, arch())
+    attend(desc, 5, [299, 40], context=300, kv_heads=2, parts=2, size=40.0)
+
+
+@pytest.mark.parametrize("value_size", [2.0**-13, 2.0**13])
+def test_attention_on_tensor_cores_of_small_and_large_scales(value_size: float) -> None:
+    """Scales that float16 weights would not survive."""
+    desc = AttentionMma.for_shape(F16, S8, 64, 5, arch())
+    attend(desc, 5, [299, 40], context=300, kv_heads=2, parts=2, value_size=value_size)
+
+
+def test_chosen_attention_of_a_long_context() -> None:
+    desc, parts = select_attention(F16, F16, 128, 4, arch(), batch=1, kv_heads=1, context=8192, sm_count=132)
+    assert isinstance(desc, AttentionMma)
+    attend(desc, 4, [8190], context=8192, kv_heads=1, parts=parts)
+
+
+@pytest.mark.parametrize("cache", [F16, S8])
+def test_attention_on_tensor_cores_keeps_nan_that_is_read(cache: DType) -> None:
+    """A NaN value, or the NaN scale that the quantizer gives it, is in all of its head's results and no other's."""
+    desc = AttentionMma.for_shape(F16, cache, 64, 2, arch())
+    q = torch.randn(1, 4 * 64, dtype=torch.float16, device=DEVICE)
+    kv = torch.randn(2, 2, 40, 64).half()
+    kv[1, 1, 17, 5] = math.nan
+    stored, scales = quantized(kv) if cache is S8 else (kv, torch.empty(2, 0))
+    caches = [t.contiguous().to(DEVICE) for t in (*stored, *(scales if cache is S8 else ()))]
+    out = torch.empty(2, 2, 64, dtype=torch.float16, device=DEVICE)
+    workspace, counters = torch.empty(1, device=DEVICE), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    position = torch.tensor([39], dtype=torch.int32, device=DEVICE)
+    sizes = (4 * 64, 2 * 40 * 64, 2, 2, 40, 0.125)
+    launch(emit_attention(desc), desc.grid(1, 2, 2, 1), q, *caches, position, out, workspace, counters, *sizes)
+    want = torch.zeros(2, 2, 64, dtype=torch.bool)
+    want[1] = True
+    if cache is not S8:
+        want[1, :, :5] = want[1, :, 6:] = False
+    assert_same(out.isnan().cpu(), want)
+
+
+@pytest.mark.parametrize("form", [AttentionDecode, AttentionMma])
+def test_attention_of_one_value_is_that_value(form: Any) -> None:
     """Whatever the scores: large ones, equal ones."""
-    desc = AttentionDecode.for_shape(F32, F32, 64, 1, arch())
-    q = torch.full((1, 64), 1e4, device=DEVICE)
-    keys = torch.full((1, 1, 50, 64), 1e4, device=DEVICE)
-    values = torch.linspace(-3, 3, 64, device=DEVICE).expand(1, 1, 50, 64).contiguous()
-    out = torch.empty(1, 64, device=DEVICE)
+    x, dtype, tolerance = (F32, torch.float32, 1e-6) if form is AttentionDecode else (F16, torch.float16, 0.0)
+    desc = form.for_shape(x, x, 64, 1, arch())
+    q = torch.full((1, 64), 1e4, dtype=dtype, device=DEVICE)
+    keys = torch.full((1, 1, 50, 64), 1e4, dtype=dtype, device=DEVICE)
+    values = torch.linspace(-3, 3, 64, device=DEVICE).to(dtype).expand(1, 1, 50, 64).contiguous()
+    out = torch.empty(1, 64, dtype=dtype, device=DEVICE)
     workspace, counters = torch.empty(4096, device=DEVICE), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     position = torch.tensor([49], dtype=torch.int32, device=DEVICE)
     rest: tuple[Any, ...] = (position, out, workspace, counters, 64, 50 * 64, 1, 1, 50, 1.0)
-    launch(emit_attention_decode(desc), desc.grid(1, 1, 1, 2), q, keys, values, *rest)
-    assert torch.allclose(out, values[0, 0, :1], rtol=1e-6)
+    launch(emit_attention(desc), desc.grid(1, 1, 1, 2), q, keys, values, *rest)
+    assert torch.allclose(out, values[0, 0, :1], rtol=tolerance, atol=0.0)
 
 
 # ── norms ────────────────────────────────────────────────────────────────────────────────────────

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <qcut/mma.cuh>
+#include <qcut/softmax.cuh>
 
 namespace qcut {
 
@@ -57,7 +58,6 @@ struct DecodeAttention {
   static constexpr int kStep = kSlots * kUnroll;       // of a warp
   static constexpr int kElements = kChunks * kSize;    // of a lane
   static constexpr int kRecord = kHead + 2;            // weighted values, maximum, sum
-  static constexpr float kNone = -1e30f;               // of no key: exp2 of its distance to any other is 0
   static_assert(kHead % kSize == 0, "heads are whole vectors of 16 bytes");
 
   // Of one query: the largest score, in powers of two, the sum of weights under it, and values so weighted.
@@ -68,12 +68,6 @@ struct DecodeAttention {
   struct Combined {
     float peak, weights, value;
   };
-
-  static __device__ __forceinline__ float power(float v) {
-    float d;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
-    return d;
-  }
 
   static __device__ __forceinline__ void load(uint4 (&raw)[kChunks], const C* row, int lane) {
 #pragma unroll
@@ -97,7 +91,7 @@ struct DecodeAttention {
   // Adds up `count` states in order, for one column; `of(i, j)` is word j of the i-th.
   template <class Of>
   static __device__ __forceinline__ Combined combined(int count, int column, const Of& of) {
-    float peak = kNone;
+    float peak = kNoScore;
     for (int i = 0; i < count; ++i) peak = fmaxf(peak, of(i, kHead));
     Combined sum{peak, 0.0f, 0.0f};
     for (int i = 0; i < count; ++i) {
@@ -152,7 +146,7 @@ struct DecodeAttention {
     State state;
 #pragma unroll
     for (int g = 0; g < kGroup; ++g) {
-      state.peak[g] = kNone;
+      state.peak[g] = kNoScore;
       state.sum[g] = 0.0f;
 #pragma unroll
       for (int i = 0; i < kElements; ++i) state.values[g][i] = 0.0f;
@@ -189,7 +183,7 @@ struct DecodeAttention {
 #pragma unroll
           for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
           if constexpr (kScaled) sum *= key_scale[u];
-          score[u][g] = base + u * kSlots + slot < end ? sum : kNone;
+          score[u][g] = base + u * kSlots + slot < end ? sum : kNoScore;
         }
       }
 #pragma unroll
