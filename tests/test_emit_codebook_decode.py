@@ -87,7 +87,7 @@ def test_parameters_are_the_signature(source: KernelSource):
     found = []
     for argument in match.group(1).split(","):
         kind, name = argument.strip().rsplit(" ", 1)
-        found.append((name, {"int": "i32"}.get(kind, "ptr")))
+        found.append((name, {"int": "i32", "float": "f32"}.get(kind, "ptr")))
         assert (found[-1][1] == "ptr") == kind.endswith("*")
     assert found == [(p.name, p.kind) for p in source.params]
     assert f"__launch_bounds__({source.block}, 1)" in source.text
@@ -251,7 +251,7 @@ def test_mma_binaries_hold_their_instructions(arch: str):
         product = {"s8x": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
         kind = source.name.split(f"{arch.replace('_', '')}_")[1][:3]
         assert {product[kind], "LDSM.16.M88.4", "PRMT"} <= found, source.name
-        rotates = "hxc" in source.name
+        rotates = any(p.name == "signs" for p in source.params)
         assert ("SHFL.BFLY" in found) == rotates, source.name
         stream = r"LDG\.E\.NA\.LTC(128|256)B\.128\.CONSTANT"
         assert any(re.match(stream, name) for name in found), source.name

@@ -131,6 +131,15 @@ def test_what_is_written_reaches_the_stack_and_what_is_replaced_does_not() -> No
     assert storage_bytes(modules, again) == storage_bytes(siblings_of("w8a8"))
 
 
+@torch.no_grad()
+def test_views_in_another_order_are_stacked_anew() -> None:
+    modules = siblings_of("w8a8")
+    first, x = stack(modules), torch.randn(3, K)
+    swapped = [modules[1], modules[0], modules[2]]
+    assert torch.equal(stack(modules, swapped)(x), torch.cat([m(x) for m in swapped], -1))
+    assert torch.equal(first(x), torch.cat([m(x) for m in modules], -1))
+
+
 def test_weights_do_not_become_tensors_of_inference_mode() -> None:
     modules = siblings_of(None)
     with torch.inference_mode():
@@ -173,6 +182,14 @@ class OwnForward(nn.Linear):
         return 2 * super().forward(x)
 
 
+class OwnInt8(Linear):
+    pass
+
+
+class OwnParameter(nn.Parameter):
+    pass
+
+
 STATIC = {"static_range": StaticRange(-1.0, 2.0)}
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     "one": lambda: nn.ModuleList([sibling(None, 64)]),
@@ -190,7 +207,13 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "conv1d": lambda: nn.ModuleList([Conv1D(64, K), Conv1D(64, K)]),
     "other_modules": lambda: nn.ModuleList([nn.Identity(), nn.Identity()]),
     "parametrized": lambda: changed(None, lambda m: nn.utils.parametrizations.orthogonal(m[0])),
-    "more_parameters": lambda: changed(None, lambda m: m[1].register_parameter("gain", nn.Parameter(torch.ones(64)))),
+    "more_parameters": lambda: changed(
+        None, lambda m: [one.register_parameter("gain", nn.Parameter(torch.ones(64))) for one in m]
+    ),
+    "class_of_int8": lambda: changed("w8a8", lambda m: [setattr(one, "__class__", OwnInt8) for one in m]),
+    "tensor_class": lambda: changed(
+        None, lambda m: [setattr(one, "weight", OwnParameter(one.weight.detach())) for one in m]
+    ),
     "hook": lambda: hooked("register_forward_hook"),
     "pre_hook": lambda: hooked("register_forward_pre_hook"),
     "forward_of_its_own": patched,
