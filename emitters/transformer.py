@@ -14,10 +14,17 @@ from emitters.source import DType, KernelSource, Param
 _FLOATS = (DType.F16, DType.BF16, DType.F32)
 _MAX_VECTORS = 4
 
+_MANY_VECTORS = 5
+MANY_ROWS = 1024
+"""From so many rows on an SM has several at once."""
 NORM_CONSTRAINTS = (
     Constraint("x", "is f16, bf16 or f32", lambda k: k.x in _FLOATS),
     Constraint("threads", "are 32 to 1024, a multiple of 32", lambda k: k.threads in range(32, 1025, 32)),
-    Constraint("vectors", f"of a thread are 1 to {_MAX_VECTORS}", lambda k: 1 <= k.vectors <= _MAX_VECTORS),
+    Constraint(
+        "vectors",
+        f"of a thread are 1 to {_MAX_VECTORS}, or {_MANY_VECTORS} where a CTA has 512 threads at most",
+        lambda k: 1 <= k.vectors <= (_MANY_VECTORS if k.threads <= 512 else _MAX_VECTORS),
+    ),
 )
 """What `NormRows` can be."""
 
@@ -67,18 +74,25 @@ class NormRows:
         arch: str,
         k: int,
         *,
+        many: bool = False,
         residual: bool = False,
         quantized: bool = False,
         aligned: bool = True,
     ) -> NormRows:
-        """The kernel for rows of k columns: as few vectors a thread as threads allow.
+        """The kernel for rows of k columns.
+
+        A thread has one vector, so that a row takes no longer than it must; with ``many`` rows up to five, so that an
+        SM has several rows on their way. Results are the same.
 
         Raises:
             EmitError: rows longer than 1024 threads hold; see `NORM_CONSTRAINTS`.
         """
         vectors = -(-k * x.bits // 128)
         each = -(-vectors // 1024)
+        if many:
+            each = max(each, min(_MANY_VECTORS, -(-vectors // 32)))
         threads = min(1024, math.ceil(vectors / each / 32) * 32)
+        each = -(-vectors // threads)
         return cls(x, layer, arch, residual, quantized, threads, each, aligned)
 
     @property

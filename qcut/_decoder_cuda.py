@@ -12,6 +12,7 @@ from torch import Tensor
 from emitters.attention_choice import emit_attention, select_attention
 from emitters.source import DType
 from emitters.transformer import (
+    MANY_ROWS,
     ActivateRows,
     ArgmaxRows,
     NormRows,
@@ -77,10 +78,11 @@ def _normed(
     if bias is not None:
         bias = bias.contiguous()
     aligned = k * x.element_size() % 16 == 0 and _aligned(x, residual, weight, bias)
-    key = ("norm", x.dtype, layer, k, residual is not None, scale is not None, aligned, device)
+    many = m >= MANY_ROWS
+    key = ("norm", x.dtype, layer, k, residual is not None, scale is not None, many, aligned, device)
     plan = _plans.get(key)
     if plan is None:
-        flags = {"residual": residual is not None, "quantized": scale is not None, "aligned": aligned}
+        flags = {"many": many, "residual": residual is not None, "quantized": scale is not None, "aligned": aligned}
         desc = NormRows.for_shape(DTYPES[x.dtype], layer, target(device).arch, k, **flags)
         plan = LaunchPlan(launch_plans.load(emit_norm(desc), device), desc.grid, pdl=_pdl(device))
         _plans[key] = plan
