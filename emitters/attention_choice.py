@@ -15,6 +15,8 @@ _GPU_BYTES = 20
 """Of a cycle and SM: what the memory gives all SMs together."""
 _SM_BYTES = 44
 """Of a cycle: what one SM takes at most."""
+_CLUSTER_SHARE = {1: 1.0, 2: 1.0, 4: 120 / 132, 8: 120 / 132}
+"""Of an H200's SMs: those that have a place in a cluster of that size."""
 _CLUSTER_CYCLES = 1000
 """A cluster adding up its parts."""
 _WORKSPACE_CYCLES = 4000
@@ -86,7 +88,7 @@ def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, 
         bandwidth = min(_GPU_BYTES * sm_count, _SM_BYTES * min(ctas, sm_count))
         return ctas * part_bytes * (_LATENCY / flight + 1 / bandwidth)
 
-    slots = desc.resident * sm_count
+    slots = desc.resident * int(sm_count * _CLUSTER_SHARE[desc.cluster]) // desc.cluster * desc.cluster
     waves, rest = divmod(places * parts, slots)
     cycles = waves * read(slots) + (read(rest) if rest else 0.0)
     if parts == 1:

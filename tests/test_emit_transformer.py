@@ -170,7 +170,7 @@ def test_parts_meet_in_a_cluster_where_reading_is_short() -> None:
 
     assert chosen(1, 8, 48) == (1, 1)
     assert chosen(1, 8, 513) == chosen(1, 8, 4097) == (8, 8)
-    assert chosen(8, 8, 8193) == (4, 4)  # 256 CTAs, where 264 have a place
+    assert chosen(8, 8, 8193) == (1, 4)  # 256 CTAs, where 264 have a place, but only 240 in clusters of four
     assert chosen(1, 8, 32768) == (1, 33)
     assert chosen(64, 8, 4097) == (1, 1)
     assert chosen(1, 8, 4097, "sm_80")[0] == 1
