@@ -249,8 +249,8 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
 
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k up to ``tile.columns`` where there are
     any, a multiple of 16 where not. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero
-    from k on. ``sum`` and D have rows close together; D is stored element by element. b, the vectors of n and a norm's
-    parameters are read before the kernel waits for its predecessor.
+    from k on. ``sum`` has rows close together; D is stored element by element. Where tokens are made here, the kernel
+    reads b, the vectors of n and a norm's parameters before it waits for its predecessor.
 
     Exactness: tokens bitwise as `emitters.quantize.QuantizePerToken` makes them of what `emitters.transformer` gives;
     integer sums are exact, and the epilogue is that of the other int8 GEMMs, bitwise.
