@@ -52,7 +52,8 @@ def _norm_fake(
 def _norm_cpu(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
-    total = x.new_empty(0) if residual is None else x + residual
+    x = x.contiguous()  # results are, on every device
+    total = x.new_empty(0) if residual is None else x + residual.contiguous()
     s = x if residual is None else total
     if layer:
         return total, F.layer_norm(s, (s.shape[1],), weight, bias, eps)
@@ -307,10 +308,11 @@ def _gelu_fake(x: Tensor) -> Tensor:
 
 
 def _silu_cpu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+    return F.silu(gate.contiguous()) * up.contiguous()
 
 
 def _gelu_cpu(x: Tensor) -> Tensor:
+    x = x.contiguous()
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
