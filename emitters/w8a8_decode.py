@@ -202,10 +202,10 @@ def makes_tokens(m: int, k: int) -> bool:
     return m <= MAX_TOKENS and m * k <= MAX_ELEMENTS
 
 
-def is_legal(problem: W8A8Problem, m: int, n: int, k: int, arch: str) -> bool:
-    """Whether there is a kernel for a shape, of a GPU of any size."""
+def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
+    """Whether there is a kernel for so many tokens of so many columns, whatever N and the GPU's size."""
     try:
-        for_shape(problem, arch, m, n, k, 1)
+        validate(problem, _tile(problem, Cut(1, 1, 1, 1, 1), m, k), arch)
     except EmitError:
         return False
     return True
@@ -225,23 +225,25 @@ def for_shape(problem: W8A8Problem, arch: str, m: int, n: int, k: int, sm_count:
     Raises:
         EmitError: m is more than `MAX_TOKENS`, K beyond the exact range, or `CONSTRAINTS` refuse the problem.
     """
+
+    def fits(cut: Cut) -> bool:
+        tile = _tile(problem, cut, m, k)
+        return registers(tile) <= register_limit(cut.warps) and smem_bytes(problem, tile) <= SMEM_LIMIT.get(arch, 0)
+
+    tile = _tile(problem, best_cut(n, k, arch, sm_count, fits), m, k)
+    validate(problem, tile, arch)
+    return tile
+
+
+def _tile(problem: W8A8Problem, cut: Cut, m: int, k: int) -> W8A8Tile:
+    """The tile that holds m tokens of k columns."""
     if not 1 <= m <= MAX_TOKENS:
         raise EmitError(f"{FAMILY}: {m} tokens; allowed are 1 to {MAX_TOKENS}")
     if not 1 <= k <= K_MAX:
         raise EmitError(f"{FAMILY}: K is {k}; allowed is 1 to {K_MAX}")
     tokens, chunk = next(size for size in _TOKENS if m <= size), chunk_columns(problem.x)
     columns = 0 if problem.prologue == "none" else -(-k // chunk) * chunk
-
-    def tile_of(cut: Cut) -> W8A8Tile:
-        return W8A8Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, columns, cut.splits)
-
-    def fits(cut: Cut) -> bool:
-        tile = tile_of(cut)
-        return registers(tile) <= register_limit(cut.warps) and smem_bytes(problem, tile) <= SMEM_LIMIT.get(arch, 0)
-
-    tile = tile_of(best_cut(n, k, arch, sm_count, fits))
-    validate(problem, tile, arch)
-    return tile
+    return W8A8Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, columns, cut.splits)
 
 
 def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelSource:
@@ -249,8 +251,8 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
 
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k up to ``tile.columns`` where there are
     any, a multiple of 16 where not. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero
-    from k on. ``sum`` and D have rows close together; D is stored element by element. b, the vectors of n and a norm's
-    parameters are read before the kernel waits for its predecessor.
+    from k on. ``sum`` has rows close together; D is stored element by element. Where tokens are made here, the kernel
+    reads b, the vectors of n and a norm's parameters before it waits for its predecessor.
 
     Exactness: tokens bitwise as `emitters.quantize.QuantizePerToken` makes them of what `emitters.transformer` gives;
     integer sums are exact, and the epilogue is that of the other int8 GEMMs, bitwise.

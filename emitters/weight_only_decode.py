@@ -202,8 +202,10 @@ def best_cut(n: int, k: int, arch: str, sm_count: int, fits: Callable[[Cut], boo
             rounds = -(-units_k // (splits * warps * units))
             # Clusters of 4 and 8 leave some SMs of a GPC without work.
             at_once = {1: sm_count, 2: sm_count // 2, 4: sm_count * 30 // 132, 8: sm_count * 15 // 132}[splits]
+            if not at_once:
+                continue
             for waves in range(1, 1 + tiles_n):
-                row_tiles = -(-tiles_n // max(1, waves * at_once))
+                row_tiles = -(-tiles_n // (waves * at_once))
                 prefetch = min(row_tiles, max(1, _IN_FLIGHT // (warps * units)))
                 while prefetch > 1 and not fits(Cut(row_tiles, warps, units, prefetch, splits)):
                     prefetch -= 1

@@ -170,7 +170,7 @@ def few_tokens(
     if prologue == "quantize" and not w8a8_decode.makes_tokens(m, k):
         return None
     few = W8A8Problem(prologue, problem.epilogue.out, problem.epilogue, aligned)
-    if not w8a8_decode.is_legal(few, m, n, k, gpu.arch):
+    if not w8a8_decode.is_legal(few, m, k, gpu.arch):
         return None
     return few, w8a8_decode.for_shape(few, gpu.arch, m, n, k, gpu.sm_count)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from emitters.epilogue import Activation, Epilogue
-from emitters.w8a8_decode import Prologue, W8A8Problem, for_shape, makes_tokens
+from emitters.w8a8_decode import Prologue, W8A8Problem, for_shape, is_legal, makes_tokens
 from qcut import _launch_plans as launch_plans
 from qcut import w8a8_ops
 from qcut._launch_plans import DTYPES, LaunchPlan, target
@@ -31,8 +32,8 @@ def norm_w8a8(
     activation: str,
 ) -> tuple[Tensor, Tensor]:
     w8a8_ops._check_norm(x, residual, norm_weight, norm_bias, layer, eps, qweight, weight_scale, bias, activation)
-    m, k = x.shape
-    if not m or not makes_tokens(m, k):
+    prologue: Prologue = "layer" if layer else "rms"
+    if not _makes_tokens(prologue, x):
         arguments = (x, residual, norm_weight, norm_bias, layer, eps, qweight.shape[1])
         total, q, scale = torch.ops.qcut.add_norm_int8(*arguments)
         return total, _product(q, scale, qweight, weight_scale, bias, activation, x.dtype)
@@ -44,7 +45,6 @@ def norm_w8a8(
     aligned = _aligned(x, other, norm_weight, norm_bias)
     given = [x, residual, total, norm_weight, norm_bias]
     pointers = (*(0 if t is None else t.data_ptr() for t in given), x.stride(0), other.stride(0), eps)
-    prologue: Prologue = "layer" if layer else "rms"
     return total, _few(prologue, x, aligned, pointers, qweight, weight_scale, bias, activation)
 
 
@@ -52,13 +52,25 @@ def gate_w8a8(
     gate: Tensor, up: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
     w8a8_ops._check_gate(gate, up, qweight, weight_scale, bias, activation)
-    m, k = gate.shape
-    if not m or not makes_tokens(m, k):
+    if not _makes_tokens("gate", gate):
         q, scale = torch.ops.qcut.quantize_per_token(torch.ops.qcut.silu_mul(gate, up), qweight.shape[1])
         return _product(q, scale, qweight, weight_scale, bias, activation, gate.dtype)
     gate, up = _rows(gate), _rows(up)
     pointers = (gate.data_ptr(), up.data_ptr(), gate.stride(0), up.stride(0))
     return _few("gate", gate, _aligned(gate, up), pointers, qweight, weight_scale, bias, activation)
+
+
+def _makes_tokens(prologue: Prologue, x: Tensor) -> bool:
+    """Whether one kernel does it all."""
+    m, k = x.shape
+    return m > 0 and makes_tokens(m, k) and _has_kernel(prologue, x.dtype, m, k, x.get_device())
+
+
+@cache
+def _has_kernel(prologue: Prologue, x_dtype: torch.dtype, m: int, k: int, device: int) -> bool:
+    dtype = DTYPES[x_dtype]
+    problem = W8A8Problem(prologue, dtype, Epilogue(dtype, "per_token", "per_channel"))
+    return is_legal(problem, m, k, target(device).arch)
 
 
 def _product(

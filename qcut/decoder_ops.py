@@ -22,9 +22,15 @@ _I32, _F32 = (torch.int32,), (torch.float32,)
 
 
 def _check_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: bool,
+    eps: float,
+    op: str = "add_norm",
+    prefix: str = "",
 ) -> None:
-    op = "add_norm"
     check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
     if x.dim() != 2 or x.shape[1] < 1:
         raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K] with K >= 1")
@@ -32,7 +38,7 @@ def _check_norm(
         check_tensor(op, "residual", residual, (x.dtype,), tuple(x.shape), x.device)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
-            check_tensor(op, name, vector, (x.dtype,), (x.shape[1],), x.device)
+            check_tensor(op, prefix + name, vector, (x.dtype,), (x.shape[1],), x.device)
     if bias is not None and not layer:
         raise ConfigError(f"qcut::{op}: an RMS norm has no bias")
 
@@ -46,7 +52,8 @@ def _norm_fake(
 def _norm_cpu(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float
 ) -> tuple[Tensor, Tensor]:
-    total = x.new_empty(0) if residual is None else x + residual
+    x = x.contiguous()  # results are, on every device
+    total = x.new_empty(0) if residual is None else x + residual.contiguous()
     s = x if residual is None else total
     if layer:
         return total, F.layer_norm(s, (s.shape[1],), weight, bias, eps)
@@ -80,7 +87,7 @@ def _norm_int8_cpu(
 def _check_norm_int8(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, layer: bool, eps: float, k_padded: int
 ) -> None:
-    _check_norm(x, residual, weight, bias, layer, eps)
+    _check_norm(x, residual, weight, bias, layer, eps, "add_norm_int8")
     if k_padded < x.shape[1] or k_padded % 16:
         allowed = f"a multiple of 16 from {x.shape[1]} on"
         raise ShapeError(f"qcut::add_norm_int8: k_padded is {k_padded}; allowed: {allowed}")
@@ -283,9 +290,9 @@ def _check_rows(op: str, name: str, x: Tensor) -> None:
         raise ShapeError(f"qcut::{op}: {name} has shape {list(x.shape)}; allowed: [M, N]")
 
 
-def _check_silu(gate: Tensor, up: Tensor) -> None:
-    _check_rows("silu_mul", "gate", gate)
-    check_tensor("silu_mul", "up", up, (gate.dtype,), tuple(gate.shape), gate.device)
+def _check_silu(gate: Tensor, up: Tensor, op: str = "silu_mul") -> None:
+    _check_rows(op, "gate", gate)
+    check_tensor(op, "up", up, (gate.dtype,), tuple(gate.shape), gate.device)
 
 
 def _check_gelu(x: Tensor) -> None:
@@ -301,10 +308,11 @@ def _gelu_fake(x: Tensor) -> Tensor:
 
 
 def _silu_cpu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
+    return F.silu(gate.contiguous()) * up.contiguous()
 
 
 def _gelu_cpu(x: Tensor) -> Tensor:
+    x = x.contiguous()
     return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
 
 

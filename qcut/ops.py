@@ -159,9 +159,16 @@ def _check_linear(
     check_activation(activation)
 
 
-def _check_w8a8_linear(x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str) -> None:
-    _check_linear("w8a8_linear", x, qweight, ("weight_scale", weight_scale), bias, activation)
-    _check_k("w8a8_linear", x.shape[-1], K_MAX)
+def _check_w8a8_linear(
+    x: Tensor,
+    qweight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    op: str = "w8a8_linear",
+) -> None:
+    _check_linear(op, x, qweight, ("weight_scale", weight_scale), bias, activation)
+    _check_k(op, x.shape[-1], K_MAX)
 
 
 def _check_w8a8_static_linear(

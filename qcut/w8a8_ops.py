@@ -9,8 +9,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcut import decoder_ops, numerics
-from qcut.config import padded_k
-from qcut.errors import ShapeError
 from qcut.op_registry import define
 
 _PROJECTION = "Tensor qweight, Tensor weight_scale, Tensor? bias, str activation"
@@ -21,10 +19,7 @@ def _check_projection(
 ) -> None:
     from qcut.ops import _check_w8a8_linear
 
-    _check_w8a8_linear(x, qweight, weight_scale, bias, activation)
-    if qweight.shape[1] != padded_k(x.shape[1]):
-        allowed = f"[N, {padded_k(x.shape[1])}]"
-        raise ShapeError(f"qcut::{op}: qweight has shape {list(qweight.shape)}; allowed: {allowed}")
+    _check_w8a8_linear(x, qweight, weight_scale, bias, activation, op)
 
 
 def _check_norm(
@@ -39,7 +34,7 @@ def _check_norm(
     bias: Tensor | None,
     activation: str,
 ) -> None:
-    decoder_ops._check_norm(x, residual, norm_weight, norm_bias, layer, eps)
+    decoder_ops._check_norm(x, residual, norm_weight, norm_bias, layer, eps, "norm_w8a8", "norm_")
     _check_projection("norm_w8a8", x, qweight, weight_scale, bias, activation)
 
 
@@ -87,7 +82,7 @@ define(
 def _check_gate(
     gate: Tensor, up: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str
 ) -> None:
-    decoder_ops._check_silu(gate, up)
+    decoder_ops._check_silu(gate, up, "gate_w8a8")
     _check_projection("gate_w8a8", gate, qweight, weight_scale, bias, activation)
 
 

@@ -166,6 +166,17 @@ def test_opcheck() -> None:
     torch.library.opcheck(OPS.decode_attention.default, (*attention().values(), counters), test_utils=tests)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_results_are_contiguous_whatever_is_given() -> None:
+    weight, plain = torch.randn(8), torch.randn(3, 8)
+    x = torch.randn(8, 3).t()
+    for first, second in ((x, x), (x, plain), (plain, x)):
+        torch.library.opcheck(OPS.add_norm.default, (first, second, weight, None, True, 1e-5))
+        torch.library.opcheck(OPS.add_norm.default, (first, None, weight, None, False, 1e-5))
+        torch.library.opcheck(OPS.silu_mul.default, (first, second))
+    torch.library.opcheck(OPS.gelu_tanh.default, (x,))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -242,3 +253,5 @@ def test_int8_norms_refuse(k_padded: int) -> None:
     x, weight = torch.zeros(2, 8), torch.zeros(8)
     with pytest.raises(errors.ShapeError, match=f"k_padded is {k_padded}; allowed: a multiple of 16 from 8 on"):
         OPS.add_norm_int8(x, None, weight, None, False, 1e-5, k_padded)
+    with pytest.raises(errors.ShapeError, match=r"^qcut::add_norm_int8: weight has shape \[7\]"):
+        OPS.add_norm_int8(x, None, weight[1:], None, False, 1e-5, 16)

@@ -2,9 +2,9 @@
 // nothing, then quantization, then D = epilogue(A B^T).
 //
 // The product is that of weight_only_decode.cuh with integers: a CTA takes 16 kRowTiles rows of weights, its warps
-// divide K among them, and lane 4g + t reads 16 bytes each of rows g and g + 8, the first of which are asked for before
-// the wait for the previous kernel. Every CTA then makes all tokens for itself: few are sooner read than another kernel
-// is started.
+// divide K among them, and lane 4g + t reads 16 bytes each of rows g and g + 8. Where tokens are made here, the first of
+// them are asked for before the wait for the previous kernel. Every CTA then makes all tokens for itself: few are sooner
+// read than another kernel is started.
 //
 // A warp takes chunks of a token, 16 bytes for each lane. What a norm sums are the chunks' sums, as norm.cuh does, and
 // integers do not care: results are bitwise those of the kernels one after the other.
@@ -250,6 +250,8 @@ __device__ __forceinline__ void w8a8_decode(const int8_t* a, int lda, const Toke
       for (int p = 0; p < 2; ++p) load_stream_16(unit[p][i], row + min(column + 64 * p + 16 * t, last_column));
     }
   };
+  // Operands that come quantized are a GEMM's, whose b the kernel before may have written too.
+  if constexpr (Tile::kPrologue == Prologue::kNone) wait_for_dependencies();
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) {
     if (s >= tiles || rounds == 0) break;
@@ -268,8 +270,6 @@ __device__ __forceinline__ void w8a8_decode(const int8_t* a, int lda, const Toke
     wait_for_dependencies();
     maker.make();
     args.row_scale = reinterpret_cast<const float*>(shared + Tile::kTokenScales);
-  } else {
-    wait_for_dependencies();
   }
 
   uint32_t x[Tile::kUnits][2][4];  // of token g: [unit][64 columns][16 bytes]
