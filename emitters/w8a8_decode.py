@@ -20,11 +20,10 @@ from emitters.weight_only_decode import Cut, best_cut, register_limit
 FAMILY = "w8a8_decode"
 MAX_TOKENS = 8
 """Of a kernel: the columns of one tensor-core product."""
-MAX_ELEMENTS = 49_152
-"""Of all tokens together, where every CTA makes them: more are read sooner from a kernel that made them once."""
-Prologue = Literal["none", "quantize", "gate", "rms", "layer"]
+MAX_ELEMENTS = 16_384
+"""Of a token that every CTA makes: a longer one is read sooner from a kernel that made it once."""
+Prologue = Literal["none", "given", "quantize", "gate", "rms", "layer"]
 
-_CPP_PROLOGUE = {"none": "kNone", "quantize": "kQuantize", "gate": "kGate", "rms": "kRms", "layer": "kLayer"}
 _TOKENS = (1, 2, 4, 8)
 _FLOATS = (DType.F16, DType.BF16, DType.F32)
 _OTHER_REGISTERS = 36
@@ -36,7 +35,8 @@ class W8A8Problem:
     """What a kernel computes; sizes are known at launch.
 
     Attributes:
-        prologue: what tokens come from. ``none``: int8 ``a`` and ``row_scale``. ``quantize``: rows of x. ``gate``:
+        prologue: what tokens come from. ``none``: int8 ``a`` and ``row_scale``; ``given``: the same, of weights that no
+            kernel just before writes. ``quantize``: rows of x. ``gate``:
             ``rne(rne(silu(x)) * other)``. ``rms``, ``layer``: the norm of ``rne(x + other)``, as
             `emitters.transformer.NormRows`, which writes that sum too; of x where ``other`` is null.
         x: element type of what tokens are made of.
@@ -50,6 +50,11 @@ class W8A8Problem:
     aligned: bool = True
 
     @property
+    def makes(self) -> bool:
+        """Whether the kernel makes its tokens."""
+        return self.prologue not in ("none", "given")
+
+    @property
     def name(self) -> str:
         """``{prologue}_{x}_{epilogue}``, and ``_u`` where unaligned."""
         return f"{self.prologue}_{self.x.value}_{self.epilogue.name}{'' if self.aligned else '_u'}"
@@ -57,14 +62,14 @@ class W8A8Problem:
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``none`` and ``quantize`` have those of a `emitters.gemm.GemmProblem`, with a of int8 rows multiples of 16 bytes
-        apart, or of x's type and without ``row_scale``. The others: ``x, other``, ``sum, weight, norm_bias`` (norms),
+        ``none``, ``given`` and ``quantize`` have those of a `emitters.gemm.GemmProblem`, with a of int8 rows multiples
+        of 16 bytes apart, or of x's type and without ``row_scale``. The others: ``x, other``, ``sum, weight, norm_bias`` (norms),
         strides of x and other in elements, ``eps`` (norms); then ``b, d, m, n, k, ldb, ldd, col_scale`` and the
         ``bias`` where there is one.
         """
-        scaling = [p for p in self.epilogue.params() if self.prologue == "none" or p.name != "row_scale"]
+        scaling = [p for p in self.epilogue.params() if not self.makes or p.name != "row_scale"]
         sizes = ["m", "n", "k", "lda", "ldb", "ldd"]
-        if self.prologue in ("none", "quantize"):
+        if not self.makes or self.prologue == "quantize":
             return (*(Param(p, "ptr") for p in ("a", "b", "d")), *(Param(s, "i32") for s in sizes), *scaling)
         norm = self.prologue in ("rms", "layer")
         sizes.remove("lda")
@@ -117,7 +122,7 @@ def smem_bytes(problem: W8A8Problem, tile: W8A8Tile) -> int:
     """Dynamic shared memory of a CTA: rows' scales and biases, tokens; what they are made of, then the warps' sums."""
     rows, size = 16 * tile.row_tiles, problem.x.bits // 8
     fixed, sums = 8 * rows + 32, 4 * tile.warps * tile.tokens * (rows + 4)
-    if problem.prologue == "none":
+    if not problem.makes:
         return fixed + sums
     parameters = 2 * size * tile.columns if problem.prologue in ("rms", "layer") else 0
     partial = 3 * 4 * tile.tokens * tile.columns // chunk_columns(problem.x)
@@ -148,9 +153,7 @@ CONSTRAINTS = (
     Constraint(
         "columns",
         "are whole chunks of 512 bytes, or 0 where tokens come quantized",
-        lambda p, t, arch: (
-            t.columns == 0 if p.prologue == "none" else t.columns > 0 and t.columns % chunk_columns(p.x) == 0
-        ),
+        lambda p, t, arch: t.columns == 0 if not p.makes else t.columns > 0 and t.columns % chunk_columns(p.x) == 0,
     ),
     Constraint("row_tiles", "are at least 1", lambda p, t, arch: t.row_tiles >= 1),
     Constraint("warps", "are 1 to 32, what a CTA may have", lambda p, t, arch: 1 <= t.warps <= 32),
@@ -198,8 +201,11 @@ def grid(tile: W8A8Tile, m: int, n: int) -> tuple[int, int, int]:
 
 
 def makes_tokens(m: int, k: int) -> bool:
-    """Whether the kernel had better make the tokens itself than get them quantized."""
-    return m <= MAX_TOKENS and m * k <= MAX_ELEMENTS
+    """Whether the kernel had better make the tokens itself than get them quantized.
+
+    At GPT-2 Large's sizes one token took less; eight took more than a step on tensor cores with two kernels more.
+    """
+    return m == 1 and k <= MAX_ELEMENTS
 
 
 def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
@@ -242,7 +248,7 @@ def _tile(problem: W8A8Problem, cut: Cut, m: int, k: int) -> W8A8Tile:
     if not 1 <= k <= K_MAX:
         raise EmitError(f"{FAMILY}: K is {k}; allowed is 1 to {K_MAX}")
     tokens, chunk = next(size for size in _TOKENS if m <= size), chunk_columns(problem.x)
-    columns = 0 if problem.prologue == "none" else -(-k // chunk) * chunk
+    columns = -(-k // chunk) * chunk if problem.makes else 0
     return W8A8Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, columns, cut.splits)
 
 
@@ -251,8 +257,8 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
 
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k up to ``tile.columns`` where there are
     any, a multiple of 16 where not. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero
-    from k on. ``sum`` has rows close together; D is stored element by element. Where tokens are made here, the kernel
-    reads b, the vectors of n and a norm's parameters before it waits for its predecessor.
+    from k on. ``sum`` has rows close together; D is stored element by element. But for
+    ``none``, b, the vectors of n and a norm's parameters are read before the kernel waits for its predecessor.
 
     Exactness: tokens bitwise as `emitters.quantize.QuantizePerToken` makes them of what `emitters.transformer` gives;
     integer sums are exact, and the epilogue is that of the other int8 GEMMs, bitwise.
@@ -281,18 +287,18 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
         fields |= {"x": "a", "x_stride": "lda"}
     source = ", ".join(name if name in names else other for name, other in fields.items())
     assignments = argument_setup(problem.epilogue)
-    if problem.prologue != "none":
+    if problem.makes:
         assignments = assignments.replace("  args.row_scale = row_scale;\n", "")
     signature = ", ".join(f"{types.get(p.name, 'int')} {p.name}" for p in params)
     columns = tile.columns or chunk_columns(problem.x)
     shape = (tile.row_tiles, tile.warps, tile.units, tile.prefetch, tile.tokens, columns, tile.splits)
     cluster = f"__cluster_dims__({tile.splits}, 1, 1) " if tile.splits > 1 else ""
-    a = "a, lda" if problem.prologue == "none" else "nullptr, 0"
+    a = "nullptr, 0" if problem.makes else "a, lda"
     text = (
         "#include <qcut/w8a8_decode.cuh>\n\n"
         f'extern "C" __global__ void {cluster}__launch_bounds__({32 * tile.warps})\n'
         f"{name}(\n    {signature}) {{\n"
-        f"  using Tile = qcut::W8A8Tile<{x}, qcut::Prologue::{_CPP_PROLOGUE[problem.prologue]}, "
+        f"  using Tile = qcut::W8A8Tile<{x}, qcut::Prologue::k{problem.prologue.capitalize()}, "
         f"{', '.join(map(str, shape))}>;\n"
         f"  using Epilogue = {epilogue_type(problem.epilogue)};\n"
         f"{assignments}"

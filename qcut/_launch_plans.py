@@ -63,11 +63,11 @@ def has_cutlass() -> bool:
 
 
 def m_bucket(m: int) -> int:
-    """Rows up to which one launch plan serves: 8, 16, 32, 64, then four steps an octave.
+    """Rows up to which one launch plan serves: 1, 8, 16, 32, 64, then four steps an octave.
 
     Every m in a bucket runs the same kernel, so that nearby batch sizes neither build nor choose anew.
     """
-    return bucket(max(8, m))
+    return bucket(max(1, m))
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def gemm_plan(
 
 
 def few_tokens(
-    prologue: Literal["none", "quantize"],
+    prologue: Literal["none", "given", "quantize"],
     problem: GemmProblem,
     m: int,
     n: int,
@@ -246,9 +246,12 @@ def prebuild(calls: Iterable[LinearCall], device: int, progress: bool = True) ->
         problem = linear_problem(DTYPES[call.dtype], call.n, call.k, call.bias, call.activation, call.kind)
         rows = m_bucket(call.rows)
         few = None
+        if call.kind == "dynamic":
+            few = few_tokens("quantize", problem, rows, call.n, call.k, gpu)
+            few = few or few_tokens("given", problem, rows, call.n, padded_k(call.k), gpu)
         if call.kind == "weight_only":
             choice = dispatch.select_weight_only(problem, rows, call.n, call.k, gpu)
-        elif call.kind != "dynamic" or (few := few_tokens("quantize", problem, rows, call.n, call.k, gpu)) is None:
+        elif few is None:
             rows = max(rows, TMA_ROWS)
             choice = dispatch.select_gemm(problem, rows, call.n, padded_k(call.k), gpu, cutlass=has_cutlass())
         source = dispatch.emit(choice, problem, gpu.arch) if few is None else emit_w8a8_decode(*few, gpu.arch)

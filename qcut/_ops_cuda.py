@@ -383,6 +383,10 @@ def _make_linear(
             make = partial(launch_plans.few_tokens_plan, *few, n, device)
             return _LinearPlan(None, _plan(("few", *few, n, device), make), n, k_padded)
         quantize = _per_token_plan(dtype, rows, k_padded, aligned, device)
+        given = launch_plans.few_tokens("given", problem, rows, n, k_padded, target(device))
+        if given is not None:
+            make = partial(launch_plans.few_tokens_plan, *given, n, device)
+            return _LinearPlan(quantize, _plan(("few", *given, n, device), make), n, k_padded)
     else:
         quantize = _per_tensor_plan(dtype, k_padded, aligned, device)
     rows = max(rows, launch_plans.TMA_ROWS)

@@ -15,7 +15,7 @@ from qcut import _launch_plans as launch_plans
 from qcut import w8a8_ops
 from qcut._launch_plans import DTYPES, LaunchPlan, target
 
-_plans: dict[tuple[Any, ...], LaunchPlan] = {}
+_plans: dict[tuple[Any, ...], LaunchPlan | None] = {}
 _stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
 
@@ -82,9 +82,26 @@ def _product(
     activation: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    y: Tensor = torch.ops.qcut.gemm_s8(
-        q, qweight, row_scale=scale, col_scale=weight_scale, bias=bias, activation=activation, out_dtype=dtype
-    )
+    """The product of int8 rows; of few by the kernel that asks for a layer's weights before they are there."""
+    (m, k), n, device = q.shape, len(qweight), q.get_device()
+    rows = launch_plans.m_bucket(m)
+    key = ("given", dtype, rows, n, k, bias is not None, activation, device)
+    if key not in _plans:
+        problem = launch_plans.linear_problem(DTYPES[dtype], n, k, bias is not None, activation, "dynamic")
+        few = launch_plans.few_tokens("given", problem, rows, n, k, target(device))
+        _plans[key] = None if few is None else launch_plans.few_tokens_plan(*few, n, device)
+    plan = _plans[key]
+    if plan is None or m == 0:
+        result: Tensor = torch.ops.qcut.gemm_s8(
+            q, qweight, row_scale=scale, col_scale=weight_scale, bias=bias, activation=activation, out_dtype=dtype
+        )
+        return result
+    y = torch.empty((m, n), dtype=dtype, device=q.device)
+    # Kept until the launch is queued.
+    weight, *vectors = (_dense(t) for t in (qweight, weight_scale, bias) if t is not None)
+    pointers = (q.data_ptr(), weight.data_ptr(), y.data_ptr())
+    epilogue = (scale.data_ptr(), *(t.data_ptr() for t in vectors))
+    plan.launch(m, (*pointers, m, n, k, k, k, n, *epilogue), _stream(device))
     return y
 
 

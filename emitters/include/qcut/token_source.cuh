@@ -6,7 +6,8 @@
 
 namespace qcut {
 
-enum class Prologue { kNone, kQuantize, kGate, kRms, kLayer };
+// kNone and kGiven: tokens come as they are, and with kNone the previous kernel may have written the weights too.
+enum class Prologue { kNone, kGiven, kQuantize, kGate, kRms, kLayer };
 
 template <Prologue kPrologue>
 constexpr bool kIsNorm = kPrologue == Prologue::kRms || kPrologue == Prologue::kLayer;

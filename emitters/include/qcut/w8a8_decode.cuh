@@ -2,9 +2,9 @@
 // nothing, then quantization, then D = epilogue(A B^T).
 //
 // The product is that of weight_only_decode.cuh with integers: a CTA takes 16 kRowTiles rows of weights, its warps
-// divide K among them, and lane 4g + t reads 16 bytes each of rows g and g + 8. Where tokens are made here, the first of
-// them are asked for before the wait for the previous kernel. Every CTA then makes all tokens for itself: few are sooner
-// read than another kernel is started.
+// divide K among them, and lane 4g + t reads 16 bytes each of rows g and g + 8. The first of a layer's weights are
+// asked for before the wait for the previous kernel. Where tokens are made here, every CTA makes all of them for itself:
+// few are sooner read than another kernel is started.
 //
 // A warp takes chunks of a token, 16 bytes for each lane. What a norm sums are the chunks' sums, as norm.cuh does, and
 // integers do not care: results are bitwise those of the kernels one after the other.
@@ -27,6 +27,7 @@ struct W8A8Tile {
   static constexpr int kRowTiles = kRowTiles_, kWarps = kWarps_, kUnits = kUnits_, kPrefetch = kPrefetch_;
   static constexpr int kTokens = kTokens_, kColumns = kColumns_, kSplits = kSplits_;
   static constexpr bool kNorm = kIsNorm<kPrologue>;
+  static constexpr bool kMakes = kPrologue != Prologue::kNone && kPrologue != Prologue::kGiven;
   static constexpr int kUnitColumns = 128;
   static constexpr int kRows = 16 * kRowTiles;
   static constexpr int kSpan = kUnitColumns * kUnits;  // columns of a warp
@@ -41,7 +42,7 @@ struct W8A8Tile {
   // the tokens lie in T, a norm's parameters, and what is known of chunks: sums, squares or peaks.
   static constexpr int kTokenScales = 8 * kRows;
   static constexpr int kQuantized = kTokenScales + 32;
-  static constexpr int kSums = kQuantized + (kPrologue == Prologue::kNone ? 0 : kTokens * kTokenPitch);
+  static constexpr int kSums = kQuantized + (kMakes ? kTokens * kTokenPitch : 0);
   static constexpr int kParameters = kSums + static_cast<int>(sizeof(T)) * kTokens * kColumns;
   static constexpr int kPartial = kParameters + (kNorm ? 2 * static_cast<int>(sizeof(T)) * kColumns : 0);
   static_assert(kColumns % kChunk == 0 && kTokens <= 8, "see emitters/w8a8_decode.py");
@@ -214,7 +215,7 @@ struct TokenMaker {
   }
 };
 
-// a: int8 tokens, lda elements apart, with kNone; k of them are multiples of 16. kAligned: rows of T are multiples of 16
+// a: int8 tokens, lda elements apart, where it makes none; k of them are multiples of 16. kAligned: rows of T are multiples of 16
 // bytes.
 template <class Tile, bool kAligned, class E>
 __device__ __forceinline__ void w8a8_decode(const int8_t* a, int lda, const TokenSource<typename Tile::T>& source,
@@ -250,7 +251,7 @@ __device__ __forceinline__ void w8a8_decode(const int8_t* a, int lda, const Toke
       for (int p = 0; p < 2; ++p) load_stream_16(unit[p][i], row + min(column + 64 * p + 16 * t, last_column));
     }
   };
-  // Operands that come quantized are a GEMM's, whose b the kernel before may have written too.
+  // A GEMM's b, too, may be what the kernel before wrote.
   if constexpr (Tile::kPrologue == Prologue::kNone) wait_for_dependencies();
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) {
@@ -265,15 +266,17 @@ __device__ __forceinline__ void w8a8_decode(const int8_t* a, int lda, const Toke
     biases[row] = column.bias;
   }
   const TokenMaker<Tile, kAligned> maker(shared, source, m, k);
-  if constexpr (Tile::kPrologue != Prologue::kNone) {
+  if constexpr (Tile::kMakes) {
     maker.before_wait();
     wait_for_dependencies();
     maker.make();
     args.row_scale = reinterpret_cast<const float*>(shared + Tile::kTokenScales);
+  } else if constexpr (Tile::kPrologue == Prologue::kGiven) {
+    wait_for_dependencies();
   }
 
   uint32_t x[Tile::kUnits][2][4];  // of token g: [unit][64 columns][16 bytes]
-  const int columns = Tile::kPrologue == Prologue::kNone ? k : maker.chunks * Tile::kChunk;
+  const int columns = !Tile::kMakes ? k : maker.chunks * Tile::kChunk;
   const auto load_tokens = [&](int column) {
 #pragma unroll
     for (int i = 0; i < 2 * Tile::kUnits; ++i) {
@@ -281,7 +284,7 @@ __device__ __forceinline__ void w8a8_decode(const int8_t* a, int lda, const Toke
       uint4 raw = make_uint4(0, 0, 0, 0);
       if (g < m && col < columns) {
         const char* row = shared + Tile::kQuantized + g * Tile::kTokenPitch;
-        if constexpr (Tile::kPrologue == Prologue::kNone) row = reinterpret_cast<const char*>(a) + static_cast<long long>(g) * lda;
+        if constexpr (!Tile::kMakes) row = reinterpret_cast<const char*>(a) + static_cast<long long>(g) * lda;
         raw = *reinterpret_cast<const uint4*>(row + col);
       }
       const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
