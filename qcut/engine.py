@@ -286,9 +286,8 @@ class Engine:
         for i, layer in enumerate(d.layers):
             x, h = layer.attention_norm.of_sum(x, pending)
             q, k, v = (heads[:, :, 0] for heads in d.heads_of(layer, h, len(tokens)))
-            cache = self.cache.layer(i)
-            torch.ops.qcut.append_kv(q, k, v, cos, sin, positions, slots, *cache)
-            mixed = torch.ops.qcut.decode_attention(q, *cache, positions, layer.scaling, self._counters)
+            step = (q, k, v, cos, sin, positions, slots, *self.cache.layer(i))
+            mixed = torch.ops.qcut.append_attention(*step, layer.scaling, self._counters)
             x, h = layer.mlp_norm.of_sum(x, layer.output(mixed.flatten(1)))
             pending = layer.mlp(h)
         _, h = d.norm.of_sum(x, pending)
