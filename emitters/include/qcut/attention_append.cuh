@@ -18,7 +18,9 @@ struct AppendAttention {
   using Merge = typename Attention::Merge;
   using Tile = typename Attention::Tile;
   using Rows = typename Attention::Rows;
+  using Stored = StoredRow<T, kHead>;
   static constexpr bool kScaled = sizeof(C) == 1;
+  static constexpr int kItems = (kGroup + 2 + kWarps - 1) / kWarps;  // of a warp: queries, key, value
 
   struct Shared {
     typename Merge::Shared merge;
@@ -27,32 +29,44 @@ struct AppendAttention {
     float scales[2];
   };
 
-  // A warp's share of the token: queries, and where the CTA has the slot its key and value, to the cache where it
-  // `writes`.
-  static __device__ __forceinline__ void prepare(Shared& shared, const T* queries, const T* const (&fresh)[2],
-                                                 const T* cos, const T* sin, int mine, bool has_slot, bool writes,
-                                                 C* const (&to)[2], float* const (&scale_to)[2]) {
+  // A warp's share of the token on its way: of the queries, then the key and the value, every kWarps-th.
+  static __device__ __forceinline__ void fetch(Stored (&rows)[kItems], const T* q, const T* k, const T* v, int mine) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int item = threadIdx.x / 32 + i * kWarps;
+      const T* const row = item < mine ? q + static_cast<long long>(item) * kHead : item == mine ? k : v;
+      if (item < mine + 2) rows[i].load(row, threadIdx.x % 32);
+    }
+  }
+
+  // What has arrived, rotated, to shared memory: queries, and where the CTA has the slot its key and value, which go to
+  // the cache where it `writes`.
+  static __device__ __forceinline__ void prepare(Shared& shared, const Stored (&rows)[kItems], const Stored& cosines,
+                                                 const Stored& sines, const Rows& cache, int mine, int slot,
+                                                 bool has_slot, bool writes) {
     const int lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int i = threadIdx.x / 32; i < (has_slot ? mine + 2 : mine); i += kWarps) {
-      HeadRow<T, kHead> row;
-      row.load(i < mine ? queries + static_cast<long long>(i) * kHead : fresh[i - mine], lane);
-      if (kRotary && i <= mine) row.rotate(cos, sin, lane);
-      if (i < mine) {
-        row.store(shared.queries[i], lane);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int item = threadIdx.x / 32 + i * kWarps;
+      if (item >= (has_slot ? mine + 2 : mine)) continue;
+      HeadRow<T, kHead> row(rows[i]);
+      if (kRotary && item <= mine) row.rotate(cosines, sines);
+      if (item < mine) {
+        row.store(shared.queries[item], lane);
         continue;
       }
-      const int which = i - mine;
+      const bool is_key = item == mine;
+      C* const to = const_cast<C*>(is_key ? cache.keys : cache.values) + static_cast<long long>(slot) * kHead;
       if constexpr (kScaled) {
         const float scale = row.scale();
-        row.store(shared.rows[which], scale, lane);
-        if (lane == 0) shared.scales[which] = scale;
+        row.store(shared.rows[!is_key], scale, lane);
+        if (lane == 0) shared.scales[!is_key] = scale;
         if (!writes) continue;
-        row.store(to[which], scale, lane);
-        if (lane == 0) *scale_to[which] = scale;
+        row.store(to, scale, lane);
+        if (lane == 0) const_cast<float*>(is_key ? cache.key_scales : cache.value_scales)[slot] = scale;
       } else {
-        row.store(shared.rows[which], lane);
-        if (writes) row.store(to[which], lane);
+        row.store(shared.rows[!is_key], lane);
+        if (writes) row.store(to, lane);
       }
     }
   }
@@ -106,6 +120,14 @@ struct AppendAttention {
 
     const int position = positions[place.batch], slot = slots[place.batch];
     rows.length = position + 1;
+    // All small loads before the large ones, in whose shadow they are put to use.
+    Stored token[kItems], cosines{}, sines{};
+    const long long at = place.batch * kv_stride + static_cast<long long>(place.kv) * kHead;
+    fetch(token, q + place.batch * q_stride + place.head * kHead, k + at, v + at, place.mine);
+    if constexpr (kRotary) {
+      cosines.load(cos + static_cast<long long>(position) * kHead, threadIdx.x % 32);
+      sines.load(sin + static_cast<long long>(position) * kHead, threadIdx.x % 32);
+    }
     typename Attention::State state{};
     state.peak[0] = state.peak[1] = kNoScore;
     Tile tiles[kTiles] = {};
@@ -113,12 +135,7 @@ struct AppendAttention {
     Attention::fetch(tiles, tile, rows, part + parts * warp, parts * kWarps, g, t);
 
     const bool has_slot = slot / 16 % parts == part;
-    const long long fresh = place.batch * kv_stride + static_cast<long long>(place.kv) * kHead;
-    const long long row = static_cast<long long>(slot) * kHead, table = static_cast<long long>(position) * kHead;
-    C* const to[2] = {const_cast<C*>(rows.keys) + row, const_cast<C*>(rows.values) + row};
-    float* const scale_to[2] = {const_cast<float*>(rows.key_scales) + slot, const_cast<float*>(rows.value_scales) + slot};
-    prepare(shared, q + place.batch * q_stride + place.head * kHead, {k + fresh, v + fresh}, cos + table, sin + table,
-            place.mine, has_slot, place.first == 0, to, scale_to);
+    prepare(shared, token, cosines, sines, rows, place.mine, slot, has_slot, place.first == 0);
     __syncthreads();
     uint32_t query[Attention::kSteps][2];
     Attention::load_queries(query, shared.queries[g < place.mine ? g : 0], true, g < place.mine, t);

@@ -13,33 +13,45 @@ __device__ __forceinline__ float rounded(float v) {
   return to_float(from_float<T>(v));
 }
 
-// A head of a token in a warp's registers.
+// A row of a head as it lies in memory, a warp's: loads that nobody waits for yet.
 template <class T, int kHead>
-struct HeadRow {
+struct StoredRow {
   static constexpr int kHalf = kHead / 2;
   static constexpr int kPairs = (kHalf + 31) / 32;  // of a lane
-  float low[kPairs], high[kPairs];
+  T low[kPairs], high[kPairs];
 
   __device__ __forceinline__ void load(const T* row, int lane) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int column = lane + 32 * i;
-      const bool there = column < kHalf;
-      low[i] = there ? to_float(row[column]) : 0.0f;
-      high[i] = there ? to_float(row[column + kHalf]) : 0.0f;
+      low[i] = column < kHalf ? row[column] : from_float<T>(0.0f);
+      high[i] = column < kHalf ? row[column + kHalf] : from_float<T>(0.0f);
+    }
+  }
+};
+
+// A head of a token in a warp's registers.
+template <class T, int kHead>
+struct HeadRow {
+  using Stored = StoredRow<T, kHead>;
+  static constexpr int kHalf = Stored::kHalf, kPairs = Stored::kPairs;
+  float low[kPairs], high[kPairs];
+
+  __device__ __forceinline__ explicit HeadRow(const Stored& row) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      low[i] = to_float(row.low[i]);
+      high[i] = to_float(row.high[i]);
     }
   }
 
   // By the position's rows of the tables.
-  __device__ __forceinline__ void rotate(const T* cos, const T* sin, int lane) {
+  __device__ __forceinline__ void rotate(const Stored& cos, const Stored& sin) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const int column = lane + 32 * i;
-      if (column >= kHalf) continue;
       const float a = low[i], b = high[i];
-      low[i] = rounded<T>(rounded<T>(a * to_float(cos[column])) + rounded<T>(-b * to_float(sin[column])));
-      high[i] =
-          rounded<T>(rounded<T>(b * to_float(cos[column + kHalf])) + rounded<T>(a * to_float(sin[column + kHalf])));
+      low[i] = rounded<T>(rounded<T>(a * to_float(cos.low[i])) + rounded<T>(-b * to_float(sin.low[i])));
+      high[i] = rounded<T>(rounded<T>(b * to_float(cos.high[i])) + rounded<T>(a * to_float(sin.high[i])));
     }
   }
 
@@ -99,11 +111,15 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
   const bool is_key = !is_query && head < heads + kv_heads;
   const int mine = is_query ? head : is_key ? head - heads : head - heads - kv_heads;
   const T* const from = is_query ? q + token * q_stride : (is_key ? k : v) + token * kv_stride;
-  HeadRow<T, kHead> row;
-  row.load(from + static_cast<long long>(mine) * kHead, lane);
+  StoredRow<T, kHead> stored;
+  stored.load(from + static_cast<long long>(mine) * kHead, lane);
+  HeadRow<T, kHead> row(stored);
   if (kRotary && (is_query || is_key)) {
     const long long at = static_cast<long long>(positions[token]) * kHead;
-    row.rotate(cos + at, sin + at, lane);
+    StoredRow<T, kHead> cosines, sines;
+    cosines.load(cos + at, lane);
+    sines.load(sin + at, lane);
+    row.rotate(cosines, sines);
   }
   if (is_query) {
     if constexpr (kRotary) row.store(q + token * q_stride + static_cast<long long>(mine) * kHead, lane);
