@@ -176,7 +176,7 @@ def decode_us(engine: qcut.Engine, prompts: list[list[int]], new: int, rounds: i
 
 
 KINDS = {
-    "attention": ("attention_decode", "attention_mma"),
+    "attention": ("attention_decode", "attention_mma", "attention_append"),
     "rotary positions, cache": ("qcut_append",),
     "norms": ("qcut_norm",),
     "argmax": ("qcut_argmax",),

@@ -9,8 +9,10 @@ from emitters.source import DType, KernelSource
 
 Attention = AttentionDecode | AttentionMma
 
-_LATENCY = 800
-"""Cycles from a load to its data, of a GPU that does nothing else."""
+_LATENCY = 1400
+"""Cycles from a warp's loads to its next ones, of a GPU that does nothing else: 800 until data comes, then products."""
+_START_CYCLES = 1000
+"""Of a CTA, before its first loads."""
 _GPU_BYTES = 20
 """Of a cycle and SM: what the memory gives all SMs together."""
 _SM_BYTES = 44
@@ -75,7 +77,7 @@ def select_attention(
 
 
 def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, sm_count: int) -> float:
-    """About how long a launch takes after its start, in cycles, where all sequences fill the context.
+    """About how long a launch takes, in cycles, where all sequences fill the context.
 
     A closed system: what is on its way comes back after the latency, or when the memory, or the SMs that ask it, have
     given what was asked before. CTAs that find no place come when the first ones are done. `places` are the CTAs of a
@@ -86,7 +88,7 @@ def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, 
     def read(ctas: int) -> float:
         flight = ctas * min(part_bytes, desc.flight_bytes)
         bandwidth = min(_GPU_BYTES * sm_count, _SM_BYTES * min(ctas, sm_count))
-        return ctas * part_bytes * (_LATENCY / flight + 1 / bandwidth)
+        return _START_CYCLES + ctas * part_bytes * (_LATENCY / flight + 1 / bandwidth)
 
     slots = desc.resident * int(sm_count * _CLUSTER_SHARE[desc.cluster]) // desc.cluster * desc.cluster
     waves, rest = divmod(places * parts, slots)

@@ -38,10 +38,10 @@ def _tile_registers(cache: DType, head: int) -> int:
 def _registers(kernel: AttentionMma) -> int:
     """About what a thread needs: keys, values and scores, queries, weighted values, and the rest."""
     pieces, columns = kernel.head // _columns(kernel.cache), _columns(kernel.cache)
-    tile = _tile_registers(kernel.cache, kernel.head) + (12 if kernel.cache is DType.S8 else 6)
+    tile = _tile_registers(kernel.cache, kernel.head) + (12 if kernel.cache is DType.S8 else 8)
     queries = -(-pieces // 4) * columns // 2
     values = -(-pieces // 8) * columns * 2
-    return kernel.tiles * tile + queries + values + 24
+    return kernel.tiles * tile + queries + values + 22
 
 
 def _smem_bytes(kernel: AttentionMma) -> int:
@@ -147,6 +147,12 @@ class AttentionMma:
         )
 
     @property
+    def template(self) -> str:
+        """Arguments of the device code's templates."""
+        sizes = (self.head, self.group, self.warps, self.tiles, self.cluster)
+        return f"{self.x.cpp}, {self.cache.cpp}, {', '.join(map(str, sizes))}"
+
+    @property
     def block(self) -> int:
         """Threads of a CTA."""
         return 32 * self.warps
@@ -179,10 +185,12 @@ class AttentionMma:
         return attention_params(self.cache)
 
 
+def launch_bounds(desc: AttentionMma) -> str:
+    """What stands before the name of a kernel of this form: its cluster, threads, and CTAs of an SM."""
+    cluster = f"__cluster_dims__({desc.cluster}, 1, 1) " if desc.cluster > 1 else ""
+    return f"{cluster}__launch_bounds__({desc.block}, {desc.resident})"
+
+
 def emit_attention_mma(desc: AttentionMma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    sizes = (desc.head, desc.group, desc.warps, desc.tiles, desc.cluster)
-    tile = f"{desc.x.cpp}, {desc.cache.cpp}, {', '.join(map(str, sizes))}"
-    cluster = f"__cluster_dims__({desc.cluster}, 1, 1) " if desc.cluster > 1 else ""
-    bounds = f"{cluster}__launch_bounds__({desc.block}, {desc.resident})"
-    return attention_source(desc, "attention_mma", f"TensorAttention<{tile}>", bounds)
+    return attention_source(desc, "attention_mma", f"TensorAttention<{desc.template}>", launch_bounds(desc))

@@ -63,9 +63,9 @@ class W8A8Problem:
         """Arguments, in order.
 
         ``none``, ``given`` and ``quantize`` have those of a `emitters.gemm.GemmProblem`, with a of int8 rows multiples
-        of 16 bytes apart, or of x's type and without ``row_scale``. The others: ``x, other``, ``sum, weight, norm_bias`` (norms),
-        strides of x and other in elements, ``eps`` (norms); then ``b, d, m, n, k, ldb, ldd, col_scale`` and the
-        ``bias`` where there is one.
+        of 16 bytes apart, or of x's type and without ``row_scale``. The others: ``x, other``, ``sum, weight,
+        norm_bias`` (norms), strides of x and other in elements, ``eps`` (norms); then ``b, d, m, n, k, ldb, ldd,
+        col_scale`` and the ``bias`` where there is one.
         """
         scaling = [p for p in self.epilogue.params() if not self.makes or p.name != "row_scale"]
         sizes = ["m", "n", "k", "lda", "ldb", "ldd"]

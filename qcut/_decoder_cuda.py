@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from emitters.attention_append import AttentionAppend, emit_attention_append
 from emitters.attention_choice import emit_attention, select_attention
+from emitters.attention_mma import AttentionMma
 from emitters.source import DType
 from emitters.transformer import (
     MANY_ROWS,
@@ -139,31 +142,96 @@ def decode_attention(
     counters: Tensor | None = None,
 ) -> Tensor:
     decoder_ops._check_attention(q, keys, values, key_scales, value_scales, positions, scale, counters)
-    (batch, heads, head), (_, kv_heads, context, _), device = q.shape, keys.shape, q.get_device()
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if batch == 0:
+    if len(q) == 0:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    found = _attention_of("attention", q, keys)
+    scales = [] if key_scales is None or value_scales is None else [key_scales, value_scales]
+    return found.launch(q, [q, keys, values, *scales, positions.contiguous()], (), keys, scale, counters)
+
+
+def append_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    scale: float,
+    counters: Tensor | None = None,
+) -> Tensor:
+    given = (k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales)
+    decoder_ops._check_step(q, *given, scale, counters)
+    if len(q) == 0:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    found = _attention_of("step" if cos is None else "rotary step", q, keys)
+    if not found.appends:
+        q = q.clone() if cos is not None else q
+        append_kv(q, *given)
+        return decode_attention(q, keys, values, key_scales, value_scales, positions, scale, counters)
+    if v.stride(0) != k.stride(0):
+        k, v = k.contiguous(), v.contiguous()
+    tables = [] if cos is None or sin is None else [cos.contiguous(), sin.contiguous()]
+    scales = [] if key_scales is None or value_scales is None else [key_scales, value_scales]
+    tensors = [q, k, v, *tables, positions.contiguous(), slots.contiguous(), keys, values, *scales]
+    return found.launch(q, tensors, (k.stride(0),), keys, scale, counters)
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """A plan of attention over a cache, and what it needs beside its operands; `appends` where it also fills it."""
+
+    plan: LaunchPlan
+    workspace_floats: int
+    places: int
+    appends: bool
+
+    def launch(
+        self,
+        q: Tensor,
+        given: list[Tensor],
+        strides: tuple[int, ...],
+        keys: Tensor,
+        scale: float,
+        counters: Tensor | None,
+    ) -> Tensor:
+        """Queue the kernel on what comes before its result, and on strides between those of q and of the cache."""
+        out, device = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.get_device()
+        workspace = torch.empty(max(1, self.workspace_floats), dtype=torch.float32, device=q.device)
+        if counters is None:
+            counters = _counters_of(self.places, device, q.device)
+        _, kv_heads, context, _ = keys.shape
+        sizes = (kv_heads, q.shape[1] // kv_heads, context, scale * _LOG2_E)
+        pointers = (t.data_ptr() for t in (*given, out, workspace, counters))
+        self.plan.launch(len(q), (*pointers, q.stride(0), *strides, keys.stride(0), *sizes), _stream(device))
         return out
-    queries, gpu = heads // kv_heads, target(device)
-    key = ("attention", q.dtype, keys.dtype, head, heads, kv_heads, context, batch, device)
-    found = _plans.get(key)
+
+
+def _attention_of(kind: str, q: Tensor, keys: Tensor) -> _Attention:
+    """The plan of ``attention``, or of a ``step`` or ``rotary step``, which has none where the two are apart."""
+    (batch, heads, head), (_, kv_heads, context, _), device = q.shape, keys.shape, q.get_device()
+    key = (kind, q.dtype, keys.dtype, head, heads, kv_heads, context, batch, device)
+    found: _Attention | None = _plans.get(key)
     if found is None:
+        queries, gpu = heads // kv_heads, target(device)
         cache = DType.S8 if keys.dtype is torch.int8 else DTYPES[keys.dtype]
         sizes = {"batch": batch, "kv_heads": kv_heads, "context": context, "sm_count": gpu.sm_count}
         desc, parts = select_attention(DTYPES[q.dtype], cache, head, queries, gpu.arch, **sizes)
-        kernel = launch_plans.load(emit_attention(desc), device)
+        if kind == "attention":
+            source = emit_attention(desc)
+        elif isinstance(desc, AttentionMma):
+            source = emit_attention_append(AttentionAppend(desc, kind == "rotary step"))
+        else:
+            return _plans.setdefault(key, _attention_of("attention", q, keys))
         grid = desc.grid(batch, kv_heads, queries, parts)
-        plan = LaunchPlan(kernel, lambda m: grid, pdl=_pdl(device))
-        found = _plans[key] = plan, desc.workspace_floats(batch, kv_heads, queries, parts), grid[1] * batch
-    plan, floats, places = found
-    workspace = torch.empty(max(1, floats), dtype=torch.float32, device=q.device)
-    if counters is None:
-        counters = _counters_of(places, device, q.device)
-    scales = [] if key_scales is None or value_scales is None else [key_scales, value_scales]
-    positions = positions.contiguous()
-    given = [q, keys, values, *scales, positions, out, workspace, counters]
-    numbers = (q.stride(0), keys.stride(0), kv_heads, queries, context, scale * _LOG2_E)
-    plan.launch(batch, (*(t.data_ptr() for t in given), *numbers), _stream(device))
-    return out
+        plan = LaunchPlan(launch_plans.load(source, device), lambda m: grid, pdl=_pdl(device))
+        floats = desc.workspace_floats(batch, kv_heads, queries, parts)
+        found = _plans[key] = _Attention(plan, floats, grid[1] * batch, kind != "attention")
+    return found
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:

@@ -134,7 +134,8 @@ def _check_cache(
             check_tensor(op, name, scales, _F32, tuple(keys.shape[:3]), keys.device)
 
 
-def _check_append(
+def _check_tokens(
+    op: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -147,7 +148,6 @@ def _check_append(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
 ) -> None:
-    op = "append_kv"
     check_dtype(op, "q", q.dtype, FLOAT_DTYPES)
     for name, rows in (("q", q), ("k", k), ("v", v)):
         _check_heads(op, name, rows, q)
@@ -164,6 +164,22 @@ def _check_append(
             raise ShapeError(f"qcut::{op}: {name} is {found}; allowed: [context, {q.shape[2]}] of {q.dtype}")
     for name, places in (("positions", positions), ("slots", slots)):
         check_tensor(op, name, places, _I32, (len(q),), q.device)
+
+
+def _check_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> None:
+    _check_tokens("append_kv", q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales)
 
 
 def _append_fake(*args: Tensor | None) -> None:
@@ -228,25 +244,19 @@ def _check_attention(
     _check_heads(op, "q", q, q)
     _check_cache(op, q, keys, values, key_scales, value_scales)
     check_tensor(op, "positions", positions, _I32, (len(q),), q.device)
-    if counters is not None:
-        check_dtype(op, "counters", counters.dtype, _I32)
-        if counters.dim() != 1 or len(counters) < q.shape[0] * q.shape[1] or counters.device != q.device:
-            allowed = f"[{q.shape[0] * q.shape[1]} or more] on {q.device}, one for each query"
-            raise ShapeError(
-                f"qcut::{op}: counters are {list(counters.shape)} on {counters.device}; allowed: {allowed}"
-            )
+    _check_counters(op, q, counters)
 
 
-def _attention_fake(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_scales: Tensor | None,
-    value_scales: Tensor | None,
-    positions: Tensor,
-    scale: float,
-    counters: Tensor | None = None,
-) -> Tensor:
+def _check_counters(op: str, q: Tensor, counters: Tensor | None) -> None:
+    if counters is None:
+        return
+    check_dtype(op, "counters", counters.dtype, _I32)
+    if counters.dim() != 1 or len(counters) < q.shape[0] * q.shape[1] or counters.device != q.device:
+        allowed = f"[{q.shape[0] * q.shape[1]} or more] on {q.device}, one for each query"
+        raise ShapeError(f"qcut::{op}: counters are {list(counters.shape)} on {counters.device}; allowed: {allowed}")
+
+
+def _attention_fake(q: Tensor, *_: Tensor | float | None) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -278,6 +288,63 @@ define(
     _check_attention,
     _attention_fake,
     _attention_cpu,
+    cuda="_decoder_cuda",
+)
+
+# ── append_attention ─────────────────────────────────────────────────────────────────────────────
+
+
+def _check_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    scale: float,
+    counters: Tensor | None = None,
+) -> None:
+    op = "append_attention"
+    _check_tokens(op, q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales)
+    _check_counters(op, q, counters)
+
+
+def _step_fake(q: Tensor, *_: Tensor | float | None) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _step_cpu(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor,
+    slots: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    scale: float,
+    counters: Tensor | None = None,
+) -> Tensor:
+    q = q.clone()
+    _append_cpu(q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales)
+    return _attention_cpu(q, keys, values, key_scales, value_scales, positions, scale)
+
+
+define(
+    "append_attention(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor positions, Tensor slots, "
+    "Tensor(a!) keys, Tensor(b!) values, Tensor(c!)? key_scales, Tensor(d!)? value_scales, float scale, "
+    "Tensor(e!)? counters=None) -> Tensor",
+    _check_step,
+    _step_fake,
+    _step_cpu,
     cuda="_decoder_cuda",
 )
 

@@ -296,9 +296,8 @@ class Engine:
         for i, layer in enumerate(d.layers):
             x, projected = layer.attention_norm.project(layer.projections, x, pending)
             q, k, v = (heads[:, :, 0] for heads in d.heads_of(projected, len(tokens)))
-            cache = self.cache.layer(i)
-            torch.ops.qcut.append_kv(q, k, v, cos, sin, positions, slots, *cache)
-            mixed = torch.ops.qcut.decode_attention(q, *cache, positions, layer.scaling, self._counters)
+            step = (q, k, v, cos, sin, positions, slots, *self.cache.layer(i))
+            mixed = torch.ops.qcut.append_attention(*step, layer.scaling, self._counters)
             x, pending = layer.mlp(layer.mlp_norm, x, layer.output(mixed.flatten(1)))
         _, h = d.norm.of_sum(x, pending)
         logits: Tensor = d.head(h)

@@ -126,6 +126,27 @@ def test_attention_is_softmax_over_what_is_kept(dtype: torch.dtype, int8: bool) 
         assert (got[b].double() - want.view(4, 16)).abs().max() <= tolerance * values.abs().max()
 
 
+# ── append_attention ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("rotary", [False, True])
+def test_a_step_is_its_two_parts(dtype: torch.dtype, int8: bool, rotary: bool) -> None:
+    apart, given = (tokens(dtype, int8=int8, rotary=rotary) for _ in range(2))
+    q = given["q"].clone()
+    OPS.append_kv(**apart)
+    names = ("q", "keys", "values", "key_scales", "value_scales", "positions")
+    want = OPS.decode_attention(*(apart[name] for name in names), 0.25)
+    counters = torch.zeros(12, dtype=torch.int32)
+    assert torch.equal(OPS.append_attention(**given, scale=0.25, counters=counters), want)
+    assert torch.equal(given["q"], q)
+    for name in names[1:5]:
+        assert given[name] is None or torch.equal(given[name], apart[name])
+    nobody = {n: t[:0] if n in ("q", "k", "v", "positions", "slots") else t for n, t in tokens(dtype).items()}
+    assert OPS.append_attention(**nobody, scale=0.25).shape == (0, 4, 16)
+
+
 # ── activations ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -157,6 +178,8 @@ def test_opcheck() -> None:
     torch.library.opcheck(OPS.add_norm_int8.default, (x, x + 1, weight, weight, True, 1e-5, 16))
     for int8 in (False, True):
         torch.library.opcheck(OPS.append_kv.default, tuple(tokens(int8=int8).values()))
+        step = (*tokens(int8=int8).values(), 0.25)
+        torch.library.opcheck(OPS.append_attention.default, step, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(OPS.argmax.default, (x,))
     torch.library.opcheck(OPS.gelu_tanh.default, (x,))
     torch.library.opcheck(OPS.silu_mul.default, (x, x + 1))
@@ -212,6 +235,8 @@ def test_norms_refuse(changes: dict[str, Any], error: Any, message: str) -> None
 def test_appending_refuses(changes: dict[str, Any], error: Any, message: str) -> None:
     with pytest.raises(error, match=f"append_kv: .*{message}"):
         OPS.append_kv(**{**tokens(), **changes})
+    with pytest.raises(error, match=f"append_attention: .*{message}"):
+        OPS.append_attention(**{**tokens(), **changes}, scale=0.25)
 
 
 def test_attention_refuses() -> None:
@@ -230,6 +255,11 @@ def test_attention_refuses() -> None:
     ):
         with pytest.raises(error, match=f"decode_attention: .*{message}"):
             OPS.decode_attention(**{**given, **changes})
+
+
+def test_a_step_refuses_few_counters() -> None:
+    with pytest.raises(errors.ShapeError, match=r"append_attention: counters are \[11\] .*allowed: \[12 or"):
+        OPS.append_attention(**tokens(), scale=0.25, counters=torch.zeros(11, dtype=torch.int32))
 
 
 def test_argmax_refuses() -> None:

@@ -11,6 +11,7 @@ from sass import instructions
 
 from emitters import attention, attention_mma, transformer
 from emitters.attention import AttentionDecode, emit_attention_decode
+from emitters.attention_append import AttentionAppend, emit_attention_append
 from emitters.attention_choice import emit_attention, estimated_cycles, select_attention
 from emitters.attention_mma import AttentionMma
 from emitters.source import DType, EmitError, KernelSource
@@ -45,7 +46,8 @@ def sources(arch: str) -> list[KernelSource]:
     heads = ((F16, F16, 128, 4), (F16, S8, 128, 4), (BF16, BF16, 64, 1), (F32, F32, 8, 2), (F32, F32, 256, 1))
     found = [emit_attention_decode(AttentionDecode.for_shape(*head, arch)) for head in heads]
     found.append(emit_attention_decode(AttentionDecode.for_shape(F16, F16, 256, 8, arch)))
-    found.extend(map(emit_attention, mma_attention(arch)))
+    for i, desc in enumerate(mma_attention(arch)):
+        found += [emit_attention(desc), emit_attention_append(AttentionAppend(desc, i % 4 != 3))]
     for x, layer, residual, quantized, k in (
         (F16, False, True, True, 4096),
         (BF16, True, False, False, 1280),
@@ -74,6 +76,8 @@ def test_text_is_deterministic_and_names_are_unique() -> None:
 def test_names_spell_the_kernel() -> None:
     assert WIDE.name == "qcut_attention_decode_sm90a_f16_f16_h128g4_w4u4"
     assert MMA.name == "qcut_attention_mma_sm90a_f16_f16_h128g4_w4t2_c8"
+    assert AttentionAppend(MMA, True).name == "qcut_attention_append_sm90a_f16_f16_h128g4_w4t2_c8_rope"
+    assert AttentionAppend(MMA, False).name == "qcut_attention_append_sm90a_f16_f16_h128g4_w4t2_c8"
     assert replace(MMA, cache=S8, cluster=1).name == "qcut_attention_mma_sm90a_f16_s8_h128g4_w4t2"
     assert replace(NORM, residual=True, quantized=True).name == "qcut_norm_sm90a_f16_rms_r_q_t256v1"
     assert replace(NORM, layer=True, aligned=False).name == "qcut_norm_sm90a_f16_layer_t256v1_u"
@@ -112,7 +116,9 @@ def test_compiles_without_spills(arch: str) -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_attention_multiplies_on_tensor_cores(arch: str) -> None:
     descs = mma_attention(arch)
-    for desc, binary in zip(descs, build(*map(emit_attention, descs)), strict=True):
+    apart = map(emit_attention, descs)
+    steps = (emit_attention_append(AttentionAppend(desc, True)) for desc in descs)
+    for desc, binary in zip(descs * 2, build(*apart, *steps), strict=True):
         found = instructions(binary.cubin)
         assert any(name.startswith("HMMA.16816.F32") for name in found), desc.name
         assert any(name.startswith("LDG.E") and "128" in name for name in found)
@@ -121,7 +127,9 @@ def test_attention_multiplies_on_tensor_cores(arch: str) -> None:
         resources = binary.resources
         assert resources is not None
         assert resources.registers * desc.block * desc.resident <= 65_536, desc.name
-        assert resources.smem_bytes <= attention_mma._smem_bytes(desc)
+        token = 2 * desc.group * (desc.head + 8) + 2 * desc.head * desc.cache.bits // 8 + 32
+        assert resources.smem_bytes <= attention_mma._smem_bytes(desc) + token
+        assert resources.spill_store_bytes == resources.spill_load_bytes == 0
 
 
 # ── choice ───────────────────────────────────────────────────────────────────────────────────────
@@ -169,7 +177,7 @@ def test_parts_meet_in_a_cluster_where_reading_is_short() -> None:
         return desc.cluster, parts
 
     assert chosen(1, 8, 48) == (1, 1)
-    assert chosen(1, 8, 513) == chosen(1, 8, 4097) == (8, 8)
+    assert chosen(1, 8, 513) == chosen(1, 8, 2049) == (8, 8)
     assert chosen(8, 8, 8193) == (1, 4)  # 256 CTAs, where 264 have a place, but only 240 in clusters of four
     assert chosen(1, 8, 32768) == (1, 33)
     assert chosen(64, 8, 4097) == (1, 1)
@@ -179,8 +187,8 @@ def test_parts_meet_in_a_cluster_where_reading_is_short() -> None:
 def test_estimates_follow_the_bytes() -> None:
     alone = replace(MMA, cluster=1)
     short, long, longer = (estimated_cycles(alone, 1, 64, context, 132) for context in (32, 512, 2048))
-    assert longer == pytest.approx(4 * long)
-    assert long / 16 < short < long / 7  # waits for its first bytes
+    assert longer == pytest.approx(4 * long, rel=0.1)
+    assert long / 12 < short < long / 4  # what it waits for at first
     four = replace(MMA, cluster=4)
     assert estimated_cycles(alone, 4, 60, 8192, 132) > estimated_cycles(four, 4, 60, 8192, 132)
     assert estimated_cycles(alone, 4, 64, 8192, 132) < estimated_cycles(four, 4, 64, 8192, 132)  # four clusters wait

@@ -67,6 +67,31 @@ struct TensorAttention {
     int length;
   };
 
+  // Which sequence, head of keys and queries a CTA has.
+  struct Place {
+    long long batch, heads, head;  // of all queries, and the CTA's first
+    int kv_heads, kv, first, mine;  // the CTA's first of the queries that share the head of keys
+
+    __device__ __forceinline__ Place(int kv_heads_, int queries)
+        : batch(blockIdx.z), heads(static_cast<long long>(kv_heads_) * queries), kv_heads(kv_heads_) {
+      const int groups = gridDim.y / kv_heads;
+      kv = blockIdx.y / groups;
+      first = blockIdx.y % groups * kGroup;
+      head = static_cast<long long>(kv) * queries + first;
+      mine = min(kGroup, queries - first);
+    }
+
+    __device__ __forceinline__ long long first_out() const { return batch * heads + head; }
+    // Rows of the sequence and head, of no length yet.
+    __device__ __forceinline__ Rows rows(const C* keys, const C* values, const float* key_scales,
+                                         const float* value_scales, long long batch_stride, int context) const {
+      const long long at = batch * batch_stride + static_cast<long long>(kv) * context * kHead;
+      if constexpr (!kScaled) return {keys + at, values + at, nullptr, nullptr, 0};
+      const long long scale_at = (batch * kv_heads + kv) * context;
+      return {keys + at, values + at, key_scales + scale_at, value_scales + scale_at, 0};
+    }
+  };
+
   // A lane's share of 16 keys, and of 16 values.
   struct Tile {
     uint32_t keys[2][kKeyPieces][4];
@@ -146,8 +171,9 @@ struct TensorAttention {
   }
 
   // The queries as S's other operand, in the order of the keys' pieces; zero past the head and past the last query.
-  static __device__ __forceinline__ void load_queries(uint32_t (&query)[kSteps][2], const T* row, bool there, int t) {
-    const bool aligned = reinterpret_cast<unsigned long long>(row) % 16 == 0;
+  // `aligned`: the row starts at a multiple of 16 bytes.
+  static __device__ __forceinline__ void load_queries(uint32_t (&query)[kSteps][2], const T* row, bool aligned,
+                                                      bool there, int t) {
 #pragma unroll
     for (int i = 0; i < kKeyPieces; ++i) {
 #pragma unroll
@@ -255,53 +281,29 @@ struct TensorAttention {
     }
   }
 
-  // `queries`: those that exist. Strides in elements; scales have one for each token and head. Results, workspace and
-  // counters: see AttentionMerge.
-  static __device__ __forceinline__ void run(const T* q, const C* keys, const C* values, const float* key_scales,
-                                             const float* value_scales, const int* positions, T* out, float* workspace,
-                                             unsigned* counters, long long q_stride, long long batch_stride,
-                                             int kv_heads, int queries, int context, float scale) {
-    __shared__ typename Merge::Shared shared;
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
-    const int groups = gridDim.y / kv_heads;
-    const int kv = blockIdx.y / groups;
-    const int first_query = blockIdx.y % groups * kGroup;
-    const int batch = blockIdx.z;
-    const int mine = min(kGroup, queries - first_query);
-    const long long head0 = static_cast<long long>(kv) * queries + first_query;
-    const long long row0 = batch * batch_stride + static_cast<long long>(kv) * context * kHead;
-    const long long scale0 = (batch * static_cast<long long>(kv_heads) + kv) * context;
-    out += (batch * static_cast<long long>(kv_heads) * queries + head0) * kHead;
-    launch_dependents();
-    Merge::begin(shared, mine);
-    wait_for_dependencies();
-
-    const int length = positions[batch] + 1;
-    uint32_t query[kSteps][2];
-    load_queries(query, q + batch * q_stride + (head0 + g) * kHead, g < mine, t);
-    Rows rows{keys + row0, values + row0, nullptr, nullptr, length};
-    if constexpr (kScaled) {
-      rows.key_scales = key_scales + scale0;
-      rows.value_scales = value_scales + scale0;
-    }
-    const int count = (length + 15) / 16, stride = parts * kWarps;
-
-    State state{};
-    state.peak[0] = state.peak[1] = kNoScore;
-    Tile tiles[kTiles] = {};
-    int tile[kTiles];
+  // The warp's first tiles, on their way.
+  static __device__ __forceinline__ void fetch(Tile (&tiles)[kTiles], int (&tile)[kTiles], const Rows& rows, int first,
+                                               int stride, int g, int t) {
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) {
-      tile[u] = part + parts * warp + u * stride;
-      if (tile[u] < count) {
-        load_keys(tiles[u], rows, tile[u], g, t);
-        load_scales(tiles[u], rows, tile[u], g);
-        load_values(tiles[u], rows, tile[u], g, t);
-      }
+      tile[u] = first + u * stride;
+      if (16 * tile[u] >= rows.length) continue;
+      load_keys(tiles[u], rows, tile[u], g, t);
+      load_scales(tiles[u], rows, tile[u], g);
+      load_values(tiles[u], rows, tile[u], g, t);
     }
+  }
+
+  // Those tiles, and every stride-th after them. `arrived(tiles[u], tile[u])` sees each before it is used.
+  template <class Arrived>
+  static __device__ __forceinline__ void attend(State& state, Tile (&tiles)[kTiles], int (&tile)[kTiles],
+                                                const uint32_t (&query)[kSteps][2], const Rows& rows, int stride,
+                                                float scale, int g, int t, const Arrived& arrived) {
+    const int count = (rows.length + 15) / 16;
 #pragma unroll 1
     while (tile[0] < count) {
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) arrived(tiles[u], tile[u]);
       float score[kTiles][4] = {};
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -317,9 +319,9 @@ struct TensorAttention {
         if (tile[u] + kTiles * stride < count) load_keys(tiles[u], rows, tile[u] + kTiles * stride, g, t);
       }
       // The context's last tile is the only one that may be partial; those after it are not there, and have old values.
-      const bool partial = 16 * (tile[kTiles - 1] + 1) > length;
+      const bool partial = 16 * (tile[kTiles - 1] + 1) > rows.length;
       uint32_t weight[kTiles][2];
-      soften(state, tiles, score, weight, tile, length, partial, scale, g);
+      soften(state, tiles, score, weight, tile, rows.length, partial, scale, g);
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) {
 #pragma unroll
@@ -335,9 +337,36 @@ struct TensorAttention {
         }
       }
     }
+  }
+
+  // `queries`: those that exist. Strides in elements; scales have one for each token and head. Results, workspace and
+  // counters: see AttentionMerge.
+  static __device__ __forceinline__ void run(const T* q, const C* keys, const C* values, const float* key_scales,
+                                             const float* value_scales, const int* positions, T* out, float* workspace,
+                                             unsigned* counters, long long q_stride, long long batch_stride,
+                                             int kv_heads, int queries, int context, float scale) {
+    __shared__ typename Merge::Shared shared;
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int parts = kCluster > 1 ? kCluster : gridDim.x;
+    const Place place(kv_heads, queries);
+    launch_dependents();
+    Merge::begin(shared, place.mine);
+    Rows rows = place.rows(keys, values, key_scales, value_scales, batch_stride, context);
+    wait_for_dependencies();
+
+    rows.length = positions[place.batch] + 1;
+    const T* const row = q + place.batch * q_stride + (place.head + g) * kHead;
+    uint32_t query[kSteps][2];
+    load_queries(query, row, reinterpret_cast<unsigned long long>(row) % 16 == 0, g < place.mine, t);
+    State state{};
+    state.peak[0] = state.peak[1] = kNoScore;
+    Tile tiles[kTiles] = {};
+    int tile[kTiles];
+    fetch(tiles, tile, rows, blockIdx.x + parts * warp, parts * kWarps, g, t);
+    attend(state, tiles, tile, query, rows, parts * kWarps, scale, g, t, [](Tile&, int) {});
     record(shared.records[warp], state, g, t);
     __syncthreads();
-    Merge::run(shared, out, mine, workspace, counters);
+    Merge::run(shared, out + place.first_out() * kHead, place.mine, workspace, counters);
   }
 };
 
