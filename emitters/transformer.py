@@ -240,12 +240,14 @@ class ArgmaxRows:
     Attributes:
         x: element type of rows ``[m, columns]``, which may start anywhere.
         arch: real architecture.
+        advances: each row's position and slot go on by one, up to ``context - 1`` and ``context``: a step's end.
 
     Exactness: bitwise.
     """
 
     x: DType
     arch: str
+    advances: bool = False
 
     _unroll = 4
 
@@ -254,8 +256,8 @@ class ArgmaxRows:
 
     @property
     def name(self) -> str:
-        """``qcut_argmax_{arch}_{x}``."""
-        return f"qcut_argmax_{self.arch.replace('_', '')}_{self.x.value}"
+        """``qcut_argmax_{arch}_{x}``, and ``_a`` where it advances."""
+        return f"qcut_argmax_{self.arch.replace('_', '')}_{self.x.value}{'_a' * self.advances}"
 
     @property
     def block(self) -> int:
@@ -267,16 +269,30 @@ class ArgmaxRows:
         return (m, 1, 1)
 
     def params(self) -> tuple[Param, ...]:
-        """``x``; ``best``, int64 ``[m]``; ``stride`` of rows in elements; ``columns``."""
-        return Param("x", "ptr"), Param("best", "ptr"), Param("stride", "i64"), Param("columns", "i32")
+        """``x``; ``best``, int64 ``[m]``; ``stride`` of rows in elements; ``columns``.
+
+        Where it advances, ``positions`` and ``slots``, int32 ``[m]``, before the stride, and ``context`` last.
+        """
+        state = (Param("positions", "ptr"), Param("slots", "ptr")) if self.advances else ()
+        context = (Param("context", "i32"),) * self.advances
+        return (
+            Param("x", "ptr"),
+            Param("best", "ptr"),
+            *state,
+            Param("stride", "i64"),
+            Param("columns", "i32"),
+            *context,
+        )
 
 
 def emit_argmax(desc: ArgmaxRows) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``."""
     types = {"x": f"const {desc.x.cpp}*", "best": "long long*", "stride": "long long"}
-    template = f"{desc.x.cpp}, {desc.block}, {desc._unroll}"
-    order = ("x", "best", "stride", "columns")
-    return _source(desc, desc.params(), types, f"argmax_rows<{template}>", order, {}, "argmax")
+    types |= dict.fromkeys(("positions", "slots"), "int*")
+    template = f"{desc.x.cpp}, {str(desc.advances).lower()}, {desc.block}, {desc._unroll}"
+    order = ("x", "best", "positions", "slots", "stride", "columns", "context")
+    missing = {"positions": "nullptr", "slots": "nullptr", "context": "0"}
+    return _source(desc, desc.params(), types, f"argmax_rows<{template}>", order, missing, "argmax")
 
 
 ACTIVATIONS = ("silu_mul", "gelu_tanh")

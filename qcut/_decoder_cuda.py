@@ -267,20 +267,30 @@ def _activated(kind: str, *operands: Tensor) -> Tensor:
 def argmax(logits: Tensor) -> Tensor:
     decoder_ops._check_argmax(logits)
     best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    _chosen(logits, best)
+    return best
+
+
+def advance(logits: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, context: int) -> None:
+    decoder_ops._check_advance(logits, tokens, positions, slots, context)
+    _chosen(logits, tokens, positions, slots, context=context)
+
+
+def _chosen(logits: Tensor, best: Tensor, *state: Tensor, context: int | None = None) -> None:
     if len(logits) == 0:
-        return best
+        return
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     device = logits.get_device()
-    key = ("argmax", logits.dtype, device)
+    key = ("argmax", logits.dtype, context is None, device)
     plan = _plans.get(key)
     if plan is None:
-        desc = ArgmaxRows(DTYPES[logits.dtype], target(device).arch)
+        desc = ArgmaxRows(DTYPES[logits.dtype], target(device).arch, context is not None)
         plan = LaunchPlan(launch_plans.load(emit_argmax(desc), device), desc.grid, pdl=_pdl(device))
         _plans[key] = plan
-    given = (logits.data_ptr(), best.data_ptr(), logits.stride(0), logits.shape[1])
-    plan.launch(len(logits), given, _stream(device))
-    return best
+    pointers = (t.data_ptr() for t in (logits, best, *state))
+    last = () if context is None else (context,)
+    plan.launch(len(logits), (*pointers, logits.stride(0), logits.shape[1], *last), _stream(device))
 
 
 def _counters_of(places: int, index: int, device: torch.device) -> Tensor:

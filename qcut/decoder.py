@@ -199,7 +199,7 @@ class Decoder:
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """``[B, T, hidden]`` of ids and positions ``[B, T]``."""
         x: Tensor = self.tokens(ids)
-        return x if self.positions is None else x + self.positions(positions)
+        return x if self.positions is None else x + self.positions(positions.long())
 
     def rotary_tables(self, context: int) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines ``[context, D]`` in the model's dtype, by its own module; None without rotations."""

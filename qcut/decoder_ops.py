@@ -402,3 +402,33 @@ def _argmax_fake(logits: Tensor) -> Tensor:
 
 
 define("argmax(Tensor logits) -> Tensor", _check_argmax, _argmax_fake, sampling.argmax, cuda="_decoder_cuda")
+
+
+def _check_advance(logits: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, context: int) -> None:
+    op = "advance"
+    _check_argmax(logits)
+    for name, state, dtype in (("tokens", tokens, torch.int64), ("positions", positions, None), ("slots", slots, None)):
+        check_tensor(op, name, state, (dtype or torch.int32,), (len(logits),), logits.device)
+        if not state.is_contiguous():
+            raise ShapeError(f"qcut::{op}: {name} have strides {list(state.stride())}; allowed: contiguous")
+    if context < 1:
+        raise ConfigError(f"qcut::{op}: context is {context}; allowed: 1 and more")
+
+
+def _advance_fake(logits: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, context: int) -> None:
+    return None
+
+
+def _advance_cpu(logits: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, context: int) -> None:
+    tokens.copy_(sampling.argmax(logits))
+    positions.add_(1).clamp_(max=context - 1)
+    slots.add_(1).clamp_(max=context)
+
+
+define(
+    "advance(Tensor logits, Tensor(a!) tokens, Tensor(b!) positions, Tensor(c!) slots, int context) -> ()",
+    _check_advance,
+    _advance_fake,
+    _advance_cpu,
+    cuda="_decoder_cuda",
+)

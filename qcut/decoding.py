@@ -36,7 +36,8 @@ class Steps:
     def __init__(self, read: Read, size: int, context: int, device: torch.device, pool: Any = None) -> None:
         self._read, self._context, self._used = read, context, size
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
-        self._positions = torch.full((size,), context, dtype=torch.int32, device=device)
+        self._positions = torch.full((size,), context - 1, dtype=torch.int32, device=device)
+        self._slots = torch.full((size,), context, dtype=torch.int32, device=device)
         self._graph = None if pool is None else self._captured(device, pool)
 
     @property
@@ -48,8 +49,9 @@ class Steps:
         """Go on from n tokens at these positions; int64 and int32 ``[n]``."""
         n = self._used = len(tokens)
         self._tokens[:n].copy_(tokens, non_blocking=True)
-        self._positions[:n].copy_(positions, non_blocking=True)
-        self._positions[n:].fill_(self._context)
+        self._slots[:n].copy_(positions, non_blocking=True)
+        self._slots[n:].fill_(self._context)
+        torch.clamp(self._slots, max=self._context - 1, out=self._positions)
 
     def choose(self, tokens: Tensor) -> None:
         """Read these next, int64 ``[n]`` on the device."""
@@ -65,11 +67,8 @@ class Steps:
         return logits[: self._used]
 
     def _run(self) -> Tensor:
-        places, slots = self._positions.clamp(max=self._context - 1), self._positions.clamp(max=self._context)
-        logits = self._read(self._tokens, places, slots)
-        best = torch.ops.qcut.argmax(logits)
-        self._tokens.copy_(best)
-        self._positions.add_(1)
+        logits = self._read(self._tokens, self._positions, self._slots)
+        torch.ops.qcut.advance(logits, self._tokens, self._positions, self._slots, self._context)
         return logits
 
     def _captured(self, device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:

@@ -291,7 +291,7 @@ class Engine:
     def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Logits of one token for each sequence, at its position, kept at its slot; both int32."""
         d = self.decoder
-        x, pending = d.embed(tokens[:, None], positions[:, None].long())[:, 0], None
+        x, pending = d.embed(tokens[:, None], positions[:, None])[:, 0], None
         cos, sin = self._rotary or (None, None)
         for i, layer in enumerate(d.layers):
             x, projected = layer.attention_norm.project(layer.projections, x, pending)

@@ -167,6 +167,26 @@ def test_argmax_is_samplings() -> None:
     assert OPS.argmax(torch.zeros(0, 5)).shape == (0,)
 
 
+def test_a_step_ends_at_the_likeliest_and_the_next_place() -> None:
+    logits = torch.eye(4)[:, :3]
+    tokens, positions, slots = torch.zeros(4, dtype=torch.int64), *torch.tensor([[0, 7, 8, 8], [0, 7, 8, 9]]).int()
+    OPS.advance(logits, tokens, positions, slots, 9)
+    assert (tokens.tolist(), positions.tolist(), slots.tolist()) == ([0, 1, 2, 0], [1, 8, 8, 8], [1, 8, 9, 9])
+    torch.library.opcheck(OPS.advance.default, (logits, tokens, positions, slots, 9))
+
+
+def test_advance_refuses() -> None:
+    logits, tokens, places = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(errors.DtypeError, match="advance: tokens is int32"):
+        OPS.advance(logits, places, places, places.clone(), 4)
+    with pytest.raises(errors.ShapeError, match=r"advance: slots has shape \[1\]"):
+        OPS.advance(logits, tokens, places, places[:1], 4)
+    with pytest.raises(errors.ShapeError, match="allowed: contiguous"):
+        OPS.advance(logits, torch.zeros(4, dtype=torch.int64)[::2], places, places.clone(), 4)
+    with pytest.raises(errors.ConfigError, match="context is 0"):
+        OPS.advance(logits, tokens, places, places.clone(), 0)
+
+
 # ── registration and refusals ────────────────────────────────────────────────────────────────────
 
 

@@ -64,7 +64,7 @@ def sources(arch: str) -> list[KernelSource]:
         found.append(emit_append(RotateAndAppend(x, cache, head, rotary, arch)))
     for x, kind, aligned in ((F16, "silu_mul", True), (BF16, "gelu_tanh", True), (F32, "silu_mul", False)):
         found.append(emit_activation(ActivateRows(kind, x, arch, aligned)))
-    return [*found, *(emit_argmax(ArgmaxRows(x, arch)) for x in (F16, BF16, F32))]
+    return [*found, *(emit_argmax(ArgmaxRows(x, arch, x is F16)) for x in (F16, BF16, F32))]
 
 
 def test_text_is_deterministic_and_names_are_unique() -> None:

@@ -387,3 +387,10 @@ def test_argmax(x: DType, columns: int) -> None:
     desc = ArgmaxRows(x, arch())
     launch(emit_argmax(desc), desc.grid(11), logits.to(DEVICE), best, columns + 5, columns)
     assert best.tolist() == [*sampling.argmax(logits[:, :columns]).tolist(), -7]
+    positions, slots = (torch.arange(k, k + 12, dtype=torch.int32, device=DEVICE) for k in (0, 1))
+    desc, again = ArgmaxRows(x, arch(), advances=True), torch.full_like(best, -7)
+    sizes = (columns + 5, columns, 9)
+    launch(emit_argmax(desc), desc.grid(11), logits.to(DEVICE), again, positions, slots, *sizes)
+    assert torch.equal(again, best)
+    assert positions.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 11]
+    assert slots.tolist() == [2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 12]

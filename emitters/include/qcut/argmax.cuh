@@ -12,9 +12,11 @@ __device__ __forceinline__ unsigned long long argmax_key(float v, int index) {
   return static_cast<unsigned long long>(ordered) << 32 | static_cast<uint32_t>(~index);
 }
 
-// A CTA has a row of `columns` elements, wherever it starts; rows are `stride` elements apart.
-template <class T, int kThreads, int kUnroll>
-__device__ __forceinline__ void argmax_rows(const T* x, long long* best, long long stride, int columns) {
+// A CTA has a row of `columns` elements, wherever it starts; rows are `stride` elements apart. kAdvances: each row's
+// position and slot go on by one, up to context - 1 and context.
+template <class T, bool kAdvances, int kThreads, int kUnroll>
+__device__ __forceinline__ void argmax_rows(const T* x, long long* best, int* positions, int* slots, long long stride,
+                                            int columns, int context) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kWarps = kThreads / 32;
   __shared__ unsigned long long partial[kWarps];
@@ -54,7 +56,13 @@ __device__ __forceinline__ void argmax_rows(const T* x, long long* best, long lo
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) found = max(found, __shfl_xor_sync(0xffffffffu, found, offset));
   // A row of NaN alone has its first element's key, as every element's upper half is 0.
-  if (thread == 0) best[blockIdx.x] = static_cast<int>(~static_cast<uint32_t>(found));
+  if (thread == 0) {
+    best[blockIdx.x] = static_cast<int>(~static_cast<uint32_t>(found));
+    if constexpr (kAdvances) {
+      positions[blockIdx.x] = min(positions[blockIdx.x] + 1, context - 1);
+      slots[blockIdx.x] = min(slots[blockIdx.x] + 1, context);
+    }
+  }
 }
 
 }  // namespace qcut
