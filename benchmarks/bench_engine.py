@@ -181,7 +181,7 @@ KINDS = {
     "norms": ("qcut_norm",),
     "argmax": ("qcut_argmax",),
     "activations": ("silu_mul", "gelu_tanh"),
-    "rotations, int8": ("rotate", "quantize"),
+    "rotations, int8": ("qcut_rotate", "qcut_quantize"),
     "projections": ("qcut_", "gemm", "gemv", "cutlass", "nvjet", "splitK"),
 }
 """What a kernel is, by parts of its name; the first that fits, else ``other``."""

@@ -36,7 +36,7 @@ from qcut.rotated_codebook import (
     stored_norms,
 )
 
-DAMPING = 0.01
+DAMPING = 0.1
 """Of H's mean diagonal: the inputs of another text than the calibration's."""
 
 _BLOCK = 128  # columns whose errors are passed on one by one; beyond them by a product
