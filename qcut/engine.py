@@ -20,6 +20,9 @@ from qcut.sampling import Sampling, sample
 DEFAULT_CONTEXT = 4096
 """Tokens that an engine has memory for unless told otherwise, where the model was made for more."""
 
+_ROWS = 4096
+"""Tokens of prompts that go through a layer at once, whole sequences: more leave the L2 before the next product."""
+
 Prompts = Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]
 Reason = Literal["stop", "length", "context"]
@@ -278,13 +281,22 @@ class Engine:
 
         Padding on the right has no influence: attention looks back, so nobody sees it, and later tokens take its place.
         """
-        d, (batch, longest) = self.decoder, ids.shape
         self._lengths = []
+        size = max(1, _ROWS // ids.shape[1])
+        parts = [self._read_part(part, i * size) for i, part in enumerate(ids.split(size))]
+        if len(parts) == 1:
+            return parts[0]
+        x, pending = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return x, pending
+
+    def _read_part(self, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """`_read` of some sequences, of which ``first`` is the first."""
+        d, (batch, longest) = self.decoder, ids.shape
         places = torch.arange(longest, device=d.device).expand(batch, -1)
         x, pending = d.embed(ids, places).flatten(0, 1), None
         for i, layer in enumerate(d.layers):
             x, projected = layer.attention_norm.project(layer.projections, x, pending)
-            mixed = self._attend_prompt(i, layer, projected, batch)
+            mixed = self._attend_prompt(i, layer, projected, batch, first)
             x, pending = layer.mlp(layer.mlp_norm, x, layer.output(mixed))
         return x, cast(Tensor, pending)
 
@@ -303,15 +315,17 @@ class Engine:
         logits: Tensor = d.head(h)
         return logits
 
-    def _attend_prompt(self, index: int, layer: DecoderLayer, projected: tuple[Tensor, ...], batch: int) -> Tensor:
+    def _attend_prompt(
+        self, index: int, layer: DecoderLayer, projected: tuple[Tensor, ...], batch: int, first: int
+    ) -> Tensor:
         """Heads side by side ``[B T, heads D]`` of prompts ``[B T, hidden]``, which fill the cache from its start."""
         q, k, v = self.decoder.heads_of(projected, batch)
         if self._rotary is not None:
             cos, sin = (table[: q.shape[2]] for table in self._rotary)
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        self.cache.write_prompt(index, k, v)
+        self.cache.write_prompt(index, k, v, first)
         if self.cache.kind != "auto":
-            k, v = self.cache.read(index, len(q), q.shape[2])
+            k, v = self.cache.read(index, len(q), q.shape[2], first)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)
         return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 

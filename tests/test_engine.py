@@ -24,6 +24,7 @@ from transformers import (
 )
 
 import qcut
+from qcut import engine as engine_module
 from qcut import errors, joined
 from qcut.decoder import decoder_of
 from qcut.engine import DEFAULT_CONTEXT, Engine
@@ -187,6 +188,17 @@ def test_int8_rows_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     assert engine.decoder.layers[0].mlp_norm.k_padded is None
     for one, other in zip(got, (engine.prefill(prompts), engine.decode([3, 4])), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+def test_prompts_in_parts_are_the_prompts(kv_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = small("llama"), prompts_of(VOCABULARY, 7, 12, 5)
+    whole, parts = (Engine(model, batch=3, kv_cache=kv_cache) for _ in range(2))
+    got = whole.prefill(prompts), whole.decode([1, 2, 3]), torch.cat(whole.score(prompts))
+    monkeypatch.setattr(engine_module, "_ROWS", 24)  # two sequences of twelve
+    again = parts.prefill(prompts), parts.decode([1, 2, 3]), torch.cat(parts.score(prompts))
+    for one, other in zip(got, again, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 # ── generation ───────────────────────────────────────────────────────────────────────────────────

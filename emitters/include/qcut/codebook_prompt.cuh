@@ -56,7 +56,6 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
 
   const uint32_t empty = T::kCluster > 1 ? map_to_rank(base + T::kEmpty, lane % T::kCluster) : base + T::kEmpty;
   const auto release = [&](int stage) {
-    __syncwarp();  // all lanes have read their tables
     if (lane >= T::kCluster) return;
     if constexpr (T::kCluster > 1) {
       barrier_arrive_cluster(empty + 8 * stage);
