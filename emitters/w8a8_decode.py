@@ -273,7 +273,7 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
     x, params = problem.x.cpp, problem.params()
     types = dict.fromkeys(("x", "other", "weight", "norm_bias"), f"const {x}*")
     types |= {
-        "a": f"const {'int8_t' if problem.prologue == 'none' else x}*",
+        "a": f"const {x if problem.makes else 'int8_t'}*",
         "b": "const int8_t*",
         "sum": f"{x}*",
         "d": f"{problem.epilogue.out.cpp}*",

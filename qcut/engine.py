@@ -20,8 +20,8 @@ from qcut.sampling import Sampling, sample
 DEFAULT_CONTEXT = 4096
 """Tokens that an engine has memory for unless told otherwise, where the model was made for more."""
 
-_ROWS = 4096
-"""Tokens of prompts that go through a layer at once, whole sequences: more leave the L2 before the next product."""
+_ROWS = 16384
+"""Tokens of prompts that go through a layer at once, whole sequences: what a layer's results take is bounded."""
 
 Prompts = Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]

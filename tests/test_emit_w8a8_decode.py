@@ -37,7 +37,7 @@ from tests.compiled import build
 
 F16, BF16, F32 = DType.F16, DType.BF16, DType.F32
 PLAIN = Epilogue(F16, row_scale="per_token", col_scale="per_channel", bias=True)
-PROLOGUES: tuple[Prologue, ...] = ("none", "quantize", "gate", "rms", "layer")
+PROLOGUES: tuple[Prologue, ...] = ("none", "given", "quantize", "gate", "rms", "layer")
 QUANTIZE = W8A8Problem("quantize", F16, PLAIN)
 TILE = W8A8Tile(2, 10, prefetch=2, columns=1280)
 GPT2 = ((3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120), (50257, 1280))
@@ -72,6 +72,7 @@ def sources(arch: str) -> list[KernelSource]:
     if arch == "sm_90a":
         found.append(emit_w8a8_decode(problem_of("none"), W8A8Tile(4, 28, splits=2), arch))
         found.append(emit_w8a8_decode(problem_of("layer"), W8A8Tile(2, 4, 1, 2, 4, 3072, 8), arch))
+    found.append(emit_w8a8_decode(problem_of("given"), W8A8Tile(3, 10, 1, 3, 8), arch))
     return found
 
 
@@ -131,8 +132,8 @@ def test_parameters_are_the_signature(source: KernelSource) -> None:
 def test_only_a_kernel_that_quantizes_nothing_is_given_scales_of_tokens() -> None:
     for prologue in PROLOGUES:
         names = [p.name for p in problem_of(prologue).params()]
-        assert ("row_scale" in names) == (prologue == "none")
-        assert ("a" in names) == ("x" not in names) == (prologue in ("none", "quantize"))
+        assert ("row_scale" in names) == (prologue in ("none", "given"))
+        assert ("a" in names) == ("x" not in names) == (prologue in ("none", "given", "quantize"))
         assert {"sum", "weight", "norm_bias", "eps"} & set(names) == (
             {"sum", "weight", "norm_bias", "eps"} if prologue in ("rms", "layer") else set()
         )
@@ -223,7 +224,7 @@ def test_every_shape_that_is_legal_has_a_tile(prologue: Prologue, x: DType, arch
             assert registers(tile) <= register_limit(tile.warps) <= 65_536 // (32 * tile.warps)
             assert smem_bytes(problem, tile) <= SMEM_LIMIT[arch]
             assert m <= tile.tokens < 2 * m
-            assert tile.columns == (0 if prologue == "none" else -(-k // chunk_columns(x)) * chunk_columns(x))
+            assert tile.columns == (0 if prologue in ("none", "given") else -(-k // chunk_columns(x)) * chunk_columns(x))
             assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
             rows = grid(tile, m, n)[0] // tile.splits * 16 * tile.row_tiles
             assert n <= rows < n + 16 * tile.row_tiles

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from emitters.w8a8_decode import MAX_ELEMENTS, W8A8Problem, is_legal, makes_tokens
+from emitters.w8a8_decode import MAX_ELEMENTS, makes_tokens
 from qcut import _launch_plans, numerics, ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.config import padded_k
 from tests.gpu.oracles import DEVICE, activations, assert_same, full_range, name, relayout
@@ -138,12 +138,10 @@ def test_epilogues(kind: str, activation: str, bias: bool) -> None:
 @pytest.mark.parametrize("dtype", FLOATS, ids=name)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_that_no_kernel_holds_or_makes(kind: str, dtype: torch.dtype) -> None:
-    arch, x = _launch_plans.target(0).arch, _launch_plans.DTYPES[dtype]
-    problem = W8A8Problem(kind, x, _launch_plans.linear_problem(x, 33, 16, True, "none", "dynamic").epilogue)
     sizes = [(8, 6144), (5, 9728), (3, 16384), (1, 16383), (8, 6151), (4, 12289)]
     sizes += [(1, 32761)] if dtype is not SINGLE or kind == "gate" else []  # a norm alone takes no longer rows
     sizes += [(1, MAX_ELEMENTS), (2, MAX_ELEMENTS // 2 + 1)] if kind == "gate" else []
-    assert any(makes_tokens(m, k) and not is_legal(problem, m, k, arch) for m, k in sizes)
+    assert not all(makes_tokens(m, k) for m, k in sizes)
     for m, k in sizes:
         layer = Layer(kind, (k, 33), dtype)
         layer.check(*layer.inputs(m))
