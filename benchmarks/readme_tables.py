@@ -238,7 +238,8 @@ def engine_misses() -> str:
     if not missed:
         return f"All {len(rows)} figures to reach are reached."
     names = (
-        f"{ENGINE_MODELS[r['case']]} at {r['batch']} by {100 - 100 * int(r['tokens_s']) / int(r['mark']):.0f} %"
+        f"{ENGINE_MODELS[r['case']]}, {r['batch']} {'at once' if r['what'] == 'decode' else 'prompts'}, "
+        f"by {100 - 100 * int(r['tokens_s']) / int(r['mark']):.0f} %"
         for r in missed
     )
     return f"Of {len(rows)} figures to reach {len(missed)} are missed: {'; '.join(names)}."
