@@ -224,7 +224,7 @@ def test_every_shape_that_is_legal_has_a_tile(prologue: Prologue, x: DType, arch
             assert registers(tile) <= register_limit(tile.warps) <= 65_536 // (32 * tile.warps)
             assert smem_bytes(problem, tile) <= SMEM_LIMIT[arch]
             assert m <= tile.tokens < 2 * m
-            assert tile.columns == (0 if prologue in ("none", "given") else -(-k // chunk_columns(x)) * chunk_columns(x))
+            assert tile.columns == (-(-k // chunk_columns(x)) * chunk_columns(x) if problem.makes else 0)
             assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
             rows = grid(tile, m, n)[0] // tile.splits * 16 * tile.row_tiles
             assert n <= rows < n + 16 * tile.row_tiles
