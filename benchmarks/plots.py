@@ -74,14 +74,120 @@ def bars(
     axes.set_xticks(range(len(labels)), labels, rotation=40, ha="right", fontsize=8)
     axes.set_ylabel(axis)
     axes.set_title(title, fontsize=11)
-    axes.legend(fontsize=8, loc="upper left")
+    if lines:
+        axes.legend(fontsize=8, loc="upper left")
+    _print(figure, path)
+
+
+def stacks(
+    path: Path, parts: Mapping[str, Mapping[str, float]], floors: Mapping[str, float], title: str, axis: str
+) -> None:
+    """Horizontal bars, each a stack of parts, with a tick where its floor is.
+
+    Args:
+        path: file name without suffix; ``.svg`` and ``.png`` are written.
+        parts: label of a bar to the sizes of its parts, from the left.
+        floors: label to the least that the bar could be; NaN draws none.
+        title: heading.
+        axis: what the x axis says.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plot")
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.55 * len(parts) + 2), layout="constrained")
+    axes = figure.subplots()
+    rows = range(len(parts))
+    left = [0.0] * len(parts)
+    for name in dict.fromkeys(name for stack in parts.values() for name in stack):
+        sizes = [stack.get(name, 0.0) for stack in parts.values()]
+        axes.barh(rows, sizes, left=left, label=name)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    axes.plot([floors[label] for label in parts], rows, "|", color="black", markersize=22, label="floor")
+    axes.set_yticks(rows, parts, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(axis)
+    axes.set_title(title, fontsize=11)
+    axes.legend(fontsize=8)
+    _print(figure, path)
+
+
+def curves(path: Path, series: Mapping[str, Mapping[float, float]], title: str, x_axis: str, y_axis: str) -> None:
+    """Lines on two logarithmic axes.
+
+    Args:
+        path: file name without suffix; ``.svg`` and ``.png`` are written.
+        series: name to the line's points, x to y.
+        title: heading.
+        x_axis: what the x axis says.
+        y_axis: what the y axis says.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plot")
+        return
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for marker, (name, found) in zip(MARKERS * (1 + len(series) // len(MARKERS)), series.items(), strict=False):
+        axes.plot(list(found), list(found.values()), f"{marker}-", label=name, markersize=4, alpha=0.85)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.grid(which="both", alpha=0.3)
+    axes.set_xlabel(x_axis)
+    axes.set_ylabel(y_axis)
+    axes.set_title(title, fontsize=11)
+    axes.legend(fontsize=8)
+    _print(figure, path)
+
+
+def points(
+    path: Path, series: Mapping[str, Mapping[str, tuple[float, float]]], title: str, x_axis: str, y_axis: str
+) -> None:
+    """Labelled points; y is linear around 0 and logarithmic beyond, on both sides.
+
+    Args:
+        path: file name without suffix; ``.svg`` and ``.png`` are written.
+        series: name to label to (x, y).
+        title: heading.
+        x_axis: what the x axis says.
+        y_axis: what the y axis says.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plot")
+        return
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for marker, (name, found) in zip(MARKERS * (1 + len(series) // len(MARKERS)), series.items(), strict=False):
+        xs, ys = zip(*found.values(), strict=True)
+        axes.plot(xs, ys, marker, label=name, markersize=5, alpha=0.85)
+        for label, place in found.items():
+            axes.annotate(label, place, xytext=(4, 3), textcoords="offset points", fontsize=7)
+    axes.set_yscale("symlog", linthresh=1.0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.axhline(0.0, color="black", linewidth=1)
+    axes.grid(alpha=0.3)
+    axes.set_xlabel(x_axis)
+    axes.set_ylabel(y_axis)
+    axes.set_title(title, fontsize=11)
+    axes.legend(fontsize=8)
     _print(figure, path)
 
 
 def _print(figure: Any, path: Path) -> None:
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     path.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_figure(path.with_suffix(".png"), dpi=150)
-    FigureCanvasSVG(figure).print_figure(path.with_suffix(".svg"))
+    # The same figures make the same file: no date in it, and no names drawn by lot.
+    with matplotlib.rc_context({"svg.hashsalt": path.name}):
+        FigureCanvasSVG(figure).print_figure(path.with_suffix(".svg"), metadata={"Date": None})

@@ -204,6 +204,68 @@ def _codebook_rows(part: str | None = None) -> list[tuple[Shape, Row]]:
     return [(shape, row) for shape, row in rows if part is None or row["part"] == part]
 
 
+ENGINE_MODELS = {
+    "gpt2-large-int8": "GPT-2 Large, w8a8",
+    "llama-3-8b-codebook4": "Llama-3-8B shape, codebook4",
+    "llama-3-8b-int8": "Llama-3-8B shape, w8a8",
+    "llama2c-288": "llama2.c 288 / 6, w8a16",
+    "llama2c-512": "llama2.c 512 / 8, w8a16",
+    "llama2c-288-float": "llama2.c 288 / 6, float16",
+}
+
+
+def _engine_rows() -> list[Row]:
+    with (RESULTS / "bench_engine.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["what"] != "kernel"]
+
+
+def engine_table() -> str:
+    """Tokens per second of the engine, beside the floor of what a step reads."""
+    rows = []
+    for row in _engine_rows():
+        decode = row["what"] == "decode"
+        floor = f"{float(row['batch']) / float(row['floor_us']) * 1e6:,.0f}" if decode else "–"
+        mark = f"{int(row['mark']):,}" if row["mark"] else "–"
+        what = "one token each" if decode else row["what"].replace("prefill", "prompts")
+        rows.append([ENGINE_MODELS[row["case"]], what, row["batch"], f"{int(row['tokens_s']):,}", mark, floor])
+    return markdown(["model", "what", "sequences", "tokens/s", "to reach", "memory alone"], rows)
+
+
+def engine_misses() -> str:
+    """One sentence: which of the engine's figures to reach were not."""
+    rows = [row for row in _engine_rows() if row["mark"]]
+    missed = [row for row in rows if int(row["tokens_s"]) < int(row["mark"])]
+    if not missed:
+        return f"All {len(rows)} figures to reach are reached."
+    names = (
+        f"{ENGINE_MODELS[r['case']]}, {r['batch']} {'at once' if r['what'] == 'decode' else 'prompts'}, "
+        f"by {100 - 100 * int(r['tokens_s']) / int(r['mark']):.0f} %"
+        for r in missed
+    )
+    return f"Of {len(rows)} figures to reach {len(missed)} are missed: {'; '.join(names)}."
+
+
+ATTENTION_CONTEXTS = ("64", "512", "2048", "8192", "32768")
+
+
+def attention_table() -> str:
+    """Attention of one token, µs, and the share of the bandwidth."""
+    with (RESULTS / "bench_attention.csv").open(newline="") as file:
+        rows = {(r["batch"], r["context"], r["variant"]): r for r in csv.DictReader(file)}
+    names = ("qcut", "qcut int8", "sdpa", "naive")
+    table = []
+    for batch in ("1", "8"):
+        for context in ATTENTION_CONTEXTS:
+            found = [rows.get((batch, context, name)) for name in names]
+            if any(found):
+                cells = (figures(float(row["median_us"])) if row else "–" for row in found)
+                own = found[0]
+                table.append(
+                    [f"{batch} × {int(context):,}", *cells, f"{float(own['floor_pct']):.0f} %" if own else "–"]
+                )
+    return markdown(["sequences × context", *names, "of 4.48 TB/s"], table)
+
+
 TABLES = (
     gemm_table,
     linear_table,
@@ -211,8 +273,10 @@ TABLES = (
     codebook_kernel_table,
     codebook_layer_table,
     codebook_quality_table,
+    engine_table,
+    attention_table,
 )
-SENTENCES = (codebook_speedups, codebook_misses)
+SENTENCES = (codebook_speedups, codebook_misses, engine_misses)
 
 if __name__ == "__main__":
     print("\n\n".join(text() for text in (*TABLES, *SENTENCES)))

@@ -61,7 +61,7 @@ def registers(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
     tokens = tile.units * token_tiles * (8 if int8 else 16)
     weights = tile.prefetch * tile.units * (2 * problem.bits + problem.slots + (2 if int8 else 0))
     sums = token_tiles * (4 if int8 else 12)
-    return tokens + weights + sums + (28 if int8 else 20)
+    return tokens + weights + sums + (28 + 8 * (tile.units > 1) if int8 else 20)
 
 
 def register_limit(tile: CodebookDecodeTile) -> int:
@@ -92,6 +92,11 @@ CONSTRAINTS = (
         "rotates",
         "takes a tile of one token: more are rotated once, by a kernel before",
         lambda p, t, arch: t.tokens == 1 or not p.rotates,
+    ),
+    Constraint(
+        "norm",
+        "has all of K in a CTA: one warp or more for every units, no splits",
+        lambda p, t, arch: p.prologue in ("none", "gate") or (t.splits == 1 and t.units <= 4),
     ),
     Constraint(
         "clusters",
@@ -152,6 +157,7 @@ CLUSTERS = {1: 1.0, 2: 66 / 132, 4: 30 / 132, 8: 15 / 132}
 """Clusters that an H200 runs at once, by their size, for each SM."""
 
 _SM_SMEM = 233_472
+_SCALARS = {"i32": "int", "f32": "float"}
 
 
 def for_shape(
@@ -252,7 +258,13 @@ def _row_token(problem: CodebookProblem) -> str:
     group = 128 // problem.slots
     # float32(sqrt(d) / d) as the device's own literal.
     factor = struct.unpack("f", struct.pack("f", math.sqrt(group) / group))[0].hex()
-    return f"qcut::RowToken<{problem.x.cpp}, Tile, {group}>(x, signs, k, units_pass, {factor}f)"
+    x, norm = problem.x.cpp, problem.prologue in ("rms", "layer")
+    other = "nullptr" if problem.prologue == "none" else "other"
+    norms = "sum, norm_weight, norm_bias, 0, 0, eps" if norm else "nullptr, nullptr, nullptr, 0, 0, 0.0f"
+    return (
+        f"qcut::RowToken<{x}, Tile, {group}, qcut::Prologue::k{problem.prologue.capitalize()}>"
+        f"(qcut::TokenSource<{x}>{{x, {other}, {norms}}}, signs, k, units_pass, {factor}f)"
+    )
 
 
 def kernel_source(
@@ -311,7 +323,9 @@ def signature(problem: CodebookProblem) -> str:
     types = {"x": "const char*", "units": "const char*", "norms": "const char*", "d": f"{out}*"}
     types |= {"residual": f"const {out}*", "signs": "const uint32_t*"}
     if problem.rotates:
-        types["x"] = f"const {problem.x.cpp}*"
+        types |= dict.fromkeys(("x", "other", "norm_weight", "norm_bias"), f"const {problem.x.cpp}*")
+        types["sum"] = f"{problem.x.cpp}*"
     return ", ".join(
-        f"{types.get(p.name, 'const float*') if p.kind == 'ptr' else 'int'} {p.name}" for p in problem.params()
+        f"{types.get(p.name, 'const float*') if p.kind == 'ptr' else _SCALARS[p.kind]} {p.name}"
+        for p in problem.params()
     )

@@ -7,7 +7,9 @@ are. Device code: ``include/qcut/weight_only_decode.cuh``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from emitters.constraints import Constraint, check
 from emitters.gemm import GemmProblem, procedural_name
@@ -18,9 +20,20 @@ FAMILY = "wo_decode"
 MAX_TOKENS = 32
 """Rows of a that registers hold beside the weights in flight."""
 _TOKENS = (8, 16, 32)
-_UNIT_COLUMNS = 128
+UNIT_COLUMNS = 128
+"""That a warp reads of 16 rows at a time."""
 _OTHER_REGISTERS = 24
 """What a thread needs beside weights, tokens and sums: addresses, counters, bounds."""
+
+
+class Cut(NamedTuple):
+    """How weights are divided: see `WeightOnlyTile`."""
+
+    row_tiles: int
+    warps: int
+    units: int
+    prefetch: int
+    splits: int
 
 
 @dataclass(frozen=True)
@@ -64,7 +77,7 @@ def registers(tile: WeightOnlyTile) -> int:
     return 16 * tile.units * (tile.prefetch + tile.tokens // 8) + tile.tokens // 2 + _OTHER_REGISTERS
 
 
-def _register_limit(warps: int) -> int:
+def register_limit(warps: int) -> int:
     """Registers of a thread, in eights, where a CTA of so many warps has the SM's four quarters to itself."""
     return min(255, 16_384 // (32 * -(-warps // 4)) // 8 * 8)
 
@@ -92,7 +105,7 @@ CONSTRAINTS = (
     Constraint(
         "registers",
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
-        lambda p, t, arch: registers(t) <= _register_limit(t.warps),
+        lambda p, t, arch: registers(t) <= register_limit(t.warps),
     ),
     Constraint(
         "splits", "are 1, 2, 4 or 8: the CTAs of a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)
@@ -155,34 +168,55 @@ def for_shape(problem: GemmProblem, arch: str, m: int, n: int, k: int, sm_count:
     if not 1 <= m <= MAX_TOKENS:
         raise EmitError(f"weight_only_decode: {m} tokens; allowed are 1 to {MAX_TOKENS}")
     tokens = next(size for size in _TOKENS if m <= size)
-    units_k, tiles_n = -(-k // _UNIT_COLUMNS), -(-n // 16)
-    best, best_ns = WeightOnlyTile(1, 1, tokens=tokens), float("inf")
+
+    def fits(cut: Cut) -> bool:
+        tile = _tile(cut, tokens)
+        return registers(tile) <= register_limit(cut.warps) and smem_bytes(problem, tile) <= SMEM_LIMIT.get(arch, 0)
+
+    tile = _tile(best_cut(n, k, arch, sm_count, fits), tokens)
+    validate(problem, tile, arch)
+    return tile
+
+
+def _tile(cut: Cut, tokens: int) -> WeightOnlyTile:
+    return WeightOnlyTile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)
+
+
+def best_cut(n: int, k: int, arch: str, sm_count: int, fits: Callable[[Cut], bool]) -> Cut:
+    """The cut of weights ``[n, k]`` that a model of the memory takes for the fastest.
+
+    Args:
+        n: rows of weights.
+        k: columns.
+        arch: the kernel's.
+        sm_count: of the GPU.
+        fits: whether registers and shared memory hold it.
+    """
+    units_k, tiles_n = -(-k // UNIT_COLUMNS), -(-n // 16)
+    best, best_ns = Cut(1, 1, 1, 1, 1), float("inf")
     for splits in (1, 2, 4, 8) if arch in CLUSTER_ARCHITECTURES else (1,):
         for units in (1, 2):
-            warps = _warps(-(-units_k // (splits * units)), units, tokens)
+            most = max((w for w in range(1, 33) if fits(Cut(1, w, units, 1, splits))), default=1)
+            wanted = -(-units_k // (splits * units))
+            warps = -(-wanted // -(-wanted // most))  # in equal rounds
             rounds = -(-units_k // (splits * warps * units))
             # Clusters of 4 and 8 leave some SMs of a GPC without work.
             at_once = {1: sm_count, 2: sm_count // 2, 4: sm_count * 30 // 132, 8: sm_count * 15 // 132}[splits]
+            if not at_once:
+                continue
             for waves in range(1, 1 + tiles_n):
-                row_tiles = -(-tiles_n // max(1, waves * at_once))
+                row_tiles = -(-tiles_n // (waves * at_once))
                 prefetch = min(row_tiles, max(1, _IN_FLIGHT // (warps * units)))
-                tile = WeightOnlyTile(row_tiles, warps, units, prefetch, tokens, splits)
-                while tile.prefetch > 1 and registers(tile) > _register_limit(warps):
-                    tile = WeightOnlyTile(row_tiles, warps, units, tile.prefetch - 1, tokens, splits)
-                if smem_bytes(problem, tile) <= SMEM_LIMIT.get(arch, 0):
+                while prefetch > 1 and not fits(Cut(row_tiles, warps, units, prefetch, splits)):
+                    prefetch -= 1
+                cut = Cut(row_tiles, warps, units, prefetch, splits)
+                if fits(cut):
                     break
-            step_ns = 2048 * units * min(warps, -(-units_k // (splits * units))) / _BYTES_PER_NS
+            step_ns = 2048 * units * min(warps, wanted) / _BYTES_PER_NS
             ns = waves * (rounds * (row_tiles * step_ns + _ROUND_NS) + _CTA_NS) + _CLUSTER_NS * (splits > 1)
             if ns < best_ns:
-                best, best_ns = tile, ns
-    validate(problem, best, arch)
+                best, best_ns = cut, ns
     return best
-
-
-def _warps(wanted: int, units: int, tokens: int) -> int:
-    """Up to that many warps, in equal rounds, as their registers allow with one row tile in flight."""
-    most = max(w for w in range(1, 33) if registers(WeightOnlyTile(1, w, units, 1, tokens)) <= _register_limit(w))
-    return -(-wanted // -(-wanted // most))
 
 
 def emit_weight_only_decode(problem: GemmProblem, tile: WeightOnlyTile, arch: str) -> KernelSource:

@@ -238,23 +238,17 @@ def measure(name: str, model: Any, setup: Setup, layers: dict[str, int], baselin
     device, limits = setup.device, setup.limits
     tokens, window = setup.evaluation.flatten(), setup.evaluation.shape[1]
     value = perplexity(model, tokens, window=window, progress=sys.stderr.isatty())
-    prompt = setup.evaluation[: limits.prompt_batch].to(device)
+    prompt = setup.evaluation[: limits.prompt_batch]
     short = prompt[:1, :SPEED_PROMPT]
-    mask = torch.ones_like(short)
     new_tokens = min(limits.new_tokens, model.config.max_position_embeddings - short.shape[1])
+    context = max(window, short.shape[1] + new_tokens)
+    engine = qcut.Engine(model, batch=len(prompt), context=context)
 
     def read_prompt() -> object:
-        return model(prompt, use_cache=True, logits_to_keep=1)
+        return engine.prefill(prompt)
 
     def generate() -> object:
-        return model.generate(
-            short,
-            attention_mask=mask,
-            min_new_tokens=new_tokens,
-            max_new_tokens=new_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
+        return engine.generate(short, new_tokens)
 
     read_prompt()
     reset_peak(device)
@@ -275,12 +269,10 @@ def measure(name: str, model: Any, setup: Setup, layers: dict[str, int], baselin
 @torch.no_grad()
 def sample(model: Any, setup: Setup, prompt: str, new_tokens: int = 40) -> str:
     """The prompt and what the model makes of it, sampled with a fixed seed."""
-    encoded = setup.tokenizer(prompt, return_tensors="pt").to(setup.device)
-    torch.manual_seed(0)
-    ids = model.generate(
-        **encoded, max_new_tokens=new_tokens, do_sample=True, temperature=0.8, top_k=40, pad_token_id=0
-    )
-    return str(setup.tokenizer.decode(ids[0], skip_special_tokens=True))
+    ids = setup.tokenizer(prompt)["input_ids"]
+    sampling = qcut.Sampling(temperature=0.8, top_k=40)
+    (generated,) = qcut.Engine(model).generate([ids], new_tokens, sampling=sampling)
+    return str(setup.tokenizer.decode([*ids, *generated.tokens], skip_special_tokens=True))
 
 
 def fresh_model(setup: Setup) -> Any:

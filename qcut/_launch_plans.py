@@ -16,9 +16,11 @@ from typing import Literal
 
 import torch
 
+from emitters import w8a8_decode
 from emitters.epilogue import Activation, Epilogue
 from emitters.gemm import GemmProblem
 from emitters.source import DType, KernelSource
+from emitters.w8a8_decode import W8A8Problem, W8A8Tile, emit_w8a8_decode
 from qcut import _native, dispatch, jit
 from qcut.codebook_dispatch import bucket
 from qcut.config import padded_k
@@ -61,11 +63,11 @@ def has_cutlass() -> bool:
 
 
 def m_bucket(m: int) -> int:
-    """Rows up to which one launch plan serves: 8, 16, 32, 64, then four steps an octave.
+    """Rows up to which one launch plan serves: 1, 8, 16, 32, 64, then four steps an octave.
 
     Every m in a bucket runs the same kernel, so that nearby batch sizes neither build nor choose anew.
     """
-    return bucket(max(8, m))
+    return bucket(max(1, m))
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,37 @@ def gemm_plan(
     """Plan of an int8 GEMM of up to m rows, on dispatch's choice of kernel unless one is given."""
     if choice is None:
         gpu = target(device)
+        if tensor_cores and (few := few_tokens("none", problem, m, n, k, gpu)) is not None:
+            return few_tokens_plan(*few, n, device)
         choice = dispatch.select_gemm(problem, m, n, k, gpu, cutlass=has_cutlass(), tensor_cores=tensor_cores)
     return _planned(choice, problem, n, device)
+
+
+def few_tokens(
+    prologue: Literal["none", "given", "quantize"],
+    problem: GemmProblem,
+    m: int,
+    n: int,
+    k: int,
+    gpu: Target,
+    aligned: bool = True,
+) -> tuple[W8A8Problem, W8A8Tile] | None:
+    """The kernel for few tokens, of int8 rows or of those to quantize, if it serves this GEMM of up to m rows."""
+    if m > w8a8_decode.MAX_TOKENS or problem.layouts != "tnt" or problem.alignment_k % 16:
+        return None
+    if prologue == "quantize" and not w8a8_decode.makes_tokens(m, k):
+        return None
+    few = W8A8Problem(prologue, problem.epilogue.out, problem.epilogue, aligned)
+    if not w8a8_decode.is_legal(few, m, k, gpu.arch):
+        return None
+    return few, w8a8_decode.for_shape(few, gpu.arch, m, n, k, gpu.sm_count)
+
+
+def few_tokens_plan(few: W8A8Problem, tile: W8A8Tile, n: int, device: int) -> LaunchPlan:
+    """Its plan."""
+    arch = target(device).arch
+    kernel = load(emit_w8a8_decode(few, tile, arch), device)
+    return LaunchPlan(kernel, Grid(tile.tokens, w8a8_decode.grid(tile, 1, n)), pdl=arch == "sm_90a")
 
 
 def weight_only_plan(problem: GemmProblem, m: int, n: int, k: int, device: int, *, pdl: bool = True) -> LaunchPlan:
@@ -214,12 +245,16 @@ def prebuild(calls: Iterable[LinearCall], device: int, progress: bool = True) ->
     for call in calls:
         problem = linear_problem(DTYPES[call.dtype], call.n, call.k, call.bias, call.activation, call.kind)
         rows = m_bucket(call.rows)
+        few = None
+        if call.kind == "dynamic":
+            few = few_tokens("quantize", problem, rows, call.n, call.k, gpu)
+            few = few or few_tokens("given", problem, rows, call.n, padded_k(call.k), gpu)
         if call.kind == "weight_only":
             choice = dispatch.select_weight_only(problem, rows, call.n, call.k, gpu)
-        else:
+        elif few is None:
             rows = max(rows, TMA_ROWS)
             choice = dispatch.select_gemm(problem, rows, call.n, padded_k(call.k), gpu, cutlass=has_cutlass())
-        source = dispatch.emit(choice, problem, gpu.arch)
+        source = dispatch.emit(choice, problem, gpu.arch) if few is None else emit_w8a8_decode(*few, gpu.arch)
         sources[source.name] = source
     with ThreadPoolExecutor(1, thread_name_prefix="qcut-build") as pool:
         pool.submit(_native.build)

@@ -2,19 +2,115 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from qcut import ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.errors import UnsupportedError
+from qcut.joined import after_gate, after_norm, is_dynamic
+from qcut.linear import Linear
 from qcut.modules import model_device
+from qcut.stacking import Stacker
 
 LLAMA_TYPES = ("llama", "mistral", "qwen2")
 """``model_type`` of configurations with Llama's shape: RMS norms, rotary positions, a gated MLP."""
 MODEL_TYPES = ("gpt2", *LLAMA_TYPES)
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # of the others, frequencies depend on the length
+
+
+class Int8Rows(NamedTuple):
+    """Rows as `torch.ops.qcut.quantize_per_token` makes them of some of a dtype."""
+
+    q: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
+Rows = Tensor | Int8Rows
+
+
+def project(module: nn.Module, x: Rows) -> Tensor:
+    """A linear layer of rows ``[R, K]``."""
+    if isinstance(x, Int8Rows):
+        return cast(Linear, module).forward_int8(*x)
+    return cast(Tensor, module(x))
+
+
+@dataclass(frozen=True)
+class DecoderNorm:
+    """A norm of rows.
+
+    Attributes:
+        module: has its weight and bias.
+        layer: a LayerNorm; else an RMSNorm.
+        eps: under the root.
+        k_padded: columns of its int8 rows, where all that read it take those; else None.
+    """
+
+    module: nn.Module
+    layer: bool
+    eps: float
+    k_padded: int | None = None
+
+    def of_sum(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Rows]:
+        """``x + residual``, or x, and its norm; ``[R, hidden]``."""
+        weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
+        y: Rows
+        if self.k_padded is None:
+            total, y = torch.ops.qcut.add_norm(x, residual, weight, bias, self.layer, self.eps)
+        else:
+            arguments = (x, residual, weight, bias, self.layer, self.eps, self.k_padded)
+            total, q, scale = torch.ops.qcut.add_norm_int8(*arguments)
+            y = Int8Rows(q, scale, x.dtype)
+        return x if residual is None else total, y
+
+    def project(
+        self, modules: tuple[nn.Module, ...], x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """``x + residual``, or x, and each module's result of its norm; ``[R, hidden]``."""
+        if len(modules) == 1:
+            weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
+            joined = after_norm(modules[0], x, residual, weight, bias, self.layer, self.eps)
+            if joined is not None:
+                return x if residual is None else joined[0], (joined[1],)
+        x, rows = self.of_sum(x, residual)
+        return x, tuple(project(module, rows) for module in modules)
+
+
+@dataclass(frozen=True)
+class DecoderMLP:
+    """Projections up, an activation, a projection down.
+
+    Attributes:
+        projections: up; of a gated one, gate and up, or one module whose result is both.
+        gated: the gate goes through the activation and multiplies up; else up goes through it.
+        activation: silu_mul or gelu_tanh (``torch.ops.qcut``), or a module where neither is meant.
+        down: back to the hidden size.
+    """
+
+    projections: tuple[nn.Module, ...]
+    gated: bool
+    activation: str | nn.Module
+    down: nn.Module
+
+    def __call__(self, norm: DecoderNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """``x + residual``, and the MLP of its norm; ``[R, hidden]``."""
+        x, parts = norm.project(self.projections, x, residual)
+        if not self.gated:
+            (up,) = parts
+            y = self.activation(up) if isinstance(self.activation, nn.Module) else torch.ops.qcut.gelu_tanh(up)
+        else:
+            gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
+            if isinstance(self.activation, nn.Module):
+                y = self.activation(gate) * up
+            elif (joined := after_gate(self.down, gate, up)) is not None:
+                return x, joined
+            else:
+                y = torch.ops.qcut.silu_mul(gate, up)
+        return x, cast(Tensor, self.down(y))
 
 
 @dataclass(frozen=True)
@@ -26,21 +122,21 @@ class DecoderLayer:
         projections: of the normed x to queries, keys and values: three modules, or one whose result is all of them.
         output: of the heads, side by side.
         mlp_norm: before the MLP.
-        mlp: the MLP whole.
+        mlp: after it.
         scaling: of the attention's scores.
     """
 
-    attention_norm: nn.Module
+    attention_norm: DecoderNorm
     projections: tuple[nn.Module, ...]
     output: nn.Module
-    mlp_norm: nn.Module
-    mlp: nn.Module
+    mlp_norm: DecoderNorm
+    mlp: DecoderMLP
     scaling: float
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model's parts. Modules are the model's own: nothing is copied.
+    """A model's parts. Modules are the model's own, but for those that `stacked` makes: nothing is copied.
 
     Attributes:
         architecture: name of the model's class.
@@ -65,7 +161,7 @@ class Decoder:
     tokens: nn.Module
     positions: nn.Module | None
     rotary: nn.Module | None
-    norm: nn.Module
+    norm: DecoderNorm
     head: nn.Module
     heads: int
     kv_heads: int
@@ -76,10 +172,34 @@ class Decoder:
     dtype: torch.dtype
     device: torch.device
 
+    def stacked(self, model: nn.Module) -> Decoder:
+        """The decoder with one product for queries, keys and values, and one for gate and up, where there can be.
+
+        Weights of the model are moved, a set at a time; see `qcut.stacking`.
+
+        Args:
+            model: what the decoder was made of.
+
+        Raises:
+            RuntimeError: torch's, where memory for the next set is short. Sets before it stay as they are then.
+        """
+        stacker = Stacker(model)
+        layers = tuple(
+            replace(
+                layer,
+                projections=stacker.joined(layer.projections),
+                mlp=replace(layer.mlp, projections=stacker.joined(layer.mlp.projections)),
+            )
+            for layer in self.layers
+        )
+        if stacker.moved_bytes and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the weights left behind: torch keeps it, in pieces too small for the next
+        return replace(self, layers=layers)
+
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         """``[B, T, hidden]`` of ids and positions ``[B, T]``."""
         x: Tensor = self.tokens(ids)
-        return x if self.positions is None else x + self.positions(positions)
+        return x if self.positions is None else x + self.positions(positions.long())
 
     def rotary_tables(self, context: int) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines ``[context, D]`` in the model's dtype, by its own module; None without rotations."""
@@ -90,14 +210,11 @@ class Decoder:
         cos, sin = self.rotary(example, places)
         return cos[0], sin[0]
 
-    def heads_of(self, layer: DecoderLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[B, heads, T, D]``, keys and values ``[B, kv_heads, T, D]`` of x ``[B, T, hidden]``."""
+    def heads_of(self, projected: tuple[Tensor, ...], batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[batch, heads, T, D]``, keys and values ``[batch, kv_heads, T, D]``, of what a layer projects."""
         sizes = [n * self.head_size for n in (self.heads, self.kv_heads, self.kv_heads)]
-        if len(layer.projections) == 1:
-            parts = layer.projections[0](x).split(sizes, -1)
-        else:
-            parts = [projection(x) for projection in layer.projections]
-        q, k, v = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
+        parts = projected if len(projected) == 3 else projected[0].split(sizes, -1)
+        q, k, v = (part.unflatten(0, (batch, -1)).unflatten(2, (-1, self.head_size)).transpose(1, 2) for part in parts)
         return q, k, v
 
 
@@ -127,14 +244,24 @@ def _gpt2(model: Any, config: Any) -> Decoder:
     if config.add_cross_attention:
         raise _refuse(model, "add_cross_attention is set", "attention to the model's own tokens")
     body = model.transformer
-    layers = tuple(DecoderLayer(b.ln_1, (b.attn.c_attn,), b.attn.c_proj, b.ln_2, b.mlp, b.attn.scaling) for b in body.h)
+    layers = tuple(
+        DecoderLayer(
+            _norm(b.ln_1, b.attn.c_attn),
+            (b.attn.c_attn,),
+            b.attn.c_proj,
+            _norm(b.ln_2, b.mlp.c_fc),
+            DecoderMLP((b.mlp.c_fc,), False, _activation(b.mlp.act, "gelu_tanh"), b.mlp.c_proj),
+            b.attn.scaling,
+        )
+        for b in body.h
+    )
     return Decoder(
         architecture=type(model).__name__,
         layers=layers,
         tokens=body.wte,
         positions=body.wpe,
         rotary=None,
-        norm=body.ln_f,
+        norm=_norm(body.ln_f),
         head=model.lm_head,
         heads=config.num_attention_heads,
         kv_heads=config.num_attention_heads,
@@ -155,11 +282,16 @@ def _llama(model: Any, config: Any) -> Decoder:
     attention = body.layers[0].self_attn
     layers = tuple(
         DecoderLayer(
-            b.input_layernorm,
+            _norm(b.input_layernorm, b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj),
             (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj),
             b.self_attn.o_proj,
-            b.post_attention_layernorm,
-            b.mlp,
+            _norm(b.post_attention_layernorm, b.mlp.gate_proj, b.mlp.up_proj),
+            DecoderMLP(
+                (b.mlp.gate_proj, b.mlp.up_proj),
+                True,
+                _activation(b.mlp.act_fn, "silu_mul"),
+                b.mlp.down_proj,
+            ),
             b.self_attn.scaling,
         )
         for b in body.layers
@@ -171,7 +303,7 @@ def _llama(model: Any, config: Any) -> Decoder:
         tokens=body.embed_tokens,
         positions=None,
         rotary=body.rotary_emb,
-        norm=body.norm,
+        norm=_norm(body.norm),
         head=model.lm_head,
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
@@ -182,6 +314,22 @@ def _llama(model: Any, config: Any) -> Decoder:
         dtype=_dtype(body.norm),
         device=model_device(model),
     )
+
+
+_CLASSES = {"gelu_tanh": ("NewGELUActivation", "GELUTanh"), "silu_mul": ("SiLUActivation", "SiLU")}
+"""Classes of modules that the operators of `torch.ops.qcut` stand for."""
+
+
+def _activation(module: nn.Module, op: str) -> str | nn.Module:
+    # The module, not the configuration, says what is done: a quantized layer's epilogue may have taken it over.
+    return op if type(module).__name__ in _CLASSES[op] else module
+
+
+def _norm(module: Any, *readers: nn.Module) -> DecoderNorm:
+    layer = isinstance(module, nn.LayerNorm)
+    padded = {m.qweight.shape[1] if is_dynamic(m) else None for m in readers}
+    k_padded = padded.pop() if len(padded) == 1 else None
+    return DecoderNorm(module, layer, float(module.eps if layer else module.variance_epsilon), k_padded)
 
 
 def _dtype(norm: nn.Module) -> torch.dtype:

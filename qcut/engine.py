@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.decoder import DecoderLayer, decoder_of
+from qcut.decoding import Fetched, Steps
 from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
 from qcut.evaluation import token_nll
 from qcut.kv_cache import KVCache, KVDtype
@@ -19,6 +19,9 @@ from qcut.sampling import Sampling, sample
 
 DEFAULT_CONTEXT = 4096
 """Tokens that an engine has memory for unless told otherwise, where the model was made for more."""
+
+_ROWS = 16384
+"""Tokens of prompts that go through a layer at once, whole sequences: what a layer's results take is bounded."""
 
 Prompts = Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]
@@ -41,9 +44,12 @@ class Generated:
 class Engine:
     """Runs a Hugging Face GPT-2 or Llama-family model, quantized by any scheme or not at all.
 
-    The model's own modules do the work, all but attention: nothing of the weights is copied, and what
-    `qcut.quantize` does to the model later, the engine does too. The model is put in evaluation mode. An engine serves
-    one batch of sequences at a time and is not to be shared by threads.
+    The model's own modules do the projections, kernels of qcut what lies between them. Projections that read the same
+    rows are one product: their weights are put side by side, and the model's tensors become views of them
+    (`qcut.stacking`), so that nothing is there twice, and model and further engines go on working. On a GPU steps are
+    captured as CUDA graphs, one for each power of two of sequences. Quantize, load or move the model, or put hooks on
+    it, first, or make a new engine. The model is put in evaluation mode. An engine serves one batch of sequences at a
+    time and is not to be shared by threads.
 
     Args:
         model: see `qcut.decoder.MODEL_TYPES`.
@@ -52,19 +58,30 @@ class Engine:
             `DEFAULT_CONTEXT`.
         kv_cache: ``auto`` keeps keys and values as they are, ``int8`` with a scale for each token and head: half the
             memory of float16.
+        graphs: capture steps on a GPU; False launches every kernel of every step.
+        stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
+            calls each module and leaves the weights where they are.
 
     Raises:
         UnsupportedError: another architecture; the message names it.
         ConfigError: a batch or a context below 1, a context beyond what the model was made for or beyond the window
             that it attends to, or another kind of cache.
+        RuntimeError: torch's, where memory is short. The model's values are as they were.
 
     Exactness: the model's own arithmetic, with torch's scaled dot product attention over the cache. Tokens that a
-    batch is padded with have no influence; the number of sequences may change the order of sums in products of
-    floats.
+    batch is padded with have no influence; the number of sequences, and ``stack``, may change the order of sums in
+    products of floats.
     """
 
     def __init__(
-        self, model: nn.Module, *, batch: int = 1, context: int | None = None, kv_cache: KVDtype = "auto"
+        self,
+        model: nn.Module,
+        *,
+        batch: int = 1,
+        context: int | None = None,
+        kv_cache: KVDtype = "auto",
+        graphs: bool = True,
+        stack: bool = True,
     ) -> None:
         self.decoder = decoder_of(model)
         d = self.decoder
@@ -76,13 +93,22 @@ class Engine:
             why = "" if limit == d.context else f", the window of its attention; it was made for {d.context}"
             raise ConfigError(f"context is {context}; allowed for {d.architecture}: 1 to {limit}{why}")
         model.eval()
+        if stack:
+            self.decoder = d = d.stacked(model)
         self.batch, self.context = batch, context
         # One place more: sequences that have ended write there.
         self.cache = KVCache(
             len(d.layers), batch, d.kv_heads, context + 1, d.head_size, dtype=d.dtype, device=d.device, kind=kv_cache
         )
         self._rotary = d.rotary_tables(context)
+        # The engine's own: graphs of two engines may run at once, on streams that nobody knew when they were captured.
+        self._counters = torch.zeros(batch * d.heads, dtype=torch.int32, device=d.device)
         self._lengths: list[int] = []
+        self._captures = graphs and d.device.type == "cuda"
+        # Graphs know addresses, and another engine may stack what this one did not.
+        self._held = [t.detach() for t in (*model.parameters(), *model.buffers())] if self._captures else []
+        self._steps: dict[int, Steps] = {}
+        self._pool: Any = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -107,11 +133,11 @@ class Engine:
             DtypeError: ids that are no integers.
             ConfigError: an id outside of the vocabulary.
         """
-        rows = self._checked(prompts)
-        x, _ = self._read(rows)
-        lengths, d = [len(row) for row in rows], self.decoder
-        last = torch.tensor(lengths, device=d.device) - 1
-        logits: Tensor = d.head(d.norm(x[torch.arange(len(rows), device=d.device), last]))
+        ids, lengths = self._checked(prompts)
+        d = self.decoder
+        x, pending = self._read(ids.to(d.device))
+        last = torch.tensor([i * ids.shape[1] + n - 1 for i, n in enumerate(lengths)], device=d.device)
+        logits: Tensor = d.head(d.norm.of_sum(x[last], pending[last])[1])
         self._lengths = lengths
         return logits
 
@@ -128,11 +154,13 @@ class Engine:
         Raises:
             As `prefill`.
         """
-        rows = self._checked(prompts)
-        x, ids = self._read(rows)
-        nll = token_nll(self.decoder.head(self.decoder.norm(x)), ids)
-        self._lengths = [len(row) for row in rows]
-        return [one[: len(row) - 1] for one, row in zip(nll, rows, strict=True)]
+        ids, lengths = self._checked(prompts)
+        ids = ids.to(self.decoder.device)
+        x, pending = self._read(ids)
+        logits = self.decoder.head(self.decoder.norm.of_sum(x, pending)[1])
+        nll = token_nll(logits.unflatten(0, ids.shape), ids)
+        self._lengths = lengths
+        return [one[: length - 1] for one, length in zip(nll, lengths, strict=True)]
 
     @torch.no_grad()
     def decode(self, tokens: Sequence[int] | Tensor) -> Tensor:
@@ -156,7 +184,9 @@ class Engine:
         full = [i for i, length in enumerate(self._lengths) if length >= self.context]
         if full:
             raise ContextError(f"sequence {full[0]} has {self.context} tokens, the engine's whole context")
-        return self._advance(flat, [True] * len(self._lengths))
+        logits = self._started(flat).step().clone()
+        self._lengths = [length + 1 for length in self._lengths]
+        return logits
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 
@@ -190,112 +220,144 @@ class Engine:
         options = sampling or Sampling()
         stops = frozenset(stop)
         logits = self.prefill(prompts)
-        sequences = torch.arange(len(self._lengths), device=self.decoder.device)
-        room = [self.context - length + 1 for length in self._lengths]  # the last token is not read
+        prompt_lengths, device = list(self._lengths), self.decoder.device
+        sequences = torch.arange(len(prompt_lengths), device=device)
+        positions = torch.tensor(prompt_lengths, device=device)
+        room = [self.context - length + 1 for length in prompt_lengths]  # the last token is not read
         most = [r if max_new_tokens is None else min(r, max_new_tokens) for r in room]
         results = [Generated() for _ in most]
         running = [True] * len(most)
-        while True:
-            positions = torch.tensor(self._lengths, device=self.decoder.device)
-            chosen = sample(logits, options, sequences, positions)
-            for i, token in enumerate(chosen.tolist()):
+        steps = self._started(sample(logits, options, sequences, positions))
+
+        def advance() -> Fetched:
+            following = steps.step()
+            positions.add_(1)
+            if not options.greedy:
+                steps.choose(sample(following, options, sequences, positions))
+            return Fetched(steps.tokens)
+
+        pending: Fetched | None = Fetched(steps.tokens)
+        while pending is not None:
+            arriving, pending = pending, None
+            goes_on = any(r and len(g.tokens) + 1 < n for r, g, n in zip(running, results, most, strict=True))
+            if goes_on and device.type == "cuda":
+                pending = advance()  # the device computes while the host reads; in vain where a stop token ends all
+            for i, token in enumerate(arriving.wait()):
                 if not running[i]:
                     continue
                 results[i].tokens.append(token)
-                if on_token is not None:
-                    on_token(i, token)
+                self._lengths[i] = prompt_lengths[i] + len(results[i].tokens) - 1
                 if token in stops:
                     results[i] = Generated(results[i].tokens, "stop")
                 elif len(results[i].tokens) == most[i]:
                     results[i] = Generated(results[i].tokens, "length" if most[i] == max_new_tokens else "context")
                 running[i] = results[i].reason != "stop" and len(results[i].tokens) < most[i]
+                if on_token is not None:
+                    on_token(i, token)
             if not any(running):
-                return results
-            logits = self._advance(chosen, running)
+                break
+            pending = pending or advance()
+        return results
 
-    def _advance(self, tokens: Tensor, running: list[bool]) -> Tensor:
-        """Logits after one token more of the sequences that run. The others compute along, with a place to spare."""
-        device = self.decoder.device
-        positions = torch.tensor([min(n, self.context - 1) for n in self._lengths], device=device)
-        on = torch.tensor(running, device=device)
-        slots = torch.where(on, positions, self.context)
-        logits = self._step(tokens.to(device), positions, slots, int(max(self._lengths)) + 1)
-        self._lengths = [n + r for n, r in zip(self._lengths, running, strict=True)]
-        return logits
+    def _started(self, tokens: Tensor) -> Steps:
+        """Steps that read a token of each sequence next, by their graph where there are any."""
+        n, device = len(self._lengths), self.decoder.device
+        if not self._captures:
+            steps = Steps(self._step, n, self.context, device)
+        else:
+            size = min(self.batch, 1 << (n - 1).bit_length())
+            if size not in self._steps:
+                pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
+                self._steps[size] = Steps(self._step, size, self.context, device, pool)
+                self._pool = pool  # not where the capture failed: torch takes no other into that pool
+            steps = self._steps[size]
+        steps.start(tokens, torch.tensor(self._lengths, dtype=torch.int32))
+        return steps
 
     # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
 
-    def _read(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """What the last layer makes of prompts ``[B, T, hidden]``, and their padded ids ``[B, T]``."""
-        d, longest = self.decoder, max(map(len, rows))
-        # Padding is on the right: attention looks back, so nobody sees it, and later tokens take its place.
-        padded = torch.zeros((len(rows), longest), dtype=torch.int64)
-        for i, row in enumerate(rows):
-            padded[i, : len(row)] = torch.tensor(row)
-        self._lengths = []
-        ids = padded.to(d.device)
-        places = torch.arange(longest, device=d.device)
-        x = d.embed(ids, places.expand(len(rows), -1))
-        for i, layer in enumerate(d.layers):
-            x = self._block(layer, x, places, partial(self._attend_prompt, i, layer.scaling))
-        return x, ids
+    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Prompts ``[B, T]`` through all layers: two summands of the result ``[B T, hidden]``.
 
-    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor, longest: int) -> Tensor:
-        """Logits of one token for each sequence, at its position, kept at its slot; attention sees ``longest``."""
-        d = self.decoder
-        x = d.embed(tokens[:, None], positions[:, None])
-        mask = (torch.arange(longest, device=d.device) <= positions[:, None])[:, None, None]
+        Padding on the right has no influence: attention looks back, so nobody sees it, and later tokens take its place.
+        """
+        self._lengths = []
+        size = max(1, _ROWS // ids.shape[1])
+        parts = [self._read_part(part, i * size) for i, part in enumerate(ids.split(size))]
+        if len(parts) == 1:
+            return parts[0]
+        x, pending = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return x, pending
+
+    def _read_part(self, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """`_read` of some sequences, of which ``first`` is the first."""
+        d, (batch, longest) = self.decoder, ids.shape
+        places = torch.arange(longest, device=d.device).expand(batch, -1)
+        x, pending = d.embed(ids, places).flatten(0, 1), None
         for i, layer in enumerate(d.layers):
-            x = self._block(layer, x, positions[:, None], partial(self._attend_token, i, layer.scaling, slots, mask))
-        logits: Tensor = d.head(d.norm(x[:, 0]))
+            x, projected = layer.attention_norm.project(layer.projections, x, pending)
+            mixed = self._attend_prompt(i, layer, projected, batch, first)
+            x, pending = layer.mlp(layer.mlp_norm, x, layer.output(mixed))
+        return x, cast(Tensor, pending)
+
+    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        """Logits of one token for each sequence, at its position, kept at its slot; both int32."""
+        d = self.decoder
+        x, pending = d.embed(tokens[:, None], positions[:, None])[:, 0], None
+        cos, sin = self._rotary or (None, None)
+        for i, layer in enumerate(d.layers):
+            x, projected = layer.attention_norm.project(layer.projections, x, pending)
+            q, k, v = (heads[:, :, 0] for heads in d.heads_of(projected, len(tokens)))
+            step = (q, k, v, cos, sin, positions, slots, *self.cache.layer(i))
+            mixed = torch.ops.qcut.append_attention(*step, layer.scaling, self._counters)
+            x, pending = layer.mlp(layer.mlp_norm, x, layer.output(mixed.flatten(1)))
+        _, h = d.norm.of_sum(x, pending)
+        logits: Tensor = d.head(h)
         return logits
 
-    def _block(
-        self, layer: DecoderLayer, x: Tensor, positions: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    def _attend_prompt(
+        self, index: int, layer: DecoderLayer, projected: tuple[Tensor, ...], batch: int, first: int
     ) -> Tensor:
-        q, k, v = self.decoder.heads_of(layer, layer.attention_norm(x))
+        """Heads side by side ``[B T, heads D]`` of prompts ``[B T, hidden]``, which fill the cache from its start."""
+        q, k, v = self.decoder.heads_of(projected, batch)
         if self._rotary is not None:
-            cos, sin = (table[positions] for table in self._rotary)
-            cos, sin = (t if t.dim() == 2 else t[:, None] for t in (cos, sin))
+            cos, sin = (table[: q.shape[2]] for table in self._rotary)
             q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        mixed = attend(q, k, v).transpose(1, 2).flatten(2)
-        x = x + layer.output(mixed)
-        x = x + layer.mlp(layer.mlp_norm(x))
-        return x
-
-    def _attend_prompt(self, index: int, scaling: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.cache.write_prompt(index, k, v)
+        self.cache.write_prompt(index, k, v, first)
         if self.cache.kind != "auto":
-            k, v = self.cache.read(index, len(q), q.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-
-    def _attend_token(
-        self, index: int, scaling: float, slots: Tensor, mask: Tensor, q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        self.cache.write_token(index, k, v, slots)
-        k, v = self.cache.read(index, len(q), mask.shape[-1])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
+            k, v = self.cache.read(index, len(q), q.shape[2], first)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)
+        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
-    def _checked(self, prompts: Prompts) -> list[list[int]]:
+    def _checked(self, prompts: Prompts) -> tuple[Tensor, list[int]]:
+        """Ids ``[B, T]``, shorter prompts padded on the right, and each one's length."""
         if isinstance(prompts, Tensor):
             if prompts.dim() != 2:
                 raise ShapeError(f"prompts have shape {list(prompts.shape)}; allowed: [B, T], or a list of lists")
-            self._check_ids(prompts)
-            prompts = prompts.tolist()
-        rows = [list(row) for row in prompts]
-        if not rows:
+            lengths, rows = [prompts.shape[1]] * len(prompts), []
+        else:
+            rows = [list(row) for row in prompts]
+            lengths = [len(row) for row in rows]
+        if not lengths:
             raise ShapeError("no prompt; allowed: 1 and more")
-        if len(rows) > self.batch:
-            raise ContextError(f"{len(rows)} prompts; this engine's batch is {self.batch}")
-        for i, row in enumerate(rows):
-            if not row:
+        if len(lengths) > self.batch:
+            raise ContextError(f"{len(lengths)} prompts; this engine's batch is {self.batch}")
+        for i, length in enumerate(lengths):
+            if length < 1:
                 raise ShapeError(f"prompt {i} is empty; allowed: 1 token and more")
-            if len(row) > self.context:
-                raise ContextError(f"prompt {i} has {len(row)} tokens; this engine's context is {self.context}")
-            self._check_ids(torch.as_tensor(row))
-        return rows
+            if length > self.context:
+                raise ContextError(f"prompt {i} has {length} tokens; this engine's context is {self.context}")
+        if isinstance(prompts, Tensor):
+            ids = prompts
+        else:
+            tensors = [torch.as_tensor(row) for row in rows]
+            for tensor in tensors:
+                self._check_ids(tensor)
+            ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True)
+        self._check_ids(ids)
+        return ids.long(), lengths
 
     def _check_ids(self, ids: Tensor) -> None:
         if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:

@@ -60,29 +60,26 @@ class KVCache:
         """Bytes of all of it."""
         return self._values.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
-    def write_prompt(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Store ``[B, kv_heads, T, D]`` as the first T tokens of the first B sequences."""
-        batch, _, tokens, _ = keys.shape
+    def write_prompt(self, layer: int, keys: Tensor, values: Tensor, first: int = 0) -> None:
+        """Store ``[B, kv_heads, T, D]`` as the first T tokens of B sequences, from the ``first`` on."""
+        batch, tokens = slice(first, first + len(keys)), keys.shape[2]
         for i, x in enumerate((keys, values)):
             stored, scale = self._stored(x)
-            self._values[layer, i, :batch, :, :tokens] = stored
+            _copy(self._values[layer, i, batch, :, :tokens], stored)
             if self._scales is not None and scale is not None:
-                self._scales[layer, i, :batch, :, :tokens] = scale
+                self._scales[layer, i, batch, :, :tokens] = scale
 
-    def write_token(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Store ``[B, kv_heads, 1, D]`` at a place of each of the first B sequences."""
-        rows = torch.arange(len(positions), device=positions.device)
-        for i, x in enumerate((keys, values)):
-            stored, scale = self._stored(x)
-            self._values[layer, i][rows, :, positions] = stored[:, :, 0]
-            if self._scales is not None and scale is not None:
-                self._scales[layer, i][rows, :, positions] = scale[:, :, 0]
+    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """A layer's memory: keys, values ``[batch, kv_heads, context, D]`` and, of int8, their scales."""
+        keys, values = self._values[index]
+        return (keys, values, None, None) if self._scales is None else (keys, values, *self._scales[index])
 
-    def read(self, layer: int, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[batch, kv_heads, tokens, D]`` in the activations' dtype."""
-        kept = self._values[layer, :, :batch, :, :tokens]
+    def read(self, layer: int, batch: int, tokens: int, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[batch, kv_heads, tokens, D]`` in the activations' dtype, from sequence ``first`` on."""
+        sequences = slice(first, first + batch)
+        kept = self._values[layer, :, sequences, :, :tokens]
         if self._scales is not None:
-            scales = self._scales[layer, :, :batch, :, :tokens, None]
+            scales = self._scales[layer, :, sequences, :, :tokens, None]
             kept = (kept.float() * scales).to(self.dtype)
         return kept[0], kept[1]
 
@@ -92,3 +89,12 @@ class KVCache:
         rows = x.reshape(-1, x.shape[-1]).float()
         q, scale = numerics.quantize_per_token_ref(rows, rows.shape[1])
         return q.view(x.shape), scale.view(x.shape[:-1])
+
+
+def _copy(to: Tensor, x: Tensor) -> None:
+    """``to.copy_(x)``, sixteen bytes at a time where both allow it: strided rows are copied element by element."""
+    count = 16 // x.itemsize
+    views = [t for t in (to, x) if t.stride(-1) == 1 and not (t.storage_offset() | t.shape[-1]) % count]
+    if x.dtype is to.dtype and len(views) == 2 and not any(n % count for t in views for n in t.stride()[:-1]):
+        to, x = (t.view(torch.complex128) for t in views)
+    to.copy_(x)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _W8A8 = torch.ops.qcut.w8a8_linear.default
+_GEMM_S8 = torch.ops.qcut.gemm_s8.default
 _W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.default
 _W8A16 = torch.ops.qcut.w8a16_linear.default
 
@@ -278,6 +279,33 @@ class Linear(nn.Module):
             )
         op = _W8A8 if isinstance(self.scheme, W8A8) else _W8A16
         return op(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+
+    def forward_int8(self, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Applies the layer, W8A8 with scales per token, to tokens that were quantized before.
+
+        Args:
+            q: int8 ``[M, K_padded]`` and
+            scale: float32 ``[M]``, as `torch.ops.qcut.quantize_per_token` gives them.
+            dtype: of the tokens before, and of the result.
+
+        Returns:
+            ``[M, N]``, bitwise what `forward` makes of the tokens.
+        """
+        b = self._buffers
+        return _GEMM_S8(
+            q,
+            b["qweight"],
+            row_scale=scale,
+            col_scale=b["weight_scale"],
+            bias=b["bias"],
+            activation=self.activation,
+            out_dtype=dtype,
+        )
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
+        """Weight, its scale, bias and activation, as the operators of ``torch.ops.qcut`` take them."""
+        b = self._buffers
+        return cast(Tensor, b["qweight"]), cast(Tensor, b["weight_scale"]), b["bias"], self.activation
 
     @property
     def weight(self) -> Tensor:

@@ -23,8 +23,8 @@ def find_nvdisasm() -> str | None:
     return shutil.which("nvdisasm")
 
 
-def instructions(cubin: bytes) -> set[str]:
-    """Distinct instruction names, with their modifiers, of every kernel in a cubin."""
+def listing(cubin: bytes) -> list[str]:
+    """Instruction names, with their modifiers, of every kernel in a cubin, in the order they stand in memory."""
     tool = find_nvdisasm()
     if tool is None:
         pytest.skip("nvdisasm is not installed: pip install nvidia-cuda-nvdisasm")
@@ -32,4 +32,9 @@ def instructions(cubin: bytes) -> set[str]:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
-    return set(_INSTRUCTION.findall(text))
+    return _INSTRUCTION.findall(text)
+
+
+def instructions(cubin: bytes) -> set[str]:
+    """The distinct ones of `listing`."""
+    return set(listing(cubin))

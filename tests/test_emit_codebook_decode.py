@@ -45,6 +45,11 @@ def mma_sources(arch: str) -> list[KernelSource]:
     """Kernels near their register limit, and one of each type of token."""
     tiles = [(HALF, WIDE), (replace(HALF, epilogue=GELU), CodebookDecodeTile(8, 2, 32)), (HALF, SMALL)]
     tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=True), CodebookDecodeTile(1, 3, 10, 2))]
+    tiles += [
+        (replace(ROTATES, prologue="gate"), WIDE),
+        (replace(ROTATES, prologue="rms"), CodebookDecodeTile(1, 2, 32)),
+    ]
+    tiles += [(replace(BRAIN, rotates=True, prologue="layer"), CodebookDecodeTile(1, 3, 10, 2))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookDecodeTile(32, 1, 10)), (INT8, CodebookDecodeTile(16, 2, 32))]
     if arch == "sm_90a":
         tiles += [(HALF, CLUSTER), (INT8, CodebookDecodeTile(8, 4, 28, 2, 2))]
@@ -82,7 +87,7 @@ def test_parameters_are_the_signature(source: KernelSource):
     found = []
     for argument in match.group(1).split(","):
         kind, name = argument.strip().rsplit(" ", 1)
-        found.append((name, {"int": "i32"}.get(kind, "ptr")))
+        found.append((name, {"int": "i32", "float": "f32"}.get(kind, "ptr")))
         assert (found[-1][1] == "ptr") == kind.endswith("*")
     assert found == [(p.name, p.kind) for p in source.params]
     assert f"__launch_bounds__({source.block}, 1)" in source.text
@@ -187,6 +192,7 @@ REFUSALS = {
     "prefetch": (HALF, replace(SMALL, prefetch=3), "sm_80"),
     "splits": (HALF, replace(SMALL, splits=3), "sm_90a"),
     "rotates": (ROTATES, SMALL, "sm_80"),
+    "norm": (replace(ROTATES, prologue="rms"), CodebookDecodeTile(1, 1, 4, splits=2), "sm_90a"),
     "clusters": (HALF, CLUSTER, "sm_80"),
     "registers": (HALF, CodebookDecodeTile(16, 1, 32), "sm_90a"),
     "shared_memory": (HALF, CodebookDecodeTile(8, 12, 32), "sm_90a"),
@@ -245,7 +251,7 @@ def test_mma_binaries_hold_their_instructions(arch: str):
         product = {"s8x": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
         kind = source.name.split(f"{arch.replace('_', '')}_")[1][:3]
         assert {product[kind], "LDSM.16.M88.4", "PRMT"} <= found, source.name
-        rotates = "hxc" in source.name
+        rotates = any(p.name == "signs" for p in source.params)
         assert ("SHFL.BFLY" in found) == rotates, source.name
         stream = r"LDG\.E\.NA\.LTC(128|256)B\.128\.CONSTANT"
         assert any(re.match(stream, name) for name in found), source.name

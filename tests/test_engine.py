@@ -24,7 +24,9 @@ from transformers import (
 )
 
 import qcut
-from qcut import errors
+from qcut import engine as engine_module
+from qcut import errors, joined
+from qcut.decoder import decoder_of
 from qcut.engine import DEFAULT_CONTEXT, Engine
 from qcut.kv_cache import KVCache
 from qcut.sampling import Sampling
@@ -163,6 +165,42 @@ def test_half_precision() -> None:
     assert (logits[0] - want).abs().max() <= 2.0**-4 * want.abs().max()
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_norms_quantize_where_all_their_readers_take_int8(kind: str) -> None:
+    model = small(kind)
+    assert decoder_of(model).layers[0].attention_norm.k_padded is None
+    qcut.quantize(model, "w8a8", skip=["*.1.mlp.*"], progress=False)
+    first, second = decoder_of(model).layers[:2]
+    assert first.attention_norm.k_padded == second.attention_norm.k_padded == 48
+    assert first.mlp_norm.k_padded == 48
+    assert second.mlp_norm.k_padded is None
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_int8_rows_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small(kind)
+    qcut.quantize(model, "w8a8", progress=False)
+    prompts = prompts_of(VOCABULARY, 7, 12)
+    engine = Engine(model, batch=2)
+    got = engine.prefill(prompts), engine.decode([3, 4])
+    monkeypatch.setattr(joined, "W8A8", lambda: None)  # nobody's scheme
+    engine = Engine(model, batch=2)
+    assert engine.decoder.layers[0].mlp_norm.k_padded is None
+    for one, other in zip(got, (engine.prefill(prompts), engine.decode([3, 4])), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+def test_prompts_in_parts_are_the_prompts(kv_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = small("llama"), prompts_of(VOCABULARY, 7, 12, 5)
+    whole, parts = (Engine(model, batch=3, kv_cache=kv_cache) for _ in range(2))
+    got = whole.prefill(prompts), whole.decode([1, 2, 3]), torch.cat(whole.score(prompts))
+    monkeypatch.setattr(engine_module, "_ROWS", 24)  # two sequences of twelve
+    again = parts.prefill(prompts), parts.decode([1, 2, 3]), torch.cat(parts.score(prompts))
+    for one, other in zip(got, again, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 # ── generation ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -238,7 +276,7 @@ def test_a_model_that_fails_leaves_the_engine_usable(monkeypatch: pytest.MonkeyP
         engine.prefill(prompt)
         call, argument = getattr(engine, method), prompt if method == "prefill" else [3]
         with monkeypatch.context() as patch:
-            patch.setattr(model.model.layers[1].mlp, "forward", fail)
+            patch.setattr(model.model.layers[1].mlp.down_proj, "forward", fail)
             with pytest.raises(torch.OutOfMemoryError):
                 call(argument)
         assert engine.lengths == (() if method == "prefill" else (5,))
@@ -305,12 +343,12 @@ def test_cache_keeps_what_it_is_given(kind: Any) -> None:
     k, v = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 4, 16)
     k[0, 1, 2] = 0
     cache.write_prompt(1, k, v)
-    places = torch.tensor([7, 4])
-    one, two = torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 16)
-    cache.write_token(1, one, two, places)
+    places = torch.tensor([7, 4], dtype=torch.int32)
+    q, one, two = torch.randn(3, 2, 2, 16)
+    torch.ops.qcut.append_kv(q, one, two, None, None, places, places, *cache.layer(1))
     for got, prompt, token in zip(cache.read(1, 2, 10), (k, v), (one, two), strict=True):
         for row, place in enumerate(places):
-            for kept, given in ((got[row, :, :4], prompt[row]), (got[row, :, place], token[row, :, 0])):
+            for kept, given in ((got[row, :, :4], prompt[row]), (got[row, :, place], token[row])):
                 step = given.abs().amax(-1, keepdim=True) / 127
                 assert ((kept - given).abs() <= (step * 0.5001 if kind == "int8" else 0 * step)).all()
     assert all(not t.any() for t in cache.read(0, 3, 10))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import quality
-from examples import gpt2_int8
+from examples import gpt2_int8, llama
 from qcut.evaluation import perplexity, windows_of
 
 pytest.importorskip("transformers", reason="the demo needs the hf extra")
@@ -176,3 +176,29 @@ def test_readme_walk_through_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for snippet in snippets:
         exec(compile(snippet.replace('"/tmp/', f'"{tmp_path}/'), "README.md", "exec"), names)
     assert names["again"] is not names["model"]
+
+
+# ── a model of Llama's shape ─────────────────────────────────────────────────────────────────────
+
+
+def test_llama_runs_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llama.main(["--new-tokens", "3", "--device", "cpu", "--scheme", "w8a8"]) == 0
+    printed = capsys.readouterr().out
+    before, after = re.search(r"([\d.,]+) MB, as w8a8 ([\d.,]+) MB", printed).groups()  # type: ignore[union-attr]
+    assert float(after) < 0.4 * float(before)
+    texts = [line.split() for line in printed.splitlines() if line and all(w.isdigit() for w in line.split())]
+    assert [len(text) for text in texts] == [len(prompt) + 3 for prompt in llama.PROMPTS]
+    assert "4 more in" in printed
+
+
+def test_llama_continues_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(ROOT / "models" / "gpt2-5m"), "--new-tokens", "4", "--device", "cpu"]
+    assert llama.main([*arguments, "--prompt", "The with statement", "--kv-cache", "int8"]) == 0
+    assert "\nThe with statement" in capsys.readouterr().out
+
+
+def test_llama_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llama.main(["--model", str(tmp_path)]) == 1
+    assert f"error: {tmp_path}" in capsys.readouterr().err
+    assert llama.main(["--scheme", "fp3", "--device", "cpu"]) == 1
+    assert "fp3" in capsys.readouterr().err

@@ -21,10 +21,24 @@ LAYERS = (
     {"rotated_codebook", "rotated_tokens"},
     {"codebook_fit", "codebook_numerics"},
     {"dispatch", "codebook_dispatch", "gemm_model", "tuned", "tuning_journal"},
-    {"op_registry", "codebook_ops", "ops", "_ops_cuda", "_codebook_cuda", "_launch_plans", "_native"},
+    {
+        "op_registry",
+        "codebook_ops",
+        "decoder_ops",
+        "_decoder_cuda",
+        "w8a8_ops",
+        "codebook_joined_ops",
+        "_codebook_joined_cuda",
+        "_w8a8_cuda",
+        "ops",
+        "_ops_cuda",
+        "_codebook_cuda",
+        "_launch_plans",
+        "_native",
+    },
     {"codebook_passes", "shared_rotations"},
     {"linear", "codebook_buffers", "codebook_linear", "gemm", "explanation", "tuning", "_tuning_cuda"},
-    {"embedding"},
+    {"embedding", "joined", "stacking"},
     {
         "calibration",
         "checkpoint",
@@ -36,7 +50,7 @@ LAYERS = (
     }
     | {"prebuilding", "smoothing", "tracing", "turboquant", "turboquant_reader"}
     | {"turboquant_writer", "costs", "evaluation", "planning", "plans", "sensitivity", "model_shapes"},
-    {"decoder", "kv_cache", "llama2c", "llama2c_tokenizer", "pretrained"},
+    {"decoder", "kv_cache", "llama2c", "llama2c_tokenizer", "pretrained", "decoding"},
     {"engine"},
     {"cli", "doctor", "eval_command", "gemm_command", "gemm_report", "gemm_trial", "generate_command", "tune_command"},
 )
@@ -44,7 +58,7 @@ LAYERS = (
 
 ABOVE_THE_SEAM = {
     *("jit", "dispatch", "codebook_dispatch", "gemm_model", "tuned", "tuning", "_tuning_cuda", "_ops_cuda"),
-    *("_codebook_cuda", "_launch_plans"),
+    *("_codebook_cuda", "_decoder_cuda", "_launch_plans", "_w8a8_cuda", "_codebook_joined_cuda"),
     *("cli", "doctor", "gemm_command", "gemm_trial", "tune_command"),
 }
 """The modules that may know emitters: the others know tensors and no CUDA."""
@@ -177,7 +191,15 @@ def fenced_names(path: Path) -> set[str]:
 
 KNOW_POINTERS = {
     *("qcut.op_registry", "qcut.codebook_ops", "qcut._ops_cuda", "qcut._codebook_cuda"),
-    *("qcut._tuning_cuda", "qcut.cublaslt"),
+    *(
+        "qcut.decoder_ops",
+        "qcut._decoder_cuda",
+        "qcut._w8a8_cuda",
+        "qcut._codebook_joined_cuda",
+        "qcut.decoding",
+        "qcut._tuning_cuda",
+    ),
+    "qcut.cublaslt",
 }
 """The operators, what times candidates for them, and the calls of a library that takes pointers itself."""
 

@@ -356,3 +356,11 @@ def test_wrong_inputs():
         layer(torch.zeros(2, 21, dtype=torch.int64))
     with pytest.raises(errors.DeviceError, match="qweight is on meta; the first argument is on cpu"):
         layer.to("meta")(torch.randn(2, 21))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_tokens_quantized_before_give_the_same(bias: bool) -> None:
+    layer = Linear.from_float(torch.nn.Linear(40, 24, bias=bias), "w8a8", activation="relu")
+    x = torch.randn(5, 40)
+    q, scale = torch.ops.qcut.quantize_per_token(x, layer.qweight.shape[1])
+    assert torch.equal(layer.forward_int8(q, scale, x.dtype), layer(x))

@@ -81,7 +81,7 @@ struct Launch {
 };
 
 struct Plan {
-  Launch quantize, gemm;  // weight-only has no quantize
+  Launch quantize, gemm;  // none to quantize where the GEMM takes tokens as they are
   std::int64_t k_padded, min_rows;
 };
 
@@ -168,9 +168,9 @@ int launch(Launch const& plan, std::int32_t rows, Arguments& arguments, void* st
 
 constexpr std::int64_t kMaxInt = INT32_MAX;
 
-// Rows up to which one plan serves: 8, 16, 32, 64, then four steps an octave (qcut._launch_plans.m_bucket).
+// Rows up to which one plan serves: 1, 8, 16, 32, 64, then four steps an octave (qcut._launch_plans.m_bucket).
 constexpr std::int64_t bucket(std::int64_t m) {
-  if (m <= 64) return m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
+  if (m <= 64) return m <= 1 ? 1 : m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
   std::int64_t const step = std::int64_t{1} << (std::bit_width(static_cast<std::uint64_t>(m - 1)) - 3);
   return (m + step - 1) / step * step;
 }
@@ -229,7 +229,7 @@ at::Tensor run(c10::IValue const* args) {
   void const* a = data;
   std::int32_t k_gemm = depth, lda = static_cast<std::int32_t>(stride), zero_point = 0;
   char const* row_scale = nullptr;
-  if constexpr (op != kWeightOnly) {
+  if (plan.quantize.function != nullptr) {
     std::int64_t const scale_bytes = op == kDynamic ? sizeof(float) : 0;
     // Not a tensor: the allocator itself is spared the dispatcher's share of at::empty.
     scratch = c10::GetAllocator(device.type())->allocate(rows * (plan.k_padded + scale_bytes));
@@ -237,11 +237,11 @@ at::Tensor run(c10::IValue const* args) {
     row_scale = q + rows * plan.k_padded;
     a = q;
     k_gemm = lda = padded;
-    int status;
+    int status = 0;
     if constexpr (op == kDynamic) {
       Arguments arguments(data, q, row_scale, stride, tokens, depth, padded);
       status = launch(plan.quantize, tokens, arguments, stream);
-    } else {
+    } else if constexpr (op == kStatic) {
       double const x_scale = args[5].toDouble();
       std::int64_t const x_zero_point = args[6].toInt();
       if (!(x_scale > 0 && x_scale <= FLT_MAX) || x_zero_point < -128 || x_zero_point > 127) return {};
@@ -260,7 +260,7 @@ at::Tensor run(c10::IValue const* args) {
     arguments.add(zero_point);
     arguments.add(colsum);
   }
-  if constexpr (op == kDynamic) arguments.add(row_scale);
+  if (op == kDynamic && row_scale != nullptr) arguments.add(row_scale);
   arguments.add(scale);
   if (bias != nullptr) arguments.add(bias);
   if (launch(plan.gemm, gemm_rows, arguments, stream) != 0) return {};

@@ -233,9 +233,9 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
   const int cta_first = rank * Tile::kWarps * kUnits;
   const int first = cta_first + warp * kUnits;
 
-  // Units past the last are the last once more; their tokens are zero. No warp goes another way than the others:
-  // the table's address stays in a uniform register, which spares an addition for every two weights.
-  WeightUnit<kBits, kSlots> weights[Tile::kPrefetch][kUnits];
+  // Units past the last stay zero, as their tokens are. No warp goes another way than the others: the table's address
+  // stays in a uniform register, which spares an addition for every two weights.
+  WeightUnit<kBits, kSlots> weights[Tile::kPrefetch][kUnits] = {};
   RowFold<T> folds[Tile::kPrefetch];
   // This lane's part of the next tile's unit k0; addresses are ready when registers are.
   const int k0 = min(first, units_k - 1);
@@ -243,8 +243,7 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
   const char* next_unit = units + unit0 * kUnitBytes<kBits> + 16 * lane;
   const char* next_norms = norms + unit0 * (32 * kSlots) + lane / 4 * 4;
   const auto load_unit = [&](WeightUnit<kBits, kSlots>& unit, int u, bool wanted) {
-    const int further = u == 0 ? 0 : min(first + u, units_k - 1) - k0;
-    unit.load_if(next_unit + further * kUnitBytes<kBits>, next_norms + further * (32 * kSlots), wanted);
+    unit.load_if(next_unit + u * kUnitBytes<kBits>, next_norms + u * (32 * kSlots), wanted && first + u < units_k);
   };
   const auto next_tile = [&] {
     next_unit += units_k * kUnitBytes<kBits>;

@@ -210,4 +210,21 @@ __device__ __forceinline__ void load_vectors(Vector<T> (&v)[kVecs], const T* row
   }
 }
 
+// Writes a vector, or the part of it before column k.
+template <class T, bool kAligned>
+__device__ __forceinline__ void store_vector(T* row, int col, int k, const float (&f)[Vector<T>::kSize]) {
+  constexpr int kSize = Vector<T>::kSize;
+  if (kAligned && col + kSize <= k) {
+    Vector<T> v{};
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) v.set(i, from_float<T>(f[i]));
+    *reinterpret_cast<uint4*>(row + col) = make_uint4(v.w[0], v.w[1], v.w[2], v.w[3]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if (col + i < k) row[col + i] = from_float<T>(f[i]);
+  }
+}
+
 }  // namespace qcut

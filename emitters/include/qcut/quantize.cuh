@@ -64,8 +64,34 @@ __device__ __forceinline__ void store_bytes(int8_t* row, int col, int columns, c
   }
 }
 
+// How a row whose largest element has these bits is quantized: scale = peak / 127 (1 where that is 0), and
+// q = clamp(rne(x / scale), -127, 127). A row that holds NaN or Inf gets scale NaN and q = 0.
+struct QuantizedRow {
+  float s, inv;
+  bool finite;
+
+  __device__ __forceinline__ explicit QuantizedRow(uint32_t peak)
+      : s(__fdiv_rn(__uint_as_float(peak), 127.0f)), finite(peak < 0x7f800000u) {
+    if (s == 0.0f) s = 1.0f;
+    inv = __frcp_rn(s);
+  }
+  __device__ __forceinline__ float scale() const { return finite ? s : __uint_as_float(0x7fc00000u); }
+  template <int kSize>
+  __device__ __forceinline__ void quantize(const float (&f)[kSize], uint32_t (&packed)[kSize / 4]) const {
+    float t[kSize];
+#pragma unroll
+    for (int i = 0; i < kSize / 4; ++i) packed[i] = 0;
+    if (!finite) return;
+    round_quotients(f, s, inv, 127.0f, t);
+#pragma unroll
+    for (int i = 0; i < kSize / 4; ++i) {
+      packed[i] = pack_low_bytes(t[4 * i], t[4 * i + 1], t[4 * i + 2], t[4 * i + 3]);
+    }
+  }
+};
+
 // scale[m] = max_k |x[m, k]| / 127 (1 where that is 0), q = clamp(rne(x / scale), -127, 127), columns
-// k..k_padded of q are 0. A row that holds NaN or Inf gets scale NaN and q = 0.
+// k..k_padded of q are 0. See QuantizedRow.
 //
 // kThreads threads own a row, kRows rows share a CTA. kVecs > 0 keeps the row in registers between
 // the two passes (kVecs * kThreads vectors cover k_padded); kVecs = 0 reads it twice, for any k.
@@ -109,24 +135,14 @@ __device__ __forceinline__ void quantize_per_token(const T* x, int8_t* q, float*
   }
   if (!live) return;
 
-  const bool finite = peak < 0x7f800000u;
-  float s = __fdiv_rn(__uint_as_float(peak), 127.0f);
-  if (s == 0.0f) s = 1.0f;
-  if (thread == 0) scale[row] = finite ? s : __uint_as_float(0x7fc00000u);
-  const float inv = __frcp_rn(s);
+  const QuantizedRow quantized(peak);
+  if (thread == 0) scale[row] = quantized.scale();
 
   const auto emit = [&](const Vector<T>& vector, int col) {
     float f[kSize];
-    float t[kSize];
-    uint32_t packed[kSize / 4] = {};
-    if (finite) {
-      vector.to_float(f);
-      round_quotients(f, s, inv, 127.0f, t);
-#pragma unroll
-      for (int i = 0; i < kSize / 4; ++i) {
-        packed[i] = pack_low_bytes(t[4 * i], t[4 * i + 1], t[4 * i + 2], t[4 * i + 3]);
-      }
-    }
+    uint32_t packed[kSize / 4];
+    vector.to_float(f);
+    quantized.quantize(f, packed);
     store_bytes<kSize, kAligned>(q_row, col, k_padded, packed);
   };
   if constexpr (kVecs > 0) {

@@ -1,0 +1,400 @@
+"""One sequence, one llama2.c file, four ways to run it: `qcut.Engine`, transformers eager and compiled, plain C++.
+
+Files of the shapes of llama2.c's small models, with random weights, are written by `qcut.save_llama2c`; ``--files``
+adds others. Nothing is timed before its tokens are right: the C++ program (``cpu_llama.cpp``, built here by g++) has to
+give those of the engine in float32, and every other way tokens that transformers in float32, reading the same ones,
+holds for the likeliest, or nearly so in 16 bits. A token's time is the difference between generating many and one,
+divided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import qcut
+from benchmarks import harness
+from benchmarks.bench_engine import decode_us, prompts_of
+from benchmarks.harness import CheckError, Timing
+from qcut.engine import Generated, Prompts
+from qcut.errors import BuildError, QcutError, ToolchainError
+
+SOURCE = Path(__file__).with_name("cpu_llama.cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp")
+PROMPT, NEW, CPU_NEW = 16, 128, 24
+"""Tokens; a CPU generates fewer."""
+ROUNDS, QUICK_ROUNDS = 3, 1
+TOLERANCE, TOLERANCE_16 = 1e-3, 0.25
+"""How far below the likeliest a chosen token's logit may lie, in standard deviations of the logits: in float32, and in
+16 bits or with weights of 8. A random token lies some four below.
+"""
+SCHEME = "w8a16"
+"""Of the quantized engine: int8 weights, and 16-bit tokens, which random weights do not hurt."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of Llama's shape: llama2.c's header, the classifier not tied."""
+
+    width: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    context: int
+
+
+CASES = {
+    "llama2c-288": Case(288, 768, 6, 6, 6, 32000, 256),
+    "llama2c-512": Case(512, 1376, 8, 8, 8, 32000, 1024),
+    "tiny": Case(64, 172, 2, 4, 2, 96, 48),
+}
+
+
+def write_random(case: Case, path: Path) -> None:
+    """Write a file of random weights.
+
+    Their spread keeps activations as large as they are, layer after layer: what a token attends to then decides what
+    follows, and a wrong cache is found out. Tied to the table, the classifier would repeat the last token.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=case.width,
+        intermediate_size=case.hidden,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.kv_heads,
+        vocab_size=case.vocabulary,
+        max_position_embeddings=case.context,
+        rms_norm_eps=1e-5,
+        initializer_range=case.width**-0.5,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    qcut.save_llama2c(LlamaForCausalLM(config), path)
+
+
+# ── the C++ program ──────────────────────────────────────────────────────────────────────────────
+
+
+def build_cpp(folder: Path) -> Path:
+    """Compile `SOURCE` for this machine.
+
+    Raises:
+        ToolchainError: there is no g++.
+        BuildError: it fails; with its output.
+    """
+    compiler = shutil.which("g++")
+    if compiler is None:
+        raise ToolchainError(f"{SOURCE.name}: there is no g++ in PATH; install it (Debian: apt-get install g++)")
+    program = folder / SOURCE.stem
+    command = [compiler, *FLAGS, str(SOURCE), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"{SOURCE.name}: g++ failed", command=" ".join(command), log=done.stderr)
+    return program
+
+
+def run_cpp(program: Path, file: Path, prompt: Sequence[int], new: int, threads: int) -> tuple[list[int], float]:
+    """New tokens, and how many a second after the first.
+
+    Raises:
+        QcutError: the program refused the file or an id; what it said.
+    """
+    command = [str(program), str(file), str(new), *map(str, prompt)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
+    if done.returncode != 0:
+        raise QcutError(f"{SOURCE.stem}: {done.stderr.strip()}")
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    return [int(token) for token in lines["tokens"].split()], float(lines["tokens_s"])
+
+
+def thread_counts() -> list[int]:
+    """One, four, and all cores: small products may lose by more threads."""
+    cores = len(os.sched_getaffinity(0))
+    return sorted({1, min(4, cores), cores})
+
+
+# ── transformers ─────────────────────────────────────────────────────────────────────────────────
+
+
+class Loop:
+    """Greedy decoding by transformers' model, as an engine: a prompt read at once, then a token a step.
+
+    Tokens stay on the device until all are there.
+
+    Args:
+        model: of transformers.
+        context: most tokens of a sequence; its keys and values then have fixed memory. None: memory that grows.
+        compile_step: what makes the step faster, or None.
+    """
+
+    def __init__(
+        self, model: Any, context: int | None, compile_step: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
+    ) -> None:
+        from transformers import StaticCache
+
+        self._model = model
+        self._static = None if context is None else StaticCache(config=model.config, max_cache_len=context)
+        self._cache = self._static
+        self._step = compile_step(self._next) if compile_step else self._next
+
+    def generate(self, prompts: Prompts, max_new_tokens: int) -> list[Generated]:
+        """As `qcut.Engine.generate`."""
+        from transformers import DynamicCache
+
+        ids = torch.as_tensor(prompts, device=self._model.device)
+        # Compiled steps know the memory that they were captured with: it is emptied, not replaced.
+        if self._static is None:
+            self._cache = DynamicCache(config=self._model.config)
+        else:
+            self._static.reset()
+        token = self._next(ids)
+        tokens = [token]
+        for _ in range(max_new_tokens - 1):
+            torch.compiler.cudagraph_mark_step_begin()
+            token = self._step(token).clone()  # a graph's next replay overwrites its result
+            tokens.append(token)
+        return [Generated(row) for row in torch.cat(tokens, 1).tolist()]
+
+    def _next(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1].argmax(-1, keepdim=True)
+
+
+def compiled(step: Callable[[Tensor], Tensor]) -> Any:
+    """`torch.compile` with CUDA graphs."""
+    return torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
+
+
+# ── checks ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def shortfall(reference: Any, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+    """How far the logit of a token lies below the likeliest, at most, in standard deviations; 0 of greedy tokens.
+
+    Args:
+        reference: transformers' model.
+        prompt: what was read.
+        tokens: what followed; each is judged after those before it.
+    """
+    ids = torch.tensor([[*prompt, *tokens]], device=reference.device)
+    logits = reference(ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :].double()
+    chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+    worst: float = ((logits.amax(1) - chosen) / logits.std(1)).max().item()
+    return worst
+
+
+def check(reference: Any, prompt: Sequence[int], tokens: Sequence[int], new: int, tolerance: float) -> None:
+    """Raise `CheckError` unless there are so many tokens and each is the reference's choice; NaN never passes."""
+    if len(tokens) != new:
+        raise CheckError(f"{len(tokens)} tokens; asked for {new}")
+    worst = shortfall(reference, prompt, tokens)
+    if not worst <= tolerance:
+        raise CheckError(
+            f"a token lies {worst:.3g} standard deviations of the logits below the likeliest; allowed {tolerance:g}"
+        )
+
+
+# ── the script ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Comparison:
+    """Rows of all ways, and how many were wrong.
+
+    Args:
+        options: see `main`.
+        results: where rows go.
+        folder: for the C++ program, which is built here; without a compiler its rows say so.
+    """
+
+    def __init__(self, options: argparse.Namespace, results: harness.Results, folder: Path) -> None:
+        self.options, self.results = options, results
+        self.device = options.device
+        self.dtype = served_dtype(options.device)
+        self.rounds = QUICK_ROUNDS if options.quick else ROUNDS
+        self.deadline = time.monotonic() + options.time_budget
+        self.versions = {"cpu": cpu_name(), "transformers": version("transformers")}
+        self.failures = 0
+        self.program: Path | str
+        try:
+            self.program = build_cpp(folder)
+        except BuildError as error:
+            print(f"error: {error}", file=sys.stderr)
+            self.program = str(error)
+            self.failures += 1
+
+    def measure(self, name: str, file: Path) -> None:
+        """All ways to run a file."""
+        model = qcut.load_llama2c(file, device=self.device)
+        half = qcut.load_llama2c(file, dtype=self.dtype, device=self.device)  # .half() would round the rotation too
+        vocabulary, positions = model.config.vocab_size, model.config.max_position_embeddings
+        prompt = prompts_of(vocabulary, 1, max(1, min(PROMPT, positions // 2)))[0]
+        new = min(NEW if self.device == "cuda" else CPU_NEW, positions - len(prompt))
+        context = len(prompt) + new
+        shape = {"case": name, "width": model.config.hidden_size, "layers": model.config.num_hidden_layers}
+        shape |= {"vocabulary": vocabulary, "prompt": len(prompt), "new": new}
+        engine = qcut.Engine(model, context=context)
+        wanted = engine.generate([prompt], new)[0].tokens
+
+        def run(variant: str, dtype: torch.dtype, build: Callable[[], Any]) -> None:
+            columns = {**shape, "variant": variant, "dtype": str(dtype).removeprefix("torch.")}
+            if time.monotonic() > self.deadline:
+                self._missing(columns, "out of time")
+                return
+            try:
+                runner = build()
+                exact = dtype is torch.float32 and SCHEME not in variant
+                tokens = runner.generate([prompt], new)[0].tokens
+                check(model, prompt, tokens, new, TOLERANCE if exact else TOLERANCE_16)
+                timing = decode_us(runner, [prompt], new, self.rounds)
+            except CheckError as error:
+                self._wrong(columns, error)
+            except Exception as error:  # torch.compile's failures are of many types, and cost one row alone
+                first = (str(error).strip() or "no message").splitlines()[0]
+                self._missing(columns, f"{type(error).__name__}: {first[:200]}")
+                self.failures += variant.startswith("qcut")
+            else:
+                self._add(timing, columns)
+
+        run("qcut", torch.float32, lambda: engine)
+        self._cpp(shape, file, prompt, new, wanted)
+        if self.dtype is not torch.float32:
+            run("qcut", self.dtype, lambda: qcut.Engine(half, context=context))
+        run("eager_dynamic", self.dtype, lambda: Loop(half, None))
+        run("eager_static", self.dtype, lambda: Loop(half, context))
+        run(f"qcut_{SCHEME}", self.dtype, lambda: qcut.Engine(self._quantized(half), context=context))
+        run("compile", self.dtype, lambda: Loop(half, context, compiled))
+        torch.compiler.reset()
+
+    def _quantized(self, model: Any) -> Any:
+        model = copy.deepcopy(model)
+        qcut.quantize(model, SCHEME, embeddings=SCHEME, prebuild=(), progress=False)
+        return model
+
+    def _cpp(self, shape: dict[str, Any], file: Path, prompt: list[int], new: int, wanted: list[int]) -> None:
+        """Rows of the C++ program, by threads."""
+        columns = {**shape, "variant": "cpp", "dtype": "float32"}
+        if not isinstance(self.program, Path):
+            self._missing(columns, self.program.splitlines()[0])
+            return
+        for threads in thread_counts():
+            samples = []
+            for _ in range(self.rounds):
+                tokens, rate = run_cpp(self.program, file, prompt, new, threads)
+                if tokens != wanted:
+                    self._wrong(columns, CheckError(f"{tokens} where the engine has {wanted}"))
+                    return
+                samples.append(1e6 / rate)
+            self._add(Timing.of(samples, "wall"), {**columns, "threads": threads})
+
+    def _add(self, timing: Timing, columns: dict[str, Any]) -> None:
+        if timing.p20_us <= 0:
+            self._missing(columns, f"{columns['new']} tokens took no longer than one: another load on the machine")
+            return
+        device = "cpu" if columns["variant"] == "cpp" else self.device
+        rate = 1e6 / timing.median_us
+        self.results.add(timing, **columns, **self.versions, device=device, tokens_s=round(rate, 1))
+        self._done(f"{rate:,.0f} tokens/s")
+
+    def _missing(self, columns: dict[str, Any], reason: str) -> None:
+        self.results.rows.append({"bench": self.results.bench, **columns, **self.versions, "reason": reason})
+        self._done(f"not measured: {reason}")
+
+    def _wrong(self, columns: dict[str, Any], error: CheckError) -> None:
+        print(f"WRONG {columns['case']} {columns['variant']}: {error}")
+        self._missing(columns, f"wrong: {error}")
+        self.failures += 1
+
+    def _done(self, text: str) -> None:
+        """Say what became of the last row; a run that is cut short keeps it."""
+        self.results.write_csv(self.options.out)
+        row = self.results.rows[-1]
+        what = " ".join(str(row[column]) for column in ("case", "variant", "dtype", "threads") if column in row)
+        print(f"{what}: {text}", file=sys.stderr, flush=True)
+
+
+def served_dtype(device: str) -> torch.dtype:
+    """What models are served in; the reference is float32 everywhere."""
+    return torch.float16 if device == "cuda" else torch.float32
+
+
+def cpu_name() -> str:
+    """As /proc/cpuinfo has it, and how many cores may be used."""
+    names = [line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.is_file() else []
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; 1 where tokens were wrong, or there is no compiler for the C++ program."""
+    parser = harness.parser((__doc__ or "").split("\n\n")[0])
+    parser.set_defaults(time_budget=90.0)
+    parser.add_argument("--cases", default="llama2c-288,llama2c-512", help=f"of {', '.join(CASES)}; comma-separated")
+    parser.add_argument("--files", nargs="*", type=Path, default=[], metavar="FILE", help="llama2.c files to run too")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    options = parser.parse_args(arguments)
+    options.cases = [name for name in options.cases.split(",") if name]
+    if unknown := [name for name in options.cases if name not in CASES]:
+        parser.error(f"--cases: {', '.join(unknown)} is not one of {', '.join(CASES)}")
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        with torch.no_grad():
+            return run(options)
+    except QcutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and write everything."""
+    results = harness.Results("bench_compare", harness.environment())
+    with tempfile.TemporaryDirectory() as folder:
+        comparison = Comparison(options, results, Path(folder))
+        for name in options.cases:
+            file = Path(folder) / f"{name}.bin"
+            write_random(CASES[name], file)
+            comparison.measure(name, file)
+            file.unlink()
+        for file in options.files:
+            comparison.measure(file.stem, file)
+    header = ["model", "variant", "dtype", "threads", "tokens/s", "µs a token"]
+    rows = [
+        [row.get(c, math.nan if c.endswith("s") else "") for c in ("case", "variant", "dtype", "threads", "tokens_s")]
+        + [row.get("median_us", math.nan)]
+        for row in results.rows
+    ]
+    print(harness.table(header, rows))
+    print(f"{comparison.failures} wrong; rows in {results.write_csv(options.out)}")
+    return 1 if comparison.failures else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,301 @@
+"""`qcut.Engine` on models of known shapes with random weights: prompts, single tokens, and where a token's time goes.
+
+Decoding is timed whole, as a user gets it: the difference between generating many tokens and one, divided. The floor is
+what has to be read for one step, weights and the cache at half of the new tokens, at the GPU's measured bandwidth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import qcut
+from benchmarks import harness, plots
+from benchmarks.harness import CEILINGS, CheckError, Timing
+
+PROMPT, NEW = 256, 256
+ROUNDS, QUICK_ROUNDS = 5, 2
+CHECKED = 64
+"""Tokens of the prompt that results are compared on."""
+MIN_COSINE = 0.999
+"""Between the engine's logits and those of transformers running the same modules."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of a shape.
+
+    Attributes:
+        gpt2: GPT-2; else of Llama's shape.
+        width, hidden, layers, heads, kv_heads, vocabulary: sizes.
+        scheme: of the linear layers, or None.
+        embeddings: scheme of tables and head, or None.
+        decode: tokens/s to reach, by batch.
+        prefill: tokens/s to reach, by batch and prompt.
+    """
+
+    gpt2: bool
+    width: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    scheme: str | None
+    embeddings: str | None
+    decode: dict[int, float]
+    prefill: dict[tuple[int, int], float]
+
+
+def _llama3(scheme: str, decode: dict[int, float]) -> Case:
+    return Case(False, 4096, 14336, 32, 32, 8, 128256, scheme, "w8a16", decode, {(1, PROMPT): 0, (8, PROMPT): 0})
+
+
+def _llama2c(width: int, hidden: int, layers: int, heads: int, scheme: str | None, decode: float) -> Case:
+    return Case(False, width, hidden, layers, heads, heads, 32000, scheme, scheme, {1: decode}, {(1, PROMPT): 0})
+
+
+_GPT2_MARKS: dict[str, Any] = {"decode": {1: 1500, 8: 9000}, "prefill": {(8, 1024): 450_000}}
+CASES = {
+    "gpt2-large-int8": Case(True, 1280, 5120, 36, 20, 20, 50257, "w8a8", "w8a16", **_GPT2_MARKS),
+    "llama-3-8b-codebook4": _llama3("codebook4", {1: 500, 8: 3000}),
+    "llama-3-8b-int8": _llama3("w8a8", {1: 300, 8: 0}),
+    "llama2c-288": _llama2c(288, 768, 6, 6, "w8a16", 6000),
+    "llama2c-512": _llama2c(512, 1376, 8, 8, "w8a16", 4000),
+    "llama2c-288-float": _llama2c(288, 768, 6, 6, None, 0),
+    "tiny-gpt2": Case(True, 64, 256, 2, 4, 4, 96, "w8a8", None, {1: 0}, {(2, 32): 0}),
+    "tiny-llama": Case(False, 64, 128, 2, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}),
+}
+"""Marks are tokens/s; 0 where none is set. The tiny ones are for machines without a GPU."""
+
+
+def build(case: Case, device: str) -> Any:
+    """The model: one layer is quantized and copied, so that a large one takes no longer than a small one."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": case.vocabulary, "num_hidden_layers": 1, "bos_token_id": None, "eos_token_id": None}
+    model: Any
+    torch.set_default_dtype(torch.float16 if device == "cuda" else torch.float32)
+    try:
+        with torch.device(device):
+            if case.gpt2:
+                heads = {"n_embd": case.width, "n_inner": case.hidden, "n_head": case.heads}
+                model = GPT2LMHeadModel(GPT2Config(**sizes, **heads))
+            else:
+                llama = {"hidden_size": case.width, "intermediate_size": case.hidden, "max_position_embeddings": 2048}
+                llama |= {"num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads}
+                model = LlamaForCausalLM(LlamaConfig(**sizes, **llama))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model.eval()
+    model.tie_weights()
+    if case.scheme is not None:
+        check = (CHECKED, CHECKED - 1)
+        rows = sorted({*case.decode, *(batch * length for batch, length in case.prefill), *check})
+        qcut.quantize(model, case.scheme, embeddings=case.embeddings, prebuild=rows, progress=sys.stderr.isatty())
+    layers = layers_of(model)
+    for index in range(1, case.layers):
+        layers.append(copy.deepcopy(layers[0]))
+        for module in layers[index].modules():
+            if hasattr(module, "layer_idx"):
+                module.layer_idx = index  # type: ignore[assignment]
+    model.config.num_hidden_layers = case.layers
+    return model
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The decoder's blocks."""
+    layers: nn.ModuleList = model.transformer.h if hasattr(model, "transformer") else model.model.layers
+    return layers
+
+
+def read_bytes(model: Any) -> int:
+    """Bytes of weights that one step reads: all but tables of which it takes a row."""
+    head = {id(t) for t in (*model.lm_head.parameters(), *model.lm_head.buffers())}
+    body = model.transformer if hasattr(model, "transformer") else model.model
+    tables = [m for name in ("wte", "wpe", "embed_tokens") if (m := getattr(body, name, None)) is not None]
+    skipped = {id(t) for m in tables for t in (*m.parameters(), *m.buffers())} - head
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return sum(t.nbytes for key, t in tensors.items() if key not in skipped)
+
+
+def prompts_of(vocabulary: int, batch: int, length: int) -> list[list[int]]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(length)
+    found: list[list[int]] = torch.randint(0, vocabulary, (batch, length), generator=generator).tolist()
+    return found
+
+
+def check(engine: qcut.Engine, model: Any, prompts: list[list[int]]) -> None:
+    """Raise `CheckError` unless prompt and step say what transformers says of the same modules; NaN never passes."""
+    device = next(model.parameters()).device
+    ids = torch.tensor(prompts, device=device)
+    engine.prefill(ids[:, :-1])
+    for got, length in ((engine.prefill(ids[:, :-1]), -1), (engine.decode(ids[:, -1]), ids.shape[1])):
+        want = model(ids[:, :length], use_cache=False).logits[:, -1]
+        cosine = nn.functional.cosine_similarity(got.double(), want.double()).min().item()
+        if not cosine > MIN_COSINE:
+            raise CheckError(f"logits have cosine {cosine:.5f} with transformers'; allowed above {MIN_COSINE}")
+
+
+def wall_us(call: Callable[[], object], rounds: int) -> list[float]:
+    """Microseconds of each call, the device's work included; one before is not counted."""
+    samples = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return samples[1:]
+
+
+def decode_us(engine: qcut.Engine, prompts: list[list[int]], new: int, rounds: int) -> Timing:
+    """Microseconds of one step, by the host's clock: of ``new`` tokens less those of one, divided."""
+    one = statistics.median(wall_us(lambda: engine.generate(prompts, 1), rounds))
+    many = wall_us(lambda: engine.generate(prompts, new), rounds)
+    return Timing.of([(us - one) / (new - 1) for us in many], "wall")
+
+
+KINDS = {
+    "attention": ("attention_decode", "attention_mma", "attention_append"),
+    "rotary positions, cache": ("qcut_append",),
+    "norms": ("qcut_norm",),
+    "argmax": ("qcut_argmax",),
+    "activations": ("silu_mul", "gelu_tanh"),
+    "rotations, int8": ("qcut_rotate", "qcut_quantize"),
+    "projections": ("qcut_", "gemm", "gemv", "cutlass", "nvjet", "splitK"),
+}
+"""What a kernel is, by parts of its name; the first that fits, else ``other``."""
+
+
+def kind_of(kernel: str) -> str:
+    """The key of `KINDS`."""
+    return next((kind for kind, parts in KINDS.items() if any(part in kernel for part in parts)), "other")
+
+
+def kernels_of(engine: qcut.Engine, prompts: list[list[int]], steps: int = 8) -> dict[str, tuple[float, float]]:
+    """Launches and device microseconds a step of each kernel, by its name."""
+    engine.prefill(prompts)
+    tokens = [0] * len(prompts)
+    engine.decode(tokens)
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        for _ in range(steps):
+            engine.decode(tokens)
+        torch.cuda.synchronize()
+    found: dict[str, tuple[float, float]] = {}
+    for event in prof.events():
+        if event.device_type == DeviceType.CUDA:
+            count, us = found.get(event.name, (0.0, 0.0))
+            found[event.name] = count + 1 / steps, us + event.time_range.elapsed_us() / steps
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; 1 where a result was wrong. A CPU runs the tiny models."""
+    parser = harness.parser(__doc__ or "")
+    parser.set_defaults(time_budget=300.0)
+    parser.add_argument("--cases", default=",".join(c for c in CASES if "tiny" not in c), help="comma-separated")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    options = parser.parse_args(arguments)
+    with torch.no_grad():
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and write everything."""
+    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    deadline = time.monotonic() + options.time_budget
+    results = harness.Results("bench_engine", harness.environment())
+    ceiling = CEILINGS.get(results.env.gpu)
+    rows: list[list[object]] = []
+    parts: dict[str, dict[str, float]] = {}
+    floors: dict[str, float] = {}
+    failures = 0
+    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+
+    def add(timing: Timing, name: str, what: str, batch: int, tokens: int, mark: float, **more: object) -> None:
+        rate = tokens / timing.median_us * 1e6
+        columns = {"tokens_s": round(rate), "mark": round(mark) or "", **more}
+        results.add(timing, case=name, what=what, batch=batch, device=device, **columns)
+        verdict = "" if not mark else "reached" if rate >= mark else "NOT reached"
+        rows.append([name, what, batch, rate, mark or math.nan, verdict, more.get("floor_us", math.nan)])
+        results.write_csv(options.out)
+
+    for name in options.cases.split(","):
+        if time.monotonic() > deadline:
+            print(f"out of time before {name}", file=sys.stderr)
+            break
+        case, (prompt, new) = CASES[name], (PROMPT, NEW) if device == "cuda" else (32, 8)
+        model = build(case, device)
+        context = max(prompt + new, *(length for _, length in case.prefill))
+        biggest = max(*case.decode, *(batch for batch, _ in case.prefill))
+        engine = qcut.Engine(model, batch=biggest, context=context)
+        try:
+            check(engine, model, prompts_of(case.vocabulary, 1, min(prompt, CHECKED)))
+        except CheckError as error:
+            print(f"WRONG {name}: {error}")
+            failures += 1
+            continue
+        for (batch, length), mark in case.prefill.items():
+            ids = torch.tensor(prompts_of(case.vocabulary, batch, length), device=device)
+            samples = wall_us(functools.partial(engine.prefill, ids), rounds)
+            add(Timing.of(samples, "wall"), name, f"prefill of {length}", batch, batch * length, mark)
+        for batch, mark in case.decode.items():
+            prompts = prompts_of(case.vocabulary, batch, prompt)
+            moved = read_bytes(model) + engine.cache.nbytes * batch * (prompt + new // 2) / (biggest * (context + 1))
+            floor = moved / ceiling.read_bytes * 1e6 if ceiling else math.nan
+            timing = decode_us(engine, prompts, new, rounds)
+            add(timing, name, "decode", batch, batch, mark, gb=round(moved / 1e9, 4), floor_us=round(floor, 2))
+            if device == "cuda":
+                label = f"{name}, batch {batch}"
+                parts[label], floors[label] = breakdown(engine, prompts, timing.median_us, results, name, batch), floor
+        del model, engine
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    path = results.write_csv(options.out)
+    print(harness.table(["model", "what", "batch", "tokens/s", "to reach", "", "floor us"], rows))
+    if parts:
+        kinds = [*KINDS, "other", "between kernels"]
+        table = [[label, *(found.get(kind, 0.0) for kind in kinds), floors[label]] for label, found in parts.items()]
+        print(harness.table(["us a step", *kinds, "floor"], table))
+        plots.stacks(options.out / "bench_engine", parts, floors, "Where one step's time goes", "µs")
+    print(f"rows in {path}")
+    return 1 if failures else 0
+
+
+def breakdown(
+    engine: qcut.Engine, prompts: list[list[int]], step_us: float, results: harness.Results, name: str, batch: int
+) -> dict[str, float]:
+    """Microseconds of a step by kind of kernel, the rest of the step as well; a row for each kernel."""
+    found: dict[str, float] = {}
+    for kernel, (count, us) in sorted(kernels_of(engine, prompts).items(), key=lambda item: -item[1][1]):
+        kind = kind_of(kernel)
+        found[kind] = found.get(kind, 0.0) + us
+        columns = {"kernel": kernel[:160], "kind": kind, "launches": round(count, 2)}
+        results.add(Timing.of([us], "profiler"), case=name, what="kernel", batch=batch, **columns)
+    # Kernels overlap under dependent launch, so that their sum may exceed the step.
+    found["between kernels"] = max(0.0, step_us - sum(found.values()))
+    return found
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,292 @@
+"""What schemes cost and save: perplexity through `qcut.Engine`, bytes of the weights, a layer's time on few tokens.
+
+    python benchmarks/report_quality.py --models DIR DIR --text FILE
+
+Perplexity is measured of the layers that would serve, in their own arithmetic (float16 on a GPU, float32 without one),
+and of some schemes a second time with keys and values in int8, so that what the cache costs stands by itself. Fits see
+text that the model itself writes, none of the text that they are measured on. Times need a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import qcut
+from benchmarks import harness
+from benchmarks.bench_codebook import NK, calls, copies_of, float_layer, reference_of
+from benchmarks.bench_gemm import require_close
+from benchmarks.codebook_quality import int4, own_text
+from benchmarks.harness import Results, Variant
+from benchmarks.quality import tokens_of
+from examples.gpt2_int8 import EMBEDDED, language_reference
+from qcut import rotation
+from qcut.codebook_fit import collect_second_moments
+from qcut.errors import QcutError
+from qcut.evaluation import windows_of
+from qcut.kv_cache import KV_DTYPES, KVDtype
+from qcut.modules import find_layers, tensor_key, weight_nk
+
+REFERENCE = "int4_asymmetric"
+"""Weights in 4-bit integers with zero points: not a scheme of qcut's, dequantized to be compared with."""
+SCHEMES = {
+    "w8a8": "int8 weights and tokens",
+    "w8a16": "int8 weights",
+    "codebook4": "4 bits, rounded",
+    "codebook4_fit": "4 bits, fitted",
+    "codebook4+4": "two passes of 4 bits, rounded",
+    "codebook3": "3 bits, rounded",
+    "codebook3_fit": "3 bits, fitted",
+    "codebook2": "2 bits, rounded",
+    "codebook2_fit": "2 bits, fitted",
+    "int4": "4-bit integers in groups of 128, symmetric",
+    REFERENCE: "4-bit integers in groups of 128, with zero points",
+}
+CACHED = ("float", "w8a8", "codebook4")
+"""Measured with an int8 cache too; ``float`` is the model as it is."""
+BATCH = 8
+TOKENS = (1, 16)
+TIMED = tuple(name for name in SCHEMES if name != REFERENCE and not name.endswith("_fit"))
+GROUP = 128
+
+
+# ── quality ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def tensor_bytes(layers: Iterable[nn.Module]) -> int:
+    """Bytes that layers keep, biases included; what they share counts once."""
+    tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+    return sum({tensor_key(t): t.nbytes for t in tensors}.values())
+
+
+def int4_bytes(layer: nn.Module) -> int:
+    """Bytes of a layer in 4-bit integers: for each row and group a float16 scale and a zero point of 4 bits."""
+    n, k = weight_nk(layer).shape
+    groups = len(rotation.groups(k, GROUP))
+    bias = layer._parameters.get("bias")
+    return math.ceil(n * (k / 2 + 2.5 * groups)) + (0 if bias is None else bias.nbytes)
+
+
+@dataclass
+class Subject:
+    """A float model, and what is measured on it.
+
+    Attributes:
+        name: of its folder.
+        model: in the dtype that it is measured in.
+        windows: of the text, int64 ``[windows, tokens]``.
+        moments: of its layers' inputs; empty where nothing is fitted.
+    """
+
+    name: str
+    model: Any
+    windows: Tensor
+    moments: dict[str, Tensor]
+
+    @classmethod
+    def load(cls, path: Path, options: argparse.Namespace) -> Subject:
+        """Read a model, and the text as its tokens."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        dtype = torch.float16 if options.device == "cuda" else torch.float32
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+        model = model.to(options.device).eval()
+        text = language_reference() if options.text is None else options.text.read_text(encoding="utf-8")
+        windows = windows_of(tokens_of(tokenizer, text), options.window, options.max_windows)
+        moments = {}
+        if any(name.endswith("_fit") for name in options.schemes):
+            say(f"{path.name}: {options.calibration_windows} windows of its own text")
+            own = own_text(model, options.calibration_windows, options.window, model.config.vocab_size)
+            moments = collect_second_moments(model, own.split(BATCH), progress=sys.stderr.isatty())
+        return cls(path.name, model, windows, moments)
+
+    def quantized(self, scheme: str) -> tuple[Any, int]:
+        """A copy, and the bytes of its linear layers."""
+        model = copy.deepcopy(self.model)
+        layers = find_layers(model)
+        if scheme == "float":
+            return model, tensor_bytes(map(model.get_submodule, layers))
+        if scheme == REFERENCE:
+            for layer in layers.values():
+                weight_nk(layer).copy_(int4(weight_nk(layer).float(), symmetric=False))
+            return model, sum(map(int4_bytes, layers.values()))
+        moments = self.moments if scheme.endswith("_fit") else None
+        rows, bar = BATCH * self.windows.shape[1], sys.stderr.isatty()
+        qcut.quantize(model, scheme.removesuffix("_fit"), second_moments=moments, prebuild=(rows,), progress=bar)
+        return model, tensor_bytes(map(model.get_submodule, layers))
+
+    def perplexity(self, model: nn.Module, kv_cache: KVDtype) -> tuple[float, float]:
+        """Of all windows, each by itself; and the cache's bytes for a token."""
+        window = self.windows.shape[1]
+        engine = qcut.Engine(model, batch=BATCH, context=window, kv_cache=kv_cache)
+        total = sum(float(nll.double().sum()) for batch in self.windows.split(BATCH) for nll in engine.score(batch))
+        return math.exp(total / (len(self.windows) * (window - 1))), engine.cache.nbytes / (BATCH * (window + 1))
+
+
+def measure_quality(path: Path, options: argparse.Namespace, results: Results) -> None:
+    """One model: as it is and under every scheme, a row for each cache."""
+    subject = Subject.load(path, options)
+    dtype = str(subject.model.dtype).removeprefix("torch.")
+    weights = sum(weight_nk(layer).numel() for layer in find_layers(subject.model).values())
+    baseline = math.nan
+    for scheme in ("float", *options.schemes):
+        start = time.perf_counter()
+        model, nbytes = subject.quantized(scheme)
+        own = math.nan
+        for kv_cache in KV_DTYPES if scheme in CACHED else KV_DTYPES[:1]:
+            value, cache_bytes = subject.perplexity(model, kv_cache)
+            baseline = value if math.isnan(baseline) else baseline
+            own = value if math.isnan(own) else own
+            results.rows.append(
+                {
+                    "bench": results.bench,
+                    "model": subject.name,
+                    "scheme": scheme,
+                    "what": SCHEMES.get(scheme, dtype),
+                    "kv_cache": kv_cache,
+                    "perplexity": round(value, 4),
+                    "change_percent": round(100 * (value / baseline - 1), 3),
+                    "cache_percent": "" if kv_cache == "auto" else round(100 * (value / own - 1), 4),
+                    "weights": weights,
+                    "weight_bytes": nbytes,
+                    "weight_bits": round(8 * nbytes / weights, 3),
+                    "cache_bytes_token": round(cache_bytes),
+                    "dtype": dtype,
+                    "windows": len(subject.windows),
+                    "window": subject.windows.shape[1],
+                    "text": "the Python language reference" if options.text is None else options.text.name,
+                    "calibration_windows": options.calibration_windows if scheme.endswith("_fit") else "",
+                    "seconds": round(time.perf_counter() - start, 1),
+                }
+            )
+            results.write_csv(options.out)  # a run that is cut short keeps what it has measured
+            say(f"{subject.name} {scheme}, cache {kv_cache}: {value:.3f} ({100 * (value / baseline - 1):+.2f} %)")
+
+
+# ── times ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_layers(options: argparse.Namespace, results: Results) -> int:
+    """Time whole layers on few tokens, float16 beside every scheme; how many were wrong."""
+    torch.manual_seed(0)
+    clock, failures = harness.CudaClock(), 0
+    layers: dict[str, nn.ModuleList] = {}
+    schemes = [name for name in options.schemes if name in TIMED]
+    for scheme in schemes:
+        say(f"{scheme}: kernels of {len(NK)} shapes")
+        layers[scheme] = nn.ModuleList(float_layer(n, k) for n, k in NK)
+        qcut.quantize(layers[scheme], scheme, skip=(), prebuild=TOKENS, progress=sys.stderr.isatty())
+    deadline = time.monotonic() + options.time_budget
+    for i, (n, k) in enumerate(NK):
+        floats = copies_of(float_layer(n, k), 2.0 * n * k)
+        several = {scheme: copies_of(layers[scheme][i], tensor_bytes([layers[scheme][i]])) for scheme in schemes}
+        for m in TOKENS:
+            if time.monotonic() > deadline:
+                say(f"out of time before {m} x {n} x {k}")
+                return failures
+            x = torch.randn(m, k, device=floats[0].weight.device).half()
+            variants = [Variant("float", calls(floats, x), len(floats))]
+            for scheme, copies in several.items():
+                call = calls(copies, x)
+                wanted = reference_of(copies[0], x) + copies[0].bias.double()
+                limit = 0.03 if scheme == "w8a8" else 2e-3
+                variants.append(Variant(scheme, call, len(copies), functools.partial(_check, call, wanted, limit)))
+            good, wrong = harness.checked(variants, print)
+            failures += len(wrong)
+            timings = harness.measure(good, clock, rounds=7 if options.quick else 15, deadline=deadline)
+            for name, timing in timings.items():
+                nbytes = tensor_bytes([floats[0] if name == "float" else several[name][0]])
+                x_float = round(timings["float"].median_us / timing.median_us, 4)
+                results.add(timing, m=m, n=n, k=k, variant=name, weight_bytes=nbytes, x_float=x_float)
+            results.write_csv(options.out)
+            say(f"{m} x {n} x {k}: " + ", ".join(f"{name} {t.median_us:.2f}" for name, t in timings.items()))
+    return failures
+
+
+def _check(call: Callable[[int], Tensor], wanted: Tensor, limit: float) -> None:
+    require_close(call(0), wanted, limit)
+
+
+def say(text: str) -> None:
+    """A line of progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+# ── the script ───────────────────────────────────────────────────────────────────────────────────
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `measure_quality` reads."""
+    parser.add_argument("--models", nargs="+", type=Path, default=[EMBEDDED], metavar="DIR", help="checkpoints")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 [the Python language reference]")
+    parser.add_argument("--window", type=int, default=512, help="tokens per window [512]")
+    parser.add_argument("--max-windows", type=int, help="evaluate on at most so many windows [all]")
+    parser.add_argument("--calibration-windows", type=int, default=128)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure; 1 where a layer was wrong or a model cannot be read. Without a GPU only perplexity."""
+    parser = harness.parser((__doc__ or "").split("\n\n")[0])
+    add_options(parser)
+    parser.add_argument("--parts", default="quality,layers", help="quality, layers or both")
+    parser.add_argument("--schemes", default=",".join(SCHEMES), help="comma-separated [all]")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    options = parser.parse_args(arguments)
+    for option, allowed in (("parts", ("quality", "layers")), ("schemes", tuple(SCHEMES))):
+        names = getattr(options, option).split(",")
+        if unknown := [name for name in names if name not in allowed]:
+            parser.error(f"--{option}: {', '.join(unknown)} is not one of {', '.join(allowed)}")
+        setattr(options, option, names)
+    for path in (*options.models, *([options.text] if options.text else [])):
+        if not path.exists():
+            parser.error(f"{path} does not exist (--models, --text)")
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        with torch.no_grad():
+            return run(options)
+    except QcutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def show(results: Results, *columns: str) -> None:
+    """Print these columns of all rows."""
+    print(harness.table(columns, [[row[column] for column in columns] for row in results.rows]))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and write what was asked for."""
+    failures, env = 0, harness.environment()
+    if "quality" in options.parts:
+        results = Results("report_quality", env)
+        for path in options.models:
+            measure_quality(path, options, results)
+        show(results, "model", "scheme", "kv_cache", "perplexity", "change_percent", "weight_bits")
+    if "layers" in options.parts and options.device == "cuda":
+        results = Results("report_layers", env)
+        failures = measure_layers(options, results)
+        show(results, "m", "n", "k", "variant", "median_us", "x_float", "weight_bytes")
+    elif "layers" in options.parts:
+        print("layers are timed on a GPU: none of them was")
+    print(f"{failures} wrong; rows in {options.out}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""The engine's benchmark on the CPU, whole, on its tiny models."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import bench_engine, plots
+from benchmarks.bench_engine import CASES, build, kind_of, read_bytes
+
+
+def test_tiny_models_get_their_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--cases", "tiny-gpt2,tiny-llama", "--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert bench_engine.main(arguments) == 0
+    with (tmp_path / "bench_engine.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = [(row["case"], row["what"], row["batch"]) for row in rows]
+    assert found == [
+        ("tiny-gpt2", "prefill of 32", "2"),
+        ("tiny-gpt2", "decode", "1"),
+        ("tiny-llama", "prefill of 32", "1"),
+        ("tiny-llama", "decode", "1"),
+        ("tiny-llama", "decode", "2"),
+    ]
+    assert all(float(row["tokens_s"]) > 0 for row in rows)
+    assert "tiny-llama" in capsys.readouterr().out
+
+
+def test_a_wrong_engine_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bench_engine.qcut.Engine.decode
+    monkeypatch.setattr(bench_engine.qcut.Engine, "decode", lambda self, tokens: -right(self, tokens))
+    assert bench_engine.main(["--cases", "tiny-gpt2", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    assert len((tmp_path / "bench_engine.csv").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
+def test_a_step_reads_the_head_and_no_table(name: str) -> None:
+    model: Any = build(CASES[name], "cpu")
+    assert len(bench_engine.layers_of(model)) == CASES[name].layers
+    body = sum(t.nbytes for m in bench_engine.layers_of(model) for t in (*m.parameters(), *m.buffers()))
+    head = sum(t.nbytes for t in (*model.lm_head.parameters(), *model.lm_head.buffers()))
+    assert body + head < read_bytes(model) <= body + head + 4 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("qcut_attention_decode_sm90a_f16_f16_h128g4_w4u4", "attention"),
+        ("qcut_attention_mma_sm90a_f16_f16_h128g4_w4t2_c8", "attention"),
+        ("qcut_attention_append_sm90a_f16_f16_h128g4_w4t2_c8_rope", "attention"),
+        ("qcut_rotate_sm90a_f16", "rotations, int8"),
+        ("qcut_cbdecode_sm90a", "projections"),
+        ("nvjet_hsh_64x8", "projections"),
+        ("void at::native::vectorized_elementwise_kernel", "other"),
+    ],
+)
+def test_kernels_have_kinds(kernel: str, kind: str) -> None:
+    assert kind_of(kernel) == kind
+
+
+def test_stacks_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    parts = {"a": {"norms": 1.0, "attention": 2.0}, "b": {"attention": 1.0, "other": 4.0}}
+    plots.stacks(tmp_path / "plot", parts, {"a": 1.5, "b": float("nan")}, "title", "µs")
+    assert (tmp_path / "plot.svg").stat().st_size > 1000
