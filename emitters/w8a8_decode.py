@@ -1,7 +1,7 @@
 """W8A8 for few tokens, bound by memory: what stands before a projection, quantization and product in one kernel.
 
-Up to `MAX_TOKENS` tokens, on ``mma.sync.m16n8k32``, with the weights of the int8 GEMMs as they are. Every CTA makes all
-tokens: that pays where they are few and short (`MAX_ELEMENTS`), and others come quantized. Device code:
+Up to `MAX_TOKENS` tokens, on ``mma.sync.m16n8k32``, with the weights of the int8 GEMMs as they are. Every CTA makes the
+token where there is one that is short (`MAX_ELEMENTS`); others come quantized. Device code:
 ``include/qcut/w8a8_decode.cuh``.
 """
 
@@ -201,9 +201,10 @@ def grid(tile: W8A8Tile, m: int, n: int) -> tuple[int, int, int]:
 
 
 def makes_tokens(m: int, k: int) -> bool:
-    """Whether the kernel had better make the tokens itself than get them quantized.
+    """Whether the kernel makes the tokens itself: one of a length that a CTA reads at once.
 
-    At GPT-2 Large's sizes one token took less; eight took more than a step on tensor cores with two kernels more.
+    Eight cost every CTA more than two kernels before it; in a step under dependent launch one does too, though less
+    (`benchmarks/NOTES.md`, "A decoder's step").
     """
     return m == 1 and k <= MAX_ELEMENTS
 
