@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import csv
 import functools
 import math
 import statistics
@@ -215,7 +216,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.set_defaults(time_budget=300.0)
     parser.add_argument("--cases", default=",".join(c for c in CASES if "tiny" not in c), help="comma-separated")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--draw", action="store_true", help="table and plot of the rows in --out, nothing measured")
     options = parser.parse_args(arguments)
+    if options.draw:
+        draw(options.out)
+        return 0
     with torch.no_grad():
         return run(options)
 
@@ -227,8 +232,6 @@ def run(options: argparse.Namespace) -> int:
     results = harness.Results("bench_engine", harness.environment())
     ceiling = CEILINGS.get(results.env.gpu)
     rows: list[list[object]] = []
-    parts: dict[str, dict[str, float]] = {}
-    floors: dict[str, float] = {}
     failures = 0
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
 
@@ -266,35 +269,46 @@ def run(options: argparse.Namespace) -> int:
             timing = decode_us(engine, prompts, new, rounds)
             add(timing, name, "decode", batch, batch, mark, gb=round(moved / 1e9, 4), floor_us=round(floor, 2))
             if device == "cuda":
-                label = f"{name}, batch {batch}"
-                parts[label], floors[label] = breakdown(engine, prompts, timing.median_us, results, name, batch), floor
+                breakdown(engine, prompts, results, name, batch)
         del model, engine
         if device == "cuda":
             torch.cuda.empty_cache()
     path = results.write_csv(options.out)
     print(harness.table(["model", "what", "batch", "tokens/s", "to reach", "", "floor us"], rows))
-    if parts:
-        kinds = [*KINDS, "other", "between kernels"]
-        table = [[label, *(found.get(kind, 0.0) for kind in kinds), floors[label]] for label, found in parts.items()]
-        print(harness.table(["us a step", *kinds, "floor"], table))
-        plots.stacks(options.out / "bench_engine", parts, floors, "Where one step's time goes", "µs")
+    draw(options.out)
     print(f"rows in {path}")
     return 1 if failures else 0
 
 
-def breakdown(
-    engine: qcut.Engine, prompts: list[list[int]], step_us: float, results: harness.Results, name: str, batch: int
-) -> dict[str, float]:
-    """Microseconds of a step by kind of kernel, the rest of the step as well; a row for each kernel."""
-    found: dict[str, float] = {}
+def breakdown(engine: qcut.Engine, prompts: list[list[int]], results: harness.Results, name: str, batch: int) -> None:
+    """A row for each kernel of a step."""
     for kernel, (count, us) in sorted(kernels_of(engine, prompts).items(), key=lambda item: -item[1][1]):
-        kind = kind_of(kernel)
-        found[kind] = found.get(kind, 0.0) + us
-        columns = {"kernel": kernel[:160], "kind": kind, "launches": round(count, 2)}
+        columns = {"kernel": kernel[:160], "kind": kind_of(kernel), "launches": round(count, 2)}
         results.add(Timing.of([us], "profiler"), case=name, what="kernel", batch=batch, **columns)
-    # Kernels overlap under dependent launch, so that their sum may exceed the step.
-    found["between kernels"] = max(0.0, step_us - sum(found.values()))
-    return found
+
+
+def draw(folder: Path) -> None:
+    """Table and plot of where a step's time goes, from the rows in a folder: microseconds by kind of kernel."""
+    with (folder / "bench_engine.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    parts: dict[str, dict[str, float]] = {}
+    floors: dict[str, float] = {}
+    for step in (row for row in rows if row["what"] == "decode"):
+        found: dict[str, float] = {}
+        for row in rows:
+            if (row["what"], row["case"], row["batch"]) == ("kernel", step["case"], step["batch"]):
+                found[row["kind"]] = found.get(row["kind"], 0.0) + float(row["median_us"])
+        if found:
+            # Kernels overlap under dependent launch, so that their sum may exceed the step.
+            found["between kernels"] = max(0.0, float(step["median_us"]) - sum(found.values()))
+            label = f"{step['case']}, batch {step['batch']}"
+            parts[label], floors[label] = found, float(step["floor_us"])
+    if not parts:
+        return
+    kinds = [*KINDS, "other", "between kernels"]
+    table = [[label, *(found.get(kind, 0.0) for kind in kinds), floors[label]] for label, found in parts.items()]
+    print(harness.table(["us a step", *kinds, "floor"], table))
+    plots.stacks(folder / "bench_engine", parts, floors, "Where one step's time goes", "µs")
 
 
 if __name__ == "__main__":

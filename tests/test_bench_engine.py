@@ -66,3 +66,13 @@ def test_stacks_are_drawn(tmp_path: Path) -> None:
     parts = {"a": {"norms": 1.0, "attention": 2.0}, "b": {"attention": 1.0, "other": 4.0}}
     plots.stacks(tmp_path / "plot", parts, {"a": 1.5, "b": float("nan")}, "title", "µs")
     assert (tmp_path / "plot.svg").stat().st_size > 1000
+
+
+def test_a_steps_parts_are_drawn_from_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = "what,case,batch,kind,median_us,floor_us"
+    step, kernels = "decode,m,1,,10.0,4.0", ("kernel,m,1,norms,2.0,", "kernel,m,1,norms,1.5,", "kernel,m,8,norms,9.0,")
+    (tmp_path / "bench_engine.csv").write_text("\n".join((columns, step, *kernels)) + "\n")
+    assert bench_engine.main(["--draw", "--out", str(tmp_path)]) == 0
+    cells = capsys.readouterr().out.splitlines()[-1].split()
+    assert cells[:3] == ["m,", "batch", "1"]
+    assert cells[3:] == ["0", "0", "3.5", "0", "0", "0", "0", "0", "6.5", "4"]
