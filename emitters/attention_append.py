@@ -40,13 +40,14 @@ class AttentionAppend:
         """Arguments, in order.
 
         ``q, k, v``; ``cos, sin`` (rotary alone); ``positions, slots``; ``keys, values``; ``key_scales, value_scales``
-        (s8 alone); ``out, workspace, counters``; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``,
+        (s8 alone); ``out, workspace, counters``; ``absmax``, null or float32 for each sequence, which is raised to the
+        largest magnitude of its row of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``,
         ``queries`` of each, ``context``, ``scale * log2(e)``.
         """
         names = ["q", "k", "v", *["cos", "sin"] * self.rotary, "positions", "slots", "keys", "values"]
         names += ["key_scales", "value_scales"] * (self.attention.cache is DType.S8)
         return (
-            *(Param(name, "ptr") for name in (*names, "out", "workspace", "counters")),
+            *(Param(name, "ptr") for name in (*names, "out", "workspace", "counters", "absmax")),
             *(Param(name, "i64") for name in ("q_stride", "kv_stride", "batch_stride")),
             *(Param(name, "i32") for name in ("kv_heads", "queries", "context")),
             Param("scale", "f32"),
@@ -59,7 +60,7 @@ def emit_attention_append(desc: AttentionAppend) -> KernelSource:
     x, cache = attention.x.cpp, attention.cache.cpp
     types = dict.fromkeys(("q", "k", "v", "cos", "sin"), f"const {x}*") | {"out": f"{x}*", "counters": "unsigned*"}
     types |= dict.fromkeys(("positions", "slots"), "const int*") | dict.fromkeys(("keys", "values"), f"{cache}*")
-    types |= dict.fromkeys(("key_scales", "value_scales", "workspace"), "float*") | {"scale": "float"}
+    types |= dict.fromkeys(("key_scales", "value_scales", "workspace", "absmax"), "float*") | {"scale": "float"}
     types |= dict.fromkeys(("q_stride", "kv_stride", "batch_stride"), "long long")
     names = {p.name for p in params}
     signature = ", ".join(f"{types.get(p.name, 'int')} {p.name}" for p in params)
@@ -70,7 +71,7 @@ def emit_attention_append(desc: AttentionAppend) -> KernelSource:
         f'extern "C" __global__ void {launch_bounds(attention)}\n'
         f"{desc.name}({signature}) {{\n"
         f"  qcut::AppendAttention<{attention.template}, {str(desc.rotary).lower()}>::run({given}, out,\n"
-        "      workspace, counters, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale);\n"
+        "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale);\n"
         "}\n"
     )
     return KernelSource(

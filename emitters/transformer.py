@@ -344,9 +344,12 @@ class ActivateRows:
         return (m, -(-columns * self.x.bits // (128 * self.block)), 1)
 
     def params(self) -> tuple[Param, ...]:
-        """``x``; ``up`` (silu_mul alone); ``y``; ``x_stride``; ``up_stride`` (silu_mul alone); ``columns``."""
+        """``x``; ``up`` (silu_mul alone); ``y``; ``absmax``; ``x_stride``; ``up_stride`` (silu_mul alone); ``columns``.
+
+        Absmax is null or float32 ``[m]``, which is raised to the largest magnitude of each row of y.
+        """
         gated = self.kind == "silu_mul"
-        names = ("x", *("up",) * gated, "y")
+        names = ("x", *("up",) * gated, "y", "absmax")
         strides = ("x_stride", *("up_stride",) * gated)
         return (*(Param(n, "ptr") for n in names), *(Param(n, "i64") for n in strides), Param("columns", "i32"))
 
@@ -354,10 +357,11 @@ class ActivateRows:
 def emit_activation(desc: ActivateRows) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``."""
     x = desc.x.cpp
-    types = {"x": f"const {x}*", "up": f"const {x}*", "y": f"{x}*", "x_stride": "long long", "up_stride": "long long"}
+    types = {"x": f"const {x}*", "up": f"const {x}*", "y": f"{x}*", "absmax": "float*"}
+    types |= dict.fromkeys(("x_stride", "up_stride"), "long long")
     gated, aligned = (str(flag).lower() for flag in (desc.kind == "silu_mul", desc.aligned))
     template = f"{x}, {gated}, {desc.block}, {aligned}"
-    order = ("x", "up", "y", "x_stride", "up_stride", "columns")
+    order = ("x", "up", "y", "absmax", "x_stride", "up_stride", "columns")
     missing = {"up_stride": "0"}
     return _source(desc, desc.params(), types, f"activate_rows<{template}>", order, missing, "activate_rows")
 

@@ -26,7 +26,7 @@ from emitters.transformer import (
     emit_norm,
 )
 from qcut import _launch_plans as launch_plans
-from qcut import decoder_ops
+from qcut import decoder_ops, numerics
 from qcut._launch_plans import DTYPES, LaunchPlan, target
 
 _plans: dict[tuple[Any, ...], Any] = {}
@@ -163,22 +163,25 @@ def append_attention(
     value_scales: Tensor | None,
     scale: float,
     counters: Tensor | None = None,
+    absmax: Tensor | None = None,
 ) -> Tensor:
     given = (k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales)
-    decoder_ops._check_step(q, *given, scale, counters)
+    decoder_ops._check_step(q, *given, scale, counters, absmax)
     if len(q) == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     found = _attention_of("step" if cos is None else "rotary step", q, keys)
     if not found.appends:
         q = q.clone() if cos is not None else q
         append_kv(q, *given)
-        return decode_attention(q, keys, values, key_scales, value_scales, positions, scale, counters)
+        mixed = decode_attention(q, keys, values, key_scales, value_scales, positions, scale, counters)
+        numerics.raise_absmax(absmax, mixed)
+        return mixed
     if v.stride(0) != k.stride(0):
         k, v = k.contiguous(), v.contiguous()
     tables = [] if cos is None or sin is None else [cos.contiguous(), sin.contiguous()]
     scales = [] if key_scales is None or value_scales is None else [key_scales, value_scales]
     tensors = [q, k, v, *tables, positions.contiguous(), slots.contiguous(), keys, values, *scales]
-    return found.launch(q, tensors, (k.stride(0),), keys, scale, counters)
+    return found.launch(q, tensors, (k.stride(0),), keys, scale, counters, absmax)
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,7 @@ class _Attention:
         keys: Tensor,
         scale: float,
         counters: Tensor | None,
+        absmax: Tensor | None = None,
     ) -> Tensor:
         """Queue the kernel on what comes before its result, and on strides between those of q and of the cache."""
         out, device = torch.empty(q.shape, dtype=q.dtype, device=q.device), q.get_device()
@@ -206,8 +210,9 @@ class _Attention:
             counters = _counters_of(self.places, device, q.device)
         _, kv_heads, context, _ = keys.shape
         sizes = (kv_heads, q.shape[1] // kv_heads, context, scale * _LOG2_E)
+        noted = (0 if absmax is None else absmax.data_ptr(),) * self.appends
         pointers = (t.data_ptr() for t in (*given, out, workspace, counters))
-        self.plan.launch(len(q), (*pointers, q.stride(0), *strides, keys.stride(0), *sizes), _stream(device))
+        self.plan.launch(len(q), (*pointers, *noted, q.stride(0), *strides, keys.stride(0), *sizes), _stream(device))
         return out
 
 
@@ -234,17 +239,17 @@ def _attention_of(kind: str, q: Tensor, keys: Tensor) -> _Attention:
     return found
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    decoder_ops._check_silu(gate, up)
-    return _activated("silu_mul", gate, up)
+def silu_mul(gate: Tensor, up: Tensor, absmax: Tensor | None = None) -> Tensor:
+    decoder_ops._check_silu(gate, up, absmax)
+    return _activated("silu_mul", absmax, gate, up)
 
 
-def gelu_tanh(x: Tensor) -> Tensor:
-    decoder_ops._check_gelu(x)
-    return _activated("gelu_tanh", x)
+def gelu_tanh(x: Tensor, absmax: Tensor | None = None) -> Tensor:
+    decoder_ops._check_gelu(x, absmax)
+    return _activated("gelu_tanh", absmax, x)
 
 
-def _activated(kind: str, *operands: Tensor) -> Tensor:
+def _activated(kind: str, absmax: Tensor | None, *operands: Tensor) -> Tensor:
     given = [t if t.stride(1) == 1 else t.contiguous() for t in operands]
     (m, columns), dtype = given[0].shape, given[0].dtype
     y = torch.empty((m, columns), dtype=dtype, device=given[0].device)
@@ -260,7 +265,8 @@ def _activated(kind: str, *operands: Tensor) -> Tensor:
         kernel = launch_plans.load(emit_activation(desc), device)
         plan = LaunchPlan(kernel, lambda rows: desc.grid(rows, columns), pdl=_pdl(device))
         _plans[key] = plan
-    plan.launch(m, (*(t.data_ptr() for t in given), y.data_ptr(), *strides, columns), _stream(device))
+    noted = 0 if absmax is None else absmax.data_ptr()
+    plan.launch(m, (*(t.data_ptr() for t in given), y.data_ptr(), noted, *strides, columns), _stream(device))
     return y
 
 

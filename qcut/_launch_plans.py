@@ -156,20 +156,20 @@ def gemm_plan(
 
 
 def few_tokens(
-    prologue: Literal["none", "given", "quantize"],
+    tokens: w8a8_decode.Tokens,
     problem: GemmProblem,
     m: int,
     n: int,
     k: int,
     gpu: Target,
+    *,
     aligned: bool = True,
+    absmax: bool = False,
 ) -> tuple[W8A8Problem, W8A8Tile] | None:
-    """The kernel for few tokens, of int8 rows or of those to quantize, if it serves this GEMM of up to m rows."""
+    """The kernel for few tokens of this kind, if it serves this GEMM of up to m rows."""
     if m > w8a8_decode.MAX_TOKENS or problem.layouts != "tnt" or problem.alignment_k % 16:
         return None
-    if prologue == "quantize" and not w8a8_decode.makes_tokens(m, k):
-        return None
-    few = W8A8Problem(prologue, problem.epilogue.out, problem.epilogue, aligned)
+    few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
     if not w8a8_decode.is_legal(few, m, k, gpu.arch):
         return None
     return few, w8a8_decode.for_shape(few, gpu.arch, m, n, k, gpu.sm_count)
@@ -247,8 +247,7 @@ def prebuild(calls: Iterable[LinearCall], device: int, progress: bool = True) ->
         rows = m_bucket(call.rows)
         few = None
         if call.kind == "dynamic":
-            few = few_tokens("quantize", problem, rows, call.n, call.k, gpu)
-            few = few or few_tokens("given", problem, rows, call.n, padded_k(call.k), gpu)
+            few = few_tokens("given", problem, rows, call.n, padded_k(call.k), gpu)
         if call.kind == "weight_only":
             choice = dispatch.select_weight_only(problem, rows, call.n, call.k, gpu)
         elif few is None:

@@ -339,7 +339,7 @@ class _LinearPlan:
     addresses and sizes is the same layer, or another one that took its place in memory.
 
     Attributes:
-        quantize: None where the GEMM takes x as it is (weight-only, or it quantizes few tokens itself).
+        quantize: None where the GEMM takes x as it is (weight-only).
         gemm: its ``min_rows`` are what int8 operands and the result have.
     """
 
@@ -378,10 +378,6 @@ def _make_linear(
         gemm = _plan((kind, problem, rows, n, k, device), make)
         return _LinearPlan(None, gemm, n, k_padded)
     if kind == "dynamic":
-        few = launch_plans.few_tokens("quantize", problem, rows, n, k, target(device), aligned)
-        if few is not None:
-            make = partial(launch_plans.few_tokens_plan, *few, n, device)
-            return _LinearPlan(None, _plan(("few", *few, n, device), make), n, k_padded)
         quantize = _per_token_plan(dtype, rows, k_padded, aligned, device)
         given = launch_plans.few_tokens("given", problem, rows, n, k_padded, target(device))
         if given is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 from qcut import ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.config import W8A8
 from qcut.errors import UnsupportedError
-from qcut.joined import after_gate, after_norm, is_dynamic
 from qcut.linear import Linear
 from qcut.modules import model_device
 from qcut.stacking import Stacker
@@ -29,13 +29,27 @@ class Int8Rows(NamedTuple):
     dtype: torch.dtype
 
 
-Rows = Tensor | Int8Rows
+class NotedRows(NamedTuple):
+    """Rows, and the largest magnitude of each."""
+
+    x: Tensor
+    absmax: Tensor
 
 
-def project(module: nn.Module, x: Rows) -> Tensor:
-    """A linear layer of rows ``[R, K]``."""
+Rows = Tensor | Int8Rows | NotedRows
+
+
+def is_dynamic(module: nn.Module) -> TypeGuard[Linear]:
+    """Whether a module takes int8 rows with a scale for each."""
+    return isinstance(module, Linear) and module.scheme == W8A8()
+
+
+def project(module: nn.Module, x: Rows, absmax: Tensor | None = None) -> Tensor:
+    """A linear layer of rows ``[R, K]``; of int8 rows, ``absmax`` is raised to its result's largest magnitudes."""
     if isinstance(x, Int8Rows):
-        return cast(Linear, module).forward_int8(*x)
+        return cast(Linear, module).forward_int8(*x, absmax)
+    if isinstance(x, NotedRows):
+        return cast(Linear, module).forward_noted(*x)
     return cast(Tensor, module(x))
 
 
@@ -67,18 +81,6 @@ class DecoderNorm:
             y = Int8Rows(q, scale, x.dtype)
         return x if residual is None else total, y
 
-    def project(
-        self, modules: tuple[nn.Module, ...], x: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``x + residual``, or x, and each module's result of its norm; ``[R, hidden]``."""
-        if len(modules) == 1:
-            weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
-            joined = after_norm(modules[0], x, residual, weight, bias, self.layer, self.eps)
-            if joined is not None:
-                return x if residual is None else joined[0], (joined[1],)
-        x, rows = self.of_sum(x, residual)
-        return x, tuple(project(module, rows) for module in modules)
-
 
 @dataclass(frozen=True)
 class DecoderMLP:
@@ -96,21 +98,27 @@ class DecoderMLP:
     activation: str | nn.Module
     down: nn.Module
 
-    def __call__(self, norm: DecoderNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """``x + residual``, and the MLP of its norm; ``[R, hidden]``."""
-        x, parts = norm.project(self.projections, x, residual)
-        if not self.gated:
-            (up,) = parts
-            y = self.activation(up) if isinstance(self.activation, nn.Module) else torch.ops.qcut.gelu_tanh(up)
-        else:
+    def __call__(
+        self, norm: DecoderNorm, x: Tensor, residual: Tensor, absmax: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``x + residual``, and the MLP of its norm; ``[R, hidden]``.
+
+        ``absmax``, zeros ``[R]``, is where the projection down finds the largest magnitudes of its rows: only for one
+        that `is_dynamic`.
+        """
+        x, rows = norm.of_sum(x, residual)
+        module = self.activation if isinstance(self.activation, nn.Module) else None
+        # The product knows what comes out of it.
+        fused = isinstance(module, nn.Identity) and isinstance(rows, Int8Rows) and not self.gated
+        if module is not None and not fused:
+            absmax = None
+        parts = [project(up, rows, absmax if fused else None) for up in self.projections]
+        if self.gated:
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
-            if isinstance(self.activation, nn.Module):
-                y = self.activation(gate) * up
-            elif (joined := after_gate(self.down, gate, up)) is not None:
-                return x, joined
-            else:
-                y = torch.ops.qcut.silu_mul(gate, up)
-        return x, cast(Tensor, self.down(y))
+            y = torch.ops.qcut.silu_mul(gate, up, absmax) if module is None else module(gate) * up
+        else:
+            y = torch.ops.qcut.gelu_tanh(parts[0], absmax) if module is None else module(parts[0])
+        return x, project(self.down, y if absmax is None else NotedRows(y, absmax))
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,11 @@ class DecoderLayer:
     mlp_norm: DecoderNorm
     mlp: DecoderMLP
     scaling: float
+
+    def project(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """``x + residual``, or x, and each projection of its norm; ``[R, hidden]``."""
+        x, rows = self.attention_norm.of_sum(x, residual)
+        return x, tuple(project(module, rows) for module in self.projections)
 
 
 @dataclass(frozen=True)

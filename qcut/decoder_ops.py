@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from qcut import numerics, sampling
 from qcut.errors import ConfigError, ShapeError
-from qcut.op_registry import FLOAT_DTYPES, check_dtype, check_tensor, define
+from qcut.op_registry import FLOAT_DTYPES, check_absmax, check_dtype, check_tensor, define
 
 _I32, _F32 = (torch.int32,), (torch.float32,)
 
@@ -29,7 +29,6 @@ def _check_norm(
     layer: bool,
     eps: float,
     op: str = "add_norm",
-    prefix: str = "",
 ) -> None:
     check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
     if x.dim() != 2 or x.shape[1] < 1:
@@ -38,7 +37,7 @@ def _check_norm(
         check_tensor(op, "residual", residual, (x.dtype,), tuple(x.shape), x.device)
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None:
-            check_tensor(op, prefix + name, vector, (x.dtype,), (x.shape[1],), x.device)
+            check_tensor(op, name, vector, (x.dtype,), (x.shape[1],), x.device)
     if bias is not None and not layer:
         raise ConfigError(f"qcut::{op}: an RMS norm has no bias")
 
@@ -308,10 +307,12 @@ def _check_step(
     value_scales: Tensor | None,
     scale: float,
     counters: Tensor | None = None,
+    absmax: Tensor | None = None,
 ) -> None:
     op = "append_attention"
     _check_tokens(op, q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales)
     _check_counters(op, q, counters)
+    check_absmax(op, "absmax", absmax, q)
 
 
 def _step_fake(q: Tensor, *_: Tensor | float | None) -> Tensor:
@@ -332,16 +333,19 @@ def _step_cpu(
     value_scales: Tensor | None,
     scale: float,
     counters: Tensor | None = None,
+    absmax: Tensor | None = None,
 ) -> Tensor:
     q = q.clone()
     _append_cpu(q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales)
-    return _attention_cpu(q, keys, values, key_scales, value_scales, positions, scale)
+    mixed = _attention_cpu(q, keys, values, key_scales, value_scales, positions, scale)
+    numerics.raise_absmax(absmax, mixed)
+    return mixed
 
 
 define(
     "append_attention(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor positions, Tensor slots, "
     "Tensor(a!) keys, Tensor(b!) values, Tensor(c!)? key_scales, Tensor(d!)? value_scales, float scale, "
-    "Tensor(e!)? counters=None) -> Tensor",
+    "Tensor(e!)? counters=None, Tensor(f!)? absmax=None) -> Tensor",
     _check_step,
     _step_fake,
     _step_cpu,
@@ -357,34 +361,48 @@ def _check_rows(op: str, name: str, x: Tensor) -> None:
         raise ShapeError(f"qcut::{op}: {name} has shape {list(x.shape)}; allowed: [M, N]")
 
 
-def _check_silu(gate: Tensor, up: Tensor, op: str = "silu_mul") -> None:
-    _check_rows(op, "gate", gate)
-    check_tensor(op, "up", up, (gate.dtype,), tuple(gate.shape), gate.device)
+def _check_silu(gate: Tensor, up: Tensor, absmax: Tensor | None = None) -> None:
+    _check_rows("silu_mul", "gate", gate)
+    check_tensor("silu_mul", "up", up, (gate.dtype,), tuple(gate.shape), gate.device)
+    check_absmax("silu_mul", "absmax", absmax, gate)
 
 
-def _check_gelu(x: Tensor) -> None:
+def _check_gelu(x: Tensor, absmax: Tensor | None = None) -> None:
     _check_rows("gelu_tanh", "x", x)
+    check_absmax("gelu_tanh", "absmax", absmax, x)
 
 
-def _silu_fake(gate: Tensor, up: Tensor) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-def _gelu_fake(x: Tensor) -> Tensor:
+def _activation_fake(x: Tensor, *_: Tensor | None) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _silu_cpu(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate.contiguous()) * up.contiguous()
+def _silu_cpu(gate: Tensor, up: Tensor, absmax: Tensor | None = None) -> Tensor:
+    y = F.silu(gate.contiguous()) * up.contiguous()
+    numerics.raise_absmax(absmax, y)
+    return y
 
 
-def _gelu_cpu(x: Tensor) -> Tensor:
+def _gelu_cpu(x: Tensor, absmax: Tensor | None = None) -> Tensor:
     x = x.contiguous()
-    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    y = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+    numerics.raise_absmax(absmax, y)
+    return y
 
 
-define("silu_mul(Tensor gate, Tensor up) -> Tensor", _check_silu, _silu_fake, _silu_cpu, cuda="_decoder_cuda")
-define("gelu_tanh(Tensor x) -> Tensor", _check_gelu, _gelu_fake, _gelu_cpu, cuda="_decoder_cuda")
+define(
+    "silu_mul(Tensor gate, Tensor up, Tensor(a!)? absmax=None) -> Tensor",
+    _check_silu,
+    _activation_fake,
+    _silu_cpu,
+    cuda="_decoder_cuda",
+)
+define(
+    "gelu_tanh(Tensor x, Tensor(a!)? absmax=None) -> Tensor",
+    _check_gelu,
+    _activation_fake,
+    _gelu_cpu,
+    cuda="_decoder_cuda",
+)
 
 # ── argmax ───────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qcut.decoder import DecoderLayer, decoder_of
+from qcut.decoder import DecoderLayer, NotedRows, decoder_of, is_dynamic, project
 from qcut.decoding import Fetched, Steps
 from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
 from qcut.evaluation import token_nll
 from qcut.kv_cache import KVCache, KVDtype
 from qcut.sampling import Sampling, sample
+from qcut.w8a8_ops import FEW_ROWS
 
 DEFAULT_CONTEXT = 4096
 """Tokens that an engine has memory for unless told otherwise, where the model was made for more."""
@@ -295,7 +296,7 @@ class Engine:
         places = torch.arange(longest, device=d.device).expand(batch, -1)
         x, pending = d.embed(ids, places).flatten(0, 1), None
         for i, layer in enumerate(d.layers):
-            x, projected = layer.attention_norm.project(layer.projections, x, pending)
+            x, projected = layer.project(x, pending)
             mixed = self._attend_prompt(i, layer, projected, batch, first)
             x, pending = layer.mlp(layer.mlp_norm, x, layer.output(mixed))
         return x, cast(Tensor, pending)
@@ -305,15 +306,27 @@ class Engine:
         d = self.decoder
         x, pending = d.embed(tokens[:, None], positions[:, None])[:, 0], None
         cos, sin = self._rotary or (None, None)
+        noted = self._noted(len(tokens))
         for i, layer in enumerate(d.layers):
-            x, projected = layer.attention_norm.project(layer.projections, x, pending)
+            x, projected = layer.project(x, pending)
             q, k, v = (heads[:, :, 0] for heads in d.heads_of(projected, len(tokens)))
             step = (q, k, v, cos, sin, positions, slots, *self.cache.layer(i))
-            mixed = torch.ops.qcut.append_attention(*step, layer.scaling, self._counters)
-            x, pending = layer.mlp(layer.mlp_norm, x, layer.output(mixed.flatten(1)))
+            of_mixed, of_middle = noted[i]
+            mixed = torch.ops.qcut.append_attention(*step, layer.scaling, self._counters, of_mixed).flatten(1)
+            attended = project(layer.output, mixed if of_mixed is None else NotedRows(mixed, of_mixed))
+            x, pending = layer.mlp(layer.mlp_norm, x, attended, of_middle)
         _, h = d.norm.of_sum(x, pending)
         logits: Tensor = d.head(h)
         return logits
+
+    def _noted(self, rows: int) -> list[tuple[Tensor | None, Tensor | None]]:
+        """Zeros for the largest magnitudes of what each layer's output and MLP's last projection read, where int8."""
+        d = self.decoder
+        wanted = [(is_dynamic(layer.output), is_dynamic(layer.mlp.down)) for layer in d.layers]
+        if rows > FEW_ROWS or not any(map(any, wanted)):
+            return [(None, None)] * len(wanted)
+        zeros = torch.zeros((len(wanted), 2, rows), dtype=torch.float32, device=d.device)
+        return [(z[0] if mixed else None, z[1] if mid else None) for z, (mixed, mid) in zip(zeros, wanted, strict=True)]
 
     def _attend_prompt(
         self, index: int, layer: DecoderLayer, projected: tuple[Tensor, ...], batch: int, first: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _W8A8 = torch.ops.qcut.w8a8_linear.default
-_GEMM_S8 = torch.ops.qcut.gemm_s8.default
+_INT8 = torch.ops.qcut.int8_linear.default
+_NOTED = torch.ops.qcut.noted_linear.default
 _W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.default
 _W8A16 = torch.ops.qcut.w8a16_linear.default
 
@@ -280,32 +281,34 @@ class Linear(nn.Module):
         op = _W8A8 if isinstance(self.scheme, W8A8) else _W8A16
         return op(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
-    def forward_int8(self, q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward_int8(self, q: Tensor, scale: Tensor, dtype: torch.dtype, absmax: Tensor | None = None) -> Tensor:
         """Applies the layer, W8A8 with scales per token, to tokens that were quantized before.
 
         Args:
             q: int8 ``[M, K_padded]`` and
             scale: float32 ``[M]``, as `torch.ops.qcut.quantize_per_token` gives them.
             dtype: of the tokens before, and of the result.
+            absmax: float32 ``[M]``, raised to the largest magnitude of each row of the result, for `forward_noted`
+                of the next layer.
 
         Returns:
             ``[M, N]``, bitwise what `forward` makes of the tokens.
         """
         b = self._buffers
-        return _GEMM_S8(
-            q,
-            b["qweight"],
-            row_scale=scale,
-            col_scale=b["weight_scale"],
-            bias=b["bias"],
-            activation=self.activation,
-            out_dtype=dtype,
-        )
+        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax)
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
-        """Weight, its scale, bias and activation, as the operators of ``torch.ops.qcut`` take them."""
+    def forward_noted(self, x: Tensor, absmax: Tensor) -> Tensor:
+        """Applies the layer, W8A8 with scales per token, to rows whose largest magnitudes are known.
+
+        Args:
+            x: ``[M, K]``.
+            absmax: float32 ``[M]``: ``max |x[m]|``.
+
+        Returns:
+            ``[M, N]``, bitwise what `forward` makes of x.
+        """
         b = self._buffers
-        return cast(Tensor, b["qweight"]), cast(Tensor, b["weight_scale"]), b["bias"], self.activation
+        return _NOTED(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation)
 
     @property
     def weight(self) -> Tensor:

@@ -202,6 +202,17 @@ def is_raw_output(out_dtype: torch.dtype, wrap: bool) -> bool:
     return wrap or out_dtype is torch.int32
 
 
+def raise_absmax(absmax: Tensor | None, rows: Tensor) -> None:
+    """``absmax[m] = max(absmax[m], max |f32(rows[m])|)``, in place; NaN is the largest. Nothing to do for None.
+
+    Args:
+        absmax: float32 ``[M]``.
+        rows: ``[M, ...]`` float16, bfloat16 or float32.
+    """
+    if absmax is not None and rows.numel():
+        torch.maximum(absmax, rows.flatten(1).abs().amax(1).float(), out=absmax)
+
+
 def gemm_s8_ref(
     a: Tensor,
     b: Tensor,

@@ -39,6 +39,15 @@ def check_tensor(
         raise DeviceError(f"qcut::{op}: {name} is on {tensor.device}; the first argument is on {device}")
 
 
+def check_absmax(op: str, name: str, absmax: Tensor | None, rows: Tensor) -> None:
+    """Raises as `check_tensor`, or `ShapeError`, unless there is none or float32 ``[M]``, close together."""
+    if absmax is None:
+        return
+    check_tensor(op, name, absmax, (torch.float32,), (len(rows),), rows.device)
+    if not absmax.is_contiguous():
+        raise ShapeError(f"qcut::{op}: {name} has strides {list(absmax.stride())}; allowed: contiguous")
+
+
 def define(
     signature: str,
     check: Callable[..., None],

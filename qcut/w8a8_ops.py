@@ -1,108 +1,121 @@
-"""The operators of ``torch.ops.qcut`` that join a W8A8 projection to what stands before it.
+"""The operators of ``torch.ops.qcut`` for W8A8 layers of rows about which their maker says more than what they are.
 
-That is a norm, or the gate of an MLP. Results are bitwise those of the operators one after the other. CUDA runs
-`qcut._w8a8_cuda`: one kernel for few tokens, those operators' kernels for more.
+Either int8 with scales, as a norm gives them, or of a floating type with their largest magnitudes. CUDA runs
+`qcut._w8a8_cuda`, which reads few tokens with those at the speed of the weights.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from qcut import decoder_ops, numerics
-from qcut.op_registry import define
+from qcut import numerics
+from qcut.config import K_MAX, check_activation
+from qcut.errors import ShapeError
+from qcut.op_registry import FLOAT_DTYPES, check_absmax, check_dtype, check_tensor, define
 
-_PROJECTION = "Tensor qweight, Tensor weight_scale, Tensor? bias, str activation"
+FEW_ROWS = 8
+"""Rows up to which CUDA's kernels note largest magnitudes, and quantize by them. Of more, a kernel before does."""
+
+_S8, _F32 = (torch.int8,), (torch.float32,)
 
 
-def _check_projection(
-    op: str, x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str
+def _check_int8(
+    q: Tensor,
+    q_scale: Tensor,
+    qweight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    dtype: torch.dtype,
+    absmax: Tensor | None = None,
 ) -> None:
-    from qcut.ops import _check_w8a8_linear
+    op = "int8_linear"
+    for name, matrix in (("q", q), ("qweight", qweight)):
+        check_dtype(op, name, matrix.dtype, _S8)
+        if matrix.dim() != 2 or not 1 <= matrix.shape[1] <= K_MAX or matrix.shape[1] % 16:
+            allowed = f"[rows, K], K a multiple of 16 up to {K_MAX}"
+            raise ShapeError(f"qcut::{op}: {name} has shape {list(matrix.shape)}; allowed: {allowed}")
+    n, k = qweight.shape
+    check_tensor(op, "q", q, _S8, (len(q), k), qweight.device)
+    check_tensor(op, "q_scale", q_scale, _F32, (len(q),), q.device)
+    check_tensor(op, "weight_scale", weight_scale, _F32, (n,), q.device)
+    if bias is not None:
+        check_tensor(op, "bias", bias, _F32, (n,), q.device)
+    check_activation(activation)
+    check_dtype(op, "dtype", dtype, FLOAT_DTYPES)
+    check_absmax(op, "absmax", absmax, q)
 
-    _check_w8a8_linear(x, qweight, weight_scale, bias, activation, op)
 
-
-def _check_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    layer: bool,
-    eps: float,
+def _int8_fake(
+    q: Tensor,
+    q_scale: Tensor,
     qweight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
     activation: str,
-) -> None:
-    decoder_ops._check_norm(x, residual, norm_weight, norm_bias, layer, eps, "norm_w8a8", "norm_")
-    _check_projection("norm_w8a8", x, qweight, weight_scale, bias, activation)
+    dtype: torch.dtype,
+    absmax: Tensor | None = None,
+) -> Tensor:
+    return q.new_empty((len(q), len(qweight)), dtype=dtype)
 
 
-def _norm_fake(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    layer: bool,
-    eps: float,
+def _int8_cpu(
+    q: Tensor,
+    q_scale: Tensor,
     qweight: Tensor,
     weight_scale: Tensor,
     bias: Tensor | None,
     activation: str,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if residual is not None else (0,)), x.new_empty(len(x), len(qweight))
-
-
-def _norm_cpu(
-    x: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    layer: bool,
-    eps: float,
-    qweight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
-    total, y = decoder_ops._norm_cpu(x, residual, norm_weight, norm_bias, layer, eps)
-    return total, numerics.w8a8_linear_ref(y, qweight, weight_scale, bias, activation)
+    dtype: torch.dtype,
+    absmax: Tensor | None = None,
+) -> Tensor:
+    y = numerics.gemm_s8_ref(
+        q, qweight, row_scale=q_scale, col_scale=weight_scale, bias=bias, activation=activation, out_dtype=dtype
+    )
+    numerics.raise_absmax(absmax, y)
+    return y
 
 
 define(
-    "norm_w8a8(Tensor x, Tensor? residual, Tensor norm_weight, Tensor? norm_bias, bool layer, float eps, "
-    f"{_PROJECTION}) -> (Tensor, Tensor)",
-    _check_norm,
-    _norm_fake,
-    _norm_cpu,
+    "int8_linear(Tensor q, Tensor q_scale, Tensor qweight, Tensor weight_scale, Tensor? bias, str activation, "
+    "ScalarType dtype, Tensor(a!)? absmax=None) -> Tensor",
+    _check_int8,
+    _int8_fake,
+    _int8_cpu,
     cuda="_w8a8_cuda",
 )
 
 
-def _check_gate(
-    gate: Tensor, up: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str
+def _check_noted(
+    x: Tensor, x_absmax: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str
 ) -> None:
-    decoder_ops._check_silu(gate, up, "gate_w8a8")
-    _check_projection("gate_w8a8", gate, qweight, weight_scale, bias, activation)
+    from qcut.ops import _check_w8a8_linear
+
+    op = "noted_linear"
+    if x.dim() != 2:
+        raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K]")
+    _check_w8a8_linear(x, qweight, weight_scale, bias, activation, op)
+    check_absmax(op, "x_absmax", x_absmax, x)
 
 
-def _gate_fake(
-    gate: Tensor, up: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str
+def _noted_fake(
+    x: Tensor, x_absmax: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
-    return gate.new_empty(len(gate), len(qweight))
+    return x.new_empty(len(x), len(qweight))
 
 
-def _gate_cpu(
-    gate: Tensor, up: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str
+def _noted_cpu(
+    x: Tensor, x_absmax: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str
 ) -> Tensor:
-    y = decoder_ops._silu_cpu(gate, up)
-    return numerics.w8a8_linear_ref(y, qweight, weight_scale, bias, activation)
+    return numerics.w8a8_linear_ref(x, qweight, weight_scale, bias, activation)
 
 
 define(
-    f"gate_w8a8(Tensor gate, Tensor up, {_PROJECTION}) -> Tensor",
-    _check_gate,
-    _gate_fake,
-    _gate_cpu,
+    "noted_linear(Tensor x, Tensor x_absmax, Tensor qweight, Tensor weight_scale, Tensor? bias, str activation) "
+    "-> Tensor",
+    _check_noted,
+    _noted_fake,
+    _noted_cpu,
     cuda="_w8a8_cuda",
 )

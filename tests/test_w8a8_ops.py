@@ -1,4 +1,4 @@
-"""Norm or gate and W8A8 projection as one operator: on the CPU bitwise the two, registration, refusals."""
+"""W8A8 layers of rows about which more is known, on the CPU: bitwise `w8a8_linear`, registration, refusals."""
 
 from __future__ import annotations
 
@@ -8,40 +8,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut import errors, ops  # noqa: F401  (registers torch.ops.qcut)
+from emitters.w8a8_decode import MAX_TOKENS
+from qcut import errors, numerics, ops, w8a8_ops  # noqa: F401  (ops registers torch.ops.qcut)
 from qcut.config import K_MAX, padded_k
 from tests.oracles import FLOATS, layer, tokens
 
 OPS = torch.ops.qcut
-N, K, EPS = 7, 21, 1e-5
-NORMS = {"rms": (False, False), "layer": (True, True), "layer without bias": (True, False)}
-"""Whether it is a LayerNorm, and whether it has a bias."""
-NORM_NAMES = ("x", "residual", "norm_weight", "norm_bias", "layer", "eps")
-LINEAR_NAMES = ("qweight", "weight_scale", "bias", "activation")
-LAYOUTS = ("contiguous", "strided", "offset", "transposed", "repeated row")
+N, K = 7, 21
+KP = padded_k(K)
 
 
-def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The same values behind other strides or another offset, NaN around them; a repeated row is the first."""
-    (m, k), nan = x.shape, float("nan")
-    if layout == "strided":
-        return x.new_full((m, k + 8), nan)[:, 3 : k + 3].copy_(x)
-    if layout == "offset":
-        return x.new_full((1 + m * k,), nan)[1:].view(m, k).copy_(x)
-    if layout == "transposed":
-        return x.t().contiguous().t()
-    return x[:1].expand(m, k) if layout == "repeated row" else x
-
-
-def projection(k: int = K, *, bias: bool = True, activation: str = "none") -> tuple[Any, ...]:
-    w = layer(N, k)
+def projection(*, bias: bool = True, activation: str = "none") -> tuple[Any, ...]:
+    w = layer(N, K)
     return w["qweight"], w["scale"], w["bias"] if bias else None, activation
 
 
-def norm_inputs(dtype: torch.dtype, kind: str, *, m: int = 5, k: int = K, residual: bool = True) -> tuple[Any, ...]:
-    is_layer, bias = NORMS[kind]
-    x, other, (weight, norm_bias) = tokens(m, k, dtype=dtype), tokens(m, k, dtype=dtype), tokens(2, k, dtype=dtype)
-    return x, other if residual else None, weight, norm_bias if bias else None, is_layer, EPS
+def largest(x: Tensor) -> Tensor:
+    return x.float().abs().amax(1)
 
 
 def assert_bitwise(got: Tensor, want: Tensor) -> None:
@@ -55,66 +38,63 @@ def on(device: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def called(op: str, device: str, *, m: int = 3, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """The operator with all it takes, on a device, but for changes, which stay where they are."""
-    linear = dict(zip(LINEAR_NAMES, projection(), strict=True))
-    norm = dict(zip(NORM_NAMES, norm_inputs(dtype, "layer", m=m), strict=True))
-    given = norm if op == "norm_w8a8" else {"gate": norm["x"], "up": norm["residual"]}
-    return getattr(OPS, op)(**{**on(device, {**given, **linear}), **changes})
+    given = dict(zip(("qweight", "weight_scale", "bias", "activation"), projection(), strict=True))
+    x = tokens(m, K, dtype=dtype)
+    if op == "int8_linear":
+        q, q_scale = numerics.quantize_per_token_ref(x, KP)
+        given |= {"q": q, "q_scale": q_scale, "dtype": dtype, "absmax": torch.zeros(m)}
+    else:
+        given |= {"x": x, "x_absmax": largest(x) if m else torch.zeros(0)}
+    return getattr(OPS, op)(**{**on(device, given), **changes})
 
 
 # ── results ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("m", [0, 1, 5])
-def test_norm_is_the_two_operators(dtype: torch.dtype, kind: str, residual: bool, m: int) -> None:
-    norm, linear = norm_inputs(dtype, kind, m=m, residual=residual), projection()
-    total, y = OPS.norm_w8a8(*norm, *linear)
-    want_total, normed = OPS.add_norm(*norm)
-    assert_bitwise(total, want_total)
-    assert_bitwise(y, OPS.w8a8_linear(normed, *linear))
-    assert total.shape == ((m, K) if residual else (0,))
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("m", [0, 1, 5])
-def test_gate_is_the_two_operators(dtype: torch.dtype, m: int) -> None:
-    gate, up, linear = tokens(m, K, dtype=dtype), tokens(m, K, dtype=dtype), projection()
-    y = OPS.gate_w8a8(gate, up, *linear)
-    assert_bitwise(y, OPS.w8a8_linear(OPS.silu_mul(gate, up), *linear))
-    assert y.shape == (m, N)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
-def test_layout_does_not_matter(layout: str) -> None:
-    x, other, *rest = norm_inputs(torch.float16, "layer")
-    linear = projection()
-    moved = [laid_out(t, layout) for t in (x, other)]
-    plain = [t.contiguous() for t in moved]
-    for got, want in zip(OPS.norm_w8a8(*moved, *rest, *linear), OPS.norm_w8a8(*plain, *rest, *linear), strict=True):
-        assert_bitwise(got, want)
-    assert_bitwise(OPS.gate_w8a8(*moved, *linear), OPS.gate_w8a8(*plain, *linear))
+def test_both_are_w8a8_linear(dtype: torch.dtype, m: int) -> None:
+    x, linear = tokens(m, K, dtype=dtype), projection()
+    want = OPS.w8a8_linear(x, *linear)
+    q, scale = OPS.quantize_per_token(x, KP)
+    absmax = torch.zeros(m)
+    assert_bitwise(OPS.int8_linear(q, scale, *linear, dtype, absmax), want)
+    assert_bitwise(OPS.int8_linear(q, scale, *linear, dtype), want)
+    assert_bitwise(absmax, largest(want) if m else absmax)
+    assert_bitwise(OPS.noted_linear(x, largest(x) if m else absmax, *linear), want)
 
 
 @pytest.mark.parametrize("activation", ["none", "relu", "gelu_erf", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_epilogues_reach_the_projection(activation: str, bias: bool) -> None:
-    norm, linear = norm_inputs(torch.float16, "rms"), projection(bias=bias, activation=activation)
-    _, normed = OPS.add_norm(*norm)
-    assert_bitwise(OPS.norm_w8a8(*norm, *linear)[1], OPS.w8a8_linear(normed, *linear))
-    gate, up = norm[:2]
-    assert_bitwise(OPS.gate_w8a8(gate, up, *linear), OPS.w8a8_linear(OPS.silu_mul(gate, up), *linear))
+def test_epilogues(activation: str, bias: bool) -> None:
+    x, linear = tokens(4, K, dtype=torch.float16), projection(bias=bias, activation=activation)
+    want, absmax = OPS.w8a8_linear(x, *linear), torch.zeros(4)
+    assert_bitwise(OPS.int8_linear(*OPS.quantize_per_token(x, KP), *linear, torch.float16, absmax), want)
+    assert_bitwise(absmax, largest(want))
+    assert_bitwise(OPS.noted_linear(x, largest(x), *linear), want)
 
 
-def test_a_bad_token_leaves_the_others_alone() -> None:
-    norm, linear = norm_inputs(torch.float16, "rms"), projection()
-    total, want = OPS.norm_w8a8(*norm, *linear)
-    norm[0][2, 3] = float("nan")
-    _, got = OPS.norm_w8a8(*norm, *linear)
-    assert got.isnan().any(1).tolist() == [i == 2 for i in range(5)]
-    assert_bitwise(got[[0, 1, 3, 4]], want[[0, 1, 3, 4]])
-    assert not total.isnan().any(), "results are new memory"
+def test_absmax_is_raised_not_set_and_nan_is_the_largest() -> None:
+    x, linear = tokens(4, K, dtype=torch.float32), projection()
+    x[2, 3] = float("nan")
+    absmax = torch.tensor([0.0, 1e30, 1.0, float("nan")])
+    y = OPS.int8_linear(*OPS.quantize_per_token(x, KP), *linear, torch.float32, absmax)
+    assert absmax[0] == y[0].abs().max()
+    assert absmax[1] == 1e30
+    assert absmax[2:].isnan().all()
+
+
+def test_few_rows_are_those_of_the_kernels() -> None:
+    assert w8a8_ops.FEW_ROWS == MAX_TOKENS
+
+
+@pytest.mark.parametrize("op", ["silu_mul", "gelu_tanh"])
+def test_activations_note_absmax(op: str) -> None:
+    x, absmax = tokens(2, 5, dtype=torch.float16), torch.zeros(2)
+    given = (x, x) if op == "silu_mul" else (x,)
+    y = getattr(OPS, op)(*given, absmax)
+    assert_bitwise(y, getattr(OPS, op)(*given))
+    assert_bitwise(absmax, largest(y))
 
 
 # ── registration ─────────────────────────────────────────────────────────────────────────────────
@@ -122,73 +102,62 @@ def test_a_bad_token_leaves_the_others_alone() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("m", [0, 3])
-def test_fakes_have_shapes_and_types(dtype: torch.dtype, m: int) -> None:
-    for residual in (True, False):
-        total, y = called("norm_w8a8", "meta", m=m, dtype=dtype, **({} if residual else {"residual": None}))
-        assert (total.shape, y.shape) == ((m, K) if residual else (0,), (m, N))
-        assert total.dtype is y.dtype is dtype
-        assert total.device.type == y.device.type == "meta"
-    y = called("gate_w8a8", "meta", m=m, dtype=dtype)
+@pytest.mark.parametrize("op", ["int8_linear", "noted_linear"])
+def test_fakes_have_shapes_and_types(op: str, dtype: torch.dtype, m: int) -> None:
+    y = called(op, "meta", m=m, dtype=dtype)
     assert (y.shape, y.dtype, y.device.type) == ((m, N), dtype, "meta")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_opcheck(layout: str) -> None:
-    linear = projection(activation="relu")
-    for kind, residual in (("rms", True), ("layer", False)):
-        x, other, *rest = norm_inputs(torch.float32, kind, residual=residual)
-        moved = (laid_out(x, layout), None if other is None else laid_out(other, layout))
-        torch.library.opcheck(OPS.norm_w8a8.default, (*moved, *rest, *linear))
-    gate, up = (laid_out(tokens(5, K, dtype=torch.float32), layout) for _ in range(2))
-    torch.library.opcheck(OPS.gate_w8a8.default, (gate, up, *linear))
+def test_opcheck() -> None:
+    x, linear = tokens(5, K, dtype=torch.float32), projection(activation="relu")
+    q, scale = OPS.quantize_per_token(x, KP)
+    for absmax in (None, torch.zeros(5)):
+        torch.library.opcheck(OPS.int8_linear.default, (q, scale, *linear, torch.float16, absmax))
+        torch.library.opcheck(OPS.silu_mul.default, (x, x, absmax))
+        torch.library.opcheck(OPS.gelu_tanh.default, (x, absmax))
+    torch.library.opcheck(OPS.noted_linear.default, (x, largest(x), *linear))
+    torch.library.opcheck(OPS.noted_linear.default, (x.t().contiguous().t(), largest(x), *linear))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_compiles_whole(layout: str) -> None:
-    linear = projection()
-    x, other, *rest = norm_inputs(torch.float32, "rms")
-    moved = [laid_out(t, layout) for t in (x, other)]
+def test_compiles_whole() -> None:
+    x, linear, again = tokens(5, K, dtype=torch.float32), projection(), layer(K, N)
 
-    def step(x: Tensor, other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return *OPS.norm_w8a8(x, other, *rest, *linear), OPS.gate_w8a8(x, other, *linear)
+    def step(x: Tensor) -> Tensor:
+        absmax = torch.zeros(len(x))
+        y = OPS.int8_linear(*OPS.quantize_per_token(x, KP), *linear, torch.float32, absmax)
+        z: Tensor = OPS.noted_linear(y, absmax, again["qweight"], again["scale"], None, "none")
+        return z
 
-    for got, want in zip(torch.compile(step, backend="aot_eager", fullgraph=True)(*moved), step(*moved), strict=True):
-        assert_bitwise(got, want)
+    assert_bitwise(torch.compile(step, backend="aot_eager", fullgraph=True)(x), step(x))
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
 
-OF_PROJECTION = [
-    ({"qweight": torch.zeros(N, 16, dtype=torch.int8)}, errors.ShapeError, r"x has K = 21, .*allowed: \[N, 32\]"),
-    (
-        {"qweight": torch.zeros(N, K, dtype=torch.int8)},
-        errors.ShapeError,
-        r"x has K = 21, .* shape \[7, 21\]; .*\[N, 32\]",
-    ),
-    ({"qweight": torch.zeros(0, 32, dtype=torch.int8)}, errors.ShapeError, r"qweight has shape \[0, 32\]; .*rows >= 1"),
+S8 = torch.int8
+OF_BOTH = [
     ({"qweight": torch.zeros(N, 32)}, errors.DtypeError, "qweight is float32; allowed: int8"),
     ({"weight_scale": torch.ones(N).half()}, errors.DtypeError, "weight_scale is float16; allowed: float32"),
     ({"weight_scale": torch.ones(6)}, errors.ShapeError, r"weight_scale has shape \[6\]; allowed: \[7\]"),
     ({"bias": torch.ones(N).half()}, errors.DtypeError, "bias is float16; allowed: float32"),
     ({"bias": torch.ones(1, N)}, errors.ShapeError, r"bias has shape \[1, 7\]; allowed: \[7\]"),
 ]
-OF_NORM = [
-    ({"x": torch.zeros(2, 3, K)}, errors.ShapeError, r"x has shape \[2, 3, 21\]; allowed: \[M, K\] with K >= 1"),
-    ({"x": torch.zeros(3, 0)}, errors.ShapeError, r"x has shape \[3, 0\]; allowed: \[M, K\] with K >= 1"),
-    ({"x": torch.zeros(3, K).double()}, errors.DtypeError, "x is float64; allowed: float16, bfloat16, float32"),
-    ({"residual": torch.zeros(4, K)}, errors.ShapeError, r"residual has shape \[4, 21\]; allowed: \[3, 21\]"),
-    ({"residual": torch.zeros(3, K).half()}, errors.DtypeError, "residual is float16; allowed: float32"),
-    ({"norm_weight": torch.ones(K).half()}, errors.DtypeError, "norm_weight is float16; allowed: float32"),
-    ({"norm_weight": torch.ones(32)}, errors.ShapeError, r"norm_weight has shape \[32\]; allowed: \[21\]"),
-    ({"norm_bias": torch.ones(1)}, errors.ShapeError, r"norm_bias has shape \[1\]; allowed: \[21\]"),
-    ({"layer": False}, errors.ConfigError, "an RMS norm has no bias"),
+OF_INT8 = [
+    ({"q": torch.zeros(3, KP)}, errors.DtypeError, "q is float32; allowed: int8"),
+    ({"q": torch.zeros(3, K, dtype=S8)}, errors.ShapeError, r"q has shape \[3, 21\]; allowed: \[rows, K\], K a mult"),
+    ({"q": torch.zeros(3, 48, dtype=S8)}, errors.ShapeError, r"q has shape \[3, 48\]; allowed: \[3, 32\]"),
+    ({"q": torch.zeros(KP, dtype=S8)}, errors.ShapeError, r"q has shape \[32\]; allowed: \[rows, K\]"),
+    ({"q_scale": torch.ones(2)}, errors.ShapeError, r"q_scale has shape \[2\]; allowed: \[3\]"),
+    ({"dtype": torch.float64}, errors.DtypeError, "dtype is float64; allowed: float16, bfloat16, float32"),
+    ({"absmax": torch.zeros(3).half()}, errors.DtypeError, "absmax is float16; allowed: float32"),
+    ({"absmax": torch.zeros(4)}, errors.ShapeError, r"absmax has shape \[4\]; allowed: \[3\]"),
+    ({"absmax": torch.zeros(6)[::2]}, errors.ShapeError, r"absmax has strides \[2\]; allowed: contiguous"),
 ]
-OF_GATE = [
-    ({"gate": torch.zeros(3)}, errors.ShapeError, r"gate has shape \[3\]; allowed: \[M, N\]"),
-    ({"gate": torch.zeros(3, K).double()}, errors.DtypeError, "gate is float64; allowed: float16, bfloat16, float32"),
-    ({"up": torch.zeros(3, 20)}, errors.ShapeError, r"up has shape \[3, 20\]; allowed: \[3, 21\]"),
-    ({"up": torch.zeros(3, K).half()}, errors.DtypeError, "up is float16; allowed: float32"),
+OF_NOTED = [
+    ({"x": torch.zeros(3)}, errors.ShapeError, r"x has shape \[3\]; allowed: \[M, K\]"),
+    ({"x": torch.zeros(3, K).double()}, errors.DtypeError, "x is float64; allowed: float16, bfloat16, float32"),
+    ({"x": torch.zeros(3, 40)}, errors.ShapeError, r"x has K = 40, .* shape \[7, 32\]; .*\[N, 48\]"),
+    ({"x_absmax": torch.zeros(4)}, errors.ShapeError, r"x_absmax has shape \[4\]; allowed: \[3\]"),
 ]
 
 
@@ -196,41 +165,41 @@ OF_GATE = [
 @pytest.mark.parametrize(
     ("op", "changes", "error", "message"),
     [
-        *(("norm_w8a8", *case) for case in OF_NORM + OF_PROJECTION),
-        *(("gate_w8a8", *case) for case in OF_GATE + OF_PROJECTION),
+        *(("int8_linear", *case) for case in OF_BOTH + OF_INT8),
+        *(("noted_linear", *case) for case in OF_BOTH + OF_NOTED),
     ],
 )
 def test_refusals_name_the_operator_and_what_is_allowed(
     op: str, changes: dict[str, Any], error: Any, message: str, device: str
 ) -> None:
+    moved = changes if "strides" in message else on(device, changes)
+    if "strides" in message and device == "meta":
+        moved = {"absmax": torch.zeros(6, device="meta")[::2]}
     with pytest.raises(error, match=f"^qcut::{op}: {message}"):
-        called(op, device, **on(device, changes))
+        called(op, device, **moved)
 
 
-@pytest.mark.parametrize("op", ["norm_w8a8", "gate_w8a8"])
+@pytest.mark.parametrize("op", ["int8_linear", "noted_linear"])
 def test_activations_and_sizes_are_refused(op: str) -> None:
     with pytest.raises(errors.ConfigError, match="activation 'gelu' does not exist; use one of none, relu"):
         called(op, "cpu", activation="gelu")
-    k = K_MAX + 1
-    wide, vector = torch.empty(1, k, device="meta"), torch.empty(k, device="meta")
-    changes = {"gate": wide, "up": wide, "x": wide, "residual": None, "norm_weight": vector, "norm_bias": vector}
-    names = NORM_NAMES if op == "norm_w8a8" else ("gate", "up")
-    taken = {name: value for name, value in changes.items() if name in names}
-    qweight = torch.empty(N, padded_k(k), dtype=torch.int8, device="meta")
-    with pytest.raises(errors.QuantizationError, match=f"{op}: K is {k}; int32 sums are exact for K <= {K_MAX}"):
-        called(op, "meta", qweight=qweight, **taken)
+    k = padded_k(K_MAX + 1)
+    wide = torch.empty(3, k, dtype=S8 if op == "int8_linear" else torch.float32, device="meta")
+    with pytest.raises(errors.QcutError, match=f"qcut::{op}: .*{K_MAX}"):
+        called(
+            op, "meta", qweight=torch.empty(N, k, dtype=S8, device="meta"), **{"q" if wide.dtype is S8 else "x": wide}
+        )
 
 
 @pytest.mark.parametrize(
     ("op", "name"),
     [
-        *(("norm_w8a8", name) for name in ("residual", "norm_weight", "norm_bias", "qweight", "weight_scale", "bias")),
-        *(("gate_w8a8", name) for name in ("up", "qweight", "weight_scale", "bias")),
+        *(("int8_linear", name) for name in ("q_scale", "weight_scale", "bias", "absmax")),
+        *(("noted_linear", name) for name in ("x_absmax", "qweight", "weight_scale", "bias")),
     ],
 )
 def test_mixed_devices_are_refused(op: str, name: str) -> None:
-    norm = dict(zip(NORM_NAMES, norm_inputs(torch.float32, "layer", m=3), strict=True))
-    linear = dict(zip(LINEAR_NAMES, projection(), strict=True))
-    there = {"up": norm["x"], **norm, **linear}[name].to("meta")
+    size = {"qweight": (N, KP), "q_scale": (3,), "absmax": (3,), "x_absmax": (3,)}.get(name, (N,))
+    there = torch.empty(size, dtype=S8 if name == "qweight" else torch.float32, device="meta")
     with pytest.raises(errors.DeviceError, match=f"{op}: {name} is on meta; the first argument is on cpu"):
         called(op, "cpu", **{name: there})

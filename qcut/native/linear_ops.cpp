@@ -81,7 +81,7 @@ struct Launch {
 };
 
 struct Plan {
-  Launch quantize, gemm;  // none to quantize where the GEMM takes tokens as they are
+  Launch quantize, gemm;  // none to quantize where weights alone are int8
   std::int64_t k_padded, min_rows;
 };
 
@@ -260,7 +260,7 @@ at::Tensor run(c10::IValue const* args) {
     arguments.add(zero_point);
     arguments.add(colsum);
   }
-  if (op == kDynamic && row_scale != nullptr) arguments.add(row_scale);
+  if constexpr (op == kDynamic) arguments.add(row_scale);
   arguments.add(scale);
   if (bias != nullptr) arguments.add(bias);
   if (launch(plan.gemm, gemm_rows, arguments, stream) != 0) return {};

@@ -1,4 +1,4 @@
-"""Norm or gate and W8A8 projection as one operator on CUDA: bitwise the operators one after the other.
+"""W8A8 layers of rows about which more is known, on CUDA: bitwise what quantization and the int8 GEMM give.
 
 No N is a multiple of four: their GEMMs are raw kernels, which build in a second.
 """
@@ -11,28 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from emitters.w8a8_decode import MAX_ELEMENTS, makes_tokens
-from qcut import _launch_plans, numerics, ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut import numerics, ops  # noqa: F401  (ops registers torch.ops.qcut)
 from qcut.config import padded_k
 from tests.gpu.oracles import DEVICE, activations, assert_same, full_range, name, relayout
 
 OPS = torch.ops.qcut
 HALF, SINGLE = torch.float16, torch.float32
 FLOATS = (HALF, torch.bfloat16, SINGLE)
-KINDS = ("rms", "layer", "gate")
 ROWS = (1, 2, 3, 8, 9, 64)
 SMALL, MIDDLE, LONG = (37, 33), (1283, 201), (9731, 65)
-"""(K, N): of the long one a kernel makes up to 5 tokens, if its shared memory holds them."""
+"""(K, N)."""
 LAYOUTS = ("row_stride", "column_stride", "transposed", "offset_1", "offset_8")
-EPS = 1e-5
 
 
 class Layer:
-    """A norm or a gate and the projection after it, on the GPU: together, and one after the other."""
+    """A W8A8 layer on the GPU."""
 
     def __init__(
         self,
-        kind: str,
         size: tuple[int, int],
         dtype: torch.dtype = HALF,
         *,
@@ -40,55 +36,48 @@ class Layer:
         activation: str = "none",
         device: str = DEVICE,
     ) -> None:
-        self.kind, (self.k, n), self.dtype, self.activation = kind, size, dtype, activation
+        (self.k, n), self.dtype, self.activation = size, dtype, activation
         generator = torch.Generator().manual_seed(self.k + n)
         qweight = torch.zeros(n, padded_k(self.k), dtype=torch.int8)
         qweight[:, : self.k] = full_range(n, self.k, seed=n).clamp(min=-127)
         self.qweight = qweight.to(device)
         self.scale = (torch.rand(n, generator=generator) / 100 + 1e-3).to(device)
         self.bias = torch.randn(n, generator=generator).to(device) if bias else None
-        self.norm_weight, norm_bias = torch.randn(2, self.k, generator=generator).to(dtype).to(device)
-        self.norm_bias = norm_bias if kind == "layer" else None
 
     @property
     def projection(self) -> tuple[Any, ...]:
         return self.qweight, self.scale, self.bias, self.activation
 
-    def norm(self, x: Tensor, other: Tensor | None) -> tuple[Any, ...]:
-        return x, other, self.norm_weight, self.norm_bias, self.kind == "layer", EPS
-
-    def inputs(self, m: int) -> tuple[Tensor, Tensor]:
-        """What is normed or gated, and the residual or what the gate multiplies."""
+    def rows(self, m: int) -> Tensor:
         generator = torch.Generator().manual_seed(m)
-        x, other = torch.randn(2, m, self.k, generator=generator).to(self.dtype).to(self.qweight.device)
-        return x, other
+        return torch.randn(m, self.k, generator=generator).to(self.dtype).to(self.qweight.device)
 
-    def together(self, x: Tensor, other: Tensor | None) -> tuple[Tensor, ...]:
-        """The sum, of a norm, and the result."""
-        if self.kind == "gate":
-            return (OPS.gate_w8a8(x, other, *self.projection),)
-        total, y = OPS.norm_w8a8(*self.norm(x, other), *self.projection)
-        return total, y
+    def int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Of rows that are quantized before, and the largest magnitudes it notes."""
+        q, scale = OPS.quantize_per_token(x, self.qweight.shape[1])
+        absmax = torch.zeros(len(x), device=x.device)
+        return OPS.int8_linear(q, scale, *self.projection, self.dtype, absmax), absmax
 
-    def apart(self, x: Tensor, other: Tensor | None) -> tuple[Tensor, ...]:
-        """The same of separate operators; the product, but for smooth activations, is the CPU reference's too."""
-        columns, total = self.qweight.shape[1], ()
-        if self.kind == "gate":
-            q, scale = OPS.quantize_per_token(OPS.silu_mul(x, other), columns)
-        else:
-            *total, q, scale = OPS.add_norm_int8(*self.norm(x, other), columns)
-        given = (q, self.qweight, scale, self.scale, self.bias)
-        y = product(OPS.gemm_s8, *given, self.activation, self.dtype)
+    def noted(self, x: Tensor) -> Tensor:
+        y: Tensor = OPS.noted_linear(x, x.float().abs().amax(1), *self.projection)
+        return y
+
+    def oracle(self, x: Tensor) -> Tensor:
+        """On the CPU but for smooth activations, whose bits are the device's."""
         if self.activation in ("none", "relu"):
-            on_cpu = (None if t is None else t.cpu() for t in given)
-            assert_same(y.cpu(), product(numerics.gemm_s8_ref, *on_cpu, self.activation, self.dtype))
-        return *total, y
+            given = (t.cpu() if isinstance(t, Tensor) else t for t in self.projection)
+            return numerics.w8a8_linear_ref(x.cpu(), *given).to(x.device)
+        q, scale = OPS.quantize_per_token(x, self.qweight.shape[1])
+        return product(OPS.gemm_s8, q, self.qweight, scale, self.scale, self.bias, self.activation, self.dtype)
 
-    def check(self, x: Tensor, other: Tensor | None) -> None:
-        """Together, twice, is apart."""
+    def check(self, x: Tensor) -> None:
+        want, noted = self.oracle(x), torch.zeros(len(x), device=x.device)
+        numerics.raise_absmax(noted, want)
         for _ in range(2):
-            for got, want in zip(self.together(x, other), self.apart(x, other), strict=True):
-                assert_same(got, want)
+            y, absmax = self.int8(x)
+            assert_same(y, want)
+            assert_same(absmax, noted)
+            assert_same(self.noted(x), want)
 
 
 def product(
@@ -108,74 +97,65 @@ def product(
     [(SMALL, HALF), *((size, dtype) for size in (MIDDLE, LONG) for dtype in FLOATS)],
     ids=name,
 )
-@pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_operators_one_after_the_other(kind: str, size: tuple[int, int], dtype: torch.dtype) -> None:
-    layer = Layer(kind, size, dtype)
+def test_equals_the_oracle(size: tuple[int, int], dtype: torch.dtype) -> None:
+    layer = Layer(size, dtype)
     for m in ROWS:
-        layer.check(*layer.inputs(m))
+        layer.check(layer.rows(m))
 
 
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_norms_of_no_residual(kind: str) -> None:
-    layer = Layer(kind, MIDDLE)
-    for m in (1, 8, 9):
-        layer.check(layer.inputs(m)[0], None)
-
-
-def test_a_layer_norm_without_bias() -> None:
-    layer = Layer("layer", MIDDLE)
-    layer.norm_bias = None
-    layer.check(*layer.inputs(3))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("activation", "bias"), [("none", False), ("relu", True), ("gelu_tanh", True)])
-def test_epilogues(kind: str, activation: str, bias: bool) -> None:
-    layer = Layer(kind, MIDDLE, activation=activation, bias=bias)
-    layer.check(*layer.inputs(3))
+def test_epilogues(activation: str, bias: bool) -> None:
+    layer = Layer(MIDDLE, activation=activation, bias=bias)
+    for m in (3, 9):
+        layer.check(layer.rows(m))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=name)
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_no_kernel_holds_or_makes(kind: str, dtype: torch.dtype) -> None:
-    sizes = [(8, 6144), (5, 9728), (3, 16384), (1, 16383), (8, 6151), (4, 12289)]
-    sizes += [(1, 32761)] if dtype is not SINGLE or kind == "gate" else []  # a norm alone takes no longer rows
-    sizes += [(1, MAX_ELEMENTS), (2, MAX_ELEMENTS // 2 + 1)] if kind == "gate" else []
-    assert not all(makes_tokens(m, k) for m, k in sizes)
-    for m, k in sizes:
-        layer = Layer(kind, (k, 33), dtype)
-        layer.check(*layer.inputs(m))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_extreme_tokens_and_nan(kind: str) -> None:
-    layer = Layer(kind, MIDDLE)
-    x, other = activations(8, layer.k, HALF).to(DEVICE), layer.inputs(8)[1]
+def test_extreme_tokens_and_nan() -> None:
+    layer = Layer(MIDDLE)
+    x = activations(8, layer.k, HALF).to(DEVICE)
     x[6, 9] = float("nan")
-    layer.check(x, other)
-    *_, y = layer.together(x, other)
+    layer.check(x)
+    y, absmax = layer.int8(x)
     assert y[6].isnan().all()
-    layer.check(torch.zeros_like(x), torch.zeros_like(other))
+    assert absmax.isnan().tolist() == [i == 6 for i in range(8)]
+    layer.check(torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_tokens(kind: str) -> None:
-    layer = Layer(kind, SMALL)
-    x, other = (t[:0] for t in layer.inputs(1))
-    *total, y = layer.together(x, other)
-    assert y.shape == (0, 33)
-    assert [t.shape for t in total] == [(0, 37)] * (kind != "gate")
+def test_no_tokens() -> None:
+    layer = Layer(SMALL)
+    x = layer.rows(1)[:0]
+    empty = torch.zeros(0, device=DEVICE)
+    assert layer.int8(x)[0].shape == (0, 33)
+    assert OPS.noted_linear(x, empty, *layer.projection).shape == (0, 33)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=name)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_token_does_not_depend_on_its_neighbours(kind: str, dtype: torch.dtype) -> None:
-    layer = Layer(kind, MIDDLE, dtype)
-    x, other = layer.inputs(8)
-    together = layer.together(x, other)
+def test_a_token_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
+    layer = Layer(MIDDLE, dtype)
+    x = layer.rows(8)
+    together, (int8, absmax) = layer.noted(x), layer.int8(x)
     for i in range(8):
-        for got, want in zip(layer.together(x[i : i + 1], other[i : i + 1]), together, strict=True):
+        assert_same(layer.noted(x[i : i + 1]), together[i : i + 1])
+        for got, want in zip(layer.int8(x[i : i + 1]), (int8, absmax), strict=True):
             assert_same(got, want[i : i + 1])
+
+
+# ── what notes largest magnitudes for them ───────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=name)
+@pytest.mark.parametrize("columns", [1, 37, 1280, 5003])
+def test_activations_note_absmax(columns: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    x, other = torch.randn(2, 5, columns, generator=generator).to(dtype).to(DEVICE)
+    x[3, columns // 2] = float("nan")
+    for op, given in ((OPS.silu_mul, (x, other)), (OPS.gelu_tanh, (x,))):
+        start = torch.tensor([0.0, 100.0, 0.0, 0.0, 1e-9], device=DEVICE)
+        absmax = start.clone()
+        y = op(*given, absmax)
+        assert_same(y, op(*given))
+        numerics.raise_absmax(start, y)
+        assert_same(absmax, start)
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────
@@ -183,78 +163,59 @@ def test_a_token_does_not_depend_on_its_neighbours(kind: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("k", [1280, 1283])
-@pytest.mark.parametrize("kind", KINDS)
-def test_reads_any_layout(kind: str, k: int, layout: str) -> None:
-    layer = Layer(kind, (k, 201))
+def test_reads_any_layout(k: int, layout: str) -> None:
+    layer = Layer((k, 201))
     for m in (1, 3):
-        x, other = layer.inputs(m)
-        want = layer.apart(x, other)
-        moved, there = (relayout(t, layout, float("nan")) for t in (x, other))
-        for given in ((moved, there), (moved, other), (x, there)):
-            for got, expected in zip(layer.together(*given), want, strict=True):
-                assert_same(got, expected)
+        x = layer.rows(m)
+        assert_same(layer.noted(relayout(x, layout, float("nan"))), layer.oracle(x))
 
 
-def test_gate_and_up_are_halves_of_one_product() -> None:
-    for k in (1280, 1283):
-        layer = Layer("gate", (k, 201))
-        for m in (1, 3, 8):
-            both = torch.cat(layer.inputs(m), 1)
-            layer.check(*both.chunk(2, -1))
+def test_one_row_again_and_again() -> None:
+    layer = Layer((1280, 201))
+    layer.check(layer.rows(1).expand(4, -1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_row_again_and_again(kind: str) -> None:
-    layer = Layer(kind, (1280, 201))
-    x, other = (t.expand(4, -1) for t in layer.inputs(1))
-    layer.check(x, other)
-
-
-@pytest.mark.parametrize("kind", ["layer", "gate"])
-def test_parameters_start_anywhere(kind: str) -> None:
-    layer = Layer(kind, (1280, 201))
-    inputs = layer.inputs(3)
-    want = layer.apart(*inputs)
-    for attribute in ("qweight", "scale", "bias", "norm_weight", "norm_bias"):
+def test_parameters_start_anywhere() -> None:
+    layer = Layer((1280, 201))
+    x = layer.rows(3)
+    want = layer.oracle(x)
+    for attribute in ("qweight", "scale", "bias"):
         tensor = getattr(layer, attribute)
-        if tensor is not None:
-            moved = relayout(tensor.view(len(tensor), -1), "offset_1", 0)
-            setattr(layer, attribute, moved.view(tensor.shape))
+        moved = relayout(tensor.view(len(tensor), -1), "offset_1", 0)
+        setattr(layer, attribute, moved.view(tensor.shape))
     layer.qweight = relayout(layer.qweight, "row_stride", 1)
-    for got, expected in zip(layer.together(*inputs), want, strict=True):
-        assert_same(got, expected)
+    assert_same(layer.noted(x), want)
+    assert_same(layer.int8(x)[0], want)
 
 
 # ── streams, devices, graphs, tracing ────────────────────────────────────────────────────────────
 
 
-def step(norm: Layer, gate: Layer, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """As a decoder's: a norm and two projections in one, their gate and the next."""
-    total, up = norm.together(x, other)
-    (y,) = gate.together(*up.chunk(2, -1))
-    return total, y
+def step(first: Layer, second: Layer, x: Tensor) -> Tensor:
+    """Of two layers, the second told by the first what it needs to quantize."""
+    y, absmax = first.int8(x)
+    z: Tensor = OPS.noted_linear(y, absmax, *second.projection)
+    return z
 
 
 def two_layers() -> tuple[Layer, Layer]:
-    return Layer("rms", (1283, 2 * 201)), Layer("gate", (201, 65))
+    return Layer((1283, 201)), Layer((201, 65))
 
 
 @pytest.mark.parametrize("m", [1, 3, 8, 9])
 def test_cuda_graph(m: int) -> None:
-    layers = two_layers()
-    x, other = layers[0].inputs(m)
-    inputs = [(x, other), (other * -2, x)]
-    expected = [step(*layers, *given) for given in inputs]
-    held = [t.clone() for t in inputs[0]]
-    graph = torch.cuda.CUDAGraph()
+    """Kernels under dependent launch: the second starts early, and must not quantize before all is noted."""
+    first, second = two_layers()
+    inputs = [first.rows(m), first.rows(m) * -2]
+    expected = [second.oracle(first.oracle(x)) for x in inputs]
+    assert_same(step(first, second, inputs[0]), expected[0])
+    held, graph = inputs[0].clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step(*layers, *held)
-    for given, want in zip(reversed(inputs), reversed(expected), strict=True):
-        for target, source in zip(held, given, strict=True):
-            target.copy_(source)
+        out = step(first, second, held)
+    for i in range(40):
+        held.copy_(inputs[i % 2])
         graph.replay()
-        for got, y in zip(out, want, strict=True):
-            assert_same(got, y)
+        assert_same(out, expected[i % 2])
 
 
 def test_a_gemm_of_few_tokens_waits_for_its_weights() -> None:
@@ -283,40 +244,34 @@ def test_a_gemm_of_few_tokens_waits_for_its_weights() -> None:
         assert_same(out.cpu(), expected[i % 2])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_runs_on_the_current_stream(kind: str) -> None:
-    layer = Layer(kind, MIDDLE)
-    fresh = layer.inputs(3)
-    expected = layer.together(*fresh)
-    late, stream = [torch.zeros_like(t) for t in fresh], torch.cuda.Stream()
+def test_runs_on_the_current_stream() -> None:
+    first, second = two_layers()
+    x = first.rows(3)
+    expected = step(first, second, x)
+    late, stream = torch.zeros_like(x), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)  # on another stream, the layer would read zeros
-        for target, source in zip(late, fresh, strict=True):
-            target.copy_(source)
-        out = layer.together(*late)
-        for target in late:
-            target.zero_()
+        late.copy_(x)
+        out = step(first, second, late)
+        late.zero_()
     stream.synchronize()
-    for got, want in zip(out, expected, strict=True):
-        assert_same(got, want)
+    assert_same(out, expected)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("kind", KINDS)
-def test_runs_on_the_tensors_device(kind: str) -> None:
-    layer = Layer(kind, MIDDLE, device="cuda:1")
+def test_runs_on_the_tensors_device() -> None:
+    layer = Layer(MIDDLE, device="cuda:1")
     for m in (3, 9):
-        layer.check(*layer.inputs(m))  # while cuda:0 is the current device
+        layer.check(layer.rows(m))  # while cuda:0 is the current device
     assert torch.cuda.current_device() == 0
 
 
 def test_compile_fullgraph() -> None:
-    layers = two_layers()
-    given = layers[0].inputs(3)
-    compiled = torch.compile(lambda x, other: step(*layers, x, other), fullgraph=True)
-    for got, want in zip(compiled(*given), step(*layers, *given), strict=True):
-        assert_same(got, want)
+    first, second = two_layers()
+    x = first.rows(3)
+    compiled = torch.compile(lambda x: step(first, second, x), fullgraph=True)
+    assert_same(compiled(x), step(first, second, x))
 
 
 # ── w8a8_linear of few tokens ────────────────────────────────────────────────────────────────────
@@ -328,7 +283,7 @@ def test_compile_fullgraph() -> None:
     ids=name,
 )
 def test_linear_is_the_cpus(size: tuple[int, int], dtype: torch.dtype) -> None:
-    layer = Layer("gate", size, dtype)
+    layer = Layer(size, dtype)
     qweight, scale, bias, activation = layer.projection
     for m in range(1, 10):
         x = activations(m, layer.k, dtype, seed=m)
@@ -340,8 +295,8 @@ def test_linear_is_the_cpus(size: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_linear_reads_any_layout(layout: str) -> None:
     for k in (1280, 1283):
-        layer = Layer("gate", (k, 201))
-        x, _ = layer.inputs(5)
+        layer = Layer((k, 201))
+        x = layer.rows(5)
         want = OPS.w8a8_linear(x, *layer.projection)
         moved = relayout(x, layout, float("nan"))
         for _ in range(2):
@@ -349,9 +304,9 @@ def test_linear_reads_any_layout(layout: str) -> None:
 
 
 def test_linear_reads_aligned_rows_that_end_within_a_vector() -> None:
-    layer = Layer("gate", MIDDLE)
+    layer = Layer(MIDDLE)
     for m in (1, 5):
-        x, _ = layer.inputs(m)
+        x = layer.rows(m)
         wide = torch.nn.functional.pad(x, (0, 5), value=float("nan"))
         assert wide.stride(0) * wide.element_size() % 16 == 0
         for _ in range(2):
@@ -360,16 +315,16 @@ def test_linear_reads_aligned_rows_that_end_within_a_vector() -> None:
 
 def test_linear_gives_each_row_of_a_batch_what_it_gets_alone() -> None:
     for dtype in FLOATS:
-        layer = Layer("gate", MIDDLE, dtype)
-        x, _ = layer.inputs(8)
+        layer = Layer(MIDDLE, dtype)
+        x = layer.rows(8)
         together = OPS.w8a8_linear(x, *layer.projection)
         for i in range(8):
             assert_same(OPS.w8a8_linear(x[i : i + 1], *layer.projection), together[i : i + 1])
 
 
 def test_linear_inside_a_cuda_graph() -> None:
-    layer = Layer("gate", MIDDLE)
-    first, second = layer.inputs(3)
+    layer = Layer(MIDDLE)
+    first, second = layer.rows(3), layer.rows(3) * -2
     expected = [OPS.w8a8_linear(x, *layer.projection) for x in (first, second)]
     held, graph = first.clone(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

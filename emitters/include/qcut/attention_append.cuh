@@ -102,11 +102,12 @@ struct AppendAttention {
     }
   }
 
-  // As rotate_and_append and TensorAttention::run have them; q stays as it is.
+  // As rotate_and_append and TensorAttention::run have them; q stays as it is. Absmax, where there is one, [batch], is
+  // raised to the largest magnitude of each sequence's row of out.
   static __device__ __forceinline__ void run(const T* q, const T* k, const T* v, const T* cos, const T* sin,
                                              const int* positions, const int* slots, C* keys, C* values,
                                              float* key_scales, float* value_scales, T* out, float* workspace,
-                                             unsigned* counters, long long q_stride, long long kv_stride,
+                                             unsigned* counters, float* absmax, long long q_stride, long long kv_stride,
                                              long long batch_stride, int kv_heads, int queries, int context,
                                              float scale) {
     __shared__ Shared shared;
@@ -144,7 +145,8 @@ struct AppendAttention {
     });
     Attention::record(shared.merge.records[warp], state, g, t);
     __syncthreads();
-    Merge::run(shared.merge, out + place.first_out() * kHead, place.mine, workspace, counters);
+    Merge::run(shared.merge, out + place.first_out() * kHead, place.mine, workspace, counters,
+               absmax == nullptr ? nullptr : absmax + place.batch);
   }
 };
 

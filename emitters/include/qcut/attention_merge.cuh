@@ -94,11 +94,13 @@ struct AttentionMerge {
     return sum;
   }
 
-  static __device__ __forceinline__ void store(T* out, const Combined& sum) {
+  // Returns the bits of the largest magnitude stored.
+  static __device__ __forceinline__ uint32_t store(T* out, const Combined& sum) {
     const float4& v = sum.value;
     const uint32_t low = pack_pair<T>(__fdiv_rn(v.x, sum.weights), __fdiv_rn(v.y, sum.weights));
     const uint32_t high = pack_pair<T>(__fdiv_rn(v.z, sum.weights), __fdiv_rn(v.w, sum.weights));
     *reinterpret_cast<uint2*>(out) = make_uint2(low, high);
+    return Vector<T>{low, high, 0, 0}.abs_max();
   }
 
   // Before anything else: of a cluster all CTAs must have begun when the first of them sends. `mine`: queries that exist.
@@ -116,8 +118,16 @@ struct AttentionMerge {
 
   // Records of all warps are in shared memory, and the CTA knows it. Out: queries of the CTA, four columns at a
   // multiple of 8 bytes. Workspace: a record of every part and query; counters, one for each CTA of a
-  // part, are 0 before the first launch and after every one. A cluster touches neither.
-  static __device__ __forceinline__ void run(Shared& shared, T* out, int mine, float* workspace, unsigned* counters) {
+  // part, are 0 before the first launch and after every one. A cluster touches neither. Absmax, where there is one, is
+  // raised to the largest magnitude of what the CTA stores.
+  static __device__ __forceinline__ void run(Shared& shared, T* out, int mine, float* workspace, unsigned* counters,
+                                             float* absmax = nullptr) {
+    uint32_t peak = 0;
+    const auto note = [&] {
+      if (absmax == nullptr) return;
+      const uint32_t largest = warp_max(peak);
+      if (threadIdx.x % 32 == 0 && largest > 0) atomicMax(reinterpret_cast<unsigned*>(absmax), largest);
+    };
     const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
     const auto of_warps = [&](int v) {
       const int query = v / (kHead / 4), column = v % (kHead / 4) * 4;
@@ -143,12 +153,14 @@ struct AttentionMerge {
         const Combined sum = combined(
             kCluster, [&](int p) { return shared.parts[p][v / (kHead / 4)]; },
             [&](int p) { return shared.received[p * kShare + i]; });
-        store(out + 4 * v, sum);
+        peak = max(peak, store(out + 4 * v, sum));
       }
+      note();
       return;
     }
     if (parts == 1) {
-      for (int v = threadIdx.x; v < vectors; v += kThreads) store(out + 4 * v, of_warps(v));
+      for (int v = threadIdx.x; v < vectors; v += kThreads) peak = max(peak, store(out + 4 * v, of_warps(v)));
+      note();
       return;
     }
     const long long place = blockIdx.z * static_cast<long long>(gridDim.y) + blockIdx.y;
@@ -177,8 +189,9 @@ struct AttentionMerge {
           [&](int p) {
             return __ldcg(reinterpret_cast<const float4*>(records + (p * kGroup + query) * kRecord + column));
           });
-      store(out + 4 * v, sum);
+      peak = max(peak, store(out + 4 * v, sum));
     }
+    note();
   }
 };
 
