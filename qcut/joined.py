@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from qcut import ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.codebook_linear import CodebookLinear
 from qcut.config import W8A8
 from qcut.linear import Linear
 
@@ -29,15 +28,11 @@ def after_norm(
 ) -> tuple[Tensor, Tensor] | None:
     """``x + residual`` (empty without one), and the module's result of its norm; ``[R, K]`` and ``[R, N]``.
 
-    None where the two are two operators: the module is neither W8A8 with scales for each token, nor codebooks of one.
+    None where the two are two operators: the module is not W8A8 with scales for each token.
     """
     found: Any = None
     if is_dynamic(module):
         found = torch.ops.qcut.norm_w8a8(x, residual, weight, bias, layer, eps, *module.operands())
-    elif isinstance(module, CodebookLinear) and module.takes_one(x):
-        kind = "layer" if layer else "rms"
-        arguments = (x, residual, weight, bias, kind, eps, *module.one_token_operands(x))
-        found = torch.ops.qcut.codebook_gemv_of(*arguments)
     return cast("tuple[Tensor, Tensor] | None", found)
 
 
@@ -46,7 +41,4 @@ def after_gate(module: nn.Module, gate: Tensor, up: Tensor) -> Tensor | None:
     found: Any = None
     if is_dynamic(module):
         found = torch.ops.qcut.gate_w8a8(gate, up, *module.operands())
-    elif isinstance(module, CodebookLinear) and module.takes_one(gate):
-        arguments = (gate, up, None, None, "gate", 0.0, *module.one_token_operands(gate))
-        found = torch.ops.qcut.codebook_gemv_of(*arguments)[1]
     return cast("Tensor | None", found)
