@@ -8,7 +8,6 @@ include: ``include/qcut/codebook.cuh``.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from emitters.constraints import Constraint
 from emitters.epilogue import Epilogue
@@ -30,9 +29,6 @@ class CodebookProblem:
         alignment_n: elements that divide D's rows: its address, its leading dimension and n.
         rotates: x is one token as the model has it, which the kernel rotates itself: Hadamard groups of a slot's
             columns, bitwise as `emitters.rotate.RotateTokens` does.
-        prologue: what a kernel that rotates makes the token of first: ``gate``: ``rne(rne(silu(x)) * other)``; ``rms``,
-            ``layer``: the norm of ``rne(x + other)``, as `emitters.transformer.NormRows`, which is written too, or of x
-            where ``other`` is null.
     """
 
     x: DType = DType.F16
@@ -41,7 +37,6 @@ class CodebookProblem:
     epilogue: Epilogue = field(default_factory=lambda: Epilogue(col_scale="per_channel"))
     alignment_n: int = 8
     rotates: bool = False
-    prologue: Literal["none", "gate", "rms", "layer"] = "none"
 
     def __post_init__(self) -> None:
         e = self.epilogue
@@ -55,34 +50,29 @@ class CodebookProblem:
             (e.zero_point == "none", "tokens have no zero point"),
             (e.row_scale == wanted, f"row_scale is {e.row_scale}; {self.x.value} tokens take {wanted}"),
             (not (self.rotates and self.x is DType.S8), "int8 takes the whole row's largest magnitude: rotate before"),
-            (self.rotates or self.prologue == "none", f"prologue {self.prologue} needs a kernel that rotates"),
         ):
             if not holds:
                 raise EmitError(f"codebook problem: {reason}")
 
     @property
     def name(self) -> str:
-        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``, ``h`` after x where it rotates, and a prologue's."""
-        x = self.x.value + "h" * self.rotates + {"none": "", "gate": "g", "rms": "r", "layer": "l"}[self.prologue]
+        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``, ``h`` after x where the kernel rotates."""
+        x = self.x.value + "h" * self.rotates
         return f"{x}xc{self.bits}s{self.slots}_{self.epilogue.name}_n{self.alignment_n}"
 
     def params(self) -> tuple[Param, ...]:
         """Arguments of a kernel, in order.
 
-        ``x``: token blocks; of a kernel that rotates, k elements that start at a multiple of 16 bytes, as ``other`` (of
-        a prologue), ``sum``, ``norm_weight`` and ``norm_bias`` (of a norm) do, and ``signs`` of
+        ``x``: token blocks; of a kernel that rotates, k elements that start at a multiple of 16 bytes, and ``signs`` of
         `qcut.rotated_tokens.operands`. ``units``, ``norms``: the weight. ``fold``: float32 of all padded rows (s8
         tokens alone). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K, of which a pass that
         the kernel rotates for has ``units_pass``. Then the codebook and the epilogue's own.
         """
         fold = (Param("fold", "ptr"),) if self.x is DType.S8 else ()
         signs = (Param("signs", "ptr"),) if self.rotates else ()
-        norm = self.prologue in ("rms", "layer")
-        row = (Param("k", "i32"), Param("units_pass", "i32"), *(Param("eps", "f32"),) * norm) if self.rotates else ()
-        made = ("other",) * (self.prologue != "none") + ("sum", "norm_weight", "norm_bias") * norm
+        row = (Param("k", "i32"), Param("units_pass", "i32")) if self.rotates else ()
         return (
             Param("x", "ptr"),
-            *(Param(name, "ptr") for name in made),
             *signs,
             Param("units", "ptr"),
             Param("norms", "ptr"),

@@ -94,11 +94,6 @@ CONSTRAINTS = (
         lambda p, t, arch: t.tokens == 1 or not p.rotates,
     ),
     Constraint(
-        "norm",
-        "has all of K in a CTA: one warp or more for every units, no splits",
-        lambda p, t, arch: p.prologue in ("none", "gate") or (t.splits == 1 and t.units <= 4),
-    ),
-    Constraint(
         "clusters",
         f"splits need thread-block clusters: {', '.join(CLUSTER_ARCHITECTURES)}",
         lambda p, t, arch: t.splits == 1 or arch in CLUSTER_ARCHITECTURES,
@@ -157,7 +152,6 @@ CLUSTERS = {1: 1.0, 2: 66 / 132, 4: 30 / 132, 8: 15 / 132}
 """Clusters that an H200 runs at once, by their size, for each SM."""
 
 _SM_SMEM = 233_472
-_SCALARS = {"i32": "int", "f32": "float"}
 
 
 def for_shape(
@@ -258,13 +252,7 @@ def _row_token(problem: CodebookProblem) -> str:
     group = 128 // problem.slots
     # float32(sqrt(d) / d) as the device's own literal.
     factor = struct.unpack("f", struct.pack("f", math.sqrt(group) / group))[0].hex()
-    x, norm = problem.x.cpp, problem.prologue in ("rms", "layer")
-    other = "nullptr" if problem.prologue == "none" else "other"
-    norms = "sum, norm_weight, norm_bias, 0, 0, eps" if norm else "nullptr, nullptr, nullptr, 0, 0, 0.0f"
-    return (
-        f"qcut::RowToken<{x}, Tile, {group}, qcut::Prologue::k{problem.prologue.capitalize()}>"
-        f"(qcut::TokenSource<{x}>{{x, {other}, {norms}}}, signs, k, units_pass, {factor}f)"
-    )
+    return f"qcut::RowToken<{problem.x.cpp}, Tile, {group}>(x, signs, k, units_pass, {factor}f)"
 
 
 def kernel_source(
@@ -323,9 +311,7 @@ def signature(problem: CodebookProblem) -> str:
     types = {"x": "const char*", "units": "const char*", "norms": "const char*", "d": f"{out}*"}
     types |= {"residual": f"const {out}*", "signs": "const uint32_t*"}
     if problem.rotates:
-        types |= dict.fromkeys(("x", "other", "norm_weight", "norm_bias"), f"const {problem.x.cpp}*")
-        types["sum"] = f"{problem.x.cpp}*"
+        types["x"] = f"const {problem.x.cpp}*"
     return ", ".join(
-        f"{types.get(p.name, 'const float*') if p.kind == 'ptr' else _SCALARS[p.kind]} {p.name}"
-        for p in problem.params()
+        f"{types.get(p.name, 'const float*') if p.kind == 'ptr' else 'int'} {p.name}" for p in problem.params()
     )

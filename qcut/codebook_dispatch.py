@@ -107,7 +107,6 @@ def problem_of(
     residual: bool,
     alignment_n: int,
     rotates: bool = False,
-    prologue: Literal["none", "gate", "rms", "layer"] = "none",
 ) -> CodebookProblem:
     """What a product asks of its kernel.
 
@@ -121,7 +120,6 @@ def problem_of(
         residual: whether one is added.
         alignment_n: elements that divide the result's rows.
         rotates: whether the kernel rotates the token.
-        prologue: what it makes the token of.
 
     Raises:
         EmitError: see `emitters.codebook.CodebookProblem`.
@@ -134,7 +132,7 @@ def problem_of(
         activation=Activation(activation),
         residual=residual,
     )
-    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, prologue)
+    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates)
 
 
 def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target) -> CodebookChoice:

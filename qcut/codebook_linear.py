@@ -267,27 +267,6 @@ class CodebookLinear(Linear):
             self.activation,
         )
 
-    def takes_one(self, x: Tensor) -> bool:
-        """Whether one kernel rotates and multiplies x, of one token."""
-        one = math.prod(x.shape[:-1]) == 1 and x.dtype in _HALVES and self._rotates_one
-        return one and _path == "fused" and _has_kernels(x.device)
-
-    def one_token_operands(self, x: Tensor) -> tuple[Any, ...]:
-        """What of the layer ``torch.ops.qcut.codebook_gemv`` and its like take, from ``operands`` to ``activation``."""
-        books, b = self._books or self._read_books(), self._buffers
-        return (
-            operands_for(self._rotation, x),
-            self.group_size,
-            self.scheme.seeds,
-            b["units"],
-            b["packed_norms"],
-            b["col_scale"],
-            books[0][x.dtype],
-            b["bias"],
-            self.set_bits[0],
-            self.activation,
-        )
-
     @property
     def weight(self) -> Tensor:
         """int8 ``[N, K]`` for its shape, dtype and device, which model code reads; its values say nothing.
@@ -331,11 +310,25 @@ class CodebookLinear(Linear):
             raise DtypeError(f"{layer_prefix(self.name)}x is {found}; {self.scheme.name} computes in {allowed} on CUDA")
         m = math.prod(x.shape[:-1])
         tokens = torch.int8 if self.int8 else dtype
-        if m == 1 and self._rotates_one:
-            y = _GEMV(x.reshape(1, self.in_features), *self.one_token_operands(x), None, dtype)
-            return y.view(*x.shape[:-1], self.out_features)
         books = self._books or self._read_books()
         b = self._buffers
+        if m == 1 and self._rotates_one:
+            y = _GEMV(
+                x.reshape(1, self.in_features),
+                operands_for(self._rotation, x),
+                self.group_size,
+                self.scheme.seeds,
+                b["units"],
+                b["packed_norms"],
+                b["col_scale"],
+                books[0][dtype],
+                b["bias"],
+                self.set_bits[0],
+                self.activation,
+                None,
+                dtype,
+            )
+            return y.view(*x.shape[:-1], self.out_features)
         blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
         halves = torch.float16 if self.int8 else dtype
         row = row_scale if self.int8 else None

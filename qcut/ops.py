@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut import codebook_joined_ops, codebook_ops, decoder_ops, numerics, w8a8_ops  # noqa: F401  (these register their own)
+from qcut import codebook_ops, decoder_ops, numerics, w8a8_ops  # noqa: F401  (these register their own)
 from qcut.config import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
 from qcut.errors import ConfigError, QuantizationError, ShapeError
 from qcut.op_registry import FLOAT_DTYPES, check_dtype, check_tensor, define

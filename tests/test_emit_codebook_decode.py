@@ -45,11 +45,6 @@ def mma_sources(arch: str) -> list[KernelSource]:
     """Kernels near their register limit, and one of each type of token."""
     tiles = [(HALF, WIDE), (replace(HALF, epilogue=GELU), CodebookDecodeTile(8, 2, 32)), (HALF, SMALL)]
     tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=True), CodebookDecodeTile(1, 3, 10, 2))]
-    tiles += [
-        (replace(ROTATES, prologue="gate"), WIDE),
-        (replace(ROTATES, prologue="rms"), CodebookDecodeTile(1, 2, 32)),
-    ]
-    tiles += [(replace(BRAIN, rotates=True, prologue="layer"), CodebookDecodeTile(1, 3, 10, 2))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookDecodeTile(32, 1, 10)), (INT8, CodebookDecodeTile(16, 2, 32))]
     if arch == "sm_90a":
         tiles += [(HALF, CLUSTER), (INT8, CodebookDecodeTile(8, 4, 28, 2, 2))]
@@ -192,7 +187,6 @@ REFUSALS = {
     "prefetch": (HALF, replace(SMALL, prefetch=3), "sm_80"),
     "splits": (HALF, replace(SMALL, splits=3), "sm_90a"),
     "rotates": (ROTATES, SMALL, "sm_80"),
-    "norm": (replace(ROTATES, prologue="rms"), CodebookDecodeTile(1, 1, 4, splits=2), "sm_90a"),
     "clusters": (HALF, CLUSTER, "sm_80"),
     "registers": (HALF, CodebookDecodeTile(16, 1, 32), "sm_90a"),
     "shared_memory": (HALF, CodebookDecodeTile(8, 12, 32), "sm_90a"),

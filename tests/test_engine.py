@@ -24,8 +24,9 @@ from transformers import (
 )
 
 import qcut
+from qcut import decoder as decoder_module
 from qcut import engine as engine_module
-from qcut import errors, joined
+from qcut import errors
 from qcut.decoder import decoder_of
 from qcut.engine import DEFAULT_CONTEXT, Engine
 from qcut.kv_cache import KVCache
@@ -183,7 +184,7 @@ def test_int8_rows_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     prompts = prompts_of(VOCABULARY, 7, 12)
     engine = Engine(model, batch=2)
     got = engine.prefill(prompts), engine.decode([3, 4])
-    monkeypatch.setattr(joined, "W8A8", lambda: None)  # nobody's scheme
+    monkeypatch.setattr(decoder_module, "W8A8", lambda: None)  # nobody's scheme
     engine = Engine(model, batch=2)
     assert engine.decoder.layers[0].mlp_norm.k_padded is None
     for one, other in zip(got, (engine.prefill(prompts), engine.decode([3, 4])), strict=True):

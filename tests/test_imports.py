@@ -27,8 +27,6 @@ LAYERS = (
         "decoder_ops",
         "_decoder_cuda",
         "w8a8_ops",
-        "codebook_joined_ops",
-        "_codebook_joined_cuda",
         "_w8a8_cuda",
         "ops",
         "_ops_cuda",
@@ -38,7 +36,7 @@ LAYERS = (
     },
     {"codebook_passes", "shared_rotations"},
     {"linear", "codebook_buffers", "codebook_linear", "gemm", "explanation", "tuning", "_tuning_cuda"},
-    {"embedding", "joined", "stacking"},
+    {"embedding", "stacking"},
     {
         "calibration",
         "checkpoint",
@@ -58,7 +56,7 @@ LAYERS = (
 
 ABOVE_THE_SEAM = {
     *("jit", "dispatch", "codebook_dispatch", "gemm_model", "tuned", "tuning", "_tuning_cuda", "_ops_cuda"),
-    *("_codebook_cuda", "_decoder_cuda", "_launch_plans", "_w8a8_cuda", "_codebook_joined_cuda"),
+    *("_codebook_cuda", "_decoder_cuda", "_launch_plans", "_w8a8_cuda"),
     *("cli", "doctor", "gemm_command", "gemm_trial", "tune_command"),
 }
 """The modules that may know emitters: the others know tensors and no CUDA."""
@@ -191,14 +189,7 @@ def fenced_names(path: Path) -> set[str]:
 
 KNOW_POINTERS = {
     *("qcut.op_registry", "qcut.codebook_ops", "qcut._ops_cuda", "qcut._codebook_cuda"),
-    *(
-        "qcut.decoder_ops",
-        "qcut._decoder_cuda",
-        "qcut._w8a8_cuda",
-        "qcut._codebook_joined_cuda",
-        "qcut.decoding",
-        "qcut._tuning_cuda",
-    ),
+    *("qcut.decoder_ops", "qcut._decoder_cuda", "qcut._w8a8_cuda", "qcut.decoding", "qcut._tuning_cuda"),
     "qcut.cublaslt",
 }
 """The operators, what times candidates for them, and the calls of a library that takes pointers itself."""

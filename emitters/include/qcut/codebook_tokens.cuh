@@ -6,7 +6,6 @@
 
 #include <qcut/codebook.cuh>
 #include <qcut/rotate.cuh>
-#include <qcut/token_source.cuh>
 
 namespace qcut {
 
@@ -102,28 +101,24 @@ struct BlockTokens {
   __device__ __forceinline__ void finish(uint32_t) const {}
 };
 
-// One token as the model has it, or as a norm or a gate makes it of what the model has: the CTA rotates its columns, in
-// groups of kGroup, as rotate.cuh does and bitwise alike, and stages them. For a single token that takes less than a
-// kernel before this one. A thread has 16 columns, so that a quarter of the warps is busy with it. For a norm the CTA
-// has all columns, once.
-template <class T, class Tile, int kGroup, Prologue kPrologue>
+// One token as the model has it: the CTA rotates its columns, in groups of kGroup, as rotate.cuh does and bitwise alike,
+// and stages them. That takes less than a kernel before this one; a norm or a gate in here takes more, as its latencies
+// are longer than a dependent launch. A thread has 16 columns, so that a quarter of the warps is busy with it.
+template <class T, class Tile, int kGroup>
 struct RowToken {
   static_assert(Tile::kTokens == 1 && !kIsInt8<T> && kGroup >= kLaneColumns && kGroup <= kUnitColumns);
   static constexpr int kThreadsPerUnit = kUnitColumns / kLaneColumns;
   static constexpr int kCtaUnits = Tile::kWarps * Tile::kUnits;
   static constexpr int kRounds = (kCtaUnits * kThreadsPerUnit + 32 * Tile::kWarps - 1) / (32 * Tile::kWarps);
-  static constexpr bool kNorm = kIsNorm<kPrologue>;
-  static_assert(!kNorm || (Tile::kSplits == 1 && kRounds == 1));
-  TokenSource<T> source;
+  const T* x;
   const uint32_t* signs;
   int k, units_pass;  // units of a pass
   float factor;       // 1 / sqrt(kGroup)
   uint32_t flips[kRounds];
-  uint4 raw[kRounds][2], other[kPrologue == Prologue::kNone ? 1 : kRounds][2];
+  uint4 raw[kRounds][2];
 
-  __device__ __forceinline__ RowToken(const TokenSource<T>& source, const uint32_t* signs, int k, int units_pass,
-                                      float factor)
-      : source(source), signs(signs), k(k), units_pass(units_pass), factor(factor) {}
+  __device__ __forceinline__ RowToken(const T* x, const uint32_t* signs, int k, int units_pass, float factor)
+      : x(x), signs(signs), k(k), units_pass(units_pass), factor(factor) {}
 
   // Of a thread's 16 columns: the unit within the CTA, and the place within that.
   static __device__ __forceinline__ int unit(int round) {
@@ -147,98 +142,11 @@ struct RowToken {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         raw[i][h] = make_uint4(0, 0, 0, 0);
-        if (there) raw[i][h] = *reinterpret_cast<const uint4*>(source.x + at + 8 * h);
-        if constexpr (kPrologue != Prologue::kNone) {
-          other[i][h] = make_uint4(0, 0, 0, 0);
-          if (there && source.other != nullptr) other[i][h] = *reinterpret_cast<const uint4*>(source.other + at + 8 * h);
-        }
+        if (there) raw[i][h] = *reinterpret_cast<const uint4*>(x + at + 8 * h);
       }
     }
   }
-
-  static __device__ __forceinline__ void widen(float (&f)[kLaneColumns], const uint4 (&from)[2]) {
-    const T* loaded = reinterpret_cast<const T*>(from);
-#pragma unroll
-    for (int j = 0; j < kLaneColumns; ++j) f[j] = to_float(loaded[j]);
-  }
-  static __device__ __forceinline__ void narrow(uint4 (&to)[2], const float (&f)[kLaneColumns]) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float* p = f + 8 * h;
-      to[h] = make_uint4(pack_pair<T>(p[0], p[1]), pack_pair<T>(p[2], p[3]), pack_pair<T>(p[4], p[5]),
-                         pack_pair<T>(p[6], p[7]));
-    }
-  }
-
-  __device__ __forceinline__ void join() {
-#pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      float f[kLaneColumns], g[kLaneColumns];
-      widen(f, raw[i]);
-      widen(g, other[i]);
-#pragma unroll
-      for (int j = 0; j < kLaneColumns; ++j) f[j] = joined<T, kPrologue>(f[j], g[j]);
-      narrow(raw[i], f);
-    }
-  }
-
-  // The sum over the token of what the thread's first and second eight columns sum up to, as norm.cuh adds it up.
-  static __device__ __forceinline__ float row_sum(float first, float second, float* chunks) {
-    constexpr int kChunks = (kCtaUnits + 1) / 2;  // of 256 columns, 16 threads
-#pragma unroll
-    for (int offset = 8; offset > 0; offset /= 2) {
-      first += __shfl_xor_sync(0xffffffffu, first, offset);
-      second += __shfl_xor_sync(0xffffffffu, second, offset);
-    }
-    const int chunk = threadIdx.x / 16;
-    if (threadIdx.x % 16 == 0 && chunk < kChunks) chunks[chunk] = first + second;
-    __syncthreads();
-    return chunk_total(chunks, kChunks);
-  }
-
-  __device__ __forceinline__ void normalize() {
-    constexpr bool kLayer = kPrologue == Prologue::kLayer;
-    __shared__ float chunks[2][(kCtaUnits + 1) / 2];
-    const int at = kUnitColumns * unit(0) + column();
-    const bool there = unit(0) < kCtaUnits && at < k;
-    uint4 w[2], b[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      w[h] = b[h] = make_uint4(0, 0, 0, 0);
-      if (there) w[h] = *reinterpret_cast<const uint4*>(source.weight + at + 8 * h);
-      if (kLayer && there && source.bias != nullptr) b[h] = *reinterpret_cast<const uint4*>(source.bias + at + 8 * h);
-      if (there && source.other != nullptr && blockIdx.x == 0) {
-        *reinterpret_cast<uint4*>(source.sum + at + 8 * h) = raw[0][h];
-      }
-    }
-    float f[kLaneColumns];
-    widen(f, raw[0]);
-    const float columns = static_cast<float>(k);
-    float sums[2] = {};
-    float mean = 0.0f;
-    if constexpr (kLayer) {
-#pragma unroll
-      for (int j = 0; j < kLaneColumns; ++j) sums[j / 8] += f[j];
-      mean = __fdiv_rn(row_sum(sums[0], sums[1], chunks[0]), columns);
-    }
-    sums[0] = sums[1] = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kLaneColumns; ++j) {
-      const float centered = there ? f[j] - mean : 0.0f;
-      sums[j / 8] = fmaf(centered, centered, sums[j / 8]);
-    }
-    const float inv = inverse_root(row_sum(sums[0], sums[1], chunks[1]), columns, source.eps);
-    float weights[kLaneColumns], biases[kLaneColumns];
-    widen(weights, w);
-    widen(biases, b);
-#pragma unroll
-    for (int j = 0; j < kLaneColumns; ++j) f[j] = normalized<T, kLayer>(f[j], mean, inv, weights[j], biases[j]);
-    narrow(raw[0], f);
-  }
-
-  __device__ __forceinline__ void finish(uint32_t regions) {
-    if (kPrologue == Prologue::kGate || (kNorm && source.other != nullptr)) join();
-    if constexpr (kNorm) normalize();
+  __device__ __forceinline__ void finish(uint32_t regions) const {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
       if (__shfl_sync(0xffffffffu, unit(i), 0) >= kCtaUnits) break;
