@@ -138,8 +138,9 @@ def test_a_step_is_its_two_parts(dtype: torch.dtype, int8: bool, rotary: bool) -
     OPS.append_kv(**apart)
     names = ("q", "keys", "values", "key_scales", "value_scales", "positions")
     want = OPS.decode_attention(*(apart[name] for name in names), 0.25)
-    counters = torch.zeros(12, dtype=torch.int32)
-    assert torch.equal(OPS.append_attention(**given, scale=0.25, counters=counters), want)
+    counters, absmax = torch.zeros(12, dtype=torch.int32), torch.zeros(len(q))
+    assert torch.equal(OPS.append_attention(**given, scale=0.25, counters=counters, absmax=absmax), want)
+    assert torch.equal(absmax, want.flatten(1).float().abs().amax(1))
     assert torch.equal(given["q"], q)
     for name in names[1:5]:
         assert given[name] is None or torch.equal(given[name], apart[name])

@@ -68,10 +68,15 @@ def append(x: DType, cache: DType, head: int, queries: int, rotary: bool, parts:
     want = out.take(width)
     assert not want.isnan().any()
 
-    for _ in range(2):
+    largest = torch.full((batch,), 1e-9, device=DEVICE)
+    numerics.raise_absmax(largest, want)
+    for absmax in (None, torch.full((batch,), 1e-9, device=DEVICE)):
         out, new, untouched = Guarded(batch, width, dtype), caches(x, cache, head), q.clone()
         given = (untouched, k, v, *tables, positions, slots, *new, out.tensor, workspace.fill_(math.nan), counters)
-        launch(emit_attention_append(fused), grid, *given, *strides, KV_HEADS * CONTEXT * head, *sizes, scale)
+        where = 0 if absmax is None else absmax
+        launch(emit_attention_append(fused), grid, *given, where, *strides, KV_HEADS * CONTEXT * head, *sizes, scale)
+        if absmax is not None:
+            assert_same(absmax, largest)
         assert_same(out.take(width), want)
         assert_same(untouched, q)
         for got, expected in zip(new, kept, strict=True):

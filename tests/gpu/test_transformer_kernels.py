@@ -350,7 +350,11 @@ def test_activations(x: DType, kind: str, columns: int, aligned: bool) -> None:
     out = Guarded(m, columns, dtype)
     given = [rows.to(DEVICE), *([up.to(DEVICE)] if gated else [])]
     strides = [columns + extra] * len(given)
-    launch(emit_activation(desc), desc.grid(m, columns), *given, out.tensor, *strides, columns)
+    absmax = torch.zeros(m, device=DEVICE)
+    launch(emit_activation(desc), desc.grid(m, columns), *given, out.tensor, absmax, *strides, columns)
+    largest = torch.zeros(m)
+    numerics.raise_absmax(largest, out.take(columns))
+    assert_same(absmax.cpu(), largest)
     exact = rows[:, :columns].double()
     logit = exact if gated else 2 * math.sqrt(2 / math.pi) * (exact + 0.044715 * exact**3)
     want = exact * logit.sigmoid()
