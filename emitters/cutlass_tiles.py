@@ -28,6 +28,7 @@ SM90_MENU: tuple[TileConfig, ...] = (
     tile("warp_specialized", "64x64x256"),
     tile("pingpong", "128x64x128 c2x1"),
     tile("pingpong", "128x128x128 c2x1"),
+    tile("pingpong", "128x160x128 c2x1"),
     tile("cooperative", "256x160x128"),
     tile("cooperative", "128x256x128 c2x1"),
 )

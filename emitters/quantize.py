@@ -114,12 +114,11 @@ class QuantizePerToken(_RowKernel):
     ) -> QuantizePerToken:
         """The layout for m rows of k_padded columns.
 
-        Few rows: as many threads as the row has vectors, since latency rules. Many rows: four vectors per thread,
-        enough bytes in flight per SM with a barrier over fewer warps, or none for rows of up to 160 vectors.
+        Few rows: as many threads as the row has vectors, since latency rules. Many rows: up to five vectors per
+        thread, enough bytes in flight per SM with a barrier over fewer warps, or none for rows of up to 160 vectors.
         """
         vectors = max(1, _ceil_div(k_padded * x.bits // 8, _VECTOR_BYTES))
-        many = m >= 4 * sm_count
-        per_thread = (5 if vectors <= 160 else 4) if many else 1
+        per_thread = 5 if m >= 4 * sm_count else 1
         threads = next((t for t in THREADS if t * per_thread >= vectors), THREADS[-1])
         held = _ceil_div(vectors, threads)
         return cls(x, arch, threads, held if held <= _max_vectors(threads) else 0, aligned)

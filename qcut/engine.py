@@ -16,7 +16,7 @@ from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
 from qcut.evaluation import token_nll
 from qcut.kv_cache import KVCache, KVDtype
 from qcut.sampling import Sampling, sample
-from qcut.w8a8_ops import FEW_ROWS
+from qcut.w8a8_ops import FEW_ELEMENTS, FEW_ROWS
 
 DEFAULT_CONTEXT = 4096
 """Tokens that an engine has memory for unless told otherwise, where the model was made for more."""
@@ -322,8 +322,8 @@ class Engine:
     def _noted(self, rows: int) -> list[tuple[Tensor | None, Tensor | None]]:
         """Zeros for the largest magnitudes of what each layer's output and MLP's last projection read, where int8."""
         d = self.decoder
-        wanted = [(is_dynamic(layer.output), is_dynamic(layer.mlp.down)) for layer in d.layers]
-        if rows > FEW_ROWS or not any(map(any, wanted)):
+        wanted = [[_is_noted(m, rows) for m in (layer.output, layer.mlp.down)] for layer in d.layers]
+        if not any(map(any, wanted)):
             return [(None, None)] * len(wanted)
         zeros = torch.zeros((len(wanted), 2, rows), dtype=torch.float32, device=d.device)
         return [(z[0] if mixed else None, z[1] if mid else None) for z, (mixed, mid) in zip(zeros, wanted, strict=True)]
@@ -385,3 +385,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions on halves ``(i, i + D / 2)``, in x's dtype, as transformers computes them."""
     low, high = x.chunk(2, -1)
     return x * cos + torch.cat((-high, low), -1) * sin
+
+
+def _is_noted(module: nn.Module, rows: int) -> bool:
+    """Whether a projection is told the largest magnitudes of so many rows, and quantizes them itself."""
+    return is_dynamic(module) and rows <= FEW_ROWS and rows * module.in_features <= FEW_ELEMENTS

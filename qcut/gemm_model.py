@@ -122,6 +122,7 @@ DP4A_MACS = 256
 REGISTERS = 65_536
 """Per multiprocessor, handed out to warps in 256s."""
 _L2_BYTES = 32.0  # per multiprocessor and cycle
+_TMA_BYTES = 40.0  # the same, where the TMA loads (8192×1280×5120, tiles of 128×160)
 _START_CYCLES = 1200
 _EPILOGUE_BYTES = 16.0  # per multiprocessor and cycle
 _LATENCY_CYCLES = 700  # of a load that misses the L2
@@ -275,7 +276,7 @@ def tile_cycles(tile: TileConfig, out_bits: int, m: int, n: int, k: int, target:
     # Narrow tiles read shared memory faster than it delivers.
     width_penalty = 1.0 if bn >= 128 else 1.0 + 0.25 * (128 - bn) / 128
     products = bm * bn * k / MACHINES[target.arch].tensor_macs * width_penalty
-    loads = (bm / cn + bn / cm) * k / _L2_BYTES
+    loads = (bm / cn + bn / cm) * k / (_L2_BYTES if tile.schedule == "multistage" else _TMA_BYTES)
     epilogue = bm * bn * out_bits / 8 / _EPILOGUE_BYTES
     body = max(products, loads)
     hidden = tile.schedule == "pingpong"

@@ -16,6 +16,8 @@ from qcut.op_registry import FLOAT_DTYPES, check_absmax, check_dtype, check_tens
 
 FEW_ROWS = 8
 """Rows up to which CUDA's kernels note largest magnitudes, and quantize by them. Of more, a kernel before does."""
+FEW_ELEMENTS = 16_384
+"""Of all rows, up to which that is faster: every CTA of a product quantizes all of them."""
 
 _S8, _F32 = (torch.int8,), (torch.float32,)
 

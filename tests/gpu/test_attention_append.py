@@ -68,7 +68,7 @@ def append(x: DType, cache: DType, head: int, queries: int, rotary: bool, parts:
     want = out.take(width)
     assert not want.isnan().any()
 
-    largest = torch.full((batch,), 1e-9, device=DEVICE)
+    largest = torch.full((batch,), 1e-9)
     numerics.raise_absmax(largest, want)
     for absmax in (None, torch.full((batch,), 1e-9, device=DEVICE)):
         out, new, untouched = Guarded(batch, width, dtype), caches(x, cache, head), q.clone()
@@ -76,7 +76,7 @@ def append(x: DType, cache: DType, head: int, queries: int, rotary: bool, parts:
         where = 0 if absmax is None else absmax
         launch(emit_attention_append(fused), grid, *given, where, *strides, KV_HEADS * CONTEXT * head, *sizes, scale)
         if absmax is not None:
-            assert_same(absmax, largest)
+            assert_same(absmax.cpu(), largest)
         assert_same(out.take(width), want)
         assert_same(untouched, q)
         for got, expected in zip(new, kept, strict=True):

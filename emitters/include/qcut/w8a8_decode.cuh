@@ -40,20 +40,24 @@ struct W8A8Tile {
   static_assert(kTokens <= 8, "see emitters/w8a8_decode.py");
 };
 
-// What lane 4g + t multiplies of token g: [unit][64 columns][16 bytes], and how it comes there. load() asks for it,
-// take() waits. Columns past k are zero.
+// What lane 4g + t multiplies of token g: [unit][64 columns][16 bytes], and how it comes there. load() asks for the
+// columns from the warp's first one on, take() waits. Columns past k are zero. a: int8, k a multiple of 16.
 template <class Tile>
 struct TokenFragment {
-  static constexpr int kPieces = 2 * Tile::kUnits;
   uint32_t x[Tile::kUnits][2][4];
+  const int8_t* row;
+  int token, columns, t;
 
-  // k of int8 tokens is a multiple of 16.
-  __device__ __forceinline__ void load(const int8_t* row, int column, int k) {
+  __device__ __forceinline__ TokenFragment(const void* a, int lda, int m, int k)
+      : token(threadIdx.x % 32 / 4), columns(token < m ? k : 0), t(threadIdx.x % 4) {
+    row = static_cast<const int8_t*>(a) + static_cast<long long>(token) * lda;
+  }
+  __device__ __forceinline__ void load(int column) {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int col = column + 64 * i;
+    for (int i = 0; i < 2 * Tile::kUnits; ++i) {
+      const int col = column + 64 * i + 16 * t;
       uint4 raw = make_uint4(0, 0, 0, 0);
-      if (col < k) raw = *reinterpret_cast<const uint4*>(row + col);
+      if (col < columns) raw = *reinterpret_cast<const uint4*>(row + col);
       const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) x[i / 2][i % 2][j] = words[j];
@@ -62,30 +66,68 @@ struct TokenFragment {
   __device__ __forceinline__ void take(const QuantizedRow&) {}
 };
 
+// The same of rows of T, quantized on the way. Fragments of fewer than eight tokens have lanes to spare: a token's words
+// are quantized by all lanes that have its number modulo kTokens, and dealt out.
 template <class Tile, bool kAligned>
-struct RowFragment : TokenFragment<Tile> {
+struct RowFragment {
   using T = typename Tile::T;
-  using Base = TokenFragment<Tile>;
-  static constexpr int kSize = Vector<T>::kSize, kVectors = 16 / kSize;
-  Vector<T> raw[Base::kPieces][kVectors];
+  static constexpr int kTokens = Tile::kTokens, kUnits = Tile::kUnits;
+  static constexpr int kSize = Vector<T>::kSize < 4 * kTokens ? Vector<T>::kSize : 4 * kTokens;  // columns of a load
+  static constexpr int kLoads = 4 * kTokens / kSize;                                             // of a unit
+  uint32_t x[kUnits][2][4];
+  Vector<T> raw[kUnits][kLoads];
+  const T* row;
+  int g, t, token, columns;
 
-  __device__ __forceinline__ void load(const T* row, int column, int k) {
+  __device__ __forceinline__ RowFragment(const void* a, int lda, int m, int k)
+      : g(threadIdx.x % 32 / 4), t(threadIdx.x % 4), token(g % kTokens), columns(token < m ? k : 0) {
+    row = static_cast<const T*>(a) + static_cast<long long>(token) * lda;
+  }
+  __device__ __forceinline__ void load(int column) {
 #pragma unroll
-    for (int i = 0; i < Base::kPieces; ++i) {
-      load_vectors<T, kVectors, kAligned>(raw[i], row, column + 64 * i, kSize, k);
+    for (int u = 0; u < kUnits; ++u) {
+#pragma unroll
+      for (int l = 0; l < kLoads; ++l) {
+        const int word = g / kTokens * kTokens + l * kSize / 4;
+        const int col = column + Tile::kUnitColumns * u + 64 * (word / 4) + 16 * t + 4 * (word % 4);
+        raw[u][l] = Vector<T>{};
+        if (kAligned && col + kSize <= columns) {
+          if constexpr (kSize * sizeof(T) == 16) {
+            const uint4 v = *reinterpret_cast<const uint4*>(row + col);
+            raw[u][l] = Vector<T>{v.x, v.y, v.z, v.w};
+          } else {
+            const uint2 v = *reinterpret_cast<const uint2*>(row + col);
+            raw[u][l] = Vector<T>{v.x, v.y, 0, 0};
+          }
+        } else if (col < columns) {
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) {
+            if (col + j < columns) raw[u][l].set(j, row[col + j]);
+          }
+        }
+      }
     }
   }
   __device__ __forceinline__ void take(const QuantizedRow& quantized) {
 #pragma unroll
-    for (int i = 0; i < Base::kPieces; ++i) {
+    for (int u = 0; u < kUnits; ++u) {
+      uint32_t words[kTokens];
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        float f[kSize];
+      for (int l = 0; l < kLoads; ++l) {
+        float f[Vector<T>::kSize], used[kSize];
         uint32_t packed[kSize / 4];
-        raw[i][v].to_float(f);
-        quantized.quantize(f, packed);
+        raw[u][l].to_float(f);
 #pragma unroll
-        for (int j = 0; j < kSize / 4; ++j) this->x[i / 2][i % 2][v * kSize / 4 + j] = packed[j];
+        for (int j = 0; j < kSize; ++j) used[j] = f[j];
+        quantized.quantize(used, packed);
+#pragma unroll
+        for (int j = 0; j < kSize / 4; ++j) words[l * kSize / 4 + j] = packed[j];
+      }
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {
+        uint32_t& to = x[u][w / 4][w % 4];
+        to = words[w % kTokens];
+        if constexpr (kTokens < 8) to = __shfl_sync(0xffffffffu, to, 4 * (w / kTokens * kTokens + token) + t);
       }
     }
   }
@@ -146,17 +188,14 @@ __device__ __forceinline__ void w8a8_decode(const void* a, const float* a_absmax
   if (kAbsmax && threadIdx.x < Tile::kTokens) peaks[threadIdx.x] = 0;
   if constexpr (Tile::kFrom != Tokens::kNone) wait_for_dependencies();
 
-  using Element = typename Either<Tile::kQuantizes, typename Tile::T, int8_t>::Type;
-  typename Either<Tile::kQuantizes, RowFragment<Tile, kAligned>, TokenFragment<Tile>>::Type fragment;
-  const Element* const token = static_cast<const Element*>(a) + static_cast<long long>(g) * lda;
-  const int columns = g < m ? k : 0;
-  fragment.load(token, first + 16 * t, columns);
-  const QuantizedRow quantized(Tile::kQuantizes && g < m ? __float_as_uint(a_absmax[g]) : 0);
+  typename Either<Tile::kQuantizes, RowFragment<Tile, kAligned>, TokenFragment<Tile>>::Type tokens(a, lda, m, k);
+  tokens.load(first);
+  const QuantizedRow quantized(Tile::kQuantizes && tokens.columns > 0 ? __float_as_uint(a_absmax[tokens.token]) : 0);
   if constexpr (Tile::kQuantizes) {
-    if (warp == 0 && t == 0 && g < m) token_scales[g] = quantized.scale();
+    if (threadIdx.x % 4 == 0 && threadIdx.x < 4 * m) token_scales[tokens.token] = quantized.scale();
     args.row_scale = token_scales;
   }
-  fragment.take(quantized);
+  tokens.take(quantized);
 
   // Accumulators hold rows g and g + 8 of tokens 2t and 2t + 1.
   int* const own = sums + warp * Tile::kTokens * Tile::kPitch + g;
@@ -186,8 +225,8 @@ __device__ __forceinline__ void w8a8_decode(const void* a, const float* a_absmax
           for (int i = 0; i < 4; ++i) {
             const uint32_t(&rows)[2][4] = w[s][u][i / 2];
             const int j = i % 2 * 2;
-            mma_s8(acc, {rows[0][j], rows[1][j], rows[0][j + 1], rows[1][j + 1]}, fragment.x[u][i / 2][j],
-                   fragment.x[u][i / 2][j + 1]);
+            mma_s8(acc, {rows[0][j], rows[1][j], rows[0][j + 1], rows[1][j + 1]}, tokens.x[u][i / 2][j],
+                   tokens.x[u][i / 2][j + 1]);
           }
           if (down || round + 1 < rounds) load(w[s][u], next_tile, next_column + Tile::kUnitColumns * u);
         }
@@ -198,8 +237,8 @@ __device__ __forceinline__ void w8a8_decode(const void* a, const float* a_absmax
       }
     }
     if (round + 1 < rounds) {
-      fragment.load(token, column + kStride + 16 * t, columns);
-      fragment.take(quantized);
+      tokens.load(column + kStride);
+      tokens.take(quantized);
     }
   }
   __syncthreads();
