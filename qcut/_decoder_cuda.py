@@ -20,6 +20,7 @@ from emitters.transformer import (
     ActivateRows,
     ArgmaxRows,
     NormRows,
+    Rotary,
     RotateAndAppend,
     emit_activation,
     emit_append,
@@ -111,6 +112,7 @@ def append_kv(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
     length: int = 1,
+    interleaved: bool = False,
 ) -> None:
     decoder_ops._check_append(q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales, length)
     (tokens, heads, head), (_, kv_heads, context, _), device = q.shape, keys.shape, q.get_device()
@@ -128,11 +130,12 @@ def append_kv(
         where |= table.data_ptr()
     cache_where = keys.data_ptr() | values.data_ptr()
     aligned = where % (vector * size) == 0 == cache_where % (vector * keys.element_size())
-    key = ("append", q.dtype, keys.dtype, head, heads, kv_heads, many, aligned, device)
+    key = ("append", q.dtype, keys.dtype, head, heads, kv_heads, interleaved, many, aligned, device)
     plan = _plans.get(key)
     if plan is None:
+        rotary: Rotary = "none" if not tables else "interleaved" if interleaved else "half"
         types = DTYPES[q.dtype], DTYPES[keys.dtype]
-        desc = RotateAndAppend(*types, head, bool(tables), target(device).arch, many, aligned)
+        desc = RotateAndAppend(*types, head, rotary, target(device).arch, many, aligned)
         kernel = launch_plans.load(emit_append(desc), device)
         plan = LaunchPlan(kernel, lambda m: desc.grid(m, heads, kv_heads), pdl=_pdl(device))
         _plans[key] = plan

@@ -188,6 +188,7 @@ def _check_append(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
     length: int = 1,
+    interleaved: bool = False,
 ) -> None:
     _check_tokens("append_kv", q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales, length)
 
@@ -209,11 +210,12 @@ def _append_cpu(
     key_scales: Tensor | None,
     value_scales: Tensor | None,
     length: int = 1,
+    interleaved: bool = False,
 ) -> None:
     if cos is not None and sin is not None:
         at = positions.long()
-        q.copy_(_rotated(q, cos[at, None], sin[at, None]))
-        k = _rotated(k, cos[at, None], sin[at, None])
+        q.copy_(_rotated(q, cos[at, None], sin[at, None], interleaved))
+        k = _rotated(k, cos[at, None], sin[at, None], interleaved)
     rows, places = torch.arange(len(q), device=q.device) // length, slots.long()
     for cache, scales, new in ((keys, key_scales, k), (values, value_scales, v)):
         if scales is not None:
@@ -223,14 +225,19 @@ def _append_cpu(
         cache[rows, :, places] = new
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat((-high, low), -1) * sin
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        low, high = x.chunk(2, -1)
+        other = torch.cat((-high, low), -1)
+    return x * cos + other * sin
 
 
 define(
     "append_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor positions, Tensor slots, "
-    "Tensor(b!) keys, Tensor(c!) values, Tensor(d!)? key_scales, Tensor(e!)? value_scales, int length=1) -> ()",
+    "Tensor(b!) keys, Tensor(c!) values, Tensor(d!)? key_scales, Tensor(e!)? value_scales, int length=1, "
+    "bool interleaved=False) -> ()",
     _check_append,
     _append_fake,
     _append_cpu,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from qcut import errors, numerics, ops  # noqa: F401  (registers)
@@ -87,6 +88,21 @@ def test_keys_are_rotated_and_kept(dtype: torch.dtype, int8: bool, rotary: bool,
                 assert torch.equal(given[scales][i // length, :, slot], scale)
             want[i // length, :, slot] = row
         assert torch.equal(given[cache], want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [1, 3])
+def test_neighbours_are_rotated_as_gptj_does(dtype: torch.dtype, length: int) -> None:
+    given = tokens(dtype)
+    halves = [given[name][:, :8] for name in ("cos", "sin")]
+    given["cos"], given["sin"] = (half.repeat_interleave(2, -1) for half in halves)
+    cos, sin = (half[given["positions"].long()][None] for half in halves)
+    q, k = (gptj_rotated(given[name][None], sin, cos)[0] for name in ("q", "k"))
+    OPS.append_kv(**given, length=length, interleaved=True)
+    assert torch.equal(given["q"], q)
+    for i, slot in enumerate(given["slots"].tolist()):
+        assert torch.equal(given["keys"][i // length, :, slot], k[i])
+        assert torch.equal(given["values"][i // length, :, slot], given["v"][i])
 
 
 # ── decode_attention ─────────────────────────────────────────────────────────────────────────────
@@ -198,8 +214,8 @@ def test_opcheck() -> None:
     torch.library.opcheck(OPS.add_norm.default, (x, None, weight, None, False, 1e-5))
     torch.library.opcheck(OPS.add_norm_int8.default, (x, x + 1, weight, weight, True, 1e-5, 16))
     for int8 in (False, True):
-        for length in ((), (3,)):
-            torch.library.opcheck(OPS.append_kv.default, (*tokens(int8=int8).values(), *length))
+        for more in ((), (3,), (1, True)):
+            torch.library.opcheck(OPS.append_kv.default, (*tokens(int8=int8).values(), *more))
         step = (*tokens(int8=int8).values(), 0.25)
         torch.library.opcheck(OPS.append_attention.default, step, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(OPS.argmax.default, (x,))

@@ -32,7 +32,7 @@ F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
 WIDE = AttentionDecode(F16, F16, 128, 4, "sm_90a")
 MMA = AttentionMma(F16, F16, 128, 4, "sm_90a", cluster=8)
 NORM = NormRows(F16, False, "sm_90a")
-APPEND = RotateAndAppend(F16, F16, 128, True, "sm_90a")
+APPEND = RotateAndAppend(F16, F16, 128, "half", "sm_90a")
 
 
 def mma_attention(arch: str) -> list[AttentionMma]:
@@ -43,8 +43,9 @@ def mma_attention(arch: str) -> list[AttentionMma]:
 
 
 def appends(arch: str) -> list[RotateAndAppend]:
-    heads = ((F16, F16, 128, True), (BF16, S8, 256, True), (F32, F32, 8, True), (F16, S8, 64, False))
-    heads += ((F32, F32, 250, True), (F16, F16, 64, False))
+    heads: tuple[Any, ...] = ((F16, F16, 128, "half"), (BF16, S8, 256, "half"), (F32, F32, 8, "half"))
+    heads += ((F16, S8, 64, "none"), (F16, F16, 64, "none"), (F32, F32, 250, "half"))
+    heads += ((BF16, BF16, 128, "interleaved"), (F16, S8, 64, "interleaved"), (F32, F32, 40, "interleaved"))
     found = [RotateAndAppend(*head, arch, many) for head in heads for many in (False, True)]
     return [*found, *(replace(desc, aligned=False) for desc in found if desc.head != 250)]
 
@@ -85,8 +86,9 @@ def test_names_spell_the_kernel() -> None:
     assert APPEND.name == "qcut_append_sm90a_f16_f16_h128_rope"
     assert ActivateRows("gelu_tanh", F16, "sm_90a", False).name == "qcut_gelu_tanh_sm90a_f16_u"
     assert ArgmaxRows(BF16, "sm_80").name == "qcut_argmax_sm80_bf16"
-    assert replace(APPEND, cache=S8, rotary=False).name == "qcut_append_sm90a_f16_s8_h128"
+    assert replace(APPEND, cache=S8, rotary="none").name == "qcut_append_sm90a_f16_s8_h128"
     assert replace(APPEND, many=True, aligned=False).name == "qcut_append_sm90a_f16_f16_h128_rope_m_u"
+    assert replace(APPEND, rotary="interleaved").name == "qcut_append_sm90a_f16_f16_h128_rope_pairs"
 
 
 @pytest.mark.parametrize("source", sources("sm_90a"), ids=lambda s: s.name)
@@ -154,7 +156,7 @@ def test_appending_reaches_every_head_of_every_token(desc: RotateAndAppend) -> N
         groups = desc.block // min(32, 1 << (shares - 1).bit_length())
         at_once = groups if desc.many else 1
         assert (x - 1) * at_once < tokens <= x * at_once
-        each = 4 if desc.many else groups
+        each = max(1, 64 // desc.x.bits // -(-shares // 32)) if desc.many else groups
         assert (y - 1) * each < heads + 2 * kv_heads <= y * each
         assert z == 1
 
@@ -269,7 +271,7 @@ def test_every_constraint_is_refused_below() -> None:
     assert [c.name for c in attention_mma.CONSTRAINTS] == list(MMA_REFUSALS)
     assert [c.name for c in attention.CONSTRAINTS] == list(REFUSALS)
     assert [c.name for c in transformer.NORM_CONSTRAINTS] == ["x", "threads", "vectors"]
-    assert [c.name for c in transformer.ROPE_CONSTRAINTS] == ["x", "cache", "head"]
+    assert [c.name for c in transformer.ROPE_CONSTRAINTS] == ["x", "cache", "head", "rotary"]
     assert [c.name for c in transformer.ACTIVATION_CONSTRAINTS] == ["kind", "x"]
     assert [c.name for c in transformer.ARGMAX_CONSTRAINTS] == ["x"]
 
@@ -291,6 +293,7 @@ def test_illegal_attention_is_refused_by_name(name: str) -> None:
         (APPEND, {"cache": BF16}, "cache"),
         (APPEND, {"head": 7}, "head"),
         (APPEND, {"head": 258}, "head"),
+        (APPEND, {"rotary": "pairs"}, "rotary"),
         (ArgmaxRows(F16, "sm_90a"), {"x": S8}, "x"),
         (ActivateRows("silu_mul", F16, "sm_90a"), {"x": S8}, "x"),
         (ActivateRows("silu_mul", F16, "sm_90a"), {"kind": "relu"}, "kind"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from emitters.source import DType
-from emitters.transformer import MANY_TOKENS, RotateAndAppend, emit_append
+from emitters.transformer import MANY_TOKENS, ROTARY, Rotary, RotateAndAppend, emit_append
 from qcut import numerics
 from qcut import ops as _ops  # noqa: F401  (registers)
 from tests.gpu.launching import Guarded, arch, launch
@@ -21,10 +21,18 @@ BATCHES = ((3, 1), (2, 19), (1, 1))
 """Sequences, and tokens of each."""
 
 
-def turned(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turned(rows: Tensor, cos: Tensor, sin: Tensor, rotary: Rotary) -> Tensor:
     """Rotary positions of ``[tokens, heads, head]``, as eager models compute them."""
-    low, high = rows.chunk(2, -1)
-    return rows * cos[:, None] + torch.cat((-high, low), -1) * sin[:, None]
+    pairs = rows.unflatten(-1, (2, -1) if rotary == "half" else (-1, 2))
+    dim = -2 if rotary == "half" else -1
+    first, second = pairs.unbind(dim)
+    return rows * cos[:, None] + torch.stack((-second, first), dim).flatten(-2) * sin[:, None]
+
+
+def tables_of(context: int, head: int, rotary: Rotary, dtype: torch.dtype, generator: Any = None) -> Tensor:
+    """Cosines and sines ``[2, context, head]``, the same for both columns of a pair."""
+    half = torch.randn(2, context, head // 2, generator=generator).to(dtype)
+    return half.repeat_interleave(2, -1) if rotary == "interleaved" else torch.cat((half, half), -1)
 
 
 def check(desc: RotateAndAppend, batch: int, length: int, heads: int = 5, kv_heads: int = 2, context: int = 23) -> None:
@@ -39,15 +47,15 @@ def check(desc: RotateAndAppend, batch: int, length: int, heads: int = 5, kv_hea
         return stored, stored[:, : count * head].reshape(tokens, count, head)
 
     (q_stored, q), (k_stored, k), (v_stored, v) = (rows(n) for n in (heads, kv_heads, kv_heads))
-    cos, sin = torch.randn(2, context, head, generator=generator).to(dtype)
+    cos, sin = tables_of(context, head, desc.rotary, dtype, generator)
     slots = torch.stack([torch.randperm(context, generator=generator)[:length] for _ in range(batch)]).flatten()
     positions = torch.randint(0, context, (tokens,), generator=generator)
     int8 = desc.cache is S8
     stored = torch.int8 if int8 else dtype
     keys, values = (Guarded(batch * kv_heads * context, head, stored) for _ in range(2))
     scales = torch.full((2, batch, kv_heads, context), -1.0, device=DEVICE)
-    rotated, queries = q_stored.to(DEVICE, copy=True), heads * desc.rotary
-    tables = [cos.to(DEVICE), sin.to(DEVICE), positions.int().to(DEVICE)] if desc.rotary else []
+    rotated, queries = q_stored.to(DEVICE, copy=True), 0 if desc.rotary == "none" else heads
+    tables = [cos.to(DEVICE), sin.to(DEVICE), positions.int().to(DEVICE)] if queries else []
     caches = [keys.tensor, values.tensor, *(scales if int8 else ())]
     strides = (q_stored.stride(0), k_stored.stride(0), kv_heads * context * head)
     given = [rotated, k_stored.to(DEVICE), v_stored.to(DEVICE), *tables, slots.int().to(DEVICE), *caches]
@@ -55,9 +63,9 @@ def check(desc: RotateAndAppend, batch: int, length: int, heads: int = 5, kv_hea
     launch(emit_append(desc), desc.grid(tokens, queries, kv_heads), *given, *strides, *sizes)
 
     want_q = q_stored.clone()
-    if desc.rotary:
-        want_q[:, : heads * head] = turned(q, cos[positions], sin[positions]).flatten(1)
-        k = turned(k, cos[positions], sin[positions])
+    if queries:
+        want_q[:, : heads * head] = turned(q, cos[positions], sin[positions], desc.rotary).flatten(1)
+        k = turned(k, cos[positions], sin[positions], desc.rotary)
     assert_same(rotated.cpu(), want_q)
     untouched = Guarded(batch * kv_heads * context, head, stored).take(head)
     for i, (cache, new) in enumerate(((keys, k), (values, v))):
@@ -75,9 +83,9 @@ def check(desc: RotateAndAppend, batch: int, length: int, heads: int = 5, kv_hea
 
 @pytest.mark.parametrize("x", [F16, BF16, F32])
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("rotary", ROTARY)
 @pytest.mark.parametrize("head", HEADS)
-def test_positions_are_rotated_and_keys_and_values_kept(x: DType, int8: bool, rotary: bool, head: int) -> None:
+def test_positions_are_rotated_and_keys_and_values_kept(x: DType, int8: bool, rotary: Rotary, head: int) -> None:
     for many in (False, True):
         for aligned in (False, True):
             desc = RotateAndAppend(x, S8 if int8 else x, head, rotary, arch(), many, aligned)
@@ -88,8 +96,8 @@ def test_positions_are_rotated_and_keys_and_values_kept(x: DType, int8: bool, ro
 @pytest.mark.parametrize("heads", [1, 3, 40, 71])
 def test_any_number_of_heads(heads: int) -> None:
     for many in (False, True):
-        check(RotateAndAppend(F16, S8, 64, True, arch(), many), 2, 3, heads, 1)
-        check(RotateAndAppend(F16, F16, 64, True, arch(), many), 2, 3, heads, heads)
+        check(RotateAndAppend(F16, S8, 64, "half", arch(), many), 2, 3, heads, 1)
+        check(RotateAndAppend(F16, F16, 64, "interleaved", arch(), many), 2, 3, heads, heads)
 
 
 def test_what_is_not_finite_stays_in_its_head() -> None:
@@ -97,7 +105,7 @@ def test_what_is_not_finite_stays_in_its_head() -> None:
     k, v = torch.randn(2, 2, kv_heads, head).half()
     k[0, 1, 3], v[1, 2, 60] = float("nan"), float("inf")
     for many in (False, True):
-        desc = RotateAndAppend(F16, S8, head, False, arch(), many)
+        desc = RotateAndAppend(F16, S8, head, "none", arch(), many)
         keys, values = (torch.full((2, kv_heads, context, head), 9, dtype=torch.int8, device=DEVICE) for _ in range(2))
         scales = torch.zeros(2, 2, kv_heads, context, device=DEVICE)
         slots = torch.tensor([1, 1], dtype=torch.int32, device=DEVICE)
@@ -115,19 +123,19 @@ def test_what_is_not_finite_stays_in_its_head() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("rotary", ROTARY)
 @pytest.mark.parametrize(
     ("batch", "length", "first", "head", "offset"),
     [(3, 1, 0, 64, 0), (2, MANY_TOKENS, 1, 64, 0), (3, 100, 0, 40, 1), (1, 700, 2, 128, 0)],
 )
 def test_views_of_one_product(
-    dtype: torch.dtype, int8: bool, rotary: bool, batch: int, length: int, first: int, head: int, offset: int
+    dtype: torch.dtype, int8: bool, rotary: Rotary, batch: int, length: int, first: int, head: int, offset: int
 ) -> None:
     """Bitwise the operator on the CPU; queries, keys and values are parts of the same rows."""
     heads, kv_heads, context, tokens = 6, 2, length + 5, batch * length
     width = (heads + 2 * kv_heads) * head
     qkv = torch.randn(tokens * width + offset).to(dtype)
-    tables = torch.randn(2, context, head).to(dtype)
+    tables = tables_of(context, head, rotary, dtype)
     shape = (2, batch + first, kv_heads, context)
     caches = torch.zeros(*shape, head).to(torch.int8 if int8 else dtype)
     scales = torch.zeros(shape)
@@ -136,10 +144,10 @@ def test_views_of_one_product(
     for device in ("cpu", DEVICE):
         rows, kept, kept_scales = (t.to(device, copy=True) for t in (qkv, caches, scales))
         q, k, v = rows[offset:].view(tokens, -1, head).split((heads, kv_heads, kv_heads), 1)
-        cos, sin = tables.to(device) if rotary else (None, None)
+        cos, sin = (None, None) if rotary == "none" else tables.to(device)
         given: list[Any] = [q, k, v, cos, sin, places.to(device), places.to(device), *(t[first:] for t in kept)]
         given += [t[first:] for t in kept_scales] if int8 else [None, None]
-        torch.ops.qcut.append_kv(*given, length)
+        torch.ops.qcut.append_kv(*given, length, rotary == "interleaved")
         results.append([t.cpu() for t in (rows, kept, kept_scales)])
     for want, got in zip(*results, strict=True):
         assert_same(got, want)

@@ -44,7 +44,10 @@ def caches(x: DType, cache: DType, head: int) -> list[Tensor]:
 
 def append(x: DType, cache: DType, head: int, queries: int, rotary: bool, parts: int, cluster: int) -> None:
     attention = AttentionMma.for_shape(x, cache, head, queries, arch(), cluster)
-    fused, rotate = AttentionAppend(attention, rotary), RotateAndAppend(x, cache, head, rotary, arch(), aligned=False)
+    fused, rotate = (
+        AttentionAppend(attention, rotary),
+        RotateAndAppend(x, cache, head, "half" if rotary else "none", arch(), aligned=False),
+    )
     batch, dtype, width = len(PLACES), TORCH_DTYPE[x], KV_HEADS * queries * head
     q, k, v = (torch.randn(batch, n).to(dtype).to(DEVICE) for n in (width + 5, *[KV_HEADS * head + 3] * 2))
     v[1, head:], v[2, :head] = 0, 2.0**-9 * v[2, :head]

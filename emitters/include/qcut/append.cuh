@@ -3,6 +3,7 @@
 //
 // A thread has the same columns of kHeads heads of one token, so that the places and the tables' rows it reads serve all
 // of them; and both columns of every pair, so that queries are rotated in place. Roundings are those of rope.cuh.
+// Source: Su et al., "RoFormer", arXiv 2104.09864, section 3.4.2, pairs neighbours; GPT-NeoX and Llama pair halves.
 #pragma once
 
 #include <qcut/quantize.cuh>
@@ -73,6 +74,9 @@ struct Piece {
   }
 };
 
+// Columns that are rotated together: none; i and i + kHead / 2; 2 i and 2 i + 1.
+enum class Pairs { kNone, kHalves, kNeighbours };
+
 // Lanes that a head's shares are spread over: a power of two, for reductions.
 __device__ constexpr int lanes_of(int shares) {
   int lanes = 1;
@@ -80,11 +84,13 @@ __device__ constexpr int lanes_of(int shares) {
   return lanes;
 }
 
-// A lane's columns of a head of a token: kVec of the lower half and the same of the upper, kPieces times.
-template <class T, int kHead, int kVec>
+// A lane's columns of a head of a token: kVec and as many kApart further on, kPieces times. Those are halves of the head
+// apart, but for single columns whose neighbours they are paired with.
+template <class T, int kHead, Pairs kPairs, int kVec>
 struct HeadShare {
-  static constexpr int kHalf = kHead / 2;
-  static constexpr int kShares = kHalf / kVec;
+  static constexpr bool kSingle = kPairs == Pairs::kNeighbours && kVec == 1;
+  static constexpr int kApart = kSingle ? 1 : kHead / 2;
+  static constexpr int kShares = kHead / 2 / kVec;
   static constexpr int kLanes = lanes_of(kShares);
   static constexpr int kPieces = (kShares + kLanes - 1) / kLanes;
   Piece<T, kVec> low[kPieces], high[kPieces];
@@ -92,7 +98,9 @@ struct HeadShare {
   static __device__ __forceinline__ bool has(int piece, int lane) {
     return kShares % kLanes == 0 || lane + piece * kLanes < kShares;
   }
-  static __device__ __forceinline__ int column(int piece, int lane) { return (lane + piece * kLanes) * kVec; }
+  static __device__ __forceinline__ int column(int piece, int lane) {
+    return (lane + piece * kLanes) * (kSingle ? 2 : kVec);
+  }
 
   // Zeros where there is nothing.
   __device__ __forceinline__ void load(const T* row, int lane, bool live) {
@@ -101,7 +109,7 @@ struct HeadShare {
       low[i] = high[i] = Piece<T, kVec>{};
       if (!live || !has(i, lane)) continue;
       low[i].load(row + column(i, lane));
-      high[i].load(row + column(i, lane) + kHalf);
+      high[i].load(row + column(i, lane) + kApart);
     }
   }
 
@@ -112,8 +120,16 @@ struct HeadShare {
       float a[kVec], b[kVec], cos_a[kVec], sin_a[kVec], cos_b[kVec], sin_b[kVec];
       low[i].get(a), cos.low[i].get(cos_a), sin.low[i].get(sin_a);
       high[i].get(b), cos.high[i].get(cos_b), sin.high[i].get(sin_b);
+      if constexpr (kPairs == Pairs::kNeighbours && kVec > 1) {
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) turn<T>(a[j], b[j], cos_a[j], sin_a[j], cos_b[j], sin_b[j]);
+        for (int j = 0; j < kVec; j += 2) {
+          turn<T>(a[j], a[j + 1], cos_a[j], sin_a[j], cos_a[j + 1], sin_a[j + 1]);
+          turn<T>(b[j], b[j + 1], cos_b[j], sin_b[j], cos_b[j + 1], sin_b[j + 1]);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) turn<T>(a[j], b[j], cos_a[j], sin_a[j], cos_b[j], sin_b[j]);
+      }
       low[i].set(a), high[i].set(b);
     }
   }
@@ -123,7 +139,7 @@ struct HeadShare {
     for (int i = 0; i < kPieces; ++i) {
       if (!has(i, lane)) continue;
       low[i].store(to + column(i, lane));
-      high[i].store(to + column(i, lane) + kHalf);
+      high[i].store(to + column(i, lane) + kApart);
     }
   }
 
@@ -152,7 +168,7 @@ struct HeadShare {
     for (int i = 0; i < kPieces; ++i) {
       if (!has(i, lane)) continue;
       store_int8(to + column(i, lane), low[i], quantized);
-      store_int8(to + column(i, lane) + kHalf, high[i], quantized);
+      store_int8(to + column(i, lane) + kApart, high[i], quantized);
     }
   }
 
@@ -171,17 +187,18 @@ struct HeadShare {
 };
 
 // q [tokens, heads, kHead], k and v [tokens, kv_heads, kHead], rows of tokens q_stride and kv_stride elements apart; q is
-// rotated in place. `length` tokens of each sequence follow one another. cos, sin [context, kHead] in T. C: of the cache,
-// T, or int8 with a scale for each token and head. Caches [sequences, kv_heads, context, kHead], batch_stride elements
-// between sequences. kVec: elements that are read at once; rows, tables and caches start at multiples of as many. A CTA
-// has kTokens tokens, and kHeads heads for each of its threads.
-template <class T, class C, int kHead, bool kRotary, int kVec, int kTokens, int kHeads, int kThreads>
+// rotated in place. `length` tokens of each sequence follow one another. cos, sin [context, kHead] in T, at a column what
+// rotates it. C: of the cache, T, or int8 with a scale for each token and head. Caches [sequences, kv_heads, context,
+// kHead], batch_stride elements between sequences. kVec: elements that are read at once; rows, tables and caches start at
+// multiples of as many. A CTA has kTokens tokens, and kHeads heads for each of its threads.
+template <class T, class C, int kHead, Pairs kPairs, int kVec, int kTokens, int kHeads, int kThreads>
 __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, const T* cos, const T* sin,
                                                   const int* positions, const int* slots, C* keys, C* values,
                                                   float* key_scales, float* value_scales, long long q_stride,
                                                   long long kv_stride, long long batch_stride, int heads, int kv_heads,
                                                   int context, int tokens, int length) {
-  using Share = HeadShare<T, kHead, kVec>;
+  using Share = HeadShare<T, kHead, kPairs, kVec>;
+  constexpr bool kRotary = kPairs != Pairs::kNone;
   constexpr int kGroups = kThreads / Share::kLanes;
   constexpr int kAtOnce = kGroups / kTokens;  // heads
   static_assert(kAtOnce * kTokens == kGroups, "every group of lanes has a token");
