@@ -1,12 +1,13 @@
 """What lies between a decoder's projections: norms, rotary positions and the cache, activations, argmax.
 
-Device code: ``include/qcut/norm.cuh``, ``rope.cuh``, ``activate_rows.cuh`` and ``argmax.cuh``.
+Device code: ``include/qcut/norm.cuh``, ``append.cuh``, ``activate_rows.cuh`` and ``argmax.cuh``.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from emitters.constraints import Constraint, check
 from emitters.source import DType, KernelSource, Param
@@ -144,28 +145,38 @@ def emit_norm(desc: NormRows) -> KernelSource:
     return _source(desc, desc.params(), types, f"norm_rows<{template}>", order, missing, "norm")
 
 
+Rotary = Literal["none", "half", "interleaved"]
+ROTARY: tuple[Rotary, ...] = ("none", "half", "interleaved")
+"""Which columns rotary positions turn together: i and ``i + head / 2``, or 2 i and 2 i + 1."""
+_PAIRS = {"none": "kNone", "half": "kHalves", "interleaved": "kNeighbours"}
+MANY_TOKENS = 256
+"""From so many on a thread has several heads of its token."""
 ROPE_CONSTRAINTS = (
     Constraint("x", "is f16, bf16 or f32", lambda k: k.x in _FLOATS),
     Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
     Constraint("head", "is 2 to 256 columns, an even number", lambda k: 2 <= k.head <= 256 and k.head % 2 == 0),
+    Constraint("rotary", f"is {', '.join(ROTARY)}", lambda k: k.rotary in ROTARY),
 )
 """What `RotateAndAppend` can be."""
 
 
 @dataclass(frozen=True)
 class RotateAndAppend:
-    """Rotary positions on halves for queries, in place, and keys; keys and values of new tokens into the cache.
+    """Rotary positions for queries, in place, and keys; keys and values of new tokens into the cache.
 
     q ``[tokens, heads, head]``, k and v ``[tokens, kv_heads, head]``, with strides between tokens; cos and sin
-    ``[context, head]`` of x's type. Token i is sequence i's, at ``positions[i]`` of the tables and ``slots[i]`` of the
-    cache ``[sequences, kv_heads, context, head]``.
+    ``[context, head]`` of x's type, at a column what rotates it: both of a pair have the same. Token i is sequence
+    ``i // length``'s, at ``positions[i]`` of the tables and ``slots[i]`` of the cache
+    ``[sequences, kv_heads, context, head]``.
 
     Attributes:
         x: element type of queries, keys, values and tables.
         cache: of the cache: x, or s8 with a float32 scale ``[sequences, kv_heads, context]`` for each token and head.
         head: columns of a head.
-        rotary: whether there are rotary positions; without, keys and values are only stored.
+        rotary: see `ROTARY`; with none, keys and values are only stored.
         arch: real architecture.
+        many: for `MANY_TOKENS` and more; results are the same.
+        aligned: rows of q, k and v, tables and caches start at multiples of `vector` elements. False reads single ones.
 
     Exactness: bitwise the eager arithmetic in x's type, each product and the sum rounded; s8 as
     ``qcut.numerics.quantize_per_token_ref`` of a head.
@@ -174,44 +185,75 @@ class RotateAndAppend:
     x: DType
     cache: DType
     head: int
-    rotary: bool
+    rotary: Rotary
     arch: str
-
-    _warps = 4
+    many: bool = False
+    aligned: bool = True
 
     def __post_init__(self) -> None:
         check(self.name, ROPE_CONSTRAINTS, self)
 
     @property
     def name(self) -> str:
-        """``qcut_append_{arch}_{x}_{cache}_h{head}``, ``_rope`` where positions are rotary."""
-        return (
-            f"qcut_append_{self.arch.replace('_', '')}_{self.x.value}_{self.cache.value}_h{self.head}"
-            f"{'_rope' if self.rotary else ''}"
-        )
+        """``qcut_append_{arch}_{x}_{cache}_h{head}``, ``_rope`` or ``_rope_pairs``, ``_m``, ``_u``."""
+        flags = {"half": "_rope", "interleaved": "_rope_pairs"}.get(self.rotary, "")
+        flags += "_m" * self.many + "_u" * (not self.aligned)
+        return f"qcut_append_{self.arch.replace('_', '')}_{self.x.value}_{self.cache.value}_h{self.head}{flags}"
 
     @property
     def block(self) -> int:
-        """Threads of a CTA: four warps, each with a head."""
-        return 32 * self._warps
+        """Threads of a CTA."""
+        return 128
+
+    @staticmethod
+    def widest(head: int, element_size: int) -> int:
+        """Elements that can be read at once: the power of two that divides half a head, 16 bytes at most."""
+        return min((head & -head) // 2, 16 // element_size)
+
+    @property
+    def vector(self) -> int:
+        """Elements that are read at once."""
+        return self.widest(self.head, self.x.bits // 8) if self.aligned else 1
+
+    @property
+    def _heads(self) -> int:
+        """Of a thread: as many as its registers hold with the tables' rows."""
+        return max(1, 64 // self.x.bits // -(-self._shares // 32)) if self.many else 1
+
+    @property
+    def _tokens(self) -> int:
+        """Of a CTA: with many each group of lanes has its own, so that what they store lies side by side."""
+        return self._groups if self.many else 1
+
+    @property
+    def _groups(self) -> int:
+        """Of a CTA, each with a head at a time: the lanes of one are a power of two."""
+        return self.block // min(32, 1 << (self._shares - 1).bit_length())
+
+    @property
+    def _shares(self) -> int:
+        """Of a head, each of two vectors."""
+        return self.head // 2 // self.vector
 
     def grid(self, tokens: int, heads: int, kv_heads: int) -> tuple[int, int, int]:
-        """CTAs of a launch. Without rotary positions queries have nothing to do: pass 0 heads."""
-        return (-(-(heads + 2 * kv_heads) // self._warps), tokens, 1)
+        """CTAs of a launch. Without rotary positions queries have nothing to do: pass 0 heads, to the kernel too."""
+        each = self._groups // self._tokens * self._heads
+        return (-(-tokens // self._tokens), -(-(heads + 2 * kv_heads) // each), 1)
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
         ``q, k, v``; ``cos, sin, positions`` (rotary alone); ``slots``; ``keys, values``; ``key_scales, value_scales``
-        (s8 alone); ``q_stride, kv_stride, batch_stride`` in elements; ``heads, kv_heads, context``. Positions and
-        slots are int32.
+        (s8 alone); ``q_stride, kv_stride, batch_stride`` in elements; ``heads, kv_heads, context, tokens``, ``length``,
+        tokens of each sequence. Positions and slots are int32.
         """
-        names = ["q", "k", "v", *["cos", "sin", "positions"] * self.rotary, "slots", "keys", "values"]
+        tables = ["cos", "sin", "positions"] * (self.rotary != "none")
+        names = ["q", "k", "v", *tables, "slots", "keys", "values"]
         names += ["key_scales", "value_scales"] * (self.cache is DType.S8)
         return (
             *(Param(name, "ptr") for name in names),
             *(Param(name, "i64") for name in ("q_stride", "kv_stride", "batch_stride")),
-            *(Param(name, "i32") for name in ("heads", "kv_heads", "context")),
+            *(Param(name, "i32") for name in ("heads", "kv_heads", "context", "tokens", "length")),
         )
 
 
@@ -223,10 +265,11 @@ def emit_append(desc: RotateAndAppend) -> KernelSource:
     types |= dict.fromkeys(("key_scales", "value_scales"), "float*")
     types |= dict.fromkeys(("positions", "slots"), "const int*")
     types |= dict.fromkeys(("q_stride", "kv_stride", "batch_stride"), "long long")
-    template = f"{x}, {cache}, {desc.head}, {str(desc.rotary).lower()}, {desc._warps}"
+    template = f"{x}, {cache}, {desc.head}, qcut::Pairs::{_PAIRS[desc.rotary]}, {desc.vector}, "
+    template += f"{desc._tokens}, {desc._heads}, {desc.block}"
     order = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values", "key_scales", "value_scales")
-    sizes = ("q_stride", "kv_stride", "batch_stride", "heads", "kv_heads", "context")
-    return _source(desc, desc.params(), types, f"rotate_and_append<{template}>", (*order, *sizes), {}, "rope")
+    sizes = ("q_stride", "kv_stride", "batch_stride", "heads", "kv_heads", "context", "tokens", "length")
+    return _source(desc, desc.params(), types, f"rotate_and_append<{template}>", (*order, *sizes), {}, "append")
 
 
 ARGMAX_CONSTRAINTS = (Constraint("x", "is f16, bf16 or f32", lambda k: k.x in _FLOATS),)

@@ -16,9 +16,11 @@ from emitters.attention_mma import AttentionMma
 from emitters.source import DType
 from emitters.transformer import (
     MANY_ROWS,
+    MANY_TOKENS,
     ActivateRows,
     ArgmaxRows,
     NormRows,
+    Rotary,
     RotateAndAppend,
     emit_activation,
     emit_append,
@@ -109,25 +111,37 @@ def append_kv(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    length: int = 1,
+    interleaved: bool = False,
 ) -> None:
-    decoder_ops._check_append(q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales)
+    decoder_ops._check_append(q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales, length)
     (tokens, heads, head), (_, kv_heads, context, _), device = q.shape, keys.shape, q.get_device()
     if tokens == 0:
         return
     if v.stride(0) != k.stride(0):
         k, v = k.contiguous(), v.contiguous()
-    rotary = cos is not None
-    key = ("append", q.dtype, keys.dtype, head, rotary, heads, kv_heads, device)
+    tables = [] if cos is None or sin is None else [cos.contiguous(), sin.contiguous(), positions.contiguous()]
+    if not tables:
+        heads = 0  # queries have nothing to do
+    size, many = q.element_size(), tokens >= MANY_TOKENS
+    vector = RotateAndAppend.widest(head, size)
+    where = q.data_ptr() | k.data_ptr() | v.data_ptr() | (q.stride(0) | k.stride(0)) * size
+    for table in tables[:2]:
+        where |= table.data_ptr()
+    cache_where = keys.data_ptr() | values.data_ptr()
+    aligned = where % (vector * size) == 0 == cache_where % (vector * keys.element_size())
+    key = ("append", q.dtype, keys.dtype, head, heads, kv_heads, interleaved, many, aligned, device)
     plan = _plans.get(key)
     if plan is None:
-        desc = RotateAndAppend(DTYPES[q.dtype], DTYPES[keys.dtype], head, rotary, target(device).arch)
+        rotary: Rotary = "none" if not tables else "interleaved" if interleaved else "half"
+        types = DTYPES[q.dtype], DTYPES[keys.dtype]
+        desc = RotateAndAppend(*types, head, rotary, target(device).arch, many, aligned)
         kernel = launch_plans.load(emit_append(desc), device)
         plan = LaunchPlan(kernel, lambda m: desc.grid(m, heads, kv_heads), pdl=_pdl(device))
         _plans[key] = plan
-    tables = [] if cos is None or sin is None else [cos.contiguous(), sin.contiguous(), positions.contiguous()]
     scales = [] if key_scales is None or value_scales is None else [key_scales, value_scales]
     given = [q, k, v, *tables, slots.contiguous(), keys, values, *scales]
-    sizes = (q.stride(0), k.stride(0), keys.stride(0), heads, kv_heads, context)
+    sizes = (q.stride(0), k.stride(0), keys.stride(0), heads, kv_heads, context, tokens, length)
     plan.launch(tokens, (*(t.data_ptr() for t in given), *sizes), _stream(device))
 
 

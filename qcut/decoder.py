@@ -223,11 +223,13 @@ class Decoder:
         cos, sin = self.rotary(example, places)
         return cos[0], sin[0]
 
-    def heads_of(self, projected: tuple[Tensor, ...], batch: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[batch, heads, T, D]``, keys and values ``[batch, kv_heads, T, D]``, of what a layer projects."""
-        sizes = [n * self.head_size for n in (self.heads, self.kv_heads, self.kv_heads)]
-        parts = projected if len(projected) == 3 else projected[0].split(sizes, -1)
-        q, k, v = (part.unflatten(0, (batch, -1)).unflatten(2, (-1, self.head_size)).transpose(1, 2) for part in parts)
+    def heads_of(self, projected: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[R, heads, D]``, keys and values ``[R, kv_heads, D]``: views of what a layer projects."""
+        if len(projected) == 3:
+            q, k, v = (part.view(len(part), -1, self.head_size) for part in projected)
+        else:
+            (rows,) = projected
+            q, k, v = rows.view(len(rows), -1, self.head_size).split((self.heads, self.kv_heads, self.kv_heads), 1)
         return q, k, v
 
 

@@ -1,7 +1,7 @@
 """The operators of ``torch.ops.qcut`` between a decoder's projections: norms, rotary positions and cache, attention.
 
-They serve one new token of each sequence. CUDA runs `qcut._decoder_cuda`; the CPU plain torch, with the roundings of an
-eager model of transformers. `qcut.ops` says what holds for all operators.
+They serve one new token of each sequence, `append_kv` prompts as well. CUDA runs `qcut._decoder_cuda`; the CPU plain
+torch, with the roundings of an eager model of transformers. `qcut.ops` says what holds for all operators.
 """
 
 from __future__ import annotations
@@ -116,12 +116,18 @@ def _check_heads(op: str, name: str, rows: Tensor, of: Tensor) -> None:
 
 
 def _check_cache(
-    op: str, q: Tensor, keys: Tensor, values: Tensor, key_scales: Tensor | None, value_scales: Tensor | None
+    op: str,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+    length: int = 1,
 ) -> None:
-    int8 = keys.dtype is torch.int8
+    int8, sequences = keys.dtype is torch.int8, len(q) // length
     check_dtype(op, "keys", keys.dtype, (q.dtype, torch.int8))
-    if keys.dim() != 4 or keys.shape[0] < len(q) or keys.shape[3] != q.shape[2] or not keys.is_contiguous():
-        allowed = f"[{len(q)} or more, kv_heads, context, {q.shape[2]}], contiguous"
+    if keys.dim() != 4 or keys.shape[0] < sequences or keys.shape[3] != q.shape[2] or not keys.is_contiguous():
+        allowed = f"[{sequences} or more, kv_heads, context, {q.shape[2]}], contiguous"
         raise ShapeError(f"qcut::{op}: keys have shape {list(keys.shape)}; allowed: {allowed}")
     check_tensor(op, "values", values, (keys.dtype,), tuple(keys.shape), keys.device)
     if q.shape[1] % keys.shape[1]:
@@ -146,11 +152,14 @@ def _check_tokens(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    length: int = 1,
 ) -> None:
     check_dtype(op, "q", q.dtype, FLOAT_DTYPES)
     for name, rows in (("q", q), ("k", k), ("v", v)):
         _check_heads(op, name, rows, q)
-    _check_cache(op, q, keys, values, key_scales, value_scales)
+    if length < 1 or len(q) % length:
+        raise ShapeError(f"qcut::{op}: {len(q)} tokens, {length} of each sequence; allowed: whole sequences")
+    _check_cache(op, q, keys, values, key_scales, value_scales, length)
     if k.shape[1] != keys.shape[1] or v.shape[1] != keys.shape[1]:
         raise ShapeError(
             f"qcut::{op}: {k.shape[1]} keys and {v.shape[1]} values a token; the cache has {keys.shape[1]}"
@@ -177,11 +186,13 @@ def _check_append(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    length: int = 1,
+    interleaved: bool = False,
 ) -> None:
-    _check_tokens("append_kv", q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales)
+    _check_tokens("append_kv", q, k, v, cos, sin, positions, slots, keys, values, key_scales, value_scales, length)
 
 
-def _append_fake(*args: Tensor | None) -> None:
+def _append_fake(*args: Tensor | int | None) -> None:
     return None
 
 
@@ -197,12 +208,14 @@ def _append_cpu(
     values: Tensor,
     key_scales: Tensor | None,
     value_scales: Tensor | None,
+    length: int = 1,
+    interleaved: bool = False,
 ) -> None:
     if cos is not None and sin is not None:
         at = positions.long()
-        q.copy_(_rotated(q, cos[at, None], sin[at, None]))
-        k = _rotated(k, cos[at, None], sin[at, None])
-    rows, places = torch.arange(len(q), device=q.device), slots.long()
+        q.copy_(_rotated(q, cos[at, None], sin[at, None], interleaved))
+        k = _rotated(k, cos[at, None], sin[at, None], interleaved)
+    rows, places = torch.arange(len(q), device=q.device) // length, slots.long()
     for cache, scales, new in ((keys, key_scales, k), (values, value_scales, v)):
         if scales is not None:
             stored, scale = numerics.quantize_per_token_ref(new.reshape(-1, new.shape[2]), new.shape[2])
@@ -211,14 +224,19 @@ def _append_cpu(
         cache[rows, :, places] = new
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat((-high, low), -1) * sin
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        other = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        low, high = x.chunk(2, -1)
+        other = torch.cat((-high, low), -1)
+    return x * cos + other * sin
 
 
 define(
     "append_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor positions, Tensor slots, "
-    "Tensor(b!) keys, Tensor(c!) values, Tensor(d!)? key_scales, Tensor(e!)? value_scales) -> ()",
+    "Tensor(b!) keys, Tensor(c!) values, Tensor(d!)? key_scales, Tensor(e!)? value_scales, int length=1, "
+    "bool interleaved=False) -> ()",
     _check_append,
     _append_fake,
     _append_cpu,

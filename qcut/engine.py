@@ -293,11 +293,12 @@ class Engine:
     def _read_part(self, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """`_read` of some sequences, of which ``first`` is the first."""
         d, (batch, longest) = self.decoder, ids.shape
-        places = torch.arange(longest, device=d.device).expand(batch, -1)
-        x, pending = d.embed(ids, places).flatten(0, 1), None
+        # Every token's place, in the tables and in the cache.
+        places = torch.arange(longest, dtype=torch.int32, device=d.device).repeat(batch)
+        x, pending = d.embed(ids, places.view(batch, longest)).flatten(0, 1), None
         for i, layer in enumerate(d.layers):
             x, projected = layer.project(x, pending)
-            mixed = self._attend_prompt(i, layer, projected, batch, first)
+            mixed = self._attend_prompt(i, layer, projected, places, batch, first)
             x, pending = layer.mlp(layer.mlp_norm, x, layer.output(mixed))
         return x, cast(Tensor, pending)
 
@@ -309,7 +310,7 @@ class Engine:
         noted = self._noted(len(tokens))
         for i, layer in enumerate(d.layers):
             x, projected = layer.project(x, pending)
-            q, k, v = (heads[:, :, 0] for heads in d.heads_of(projected, len(tokens)))
+            q, k, v = d.heads_of(projected)
             step = (q, k, v, cos, sin, positions, slots, *self.cache.layer(i))
             of_mixed, of_middle = noted[i]
             mixed = torch.ops.qcut.append_attention(*step, layer.scaling, self._counters, of_mixed).flatten(1)
@@ -329,18 +330,17 @@ class Engine:
         return [(z[0] if mixed else None, z[1] if mid else None) for z, (mixed, mid) in zip(zeros, wanted, strict=True)]
 
     def _attend_prompt(
-        self, index: int, layer: DecoderLayer, projected: tuple[Tensor, ...], batch: int, first: int
+        self, index: int, layer: DecoderLayer, projected: tuple[Tensor, ...], places: Tensor, batch: int, first: int
     ) -> Tensor:
         """Heads side by side ``[B T, heads D]`` of prompts ``[B T, hidden]``, which fill the cache from its start."""
-        q, k, v = self.decoder.heads_of(projected, batch)
-        if self._rotary is not None:
-            cos, sin = (table[: q.shape[2]] for table in self._rotary)
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-        self.cache.write_prompt(index, k, v, first)
-        if self.cache.kind != "auto":
-            k, v = self.cache.read(index, len(q), q.shape[2], first)
+        q, k, v = self.decoder.heads_of(projected)
+        length, (cos, sin) = len(places) // batch, self._rotary or (None, None)
+        kept = self.cache.layer(index, first)
+        torch.ops.qcut.append_kv(q, k, v, cos, sin, places, places, *kept, length)
+        k, v = self.cache.read(index, batch, length, first)
+        q = q.unflatten(0, (batch, length)).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)
-        return mixed.transpose(1, 2).flatten(2).flatten(0, 1)
+        return mixed.transpose(1, 2).reshape(len(places), -1)
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
@@ -379,12 +379,6 @@ class Engine:
         if low < 0 or high >= self.decoder.vocabulary:
             wrong = low if low < 0 else high
             raise ConfigError(f"token id {wrong}; allowed: 0 to {self.decoder.vocabulary - 1}")
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on halves ``(i, i + D / 2)``, in x's dtype, as transformers computes them."""
-    low, high = x.chunk(2, -1)
-    return x * cos + torch.cat((-high, low), -1) * sin
 
 
 def _is_noted(module: nn.Module, rows: int) -> bool:

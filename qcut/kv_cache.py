@@ -7,11 +7,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qcut import numerics
 from qcut.errors import ConfigError
 
 KVDtype = Literal["auto", "int8"]
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8")
+Memory = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Keys, values and, of int8, their scales."""
 
 
 class KVCache:
@@ -54,47 +55,35 @@ class KVCache:
         stored = torch.int8 if kind == "int8" else dtype
         self._values = torch.zeros((*shape, head_size), dtype=stored, device=device)
         self._scales = torch.zeros(shape, dtype=torch.float32, device=device) if kind == "int8" else None
+        # Views are made once: one takes longer than the kernel that it is for.
+        scales = [(None, None)] * layers if self._scales is None else [(s[0], s[1]) for s in self._scales]
+        self._layers: list[Memory] = [(v[0], v[1], *s) for v, s in zip(self._values, scales, strict=True)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
         return self._values.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
-    def write_prompt(self, layer: int, keys: Tensor, values: Tensor, first: int = 0) -> None:
-        """Store ``[B, kv_heads, T, D]`` as the first T tokens of B sequences, from the ``first`` on."""
-        batch, tokens = slice(first, first + len(keys)), keys.shape[2]
-        for i, x in enumerate((keys, values)):
-            stored, scale = self._stored(x)
-            _copy(self._values[layer, i, batch, :, :tokens], stored)
-            if self._scales is not None and scale is not None:
-                self._scales[layer, i, batch, :, :tokens] = scale
+    def layer(self, index: int, first: int = 0) -> Memory:
+        """A layer's memory: keys, values ``[batch, kv_heads, context, D]`` and, of int8, their scales.
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """A layer's memory: keys, values ``[batch, kv_heads, context, D]`` and, of int8, their scales."""
-        keys, values = self._values[index]
-        return (keys, values, None, None) if self._scales is None else (keys, values, *self._scales[index])
+        Args:
+            index: of the layer.
+            first: sequence; those before it are left out.
+        """
+        keys, values, key_scales, value_scales = self._layers[index]
+        if first == 0:
+            return keys, values, key_scales, value_scales
+        if key_scales is None or value_scales is None:
+            return keys[first:], values[first:], None, None
+        return keys[first:], values[first:], key_scales[first:], value_scales[first:]
 
     def read(self, layer: int, batch: int, tokens: int, first: int = 0) -> tuple[Tensor, Tensor]:
         """Keys and values ``[batch, kv_heads, tokens, D]`` in the activations' dtype, from sequence ``first`` on."""
         sequences = slice(first, first + batch)
-        kept = self._values[layer, :, sequences, :, :tokens]
-        if self._scales is not None:
-            scales = self._scales[layer, :, sequences, :, :tokens, None]
-            kept = (kept.float() * scales).to(self.dtype)
-        return kept[0], kept[1]
-
-    def _stored(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         if self._scales is None:
-            return x, None
-        rows = x.reshape(-1, x.shape[-1]).float()
-        q, scale = numerics.quantize_per_token_ref(rows, rows.shape[1])
-        return q.view(x.shape), scale.view(x.shape[:-1])
-
-
-def _copy(to: Tensor, x: Tensor) -> None:
-    """``to.copy_(x)``, sixteen bytes at a time where both allow it: strided rows are copied element by element."""
-    count = 16 // x.itemsize
-    views = [t for t in (to, x) if t.stride(-1) == 1 and not (t.storage_offset() | t.shape[-1]) % count]
-    if x.dtype is to.dtype and len(views) == 2 and not any(n % count for t in views for n in t.stride()[:-1]):
-        to, x = (t.view(torch.complex128) for t in views)
-    to.copy_(x)
+            keys, values, *_ = self._layers[layer]
+            return keys[sequences, :, :tokens], values[sequences, :, :tokens]
+        scales = self._scales[layer, :, sequences, :, :tokens, None]
+        kept = (self._values[layer, :, sequences, :, :tokens].float() * scales).to(self.dtype)
+        return kept[0], kept[1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
+from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from qcut import errors, numerics, ops  # noqa: F401  (registers)
@@ -69,13 +70,14 @@ def tokens(dtype: torch.dtype = torch.float32, *, int8: bool = False, rotary: bo
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("rotary", [False, True])
-def test_keys_are_rotated_and_kept(dtype: torch.dtype, int8: bool, rotary: bool) -> None:
+@pytest.mark.parametrize("length", [1, 3])
+def test_keys_are_rotated_and_kept(dtype: torch.dtype, int8: bool, rotary: bool, length: int) -> None:
     given = tokens(dtype, int8=int8, rotary=rotary)
     q, k = given["q"].clone(), given["k"].clone()
     if rotary:
         cos, sin = (given[name][given["positions"].long()][:, None] for name in ("cos", "sin"))
         q, k = (t[:, :, 0] for t in apply_rotary_pos_emb(q[:, :, None], k[:, :, None], cos, sin))
-    OPS.append_kv(**given)
+    OPS.append_kv(**given, length=length)
     assert torch.equal(given["q"], q)
     for cache, scales, rows in (("keys", "key_scales", k), ("values", "value_scales", given["v"])):
         want = torch.zeros_like(given[cache])
@@ -83,9 +85,24 @@ def test_keys_are_rotated_and_kept(dtype: torch.dtype, int8: bool, rotary: bool)
             row = rows[i]
             if int8:
                 row, scale = numerics.quantize_per_token_ref(row, 16)
-                assert torch.equal(given[scales][i, :, slot], scale)
-            want[i, :, slot] = row
+                assert torch.equal(given[scales][i // length, :, slot], scale)
+            want[i // length, :, slot] = row
         assert torch.equal(given[cache], want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [1, 3])
+def test_neighbours_are_rotated_as_gptj_does(dtype: torch.dtype, length: int) -> None:
+    given = tokens(dtype)
+    halves = [given[name][:, :8] for name in ("cos", "sin")]
+    given["cos"], given["sin"] = (half.repeat_interleave(2, -1) for half in halves)
+    cos, sin = (half[given["positions"].long()][None] for half in halves)
+    q, k = (gptj_rotated(given[name][None], sin, cos)[0] for name in ("q", "k"))
+    OPS.append_kv(**given, length=length, interleaved=True)
+    assert torch.equal(given["q"], q)
+    for i, slot in enumerate(given["slots"].tolist()):
+        assert torch.equal(given["keys"][i // length, :, slot], k[i])
+        assert torch.equal(given["values"][i // length, :, slot], given["v"][i])
 
 
 # ── decode_attention ─────────────────────────────────────────────────────────────────────────────
@@ -198,7 +215,8 @@ def test_opcheck() -> None:
     torch.library.opcheck(OPS.add_norm.default, (x, None, weight, None, False, 1e-5))
     torch.library.opcheck(OPS.add_norm_int8.default, (x, x + 1, weight, weight, True, 1e-5, 16))
     for int8 in (False, True):
-        torch.library.opcheck(OPS.append_kv.default, tuple(tokens(int8=int8).values()))
+        for more in ((), (3,), (1, True)):
+            torch.library.opcheck(OPS.append_kv.default, (*tokens(int8=int8).values(), *more))
         step = (*tokens(int8=int8).values(), 0.25)
         torch.library.opcheck(OPS.append_attention.default, step, test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(OPS.argmax.default, (x,))
@@ -258,6 +276,18 @@ def test_appending_refuses(changes: dict[str, Any], error: Any, message: str) ->
         OPS.append_kv(**{**tokens(), **changes})
     with pytest.raises(error, match=f"append_attention: .*{message}"):
         OPS.append_attention(**{**tokens(), **changes}, scale=0.25)
+
+
+@pytest.mark.parametrize("length", [0, -3, 2, 4])
+def test_appending_refuses_parts_of_sequences(length: int) -> None:
+    with pytest.raises(errors.ShapeError, match=f"append_kv: 3 tokens, {length} of each sequence"):
+        OPS.append_kv(**tokens(), length=length)
+
+
+def test_a_prompt_needs_a_cache_of_its_sequence_alone() -> None:
+    changes = {name: torch.zeros(1, 2, 9, 16) for name in ("keys", "values")}
+    OPS.append_kv(**{**tokens(), **changes}, length=3)
+    assert changes["keys"].any()
 
 
 def test_attention_refuses() -> None:

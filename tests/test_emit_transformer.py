@@ -32,7 +32,7 @@ F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
 WIDE = AttentionDecode(F16, F16, 128, 4, "sm_90a")
 MMA = AttentionMma(F16, F16, 128, 4, "sm_90a", cluster=8)
 NORM = NormRows(F16, False, "sm_90a")
-APPEND = RotateAndAppend(F16, F16, 128, True, "sm_90a")
+APPEND = RotateAndAppend(F16, F16, 128, "half", "sm_90a")
 
 
 def mma_attention(arch: str) -> list[AttentionMma]:
@@ -40,6 +40,14 @@ def mma_attention(arch: str) -> list[AttentionMma]:
     heads += ((BF16, S8, 64, 1), (F16, S8, 128, 4), (F16, S8, 256, 12))
     clusters = (1, 2, 4, 8, 1, 8, 4, 2) if arch == "sm_90a" else (1,) * len(heads)
     return [AttentionMma.for_shape(*head, arch, n) for head, n in zip(heads, clusters, strict=True)]
+
+
+def appends(arch: str) -> list[RotateAndAppend]:
+    heads: tuple[Any, ...] = ((F16, F16, 128, "half"), (BF16, S8, 256, "half"), (F32, F32, 8, "half"))
+    heads += ((F16, S8, 64, "none"), (F16, F16, 64, "none"), (F32, F32, 250, "half"))
+    heads += ((BF16, BF16, 128, "interleaved"), (F16, S8, 64, "interleaved"), (F32, F32, 40, "interleaved"))
+    found = [RotateAndAppend(*head, arch, many) for head in heads for many in (False, True)]
+    return [*found, *(replace(desc, aligned=False) for desc in found if desc.head != 250)]
 
 
 def sources(arch: str) -> list[KernelSource]:
@@ -55,13 +63,7 @@ def sources(arch: str) -> list[KernelSource]:
     ):
         found.append(emit_norm(NormRows.for_shape(x, layer, arch, k, residual=residual, quantized=quantized)))
     found.append(emit_norm(NormRows.for_shape(F16, True, arch, 77, residual=True, quantized=True, aligned=False)))
-    for x, cache, head, rotary in (
-        (F16, F16, 128, True),
-        (BF16, S8, 256, True),
-        (F32, F32, 8, True),
-        (F16, S8, 64, False),
-    ):
-        found.append(emit_append(RotateAndAppend(x, cache, head, rotary, arch)))
+    found += [emit_append(desc) for desc in appends(arch)]
     for x, kind, aligned in ((F16, "silu_mul", True), (BF16, "gelu_tanh", True), (F32, "silu_mul", False)):
         found.append(emit_activation(ActivateRows(kind, x, arch, aligned)))
     return [*found, *(emit_argmax(ArgmaxRows(x, arch, x is F16)) for x in (F16, BF16, F32))]
@@ -84,7 +86,9 @@ def test_names_spell_the_kernel() -> None:
     assert APPEND.name == "qcut_append_sm90a_f16_f16_h128_rope"
     assert ActivateRows("gelu_tanh", F16, "sm_90a", False).name == "qcut_gelu_tanh_sm90a_f16_u"
     assert ArgmaxRows(BF16, "sm_80").name == "qcut_argmax_sm80_bf16"
-    assert replace(APPEND, cache=S8, rotary=False).name == "qcut_append_sm90a_f16_s8_h128"
+    assert replace(APPEND, cache=S8, rotary="none").name == "qcut_append_sm90a_f16_s8_h128"
+    assert replace(APPEND, many=True, aligned=False).name == "qcut_append_sm90a_f16_f16_h128_rope_m_u"
+    assert replace(APPEND, rotary="interleaved").name == "qcut_append_sm90a_f16_f16_h128_rope_pairs"
 
 
 @pytest.mark.parametrize("source", sources("sm_90a"), ids=lambda s: s.name)
@@ -130,6 +134,31 @@ def test_attention_multiplies_on_tensor_cores(arch: str) -> None:
         token = 2 * desc.group * (desc.head + 8) + 2 * desc.head * desc.cache.bits // 8 + 32
         assert resources.smem_bytes <= attention_mma._smem_bytes(desc) + token
         assert resources.spill_store_bytes == resources.spill_load_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_appending_moves_sixteen_bytes_at_a_time(arch: str) -> None:
+    descs = [d for d in appends(arch) if d.aligned and d.vector * d.x.bits == 128 and d.cache is d.x]
+    assert descs
+    for desc, binary in zip(descs, build(*map(emit_append, descs)), strict=True):
+        found = instructions(binary.cubin)
+        stores = {name for name in found if name.startswith("STG")}
+        assert {"128" in name for name in stores} == {True}, desc.name
+        assert not any(name.startswith(("LDG.E.U16", "LDG.E.64")) for name in found), desc.name
+
+
+@pytest.mark.parametrize("desc", appends("sm_90a"), ids=lambda d: d.name)
+def test_appending_reaches_every_head_of_every_token(desc: RotateAndAppend) -> None:
+    assert desc.head % (2 * desc.vector) == 0
+    for tokens, heads, kv_heads in ((1, 32, 8), (1024, 0, 20), (77, 71, 1), (8192, 32, 8)):
+        x, y, z = desc.grid(tokens, heads, kv_heads)
+        shares = desc.head // 2 // desc.vector
+        groups = desc.block // min(32, 1 << (shares - 1).bit_length())
+        at_once = groups if desc.many else 1
+        assert (x - 1) * at_once < tokens <= x * at_once
+        each = max(1, 64 // desc.x.bits // -(-shares // 32)) if desc.many else groups
+        assert (y - 1) * each < heads + 2 * kv_heads <= y * each
+        assert z == 1
 
 
 # ── choice ───────────────────────────────────────────────────────────────────────────────────────
@@ -242,7 +271,7 @@ def test_every_constraint_is_refused_below() -> None:
     assert [c.name for c in attention_mma.CONSTRAINTS] == list(MMA_REFUSALS)
     assert [c.name for c in attention.CONSTRAINTS] == list(REFUSALS)
     assert [c.name for c in transformer.NORM_CONSTRAINTS] == ["x", "threads", "vectors"]
-    assert [c.name for c in transformer.ROPE_CONSTRAINTS] == ["x", "cache", "head"]
+    assert [c.name for c in transformer.ROPE_CONSTRAINTS] == ["x", "cache", "head", "rotary"]
     assert [c.name for c in transformer.ACTIVATION_CONSTRAINTS] == ["kind", "x"]
     assert [c.name for c in transformer.ARGMAX_CONSTRAINTS] == ["x"]
 
@@ -264,6 +293,7 @@ def test_illegal_attention_is_refused_by_name(name: str) -> None:
         (APPEND, {"cache": BF16}, "cache"),
         (APPEND, {"head": 7}, "head"),
         (APPEND, {"head": 258}, "head"),
+        (APPEND, {"rotary": "pairs"}, "rotary"),
         (ArgmaxRows(F16, "sm_90a"), {"x": S8}, "x"),
         (ActivateRows("silu_mul", F16, "sm_90a"), {"x": S8}, "x"),
         (ActivateRows("silu_mul", F16, "sm_90a"), {"kind": "relu"}, "kind"),

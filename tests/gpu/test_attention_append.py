@@ -44,7 +44,10 @@ def caches(x: DType, cache: DType, head: int) -> list[Tensor]:
 
 def append(x: DType, cache: DType, head: int, queries: int, rotary: bool, parts: int, cluster: int) -> None:
     attention = AttentionMma.for_shape(x, cache, head, queries, arch(), cluster)
-    fused, rotate = AttentionAppend(attention, rotary), RotateAndAppend(x, cache, head, rotary, arch())
+    fused, rotate = (
+        AttentionAppend(attention, rotary),
+        RotateAndAppend(x, cache, head, "half" if rotary else "none", arch(), aligned=False),
+    )
     batch, dtype, width = len(PLACES), TORCH_DTYPE[x], KV_HEADS * queries * head
     q, k, v = (torch.randn(batch, n).to(dtype).to(DEVICE) for n in (width + 5, *[KV_HEADS * head + 3] * 2))
     v[1, head:], v[2, :head] = 0, 2.0**-9 * v[2, :head]
@@ -57,10 +60,10 @@ def append(x: DType, cache: DType, head: int, queries: int, rotary: bool, parts:
 
     out, kept, rotated = Guarded(batch, width, dtype), caches(x, cache, head), q.clone()
     where = [*tables, positions, slots] if rotary else [slots]
-    heads = (KV_HEADS * CONTEXT * head, KV_HEADS * queries, KV_HEADS, CONTEXT)
+    heads = (KV_HEADS * CONTEXT * head, KV_HEADS * queries * rotary, KV_HEADS, CONTEXT, batch, 1)
     launch(
         emit_append(rotate),
-        rotate.grid(batch, KV_HEADS * queries, KV_HEADS),
+        rotate.grid(batch, KV_HEADS * queries * rotary, KV_HEADS),
         *(rotated, k, v, *where, *kept, *strides, *heads),
     )
     given = (rotated, *kept, positions, out.tensor, workspace, counters)

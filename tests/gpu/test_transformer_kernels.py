@@ -1,4 +1,4 @@
-"""The decoder's kernels: attention within a derived bound of float64, norms near it, positions and cache bitwise."""
+"""The decoder's kernels: attention within a derived bound of float64, norms near it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from emitters.transformer import (
     ActivateRows,
     ArgmaxRows,
     NormRows,
-    RotateAndAppend,
     emit_activation,
-    emit_append,
     emit_argmax,
     emit_norm,
 )
@@ -286,53 +284,6 @@ def test_quantized_norms_are_the_norms_quantized(x: DType, layer: bool, k: int, 
     want_q, want_scale = numerics.quantize_per_token_ref(plain.cpu(), k_padded)
     assert_same(q.take(k_padded), want_q)
     assert_same(scale.take(1)[:, 0], want_scale)
-
-
-# ── rotary positions and the cache ───────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("x", [F16, BF16, F32])
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("head", [2, 8, 64, 96, 128, 256])
-def test_positions_are_rotated_and_keys_and_values_kept(x: DType, int8: bool, rotary: bool, head: int) -> None:
-    heads, kv_heads, batch, context, dtype = 5, 2, 3, 11, TORCH_DTYPE[x]
-    desc = RotateAndAppend(x, S8 if int8 else x, head, rotary, arch())
-    q_stride, kv_stride = heads * head + 5, kv_heads * head + 3
-    q, k, v = (torch.randn(batch, stride).to(dtype) for stride in (q_stride, kv_stride, kv_stride))
-    cos, sin = torch.randn(2, context, head).to(dtype)
-    positions, slots = torch.tensor([4, 9, 0]), torch.tensor([3, 10, 0])
-    stored = torch.int8 if int8 else dtype
-    keys, values = (Guarded(batch * kv_heads * context, head, stored) for _ in range(2))
-    scales = torch.full((2, batch, kv_heads, context), -1.0, device=DEVICE)
-    rotated = q.clone().to(DEVICE)
-    tables = [cos.to(DEVICE), sin.to(DEVICE), positions.int().to(DEVICE)] if rotary else []
-    caches = [keys.tensor, values.tensor, *(scales if int8 else ())]
-    sizes = (q_stride, kv_stride, kv_heads * context * head, heads, kv_heads, context)
-    given = [rotated, k.to(DEVICE), v.to(DEVICE), *tables, slots.int().to(DEVICE), *caches]
-    launch(emit_append(desc), desc.grid(batch, heads, kv_heads), *given, *sizes)
-
-    def turned(rows: Tensor, count: int) -> Tensor:
-        rows = rows[:, : count * head].view(batch, count, head)
-        if not rotary:
-            return rows
-        low, high = rows.chunk(2, -1)
-        return rows * cos[positions][:, None] + torch.cat((-high, low), -1) * sin[positions][:, None]
-
-    assert_same(rotated.cpu()[:, : heads * head], turned(q, heads).flatten(1))
-    assert_same(rotated.cpu()[:, heads * head :], q[:, heads * head :])
-    untouched = Guarded(batch * kv_heads * context, head, stored).take(head)
-    for i, (cache, rows) in enumerate(((keys, turned(k, kv_heads)), (values, v[:, : kv_heads * head]))):
-        want = untouched.clone().view(batch, kv_heads, context, head)
-        want_scale = torch.full((batch, kv_heads, context), -1.0)
-        rows = rows.reshape(batch, kv_heads, head)
-        for b, slot in enumerate(slots.tolist()):
-            if int8:
-                want[b, :, slot], want_scale[b, :, slot] = quantized(rows[b])
-            else:
-                want[b, :, slot] = rows[b]
-        assert_same(cache.take(head), want.view(-1, head))
-        assert_same(scales[i].cpu(), want_scale)
 
 
 # ── activations ──────────────────────────────────────────────────────────────────────────────────

@@ -1,5 +1,5 @@
 // One step of a decoder between its projections: rotary positions, the new keys and values into the cache, and
-// attention over it, in one launch: rotate_and_append of rope.cuh, then TensorAttention.
+// attention over it, in one launch: rotate_and_append of append.cuh, then TensorAttention.
 //
 // Nobody reads the new row of the cache back. Every CTA rotates its queries into shared memory; the CTA whose part has
 // the new row's slot also keeps the new key and value there, in the cache's form, and they take the place of what it
