@@ -22,6 +22,7 @@ from emitters.source import DType, EmitError, KernelSource
 from qcut import _launch_plans as launch_plans
 from qcut import codebook_dispatch, codebook_ops, dispatch, jit
 from qcut._launch_plans import DTYPES, LaunchPlan, target
+from qcut._ops_cuda import dense
 from qcut.codebook_dispatch import CodebookChoice, Rotation, problem_of
 from qcut.codebook_layout import Geometry
 from qcut.codebook_ops import CodebookCall
@@ -137,14 +138,14 @@ def codebook_gemm(
     out = torch.empty((m, len(col_scale)), dtype=out_dtype, device=x.device)
     if m == 0:
         return out
-    residual = _aligned(residual) if residual is not None else None
+    residual = dense(residual) if residual is not None else None
     key = _product_key(x, m, units, norms, bits, bias, activation, residual, out, choice)
     plan = _plans.get(key)
     if plan is None:
         plan = _plan(key, lambda: gemm_plan(_problem(key), key.bucket, key.n, key.units, key.device, choice=choice))
     # Named, so that they live until the launch.
-    tensors = [_aligned(t) for t in (x, units, norms, fold) if t is not None]
-    vectors = [_aligned(t) for t in (row_scale, col_scale, bias, residual) if t is not None]
+    tensors = [dense(t) for t in (x, units, norms, fold) if t is not None]
+    vectors = [dense(t) for t in (row_scale, col_scale, bias, residual) if t is not None]
     sizes = (m, key.n, key.units, key.n)
     plan.launch(m, (*_addresses(tensors), out.data_ptr(), *sizes, *book, *_addresses(vectors)), _stream(key.device))
     return out
@@ -169,7 +170,7 @@ def codebook_gemv(
         x, operands, group_size, seeds, units, norms, col_scale, book, bias, bits, activation, residual, out_dtype
     )
     out = torch.empty((1, len(col_scale)), dtype=out_dtype, device=x.device)
-    residual = _aligned(residual) if residual is not None else None
+    residual = dense(residual) if residual is not None else None
     key = _product_key(x, 1, units, norms, bits, bias, activation, residual, out, None, rotates=True)
     plan = _plans.get(key)
     if plan is None and key not in _without_gemv:
@@ -182,8 +183,8 @@ def codebook_gemv(
         return codebook_gemm(
             blocks, None, 1, units, norms, None, col_scale, book, bias, bits, activation, residual, out_dtype
         )
-    tensors = [_aligned(t) for t in (x, operands, units, norms)]
-    vectors = [_aligned(t) for t in (col_scale, bias, residual) if t is not None]
+    tensors = [dense(t) for t in (x, operands, units, norms)]
+    vectors = [dense(t) for t in (col_scale, bias, residual) if t is not None]
     sizes = (1, key.n, key.units, x.shape[1], key.units // len(seeds), key.n)
     plan.launch(1, (*_addresses(tensors), out.data_ptr(), *sizes, *book, *_addresses(vectors)), _stream(key.device))
     return out
@@ -250,13 +251,6 @@ def _problem(key: _ProductKey) -> CodebookProblem:
         dispatch.alignment_of(key.n),
         key.rotates,
     )
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """The tensor, or a copy of it, contiguous and from a multiple of 16 bytes on."""
-    if t.is_contiguous() and t.data_ptr() % 16 == 0:
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:

@@ -72,15 +72,15 @@ def _sizes(op: str, x: Tensor) -> tuple[int, int]:
     return x.numel() // k, k
 
 
-def _dense(t: Tensor) -> Tensor:
+def dense(t: Tensor) -> Tensor:
     """The tensor itself where vector loads may read it, else a copy: a view can start anywhere."""
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def _dense_parameters(*tensors: Tensor | None) -> list[Any] | None:
     """The tensors with copies of those that vector loads cannot read, or None where all are fine."""
-    dense = [t if t is None else _dense(t) for t in tensors]
-    return None if all(a is b for a, b in zip(dense, tensors, strict=True)) else dense
+    made = [t if t is None else dense(t) for t in tensors]
+    return None if all(a is b for a, b in zip(made, tensors, strict=True)) else made
 
 
 def _is_aligned(x: Tensor, stride: int, k_padded: int) -> bool:
@@ -321,7 +321,7 @@ def gemm_s8(
         residual = residual.t()
     # In the order of Epilogue.params().
     vectors = (zero_point, colsum, row_scale, col_scale, bias, residual)
-    kept = [_dense(vector) for vector in vectors if vector is not None]
+    kept = [dense(vector) for vector in vectors if vector is not None]
     requantize = (out_inv_scale, float(out_zero_point)) if out_dtype is torch.int8 and not wrap else ()
     args = (left.q.data_ptr(), right.q.data_ptr(), out.data_ptr(), m, n, k, left.ld, right.ld, ldd)
     _run(plan, m, (*args, *(vector.data_ptr() for vector in kept), *requantize), device)
@@ -447,8 +447,8 @@ def _linear(
         dtype = _float_dtype(_OPS[kind], x, _LINEAR_DTYPES[kind])
         if m == 0:
             return x.new_empty((*x.shape[:-1], qweight.shape[0]))
-        if (dense := _dense_parameters(*parameters)) is not None:
-            return _linear(kind, x, dense, activation, x_range)
+        if (copies := _dense_parameters(*parameters)) is not None:
+            return _linear(kind, x, copies, activation, x_range)
         plan = _make_linear(kind, dtype, m, k, qweight, bias != 0, activation, aligned)
     n, k_padded = plan.n, plan.k_padded
     rows = max(m, plan.gemm.min_rows)

@@ -12,7 +12,7 @@ from emitters.w8a8_decode import Tokens
 from qcut import _launch_plans as launch_plans
 from qcut import numerics, w8a8_ops
 from qcut._launch_plans import DTYPES, LaunchPlan, m_bucket, target
-from qcut._ops_cuda import _dense, _rows, _run
+from qcut._ops_cuda import _rows, _run, dense
 
 _Layer = tuple[DType, int, int, bool, str]
 """Type of results, N, K, whether there is a bias, activation."""
@@ -39,8 +39,8 @@ def int8_linear(
     few = _few("given", m, layer, device, absmax=absmax is not None)
     plan = few or _gemm(m, layer, device)
     # Kept until the launch is queued.
-    dense = [_dense(t) for t in (q, qweight, q_scale, weight_scale, bias) if t is not None]
-    a, b, *epilogue = (t.data_ptr() for t in dense)
+    tensors = [dense(t) for t in (q, qweight, q_scale, weight_scale, bias) if t is not None]
+    a, b, *epilogue = (t.data_ptr() for t in tensors)
     noted = (absmax.data_ptr(),) if absmax is not None and few else ()
     _run(plan, m, (a, b, y.data_ptr(), m, n, k, k, k, n, *epilogue, *noted), device)
     if not noted:
@@ -61,8 +61,8 @@ def noted_linear(
         made: Tensor = torch.ops.qcut.w8a8_linear(x, qweight, weight_scale, bias, activation)
         return made
     y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    dense = [_dense(t) for t in (qweight, weight_scale, bias) if t is not None]
-    b, *vectors = (t.data_ptr() for t in dense)
+    tensors = [dense(t) for t in (qweight, weight_scale, bias) if t is not None]
+    b, *vectors = (t.data_ptr() for t in tensors)
     sizes = (m, n, k, stride, k_padded, n)
     _run(plan, m, (x.data_ptr(), b, y.data_ptr(), *sizes, x_absmax.data_ptr(), *vectors), device)
     return y

@@ -228,12 +228,15 @@ class Engine:
         most = [r if max_new_tokens is None else min(r, max_new_tokens) for r in room]
         results = [Generated() for _ in most]
         running = [True] * len(most)
-        steps = self._started(sample(logits, options, sequences, positions))
+        greedy = options.greedy
+        steps = self._started(
+            torch.ops.qcut.argmax(logits) if greedy else sample(logits, options, sequences, positions)
+        )
 
         def advance() -> Fetched:
             following = steps.step()
             positions.add_(1)
-            if not options.greedy:
+            if not greedy:
                 steps.choose(sample(following, options, sequences, positions))
             return Fetched(steps.tokens)
 
