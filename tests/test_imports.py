@@ -30,6 +30,8 @@ LAYERS = (
         "codebook_joined_ops",
         "_codebook_joined_cuda",
         "_w8a8_cuda",
+        "embed_ops",
+        "_embed_cuda",
         "ops",
         "_ops_cuda",
         "_codebook_cuda",
@@ -59,6 +61,7 @@ LAYERS = (
 ABOVE_THE_SEAM = {
     *("jit", "dispatch", "codebook_dispatch", "gemm_model", "tuned", "tuning", "_tuning_cuda", "_ops_cuda"),
     *("_codebook_cuda", "_decoder_cuda", "_launch_plans", "_w8a8_cuda", "_codebook_joined_cuda"),
+    "_embed_cuda",
     *("cli", "doctor", "gemm_command", "gemm_trial", "tune_command"),
 }
 """The modules that may know emitters: the others know tensors and no CUDA."""
@@ -196,6 +199,7 @@ KNOW_POINTERS = {
         "qcut._decoder_cuda",
         "qcut._w8a8_cuda",
         "qcut._codebook_joined_cuda",
+        "qcut._embed_cuda",
         "qcut.decoding",
         "qcut._tuning_cuda",
     ),
