@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qcut import ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.config import W8A8
+from qcut.embedding import table_of
 from qcut.errors import UnsupportedError
 from qcut.linear import Linear
 from qcut.modules import model_device
@@ -209,10 +210,30 @@ class Decoder:
             torch.cuda.empty_cache()  # what the weights left behind: torch keeps it, in pieces too small for the next
         return replace(self, layers=layers)
 
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """``[B, T, hidden]`` of ids and positions ``[B, T]``."""
-        x: Tensor = self.tokens(ids)
-        return x if self.positions is None else x + self.positions(positions.long())
+    def embed(self, ids: Tensor, positions: Tensor, batch: int) -> Tensor:
+        """What the first layer reads.
+
+        Args:
+            ids: int64 ``[batch T]``, a sequence's after another's, each in the vocabulary.
+            positions: int32 ``[batch T]``.
+            batch: sequences.
+
+        Returns:
+            ``[batch T, hidden]``.
+
+        Exactness: bitwise the modules' sum.
+        """
+        tokens, places = table_of(self.tokens), None
+        if self.positions is not None:
+            places = table_of(self.positions)
+        plain = places is not None and places.scale is None and places.dtype is self.dtype
+        if tokens is not None and tokens.dtype is self.dtype and (plain or self.positions is None):
+            more = (None, None) if places is None else (positions, places.rows)
+            return cast(Tensor, torch.ops.qcut.embed_rows(ids, tokens.rows, tokens.scale, *more, self.dtype))
+        x: Tensor = self.tokens(ids.view(batch, -1))
+        if self.positions is not None:
+            x = x + self.positions(positions.view(batch, -1).long())
+        return x.flatten(0, 1)
 
     def rotary_tables(self, context: int) -> tuple[Tensor, Tensor] | None:
         """Cosines and sines ``[context, D]`` in the model's dtype, by its own module; None without rotations."""

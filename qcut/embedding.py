@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -197,6 +197,29 @@ def check_table(module: nn.Module, name: str | None = None) -> nn.Embedding:
         if value := getattr(module, key):
             raise UnsupportedError(f"{where}{key} is {value}; a quantized embedding takes none")
     return module
+
+
+class Table(NamedTuple):
+    """What `torch.ops.qcut.embed_rows` reads of a module: rows, the scales of int8 ones, and what it returns."""
+
+    rows: Tensor
+    scale: Tensor | None
+    dtype: torch.dtype
+
+
+def table_of(module: nn.Module) -> Table | None:
+    """The table of a module that looks up rows, plain or int8, and does nothing else.
+
+    None where it does, or has codebooks: hooks, another forward, ``max_norm``, weights of a class of their own.
+    """
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return None
+    if type(module) is Embedding and not isinstance(module.linear, CodebookLinear):
+        return Table(module.linear.weight, module.linear.weight_scale, module.dtype)
+    if isinstance(module, nn.Embedding) and is_table(module) and module.max_norm is None:
+        weight = module.weight
+        return Table(weight, None, weight.dtype) if type(weight) in (Tensor, nn.Parameter) else None
+    return None
 
 
 def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:

@@ -298,7 +298,7 @@ class Engine:
         d, (batch, longest) = self.decoder, ids.shape
         # Every token's place, in the tables and in the cache.
         places = torch.arange(longest, dtype=torch.int32, device=d.device).repeat(batch)
-        x, pending = d.embed(ids, places.view(batch, longest)).flatten(0, 1), None
+        x, pending = d.embed(ids.flatten(), places, batch), None
         for i, layer in enumerate(d.layers):
             x, projected = layer.project(x, pending)
             mixed = self._attend_prompt(i, layer, projected, places, batch, first)
@@ -308,7 +308,7 @@ class Engine:
     def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Logits of one token for each sequence, at its position, kept at its slot; both int32."""
         d = self.decoder
-        x, pending = d.embed(tokens[:, None], positions[:, None])[:, 0], None
+        x, pending = d.embed(tokens, positions, len(tokens)), None
         cos, sin = self._rotary or (None, None)
         noted = self._noted(len(tokens))
         for i, layer in enumerate(d.layers):

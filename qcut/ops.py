@@ -1,10 +1,11 @@
 """The operators of ``torch.ops.qcut``: schemas, argument checks, fakes, and the CPU implementations.
 
 The CPU runs `qcut.numerics`, whose docstrings state the formulas; CUDA runs `qcut._ops_cuda`, imported at the first
-CUDA call, and in front of its linear operators the C++ of `qcut._native`. Operators on codebook weights, and those
-between a decoder's projections, are in `qcut.codebook_ops` and `qcut.decoder_ops` and registered with these. Every
-operator is inference only, returns new tensors, row-major unless it is told otherwise, and leaves its arguments alone
-unless its schema says so. The tensors of one call live on one device and may have any strides.
+CUDA call, and in front of its linear operators the C++ of `qcut._native`. Operators on codebook weights, and those of a
+decoder before its first projection and between the others, are in `qcut.codebook_ops`, `qcut.embed_ops` and
+`qcut.decoder_ops` and registered with these. Every operator is inference only, returns new tensors, row-major unless it
+is told otherwise, and leaves its arguments alone unless its schema says so. The tensors of one call live on one device
+and may have any strides.
 
 Arguments are checked here for the CPU and for tracing; CUDA has cheaper checks of its own.
 """
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut import codebook_ops, decoder_ops, numerics, w8a8_ops  # noqa: F401  (these register their own)
+from qcut import codebook_ops, decoder_ops, embed_ops, numerics, w8a8_ops  # noqa: F401  (these register their own)
 from qcut.config import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
 from qcut.errors import ConfigError, QuantizationError, ShapeError
 from qcut.op_registry import FLOAT_DTYPES, check_dtype, check_tensor, define

@@ -28,6 +28,8 @@ LAYERS = (
         "_decoder_cuda",
         "w8a8_ops",
         "_w8a8_cuda",
+        "embed_ops",
+        "_embed_cuda",
         "ops",
         "_ops_cuda",
         "_codebook_cuda",
@@ -56,7 +58,7 @@ LAYERS = (
 
 ABOVE_THE_SEAM = {
     *("jit", "dispatch", "codebook_dispatch", "gemm_model", "tuned", "tuning", "_tuning_cuda", "_ops_cuda"),
-    *("_codebook_cuda", "_decoder_cuda", "_launch_plans", "_w8a8_cuda"),
+    *("_codebook_cuda", "_decoder_cuda", "_launch_plans", "_w8a8_cuda", "_embed_cuda"),
     *("cli", "doctor", "gemm_command", "gemm_trial", "tune_command"),
 }
 """The modules that may know emitters: the others know tensors and no CUDA."""
@@ -189,7 +191,8 @@ def fenced_names(path: Path) -> set[str]:
 
 KNOW_POINTERS = {
     *("qcut.op_registry", "qcut.codebook_ops", "qcut._ops_cuda", "qcut._codebook_cuda"),
-    *("qcut.decoder_ops", "qcut._decoder_cuda", "qcut._w8a8_cuda", "qcut.decoding", "qcut._tuning_cuda"),
+    *("qcut.decoder_ops", "qcut._decoder_cuda", "qcut._w8a8_cuda", "qcut._embed_cuda", "qcut.decoding"),
+    "qcut._tuning_cuda",
     "qcut.cublaslt",
 }
 """The operators, what times candidates for them, and the calls of a library that takes pointers itself."""
