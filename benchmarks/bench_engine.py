@@ -180,6 +180,7 @@ KINDS = {
     "attention": ("attention_decode", "attention_mma", "attention_append"),
     "rotary positions, cache": ("qcut_append",),
     "norms": ("qcut_norm",),
+    "embeddings": ("qcut_embed",),
     "argmax": ("qcut_argmax",),
     "activations": ("silu_mul", "gelu_tanh"),
     "rotations, int8": ("qcut_rotate", "qcut_quantize"),

@@ -75,4 +75,4 @@ def test_a_steps_parts_are_drawn_from_the_rows(tmp_path: Path, capsys: pytest.Ca
     assert bench_engine.main(["--draw", "--out", str(tmp_path)]) == 0
     cells = capsys.readouterr().out.splitlines()[-1].split()
     assert cells[:3] == ["m,", "batch", "1"]
-    assert cells[3:] == ["0", "0", "3.5", "0", "0", "0", "0", "0", "6.5", "4"]
+    assert cells[3:] == ["0", "0", "3.5", "0", "0", "0", "0", "0", "0", "6.5", "4"]
