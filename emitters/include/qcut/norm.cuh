@@ -14,14 +14,31 @@ __device__ __forceinline__ float warp_total(float v) {
   return v;
 }
 
-// A row is summed in chunks of 32 vectors, the same whoever does it; this is the sum of those sums.
-__device__ __forceinline__ float chunk_total(const float* chunks, int count) {
-  float v = 0.0f;
-  for (int i = threadIdx.x % 32; i < count; i += 32) v += chunks[i];
-  return warp_total(v);
+// The sum of a row's chunks, neighbours first, then neighbouring sums: zeros past the row's end change nothing, so that it
+// is the same however many chunks the CTA has. Up to 32 each thread adds up by itself, in fewer cycles than shuffles take.
+template <int kCount>
+__device__ __forceinline__ float chunk_total(const float* chunks) {
+  if constexpr (kCount <= 32) {
+    float v[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = chunks[i];
+#pragma unroll
+    for (int step = 1; step < kCount; step *= 2) {
+#pragma unroll
+      for (int i = 0; i + step < kCount; i += 2 * step) v[i] += v[i + step];
+    }
+    return v[0];
+  } else {
+    float v = 0.0f;
+    for (int i = threadIdx.x % 32; i < kCount; i += 32) v += chunks[i];
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+    return v;
+  }
 }
 
-// The sum of a CTA's row, of which each thread has kVecs vectors, kWarps chunks apart; these are their elements' sums.
+// The sum of a CTA's row, in chunks of 32 vectors, the same whoever does it. Each thread has kVecs vectors, kWarps chunks
+// apart; these are their elements' sums.
 template <int kVecs, int kWarps>
 __device__ __forceinline__ float row_total(const float (&sums)[kVecs], float* chunks) {
 #pragma unroll
@@ -30,7 +47,7 @@ __device__ __forceinline__ float row_total(const float (&sums)[kVecs], float* ch
     if (threadIdx.x % 32 == 0) chunks[i * kWarps + threadIdx.x / 32] = sum;
   }
   __syncthreads();
-  return chunk_total(chunks, kVecs * kWarps);
+  return chunk_total<kVecs * kWarps>(chunks);
 }
 
 __device__ __forceinline__ float inverse_root(float squares, float columns, float eps) {
@@ -70,17 +87,17 @@ __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum,
   launch_dependents();
   wait_for_dependencies();
 
-  Vector<T> loaded[kVecs];
+  Vector<T> loaded[kVecs], other[kVecs];
   load_vectors<T, kVecs, kAligned>(loaded, x + row * x_stride, first, kStep, k);
+  if constexpr (kResidual) load_vectors<T, kVecs, kAligned>(other, residual + row * x_stride, first, kStep, k);
   float f[kVecs][kSize];
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) loaded[i].to_float(f[i]);
   if constexpr (kResidual) {
-    load_vectors<T, kVecs, kAligned>(loaded, residual + row * x_stride, first, kStep, k);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
       float added[kSize];
-      loaded[i].to_float(added);
+      other[i].to_float(added);
 #pragma unroll
       for (int j = 0; j < kSize; ++j) f[i][j] = to_float(from_float<T>(f[i][j] + added[j]));
       store_vector<T, kAligned>(sum + row * x_stride, first + i * kStep, k, f[i]);
