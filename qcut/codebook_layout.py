@@ -59,7 +59,8 @@ class Geometry:
     @property
     def slot(self) -> int:
         """Columns that share a stored norm: 32, 64 or 128."""
-        return 32 if self.full <= 32 else 64 if self.full <= 64 else 128
+        full = self.full
+        return 32 if full <= 32 else 64 if full <= 64 else 128
 
     @property
     def padded_group(self) -> int:
@@ -74,8 +75,9 @@ class Geometry:
     @property
     def k_padded(self) -> int:
         """Columns in memory, a multiple of 128."""
-        last = self.k - (self.groups - 1) * self.full
-        used = (self.groups - 1) * self.padded_group + -(-last // self.slot) * self.slot
+        full, slot = self.full, self.slot  # once: a call of an operator asks for this
+        before = (self.k - 1) // full
+        used = before * (-(-full // slot) * slot) + -(-(self.k - before * full) // slot) * slot
         return -(-used // UNIT_COLUMNS) * UNIT_COLUMNS
 
     @property

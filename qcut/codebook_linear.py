@@ -116,7 +116,7 @@ class CodebookLinear(Linear):
         self.kind = cast(rotation.Kind, scheme.rotation)
         self.group_size = scheme.group_columns(k)
         if scheme.rotation != "none":
-            rotation.check_groups(k, self.group_size, scheme.rotation, name)
+            rotation.check_group_size(k, self.group_size, scheme.rotation, name)
         self.geometry = Geometry(k, self.group_size)
         self._rotation = RotationSpec(self.kind, self.group_size, k, scheme.seeds)
         self.int8 = scheme.activation == "int8"

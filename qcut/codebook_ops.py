@@ -83,7 +83,7 @@ def _check_rotation(op: str, kind: str, k: int, group_size: int, seeds: Sequence
     if kind not in KINDS:
         raise ConfigError(f"qcut::{op}: kind is {kind!r}; allowed: {', '.join(KINDS)}")
     if kind != codebook_numerics.NO_ROTATION:
-        rotation.check_groups(k, group_size, kind)
+        rotation.check_group_size(k, group_size, kind)
     Geometry(k, group_size)
     if not seeds:
         raise ConfigError(f"qcut::{op}: no seed; allowed: one for each pass")

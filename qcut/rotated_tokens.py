@@ -126,7 +126,7 @@ def _geometry(k: int, kind: str, group_size: int, seeds: Sequence[int]) -> Geome
     if not seeds:
         raise ConfigError("no seeds; allowed: one for each pass, 1 and more")
     if kind != "none":
-        rotation.check_groups(k, group_size, kind)
+        rotation.check_group_size(k, group_size, kind)
     return Geometry(k, group_size)
 
 

@@ -33,7 +33,13 @@ def groups(k: int, group_size: int) -> list[tuple[int, int]]:
 
 
 def check_groups(k: int, group_size: int, kind: str, layer: str | None = None) -> list[tuple[int, int]]:
-    """`groups`, once the rotation is known to take each of them: a Hadamard group is a power of two, the last too.
+    """`groups`, after `check_group_size`."""
+    check_group_size(k, group_size, kind, layer)
+    return groups(k, group_size)
+
+
+def check_group_size(k: int, group_size: int, kind: str, layer: str | None = None) -> None:
+    """Check that a rotation takes k columns in such groups: a Hadamard group is a power of two, the last too.
 
     Args:
         k: columns.
@@ -46,14 +52,17 @@ def check_groups(k: int, group_size: int, kind: str, layer: str | None = None) -
     """
     where = layer_prefix(layer)
     _check_kind(kind)
-    parts = groups(k, group_size)
-    for first, d in (parts[0], parts[-1]) if parts else ():
-        if kind == "hadamard" and d & (d - 1):
+    if group_size < 1:
+        raise ConfigError(f"group_size is {group_size}; allowed: 1 and more")
+    if kind != "hadamard" or k < 1:
+        return
+    last = (k - 1) // group_size * group_size
+    for first, d in ((0, min(group_size, k)), (last, k - last)):
+        if d & (d - 1):
             raise ConfigError(
                 f"{where}a Hadamard rotation of {d} columns (from column {first} of {k}, groups of {group_size}); "
                 "allowed: powers of two, or rotation 'qr'"
             )
-    return parts
 
 
 def haar(d: int, seed: int) -> Tensor:
