@@ -190,9 +190,10 @@ def for_shape(problem: W8A8Problem, arch: str, m: int, n: int, k: int, sm_count:
         EmitError: m is more than `MAX_TOKENS`, K beyond the exact range, or `CONSTRAINTS` refuse the problem.
     """
 
-    def fits(cut: Cut) -> bool:
+    def fits(cut: Cut, ctas: int) -> bool:
         tile = _tile(cut, m, k)
-        return registers(problem, tile) <= register_limit(cut.warps) and smem_bytes(tile) <= SMEM_LIMIT.get(arch, 0)
+        smem = ctas * smem_bytes(tile)
+        return registers(problem, tile) <= register_limit(ctas * cut.warps) and smem <= SMEM_LIMIT.get(arch, 0)
 
     tile = _tile(best_cut(n, k, arch, sm_count, fits), m, k)
     validate(problem, tile, arch)
