@@ -25,6 +25,7 @@ from benchmarks.bench_compare import (
     check,
     run_cpp,
     shortfall,
+    widened,
     write_random,
 )
 from benchmarks.harness import CheckError, Timing
@@ -151,6 +152,20 @@ def test_loops_give_the_engines_tokens_again_and_again(context: int | None, tiny
         loop = Loop(model, context)
         for prompt in (*prompts, prompts[0]):
             assert loop.generate([prompt], 30) == engine.generate([prompt], 30)
+
+
+def test_widened_weights_are_those_of_the_quantized_model(tiny: Path) -> None:
+    model = qcut.load_llama2c(tiny)
+    quantized = qcut.load_llama2c(tiny)
+    qcut.quantize(quantized, "w8a16", embeddings="w8a16", progress=False)
+    float32 = widened(quantized, model)
+    layer, table = quantized.model.layers[0].mlp.up_proj, quantized.model.embed_tokens
+    assert torch.equal(float32.model.layers[0].mlp.up_proj.weight, layer.dequantized_weight())
+    assert torch.equal(float32.model.embed_tokens.weight, table.linear.dequantized_weight())
+    assert torch.equal(float32.lm_head.weight, quantized.lm_head.dequantized_weight())
+    assert not torch.equal(float32.lm_head.weight, model.lm_head.weight)
+    ids = torch.tensor([[1, 5, 9]])
+    torch.testing.assert_close(float32(ids).logits, quantized(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_shortfall_is_of_the_worst_token(tiny: Path) -> None:

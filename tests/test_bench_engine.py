@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import bench_engine, plots
 from benchmarks.bench_engine import CASES, build, kind_of, read_bytes
@@ -76,3 +77,23 @@ def test_a_steps_parts_are_drawn_from_the_rows(tmp_path: Path, capsys: pytest.Ca
     cells = capsys.readouterr().out.splitlines()[-1].split()
     assert cells[:3] == ["m,", "batch", "1"]
     assert cells[3:] == ["0", "0", "3.5", "0", "0", "0", "0", "0", "0", "6.5", "4"]
+
+
+def test_an_engine_may_be_as_far_from_transformers_as_those_are_from_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = build(CASES["tiny-gpt2"], "cpu")
+    engine = bench_engine.qcut.Engine(model, context=40)
+    prompts = bench_engine.prompts_of(96, 1, 12)
+    right, off = bench_engine.theirs, {"sdpa": 0.0, "eager": 0.0}
+    noise = torch.randn(96, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(
+        bench_engine, "theirs", lambda *given: (out := right(*given)) + off[given[2]] * out.std() * noise
+    )
+    bench_engine.check(engine, model, prompts)
+    off["sdpa"] = 0.2  # the engine is where the other one is, and both are far from this one
+    bench_engine.check(engine, model, prompts)
+    off["eager"] = 0.2
+    with pytest.raises(bench_engine.CheckError, match=r"allowed from 0\.99"):
+        bench_engine.check(engine, model, prompts)
+    assert model.config._attn_implementation == "sdpa"
