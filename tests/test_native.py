@@ -25,7 +25,6 @@ from emitters import mma_gemm
 from emitters.cutlass_gemm import LAUNCH_PARAMS
 from emitters.quantize import QuantizePerTensor, QuantizePerToken, emit_quantize_per_tensor, emit_quantize_per_token
 from emitters.source import DType, Param
-from emitters.w8a8_decode import W8A8Problem
 from qcut import _native
 from qcut._launch_plans import Grid, LaunchPlan, linear_problem, m_bucket
 from qcut.config import padded_k
@@ -300,28 +299,6 @@ def test_launches_are_pythons(setting: Setting, op: str, bias: bool) -> None:
         compare(python, native, setting.driver, (expected, got))
         assert {record.stream for record in native} == {STREAM}
         assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
-
-
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
-def test_few_tokens_are_quantized_where_they_are_multiplied(
-    setting: Setting, ops_cuda: Any, monkeypatch: pytest.MonkeyPatch, bias: bool
-) -> None:
-    op, args = operator("w8a8_linear"), arguments("w8a8_linear", (3, 37), 33, bias=bias)
-    problem = W8A8Problem("quantize", DType.F16, linear_problem(DType.F16, 33, 37, bias, "none", "dynamic").epilogue)
-    kernel = Kernel(setting.driver, handle(GEMM, "dynamic"), problem.params(), host=False)
-    plan = ops_cuda._LinearPlan(None, LaunchPlan(kernel, Grid(8, (3, 1, 1)), pdl=True), 33, padded_k(37))
-    monkeypatch.setattr(ops_cuda, "_make_linear", lambda *_: plan)
-    x = torch.randn(8, 80).half()[:, :37]
-    for given in (args[0], x):
-        call = [given, *args[1:]]
-        expected, python, by_native = setting.served(lambda c=call: op(*c))
-        assert not by_native
-        got, native, by_native = setting.served(lambda c=call: op(*c))
-        assert by_native
-        assert len(native) == 1
-        compare(python, native, setting.driver, (expected, got))
-        found = decoded(native[0], problem.params())
-        assert (found["a"], found["lda"], found["k"]) == (given.data_ptr(), given.stride(0), 37)
 
 
 @pytest.mark.parametrize(
