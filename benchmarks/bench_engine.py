@@ -314,7 +314,7 @@ def draw(folder: Path) -> None:
     with (folder / "bench_engine.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     parts: dict[str, dict[str, float]] = {}
-    floors: dict[str, float] = {}
+    ticks: dict[str, dict[str, float]] = {"floor": {}, "step, measured": {}}
     for step in (row for row in rows if row["what"] == "decode"):
         found: dict[str, float] = {}
         for row in rows:
@@ -324,13 +324,19 @@ def draw(folder: Path) -> None:
             # Kernels overlap under dependent launch, so that their sum may exceed the step.
             found["between kernels"] = max(0.0, float(step["median_us"]) - sum(found.values()))
             label = f"{step['case']}, batch {step['batch']}"
-            parts[label], floors[label] = found, float(step["floor_us"])
+            parts[label] = found
+            ticks["floor"][label], ticks["step, measured"][label] = float(step["floor_us"]), float(step["median_us"])
     if not parts:
         return
     kinds = [*KINDS, "other", "between kernels"]
-    table = [[label, *(found.get(kind, 0.0) for kind in kinds), floors[label]] for label, found in parts.items()]
-    print(harness.table(["us a step", *kinds, "floor"], table))
-    plots.stacks(folder / "bench_engine", parts, floors, "Where one step's time goes", "µs")
+    table = [
+        [label, *(found.get(kind, 0.0) for kind in kinds), *(places[label] for places in ticks.values())]
+        for label, found in parts.items()
+    ]
+    print(harness.table(["us a step", *kinds, *ticks], table))
+    plots.stacks(
+        folder / "bench_engine", parts, ticks, "One step's kernels, each from start to end: they overlap", "µs"
+    )
 
 
 if __name__ == "__main__":

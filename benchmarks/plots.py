@@ -80,14 +80,18 @@ def bars(
 
 
 def stacks(
-    path: Path, parts: Mapping[str, Mapping[str, float]], floors: Mapping[str, float], title: str, axis: str
+    path: Path,
+    parts: Mapping[str, Mapping[str, float]],
+    ticks: Mapping[str, Mapping[str, float]],
+    title: str,
+    axis: str,
 ) -> None:
-    """Horizontal bars, each a stack of parts, with a tick where its floor is.
+    """Horizontal bars, each a stack of parts, with ticks on them.
 
     Args:
         path: file name without suffix; ``.svg`` and ``.png`` are written.
         parts: label of a bar to the sizes of its parts, from the left.
-        floors: label to the least that the bar could be; NaN draws none.
+        ticks: what a tick means, to where it is on the bar of a label; NaN draws none. The first kind is black.
         title: heading.
         axis: what the x axis says.
     """
@@ -104,7 +108,10 @@ def stacks(
         sizes = [stack.get(name, 0.0) for stack in parts.values()]
         axes.barh(rows, sizes, left=left, label=name)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
-    axes.plot([floors[label] for label in parts], rows, "|", color="black", markersize=22, label="floor")
+    for (name, places), color in zip(ticks.items(), ("black", "red"), strict=False):
+        axes.plot(
+            [places[label] for label in parts], rows, "|", color=color, markersize=22, markeredgewidth=2, label=name
+        )
     axes.set_yticks(rows, parts, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(axis)

@@ -65,7 +65,9 @@ def test_kernels_have_kinds(kernel: str, kind: str) -> None:
 def test_stacks_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     parts = {"a": {"norms": 1.0, "attention": 2.0}, "b": {"attention": 1.0, "other": 4.0}}
-    plots.stacks(tmp_path / "plot", parts, {"a": 1.5, "b": float("nan")}, "title", "µs")
+    plots.stacks(
+        tmp_path / "plot", parts, {"floor": {"a": 1.5, "b": float("nan")}, "step": {"a": 2.0, "b": 3.0}}, "title", "µs"
+    )
     assert (tmp_path / "plot.svg").stat().st_size > 1000
 
 
@@ -76,7 +78,7 @@ def test_a_steps_parts_are_drawn_from_the_rows(tmp_path: Path, capsys: pytest.Ca
     assert bench_engine.main(["--draw", "--out", str(tmp_path)]) == 0
     cells = capsys.readouterr().out.splitlines()[-1].split()
     assert cells[:3] == ["m,", "batch", "1"]
-    assert cells[3:] == ["0", "0", "3.5", "0", "0", "0", "0", "0", "0", "6.5", "4"]
+    assert cells[3:] == ["0", "0", "3.5", "0", "0", "0", "0", "0", "0", "6.5", "4", "10"]
 
 
 def test_an_engine_may_be_as_far_from_transformers_as_those_are_from_themselves(
