@@ -12,10 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import math
-import os
-import platform
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,12 +30,11 @@ if __package__ in (None, ""):
 import qcut
 from benchmarks import harness
 from benchmarks.bench_engine import decode_us, prompts_of
+from benchmarks.cpu_program import build_cpp, cpu_name, run_cpp, thread_counts
 from benchmarks.harness import CheckError, Timing
 from qcut.engine import Generated, Prompts
-from qcut.errors import BuildError, QcutError, ToolchainError
+from qcut.errors import BuildError, QcutError
 
-SOURCE = Path(__file__).with_name("cpu_llama.cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp")
 PROMPT, NEW, CPU_NEW = 16, 128, 24
 """Tokens; a CPU generates fewer."""
 ROUNDS, QUICK_ROUNDS = 3, 1
@@ -95,47 +90,6 @@ def write_random(case: Case, path: Path) -> None:
         eos_token_id=None,
     )
     qcut.save_llama2c(LlamaForCausalLM(config), path)
-
-
-# ── the C++ program ──────────────────────────────────────────────────────────────────────────────
-
-
-def build_cpp(folder: Path) -> Path:
-    """Compile `SOURCE` for this machine.
-
-    Raises:
-        ToolchainError: there is no g++.
-        BuildError: it fails; with its output.
-    """
-    compiler = shutil.which("g++")
-    if compiler is None:
-        raise ToolchainError(f"{SOURCE.name}: there is no g++ in PATH; install it (Debian: apt-get install g++)")
-    program = folder / SOURCE.stem
-    command = [compiler, *FLAGS, str(SOURCE), "-o", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise BuildError(f"{SOURCE.name}: g++ failed", command=" ".join(command), log=done.stderr)
-    return program
-
-
-def run_cpp(program: Path, file: Path, prompt: Sequence[int], new: int, threads: int) -> tuple[list[int], float]:
-    """New tokens, and how many a second after the first.
-
-    Raises:
-        QcutError: the program refused the file or an id; what it said.
-    """
-    command = [str(program), str(file), str(new), *map(str, prompt)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
-    if done.returncode != 0:
-        raise QcutError(f"{SOURCE.stem}: {done.stderr.strip()}")
-    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    return [int(token) for token in lines["tokens"].split()], float(lines["tokens_s"])
-
-
-def thread_counts() -> list[int]:
-    """One, four, and all cores: small products may lose by more threads."""
-    cores = len(os.sched_getaffinity(0))
-    return sorted({1, min(4, cores), cores})
 
 
 # ── transformers ─────────────────────────────────────────────────────────────────────────────────
@@ -271,7 +225,9 @@ class Comparison:
         engine = qcut.Engine(model, context=context)
         wanted = engine.generate([prompt], new)[0].tokens
 
-        def run(variant: str, dtype: torch.dtype, build: Callable[[], Any], reference: Callable[[], Any]) -> None:
+        def run(
+            variant: str, dtype: torch.dtype, build: Callable[[], Any], reference: Callable[[], Any] = lambda: model
+        ) -> None:
             columns = {**shape, "variant": variant, "dtype": str(dtype).removeprefix("torch.")}
             if time.monotonic() > self.deadline:
                 self._missing(columns, "out of time")
@@ -291,23 +247,20 @@ class Comparison:
             else:
                 self._add(timing, columns)
 
-        def float32() -> Any:
-            return model
-
         made: list[Any] = []
 
         def of_quantized() -> qcut.Engine:
             made.append(self._quantized(half))
             return qcut.Engine(made[-1], context=context)
 
-        run("qcut", torch.float32, lambda: engine, float32)
+        run("qcut", torch.float32, lambda: engine)
         self._cpp(shape, file, prompt, new, wanted)
         if self.dtype is not torch.float32:
-            run("qcut", self.dtype, lambda: qcut.Engine(half, context=context), float32)
-        run("eager_dynamic", self.dtype, lambda: Loop(half, None), float32)
-        run("eager_static", self.dtype, lambda: Loop(half, context), float32)
+            run("qcut", self.dtype, lambda: qcut.Engine(half, context=context))
+        run("eager_dynamic", self.dtype, lambda: Loop(half, None))
+        run("eager_static", self.dtype, lambda: Loop(half, context))
         run(f"qcut_{SCHEME}", self.dtype, of_quantized, lambda: widened(made[-1], model))
-        run("compile", self.dtype, lambda: Loop(half, context, compiled), float32)
+        run("compile", self.dtype, lambda: Loop(half, context, compiled))
         torch.compiler.reset()
 
     def _quantized(self, model: Any) -> Any:
@@ -360,16 +313,6 @@ class Comparison:
 def served_dtype(device: str) -> torch.dtype:
     """What models are served in; the reference is float32 everywhere."""
     return torch.float16 if device == "cuda" else torch.float32
-
-
-def cpu_name() -> str:
-    """As /proc/cpuinfo has it, and how many cores may be used."""
-    names = [line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines() if path.is_file() else []
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -14,20 +14,18 @@ from llama2c_oracle import CASES as FILES
 from llama2c_oracle import Sizes, make
 
 import qcut
-from benchmarks import bench_compare
+from benchmarks import bench_compare, cpu_program
 from benchmarks.bench_compare import (
     CASES,
-    FLAGS,
-    SOURCE,
     TOLERANCE,
     TOLERANCE_16,
     Loop,
     check,
-    run_cpp,
     shortfall,
     widened,
     write_random,
 )
+from benchmarks.cpu_program import FLAGS, SOURCE, run_cpp
 from benchmarks.harness import CheckError, Timing
 from qcut.errors import BuildError, QcutError, ToolchainError
 
@@ -36,7 +34,7 @@ TINY = CASES["tiny"]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return bench_compare.build_cpp(tmp_path_factory.mktemp("program"))
+    return cpu_program.build_cpp(tmp_path_factory.mktemp("program"))
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +123,12 @@ def test_the_program_refuses_ids_and_lengths(
 
 
 def test_no_compiler_and_a_failing_one_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_compare, "FLAGS", ("-DkTheta=",))
+    monkeypatch.setattr(cpu_program, "FLAGS", ("-DkTheta=",))
     with pytest.raises(BuildError, match=r"cpu_llama.cpp: g\+\+ failed\ncommand: .*-DkTheta=.*\n.*error"):
-        bench_compare.build_cpp(tmp_path)
-    monkeypatch.setattr(bench_compare.shutil, "which", lambda name: None)
+        cpu_program.build_cpp(tmp_path)
+    monkeypatch.setattr(cpu_program.shutil, "which", lambda name: None)
     with pytest.raises(ToolchainError, match=r"there is no g\+\+ in PATH"):
-        bench_compare.build_cpp(tmp_path)
+        cpu_program.build_cpp(tmp_path)
 
 
 # ── loops and checks ─────────────────────────────────────────────────────────────────────────────
@@ -255,7 +253,7 @@ def test_what_does_not_compile_says_why(script: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_without_a_compiler_the_others_are_measured(script: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(bench_compare.shutil, "which", lambda name: None)
+    monkeypatch.setattr(cpu_program.shutil, "which", lambda name: None)
     status, rows = script()
     assert (status, list(rows)) == (1, VARIANTS)
     assert "there is no g++" in rows["cpp"]["reason"]
