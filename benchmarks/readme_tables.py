@@ -245,6 +245,22 @@ def engine_misses() -> str:
     return f"Of {len(rows)} figures to reach {len(missed)} are missed: {'; '.join(names)}."
 
 
+def comparison() -> str:
+    """One sentence: one sequence of the larger llama2.c shape, by the engine and by others."""
+    with (RESULTS / "bench_compare.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["case"] == "llama2c-512" and row["tokens_s"]]
+    best: dict[str, float] = {}
+    for row in rows:
+        name = row["variant"].removesuffix("_dynamic").removesuffix("_static")
+        if name != "qcut" or row["dtype"] == "float16":
+            best[name] = max(best.get(name, 0.0), float(row["tokens_s"]))
+    rate = {name: f"{value:,.0f}" for name, value in best.items()}
+    return (
+        f"`qcut.Engine` {rate['qcut_w8a16']} tokens/s (w8a16) and {rate['qcut']} (float16), `torch.compile` with CUDA "
+        f"graphs {rate['compile']}, transformers eager {rate['eager']}, plain C++ on the CPU {rate['cpp']}."
+    )
+
+
 ATTENTION_CONTEXTS = ("64", "512", "2048", "8192", "32768")
 
 
@@ -276,7 +292,7 @@ TABLES = (
     engine_table,
     attention_table,
 )
-SENTENCES = (codebook_speedups, codebook_misses, engine_misses)
+SENTENCES = (codebook_speedups, codebook_misses, engine_misses, comparison)
 
 if __name__ == "__main__":
     print("\n\n".join(text() for text in (*TABLES, *SENTENCES)))
