@@ -30,16 +30,19 @@ from benchmarks import harness
 from benchmarks.bench_gemm import require_close
 from benchmarks.harness import Timing, Variant
 from benchmarks.shapes import Shape
-from emitters.source import DType
-from qcut import codebook_dispatch, codebook_numerics, dispatch, shared_rotations
-from qcut.shared_rotations import RotationSpec
-from qcut.timing import CudaClock
+from qcut.codebooks import products as codebook_numerics
+from qcut.dispatch import codebook as codebook_dispatch
+from qcut.dispatch import gemm as dispatch
+from qcut.emitters.core.source import DType
+from qcut.layers import rotations as shared_rotations
+from qcut.layers.rotations import RotationSpec
+from qcut.tuning.timing import CudaClock
 
 NK = ((14336, 4096), (4096, 14336), (4096, 4096), (1280, 1280), (5120, 1280))
 DECODE_TOKENS = (1, 4, 8, 16, 32, 64)
 PROMPTS = ((256, 14336, 4096), (1024, 14336, 4096), (4096, 14336, 4096), (4096, 4096, 4096), (4096, 5120, 1280))
 SETTLE_US = 300_000.0
-"""For prompts, which reach the GPU's power limit: see `qcut.timing.measure`."""
+"""For prompts, which reach the GPU's power limit: see `qcut.tuning.timing.measure`."""
 FEW_TOKENS = 16
 MAX_CACHED = 5
 """Layers kept with their copies, for the next number of tokens."""
@@ -182,27 +185,27 @@ def codebook_problem(layer: Any, bias: bool, rotates: bool = False) -> Any:
 
 def weight_only_problem(n: int, k: int, bias: bool) -> Any:
     """What a W8A16 layer asks of its product on float16 tokens."""
-    from qcut._launch_plans import linear_problem
+    from qcut.cuda.plans import linear_problem
 
     return linear_problem(DType.F16, n, k, bias, "none", "weight_only")
 
 
 @functools.cache
 def _plan(problem: Any, m: int, n: int, units: int, pdl: bool) -> Any:
-    from qcut import _codebook_cuda
+    from qcut.cuda import codebook as _codebook_cuda
 
     return _codebook_cuda.gemm_plan(problem, m, n, units, torch.cuda.current_device(), pdl=pdl)
 
 
 @functools.cache
 def _w8a16_plan(problem: Any, m: int, n: int, k: int, pdl: bool) -> Any:
-    from qcut import _launch_plans
+    from qcut.cuda import plans as _launch_plans
 
     return _launch_plans.weight_only_plan(problem, m, n, k, torch.cuda.current_device(), pdl=pdl)
 
 
 def _w8a16_launch(layer: Any, out: Tensor, pdl: bool, *, x: Tensor) -> Callable[[], None]:
-    from qcut._launch_plans import m_bucket
+    from qcut.cuda.plans import m_bucket
 
     (m, k), n = x.shape, layer.out_features
     plan = _w8a16_plan(weight_only_problem(n, k, bias=False), m_bucket(m), n, k, pdl)
@@ -217,7 +220,7 @@ def reference_of(layer: Any, x: Tensor) -> Tensor:
 
 def kernel_name(layer: Any, m: int, *, whole: bool) -> str:
     """Procedural name of the product that serves so many tokens, alone or in the whole layer, with its bias."""
-    from qcut._launch_plans import m_bucket, target
+    from qcut.cuda.plans import m_bucket, target
 
     gpu, n, k = target(torch.cuda.current_device()), layer.out_features, layer.in_features
     if layer.scheme.name == "w8a16":

@@ -30,13 +30,14 @@ from benchmarks import bench_gemm, harness
 from benchmarks.bench_gemm import OUTPUTS, Operands
 from benchmarks.harness import Timing, Variant
 from benchmarks.shapes import Shape
-from emitters import cutlass_gemm
-from emitters.epilogue import Epilogue
-from emitters.gemm import GemmProblem, TileConfig
-from emitters.source import KernelSource
-from qcut import dispatch, jit
+from qcut import jit
 from qcut.config import padded_k
-from qcut.dispatch import Choice, Target
+from qcut.dispatch import gemm as dispatch
+from qcut.dispatch.gemm import Choice, Target
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import KernelSource
+from qcut.emitters.gemm.cutlass import gemm as cutlass_gemm
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
 ARCH = "sm_90a"
 SHAPES = (Shape(4096, 1280, 1280), Shape(1024, 1280, 1280), Shape(4096, 5120, 1280), Shape(4096, 4096, 4096))
@@ -194,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; 1 where a result was wrong, 2 without a GPU of compute capability 9.0."""
     options = harness.parser(__doc__ or "").parse_args(arguments)
     harness.require_gpu()
-    from qcut._launch_plans import target
+    from qcut.cuda.plans import target
 
     gpu = target(torch.cuda.current_device())
     if gpu.arch != ARCH:

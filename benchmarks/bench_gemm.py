@@ -26,9 +26,9 @@ import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from benchmarks import harness, kernels, plots
 from benchmarks.harness import CheckError, Timing, Variant
 from benchmarks.shapes import CLAIM_MIN_TOKENS, Shape, gemm_shapes
-from emitters.epilogue import Epilogue
-from emitters.source import DType
-from qcut.cublaslt import CublasLtError, Int8Matmul
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import DType
+from qcut.tuning.cublaslt import CublasLtError, Int8Matmul
 
 OUTPUTS = {"s8": torch.int8, "f16": torch.float16, "bf16": torch.bfloat16}
 TARGETS = {"s8": (1.05, 0.85), "f16": (1.0, 0.75), "bf16": (1.0, 0.75)}

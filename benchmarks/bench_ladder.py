@@ -24,13 +24,13 @@ if __package__ in (None, ""):
 from benchmarks import harness
 from benchmarks.harness import Timing
 from benchmarks.ladder import counters, report
+from benchmarks.ladder.kernels import PEAKS
 from benchmarks.ladder.steps import LIBRARY, NAMES, STEPS, Candidate, Step, is_cutlass
 from benchmarks.ladder.variants import Measured, Operands, PeakRun, fastest, kernel_variant, library_step
-from emitters.ladder_gemm import PEAKS
-from emitters.source import KernelSource
-from qcut import _launch_plans as launch_plans
 from qcut import jit
-from qcut.cublaslt import CublasLtError, Int8Matmul
+from qcut.cuda import plans as launch_plans
+from qcut.emitters.core.source import KernelSource
+from qcut.tuning.cublaslt import CublasLtError, Int8Matmul
 
 # ── what runs ────────────────────────────────────────────────────────────────────────────────────
 

@@ -25,8 +25,8 @@ from benchmarks import harness, kernels, peers, plots
 from benchmarks.bench_gemm import require_close
 from benchmarks.harness import Timing, Variant
 from benchmarks.shapes import GPT2_LARGE_NK, GPT2_LARGE_TOKENS, Shape, linear_shapes
-from emitters.epilogue import Epilogue
-from emitters.source import DType
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import DType
 
 BASELINE = "fp16"
 SCHEMES = ("w8a8", "w8a8_static", "w8a16")

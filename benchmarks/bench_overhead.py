@@ -25,7 +25,8 @@ import qcut
 from benchmarks import harness, kernels
 from benchmarks.bench_linear import EPILOGUES
 from benchmarks.harness import Timing, cpu_us
-from qcut import _native, jit
+from qcut import jit
+from qcut.cuda import native as _native
 
 LIMIT_US = 15.0
 OP = "torch.ops.qcut.w8a8_linear"
@@ -85,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure_parts(rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
     """The measured variants, and the parts of a call in microseconds."""
-    from qcut import _ops_cuda
+    from qcut.cuda import int8 as _ops_cuda
 
     layer = qcut.Linear.from_float(nn.Linear(K, N, dtype=torch.float16, device="cuda"))
     x = torch.randn(M, K, device="cuda").half()

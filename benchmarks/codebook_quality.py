@@ -27,12 +27,12 @@ from benchmarks.harness import ROOT, Results, environment
 from benchmarks.quality import tokens_of
 from benchmarks.readme_tables import markdown
 from examples.gpt2_int8 import language_reference
-from qcut import rotation
-from qcut.codebook_fit import DAMPING, collect_second_moments, fit, fit_residual
+from qcut.codebooks import rotation
+from qcut.codebooks.fit import DAMPING, collect_second_moments, fit, fit_residual
+from qcut.codebooks.quantizer import dequantize, quantize, quantize_residual
 from qcut.errors import QcutError
-from qcut.evaluation import perplexity, windows_of
-from qcut.modules import find_layers, weight_nk
-from qcut.rotated_codebook import dequantize, quantize, quantize_residual
+from qcut.models.evaluation import perplexity, windows_of
+from qcut.models.modules import find_layers, weight_nk
 
 GROUP = 128
 REFERENCE = Path("reference")

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the measuring core of `qcut.timing`, ceilings, rows, CSV, tables, options."""
+"""What the benchmarks share: the measuring core of `qcut.tuning.timing`, ceilings, rows, CSV, tables, options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.shapes import Shape
-from qcut.timing import (
+from qcut.tuning.timing import (
     MAX_COPIES,
     ROTATE_BYTES,
     CheckError,

@@ -14,10 +14,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness import Results, Variant
 from benchmarks.shapes import Shape
-from emitters.epilogue import Epilogue
-from emitters.gemm import GemmProblem
-from emitters.source import DType, KernelSource
-from qcut import dispatch, jit
+from qcut import jit
+from qcut.dispatch import gemm as dispatch
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.gemm.problem import GemmProblem
 
 Call = tuple[Epilogue, int, int, int]
 """A GEMM with int8 weights as an operator sees it: epilogue, M, N, K."""
@@ -36,7 +37,7 @@ def prebuild(calls: Iterable[Call], a: DType = DType.S8) -> dict[Call, str]:
     Raises:
         BuildError: the first kernel that does not compile.
     """
-    from qcut._launch_plans import m_bucket, target
+    from qcut.cuda.plans import m_bucket, target
 
     gpu = target(torch.cuda.current_device())
     cutlass = jit.is_toolchain_available("nvcc")

@@ -28,8 +28,8 @@ import qcut
 from benchmarks.harness import ROOT, Results, environment, table
 from examples.gpt2_int8 import int8_first, language_reference
 from qcut.errors import QcutError
-from qcut.evaluation import perplexity, windows_of
-from qcut.modules import weight_nk
+from qcut.models.evaluation import perplexity, windows_of
+from qcut.models.modules import weight_nk
 
 SCHEMES = {
     "w8a16": "int8 weights only",

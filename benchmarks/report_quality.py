@@ -34,12 +34,12 @@ from benchmarks.codebook_quality import int4, own_text
 from benchmarks.harness import Results, Variant
 from benchmarks.quality import tokens_of
 from examples.gpt2_int8 import EMBEDDED, language_reference
-from qcut import rotation
-from qcut.codebook_fit import collect_second_moments
+from qcut.codebooks import rotation
+from qcut.codebooks.fit import collect_second_moments
+from qcut.engine.kv_cache import KV_DTYPES, KVDtype
 from qcut.errors import QcutError
-from qcut.evaluation import windows_of
-from qcut.kv_cache import KV_DTYPES, KVDtype
-from qcut.modules import find_layers, tensor_key, weight_nk
+from qcut.models.evaluation import windows_of
+from qcut.models.modules import find_layers, tensor_key, weight_nk
 
 REFERENCE = "int4_asymmetric"
 """Weights in 4-bit integers with zero points: not a scheme of qcut's, dequantized to be compared with."""

@@ -30,12 +30,12 @@ from typing import Any
 import torch
 
 import qcut
+from qcut.checkpoints.pretrained import load_pretrained
 from qcut.config import parse_scheme
-from qcut.convert import model_bytes
-from qcut.costs import LayerSize
+from qcut.conversion.convert import model_bytes
+from qcut.conversion.costs import LayerSize
 from qcut.errors import CheckpointError, QcutError
-from qcut.evaluation import perplexity, windows_of
-from qcut.pretrained import load_pretrained
+from qcut.models.evaluation import perplexity, windows_of
 
 EMBEDDED = Path(__file__).resolve().parents[1] / "models" / "gpt2-5m"
 SCHEMES = {

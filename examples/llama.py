@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 import qcut
-from qcut.convert import model_bytes
+from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained
+from qcut.conversion.convert import model_bytes
 from qcut.errors import QcutError
-from qcut.pretrained import device_of, dtype_for, load_pretrained
 
 PROMPTS = ("Once upon a time there was a", "The three most important things in numerical analysis are")
 

@@ -10,55 +10,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qcut import errors, ops
-    from qcut.calibration import Calibration, calibrate
-    from qcut.checkpoint import load, save
-    from qcut.codebook_fit import collect_second_moments
-    from qcut.codebook_linear import execution_path
-    from qcut.config import W8A8, W8A16, Codebook, Float, StaticRange
-    from qcut.convert import quantize
-    from qcut.embedding import Embedding
-    from qcut.engine import Engine, Generated
-    from qcut.explanation import explain
-    from qcut.gemm import gemm_s8
-    from qcut.linear import Linear
-    from qcut.llama2c import load_llama2c, save_llama2c
-    from qcut.planning import Plan, plan
-    from qcut.sampling import Sampling
-    from qcut.smoothing import smooth
-    from qcut.turboquant_writer import save_turboquant
+    from qcut import errors as errors
+    from qcut import ops as ops
+    from qcut.checkpoints.llama2c.files import load_llama2c as load_llama2c
+    from qcut.checkpoints.llama2c.files import save_llama2c as save_llama2c
+    from qcut.checkpoints.qcut_format import load as load
+    from qcut.checkpoints.qcut_format import save as save
+    from qcut.checkpoints.turboquant.writer import save_turboquant as save_turboquant
+    from qcut.codebooks.fit import collect_second_moments as collect_second_moments
+    from qcut.config import W8A8 as W8A8
+    from qcut.config import W8A16 as W8A16
+    from qcut.config import Codebook as Codebook
+    from qcut.config import Float as Float
+    from qcut.config import StaticRange as StaticRange
+    from qcut.conversion.calibration import Calibration as Calibration
+    from qcut.conversion.calibration import calibrate as calibrate
+    from qcut.conversion.convert import quantize as quantize
+    from qcut.conversion.planning import Plan as Plan
+    from qcut.conversion.planning import plan as plan
+    from qcut.conversion.smoothing import smooth as smooth
+    from qcut.cuda.explanation import explain as explain
+    from qcut.engine.engine import Engine as Engine
+    from qcut.engine.engine import Generated as Generated
+    from qcut.layers.base import Linear as Linear
+    from qcut.layers.codebook import execution_path as execution_path
+    from qcut.layers.embedding import Embedding as Embedding
+    from qcut.numerics.sampling import Sampling as Sampling
+    from qcut.ops.gemm import gemm_s8 as gemm_s8
 
 __version__ = "0.1.0"
-
-__all__ = [
-    "W8A8",
-    "W8A16",
-    "Calibration",
-    "Codebook",
-    "Embedding",
-    "Engine",
-    "Float",
-    "Generated",
-    "Linear",
-    "Plan",
-    "Sampling",
-    "StaticRange",
-    "calibrate",
-    "collect_second_moments",
-    "errors",
-    "execution_path",
-    "explain",
-    "gemm_s8",
-    "load",
-    "load_llama2c",
-    "ops",
-    "plan",
-    "quantize",
-    "save",
-    "save_llama2c",
-    "save_turboquant",
-    "smooth",
-]
 
 _HOME = {
     "W8A8": "config",
@@ -66,31 +46,34 @@ _HOME = {
     "Codebook": "config",
     "Float": "config",
     "StaticRange": "config",
-    "Embedding": "embedding",
-    "Engine": "engine",
-    "Generated": "engine",
-    "Sampling": "sampling",
-    "load_llama2c": "llama2c",
-    "save_llama2c": "llama2c",
-    "Linear": "linear",
-    "Calibration": "calibration",
-    "calibrate": "calibration",
-    "collect_second_moments": "codebook_fit",
-    "execution_path": "codebook_linear",
-    "smooth": "smoothing",
-    "Plan": "planning",
-    "plan": "planning",
-    "quantize": "convert",
-    "gemm_s8": "gemm",
-    "explain": "explanation",
-    "save": "checkpoint",
-    "save_turboquant": "turboquant_writer",
-    "load": "checkpoint",
+    "Embedding": "layers.embedding",
+    "Engine": "engine.engine",
+    "Generated": "engine.engine",
+    "Sampling": "numerics.sampling",
+    "load_llama2c": "checkpoints.llama2c.files",
+    "save_llama2c": "checkpoints.llama2c.files",
+    "Linear": "layers.base",
+    "Calibration": "conversion.calibration",
+    "calibrate": "conversion.calibration",
+    "collect_second_moments": "codebooks.fit",
+    "execution_path": "layers.codebook",
+    "smooth": "conversion.smoothing",
+    "Plan": "conversion.planning",
+    "plan": "conversion.planning",
+    "quantize": "conversion.convert",
+    "gemm_s8": "ops.gemm",
+    "explain": "cuda.explanation",
+    "save": "checkpoints.qcut_format",
+    "save_turboquant": "checkpoints.turboquant.writer",
+    "load": "checkpoints.qcut_format",
 }
+_PACKAGES = ("errors", "ops")
+
+__all__ = sorted((*_HOME, *_PACKAGES))
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("errors", "ops"):
+    if name in _PACKAGES:
         return import_module(f"qcut.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'qcut' has no attribute {name!r}")

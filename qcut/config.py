@@ -150,7 +150,8 @@ class Codebook(Scheme):
     Raises:
         ConfigError: a value that is not allowed.
 
-    Exactness: of quantizing, see `qcut.rotated_codebook.quantize`; of computing, `qcut.codebook_linear.CodebookLinear`.
+    Exactness: of quantizing, see `qcut.codebooks.quantizer.quantize`; of computing,
+    `qcut.layers.codebook.CodebookLinear`.
 
     Source: schemes.md, section 4.
     """

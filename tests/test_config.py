@@ -7,9 +7,10 @@ import pickle
 
 import pytest
 
-from emitters import epilogue, gemm
 from qcut import config, errors
 from qcut.config import W8A8, W8A16, Codebook, Float, StaticRange, parse_scheme, scheme_from_json
+from qcut.emitters.core import epilogue
+from qcut.emitters.gemm import problem as gemm
 
 PLAIN = (W8A8(), W8A8("static"), W8A16(), Float())
 CODEBOOKS = {

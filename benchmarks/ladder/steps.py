@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from emitters import cutlass_tiles, mma_gemm, simt_gemm, wmma_gemm
-from emitters.cutlass_gemm import emit_cutlass_gemm
-from emitters.epilogue import Epilogue
-from emitters.gemm import GemmProblem, TileConfig
-from emitters.ladder_gemm import NAIVE, REGISTERS, SHARED, WMMA, LadderTile, Unit, emit_ladder_gemm, grid
-from emitters.source import DType, KernelSource
-from qcut.gemm_model import Target
+from benchmarks.ladder.kernels import NAIVE, REGISTERS, SHARED, WMMA, LadderTile, Unit, emit_ladder_gemm, grid
+from qcut.dispatch.cost_model import Target
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.gemm import dp4a as simt_gemm
+from qcut.emitters.gemm import mma as mma_gemm
+from qcut.emitters.gemm import wmma as wmma_gemm
+from qcut.emitters.gemm.cutlass import tiles as cutlass_tiles
+from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
 PROBLEM = GemmProblem(epilogue=Epilogue(DType.S8, col_scale="per_channel"))
 """What all steps compute: ``clamp(rne(acc * col_scale[n] * out_inv_scale) + out_zero_point)``."""

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.harness import CheckError, Variant
+from benchmarks.ladder.kernels import PEAKS, Unit, emit_peak
 from benchmarks.ladder.steps import LIBRARY, Candidate
-from emitters.ladder_gemm import PEAKS, Unit, emit_peak
-from qcut import _launch_plans as launch_plans
-from qcut import gemm_model, jit
-from qcut.cublaslt import Int8Matmul
+from qcut import jit
+from qcut.cuda import plans as launch_plans
+from qcut.dispatch import cost_model as gemm_model
+from qcut.tuning.cublaslt import Int8Matmul
 
 OUT_INV_SCALE, OUT_ZERO_POINT = 40.0, 3
 SLOW_US = 2000.0

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from emitters.source import INCLUDE_DIR, KernelSource
+from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import cache, toolchain
 from qcut.jit.compilers import Resources, compile_text, device_flags, headers, host_flags, parse_resources

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from emitters.source import INCLUDE_DIR, KernelSource
+from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
 from qcut.errors import BuildError
 from qcut.jit import toolchain
 

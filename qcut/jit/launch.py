@@ -13,7 +13,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 
-from emitters.source import KernelSource
+from qcut.emitters.core.source import KernelSource
 from qcut.errors import LaunchError
 from qcut.jit import device as _device
 from qcut.jit import toolchain

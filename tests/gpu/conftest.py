@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.problems import gpu_test_calls
+from tests.gpu.support.problems import gpu_test_calls
 
 
 @pytest.fixture(scope="session")

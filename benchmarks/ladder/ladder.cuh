@@ -1,0 +1,187 @@
+// Four int8 GEMMs to read before the others: each removes one thing that held the last one back.
+//
+// D = epilogue(A B^T), A [m, k], B [n, k], D [m, n], all row-major. To stay short they take whole tiles alone:
+// m, n and k are multiples of what a CTA covers. blockIdx.x counts tiles of n, blockIdx.y tiles of m.
+//
+// Source: CUDA C++ Programming Guide, "Shared Memory" and "Warp Matrix Functions"; schemes.md section 1.
+#include <mma.h>
+
+#include <qcut/core/epilogue.cuh>
+
+namespace qcut {
+namespace ladder {
+
+namespace wmma = nvcuda::wmma;
+
+// kCount neighbours of a row of D from their sums, in pieces of up to 8 bytes.
+template <class E, int kCount>
+__device__ __forceinline__ void store_run(typename E::Out* d, const int (&sums)[kCount], int row, int col, int m, int n,
+                                          int ldd, const typename E::Args& args) {
+  typename E::Value v[kCount];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    v[i] = E::finish(E::apply(sums[i], E::row(args, row, m), E::column(args, col + i, n)), 0.0f, args);
+  }
+  typename E::Out* target = d + static_cast<long long>(row) * ldd + col;
+  if constexpr (kCount == 1) {
+    *target = E::convert(v[0]);
+  } else {
+    constexpr int kBytes = kCount * sizeof(typename E::Out);
+    uint32_t words[kBytes / 4];
+    E::template pack<kCount>(words, v);
+#pragma unroll
+    for (int i = 0; i < kBytes; i += 8) store_piece<8>(reinterpret_cast<char*>(target) + i, words, i);
+  }
+}
+
+// One product of two bytes. In assembly, because the compiler knows dp4a too: of four products in a row it
+// makes one, a step before its time.
+__device__ __forceinline__ int multiply_add(int8_t x, int8_t y, int sum) {
+  int out;
+  asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(static_cast<int>(x)), "r"(static_cast<int>(y)), "r"(sum));
+  return out;
+}
+
+// One thread, one element of D: two bytes from global memory for every product. Neighbouring threads share
+// a row of A but each has a row of B of its own, so that a warp's load of B touches as many cache lines as
+// it has columns.
+template <class E>
+__device__ __forceinline__ void naive_gemm(const int8_t* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
+                                           int lda, int ldb, int ldd, const typename E::Args& args) {
+  const int col = blockIdx.x * 16 + threadIdx.x % 16;
+  const int row = blockIdx.y * 16 + threadIdx.x / 16;
+  const int8_t* a_row = a + static_cast<long long>(row) * lda;
+  const int8_t* b_row = b + static_cast<long long>(col) * ldb;
+  int sum[1] = {0};
+  for (int i = 0; i < k; ++i) sum[0] = multiply_add(a_row[i], b_row[i], sum[0]);
+  store_run<E>(d, sum, row, col, m, n, ldd, args);
+}
+
+// The CTA's 32 rows of A and of B, 32 columns of K at a time, pass through shared memory: each byte is read
+// from global memory once by the CTA and 32 times from shared memory. B is transposed on the way, so that a
+// warp reads 32 neighbouring bytes; its rows are 36 bytes apart, so that the stores, which go down a column,
+// meet 32 different banks.
+template <class E>
+__device__ __forceinline__ void shared_gemm(const int8_t* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
+                                            int lda, int ldb, int ldd, const typename E::Args& args) {
+  __shared__ int8_t a_tile[32][32];      // [m][k]
+  __shared__ int8_t b_tile[32][32 + 4];  // [k][n]
+  const int x = threadIdx.x % 32;
+  const int y = threadIdx.x / 32;
+  const int row = blockIdx.y * 32 + y;
+  const int col = blockIdx.x * 32 + x;
+  const int8_t* a_from = a + static_cast<long long>(row) * lda + x;
+  const int8_t* b_from = b + static_cast<long long>(blockIdx.x * 32 + y) * ldb + x;
+  int sum[1] = {0};
+  for (int k0 = 0; k0 < k; k0 += 32) {
+    a_tile[y][x] = a_from[k0];
+    b_tile[x][y] = b_from[k0];
+    __syncthreads();  // the tile is complete
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sum[0] = multiply_add(a_tile[y][i], b_tile[i][x], sum[0]);
+    __syncthreads();  // nobody reads it any more
+  }
+  store_run<E>(d, sum, row, col, m, n, ldd, args);
+}
+
+// Each of 256 threads owns 8 x 8 elements of a tile of 128 x 128: 16 bytes from shared memory serve 64
+// products, where the step before read two for one. Both operands lie with K first, so that a thread's 8
+// rows, or columns, are neighbours: one load of 8 bytes. A thread copies 32 bytes of one row, a whole sector.
+template <class E>
+__device__ __forceinline__ void registers_gemm(const int8_t* a, const int8_t* b, typename E::Out* d, int m, int n,
+                                               int k, int lda, int ldb, int ldd, const typename E::Args& args) {
+  struct alignas(8) Eight {
+    int8_t v[8];
+  };
+  __shared__ __align__(8) int8_t tiles[2][32][128];  // A and B, [k][row]
+  const int x = 8 * (threadIdx.x % 16);
+  const int y = 8 * (threadIdx.x / 16);
+  const int m0 = blockIdx.y * 128;
+  const int n0 = blockIdx.x * 128;
+  const int operand = threadIdx.x / 128;
+  const int copied = threadIdx.x % 128;
+  const int8_t* from = operand == 0 ? a + static_cast<long long>(m0 + copied) * lda
+                                    : b + static_cast<long long>(n0 + copied) * ldb;
+  int sums[8][8] = {};
+  for (int k0 = 0; k0 < k; k0 += 32) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[4];
+      load_piece<16>(words, reinterpret_cast<const char*>(from) + k0 + 16 * half, 0);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        tiles[operand][16 * half + i][copied] = static_cast<int8_t>(words[i / 4] >> 8 * (i % 4));
+      }
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (int i = 0; i < 32; ++i) {
+      const Eight rows = *reinterpret_cast<const Eight*>(&tiles[0][i][y]);
+      const Eight columns = *reinterpret_cast<const Eight*>(&tiles[1][i][x]);
+#pragma unroll
+      for (int p = 0; p < 64; ++p) {
+        sums[p / 8][p % 8] = multiply_add(rows.v[p / 8], columns.v[p % 8], sums[p / 8][p % 8]);
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) store_run<E>(d, sums[i], m0 + y + i, n0 + x, m, n, ldd, args);
+}
+
+// Four warps on the tensor core, a quarter of a tile of 128 x 128 each: 16 products of 16 x 16 x 16 at a time.
+// One buffer: the copy waits for the products and the products for the copy. Rows of the tile lie one after
+// the other, 64 bytes each, so that the 8 rows of a fragment that are read together meet in two groups of banks.
+template <class E>
+__device__ __forceinline__ void wmma_gemm(const int8_t* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
+                                          int lda, int ldb, int ldd, const typename E::Args& args) {
+  __shared__ __align__(128) int8_t tiles[2][128][64];  // A and B, [row][k]
+  __shared__ __align__(128) int staged[4][16][16];     // of each warp
+  const int m0 = blockIdx.y * 128;
+  const int n0 = blockIdx.x * 128;
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int row = threadIdx.x / 4;
+  const int chunk = 16 * (threadIdx.x % 4);
+  wmma::fragment<wmma::accumulator, 16, 16, 16, int> sums[4][4];
+#pragma unroll
+  for (int p = 0; p < 16; ++p) wmma::fill_fragment(sums[p / 4][p % 4], 0);
+  for (int k0 = 0; k0 < k; k0 += 64) {
+#pragma unroll
+    for (int i = 0; i < 128; i += 32) {
+      const int8_t* a_from = a + static_cast<long long>(m0 + row + i) * lda + k0 + chunk;
+      const int8_t* b_from = b + static_cast<long long>(n0 + row + i) * ldb + k0 + chunk;
+      *reinterpret_cast<uint4*>(&tiles[0][row + i][chunk]) = *reinterpret_cast<const uint4*>(a_from);
+      *reinterpret_cast<uint4*>(&tiles[1][row + i][chunk]) = *reinterpret_cast<const uint4*>(b_from);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int step = 0; step < 64; step += 16) {
+      wmma::fragment<wmma::matrix_a, 16, 16, 16, signed char, wmma::row_major> rows[4];
+      wmma::fragment<wmma::matrix_b, 16, 16, 16, signed char, wmma::col_major> columns[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        wmma::load_matrix_sync(rows[i], &tiles[0][warp / 2 * 64 + 16 * i][step], 64);
+        wmma::load_matrix_sync(columns[i], &tiles[1][warp % 2 * 64 + 16 * i][step], 64);
+      }
+#pragma unroll
+      for (int p = 0; p < 16; ++p) wmma::mma_sync(sums[p / 4][p % 4], rows[p / 4], columns[p % 4], sums[p / 4][p % 4]);
+    }
+    __syncthreads();
+  }
+  // Which lane holds which element is the library's secret: sums become rows through shared memory.
+#pragma unroll
+  for (int p = 0; p < 16; ++p) {
+    wmma::store_matrix_sync(&staged[warp][0][0], sums[p / 4][p % 4], 16, wmma::mem_row_major);
+    __syncwarp();
+    int run[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) run[i] = staged[warp][lane / 2][lane % 2 * 8 + i];
+    __syncwarp();
+    store_run<E>(d, run, m0 + warp / 2 * 64 + p / 4 * 16 + lane / 2, n0 + warp % 2 * 64 + p % 4 * 16 + lane % 2 * 8, m,
+                 n, ldd, args);
+  }
+}
+
+}  // namespace ladder
+}  // namespace qcut

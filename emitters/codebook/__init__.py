@@ -1,0 +1,1 @@
+"""Products with rotated codebook weights, and the rotation of their tokens."""

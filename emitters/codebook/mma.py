@@ -1,0 +1,193 @@
+"""Tokens x codebook weights on ``mma.sync``: for every architecture, any number of tokens.
+
+``D = epilogue(x W^T)`` of `qcut.emitters.codebook.problem.CodebookProblem`. It serves machines without ``wgmma``, and
+prompts of any length; few tokens have a kernel of their own. Device code: ``include/qcut/codebook/mma.cuh``.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+from qcut.emitters.codebook.problem import BOOK_PARAMS, ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.gemm.mma import SHARED_MEMORY, SMEM_LIMIT, argument_setup, epilogue_type, grid, threads
+from qcut.emitters.gemm.problem import TileConfig, procedural_name
+
+FAMILY = "codebook_mma"
+
+__all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_codebook_mma", "for_shape", "grid", "smem_bytes", "validate"]
+
+_UNIT_COLUMNS = 128
+_OTHER_REGISTERS = 48
+"""What a thread needs beside accumulators, tokens and weights: the codebook, addresses, counters, bounds."""
+
+
+def smem_bytes(problem: CodebookProblem, tile: TileConfig) -> int:
+    """Dynamic shared memory of a CTA: the pipeline, or the epilogue's staging where that is larger."""
+    bm, bn, _ = tile.threadblock_shape
+    unit = 16 * _UNIT_COLUMNS * problem.bits // 8 + 32 * problem.slots
+    pipeline = tile.stages * (bm * _UNIT_COLUMNS * problem.x.bits // 8 + bn // 16 * unit)
+    return max(pipeline, threads(tile) // 32 * 16 * tile.warp_shape[1] * 4)
+
+
+def registers(problem: CodebookProblem, tile: TileConfig) -> int:
+    """About what a thread needs: accumulators, tokens, indices of its row tiles, and the rest."""
+    wm, wn, _ = tile.warp_shape
+    decoder = 2 * problem.bits + (10 if problem.x is DType.S8 else 1)
+    return wm * wn // 32 + wm // 4 + wn // 16 * decoder + _OTHER_REGISTERS
+
+
+def _whole_warps(problem: CodebookProblem, tile: TileConfig, arch: str) -> bool:
+    pairs = zip(tile.threadblock_shape[:2], tile.warp_shape[:2], strict=True)
+    return all(warp > 0 and warp % 16 == 0 and block % warp == 0 for block, warp in pairs)
+
+
+CONSTRAINTS = (
+    Constraint("architecture", f"allowed are {', '.join(SMEM_LIMIT)}", lambda p, t, arch: arch in SMEM_LIMIT),
+    Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
+    ROTATED_BEFORE,
+    Constraint("schedule", "is multistage", lambda p, t, arch: t.schedule == "multistage"),
+    Constraint("cluster_shape", "is (1, 1): CTAs share no loads", lambda p, t, arch: t.cluster_shape == (1, 1)),
+    Constraint("epilogue_tile", "is (0, 0): a warp writes its own tile", lambda p, t, arch: t.epilogue_tile == (0, 0)),
+    Constraint("one_cta", "sums all of K: splits are 1", lambda p, t, arch: t.splits == 1),
+    Constraint("block_k", "is 128: a unit", lambda p, t, arch: t.threadblock_shape[2] == _UNIT_COLUMNS),
+    Constraint("warp_k", "is 0 or 128: warps do not split K", lambda p, t, arch: t.warp_shape[2] in (0, _UNIT_COLUMNS)),
+    Constraint("warp_shape", "is a multiple of 16, rows of a unit, and divides the block", _whole_warps),
+    Constraint(
+        "contiguous_warp",
+        "along N a warp has 16, 32 or 64 elements: its lanes write whole rows",
+        lambda p, t, arch: t.warp_shape[1] in (16, 32, 64),
+    ),
+    Constraint("warps", "are 1 to 16", lambda p, t, arch: 32 <= threads(t) <= 512),
+    Constraint("stages", "are 2 to 6: one to read and one to fill at least", lambda p, t, arch: 2 <= t.stages <= 6),
+    Constraint(
+        "registers",
+        f"accumulators, tokens, weights and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
+        lambda p, t, arch: registers(p, t) <= min(255, 65_536 // threads(t)),
+    ),
+    Constraint("shared_memory", SHARED_MEMORY, lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch]),
+)
+"""What this family can build, on (problem, tile, arch)."""
+
+
+def validate(problem: CodebookProblem, tile: TileConfig, arch: str) -> None:
+    """Check that this family can build the pair.
+
+    Raises:
+        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+    """
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
+
+
+_MENU = (
+    ((16, 64), (16, 16), 6),
+    ((32, 64), (32, 16), 4),
+    ((64, 64), (64, 16), 4),
+    ((64, 128), (64, 32), 3),
+    ((128, 64), (64, 32), 2),
+    ((128, 128), (64, 32), 2),
+    ((128, 128), (128, 32), 2),
+    ((128, 128), (64, 32), 3),
+    ((128, 128), (128, 32), 3),
+    ((256, 128), (128, 32), 2),
+)
+"""Tall warps: each decodes the weights it multiplies."""
+
+
+def default_tiles(problem: CodebookProblem, arch: str) -> tuple[TileConfig, ...]:
+    """A menu from few tokens to long prompts, all legal for the problem on `arch`."""
+    tiles = (TileConfig((*block, _UNIT_COLUMNS), (*warp, _UNIT_COLUMNS), stages) for block, warp, stages in _MENU)
+    return tuple(t for t in tiles if all(constraint.holds(problem, t, arch) for constraint in CONSTRAINTS))
+
+
+def for_shape(problem: CodebookProblem, arch: str, m: int, n: int, sm_count: int) -> TileConfig:
+    """The tile of the menu with the least work for the busiest SM, its products and decoding counted.
+
+    Args:
+        problem: types and epilogue.
+        arch: the kernel's.
+        m: tokens.
+        n: rows of weights.
+        sm_count: of the GPU.
+
+    Raises:
+        EmitError: `CONSTRAINTS` refuse the problem.
+    """
+
+    def work(tile: TileConfig) -> tuple[float, int]:
+        (bm, bn, _), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
+        warps = bm // wm * (bn // wn)
+        # In products of 16 x 8: a warp's decoding of 16 rows takes about as long as three of them; tokens and
+        # weights come from the L2 at the rate of the tile's sides.
+        products = bn // 16 * (bm // 8) + 3 * bn // 16 * (bm // wm) + (bm + bn) / 8
+        slowdown = 1.0 if warps >= 8 else 1.15 if warps >= 4 else 2.0
+        waves = -(-grid(tile, m, n)[0] // sm_count)
+        return waves * products * slowdown, tile.stages
+
+    tiles = default_tiles(problem, arch)
+    if not tiles:
+        validate(problem, TileConfig((16, 64, _UNIT_COLUMNS), (16, 16, _UNIT_COLUMNS), 2), arch)
+    return min(tiles, key=work)
+
+
+def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> KernelSource:
+    """Text of one kernel.
+
+    Arguments are ``problem.params()`` in order; m, n, units_k >= 1, everything as `qcut.emitters.codebook.problem`
+    says. Weights, norms and ``fold`` are read before the kernel waits for its predecessor.
+
+    Exactness: int8 tokens: bitwise equal to ``qcut.numerics.gemm_s8_ref`` on ``codebook_layout.int8_weight`` for
+    activations none and relu. 16-bit tokens: value times norm is rounded once to the tokens' type (with bfloat16 the
+    norm, too); their products are exact in float32 and added in an order fixed by K, with error at most
+    ``K * 2**-23 * sum_k |x * w|``. A token's result does not depend on the others; the same inputs give the same bits.
+
+    Raises:
+        EmitError: see `validate`.
+
+    Source: PTX ISA, ``mma.sync.m16n8k16``, ``mma.sync.m16n8k32``, ``ldmatrix``, ``cp.async``, ``prmt``.
+    """
+    validate(problem, tile, arch)
+    name = procedural_name(FAMILY, arch, problem, tile)
+    (bm, bn, bk), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
+    epilogue = problem.epilogue
+    align_d = gcd(problem.alignment_n * epilogue.out.bits // 8, 16)
+    fold = "fold" if problem.x is DType.S8 else "nullptr"
+    book = ", ".join(f"static_cast<uint32_t>({p.name})" for p in BOOK_PARAMS)
+    text = (
+        "#include <qcut/codebook/mma.cuh>\n\n"
+        f'extern "C" __global__ void __launch_bounds__({threads(tile)})\n'
+        f"{name}(\n    {_signature(problem)}) {{\n"
+        f"  using Tile = qcut::Tile<{bm}, {bn}, {bk}, {wm}, {wn}, {tile.stages}, 1>;\n"
+        f"  using Epilogue = {epilogue_type(epilogue)};\n"
+        f"{argument_setup(epilogue)}"
+        f"  const qcut::Book book{{{{{book}}}}};\n"
+        f"  qcut::codebook_mma<Tile, {problem.x.cpp}, {problem.bits}, {problem.slots}, Epilogue, {align_d}>"
+        f"(x, units, norms, {fold}, d, m, n, units_k, ldd, book, args);\n"
+        "}\n"
+    )
+    return KernelSource(
+        name=name,
+        text=text,
+        entry=name,
+        params=problem.params(),
+        arch=arch,
+        block=threads(tile),
+        smem_bytes=smem_bytes(problem, tile),
+        includes=("qcut", "cuda"),
+    )
+
+
+def _signature(problem: CodebookProblem) -> str:
+    """The kernel's parameters in C++, those of ``problem.params()``."""
+    out = problem.epilogue.out.cpp
+    types = {
+        "x": f"const {problem.x.cpp}*",
+        "units": "const char*",
+        "norms": "const char*",
+        "d": f"{out}*",
+        "residual": f"const {out}*",
+    }
+    return ", ".join(
+        f"{types.get(p.name, 'const float*') if p.kind == 'ptr' else 'int'} {p.name}" for p in problem.params()
+    )

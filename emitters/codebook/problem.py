@@ -1,0 +1,94 @@
+"""What every kernel on codebook weights shares: the problem, its arguments, its name.
+
+``D = act((sum_k x[m, k] * norm[n, slot(k)] * book[idx[n, k]]) * col_scale[n] + bias[n]) (+ residual)``, x the rotated
+tokens. Weights, norms and tokens lie in memory as ``qcut/codebook_layout.py`` describes. Device code that all families
+include: ``include/qcut/codebook/codebook.cuh``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import DType, EmitError, Param
+
+BOOK_PARAMS = tuple(Param(f"book{i}", "i32") for i in range(8))
+"""The codebook: 16 values of the products' 16-bit type (float16 for int8 products), two to a word, the first lower."""
+
+
+@dataclass(frozen=True)
+class CodebookProblem:
+    """A product of rotated tokens with codebook weights.
+
+    Attributes:
+        x: element type of the tokens: f16, bf16 or s8.
+        bits: of an index: 2, 3 or 4.
+        slots: norms of a unit's row, 1, 2 or 4: one for each 128, 64 or 32 columns.
+        epilogue: f16, bf16 or f32 output with per-channel scale; a row scale with s8 alone.
+        alignment_n: elements that divide D's rows: its address, its leading dimension and n.
+        rotates: x is one token as the model has it, which the kernel rotates itself: Hadamard groups of a slot's
+            columns, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` does.
+    """
+
+    x: DType = DType.F16
+    bits: int = 4
+    slots: int = 1
+    epilogue: Epilogue = field(default_factory=lambda: Epilogue(col_scale="per_channel"))
+    alignment_n: int = 8
+    rotates: bool = False
+
+    def __post_init__(self) -> None:
+        e = self.epilogue
+        wanted = "per_token" if self.x is DType.S8 else "none"
+        for holds, reason in (
+            (self.x in (DType.F16, DType.BF16, DType.S8), f"tokens are {self.x.value}; allowed: f16, bf16, s8"),
+            (self.bits in (2, 3, 4), f"indices of {self.bits} bits; allowed: 2, 3, 4"),
+            (self.slots in (1, 2, 4), f"{self.slots} norms a unit; allowed: 1, 2, 4"),
+            (e.out in (DType.F16, DType.BF16, DType.F32), f"output is {e.out.value}; allowed: f16, bf16, f32"),
+            (e.col_scale == "per_channel", "the epilogue scales each channel"),
+            (e.zero_point == "none", "tokens have no zero point"),
+            (e.row_scale == wanted, f"row_scale is {e.row_scale}; {self.x.value} tokens take {wanted}"),
+            (not (self.rotates and self.x is DType.S8), "int8 takes the whole row's largest magnitude: rotate before"),
+        ):
+            if not holds:
+                raise EmitError(f"codebook problem: {reason}")
+
+    @property
+    def name(self) -> str:
+        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``, ``h`` after x where the kernel rotates."""
+        x = self.x.value + "h" * self.rotates
+        return f"{x}xc{self.bits}s{self.slots}_{self.epilogue.name}_n{self.alignment_n}"
+
+    def params(self) -> tuple[Param, ...]:
+        """Arguments of a kernel, in order.
+
+        ``x``: token blocks; of a kernel that rotates, k elements that start at a multiple of 16 bytes, and ``signs`` of
+        `qcut.codebooks.tokens.operands`. ``units``, ``norms``: the weight. ``fold``: float32 of all padded rows (s8
+        tokens alone). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K, of which a pass that
+        the kernel rotates for has ``units_pass``. Then the codebook and the epilogue's own.
+        """
+        fold = (Param("fold", "ptr"),) if self.x is DType.S8 else ()
+        signs = (Param("signs", "ptr"),) if self.rotates else ()
+        row = (Param("k", "i32"), Param("units_pass", "i32")) if self.rotates else ()
+        return (
+            Param("x", "ptr"),
+            *signs,
+            Param("units", "ptr"),
+            Param("norms", "ptr"),
+            *fold,
+            Param("d", "ptr"),
+            Param("m", "i32"),
+            Param("n", "i32"),
+            Param("units_k", "i32"),
+            *row,
+            Param("ldd", "i32"),
+            *BOOK_PARAMS,
+            *self.epilogue.params(),
+        )
+
+
+ROTATED_BEFORE = Constraint(
+    "rotates", "is False: tokens are rotated before", lambda problem, tile, arch: not problem.rotates
+)
+"""Of families that take token blocks alone."""

@@ -1,0 +1,254 @@
+"""Prompts on codebook weights for sm_90a: many tokens, weights decoded in registers, products by ``wgmma``.
+
+``D = act((sum_k x[m, k] * norm[n, slot(k)] * book[idx[n, k]]) * col_scale[n] + bias[n]) (+ residual)``. Device code:
+``include/qcut/codebook/wgmma.cuh``. A CTA computes 128 channels x ``tokens`` tokens at a time and goes on to the
+next tile; a cluster shares its tokens by multicast, or K. Raw CUDA: NVRTC alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from qcut.emitters.codebook.problem import BOOK_PARAMS, ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.gemm.mma import SMEM_LIMIT, argument_setup, epilogue_type
+
+FAMILY = "codebook_prompt"
+THREADS = 384
+"""Two warpgroups that multiply and one that fetches."""
+ROWS = 128
+"""Channels of a CTA's tile."""
+_STAGED_BYTES = 16 * 4 * (64 + 8)  # 16 tokens of 64 channels, padded: PaddedStage<64> of epilogue.cuh
+_BUFFERS = (4, 2, 1)
+_STAGES = (4, 8)
+"""Fewer stages than the first give buffers up; more than the last gain nothing."""
+
+
+@dataclass(frozen=True)
+class CodebookPromptTile:
+    """How one kernel cuts the problem up.
+
+    Attributes:
+        tokens: of a CTA's tile: 64, 128 or 256.
+        stages: units of K in shared memory.
+        cluster: CTAs along N that share their tokens, 1 or 2.
+        splits: CTAs, one cluster, that share K: 1, 2, 4 or 8.
+        lead: units that one warpgroup is ahead of the other, which hides the writing of D; less than ``stages``.
+    """
+
+    tokens: int = 256
+    stages: int = 3
+    cluster: int = 2
+    splits: int = 1
+    lead: int = 1
+
+    @property
+    def name(self) -> str:
+        """``{rows}x{tokens}_c{cluster}_s{stages}_l{lead}``, and ``_k{splits}`` where K is split."""
+        splits = f"_k{self.splits}" if self.splits > 1 else ""
+        return f"{ROWS}x{self.tokens}_c{self.cluster}_s{self.stages}_l{self.lead}{splits}"
+
+
+def stage_bytes(problem: CodebookProblem, tokens: int) -> int:
+    """Shared memory of a unit of K: tokens, and for int8 the 16 values of each row and slot."""
+    tables = ROWS * 16 * problem.slots if problem.x is DType.S8 else 0
+    return 128 * problem.x.bits // 8 * tokens + tables
+
+
+def buffers(problem: CodebookProblem, tile: CodebookPromptTile) -> int:
+    """Sixteen tokens on their way to D that a warpgroup has room for: as many of `_BUFFERS` as fit, at least one."""
+    if tile.splits > 1:
+        return 0
+    free = SMEM_LIMIT["sm_90a"] - _operand_bytes(problem, tile)
+    return next((count for count in _BUFFERS if 2 * count * _STAGED_BYTES <= free), 1)
+
+
+def smem_bytes(problem: CodebookProblem, tile: CodebookPromptTile) -> int:
+    """Dynamic shared memory of a CTA."""
+    return _operand_bytes(problem, tile) + 2 * buffers(problem, tile) * _STAGED_BYTES
+
+
+def _operand_bytes(problem: CodebookProblem, tile: CodebookPromptTile) -> int:
+    """Stages, or the sums that take their place, and the barriers of each stage."""
+    sums = 2 * (tile.tokens // 16) * _STAGED_BYTES if tile.splits > 1 else 0
+    return max(tile.stages * stage_bytes(problem, tile.tokens), sums) + _barrier_bytes(problem) * tile.stages
+
+
+def _barrier_bytes(problem: CodebookProblem) -> int:
+    """Barriers of a stage: filled, read, and for int8 tables built."""
+    return 24 if problem.x is DType.S8 else 16
+
+
+CONSTRAINTS = (
+    Constraint("architecture", "is sm_90a: wgmma and its clusters", lambda p, t, arch: arch == "sm_90a"),
+    Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
+    ROTATED_BEFORE,
+    Constraint("tokens", "are 64, 128 or 256", lambda p, t, arch: t.tokens in (64, 128, 256)),
+    Constraint("cluster", "is 1 or 2", lambda p, t, arch: t.cluster in (1, 2)),
+    Constraint("splits", "are 1, 2, 4 or 8: a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)),
+    Constraint(
+        "one_cluster",
+        "shares tokens or K: cluster or splits are 1",
+        lambda p, t, arch: t.cluster == 1 or t.splits == 1,
+    ),
+    Constraint("stages", "are at least 2: one to read and one to fill", lambda p, t, arch: t.stages >= 2),
+    Constraint(
+        "lead",
+        "is at least 1 and less than the stages, which both warpgroups must have read",
+        lambda p, t, arch: 1 <= t.lead < t.stages,
+    ),
+    Constraint(
+        "registers",
+        "hold 4 norms a unit beside 16-bit tokens of up to 128, not of 256",
+        lambda p, t, arch: p.x is DType.S8 or p.slots < 4 or t.tokens < 256,
+    ),
+    Constraint(
+        "shared_memory",
+        f"stages and staging fit {SMEM_LIMIT['sm_90a']} bytes",
+        lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch],
+    ),
+)
+"""What this family can build, on (problem, tile, arch)."""
+
+
+def validate(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> None:
+    """Check that this family can build the pair.
+
+    Raises:
+        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+    """
+    check(procedural_name(problem, tile, arch), CONSTRAINTS, problem, tile, arch)
+
+
+def procedural_name(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> str:
+    """``qcut_codebook_prompt_{arch}_{problem}_{tile}``."""
+    return f"qcut_{FAMILY}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
+
+
+def grid(tile: CodebookPromptTile, m: int, n: int, sm_count: int) -> tuple[int, int, int]:
+    """CTAs of a launch: no more than the GPU has SMs, each going from tile to tile; with splits, one for each part."""
+    tiles = _tiles(tile, m, n)
+    if tile.splits > 1:
+        return (tiles * tile.splits, 1, 1)
+    return (min(tiles, max(1, sm_count // tile.cluster)) * tile.cluster, 1, 1)
+
+
+def _tiles(tile: CodebookPromptTile, m: int, n: int) -> int:
+    """Tiles of D, a cluster's as one."""
+    return -(-m // tile.tokens) * -(-n // (ROWS * tile.cluster))
+
+
+def default_tiles(problem: CodebookProblem) -> tuple[CodebookPromptTile, ...]:
+    """A menu, as deep as shared memory allows: each width of tokens alone, in pairs, and with K split."""
+    shapes = ((1, 1), (2, 1), (1, 2), (1, 4), (1, 8))
+    tiles = (_deepest(problem, tokens, *shape) for tokens in (64, 128, 256) for shape in shapes)
+    return tuple(tile for tile in tiles if all(c.holds(problem, tile, "sm_90a") for c in CONSTRAINTS))
+
+
+def _deepest(problem: CodebookProblem, tokens: int, cluster: int, splits: int) -> CodebookPromptTile:
+    enough, most = _STAGES
+    stages = 0
+    for count in (0,) if splits > 1 else _BUFFERS:
+        free = SMEM_LIMIT["sm_90a"] - 2 * count * _STAGED_BYTES
+        stages = min(free // (stage_bytes(problem, tokens) + _barrier_bytes(problem)), most)
+        if stages >= enough:
+            break
+    return CodebookPromptTile(tokens, stages, cluster, splits, lead=max(1, stages // 2))
+
+
+def for_shape(problem: CodebookProblem, m: int, n: int, units_k: int, sm_count: int) -> CodebookPromptTile:
+    """The tile of `default_tiles` with the least estimated time; see `estimated_cycles`."""
+    return min(default_tiles(problem), key=lambda tile: estimated_cycles(problem, tile, m, n, units_k, sm_count))
+
+
+def estimated_cycles(
+    problem: CodebookProblem, tile: CodebookPromptTile, m: int, n: int, units_k: int, sm_count: int
+) -> float:
+    """About how long a launch takes, in cycles of an SM.
+
+    A unit takes what the slower of two takes: decoding and multiplying it, and tokens from the L2, which all SMs share.
+
+    Source: measured on an H200 at 14336x4096, one wave of 64, 128 and 256 tokens.
+    """
+    s8 = problem.x is DType.S8
+    chain = 1000 + 1.6 * tile.tokens if s8 else 1260 + 5.0 * tile.tokens
+    chain += 60 * (problem.slots - 1)
+    tiles, at_once = _tiles(tile, m, n), max(1, sm_count // (tile.cluster * tile.splits))
+    busy = min(1.0, tiles / at_once)
+    traffic = 128 * problem.x.bits // 8 * tile.tokens / tile.cluster / 22 * busy
+    units = -(-units_k // tile.splits)
+    tile_cycles = units * max(chain, traffic) + 3000 + 10 * tile.tokens + 1500 * (tile.cluster - 1)
+    if tile.splits > 1:
+        tile_cycles += 3000 + 10 * tile.tokens
+    return -(-tiles // at_once) * tile_cycles
+
+
+def emit_codebook_prompt(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> KernelSource:
+    """Text of one kernel.
+
+    Arguments are ``problem.params()`` in order; m, n, units_k >= 1 and 16-byte alignment of x, units and norms. Memory
+    is laid out as ``qcut/codebook_layout.py`` describes. Launch it on `grid`. D is stored in pieces of up to 16
+    bytes that ``problem.alignment_n`` elements allow; the residual has D's leading dimension. Weights, norms, fold,
+    col_scale and bias are read before the previous kernel is done (programmatic dependent launch), x, row_scale and
+    the residual are not.
+
+    Exactness: s8 is bitwise equal to ``qcut.numerics.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight`` for
+    activations none and relu. For 16-bit tokens ``norm * value`` is rounded to the tokens' type (bf16: the norm, too),
+    products are exact, and the tensor core adds them in float32 in an order fixed by K and the splits. A token's
+    result does not depend on the other tokens; the same inputs give the same bits.
+
+    Raises:
+        EmitError: see `validate`.
+
+    Source: PTX ISA, ``wgmma.mma_async``, ``cp.async.bulk``, ``mbarrier``, ``barrier.cluster``.
+    """
+    validate(problem, tile, arch)
+    name = procedural_name(problem, tile, arch)
+    epilogue = problem.epilogue
+    shape = (problem.bits, problem.slots, tile.tokens, tile.stages, tile.lead, tile.cluster, tile.splits)
+    align_d = gcd(problem.alignment_n * epilogue.out.bits // 8, 16)
+    ctas = tile.cluster * tile.splits
+    cluster = f"__cluster_dims__({ctas}, 1, 1) " if ctas > 1 else ""
+    words = ", ".join(f"static_cast<uint32_t>({param.name})" for param in BOOK_PARAMS)
+    fold = "fold" if problem.x is DType.S8 else "nullptr"
+    text = (
+        "#include <qcut/codebook/wgmma.cuh>\n\n"
+        f'extern "C" __global__ void {cluster}__launch_bounds__({THREADS}, 1)\n'
+        f"{name}(\n    {_signature(problem)}) {{\n"
+        f"  using Tile = qcut::PromptTile<{problem.x.cpp}, {', '.join(map(str, shape))}, {buffers(problem, tile)}>;\n"
+        f"  using Epilogue = {epilogue_type(epilogue)};\n"
+        f"{argument_setup(epilogue)}"
+        f"  const qcut::Book book{{{{{words}}}}};\n"
+        f"  qcut::codebook_prompt<Tile, Epilogue, {align_d}>(x, units, norms, {fold}, d, m, n, units_k, ldd, book, "
+        "args);\n"
+        "}\n"
+    )
+    return KernelSource(
+        name=name,
+        text=text,
+        entry=name,
+        params=problem.params(),
+        arch=arch,
+        block=THREADS,
+        smem_bytes=smem_bytes(problem, tile),
+        includes=("qcut", "cuda"),
+    )
+
+
+def _signature(problem: CodebookProblem) -> str:
+    out = problem.epilogue.out.cpp
+    pointers = {
+        "x": f"const {problem.x.cpp}*",
+        "units": "const char*",
+        "norms": "const __half*",
+        "d": f"{out}*",
+        "residual": f"const {out}*",
+    }
+
+    def declare(param: Param) -> str:
+        kind = pointers.get(param.name, "const float*") if param.kind == "ptr" else "int"
+        return f"{kind} {param.name}"
+
+    return ", ".join(map(declare, problem.params()))

@@ -1,0 +1,1 @@
+"""What every family of kernels shares: sources, parameters, constraints, epilogues."""

@@ -1,0 +1,127 @@
+"""The GEMM epilogue as data.
+
+One description serves every GEMM family::
+
+    v = f32(acc - zero_point * colsum[n])        # the subtraction in int32
+    v = v * row_scale[m] * col_scale[n]          # float32, left to right
+    v = act(v + bias[n])
+    v = v + residual[m, n]
+    D = out_dtype(v)                             # s8: clamp(rne(v * out_inv_scale) + out_zero_point)
+
+or, for the accumulator itself::
+
+    D = acc                                      # s32
+    D = int8(acc)                                # s8 with wrap: the low eight bits
+
+Every product and sum is one float32 operation rounded to nearest (kernels are compiled without
+contraction), and ``rne`` rounds the exact product v * out_inv_scale once, so that for ``none`` and
+``relu`` the CPU reference and every GPU family agree bitwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from qcut.emitters.core.source import DType, EmitError, Param
+
+
+class Activation(str, Enum):
+    """Elementwise functions an epilogue can fuse."""
+
+    NONE = "none"
+    RELU = "relu"
+    GELU_ERF = "gelu_erf"
+    GELU_TANH = "gelu_tanh"
+    SILU = "silu"
+
+
+ACTIVATIONS = tuple(a.value for a in Activation)
+OUT_DTYPES = (DType.F16, DType.BF16, DType.F32, DType.S8, DType.S32)
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What happens between the accumulator and D.
+
+    Attributes:
+        out: element type of D (and of the residual).
+        row_scale: ``per_token`` reads a float32 vector of M; ``none`` multiplies by nothing.
+        col_scale: ``per_channel`` reads a float32 vector of N; ``per_tensor`` takes one float.
+        zero_point: ``per_tensor`` takes one int, ``per_token`` an int32 vector of M; both read the
+            int32 vector ``colsum`` of N.
+        bias: add a float32 vector of N.
+        activation: applied after the bias.
+        residual: add a [M, N] tensor of D's type and layout, after the activation. Not with s8.
+        wrap: an s8 output keeps the low eight bits of the accumulator, for agreement with programs that cast; like
+            an s32 output it can fuse nothing else.
+    """
+
+    out: DType = DType.F16
+    row_scale: Literal["none", "per_token"] = "none"
+    col_scale: Literal["none", "per_tensor", "per_channel"] = "none"
+    zero_point: Literal["none", "per_tensor", "per_token"] = "none"
+    bias: bool = False
+    activation: Activation = Activation.NONE
+    residual: bool = False
+    wrap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.out not in OUT_DTYPES:
+            raise EmitError(f"epilogue output {self.out.value!r} is not one of f16, bf16, f32, s8, s32")
+        if self.residual and self.out is DType.S8:
+            raise EmitError("epilogue: a residual cannot be added to an s8 output")
+        if self.wrap and self.out is not DType.S8:
+            raise EmitError(f"epilogue: wrap takes the low eight bits, the output is {self.out.value}")
+        if self.is_raw and self._fuses:
+            raise EmitError(f"epilogue: an output of raw accumulators ({self.name}) can fuse nothing")
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether D takes the accumulator's bits: no scale, no rounding, nothing fused."""
+        return self.wrap or self.out is DType.S32
+
+    @property
+    def _fuses(self) -> bool:
+        modes = (self.row_scale, self.col_scale, self.zero_point, self.activation.value)
+        return self.bias or self.residual or any(mode != "none" for mode in modes)
+
+    @property
+    def name(self) -> str:
+        """Short name: the output type, then one token per thing that is fused."""
+        parts = [self.out.value]
+        if self.wrap:
+            parts.append("wrap")
+        if self.zero_point != "none":
+            parts.append({"per_tensor": "zt", "per_token": "zm"}[self.zero_point])
+        if self.row_scale != "none":
+            parts.append("sm")
+        if self.col_scale != "none":
+            parts.append({"per_tensor": "st", "per_channel": "sn"}[self.col_scale])
+        if self.bias:
+            parts.append("b")
+        if self.activation is not Activation.NONE:
+            parts.append(self.activation.value.replace("_", ""))
+        if self.residual:
+            parts.append("r")
+        return "_".join(parts)
+
+    def params(self) -> tuple[Param, ...]:
+        """Arguments this epilogue reads, in the fixed order all families use."""
+        out: list[Param] = []
+        if self.zero_point != "none":
+            out.append(Param("zero_point", "i32" if self.zero_point == "per_tensor" else "ptr"))
+            out.append(Param("colsum", "ptr"))
+        if self.row_scale != "none":
+            out.append(Param("row_scale", "ptr"))
+        if self.col_scale != "none":
+            out.append(Param("col_scale", "f32" if self.col_scale == "per_tensor" else "ptr"))
+        if self.bias:
+            out.append(Param("bias", "ptr"))
+        if self.residual:
+            out.append(Param("residual", "ptr"))
+        if self.out is DType.S8 and not self.wrap:
+            out.append(Param("out_inv_scale", "f32"))
+            out.append(Param("out_zero_point", "f32"))
+        return tuple(out)

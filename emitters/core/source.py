@@ -1,0 +1,106 @@
+"""What an emitter returns, and the dtype table every family shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Literal
+
+INCLUDE_DIR = Path(__file__).parents[1] / "include"
+"""Root of qcut's device headers: text includes them as ``<qcut/name.cuh>``."""
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+"""Real architectures an emitter may name. ``sm_90a`` alone unlocks ``wgmma`` and ``setmaxnreg``."""
+
+
+class EmitError(ValueError):
+    """A kernel description that no family can build; the message names the constraint."""
+
+
+class DType(Enum):
+    """Element types, named as kernels name them."""
+
+    S8 = "s8"
+    S32 = "s32"
+    F16 = "f16"
+    BF16 = "bf16"
+    F32 = "f32"
+
+    @property
+    def bits(self) -> int:
+        """Size of one element in bits."""
+        return {"s8": 8, "f16": 16, "bf16": 16, "s32": 32, "f32": 32}[self.value]
+
+    @property
+    def cpp(self) -> str:
+        """C++ spelling in raw kernels (CUTLASS has its own)."""
+        return {
+            "s8": "int8_t",
+            "s32": "int32_t",
+            "f16": "__half",
+            "bf16": "__nv_bfloat16",
+            "f32": "float",
+        }[self.value]
+
+
+ParamKind = Literal["ptr", "i32", "i64", "f32"]
+
+
+@dataclass(frozen=True)
+class Param:
+    """One kernel argument, in order. Packed with C's natural alignment."""
+
+    name: str
+    kind: ParamKind
+
+    @property
+    def fmt(self) -> str:
+        """`struct` format character."""
+        return {"ptr": "P", "i32": "i", "i64": "q", "f32": "f"}[self.kind]
+
+
+@dataclass(frozen=True)
+class KernelSource:
+    """One kernel as text, ready for a compiler.
+
+    Attributes:
+        name: the procedural name: unique per description; cache, logs and benchmarks use it.
+        text: the device translation unit.
+        entry: the ``extern "C"`` kernel symbol in the cubin.
+        params: the arguments of the launch, in order. A raw kernel (``host_text is None``) takes
+            exactly these; a CUTLASS kernel's host launcher takes a C struct of them.
+        arch: real architecture, one of `ARCHITECTURES`.
+        toolchain: ``nvrtc`` needs no toolkit; ``nvcc`` needs nvcc (device) and g++ (host launcher).
+        block: threads per CTA of a raw kernel (0 with a host launcher, which knows its own).
+        smem_bytes: dynamic shared memory per CTA in bytes (0 with a host launcher).
+        host_text: C++ of the host launcher, or None. Exports
+            ``int qcut_launch(const void* args, void* function, void* stream, int flags)`` and
+            ``long qcut_query(int what, const void* args)``.
+        defines: extra ``-D`` options, without the dash.
+        includes: which include roots the text needs: ``qcut``, ``cutlass``, ``cccl``.
+        libraries: link options of the host launcher (never libcudart: the driver API is resolved
+            by `qcut.jit`).
+    """
+
+    name: str
+    text: str
+    entry: str
+    params: tuple[Param, ...]
+    arch: str
+    toolchain: Literal["nvrtc", "nvcc"] = "nvrtc"
+    block: int = 0
+    smem_bytes: int = 0
+    host_text: str | None = None
+    defines: tuple[str, ...] = ()
+    includes: tuple[str, ...] = ("qcut",)
+    libraries: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if self.arch not in ARCHITECTURES:
+            raise EmitError(f"{self.name}: architecture {self.arch!r} is not one of {ARCHITECTURES}")
+
+    @property
+    def struct_format(self) -> str:
+        """`struct` format of the argument block (native alignment)."""
+        return "@" + "".join(p.fmt for p in self.params)

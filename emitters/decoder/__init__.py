@@ -1,0 +1,1 @@
+"""What lies between a decoder's projections."""

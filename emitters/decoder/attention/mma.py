@@ -1,0 +1,197 @@
+"""Attention of one new token of each sequence to what a cache holds, on tensor cores.
+
+Device code: ``include/qcut/decoder/attention_mma.cuh``. What `qcut.emitters.decoder.attention.simt.AttentionDecode`
+computes, for 16-bit queries: keys and values are the rows of ``mma.sync.m16n8k16``, up to eight queries that share them
+its columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+from qcut.emitters.decoder.attention.simt import attention_params, attention_source
+from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES
+
+FAMILY = "attention_mma"
+MAX_GROUP = 8
+"""Queries of a CTA: the columns of a product."""
+MAX_PARTS = 64
+"""Of the context, without a cluster."""
+CLUSTERS = (1, 2, 4, 8)
+TILE = 16
+"""Keys of a product."""
+_SMEM_STATIC = 48 * 1024
+
+
+def _columns(cache: DType) -> int:
+    """Of 16 bytes."""
+    return 128 // cache.bits
+
+
+def _tile_registers(cache: DType, head: int) -> int:
+    """Of a lane, for 16 keys and values: rows of 4 pieces a key, of 8 a value, as `TensorAttention` has them."""
+    pieces = head // _columns(cache)
+    return 8 * -(-pieces // 4) + 16 * -(-pieces // 8)
+
+
+def _registers(kernel: AttentionMma) -> int:
+    """About what a thread needs: keys, values and scores, queries, weighted values, and the rest."""
+    pieces, columns = kernel.head // _columns(kernel.cache), _columns(kernel.cache)
+    tile = _tile_registers(kernel.cache, kernel.head) + (12 if kernel.cache is DType.S8 else 8)
+    queries = -(-pieces // 4) * columns // 2
+    values = -(-pieces // 8) * columns * 2
+    return kernel.tiles * tile + queries + values + 22
+
+
+def _smem_bytes(kernel: AttentionMma) -> int:
+    records = 4 * kernel.warps * kernel.group * (kernel.head + 4)
+    received = 4 * (kernel.group * kernel.head + 4 * kernel.cluster) if kernel.cluster > 1 else 16
+    parts = 8 * kernel.group * (kernel.cluster if kernel.cluster > 1 else MAX_PARTS)
+    return records + received + parts + 24
+
+
+CONSTRAINTS = (
+    Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
+    Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
+    Constraint(
+        "head",
+        "is 16 to 256 columns, in whole vectors of 16 bytes of the cache",
+        lambda k: 16 <= k.head <= 256 and k.head % _columns(k.cache) == 0,
+    ),
+    Constraint("group", f"is 1 to {MAX_GROUP} queries", lambda k: 1 <= k.group <= MAX_GROUP),
+    Constraint("warps", "are 1 to 8", lambda k: 1 <= k.warps <= 8),
+    Constraint("tiles", "are 1 to 4 of 16 keys", lambda k: 1 <= k.tiles <= 4),
+    Constraint("cluster", "is 1, 2, 4 or 8 parts: a portable cluster", lambda k: k.cluster in CLUSTERS),
+    Constraint(
+        "clusters",
+        f"need {', '.join(CLUSTER_ARCHITECTURES)}",
+        lambda k: k.cluster == 1 or k.arch in CLUSTER_ARCHITECTURES,
+    ),
+    Constraint("registers", "hold keys, values and queries: a thread's 255", lambda k: _registers(k) <= 255),
+    Constraint(
+        "shared_memory",
+        "holds a record of each warp and query: 48 KB",
+        lambda k: _smem_bytes(k) <= _SMEM_STATIC,
+    ),
+)
+"""What `AttentionMma` can be."""
+
+
+@dataclass(frozen=True)
+class AttentionMma:
+    """``out[b, h] = softmax_t(scale * q[b, h] . K[b, h / queries, t]) . V[b, h / queries, t]``, t to ``positions[b]``.
+
+    Operands as `qcut.emitters.decoder.attention.simt.AttentionDecode` has them; out starts at a multiple of 8 bytes.
+
+    Attributes:
+        x: element type of queries and results, f16 or bf16.
+        cache: of keys and values: x, or s8.
+        head: columns of a head.
+        group: queries of a CTA, of those that share a head of keys.
+        arch: real architecture.
+        warps: of a CTA.
+        tiles: of 16 keys that a warp has in hand.
+        cluster: parts of the context, which add up their results in the shared memory of a cluster; 1: any number of
+            parts, which do so in a workspace.
+
+    Exactness: scores and sums are float32, in an order that the length and the number of parts fix; exponentials have
+    4 ulp. A weight ``2**(score - largest)``, with s8 times its value's scale and relative to the largest product of
+    the two, is rounded to x's type: by 2**-11 of itself and, below 2**-14, by 2**-25 at most (f16), by 2**-8 of itself
+    (bf16). The sum that divides adds rounded weights, with s8 the float32 ones before scales. A sequence's result does
+    not depend on the others, nor on what the cache holds past its end. NaN in a key or value that is read, or in q,
+    reaches the results.
+    """
+
+    x: DType
+    cache: DType
+    head: int
+    group: int
+    arch: str
+    warps: int = 4
+    tiles: int = 2
+    cluster: int = 1
+
+    def __post_init__(self) -> None:
+        check(self.name, CONSTRAINTS, self)
+
+    @classmethod
+    def for_shape(cls, x: DType, cache: DType, head: int, queries: int, arch: str, cluster: int = 1) -> AttentionMma:
+        """The kernel for so many queries to a head of keys, with as much on its way as registers allow.
+
+        Raises:
+            EmitError: see `CONSTRAINTS`.
+        """
+        group = -(-queries // -(-queries // MAX_GROUP))
+        shape = (x, cache, head, group, arch)
+        fitting = (n for n in (4, 3, 2) if cls.is_legal(*shape, tiles=n, cluster=cluster))
+        return cls(*shape, tiles=next(fitting, 1), cluster=cluster)
+
+    @classmethod
+    def is_legal(
+        cls, x: DType, cache: DType, head: int, group: int, arch: str, *, tiles: int = 1, cluster: int = 1
+    ) -> bool:
+        """Whether there is such a kernel."""
+        try:
+            cls(x, cache, head, group, arch, tiles=tiles, cluster=cluster)
+        except EmitError:
+            return False
+        return True
+
+    @property
+    def name(self) -> str:
+        """``qcut_attention_mma_{arch}_{x}_{cache}_h{head}g{group}_w{warps}t{tiles}``, ``_c{cluster}`` with one."""
+        return (
+            f"qcut_{FAMILY}_{self.arch.replace('_', '')}_{self.x.value}_{self.cache.value}_h{self.head}g{self.group}"
+            f"_w{self.warps}t{self.tiles}{f'_c{self.cluster}' if self.cluster > 1 else ''}"
+        )
+
+    @property
+    def template(self) -> str:
+        """Arguments of the device code's templates."""
+        sizes = (self.head, self.group, self.warps, self.tiles, self.cluster)
+        return f"{self.x.cpp}, {self.cache.cpp}, {', '.join(map(str, sizes))}"
+
+    @property
+    def block(self) -> int:
+        """Threads of a CTA."""
+        return 32 * self.warps
+
+    @property
+    def resident(self) -> int:
+        """CTAs that an SM's registers hold."""
+        return max(1, 65_536 // (self.block * min(256, _registers(self) + 8)))
+
+    @property
+    def flight_bytes(self) -> int:
+        """Of keys and values that a CTA has on their way."""
+        return self.warps * self.tiles * TILE * self.head * 2 * self.cache.bits // 8
+
+    def places(self, batch: int, kv_heads: int, queries: int) -> int:
+        """CTAs of a part of the context."""
+        return batch * kv_heads * -(-queries // self.group)
+
+    def grid(self, batch: int, kv_heads: int, queries: int, parts: int) -> tuple[int, int, int]:
+        """CTAs of a launch; with a cluster, parts are its size."""
+        return (parts, kv_heads * -(-queries // self.group), batch)
+
+    def workspace_floats(self, batch: int, kv_heads: int, queries: int, parts: int) -> int:
+        """float32 of workspace: a record of each part and query; none for one part, or with a cluster."""
+        alone = parts == 1 or self.cluster > 1
+        return 0 if alone else self.places(batch, kv_heads, queries) * parts * self.group * (self.head + 4)
+
+    def params(self) -> tuple[Param, ...]:
+        """Arguments, in order: see `qcut.emitters.decoder.attention.simt.attention_params`."""
+        return attention_params(self.cache)
+
+
+def launch_bounds(desc: AttentionMma) -> str:
+    """What stands before the name of a kernel of this form: its cluster, threads, and CTAs of an SM."""
+    cluster = f"__cluster_dims__({desc.cluster}, 1, 1) " if desc.cluster > 1 else ""
+    return f"{cluster}__launch_bounds__({desc.block}, {desc.resident})"
+
+
+def emit_attention_mma(desc: AttentionMma) -> KernelSource:
+    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
+    return attention_source(desc, "attention_mma", f"TensorAttention<{desc.template}>", launch_bounds(desc))

@@ -1,0 +1,255 @@
+"""Raw kernels that quantize, dequantize and sum: HBM-bound, one pass, bitwise equal to `qcut.numerics`.
+
+Device code: ``include/qcut/decoder/quantize.cuh``. Rows are spread over ``threads`` threads and ``max(1, 128 //
+threads)`` rows share a CTA, so that short rows neither waste threads nor cross a barrier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+
+FLOAT_DTYPES = (DType.F16, DType.BF16, DType.F32)
+THREADS = (32, 64, 128, 256, 512, 1024)
+MAX_VECTORS = 6
+"""16-byte vectors a thread keeps in registers: more would starve occupancy."""
+_MAX_VECTORS_1024 = 4  # 64 registers a thread hold no more
+_VECTOR_BYTES = 16
+_COLSUM_ROWS = 4
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _max_vectors(threads: int) -> int:
+    return _MAX_VECTORS_1024 if threads == 1024 else MAX_VECTORS
+
+
+@dataclass(frozen=True)
+class _RowKernel:
+    """How a kernel spreads rows over threads.
+
+    Attributes:
+        x: the float type: of the input (quantize) or the output (dequantize).
+        arch: real architecture.
+        threads: threads per row, a power of two from 32 to 1024.
+        vectors: 16-byte vectors of floats per thread; 0 (per-token only) reads rows of any length twice.
+        aligned: the float rows start at multiples of 16 bytes and the int8 rows at multiples of 16 (8 for
+            dequantize); False loads and stores single elements.
+    """
+
+    x: DType
+    arch: str
+    threads: int = 256
+    vectors: int = 2
+    aligned: bool = True
+
+    _kind = "row"
+    _min_vectors = 1
+
+    def __post_init__(self) -> None:
+        if self.x not in FLOAT_DTYPES:
+            raise EmitError(f"{self._kind}: float type {self.x.value!r} is not one of f16, bf16, f32")
+        if self.threads not in THREADS:
+            raise EmitError(f"{self._kind}: {self.threads} threads per row; allowed are {THREADS}")
+        most = _max_vectors(self.threads)
+        if not self._min_vectors <= self.vectors <= most:
+            raise EmitError(
+                f"{self._kind}: {self.vectors} vectors per thread; allowed are {self._min_vectors} to {most} "
+                f"at {self.threads} threads"
+            )
+
+    @property
+    def name(self) -> str:
+        """``qcut_{kind}_{arch}_{x}_t{threads}v{vectors}``, and ``_u`` where rows are unaligned."""
+        suffix = "" if self.aligned else "_u"
+        arch = self.arch.replace("_", "")
+        return f"qcut_{self._kind}_{arch}_{self.x.value}_t{self.threads}v{self.vectors}{suffix}"
+
+    @property
+    def rows(self) -> int:
+        """Rows per CTA."""
+        return max(1, 128 // self.threads)
+
+    @property
+    def block(self) -> int:
+        """Threads per CTA."""
+        return self.threads * self.rows
+
+    @property
+    def row_elements(self) -> int:
+        """Elements that the threads of a row hold at once."""
+        return self.threads * self.vectors * _VECTOR_BYTES * 8 // self.x.bits
+
+    @property
+    def _template(self) -> str:
+        aligned = "true" if self.aligned else "false"
+        return f"<{self.x.cpp}, {self.threads}, {self.rows}, {self.vectors}, {aligned}>"
+
+    def grid(self, m: int, k: int) -> tuple[int, int, int]:
+        """CTAs for m rows of k columns (k_padded where the kernel pads)."""
+        return (_ceil_div(m, self.rows), max(1, _ceil_div(k, self.row_elements)), 1)
+
+
+@dataclass(frozen=True)
+class QuantizePerToken(_RowKernel):
+    """``scale[m] = max_k |x[m,k]| / 127`` (1 where that is 0), ``q = clamp(rne(x / scale), -127, 127)``.
+
+    x ``[m, k]`` f16, bf16 or f32 with a row stride in elements; q ``[m, k_padded]`` int8, contiguous, zero beyond k;
+    scale ``[m]`` float32. A row that holds NaN or Inf gets scale NaN and q = 0, so that its outputs are NaN.
+
+    With ``vectors > 0`` the row stays in registers: k_padded <= `row_elements`.
+
+    Exactness: bitwise equal to ``qcut.numerics.quantize_per_token_ref`` (IEEE division, ties to even).
+    """
+
+    _kind = "quantize_per_token"
+    _min_vectors = 0
+
+    @classmethod
+    def for_shape(
+        cls, x: DType, arch: str, m: int, k_padded: int, *, aligned: bool = True, sm_count: int = 132
+    ) -> QuantizePerToken:
+        """The layout for m rows of k_padded columns.
+
+        Few rows: as many threads as the row has vectors, since latency rules. Many rows: up to five vectors per
+        thread, enough bytes in flight per SM with a barrier over fewer warps, or none for rows of up to 160 vectors.
+        """
+        vectors = max(1, _ceil_div(k_padded * x.bits // 8, _VECTOR_BYTES))
+        per_thread = 5 if m >= 4 * sm_count else 1
+        threads = next((t for t in THREADS if t * per_thread >= vectors), THREADS[-1])
+        held = _ceil_div(vectors, threads)
+        return cls(x, arch, threads, held if held <= _max_vectors(threads) else 0, aligned)
+
+    def grid(self, m: int, k: int) -> tuple[int, int, int]:
+        """CTAs for m rows; k_padded must fit in the registers of a row's threads.
+
+        Raises:
+            EmitError: the row is longer than this kernel holds.
+        """
+        if self.vectors and k > self.row_elements:
+            raise EmitError(f"{self.name}: {k} columns; this kernel holds rows of up to {self.row_elements}")
+        return (_ceil_div(m, self.rows), 1, 1)
+
+
+@dataclass(frozen=True)
+class QuantizePerTensor(_RowKernel):
+    """``q = clamp(rne(x / scale) + zero_point, -128, 127)`` with one scale for the tensor.
+
+    x and q as in `QuantizePerToken`; columns beyond k are 0 (not zero_point: padded weights and their colsum hold no
+    such column). NaN becomes zero_point, infinities saturate. scale must be positive.
+
+    Exactness: bitwise equal to ``qcut.numerics.quantize_per_tensor_ref``.
+    """
+
+    _kind = "quantize_per_tensor"
+
+    @classmethod
+    def for_shape(cls, x: DType, arch: str, m: int, k_padded: int, *, aligned: bool = True) -> QuantizePerTensor:
+        """The layout for rows of k_padded columns: two vectors per thread, up to 256 threads along a row."""
+        del m
+        return cls(x, arch, *_elementwise(x, k_padded), aligned)
+
+
+@dataclass(frozen=True)
+class Dequantize(_RowKernel):
+    """``out = x_dtype(f32(q) * scale[row])``: one float32 product, rounded once more to the output type.
+
+    q ``[rows, columns]`` int8 with a row stride; scale ``[rows]`` float32; out ``[rows, columns]``, contiguous.
+
+    Exactness: bitwise equal to ``qcut.numerics.dequantize_ref``.
+    """
+
+    _kind = "dequantize"
+
+    @classmethod
+    def for_shape(cls, x: DType, arch: str, m: int, k: int, *, aligned: bool = True) -> Dequantize:
+        """The layout for rows of k columns: two vectors per thread, up to 256 threads along a row."""
+        del m
+        return cls(x, arch, *_elementwise(x, k), aligned)
+
+
+@dataclass(frozen=True)
+class ColSum:
+    """``colsum[n] = sum_k q[n, k]`` in int32, one warp per row of q ``[n, k]`` int8 (row stride given).
+
+    Attributes:
+        arch: real architecture.
+        aligned: rows of q start at multiples of 16 bytes.
+
+    Exactness: integers, exact for k < 2**24.
+    """
+
+    arch: str
+    aligned: bool = True
+
+    @property
+    def name(self) -> str:
+        """``qcut_colsum_{arch}``, and ``_u`` where rows are unaligned."""
+        return f"qcut_colsum_{self.arch.replace('_', '')}{'' if self.aligned else '_u'}"
+
+    def grid(self, n: int, k: int) -> tuple[int, int, int]:
+        """CTAs for n rows; k does not matter."""
+        del k
+        return (_ceil_div(n, _COLSUM_ROWS), 1, 1)
+
+
+def emit_quantize_per_token(desc: QuantizePerToken) -> KernelSource:
+    """Text of the per-token kernel; arguments ``x, q, scale, x_stride, m, k, k_padded``."""
+    params = _params("x q scale", x_stride="i64", m="i32", k="i32", k_padded="i32")
+    signature = f"const {desc.x.cpp}* x, int8_t* q, float* scale, long long x_stride, int m, int k, int k_padded"
+    call = f"quantize_per_token{desc._template}(x, q, scale, x_stride, m, k, k_padded)"
+    return _source(desc.name, desc.arch, desc.block, signature, call, params)
+
+
+def emit_quantize_per_tensor(desc: QuantizePerTensor) -> KernelSource:
+    """Text of the per-tensor kernel; arguments ``x, q, x_stride, m, k, k_padded, scale, zero_point``."""
+    params = _params("x q", x_stride="i64", m="i32", k="i32", k_padded="i32", scale="f32", zero_point="i32")
+    signature = (
+        f"const {desc.x.cpp}* x, int8_t* q, long long x_stride, int m, int k, int k_padded, float scale, int zero_point"
+    )
+    call = f"quantize_per_tensor{desc._template}(x, q, x_stride, m, k, k_padded, scale, zero_point)"
+    return _source(desc.name, desc.arch, desc.block, signature, call, params)
+
+
+def emit_dequantize(desc: Dequantize) -> KernelSource:
+    """Text of the dequantize kernel; arguments ``q, scale, out, q_stride, rows, columns``."""
+    params = _params("q scale out", q_stride="i64", rows="i32", columns="i32")
+    signature = f"const int8_t* q, const float* scale, {desc.x.cpp}* out, long long q_stride, int rows, int columns"
+    call = f"dequantize{desc._template}(q, scale, out, q_stride, rows, columns)"
+    return _source(desc.name, desc.arch, desc.block, signature, call, params)
+
+
+def emit_colsum(desc: ColSum) -> KernelSource:
+    """Text of the column-sum kernel; arguments ``q, colsum, q_stride, n, k``."""
+    params = _params("q colsum", q_stride="i64", n="i32", k="i32")
+    signature = "const int8_t* q, int32_t* colsum, long long q_stride, int n, int k"
+    call = f"colsum<{_COLSUM_ROWS}, {'true' if desc.aligned else 'false'}>(q, colsum, q_stride, n, k)"
+    return _source(desc.name, desc.arch, 32 * _COLSUM_ROWS, signature, call, params)
+
+
+def _elementwise(x: DType, columns: int) -> tuple[int, int]:
+    """Threads per row and vectors per thread of the kernels that need no reduction."""
+    vectors = max(1, _ceil_div(columns * x.bits // 8, _VECTOR_BYTES))
+    threads = next((t for t in THREADS[:4] if 2 * t >= vectors), 256)
+    return threads, min(2, _ceil_div(vectors, threads))
+
+
+def _params(pointers: str, **scalars: str) -> tuple[Param, ...]:
+    kinds: dict[str, str] = {**dict.fromkeys(pointers.split(), "ptr"), **scalars}
+    return tuple(Param(name, kind) for name, kind in kinds.items())  # type: ignore[arg-type]
+
+
+def _source(name: str, arch: str, block: int, signature: str, call: str, params: tuple[Param, ...]) -> KernelSource:
+    text = (
+        "#include <qcut/decoder/quantize.cuh>\n\n"
+        f'extern "C" __global__ void __launch_bounds__({block})\n'
+        f"{name}({signature}) {{\n"
+        f"  qcut::{call};\n"
+        "}\n"
+    )
+    return KernelSource(
+        name=name, text=text, entry=name, params=params, arch=arch, block=block, includes=("qcut", "cuda")
+    )

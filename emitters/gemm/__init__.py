@@ -1,0 +1,1 @@
+"""Products of many tokens with int8 weights."""

@@ -1,0 +1,1 @@
+"""CUTLASS's int8 products, through nvidia-cutlass."""

@@ -1,0 +1,279 @@
+"""Raw int8 GEMM on ``dp4a``: no tensor cores, needs NVRTC alone, takes any M, N, K and layout.
+
+``D = epilogue(A B)``, for GPUs or calls without tensor cores. Device code: ``include/qcut/gemm/dp4a.cuh``, with the
+tile order of ``gemm.cuh`` and the arithmetic of ``epilogue.cuh``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+from itertools import product
+
+from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.gemm.mma import SMEM_LIMIT, argument_setup, copy_bytes, epilogue_type, signature
+from qcut.emitters.gemm.problem import GemmProblem, procedural_name
+
+FAMILY = "simt"
+MAX_THREADS = 1024
+MAX_REGISTERS = 255
+"""Per thread; a register beyond it is local memory."""
+REGISTER_FILE = 65_536
+"""Registers of a multiprocessor: one CTA must fit."""
+MAX_ACCUMULATORS = 128
+"""Sums a thread may keep; beyond it operands no longer fit beside them."""
+
+_OTHER_REGISTERS = 40  # addresses, predicates, and operands loaded ahead
+_SPACE = {
+    "bm": (64, 128, 256),
+    "bn": (64, 128, 256),
+    "bk": (8, 16, 32, 64),
+    "wm": (32, 64, 128, 256),
+    "wn": (32, 64, 128, 256),
+    "wniter": (1, 2, 4, 8),
+    "tm": (4, 8, 16, 32),
+    "tn": (4, 8, 16, 32),
+}
+
+
+@dataclass(frozen=True)
+class SimtTile:
+    """How one kernel cuts the problem up: CTA, warp, subtile, thread. Sizes in elements.
+
+    A warp covers its tile in ``wmiter x wniter`` subtiles, one after another; in each, its 32 lanes own ``tm x tn``
+    neighbouring elements of D.
+
+    Attributes:
+        bm: rows of a CTA's tile.
+        bn: its columns.
+        bk: of K, in one buffer of shared memory.
+        wm: rows of a warp's tile.
+        wn: its columns.
+        wniter: subtiles of a warp along N.
+        tm: rows of a lane in a subtile.
+        tn: its columns.
+    """
+
+    bm: int
+    bn: int
+    bk: int
+    wm: int
+    wn: int
+    wniter: int
+    tm: int
+    tn: int
+
+    @property
+    def name(self) -> str:
+        """``{bm}x{bn}x{bk}_w{wm}x{wn}_i{wniter}_t{tm}x{tn}``."""
+        return f"{self.bm}x{self.bn}x{self.bk}_w{self.wm}x{self.wn}_i{self.wniter}_t{self.tm}x{self.tn}"
+
+    @property
+    def threadblock_shape(self) -> tuple[int, int, int]:
+        """CTA tile (m, n, k)."""
+        return (self.bm, self.bn, self.bk)
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA: 32 for each warp tile."""
+        return 32 * (self.bm // self.wm) * (self.bn // self.wn)
+
+    @property
+    def wmiter(self) -> int:
+        """Subtiles of a warp along M: what the other sizes leave."""
+        return self.wm * self.wn // (32 * self.tm * self.tn * self.wniter)
+
+    @property
+    def accumulators(self) -> int:
+        """Sums a thread keeps."""
+        return self.wm * self.wn // 32
+
+
+def _registers(tile: SimtTile) -> int:
+    """Estimate of a thread's: sums, one word of K of each of its rows and columns, the next tile, the rest."""
+    operands = tile.wmiter * tile.tm + tile.wniter * tile.tn
+    staged = sum(max(4, size * tile.bk // 4 // tile.threads) for size in (tile.bm, tile.bn))
+    return tile.accumulators + operands + staged + _OTHER_REGISTERS
+
+
+def _ctas(tile: SimtTile) -> int:
+    """CTAs that the registers of an SM should hold: the compiler keeps to it, where one too many may cost half of them.
+
+    Each quarter of the SM has a quarter of the registers, and hands them to its warps by eights to a thread.
+    """
+    warps = 4 * (REGISTER_FILE // 4 // 32 // (-(-_registers(tile) // 8) * 8))
+    return max(1, min(16, 32 * warps // tile.threads))
+
+
+CONSTRAINTS = (
+    Constraint(
+        "operands",
+        "are s8 x s8, which dp4a multiplies",
+        lambda p, t, arch: p.a is DType.S8 and p.b is DType.S8,
+    ),
+    Constraint(
+        "alignments",
+        "are at least 1",
+        lambda p, t, arch: p.alignment_k >= 1 and p.alignment_n >= 1,
+    ),
+    Constraint(
+        "architecture",
+        f"allowed are {', '.join(SMEM_LIMIT)}",
+        lambda p, t, arch: arch in SMEM_LIMIT,
+    ),
+    Constraint(
+        "power_of_two",
+        "all sizes are: threads find their places by shifts, and copies come out even",
+        lambda p, t, arch: all(size > 0 and size & (size - 1) == 0 for size in astuple(t)),
+    ),
+    Constraint(
+        "block_k",
+        "is 8 to 64: a copy moves two words of four k at least, and the loop over a tile is unrolled",
+        lambda p, t, arch: 8 <= t.bk <= 64,
+    ),
+    Constraint(
+        "thread_tile",
+        "TM and TN are 4 or more: shared memory is read four words at a time",
+        lambda p, t, arch: t.tm >= 4 and t.tn >= 4,
+    ),
+    Constraint(
+        "warp_m",
+        "WM divides BM: a CTA holds whole warps",
+        lambda p, t, arch: t.bm % t.wm == 0,
+    ),
+    Constraint(
+        "warp_n",
+        "WN divides BN: a CTA holds whole warps",
+        lambda p, t, arch: t.bn % t.wn == 0,
+    ),
+    Constraint(
+        "threads",
+        f"a CTA, 32 (BM / WM) (BN / WN), has at most {MAX_THREADS} threads",
+        lambda p, t, arch: t.threads <= MAX_THREADS,
+    ),
+    Constraint(
+        "wniter",
+        "WNITER TN divides WN: lanes share a subtile's columns evenly",
+        lambda p, t, arch: t.wn % (t.wniter * t.tn) == 0,
+    ),
+    Constraint(
+        "wmiter",
+        "32 TM TN WNITER divides WM WN: WMITER, the subtiles along M, is a whole number from 1 up",
+        lambda p, t, arch: t.wm * t.wn % (32 * t.tm * t.tn * t.wniter) == 0,
+    ),
+    Constraint(
+        "lanes",
+        "WMITER TM divides WM: lanes share a subtile's rows evenly",
+        lambda p, t, arch: t.wm % (t.wmiter * t.tm) == 0,
+    ),
+    Constraint(
+        "accumulators",
+        f"WM WN / 32, the sums of a thread, are at most {MAX_ACCUMULATORS}: they stay in registers",
+        lambda p, t, arch: t.accumulators <= MAX_ACCUMULATORS,
+    ),
+    Constraint(
+        "registers",
+        f"sums, operands, the next tile's words and {_OTHER_REGISTERS} more fit a thread's {MAX_REGISTERS} "
+        f"and the SM's {REGISTER_FILE}",
+        lambda p, t, arch: _registers(t) <= min(MAX_REGISTERS, REGISTER_FILE // t.threads),
+    ),
+    Constraint(
+        "shared_memory",
+        "two buffers of A and B fit what the architecture gives one CTA: "
+        + ", ".join(f"{limit} bytes on {arch}" for arch, limit in SMEM_LIMIT.items()),
+        lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch],
+    ),
+)
+"""What a kernel of this family must keep, checked in this order on (problem, tile, architecture)."""
+
+
+def validate(problem: GemmProblem, tile: SimtTile, arch: str) -> None:
+    """Check that this family can build the three together.
+
+    Raises:
+        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+    """
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
+
+
+def smem_bytes(problem: GemmProblem, tile: SimtTile) -> int:
+    """Dynamic shared memory of a CTA: two buffers of both operands, where they are contiguous along K padded."""
+    along_k = (problem.layout_a == "row", problem.layout_b == "column")
+    pitches = (size + 4 * (k and tile.bk >= 32) for size, k in zip((tile.bm, tile.bn), along_k, strict=True))
+    return 2 * tile.bk * sum(pitches)
+
+
+def grid(tile: SimtTile, m: int, n: int) -> tuple[int, int, int]:
+    """CTAs of a launch, one per tile of D in one dimension (the kernel orders them for the L2)."""
+    return (-(-m // tile.bm) * -(-n // tile.bn), 1, 1)
+
+
+def default_tiles(arch: str) -> tuple[SimtTile, ...]:
+    """A menu from few rows to many, legal on every architecture."""
+    return (
+        SimtTile(16, 64, 64, 16, 32, 1, 4, 4),
+        SimtTile(32, 64, 64, 32, 16, 1, 4, 4),
+        SimtTile(64, 64, 32, 32, 32, 1, 8, 4),
+        SimtTile(64, 128, 32, 64, 32, 1, 8, 8),
+        SimtTile(128, 128, 32, 64, 32, 1, 8, 8),
+        SimtTile(128, 128, 32, 64, 64, 2, 8, 8),
+    )
+
+
+def search_space(problem: GemmProblem, arch: str) -> Iterator[SimtTile]:
+    """Every legal tile that a tuner may try, in a fixed order."""
+    for sizes in product(*_SPACE.values()):
+        tile = SimtTile(**dict(zip(_SPACE, sizes, strict=True)))
+        if all(constraint.holds(problem, tile, arch) for constraint in CONSTRAINTS):
+            yield tile
+
+
+def emit_simt_gemm(problem: GemmProblem, tile: SimtTile, arch: str) -> KernelSource:
+    """Text of one kernel.
+
+    Arguments are ``problem.params()`` in order; m, n, k >= 1. A leading dimension is the distance between contiguous
+    runs (rows of a row-major operand, columns of another one) in elements. Where ``problem.alignment_k`` is a multiple
+    of 4, 8 or 16, so are the addresses, leading dimensions and lengths of the runs of A and B, which are read in pieces
+    of as many bytes (4 where they run across K); otherwise byte by byte, from anywhere. Where ``problem.alignment_n``
+    is a multiple of 4 or 8 elements, so are D's, and four or eight neighbours are stored at once. The residual has D's
+    layout and leading dimension.
+
+    Exactness: bitwise equal to ``qcut.numerics.gemm_s8_ref`` for activations none and relu; the others differ by the
+    ulps of CUDA's erff, tanhf and expf. Independent of the grid, the tile and the other rows.
+
+    Raises:
+        EmitError: see `validate`.
+
+    Source: PTX ISA, ``dp4a``, ``prmt``.
+    """
+    validate(problem, tile, arch)
+    name = procedural_name(FAMILY, arch, problem, tile)
+    align = copy_bytes(DType.S8, problem.alignment_k)
+    operands = "".join(
+        f"  using {x} = qcut::Operand<int8_t, qcut::Major::{'kK' if along_k else 'kRows'}, {align}>;\n"
+        for x, along_k in (("A", problem.layout_a == "row"), ("B", problem.layout_b == "column"))
+    )
+    align_d = next((size for size in (8, 4) if problem.alignment_n % size == 0), 1)
+    text = (
+        "#include <qcut/gemm/dp4a.cuh>\n\n"
+        f'extern "C" __global__ void __launch_bounds__({tile.threads}, {_ctas(tile)})\n'
+        f"{name}(\n    {signature(problem)}) {{\n"
+        f"  using Tile = qcut::SimtTile<{', '.join(map(str, astuple(tile)))}>;\n"
+        f"{operands}"
+        f"  using Epilogue = {epilogue_type(problem.epilogue)};\n"
+        f"{argument_setup(problem.epilogue)}"
+        f"  qcut::simt_gemm<Tile, A, B, Epilogue, {align_d}, {str(problem.layout_d == 'column').lower()}>(\n"
+        "      a, b, d, m, n, k, lda, ldb, ldd, args);\n"
+        "}\n"
+    )
+    return KernelSource(
+        name=name,
+        text=text,
+        entry=name,
+        params=problem.params(),
+        arch=arch,
+        block=tile.threads,
+        smem_bytes=smem_bytes(problem, tile),
+        includes=("qcut", "cuda"),
+    )

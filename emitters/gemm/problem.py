@@ -1,0 +1,138 @@
+"""What every GEMM family shares: the problem, the tile, their constraints and names.
+
+``D = epilogue(A B)``, A ``[M, K]``, B ``[K, N]``, D ``[M, N]``, each row-major or column-major. Unless a problem
+says otherwise operands are TN in BLAS terms: A row-major, B column-major (``[N, K]`` in memory, as weights are), so
+that both are contiguous along K, and D row-major.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import DType, EmitError, Param
+
+K_MAX = 131_071
+"""Largest K whose int8 products cannot overflow int32: 2**14 * K < 2**31."""
+K_MAX_ZERO_POINT = 66_311
+"""The same where a zero point makes one factor span 255: 255 * 127 * K < 2**31."""
+
+Layout = Literal["row", "column"]
+Schedule = Literal["multistage", "warp_specialized", "pingpong", "cooperative", "stream_k"]
+
+
+@dataclass(frozen=True)
+class GemmProblem:
+    """Types and epilogue of one GEMM; sizes are known at launch.
+
+    Attributes:
+        a: activation type, s8, f16 or bf16.
+        b: weight type, s8.
+        epilogue: see `qcut.emitters.core.epilogue`.
+        alignment_k: addresses, leading dimensions and contiguous sizes of A and B (K, where both are contiguous
+            along it) are multiples of this many elements.
+        alignment_n: address, leading dimension and contiguous size of D (N, where it is row-major) are multiples of
+            this many elements.
+        layout_a: of A ``[M, K]``: ``row`` is contiguous along K.
+        layout_b: of B ``[K, N]``: ``column`` is contiguous along K.
+        layout_d: of D ``[M, N]`` and the residual.
+    """
+
+    a: DType = DType.S8
+    b: DType = DType.S8
+    epilogue: Epilogue = field(default_factory=Epilogue)
+    alignment_k: int = 16
+    alignment_n: int = 16
+    layout_a: Layout = "row"
+    layout_b: Layout = "column"
+    layout_d: Layout = "row"
+
+    @property
+    def layouts(self) -> str:
+        """BLAS flags of A, B and D, ``t`` for row-major and ``n`` for column-major: ``tnt`` unless told otherwise."""
+        return "".join("t" if layout == "row" else "n" for layout in (self.layout_a, self.layout_b, self.layout_d))
+
+    @property
+    def name(self) -> str:
+        """``{a}x{b}_{epilogue}``, the layouts where they are not tnt, the alignments where they are not 16."""
+        layouts = "" if self.layouts == "tnt" else f"_{self.layouts}"
+        align = "" if (self.alignment_k, self.alignment_n) == (16, 16) else f"_k{self.alignment_k}n{self.alignment_n}"
+        return f"{self.a.value}x{self.b.value}_{self.epilogue.name}{layouts}{align}"
+
+    def params(self) -> tuple[Param, ...]:
+        """Arguments of a launch: operands, sizes, leading dimensions, then the epilogue's."""
+        return (
+            Param("a", "ptr"),
+            Param("b", "ptr"),
+            Param("d", "ptr"),
+            Param("m", "i32"),
+            Param("n", "i32"),
+            Param("k", "i32"),
+            Param("lda", "i32"),
+            Param("ldb", "i32"),
+            Param("ldd", "i32"),
+            *self.epilogue.params(),
+        )
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """How one kernel cuts the problem up.
+
+    Attributes:
+        threadblock_shape: CTA tile (m, n, k) in elements.
+        warp_shape: warp tile (m, n, k) of the SM80 and raw families; (0, 0, 0) on SM90, whose
+            schedule fixes it.
+        stages: depth of the operand pipeline; 0 takes as many as shared memory holds (SM90).
+        cluster_shape: CTAs (m, n) of a cluster that share loads by multicast (SM90).
+        schedule: main loop and work distribution.
+        epilogue_tile: (m, n) of one epilogue step on SM90; (0, 0) takes CUTLASS's choice.
+        splits: CTAs, one cluster, that share a tile of D, each with its part of K (raw families, sm_90 and later).
+    """
+
+    threadblock_shape: tuple[int, int, int]
+    warp_shape: tuple[int, int, int] = (0, 0, 0)
+    stages: int = 0
+    cluster_shape: tuple[int, int] = (1, 1)
+    schedule: Schedule = "multistage"
+    epilogue_tile: tuple[int, int] = (0, 0)
+    splits: int = 1
+
+    @property
+    def name(self) -> str:
+        """``{m}x{n}x{k}`` and whatever differs from the defaults, in a fixed order."""
+        parts = ["x".join(map(str, self.threadblock_shape))]
+        if any(self.warp_shape):
+            parts.append("w" + "x".join(map(str, self.warp_shape[:2])))
+        if self.cluster_shape != (1, 1):
+            parts.append("c{}x{}".format(*self.cluster_shape))
+        if any(self.epilogue_tile):
+            parts.append("e{}x{}".format(*self.epilogue_tile))
+        if self.stages:
+            parts.append(f"s{self.stages}")
+        if self.splits > 1:
+            parts.append(f"k{self.splits}")
+        parts.append(
+            {"warp_specialized": "ws", "cooperative": "coop", "stream_k": "sk"}.get(self.schedule, self.schedule)
+        )
+        return "_".join(parts)
+
+
+class Named(Protocol):
+    """A problem, or a tile, of any family."""
+
+    @property
+    def name(self) -> str:
+        """Its part of a kernel's name."""
+
+
+def procedural_name(family: str, arch: str, problem: Named, tile: Named) -> str:
+    """The name a kernel has in the cache, in logs, in tables and in benchmarks."""
+    return f"qcut_{family}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
+
+
+def require(condition: bool, name: str, why: str) -> None:
+    """Raise `EmitError` naming the kernel and the constraint it breaks."""
+    if not condition:
+        raise EmitError(f"{name}: {why}")

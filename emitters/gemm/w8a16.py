@@ -1,0 +1,79 @@
+"""W8A16 GEMM: float16 or bfloat16 tokens, int8 weights that become floats in registers.
+
+``D = act((sum_k a[m, k] * b[n, k]) * s_w[n] + bias[n]) (+ residual)``, the sum in float32 on ``mma.sync.m16n8k16``.
+Device code: ``include/qcut/gemm/w8a16.cuh``.
+"""
+
+from __future__ import annotations
+
+from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.gemm.mma import SHARED_MEMORY, SMEM_LIMIT, TILE_CONSTRAINTS, gemm_source, grid, smem_bytes
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig, procedural_name
+
+FAMILY = "wo"
+
+__all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_weight_only_gemm", "grid", "validate"]
+
+CONSTRAINTS = (
+    Constraint(
+        "operands",
+        "are f16 or bf16 x s8",
+        lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b is DType.S8,
+    ),
+    Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
+    Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
+    Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
+    *TILE_CONSTRAINTS,
+    Constraint("one_cta", "sums all of K: splits are 1", lambda p, t, arch: t.splits == 1),
+    Constraint("shared_memory", SHARED_MEMORY, lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch]),
+)
+"""What this family can build, on (problem, tile, arch)."""
+
+
+def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
+    """Check that this family can build the pair.
+
+    Raises:
+        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+    """
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
+
+
+def default_tiles(arch: str) -> tuple[TileConfig, ...]:
+    """A menu from decode (16 rows, many CTAs along N) to prompts, all legal on `arch`."""
+    shapes = (
+        ((16, 32, 128), (16, 16), 5),
+        ((16, 64, 128), (16, 16), 5),
+        ((32, 64, 128), (32, 16), 4),
+        ((64, 64, 64), (32, 32), 4),
+        ((64, 128, 64), (32, 64), 4),
+        ((128, 128, 64), (64, 64), 3),
+        ((128, 128, 64), (64, 32), 4),
+        ((128, 256, 64), (64, 64), 4),
+    )
+    tiles = tuple(TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in shapes)
+    problem = GemmProblem(a=DType.F16)
+    return tuple(t for t in tiles if smem_bytes(problem, t) <= SMEM_LIMIT[arch])
+
+
+def emit_weight_only_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
+    """Text of one kernel.
+
+    Arguments are ``problem.params()`` in order. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at
+    least k. a: where ``problem.alignment_k`` is a multiple of 2, rows start at multiples of 4, 8 or 16 bytes, the
+    largest that divides so many elements, and are copied asynchronously; otherwise element by element, for any
+    lda >= k. k may be anything >= 1 in both cases. D and the residual as in `qcut.emitters.gemm.mma.emit_mma_gemm`.
+
+    Exactness: int8 to float is exact and every product is exact in float32; the tensor core adds them in an order fixed
+    by K and the tile's K alone, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A
+    row's result does not depend on the other rows; the same inputs give the same bits.
+
+    Raises:
+        EmitError: see `validate`.
+
+    Source: PTX ISA, ``mma.sync.m16n8k16``, ``prmt``, ``cp.async``.
+    """
+    validate(problem, tile, arch)
+    name = procedural_name(FAMILY, arch, problem, tile)
+    return gemm_source(name, problem, tile, arch, header="weight_only_gemm", smem=smem_bytes(problem, tile))

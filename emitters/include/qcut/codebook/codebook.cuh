@@ -1,0 +1,296 @@
+// Codebook weights: units of 16 rows x 128 columns of indices, their decoding, and tokens in blocks.
+//
+// Memory is laid out as qcut/codebook_layout.py says. Whatever its width, a lane's part of a unit becomes
+// eight words of eight 4-bit indices: byte b of word i holds columns 16i + 8(b & 1) + 2t and the next
+// one, of row g + 8(b >> 1), lane = 4g + t. So one word gives the four registers of a 16-bit m16n8k16
+// first operand, and two words those of an int8 m16n8k32 one.
+//
+// Three ways from indices to values. PairTable: shared memory, one entry for each byte (two indices) and
+// lane: one PRMT and one LDS without bank conflicts give two 16-bit values; for few tokens, when the
+// decoding itself is what takes time. RegisterBook: PRMT alone, no memory; where the tensor cores are
+// busy for longer. RowBook: int8 values of one row, its norm folded in: q = rne(value * (norm * fold)).
+//
+// Source: PTX ISA, "prmt", "Matrix Fragments for mma.m16n8k16 / mma.m16n8k32".
+#pragma once
+
+#include <qcut/core/mma.cuh>
+
+namespace qcut {
+
+constexpr int kUnitRows = 16;
+constexpr int kUnitColumns = 128;
+
+template <int kBits>
+constexpr int kUnitBytes = kUnitRows * kUnitColumns * kBits / 8;
+
+// Weights are read once: they skip the L1, and the L2 fetches 256 bytes at a time. They are constant, so
+// these loads may precede the wait for the previous kernel.
+__device__ __forceinline__ void load_stream_16(uint32_t (&w)[4], const void* p) {
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "l"(p));
+}
+__device__ __forceinline__ void load_stream_8(uint32_t (&w)[2], const void* p) {
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p));
+}
+__device__ __forceinline__ uint32_t load_stream_4(const void* p) {
+  uint32_t w;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(w) : "l"(p));
+  return w;
+}
+
+// The same where `wanted`; registers else keep what they have. Predicated, not branched over, so that the compiler may
+// ask for the next weights as soon as their registers are free, while it still multiplies.
+__device__ __forceinline__ void load_stream_16_if(uint32_t (&w)[4], const void* p, bool wanted) {
+  const int loaded = wanted;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"
+      "@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
+      : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3])
+      : "l"(p), "r"(loaded));
+}
+__device__ __forceinline__ void load_stream_8_if(uint32_t (&w)[2], const void* p, bool wanted) {
+  const int loaded = wanted;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %3, 0;\n\t"
+      "@p ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];\n\t}"
+      : "+r"(w[0]), "+r"(w[1])
+      : "l"(p), "r"(loaded));
+}
+__device__ __forceinline__ void load_stream_4_if(uint32_t& w, const void* p, bool wanted) {
+  const int loaded = wanted;
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p ld.global.nc.L1::no_allocate.u32 %0, [%1];\n\t}"
+      : "+r"(w)
+      : "l"(p), "r"(loaded));
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Keeps the compiler from using a value above this line.
+template <int kWords>
+__device__ __forceinline__ void pin(uint32_t (&w)[kWords]) {
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(w[i]));
+}
+
+// A lane's part of one unit. `mine` is where its first 16 bytes are: 16 lane from the unit's start.
+template <int kBits>
+struct UnitWords;
+
+template <>
+struct UnitWords<4> {
+  uint32_t low[4], high[4];
+
+  __device__ __forceinline__ void load(const char* unit, int lane) {
+    load_stream_16(low, unit + 16 * lane);
+    load_stream_16(high, unit + 512 + 16 * lane);
+  }
+  __device__ __forceinline__ void load_if(const char* mine, int, bool wanted) {
+    load_stream_16_if(low, mine, wanted);
+    load_stream_16_if(high, mine + 512, wanted);
+  }
+  __device__ __forceinline__ void load_shared(uint32_t unit, int lane) {
+    load_shared_16(low, unit + 16 * lane);
+    load_shared_16(high, unit + 512 + 16 * lane);
+  }
+  // Word i of eight 4-bit indices; i is known to the compiler.
+  __device__ __forceinline__ uint32_t word(int i) const { return i < 4 ? low[i] : high[i - 4]; }
+};
+
+template <>
+struct UnitWords<2> {
+  uint32_t packed[4];
+
+  __device__ __forceinline__ void load(const char* unit, int lane) { load_stream_16(packed, unit + 16 * lane); }
+  __device__ __forceinline__ void load_if(const char* mine, int, bool wanted) {
+    load_stream_16_if(packed, mine, wanted);
+  }
+  __device__ __forceinline__ void load_shared(uint32_t unit, int lane) { load_shared_16(packed, unit + 16 * lane); }
+  __device__ __forceinline__ uint32_t word(int i) const { return packed[i / 2] >> (2 * (i % 2)) & 0x33333333u; }
+};
+
+template <>
+struct UnitWords<3> {
+  uint32_t packed[4], planes[2];
+
+  __device__ __forceinline__ void load(const char* unit, int lane) {
+    load_stream_16(packed, unit + 16 * lane);
+    load_stream_8(planes, unit + 512 + 8 * lane);
+  }
+  __device__ __forceinline__ void load_if(const char* mine, int lane, bool wanted) {
+    load_stream_16_if(packed, mine, wanted);
+    load_stream_8_if(planes, mine + 512 - 8 * lane, wanted);
+  }
+  __device__ __forceinline__ void load_shared(uint32_t unit, int lane) {
+    load_shared_16(packed, unit + 16 * lane);
+    load_shared_8(planes, unit + 512 + 8 * lane);
+  }
+  __device__ __forceinline__ uint32_t word(int i) const {
+    const uint32_t upper = planes[i / 4] >> (i % 4) & 0x11111111u;
+    return (packed[i / 2] >> (2 * (i % 2)) & 0x33333333u) | upper << 2;
+  }
+};
+
+// PRMT as it is: __byte_perm would first clear the upper bits of each selector, which are clear here.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t d;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(selector));
+  return d;
+}
+
+// Sixteen values of 16 bits as a kernel's arguments bring them, two to a word.
+struct Book {
+  uint32_t w[8];
+};
+
+// Four bytes of a table of sixteen, chosen by the nibbles of `low` (their lower three bits, the upper one
+// clear) and, where a value is in the table's upper half, by the 4s in `half`, whose nibbles are else
+// 3, 2, 1, 0 from the top.
+__device__ __forceinline__ uint32_t select_4_of_16(const uint32_t (&table)[4], uint32_t low, uint32_t half) {
+  return permute_bytes(permute_bytes(table[0], table[1], low), permute_bytes(table[2], table[3], low), half);
+}
+
+// The selector `half` of a word of indices, in one LOP3, where the compiler would make two.
+__device__ __forceinline__ uint32_t half_selector(uint32_t word) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(word >> 1), "r"(0x44444444u), "r"(0x32103210u));
+  return d;
+}
+
+struct RegisterBook {
+  uint32_t low[4], high[4];  // lower and upper bytes of values 4i..4i+3
+
+  __device__ __forceinline__ explicit RegisterBook(const Book& book) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      low[i] = __byte_perm(book.w[2 * i], book.w[2 * i + 1], 0x6420);
+      high[i] = __byte_perm(book.w[2 * i], book.w[2 * i + 1], 0x7531);
+    }
+  }
+
+  // A word of indices to the registers of m16n8k16's first operand.
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], uint32_t word) const {
+    uint32_t index = word & 0x77777777u;
+    uint32_t half = half_selector(word);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t l = select_4_of_16(low, index, half);
+      const uint32_t h = select_4_of_16(high, index, half);
+      a[i] = __byte_perm(l, h, 0x5140);
+      a[i + 2] = __byte_perm(l, h, 0x7362);
+      index >>= 16;
+      half >>= 16;
+    }
+  }
+};
+
+// 64 KB of shared memory: entry v of lane l at 256 v + 4 l, so that one PRMT builds the address. The other
+// half of each 256 bytes is free.
+struct PairTable {
+  static constexpr int kBytes = 65536;
+
+  static __device__ __forceinline__ void decode(uint32_t (&a)[4], uint32_t word, const char* table, uint32_t lane4) {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      a[b / 2 + b % 2 * 2] = *reinterpret_cast<const uint32_t*>(table + __byte_perm(lane4, word, 0x1140 | b << 4));
+    }
+  }
+};
+
+// The part of the codebook that lane 4g + t turns into int8: values 4t..4t+3.
+struct QuarterBook {
+  float value[4];
+
+  __device__ __forceinline__ explicit QuarterBook(const Book& book) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t w = book.w[i];
+#pragma unroll
+      for (int j = 1; j < 4; ++j) w = t == j ? book.w[2 * j + i] : w;
+      const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&w));
+      value[2 * i] = pair.x;
+      value[2 * i + 1] = pair.y;
+    }
+  }
+};
+
+// Sixteen int8 values of one row and slot.
+struct RowBook {
+  uint32_t table[4];
+
+  // `factor` is norm * fold of the row that all four lanes of a quad share. Adding 1.5 * 2^23 rounds the
+  // exact product once, to the integer in the low byte.
+  __device__ __forceinline__ void build(const QuarterBook& book, float factor) {
+    constexpr float kMagic = 12582912.0f;
+    uint32_t q[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) q[i] = __float_as_uint(fmaf(book.value[i], factor, kMagic));
+    const uint32_t mine = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) table[i] = __shfl_sync(0xffffffffu, mine, i, 4);
+  }
+};
+
+// Two words of indices (32 columns) to the registers of an int8 m16n8k32 first operand: columns 16i of
+// rows g and g + 8, then columns 16i + 16 of both. Tokens are permuted to match.
+__device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint32_t word1, const RowBook& row,
+                                          const RowBook& row8) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t word = i ? word1 : word0;
+    const uint32_t index = word & 0x77777777u;
+    const uint32_t half = half_selector(word);
+    a[2 * i] = select_4_of_16(row.table, index, half);
+    a[2 * i + 1] = select_4_of_16(row8.table, index >> 16, half >> 16);
+  }
+}
+
+// The norms of rows g (x) and g + 8 (y) of a slot: two float16 in a word.
+__device__ __forceinline__ float2 norm_pair(uint32_t w) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&w));
+}
+
+// Multiplies decoded 16-bit weights by their rows' norms, rounding once (bfloat16: the norms, too).
+template <class T>
+struct NormScale;
+
+template <>
+struct NormScale<__half> {
+  __half2 row, row8;
+  __device__ __forceinline__ explicit NormScale(uint32_t w)
+      : row(__low2half2(*reinterpret_cast<const __half2*>(&w))), row8(__high2half2(*reinterpret_cast<const __half2*>(&w))) {}
+  __device__ __forceinline__ void apply(uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __half2 v = __hmul2(*reinterpret_cast<const __half2*>(&a[i]), i % 2 ? row8 : row);
+      a[i] = *reinterpret_cast<const uint32_t*>(&v);
+    }
+  }
+};
+
+template <>
+struct NormScale<__nv_bfloat16> {
+  __nv_bfloat162 row, row8;
+  __device__ __forceinline__ explicit NormScale(uint32_t w) {
+    const float2 n = norm_pair(w);
+    row = __float2bfloat162_rn(n.x);
+    row8 = __float2bfloat162_rn(n.y);
+  }
+  __device__ __forceinline__ void apply(uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __nv_bfloat162 v = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a[i]), i % 2 ? row8 : row);
+      a[i] = *reinterpret_cast<const uint32_t*>(&v);
+    }
+  }
+};
+
+// Tokens: blocks of 8 tokens x 128 bytes, [blocks of K][ceil(m / 8)][8][128 bytes], 16-byte chunk c of
+// token r at place c ^ (r % 8).
+__device__ __forceinline__ uint32_t token_chunk_offset(int row, int chunk) {
+  return 128 * (row % 8) + 16 * (chunk ^ (row % 8));
+}
+
+}  // namespace qcut

@@ -1,0 +1,251 @@
+// Prompts on codebook weights (sm_90a): D^T = W X^T, decoded weights as wgmma's register operand.
+//
+// A CTA has 128 rows of weights and kTokens tokens: two warpgroups of 64 rows each, and a third one, which
+// leaves its registers to them. One of its warps fetches tokens, which the previous kernel left in memory as
+// wgmma reads them, so that plain bulk copies do; a stage holds those of one unit of K, 128 columns. Indices,
+// too small for bulk copies, go from global memory to the registers of the warp that decodes them, a unit ahead,
+// and so do norms. For int8, the third warpgroup's other warps turn norms into the int8 codebook of each row.
+// While the tensor core multiplies one half of a unit, a warp decodes the other, all of it at once: one product's
+// weights alone are a chain of latencies that nothing hides.
+//
+// kCluster CTAs along N share their tokens: each fetches a part and multicasts it. CTAs are persistent, the
+// fetching warp runs ahead into the next tile, and the first warpgroup is kLead units ahead of the second:
+// each writes its part of D while the other has the tensor core to itself. kSplits CTAs, one cluster, share
+// the units of one tile instead, and add their sums in order of rank.
+//
+// Accumulators have neighbouring tokens in a lane and D neighbouring channels: kBatch times 16 tokens go through
+// shared memory at a time, staged as raw sums, and of each 16 the four warps of a group write four rows of 64
+// channels each.
+//
+// Source: PTX ISA 8.x, "wgmma.mma_async", "cp.async.bulk" (.multicast::cluster), "mbarrier", "barrier".
+#pragma once
+
+#include <qcut/codebook/wgmma_feed.cuh>
+
+namespace qcut {
+
+// Sixteen tokens of a warp's accumulators, in the order of staged_token: even tokens, then odd ones.
+template <class Stage, class Acc>
+__device__ __forceinline__ void stage_tokens(const Acc* acc, uint32_t shared, int warp) {
+  const int g = threadIdx.x % 32 / 4;
+  const int t = threadIdx.x % 4;
+  const uint32_t mine = shared + Stage::offset(t, 0) + 4 * (16 * warp + g);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const int j = i / 4, row8 = i / 2 % 2, odd = i % 2;
+    store_shared_4(mine + Stage::offset(8 * j + 4 * odd, 0) + 32 * row8, bits(acc[i]));
+  }
+}
+
+// Two warpgroups that multiply, each writing its 64 channels.
+template <class T, class E, int kAlign>
+__device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const char* units, const char* norms,
+                                                typename E::Out* d, int n, int ldd, const Book& book,
+                                                const typename E::Args& args, uint32_t base) {
+  using Acc = typename T::Acc;
+  using Stage = typename T::Stage;
+  using Decoder = typename Either<T::kHasTables, PromptTableDecoder<T>, PromptDecoder<T>>::Type;
+  constexpr int kSteps = Decoder::kSteps;
+  constexpr int kBatch = kSteps / 2;  // products whose weights are decoded together: one alone is a chain of latencies
+  constexpr int kLeadBarrier = 1, kGroupBarrier = 2;
+  const int lane = keep(threadIdx.x % 32);
+  const int warp = keep(threadIdx.x / 32);
+  const int group = warp / 4;
+  const uint32_t staging = base + T::kStaging + group * (T::kBuffers * Stage::kBytes);
+  const unsigned long long tokens0 = wgmma_descriptor(base);
+
+  const uint32_t empty = T::kCluster > 1 ? map_to_rank(base + T::kEmpty, lane % T::kCluster) : base + T::kEmpty;
+  const auto release = [&](int stage) {
+    if (lane >= T::kCluster) return;
+    if constexpr (T::kCluster > 1) {
+      barrier_arrive_cluster(empty + 8 * stage);
+    } else {
+      barrier_arrive(empty + 8 * stage);
+    }
+  };
+  const auto wait_stage = [&](const RingPlace<T::kStages>& place) {
+    if constexpr (T::kHasTables) barrier_wait(base + T::kBuilt + 8 * place.stage, place.parity);
+    barrier_wait(base + T::kFull + 8 * place.stage, place.parity);
+  };
+
+  Decoder decoder(book, base, warp, lane);
+  UnitStream<T> stream(units, norms);
+  const auto begin_tile = [&](int tile) {
+    if (tile >= work.count() || work.units == 0) return;
+    // Warps past the last rows read those that there are; nobody stores their sums.
+    const long long row_tile = min(work.tile(tile).y + warp, work.row_tiles - 1);
+    stream.begin(units, norms, row_tile * work.units_k + work.first_unit, lane);
+  };
+  begin_tile(work.first());
+  wait_for_dependencies();
+  uint32_t a[2][kBatch][4] = {};
+  // Products in flight read these registers: they live until the wait that says they are done.
+  const auto keep_operands = [](uint32_t(&batch)[kBatch][4]) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) pin(batch[i]);
+  };
+  RingPlace<T::kStages> place;
+  int lead = T::kSplits == 1 && work.first() < work.count() ? min(T::kLead, work.units) : 0;
+  int buffer = 0;
+  if (lead > 0 && group == 1) named_barrier_sync<T::kThreads>(kLeadBarrier);
+  for (int tile = work.first(); tile < work.count(); tile += work.step()) {
+    const int2 at = work.tile(tile);
+    const int channel0 = 16 * at.y + 64 * group;
+    Acc acc[T::kTokens / 2];
+#pragma unroll
+    for (int i = 0; i < T::kTokens / 2; ++i) acc[i] = 0;
+#pragma unroll
+    for (int i = 0; i < T::kTokens / 2; ++i) pin(acc[i]);
+
+    int previous = 0;
+    for (int u = 0; u < work.units; ++u) {
+      const int stage = place.stage;
+      stream.advance(u + 1 < work.units, lane);
+      wait_stage(place);
+      place.advance();
+      const uint32_t tokens = static_cast<uint32_t>(tokens0) + stage * (T::kTokenBytes / 16);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        wgmma_wait<1>();
+        keep_operands(a[half]);
+        if (half == 1 && u > 0) release(previous);  // the unit before has been multiplied
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          decoder.fetch(half * kBatch + i, stage);
+          decoder.decode(a[half][i], stream, half * kBatch + i);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int step = half * kBatch + i;
+          // 16-bit tokens have two blocks of 128 bytes, four products each, int8 ones one.
+          const uint32_t at = tokens + step / 4 * (8 * T::kTokens) + step % 4 * static_cast<uint32_t>(kWgmmaStep);
+          T::Product::issue(acc, a[half][i], tokens0 >> 32 << 32 | at, 1);
+        }
+        wgmma_commit();
+      }
+      previous = stage;
+      if (lead > 0 && group == 0 && --lead == 0) named_barrier_arrive<T::kThreads>(kLeadBarrier);
+    }
+    begin_tile(tile + work.step());
+
+    if constexpr (T::kSplits == 1) {
+      // A warp writes four of sixteen tokens, as a CTA of a cluster of four would.
+      using Writer = TileWriter<E, kAlign, false, Acc, 64, Stage, 4>;
+      constexpr int kAhead = (E::kHasResidual ? 2 : 4) / Writer::kPasses;  // rounds whose vectors are on their way
+      const Writer writer(d, at.x, channel0, work.m, n, ldd, args, warp % 4);
+      typename Writer::Rows rows[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) writer.fetch(rows[i], i, staged_token);
+      wgmma_wait<0>();
+      keep_operands(a[0]);
+      keep_operands(a[1]);
+      release(previous);
+#pragma unroll
+      for (int i = 0; i < T::kTokens / 2; ++i) pin(acc[i]);
+      if (channel0 >= n) continue;
+#pragma unroll
+      for (int i = 0; i < T::kRounds; i += T::kBatch) {
+        if (at.x + 16 * i >= work.m) break;
+        const uint32_t to = staging + buffer * (T::kBatch * Stage::kBytes);
+        // With two batches of buffers, the barrier of the batch in between says that all have read this one.
+        buffer = T::kBuffers > 1 ? buffer ^ 1 : 0;
+        if constexpr (T::kBuffers == 1) named_barrier_sync<128>(kGroupBarrier + group);
+#pragma unroll
+        for (int b = 0; b < T::kBatch; ++b) stage_tokens<Stage>(&acc[8 * (i + b)], to + b * Stage::kBytes, warp % 4);
+        named_barrier_sync<128>(kGroupBarrier + group);
+        typename Writer::Sums sums[T::kBatch];
+#pragma unroll
+        for (int b = 0; b < T::kBatch; ++b) {
+#pragma unroll
+          for (int p = 0; p < Writer::kPasses; ++p) {
+#pragma unroll
+            for (int j = 0; j < Writer::kChunks; ++j) {
+              const int row = writer.staged + p * Writer::kRowsPerPass;
+              const int chunk = lane % Writer::kLanes * Writer::kChunks + j;
+              load_shared_16(sums[b][p][j], to + b * Stage::kBytes + Stage::offset(row, chunk));
+            }
+          }
+        }
+#pragma unroll
+        for (int b = 0; b < T::kBatch; ++b) {
+          const int round = i + b;
+          const typename Writer::Rows current = rows[round % kAhead];
+          if (round + kAhead < T::kRounds) writer.fetch(rows[round % kAhead], round + kAhead, staged_token);
+          writer.write(current, sums[b]);
+        }
+      }
+    } else {
+      using Writer = TileWriter<E, kAlign, false, Acc, 64, Stage, T::kSplits>;
+      const Writer writer(d, at.x, channel0, work.m, n, ldd, args, work.rank);
+      wgmma_wait<0>();
+      keep_operands(a[0]);
+      keep_operands(a[1]);
+#pragma unroll
+      for (int i = 0; i < T::kTokens / 2; ++i) pin(acc[i]);
+      named_barrier_sync<T::kThreads>(kLeadBarrier);  // both groups have read all operands
+      const uint32_t sums_at = base + group * (T::kRounds * Stage::kBytes);
+#pragma unroll
+      for (int i = 0; i < T::kRounds; ++i) stage_tokens<Stage>(&acc[8 * i], sums_at + i * Stage::kBytes, warp % 4);
+      cluster_arrive();
+      cluster_wait();
+#pragma unroll
+      for (int i = 0; i < T::kRounds; i += 4) {
+        const int round = i + warp % 4;
+        typename Writer::Rows rows;
+        typename Writer::Sums sums;
+        writer.fetch(rows, round, staged_token);
+        writer.load(sums, sums_at + round * Stage::kBytes);
+        writer.write(rows, sums);
+      }
+    }
+  }
+}
+
+// `fold` is read for int8 tokens alone. kAlign bytes divide every row of D, see TileWriter.
+template <class T, class E, int kAlign>
+__device__ __forceinline__ void codebook_prompt(const typename T::X* x, const char* units, const __half* norms,
+                                                const float* fold, typename E::Out* d, int m, int n, int units_k,
+                                                int ldd, const Book& book, const typename E::Args& args) {
+  extern __shared__ __align__(1024) char shared[];
+  launch_dependents();
+  const uint32_t base = shared_address(shared);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < T::kStages; ++i) {
+      barrier_init(base + T::kFull + 8 * i, 1);
+      barrier_init(base + T::kEmpty + 8 * i, T::kWarps * T::kCluster);
+      if constexpr (T::kHasTables) barrier_init(base + T::kBuilt + 8 * i, T::kTableWarps);
+    }
+    barrier_init_fence();
+  }
+  if constexpr (T::kCluster > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+
+  if (threadIdx.x >= T::kThreads) {
+    give_registers<T::kFetchRegisters>();
+    if (threadIdx.x < T::kThreads + 32) {
+      fetch_prompt<T>(PromptWork<T>(m, n, units_k), reinterpret_cast<const char*>(x), base);
+    } else if constexpr (T::kHasTables) {
+      build_tables<T>(PromptWork<T>(m, n, units_k), reinterpret_cast<const uint32_t*>(norms), fold, book, base);
+    }
+    if constexpr (T::kSplits > 1) {  // the barrier before the sums are read
+      cluster_arrive();
+      cluster_wait();
+    }
+  } else {
+    take_registers<T::kRegisters>();
+    multiply_prompt<T, E, kAlign>(PromptWork<T>(m, n, units_k), units, reinterpret_cast<const char*>(norms), d, n, ldd,
+                                  book, args, base);
+  }
+  // No CTA leaves while others copy to it, arrive at its barriers or read its sums.
+  if constexpr (T::kCtas > 1) {
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+}  // namespace qcut

@@ -1,0 +1,285 @@
+// What feeds the tensor core in codebook_prompt.cuh: the tile and its memory, tokens by bulk copies, tables of int8
+// values, and a warp's own indices, decoded.
+#pragma once
+
+#include <qcut/codebook/codebook.cuh>
+#include <qcut/gemm/gemm.cuh>
+#include <qcut/core/wgmma.cuh>
+
+namespace qcut {
+
+// A value that the compiler keeps in a register: it would else read the thread's index again in each loop.
+__device__ __forceinline__ int keep(int v) { return __shfl_xor_sync(0xffffffffu, v, 0); }
+
+// Shared memory: tokens and tables of all stages, staging, barriers (emitters/codebook_prompt.py).
+template <class X_, int kBits_, int kSlots_, int kTokens_, int kStages_, int kLead_, int kCluster_, int kSplits_,
+          int kBuffers_>
+struct PromptTile {
+  using X = X_;
+  using Product = Wgmma<X, kTokens_>;
+  using Acc = typename Product::Acc;
+  using Stage = PaddedStage<64>;
+  static constexpr int kBits = kBits_, kSlots = kSlots_, kTokens = kTokens_;
+  static constexpr int kStages = kStages_, kLead = kLead_, kCluster = kCluster_, kSplits = kSplits_;
+  static constexpr int kCtas = kCluster * kSplits;
+  static constexpr int kBuffers = kBuffers_;                      // of 16 staged tokens, for each warpgroup
+  static constexpr int kBatch = kBuffers > 1 ? kBuffers / 2 : 1;  // of them between two barriers
+  static constexpr int kWarps = 8;                                // that multiply
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRows = 16 * kWarps;
+  static constexpr int kBlocks = sizeof(X);  // of 128 bytes of a token, in a unit
+  static constexpr int kRounds = kTokens / 16;
+
+  static constexpr int kTokenBytes = 128 * kBlocks * kTokens;
+  static constexpr int kTables = kStages * kTokenBytes;
+  static constexpr bool kHasTables = sizeof(X) == 1;
+  static constexpr int kTableBytes = kHasTables ? 16 * kRows * kSlots : 0;  // [slot][row][16 int8]
+  static constexpr int kOperandBytes = kTables + kStages * kTableBytes;
+  // Splits stage all sums, where the operands were.
+  static constexpr int kSumBytes = kSplits > 1 ? 2 * kRounds * Stage::kBytes : 0;
+  static constexpr int kStaging = kOperandBytes > kSumBytes ? kOperandBytes : kSumBytes;
+  // Of each stage: filled, read, and tables built.
+  static constexpr int kFull = kStaging + 2 * kBuffers * Stage::kBytes;
+  static constexpr int kEmpty = kFull + 8 * kStages;
+  static constexpr int kBuilt = kEmpty + 8 * kStages;
+  static constexpr int kTableWarps = 3;
+  // Of 168 a thread at launch, times three warpgroups.
+  static constexpr int kFetchRegisters = !kHasTables ? 40 : kTokens == 256 && kSlots == 1 ? 56 : 72;
+  static constexpr int kRegisters = (3 * 168 - kFetchRegisters) / 2;
+
+  static_assert(kTokens == 64 || kTokens == 128 || kTokens == 256, "see emitters/codebook_prompt.py");
+  static_assert(kCluster == 1 || kSplits == 1, "a cluster shares tokens or K");
+};
+
+// A warp's units of 16 rows, from global memory to registers, one ahead of their turn: they are too small for
+// bulk copies, of which sixteen a unit took longer than the products.
+template <class T>
+struct UnitStream {
+  static constexpr bool kHasNorms = !T::kHasTables;
+  UnitWords<T::kBits> words, next;
+  uint32_t norms[T::kSlots], next_norms[T::kSlots];
+  const char* units;  // of what is loaded next
+  const char* unit_norms;
+
+  __device__ __forceinline__ UnitStream(const char* units, const char* norms) : units(units), unit_norms(norms) {}
+
+  // Starts at a unit among all.
+  __device__ __forceinline__ void begin(const char* all_units, const char* all_norms, long long index, int lane) {
+    units = all_units + index * kUnitBytes<T::kBits>;
+    unit_norms = all_norms + index * (32 * T::kSlots) + lane / 4 * 4;
+    load(lane);
+  }
+  __device__ __forceinline__ void load(int lane) {
+    next.load(units, lane);
+    units += kUnitBytes<T::kBits>;
+    if constexpr (kHasNorms) {
+#pragma unroll
+      for (int s = 0; s < T::kSlots; ++s) next_norms[s] = load_stream_4(unit_norms + 32 * s);
+      unit_norms += 32 * T::kSlots;
+    }
+  }
+  __device__ __forceinline__ void advance(bool more, int lane) {
+    words = next;
+    if constexpr (kHasNorms) {
+#pragma unroll
+      for (int s = 0; s < T::kSlots; ++s) norms[s] = next_norms[s];
+    }
+    if (more) load(lane);
+  }
+};
+
+// Decodes a warp's unit, product by product. What `decode` of a step takes from shared memory, `fetch` of that step has
+// read; it may run once the step before is decoded.
+template <class T>
+struct PromptDecoder {
+  static constexpr int kSteps = 8;
+  RegisterBook book;
+
+  // The compiler would keep tables made of kernel arguments in uniform registers and copy them before each
+  // PRMT; words that come from the lanes of a quad are not uniform to it.
+  __device__ __forceinline__ PromptDecoder(const Book& values, uint32_t, int, int lane) : book(values) {
+    const int t = lane % 4;
+    uint32_t low = book.low[0], high = book.high[0];
+#pragma unroll
+    for (int i = 1; i < 4; ++i) {
+      low = t == i ? book.low[i] : low;
+      high = t == i ? book.high[i] : high;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      book.low[i] = __shfl_sync(0xffffffffu, low, i, 4);
+      book.high[i] = __shfl_sync(0xffffffffu, high, i, 4);
+    }
+  }
+  __device__ __forceinline__ void fetch(int, int) {}
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) const {
+    book.decode(a, unit.words.word(step));
+    NormScale<typename T::X>(unit.norms[step * T::kSlots / kSteps]).apply(a);
+  }
+};
+
+template <class T>
+struct PromptTableDecoder {
+  static constexpr int kSteps = 4;
+  static constexpr int kSlotSteps = kSteps / T::kSlots;  // products of 32 columns that share a norm
+  RowBook row, row8;
+  uint32_t my_tables;
+
+  __device__ __forceinline__ PromptTableDecoder(const Book&, uint32_t base, int warp, int lane)
+      : my_tables(base + T::kTables + 16 * (kUnitRows * warp + lane / 4)) {}
+  __device__ __forceinline__ void fetch(int step, int stage) {
+    if (step % kSlotSteps == 0) {
+      const uint32_t at = my_tables + stage * T::kTableBytes + step / kSlotSteps * (16 * T::kRows);
+      load_shared_16(row.table, at);
+      load_shared_16(row8.table, at + 16 * 8);
+    }
+  }
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) const {
+    decode_s8(a, unit.words.word(2 * step), unit.words.word(2 * step + 1), row, row8);
+  }
+};
+
+// The tiles of D that a cluster has, in order, and this CTA's units of each.
+template <class T>
+struct PromptWork {
+  int m, units_k, tiles_m, tiles_n, row_tiles, rank, first_unit, units;
+
+  __device__ __forceinline__ PromptWork(int m, int n, int units_k)
+      : m(m),
+        units_k(units_k),
+        tiles_m((m + T::kTokens - 1) / T::kTokens),
+        tiles_n((n + T::kRows * T::kCluster - 1) / (T::kRows * T::kCluster)),
+        row_tiles((n + 63) / 64 * 4),
+        rank(blockIdx.x % T::kCtas) {
+    const int part = (units_k + T::kSplits - 1) / T::kSplits;
+    first_unit = T::kSplits > 1 ? min(rank * part, units_k) : 0;
+    units = min(part, units_k - first_unit);
+  }
+  __device__ __forceinline__ int first() const { return blockIdx.x / T::kCtas; }
+  __device__ __forceinline__ int step() const { return gridDim.x / T::kCtas; }
+  __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
+  // The first token (x) and the first row tile of 16 (y).
+  __device__ __forceinline__ int2 tile(int i) const {
+    const int2 at = tile_of_block(i, tiles_m, tiles_n);
+    const int across = T::kCluster > 1 ? at.y * T::kCluster + rank : at.y;
+    return make_int2(at.x * T::kTokens, across * T::kWarps);
+  }
+};
+
+// Where a ring of stages is: `parity` is that of the current round's phase.
+template <int kStages>
+struct RingPlace {
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The fetching warp.
+template <class T>
+__device__ __forceinline__ void fetch_prompt(const PromptWork<T>& work, const char* x, uint32_t base) {
+  constexpr int kPart = T::kTokens / 8 / T::kCluster;  // this CTA's blocks of tokens, for all of the cluster
+  const int lane = threadIdx.x % 32;
+  const int token_blocks = (work.m + 7) / 8;
+  const int begin = T::kCluster > 1 ? work.rank * kPart : 0;
+  wait_for_dependencies();
+  RingPlace<T::kStages> place;
+  for (int i = work.first(); i < work.count(); i += work.step()) {
+    const int2 at = work.tile(i);
+    const int there = min(T::kTokens / 8, token_blocks - at.x / 8);
+    const int blocks = min(kPart, there - begin);
+    for (int u = 0; u < work.units; ++u) {
+      const uint32_t full = base + T::kFull + 8 * place.stage;
+      barrier_wait(base + T::kEmpty + 8 * place.stage, place.parity ^ 1);
+      if (lane == 0) barrier_expect(full, 1024 * T::kBlocks * there);
+      __syncwarp();
+      if (lane < T::kBlocks && blocks > 0) {
+        const long long block = static_cast<long long>((work.first_unit + u) * T::kBlocks + lane) * token_blocks;
+        const char* from = x + 1024 * (block + at.x / 8 + begin);
+        const uint32_t to = base + place.stage * T::kTokenBytes + lane * (128 * T::kTokens) + 1024 * begin;
+        if constexpr (T::kCluster > 1) {
+          copy_bulk_multicast(to, from, 1024 * blocks, full, (1 << T::kCluster) - 1);
+        } else {
+          copy_bulk(to, from, 1024 * blocks, full);
+        }
+      }
+      place.advance();
+    }
+  }
+}
+
+// The warps that build, of each row and slot of a stage, the table of q = rne(value * (norm * fold)). Each has 32 rows,
+// and in turn the last 32.
+template <class T>
+__device__ __forceinline__ void build_tables(const PromptWork<T>& work, const uint32_t* norms, const float* fold,
+                                             const Book& book, uint32_t base) {
+  const int lane = keep(threadIdx.x % 32);
+  const int warp = keep(threadIdx.x / 32 - T::kWarps - 1);
+  float values[16];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float2 pair = __half22float2(*reinterpret_cast<const __half2*>(&book.w[i]));
+    values[2 * i] = pair.x;
+    values[2 * i + 1] = pair.y;
+  }
+  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23, as RowBook::build adds it
+  // Row g of a row tile is in the lower half of word g of its norms, row g + 8 in the upper one.
+  const auto build = [&](int stage, int row, const uint32_t(&row_norms)[T::kSlots], float row_fold) {
+    const uint32_t table = base + T::kTables + stage * T::kTableBytes + 16 * row;
+#pragma unroll
+    for (int s = 0; s < T::kSlots; ++s) {
+      const float2 pair = norm_pair(row_norms[s]);
+      const float factor = (row % 16 < 8 ? pair.x : pair.y) * row_fold;
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t q[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) q[j] = __float_as_uint(fmaf(values[4 * i + j], factor, kMagic));
+        w[i] = permute_bytes(permute_bytes(q[0], q[1], 0x0040), permute_bytes(q[2], q[3], 0x0040), 0x5410);
+      }
+      store_shared_16(table + s * (16 * T::kRows), w);
+    }
+  };
+  const int mine = 32 * warp + lane, last = 96 + lane;
+  RingPlace<T::kStages> place;
+  int turn = warp;
+  for (int i = work.first(); i < work.count(); i += work.step()) {
+    const int first_tile = work.tile(i).y;
+    const auto norms_of = [&](int row) {
+      const int tile = min(first_tile + row / 16, work.row_tiles - 1);
+      return (tile * work.units_k + work.first_unit) * (8 * T::kSlots) + row % 8;
+    };
+    const auto fold_of = [&](int row) {
+      return first_tile + row / 16 < work.row_tiles ? fold[16 * first_tile + row] : 0.0f;
+    };
+    int mine_at = norms_of(mine), last_at = norms_of(last);  // of the next unit
+    const float mine_fold = fold_of(mine), last_fold = fold_of(last);
+    uint32_t mine_norms[T::kSlots], last_norms[T::kSlots];
+    const auto load = [&] {
+#pragma unroll
+      for (int s = 0; s < T::kSlots; ++s) {
+        mine_norms[s] = load_stream_4(norms + mine_at + 8 * s);
+        last_norms[s] = load_stream_4(norms + last_at + 8 * s);
+      }
+      mine_at += 8 * T::kSlots;
+      last_at += 8 * T::kSlots;
+    };
+    if (work.units > 0) load();
+    for (int u = 0; u < work.units; ++u) {
+      barrier_wait(base + T::kEmpty + 8 * place.stage, place.parity ^ 1);
+      build(place.stage, mine, mine_norms, mine_fold);
+      if (turn == 0) build(place.stage, last, last_norms, last_fold);
+      turn = turn == 0 ? T::kTableWarps - 1 : turn - 1;
+      if (u + 1 < work.units) load();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(base + T::kBuilt + 8 * place.stage);
+      place.advance();
+    }
+  }
+}
+
+}  // namespace qcut

@@ -1,0 +1,182 @@
+// The instructions of the raw GEMMs: cp.async, ldmatrix, mma.sync, clusters, and int8 -> 16-bit float.
+//
+// Source: PTX ISA 8.x, "cp.async" (ignore-src), "ldmatrix", "Matrix Fragments for
+// mma.m16n8k32 / mma.m16n8k16", "prmt", "fma" (.bf16x2), "mapa", "barrier.cluster".
+//
+// Fragment ownership, lane = 4 * g + t:
+//   m16n8k32 s8   A a0 (g, 4t..4t+3)  a1 (g+8, 4t..)  a2 (g, 16+4t..)  a3 (g+8, 16+4t..)
+//                 B b0 (4t..4t+3, g)  b1 (16+4t.., g)
+//   m16n8k16 f16  A a0 (g, 2t..2t+1)  a1 (g+8, 2t..)  a2 (g, 8+2t..)   a3 (g+8, 8+2t..)
+//                 B b0 (2t..2t+1, g)  b1 (8+2t.., g)
+//   both          C c0 (g, 2t)  c1 (g, 2t+1)  c2 (g+8, 2t)  c3 (g+8, 2t+1)
+#pragma once
+
+#include <qcut/core/common.cuh>
+
+namespace qcut {
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Copies kSize bytes, or zeroes them and reads nothing. `.cg` skips the L1, where tiles would be of no use;
+// copies of less than 16 bytes have `.ca` alone.
+template <int kSize>
+__device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool zero) {
+  static_assert(kSize == 4 || kSize == 8 || kSize == 16, "what cp.async copies");
+  const int ignore = zero;
+  if constexpr (kSize == 16) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"
+        "cp.async.cg.shared.global [%0], [%1], 16, p;\n\t}" ::"r"(shared),
+        "l"(global), "r"(ignore)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %3, 0;\n\t"
+        "cp.async.ca.shared.global [%0], [%1], %2, p;\n\t}" ::"r"(shared),
+        "l"(global), "n"(kSize), "r"(ignore)
+        : "memory");
+  }
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t shared, const uint32_t (&w)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared_4(uint32_t shared, uint32_t w) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(w) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_8(uint32_t shared, uint32_t w0, uint32_t w1) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(shared), "r"(w0), "r"(w1) : "memory");
+}
+
+__device__ __forceinline__ void load_shared_16(uint32_t (&w)[4], uint32_t shared) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(shared)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_shared_8(uint32_t (&w)[2], uint32_t shared) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(shared) : "memory");
+}
+
+// Four 8 x 16-byte matrices; lane l supplies the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// The same, each matrix transposed as 8 x 8 pairs of bytes: lane 4g + t receives pair g of rows 2t and 2t + 1.
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// Two of them; lanes 16..31 supply no address.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[2], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(shared)
+               : "memory");
+}
+
+__device__ __forceinline__ void mma_s8(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A barrier of all threads of the cluster: what a thread did before it arrived is done for those that waited.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// Sixteen bytes at this CTA's shared address `shared`, but in the CTA of that rank.
+__device__ __forceinline__ void load_cluster_16(uint32_t (&w)[4], uint32_t shared, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+               : "r"(there)
+               : "memory");
+#endif
+}
+
+// What W8A16 needs of its float type: the product, and exact conversion of four int8 (one word) to
+// two words of two T each, in order.
+template <class T>
+struct Float16;
+
+template <>
+struct Float16<__half> {
+  static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+
+  // The byte q + 128 under exponent 2^10 is the half 1024 + 128 + q; subtracting 1152 is exact.
+  static __device__ __forceinline__ void from_int8(uint32_t q, uint32_t& low, uint32_t& high) {
+    const uint32_t biased = q ^ 0x80808080u;
+    const uint32_t l = __byte_perm(biased, 0x64646464u, 0x4140);
+    const uint32_t h = __byte_perm(biased, 0x64646464u, 0x4342);
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(low) : "r"(l), "r"(0x64806480u));
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(high) : "r"(h), "r"(0x64806480u));
+  }
+};
+
+template <>
+struct Float16<__nv_bfloat16> {
+  static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+
+  // A bfloat16 has 7 fraction bits, so the sign goes its own way: 0x4300 | (q & 0x7f) is 128 plus the
+  // low bits, 0x4300 | (q & 0x80) is 128, or 256 for negative q; the difference is q, exactly. It is
+  // an FMA with -1 because sm_80 has no bfloat16 subtraction.
+  static __device__ __forceinline__ uint32_t pair(uint32_t q, uint32_t selector) {
+    const uint32_t spread = __byte_perm(q, 0x43434343u, selector);
+    const uint32_t low = spread & 0xff7fff7fu;
+    const uint32_t base = spread & 0xff80ff80u;
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(base), "r"(0xbf80bf80u), "r"(low));
+    return d;
+  }
+  static __device__ __forceinline__ void from_int8(uint32_t q, uint32_t& low, uint32_t& high) {
+    low = pair(q, 0x4140);
+    high = pair(q, 0x4342);
+  }
+};
+
+}  // namespace qcut

@@ -1,0 +1,198 @@
+// One visitor node for f32(acc - zero_point * colsum) * row_scale * col_scale + bias on SM90.
+#pragma once
+
+#include "cute/tensor.hpp"
+
+#include <qcut/cutlass/epilogue.cuh>
+#include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
+
+namespace qcut {
+
+template <class CtaTile, class ElementOutput, bool kZeroPointTensor, bool kZeroPointToken, bool kRowScale,
+          bool kColScaleTensor, bool kColScaleChannel, bool kBias>
+struct Sm90Dequantize {
+  static constexpr int kTileN = cute::size<1>(CtaTile{});
+  static constexpr bool kColsum = kZeroPointTensor || kZeroPointToken;
+  static constexpr int kChannelVectors = int(kColsum) + int(kColScaleChannel) + int(kBias);
+
+  // Per-channel vectors of the current CTA tile, each kTileN words, int32 kept as its bits.
+  struct SharedStorage {
+    alignas(16) float channel[kChannelVectors > 0 ? kChannelVectors * kTileN : 4];
+  };
+
+  struct Arguments {
+    int32_t const* colsum = nullptr;
+    int32_t const* token_zero_point = nullptr;
+    int32_t zero_point = 0;
+    float const* row_scale = nullptr;
+    float const* col_scale = nullptr;
+    float tensor_scale = 1.f;
+    float const* bias = nullptr;
+  };
+  using Params = Arguments;
+
+  template <class ProblemShape>
+  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
+    return args;
+  }
+  template <class ProblemShape>
+  static bool can_implement(ProblemShape const&, Arguments const&) {
+    return true;
+  }
+  template <class ProblemShape>
+  static size_t get_workspace_size(ProblemShape const&, Arguments const&) {
+    return 0;
+  }
+  template <class ProblemShape>
+  static cutlass::Status initialize_workspace(ProblemShape const&, Arguments const&, void*, cudaStream_t,
+                                              cutlass::CudaHostAdapter* = nullptr) {
+    return cutlass::Status::kSuccess;
+  }
+
+  CUTLASS_HOST_DEVICE Sm90Dequantize() {}
+  CUTLASS_HOST_DEVICE Sm90Dequantize(Params const& params_, SharedStorage const& storage)
+      : params(params_), channel(const_cast<float*>(storage.channel)) {}
+
+  Params params;
+  float* channel = nullptr;
+
+  CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
+  CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
+
+  template <class... Args>
+  CUTLASS_DEVICE auto get_producer_load_callbacks(cutlass::epilogue::fusion::ProducerLoadArgs<Args...> const&) {
+    return cutlass::epilogue::fusion::EmptyProducerLoadCallbacks{};
+  }
+
+  template <int kThreads, class SmemVector, class RegVector, class RowCoord, class RowReg, class PointReg, class Residue>
+  struct ConsumerStoreCallbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {
+    static constexpr int kLoads = (kTileN + kThreads - 1) / kThreads;
+
+    Params const& params;
+    float* channel;
+    int thread_idx;
+    int n_begin;       // first column of the CTA tile
+    int n_size;        // N
+    int m_begin;       // first row of this thread
+    SmemVector s_vec;  // one channel vector broadcast over the tile, (CPY,CPY_M,CPY_N,EPI_M,EPI_N)
+    RegVector r_colsum, r_scale, r_bias;
+    RowCoord c_row;
+    RowReg r_row;
+    PointReg r_zero_point;
+    Residue residue;
+
+    CUTLASS_DEVICE
+    ConsumerStoreCallbacks(Params const& params_, float* channel_, int thread_idx_, int n_begin_, int n_size_,
+                           int m_begin_, SmemVector s_vec_, RegVector r_vec_, RowCoord c_row_, RowReg r_row_,
+                           PointReg r_point_, Residue residue_)
+        : params(params_), channel(channel_), thread_idx(thread_idx_), n_begin(n_begin_), n_size(n_size_),
+          m_begin(m_begin_), s_vec(s_vec_), r_colsum(r_vec_), r_scale(r_vec_), r_bias(r_vec_), c_row(c_row_),
+          r_row(r_row_), r_zero_point(r_point_), residue(residue_) {}
+
+    CUTLASS_DEVICE bool begin_sync_needed() const { return kChannelVectors > 0; }
+
+    CUTLASS_DEVICE void begin() {
+      using namespace cute;
+      float v[kChannelVectors > 0 ? kChannelVectors : 1][kLoads];
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kLoads; ++i) {
+        int n = thread_idx + i * kThreads;
+        bool in = n < kTileN && n_begin + n < n_size;
+        int slot = 0;
+        if constexpr (kColsum) v[slot++][i] = in ? __int_as_float(params.colsum[n_begin + n]) : 0.f;
+        if constexpr (kColScaleChannel) v[slot++][i] = in ? params.col_scale[n_begin + n] : 0.f;
+        if constexpr (kBias) v[slot++][i] = in ? params.bias[n_begin + n] : 0.f;
+      }
+      if constexpr (kRowScale || kZeroPointToken) {
+        // Stride-0 modes hold the columns: filtered, one coordinate per distinct row is left.
+        Tensor rows = filter_zeros(c_row, r_row.stride());
+        Tensor scales = filter_zeros(r_row);
+        Tensor points = filter_zeros(r_zero_point);
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < size(scales); ++i) {
+          bool in = get<0>(rows(i)) < get<0>(residue);
+          int m = m_begin + get<0>(rows(i));
+          if constexpr (kRowScale) scales(i) = in ? params.row_scale[m] : 0.f;
+          if constexpr (kZeroPointToken) points(i) = in ? params.token_zero_point[m] : 0;
+        }
+      }
+      CUTLASS_PRAGMA_UNROLL
+      for (int slot = 0; slot < kChannelVectors; ++slot) {
+        CUTLASS_PRAGMA_UNROLL
+        for (int i = 0; i < kLoads; ++i) {
+          int n = thread_idx + i * kThreads;
+          if (kTileN % kThreads == 0 || n < kTileN) channel[slot * kTileN + n] = v[slot][i];
+        }
+      }
+    }
+
+    CUTLASS_DEVICE void begin_loop(int epi_m, int epi_n) {
+      using namespace cute;
+      if (epi_m != 0) return;  // the subtile loop runs along M first: columns change with epi_n alone
+      int slot = 0;
+      auto fetch = [&](RegVector& r) {
+        Tensor s = filter_zeros(s_vec(_, _, _, epi_m, epi_n));
+        Tensor from = make_tensor(s.data() + slot++ * kTileN, s.layout());
+        copy_aligned(from, filter(r));
+      };
+      if constexpr (kColsum) fetch(r_colsum);
+      if constexpr (kColScaleChannel) fetch(r_scale);
+      if constexpr (kBias) fetch(r_bias);
+    }
+
+    template <class ElementAccumulator, int kFragment>
+    CUTLASS_DEVICE cutlass::Array<ElementOutput, kFragment> visit(
+        cutlass::Array<ElementAccumulator, kFragment> const& unused, int epi_v, int epi_m, int epi_n,
+        cutlass::Array<int32_t, kFragment> const& acc) {
+      using namespace cute;
+      cutlass::Array<float, kFragment> y;
+      Tensor row = r_row(_, _, _, epi_m, epi_n);
+      Tensor point = r_zero_point(_, _, _, epi_m, epi_n);
+      CUTLASS_PRAGMA_UNROLL
+      for (int i = 0; i < kFragment; ++i) {
+        int const at = epi_v * kFragment + i;
+        int32_t a = acc[i];
+        if constexpr (kZeroPointTensor) a -= params.zero_point * __float_as_int(r_colsum(at));
+        if constexpr (kZeroPointToken) a -= point(at) * __float_as_int(r_colsum(at));
+        float v = static_cast<float>(a);
+        if constexpr (kRowScale) v *= row(at);
+        if constexpr (kColScaleChannel) v *= r_scale(at);
+        if constexpr (kColScaleTensor) v *= params.tensor_scale;
+        if constexpr (kBias) v += r_bias(at);
+        y[i] = v;
+      }
+      return cutlass::NumericArrayConverter<ElementOutput, float, kFragment>{}(y);
+    }
+  };
+
+  template <bool kReferenceSrc, class... Args>
+  CUTLASS_DEVICE auto get_consumer_store_callbacks(
+      cutlass::epilogue::fusion::ConsumerStoreArgs<Args...> const& args) {
+    using namespace cute;
+    using cutlass::epilogue::fusion::sm90_partition_for_epilogue;
+    auto [M, N, K, L] = args.problem_shape_mnkl;
+    auto [m, n, k, l] = args.tile_coord_mnkl;
+    constexpr int kThreads = decltype(size(args.tiled_copy))::value;
+
+    Tensor s_tile = make_tensor(make_smem_ptr(channel), take<0, 2>(CtaTile{}), make_stride(_0{}, _1{}));
+    Tensor s_vec = sm90_partition_for_epilogue<kReferenceSrc>(s_tile, args.epi_tile, args.tiled_copy, args.thread_idx);
+    Tensor r_vec = make_tensor_like<float>(take<0, 3>(s_vec));
+
+    // A tile that varies along M alone, only to give the per-token registers their layout.
+    Tensor row_tile = make_tensor(make_smem_ptr(channel), take<0, 2>(CtaTile{}), make_stride(_1{}, _0{}));
+    Tensor row_part =
+        sm90_partition_for_epilogue<kReferenceSrc>(row_tile, args.epi_tile, args.tiled_copy, args.thread_idx);
+    Tensor r_row = make_tensor_like<float>(row_part);
+
+    Tensor r_point = make_tensor_like<int32_t>(row_part);
+
+    // The residue is the distance from this thread's first element to the corner of D.
+    int const thread_m = int(M) - int(get<0>(args.residue_tCcD));
+    return ConsumerStoreCallbacks<kThreads, decltype(s_vec), decltype(r_vec), decltype(args.tCcD), decltype(r_row),
+                                  decltype(r_point), decltype(args.residue_tCcD)>(
+        params, channel, args.thread_idx, int(n) * kTileN, int(N), thread_m, s_vec, r_vec, args.tCcD, r_row, r_point,
+        args.residue_tCcD);
+  }
+};
+
+}  // namespace qcut

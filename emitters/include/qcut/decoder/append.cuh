@@ -1,0 +1,254 @@
+// Rotary positions for queries and keys, and keys and values into the cache, in one launch: of one token of each
+// sequence, or of many.
+//
+// A thread has the same columns of kHeads heads of one token, so that the places and the tables' rows it reads serve all
+// of them; and both columns of every pair, so that queries are rotated in place. Roundings are those of rope.cuh.
+// Source: Su et al., "RoFormer", arXiv 2104.09864, section 3.4.2, pairs neighbours; GPT-NeoX and Llama pair halves.
+#pragma once
+
+#include <qcut/decoder/quantize.cuh>
+#include <qcut/decoder/rope.cuh>
+
+namespace qcut {
+
+// kBytes, 1 to 16, read or written at once; fewer than four are the low ones of a word.
+template <int kBytes>
+__device__ __forceinline__ void read_words(uint32_t* w, const void* from) {
+  if constexpr (kBytes == 16) {
+    const uint4 raw = *static_cast<const uint4*>(from);
+    w[0] = raw.x, w[1] = raw.y, w[2] = raw.z, w[3] = raw.w;
+  } else if constexpr (kBytes == 8) {
+    const uint2 raw = *static_cast<const uint2*>(from);
+    w[0] = raw.x, w[1] = raw.y;
+  } else if constexpr (kBytes == 4) {
+    w[0] = *static_cast<const uint32_t*>(from);
+  } else {
+    w[0] = *static_cast<const unsigned short*>(from);
+  }
+}
+
+template <int kBytes>
+__device__ __forceinline__ void write_words(void* to, const uint32_t* w) {
+  if constexpr (kBytes == 16) {
+    *static_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+  } else if constexpr (kBytes == 8) {
+    *static_cast<uint2*>(to) = make_uint2(w[0], w[1]);
+  } else if constexpr (kBytes == 4) {
+    *static_cast<uint32_t*>(to) = w[0];
+  } else if constexpr (kBytes == 2) {
+    *static_cast<unsigned short*>(to) = static_cast<unsigned short>(w[0]);
+  } else {
+    *static_cast<unsigned char*>(to) = static_cast<unsigned char>(w[0]);
+  }
+}
+
+// kCount elements of T that lie side by side.
+template <class T, int kCount>
+struct Piece {
+  static constexpr int kBytes = kCount * sizeof(T);
+  uint32_t w[(kBytes + 3) / 4];
+
+  __device__ __forceinline__ void load(const T* from) { read_words<kBytes>(w, from); }
+  __device__ __forceinline__ void store(T* to) const { write_words<kBytes>(to, w); }
+
+  __device__ __forceinline__ void get(float (&f)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        f[i] = __uint_as_float(w[i]);
+      } else {
+        const unsigned short bits = static_cast<unsigned short>(w[i / 2] >> (16 * (i % 2)));
+        f[i] = to_float(*reinterpret_cast<const T*>(&bits));
+      }
+    }
+  }
+  __device__ __forceinline__ void set(const float (&f)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4 / sizeof(T)) {
+      if constexpr (sizeof(T) == 4) {
+        w[i] = __float_as_uint(f[i]);
+      } else {
+        w[i / 2] = pack_pair<T>(f[i], i + 1 < kCount ? f[i + 1] : 0.0f);
+      }
+    }
+  }
+};
+
+// Columns that are rotated together: none; i and i + kHead / 2; 2 i and 2 i + 1.
+enum class Pairs { kNone, kHalves, kNeighbours };
+
+// Lanes that a head's shares are spread over: a power of two, for reductions.
+__device__ constexpr int lanes_of(int shares) {
+  int lanes = 1;
+  while (lanes < shares && lanes < 32) lanes *= 2;
+  return lanes;
+}
+
+// A lane's columns of a head of a token: kVec and as many kApart further on, kPieces times. Those are halves of the head
+// apart, but for single columns whose neighbours they are paired with.
+template <class T, int kHead, Pairs kPairs, int kVec>
+struct HeadShare {
+  static constexpr bool kSingle = kPairs == Pairs::kNeighbours && kVec == 1;
+  static constexpr int kApart = kSingle ? 1 : kHead / 2;
+  static constexpr int kShares = kHead / 2 / kVec;
+  static constexpr int kLanes = lanes_of(kShares);
+  static constexpr int kPieces = (kShares + kLanes - 1) / kLanes;
+  Piece<T, kVec> low[kPieces], high[kPieces];
+
+  static __device__ __forceinline__ bool has(int piece, int lane) {
+    return kShares % kLanes == 0 || lane + piece * kLanes < kShares;
+  }
+  static __device__ __forceinline__ int column(int piece, int lane) {
+    return (lane + piece * kLanes) * (kSingle ? 2 : kVec);
+  }
+
+  // Zeros where there is nothing.
+  __device__ __forceinline__ void load(const T* row, int lane, bool live) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      low[i] = high[i] = Piece<T, kVec>{};
+      if (!live || !has(i, lane)) continue;
+      low[i].load(row + column(i, lane));
+      high[i].load(row + column(i, lane) + kApart);
+    }
+  }
+
+  // By the position's rows of the tables.
+  __device__ __forceinline__ void rotate(const HeadShare& cos, const HeadShare& sin) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      float a[kVec], b[kVec], cos_a[kVec], sin_a[kVec], cos_b[kVec], sin_b[kVec];
+      low[i].get(a), cos.low[i].get(cos_a), sin.low[i].get(sin_a);
+      high[i].get(b), cos.high[i].get(cos_b), sin.high[i].get(sin_b);
+      if constexpr (kPairs == Pairs::kNeighbours && kVec > 1) {
+#pragma unroll
+        for (int j = 0; j < kVec; j += 2) {
+          turn<T>(a[j], a[j + 1], cos_a[j], sin_a[j], cos_a[j + 1], sin_a[j + 1]);
+          turn<T>(b[j], b[j + 1], cos_b[j], sin_b[j], cos_b[j + 1], sin_b[j + 1]);
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) turn<T>(a[j], b[j], cos_a[j], sin_a[j], cos_b[j], sin_b[j]);
+      }
+      low[i].set(a), high[i].set(b);
+    }
+  }
+
+  __device__ __forceinline__ void store(T* to, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (!has(i, lane)) continue;
+      low[i].store(to + column(i, lane));
+      high[i].store(to + column(i, lane) + kApart);
+    }
+  }
+
+  // Bits of the head's largest element, in each of its lanes; all lanes of the warp must come.
+  __device__ __forceinline__ uint32_t peak() const {
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      float a[kVec], b[kVec];
+      low[i].get(a), high[i].get(b);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        found = max(found, max(__float_as_uint(a[j]) & 0x7fffffffu, __float_as_uint(b[j]) & 0x7fffffffu));
+      }
+    }
+    if constexpr (kLanes == 32) return warp_max(found);
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+      found = max(found, __shfl_xor_sync(0xffffffffu, found, offset));
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ void store(int8_t* to, const QuantizedRow& quantized, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (!has(i, lane)) continue;
+      store_int8(to + column(i, lane), low[i], quantized);
+      store_int8(to + column(i, lane) + kApart, high[i], quantized);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ void store_int8(int8_t* to, const Piece<T, kVec>& row,
+                                                    const QuantizedRow& quantized) {
+    constexpr int kWords = (kVec + 3) / 4;
+    float f[kVec], padded[4 * kWords] = {};
+    row.get(f);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) padded[j] = f[j];
+    uint32_t w[kWords];
+    quantized.quantize(padded, w);
+    write_words<kVec>(to, w);
+  }
+};
+
+// q [tokens, heads, kHead], k and v [tokens, kv_heads, kHead], rows of tokens q_stride and kv_stride elements apart; q is
+// rotated in place. `length` tokens of each sequence follow one another. cos, sin [context, kHead] in T, at a column what
+// rotates it. C: of the cache, T, or int8 with a scale for each token and head. Caches [sequences, kv_heads, context,
+// kHead], batch_stride elements between sequences. kVec: elements that are read at once; rows, tables and caches start at
+// multiples of as many. A CTA has kTokens tokens, and kHeads heads for each of its threads.
+template <class T, class C, int kHead, Pairs kPairs, int kVec, int kTokens, int kHeads, int kThreads>
+__device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, const T* cos, const T* sin,
+                                                  const int* positions, const int* slots, C* keys, C* values,
+                                                  float* key_scales, float* value_scales, long long q_stride,
+                                                  long long kv_stride, long long batch_stride, int heads, int kv_heads,
+                                                  int context, int tokens, int length) {
+  using Share = HeadShare<T, kHead, kPairs, kVec>;
+  constexpr bool kRotary = kPairs != Pairs::kNone;
+  constexpr int kGroups = kThreads / Share::kLanes;
+  constexpr int kAtOnce = kGroups / kTokens;  // heads
+  static_assert(kAtOnce * kTokens == kGroups, "every group of lanes has a token");
+  const int lane = threadIdx.x % Share::kLanes, group = threadIdx.x / Share::kLanes;
+  const int token = blockIdx.x * kTokens + group % kTokens;
+  const int first = blockIdx.y * (kAtOnce * kHeads) + group / kTokens;  // queries, then keys, then values
+  const int rotated = heads + kv_heads, total = rotated + kv_heads;
+  const bool live = token < tokens;
+  launch_dependents();
+  wait_for_dependencies();
+
+  const int slot = live ? slots[token] : 0;
+  const long long position = kRotary && live ? positions[token] : 0;
+  T* const query = q + token * q_stride;
+  const T *const key = k + token * kv_stride, *const value = v + token * kv_stride;
+  Share rows[kHeads], cosines, sines;
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = first + i * kAtOnce;
+    const T* const row = head < heads     ? query + head * kHead
+                         : head < rotated ? key + (head - heads) * kHead
+                                          : value + (head - rotated) * kHead;
+    rows[i].load(row, lane, live && head < total);
+  }
+  if constexpr (kRotary) {
+    cosines.load(cos + position * kHead, lane, live && first < rotated);
+    sines.load(sin + position * kHead, lane, live && first < rotated);
+  }
+  const long long sequence = token / length;
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = first + i * kAtOnce;
+    if constexpr (kRotary) {
+      if (head < rotated) rows[i].rotate(cosines, sines);
+      if (head < heads && live) rows[i].store(query + head * kHead, lane);
+    }
+    if (kAtOnce == 1 && head < heads) continue;  // it is the whole CTA's
+    const bool is_key = head < rotated, kept = live && head >= heads && head < total;
+    const int mine = head - (is_key ? heads : rotated);
+    const long long place = static_cast<long long>(mine) * context + slot;
+    C* const to = (is_key ? keys : values) + sequence * batch_stride + place * kHead;
+    if constexpr (sizeof(C) > 1) {
+      if (kept) rows[i].store(to, lane);
+    } else {
+      const QuantizedRow quantized(rows[i].peak());
+      if (!kept) continue;
+      if (lane == 0) (is_key ? key_scales : value_scales)[sequence * kv_heads * context + place] = quantized.scale();
+      rows[i].store(to, quantized, lane);
+    }
+  }
+}
+
+}  // namespace qcut

@@ -1,0 +1,68 @@
+// The largest element of rows.
+#pragma once
+
+#include <qcut/core/common.cuh>
+
+namespace qcut {
+
+// Larger for larger values and the lower of equal ones' indices; -0 is 0, NaN below everything.
+__device__ __forceinline__ unsigned long long argmax_key(float v, int index) {
+  const uint32_t bits = __float_as_uint(v + 0.0f);
+  const uint32_t ordered = v != v ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
+  return static_cast<unsigned long long>(ordered) << 32 | static_cast<uint32_t>(~index);
+}
+
+// A CTA has a row of `columns` elements, wherever it starts; rows are `stride` elements apart. kAdvances: each row's
+// position and slot go on by one, up to context - 1 and context.
+template <class T, bool kAdvances, int kThreads, int kUnroll>
+__device__ __forceinline__ void argmax_rows(const T* x, long long* best, int* positions, int* slots, long long stride,
+                                            int columns, int context) {
+  constexpr int kSize = Vector<T>::kSize;
+  constexpr int kWarps = kThreads / 32;
+  __shared__ unsigned long long partial[kWarps];
+  launch_dependents();
+  wait_for_dependencies();
+  const T* row = x + blockIdx.x * stride;
+  const int lead = min(columns, static_cast<int>((16 - reinterpret_cast<size_t>(row) % 16) % 16 / sizeof(T)));
+  const int vectors = (columns - lead) / kSize;
+  const int tail = lead + vectors * kSize;
+  const int thread = threadIdx.x;
+  unsigned long long found = 0;
+  if (thread < lead) found = argmax_key(to_float(row[thread]), thread);
+  if (thread < columns - tail) found = max(found, argmax_key(to_float(row[tail + thread]), tail + thread));
+  const uint4* body = reinterpret_cast<const uint4*>(row + lead);
+  for (int first = thread; first < vectors; first += kThreads * kUnroll) {
+    uint4 raw[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (first + u * kThreads < vectors) raw[u] = body[first + u * kThreads];
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int vector = first + u * kThreads;
+      if (vector >= vectors) break;
+      float f[kSize];
+      Vector<T>{raw[u].x, raw[u].y, raw[u].z, raw[u].w}.to_float(f);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) found = max(found, argmax_key(f[j], lead + vector * kSize + j));
+    }
+  }
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) found = max(found, __shfl_xor_sync(0xffffffffu, found, offset));
+  if (thread % 32 == 0) partial[thread / 32] = found;
+  __syncthreads();
+  if (thread >= 32) return;
+  found = thread < kWarps ? partial[thread] : 0;
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) found = max(found, __shfl_xor_sync(0xffffffffu, found, offset));
+  // A row of NaN alone has its first element's key, as every element's upper half is 0.
+  if (thread == 0) {
+    best[blockIdx.x] = static_cast<int>(~static_cast<uint32_t>(found));
+    if constexpr (kAdvances) {
+      positions[blockIdx.x] = min(positions[blockIdx.x] + 1, context - 1);
+      slots[blockIdx.x] = min(slots[blockIdx.x] + 1, context);
+    }
+  }
+}
+
+}  // namespace qcut

@@ -1,0 +1,153 @@
+// One step of a decoder between its projections: rotary positions, the new keys and values into the cache, and
+// attention over it, in one launch: rotate_and_append of append.cuh, then TensorAttention.
+//
+// Nobody reads the new row of the cache back. Every CTA rotates its queries into shared memory; the CTA whose part has
+// the new row's slot also keeps the new key and value there, in the cache's form, and they take the place of what it
+// fetched from the slot. One of the CTAs that share the head of keys writes them to the cache.
+#pragma once
+
+#include <qcut/decoder/attention_mma.cuh>
+#include <qcut/decoder/rope.cuh>
+
+namespace qcut {
+
+// See AttentionAppend in emitters/attention_append.py.
+template <class T, class C, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary>
+struct AppendAttention {
+  using Attention = TensorAttention<T, C, kHead, kGroup, kWarps, kTiles, kCluster>;
+  using Merge = typename Attention::Merge;
+  using Tile = typename Attention::Tile;
+  using Rows = typename Attention::Rows;
+  using Stored = StoredRow<T, kHead>;
+  static constexpr bool kScaled = sizeof(C) == 1;
+  static constexpr int kItems = (kGroup + 2 + kWarps - 1) / kWarps;  // of a warp: queries, key, value
+
+  struct Shared {
+    typename Merge::Shared merge;
+    alignas(16) T queries[kGroup][kHead + 8];
+    alignas(16) C rows[2][kHead];  // new key and value
+    float scales[2];
+  };
+
+  // A warp's share of the token on its way: of the queries, then the key and the value, every kWarps-th.
+  static __device__ __forceinline__ void fetch(Stored (&rows)[kItems], const T* q, const T* k, const T* v, int mine) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int item = threadIdx.x / 32 + i * kWarps;
+      const T* const row = item < mine ? q + static_cast<long long>(item) * kHead : item == mine ? k : v;
+      if (item < mine + 2) rows[i].load(row, threadIdx.x % 32);
+    }
+  }
+
+  // What has arrived, rotated, to shared memory: queries, and where the CTA has the slot its key and value, which go to
+  // the cache where it `writes`.
+  static __device__ __forceinline__ void prepare(Shared& shared, const Stored (&rows)[kItems], const Stored& cosines,
+                                                 const Stored& sines, const Rows& cache, int mine, int slot,
+                                                 bool has_slot, bool writes) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int item = threadIdx.x / 32 + i * kWarps;
+      if (item >= (has_slot ? mine + 2 : mine)) continue;
+      HeadRow<T, kHead> row(rows[i]);
+      if (kRotary && item <= mine) row.rotate(cosines, sines);
+      if (item < mine) {
+        row.store(shared.queries[item], lane);
+        continue;
+      }
+      const bool is_key = item == mine;
+      C* const to = const_cast<C*>(is_key ? cache.keys : cache.values) + static_cast<long long>(slot) * kHead;
+      if constexpr (kScaled) {
+        const float scale = row.scale();
+        row.store(shared.rows[!is_key], scale, lane);
+        if (lane == 0) shared.scales[!is_key] = scale;
+        if (!writes) continue;
+        row.store(to, scale, lane);
+        if (lane == 0) const_cast<float*>(is_key ? cache.key_scales : cache.value_scales)[slot] = scale;
+      } else {
+        row.store(shared.rows[!is_key], lane);
+        if (writes) row.store(to, lane);
+      }
+    }
+  }
+
+  // What a lane has of the slot, for the real key and for those past the end that stand in for it.
+  static __device__ __forceinline__ void replace(Tile& into, const Shared& shared, const Rows& rows, int tile, int slot,
+                                                 int g, int t) {
+    const auto copy = [](uint32_t (&to)[4], const C* from) {
+      const uint4 w = *reinterpret_cast<const uint4*>(from);
+      to[0] = w.x, to[1] = w.y, to[2] = w.z, to[3] = w.w;
+    };
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (min(16 * tile + g + 8 * r, rows.length - 1) != slot) continue;
+#pragma unroll
+      for (int i = 0; i < Attention::kKeyPieces; ++i) {
+        const int piece = t + 4 * i;
+        if (piece < Attention::kPieces) copy(into.keys[r][i], shared.rows[0] + piece * Attention::kSize);
+      }
+      if constexpr (kScaled) {
+        into.key_scale[r] = shared.scales[0];
+        into.value_scale[r] = shared.scales[1];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      if (min(Attention::value_of(tile, r, t), rows.length - 1) != slot) continue;
+#pragma unroll
+      for (int i = 0; i < Attention::kValuePieces; ++i) {
+        const int piece = g + 8 * i;
+        if (piece < Attention::kPieces) copy(into.values[r][i], shared.rows[1] + piece * Attention::kSize);
+      }
+    }
+  }
+
+  // As rotate_and_append and TensorAttention::run have them; q stays as it is. Absmax, where there is one, [batch], is
+  // raised to the largest magnitude of each sequence's row of out.
+  static __device__ __forceinline__ void run(const T* q, const T* k, const T* v, const T* cos, const T* sin,
+                                             const int* positions, const int* slots, C* keys, C* values,
+                                             float* key_scales, float* value_scales, T* out, float* workspace,
+                                             unsigned* counters, float* absmax, long long q_stride, long long kv_stride,
+                                             long long batch_stride, int kv_heads, int queries, int context,
+                                             float scale) {
+    __shared__ Shared shared;
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
+    const typename Attention::Place place(kv_heads, queries);
+    launch_dependents();
+    Merge::begin(shared.merge, place.mine);
+    Rows rows = place.rows(keys, values, key_scales, value_scales, batch_stride, context);
+    wait_for_dependencies();
+
+    const int position = positions[place.batch], slot = slots[place.batch];
+    rows.length = position + 1;
+    // All small loads before the large ones, in whose shadow they are put to use.
+    Stored token[kItems], cosines{}, sines{};
+    const long long at = place.batch * kv_stride + static_cast<long long>(place.kv) * kHead;
+    fetch(token, q + place.batch * q_stride + place.head * kHead, k + at, v + at, place.mine);
+    if constexpr (kRotary) {
+      cosines.load(cos + static_cast<long long>(position) * kHead, threadIdx.x % 32);
+      sines.load(sin + static_cast<long long>(position) * kHead, threadIdx.x % 32);
+    }
+    typename Attention::State state{};
+    state.peak[0] = state.peak[1] = kNoScore;
+    Tile tiles[kTiles] = {};
+    int tile[kTiles];
+    Attention::fetch(tiles, tile, rows, part + parts * warp, parts * kWarps, g, t);
+
+    const bool has_slot = slot / 16 % parts == part;
+    prepare(shared, token, cosines, sines, rows, place.mine, slot, has_slot, place.first == 0);
+    __syncthreads();
+    uint32_t query[Attention::kSteps][2];
+    Attention::load_queries(query, shared.queries[g < place.mine ? g : 0], true, g < place.mine, t);
+    Attention::attend(state, tiles, tile, query, rows, parts * kWarps, scale, g, t, [&](Tile& arrived, int at) {
+      if (at == slot / 16) replace(arrived, shared, rows, at, slot, g, t);
+    });
+    Attention::record(shared.merge.records[warp], state, g, t);
+    __syncthreads();
+    Merge::run(shared.merge, out + place.first_out() * kHead, place.mine, workspace, counters,
+               absmax == nullptr ? nullptr : absmax + place.batch);
+  }
+};
+
+}  // namespace qcut

@@ -1,0 +1,198 @@
+// The end of attention over a cache that many warps share: their maxima, sums and weighted values become results.
+//
+// Warps of a CTA meet in shared memory. Parts of the context, CTAs along x, meet in the shared memory of their cluster,
+// where each adds up a share of the columns; without one in a workspace, where the CTA that comes last adds them up.
+// All of that in a fixed order.
+//
+// Source: PTX ISA 8.x, "st.async", "mbarrier.try_wait", "barrier.cluster", "atom" (.acq_rel); Dao et al., "Flash-Decoding" (2023).
+#pragma once
+
+#include <qcut/decoder/softmax.cuh>
+#include <qcut/core/wgmma.cuh>
+
+namespace qcut {
+
+// Words to this CTA's shared address `shared`, but in the CTA of that rank, whose barrier counts their bytes.
+__device__ __forceinline__ void store_async(uint32_t shared, uint32_t barrier, int rank, const float4& v) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          map_to_rank(shared, rank)),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(map_to_rank(barrier, rank))
+      : "memory");
+}
+
+__device__ __forceinline__ void store_async(uint32_t shared, uint32_t barrier, int rank, const float2& v) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          map_to_rank(shared, rank)),
+      "f"(v.x), "f"(v.y), "r"(map_to_rank(barrier, rank))
+      : "memory");
+}
+
+// Until the first phase is complete, whoever in the cluster wrote what it counts.
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier) {
+  asm volatile(
+      "{\n\t.reg .pred p;\n\tAGAIN:\n\t"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n\t"
+      "@p bra.uni DONE;\n\tbra.uni AGAIN;\n\tDONE:\n\t}" ::"r"(barrier)
+      : "memory");
+}
+
+// cluster_arrive() for who has nothing to show but barriers.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+
+// Counts to `last` and starts again; what the CTA did before its barrier is done for whoever counts later.
+__device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
+  unsigned before;
+  asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
+  return before;
+}
+
+// T: of results. begin() comes first, run() last.
+template <class T, int kHead, int kGroup, int kWarps, int kCluster>
+struct AttentionMerge {
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRecord = kHead + 4;                            // weighted values, maximum, sum
+  static constexpr int kVectors = kGroup * kHead / 4;                  // of a record
+  static constexpr int kShare = (kVectors + kCluster - 1) / kCluster;  // of a CTA of the cluster
+  static constexpr int kMaxParts = kCluster > 1 ? kCluster : 64;
+  static_assert(kHead % 4 == 0, "heads are whole vectors");
+
+  struct Shared {
+    alignas(16) float records[kWarps][kGroup][kRecord];
+    alignas(16) float4 received[kCluster > 1 ? kCluster * kShare : 1];
+    float2 parts[kMaxParts][kGroup];  // maximum and sum
+    alignas(8) unsigned long long barrier;  // of what other CTAs send
+    bool last;
+  };
+
+  struct Combined {
+    float peak, weights;
+    float4 value;
+  };
+
+  // Adds up `count` states in order, for four columns: `part(i)` is the i-th's maximum and sum, `value(i)` its values.
+  template <class Part, class Value>
+  static __device__ __forceinline__ Combined combined(int count, const Part& part, const Value& value) {
+    float peak = kNoScore;
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) peak = fmaxf(peak, part(i).x);
+    Combined sum{peak, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      const float2 of = part(i);
+      const float4 v = value(i);
+      const float weight = power(of.x - peak);
+      sum.weights = fmaf(weight, of.y, sum.weights);
+      sum.value.x = fmaf(weight, v.x, sum.value.x);
+      sum.value.y = fmaf(weight, v.y, sum.value.y);
+      sum.value.z = fmaf(weight, v.z, sum.value.z);
+      sum.value.w = fmaf(weight, v.w, sum.value.w);
+    }
+    return sum;
+  }
+
+  // Returns the bits of the largest magnitude stored.
+  static __device__ __forceinline__ uint32_t store(T* out, const Combined& sum) {
+    const float4& v = sum.value;
+    const uint32_t low = pack_pair<T>(__fdiv_rn(v.x, sum.weights), __fdiv_rn(v.y, sum.weights));
+    const uint32_t high = pack_pair<T>(__fdiv_rn(v.z, sum.weights), __fdiv_rn(v.w, sum.weights));
+    *reinterpret_cast<uint2*>(out) = make_uint2(low, high);
+    return Vector<T>{low, high, 0, 0}.abs_max();
+  }
+
+  // Before anything else: of a cluster all CTAs must have begun when the first of them sends. `mine`: queries that exist.
+  static __device__ __forceinline__ void begin(Shared& shared, int mine) {
+    if constexpr (kCluster > 1) {
+      if (threadIdx.x == 0) {
+        const int share = (mine * (kHead / 4) + kCluster - 1 - static_cast<int>(blockIdx.x)) / kCluster;
+        barrier_init(shared_address(&shared.barrier), 1);
+        barrier_init_fence();
+        barrier_expect(shared_address(&shared.barrier), kCluster * (16 * share + 8 * mine));
+      }
+      cluster_arrive_relaxed();
+    }
+  }
+
+  // Records of all warps are in shared memory, and the CTA knows it. Out: queries of the CTA, four columns at a
+  // multiple of 8 bytes. Workspace: a record of every part and query; counters, one for each CTA of a
+  // part, are 0 before the first launch and after every one. A cluster touches neither. Absmax, where there is one, is
+  // raised to the largest magnitude of what the CTA stores.
+  static __device__ __forceinline__ void run(Shared& shared, T* out, int mine, float* workspace, unsigned* counters,
+                                             float* absmax = nullptr) {
+    uint32_t peak = 0;
+    const auto note = [&] {
+      if (absmax == nullptr) return;
+      const uint32_t largest = warp_max(peak);
+      if (threadIdx.x % 32 == 0 && largest > 0) atomicMax(reinterpret_cast<unsigned*>(absmax), largest);
+    };
+    const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
+    const auto of_warps = [&](int v) {
+      const int query = v / (kHead / 4), column = v % (kHead / 4) * 4;
+      return combined(
+          kWarps, [&](int w) { return *reinterpret_cast<const float2*>(&shared.records[w][query][kHead]); },
+          [&](int w) { return *reinterpret_cast<const float4*>(&shared.records[w][query][column]); });
+    };
+    const int vectors = mine * (kHead / 4);
+    if constexpr (kCluster > 1) {
+      const uint32_t barrier = shared_address(&shared.barrier);
+      cluster_wait();
+      for (int v = threadIdx.x; v < vectors; v += kThreads) {
+        const Combined sum = of_warps(v);
+        store_async(shared_address(&shared.received[part * kShare + v / kCluster]), barrier, v % kCluster, sum.value);
+        if (v % (kHead / 4) != 0) continue;
+        const uint32_t to = shared_address(&shared.parts[part][v / (kHead / 4)]);
+#pragma unroll
+        for (int rank = 0; rank < kCluster; ++rank) store_async(to, barrier, rank, make_float2(sum.peak, sum.weights));
+      }
+      barrier_wait_cluster(barrier);
+      for (int i = threadIdx.x; i * kCluster + part < vectors; i += kThreads) {
+        const int v = i * kCluster + part;
+        const Combined sum = combined(
+            kCluster, [&](int p) { return shared.parts[p][v / (kHead / 4)]; },
+            [&](int p) { return shared.received[p * kShare + i]; });
+        peak = max(peak, store(out + 4 * v, sum));
+      }
+      note();
+      return;
+    }
+    if (parts == 1) {
+      for (int v = threadIdx.x; v < vectors; v += kThreads) peak = max(peak, store(out + 4 * v, of_warps(v)));
+      note();
+      return;
+    }
+    const long long place = blockIdx.z * static_cast<long long>(gridDim.y) + blockIdx.y;
+    float* const records = workspace + place * parts * (kGroup * kRecord);
+    for (int v = threadIdx.x; v < vectors; v += kThreads) {
+      const int query = v / (kHead / 4), column = v % (kHead / 4) * 4;
+      const Combined sum = of_warps(v);
+      float* const to = records + (part * kGroup + query) * kRecord;
+      *reinterpret_cast<float4*>(to + column) = sum.value;
+      if (column == 0) *reinterpret_cast<float2*>(to + kHead) = make_float2(sum.peak, sum.weights);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) shared.last = count_up(counters + place, parts - 1) == static_cast<unsigned>(parts - 1);
+    __syncthreads();
+    if (!shared.last) return;
+    // Past the L1, which knows nothing of what other multiprocessors wrote.
+    for (int i = threadIdx.x; i < parts * mine; i += kThreads) {
+      const float* const from = records + (i / mine * kGroup + i % mine) * kRecord + kHead;
+      shared.parts[i / mine][i % mine] = __ldcg(reinterpret_cast<const float2*>(from));
+    }
+    __syncthreads();
+    for (int v = threadIdx.x; v < vectors; v += kThreads) {
+      const int query = v / (kHead / 4), column = v % (kHead / 4) * 4;
+      const Combined sum = combined(
+          parts, [&](int p) { return shared.parts[p][query]; },
+          [&](int p) {
+            return __ldcg(reinterpret_cast<const float4*>(records + (p * kGroup + query) * kRecord + column));
+          });
+      peak = max(peak, store(out + 4 * v, sum));
+    }
+    note();
+  }
+};
+
+}  // namespace qcut

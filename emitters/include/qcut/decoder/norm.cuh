@@ -1,0 +1,162 @@
+// RMSNorm and LayerNorm of rows, the residual added before and the result quantized after where that is wanted.
+//
+// A CTA has a row, which its threads hold in registers. Roundings are those of the eager model between its modules: the
+// sum with the residual is rounded to T, an RMS-normalized value too before its weight multiplies it.
+#pragma once
+
+#include <qcut/decoder/quantize.cuh>
+
+namespace qcut {
+
+__device__ __forceinline__ float warp_total(float v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+  return v;
+}
+
+// The sum of a row's chunks, neighbours first, then neighbouring sums: zeros past the row's end change nothing, so that it
+// is the same however many chunks the CTA has. Up to 32 each thread adds up by itself, in fewer cycles than shuffles take.
+template <int kCount>
+__device__ __forceinline__ float chunk_total(const float* chunks) {
+  if constexpr (kCount <= 32) {
+    float v[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = chunks[i];
+#pragma unroll
+    for (int step = 1; step < kCount; step *= 2) {
+#pragma unroll
+      for (int i = 0; i + step < kCount; i += 2 * step) v[i] += v[i + step];
+    }
+    return v[0];
+  } else {
+    float v = 0.0f;
+    for (int i = threadIdx.x % 32; i < kCount; i += 32) v += chunks[i];
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+    return v;
+  }
+}
+
+// The sum of a CTA's row, in chunks of 32 vectors, the same whoever does it. Each thread has kVecs vectors, kWarps chunks
+// apart; these are their elements' sums.
+template <int kVecs, int kWarps>
+__device__ __forceinline__ float row_total(const float (&sums)[kVecs], float* chunks) {
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    const float sum = warp_total(sums[i]);
+    if (threadIdx.x % 32 == 0) chunks[i * kWarps + threadIdx.x / 32] = sum;
+  }
+  __syncthreads();
+  return chunk_total<kVecs * kWarps>(chunks);
+}
+
+__device__ __forceinline__ float inverse_root(float squares, float columns, float eps) {
+  return __frsqrt_rn(__fdiv_rn(squares, columns) + eps);
+}
+
+// An element of the norm, rounded to T.
+template <class T, bool kLayer>
+__device__ __forceinline__ float normalized(float v, float mean, float inv, float weight, float bias) {
+  const float scaled = (v - mean) * inv;
+  return to_float(from_float<T>(kLayer ? fmaf(scaled, weight, bias) : to_float(from_float<T>(scaled)) * weight));
+}
+
+// kLayer: LayerNorm, with `bias` where it is not null. kResidual: adds `residual` and writes the sum to `sum`, which may
+// be x or the residual itself. kQuantized: y is int8 [m, k_padded] with `scale`, as quantize_per_token makes it of the
+// norm rounded to T; else T [m, k]. Rows of x, residual and sum are x_stride elements apart; those of y lie close.
+template <class T, bool kLayer, bool kResidual, bool kQuantized, int kVecs, int kThreads, bool kAligned>
+__device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum, const T* weight, const T* bias, void* y,
+                                          float* scale, long long x_stride, int k, int k_padded, float eps) {
+  constexpr int kSize = Vector<T>::kSize;
+  constexpr int kStep = kThreads * kSize;
+  constexpr int kWarps = kThreads / 32;
+  __shared__ float chunks[2][kVecs * kWarps];
+  __shared__ float peaks[kWarps];
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const long long row = blockIdx.x;
+  const int first = threadIdx.x * kSize;
+  Vector<T> weights[kVecs], biases[kVecs];
+  load_vectors<T, kVecs, kAligned>(weights, weight, first, kStep, k);
+  if (kLayer && bias != nullptr) {
+    load_vectors<T, kVecs, kAligned>(biases, bias, first, kStep, k);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) biases[i] = Vector<T>{};
+  }
+  launch_dependents();
+  wait_for_dependencies();
+
+  Vector<T> loaded[kVecs], other[kVecs];
+  load_vectors<T, kVecs, kAligned>(loaded, x + row * x_stride, first, kStep, k);
+  if constexpr (kResidual) load_vectors<T, kVecs, kAligned>(other, residual + row * x_stride, first, kStep, k);
+  float f[kVecs][kSize];
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) loaded[i].to_float(f[i]);
+  if constexpr (kResidual) {
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+      float added[kSize];
+      other[i].to_float(added);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) f[i][j] = to_float(from_float<T>(f[i][j] + added[j]));
+      store_vector<T, kAligned>(sum + row * x_stride, first + i * kStep, k, f[i]);
+    }
+  }
+  float mean = 0.0f;
+  const float columns = static_cast<float>(k);
+  float sums[kVecs] = {};
+  if constexpr (kLayer) {
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) sums[i] += f[i][j];
+    }
+    mean = __fdiv_rn(row_total<kVecs, kWarps>(sums, chunks[0]), columns);
+  }
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    sums[i] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      const float centered = first + i * kStep + j < k ? f[i][j] - mean : 0.0f;
+      sums[i] = fmaf(centered, centered, sums[i]);
+    }
+  }
+  const float inv = inverse_root(row_total<kVecs, kWarps>(sums, chunks[1]), columns, eps);
+  uint32_t peak = 0;
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    float w[kSize], b[kSize];
+    weights[i].to_float(w);
+    biases[i].to_float(b);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      f[i][j] = first + i * kStep + j < k ? normalized<T, kLayer>(f[i][j], mean, inv, w[j], b[j]) : 0.0f;
+      peak = max(peak, __float_as_uint(f[i][j]) & 0x7fffffffu);
+    }
+    if constexpr (!kQuantized) store_vector<T, kAligned>(static_cast<T*>(y) + row * k, first + i * kStep, k, f[i]);
+  }
+  if constexpr (kQuantized) {
+    peak = warp_max(peak);
+    if constexpr (kWarps > 1) {
+      if (lane == 0) peaks[warp] = __uint_as_float(peak);
+      __syncthreads();
+      peak = warp_max(lane < kWarps ? __float_as_uint(peaks[lane]) : 0u);
+    }
+    const QuantizedRow quantized(peak);
+    if (threadIdx.x == 0) scale[row] = quantized.scale();
+    char* const out = static_cast<char*>(y) + row * k_padded;
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i) {
+      const int col = first + i * kStep;
+      if (col >= k_padded) break;
+      uint32_t packed[kSize / 4];
+      quantized.quantize(f[i], packed);
+#pragma unroll
+      for (int j = 0; j < kSize / 4; ++j) *reinterpret_cast<uint32_t*>(out + col + 4 * j) = packed[j];
+    }
+  }
+}
+
+}  // namespace qcut

@@ -1,0 +1,18 @@
+// What forms of attention share: powers of two, and the maximum that a running softmax begins with.
+#pragma once
+
+#include <qcut/core/common.cuh>
+
+namespace qcut {
+
+// Below any score: exp2 of its distance to one is 0.
+constexpr float kNoScore = -1e30f;
+
+// 2^v within 2 ulp; 0 where that is subnormal.
+__device__ __forceinline__ float power(float v) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
+  return d;
+}
+
+}  // namespace qcut

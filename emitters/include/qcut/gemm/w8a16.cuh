@@ -1,0 +1,110 @@
+// W8A16: float16 or bfloat16 tokens x int8 weights, float32 sums, any m, n, k.
+//
+// Weights stay int8 in global and shared memory and become T in registers, exactly. They are the
+// product's first operand (16 rows of N) and tokens its second (8 rows of M), so that a fragment's
+// registers come straight from one load or one conversion. An ldmatrix of int8 gives lane t of a row
+// the columns 4t..4t+3 of 16, where the product wants 2t, 2t+1, 8+2t and 9+2t; but a sum over K does
+// not care which column of K sits where, if both operands agree. So tokens are read by 8-byte loads,
+// columns 4t..4t+3 again, and no byte moves between lanes.
+//
+// Source: PTX ISA "ldmatrix" and "Matrix Fragments for mma.m16n8k16"; schemes.md section 3.
+#pragma once
+
+#include <qcut/gemm/gemm.cuh>
+
+namespace qcut {
+
+// Sixteen lanes of an 8-byte read cover 2 chunks of four rows: the rows take different quarters of
+// the 128 bytes that one access can serve.
+template <int kChunks>
+struct TokenSwizzle : RowMajorThreads<kChunks> {
+  static constexpr int kPeriod = 4;
+  static_assert(kChunks == 8 || kChunks == 16, "rows of 128 or 256 bytes");
+  static __host__ __device__ constexpr int offset(int row, int chunk) {
+    return 16 * (row * kChunks + (chunk ^ ((row & 3) << 1)));
+  }
+};
+
+template <class TileType, class OpA, class OpB>
+struct CoreW8A16 {
+  using Tile = TileType;
+  using A = typename OpA::Element;
+  using B = int8_t;
+  using Acc = float;
+  static constexpr int kStepK = 16;
+  static constexpr int kAChunks = Tile::kBlockK / 8;
+  static constexpr int kBChunks = Tile::kBlockK / 16;
+  static constexpr int kABytes = 2 * Tile::kBlockM * Tile::kBlockK;
+  static constexpr int kBBytes = Tile::kBlockN * Tile::kBlockK;
+  static constexpr int kMTiles = Tile::kWarpM / 8;
+  static constexpr int kNTiles = Tile::kWarpN / 16;
+  static constexpr int kMatrices = kNTiles == 1 ? 2 : 4;  // of 8 weight rows, per ldmatrix
+  using Accumulators = float[kNTiles][kMTiles][4];
+  using WeightSwizzle = MatrixSwizzle<kBChunks>;
+  using TokenLayout = TokenSwizzle<kAChunks>;
+  using CopyA = TileCopy<OpA, Tile::kBlockM, kAChunks, TokenLayout, Tile::kThreads>;
+  using CopyB = TileCopy<OpB, Tile::kBlockN, kBChunks, WeightSwizzle, Tile::kThreads>;
+  template <class Out>
+  using Stage = SwizzledStage<Out, Tile::kWarpN>;
+
+  struct Fragments {
+    uint32_t tokens[kMTiles][2];
+    uint32_t weights[2 * kNTiles / kMatrices][kMatrices];  // still int8
+  };
+
+  // Addresses of this lane's rows at step 0; as in FragmentS8, a step is an XOR of chunk bits.
+  uint32_t a_offset, b_offset;
+
+  static __device__ __forceinline__ void clear(Accumulators& acc) {
+#pragma unroll
+    for (int i = 0; i < kNTiles * kMTiles * 4; ++i) acc[i / (4 * kMTiles)][i / 4 % kMTiles][i % 4] = 0.0f;
+  }
+
+  __device__ __forceinline__ CoreW8A16(int warp_m, int warp_n) {
+    const int lane = threadIdx.x % 32;
+    const int t = lane % 4;
+    const int a_row = warp_m + lane / 4;
+    const int b_row = warp_n + lane % (8 * kMatrices);
+    a_offset = TokenLayout::offset(a_row, t / 2) + 8 * (t % 2);
+    b_offset = WeightSwizzle::offset(b_row, 0);
+  }
+
+  __device__ __forceinline__ void load(Fragments& f, uint32_t a_stage, uint32_t b_stage, int step) const {
+#pragma unroll
+    for (int i = 0; i < kMTiles; ++i) {
+      load_shared_8(f.tokens[i], a_stage + (a_offset ^ (32 * step)) + i * 16 * Tile::kBlockK);
+    }
+#pragma unroll
+    for (int j = 0; j < 2 * kNTiles / kMatrices; ++j) {
+      load_matrices(f.weights[j], b_stage + (b_offset ^ (16 * step)) + j * 8 * kMatrices * Tile::kBlockK);
+    }
+  }
+
+  static __device__ __forceinline__ void multiply(Accumulators& acc, const Fragments& f) {
+#pragma unroll
+    for (int j = 0; j < kNTiles; ++j) {
+      uint32_t w[4];  // columns 4t, 4t+1 of rows g and g + 8, then columns 4t+2, 4t+3 of both
+      Float16<A>::from_int8(f.weights[2 * j / kMatrices][2 * j % kMatrices], w[0], w[2]);
+      Float16<A>::from_int8(f.weights[2 * j / kMatrices][2 * j % kMatrices + 1], w[1], w[3]);
+#pragma unroll
+      for (int i = 0; i < kMTiles; ++i) Float16<A>::mma(acc[j][i], w, f.tokens[i]);
+    }
+  }
+
+  static __device__ __forceinline__ int row_of(int staged) { return staged_token(staged); }
+
+  template <class Stage>
+  static __device__ __forceinline__ void stage(const Accumulators& acc, int group, uint32_t shared) {
+    stage_transposed<Stage>(acc, group, shared);
+  }
+};
+
+template <class TileType, class OpA, class OpB, class E, int kAlignD, bool kSwapped>
+__device__ __forceinline__ void weight_only_gemm(const typename OpA::Element* a, const int8_t* b, typename E::Out* d,
+                                                 int m, int n, int k, int lda, int ldb, int ldd,
+                                                 const typename E::Args& args) {
+  static_assert(!kSwapped, "tokens are the first operand");
+  gemm<CoreW8A16<TileType, OpA, OpB>, E, kAlignD, kSwapped>(a, b, d, m, n, k, lda, ldb, ldd, args);
+}
+
+}  // namespace qcut

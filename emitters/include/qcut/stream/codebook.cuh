@@ -1,0 +1,378 @@
+// Products of up to 32 rotated tokens with codebook weights: weights go from memory to tensor cores through registers.
+//
+// A CTA has kRowTiles tiles of 16 rows, and a cluster of kSplits CTAs all of K: each warp has kUnits units of
+// 128 columns of every tile. So a warp reads its tokens once and keeps them in registers as the second operand
+// of mma.sync, while tile after tile of weights streams past: kPrefetch tiles are in flight, the first of them
+// before the previous kernel has finished. The CTA's stream is contiguous in memory. Many warps with little in
+// flight each hide latency better than few with much, and fill the LSU, which the decoding keeps busy.
+//
+// Sums: 16-bit products of a slot are added by the tensor core, in two chains where it would else wait;
+// slots, warps and CTAs follow in their order in float32. Int8 products are added in int32.
+//
+// Shared memory: the table of pairs; a region for each warp, which stages its tokens and later its sums; what
+// other CTAs of the cluster send; the vectors of the epilogue.
+#pragma once
+
+#include <qcut/stream/codebook_tokens.cuh>
+#include <qcut/core/epilogue.cuh>
+
+namespace qcut {
+
+// A word at this CTA's shared address `shared`, but in the CTA of that rank.
+__device__ __forceinline__ void store_cluster_4(uint32_t shared, int rank, uint32_t w) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(w) : "memory");
+#endif
+}
+
+// Fills a PairTable; a barrier must follow. All warps of the CTA take the same way, and PRMT chooses each lane's
+// value: an index that the compiler does not know would put the book into local memory.
+template <int kWarps>
+__device__ __forceinline__ void fill_pair_table(char* table, const Book& book) {
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const uint32_t inside = 0x10 + 0x22 * (lane % 4);
+  const uint32_t upper4 = lane & 4 ? 0x54 : 0x10;
+  const uint32_t upper8 = lane & 8 ? 0x54 : 0x10;
+  uint32_t quarter[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) quarter[i] = __byte_perm(book.w[2 * i], book.w[2 * i + 1], inside);
+  const uint32_t lower = __byte_perm(quarter[0], quarter[1], upper4);
+  const uint32_t upper = __byte_perm(quarter[2], quarter[3], upper4);
+  const uint32_t mine = __byte_perm(lower, upper, upper8) & 0xffffu;  // value lane % 16
+#pragma unroll 8
+  for (int i = 0; i < 256; i += kWarps) {
+    const int v = min(i + warp, 255);
+    const uint32_t first = __shfl_sync(0xffffffffu, mine, v & 15);
+    const uint32_t second = __shfl_sync(0xffffffffu, mine, v >> 4);
+    *reinterpret_cast<uint32_t*>(table + 256 * v + 4 * lane) = first | second << 16;
+  }
+}
+
+__device__ __forceinline__ void store_shared_4_if(uint32_t shared, uint32_t w, bool wanted) {
+  const int stored = wanted;
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p st.shared.u32 [%0], %1;\n\t}" ::"r"(shared), "r"(w),
+               "r"(stored)
+               : "memory");
+}
+
+// `count` floats into shared memory, by all of the CTA's kThreads threads; kMost is the largest count.
+template <int kThreads, int kMost>
+__device__ __forceinline__ void copy_floats(float* shared, const float* global, int count) {
+#pragma unroll
+  for (int first = 0; first < kMost; first += kThreads) {
+    const int i = first + static_cast<int>(threadIdx.x);
+    copy_async_if<4>(shared_address(shared + i), global + i, i < count, false);
+  }
+}
+
+// Arrives at the cluster's barrier without a word about memory: what this thread loaded, it has used.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void pin(UnitWords<4>& w) {
+  pin(w.low);
+  pin(w.high);
+}
+__device__ __forceinline__ void pin(UnitWords<3>& w) {
+  pin(w.packed);
+  pin(w.planes);
+}
+__device__ __forceinline__ void pin(UnitWords<2>& w) { pin(w.packed); }
+
+// A lane's part of a unit and of its norms: rows g and g + 8.
+template <int kBits, int kSlots>
+struct WeightUnit {
+  UnitWords<kBits> words;
+  uint32_t norms[kSlots];
+
+  // `unit` and `unit_norms` are where the unit's begin.
+  __device__ __forceinline__ void load(const char* unit, const char* unit_norms) {
+    const int lane = threadIdx.x % 32;
+    words.load(unit, lane);
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) norms[s] = load_stream_4(unit_norms + 32 * s + lane / 4 * 4);
+  }
+  // `mine`, `my_norms`: where the lane's part begins.
+  __device__ __forceinline__ void load_if(const char* mine, const char* my_norms, bool wanted) {
+    words.load_if(mine, threadIdx.x % 32, wanted);
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) load_stream_4_if(norms[s], my_norms + 32 * s, wanted);
+  }
+};
+
+// The factors that make int8 of rows g and g + 8; nothing for 16-bit products.
+template <class T>
+struct RowFold {
+  __device__ __forceinline__ void load(const float*, int) {}
+  __device__ __forceinline__ void load_if(const float*, int, bool) {}
+};
+
+template <>
+struct RowFold<int8_t> {
+  float row, row8;
+  // `tile`: of 16 rows, among all.
+  __device__ __forceinline__ void load(const float* fold, int tile) {
+    const float* at = fold + kUnitRows * tile + threadIdx.x % 32 / 4;
+    row = __uint_as_float(load_stream_4(at));
+    row8 = __uint_as_float(load_stream_4(at + 8));
+  }
+  __device__ __forceinline__ void load_if(const float* fold, int tile, bool wanted) {
+    if (wanted) load(fold, tile);
+  }
+};
+
+// Adds the products of a unit's 16 rows with the warp's tokens. `b`: the tokens' chunks of 16 bytes, each a matrix
+// of 8 tokens.
+template <class T>
+struct UnitProduct {
+  using Acc = float;
+  const char* table;
+  uint32_t lane4;
+
+  __device__ __forceinline__ UnitProduct(const Book&, const char* table)
+      : table(table), lane4(4 * (threadIdx.x % 32)) {}
+
+  template <int kBits, int kSlots, int kTokenTiles>
+  __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots>& unit, const RowFold<T>&,
+                                      const uint32_t (&b)[kTokenTiles][16]) const {
+    constexpr int kSteps = 8 / kSlots;  // of 16 columns
+    constexpr bool kTwoChains = kTokenTiles == 1 && kSteps > 2;
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      float even[kTokenTiles][4] = {}, second[kTokenTiles][4] = {};
+      auto& odd = kTwoChains ? second : even;
+#pragma unroll
+      for (int i = s * kSteps; i < (s + 1) * kSteps; i += 2) {
+        uint32_t a0[4], a1[4];
+        PairTable::decode(a0, unit.words.word(i), table, lane4);
+        PairTable::decode(a1, unit.words.word(i + 1), table, lane4);
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) {
+          Float16<T>::mma(even[j], a0, {b[j][2 * i], b[j][2 * i + 1]});
+          Float16<T>::mma(odd[j], a1, {b[j][2 * i + 2], b[j][2 * i + 3]});
+        }
+      }
+      const float2 norm = norm_pair(unit.norms[s]);
+#pragma unroll
+      for (int j = 0; j < kTokenTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float part = kTwoChains ? even[j][e] + odd[j][e] : even[j][e];
+          sum[j][e] = fmaf(e < 2 ? norm.x : norm.y, part, sum[j][e]);
+        }
+      }
+    }
+  }
+};
+
+template <>
+struct UnitProduct<int8_t> {
+  using Acc = int;
+  QuarterBook quarter;
+
+  __device__ __forceinline__ UnitProduct(const Book& book, const char*) : quarter(book) {}
+
+  template <int kBits, int kSlots, int kTokenTiles>
+  __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots>& unit,
+                                      const RowFold<int8_t>& fold, const uint32_t (&b)[kTokenTiles][8]) const {
+    constexpr int kSteps = 4 / kSlots;  // of 32 columns
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      const float2 norm = norm_pair(unit.norms[s]);
+      RowBook row, row8;
+      row.build(quarter, norm.x * fold.row);
+      row8.build(quarter, norm.y * fold.row8);
+#pragma unroll
+      for (int i = s * kSteps; i < (s + 1) * kSteps; ++i) {
+        uint32_t a[4];
+        decode_s8(a, unit.words.word(2 * i), unit.words.word(2 * i + 1), row, row8);
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) mma_s8(sum[j], a, b[j][2 * i], b[j][2 * i + 1]);
+      }
+    }
+  }
+};
+
+// Writes one element of D. Vectors of columns are in shared memory, from column `col0` on, as is that of rows.
+template <class E, class Acc>
+__device__ __forceinline__ void finish_element(Acc sum, int token, int row, int col0, typename E::Out* d, int m, int n,
+                                               int ldd, const typename E::Args& args) {
+  const auto column = E::column(args, row, n - col0);
+  const long long at = static_cast<long long>(token) * ldd + col0 + row;
+  float added = 0.0f;
+  if constexpr (E::kHasResidual) added = to_float(args.residual[at]);
+  d[at] = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), added, args));
+}
+
+// The kernel. units_k <= kSplits * kWarps * kUnits; m <= kTokens; a grid of a cluster for each kRowTiles tiles. `x`:
+// BlockTokens or RowToken.
+template <class T, int kBits, int kSlots, class Tile, class E, class X>
+__device__ __forceinline__ void codebook_decode(X x, const char* units, const char* norms, const float* fold,
+                                                typename E::Out* d, int m, int n, int units_k, int ldd,
+                                                const Book& book, typename E::Args args) {
+  using Shared = DecodeShared<T, Tile>;
+  using Product = UnitProduct<T>;
+  using Acc = typename Product::Acc;
+  constexpr int kThreads = 32 * Tile::kWarps;
+  constexpr int kUnits = Tile::kUnits;
+  constexpr int kPitch = Shared::kPitch;
+  extern __shared__ __align__(16) char shared[];
+
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % Tile::kSplits;
+  const int tile0 = static_cast<int>(blockIdx.x) / Tile::kSplits * Tile::kRowTiles;
+  const int tiles = min(Tile::kRowTiles, (n + kUnitRows - 1) / kUnitRows - tile0);
+  const int col0 = kUnitRows * tile0;
+  const int cta_first = rank * Tile::kWarps * kUnits;
+  const int first = cta_first + warp * kUnits;
+
+  // Units past the last stay zero, as their tokens are. No warp goes another way than the others: the table's address
+  // stays in a uniform register, which spares an addition for every two weights.
+  WeightUnit<kBits, kSlots> weights[Tile::kPrefetch][kUnits] = {};
+  RowFold<T> folds[Tile::kPrefetch];
+  // This lane's part of the next tile's unit k0; addresses are ready when registers are.
+  const int k0 = min(first, units_k - 1);
+  const long long unit0 = static_cast<long long>(tile0) * units_k + k0;
+  const char* next_unit = units + unit0 * kUnitBytes<kBits> + 16 * lane;
+  const char* next_norms = norms + unit0 * (32 * kSlots) + lane / 4 * 4;
+  const auto load_unit = [&](WeightUnit<kBits, kSlots>& unit, int u, bool wanted) {
+    unit.load_if(next_unit + u * kUnitBytes<kBits>, next_norms + u * (32 * kSlots), wanted && first + u < units_k);
+  };
+  const auto next_tile = [&] {
+    next_unit += units_k * kUnitBytes<kBits>;
+    next_norms += units_k * (32 * kSlots);
+  };
+#pragma unroll
+  for (int s = 0; s < Tile::kPrefetch; ++s) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) load_unit(weights[s][u], u, s == 0 || s < tiles);
+    folds[s].load_if(fold, tile0 + s, s == 0 || s < tiles);
+    next_tile();
+  }
+  // No register is free for the tile after these, but the L2 is: it is asked for while the table is filled and tokens
+  // are on their way. A second one, one for each tile later on, or the last of two, only delays those in front.
+  if (!kIsInt8<T> && Tile::kPrefetch + 1 < tiles) {
+    constexpr int kLines = kUnitBytes<kBits> / 128;
+    const int lines = min(kUnits, units_k - k0) * kLines;
+#pragma unroll
+    for (int i = 0; i < kUnits * kLines; i += 32) {
+      if (i + lane < lines) prefetch_l2(next_unit + (128 * i + 112 * lane));  // it is 16 lane from the unit's start
+    }
+    if (lane == 31) prefetch_l2(next_norms);
+  }
+  x.begin(cta_first, units_k);
+  launch_dependents();
+  if constexpr (Tile::kSplits > 1) cluster_arrive_relaxed();
+  if constexpr (!kIsInt8<T>) fill_pair_table<Tile::kWarps>(shared, book);
+
+  const uint32_t regions = shared_address(shared) + Shared::kRegions;
+  const uint32_t region = regions + warp * Shared::kRegionBytes;
+  float* col_scale = reinterpret_cast<float*>(shared + Shared::kColScale);
+  float* bias = reinterpret_cast<float*>(shared + Shared::kBias);
+  float* row_scale = reinterpret_cast<float*>(shared + Shared::kRowScale);
+  wait_for_dependencies();
+  x.request(regions, m, cta_first, units_k);
+  copy_async_commit();
+  const int columns = min(Tile::kRows, n - col0);
+  copy_floats<kThreads, Tile::kRows>(col_scale, args.col_scale_per_channel + col0, columns);
+  copy_floats<kThreads, Tile::kRows>(bias, args.bias + col0, args.bias != nullptr ? columns : 0);
+  if constexpr (kIsInt8<T>) copy_floats<kThreads, Tile::kTokens>(row_scale, args.row_scale, m);
+  copy_async_commit();
+  args.col_scale_per_channel = col_scale;
+  args.bias = bias;
+  args.row_scale = row_scale;
+  x.finish(regions);
+  __syncthreads();  // the table is whole
+  copy_async_wait<1>();
+  __syncwarp();
+
+  TokenFragments<T, Tile> tokens;
+  tokens.load(region);
+  __syncwarp();  // the sums will take the place of the tokens
+#pragma unroll
+  for (int s = 0; s < Tile::kPrefetch; ++s) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) pin(weights[s][u].words);
+  }
+  const Product product(book, shared);
+  uint32_t mine = region + 4 * (2 * (lane % 4) * kPitch + lane / 4);
+  asm volatile("" : "+r"(mine));  // or the compiler computes it anew for every tile
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; tile += Tile::kPrefetch) {
+#pragma unroll
+    for (int s = 0; s < Tile::kPrefetch; ++s) {
+      if (s > 0 && tile + s >= tiles) break;
+      Acc sum[Tile::kTokenTiles][4] = {};
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        product.add(sum, weights[s][u], folds[s], tokens.b[u]);
+        load_unit(weights[s][u], u, tile + s + Tile::kPrefetch < tiles);
+      }
+      folds[s].load_if(fold, tile0 + tile + s + Tile::kPrefetch, tile + s + Tile::kPrefetch < tiles);
+      next_tile();
+      const uint32_t place = mine + 64 * (tile + s);
+#pragma unroll
+      for (int j = 0; j < Tile::kTokenTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < (Tile::kTokens > 1 ? 2 : 1); ++e) {
+          const bool there = 8 * j + 2 * (lane % 4) + e < m;
+          store_shared_4_if(place + 4 * (8 * j + e) * kPitch, bits(sum[j][e]), there);
+          store_shared_4_if(place + 4 * ((8 * j + e) * kPitch + 8), bits(sum[j][2 + e]), there);
+        }
+      }
+    }
+  }
+
+  copy_async_wait<0>();
+  __syncthreads();
+  const auto sum_of_warps = [&](int token, int row) {
+    const Acc* at = reinterpret_cast<const Acc*>(shared + Shared::kRegions) + token * kPitch + row;
+    constexpr int kChains = 4;  // of additions: one after the other would take as long as the loads
+    Acc sum[kChains] = {};
+#pragma unroll
+    for (int w = 0; w < Tile::kWarps; ++w) sum[w % kChains] += at[w * (Shared::kRegionBytes / 4)];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  };
+  if constexpr (Tile::kSplits == 1) {
+    for (int i = threadIdx.x; i < Tile::kRows * m; i += kThreads) {
+      const int token = i / Tile::kRows;
+      const int row = i % Tile::kRows;
+      if (col0 + row < n) finish_element<E>(sum_of_warps(token, row), token, row, col0, d, m, n, ldd, args);
+    }
+  } else {
+    // Each CTA sends its sums to the one that writes them, and adds what it is sent in the order of the CTAs.
+    const uint32_t inbox = shared_address(shared) + Shared::kInbox;
+    cluster_wait();  // all CTAs of the cluster run
+    for (int i = threadIdx.x; i < Tile::kRows * m; i += kThreads) {
+      const int token = i / Tile::kRows;
+      const int row = i % Tile::kRows;
+      if (col0 + row >= n) continue;
+      const int piece = i / kUnitRows;
+      const int slot = rank * Shared::kShare + piece / Tile::kSplits;
+      store_cluster_4(inbox + 4 * (kUnitRows * slot + row % kUnitRows), piece % Tile::kSplits,
+                      bits(sum_of_warps(token, row)));
+    }
+    cluster_arrive();
+    cluster_wait();
+    for (int i = threadIdx.x; i < kUnitRows * Shared::kShare; i += kThreads) {
+      const int piece = i / kUnitRows * Tile::kSplits + rank;
+      const int token = piece / Tile::kRowTiles;
+      const int row = piece % Tile::kRowTiles * kUnitRows + i % kUnitRows;
+      if (token >= m || col0 + row >= n) continue;
+      const Acc* sent = reinterpret_cast<const Acc*>(shared + Shared::kInbox) + i;
+      Acc sum = sent[0];
+#pragma unroll
+      for (int r = 1; r < Tile::kSplits; ++r) sum += sent[r * kUnitRows * Shared::kShare];
+      finish_element<E>(sum, token, row, col0, d, m, n, ldd, args);
+    }
+  }
+}
+
+}  // namespace qcut

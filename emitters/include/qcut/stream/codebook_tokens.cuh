@@ -1,0 +1,203 @@
+// Few tokens on their way to a decode kernel: its tile and shared memory, and where tokens come from.
+//
+// BlockTokens are those that a kernel before rotated. RowToken is one token that this kernel rotates itself. Either is
+// staged in shared memory, and TokenFragments are a warp's part of it in registers, as second operands of mma.sync.
+#pragma once
+
+#include <qcut/codebook/codebook.cuh>
+#include <qcut/codebook/rotate.cuh>
+
+namespace qcut {
+
+template <int kTokens_, int kRowTiles_, int kWarps_, int kUnits_, int kSplits_, int kPrefetch_>
+struct DecodeTile {
+  static constexpr int kTokens = kTokens_;  // at most; m of a launch may be less
+  static constexpr int kTokenTiles = (kTokens + 7) / 8;
+  static constexpr int kRowTiles = kRowTiles_;
+  static constexpr int kRows = kUnitRows * kRowTiles;
+  static constexpr int kWarps = kWarps_;
+  static constexpr int kUnits = kUnits_;
+  static constexpr int kSplits = kSplits_;
+  static constexpr int kPrefetch = kPrefetch_;
+};
+
+template <class T>
+constexpr bool kIsInt8 = sizeof(T) == 1;
+
+// Byte offsets in shared memory.
+template <class T, class Tile>
+struct DecodeShared {
+  static constexpr int kBlocks = sizeof(T);  // of 128 bytes of each token, in a unit
+  static constexpr int kStagedRows = Tile::kTokens < 8 ? Tile::kTokens : 8;
+  static constexpr int kBlockBytes = 128 * kStagedRows;
+  static constexpr int kStagedBytes = Tile::kUnits * kBlocks * Tile::kTokenTiles * kBlockBytes;
+  // Sums of a warp: [token][row]; the padding sends the stores of a warp, 8 rows of 4 tokens, to 32 banks.
+  static constexpr int kPitch = Tile::kRows + 4;
+  static constexpr int kSumBytes = 4 * Tile::kTokens * kPitch;
+  static constexpr int kRegionBytes = kStagedBytes > kSumBytes ? kStagedBytes : kSumBytes;
+  // Pieces of 16 rows of a token are dealt out to the CTAs of a cluster.
+  static constexpr int kShare = (Tile::kRowTiles * Tile::kTokens + Tile::kSplits - 1) / Tile::kSplits;
+
+  static constexpr int kRegions = kIsInt8<T> ? 0 : PairTable::kBytes;
+  static constexpr int kInbox = kRegions + Tile::kWarps * kRegionBytes;
+  static constexpr int kColScale = kInbox + (Tile::kSplits > 1 ? 4 * kUnitRows * Tile::kSplits * kShare : 0);
+  static constexpr int kBias = kColScale + 4 * Tile::kRows;
+  static constexpr int kRowScale = kBias + 4 * Tile::kRows;
+  static constexpr int kBytes = kRowScale + 4 * Tile::kTokens;
+};
+
+// Where `wanted`, copies kSize bytes or, where `zero`, reads nothing and zeroes them. Predicated, not branched over:
+// after a branch that threads take on their own, shared addresses are no longer kept in uniform registers, and the
+// decoding then takes one more addition for every two weights.
+template <int kSize>
+__device__ __forceinline__ void copy_async_if(uint32_t shared, const void* global, bool wanted, bool zero) {
+  const int copied = wanted;
+  const int bytes = zero ? 0 : kSize;
+  if constexpr (kSize == 16) {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"
+        "@p cp.async.cg.shared.global [%0], [%1], 16, %3;\n\t}" ::"r"(shared),
+        "l"(global), "r"(copied), "r"(bytes)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t"
+        "@p cp.async.ca.shared.global [%0], [%1], %4, %3;\n\t}" ::"r"(shared),
+        "l"(global), "r"(copied), "r"(bytes), "n"(kSize)
+        : "memory");
+  }
+}
+
+// Tokens as the rotation left them, in blocks. Each warp stages those of its own units in its region; the CTA's units
+// begin at `cta_first`.
+template <class T, class Tile>
+struct BlockTokens {
+  using Shared = DecodeShared<T, Tile>;
+  const char* x;
+
+  __device__ __forceinline__ void begin(int, int) {}
+  // Units past the last are zero. Tokens past m are not read: their columns of the products are garbage, and nobody's.
+  __device__ __forceinline__ void request(uint32_t regions, int m, int cta_first, int units_k) const {
+    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32;
+    const uint32_t region = regions + warp * Shared::kRegionBytes;
+    const int first = cta_first + warp * Tile::kUnits;
+    const int m8 = (m + 7) / 8;
+    constexpr int kRows = Shared::kStagedRows;
+    constexpr int kPieces = Shared::kStagedBytes / 16;
+#pragma unroll
+    for (int from = 0; from < kPieces; from += 32) {
+      const int i = from + lane;
+      const int chunk = i % 8;
+      const int row = i / 8 % kRows;
+      const int j = i / (8 * kRows) % Tile::kTokenTiles;
+      const int block = i / (8 * kRows * Tile::kTokenTiles);
+      const bool there = i < kPieces && 8 * j + row < m;
+      const long long at = static_cast<long long>(first * Shared::kBlocks + block) * m8 + j;
+      copy_async_if<16>(region + 16 * i, x + 1024 * at + 128 * row + 16 * chunk, there,
+                        first + block / Shared::kBlocks >= units_k);
+    }
+  }
+  __device__ __forceinline__ void finish(uint32_t) const {}
+};
+
+// One token as the model has it: the CTA rotates its columns, in groups of kGroup, as rotate.cuh does and bitwise alike,
+// and stages them. That takes less than a kernel before this one; a norm or a gate in here takes more, as its latencies
+// are longer than a dependent launch. A thread has 16 columns, so that a quarter of the warps is busy with it.
+template <class T, class Tile, int kGroup>
+struct RowToken {
+  static_assert(Tile::kTokens == 1 && !kIsInt8<T> && kGroup >= kLaneColumns && kGroup <= kUnitColumns);
+  static constexpr int kThreadsPerUnit = kUnitColumns / kLaneColumns;
+  static constexpr int kCtaUnits = Tile::kWarps * Tile::kUnits;
+  static constexpr int kRounds = (kCtaUnits * kThreadsPerUnit + 32 * Tile::kWarps - 1) / (32 * Tile::kWarps);
+  const T* x;
+  const uint32_t* signs;
+  int k, units_pass;  // units of a pass
+  float factor;       // 1 / sqrt(kGroup)
+  uint32_t flips[kRounds];
+  uint4 raw[kRounds][2];
+
+  __device__ __forceinline__ RowToken(const T* x, const uint32_t* signs, int k, int units_pass, float factor)
+      : x(x), signs(signs), k(k), units_pass(units_pass), factor(factor) {}
+
+  // Of a thread's 16 columns: the unit within the CTA, and the place within that.
+  static __device__ __forceinline__ int unit(int round) {
+    return (round * 32 * Tile::kWarps + static_cast<int>(threadIdx.x)) / kThreadsPerUnit;
+  }
+  static __device__ __forceinline__ int column() { return threadIdx.x % kThreadsPerUnit * kLaneColumns; }
+
+  __device__ __forceinline__ void begin(int cta_first, int units_k) {
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int at = kUnitColumns * min(cta_first + unit(i), units_k - 1) + column();
+      flips[i] = signs[at / 32] >> at % 32;
+    }
+  }
+  __device__ __forceinline__ void request(uint32_t, int, int cta_first, int units_k) {
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      const int of_all = cta_first + unit(i);
+      const int at = kUnitColumns * (of_all < units_pass ? of_all : of_all - units_pass) + column();
+      const bool there = unit(i) < kCtaUnits && of_all < units_k && at < k;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        raw[i][h] = make_uint4(0, 0, 0, 0);
+        if (there) raw[i][h] = *reinterpret_cast<const uint4*>(x + at + 8 * h);
+      }
+    }
+  }
+  __device__ __forceinline__ void finish(uint32_t regions) const {
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      if (__shfl_sync(0xffffffffu, unit(i), 0) >= kCtaUnits) break;
+      const T* loaded = reinterpret_cast<const T*>(raw[i]);
+      float r[kLaneColumns];
+#pragma unroll
+      for (int j = 0; j < kLaneColumns; ++j) {
+        r[j] = __uint_as_float(__float_as_uint(to_float(loaded[j])) ^ (flips[i] << (31 - j) & 0x80000000u));
+      }
+      butterflies<kGroup, 1>(r, kGroup, threadIdx.x, nullptr);
+      const uint32_t at = regions + unit(i) / Tile::kUnits * DecodeShared<T, Tile>::kRegionBytes +
+                          256 * (unit(i) % Tile::kUnits) + 2 * column();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t w[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) w[j] = pack_pair<T>(r[8 * h + 2 * j] * factor, r[8 * h + 2 * j + 1] * factor);
+        if (unit(i) < kCtaUnits) store_shared_16(at + 16 * h, w);
+      }
+    }
+  }
+};
+
+// A warp's tokens as second operands: matrices of what is staged in `region`.
+template <class T, class Tile>
+struct TokenFragments {
+  using Shared = DecodeShared<T, Tile>;
+  static constexpr int kChunks = 8 * Shared::kBlocks;  // of a unit
+  static constexpr int kRows = Shared::kStagedRows;
+  uint32_t b[Tile::kUnits][Tile::kTokenTiles][kChunks];
+
+  __device__ __forceinline__ void load(uint32_t region) {
+    const int lane = threadIdx.x % 32;
+    const int row = lane % kRows;  // the rows there are stand for those there are not
+    const uint32_t at = region + 128 * row;
+    const int chunk = lane / 8 ^ row;
+#pragma unroll
+    for (int u = 0; u < Tile::kUnits; ++u) {
+#pragma unroll
+      for (int j = 0; j < Tile::kTokenTiles; ++j) {
+#pragma unroll
+        for (int q = 0; q < kChunks; q += 4) {
+          const int block = ((u * Shared::kBlocks + q / 8) * Tile::kTokenTiles + j) * Shared::kBlockBytes;
+          uint32_t matrices[4];
+          load_matrices(matrices, at + block + 16 * (chunk ^ q % 8));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) b[u][j][q + i] = matrices[i];
+        }
+      }
+    }
+  }
+};
+
+}  // namespace qcut

@@ -1,0 +1,300 @@
+// Products of up to 64 rotated tokens with codebook weights: decoded weights are wgmma's operand in registers.
+//
+// A warpgroup has 64 rows, a cluster of kSplits CTAs all of K, each a contiguous part of it. Weights stream from
+// memory through registers, kPrefetch units a warp ahead, are decoded and multiplied by their norms. Tokens lie in
+// memory as wgmma reads them: one bulk copy brings those of a unit into a stage of shared memory. A stage is filled
+// anew once all warps are past it; where there are as many stages as units, never.
+//
+// The tensor core adds up a CTA's part of K; the CTAs of a cluster read each other's sums and add them in order.
+//
+// Shared memory: the table of pairs and the stages, whose place the sums take; barriers; the epilogue's vectors.
+#pragma once
+
+#include <qcut/stream/codebook.cuh>
+#include <qcut/core/wgmma.cuh>
+
+namespace qcut {
+
+template <int kTokens_, int kGroups_, int kSplits_, int kStages_, int kPrefetch_>
+struct DecodeWgmmaTile {
+  static constexpr int kTokens = kTokens_;  // at most; m of a launch may be less
+  static constexpr int kGroups = kGroups_;  // warpgroups
+  static constexpr int kRows = 64 * kGroups;
+  static constexpr int kWarps = 4 * kGroups;
+  static constexpr int kSplits = kSplits_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kPrefetch = kPrefetch_;
+};
+
+// Byte offsets in shared memory.
+template <class T, class Tile>
+struct DecodeWgmmaShared {
+  static constexpr int kBlocks = sizeof(T);  // of 128 bytes of each token, in a unit
+  static constexpr int kStageBytes = 128 * kBlocks * Tile::kTokens;
+  static constexpr int kPitch = Tile::kRows + 4;  // of sums, [token][row]
+  static constexpr int kSumBytes = 4 * Tile::kTokens * kPitch;
+  static constexpr int kStaged = kIsInt8<T> ? 0 : PairTable::kBytes;
+  static constexpr int kStagedEnd = kStaged + Tile::kStages * kStageBytes;
+  static constexpr int kFull = kStagedEnd > kSumBytes ? kStagedEnd : kSumBytes;
+  static constexpr int kEmpty = kFull + 8 * Tile::kStages;
+  static constexpr int kColScale = kEmpty + 8 * Tile::kStages;
+  static constexpr int kBias = kColScale + 4 * Tile::kRows;
+  static constexpr int kRowScale = kBias + 4 * Tile::kRows;
+  static constexpr int kBytes = kRowScale + 4 * Tile::kTokens;
+};
+
+// Half a unit, 64 columns, as first operands: of four 16-bit products, or of two int8 ones.
+template <class T>
+struct HalfUnit {
+  static constexpr int kSteps = 4;
+  const char* table;
+  uint32_t lane4;
+
+  __device__ __forceinline__ HalfUnit(const Book&, const char* table, const RowFold<T>&)
+      : table(table), lane4(4 * (threadIdx.x % 32)) {}
+
+  template <int kHalf, int kBits, int kSlots>
+  __device__ __forceinline__ void decode(uint32_t (&a)[kSteps][4], const WeightUnit<kBits, kSlots>& unit) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      constexpr int kFirst = kSteps * kHalf;
+      PairTable::decode(a[i], unit.words.word(kFirst + i), table, lane4);
+      NormScale<T>(unit.norms[(kFirst + i) * kSlots / 8]).apply(a[i]);
+    }
+  }
+};
+
+template <>
+struct HalfUnit<int8_t> {
+  static constexpr int kSteps = 2;
+  QuarterBook quarter;
+  RowFold<int8_t> fold;
+  RowBook row, row8;  // of the last slot seen
+
+  __device__ __forceinline__ HalfUnit(const Book& book, const char*, const RowFold<int8_t>& fold)
+      : quarter(book), fold(fold) {}
+
+  template <int kHalf, int kBits, int kSlots>
+  __device__ __forceinline__ void decode(uint32_t (&a)[kSteps][4], const WeightUnit<kBits, kSlots>& unit) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const int step = kSteps * kHalf + i;
+      if (step * kSlots % 4 == 0) {
+        const float2 norm = norm_pair(unit.norms[step * kSlots / 4]);
+        row.build(quarter, norm.x * fold.row);
+        row8.build(quarter, norm.y * fold.row8);
+      }
+      decode_s8(a[i], unit.words.word(2 * step), unit.words.word(2 * step + 1), row, row8);
+    }
+  }
+};
+
+// Writes four neighbours of a row of D. kAlign bytes divide D's rows; vectors of columns start at `col0`.
+template <class E, int kAlign, class Acc>
+__device__ __forceinline__ void finish_quad(const uint32_t (&sums)[4], int token, int row, int col0,
+                                            typename E::Out* d, int m, int n, int ldd, const typename E::Args& args) {
+  using Out = typename E::Out;
+  constexpr int kSize = sizeof(Out);
+  constexpr int kPiece = kAlign < 4 * kSize ? kAlign : 4 * kSize;
+  constexpr int kPieces = 4 * kSize / kPiece;
+  const int col = col0 + row;
+  const long long at = static_cast<long long>(token) * ldd + col;
+  float added[16 / kSize] = {};
+  if constexpr (E::kHasResidual) {
+    uint32_t raw[4] = {};
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (col + i * (kPiece / kSize) < n) {
+        load_piece<kPiece>(raw, reinterpret_cast<const char*>(args.residual + at) + i * kPiece, i * kPiece);
+      }
+    }
+    Vector<Out>{raw[0], raw[1], raw[2], raw[3]}.to_float(added);
+  }
+  const auto across = E::row(args, token, m);
+  typename E::Value v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const auto along = E::column(args, row + i, n - col0);
+    v[i] = E::finish(E::apply(from_bits<Acc>(sums[i]), across, along), added[i], args);
+  }
+  uint32_t packed[kSize];
+  E::template pack<4>(packed, v);
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    if (col + i * (kPiece / kSize) < n) {
+      store_piece<kPiece>(reinterpret_cast<char*>(d + at) + i * kPiece, packed, i * kPiece);
+    }
+  }
+}
+
+// The kernel. m <= kTokens; a grid of a cluster for each kRows rows.
+template <class T, int kBits, int kSlots, class Tile, class E, int kAlign>
+__device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char* units, const char* norms,
+                                                      const float* fold, typename E::Out* d, int m, int n,
+                                                      int units_k, int ldd, const Book& book, typename E::Args args) {
+  using Shared = DecodeWgmmaShared<T, Tile>;
+  using Product = Wgmma<T, Tile::kTokens>;
+  using Acc = typename Product::Acc;
+  using Half = HalfUnit<T>;
+  constexpr int kThreads = 32 * Tile::kWarps;
+  constexpr int kStages = Tile::kStages;
+  constexpr int kPitch = Shared::kPitch;
+  extern __shared__ __align__(1024) char stages[];
+
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % Tile::kSplits;
+  const int col0 = static_cast<int>(blockIdx.x) / Tile::kSplits * Tile::kRows;
+  // Warpgroups past the last read the last rows that there are; nobody stores their sums.
+  const int tile = min(col0 / kUnitRows + warp, (n + 63) / 64 * 4 - 1);
+  const int part = (units_k + Tile::kSplits - 1) / Tile::kSplits;
+  const int first = rank * part;
+  const int count = max(0, min(part, units_k - first));
+
+  WeightUnit<kBits, kSlots> weights[Tile::kPrefetch];
+  RowFold<T> row_fold;
+  const int index = tile * units_k + first;  // of the first unit among all: fewer registers than addresses
+  const auto load_unit = [&](WeightUnit<kBits, kSlots>& unit, int u) {
+    const long long at = index + u;
+    unit.load(units + at * kUnitBytes<kBits>, norms + at * (32 * kSlots));
+  };
+#pragma unroll
+  for (int s = 0; s < Tile::kPrefetch; ++s) {
+    if (s < count) load_unit(weights[s], s);
+  }
+  row_fold.load(fold, tile);
+  launch_dependents();
+
+  const uint32_t base = shared_address(stages);
+  const uint32_t full = base + Shared::kFull;
+  const uint32_t empty = base + Shared::kEmpty;
+  const int m8 = (m + 7) / 8;
+  const auto copy_tokens = [&](int unit, int stage) {
+    const int bytes = 1024 * Shared::kBlocks * m8;  // blocks of K follow one another
+    barrier_expect(full + 8 * stage, bytes);
+    copy_bulk(base + Shared::kStaged + stage * Shared::kStageBytes, x + static_cast<long long>(first + unit) * bytes,
+              bytes, full + 8 * stage);
+  };
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, Tile::kWarps);
+    }
+    barrier_init_fence();
+  }
+  if constexpr (!kIsInt8<T>) fill_pair_table<Tile::kWarps>(stages, book);
+  wait_for_dependencies();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < min(kStages, count); ++i) copy_tokens(i, i);
+  }
+  float* col_scale = reinterpret_cast<float*>(stages + Shared::kColScale);
+  float* bias = reinterpret_cast<float*>(stages + Shared::kBias);
+  float* row_scale = reinterpret_cast<float*>(stages + Shared::kRowScale);
+  const int columns = min(Tile::kRows, n - col0);
+  copy_floats<kThreads, Tile::kRows>(col_scale, args.col_scale_per_channel + col0, columns);
+  copy_floats<kThreads, Tile::kRows>(bias, args.bias + col0, args.bias != nullptr ? columns : 0);
+  if constexpr (kIsInt8<T>) copy_floats<kThreads, Tile::kTokens>(row_scale, args.row_scale, m);
+  copy_async_commit();
+  args.col_scale_per_channel = col_scale;
+  args.bias = bias;
+  args.row_scale = row_scale;
+  __syncthreads();  // the table is whole, the barriers are ready
+
+#pragma unroll
+  for (int s = 0; s < Tile::kPrefetch; ++s) pin(weights[s].words);
+  Half half(book, stages, row_fold);
+  Acc sum[Tile::kTokens / 2] = {};
+  uint32_t a[2][Half::kSteps][4] = {};  // one half of a unit is multiplied while the next is decoded
+  // Products in flight read their first operand's registers: it lives until the wait that says they are done, or the
+  // compiler gives them away.
+  const auto keep = [&](uint32_t(&part)[Half::kSteps][4]) {
+#pragma unroll
+    for (int i = 0; i < Half::kSteps; ++i) pin(part[i]);
+  };
+  const bool ring = count > kStages;
+  int stage = 0;
+  int parity = 0;
+#pragma unroll 1
+  for (int u0 = 0; u0 < count; u0 += Tile::kPrefetch) {
+#pragma unroll
+    for (int s = 0; s < Tile::kPrefetch; ++s) {
+      const int u = u0 + s;
+      if (s > 0 && u >= count) break;
+      // All warps finish unit u - 2 before they finish u - 1, which this thread has: the wait is short.
+      if (threadIdx.x == 0 && u >= 2 && u - 2 + kStages < count) {
+        const int free = stage >= 2 ? stage - 2 : stage - 2 + kStages;
+        barrier_wait(empty + 8 * free, stage >= 2 ? parity : parity ^ 1);
+        copy_tokens(u - 2 + kStages, free);
+      }
+      barrier_wait(full + 8 * stage, parity);
+      const uint32_t staged = __shfl_sync(0xffffffffu, base + Shared::kStaged + stage * Shared::kStageBytes, 0);
+      const unsigned long long b = wgmma_descriptor(staged);
+      // Of the second half: 16-bit tokens have a block of their own for it.
+      const unsigned long long b_high = kIsInt8<T> ? b + 2 * kWgmmaStep : b + 64 * m8;
+
+      half.template decode<0>(a[0], weights[s]);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < Half::kSteps; ++i) Product::issue(sum, a[0][i], b + i * kWgmmaStep, 1);
+      wgmma_commit();
+      wgmma_wait<1>();  // the last unit's second half
+      keep(a[1]);
+      if (ring && u > 0 && lane == 0) barrier_arrive(empty + 8 * (stage > 0 ? stage - 1 : kStages - 1));
+
+      half.template decode<1>(a[1], weights[s]);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < Half::kSteps; ++i) Product::issue(sum, a[1][i], b_high + i * kWgmmaStep, 1);
+      wgmma_commit();
+      if (u + Tile::kPrefetch < count) load_unit(weights[s], u + Tile::kPrefetch);
+      wgmma_wait<1>();
+      keep(a[0]);
+      if (++stage == kStages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  }
+  wgmma_wait<0>();
+  keep(a[1]);
+#pragma unroll
+  for (int i = 0; i < Tile::kTokens / 2; ++i) pin(sum[i]);  // nor are sums to be read, in whatever form, before
+  copy_async_wait<0>();
+  __syncthreads();  // table and stages have been read
+
+  const int row0 = kUnitRows * warp + lane / 4;
+#pragma unroll
+  for (int j = 0; j < Tile::kTokens / 8; ++j) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int token = 8 * j + 2 * (lane % 4) + e;
+      const uint32_t at = base + 4 * (token * kPitch + row0);
+      store_shared_4_if(at, bits(sum[4 * j + e]), token < m);
+      store_shared_4_if(at + 32, bits(sum[4 * j + 2 + e]), token < m);
+    }
+  }
+  if constexpr (Tile::kSplits > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
+  constexpr int kQuads = Tile::kRows / 4;
+  const int share = (m * kQuads + Tile::kSplits - 1) / Tile::kSplits;
+  const int end = min((rank + 1) * share, m * kQuads);
+#pragma unroll 2
+  for (int i = rank * share + threadIdx.x; i < end; i += kThreads) {
+    const int token = i / kQuads;
+    const int row = i % kQuads * 4;
+    if (col0 + row >= n) continue;
+    uint32_t sums[4];
+    load_sum_16<Acc, Tile::kSplits>(sums, base + 4 * (token * kPitch + row));
+    finish_quad<E, kAlign, Acc>(sums, token, row, col0, d, m, n, ldd, args);
+  }
+  if constexpr (Tile::kSplits > 1) {
+    cluster_arrive_relaxed();
+    cluster_wait();  // the others have read this CTA's sums
+  }
+}
+
+}  // namespace qcut

@@ -1,0 +1,1 @@
+"""Products of few tokens, bound by the weights' traffic."""

@@ -1,0 +1,1 @@
+"""Quantized models on disk, in qcut's format and in others'."""

@@ -1,0 +1,1 @@
+"""Files of llama2.c: checkpoints and tokenizers."""

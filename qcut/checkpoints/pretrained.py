@@ -1,0 +1,71 @@
+"""A causal language model and its tokenizer, from wherever they lie: for the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qcut.checkpoints import qcut_format as checkpoint
+from qcut.checkpoints.turboquant import reader as turboquant_reader
+from qcut.errors import CheckpointError, UnsupportedError
+
+
+def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, progress: bool = False) -> tuple[Any, Any]:
+    """Read a directory of qcut, of the turboquant-model package or of Hugging Face, or a model of the hub.
+
+    Args:
+        name: a directory, which never touches the network, or a model's name on the hub.
+        dtype: of floating parameters.
+        device: where the model shall be.
+        progress: show a progress bar, for directories of qcut.
+
+    Returns:
+        The model in evaluation mode, and its tokenizer.
+
+    Raises:
+        UnsupportedError: transformers is not installed.
+        CheckpointError: nothing there, or nothing that qcut or transformers reads; see `qcut.load`.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+    except ImportError as error:
+        raise UnsupportedError("transformers is not installed: pip install 'qcut[hf]'") from error
+    folder = Path(name)
+    local = folder.is_dir()
+    if not local and (name.startswith((".", "/", "~")) or folder.exists()):
+        raise CheckpointError(f"{name}: not a directory")
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=local)
+        if local and ((folder / checkpoint.CONFIG_NAME).exists() or turboquant_reader.is_turboquant(folder)):
+            model: nn.Module = checkpoint.load(folder, device=device, dtype=dtype, progress=progress)
+            return model, tokenizer
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, local_files_only=local, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{name}: {error}") from error
+    return model.to(device).eval(), tokenizer
+
+
+def device_of(name: str) -> torch.device:
+    """``auto``: a GPU where there is one.
+
+    Raises:
+        UnsupportedError: ``cuda`` where torch finds none.
+    """
+    available = torch.cuda.is_available()
+    if name.startswith("cuda") and not available:
+        raise UnsupportedError(f"--device {name}: torch finds no CUDA device; allowed: auto, cpu")
+    return torch.device("cuda" if name == "auto" and available else "cpu" if name == "auto" else name)
+
+
+def dtype_for(name: str, device: torch.device) -> torch.dtype:
+    """``auto``: float16 on a GPU, float32 on a CPU."""
+    if name == "auto":
+        return torch.float16 if device.type == "cuda" else torch.float32
+    found: torch.dtype = getattr(torch, name)
+    return found

@@ -1,0 +1,295 @@
+"""Quantized models on disk: safetensors and ``qcut_config.json``, nothing that can execute."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qcut.checkpoints.skeleton import (
+    activation_parent,
+    check_headers,
+    check_no_meta,
+    empty_embedding,
+    empty_layer,
+    expected_tensors,
+    from_huggingface,
+    read_headers,
+)
+from qcut.checkpoints.turboquant import reader as turboquant_reader
+from qcut.errors import CheckpointError
+from qcut.layers.base import Linear, Stored
+from qcut.layers.embedding import Embedding
+from qcut.models.modules import FusedActivation, replace_modules
+from qcut.storage.files import TensorFiles, open_tensors, plain_name, read_json, write_json
+
+CONFIG_NAME = "qcut_config.json"
+_FORMAT, _VERSION = "qcut", 1
+
+
+def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 << 30, progress: bool = False) -> None:
+    """Write a model, quantized or partly so, to a directory.
+
+    The directory gets ``model-*.safetensors`` (several where the tensors exceed ``max_shard_bytes``; every parameter
+    and buffer, also those outside the state dict; tied ones once) and ``qcut_config.json``: which layers are
+    `qcut.Linear` with their schemes, which tensors are tied, which file holds what, and for a Hugging Face model its
+    class and configuration. Such a model's ``config.json`` and ``generation_config.json`` are written too, for
+    tokenizers and people. Other files, a tokenizer's for example, are left alone.
+
+    Saving over an earlier checkpoint is safe: the new files have new names, and the rename of ``qcut_config.json``
+    puts them in force all at once. Only then are the old ones deleted (`qcut.storage.files`).
+
+    Args:
+        model: the model.
+        directory: created if missing.
+        max_shard_bytes: a file takes tensors until it holds this much.
+        progress: show a progress bar.
+
+    Raises:
+        CheckpointError: the directory cannot be written, a tensor is on the meta device, or an embedding is tied to a
+            layer that is not in the model.
+
+    Exactness: `load` gives back every tensor bit by bit.
+    """
+    directory = Path(directory)
+    tensors, tied = _tensors(model)
+    try:
+        files = TensorFiles(directory, "model", CONFIG_NAME)
+        try:
+            weight_map: dict[str, str] = {}
+            shard: dict[str, Tensor]
+            with tqdm(total=len(tensors), desc="save", unit="tensor", disable=not progress, leave=False) as bar:
+                for names in _shards(tensors, max_shard_bytes):
+                    shard = {name: tensors[name].read().detach().cpu().contiguous() for name in names}
+                    weight_map |= dict.fromkeys(names, files.add(shard))
+                    bar.update(len(names))
+            huggingface = _huggingface(model)
+            for key in ("config", "generation_config"):
+                if huggingface.get(key) is not None:
+                    write_json(directory / f"{key}.json", huggingface[key])
+            files.commit(
+                {
+                    "format": _FORMAT,
+                    "version": _VERSION,
+                    "model_class": type(model).__name__,
+                    "huggingface": huggingface or None,
+                    "layers": {name: _describe(m) for name, m in model.named_modules() if isinstance(m, Linear)},
+                    "embeddings": _embeddings(model),
+                    "fused": {n: m.activation for n, m in model.named_modules() if isinstance(m, FusedActivation)},
+                    "tied": tied,
+                    "weight_map": weight_map,
+                }
+            )
+        except BaseException:
+            files.abandon()
+            raise
+    except (OSError, ValueError, TypeError) as exc:
+        raise CheckpointError(f"{directory}: cannot be written: {exc}") from exc
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, Stored], dict[str, str]]:
+    """Every parameter and buffer once, and the names of tied ones with the name they are stored under."""
+    tensors: dict[str, Stored] = {}
+    tied: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in _named_tensors(model):
+        owner = seen.setdefault(tensor.identity, name)
+        if owner == name:
+            tensors[name] = tensor
+        else:
+            tied[name] = owner
+    return tensors, tied
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Stored]]:
+    """Parameters first, then buffers, those of quantized layers as the layers store them."""
+    modules = [(f"{name}." if name else "", m) for name, m in model.named_modules(remove_duplicate=False)]
+    for prefix, module in modules:
+        yield from ((prefix + key, tensor) for key, tensor in _plain(module._parameters, prefix).items())
+    for prefix, module in modules:
+        stored = _plain(module._buffers, prefix)
+        stored = module.stored() if isinstance(module, Linear) else stored
+        yield from ((prefix + key, tensor) for key, tensor in stored.items())
+
+
+def _plain(tensors: Mapping[str, Tensor | None], prefix: str) -> dict[str, Stored]:
+    held = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    for key, tensor in held.items():
+        if tensor.is_meta:
+            raise CheckpointError(f"{prefix}{key}: the tensor is on the meta device and has no values to save")
+    return {key: Stored.of(tensor) for key, tensor in held.items()}
+
+
+def _shards(tensors: dict[str, Stored], limit: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > limit:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    yield names
+
+
+def _describe(layer: Linear) -> dict[str, Any]:
+    return {
+        "scheme": layer.scheme.to_json(),
+        "in_features": layer.in_features,
+        "out_features": layer.out_features,
+        "bias": layer.bias is not None,
+        "activation": layer.activation,
+    }
+
+
+def _embeddings(model: nn.Module) -> dict[str, dict[str, str]]:
+    """The layer that each quantized embedding reads, its own or the classifier's, and the dtype it returns."""
+    layers = {id(m): name for name, m in model.named_modules() if isinstance(m, Linear)}
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, Embedding):
+            if id(module.linear) not in layers:
+                raise CheckpointError(f"{name}: the embedding is tied to a layer that is not in the model")
+            dtype = str(module.dtype).removeprefix("torch.")
+            found[name] = {"table": layers[id(module.linear)], "dtype": dtype}
+    return found
+
+
+def _huggingface(model: nn.Module) -> dict[str, Any]:
+    """Class and configuration of a model whose class transformers itself defines."""
+    if not type(model).__module__.startswith("transformers.models."):
+        return {}
+    config: Any = model.config
+    found = {"class": type(model).__name__, "config": json.loads(config.to_json_string(use_diff=False))}
+    generation: Any = getattr(model, "generation_config", None)
+    if generation is not None:
+        found["generation_config"] = json.loads(generation.to_json_string())
+    return found
+
+
+def load(
+    directory: str | Path,
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+) -> nn.Module:
+    """Read what `save`, or the turboquant-model package, wrote and return the model, ready to run, in evaluation mode.
+
+    The model is built on the meta device, without memory; its quantized layers are put in; names, shapes and dtypes
+    of all tensors are checked against the files' headers; then tensors are read one at a time. At no moment does a
+    second copy of the model, or a full-precision one, exist. No code of the checkpoint is run, and no pickle read. For
+    directories with a ``turboquant_config.json`` and no ``qcut_config.json`` see
+    `qcut.checkpoints.turboquant.reader.load`.
+
+    Args:
+        directory: the checkpoint.
+        model: for models that are not of a class in transformers: a function that builds the model (called on the
+            meta device), or the model itself, which is filled and returned; what it holds is dropped.
+        device: where the tensors shall be.
+        dtype: what floating parameters are cast to, and quantized embeddings return; None keeps what was saved. Scales
+            and biases of quantized layers are float32 always, buffers keep their dtype.
+        progress: show a progress bar.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or foreign; a tensor is missing, superfluous, or of a wrong shape
+            or dtype (named); or the model cannot be built without ``model``. A model passed in is then incomplete
+            only if reading fails after all checks have passed.
+        UnsupportedError: what qcut does not read of the turboquant-model package's format (named).
+
+    Exactness: tensors come back bit by bit, but for ``dtype``.
+    """
+    directory = Path(directory)
+    path = directory / CONFIG_NAME
+    if not path.exists() and turboquant_reader.is_turboquant(directory):
+        return turboquant_reader.load(directory, model=model, device=device, dtype=dtype, progress=progress)
+    data = read_json(path, CheckpointError)
+    if data.get("format") != _FORMAT or data.get("version") != _VERSION:
+        raise CheckpointError(
+            f"{path}: found format {data.get('format')!r} version {data.get('version')!r}; "
+            f"{_FORMAT!r} version {_VERSION} is needed"
+        )
+    layers, fused, tied, weight_map = (_mapping(data, key, path) for key in ("layers", "fused", "tied", "weight_map"))
+    embeddings = _mapping({"embeddings": {}, **data}, "embeddings", path)
+    if not all(isinstance(value, str) for value in (*fused.values(), *tied.values(), *weight_map.values())):
+        raise CheckpointError(f"{path}: 'fused', 'tied' and 'weight_map' hold names; something else was found")
+    if not isinstance(model, nn.Module):
+        with torch.device("meta"):
+            model = from_huggingface(data, path) if model is None else model()
+    own_tables = {f"{name}.table": name for name in embeddings}
+    linears = {name: empty_layer(name, spec, model, own_tables.get(name), path) for name, spec in layers.items()}
+    replacements: dict[str, nn.Module] = {name: m for name, m in linears.items() if name not in own_tables}
+    replacements |= {
+        name: empty_embedding(name, spec, linears, model, dtype, path) for name, spec in embeddings.items()
+    }
+    activations = {name: activation_parent(name, model, path) for name in fused}
+    readers = {
+        name: open_tensors(directory / plain_name(name, path, CheckpointError), CheckpointError)
+        for name in sorted(set(weight_map.values()))
+    }
+    headers = read_headers(readers, weight_map, path)
+    wanted, exact = expected_tensors(model, replacements)
+    check_headers(wanted, exact, headers, tied, path)
+
+    replace_modules(model, {id(model.get_submodule(name)): new for name, new in replacements.items()})
+    for name, parent in activations.items():
+        parent._modules[name.rpartition(".")[2]] = FusedActivation(fused[name])
+    held: dict[str, Tensor] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    shared = set(tied.values())
+    state: dict[str, dict[str, Tensor]] = {}
+    for name in tqdm(wanted, desc="load", unit="tensor", disable=not progress, leave=False):
+        owner = tied.get(name, name)
+        tensor = held.get(owner)
+        if tensor is None:
+            is_parameter = isinstance(wanted[owner], nn.Parameter)
+            tensor = readers[weight_map[owner]].get_tensor(owner)
+            # clone: a tensor on the CPU would keep the file mapped.
+            tensor = tensor.to(device, dtype if is_parameter and tensor.is_floating_point() else None, copy=True)
+            tensor = nn.Parameter(tensor, wanted[owner].requires_grad) if is_parameter else tensor
+            if owner in shared:
+                held[owner] = tensor
+        parent, _, key = name.rpartition(".")
+        module = modules[parent]
+        if isinstance(module, Linear):
+            part = state.setdefault(parent, {})
+            part[key] = tensor
+            if part.keys() == module.stored().keys():
+                # Through the layer's own door, which may lay tensors out anew; and now, so that no others pile up.
+                _fill(module, state.pop(parent), parent, path)
+        else:
+            (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[index]
+    for layer, other in _tied_layers(modules, tied):
+        layer.tie_to(other)
+    check_no_meta(modules, path)
+    return model.eval()
+
+
+def _fill(layer: Linear, state: dict[str, Tensor], name: str, path: Path) -> None:
+    try:
+        layer.load_state_dict(state, assign=True)
+    except RuntimeError as exc:
+        raise CheckpointError(f"{path}: layer {name!r}: {exc}") from exc
+
+
+def _tied_layers(modules: dict[str, nn.Module], tied: dict[str, Any]) -> list[tuple[Linear, Linear]]:
+    """Quantized layers that share stored tensors with another, and the other."""
+    found = {}
+    for name, owner in tied.items():
+        layer, other = (modules.get(full.rpartition(".")[0]) for full in (name, owner))
+        if layer is not other and isinstance(layer, Linear) and isinstance(other, Linear):
+            found[id(layer)] = layer, other
+    return list(found.values())
+
+
+def _mapping(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    value = data.get(key)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: field {key!r}: found {type(value).__name__}, an object is needed")
+    return value

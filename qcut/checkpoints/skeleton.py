@@ -1,0 +1,181 @@
+"""The model that a checkpoint fills, without memory, and what its files must hold to fill it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qcut.config import scheme_from_json
+from qcut.errors import CheckpointError, QcutError
+from qcut.layers.base import Linear
+from qcut.layers.embedding import Embedding, is_table
+from qcut.models.modules import is_linear, weight_nk
+from qcut.storage.files import TENSOR_DTYPES
+
+Header = tuple[torch.dtype | None, list[int]]
+"""Dtype, None where torch has none, and shape of a stored tensor."""
+
+
+def from_huggingface(data: dict[str, Any], path: Path) -> nn.Module:
+    """An empty model of a class that transformers itself defines; no code from elsewhere is considered."""
+    info = data.get("huggingface")
+    if not isinstance(info, dict):
+        raise CheckpointError(
+            f"{path}: the model is a {data.get('model_class')!r}, not a class of transformers; "
+            "pass model=, a function that builds it"
+        )
+    try:
+        import transformers
+    except ImportError:
+        raise CheckpointError(f"{path}: the model is a {info.get('class')!r}: pip install transformers") from None
+    name, config = info.get("class"), info.get("config")
+    cls: Any = getattr(transformers, name, None) if isinstance(name, str) and re.fullmatch(r"[A-Z]\w*", name) else None
+    is_model: bool = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
+    if not is_model or not isinstance(config, dict):
+        raise CheckpointError(f"{path}: found model class {name!r}; a model class of transformers is needed")
+    try:
+        model = cls(cls.config_class.from_dict(config))
+        if info.get("generation_config") is not None:
+            model.generation_config = transformers.GenerationConfig.from_dict(info["generation_config"])
+        return model
+    except Exception as exc:
+        raise CheckpointError(f"{path}: {name} cannot be built from the saved configuration: {exc}") from exc
+
+
+def empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, path: Path) -> Linear:
+    """A quantized layer without memory, checked against the layer it replaces, or the embedding it is to be part of."""
+    try:
+        module = model.get_submodule(name if table_of is None else table_of)
+        sizes = int(spec["in_features"]), int(spec["out_features"])
+        layer = Linear.empty(
+            *sizes, bool(spec["bias"]), scheme_from_json(spec["scheme"]), spec["activation"], device="meta", name=name
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, QcutError) as exc:
+        raise CheckpointError(f"{path}: layer {name!r}: {exc}") from exc
+    if isinstance(module, Linear):
+        found = module.in_features, module.out_features
+    elif table_of is not None and isinstance(module, (Embedding, nn.Embedding)):
+        found = module.embedding_dim, module.num_embeddings
+    elif is_linear(module):
+        n, k = weight_nk(module).shape
+        found = k, n
+    else:
+        raise CheckpointError(f"{path}: layer {name!r}: the model has a {type(module).__name__} there, no linear layer")
+    if found != sizes:
+        raise CheckpointError(f"{path}: layer {name!r}: saved with (K, N) = {sizes}, the model has {found}")
+    return layer
+
+
+def empty_embedding(
+    name: str, spec: Any, linears: dict[str, Linear], model: nn.Module, dtype: torch.dtype | None, path: Path
+) -> Embedding:
+    """A quantized embedding, its own table or another layer in it, checked against the embedding it replaces."""
+    try:
+        module = model.get_submodule(name)
+        table = linears[spec["table"]]
+        stored = getattr(torch, spec["dtype"])
+        embedding = Embedding(table, dtype or stored, tied=spec["table"] != f"{name}.table")
+    except (AttributeError, KeyError, TypeError, QcutError) as exc:
+        raise CheckpointError(f"{path}: embedding {name!r}: {exc}") from exc
+    if not isinstance(module, (Embedding, nn.Embedding)) or not (isinstance(module, Embedding) or is_table(module)):
+        raise CheckpointError(f"{path}: embedding {name!r}: the model has a {type(module).__name__} there")
+    saved, found = (table.in_features, table.out_features), (module.embedding_dim, module.num_embeddings)
+    if saved != found:
+        raise CheckpointError(
+            f"{path}: embedding {name!r}: saved with (columns, rows) = {saved}, the model has {found}"
+        )
+    return embedding
+
+
+def activation_parent(name: str, model: nn.Module, path: Path) -> nn.Module:
+    """The module that holds an activation which a quantized layer has taken over."""
+    try:
+        activation = model.get_submodule(name)
+    except AttributeError as exc:
+        raise CheckpointError(f"{path}: fused activation {name!r}: {exc}") from exc
+    if any(True for _ in activation.parameters()) or any(True for _ in activation.children()):
+        raise CheckpointError(f"{path}: fused activation {name!r}: the model has a {type(activation).__name__} there")
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def expected_tensors(model: nn.Module, replacements: dict[str, nn.Module]) -> tuple[dict[str, Tensor], set[str]]:
+    """Every tensor the model will have, by every name, and which of them belong to quantized layers."""
+    new = {id(model.get_submodule(name)): module for name, module in replacements.items()}
+    wanted: dict[str, Tensor] = {}
+    quantized: set[str] = set()
+    for name, old in model.named_modules(remove_duplicate=False):
+        parts = new[id(old)].named_modules(prefix=name) if id(old) in new else [(name, old)]
+        for prefix, module in parts:
+            held: dict[str, Tensor | None] = {**module._parameters, **module._buffers}
+            if id(old) in new and isinstance(module, Linear):
+                held = {key: stored.read() for key, stored in module.stored().items()}  # on the meta device: no memory
+            tensors = {f"{prefix}.{key}" if prefix else key: t for key, t in held.items() if t is not None}
+            wanted |= tensors
+            quantized |= set(tensors) if id(old) in new else set()
+    return wanted, quantized
+
+
+def read_headers(readers: dict[str, Any], weight_map: dict[str, Any], path: Path) -> dict[str, Header]:
+    """Dtype and shape of every stored tensor; none of them is read."""
+    for name, file in weight_map.items():
+        if name not in set(readers[file].keys()):
+            raise CheckpointError(f"{path.parent / file}: tensor {name!r} is not in it, but {path.name} says so")
+    headers = {}
+    for name, file in weight_map.items():
+        view = readers[file].get_slice(name)
+        headers[name] = TENSOR_DTYPES.get(view.get_dtype()), list(view.get_shape())
+    return headers
+
+
+def check_headers(
+    wanted: dict[str, Tensor],
+    exact: set[str],
+    headers: dict[str, Header],
+    tied: dict[str, Any],
+    path: Path,
+) -> None:
+    """Hold the files' headers to the model.
+
+    Args:
+        wanted: every tensor of the model, by every name.
+        exact: names whose dtype must be the model's; others may be of any floating dtype where theirs is one.
+        headers: of the stored tensors.
+        tied: names that are stored under another.
+        path: for error messages.
+
+    Raises:
+        CheckpointError: a tensor is missing, superfluous, or of a wrong shape or dtype (named).
+    """
+    missing = [name for name in wanted if tied.get(name, name) not in headers]
+    foreign = [name for name in (*headers, *tied) if name not in wanted]
+    if missing or foreign:
+        name = (missing or foreign)[0]
+        raise CheckpointError(
+            f"{path}: {len(missing)} tensors of the model are missing and {len(foreign)} do not belong to it; "
+            f"the first is {name!r}"
+        )
+    for name, tensor in wanted.items():
+        dtype, shape = headers[tied.get(name, name)]
+        # Outside quantized layers floating tensors may be of any precision: a skeleton does not know which.
+        free = name not in exact and tensor.is_floating_point()
+        ok = dtype is not None and (dtype.is_floating_point if free else dtype == tensor.dtype)
+        if list(tensor.shape) != shape or not ok:
+            raise CheckpointError(
+                f"{path}: tensor {name!r}: found {dtype} {shape}, {tensor.dtype} {list(tensor.shape)} is needed"
+            )
+
+
+def check_no_meta(modules: Mapping[str, nn.Module], path: Path) -> None:
+    """Raises `CheckpointError` where a module holds a tensor on the meta device that is no parameter or buffer."""
+    for name, module in modules.items():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise CheckpointError(
+                    f"{path}: {name}.{key} is a tensor that is no parameter or buffer, so no checkpoint holds it; "
+                    "pass model=, built with its values"
+                )

@@ -1,0 +1,1 @@
+"""Directories of the turboquant-model package, read and written."""

@@ -1,0 +1,316 @@
+"""Directories of the turboquant-model package, read. `qcut.checkpoints.turboquant.writer` writes them.
+
+- ``turboquant_config.json``: `qcut.checkpoints.turboquant.format.Config`.
+- ``config.json``: the model's class, for transformers.
+- ``model.safetensors``: ``codebook`` float32 ``[2**bits]`` of every first pass, and for each layer, the dots of its
+  name turned into underscores: ``.indices`` uint8 ``[N, ceil(K / 2)]``, ``byte = idx[2j] | idx[2j + 1] << 4`` at any
+  width; ``.norms`` float32 or float16 ``[N]`` for one group, else ``[N, G]``; ``.bias`` float32 ``[N]``; and of a
+  residual pass ``.pass2_indices``, ``.pass2_norms`` and ``.pass2_codebook``.
+- ``non_quantized.safetensors``: every other parameter, tied ones once, and every buffer.
+
+A group shorter than the group size means here what the package's quantizer means by it, which normalizes by the
+square root of its own columns; that package's layer multiplies by that of the group size. Seeds follow the strategy,
+as its quantizer has them; its reader knows the seeds of ``different`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from qcut.checkpoints.skeleton import check_no_meta
+from qcut.checkpoints.turboquant.format import Config
+from qcut.codebooks import lloyd_max as codebook
+from qcut.codebooks.quantizer import RotatedCodebook, pass_seeds
+from qcut.config import Codebook
+from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
+from qcut.layers.codebook import CodebookLinear
+from qcut.models.modules import is_linear, replace_modules
+from qcut.storage.files import TENSOR_DTYPES, open_tensors, read_json
+
+CONFIG_NAME = "turboquant_config.json"
+MODEL_NAME, QUANTIZED_NAME, REST_NAME = "config.json", "model.safetensors", "non_quantized.safetensors"
+PASS_PARTS = (("indices", "norms", "codebook"), ("pass2_indices", "pass2_norms", "pass2_codebook"))
+_PARTS = {part for parts in PASS_PARTS for part in parts} - {"codebook"} | {"bias"}
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
+Header = tuple[str, list[int]]
+
+
+def is_turboquant(directory: str | Path) -> bool:
+    """Whether a directory looks like one of that package's."""
+    return (Path(directory) / CONFIG_NAME).is_file()
+
+
+def load(
+    directory: str | Path,
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    progress: bool = True,
+) -> nn.Module:
+    """Read a directory and return the model, ready to run, in evaluation mode.
+
+    The model is built on the meta device; names, shapes and dtypes of all tensors are checked against the files'
+    headers before any is read, then they are read one at a time. No code of the directory is run, and no pickle read.
+    The layers multiply by 16-bit activations (scheme ``codebook``, activation ``fp16``).
+
+    Args:
+        directory: with the files above.
+        model: for models that are not causal language models of transformers: see `qcut.load`.
+        device: where the tensors shall be.
+        dtype: what floating parameters outside quantized layers are cast to; None keeps what was saved.
+        progress: show a progress bar.
+
+    Raises:
+        CheckpointError: a file is missing, truncated, a pickle or foreign; a tensor is missing, superfluous, of a wrong
+            shape or dtype, or holds what cannot be (named); the model cannot be built, or two of its layers have the
+            same name but for dots and underscores. A model passed in is then incomplete only if reading fails after all
+            checks have passed.
+        UnsupportedError: entropy coding, factored norms, quantized embeddings, or a key of the configuration that is
+            not known (named).
+
+    Exactness: indices, codebooks and norms as stored, bit by bit; norms of two passes in the wider of their dtypes.
+
+    Source: schemes.md, section 4.
+    """
+    directory = Path(directory)
+    config = _read_config(directory / CONFIG_NAME)
+    if not isinstance(model, nn.Module):
+        with torch.device("meta"):
+            model = _skeleton(directory / MODEL_NAME) if model is None else model()
+    readers = {name: _open(directory, name) for name in (QUANTIZED_NAME, REST_NAME)}
+    headers = {name: _headers(reader) for name, reader in readers.items()}
+    path = directory / QUANTIZED_NAME
+    names = _resolve(headers[QUANTIZED_NAME], model, path)
+    linears = linear_layers(model)
+    _require(headers[QUANTIZED_NAME], "codebook", ("F32",), [1 << config.bit_width], path)
+    for stem, name in names.items():
+        _check_layer(headers[QUANTIZED_NAME], stem, name, linears[name], config, path)
+    rest = _check_rest(headers[REST_NAME], model, set(names.values()), directory / REST_NAME)
+
+    layers: dict[int, nn.Module] = {}
+    with tqdm(total=len(names) + len(rest), desc="load", unit="tensor", disable=not progress, leave=False) as bar:
+        for index, (stem, name) in enumerate(names.items()):
+            module = linears[name]
+            read = readers[QUANTIZED_NAME]
+            layer = _read_layer(read, stem, name, module.in_features, config, index, device, path)
+            layers[id(module)] = layer.train(False)
+            bar.update()
+        replace_modules(model, layers)
+        for stored, holders in rest.items():
+            _fill(model, holders, readers[REST_NAME].get_tensor(stored), device, dtype)
+            bar.update()
+    check_no_meta(dict(model.named_modules()), directory)
+    return model.eval()
+
+
+def _read_config(path: Path) -> Config:
+    data = read_json(path, CheckpointError)
+    try:
+        return Config.from_json(data)
+    except ConfigError as exc:
+        raise CheckpointError(f"{path}: {exc}") from exc
+    except UnsupportedError as exc:
+        raise UnsupportedError(f"{path}: {exc}") from exc
+
+
+def _skeleton(path: Path) -> nn.Module:
+    """An empty causal language model of a class that transformers itself defines."""
+    data = read_json(path, CheckpointError)
+    try:
+        import transformers
+    except ImportError:
+        raise CheckpointError(f"{path}: the model is one of transformers: pip install transformers") from None
+    kind = data.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(f"{path}: model_type is {kind!r}; one that transformers knows is needed, or model=")
+    try:
+        config = transformers.CONFIG_MAPPING[kind].from_dict(data)
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise CheckpointError(f"{path}: transformers has no causal language model of type {kind!r}; pass model=")
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    except CheckpointError:
+        raise
+    except Exception as exc:
+        raise CheckpointError(f"{path}: a {kind!r} cannot be built from it: {exc}") from exc
+
+
+def _open(directory: Path, name: str) -> Any:
+    path = directory / name
+    pickles = [p.name for p in (directory / "layers", path.with_suffix(".pt"), directory / "codebook.pt") if p.exists()]
+    if not path.exists() and pickles:
+        raise CheckpointError(
+            f"{path}: there is no such file; {', '.join(pickles)} holds pickles, which are not read: save the model "
+            "again with a version of turboquant-model that writes safetensors"
+        )
+    return open_tensors(path, CheckpointError)
+
+
+def _headers(reader: Any) -> dict[str, Header]:
+    views = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (no mapping)
+    return {name: (view.get_dtype(), list(view.get_shape())) for name, view in views.items()}
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The layers that the package quantizes unless told to skip them: ``nn.Linear``, in the model's order."""
+    return {name: m for name, m in model.named_modules() if name and isinstance(m, nn.Linear) and is_linear(m)}
+
+
+def _resolve(headers: dict[str, Header], model: nn.Module, path: Path) -> dict[str, str]:
+    """Name in the file → name in the model, in the model's order."""
+    stems: set[str] = set()
+    for name in headers:
+        stem, _, part = name.partition(".")
+        if name == "codebook":
+            continue
+        if part.startswith(("norms.", "indices_ec", "pass2_indices_ec", "qe_", "weight_")):
+            raise UnsupportedError(f"{path}: tensor {name!r}: entropy coding, factored norms, embeddings are not read")
+        if part not in _PARTS:
+            raise CheckpointError(f"{path}: tensor {name!r} is none of the format's; parts are {sorted(_PARTS)}")
+        stems.add(stem)
+    found: dict[str, str] = {}
+    for name in linear_layers(model):
+        stem = name.replace(".", "_")
+        if stem in stems:
+            if stem in found:
+                raise CheckpointError(f"{path}: {stem!r} may be {found[stem]!r} or {name!r}; names must be unambiguous")
+            found[stem] = name
+    if foreign := sorted(stems - found.keys()):
+        raise CheckpointError(f"{path}: {len(foreign)} layers are none of the model's; the first is {foreign[0]!r}")
+    return found
+
+
+def _require(headers: dict[str, Header], name: str, dtypes: tuple[str, ...], shape: list[int], path: Path) -> None:
+    if name not in headers:
+        raise CheckpointError(f"{path}: tensor {name!r} is missing")
+    dtype, found = headers[name]
+    if dtype not in dtypes or found != shape:
+        raise CheckpointError(
+            f"{path}: tensor {name!r}: found {dtype} {found}, {' or '.join(dtypes)} {shape} is needed"
+        )
+
+
+def _check_layer(
+    headers: dict[str, Header], stem: str, name: str, module: nn.Linear, config: Config, path: Path
+) -> None:
+    n, k = module.out_features, module.in_features
+    groups = -(-k // (config.group_size or k))
+    widths = (config.bit_width, config.residual_bit_width)
+    for (indices, norms, values), bits in zip(PASS_PARTS, widths, strict=True):
+        if bits is None:
+            if extra := sorted(p for p in (indices, norms, values) if f"{stem}.{p}" in headers):
+                raise CheckpointError(f"{path}: layer {name!r} has {extra}, but residual_bit_width is null")
+            continue
+        _require(headers, f"{stem}.{indices}", ("U8",), [n, -(-k // 2)], path)
+        _require(headers, f"{stem}.{norms}", ("F32", "F16"), [n] if groups == 1 else [n, groups], path)
+        if values != "codebook":
+            _require(headers, f"{stem}.{values}", ("F32",), [1 << bits], path)
+    bias = f"{stem}.bias"
+    if module._parameters.get("bias") is not None:
+        _require(headers, bias, ("F32", "F16", "BF16"), [n], path)
+    elif bias in headers:
+        raise CheckpointError(f"{path}: tensor {bias!r}: the model's layer has no bias")
+
+
+def _check_rest(
+    headers: dict[str, Header], model: nn.Module, layers: set[str], path: Path
+) -> dict[str, list[tuple[str, Tensor]]]:
+    """Name in the file → the names and tensors of the model that it fills: several where they are tied."""
+    holders: dict[int, list[tuple[str, Tensor]]] = {}
+    replaced = {id(model.get_submodule(name)) for name in layers}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if id(module) not in replaced:
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    holders.setdefault(id(tensor), []).append((f"{prefix}.{key}" if prefix else key, tensor))
+    found = {}
+    missing = []
+    for same in holders.values():
+        stored = [name for name, _ in same if name in headers]
+        if not stored:
+            missing.append(same[0][0])
+            continue
+        tensor = same[0][1]
+        exact = next((code for code, dtype in TENSOR_DTYPES.items() if dtype == tensor.dtype), "")
+        _require(headers, stored[0], _FLOATS if tensor.is_floating_point() else (exact,), list(tensor.shape), path)
+        found[stored[0]] = same
+    foreign = sorted(headers.keys() - found.keys())
+    if missing or foreign:
+        raise CheckpointError(
+            f"{path}: {len(missing)} tensors of the model are missing and {len(foreign)} do not belong to it; "
+            f"the first is {(missing or foreign)[0]!r}"
+        )
+    return found
+
+
+def _read_layer(
+    reader: Any, stem: str, name: str, k: int, config: Config, index: int, device: torch.device | str, path: Path
+) -> CodebookLinear:
+    size = config.group_size or k
+    strategy: Any = config.rotation_strategy
+    seeds = pass_seeds(config.seed, config.residual_seed, strategy, index)
+    passes = []
+    for parts, bits, seed in zip(PASS_PARTS, (config.bit_width, config.residual_bit_width), seeds, strict=True):
+        if bits is None:
+            continue
+        names = [part if part == "codebook" else f"{stem}.{part}" for part in parts]
+        stored, norms, values = (reader.get_tensor(one) for one in names)
+        indices = codebook.unpack(stored, 4, k)
+        if int(indices.max()) >= 1 << bits:
+            raise CheckpointError(f"{path}: tensor {names[0]!r} has index {int(indices.max())}; {bits} bits hold less")
+        if not norms.isfinite().all() or bool((norms < 0).any()):
+            raise CheckpointError(f"{path}: tensor {names[1]!r} has a norm that is negative, NaN or Inf")
+        if not values.isfinite().all() or bool((values.diff() <= 0).any()):
+            raise CheckpointError(f"{path}: tensor {names[2]!r}, a codebook, does not ascend: {values.tolist()}")
+        kind: Any = config.rotation
+        passes.append(RotatedCodebook(indices, norms.view(len(norms), -1), values, size, kind, seed))
+    # A layer has norms of one dtype; the package may store halves for the first pass and floats for the second.
+    dtype = torch.promote_types(passes[0].norms.dtype, passes[-1].norms.dtype)
+    moved = [
+        RotatedCodebook(p.indices.to(device), p.norms.to(device, dtype), p.values.to(device), size, p.rotation, p.seed)
+        for p in passes
+    ]
+    bias = f"{stem}.bias"
+    stored = reader.get_tensor(bias).to(device, torch.float32, copy=True) if bias in set(reader.keys()) else None
+    try:
+        return CodebookLinear.from_passes(moved, stored, layer_scheme(config, moved), name=name)
+    except QcutError as exc:
+        raise CheckpointError(f"{path}: layer {name!r}: {exc}") from exc
+
+
+def layer_scheme(config: Config, passes: Sequence[RotatedCodebook]) -> Codebook:
+    """The scheme of a layer with these passes, which may have seeds of their own."""
+    return Codebook(
+        bits=config.bit_width,
+        residual_bits=config.residual_bit_width,
+        group_size=config.group_size,
+        rotation=passes[0].rotation,
+        seed=passes[0].seed,
+        residual_seed=passes[-1].seed if len(passes) > 1 else config.residual_seed,
+        norm_dtype="fp32" if passes[0].norms.dtype is torch.float32 else "fp16",
+    )
+
+
+def _fill(
+    model: nn.Module,
+    holders: list[tuple[str, Tensor]],
+    tensor: Tensor,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> None:
+    old = holders[0][1]
+    is_parameter = isinstance(old, nn.Parameter)
+    # copy: a tensor on the CPU would keep the file mapped.
+    tensor = tensor.to(device, dtype if is_parameter and tensor.is_floating_point() else None, copy=True)
+    new = nn.Parameter(tensor, old.requires_grad) if is_parameter else tensor
+    for name, _ in holders:
+        parent, _, key = name.rpartition(".")
+        module = model.get_submodule(parent)
+        (module._parameters if is_parameter else module._buffers)[key] = new  # type: ignore[assignment]

@@ -1,0 +1,244 @@
+"""What qcut finds on this machine, and what to do about what it does not find."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from qcut.dispatch import tables as tuned
+from qcut.emitters.core.source import ARCHITECTURES, KernelSource, Param
+from qcut.errors import BuildError, QcutError
+from qcut.jit import cache, device, launch, toolchain
+from qcut.jit.build import compile_source
+
+State = Literal["ok", "warn", "missing"]
+
+MINIMUM_CC = (8, 0)
+"""Oldest compute capability with the int8 tensor-core instructions qcut emits."""
+
+DRIVER_CUDA_MAJOR = 13
+"""CUDA version of the compilers qcut installs."""
+
+LOW_DISK_BYTES = 256 << 20
+"""Free space under which the report warns."""
+
+_PACKAGES = ("torch", "nvidia-cutlass", "cuda-core", "cuda-bindings", "safetensors", "transformers")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        topic: what was looked for.
+        state: ``ok``; ``warn`` (works, with a restriction); ``missing``.
+        text: what was found.
+        advice: what to do about it; empty where there is nothing to do.
+    """
+
+    topic: str
+    state: State
+    text: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        mark = {"ok": "ok  ", "warn": "warn", "missing": "MISS"}[self.state]
+        return f"[{mark}] {self.topic:<14} {self.text}" + (f"\n{'':7}-> {self.advice}" if self.advice else "")
+
+
+def examine(compile_probe: bool = True) -> list[Finding]:
+    """Look at packages, GPUs, driver, compilers, headers and the cache.
+
+    Args:
+        compile_probe: also compile one small kernel with each toolchain, which takes a few seconds and
+            finds what file names cannot: a compiler that is there and does not work.
+
+    Returns:
+        The findings, in reading order. Never raises for something that is missing.
+    """
+    gpus, findings = _gpus()
+    findings.insert(0, _packages())
+    for topic, find in (
+        ("NVRTC", lambda: _tool(toolchain.find_nvrtc())),
+        ("CUDA headers", lambda: _headers(toolchain.find_cuda_include())),
+        ("nvcc", lambda: _tool(toolchain.find_nvcc())),
+        ("g++", lambda: _tool(toolchain.find_gxx())),
+        ("CUTLASS", lambda: _headers(toolchain.find_cutlass_include())),
+    ):
+        findings.append(_attempt(topic, find))
+    if importlib.util.find_spec("torch") is not None:
+        findings.append(_cpp_operators())
+    if compile_probe:
+        findings += _probe("raw kernels", "nvrtc", gpus) + _probe("CUTLASS route", "nvcc", gpus)
+    findings += [_table(name) for name in dict.fromkeys(gpu.name for gpu in gpus)]
+    findings.append(_cache())
+    return findings
+
+
+def is_healthy(findings: list[Finding]) -> bool:
+    """Whether nothing is missing. A machine without a GPU or driver is healthy: it builds kernels for others."""
+    return not any(finding.state == "missing" and finding.topic not in ("driver", "GPU") for finding in findings)
+
+
+def report(findings: list[Finding]) -> str:
+    """Return the findings as text, ending with what this machine can do."""
+    missing = {finding.topic for finding in findings if finding.state == "missing"}
+    if missing & {"NVRTC", "CUDA headers", "raw kernels"}:
+        verdict = "CUDA kernels cannot be built here; on the CPU the reference arithmetic runs."
+    elif missing & {"nvcc", "g++", "CUTLASS", "CUTLASS route"}:
+        verdict = "Raw kernels can be built here, CUTLASS kernels cannot: large GEMMs will be slower."
+    else:
+        verdict = "Every kernel can be built here."
+    if missing & {"driver", "GPU", "launch"}:
+        verdict += " There is no usable GPU to run them on (`qcut precompile --arch` works without one)."
+    return "\n".join([*map(str, findings), "", verdict])
+
+
+def _packages() -> Finding:
+    from qcut import __version__
+
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{package} -")
+    text = f"qcut {__version__}, Python {platform.python_version()}, {platform.machine()}; {', '.join(found)}"
+    if sys.platform != "linux":
+        return Finding("packages", "warn", text, "CUDA kernels need Linux")
+    if importlib.util.find_spec("torch") is None:
+        return Finding("packages", "missing", text, "pip install torch")
+    return Finding("packages", "ok", text)
+
+
+def _gpus() -> tuple[list[device.Device], list[Finding]]:
+    """Return the GPUs qcut can use, and what there is to say about driver and GPUs."""
+    try:
+        version = device.driver_version()
+        gpus = device.devices()
+    except QcutError as error:
+        advice = "to run kernels, install the NVIDIA driver, 580 or newer"
+        return [], [Finding("driver", "missing", str(error), advice)]
+    findings = [Finding("driver", "ok", f"supports CUDA {version}")]
+    if int(version.partition(".")[0]) < DRIVER_CUDA_MAJOR:
+        advice = "install driver 580 or newer: an older one may refuse code of CUDA 13 compilers"
+        findings = [Finding("driver", "warn", f"supports CUDA {version}", advice)]
+    for gpu in gpus:
+        text = f"{gpu}, {gpu.sm_count} SMs, {gpu.memory_bytes / 2**30:.0f} GiB"
+        if gpu.cc >= MINIMUM_CC:
+            findings.append(Finding("GPU", "ok", text))
+        else:
+            advice = "qcut needs compute capability {}.{} or newer".format(*MINIMUM_CC)
+            findings.append(Finding("GPU", "missing", text, advice))
+    if not gpus:
+        findings.append(Finding("GPU", "missing", "the driver sees none", "check nvidia-smi and CUDA_VISIBLE_DEVICES"))
+    return [gpu for gpu in gpus if gpu.cc >= MINIMUM_CC], findings
+
+
+def _tool(tool: toolchain.Tool) -> str:
+    return f"{tool.version}  {tool.path}"
+
+
+def _headers(headers: toolchain.Headers) -> str:
+    return f"{headers.version}  {headers.paths[0]}"
+
+
+def _cpp_operators() -> Finding:
+    from qcut.cuda import native as _native
+
+    if (problem := _native.problem()) is None:
+        return Finding("C++ operators", "ok", "g++ and torch's headers are there")
+    return Finding("C++ operators", "warn", problem, "Python serves the layers' calls instead, at more CPU time each")
+
+
+def _table(gpu: str) -> Finding:
+    table = tuned.table_for(gpu)
+    text = "; ".join(table.notes) or f"none for {gpu}: a cost model chooses its kernels"
+    if table.partial:
+        return Finding("tuned table", "warn", text, "`qcut tune` on this GPU measures what is ignored again")
+    return Finding("tuned table", "ok", text, "" if table.rows else "`qcut tune` measures this GPU's")
+
+
+def _attempt(topic: str, find: Callable[[], str]) -> Finding:
+    try:
+        return Finding(topic, "ok", find())
+    except BuildError as error:
+        return Finding(topic, "missing", str(error))
+
+
+def _probe(topic: str, kind: Literal["nvrtc", "nvcc"], gpus: list[device.Device]) -> list[Finding]:
+    """Compile a kernel that does nothing, and launch it where there is a GPU."""
+    source = probe_source(kind, gpus[0].cc if gpus else None)
+    start = time.perf_counter()
+    try:
+        binary = compile_source(source)
+    except BuildError as error:
+        return [Finding(topic, "missing", f"a probe does not compile: {error}")]
+    text = f"compiled a probe for {source.arch} in {time.perf_counter() - start:.1f} s"
+    findings = [Finding(topic, "ok", text)]
+    if gpus and kind == "nvrtc":
+        try:
+            launch.load(binary, source, gpus[0].ordinal).launch((1, 1, 1), (0,), 0)
+            findings.append(Finding("launch", "ok", f"a probe runs on {gpus[0]}"))
+        except QcutError as error:
+            findings.append(Finding("launch", "missing", str(error), "the driver may be older than the compiler"))
+    return findings
+
+
+def probe_source(kind: Literal["nvrtc", "nvcc"], cc: tuple[int, int] | None) -> KernelSource:
+    """Return an empty kernel that needs the headers real ones need.
+
+    Args:
+        kind: toolchain to exercise.
+        cc: compute capability to compile for; None takes sm_90a.
+    """
+    number = "90" if cc is None else f"{cc[0]}{cc[1]}"
+    # sm_80 code runs on every GPU of its major version that has no entry of its own.
+    arch = next((a for a in ARCHITECTURES if a.removeprefix("sm_").rstrip("a") == number), "sm_80")
+    text = "#include <cuda_fp16.h>\n#include <cuda_bf16.h>\n"
+    host = None
+    if kind == "nvcc":
+        text += "#include <cutlass/cutlass.h>\n"
+        host = (
+            "#include <cutlass/cutlass.h>\n#include <cuda.h>\n"
+            'extern "C" int qcut_launch(void const*, void*, void*, int) { return CUDA_SUCCESS; }\n'
+            'extern "C" long qcut_query(int, void const*) { return 0; }\n'
+        )
+    return KernelSource(
+        name=f"qcut_probe_{kind}",
+        text=text + 'extern "C" __global__ void qcut_probe(int) {}\n',
+        entry="qcut_probe",
+        params=(Param("unused", "i32"),),
+        arch=arch,
+        toolchain=kind,
+        block=32,
+        host_text=host,
+        includes=("qcut", "cutlass") if kind == "nvcc" else ("qcut",),
+    )
+
+
+def _cache() -> Finding:
+    base = cache.directory()
+    if base is None:
+        return Finding("cache", "warn", "no home directory", "set QCUT_CACHE_DIR to a writable directory")
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=base) as file:
+            file.write(b"qcut")
+        free = shutil.disk_usage(base).free
+    except OSError as error:
+        text = f"{base} cannot be written ({error.strerror}); kernels are built again by every process"
+        return Finding("cache", "warn", text, "set QCUT_CACHE_DIR to a writable directory")
+    sizes = [path.stat().st_size for path in (base / "kernels").glob("*.qcut")]
+    text = f"{base}: {len(sizes)} kernels, {sum(sizes) / 2**20:.1f} MiB, {free / 2**30:.1f} GiB free"
+    if free < LOW_DISK_BYTES:
+        return Finding("cache", "warn", text, "make room: a CUTLASS kernel needs some MiB while it is built")
+    return Finding("cache", "ok", text)

@@ -1,0 +1,76 @@
+"""``qcut eval``: perplexity of a model on a text."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from qcut.cli.arguments import positive
+from qcut.cli.generate import add_model_options
+
+_DESCRIPTION = """\
+Perplexity over windows that do not overlap: each starts afresh and predicts its tokens from those before them.
+
+MODEL is a directory of Hugging Face, of qcut or of the turboquant-model package, or a model's name on the hub: GPT-2 or
+of Llama's shape.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers of ``qcut``."""
+    parser = commands.add_parser(
+        "eval",
+        help="perplexity of a model on a text",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a directory, or a name on the hub")
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")
+    parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens of a window (default: 512)")
+    parser.add_argument("--max-windows", type=positive, metavar="N", help="use so many windows at most (default: all)")
+    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="windows at a time (default: 8)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_model_options(parser)
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve the command."""
+    import torch
+    from tqdm import tqdm
+
+    import qcut
+    from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained
+    from qcut.engine.engine import Engine
+    from qcut.errors import CheckpointError
+    from qcut.models.evaluation import windows_of
+
+    try:
+        text = arguments.text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"--text {arguments.text}: {error}") from error
+    device = device_of(arguments.device)
+    bar = sys.stderr.isatty()
+    model, tokenizer = load_pretrained(
+        arguments.model, dtype=dtype_for(arguments.dtype, device), device=device, progress=bar
+    )
+    tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    windows = windows_of(tokens, arguments.window, arguments.max_windows)
+    if arguments.scheme is not None:
+        qcut.quantize(model, arguments.scheme, progress=bar)
+    engine = Engine(model, batch=arguments.batch, context=arguments.window, kv_cache=arguments.kv_cache)
+    total = 0.0
+    for batch in tqdm(windows.split(arguments.batch), desc="perplexity", unit="batch", disable=not bar, leave=False):
+        total += sum(float(scores.double().sum()) for scores in engine.score(batch))
+    value = math.exp(total / (len(windows) * (arguments.window - 1)))
+    if arguments.json:
+        found = {"model": arguments.model, "scheme": arguments.scheme, "kv_cache": arguments.kv_cache}
+        found |= {"text": str(arguments.text), "windows": len(windows), "window": arguments.window}
+        print(json.dumps({**found, "device": str(device), "perplexity": value}))
+    else:
+        print(f"perplexity {value:.4f} on {len(windows)} windows of {arguments.window} tokens ({device})")
+    return 0

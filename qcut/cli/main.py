@@ -1,0 +1,108 @@
+"""The ``qcut`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from qcut.cli import evaluate as eval_command
+from qcut.cli import gemm as gemm_command
+from qcut.cli import generate as generate_command
+from qcut.cli import tune as tune_command
+from qcut.cli.arguments import positive
+from qcut.emitters.core.source import ARCHITECTURES, EmitError
+from qcut.errors import BuildError, QcutError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: arguments without the program's name; the process's own by default.
+
+    Returns:
+        Exit status: 0 on success, 1 if something is missing or failed, 2 for a wrong command line.
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.command(arguments))
+    except (QcutError, EmitError) as error:
+        print(f"qcut: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("qcut: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    from qcut import __version__
+
+    parser = argparse.ArgumentParser(prog="qcut", description="Int8 and codebook inference for transformers.")
+    parser.add_argument("--version", action="version", version=f"qcut {__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="show what was found on this machine and what to do about what is missing",
+        description="Looks at GPUs, driver, compilers, headers and the kernel cache, and compiles a probe with each "
+        "toolchain. Exit status 1 if anything but a GPU is missing.",
+    )
+    doctor.add_argument("--no-probe", action="store_true", help="do not compile anything")
+    doctor.set_defaults(command=_doctor)
+
+    precompile = commands.add_parser(
+        "precompile",
+        help="build the kernels of an architecture into the cache; needs no GPU",
+        description="Builds every kernel that dispatch may choose on an architecture into $QCUT_CACHE_DIR "
+        "(default ~/.cache/qcut). Exit status 1 if one fails.",
+    )
+    precompile.add_argument(
+        "--arch",
+        action="append",
+        required=True,
+        choices=ARCHITECTURES,
+        metavar="ARCH",
+        help=f"one of {', '.join(ARCHITECTURES)}; may be repeated",
+    )
+    precompile.add_argument("--list", action="store_true", help="print the kernels' names and build nothing")
+    precompile.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per core)")
+    precompile.set_defaults(command=_precompile)
+
+    generate_command.add_parser(commands)
+    eval_command.add_parser(commands)
+    gemm_command.add_parser(commands)
+    tune_command.add_parser(commands)
+    return parser
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from qcut.cli import doctor
+
+    findings = doctor.examine(compile_probe=not arguments.no_probe)
+    print(doctor.report(findings))
+    return 0 if doctor.is_healthy(findings) else 1
+
+
+def _precompile(arguments: argparse.Namespace) -> int:
+    from qcut.dispatch import gemm as dispatch
+    from qcut.jit import build_many, cache
+
+    sources = [source for arch in dict.fromkeys(arguments.arch) for source in dispatch.precompile_sources(arch)]
+    if arguments.list:
+        for source in sources:
+            print(f"{source.toolchain:<6} {source.name}")
+        return 0
+    start = time.perf_counter()
+    results = build_many(sources, jobs=arguments.jobs)
+    failed = {name: result for name, result in results.items() if isinstance(result, BuildError)}
+    for error in failed.values():
+        print(f"qcut: {error}\n", file=sys.stderr)
+    print(
+        f"{len(results) - len(failed)} of {len(results)} kernels ready in {cache.directory()} "
+        f"({time.perf_counter() - start:.1f} s)"
+    )
+    return 1 if failed else 0
+
+

@@ -1,0 +1,1 @@
+"""Rotated codebook weights: levels, rotations, fits, layouts and products, as plain torch."""

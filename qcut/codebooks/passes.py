@@ -1,0 +1,132 @@
+"""The passes of a codebook scheme: a weight's under a scheme, and what scheme given passes are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcut.codebooks import products as codebook_numerics
+from qcut.codebooks import rotation
+from qcut.codebooks.fit import fit, fit_residual
+from qcut.codebooks.quantizer import RotatedCodebook, quantize, quantize_residual
+from qcut.config import Codebook, Scheme, parse_scheme
+from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
+
+NORM_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
+
+
+def quantize_weight(
+    weight: Tensor, scheme: Codebook, *, second_moment: Tensor | None = None, layer: str | None = None
+) -> list[RotatedCodebook]:
+    """The passes of a weight ``[N, K]`` under a scheme.
+
+    Args:
+        weight: float16, bfloat16, float32 or float64, any strides.
+        scheme: a codebook's.
+        second_moment: ``E[x x^T]`` of the layer's input, ``[K, K]``: indices and norms are then fitted with it.
+        layer: name for error messages.
+
+    Raises:
+        ConfigError: a second moment without a rotation, or a group that the rotation cannot take.
+        QuantizationError: see `qcut.codebooks.quantizer.quantize`.
+    """
+    common: dict[str, Any] = {
+        "group_size": scheme.group_columns(weight.shape[1]),
+        "norm_dtype": NORM_DTYPES[scheme.norm_dtype],
+        "layer": layer,
+    }
+    if scheme.rotation == "none":
+        if second_moment is not None:
+            raise ConfigError(
+                f"{layer_prefix(layer)}scheme {scheme.name} got a second moment; rotated codebooks take one"
+            )
+        plain: list[RotatedCodebook] = []
+        for bits in scheme.widths:
+            left = weight if not plain else weight.float() - codebook_numerics.dequantize(plain)
+            plain.append(codebook_numerics.quantize_plain(left, bits, uniform=scheme.uniform, **common))
+        return plain
+    common |= {"kind": scheme.rotation, "seed": scheme.seed}
+    if scheme.residual_bits is None:
+        if second_moment is None:
+            return [quantize(weight, scheme.bits, **common)]
+        return [fit(weight, second_moment, scheme.bits, **common)]
+    common["residual_seed"] = scheme.residual_seed
+    if second_moment is None:
+        return list(quantize_residual(weight, scheme.bits, scheme.residual_bits, **common))
+    return list(fit_residual(weight, second_moment, scheme.bits, scheme.residual_bits, **common))
+
+
+def codebook_scheme(scheme: str | Scheme, name: str | None) -> Codebook:
+    """The scheme, if it is a codebook's.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    scheme = parse_scheme(scheme)
+    if not isinstance(scheme, Codebook):
+        raise ConfigError(
+            f"{layer_prefix(name)}CodebookLinear has no scheme {scheme.name!r}; use codebook4 or the like"
+        )
+    return scheme
+
+
+def scheme_of(passes: Sequence[RotatedCodebook], scheme: str | Scheme, name: str | None) -> Codebook:
+    """The scheme with what passes say of themselves in it.
+
+    Raises:
+        ConfigError: passes that do not go together, more than two, or a codebook of another width.
+        ShapeError: norms of another shape than the indices ask for.
+    """
+    scheme = codebook_scheme(scheme, name)
+    where = layer_prefix(name)
+    if len(passes) not in (1, 2):
+        raise ConfigError(f"{where}{len(passes)} passes; allowed: 1 or 2")
+    first = passes[0]
+    n, k = first.indices.shape
+    for q in passes:
+        if (q.indices.shape, q.group_size, q.rotation, q.norms.dtype) != (
+            first.indices.shape,
+            first.group_size,
+            first.rotation,
+            first.norms.dtype,
+        ):
+            raise ConfigError(f"{where}passes differ in shape, group size, rotation or the dtype of their norms")
+        if len(q.values) not in (4, 8, 16):
+            raise ConfigError(f"{where}a codebook of {len(q.values)} values; allowed: 4, 8, 16")
+        groups = len(rotation.groups(k, q.group_size))
+        if q.norms.shape != (n, groups):
+            raise ShapeError(f"{where}norms have shape {list(q.norms.shape)}; allowed: [{n}, {groups}]")
+    check_values(passes, name)
+    widths = [len(q.values).bit_length() - 1 for q in passes]
+    return replace(
+        scheme,
+        bits=widths[0],
+        residual_bits=widths[1] if len(passes) == 2 else None,
+        group_size=None if scheme.group_size is None and first.group_size >= k else first.group_size,
+        rotation=first.rotation,
+        seed=scheme.seed if first.rotation == codebook_numerics.NO_ROTATION else first.seed,
+        residual_seed=passes[1].seed if len(passes) == 2 and scheme.rotation != "none" else scheme.residual_seed,
+        norm_dtype="fp16" if first.norms.dtype is torch.float16 else "fp32",
+    )
+
+
+def check_values(passes: Sequence[RotatedCodebook], name: str | None) -> None:
+    """Raises `ConfigError` unless codebooks are ascending, and that of two passes of one width the same."""
+    where = layer_prefix(name)
+    for q in passes:
+        ordered = bool((q.values[1:] > q.values[:-1]).all()) and bool(q.values.isfinite().all())
+        if not ordered:
+            raise ConfigError(f"{where}codebook {q.values.tolist()}; allowed: finite values, ascending")
+    same_width = len(passes) == 2 and len(passes[0].values) == len(passes[1].values)
+    if same_width and not torch.equal(passes[0].values, passes[1].values.to(passes[0].values.device)):
+        raise ConfigError(f"{where}two passes of one width with different codebooks; allowed: one codebook for both")
+
+
+def check_norms(norms: Tensor, name: str | None) -> None:
+    """Raises `QuantizationError` unless norms are finite and not negative."""
+    if not (norms.isfinite() & (norms >= 0)).all():
+        raise QuantizationError("norms hold NaN, Inf or a negative number; allowed: finite, 0 and more", name)

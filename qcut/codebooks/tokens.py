@@ -1,0 +1,156 @@
+"""Rotated tokens as codebook products take them: the reference in plain torch, and what the kernels read.
+
+Per group g of d_g columns, d those of a full group, in float32::
+
+    hadamard  r[g] = walsh_hadamard(x[g] * signs(d_g, seed + first column)) * f32(sqrt(d) / d_g)
+    qr        r[g] = (x[g] @ haar(d_g, seed + first column)^T) * f32(sqrt(d / d_g))
+    none      r[g] = x[g]
+
+So the product with the codebook values is divided by ``sqrt(d)`` for all groups, a shorter last one too. Passes, each
+with a seed of its own, follow one another along K.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qcut.codebooks import rotation
+from qcut.codebooks.layout import Geometry
+from qcut.errors import ConfigError, DtypeError, ShapeError
+from qcut.numerics import int8 as numerics
+
+Kind = Literal["hadamard", "qr", "none"]
+
+_INPUTS = (torch.float16, torch.bfloat16, torch.float32)
+_OUTPUTS = (*_INPUTS, torch.int8)
+_TILE = 16  # sides of the matrices that tensor cores multiply by
+
+
+def rotate_tokens(
+    x: Tensor, kind: Kind, group_size: int, seeds: Sequence[int], out: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate tokens, and round them to 16 bits or quantize them by row.
+
+    Args:
+        x: ``[M, K]`` float16, bfloat16 or float32, any strides; M may be 0.
+        kind: hadamard, qr or none.
+        group_size: columns of a group; K or more takes whole rows. Hadamard groups, the shorter last one too, are
+            powers of two.
+        seeds: one for each pass. Without a rotation their number alone counts.
+        out: float16, bfloat16, float32, or int8: `qcut.numerics.quantize_per_token_ref` of the row, all its passes.
+
+    Returns:
+        ``[M, passes * k_padded]`` (see `qcut.codebooks.layout.Geometry`), padding 0, before `to_blocks`; and the scale,
+        float32 ``[M]``, with int8.
+
+    Raises:
+        ShapeError: no matrix, or one without columns.
+        DtypeError: other dtypes.
+        ConfigError: another kind, a group that the rotation cannot take, no seed.
+
+    Exactness: hadamard and none: bitwise defined, one rounding after the last product. qr: float32 products in the
+    order of the device's matrix product.
+    """
+    if x.dim() != 2 or x.shape[1] < 1:
+        raise ShapeError(f"tokens are {list(x.shape)}; allowed: [M, K] with K of 1 and more")
+    if x.dtype not in _INPUTS or out not in _OUTPUTS:
+        raise DtypeError(
+            f"tokens are {x.dtype} and become {out}; allowed: float16, bfloat16, float32, which may become int8, too"
+        )
+    geometry = _geometry(x.shape[1], kind, group_size, seeds)
+    places = geometry.columns(x.device)
+    rows = torch.zeros((len(x), len(seeds), geometry.k_padded), dtype=torch.float32, device=x.device)
+    for number, seed in enumerate(seeds):
+        rows[:, number, places] = _rotate_row(x.float(), kind, geometry, seed)
+    flat = rows.flatten(1)
+    if out is torch.int8:
+        return numerics.quantize_per_token_ref(flat, flat.shape[1])
+    return flat.to(out), None
+
+
+def operands(
+    kind: Kind,
+    group_size: int,
+    k: int,
+    seeds: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """What the rotation's kernel reads besides tokens; constant, to be kept by the caller.
+
+    Args:
+        kind: hadamard, qr or none.
+        group_size: see `rotate_tokens`.
+        k: columns.
+        seeds: one for each pass.
+        dtype: of qr's matrices: float16 or bfloat16, that of the tokens.
+        device: of the result.
+
+    Returns:
+        - hadamard: int32 ``[passes, k_padded / 32]``, bit j of word w set where column ``32 w + j`` of memory changes
+          its sign; padding is 0.
+        - qr: ``[passes, groups, d, d]`` of dtype, d the columns of a full group rounded up to a multiple of 16:
+          ``haar * sqrt(d / d_g)`` rounded once, 0 beyond a group's columns.
+        - none: an empty int32 tensor.
+
+    Raises:
+        DtypeError: matrices of another dtype.
+        ConfigError: see `rotate_tokens`.
+    """
+    geometry = _geometry(k, kind, group_size, seeds)
+    parts = rotation.groups(k, geometry.full)
+    if kind == "none":
+        return torch.empty(0, dtype=torch.int32, device=device)
+    if kind == "hadamard":
+        negative = torch.zeros(len(seeds), geometry.k_padded, dtype=torch.int64)
+        for number, seed in enumerate(seeds):
+            negative[number, geometry.columns()] = (_signs(parts, seed) < 0).long()
+        words = (negative.view(len(seeds), -1, 32) << torch.arange(32)).sum(-1)
+        return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).to(device)
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise DtypeError(f"matrices of {dtype}; allowed: float16, bfloat16")
+    side = -(-geometry.full // _TILE) * _TILE
+    matrices = torch.zeros(len(seeds), len(parts), side, side, dtype=dtype)
+    for number, seed in enumerate(seeds):
+        for group, (first, d) in enumerate(parts):
+            scaled = rotation.haar(d, seed + first).double() * math.sqrt(geometry.full / d)
+            matrices[number, group, :d, :d] = scaled.to(dtype)
+    return matrices.to(device)
+
+
+def _geometry(k: int, kind: str, group_size: int, seeds: Sequence[int]) -> Geometry:
+    if not seeds:
+        raise ConfigError("no seeds; allowed: one for each pass, 1 and more")
+    if kind != "none":
+        rotation.check_group_size(k, group_size, kind)
+    return Geometry(k, group_size)
+
+
+def _signs(parts: list[tuple[int, int]], seed: int) -> Tensor:
+    return torch.cat([rotation.signs(d, seed + first) for first, d in parts])
+
+
+def _rotate_row(x: Tensor, kind: Kind, geometry: Geometry, seed: int) -> Tensor:
+    """float32 ``[M, K]``, columns in x's order."""
+    if kind == "none":
+        return x
+    full = geometry.full
+    parts = rotation.groups(geometry.k, full)
+    pieces = []
+    if kind == "qr":
+        for first, d in parts:
+            turned = rotation.rotate(x[:, first : first + d], "qr", seed + first)
+            pieces.append(turned if d == full else turned * math.sqrt(full / d))
+        return torch.cat(pieces, 1)
+    flipped = x * _signs(parts, seed).to(x.device)
+    # Groups of one size are transformed together: all but a shorter last one.
+    for first, d, count in ((0, full, geometry.k // full), (geometry.k // full * full, geometry.k % full, 1)):
+        if count and d:
+            piece = flipped[:, first : first + d * count].unflatten(1, (count, d))
+            pieces.append(rotation.walsh_hadamard(piece).flatten(1) * (math.sqrt(full) / d))
+    return torch.cat(pieces, 1)

@@ -1,0 +1,181 @@
+"""A plan as data: which scheme each layer gets, and the measurements behind it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qcut.config import StaticRange, parse_scheme
+from qcut.errors import ConfigError, PlanError
+from qcut.storage.files import read_json, write_json
+
+_FORMAT, _VERSION = "qcut-plan", 1
+
+
+@dataclass
+class LayerPlan:
+    """One layer of a plan.
+
+    Attributes:
+        scheme: ``w8a8_static``, ``w8a8``, ``w8a16``, ``fp16`` or a codebook's name. Edit this one.
+        in_features: K.
+        out_features: N.
+        static_range: what ``w8a8_static`` quantizes the input with; present for any layer that could use it.
+        range_method: how that range was derived.
+        sensitivity: the loss by scheme, this layer alone quantized; in the unit of `Plan.metric`.
+        cost: by scheme, in the unit of `Plan.objective`: µs or bytes.
+        reason: why the layer is not on the fastest scheme; empty where it is.
+    """
+
+    scheme: str
+    in_features: int
+    out_features: int
+    static_range: StaticRange | None = None
+    range_method: str = ""
+    sensitivity: dict[str, float] = field(default_factory=dict)
+    cost: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
+@dataclass
+class Plan:
+    """Schemes for a model's layers, to read, edit, save and pass to `qcut.quantize`.
+
+    Attributes:
+        layers: `LayerPlan` by layer name. Layers that are not in it stay as they are.
+        budget: the loss that was allowed, in the unit of `metric`.
+        metric: what loss means here; see `qcut.plan`.
+        objective: ``time``, ``memory``, or ``custom``: what the costs count.
+        predicted: sum of the layers' sensitivities; None where those are not in the unit of the metric.
+        measured: the loss of the whole plan, measured on the model.
+        start: the same with every layer on its cheapest scheme.
+        tokens: how many tokens it was measured on.
+    """
+
+    layers: dict[str, LayerPlan]
+    budget: float
+    metric: str
+    objective: str
+    predicted: float | None
+    measured: float
+    start: float
+    tokens: int = 0
+
+    @property
+    def schemes(self) -> dict[str, str]:
+        """Scheme by layer name."""
+        return {name: layer.scheme for name, layer in self.layers.items()}
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many layers each scheme has."""
+        return dict(Counter(layer.scheme for layer in self.layers.values()))
+
+    @property
+    def off_int8(self) -> list[str]:
+        """Layers whose activations stay in floating point: ``w8a16``, ``fp16``, and codebooks without ``int8``."""
+        return [name for name, layer in self.layers.items() if not parse_scheme(layer.scheme).int8_products]
+
+    @property
+    def cost(self) -> float:
+        """Sum of the layers' costs; 0 where costs are not known."""
+        return sum(layer.cost.get(layer.scheme, 0.0) for layer in self.layers.values())
+
+    def __str__(self) -> str:
+        unit = {"time": "us", "memory": "bytes"}.get(self.objective, "")
+        predicted = "" if self.predicted is None else f"predicted {self.predicted:.3%}, "
+        counts = ", ".join(f"{n} {scheme}" for scheme, n in sorted(self.counts.items()))
+        lines = [
+            f"Plan: {len(self.layers)} layers ({counts}), {len(self.off_int8)} off the int8 path",
+            f"  loss ({self.metric}, {self.tokens} tokens): budget {self.budget:.3%}, measured {self.measured:.3%}, "
+            f"{predicted}all on the cheapest scheme {self.start:.3%}",
+            f"  cost ({self.objective}): {self.cost:,.0f} {unit}".rstrip(),
+        ]
+        moved = {name: layer for name, layer in self.layers.items() if layer.reason}
+        if moved:
+            width = max(len(name) for name in moved)
+            wide = max(11, *(len(layer.scheme) for layer in moved.values()))
+            lines += [f"  {name:<{width}}  {layer.scheme:<{wide}}  {layer.reason}" for name, layer in moved.items()]
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; `from_json` reads it back."""
+        head = {"format": _FORMAT, "version": _VERSION}
+        fields = {k: v for k, v in asdict(self).items() if k != "layers"}
+        return head | fields | {"layers": {name: asdict(layer) for name, layer in self.layers.items()}}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any], source: str = "plan") -> Plan:
+        """Read what `to_json` wrote, a user's edits included.
+
+        Raises:
+            PlanError: not a plan, or a layer whose scheme does not exist, or that needs a static range and has none.
+        """
+        if data.get("format") != _FORMAT or data.get("version") != _VERSION:
+            raise PlanError(
+                f"{source}: found format {data.get('format')!r} version {data.get('version')!r}; "
+                f"{_FORMAT!r} version {_VERSION} is needed"
+            )
+        try:
+            layers = {str(name): _layer(dict(layer)) for name, layer in data["layers"].items()}
+            rest = {k: v for k, v in data.items() if k not in ("format", "version", "layers")}
+            plan = cls(layers=layers, **rest)
+            plan.start = math.inf if plan.start is None else plan.start
+            if not all(
+                isinstance(x, (int, float)) for x in (plan.budget, plan.predicted or 0.0, plan.measured, plan.start)
+            ):
+                raise TypeError("budget, predicted, measured and start are numbers")
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            raise PlanError(f"{source}: a field is missing or malformed: {exc}") from exc
+        plan.check()
+        return plan
+
+    def check(self) -> None:
+        """Raise `PlanError` naming the layer whose scheme is unknown or lacks its range."""
+        for name, layer in self.layers.items():
+            try:
+                scheme = parse_scheme(layer.scheme)
+            except ConfigError as exc:
+                raise PlanError(f"layer {name!r}: {exc}") from exc
+            if scheme.name == "w8a8_static" and layer.static_range is None:
+                raise PlanError(
+                    f"layer {name!r}: scheme 'w8a8_static' needs a static_range, and the plan has none for it"
+                )
+
+    def save(self, path: str | Path) -> None:
+        """Write one JSON file, under a temporary name first.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        try:
+            write_json(Path(path), _finite(self.to_json()))
+        except OSError as exc:
+            raise PlanError(f"{path}: cannot be written: {exc}") from exc
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read what `save` wrote, a user's edits included.
+
+        Raises:
+            PlanError: the file is missing, not a plan, or `check` fails.
+        """
+        return cls.from_json(read_json(Path(path), PlanError), str(path))
+
+
+def _layer(data: dict[str, Any]) -> LayerPlan:
+    if data.get("static_range") is not None:
+        data["static_range"] = StaticRange.from_json(data["static_range"])
+    for key in ("sensitivity", "cost"):
+        data[key] = {str(k): math.inf if v is None else float(v) for k, v in data.get(key, {}).items()}
+    return LayerPlan(**data)
+
+
+def _finite(data: Any) -> Any:
+    """JSON has no infinity: a scheme that breaks the model has the sensitivity null."""
+    if isinstance(data, dict):
+        return {k: _finite(v) for k, v in data.items()}
+    return None if isinstance(data, float) and not math.isfinite(data) else data

@@ -1,0 +1,74 @@
+"""Tables of tokens and the classifiers tied to them, for `qcut.quantize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from qcut.config import Scheme, parse_scheme
+from qcut.conversion.report import LayerReport
+from qcut.conversion.tasks import Task
+from qcut.errors import ConfigError
+from qcut.layers.base import Linear
+from qcut.layers.embedding import Embedding, check_table
+from qcut.models.modules import DEFAULT_SKIP, is_linear, matches, tensor_key, weight_of
+
+
+def classifier_tasks(model: nn.Module, tables: dict[str, nn.Embedding], embeddings: str | Scheme) -> dict[str, Task]:
+    """What becomes of the classifier, and of all linear layers that are tied to a table of tokens.
+
+    Raises:
+        ConfigError: an unknown scheme, or one that tables cannot have.
+        UnsupportedError: a table that `qcut.Embedding` does not take (named).
+    """
+    scheme = parse_scheme(embeddings)
+    if scheme.name in ("fp16", "w8a8_static"):
+        raise ConfigError(f"embeddings: scheme {scheme.name!r} is not for tables; use w8a16, w8a8 or a codebook")
+    for name, module in tables.items():
+        check_table(module, name)
+    shared = {tensor_key(module.weight) for module in tables.values()}
+    given: Any = getattr(model, "get_output_embeddings", None)
+    head = given() if callable(given) else None
+    return {
+        name: Task(module, scheme, None)
+        for name, module in model.named_modules()
+        if name
+        and is_linear(module)
+        and (module is head or tensor_key(weight_of(module)) in shared or matches(name, DEFAULT_SKIP))
+    }
+
+
+def quantized_table(
+    name: str,
+    module: nn.Embedding,
+    scheme: str | Scheme | None,
+    owners: dict[tuple[Any, ...], Linear],
+    device: torch.device | None,
+) -> Embedding:
+    """A quantized embedding, tied to the layer that has its weight, or to an earlier table."""
+    owner = owners.get(tensor_key(module.weight))
+    if owner is not None:
+        return Embedding.tied_to(owner, module.weight.dtype).train(module.training)
+    made = Embedding.from_float(module, scheme or "w8a16", device=device, name=name)
+    owners[tensor_key(module.weight)] = made.linear
+    return made
+
+
+def table_report(name: str, module: nn.Embedding, made: Embedding, layers: dict[str, Linear]) -> LayerReport:
+    """What became of a table; ``layers`` are the quantized ones, by name."""
+    weight = module.weight.detach().float()
+    norm = weight.double().norm().item()
+    difference = made.dequantized_weight() - weight.to(made.weight.device)
+    return LayerReport(
+        name,
+        made.scheme.name,
+        made.embedding_dim,
+        made.num_embeddings,
+        module.weight.nbytes,
+        made.linear.weight_bytes,
+        difference.double().norm().item() / norm if norm else 0.0,
+        None,
+        next((other for other, layer in layers.items() if layer is made.linear), None),
+    )

@@ -1,0 +1,1 @@
+"""What serves the operators on CUDA: plans and launches."""

@@ -1,0 +1,72 @@
+"""`qcut.explain`: which kernel would run a product, and why."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qcut.errors import DeviceError
+
+if TYPE_CHECKING:
+    from qcut.dispatch.gemm import Explanation, Target
+    from qcut.emitters.core.epilogue import Epilogue
+
+
+def explain(
+    m: int,
+    n: int,
+    k: int,
+    *,
+    layouts: str = "tnt",
+    out: str = "f16",
+    epilogue: Epilogue | None = None,
+    tensor_cores: bool = True,
+    gpu: str | None = None,
+) -> Explanation:
+    """Say which kernel `qcut.gemm_s8` would run, and why.
+
+    Reads tables and a cost model: builds nothing, launches nothing, and needs no GPU where one is named.
+
+    Args:
+        m: rows of A and D.
+        n: columns of B and D.
+        k: summed over.
+        layouts: of A ``[M, K]``, B ``[K, N]`` and D: ``t`` is row-major, ``n`` column-major.
+        out: type of D: f16, bf16, f32, s8 or s32.
+        epilogue: what is fused; None takes the whole dequantization.
+        tensor_cores: False asks for the dp4a kernels.
+        gpu: a name such as ``NVIDIA H200``, or an architecture such as ``sm_80``; None takes the current device.
+
+    Returns:
+        The `qcut.dispatch.Explanation`; print it. CUTLASS counts as available where this machine can build its kernels.
+
+    Raises:
+        ConfigError: layouts, an output or sizes that do not exist.
+        DeviceError: no GPU is named, and there is none.
+        UnsupportedError: the GPU has no kernels, or is not known by that name.
+
+    Example::
+
+        >>> print(qcut.explain(16, 4096, 4096, gpu="NVIDIA H200"))  # doctest: +SKIP
+    """
+    from qcut import jit
+    from qcut.dispatch import gemm as dispatch
+
+    problem = dispatch.problem_of(m, n, k, layouts=layouts, out=out, epilogue=epilogue)
+    target = _target(gpu)
+    cutlass = jit.is_toolchain_available("nvcc")
+    return dispatch.explain(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
+
+
+def _target(gpu: str | None) -> Target:
+    import torch
+
+    from qcut.cuda import plans as _launch_plans
+    from qcut.dispatch import gemm as dispatch
+
+    if torch.cuda.is_available():
+        current = _launch_plans.target(torch.cuda.current_device())
+        if gpu is None or gpu.strip().lower() == current.name.lower():
+            return current
+    if gpu is None:
+        raise DeviceError("explain: there is no CUDA device here; name one, as in gpu='NVIDIA H200' or gpu='sm_80'")
+    return dispatch.target_named(gpu)

@@ -1,0 +1,265 @@
+"""The linear operators' hot path in C++ (``native/linear_ops.cpp``): compiled once per torch, cached, loaded.
+
+It serves calls whose plan `insert` has given it, and leaves every other call to Python, which serves them
+all where there is no g++ or torch came without its headers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+import threading
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qcut.errors import BuildError, DeviceError, QcutError, ToolchainError
+from qcut.jit import cache as disk
+from qcut.jit import toolchain
+from qcut.jit.launch import load_shared
+
+SOURCE = Path(__file__).with_name("linear_ops.cpp")
+OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear")
+"""The operators, in the order of ``Op`` in the source."""
+
+_NAME = "qcut_linear_ops"
+_FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden")
+_LIBRARIES = ("-lc10", "-ltorch_cpu")
+_SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # c10::ScalarType
+_ENVIRONMENT = ("CPATH", "CPLUS_INCLUDE_PATH", "GCC_EXEC_PREFIX")
+_LOG_LINES = 12
+
+
+class Key(ctypes.Structure):
+    """``Key`` of the source: a layer at one bucket of rows."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("weight", "scale", "colsum", "bias")),
+        *((name, ctypes.c_int64) for name in ("n", "k", "rows")),
+        ("activation", ctypes.c_char * 16),
+        *((name, ctypes.c_int32) for name in ("op", "dtype", "device", "aligned")),
+    ]
+
+
+class Launch(ctypes.Structure):
+    """``Launch`` of the source: a kernel and what of its launch does not depend on the call."""
+
+    _fields_ = [
+        ("function", ctypes.c_void_p),
+        ("host", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("grid_rows", "grid_x", "grid_y", "block", "smem_bytes", "pdl")),
+        ("tail", ctypes.c_int32 * 4),
+    ]
+
+
+class Plan(ctypes.Structure):
+    """``Plan`` of the source."""
+
+    _fields_ = [("quantize", Launch), ("gemm", Launch), ("k_padded", ctypes.c_int64), ("min_rows", ctypes.c_int64)]
+
+
+def key(
+    op: str,
+    addresses: tuple[int, int, int, int],
+    n: int,
+    k: int,
+    rows: int,
+    dtype: torch.dtype,
+    activation: str,
+    device: int,
+    aligned: bool,
+) -> Key:
+    """Key of a layer at one bucket of rows; addresses of weight, scale, colsum and bias, 0 for none."""
+    code = OPS.index(op), _SCALAR_TYPES[dtype], device, aligned
+    return Key(*addresses, n, k, rows, activation.encode(), *code)
+
+
+class Library:
+    """The loaded C++ code, a copy of its own per instance; threads may share it.
+
+    Attributes:
+        skip_launch: address of a host launcher that launches nothing.
+    """
+
+    def __init__(self, code: bytes) -> None:
+        lib = load_shared(_NAME, code)
+        self._register = ctypes.PyDLL(_NAME, handle=lib._handle).qcut_register  # PyDLL keeps the GIL
+        self._register.restype = ctypes.c_char_p
+        self._register.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
+        lib.qcut_insert.restype = lib.qcut_clear.restype = None
+        lib.qcut_hits.restype = ctypes.c_uint64
+        lib.qcut_bucket.restype, lib.qcut_bucket.argtypes = ctypes.c_int64, (ctypes.c_int64,)
+        self._lib = lib
+        self.skip_launch = _address(lib.qcut_skip_launch)
+
+    def register(self, namespace: str, backend: str, launch_kernel: int, current_stream: int) -> None:
+        """Put the C++ operators in front of Python's, for the rest of the process. Once per library.
+
+        Args:
+            namespace: has each of `OPS` and, with a leading underscore, the Python operator behind it.
+            backend: dispatch key.
+            launch_kernel: address of ``cuLaunchKernelEx``.
+            current_stream: address of ``aoti_torch_get_current_cuda_stream``.
+
+        Raises:
+            QcutError: torch's dispatcher refuses.
+        """
+        if error := self._register(namespace.encode(), backend.encode(), launch_kernel, current_stream):
+            raise QcutError(f"torch's dispatcher refuses the operators: {error.decode(errors='replace')}")
+
+    def insert(self, key: Key, plan: Plan) -> None:
+        """Serve the calls of this key from now on."""
+        self._lib.qcut_insert(ctypes.byref(key), ctypes.byref(plan))
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        self._lib.qcut_clear()
+
+    @property
+    def hits(self) -> int:
+        """Calls served."""
+        return int(self._lib.qcut_hits())
+
+    def bucket(self, m: int) -> int:
+        """The source's version of `qcut.cuda.plans.m_bucket`."""
+        return int(self._lib.qcut_bucket(m))
+
+
+_lock = threading.Lock()
+_library: Library | None = None
+_settled = False
+
+
+def library() -> Library | None:
+    """The library, in front of ``torch.ops.qcut`` on CUDA; None where it cannot be had. The first call may compile."""
+    global _library, _settled
+    if not _settled:
+        with _lock:
+            if not _settled:
+                _library, _settled = _activate(), True
+    return _library
+
+
+def _activate() -> Library | None:
+    try:
+        launch_kernel, current_stream = _address(toolchain.driver().cuLaunchKernelEx), _address(_current_stream())
+    except (DeviceError, OSError, AttributeError):  # no driver, or a torch without CUDA
+        return None
+    if (loaded := load()) is not None:
+        try:
+            loaded.register("qcut", "CUDA", launch_kernel, current_stream)
+        except QcutError as error:
+            _warn(f"cannot be used: {error}")
+            return None
+    return loaded
+
+
+def load() -> Library | None:
+    """Load a new copy, compiled first if it must be; None, with a warning where the compiler failed."""
+    if (code := build()) is None:
+        return None
+    try:
+        return Library(code)
+    except (OSError, AttributeError):  # a cache may come from another machine
+        disk.discard(_NAME, fingerprint())
+        build.cache_clear()
+    try:
+        return Library(code) if (code := build()) is not None else None
+    except (OSError, AttributeError) as error:
+        _warn(f"does not load: {error}")
+        return None
+
+
+@cache
+def build() -> bytes | None:
+    """The shared object, from disk or from g++; None where there is no g++, no header, or a compiler error (warns)."""
+    if problem() is not None:
+        return None
+    digest = fingerprint()
+    with disk.locked(digest):
+        if (entry := disk.read(_NAME, digest)) is not None:
+            return entry.blobs["so"]
+        try:
+            code = _compile()
+        except BuildError as error:
+            _warn(f"does not compile: {error}")
+            return None
+        disk.write(_NAME, digest, disk.Entry({}, {"so": code}))
+    return code
+
+
+def problem() -> str | None:
+    """What keeps the C++ code from being compiled here, in words; None if nothing is known to."""
+    try:
+        toolchain.find_gxx()
+    except ToolchainError as error:
+        return str(error)
+    header = _torch() / "include" / "torch" / "library.h"
+    return None if header.is_file() else f"torch came without its headers ({header})"
+
+
+def fingerprint() -> str:
+    """Digest of everything the shared object depends on: source, torch, compiler, flags, machine, environment."""
+    facts = [
+        disk.SCHEMA,
+        SOURCE.read_text(encoding="utf-8"),
+        [torch.__version__, torch.version.git_version],
+        [toolchain.find_gxx().version, *_flags(), *_LIBRARIES],
+        [platform.machine(), *platform.libc_ver()],
+        [(name, os.environ[name]) for name in _ENVIRONMENT if name in os.environ],
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _flags() -> list[str]:
+    return [*_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+
+
+def _compile() -> bytes:
+    root = _torch()
+    include = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
+    try:
+        with tempfile.TemporaryDirectory(prefix="qcut-", ignore_cleanup_errors=True) as folder:
+            output = Path(folder) / f"{_NAME}.so"
+            gxx = str(toolchain.find_gxx().path)
+            command = [gxx, *_flags(), *include, "-o", str(output), str(SOURCE), f"-L{root / 'lib'}", *_LIBRARIES]
+            environment = os.environ | {"TMPDIR": folder, "LC_ALL": "C"}
+            done = subprocess.run(
+                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
+            )
+            if done.returncode != 0:
+                first = "\n".join(done.stderr.strip().splitlines()[:_LOG_LINES])
+                raise BuildError(f"g++ ended with {done.returncode}", command=shlex.join(command), log=first)
+            return output.read_bytes()
+    except OSError as error:
+        raise BuildError(f"no scratch space to compile in ({error}); set TMPDIR") from error
+
+
+def _torch() -> Path:
+    return Path(torch.__file__).parent
+
+
+def _current_stream() -> Any:
+    # Part of torch's stable C interface; the library is loaded already.
+    return ctypes.CDLL(str(_torch() / "lib" / "libtorch_cuda.so")).aoti_torch_get_current_cuda_stream
+
+
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _warn(what: str) -> None:
+    warnings.warn(
+        f"qcut: the C++ code of the linear operators {what}\nPython serves them, at more CPU time a call",
+        RuntimeWarning,
+        stacklevel=2,
+    )

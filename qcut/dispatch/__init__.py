@@ -1,0 +1,1 @@
+"""Which kernel runs which product: sizes in, descriptions out, no tensors."""

@@ -1,0 +1,283 @@
+"""What a GEMM costs, estimated from its tile: occupancy, waves, products, loads. Orders candidates; measures nothing.
+
+Pure functions of sizes and the GPU. The figures of an architecture are its instruction rates (CUDA C++ Programming
+Guide, arithmetic throughput), its limits (compute capabilities), and round numbers for what nobody specifies.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.errors import UnsupportedError
+
+_ARCH = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100", (12, 0): "sm_120"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU as dispatch sees it.
+
+    Attributes:
+        arch: architecture kernels are compiled for.
+        sm_count: multiprocessors.
+        name: the driver's name of it, which selects the tuned table.
+    """
+
+    arch: str
+    sm_count: int
+    name: str = ""
+
+
+GPUS = (
+    Target("sm_80", 108, "NVIDIA A100-SXM4-80GB"),
+    Target("sm_80", 108, "NVIDIA A100-SXM4-40GB"),
+    Target("sm_80", 108, "NVIDIA A100 80GB PCIe"),
+    Target("sm_86", 72, "NVIDIA A10"),
+    Target("sm_86", 84, "NVIDIA A40"),
+    Target("sm_86", 82, "NVIDIA GeForce RTX 3090"),
+    Target("sm_89", 58, "NVIDIA L4"),
+    Target("sm_89", 142, "NVIDIA L40S"),
+    Target("sm_89", 128, "NVIDIA GeForce RTX 4090"),
+    Target("sm_90a", 132, "NVIDIA H200"),
+    Target("sm_90a", 132, "NVIDIA H100 80GB HBM3"),
+    Target("sm_90a", 114, "NVIDIA H100 PCIe"),
+    Target("sm_100", 148, "NVIDIA B200"),
+    Target("sm_120", 170, "NVIDIA GeForce RTX 5090"),
+)
+"""GPUs whose number of multiprocessors is known here, so that questions about them need none of them."""
+
+
+def target_for(capability: tuple[int, int], sm_count: int, name: str = "") -> Target:
+    """Map a compute capability to the architecture kernels are compiled for.
+
+    Raises:
+        UnsupportedError: the GPU is older than compute capability 8.0, or unknown.
+    """
+    arch = _ARCH.get(capability) or _ARCH.get((capability[0], 0))
+    if arch is None or capability < (8, 0):
+        known = ", ".join(f"{major}.{minor}" for major, minor in _ARCH)
+        raise UnsupportedError(
+            f"GPU {name or '?'} has compute capability {capability[0]}.{capability[1]}; qcut's kernels run on {known}"
+        )
+    return Target(arch, sm_count, name)
+
+
+def target_named(name: str) -> Target:
+    """The GPU of that name, or for an architecture the first GPU of it.
+
+    Raises:
+        UnsupportedError: the name is neither.
+    """
+    for gpu in GPUS:
+        if name.strip().lower() == gpu.name.lower():
+            return gpu
+    for gpu in GPUS:
+        if name == gpu.arch:
+            return Target(gpu.arch, gpu.sm_count)
+    known = ", ".join(dict.fromkeys([*(gpu.arch for gpu in GPUS), *(gpu.name for gpu in GPUS)]))
+    raise UnsupportedError(f"GPU {name!r} is not known without asking a driver; known: {known}")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One multiprocessor of an architecture, and its share of the rest.
+
+    Attributes:
+        tensor_macs: dense int8 multiply-accumulates a cycle of the fastest tensor-core instruction qcut emits.
+        shares: what of it the instructions of a family reach.
+        smem_bytes: shared memory of all its CTAs together, 1 KiB of each reserved.
+        threads: at most resident.
+        ctas: at most resident.
+        dram_bytes: memory bandwidth of the whole GPU, bytes a cycle.
+        ghz: clock under load.
+    """
+
+    tensor_macs: int
+    shares: dict[str, float]
+    smem_bytes: int
+    threads: int
+    ctas: int
+    dram_bytes: float
+    ghz: float
+
+
+# wgmma reads operands from shared memory; mma.sync spends issue slots on ldmatrix; wmma takes 16 columns of K a time.
+_HOPPER = {"cutlass": 1.0, "mma": 0.8, "wmma": 0.27}
+_AMPERE = {"cutlass": 0.9, "mma": 0.85, "wmma": 0.6}
+MACHINES = {
+    "sm_80": Machine(2048, _AMPERE, 164 << 10, 2048, 32, 1300, 1.41),
+    "sm_86": Machine(1024, _AMPERE, 100 << 10, 1536, 16, 500, 1.70),
+    "sm_89": Machine(1024, _AMPERE, 100 << 10, 1536, 24, 400, 2.20),
+    "sm_90a": Machine(4096, _HOPPER, 228 << 10, 2048, 32, 2560, 1.75),
+    "sm_100": Machine(2048, _AMPERE, 228 << 10, 2048, 32, 4000, 1.85),
+    "sm_120": Machine(1024, _AMPERE, 100 << 10, 1536, 24, 750, 2.40),
+}
+"""By architecture."""
+DP4A_MACS = 256
+"""64 dp4a a cycle and multiprocessor, four products each, on every architecture from sm_80 on."""
+
+REGISTERS = 65_536
+"""Per multiprocessor, handed out to warps in 256s."""
+_L2_BYTES = 32.0  # per multiprocessor and cycle
+_TMA_BYTES = 40.0  # the same, where the TMA loads (8192×1280×5120, tiles of 128×160)
+_START_CYCLES = 1200
+_EPILOGUE_BYTES = 16.0  # per multiprocessor and cycle
+_LATENCY_CYCLES = 700  # of a load that misses the L2
+_SATURATING_WARPS = 8  # two for each scheduler
+_CLUSTER_CYCLES = 1500  # two barriers of a cluster, and the way there
+_STEP_CYCLES = 8.0  # a warp's addresses, bounds and barrier in each step along K, over four schedulers
+_STAGING_CYCLES = 1 / 256  # a byte's way through registers into shared memory: load, permute, store
+_CONTENTION = 0.15  # how much of what is hidden behind something longer shows all the same
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the model expects of one kernel on one problem.
+
+    Attributes:
+        cycles: of the multiprocessors, as if memory were no limit: what candidates are ordered by.
+        time_us: the larger of that and of reading and writing everything once, at the architecture's clock.
+        ctas_per_sm: that fit one multiprocessor.
+        waves: CTAs over what all multiprocessors hold at once.
+    """
+
+    cycles: float
+    time_us: float
+    ctas_per_sm: int
+    waves: float
+
+
+def occupancy(arch: str, threads: int, registers: int, smem_bytes: int) -> int:
+    """CTAs that one multiprocessor holds: the least of what threads, registers and shared memory allow.
+
+    Args:
+        arch: architecture.
+        threads: per CTA.
+        registers: per thread.
+        smem_bytes: static and dynamic shared memory of a CTA.
+    """
+    machine = MACHINES[arch]
+    warps = -(-threads // 32)
+    per_warp = -(-registers * 32 // 256) * 256
+    by_registers = REGISTERS // max(1, per_warp * warps)
+    return min(machine.ctas, machine.threads // (warps * 32), by_registers, machine.smem_bytes // (smem_bytes + 1024))
+
+
+def estimate(
+    family: str,
+    problem: GemmProblem,
+    tile: Any,
+    m: int,
+    n: int,
+    k: int,
+    target: Target,
+    *,
+    threads: int = 0,
+    smem_bytes: int = 0,
+    registers: int = 0,
+) -> Estimate:
+    """Estimate a kernel of any family.
+
+    Args:
+        family: ``cutlass``, ``mma``, ``wmma`` or ``simt``.
+        problem: types, layouts and epilogue.
+        tile: the family's tile.
+        m: rows of A and D.
+        n: columns of B and D.
+        k: summed over.
+        target: the GPU.
+        threads: per CTA; unused for ``cutlass``, one CTA of which fills a multiprocessor.
+        smem_bytes: of a CTA, likewise.
+        registers: per thread as built; 0 where nothing has been built, and they are guessed from the accumulators.
+    """
+    bits = problem.epilogue.out.bits
+    if family == "cutlass":
+        cycles, ctas_per_sm = tile_cycles(tile, bits, m, n, k, target), 1
+        bm, bn, _ = tile.threadblock_shape
+        ctas = -(-m // bm) * -(-n // bn)
+    else:
+        bm, bn, _ = tile.threadblock_shape
+        ctas = -(-m // bm) * -(-n // bn) * getattr(tile, "splits", 1)
+        registers = registers or min(255, 48 + bm * bn // threads + (bm + bn) * 32 // threads)
+        ctas_per_sm = max(1, occupancy(target.arch, threads, registers, smem_bytes))
+        cycles = _raw_cycles(family, problem, tile, m, n, k, target, threads, ctas, ctas_per_sm)
+    moved = m * k * problem.a.bits / 8 + n * k * problem.b.bits / 8 + m * n * bits / 8
+    machine = MACHINES[target.arch]
+    time_us = max(cycles, _START_CYCLES + moved / machine.dram_bytes) / machine.ghz / 1e3
+    return Estimate(cycles, time_us, ctas_per_sm, ctas / (ctas_per_sm * target.sm_count))
+
+
+def _raw_cycles(
+    family: str,
+    problem: GemmProblem,
+    tile: Any,
+    m: int,
+    n: int,
+    k: int,
+    target: Target,
+    threads: int,
+    ctas: int,
+    ctas_per_sm: int,
+) -> float:
+    """Waves of CTAs of which several share a multiprocessor; the last wave may leave it to fewer."""
+    bm, bn, bk = tile.threadblock_shape
+    splits, stages = getattr(tile, "splits", 1), max(2, getattr(tile, "stages", 2))
+    steps = math.ceil(math.ceil(k / bk) / splits)
+    machine = MACHINES[target.arch]
+    rate = DP4A_MACS if family == "simt" else machine.tensor_macs * machine.shares[family]
+    feeding = 1.0 + (_simt_perimeter(tile) if family == "simt" else 8.0 * _warp_perimeter(tile))
+    products = bm * bn * bk * steps / rate * feeding + threads / 32 * steps * _STEP_CYCLES
+    if family == "simt":
+        products += (bm + bn) * bk * steps * _STAGING_CYCLES
+    loads = (bm + bn) * bk * steps / _L2_BYTES
+    if problem.layouts[:2] != "tn":
+        loads *= 1.25  # transposed on the way, through registers
+    latency = steps / (stages - 1) * _LATENCY_CYCLES
+    store = bm * bn * problem.epilogue.out.bits / 8 / _EPILOGUE_BYTES / splits
+    if splits > 1:
+        store += _CLUSTER_CYCLES + bm * bn * 4 * (splits - 1) / splits / _EPILOGUE_BYTES
+
+    def together(count: int) -> float:
+        busy = min(1.0, count * threads / 32 / _SATURATING_WARPS)
+        parts = (count * products / busy, count * loads, latency)
+        return max(parts) + _CONTENTION * (sum(parts) - max(parts)) + count * store
+
+    full, rest = divmod(ctas, ctas_per_sm * target.sm_count)
+    return _START_CYCLES + full * together(ctas_per_sm) + (together(-(-rest // target.sm_count)) if rest else 0.0)
+
+
+# Operands pass from shared memory to registers once per tile of a warp, or of a thread: small ones ask more of it.
+
+
+def _warp_perimeter(tile: TileConfig) -> float:
+    wm, wn, _ = tile.warp_shape
+    return 1 / wm + 1 / wn
+
+
+def _simt_perimeter(tile: Any) -> float:
+    columns = tile.wniter * tile.tn
+    return 1 / columns + columns / (tile.wm * tile.wn / 32)
+
+
+def tile_cycles(tile: TileConfig, out_bits: int, m: int, n: int, k: int, target: Target) -> float:
+    """Estimated cycles where one CTA has a multiprocessor: waves of tiles, each bound by its products or its loads.
+
+    A tile of bm x bn costs the larger of ``bm·bn·K / MACs per cycle`` and its operand bytes over the
+    SM's share of L2 bandwidth (a cluster loads what its CTAs share once), plus an epilogue that
+    ping-pong hides behind the next tile.
+    """
+    bm, bn, _ = tile.threadblock_shape
+    cm, cn = tile.cluster_shape
+    tiles = math.ceil(m / (bm * cm)) * cm * math.ceil(n / (bn * cn)) * cn
+    waves = math.ceil(tiles / target.sm_count)
+    # Narrow tiles read shared memory faster than it delivers.
+    width_penalty = 1.0 if bn >= 128 else 1.0 + 0.25 * (128 - bn) / 128
+    products = bm * bn * k / MACHINES[target.arch].tensor_macs * width_penalty
+    loads = (bm / cn + bn / cm) * k / (_L2_BYTES if tile.schedule == "multistage" else _TMA_BYTES)
+    epilogue = bm * bn * out_bits / 8 / _EPILOGUE_BYTES
+    body = max(products, loads)
+    hidden = tile.schedule == "pingpong"
+    return _START_CYCLES + waves * body + (epilogue if hidden else waves * epilogue)

@@ -1,0 +1,322 @@
+"""Tables of tuned kernels: which tile was fastest for which GEMM on which GPU.
+
+One JSON file per GPU: those shipped with qcut, and over them the user's own, ``$QCUT_CACHE_DIR/tuned/{gpu}.json``. A
+table states for which version of each family it was measured; rows of another version, and files that cannot be read,
+are ignored with a reason that `Table.notes` holds. Writing loses nothing: a file is renamed into place, and what it
+replaces is kept beside it where it was not understood.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any
+
+from qcut.emitters.core.source import EmitError
+from qcut.emitters.gemm.families import VERSIONS, family
+from qcut.errors import ConfigError
+from qcut.jit import cache as kernel_cache
+
+SCHEMA = 2
+OUTPUTS = ("f16", "s8")
+"""Classes of D: ``f16`` stands for every type wider than a byte."""
+LAYOUTS = tuple(a + b + d for a in "tn" for b in "tn" for d in "tn")
+
+Key = tuple[str, str, str, int, int, int]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The fastest kernel of one family for one GEMM.
+
+    Attributes:
+        family: one of `qcut.emitters.gemm.families.FAMILIES`.
+        out: one of `OUTPUTS`.
+        layouts: of A, B and D, as `GemmProblem.layouts`.
+        m: rows of A and D.
+        n: columns of B and D.
+        k: summed over.
+        tile: the family's tile.
+        time_us: its median time.
+        swizzle: as `qcut.dispatch.Choice`.
+        raster: likewise.
+        splits: likewise.
+    """
+
+    family: str
+    out: str
+    layouts: str
+    m: int
+    n: int
+    k: int
+    tile: Any
+    time_us: float
+    swizzle: int = 1
+    raster: int = 0
+    splits: int = 1
+
+    @property
+    def key(self) -> Key:
+        """What of a row another one replaces it for."""
+        return (self.family, self.out, self.layouts, self.m, self.n, self.k)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one GPU that this qcut believes.
+
+    Attributes:
+        gpu: the driver's name of it.
+        rows: at most one per `Row.key`.
+        environment: what they were measured with: driver, CUDA, torch, commit.
+        notes: what was read, and what was ignored and why; one line each.
+        partial: whether something was ignored.
+    """
+
+    gpu: str
+    rows: tuple[Row, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    partial: bool = False
+
+
+@cache
+def versions() -> dict[str, str]:
+    """What a family's rows depend on, as text: its own version, for CUTLASS kernels the package's too."""
+    found = {name: str(version) for name, version in VERSIONS.items()}
+    try:
+        found["cutlass"] += f", nvidia-cutlass {metadata.version('nvidia-cutlass')}"
+    except metadata.PackageNotFoundError:
+        found["cutlass"] += ", nvidia-cutlass is not installed"
+    return found
+
+
+# ── one file ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def tile_to_json(tile: Any) -> dict[str, Any]:
+    """The fields of a tile that differ from their defaults."""
+    out = {}
+    for f in dataclasses.fields(tile):
+        value = getattr(tile, f.name)
+        if value != f.default:
+            out[f.name] = list(value) if isinstance(value, tuple) else value
+    return out
+
+
+def tile_from_json(family_name: str, data: Mapping[str, Any]) -> Any:
+    """Read what `tile_to_json` wrote.
+
+    Raises:
+        ConfigError: no such family, or no tile of it.
+    """
+    try:
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        return family(family_name).tile_type(**values)
+    except (EmitError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{data!r} is no tile of family {family_name!r}: {error}") from None
+
+
+def parse(text: str, where: str) -> Table:
+    """Read a table.
+
+    Args:
+        text: of the file.
+        where: its path, for messages.
+
+    Returns:
+        The rows this qcut believes, and notes on the others.
+
+    Raises:
+        ConfigError: not JSON, or not a table of this schema.
+    """
+    try:
+        data = json.loads(text)
+        if data["schema"] != SCHEMA:
+            raise ConfigError(f"{where}: schema {data['schema']!r}; this qcut reads {SCHEMA}")
+        stated = {str(name): str(version) for name, version in data["versions"].items()}
+        gpu, environment = str(data["gpu"]), {str(k): str(v) for k, v in data.get("environment", {}).items()}
+        families = [str(row["family"]) for row in data["choices"]]
+        # Rows of another version may describe tiles that no longer exist: they are counted, not read.
+        current = {name for name, version in versions().items() if stated.get(name) == version}
+        rows = [_row(row) for row in data["choices"] if row["family"] in current]
+    except ConfigError as error:
+        raise ConfigError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{where}: not a table of tuned kernels: {type(error).__name__}: {error}") from None
+    believed = {row.key: row for row in rows}
+    notes = [f"{where}: {len(believed)} rows"] if believed else []
+    for name in dict.fromkeys(families):
+        if name not in current:
+            was, now = stated.get(name, "an unstated version"), versions().get(name, "no family")
+            notes.append(f"{where}: ignored {families.count(name)} rows of {name}: tuned for {was}, this is {now}")
+    return Table(gpu, tuple(believed.values()), environment, tuple(notes), len(rows) < len(families))
+
+
+def _row(data: Mapping[str, Any]) -> Row:
+    sizes = [data[key] for key in ("m", "n", "k", "swizzle", "raster", "splits")]
+    if not all(type(value) is int for value in sizes) or min(sizes[:3]) < 1:
+        raise ConfigError(f"row {data!r}: m, n, k, swizzle, raster and splits are whole numbers, sizes from 1 up")
+    time_us = float(data["time_us"])
+    if not (math.isfinite(time_us) and time_us > 0):
+        raise ConfigError(f"row {data!r}: time_us is a positive number")
+    if data["out"] not in OUTPUTS or data["layouts"] not in LAYOUTS:
+        raise ConfigError(f"row {data!r}: out is one of {OUTPUTS}, layouts one of {LAYOUTS}")
+    m, n, k, swizzle, raster, splits = sizes
+    tile = tile_from_json(data["family"], data["tile"])
+    return Row(data["family"], data["out"], data["layouts"], m, n, k, tile, time_us, swizzle, raster, splits)
+
+
+def to_text(table: Table) -> str:
+    """A table as JSON, one row a line, so that versions of it can be compared."""
+
+    def line(row: Row) -> str:
+        head = {key: getattr(row, key) for key in ("family", "out", "layouts", "m", "n", "k")}
+        walk = {"swizzle": row.swizzle, "raster": row.raster, "splits": row.splits}
+        return json.dumps({**head, "tile": tile_to_json(row.tile), **walk, "time_us": round(row.time_us, 3)})
+
+    stated = {name: version for name, version in versions().items() if any(r.family == name for r in table.rows)}
+    facts = {"schema": SCHEMA, "gpu": table.gpu, "versions": stated, "environment": dict(table.environment)}
+    head = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in facts.items())
+    rows = ",\n".join(line(row) for row in sorted(table.rows, key=lambda row: row.key))
+    return "{\n" + head + f',\n"choices": [\n{rows}\n]\n}}\n'
+
+
+def read(path: Path) -> Table:
+    """Read a table from a file.
+
+    Raises:
+        ConfigError: there is no such file, or see `parse`.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return parse(text, str(path))
+
+
+def write(path: Path, table: Table) -> Path | None:
+    """Write a table under a temporary name and rename it into place.
+
+    Returns:
+        Where the file that lay there was moved to, if it was not understood, wholly or partly; else None.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+    """
+    from qcut.storage.files import write_text  # with torch, which reading does not need
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = None
+        if path.exists() and not _is_understood(path):
+            aside = next(p for i in range(10**6) if not (p := path.with_name(f"{path.name}.kept{i}")).exists())
+            path.replace(aside)
+        write_text(path, to_text(table))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    forget()
+    return aside
+
+
+def _is_understood(path: Path) -> bool:
+    try:
+        return not read(path).partial
+    except ConfigError:
+        return False
+
+
+# ── several ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def overlay(base: Table, over: Table) -> Table:
+    """The rows of two tables; where both have one, that of the second."""
+    rows = {row.key: row for row in (*base.rows, *over.rows)}
+    notes, environment = (*base.notes, *over.notes), over.environment or base.environment
+    return Table(over.gpu, tuple(rows.values()), environment, notes, base.partial or over.partial)
+
+
+def merge(tables: Iterable[Table]) -> Table:
+    """The rows of several tables of one GPU; of rows with one key the fastest, of equals the first.
+
+    Raises:
+        ConfigError: there is no table, or they are of different GPUs.
+    """
+    tables = list(tables)
+    if len(names := {table.gpu for table in tables}) != 1:
+        raise ConfigError(f"tables of one GPU can be merged; these are of {sorted(names) or 'none'}")
+    best: dict[Key, Row] = {}
+    for row in (row for table in tables for row in table.rows):
+        if row.key not in best or row.time_us < best[row.key].time_us:
+            best[row.key] = row
+    notes = tuple(note for table in tables for note in table.notes)
+    environment = next((table.environment for table in tables if table.environment), {})
+    return Table(tables[0].gpu, tuple(best.values()), environment, notes, any(table.partial for table in tables))
+
+
+def file_name(gpu: str) -> str:
+    """File name of a GPU's table: ``NVIDIA H200`` → ``nvidia_h200.json``."""
+    return "".join(c if c.isalnum() or c in "-." else "_" for c in gpu.strip().lower()) + ".json"
+
+
+def user_path(gpu: str) -> Path | None:
+    """Where the user's table of a GPU lies, whether it exists or not; None without a cache directory."""
+    base = kernel_cache.directory()
+    return base / "tuned" / file_name(gpu) if base else None
+
+
+def shipped(gpu: str) -> Table:
+    """The table that comes with qcut; empty where there is none."""
+    resource = resources.files("qcut.dispatch") / "tuned" / file_name(gpu)
+    if not gpu.strip() or not resource.is_file():
+        return Table(gpu)
+    return _believed(gpu, lambda: parse(resource.read_text(encoding="utf-8"), f"shipped {resource.name}"))
+
+
+def users(gpu: str) -> Table:
+    """The user's own table; empty where there is none."""
+    path = user_path(gpu)
+    if not gpu.strip() or path is None or not path.exists():
+        return Table(gpu)
+    return _believed(gpu, lambda: read(path))
+
+
+def _believed(gpu: str, load: Callable[[], Table]) -> Table:
+    try:
+        table = load()
+    except ConfigError as error:
+        return Table(gpu, notes=(f"ignored {error}",), partial=True)
+    if table.gpu.strip().lower() != gpu.strip().lower():
+        return Table(gpu, notes=(f"ignored a table of {table.gpu} under the name of {gpu}",), partial=True)
+    return table
+
+
+@cache
+def table_for(gpu: str) -> Table:
+    """What dispatch goes by on a GPU: the shipped table, and the user's over it. Read once per process; see `forget`.
+
+    Never raises: a file that cannot be used is a note.
+    """
+    return overlay(shipped(gpu), users(gpu))
+
+
+@cache
+def rows_for(gpu: str) -> dict[tuple[str, str, int, int], tuple[Row, ...]]:
+    """The rows of `table_for` by (out, layouts, N, K)."""
+    found: dict[tuple[str, str, int, int], tuple[Row, ...]] = {}
+    for row in table_for(gpu).rows:
+        key = (row.out, row.layouts, row.n, row.k)
+        found[key] = (*found.get(key, ()), row)
+    return found
+
+
+def forget() -> None:
+    """Let the next question read the files again."""
+    table_for.cache_clear()
+    rows_for.cache_clear()

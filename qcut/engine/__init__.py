@@ -1,0 +1,1 @@
+"""Decoder-only models with memory for their context allocated once."""

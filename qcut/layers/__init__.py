@@ -1,0 +1,1 @@
+"""Quantized modules in place of ``nn.Linear`` and ``nn.Embedding``."""

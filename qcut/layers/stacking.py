@@ -1,0 +1,179 @@
+"""One product of modules that read the same rows: q, k and v, or gate and up.
+
+Their weights are put behind one another along N, and the modules' own tensors become views of their rows: there is no
+second copy, and the modules go on working. What writes into a tensor of theirs writes into the stack; what replaces it,
+moving the model or loading codebooks, parts it from the stack, which keeps what it has. The storage of a stack lives as
+long as one of its views.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from qcut.codebooks.layout import ROW_ALIGNMENT
+from qcut.layers.base import Linear
+from qcut.layers.codebook import CodebookLinear
+from qcut.models.modules import tensor_key
+
+_ALIGNMENT_BYTES = 16  # of vector loads: kernels copy what starts elsewhere
+
+
+class Stacker:
+    """Stacks modules of a model.
+
+    Args:
+        model: shows which modules and weights have other users; as it is now.
+
+    Attributes:
+        moved_bytes: of the weights that were not where their stack is.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.moved_bytes = 0
+        self._uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+        self._holders: dict[tuple[Any, ...], set[int]] = {}
+        for module in model.modules():
+            for tensor in _tensors(module).values():
+                if _is_plain(tensor):
+                    self._holders.setdefault(_storage(tensor), set()).add(id(module))
+
+    def joined(self, siblings: tuple[nn.Module, ...]) -> tuple[nn.Module, ...]:
+        """The siblings' `stack` alone, or the siblings as they were where there is none."""
+        one = self.stack(siblings)
+        return siblings if one is None else (one,)
+
+    def stack(self, siblings: Sequence[nn.Module]) -> nn.Module | None:
+        """A module whose result is those of all siblings, side by side.
+
+        Their tensors become views of its own. Siblings that are views of one stack already, because they were stacked
+        before, are not copied.
+
+        Args:
+            siblings: modules that are called with the same rows.
+
+        Returns:
+            ``nn.Linear``, `qcut.Linear` or `qcut.layers.codebook.CodebookLinear`, as the siblings are; or None where
+            there can be no stack: siblings of different schemes, activations, dtypes or devices, or only some with a
+            bias; W8A8 with static ranges; codebooks that differ, or rows that do not fill whole blocks of 64; rows that
+            would start at no multiple of 16 bytes; a module with hooks, a forward of its own or another class; a module
+            that the model uses twice, or a weight that another module holds too.
+
+        Raises:
+            RuntimeError: torch's, where memory for these siblings is short. They are as they were.
+
+        Exactness: rows of a weight do not know each other. Integer products, and thus W8A8 and codebooks with int8
+        products, are bitwise the siblings'. Sums of floats may have another order, for a kernel, its tile, or a
+        library's algorithm is chosen by N.
+        """
+        parts = self._parts(siblings)
+        if parts is None:
+            return None
+        new: list[tuple[list[Tensor], Tensor]] = []
+        # The model's weights must not become tensors of inference mode, whoever calls from there.
+        with torch.inference_mode(False), torch.no_grad():
+            whole: dict[str, Tensor] = {}
+            for key, tensors in parts.items():
+                found = _adjoining(tensors)
+                whole[key] = torch.cat([t.detach() for t in tensors]) if found is None else found
+                if found is None:
+                    new.append((tensors, whole[key]))
+            made = _module(siblings, whole)
+            for tensors, stacked in new:
+                for tensor, rows in zip(tensors, stacked.split([len(t) for t in tensors]), strict=True):
+                    tensor.data = rows  # the object stays: others may hold it
+                self.moved_bytes += stacked.nbytes
+        return made
+
+    def _parts(self, siblings: Sequence[nn.Module]) -> dict[str, list[Tensor]] | None:
+        """The siblings' tensors that have rows, by key; None where these cannot be stacked."""
+        signatures = [_signature(module) for module in siblings]
+        if len(siblings) < 2 or signatures[0] is None or any(s != signatures[0] for s in signatures):
+            return None
+        if any(self._uses[id(module)] != 1 for module in siblings) or not _fit(siblings):
+            return None
+        rows = [_rows(module) for module in siblings]
+        parts = {key: [one[key] for one in rows] for key in rows[0]}
+        own = {id(module) for module in siblings}
+        for tensors in parts.values():
+            starts = accumulate(t.nbytes for t in tensors[:-1])
+            if any(start % _ALIGNMENT_BYTES for start in starts):
+                return None
+            tied = len({tensor_key(t) for t in tensors}) < len(tensors)
+            if tied or any(not self._holders[_storage(t)] <= own for t in tensors):
+                return None
+        return parts
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {key: t for key, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
+
+
+def _rows(module: nn.Module) -> dict[str, Tensor]:
+    """Tensors whose first dimension is N, or tiles of it."""
+    return {key: t for key, t in _tensors(module).items() if not key.endswith("codebook")}
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+
+
+def _storage(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _signature(module: nn.Module) -> tuple[Any, ...] | None:
+    """What siblings must have in common; None for a module that is never stacked."""
+    kind: type[nn.Module] = type(module)
+    own: tuple[Any, ...] = ()
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return None
+    if isinstance(module, Linear) and kind in (Linear, CodebookLinear) and not module.static:
+        own = (module.in_features, module.scheme, module.activation)
+    elif kind is not nn.Linear or not _tensors(module).keys() <= {"weight", "bias"}:
+        return None
+    tensors = _rows(module)
+    if not all(_is_plain(t) and t.is_contiguous() and not t.is_inference() for t in tensors.values()):
+        return None
+    return kind, own, {key: (t.dtype, t.device, t.shape[1:]) for key, t in tensors.items()}
+
+
+def _fit(siblings: Sequence[nn.Module]) -> bool:
+    """Whether packed rows lie behind one another as if packed together, with one codebook."""
+    if not isinstance(siblings[0], CodebookLinear):
+        return True
+    if any(cast(CodebookLinear, module).out_features % ROW_ALIGNMENT for module in siblings[:-1]):
+        return False
+    books = {key: t for key, t in _tensors(siblings[0]).items() if key.endswith("codebook")}
+    return all(torch.equal(t, cast(Tensor, m._buffers[key])) for m in siblings[1:] for key, t in books.items())
+
+
+def _adjoining(tensors: list[Tensor]) -> Tensor | None:
+    """All of them as one view, where each begins in memory where the one before it ends."""
+    first, end = tensors[0], tensors[0].storage_offset()
+    for t in tensors:
+        if _storage(t) != _storage(first) or t.storage_offset() != end:
+            return None
+        end += t.numel()
+    shape = (sum(len(t) for t in tensors), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride(), first.storage_offset())
+
+
+def _module(siblings: Sequence[nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
+    """A module of the siblings' kind around these tensors, in evaluation mode."""
+    first: Any = siblings[0]
+    k, n = first.in_features, sum(cast(Any, module).out_features for module in siblings)
+    made: nn.Module
+    if isinstance(first, Linear):
+        name = " + ".join(str(cast(Linear, module).name) for module in siblings) if first.name else None
+        made = type(first)(k, n, first.bias is not None, first.scheme, first.activation, "meta", name)
+        made._buffers.update({**first._buffers, **tensors})
+    else:
+        made = nn.Linear(k, n, "bias" in tensors, device="meta")
+        made._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in tensors.items()})
+    return made.eval()

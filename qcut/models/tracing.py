@@ -1,0 +1,195 @@
+"""Finding norms whose output channels can be rescaled without changing the model.
+
+That is so where (1) the norm's output is proportional to its weight and bias, and (2) linear layers are the only
+readers of that output. Both are established by watching one forward call, not by names: any plain PyTorch model will
+do, and a Gemma-style ``(1 + w)`` norm fails the first test by measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from qcut.errors import CalibrationError
+from qcut.models.modules import is_linear, tensor_key, weight_holders, weight_of
+
+
+@dataclass(frozen=True)
+class NormPair:
+    """A norm and all the linear layers that read its output, by name."""
+
+    norm: str
+    layers: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {"norm": self.norm, "layers": list(self.layers)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> NormPair:
+        """Read what `to_json` wrote.
+
+        Raises:
+            CalibrationError: not a norm's name and a list of layers' names.
+        """
+        norm, layers = data["norm"], data["layers"]
+        if not (isinstance(norm, str) and isinstance(layers, list) and all(isinstance(n, str) for n in layers)):
+            raise CalibrationError(f"pairs: found {data!r}; a norm's name and a list of layer names are needed")
+        return cls(norm, tuple(layers))
+
+
+def trace_norms(model: nn.Module, call: Callable[[], Any]) -> tuple[list[NormPair], dict[str, str]]:
+    """Run one forward call and say which norms may be rescaled.
+
+    A norm here is a childless module with a one-dimensional ``weight`` of K values whose output ends in K channels.
+    Readers are recognized by the identity of the tensor: every torch function that takes the norm's output, outside a
+    linear layer it was passed to, is another reader (a residual, a view, an unquantized module), unless no tensor
+    comes of it (``x.shape``). So is the model's caller, where the tensor is part of the model's output.
+
+    Args:
+        model: in evaluation mode.
+        call: runs the model once, under ``torch.no_grad()``.
+
+    Returns:
+        The pairs in the order the norms ran, and the other norms with the reason why not.
+    """
+    tracer = _Tracer(model)
+    try:
+        with tracer:
+            output = call()
+    finally:
+        tracer.remove()
+    return tracer.verdict(output)
+
+
+class _Tracer(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.outputs: dict[int, tuple[str, Tensor]] = {}
+        """Norm outputs by id; the reference keeps the id from being used again."""
+        self.layers: dict[str, list[str]] = {}
+        self.reasons: dict[str, str] = {}
+        self.sources: dict[str, set[str | None]] = {}
+        """Of every linear layer: the norms (or None) its inputs came from."""
+        self.depth = 0
+        self.probing = False
+        self.holders = weight_holders(model)
+        self.modules = dict(model.named_modules())
+        self.handles: list[Any] = []
+        for name, module in self.modules.items():
+            if is_linear(module):
+                self.handles.append(module.register_forward_pre_hook(self._enter(name), with_kwargs=True, prepend=True))
+                self.handles.append(module.register_forward_hook(self._leave, always_call=True))
+            elif _looks_like_norm(module):
+                self.handles.append(module.register_forward_hook(self._norm(name), with_kwargs=True))
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if self.outputs and self.depth == 0 and not self.probing:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and id(leaf) in self.outputs and not _harmless(func, leaf, result):
+                    name = getattr(func, "__name__", str(func))
+                    self.reasons.setdefault(self.outputs[id(leaf)][0], f"its output is also read by {name}()")
+        return result
+
+    def _enter(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.depth += 1
+            source = None
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if id(leaf) in self.outputs:
+                    source = self.outputs[id(leaf)][0]
+                    if name not in self.layers[source]:
+                        self.layers[source].append(name)
+            self.sources.setdefault(name, set()).add(source)
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.depth -= 1
+
+    def _norm(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.probing or not isinstance(output, Tensor) or output.shape[-1:] != module.weight.shape:  # type: ignore[union-attr]
+                return
+            if name not in self.layers:
+                self.layers[name] = []
+                self.probing = True
+                try:
+                    proportional = _proportional(module, args, kwargs, output)
+                finally:
+                    self.probing = False
+                if not proportional:
+                    self.reasons[name] = (
+                        f"the output of {type(module).__name__} is not proportional to its weight and bias "
+                        "(as in norms that multiply by 1 + weight)"
+                    )
+            self.outputs[id(output)] = (name, output)
+
+        return hook
+
+    def verdict(self, output: Any) -> tuple[list[NormPair], dict[str, str]]:
+        leaves = [*pytree.tree_leaves(output), *pytree.tree_leaves(getattr(output, "__dict__", None))]
+        for leaf in leaves:
+            if id(leaf) in self.outputs:
+                self.reasons.setdefault(self.outputs[id(leaf)][0], "its output is part of the model's output")
+        for norm, layers in self.layers.items():
+            reason = self._unsafe(norm, layers)
+            if reason:
+                self.reasons.setdefault(norm, reason)
+        pairs = [NormPair(norm, tuple(layers)) for norm, layers in self.layers.items() if norm not in self.reasons]
+        return pairs, {norm: self.reasons[norm] for norm in self.layers if norm in self.reasons}
+
+    def _unsafe(self, norm: str, layers: list[str]) -> str | None:
+        if not layers:
+            return "no linear layer reads its output"
+        for layer in layers:
+            if self.sources[layer] != {norm}:
+                return f"layer {layer!r} also reads other tensors"
+        allowed = {norm, *layers}
+        for name in allowed:
+            for key, parameter in self.modules[name]._parameters.items():
+                if parameter is not None and (name == norm or key == "weight"):
+                    others = set(self.holders[tensor_key(parameter)]) - allowed
+                    if others:
+                        return f"the {key} of {name!r} is shared with {min(others)!r}"
+        weights = [tensor_key(weight_of(self.modules[layer])) for layer in layers]
+        return "two of its layers share one weight" if len(set(weights)) < len(weights) else None
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and weight.ndim == 1 and not any(True for _ in module.children())
+
+
+def _harmless(func: Any, tensor: Tensor, result: Any) -> bool:
+    """Whether a call leaves the norm's output unread and unchanged: no tensor comes of it, or the very same tensor."""
+    name = getattr(func, "__name__", "")
+    if result is tensor:
+        return not (name.endswith("_") and not name.endswith("__"))
+    return name not in ("item", "tolist", "numpy", "__setitem__") and not any(
+        isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)
+    )
+
+
+def _proportional(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> bool:
+    """Whether scaling weight and bias scales every channel of the output alike (to 1 %: half precision may round)."""
+    factor = 2.0 ** (1 + torch.arange(output.shape[-1], device=output.device) % 2)
+    held = {k: p for k, p in module._parameters.items() if p is not None}
+    if set(held) - {"weight", "bias"} or any(p.shape != factor.shape for p in held.values()):
+        return False
+    scaled = {name: p * factor.to(p.dtype) for name, p in held.items()}
+    probe = torch.func.functional_call(module, scaled, args, kwargs)
+    expected = (output.float() * factor).reshape(-1, output.shape[-1])
+    error = (probe.float().reshape(expected.shape) - expected).abs()
+    return output.numel() > 0 and bool((error <= 0.01 * expected.abs().amax(0)).all())

@@ -1,0 +1,1 @@
+"""Files that a crash cannot half write."""

@@ -1,0 +1,1 @@
+"""Measuring kernels on the GPU: timing, baselines, the search for tiles."""

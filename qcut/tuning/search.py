@@ -1,0 +1,400 @@
+"""Finds the fastest tile of a family for a GEMM, on the real GPU.
+
+Candidates are the family's legal tiles. A model of occupancy and waves says which are worth a build; the binary's
+registers and spills say which are worth a launch; a check against exact sums says which may be timed. The best few are
+then timed once more, together, with every tile walk. Whatever was measured is in the journal before the next
+measurement starts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from qcut.dispatch.cost_model import occupancy
+from qcut.dispatch.gemm import Choice, Target, emit, expected, problem_of
+from qcut.dispatch.tables import Row
+from qcut.emitters.core.source import KernelSource
+from qcut.emitters.gemm.families import family
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.errors import BuildError, DeviceError
+from qcut.jit import Binary, build_many
+from qcut.jit.build import fingerprint
+from qcut.tuning import timing
+from qcut.tuning.journal import Journal
+
+KEEP_WITHIN = 2.0
+"""Tiles whose model is this many times the best one's are not built."""
+DEFAULT_LIMIT = 48
+"""Tiles built for one GEMM."""
+SAMPLED = 0.25
+"""What share of the limit is drawn at random from what the model ranks below: the model is no measurement."""
+PER_SHAPE = 3
+"""Of the others, how many may cut D into the same tiles of CTAs and warps: the model hardly tells them apart."""
+BATCH = 8
+"""Variants that take turns, and are written to the journal together."""
+FINALISTS = 4
+SCREEN_ROUNDS, FINAL_ROUNDS = 4, 7
+GRAPH_US = 300.0
+WALKS = tuple((swizzle, raster) for raster in (1, 2) for swizzle in (1, 2, 4, 8))
+PLAIN_WALK = (1, 0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One GEMM to find a tile of one family for; the fields are those of `qcut.dispatch.tables.Row`."""
+
+    family: str
+    out: str
+    layouts: str
+    m: int
+    n: int
+    k: int
+
+    @property
+    def problem(self) -> GemmProblem:
+        """The whole dequantization fused: what the published figures are of."""
+        return problem_of(self.m, self.n, self.k, layouts=self.layouts, out=self.out)
+
+    @property
+    def name(self) -> str:
+        """For people and for the journal's keys."""
+        return f"{self.family} {self.m}x{self.n}x{self.k} {self.layouts} {self.out}"
+
+
+class Bench(Protocol):
+    """Where kernels run; the tests have one that needs no GPU."""
+
+    target: Target
+    clock: timing.Clock
+
+    def variant(self, task: Task, name: str, choice: Choice, source: KernelSource, binary: Binary) -> timing.Variant:
+        """A kernel on a task's operands, its check included. Raises LaunchError where it cannot be loaded."""
+
+    def is_alive(self) -> bool:
+        """Whether the device still answers: a kernel that went astray takes its context along."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a task.
+
+    Attributes:
+        task: the task.
+        row: the fastest kernel; None where nothing could be timed.
+        complete: False where time ran out before everything was measured.
+        tiles: how many were candidates.
+        measured: how many measurements this run made; the others were in the journal.
+        left_out: why candidates were not timed, by tile name.
+        wrong: names of the tiles that computed something wrong.
+    """
+
+    task: Task
+    row: Row | None
+    complete: bool
+    tiles: int
+    measured: int
+    left_out: Mapping[str, str]
+    wrong: tuple[str, ...]
+
+
+class _OutOfTime(Exception):
+    pass
+
+
+# ── candidates ───────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def _space(family_name: str, problem: GemmProblem, arch: str) -> tuple[Any, ...]:
+    kind = family(family_name)
+    # The menu too: what is tuned shall never be slower than what is not.
+    return tuple(dict.fromkeys([*kind.search_space(problem, arch), *kind.menu(problem, arch)]))
+
+
+def candidates(task: Task, target: Target, limit: int = DEFAULT_LIMIT) -> list[Any]:
+    """The tiles worth a build, those the model likes best first.
+
+    All within `KEEP_WITHIN` of the best; where these are more than ``limit``, three quarters of it by the model, but
+    no more than `PER_SHAPE` that cut D alike, and a sample of the others, the same in every run.
+    """
+    problem = task.problem
+
+    def cycles(tile: Any) -> float:
+        return expected(Choice(task.family, tile), problem, task.m, task.n, task.k, target).cycles
+
+    ranked = sorted(((cycles(tile), i, tile) for i, tile in enumerate(_space(task.family, problem, target.arch))))
+    kept = [tile for cost, _, tile in ranked if cost <= KEEP_WITHIN * ranked[0][0]]
+    if len(kept) <= limit:
+        return kept
+    sure = _varied(kept, limit - int(limit * SAMPLED))
+    rest = [tile for tile in kept if tile not in sure]
+    drawn = set(random.Random(task.name).sample(range(len(rest)), limit - len(sure)))
+    return [*sure, *(tile for i, tile in enumerate(rest) if i in drawn)]
+
+
+def _varied(ranked: Sequence[Any], count: int) -> dict[Any, None]:
+    """The first tiles, passing over those whose CTA and warp tiles were taken `PER_SHAPE` times already."""
+    taken: Counter[Any] = Counter()
+    found: dict[Any, None] = {}
+    for tile in ranked:
+        warp = tile.warp_shape if hasattr(tile, "warp_shape") else (tile.wm, tile.wn)
+        shape = (*tile.threadblock_shape[:2], *warp[:2])
+        if len(found) < count and taken[shape] < PER_SHAPE:
+            taken[shape] += 1
+            found[tile] = None
+    return found
+
+
+def unfit(binary: Binary, source: KernelSource) -> str:
+    """Why a binary is not worth a launch: spills, local memory, more than a multiprocessor has. Empty where it is."""
+    found = binary.resources
+    if found is None:
+        return ""
+    if spilled := found.spill_store_bytes + found.spill_load_bytes:
+        return f"spills {spilled} bytes a thread"
+    if found.stack_bytes:
+        return f"{found.stack_bytes} bytes of local memory a thread"
+    # A host launcher's block and shared memory are known once it is loaded.
+    if source.block and not occupancy(source.arch, source.block, found.registers, found.smem_bytes + source.smem_bytes):
+        return f"{source.block} threads of {found.registers} registers and {source.smem_bytes} bytes do not fit an SM"
+    return ""
+
+
+# ── search ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One thing to time."""
+
+    tile: Any
+    source: KernelSource
+    walk: tuple[int, int]
+    final: bool
+    key: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.tile.name} swizzle {self.walk[0]} raster {self.walk[1]}"
+
+
+Builder = Callable[..., Mapping[str, "Binary | BuildError"]]
+
+
+class _Search:
+    """One task's search; all its state is in the journal."""
+
+    def __init__(
+        self,
+        task: Task,
+        bench: Bench,
+        journal: Journal,
+        *,
+        limit: int,
+        jobs: int | None,
+        progress: bool,
+        build: Builder,
+        is_late: Callable[[], bool],
+        report: Callable[[str], None],
+    ) -> None:
+        self.task, self._bench, self._journal = task, bench, journal
+        self._jobs, self._progress, self._build = jobs, progress, build
+        self._is_late, self._report = is_late, report
+        arch = bench.target.arch
+        tiles = candidates(task, bench.target, limit)
+        self._sources = {tile: emit(Choice(task.family, tile), task.problem, arch) for tile in tiles}
+        self._digests = {tile: fingerprint(source)[:32] for tile, source in self._sources.items()}
+        self.measured = 0
+        self.left_out: dict[str, str] = {}
+        self.wrong: list[str] = []
+
+    def run(self) -> Result:
+        complete = True
+        finals: dict[_Trial, float] = {}
+        first = [self._trial(tile, PLAIN_WALK, False) for tile in self._sources]
+        try:
+            self._measure(first, SCREEN_ROUNDS)
+            best = sorted(self._times(first).items(), key=lambda item: item[1])[:FINALISTS]
+            last = [self._trial(t.tile, walk, True) for t, _ in best for walk in self._walks(t.tile)]
+            self._measure(last, FINAL_ROUNDS)
+            finals = self._times(last)
+        except _OutOfTime:
+            complete = False
+        times = finals or self._times(first)
+        row = None
+        if times:
+            trial = min(times, key=lambda t: times[t])
+            t, (swizzle, raster) = self.task, trial.walk
+            row = Row(t.family, t.out, t.layouts, t.m, t.n, t.k, trial.tile, times[trial], swizzle, raster)
+        tiles = len(self._sources)
+        return Result(self.task, row, complete, tiles, self.measured, self.left_out, tuple(self.wrong))
+
+    def _trial(self, tile: Any, walk: tuple[int, int], final: bool) -> _Trial:
+        phase = "final" if final else "screen"
+        key = f"{self._digests[tile]} {self.task.name} {walk[0]},{walk[1]} {phase}"
+        return _Trial(tile, self._sources[tile], walk, final, key)
+
+    def _walks(self, tile: Any) -> Sequence[tuple[int, int]]:
+        walks = self.task.family == "cutlass" and tile.schedule != "multistage"
+        return (PLAIN_WALK, *WALKS) if walks else (PLAIN_WALK,)
+
+    def _times(self, trials: Iterable[_Trial]) -> dict[_Trial, float]:
+        """The trials that were timed, now or earlier; takes note of the reasons of the others."""
+        found = {}
+        for trial in trials:
+            fact = self._journal.get(trial.key)
+            if fact is None:
+                continue
+            if "us" in fact:
+                found[trial] = float(fact["us"])
+                continue
+            self.left_out[trial.tile.name] = fact["left_out"]
+            if fact.get("wrong") and trial.tile.name not in self.wrong:
+                self.wrong.append(trial.tile.name)
+        return found
+
+    def _measure(self, trials: Sequence[_Trial], rounds: int) -> None:
+        """Time what the journal does not have."""
+        missing = [trial for trial in trials if self._journal.get(trial.key) is None]
+        if not missing:
+            return
+        self._stop_if_late()
+        built = self._build([t.source for t in missing], jobs=self._jobs, progress=self._progress)
+        ready = [trial for trial in missing if self._is_fit(trial, built[trial.source.name])]
+        from tqdm import tqdm
+
+        with tqdm(total=len(ready), desc=self.task.name, unit="kernel", disable=not self._progress, leave=False) as bar:
+            for start in range(0, len(ready), BATCH):
+                self._stop_if_late()
+                batch = ready[start : start + BATCH]
+                self._time(batch, built, rounds)
+                bar.update(len(batch))
+
+    def _stop_if_late(self) -> None:
+        if self._is_late():
+            raise _OutOfTime
+
+    def _is_fit(self, trial: _Trial, binary: Binary | BuildError) -> bool:
+        if isinstance(binary, BuildError):
+            self._leave_out(trial, f"does not compile: {str(binary).splitlines()[0]}")
+            return False
+        if reason := unfit(binary, trial.source):
+            self._leave_out(trial, reason)
+            return False
+        return True
+
+    def _leave_out(self, trial: _Trial, reason: str, *, wrong: bool = False) -> None:
+        self._journal.add(trial.key, kernel=trial.source.name, left_out=reason, wrong=wrong)
+
+    def _time(self, batch: Sequence[_Trial], built: Mapping[str, Binary | BuildError], rounds: int) -> None:
+        good: dict[str, tuple[_Trial, timing.Variant]] = {}
+        for trial in batch:
+            variant = self._checked(trial, built[trial.source.name])
+            if variant is not None:
+                good[trial.name] = trial, variant
+        variants = [variant for _, variant in good.values()]
+        try:
+            clock, say = self._bench.clock, self._report
+            times = timing.measure(variants, clock, rounds=rounds, min_rounds=rounds, target_us=GRAPH_US, report=say)
+        except RuntimeError as error:
+            names = ", ".join(good)
+            raise DeviceError(f"{self.task.name}: timing {names} failed: {str(error).splitlines()[0]}") from error
+        for name, took in times.items():
+            trial = good[name][0]
+            facts = {"us": took.median_us, "p20_us": took.p20_us, "p80_us": took.p80_us, "samples": took.samples}
+            self._journal.add(trial.key, kernel=trial.source.name, **facts)
+        self.measured += len(times)
+
+    def _checked(self, trial: _Trial, binary: Binary | BuildError) -> timing.Variant | None:
+        """The variant, if it computes the right thing; else its reason goes to the journal."""
+        assert isinstance(binary, Binary)
+        swizzle, raster = trial.walk
+        choice = Choice(self.task.family, trial.tile, swizzle, raster, reason="tuner")
+        try:
+            variant = self._bench.variant(self.task, trial.name, choice, trial.source, binary)
+            if variant.check is not None:
+                variant.check()
+        except timing.CheckError as error:
+            self._report(f"WRONG {trial.source.name}: {error}")
+            self._leave_out(trial, f"wrong: {error}", wrong=True)
+            return None
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(f"{self.task.name}: its operands do not fit the GPU's memory") from error
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            self._leave_out(trial, f"failed: {reason}", wrong=True)
+            if not self._bench.is_alive():
+                raise DeviceError(
+                    f"{trial.source.name} took the GPU's context along ({reason}); the same command again goes on "
+                    "without this kernel"
+                ) from error
+            self._report(f"FAILED {trial.source.name}: {reason}")
+            return None
+        return variant
+
+
+def tune(
+    tasks: Sequence[Task],
+    bench: Bench,
+    journal: Journal,
+    *,
+    limit: int = DEFAULT_LIMIT,
+    deadline: float = math.inf,
+    jobs: int | None = None,
+    progress: bool = False,
+    build: Builder = build_many,
+    now: Callable[[], float] = time.monotonic,
+    report: Callable[[str], None] = print,
+    done: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """Find the fastest tile for each task.
+
+    Args:
+        tasks: worked off in order.
+        bench: the GPU and its clock.
+        journal: what was measured already, and where new measurements go.
+        limit: tiles built for a task; see `candidates`.
+        deadline: on the scale of ``now``; after it nothing new is started.
+        jobs: compilers at a time.
+        progress: show bars on stderr.
+        build: makes binaries of sources, as `qcut.jit.build_many`.
+        now: the host's clock.
+        report: told of kernels that are wrong, as they are found.
+        done: told of each result, to write it down.
+
+    Returns:
+        One result per task that was begun.
+
+    Raises:
+        DeviceError: a kernel left the GPU unusable. The journal knows it: tuning again goes on behind it.
+        ToolchainError: the family's compiler is missing.
+    """
+    from tqdm import tqdm
+
+    results = []
+    for task in tqdm(tasks, desc="tuning", unit="GEMM", disable=not progress):
+        if now() > deadline:
+            break
+        search = _Search(
+            task,
+            bench,
+            journal,
+            limit=limit,
+            jobs=jobs,
+            progress=progress,
+            build=build,
+            is_late=lambda: now() > deadline,
+            report=report,
+        )
+        results.append(search.run())
+        done(results[-1])
+    return results

@@ -1,0 +1,201 @@
+"""llama2.c's checkpoints: read and refused; its program's arithmetic and its text."""
+
+from __future__ import annotations
+
+import struct
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from qcut.checkpoints.llama2c.files import load_llama2c, save_llama2c
+from qcut.checkpoints.llama2c.tokenizer import Llama2cTokenizer
+from qcut.errors import CheckpointError, DtypeError
+from tests.support.llama2c_oracle import (
+    CASES,
+    SAMPLE,
+    SAMPLE_TEXT,
+    SAMPLE_TOKENS,
+    Sizes,
+    forward,
+    logits_of,
+    make,
+    needs_sample,
+    relative,
+)
+
+transformers = pytest.importorskip("transformers")
+
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_llama2cs(case: str, tmp_path: Path):
+    sizes = CASES[case]
+    tensors = make(tmp_path / "m.bin", sizes)
+    model = load_llama2c(tmp_path / "m.bin")
+    ids = np.random.default_rng(1).integers(0, abs(sizes.vocab_size), sizes.seq_len).tolist()
+    wanted = forward(sizes, tensors, ids)
+    found = logits_of(model, ids)
+    assert found.dtype is torch.float32
+    assert relative(found, torch.from_numpy(wanted)) < 1e-4
+    # Pairs of a head and halves of it are not the same thing: the permutation is what made them so.
+    if sizes.dim // sizes.n_heads > 2:
+        raw = tensors["wq"][0]
+        model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(torch.from_numpy(raw))
+        assert relative(logits_of(model, ids), torch.from_numpy(wanted)) > 1e-3
+
+
+def test_the_model_is_whole_and_as_the_header_says(tmp_path: Path):
+    make(tmp_path / "m.bin", CASES["odd"])
+    model = load_llama2c(tmp_path / "m.bin")
+    assert type(model) is transformers.LlamaForCausalLM
+    config = model.config
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (30, 17, 3)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (3, 1, 10)
+    assert (config.vocab_size, config.max_position_embeddings, config.rms_norm_eps) == (37, 11, 1e-5)
+    assert (config.bos_token_id, config.eos_token_id, config.tie_word_embeddings) == (1, 2, True)
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert not any(m.training for m in model.modules())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    fresh = transformers.LlamaForCausalLM(config).model.rotary_emb
+    for name, buffer in fresh.named_buffers():
+        assert torch.equal(getattr(model.model.rotary_emb, name), buffer), name
+
+
+def test_an_untied_classifier_is_its_own(tmp_path: Path):
+    tensors = make(tmp_path / "m.bin", CASES["untied"])
+    model = load_llama2c(tmp_path / "m.bin")
+    assert not model.config.tie_word_embeddings
+    assert np.array_equal(model.lm_head.weight.detach().numpy(), tensors["wcls"])
+    assert np.array_equal(model.model.embed_tokens.weight.detach().numpy(), tensors["token_embedding"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype, tmp_path: Path):
+    tensors = make(tmp_path / "m.bin", CASES["odd"])
+    model = load_llama2c(tmp_path / "m.bin", dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert model.model.rotary_emb.inv_freq.dtype is torch.float32
+    wanted = torch.from_numpy(tensors["w2"][1]).to(dtype)
+    assert torch.equal(model.model.layers[1].mlp.down_proj.weight, wanted)
+    assert logits_of(model, [1, 2, 3]).isfinite().all()
+
+
+def test_dtypes_that_are_none():
+    with pytest.raises(DtypeError, match="dtype is int8; allowed: float16, bfloat16, float32, float64"):
+        load_llama2c("nowhere.bin", dtype=torch.int8)
+
+
+# ── files that are refused ───────────────────────────────────────────────────────────────────────
+
+
+def test_files_that_are_missing_or_short(tmp_path: Path):
+    path = tmp_path / "m.bin"
+    for missing in (path, tmp_path):
+        with pytest.raises(CheckpointError, match=f"{missing}: there is no such file"):
+            load_llama2c(missing)
+    for size in (0, 27):
+        path.write_bytes(bytes(size))
+        with pytest.raises(CheckpointError, match=rf"m\.bin: found {size} bytes; a llama2\.c header is 28"):
+            load_llama2c(path)
+
+
+@pytest.mark.parametrize("change", [-4, -1, 1, 4])
+def test_files_of_another_size(change: int, tmp_path: Path):
+    path = tmp_path / "m.bin"
+    make(path, CASES["odd"])
+    size = path.stat().st_size
+    path.write_bytes((path.read_bytes() + bytes(4))[: size + change])
+    with pytest.raises(CheckpointError, match=rf"found {size + change} bytes; .*n_kv_heads=1.* asks for {size}"):
+        load_llama2c(path)
+
+
+@pytest.mark.parametrize("field", Sizes._fields)
+@pytest.mark.parametrize("value", [0, -3, -(2**31)])
+def test_headers_with_a_value_that_cannot_be(field: str, value: int, tmp_path: Path):
+    path = tmp_path / "m.bin"
+    make(path, CASES["odd"])
+    path.write_bytes(struct.pack("<7i", *CASES["odd"]._replace(**{field: value})) + path.read_bytes()[28:])
+    message = "found .* bytes; .* asks for" if field == "vocab_size" and value else f"{field} is {value} in the header"
+    with pytest.raises(CheckpointError, match=message):
+        load_llama2c(path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"n_heads": 4}, {"n_heads": 31}, {"n_kv_heads": 2}, {"n_kv_heads": 4}, {"n_heads": 6}]
+)
+def test_headers_whose_heads_do_not_fit(changes: dict[str, int], tmp_path: Path):
+    path = tmp_path / "m.bin"
+    path.write_bytes(struct.pack("<7i", *CASES["odd"]._replace(**changes)))
+    with pytest.raises(CheckpointError, match=r"dim 30, n_heads \d+, n_kv_heads \d+ in the header; n_kv_heads divides"):
+        load_llama2c(path)
+
+
+def test_headers_that_ask_for_more_than_there_is_cost_nothing(tmp_path: Path):
+    path = tmp_path / "m.bin"
+    most = 2**31 - 1
+    path.write_bytes(struct.pack("<7i", most - 1, most, most, 1, 1, -most, most) + bytes(100))
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match="found 128 bytes"):
+        load_llama2c(path)
+    assert time.perf_counter() - start < 5
+
+
+def test_later_versions_are_refused_by_name(tmp_path: Path):
+    path = tmp_path / "m.bin"
+    path.write_bytes(struct.pack("<Ii", 0x616B3432, 1) + bytes(248))
+    with pytest.raises(CheckpointError, match="version 1 or later; the legacy version 0 is read"):
+        load_llama2c(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "label"),
+    [
+        ("token_embedding", np.nan, "token_embedding"),
+        ("wk", np.inf, "wk of layer 2"),
+        ("rms_ffn", -np.inf, "rms_ffn of layer 2"),
+        ("rms_final", np.nan, "rms_final"),
+        ("w3", 7e4, None),
+    ],
+)
+def test_values_that_are_not_finite(name: str, value: float, label: str | None, tmp_path: Path):
+    path = tmp_path / "m.bin"
+    tensors = make(path, CASES["odd"])
+    tensors[name].reshape(-1)[-1] = value
+    path.write_bytes(path.read_bytes()[:28] + b"".join(t.tobytes() for t in tensors.values()))
+    if label is None:
+        load_llama2c(path)
+        with pytest.raises(CheckpointError, match="w3 of layer 2 holds NaN or Inf, or values beyond float16"):
+            load_llama2c(path, dtype=torch.float16)
+    else:
+        with pytest.raises(CheckpointError, match=rf"m\.bin: tensor {label} holds NaN or Inf"):
+            load_llama2c(path)
+
+
+# ── the sample ───────────────────────────────────────────────────────────────────────────────────
+
+
+@needs_sample
+def test_the_sample_goes_on_as_run_c_does():
+    model = load_llama2c(SAMPLE)
+    tokenizer = Llama2cTokenizer.from_file(SAMPLE_TOKENS, model.config.vocab_size)
+    past, token, printed = None, 1, b""
+    with torch.no_grad():
+        for _ in range(200):
+            out = model(torch.tensor([[token]]), past_key_values=past, use_cache=True)
+            past, previous, token = out.past_key_values, token, int(out.logits[0, -1].argmax())
+            if token == 1:
+                break
+            printed += tokenizer.printed_piece(previous, token)
+    assert printed + b"\n" == SAMPLE_TEXT.read_bytes()
+
+
+@needs_sample
+def test_the_sample_is_written_as_it_was(tmp_path: Path):
+    """The tables of the rotation too: they are computed in llama2.c's steps, with torch as there."""
+    save_llama2c(load_llama2c(SAMPLE), tmp_path / "m.bin")
+    assert (tmp_path / "m.bin").read_bytes() == SAMPLE.read_bytes()

@@ -1,0 +1,242 @@
+"""The command line: `qcut doctor` on machines of every kind, `qcut precompile`, exit statuses, messages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qcut.cli import doctor
+from qcut.cli import main as cli
+from qcut.dispatch import gemm as dispatch
+from qcut.emitters.core.source import ARCHITECTURES, KernelSource
+from qcut.errors import BuildError, DeviceError, LaunchError, ToolchainError
+from qcut.jit import cache, device, toolchain
+from tests.support import ROOT
+
+H200 = device.Device(0, "NVIDIA H200", (9, 0), 132, 139 << 30)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QCUT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def give_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: device.Device, version: str = "13.0") -> None:
+    monkeypatch.setattr(device, "devices", lambda: list(gpus))
+    monkeypatch.setattr(device, "driver_version", lambda: version)
+
+
+def without_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> str:
+        raise DeviceError("no NVIDIA driver (libcuda.so.1: not found)")
+
+    monkeypatch.setattr(device, "driver_version", absent)
+
+
+def lose(monkeypatch: pytest.MonkeyPatch, *finders: str) -> None:
+    def absent(*_: object) -> None:
+        raise ToolchainError("gone: pip install it")
+
+    for finder in finders:
+        monkeypatch.setattr(toolchain, finder, absent)
+
+
+def states(findings: list[doctor.Finding]) -> dict[str, str]:
+    return {finding.topic: finding.state for finding in findings}
+
+
+def test_doctor_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    without_driver(monkeypatch)
+    assert cli.main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "[MISS] driver" in text
+    assert "-> to run kernels, install the NVIDIA driver" in text
+    for topic in ("packages", "NVRTC", "CUDA headers", "nvcc", "g++", "CUTLASS", "cache"):
+        assert f"[ok  ] {topic}" in text
+    assert "raw kernels    compiled a probe for sm_90a" in text
+    assert "CUTLASS route  compiled a probe for sm_90a" in text
+    assert text.rstrip().endswith("(`qcut precompile --arch` works without one).")
+
+
+def test_doctor_with_a_gpu_launches_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+
+    class Kernel:
+        def launch(self, *args: Any) -> None:
+            launches.append(args)
+
+    give_gpus(monkeypatch, replace(H200, cc=(8, 9)))
+    monkeypatch.setattr(doctor.launch, "load", lambda binary, source, ordinal: Kernel())
+    findings = doctor.examine()
+    assert set(states(findings).values()) == {"ok"}
+    assert launches == [((1, 1, 1), (0,), 0)]
+    assert any("for sm_89 in" in finding.text for finding in findings)
+    assert doctor.report(findings).endswith("Every kernel can be built here.")
+
+
+def test_doctor_when_the_probe_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise LaunchError("code does not load")
+
+    give_gpus(monkeypatch, H200, version="12.4")
+    monkeypatch.setattr(doctor.launch, "load", load)
+    findings = doctor.examine()
+    assert states(findings)["launch"] == "missing"
+    assert states(findings)["driver"] == "warn"
+    assert "driver 580 or newer" in doctor.report(findings)
+    assert "no usable GPU" in doctor.report(findings)
+    assert states(findings)["raw kernels"] == "ok"
+    assert not doctor.is_healthy(findings)
+
+
+def test_doctor_names_gpus_that_are_too_old_or_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    give_gpus(monkeypatch, replace(H200, name="Tesla T4", cc=(7, 5)))
+    findings = doctor.examine(compile_probe=False)
+    assert states(findings)["GPU"] == "missing"
+    assert "Tesla T4, sm_75" in doctor.report(findings)
+    assert "qcut needs compute capability 8.0" in doctor.report(findings)
+    give_gpus(monkeypatch)
+    assert "CUDA_VISIBLE_DEVICES" in doctor.report(doctor.examine(compile_probe=False))
+
+
+@pytest.mark.parametrize(
+    ("lost", "verdict"),
+    [
+        (["find_nvcc"], "Raw kernels can be built here, CUTLASS kernels cannot"),
+        (["find_gxx"], "Raw kernels can be built here, CUTLASS kernels cannot"),
+        (["find_cutlass_include"], "Raw kernels can be built here, CUTLASS kernels cannot"),
+        (["find_nvrtc", "find_nvcc"], "CUDA kernels cannot be built here"),
+        (["find_cuda_include"], "CUDA kernels cannot be built here"),
+    ],
+)
+def test_doctor_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: list[str], verdict: str
+) -> None:
+    without_driver(monkeypatch)
+    lose(monkeypatch, *lost)
+    assert cli.main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "gone: pip install it" in text
+    assert verdict in text
+
+
+def test_doctor_finds_a_compiler_that_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = toolchain.find_nvcc()
+    monkeypatch.setattr(toolchain, "find_nvcc", lambda: replace(real, path=Path("/bin/false")))
+    findings = {finding.topic: finding for finding in doctor.examine()}
+    assert findings["nvcc"].state == "ok"
+    assert findings["CUTLASS route"].state == "missing"
+    assert "false ended with 1" in findings["CUTLASS route"].text
+
+
+def test_doctor_on_the_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def finding() -> doctor.Finding:
+        return doctor.examine(compile_probe=False)[-1]
+
+    assert (finding().topic, finding().state) == ("cache", "ok")
+    cache.write("kernel", "ab" * 32, cache.Entry({}, {"cubin": b"x" * (1 << 20)}))
+    assert "1 kernels, 1.0 MiB" in finding().text
+    monkeypatch.setattr(doctor, "LOW_DISK_BYTES", 1 << 62)
+    assert finding().state == "warn"
+    (folder / "file").touch()
+    monkeypatch.setenv("QCUT_CACHE_DIR", str(folder / "file"))
+    assert finding().state == "warn"
+    assert "cannot be written" in finding().text
+    assert "QCUT_CACHE_DIR" in finding().advice
+    monkeypatch.setattr(cache, "directory", lambda: None)
+    assert finding().text == "no home directory"
+
+
+@pytest.mark.parametrize(
+    ("cc", "arch"), [(None, "sm_90a"), ((8, 0), "sm_80"), ((8, 7), "sm_80"), ((9, 0), "sm_90a"), ((12, 0), "sm_120")]
+)
+def test_probe_architecture(cc: tuple[int, int] | None, arch: str) -> None:
+    assert doctor.probe_source("nvrtc", cc).arch == arch
+
+
+TEXT = 'extern "C" __global__ void f(int) {}'
+
+
+@pytest.fixture
+def menu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two kernels per architecture in place of dispatch's; the architectures that were asked for."""
+    asked: list[str] = []
+
+    def precompile_sources(arch: str) -> list[KernelSource]:
+        asked.append(arch)
+        return [KernelSource(f"{name}_{arch}", TEXT, "f", (), arch) for name in ("one", "two")]
+
+    monkeypatch.setattr(dispatch, "precompile_sources", precompile_sources)
+    return asked
+
+
+def test_precompile_fills_the_cache(menu: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["precompile", "--arch", "sm_80", "--arch", "sm_90a", "--arch", "sm_80", "--jobs", "2"]) == 0
+    assert menu == ["sm_80", "sm_90a"]
+    out = capsys.readouterr().out
+    assert out.startswith(f"4 of 4 kernels ready in {folder} (")
+    assert len(list((folder / "kernels").iterdir())) == 4
+
+
+def test_precompile_lists(menu: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["precompile", "--arch", "sm_89", "--list"]) == 0
+    assert capsys.readouterr().out == "nvrtc  one_sm_89\nnvrtc  two_sm_89\n"
+    assert not folder.exists()
+
+
+def test_precompile_reports_failures_and_builds_the_rest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = [KernelSource("bad", "oops", "f", (), "sm_80"), KernelSource("good", TEXT, "f", (), "sm_80")]
+    monkeypatch.setattr(dispatch, "precompile_sources", lambda arch: sources)
+    assert cli.main(["precompile", "--arch", "sm_80"]) == 1
+    captured = capsys.readouterr()
+    assert "qcut: kernel bad: NVRTC failed" in captured.err
+    assert captured.out.startswith("1 of 2 kernels ready")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["doctors"], "invalid choice"),
+        (["precompile"], "the following arguments are required: --arch"),
+        (["precompile", "--arch", "sm_75"], ", ".join(map(repr, ARCHITECTURES[:2]))),
+        (["precompile", "--arch", "sm_80", "--jobs", "0"], "'0' is not a whole number from 1 up"),
+    ],
+)
+def test_wrong_command_lines(command: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(command)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error or message.replace("'", "") in error
+
+
+def test_errors_are_one_line_not_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arch: str) -> list[KernelSource]:
+        raise BuildError("no menu")
+
+    monkeypatch.setattr(dispatch, "precompile_sources", fail)
+    assert cli.main(["precompile", "--arch", "sm_80"]) == 1
+    assert capsys.readouterr().err == "qcut: no menu\n"
+
+
+def test_as_a_program() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "qcut"]
+    done = subprocess.run([*command, "--version"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("qcut ")
+    done = subprocess.run([*command, "doctor", "--no-probe"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "compiled a probe" not in done.stdout

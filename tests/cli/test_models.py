@@ -1,0 +1,146 @@
+"""``qcut generate`` and ``qcut eval``: text alone on standard output, the engine's answers, clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import qcut
+from qcut.cli import main as cli
+from qcut.cli.generate import TextPieces
+from qcut.models.evaluation import perplexity
+from tests.support import ROOT
+
+DATA = ROOT.parent / "shared" / "data"
+DEMO = ROOT / "models" / "gpt2-5m"
+PROMPT = "The import statement"
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = cli.main([*map(str, arguments), "--device", "cpu"])
+    out, err = capfd.readouterr()
+    return status, out, err
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[Any, Any]:
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, local_files_only=True).eval()
+    return model, AutoTokenizer.from_pretrained(DEMO, local_files_only=True)
+
+
+def test_the_sample_of_llama2c_word_for_word(capfd: pytest.CaptureFixture[str]) -> None:
+    if not DATA.exists():
+        pytest.skip(f"{DATA} is not there")
+    files = ("--llama2c", DATA / "stories260K.bin", "--tokenizer", DATA / "tok512.bin")
+    want = (DATA / "stories260K.greedy200.txt").read_text()
+    assert run(capfd, "generate", *files, "--steps", 200) == (0, want, "")
+    # A prompt is text that is forced: as far as it goes, the steps are the same.
+    status, text, _ = run(capfd, "generate", *files, "--steps", 40, "--prompt", "Once upon a time")
+    assert status == 0
+    assert text.strip()
+    assert want.startswith(text.rstrip("\n"))
+    assert run(capfd, "generate", *files, "--steps", 3, "--prompt", "Once upon a time")[1] == "Once upon a time\n"
+
+
+def test_a_model_continues_a_prompt(capfd: pytest.CaptureFixture[str], demo: tuple[Any, Any]) -> None:
+    model, tokenizer = demo
+    ids = tokenizer(PROMPT, return_tensors="pt")
+    out = model.generate(**ids, max_new_tokens=12, do_sample=False, pad_token_id=0)
+    want = tokenizer.decode(out[0], skip_special_tokens=True) + "\n"
+    assert run(capfd, "generate", DEMO, "--prompt", PROMPT, "--steps", 12) == (0, want, "")
+
+
+def test_sampling_and_quantization_are_options(capfd: pytest.CaptureFixture[str]) -> None:
+    base = ("generate", DEMO, "--prompt", PROMPT, "--steps", 8)
+    hot = ("--temperature", 2, "--top-k", 50, "--top-p", 0.9, "--scheme", "w8a8", "--kv-cache", "int8", "--seed")
+    texts = [run(capfd, *base, *hot, seed) for seed in (1, 1, 2)]
+    assert [status for status, _, _ in texts] == [0, 0, 0]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith(PROMPT) for _, text, _ in texts)
+
+
+def test_directories_of_qcut_are_models_too(
+    capfd: pytest.CaptureFixture[str], demo: tuple[Any, Any], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32, local_files_only=True).eval()
+    qcut.quantize(model, "w8a8", progress=False)
+    qcut.save(model, tmp_path)
+    demo[1].save_pretrained(tmp_path)
+    saved = run(capfd, "generate", tmp_path, "--prompt", PROMPT, "--steps", 8)
+    assert saved == run(capfd, "generate", DEMO, "--prompt", PROMPT, "--steps", 8, "--scheme", "w8a8")
+    assert saved[0] == 0
+
+
+def test_eval_is_the_librarys_perplexity(
+    capfd: pytest.CaptureFixture[str], demo: tuple[Any, Any], tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text((ROOT / "README.md").read_text())
+    base = ("eval", DEMO, "--text", text, "--window", 64, "--max-windows", 6, "--batch", 4)
+    model, tokenizer = demo
+    tokens = torch.tensor(tokenizer(text.read_text(), verbose=False)["input_ids"])
+    want = perplexity(model, tokens, window=64, max_windows=6, progress=False)
+    status, out, err = run(capfd, *base)
+    assert (status, err) == (0, "")
+    assert out == f"perplexity {want:.4f} on 6 windows of 64 tokens (cpu)\n"
+    found = json.loads(run(capfd, *base, "--kv-cache", "int8", "--json")[1])
+    assert found["kv_cache"] == "int8"
+    assert 0 < abs(found["perplexity"] / want - 1) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("generate",), 2, "name a MODEL, or --llama2c FILE with --tokenizer FILE"),
+        (("generate", "x", "--llama2c", "y", "--tokenizer", "z"), 2, "name a MODEL, or"),
+        (("generate", "--llama2c", "y"), 2, "name a MODEL, or"),
+        (("generate", "x", "--tokenizer", "z"), 2, "name a MODEL, or"),
+        (("generate", "./nowhere"), 1, "qcut: ./nowhere: not a directory"),
+        (("generate", ROOT / "tests"), 1, "qcut: "),
+        (("generate", DEMO, "--temperature", "-1"), 1, "temperature -1.0; allowed: 0 (greedy)"),
+        (("generate", DEMO, "--scheme", "w9"), 1, "scheme 'w9' does not exist"),
+        (("eval", DEMO, "--text", "./nowhere"), 1, "qcut: --text nowhere: "),
+    ],
+)
+def test_refusals(capfd: pytest.CaptureFixture[str], arguments: tuple[object, ...], status: int, message: str) -> None:
+    got, out, err = run(capfd, *arguments)
+    assert (got, out) == (status, "")
+    assert message in err
+
+
+def test_no_gpu_is_said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["generate", str(DEMO), "--device", "cuda"]) == 1
+    assert "--device cuda: torch finds no CUDA device; allowed: auto, cpu" in capfd.readouterr().err
+
+
+def test_models_without_a_start_want_a_prompt(
+    capfd: pytest.CaptureFixture[str], demo: tuple[Any, Any], tmp_path: Path
+) -> None:
+    config = LlamaConfig(
+        vocab_size=8192, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.bos_token_id = None
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO, local_files_only=True, bos_token=None)
+    tokenizer.save_pretrained(tmp_path)
+    status, out, err = run(capfd, "generate", tmp_path)
+    if tokenizer.bos_token_id is None:
+        assert (status, out) == (1, "")
+        assert "has no token for the start of a text; give it a --prompt" in err
+
+
+def test_characters_of_several_tokens_come_whole() -> None:
+    raw = {0: b"a", 1: "ü".encode()[:1], 2: "ü".encode()[1:], 3: b" b"}
+
+    def decode(ids: list[int]) -> str:
+        return b"".join(raw[i] for i in ids).decode("utf-8", "replace")
+
+    pieces = TextPieces(decode, [0])
+    assert [pieces.add(token) for token in (1, 2, 3, 1)] == ["", "ü", " b", ""]
+    assert pieces.rest() == "\ufffd"

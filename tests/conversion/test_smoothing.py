@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qcut.conversion.calibration import METHODS, calibrate
+from qcut.conversion.smoothing import smooth
+from qcut.errors import CalibrationError, ConfigError
+from qcut.layers.base import Linear
+from qcut.models.modules import weight_nk
+from qcut.models.tracing import trace_norms
+from tests.support.zoo import inject_outliers, same, snapshot, tiny_hf, tiny_lm, token_batches
+
+WIDTH = 8
+
+
+class Wired(nn.Module):
+    """One norm, two linear layers, and a body to wire them with."""
+
+    def __init__(self, body: Callable[[Wired, Tensor], Tensor], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm = norm or nn.LayerNorm(WIDTH)
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.other = nn.Sequential(nn.Tanh())
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+class OnePlus(nn.Module):
+    """Gemma's norm: the output is not proportional to the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
+
+
+def trace(model: nn.Module, *inputs: Tensor):
+    model.eval()
+    with torch.no_grad():
+        return trace_norms(model, lambda: model(*inputs))
+
+
+def pairs_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    return {pair.norm: pair.layers for pair in trace(model, token_batches()[0])[0]}
+
+
+def test_pairs_are_found_in_gpt2_llama_and_plain_models() -> None:
+    assert pairs_of(tiny_hf("gpt2")) == {
+        f"transformer.h.{i}.{norm}": (f"transformer.h.{i}.{layer}",)
+        for i in range(2)
+        for norm, layer in (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc"))
+    }
+    layer = "model.layers.{}."
+    expected = {}
+    for i in range(2):
+        p = layer.format(i)
+        expected[p + "input_layernorm"] = tuple(f"{p}self_attn.{x}_proj" for x in "qkv")
+        expected[p + "post_attention_layernorm"] = (f"{p}mlp.gate_proj", f"{p}mlp.up_proj")
+    assert pairs_of(tiny_hf("llama")) == expected
+    plain = pairs_of(tiny_lm())
+    assert plain["blocks.0.ln1"] == ("blocks.0.q", "blocks.0.v")
+    assert plain["blocks.1.ln2"] == ("blocks.1.up",)
+    # The last norm feeds the classifier, whose weight is the embedding's.
+    assert "norm" not in plain
+
+
+def test_gemma_norms_are_refused_by_name() -> None:
+    pairs, refused = trace(tiny_hf("gemma"), token_batches()[0])
+    assert not pairs
+    assert "GemmaRMSNorm" in refused["model.layers.0.input_layernorm"]
+    assert "1 + weight" in refused["model.layers.0.input_layernorm"]
+
+
+REFUSED = {
+    "residual": (lambda m, x: m.a(h := m.norm(x)) + h, "also read by add"),
+    "residual before": (lambda m, x: (h := m.norm(x)) * 2 + m.a(h), "also read by mul"),
+    "view": (lambda m, x: m.a(m.norm(x).reshape(-1, WIDTH)), "also read by reshape"),
+    "slice": (lambda m, x: m.a(h := m.norm(x)) + m.b(h[:1]), "also read by __getitem__"),
+    "module": (lambda m, x: m.a(h := m.norm(x)) + m.other(h), "also read by tanh"),
+    "functional": (lambda m, x: m.a(h := m.norm(x)) + nn.functional.linear(h, m.b.weight), "also read by linear"),
+    "in place": (lambda m, x: m.a(m.norm(x).add_(1.0)), "also read by add_"),
+    "value": (lambda m, x: m.a(h := m.norm(x)) * h.tolist()[0][0], "also read by tolist"),
+    "output": (lambda m, x: (m.a(h := m.norm(x)), h), "part of the model's output"),
+    "unread": (lambda m, x: (m.norm(x), m.a(x))[1], "no linear layer"),
+    "two sources": (lambda m, x: m.a(m.norm(x)) + m.a(x), "also reads other tensors"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_norms_with_other_readers_are_refused(case: str) -> None:
+    body, reason = REFUSED[case]
+    pairs, refused = trace(Wired(body), torch.randn(4, WIDTH))
+    assert not pairs
+    assert reason in refused["norm"]
+
+
+def test_what_does_not_read_is_allowed() -> None:
+    def body(m: Wired, x: Tensor) -> Tensor:
+        h = m.norm(x)
+        assert h.shape[-1] == WIDTH
+        assert h.dtype.is_floating_point
+        h = h.contiguous().to(x.dtype)
+        return m.a(h) + m.b(nn.functional.dropout(h, 0.5, m.training))
+
+    pairs, _ = trace(Wired(body), torch.randn(4, WIDTH))
+    assert [p.layers for p in pairs] == [("a", "b")]
+
+
+def test_shared_weights_and_unproportional_norms_are_refused() -> None:
+    both = REFUSED["two sources"][0]
+    model = Wired(lambda m, x: m.a(m.norm(x)) + m.b(x))
+    model.b.weight = model.a.weight
+    assert "the weight of 'a' is shared with 'b'" in trace(model, torch.randn(4, WIDTH))[1]["norm"]
+    model = Wired(lambda m, x: m.a(h := m.norm(x)) + m.b(h))
+    model.b.weight = model.a.weight
+    assert "share one weight" in trace(model, torch.randn(4, WIDTH))[1]["norm"]
+    assert "not proportional" in trace(Wired(both, OnePlus()), torch.randn(4, WIDTH))[1]["norm"]
+
+
+def test_a_quantized_layer_is_another_reader() -> None:
+    model = Wired(lambda m, x: m.a(h := m.norm(x)) + m.b(h))
+    model.b = Linear.from_float(model.b)  # type: ignore[assignment]
+    pairs, refused = trace(model, torch.randn(4, WIDTH))
+    assert not pairs
+    assert "also read by" in refused["norm"]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_smoothing_is_bitwise_exact(kind: str, dtype: torch.dtype) -> None:
+    model = (tiny_lm() if kind == "plain" else tiny_hf(kind)).to(dtype)
+    batches = token_batches()
+    modules = dict(model.named_modules())
+    for pair in trace(model, batches[0])[0]:
+        inject_outliers(modules[pair.norm], [modules[name] for name in pair.layers])
+    cal = calibrate(model, batches, progress=False)
+    wide = {name: cal.range(name) for name in cal.layers}
+
+    def logits() -> Tensor:
+        out = model(batches[0])
+        return out if isinstance(out, Tensor) else out.logits
+
+    before = logits()
+    done = smooth(model, cal, 0.5)
+    assert torch.equal(logits(), before)
+    assert all(m.moved >= 3 for m in done.migrations)
+    again = calibrate(model, batches, progress=False)
+    for name in cal.layers:
+        for part in ("lo", "hi", "sample"):
+            assert torch.equal(getattr(cal.layers[name], part), getattr(again.layers[name], part))
+        for method in METHODS:
+            assert cal.range(name, method) == again.range(name, method)
+    for migration in done.migrations:
+        for name in migration.layers:
+            assert cal.range(name).hi - cal.range(name).lo < 0.3 * (wide[name].hi - wide[name].lo)
+
+
+def test_scales_follow_the_formula() -> None:
+    model = Wired(lambda m, x: m.a(h := m.norm(x)) + m.b(h))
+    inject = torch.tensor([64.0, 1, 1, 1, 1, 1, 1, 1])
+    with torch.no_grad():
+        model.norm.weight.mul_(inject)
+    cal = calibrate(model, [torch.randn(64, WIDTH)], progress=False)
+    x = cal.absmax("a")
+    w = torch.stack([weight_nk(model.a), weight_nk(model.b)]).abs().amax((0, 1))
+    for alpha in (0.0, 0.5, 0.8, 1.0):
+        s = x**alpha / w ** (1 - alpha)
+        fresh = Wired(model.body)
+        fresh.load_state_dict(model.state_dict())
+        got = smooth(fresh, cal.copy(), alpha, exact=False).migrations[0].scale
+        ratio = got / s
+        assert torch.allclose(ratio, ratio[0].expand(WIDTH), rtol=1e-5)
+        assert got.log2().median().abs() < 1e-5
+        fresh.load_state_dict(model.state_dict())
+        exact = smooth(fresh, cal.copy(), alpha).migrations[0].scale
+        assert torch.equal(exact, exact.log2().round().exp2())
+        assert ((exact / got).log2().abs() <= 0.5 + 1e-5).all()
+
+
+def test_dead_channels_keep_their_scale() -> None:
+    model = Wired(lambda m, x: m.a(h := m.norm(x)) + m.b(h))
+    with torch.no_grad():
+        model.norm.weight[0] = model.norm.bias[0] = 0.0
+        model.a.weight[:, 1] = model.b.weight[:, 1] = 0.0
+        model.norm.weight[2] = 100.0
+    cal = calibrate(model, [torch.randn(64, WIDTH)], progress=False)
+    scale = smooth(model, cal, 0.5).migrations[0].scale
+    assert scale[:2].tolist() == [1.0, 1.0]
+    assert scale[2] > 2
+    assert scale.isfinite().all()
+
+
+def test_a_column_that_would_underflow_keeps_its_scale() -> None:
+    model = Wired(lambda m, x: m.a(h := m.norm(x)) + m.b(h)).half()
+    with torch.no_grad():
+        model.a.weight[0, 0] = 3 * 2.0**-24
+        # Channel 0 would be divided by less than 1: a weight of three subnormal steps loses a bit.
+        model.norm.weight[0] = 2.0**-6
+    x = torch.randn(64, WIDTH).half()
+    cal = calibrate(model, [x], progress=False)
+    before = model.eval()(x)
+    scale = smooth(model, cal, 0.5).migrations[0].scale
+    assert scale[0] == 1
+    assert model.a.weight[0, 0] == 3 * 2.0**-24
+    assert torch.equal(model(x), before)
+
+
+def test_failures_leave_model_and_calibration_alone() -> None:
+    model, batches = tiny_lm(), token_batches()
+    cal = calibrate(model, batches, progress=False)
+    before, lo = snapshot(model), cal.layers["blocks.0.q"].lo.clone()
+    with pytest.raises(ConfigError, match=r"alpha = 1\.5"):
+        smooth(model, cal, 1.5)
+    with pytest.raises(CalibrationError, match="another model's"):
+        smooth(tiny_lm(blocks=1), cal)
+    with pytest.raises(CalibrationError, match="channels"):
+        smooth(tiny_lm(width=16), cal)
+    assert same(before, snapshot(model))
+    with torch.no_grad():
+        model.blocks[1].up.weight[0, 0] = float("nan")
+    nan = snapshot(model)["tensors"]
+    with pytest.raises(CalibrationError, match=r"blocks\.1\.up: found NaN"):
+        smooth(model, cal)
+    assert snapshot(model)["tensors"] == nan
+    assert torch.equal(cal.layers["blocks.0.q"].lo, lo)
+
+
+def test_uncalibrated_layers_of_a_norm_are_scaled_too() -> None:
+    model, batches = tiny_lm(), token_batches()
+    inject_outliers(model.blocks[0].ln1, [model.blocks[0].q, model.blocks[0].v])
+    cal = calibrate(model, batches, layers=["*.q"], progress=False)
+    before = model(batches[0])
+    done = smooth(model, cal)
+    assert torch.equal(model(batches[0]), before)
+    assert done.migrations[0].layers == ("blocks.0.q", "blocks.0.v")
+    assert "none of its layers" in done.refused["blocks.0.ln2"]
+    assert "blocks.0.ln1" in str(done)

@@ -1,0 +1,474 @@
+"""The C++ operators against Python's, on CPU tensors: callbacks stand in for the driver and for host launchers.
+
+Both must pass the same bytes to the same kernels. Addresses of the buffers a call allocates differ from call to
+call; they are compared by what they point to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import itertools
+import struct
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.config import padded_k
+from qcut.cuda import native as _native
+from qcut.cuda.plans import Grid, LaunchPlan, linear_problem, m_bucket
+from qcut.emitters.core.source import DType, Param
+from qcut.emitters.decoder.quantize import (
+    QuantizePerTensor,
+    QuantizePerToken,
+    emit_quantize_per_tensor,
+    emit_quantize_per_token,
+)
+from qcut.emitters.gemm import mma as mma_gemm
+from qcut.emitters.gemm.cutlass.gemm import LAUNCH_PARAMS
+from qcut.errors import QcutError
+
+NAMESPACE = "qcut_native_test"
+STREAM = 0x5500_1234_5678
+SM_COUNT, SWIZZLE, RASTER, SPLITS = 132, 4, 2, 3
+BLOCK, SMEM = 384, 100_000
+KINDS = ("dynamic", "static", "weight_only")
+QUANTIZE, GEMM = 0x7F00_0000_0010, 0x7F00_0000_0020
+"""Function handles of dynamic layers; see `handle`."""
+
+
+def handle(function: int, kind: str) -> int:
+    return function + 0x100 * KINDS.index(kind)
+
+
+class Record(NamedTuple):
+    """One launch; a host launcher has no grid."""
+
+    function: int
+    grid: tuple[int, int, int] | None
+    block: bytes
+    stream: int
+    pdl: bool
+
+
+class Config(ctypes.Structure):
+    _fields_ = [
+        ("shape", ctypes.c_uint32 * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("attribute_count", ctypes.c_uint32),
+    ]
+
+
+class Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+def field_offsets(params: tuple[Param, ...]) -> list[tuple[int, int]]:
+    """(offset, bytes) of each parameter as C lays them out."""
+    ends = [struct.calcsize("@" + "".join(p.fmt for p in params[: i + 1])) for i in range(len(params))]
+    return [(end - struct.calcsize(p.fmt), struct.calcsize(p.fmt)) for end, p in zip(ends, params, strict=True)]
+
+
+@dataclass
+class Driver:
+    """Stands in for ``cuLaunchKernelEx``, host launchers and the current stream; records launches."""
+
+    records: list[Record] = field(default_factory=list)
+    params: dict[int, tuple[Param, ...]] = field(default_factory=dict)
+    status: dict[int, int] = field(default_factory=dict)
+    stream_status: int = 0
+
+    def __post_init__(self) -> None:
+        kernel = ctypes.CFUNCTYPE(
+            ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
+        )
+        host = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
+        stream = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
+        self.callbacks = kernel(self._launch_kernel), host(self._launch_host), stream(self._current_stream)
+        self.kernel, self.host, self.stream = (ctypes.cast(c, ctypes.c_void_p).value for c in self.callbacks)
+
+    def reset(self) -> None:
+        self.records.clear()
+        self.params.clear()
+        self.status.clear()
+        self.stream_status = 0
+
+    def _launch_kernel(self, config: Any, function: int, addresses: Any, extra: int | None) -> int:
+        c = config.contents
+        x, y, z, *block, smem = c.shape
+        assert (block, smem, extra) == ([BLOCK, 1, 1], SMEM, None)
+        if c.attribute_count:
+            attribute = Attribute.from_address(c.attributes)
+            assert (c.attribute_count, attribute.id, attribute.value) == (1, 6, 1)
+        offsets = field_offsets(self.params[function])
+        data = bytearray(struct.calcsize("@" + "".join(p.fmt for p in self.params[function])))
+        for i, (offset, size) in enumerate(offsets):
+            data[offset : offset + size] = ctypes.string_at(addresses[i], size)
+        self.records.append(Record(function, (x, y, z), bytes(data), c.stream or 0, bool(c.attribute_count)))
+        return self.status.get(function, 0)
+
+    def _launch_host(self, block: int, function: int, stream: int | None, flags: int) -> int:
+        size = struct.calcsize("@" + "".join(p.fmt for p in self.params[function]))
+        self.records.append(Record(function, None, ctypes.string_at(block, size), stream or 0, bool(flags & 1)))
+        return self.status.get(function, 0)
+
+    def _current_stream(self, device: int, stream: Any) -> int:
+        assert device == -1
+        stream[0] = STREAM
+        return self.stream_status
+
+
+class Kernel:
+    """Stands in for `qcut.jit.Kernel`: packs as the real one does and records the launch."""
+
+    name, block, smem_bytes = "fake", BLOCK, SMEM
+
+    def __init__(self, driver: Driver, function: int, params: tuple[Param, ...], host: bool) -> None:
+        self.driver, self.function, self.host_launcher = driver, function, driver.host if host else 0
+        driver.params[function] = params
+        self.format = struct.Struct("@" + "".join(p.fmt for p in params))
+
+    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...], stream: int, pdl: bool) -> None:
+        shape = None if self.host_launcher else grid
+        self.driver.records.append(Record(self.function, shape, self.format.pack(*args), stream, pdl))
+
+
+@pytest.fixture(scope="module")
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture(scope="module")
+def ops_cuda() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if not hasattr(torch._C, "_cuda_getCurrentRawStream"):  # a torch without CUDA; `setting` replaces it anyway
+            patch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
+        return importlib.import_module("qcut.cuda.int8")
+
+
+@pytest.fixture(scope="module")
+def library(driver: Driver, ops_cuda: Any) -> Iterator[_native.Library]:
+    """A library registered for CPU tensors under a namespace of its own, in front of the CUDA module's Python."""
+    loaded = _native.load()
+    assert loaded is not None, "g++ and torch's headers are there: it must compile"
+    definitions = torch.library.Library(NAMESPACE, "DEF")
+    for name in _native.OPS:
+        schema = str(getattr(torch.ops.qcut, name).default._schema).removeprefix("qcut::")
+        for prefix in ("", "_"):
+            definitions.define(prefix + schema)
+            definitions.impl(prefix + name, getattr(ops_cuda, name), "CPU")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded.register(NAMESPACE, "CPU", driver.kernel, driver.stream)
+    yield loaded
+    definitions._destroy()
+
+
+class Setting:
+    """The operators with stand-in kernels, and what became of their calls."""
+
+    def __init__(self, driver: Driver, library: _native.Library) -> None:
+        self.driver, self.library = driver, library
+
+    def served(self, call: Callable[[], Any]) -> tuple[Any, list[Record], bool]:
+        """Result, launches, and whether C++ served the call."""
+        self.driver.records.clear()
+        before = self.library.hits
+        result = call()
+        return result, list(self.driver.records), self.library.hits == before + 1
+
+
+@pytest.fixture(params=[True, False], ids=["cutlass", "raw"])
+def setting(
+    request: pytest.FixtureRequest,
+    driver: Driver,
+    library: _native.Library,
+    ops_cuda: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Setting]:
+    hosted = request.param
+    driver.reset()
+
+    def make(
+        kind: Any, dtype: DType, m: int, k: int, qweight: Tensor, bias: bool, activation: str, aligned: bool
+    ) -> Any:
+        n, k_padded = qweight.shape
+        problem = linear_problem(dtype, n, k, bias, activation, kind)
+        if kind == "weight_only":
+            kernel = Kernel(driver, handle(GEMM, kind), problem.params(), host=False)
+            return ops_cuda._LinearPlan(None, LaunchPlan(kernel, Grid(16, (3, 1, 1)), pdl=True), n, k_padded)
+        desc: Any
+        if kind == "dynamic":
+            desc = QuantizePerToken(dtype, "sm_90a", threads=32)
+            source = emit_quantize_per_token(desc)
+        else:
+            desc = QuantizePerTensor(dtype, "sm_90a", threads=32, vectors=1)
+            source = emit_quantize_per_tensor(desc)
+        grid = Grid(desc.rows, desc.grid(1, k_padded))
+        quantize = LaunchPlan(Kernel(driver, handle(QUANTIZE, kind), source.params, host=False), grid)
+        if hosted:
+            kernel = Kernel(driver, handle(GEMM, kind), (*problem.params(), *LAUNCH_PARAMS), host=True)
+            tail = (SM_COUNT, SWIZZLE, RASTER, SPLITS)
+            gemm = LaunchPlan(kernel, Grid(1, (1, 1, 1)), tail=tail, pdl=True, min_rows=64)
+        else:
+            kernel = Kernel(driver, handle(GEMM, kind), problem.params(), host=False)
+            gemm = LaunchPlan(kernel, Grid(32, (-(-n // 64), 1, 1)), pdl=True)
+        return ops_cuda._LinearPlan(quantize, gemm, n, k_padded)
+
+    monkeypatch.setattr(ops_cuda, "_make_linear", make)
+    monkeypatch.setattr(ops_cuda, "_linear_plans", {})
+    monkeypatch.setattr(ops_cuda, "_stream", lambda device: STREAM)
+    monkeypatch.setattr(_native, "library", lambda: library)
+    library.clear()
+    yield Setting(driver, library)
+    library.clear()
+
+
+def arguments(
+    op: str,
+    shape: tuple[int, ...],
+    n: int,
+    *,
+    bias: bool = True,
+    dtype: torch.dtype = torch.float16,
+    activation: str = "none",
+) -> list[Any]:
+    k = shape[-1]
+    qweight = torch.zeros(n, padded_k(k), dtype=torch.int8)
+    vector = torch.ones(n) if bias else None
+    if op == "w8a8_static_linear":
+        sums = torch.zeros(n, dtype=torch.int32)
+        return [torch.randn(shape).to(dtype), qweight, torch.ones(n), sums, vector, 0.1, -7, activation]
+    return [torch.randn(shape).to(dtype), qweight, torch.ones(n), vector, activation]
+
+
+def operator(op: str) -> Any:
+    return getattr(getattr(torch.ops, NAMESPACE), op).default
+
+
+def decoded(record: Record, params: tuple[Param, ...]) -> dict[str, Any]:
+    fmt = "@" + "".join(p.fmt for p in params)
+    values = struct.unpack(fmt, record.block)
+    assert struct.pack(fmt, *values) == record.block, "padding is zero"
+    return dict(zip((p.name for p in params), values, strict=True))
+
+
+def compare(python: list[Record], native: list[Record], driver: Driver, out: tuple[Tensor, Tensor]) -> None:
+    """The same launches, but for the addresses of scratch memory and result; those in the same relation."""
+    assert len(python) == len(native)
+    bases = []
+    for records in (python, native):
+        base, facts = {}, []
+        for record in records:
+            args = decoded(record, driver.params[record.function])
+            if record.function & 0xFF == QUANTIZE & 0xFF:
+                base = {"q": args["q"], "scale": args.get("scale")}
+                own = ("q", "scale") if isinstance(args.get("scale"), int) else ("q",)
+            else:
+                own = ("a", "row_scale", "d") if base else ("d",)
+                assert not base or args["a"] == base["q"]
+                assert "row_scale" not in args or args["row_scale"] == base["scale"]
+                if "row_scale" in args:
+                    assert args["row_scale"] - args["a"] == args["m"] * args["lda"]
+                base["d"] = args["d"]
+            facts.append((record._replace(block=b""), {name: v for name, v in args.items() if name not in own}))
+        bases.append((base, facts))
+    assert bases[0][1] == bases[1][1]
+    for (base, _), result in zip(bases, out, strict=True):
+        assert base["d"] == result.data_ptr()
+
+
+ROWS = (1, 2, 16, 17, 63, 64, 65, 129, 1000)
+
+
+@pytest.mark.parametrize("op", _native.OPS)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+def test_launches_are_pythons(setting: Setting, op: str, bias: bool) -> None:
+    kept = []  # a freed layer's addresses would be found again
+    for m, (n, k) in itertools.product(ROWS, ((128, 64), (33, 37))):
+        args = arguments(op, (m, k), n, bias=bias)
+        kept.append(args)
+        expected, python, by_native = setting.served(lambda a=args: operator(op)(*a))
+        assert not by_native
+        assert len(python) == (1 if op == "w8a16_linear" else 2)
+        got, native, by_native = setting.served(lambda a=args: operator(op)(*a))
+        assert by_native
+        compare(python, native, setting.driver, (expected, got))
+        assert {record.stream for record in native} == {STREAM}
+        assert (got.shape, got.stride(), got.dtype) == (expected.shape, expected.stride(), expected.dtype)
+
+
+@pytest.mark.parametrize(
+    ("op", "dtype"),
+    [(op, d) for op in _native.OPS for d in (torch.float16, torch.bfloat16, torch.float32)][:-1],  # w8a16: no float32
+    ids=str,
+)
+@pytest.mark.parametrize("shape", [(37,), (1, 37), (3, 37), (2, 5, 37), (2, 1, 3, 70)], ids=str)
+def test_results_have_pythons_shape(setting: Setting, op: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    args = arguments(op, shape, 50, dtype=dtype, activation="gelu_tanh")
+    expected = operator(op)(*args)
+    got, _, by_native = setting.served(lambda: operator(op)(*args))
+    assert by_native
+    assert (got.shape, got.stride(), got.dtype, got.device) == (
+        (*shape[:-1], 50),
+        expected.stride(),
+        dtype,
+        args[0].device,
+    )
+    assert not got.requires_grad
+
+
+def test_rows_with_a_stride_and_copies(setting: Setting) -> None:
+    _, qweight, scale, bias, activation = arguments("w8a8_linear", (24, 64), 128)
+    op = operator("w8a8_linear")
+    wide = torch.randn(24, 96).half()
+    for x, by_native in ((wide[:, :64], True), (wide[::2, :64], True), (torch.randn(64, 24).half().t(), False)):
+        args = (x, qweight, scale, bias, activation)
+        expected, python, _ = setting.served(lambda a=args: op(*a))
+        got, native, served = setting.served(lambda a=args: op(*a))
+        assert served is by_native
+        assert got.shape == expected.shape == (len(x), 128)
+        if by_native:
+            compare(python, native, setting.driver, (expected, got))
+            assert decoded(native[0], setting.driver.params[QUANTIZE])["x_stride"] == x.stride(0)
+
+
+def test_another_layer_is_another_plan(setting: Setting) -> None:
+    op = operator("w8a8_linear")
+    args = arguments("w8a8_linear", (40, 64), 128)
+    for changed in (
+        {},
+        {0: torch.randn(65, 64).half()},  # another bucket of rows
+        {0: torch.randn(40, 64).bfloat16()},
+        {0: torch.randn(40 * 64 + 1).half()[1:].view(40, 64)},  # unaligned
+        {1: torch.zeros(128, 64, dtype=torch.int8)},
+        {2: torch.ones(128)},
+        {3: None},
+        {3: torch.zeros(128)},
+        {4: "relu"},
+    ):
+        call = [changed.get(i, value) for i, value in enumerate(args)]
+        assert not setting.served(lambda c=call: op(*c))[2]
+        assert setting.served(lambda c=call: op(*c))[2]
+    fewer_rows = [torch.randn(33, 64).half(), *args[1:]]
+    assert setting.served(lambda: op(*fewer_rows))[2], "one plan serves a whole bucket"
+
+
+def test_the_range_of_x_is_no_part_of_the_plan(setting: Setting) -> None:
+    op = operator("w8a8_static_linear")
+    args = arguments("w8a8_static_linear", (5, 64), 128)
+    op(*args)
+    for scale, zero_point in ((0.5, 127), (1e-30, -128)):
+        args[5:7] = scale, zero_point
+        _, records, by_native = setting.served(lambda: op(*args))
+        assert by_native
+        first, second = (decoded(record, setting.driver.params[record.function]) for record in records)
+        assert (first["scale"], first["zero_point"]) == (struct.unpack("f", struct.pack("f", scale))[0], zero_point)
+        assert second["zero_point"] == zero_point
+    for scale, zero_point in ((0.5, 128), (float("nan"), 0), (0.0, 0)):
+        args[5:7] = scale, zero_point
+        assert not setting.served(lambda: op(*args))[2]
+
+
+def test_no_rows_and_errors_are_pythons(setting: Setting) -> None:
+    op = operator("w8a8_linear")
+    args = arguments("w8a8_linear", (5, 64), 128)
+    op(*args)
+    empty, records, by_native = setting.served(lambda: op(args[0][:0], *args[1:]))
+    assert (empty.shape, records, by_native) == ((0, 128), [], False)
+    with pytest.raises(QcutError, match=r"w8a8_linear: x has shape \[\]"):
+        op(torch.tensor(1.0), *args[1:])
+    with pytest.raises(QcutError, match="activation 'a name of more than 15 characters' does not exist"):
+        op(*args[:4], "a name of more than 15 characters")
+    with pytest.raises(QcutError, match="qweight has shape"):
+        op(torch.randn(5, 100).half(), *args[1:])
+
+
+@pytest.mark.parametrize("failing", [QUANTIZE, GEMM, "stream"])
+def test_python_repeats_what_the_driver_refuses(setting: Setting, failing: Any) -> None:
+    op = operator("w8a8_linear")
+    args = arguments("w8a8_linear", (5, 64), 128)
+    _, python, _ = setting.served(lambda: op(*args))
+    if failing == "stream":
+        setting.driver.stream_status = 1
+    else:
+        setting.driver.status[failing] = 400
+    got, records, by_native = setting.served(lambda: op(*args))
+    assert not by_native
+    assert got.shape == (5, 128)
+    tried = {"stream": 0, QUANTIZE: 1, GEMM: 2}[failing]
+    assert [r.function for r in records] == [QUANTIZE, GEMM][:tried] + [r.function for r in python]
+
+
+def test_launches_with_a_workspace_stay_in_python(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LaunchPlan, "native", lambda self: None)
+    args = arguments("w8a8_linear", (5, 64), 128)
+    for _ in range(3):
+        assert not setting.served(lambda: operator("w8a8_linear")(*args))[2]
+
+
+def test_clear(setting: Setting, ops_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, args = operator("w8a8_linear"), arguments("w8a8_linear", (5, 64), 128)
+    op(*args)
+    assert setting.served(lambda: op(*args))[2]
+    monkeypatch.setattr(ops_cuda, "_MAX_LINEAR_PLANS", 1)
+    other = arguments("w8a8_linear", (5, 64), 128)
+    assert not setting.served(lambda: op(*other))[2]
+    assert not setting.served(lambda: op(*args))[2], "a full table is emptied, in C++ too"
+
+
+def test_threads(setting: Setting) -> None:
+    calls = [(op, arguments(op, (m, 64), 128)) for op in _native.OPS for m in (3, 70)]
+    for op, args in calls:
+        operator(op)(*args)
+    before, failures = setting.library.hits, []
+    setting.driver.records.clear()
+
+    def work(seed: int) -> None:
+        for i in range(200):
+            op, args = calls[(i + seed) % len(calls)]
+            if operator(op)(*args).shape != (len(args[0]), 128):
+                failures.append((op, len(args[0])))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):  # a writer among the readers
+        other = arguments("w8a16_linear", (1, 64), 128)
+        operator("w8a16_linear")(*other)
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert 1600 <= setting.library.hits - before <= 1650
+
+
+def test_bucket_is_pythons(library: _native.Library) -> None:
+    every = (*range(1, 5001), 2**20 - 1, 2**20, 2**20 + 1, 2**31 - 1)
+    assert [library.bucket(m) for m in every] == [m_bucket(m) for m in every]
+
+
+def test_grid_repeats_that_of_one_row() -> None:
+    for desc, k in (
+        (QuantizePerToken(DType.F16, "sm_80", threads=32), 64),
+        (QuantizePerTensor(DType.F32, "sm_80"), 9000),
+    ):
+        grid = Grid(desc.rows, desc.grid(1, k))
+        assert [grid(m) for m in range(1, 300)] == [desc.grid(m, k) for m in range(1, 300)]
+    for tile in mma_gemm.default_tiles("sm_80"):
+        grid = Grid(tile.threadblock_shape[0], mma_gemm.grid(tile, 1, 1000))
+        assert [grid(m) for m in range(1, 300)] == [mma_gemm.grid(tile, m, 1000) for m in range(1, 300)]
+
+
+def test_registering_an_unknown_namespace(library: _native.Library) -> None:
+    other = _native.load()
+    assert other is not None
+    with pytest.raises(QcutError, match="refuses the operators"):
+        other.register("qcut_no_such_namespace", "CPU", 0, 0)

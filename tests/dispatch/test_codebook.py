@@ -1,0 +1,193 @@
+"""Which kernels dispatch picks for rotated tokens and codebook weights, on every architecture and at any size."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
+from qcut.config import Codebook
+from qcut.dispatch import codebook as codebook_dispatch
+from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, bucket, problem_of, select, select_rotation
+from qcut.dispatch.cost_model import Target
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.codebook.rotate import RotateTokens, RotateTokensDense, emit_rotate, padded_columns
+from qcut.emitters.core.source import ARCHITECTURES, DType
+
+H200 = Target("sm_90a", 132, "NVIDIA H200")
+A100 = Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
+TARGETS = (H200, A100, Target("sm_86", 82), Target("sm_89", 128), Target("sm_100", 148), Target("sm_120", 48))
+TOKENS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 129, 1000, 4096)
+LAYERS = ((256, 384, True, "gelu_tanh"), (512, 256, False, "none"))
+
+
+def problem(x: DType, bits: int = 4, slots: int = 1, alignment_n: int = 16, out: DType = DType.F16) -> CodebookProblem:
+    return problem_of(x, bits, slots, out, True, "none", False, alignment_n)
+
+
+def sizes() -> list[tuple[int, int]]:
+    """N and units of K: small, ragged, long, and those of models."""
+    rng = random.Random(0)
+    drawn = [(rng.randint(1, 20_000), rng.randint(1, 300)) for _ in range(12)]
+    return [
+        (1, 1),
+        (15, 2),
+        (17, 1),
+        (50_257, 10),
+        (1280, 10),
+        (4096, 32),
+        (14336, 32),
+        (4096, 112),
+        (64, 1023),
+        (64, 4000),
+        *drawn,
+    ]
+
+
+def test_architectures_are_all_here():
+    assert {target.arch for target in TARGETS} == set(ARCHITECTURES)
+
+
+# ── buckets ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_buckets_hold_their_tokens_and_are_few():
+    previous = 0
+    for m in range(1, 5000):
+        size = bucket(m)
+        assert m <= size <= max(8, 2 * m)
+        assert size >= previous
+        assert bucket(size) == size
+        if m > 64:
+            assert size - m < 0.25 * m
+        previous = size
+    assert bucket(1) == 1
+    assert len({bucket(m) for m in range(1, 65537)}) <= 5 + 4 * 11
+
+
+def test_buckets_end_where_families_do():
+    assert bucket(FEW_TOKENS) == FEW_TOKENS
+    assert bucket(DECODE_TOKENS) == DECODE_TOKENS
+
+
+# ── products ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize("x", [DType.F16, DType.S8], ids=lambda x: x.value)
+def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(target: Target, x: DType):
+    for (n, units), m in itertools.product(sizes(), TOKENS):
+        alignment = next(a for a in (16, 8, 4, 2, 1) if n % a == 0)
+        asked = problem(x, alignment_n=alignment)
+        m = bucket(m)
+        choice = select(asked, m, n, units, target)
+        source = codebook_dispatch.emit(choice, asked, target.arch)  # which validates the tile
+        assert source.arch == target.arch
+        ctas, *rest = codebook_dispatch.grid(choice, m, n, target.sm_count)  # which refuses more tokens than it takes
+        assert ctas >= 1
+        assert rest == [1, 1]
+        tile = choice.tile
+        if choice.family == "decode":
+            assert tile.capacity >= units
+            assert ctas // tile.splits * tile.row_tiles * 16 >= n
+        elif choice.family == "decode_wgmma":
+            assert ctas // tile.splits * tile.groups * 64 >= n
+        elif choice.family == "mma":
+            assert ctas * tile.threadblock_shape[0] * tile.threadblock_shape[1] >= m * n
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_every_problem_has_a_kernel(target: Target, bits: int, slots: int):
+    for x, m in itertools.product((DType.F16, DType.BF16, DType.S8), (1, 8, 16, 32, 64, 256)):
+        asked = problem(x, bits, slots, out=DType.F32 if x is DType.S8 else x)
+        source = codebook_dispatch.emit(select(asked, m, 4096, 32, target), asked, target.arch)
+        assert asked.name in source.name
+        assert source.params == asked.params()
+
+
+def test_families_by_architecture_and_tokens():
+    def families(target: Target, n: int = 4096, units: int = 32) -> list[str]:
+        return [select(problem(DType.F16), m, n, units, target).family for m in (1, 8, 16, 17, 64, 65, 4096)]
+
+    assert families(A100, 1280, 10) == ["decode"] * 3 + ["mma"] * 4
+    hopper = families(H200)
+    assert hopper[:2] == ["decode"] * 2
+    assert hopper[4:] == ["decode_wgmma", "prompt", "prompt"]
+    # K so long that no warps hold the tokens of all of it.
+    assert families(A100, 64, 4000)[:3] == ["mma"] * 3
+    assert families(H200, 64, 4000)[:3] == ["decode_wgmma"] * 3
+
+
+def test_a_choice_depends_on_sizes_and_gpu_alone():
+    for m in TOKENS:
+        assert select(problem(DType.S8), m, 14336, 32, H200) == select(problem(DType.S8), m, 14336, 32, H200)
+
+
+# ── rotations ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+def test_rotations(target: Target):
+    def select_kinds(kind: str, out: DType) -> list[type]:
+        found = select_rotation(kind, DType.F16, out, 16, 640, 128, 2, target)
+        assert all(emit_rotate(one).arch == target.arch for one in found)
+        assert all(one.out is (out if one is found[-1] else DType.F32) for one in found)
+        return [type(one) for one in found]
+
+    for kind, out in itertools.product(("hadamard", "none"), (DType.F16, DType.S8)):
+        assert select_kinds(kind, out) == [RotateTokens]
+    assert select_kinds("qr", DType.F16) == [RotateTokensDense]
+    assert select_kinds("qr", DType.S8) == [RotateTokensDense, RotateTokens]
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "none", "qr"])
+@pytest.mark.parametrize("out", [DType.F16, DType.S8], ids=lambda out: out.value)
+def test_grids_of_rotations_cover_all_columns(kind: str, out: DType):
+    for (k, group), m, passes in itertools.product(
+        ((64, 64), (1280, 128), (14336, 128), (96, 32)), (1, 16, 4096), (1, 2)
+    ):
+        padded = Geometry(k, group).k_padded
+        widths = (padded, passes * padded)  # the second kernel reads what the first one wrote
+        for one, columns in zip(select_rotation(kind, DType.F16, out, m, k, group, passes, H200), widths, strict=False):
+            x, y, z = one.grid(m, columns)
+            if isinstance(one, RotateTokensDense):
+                assert (x * one.tokens >= m, y * one.columns, z) == (True, padded, passes)
+            else:
+                assert x * one.rows >= m
+                assert y * one.row_columns >= columns or not one.held
+                assert z == 1
+
+
+def test_padding_is_that_of_the_layout():
+    for k, group in itertools.product(
+        (1, 31, 64, 96, 127, 128, 130, 640, 1000, 4096), (1, 7, 32, 64, 100, 128, 256, 4096)
+    ):
+        assert padded_columns(k, min(group, k)) == Geometry(k, group).k_padded
+
+
+# ── ahead of time ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("target", [A100, H200], ids=lambda target: target.arch)
+def test_precompiled_are_the_kernels_that_layers_ask_for(target: Target):
+    sources = codebook_dispatch.precompile_sources(target.arch, LAYERS)
+    names = [source.name for source in sources]
+    assert len(set(names)) == len(names)
+    assert {source.toolchain for source in sources} == {"nvrtc"}
+    wanted = set()
+    for scheme, (n, k, bias, activation), m in itertools.product(
+        (Codebook(), Codebook(activation="int8")), LAYERS, (1, 5, 16, 50, 4000)
+    ):
+        size = scheme.group_columns(k)
+        geometry, tokens = Geometry(k, size), DType.S8 if scheme.activation == "int8" else DType.F16
+        slots = UNIT_COLUMNS // geometry.slot
+        asked = problem_of(tokens, scheme.bits, slots, DType.F16, bias, activation, False, 16)
+        choice = select(asked, bucket(m), n, geometry.units, target)
+        wanted.add(codebook_dispatch.emit(choice, asked, target.arch).name)
+        for one in select_rotation(scheme.rotation, DType.F16, tokens, bucket(m), k, size, 1, target):
+            wanted.add(emit_rotate(one).name)
+    assert wanted == set(names)

@@ -1,0 +1,372 @@
+"""Which kernel dispatch picks: the tables, the model behind them, what it refuses, and what it says about it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+
+import qcut
+from qcut.cuda.plans import linear_problem, m_bucket
+from qcut.dispatch import gemm as dispatch
+from qcut.dispatch import tables as tuned
+from qcut.dispatch.cost_model import tile_cycles
+from qcut.dispatch.gemm import SM80_MENU, SM90_MENU, Choice, Target, select_gemm
+from qcut.dispatch.tables import Row, Table
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import ARCHITECTURES, DType
+from qcut.emitters.gemm.families import FAMILIES, family
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.errors import ConfigError, DeviceError, UnsupportedError
+
+H200 = Target("sm_90a", 132, "NVIDIA H200")
+UNTUNED = Target("sm_90a", 132, "NVIDIA H100 PCIe")
+A100 = Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
+DYNAMIC = GemmProblem(epilogue=Epilogue(DType.F16, "per_token", "per_channel", bias=True))
+
+
+LAYOUTS = tuple("".join(flags) for flags in itertools.product("tn", repeat=3))
+
+
+@pytest.fixture(autouse=True)
+def _own_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("QCUT_CACHE_DIR", str(tmp_path))
+    tuned.forget()
+    yield
+    tuned.forget()
+
+
+def shipped_rows() -> list[dict]:
+    return json.loads((files("qcut.dispatch") / "tuned" / "nvidia_h200.json").read_text())["choices"]
+
+
+def test_every_row_of_the_shipped_table_is_legal_and_every_cutlass_row_is_found_again():
+    rows = shipped_rows()
+    assert sum(row["family"] == "cutlass" for row in rows) >= 76
+    for row in rows:
+        problem = dispatch.problem_of(row["m"], row["n"], row["k"], layouts=row["layouts"], out=row["out"])
+        tile = tuned.tile_from_json(row["family"], row["tile"])
+        family(row["family"]).validate(problem, tile, "sm_90a")
+        assert tuned.tile_to_json(tile) == row["tile"]
+        choice = select_gemm(problem, row["m"], row["n"], row["k"], H200)
+        same = [r for r in rows if all(r[key] == row[key] for key in ("out", "layouts", "m", "n", "k"))]
+        fastest = min(same, key=lambda r: r["time_us"])
+        if row["family"] == "simt" and len(same) == 1:
+            choice = select_gemm(problem, row["m"], row["n"], row["k"], H200, tensor_cores=False)
+        elif row != fastest:
+            continue
+        assert (choice.family, choice.tile, choice.tuned_us) == (row["family"], tile, row["time_us"])
+        assert choice.reason.startswith("tuned")
+        assert (choice.swizzle, choice.raster, choice.splits) == (row["swizzle"], row["raster"], row["splits"])
+
+
+def write_user_rows(target: Target, *rows: Row) -> None:
+    path = tuned.user_path(target.name)
+    assert path is not None
+    tuned.write(path, Table(target.name, rows))
+
+
+MMA = family("mma").default_tiles("sm_80")[3]
+WMMA = family("wmma").default_tiles("sm_80")[0]
+SIMT = family("simt").default_tiles("sm_80")[0]
+
+
+def test_of_several_tuned_families_the_fastest_that_can_serve_wins():
+    sizes = (256, 1280, 1280)
+    rows = [
+        Row("cutlass", "f16", "tnt", *sizes, SM80_MENU[0], 9.0),
+        Row("mma", "f16", "tnt", *sizes, MMA, 8.0),
+        Row("wmma", "f16", "tnt", *sizes, WMMA, 7.0),
+        Row("simt", "f16", "tnt", *sizes, SIMT, 30.0),
+    ]
+    write_user_rows(A100, *rows)
+    choice = select_gemm(DYNAMIC, *sizes, A100)
+    assert choice == Choice("wmma", WMMA, reason="tuned", tuned_us=7.0)
+    assert select_gemm(DYNAMIC, *sizes, A100, tensor_cores=False).tile == SIMT
+    assert select_gemm(DYNAMIC, *sizes, A100, tensor_cores=False).reason.startswith("tuned")
+    write_user_rows(A100, replace(rows[0], time_us=1.0), *rows[1:])
+    assert select_gemm(DYNAMIC, *sizes, A100).family == "cutlass"
+    assert select_gemm(DYNAMIC, *sizes, A100, cutlass=False).family == "wmma"
+    # Float outputs of other types share the rows of f16; int8 and other layouts have none.
+    for out, layouts, reason in (("bf16", "tnt", "tuned"), ("s8", "tnt", "model"), ("f16", "ttt", "model")):
+        problem = dispatch.problem_of(*sizes, out=out, layouts=layouts)
+        assert select_gemm(problem, *sizes, A100).reason.startswith(reason)
+
+
+def test_simt_rows_do_not_speak_against_tensor_cores_that_nobody_measured():
+    sizes = (256, 1280, 1280)
+    write_user_rows(A100, Row("simt", "f16", "tnt", *sizes, SIMT, 30.0))
+    assert select_gemm(DYNAMIC, *sizes, A100).reason == "model"
+    assert select_gemm(DYNAMIC, *sizes, A100).family != "simt"
+    assert select_gemm(DYNAMIC, *sizes, A100, tensor_cores=False).tuned_us == 30.0
+
+
+def test_the_nearest_tuned_m_is_taken_and_times_compare_per_row():
+    write_user_rows(
+        A100,
+        Row("mma", "f16", "tnt", 256, 1280, 1280, MMA, 10.0),
+        Row("mma", "f16", "tnt", 224, 1280, 1280, replace(MMA, stages=3), 9.0),
+        Row("wmma", "f16", "tnt", 256, 1280, 1280, WMMA, 9.5),
+    )
+    # At 200 rows the 224 of mma stand for it: 9.0/224 is more than wmma's 9.5/256.
+    assert select_gemm(DYNAMIC, 200, 1280, 1280, A100).family == "wmma"
+    write_user_rows(A100, Row("mma", "f16", "tnt", 224, 1280, 1280, MMA, 8.0))
+    assert select_gemm(DYNAMIC, 200, 1280, 1280, A100).tuned_us == 8.0
+    assert select_gemm(DYNAMIC, 230, 1280, 1280, A100).reason == "model"
+
+
+def test_the_table_speaks_for_sizes_near_its_own_and_for_one_gpu():
+    def reason(m: int, n: int, k: int, target: Target) -> str:
+        return select_gemm(DYNAMIC, m, n, k, target).reason
+
+    assert reason(4096, 14336, 4096, H200) == "tuned"
+    assert reason(3584, 14336, 4096, H200) == "tuned"
+    assert reason(2048, 14336, 4096, H200) == "model"
+    assert reason(4096, 14336, 4112, H200) == "model"
+    assert reason(4096, 14336, 4096, UNTUNED) == "model"
+    assert reason(1, 1280, 1280, H200) == "tuned"
+
+
+@pytest.mark.parametrize("menu", [SM80_MENU, SM90_MENU])
+def test_menus_are_legal_for_every_output(menu: tuple[TileConfig, ...]):
+    for tile in menu:
+        for out in (DType.F16, DType.BF16, DType.F32, DType.S8):
+            arches = ["sm_90a"] if menu is SM90_MENU else ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120"]
+            problem = replace(DYNAMIC, epilogue=replace(DYNAMIC.epilogue, out=out))
+            legal = [arch for arch in arches if family("cutlass").is_legal(problem, tile, arch)]
+            # A 256-wide tile of three stages does not fit where a CTA has 99 KB.
+            assert legal == arches or tile.threadblock_shape == (128, 256, 64)
+    assert family("cutlass").menu(DYNAMIC, "sm_89")
+
+
+def test_the_model_prefers_whole_waves_and_grows_with_the_work():
+    wide = TileConfig((256, 160, 128), schedule="cooperative")
+    square = TileConfig((128, 128, 128), schedule="pingpong")
+    # 128 tiles of 256x160 are one wave of 132 SMs, 320 of 128x128 are three.
+    assert tile_cycles(wide, 16, 4096, 1280, 5120, H200) < tile_cycles(square, 16, 4096, 1280, 5120, H200)
+    for tile in (*SM90_MENU, wide, square):
+        cycles = [tile_cycles(tile, 16, m, 4096, 4096, H200) for m in (64, 512, 4096, 32768)]
+        assert cycles == sorted(cycles)
+        # Never faster than the products alone.
+        assert cycles[-1] > 32768 * 4096 * 4096 / (132 * 4096)
+
+
+def test_few_rows_get_small_tiles_and_many_rows_large_ones():
+    few = select_gemm(DYNAMIC, 16, 4096, 4096, A100).tile.threadblock_shape
+    many = select_gemm(DYNAMIC, 8192, 8192, 8192, A100).tile.threadblock_shape
+    assert few[0] * few[1] < many[0] * many[1]
+
+
+@pytest.mark.parametrize(
+    ("n", "cutlass", "name", "reason"),
+    [
+        (1280, True, "cutlass", "tuned"),
+        (1281, True, "mma", "model; not cutlass: rows of D unaligned"),
+        (1284, True, "mma", "model; not cutlass: rows of D unaligned"),
+        (1288, True, "cutlass", "model"),
+        (1280, False, "mma", "model; not cutlass: no nvcc or g++"),
+    ],
+)
+def test_family_and_its_reason(n: int, cutlass: bool, name: str, reason: str):
+    problem = replace(DYNAMIC, alignment_n=dispatch.alignment_of(n))
+    choice = select_gemm(problem, 1024, n, 1280, UNTUNED, cutlass=cutlass) if reason.startswith("model") else None
+    choice = choice or select_gemm(problem, 1024, n, 1280, H200, cutlass=cutlass)
+    assert (choice.family, choice.reason) == (name, reason)
+    source = dispatch.emit(choice, problem, "sm_90a")
+    explained = dispatch.explain(problem, 1024, n, 1280, H200, cutlass=cutlass)
+    assert explained.kernel == dispatch.emit(explained.choice, problem, "sm_90a").name
+    assert source.name.startswith(f"qcut_{name}_sm90a_")
+    assert explained.kernel in str(explained)
+    assert explained.choice.reason in str(explained)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("layouts", LAYOUTS)
+@pytest.mark.parametrize("out", ["f16", "s8", "s32"])
+def test_there_is_a_kernel_for_everything(arch: str, layouts: str, out: str):
+    gpu = dispatch.target_named(arch)
+    for sizes in ((1, 1, 1), (1, 4096, 4096), (17, 1283, 100), (64, 64, 65536), (65536, 16, 128), (1024, 1024, 1024)):
+        problem = dispatch.problem_of(*sizes, layouts=layouts, out=out)
+        for tensor_cores in (True, False):
+            choice = select_gemm(problem, *sizes, gpu, tensor_cores=tensor_cores)
+            family(choice.family).validate(problem, choice.tile, arch)
+            assert tensor_cores or choice.family == "simt"
+            assert min(dispatch.grid(choice, sizes[0], sizes[1])) >= 1
+            if layouts != "tnt" or out == "s32":
+                assert choice.family != "cutlass"
+                assert "not cutlass" in choice.reason
+
+
+def test_large_products_take_tensor_cores():
+    for arch in ARCHITECTURES:
+        gpu = dispatch.target_named(arch)
+        for layouts in LAYOUTS:
+            problem = dispatch.problem_of(4096, 4096, 4096, layouts=layouts)
+            choice = select_gemm(problem, 4096, 4096, 4096, gpu)
+            assert choice.family == ("cutlass" if layouts == "tnt" else "mma")
+
+
+def test_few_rows_of_long_k_are_split_where_clusters_exist():
+    problem = dispatch.problem_of(16, 1024, 16384, layouts="tnn")
+    assert select_gemm(problem, 16, 1024, 16384, UNTUNED).tile.splits > 1
+    assert select_gemm(problem, 16, 1024, 16384, A100).tile.splits == 1
+    assert select_gemm(problem, 4096, 4096, 4096, UNTUNED).tile.splits == 1
+
+
+def test_the_raw_families_need_no_alignment():
+    problem = replace(dispatch.problem_of(64, 1280, 1296), alignment_k=1)
+    choice = select_gemm(problem, 64, 1280, 1296, H200)
+    assert choice.family != "cutlass"
+    assert choice.reason == "model; not cutlass: rows of A and B unaligned"
+
+
+def test_grids_are_the_familys():
+    mma = Choice("mma", TileConfig((128, 64, 64), (64, 32, 64), 4))
+    assert dispatch.grid(mma, 129, 65) == (4, 1, 1)
+    assert dispatch.grid(Choice("cutlass", SM90_MENU[0]), 129, 65) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("gpu", [H200, A100], ids=lambda gpu: gpu.arch)
+def test_weight_only_kernels_by_tokens(gpu: Target):
+    problem = GemmProblem(a=DType.F16, epilogue=Epilogue(DType.F16, "none", "per_channel", bias=True), alignment_k=8)
+    for m in (1, 8, 16, 32, 33, 64, 4096):
+        for n, k in ((1, 1), (1280, 1280), (14336, 4096), (4096, 14336)):
+            choice = dispatch.select_weight_only(problem, m, n, k, gpu)
+            assert choice.family == ("weight_only_decode" if m <= 32 else "weight_only")
+            assert dispatch.emit(choice, problem, gpu.arch).arch == gpu.arch  # which validates the tile
+            rows = dispatch.tile_rows(choice)
+            x, y, z = dispatch.grid(choice, m, n)
+            assert (y, z) == (1, 1)
+            if m <= 32:
+                assert rows >= m
+                assert x // choice.tile.splits * 16 * choice.tile.row_tiles >= n
+            else:
+                assert x * rows * choice.tile.threadblock_shape[1] >= m * n
+
+
+# ── explain ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_explain_names_kernel_reason_model_and_table():
+    text = str(qcut.explain(4096, 4096, 4096, gpu="NVIDIA H200"))
+    assert (
+        "4096x4096x4096 on NVIDIA H200 (132 SMs): qcut_cutlass_sm90a_s8xs8_f16_zm_sm_sn_b_128x128x128_pingpong" in text
+    )
+    assert "Why: tuned. Its row says 105.85 us." in text
+    assert "Others by the model: mma " in text
+    assert "shipped nvidia_h200.json: " in text
+    text = str(qcut.explain(4096, 4096, 4096, gpu="sm_80", layouts="nnn", out="s32"))
+    assert "its kernels take layouts tnt, these are nnn" in text
+    assert "Tables: none for this GPU." in text
+    simt = qcut.explain(64, 64, 64, gpu="sm_80", tensor_cores=False)
+    assert simt.choice.family == "simt"
+    assert simt.others == ()
+    fused = Epilogue(DType.F32, bias=True)
+    assert "_f32_b_" in qcut.explain(64, 64, 64, gpu="sm_80", epilogue=fused).kernel
+
+
+def test_explain_says_which_table_it_ignores_and_why():
+    path = tuned.user_path("NVIDIA H200")
+    assert path is not None
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    assert f"ignored {path}: not a table of tuned kernels" in str(qcut.explain(64, 64, 64, gpu="NVIDIA H200"))
+
+
+def test_explain_refuses_what_does_not_exist():
+    with pytest.raises(ConfigError, match="layouts 'tn' do not exist"):
+        qcut.explain(1, 1, 1, layouts="tn", gpu="sm_80")
+    with pytest.raises(ConfigError, match="output 'f64'"):
+        qcut.explain(1, 1, 1, out="f64", gpu="sm_80")
+    with pytest.raises(ConfigError, match="at least 1"):
+        qcut.explain(1, 0, 1, gpu="sm_80")
+    with pytest.raises(UnsupportedError, match=r"GPU .GeForce 256. is not known.*sm_80.*NVIDIA H200"):
+        qcut.explain(1, 1, 1, gpu="GeForce 256")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="gpu='NVIDIA H200'"):
+            qcut.explain(1, 1, 1)
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS)
+def test_problems_of_sizes_know_their_alignment(layouts: str):
+    problem = dispatch.problem_of(16, 32, 64, layouts=layouts)
+    assert problem.layouts == layouts
+    assert (problem.alignment_k, problem.alignment_n) == (16, 16)
+    odd = dispatch.problem_of(17, 33, 72, layouts=layouts)
+    assert odd.alignment_k == (8 if layouts.startswith("tn") else 1)
+    assert odd.alignment_n == 1
+
+
+@pytest.mark.parametrize("size", range(1, 70))
+def test_alignment_divides(size: int):
+    found = dispatch.alignment_of(size)
+    assert size % found == 0
+    assert found in (1, 2, 4, 8, 16)
+    assert found == 16 or size % (2 * found)
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ((8, 0), "sm_80"),
+        ((8, 6), "sm_86"),
+        ((8, 7), "sm_80"),
+        ((8, 9), "sm_89"),
+        ((9, 0), "sm_90a"),
+        ((12, 1), "sm_120"),
+    ],
+)
+def test_architectures(capability: tuple[int, int], arch: str):
+    assert dispatch.target_for(capability, 100, "GPU").arch == arch
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (6, 1), (11, 0)])
+def test_gpus_without_kernels_are_refused_by_name(capability: tuple[int, int]):
+    with pytest.raises(UnsupportedError, match=rf"GPU Old One has compute capability {capability[0]}\.{capability[1]}"):
+        dispatch.target_for(capability, 100, "Old One")
+
+
+def test_buckets_hold_their_rows_and_are_few():
+    previous = 0
+    for m in range(1, 5000):
+        bucket = m_bucket(m)
+        assert m <= bucket <= max(8, 2 * m)
+        assert bucket >= previous
+        assert m_bucket(bucket) == bucket
+        if m > 64:
+            assert bucket - m < 0.25 * m
+        previous = bucket
+    assert len({m_bucket(m) for m in range(1, 65537)}) <= 4 + 4 * 11
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_precompile_covers_both_toolchains_and_every_family(arch: str):
+    sources = dispatch.precompile_sources(arch)
+    codebook = {"cbdecode", "codebook", "rotate"} | ({"cbdecodew"} if arch == "sm_90a" else set())
+    assert {source.name.split("_")[1] for source in sources} == {*FAMILIES, "wo", *codebook}
+    assert len({source.name for source in sources}) == len(sources)
+    assert {source.toolchain for source in sources} == {"nvrtc", "nvcc"}
+    assert {source.arch for source in sources} == {arch}
+
+
+@pytest.mark.parametrize("gpu", [A100, H200], ids=lambda gpu: gpu.arch)
+def test_precompiled_weight_only_kernels_are_those_that_layers_ask_for(gpu: Target):
+    names = {source.name for source in dispatch.precompile_sources(gpu.arch)}
+    for n, k, bias, activation in (
+        (3840, 1280, True, "none"),
+        (5120, 1280, True, "gelu_tanh"),
+        (14336, 4096, False, "none"),
+    ):
+        problem = linear_problem(DType.F16, n, k, bias, activation, "weight_only")
+        for m in (1, 16, 20):
+            choice = dispatch.select_weight_only(problem, m_bucket(m), n, k, gpu)
+            assert dispatch.emit(choice, problem, gpu.arch).name in names
+    prompt = linear_problem(DType.F16, 1280, 1280, True, "none", "weight_only")
+    choice = dispatch.select_weight_only(prompt, 4096, 1280, 1280, gpu)
+    assert dispatch.emit(choice, prompt, gpu.arch).name in names

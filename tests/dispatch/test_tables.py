@@ -1,0 +1,237 @@
+"""Tables of tuned kernels: what is read, what is ignored and why, what merging keeps, what writing never loses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qcut.dispatch import tables as tuned
+from qcut.dispatch.tables import Row, Table
+from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
+from qcut.emitters.gemm.families import FAMILIES, VERSIONS, family
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.errors import ConfigError
+from qcut.jit.build import header_digests
+from tests.support import GOLDEN
+
+GPU = "NVIDIA Test 1"
+TILE = TileConfig((128, 128, 64), (64, 64, 64), 4)
+ROW = Row("mma", "s8", "tnt", 64, 1280, 1280, TILE, 5.0)
+DIGESTS = GOLDEN / "family_digests.json"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("QCUT_CACHE_DIR", str(tmp_path))
+    tuned.forget()
+    yield tmp_path / "tuned"
+    tuned.forget()
+
+
+def path() -> Path:
+    found = tuned.user_path(GPU)
+    assert found is not None
+    return found
+
+
+def test_tables_survive_the_file() -> None:
+    simt = family("simt").default_tiles("sm_80")[0]
+    rows = (
+        ROW,
+        replace(ROW, family="simt", layouts="ntn", tile=simt),
+        replace(ROW, m=16, tile=replace(TILE, splits=4)),
+    )
+    table = Table(GPU, rows, {"driver": "1"})
+    assert tuned.write(path(), table) is None
+    read = tuned.read(path())
+    assert set(read.rows) == set(rows)
+    assert (read.gpu, read.environment, read.partial) == (GPU, {"driver": "1"}, False)
+    assert tuned.to_text(read) == path().read_text()
+    assert set(tuned.table_for(GPU).rows) == set(rows)
+    assert [p.name for p in path().parent.iterdir()] == ["nvidia_test_1.json"]
+
+
+def test_gpu_names_become_file_names() -> None:
+    assert tuned.file_name("NVIDIA H200") == "nvidia_h200.json"
+    assert tuned.file_name(" ../GeForce/RTX 4090 ") == ".._geforce_rtx_4090.json"
+    assert tuned.table_for("").rows == ()
+    assert tuned.table_for("NVIDIA Nothing").notes == ()
+
+
+def test_the_shipped_table_is_believed_whole() -> None:
+    table = tuned.shipped("NVIDIA H200")
+    assert len(table.rows) >= 76
+    assert not table.partial, table.notes
+    assert {row.family for row in table.rows} <= set(FAMILIES)
+
+
+def test_the_users_rows_lie_over_the_shipped_ones() -> None:
+    before = {row.key: row for row in tuned.table_for("NVIDIA H200").rows}
+    shipped = next(iter(before.values()))
+    mine = replace(shipped, time_us=shipped.time_us * 2, swizzle=8)
+    where = tuned.user_path("NVIDIA H200")
+    assert where is not None
+    tuned.write(where, Table("NVIDIA H200", (mine,)))
+    after = {row.key: row for row in tuned.table_for("NVIDIA H200").rows}
+    assert after == {**before, mine.key: mine}
+
+
+def test_rows_of_another_version_are_ignored_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    cutlass = Row("cutlass", "f16", "tnt", 64, 1280, 1280, TileConfig((128, 128, 128), schedule="pingpong"), 4.0, 2, 1)
+    tuned.write(path(), Table(GPU, (ROW, cutlass)))
+    now = tuned.versions()
+    monkeypatch.setattr(tuned, "versions", lambda: {**now, "mma": "99"})
+    tuned.forget()
+    table = tuned.table_for(GPU)
+    assert table.rows == (cutlass,)
+    assert table.partial
+    assert f"ignored 1 rows of mma: tuned for {now['mma']}, this is 99" in " ".join(table.notes)
+    monkeypatch.setattr(tuned, "versions", lambda: {**now, "cutlass": "1, nvidia-cutlass 5.0"})
+    tuned.forget()
+    assert tuned.table_for(GPU).rows == (ROW,)
+    assert "nvidia-cutlass 5.0" in " ".join(tuned.table_for(GPU).notes)
+
+
+def test_rows_of_another_version_may_hold_tiles_that_no_longer_exist() -> None:
+    data = json.loads(tuned.to_text(Table(GPU, (ROW,))))
+    data["choices"].append({**data["choices"][0], "family": "forgotten", "tile": {"what": 1}})
+    table = tuned.parse(json.dumps(data), "t.json")
+    assert table.rows == (ROW,)
+    assert "t.json: ignored 1 rows of forgotten: tuned for an unstated version, this is no family" in table.notes
+
+
+def damaged(**changes: object) -> str:
+    data = json.loads(tuned.to_text(Table(GPU, (ROW,))))
+    row = {key: value for key, value in changes.items() if key in data["choices"][0]}
+    data["choices"][0].update(row)
+    data.update({key: value for key, value in changes.items() if key not in row})
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "not a table of tuned kernels"),
+        ("[]", "not a table of tuned kernels"),
+        ("{}", "not a table of tuned kernels"),
+        (damaged()[:-40], "not a table of tuned kernels"),
+        (damaged(schema=1), "schema 1; this qcut reads 2"),
+        (damaged(choices=[1]), "not a table of tuned kernels"),
+        (damaged(m=0), "sizes from 1 up"),
+        (damaged(m=True), "whole numbers"),
+        (damaged(n=1.5), "whole numbers"),
+        (damaged(time_us=0), "time_us is a positive number"),
+        (damaged(time_us=float("nan")), "time_us is a positive number"),
+        (damaged(out="f64"), "out is one of"),
+        (damaged(layouts="tt"), "layouts one of"),
+        (damaged(tile={"threadblock_shape": [1, 2, 3], "depth": 4}), "no tile of family 'mma'"),
+        (damaged(tile=[]), "no tile of family 'mma'"),
+        (damaged(versions=[]), "not a table of tuned kernels"),
+    ],
+)
+def test_damaged_files_are_ignored_with_a_reason_and_kept_when_replaced(text: str, reason: str) -> None:
+    path().parent.mkdir(parents=True)
+    path().write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        tuned.read(path())
+    table = tuned.table_for(GPU)
+    assert table.rows == ()
+    assert reason in table.notes[0]
+    assert str(path()) in table.notes[0]
+    kept = tuned.write(path(), Table(GPU, (ROW,)))
+    assert kept is not None
+    assert kept.read_text() == text
+    assert tuned.table_for(GPU).rows == (ROW,)
+    path().write_text(text)
+    again = tuned.write(path(), Table(GPU, (ROW,)))
+    assert again not in (None, kept)
+
+
+def test_a_table_with_ignored_rows_is_kept_when_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.write(path(), Table(GPU, (ROW,)))
+    old = path().read_text()
+    monkeypatch.setattr(tuned, "versions", lambda: {**dict.fromkeys(FAMILIES, "2")})
+    kept = tuned.write(path(), Table(GPU, (ROW,)))
+    assert kept is not None
+    assert kept.read_text() == old
+
+
+def test_binary_files_and_tables_of_another_gpu_are_ignored() -> None:
+    path().parent.mkdir(parents=True)
+    path().write_bytes(b"\xff\xfe\x00")
+    assert "cannot be read" in tuned.table_for(GPU).notes[0]
+    path().write_text(tuned.to_text(Table("NVIDIA Other", (ROW,))))
+    tuned.forget()
+    assert tuned.table_for(GPU).rows == ()
+    assert tuned.table_for(GPU).notes == (f"ignored a table of NVIDIA Other under the name of {GPU}",)
+
+
+def test_a_directory_that_cannot_be_written_is_an_error_that_names_it(folder: Path) -> None:
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("a file where the directory should be")
+    with pytest.raises(ConfigError, match=re.escape(str(path()))):
+        tuned.write(path(), Table(GPU, (ROW,)))
+
+
+def test_a_write_that_fails_leaves_the_old_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned.write(path(), Table(GPU, (ROW,)))
+    old = path().read_text()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        tuned.write(path(), Table(GPU, ()))
+    assert path().read_text() == old
+    assert list(path().parent.iterdir()) == [path()]
+
+
+def test_merging_keeps_the_fastest_of_each_key() -> None:
+    slow, fast = replace(ROW, time_us=9.0), replace(ROW, time_us=2.0, tile=replace(TILE, stages=3))
+    other = replace(ROW, out="f16")
+    merged = tuned.merge([Table(GPU, (ROW, other), {"driver": "1"}), Table(GPU, (slow,)), Table(GPU, (fast,))])
+    assert set(merged.rows) == {fast, other}
+    assert merged.environment == {"driver": "1"}
+    equal = replace(fast, swizzle=8)
+    assert tuned.merge([Table(GPU, (fast,)), Table(GPU, (equal,))]).rows == (fast,)
+    with pytest.raises(ConfigError, match="NVIDIA Other"):
+        tuned.merge([Table(GPU, (ROW,)), Table("NVIDIA Other", (ROW,))])
+    with pytest.raises(ConfigError, match="these are of none"):
+        tuned.merge([])
+
+
+# ── versions ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def code_digest(source: KernelSource) -> str:
+    """Digest of a kernel's text and of qcut's headers under it, comments, layout and the kernel's name aside."""
+    parts = [source.text.replace(source.name, "NAME")]
+    parts += [(INCLUDE_DIR / name).read_text() for name in sorted(header_digests(source))]
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", " ", "\n".join(parts), flags=re.DOTALL)
+    return hashlib.sha256(" ".join(code.split()).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_change_of_device_code_is_a_decision_about_its_tables(name: str) -> None:
+    kind = family(name)
+    digest = code_digest(kind.emit(GemmProblem(), kind.default_tiles("sm_90a")[-1], "sm_90a"))
+    stated = json.loads(DIGESTS.read_text())[name]
+    assert stated == {"version": VERSIONS[name], "digest": digest}, (
+        f"the device code of {name} changed. If that can move which of its tiles is fastest, raise its number in "
+        f"emitters/gemm/families.py: tables measured before are then ignored. Either way write "
+        f'"{name}": {json.dumps({"version": VERSIONS[name], "digest": digest})} into {DIGESTS.name}'
+    )
+
+
+def test_the_digest_ignores_comments_and_sees_code() -> None:
+    source = family("mma").emit(GemmProblem(), family("mma").default_tiles("sm_90a")[0], "sm_90a")
+    digest = code_digest(source)
+    assert code_digest(replace(source, text="// why\n/* more\n */\n" + source.text + "\n\n")) == digest
+    assert code_digest(replace(source, text=source.text + "int x;")) != digest

@@ -1,0 +1,267 @@
+"""The decode families on codebook weights as text and as binaries: choices, refusals, instructions, no spills."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.gemm.mma import SMEM_LIMIT
+from qcut.emitters.stream import codebook as codebook_decode
+from qcut.emitters.stream import codebook_wgmma as codebook_decode_wgmma
+from qcut.emitters.stream.codebook import CodebookDecodeTile, emit_codebook_decode
+from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile, emit_codebook_decode_wgmma
+from tests.support.compiled import build
+from tests.support.sass import instructions
+
+HALF = CodebookProblem()
+BRAIN = CodebookProblem(DType.BF16, 3, 4, Epilogue(DType.BF16, col_scale="per_channel", bias=True))
+INT8 = CodebookProblem(DType.S8, 2, 2, Epilogue(row_scale="per_token", col_scale="per_channel", residual=True))
+GELU = Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
+ROTATES = replace(HALF, rotates=True)
+WIDE = CodebookDecodeTile(1, 7, 32)
+SMALL = CodebookDecodeTile(16, 2, 8, 2)
+CLUSTER = CodebookDecodeTile(8, 9, 28, 1, 4)
+WGMMA = CodebookDecodeWgmmaTile(64, 4, 2, 8, 4)
+SHAPES = (
+    (14336, 32),
+    (4096, 112),
+    (4096, 32),
+    (1280, 10),
+    (5120, 10),
+    (1280, 40),
+    (50257, 10),
+    (28672, 64),
+    (8192, 224),
+    (1, 1),
+)
+"""(N, units) of layers."""
+
+
+def mma_sources(arch: str) -> list[KernelSource]:
+    """Kernels near their register limit, and one of each type of token."""
+    tiles = [(HALF, WIDE), (replace(HALF, epilogue=GELU), CodebookDecodeTile(8, 2, 32)), (HALF, SMALL)]
+    tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=True), CodebookDecodeTile(1, 3, 10, 2))]
+    tiles += [(BRAIN, WIDE), (BRAIN, CodebookDecodeTile(32, 1, 10)), (INT8, CodebookDecodeTile(16, 2, 32))]
+    if arch == "sm_90a":
+        tiles += [(HALF, CLUSTER), (INT8, CodebookDecodeTile(8, 4, 28, 2, 2))]
+    return [emit_codebook_decode(problem, tile, arch) for problem, tile in tiles]
+
+
+def wgmma_sources() -> list[KernelSource]:
+    tiles = [(HALF, WGMMA), (HALF, CodebookDecodeWgmmaTile(64, 5, 8, 10, 1)), (INT8, WGMMA)]
+    tiles += [(BRAIN, CodebookDecodeWgmmaTile(32, 2, 2, 5, 4)), (INT8, CodebookDecodeWgmmaTile(8, 1, 1, 3, 2))]
+    return [emit_codebook_decode_wgmma(problem, tile, "sm_90a") for problem, tile in tiles]
+
+
+# ── text ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_text_is_deterministic_and_names_are_unique():
+    sources = [*mma_sources("sm_80"), *mma_sources("sm_90a"), *wgmma_sources()]
+    assert sources == [*mma_sources("sm_80"), *mma_sources("sm_90a"), *wgmma_sources()]
+    assert len({s.name for s in sources}) == len(sources)
+
+
+def test_names_spell_the_kernel():
+    name = emit_codebook_decode(HALF, CLUSTER, "sm_90a").name
+    assert name == "qcut_cbdecode_sm90a_f16xc4s1_f16_sn_n8_t8_r9_w28_u1_k4_p1"
+    name = emit_codebook_decode(ROTATES, WIDE, "sm_90a").name
+    assert name == "qcut_cbdecode_sm90a_f16hxc4s1_f16_sn_n8_t1_r7_w32_u1_k1_p1"
+    name = emit_codebook_decode_wgmma(INT8, WGMMA, "sm_90a").name
+    assert name == "qcut_cbdecodew_sm90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
+
+
+@pytest.mark.parametrize("source", [*mma_sources("sm_90a"), *wgmma_sources()], ids=lambda s: s.name)
+def test_parameters_are_the_signature(source: KernelSource):
+    match = re.search(re.escape(source.entry) + r"\(\s*([^)]*)\)", source.text)
+    assert match is not None
+    found = []
+    for argument in match.group(1).split(","):
+        kind, name = argument.strip().rsplit(" ", 1)
+        found.append((name, {"int": "i32", "float": "f32"}.get(kind, "ptr")))
+        assert (found[-1][1] == "ptr") == kind.endswith("*")
+    assert found == [(p.name, p.kind) for p in source.params]
+    assert f"__launch_bounds__({source.block}, 1)" in source.text
+
+
+def test_splits_are_a_cluster():
+    assert "__cluster_dims__(4, 1, 1)" in emit_codebook_decode(HALF, CLUSTER, "sm_90a").text
+    assert "__cluster_dims__(2, 1, 1)" in emit_codebook_decode_wgmma(HALF, WGMMA, "sm_90a").text
+    assert "__cluster_dims__" not in emit_codebook_decode(HALF, WIDE, "sm_90a").text
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 112, 113, 4096])
+def test_grid_covers_the_rows(n: int):
+    for tile, rows in ((WIDE, 112), (CLUSTER, 144)):
+        ctas = codebook_decode.grid(tile, 1, n)[0] // tile.splits
+        assert (ctas - 1) * rows < n <= ctas * rows
+    ctas = codebook_decode_wgmma.grid(WGMMA, 1, n)[0] // WGMMA.splits
+    assert (ctas - 1) * 256 < n <= ctas * 256
+
+
+@pytest.mark.parametrize("m", [0, 65])
+def test_grid_refuses_other_numbers_of_tokens(m: int):
+    with pytest.raises(EmitError, match=rf"m is {m}; tile t1_r7_w32_u1_k1_p1 takes 1 to 1 tokens"):
+        codebook_decode.grid(WIDE, m, 64)
+    with pytest.raises(EmitError, match=rf"m is {m}; tile t64_g4_k2_s8_p4 takes 1 to 64 tokens"):
+        codebook_decode_wgmma.grid(WGMMA, m, 64)
+
+
+# ── choices ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("problem", [HALF, BRAIN, INT8], ids=lambda p: p.name)
+@pytest.mark.parametrize(("n", "units"), SHAPES)
+def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem, n: int, units: int):
+    for m in (1, 2, 8, 9, 16, 17, 32, 33, 64):
+        wide = codebook_decode_wgmma.for_shape(problem, n, units, m, 132)
+        codebook_decode_wgmma.validate(problem, wide, "sm_90a")
+        assert m <= wide.tokens
+        if not codebook_decode_wgmma.is_better(problem, n, units, m, 132):
+            tile = codebook_decode.for_shape(problem, n, units, m, 132)
+            codebook_decode.validate(problem, tile, "sm_90a")
+            assert m <= tile.tokens
+            assert units <= tile.capacity
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_120"])
+def test_other_architectures_have_tiles(arch: str):
+    for m in (1, 8):
+        tile = codebook_decode.for_shape(HALF, 1280, 10, m, 108, arch)
+        codebook_decode.validate(HALF, tile, arch)
+        assert tile.splits == 1
+
+
+def test_long_sums_need_clusters():
+    with pytest.raises(EmitError, match="no tile for 112 units of K, 4096 rows and 1 tokens on sm_80"):
+        codebook_decode.for_shape(HALF, 4096, 112, 1, 108, "sm_80")
+
+
+@pytest.mark.parametrize(
+    ("n", "units", "m", "name"),
+    [
+        (14336, 32, 1, "t1_r7_w32_u1_k1_p1"),
+        (14336, 32, 16, "t16_r7_w16_u2_k1_p1"),
+        (4096, 112, 1, "t1_r9_w28_u1_k4_p1"),
+        (4096, 112, 8, "t8_r9_w28_u1_k4_p1"),
+        (4096, 32, 8, "t8_r2_w32_u1_k1_p1"),
+        (1280, 10, 1, "t1_r1_w10_u1_k1_p1"),
+        (5120, 10, 8, "t8_r3_w10_u1_k1_p3"),
+    ],
+)
+def test_measured_shapes_have_their_best_tile(n: int, units: int, m: int, name: str):
+    assert not codebook_decode_wgmma.is_better(HALF, n, units, m, 132)
+    assert codebook_decode.for_shape(HALF, n, units, m, 132).name == name
+
+
+@pytest.mark.parametrize(
+    ("n", "units", "m", "groups", "splits"),
+    [(14336, 32, 32, 4, 2), (4096, 112, 16, 5, 8), (4096, 32, 64, 3, 4), (5120, 10, 32, 2, 2)],
+)
+def test_measured_shapes_have_their_best_wgmma_tile(n: int, units: int, m: int, groups: int, splits: int):
+    assert codebook_decode_wgmma.is_better(HALF, n, units, m, 132)
+    tile = codebook_decode_wgmma.for_shape(HALF, n, units, m, 132)
+    assert (tile.groups, tile.splits) == (groups, splits)
+
+
+def test_too_many_tokens_have_no_tile():
+    with pytest.raises(EmitError, match=r"m is 33; allowed: 1 to 32"):
+        codebook_decode.for_shape(HALF, 64, 1, 33, 132)
+    with pytest.raises(EmitError, match=r"m is 65; allowed: 1 to 64"):
+        codebook_decode_wgmma.for_shape(HALF, 64, 1, 65, 132)
+
+
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────
+
+REFUSALS = {
+    "architecture": (HALF, SMALL, "sm_75"),
+    "alignment": (replace(HALF, alignment_n=0), SMALL, "sm_80"),
+    "tokens": (HALF, replace(SMALL, tokens=12), "sm_80"),
+    "row_tiles": (HALF, replace(SMALL, row_tiles=65), "sm_80"),
+    "warps": (HALF, replace(SMALL, warps=33), "sm_80"),
+    "units": (HALF, replace(SMALL, units=9), "sm_80"),
+    "prefetch": (HALF, replace(SMALL, prefetch=3), "sm_80"),
+    "splits": (HALF, replace(SMALL, splits=3), "sm_90a"),
+    "rotates": (ROTATES, SMALL, "sm_80"),
+    "clusters": (HALF, CLUSTER, "sm_80"),
+    "registers": (HALF, CodebookDecodeTile(16, 1, 32), "sm_90a"),
+    "shared_memory": (HALF, CodebookDecodeTile(8, 12, 32), "sm_90a"),
+}
+WGMMA_REFUSALS = {
+    "architecture": (HALF, WGMMA, "sm_100"),
+    "alignment": (replace(HALF, alignment_n=0), WGMMA, "sm_90a"),
+    "rotates": (ROTATES, WGMMA, "sm_90a"),
+    "tokens": (HALF, replace(WGMMA, tokens=24), "sm_90a"),
+    "groups": (HALF, replace(WGMMA, groups=9), "sm_90a"),
+    "splits": (HALF, replace(WGMMA, splits=16), "sm_90a"),
+    "stages": (HALF, replace(WGMMA, stages=2), "sm_90a"),
+    "prefetch": (HALF, replace(WGMMA, prefetch=9), "sm_90a"),
+    "registers": (HALF, replace(WGMMA, groups=8), "sm_90a"),
+    "shared_memory": (HALF, replace(WGMMA, stages=11), "sm_90a"),
+}
+
+
+def test_every_constraint_is_refused_below():
+    assert [c.name for c in codebook_decode.CONSTRAINTS] == list(REFUSALS)
+    assert [c.name for c in codebook_decode_wgmma.CONSTRAINTS] == list(WGMMA_REFUSALS)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_illegal_tile_is_refused_by_name(name: str):
+    [constraint] = [c for c in codebook_decode.CONSTRAINTS if c.name == name]
+    with pytest.raises(EmitError, match=f"^qcut_cbdecode_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
+        emit_codebook_decode(*REFUSALS[name])
+
+
+@pytest.mark.parametrize("name", WGMMA_REFUSALS)
+def test_illegal_wgmma_tile_is_refused_by_name(name: str):
+    [constraint] = [c for c in codebook_decode_wgmma.CONSTRAINTS if c.name == name]
+    with pytest.raises(EmitError, match=f"^qcut_cbdecodew_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
+        emit_codebook_decode_wgmma(*WGMMA_REFUSALS[name])
+
+
+# ── binaries ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_compiles_without_spills(arch: str):
+    sources = mma_sources(arch) + (wgmma_sources() if arch == "sm_90a" else [])
+    for source, binary in zip(sources, build(*sources), strict=True):
+        resources = binary.resources
+        assert resources is not None, source.name
+        assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
+        assert resources.registers * source.block <= 65_536, source.name
+        assert source.smem_bytes + resources.smem_bytes <= SMEM_LIMIT[arch]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_mma_binaries_hold_their_instructions(arch: str):
+    for source, binary in zip(mma_sources(arch), build(*mma_sources(arch)), strict=True):
+        found = instructions(binary.cubin)
+        product = {"s8x": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
+        kind = source.name.split(f"{arch.replace('_', '')}_")[1][:3]
+        assert {product[kind], "LDSM.16.M88.4", "PRMT"} <= found, source.name
+        rotates = any(p.name == "signs" for p in source.params)
+        assert ("SHFL.BFLY" in found) == rotates, source.name
+        stream = r"LDG\.E\.NA\.LTC(128|256)B\.128\.CONSTANT"
+        assert any(re.match(stream, name) for name in found), source.name
+        assert any(name.startswith("LDGSTS.E.BYPASS") for name in found) != rotates, source.name
+        assert ("ACQBULK" in found) == (arch == "sm_90a"), source.name
+        assert any(name.startswith("UCGABAR") for name in found) == ("__cluster_dims__" in source.text), source.name
+
+
+def test_wgmma_binaries_hold_their_instructions():
+    for source, binary in zip(wgmma_sources(), build(*wgmma_sources()), strict=True):
+        found = instructions(binary.cubin)
+        tokens = re.search(r"_t(\d+)_g", source.name)
+        assert tokens is not None
+        kind = {"s8x": ("IGMMA", "x32.S8.S8"), "f16": ("HGMMA", "x16.F32"), "bf1": ("HGMMA", "x16.F32.BF16")}
+        name, shape = kind[source.name.split("sm90a_")[1][:3]]
+        assert f"{name}.64x{tokens.group(1)}{shape}" in found, source.name
+        assert any(i.startswith("UBLKCP") for i in found), source.name
+        assert {"ACQBULK", "WARPGROUP.DEPBAR.LE"} <= found, source.name

@@ -1,0 +1,235 @@
+"""Engines whose projections are stacked: Hugging Face's tokens, the model beside them, and its checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import qcut
+from qcut.engine.decoder import decoder_of
+from qcut.engine.engine import Engine
+from tests.engine.test_engine import VOCABULARY, last_logits, prompts_of, sizes, small, theirs
+
+SCHEMES = (None, "w8a8", "w8a16", "codebook4_g32", "codebook4+4_g64_int8", "codebook3+2_g32_qr")
+EXACT = ("w8a8", "codebook4+4_g64_int8")
+
+
+def llama(scheme: str | None = None, *, qwen: bool = False, **changes: Any) -> Any:
+    """A small model whose keys and values have 64 rows, so that codebooks too can be stacked."""
+    torch.manual_seed(0)
+    wide = sizes(hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, **changes)
+    model: Any = Qwen2ForCausalLM(Qwen2Config(**wide)) if qwen else LlamaForCausalLM(LlamaConfig(**wide))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+            elif name.endswith("bias"):
+                parameter.normal_()
+    if scheme is not None:
+        qcut.quantize(model, scheme, progress=False)
+    return model.eval()
+
+
+def products(engine: Engine) -> set[tuple[int, int]]:
+    """Modules that a layer's first projections are, of its attention and of its MLP."""
+    return {(len(layer.projections), len(layer.mlp.projections)) for layer in engine.decoder.layers}
+
+
+def steps(engine: Engine) -> list[Tensor]:
+    return [engine.prefill(prompts_of(VOCABULARY, 9, 14)), engine.decode([3, 4]), engine.decode([5, 6])]
+
+
+def storage_bytes(*tensors: Tensor) -> int:
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def weights(model: Any, *engines: Engine) -> list[Tensor]:
+    """The model's tensors, and those of the modules that engines call."""
+    layers = [layer for engine in engines for layer in engine.decoder.layers]
+    modules = [m for layer in layers for m in (*layer.projections, *layer.mlp.projections)]
+    return [t for m in (model, *modules) for t in (*m.parameters(), *m.buffers())]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "qwen"),
+    [*((scheme, False) for scheme in SCHEMES), (None, True), ("w8a8", True), ("codebook4_g32", True)],
+)
+def test_tokens_are_hugging_faces(scheme: str | None, qwen: bool) -> None:
+    model = llama(scheme, qwen=qwen)
+    prompts = prompts_of(VOCABULARY, 5, 12)
+    want = [theirs(model, prompt, 6) for prompt in prompts]
+    engine = Engine(model, batch=2)
+    assert products(engine) == {(1, 1)}
+    assert [g.tokens for g in engine.generate(prompts, 6)] == want
+    assert [theirs(model, prompt, 6) for prompt in prompts] == want
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_logits_are_those_of_separate_products(scheme: str | None, dtype: torch.dtype) -> None:
+    """Sums of floats in two orders, of two layers: ``2**-5`` of the largest logit in float16, 1e-4 in float32."""
+    model = llama(scheme).to(dtype)
+    separate = Engine(model, batch=2, stack=False)
+    assert products(separate) == {(3, 2)}
+    want = steps(separate)
+    stacked = Engine(model, batch=2)
+    for engine in (stacked, separate, Engine(model, batch=2)):
+        for got, expected in zip(steps(engine), want, strict=True):
+            if scheme in EXACT:
+                assert torch.equal(got, expected)
+            limit = 1e-4 if dtype is torch.float32 else 2.0**-5
+            assert (got - expected).abs().max() <= limit * expected.abs().max()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_model_and_engines_have_each_weight_once(scheme: str | None) -> None:
+    model = llama(scheme)
+    before = storage_bytes(*weights(model))
+    first = Engine(model)
+    assert storage_bytes(*weights(model, first)) == before
+    places = [t.data_ptr() for t in weights(model)]
+    second = Engine(model)
+    assert storage_bytes(*weights(model, first, second)) == before
+    assert [t.data_ptr() for t in weights(model)] == places
+    for one, other in zip(weights(model, first), weights(model, second), strict=True):
+        assert one.data_ptr() == other.data_ptr()
+
+
+def test_int8_rows_reach_a_stack() -> None:
+    layers = Engine(llama("w8a8")).decoder.layers
+    assert all(norm.k_padded == 128 for layer in layers for norm in (layer.attention_norm, layer.mlp_norm))
+
+
+def test_a_layer_of_two_schemes_is_stacked_in_part() -> None:
+    model = llama()
+    qcut.quantize(model, "w8a8", skip=["*.0.self_attn.k_proj", "*.1.mlp.up_proj"], progress=False)
+    engine = Engine(model)
+    layers = engine.decoder.layers
+    assert [(len(layer.projections), len(layer.mlp.projections)) for layer in layers] == [(3, 1), (1, 2)]
+    prompt = prompts_of(VOCABULARY, 8)[0]
+    assert engine.generate([prompt], 6)[0].tokens == theirs(model, prompt, 6)
+
+
+def test_layers_that_share_weights_keep_sharing_them() -> None:
+    model = llama()
+    blocks = model.model.layers
+    blocks[1].mlp.up_proj.weight = blocks[0].mlp.up_proj.weight
+    blocks[1].self_attn.q_proj = blocks[0].self_attn.q_proj
+    before = storage_bytes(*weights(model))
+    engine = Engine(model)
+    assert products(engine) == {(3, 2)}
+    assert storage_bytes(*weights(model, engine)) == before
+    assert blocks[1].mlp.up_proj.weight is blocks[0].mlp.up_proj.weight
+
+
+def test_a_gated_mlp_with_another_activation() -> None:
+    model = llama(hidden_act="gelu_new")
+    engine = Engine(model)
+    assert products(engine) == {(1, 1)}
+    prompt = prompts_of(VOCABULARY, 12)[0]
+    want = last_logits(model, prompt)
+    assert (engine.prefill([prompt])[0] - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def test_gpt2_has_no_siblings() -> None:
+    model = small("gpt2")
+    places = [t.data_ptr() for t in weights(model)]
+    engine = Engine(model)
+    assert products(engine) == {(1, 1)}
+    assert engine.decoder == decoder_of(model)
+    assert [t.data_ptr() for t in weights(model)] == places
+
+
+def test_short_memory_leaves_the_model_as_good_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama("w8a16")
+    before, size = {key: t.clone() for key, t in model.state_dict().items()}, storage_bytes(*weights(model))
+    prompts, cat, calls = prompts_of(VOCABULARY, 5, 12), torch.cat, iter(range(1000))
+    want = Engine(model, batch=2, stack=False).generate(prompts, 5)
+
+    def short(*args: Any, **options: Any) -> Tensor:
+        if next(calls) == 5:
+            raise torch.OutOfMemoryError("no memory")
+        return cat(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "cat", short)
+        with pytest.raises(torch.OutOfMemoryError):
+            Engine(model)
+    assert all(torch.equal(t, before[key]) for key, t in model.state_dict().items())
+    assert storage_bytes(*weights(model)) == size
+    for stack in (False, True):
+        assert Engine(model, batch=2, stack=stack).generate(prompts, 5) == want
+
+
+def test_refused_options_leave_the_weights_where_they_are() -> None:
+    model = llama()
+    places = [t.data_ptr() for t in weights(model)]
+    for options in ({"batch": 0}, {"context": 1000}):
+        with pytest.raises(qcut.errors.ConfigError):
+            Engine(model, **options)  # type: ignore[arg-type]
+    assert [t.data_ptr() for t in weights(model)] == places
+
+
+# ── the model afterwards ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("scheme", "shard"), [*((scheme, 1 << 14) for scheme in SCHEMES), (None, 1 << 30)])
+def test_checkpoints_are_those_of_the_model_before(tmp_path: Path, scheme: str | None, shard: int) -> None:
+    model = llama(scheme)
+    ids = torch.tensor(prompts_of(VOCABULARY, 9))
+    contents = []
+    for name in ("before", "after"):
+        qcut.save(model, tmp_path / name, max_shard_bytes=shard)
+        files = sorted((tmp_path / name).glob("*.safetensors"))
+        found = {key: t for file in files for key, t in load_file(file).items()}
+        contents.append((found, len(files), sum(file.stat().st_size for file in files)))
+        if name == "before":
+            engine = Engine(model)
+    (before, *counts), (after, *others) = contents
+    assert counts == others
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key], t) for key, t in before.items())
+    got: Any = qcut.load(tmp_path / "after", progress=False)
+    with torch.no_grad():
+        assert torch.equal(got(ids).logits, model(ids).logits)
+    assert torch.equal(Engine(got).prefill(ids), engine.prefill(ids))
+
+
+def test_other_writers_take_a_stacked_model(tmp_path: Path) -> None:
+    model = llama()
+    before = {key: t.clone() for key, t in model.state_dict().items()}
+    Engine(model)
+    model.save_pretrained(tmp_path / "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    for state in (LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict(), torch.load(tmp_path / "state.pt")):
+        assert all(torch.equal(state[key], t) for key, t in before.items())
+    assert found.keys() <= before.keys()
+    packed = llama("codebook4_g32")
+    Engine(packed)
+    qcut.save_turboquant(packed, tmp_path / "turboquant")
+    again: Any = qcut.load(tmp_path / "turboquant", model=lambda: LlamaForCausalLM(packed.config), progress=False)
+    ids = torch.tensor(prompts_of(VOCABULARY, 9))
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, packed(ids).logits)
+
+
+def test_a_model_is_quantized_moved_and_copied_after_an_engine() -> None:
+    model = llama()
+    prompts = prompts_of(VOCABULARY, 5, 12)
+    Engine(model)
+    twin = copy.deepcopy(model)
+    assert storage_bytes(*weights(twin, Engine(twin))) == storage_bytes(*weights(model))
+    for other in (model.double().float(), twin):
+        qcut.quantize(other, "w8a8", progress=False)
+        engine = Engine(other, batch=2)
+        assert products(engine) == {(1, 1)}
+        assert [g.tokens for g in engine.generate(prompts, 6)] == [theirs(other, prompt, 6) for prompt in prompts]
+        assert storage_bytes(*weights(other, engine)) == storage_bytes(*weights(llama("w8a8")))

@@ -1,0 +1,141 @@
+"""The CUTLASS kernels, launched directly: every schedule, the SM80 main loop's every epilogue, edges, guards around D.
+
+The operators reach only what dispatch picks; SM80's multistage kernels run here on whatever GPU there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcut import jit
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
+from qcut.emitters.gemm.problem import K_MAX, GemmProblem, TileConfig
+from qcut.jit.launch import QUERY_CAN_IMPLEMENT, QUERY_WORKSPACE_BYTES
+from tests.gpu.support.launching import Guarded, arch, strided
+from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, pattern
+from tests.gpu.support.problems import DYNAMIC, GEMM_EPILOGUES, STATIC
+
+SM80_TILE = TileConfig((128, 128, 64), (64, 64, 64), stages=4)
+SM80_TILES = (SM80_TILE, TileConfig((64, 64, 64), (32, 32, 64), stages=3), TileConfig((32, 64, 128), (32, 32, 128), 5))
+SM90_TILES = (
+    TileConfig((64, 128, 128), schedule="warp_specialized"),
+    TileConfig((64, 160, 128), schedule="pingpong", epilogue_tile=(64, 160)),
+    TileConfig((128, 128, 128), cluster_shape=(2, 1), schedule="pingpong"),
+    TileConfig((128, 256, 128), cluster_shape=(1, 2), schedule="cooperative"),
+    TileConfig((128, 64, 128), schedule="stream_k"),
+)
+ACCUMULATE = Epilogue(DType.F32, "per_token", "per_channel", residual=True)
+SHAPES = ((1, 16, 16), (127, 336, 272), (129, 144, 1040), (300, 720, 512))
+"""(M, N, K) below, at and beyond a tile, with and without a whole number of K tiles."""
+
+
+def tiles() -> tuple[TileConfig, ...]:
+    return SM80_TILES + (SM90_TILES if arch() == "sm_90a" else ())
+
+
+def accumulating_tiles() -> list[TileConfig]:
+    return [SM80_TILE, *(t for t in tiles() if t.schedule == "pingpong")]
+
+
+def cases() -> Iterator[KernelSource]:
+    for tile in tiles():
+        yield emit_cutlass_gemm(GemmProblem(epilogue=DYNAMIC), tile, arch())
+        yield emit_cutlass_gemm(GemmProblem(epilogue=Epilogue(DType.F32)), tile, arch())
+    for epilogue in (*GEMM_EPILOGUES, STATIC):
+        yield emit_cutlass_gemm(GemmProblem(epilogue=epilogue), SM80_TILE, arch())
+    for tile in accumulating_tiles():
+        yield emit_cutlass_gemm(GemmProblem(epilogue=ACCUMULATE), tile, arch())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    built = jit.build_many(cases(), progress=False)
+    errors = [result for result in built.values() if isinstance(result, Exception)]
+    assert not errors, errors[0]
+
+
+def run(gemm: Gemm, tile: TileConfig, *, extra: int = 0, splits: int = 1) -> Tensor:
+    """Launch twice into guarded memory, rows of every matrix ``extra`` elements further apart than they need."""
+    (m, k), n = gemm.a.shape, gemm.b.shape[0]
+    out = TORCH_DTYPE[gemm.epilogue.out]
+    a, b = strided(gemm.a, k + extra), strided(gemm.b, k + extra)
+    ldd = n + extra
+    values = []
+    for param in gemm.epilogue.params():
+        value = gemm.args[param.name]
+        if param.name == "residual":
+            value = strided(value, ldd)
+        values.append(value.cuda() if isinstance(value, Tensor) else float(value) if param.kind == "f32" else value)
+    source = emit_cutlass_gemm(GemmProblem(epilogue=gemm.epilogue), tile, arch())
+    kernel = jit.load(jit.build(source), source, torch.cuda.current_device())
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    results = []
+    for _ in range(2):
+        d = Guarded(m, ldd, out)
+        args = [a, b, d.tensor, m, n, k, k + extra, k + extra, ldd, *values, sm_count, 1, 0, splits, 0]
+        numbers = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+        assert kernel.query(QUERY_CAN_IMPLEMENT, numbers) == 1
+        workspace = torch.full((kernel.query(QUERY_WORKSPACE_BYTES, numbers),), 0x5A, dtype=torch.uint8, device="cuda")
+        numbers[-1] = workspace.data_ptr() if len(workspace) else 0
+        kernel.launch((1, 1, 1), numbers, torch.cuda.current_stream().cuda_stream)
+        results.append(d.take(n))
+    assert_same(results[0], results[1])
+    return results[0]
+
+
+@pytest.mark.parametrize("extra", [0, 16])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+@pytest.mark.parametrize("tile", SM80_TILES + SM90_TILES, ids=lambda t: t.name)
+def test_schedules(tile: TileConfig, shape: tuple[int, int, int], extra: int) -> None:
+    if tile not in tiles():
+        pytest.skip(f"{tile.schedule} exists on sm_90a alone")
+    gemm = Gemm.random(DYNAMIC, *shape, seed=shape[0])
+    gemm.check(run(gemm, tile, extra=extra))
+
+
+@pytest.mark.parametrize("kind", ["all_min", "checkerboard", "min_times_max"])
+@pytest.mark.parametrize("tile", SM80_TILES + SM90_TILES, ids=lambda t: t.name)
+def test_extremes(tile: TileConfig, kind: str) -> None:
+    if tile not in tiles():
+        pytest.skip(f"{tile.schedule} exists on sm_90a alone")
+    for k in (1040, K_MAX // 16 * 16):
+        gemm = Gemm.of(Epilogue(DType.F32), *pattern(kind, 17, 144, k))
+        gemm.check(run(gemm, tile))
+
+
+@pytest.mark.parametrize("epilogue", [*GEMM_EPILOGUES, STATIC], ids=lambda e: e.name)
+def test_sm80_epilogues(epilogue: Epilogue) -> None:
+    for m, extra in ((1, 0), (129, 16)):
+        gemm = Gemm.random(epilogue, m, 336, 272, seed=m)
+        if epilogue.zero_point == "per_tensor":
+            gemm.args["zero_point"] = -128
+        gemm.check(run(gemm, SM80_TILE, extra=extra))
+
+
+def test_stream_k_in_parts() -> None:
+    if arch() != "sm_90a":
+        pytest.skip("stream-K exists on sm_90a alone")
+    gemm = Gemm.random(DYNAMIC, 64, 128, 4096)
+    for splits in (1, 2, 4):
+        gemm.check(run(gemm, SM90_TILES[-1], splits=splits))
+
+
+def test_a_residual_may_be_the_output() -> None:
+    """The rescale-and-accumulate form: C and D are one tensor, as a second pass over the same output has it."""
+    for tile in accumulating_tiles():
+        gemm = Gemm.random(ACCUMULATE, 129, 336, 272)
+        a, b = gemm.a.cuda(), gemm.b.cuda()
+        d = gemm.args["residual"].cuda()
+        source = emit_cutlass_gemm(GemmProblem(epilogue=ACCUMULATE), tile, arch())
+        kernel = jit.load(jit.build(source), source, 0)
+        scales = [gemm.args["row_scale"].cuda(), gemm.args["col_scale"].cuda()]
+        sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+        args = [a, b, d, 129, 336, 272, 272, 272, 336, *scales, d, sm_count, 1, 0, 1, 0]
+        kernel.launch((1, 1, 1), [x.data_ptr() if isinstance(x, Tensor) else x for x in args], 0)
+        gemm.check(d.cpu())

@@ -1,0 +1,92 @@
+"""Rows of tables, bitwise the eager modules': every type and width, rows anywhere, indices outside of their tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from qcut.emitters.core.source import DType
+from qcut.emitters.decoder.embed import EmbedRows, emit_embed
+from qcut.layers.embedding import Embedding, table_of
+from qcut.numerics import int8 as numerics
+from qcut.ops import int8 as _ops  # noqa: F401  (registers)
+from tests.gpu.support.launching import Guarded, arch, launch
+from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same
+
+F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
+ROWS, PLACES = 70, 9
+
+
+@pytest.mark.parametrize("x", [F16, BF16, F32])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("places", [False, True])
+@pytest.mark.parametrize(
+    ("k", "aligned"), [(1, False), (33, False), (172, False), (1280, True), (64, True), (64, False)]
+)
+def test_rows(x: DType, int8: bool, places: bool, k: int, aligned: bool) -> None:
+    dtype, tokens = TORCH_DTYPE[x], 37
+    generator = torch.Generator().manual_seed(k)
+    desc = EmbedRows(x, S8 if int8 else x, arch(), places, aligned)
+    # Rows lie apart, with something between them.
+    stride, place_stride = (k + 16, k + 32) if aligned else (k + 3, k + 1)
+    table = torch.randn(ROWS, stride, generator=generator).to(dtype)
+    scale = torch.rand(ROWS, generator=generator) * 0.01
+    if int8:
+        table = torch.randint(-128, 128, (ROWS, stride), generator=generator, dtype=torch.int8)
+    place_table = torch.randn(PLACES, place_stride, generator=generator).to(dtype)
+    ids = torch.randint(0, ROWS, (tokens,), generator=generator)
+    at = torch.randint(0, PLACES, (tokens,), generator=generator, dtype=torch.int32)
+    ids[:4] = torch.tensor([-1, ROWS, -(2**40), 2**40])
+    at[:4] = torch.tensor([PLACES, -5, 2**31 - 1, -(2**31)])
+    given = [ids, table, *([scale] if int8 else []), *([at, place_table] if places else [])]
+    strides, counts = (stride, *[place_stride] * places), (ROWS, *[PLACES] * places)
+    results = []
+    for _ in range(2):
+        out = Guarded(tokens, k, dtype)
+        on_gpu = [t.to(DEVICE) for t in given]
+        launch(emit_embed(desc), desc.grid(tokens, k), *on_gpu, out.tensor, *strides, *counts, tokens, k)
+        results.append(out.take(k))
+    assert_same(results[0], results[1])
+    inside = ids.clamp(0, ROWS - 1)
+    want = table[inside, :k]
+    if int8:
+        want = numerics.dequantize_ref(want, scale[inside], dtype)
+    if places:
+        want = want + place_table[at.clamp(0, PLACES - 1), :k]
+    assert_same(results[0], want)
+
+
+# ── the operator ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("columns", [33, 172, 1280])
+def test_the_operator_is_the_modules(dtype: torch.dtype, int8: bool, columns: int) -> None:
+    tokens: nn.Module = nn.Embedding(500, columns, dtype=dtype, device=DEVICE)
+    if int8:
+        tokens = Embedding.from_float(tokens, "w8a16")
+    positions = nn.Embedding(64, columns, dtype=dtype, device=DEVICE)
+    table = table_of(tokens)
+    assert table is not None
+    for rows in (1, 8, 3000):
+        ids = torch.randint(0, 500, (rows,), device=DEVICE)
+        places = torch.randint(0, 64, (rows,), device=DEVICE, dtype=torch.int32)
+        with torch.no_grad():
+            want = tokens(ids)
+            got = torch.ops.qcut.embed_rows(ids, table.rows, table.scale, None, None, dtype)
+            assert_same(got, want)
+            given = (ids, table.rows, table.scale, places, positions.weight, dtype)
+            assert_same(torch.ops.qcut.embed_rows(*given), want + positions(places))
+
+
+def test_a_graph_reads_new_ids() -> None:
+    table, ids = torch.randn(50, 64, device=DEVICE).half(), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    torch.ops.qcut.embed_rows(ids, table, None, None, None, torch.float16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = torch.ops.qcut.embed_rows(ids, table, None, None, None, torch.float16)
+    ids.copy_(torch.tensor([3, 49, 0, 3]))
+    graph.replay()
+    assert_same(y, table[ids])

@@ -1,0 +1,334 @@
+"""The decode kernels on codebook weights: int8 tokens bitwise, 16-bit tokens against float64 by a derived bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcut import jit
+from qcut.codebooks import layout as codebook_layout
+from qcut.codebooks.layout import Geometry
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES, SMEM_LIMIT
+from qcut.emitters.stream import codebook as codebook_decode
+from qcut.emitters.stream import codebook_wgmma as codebook_decode_wgmma
+from qcut.emitters.stream.codebook import CodebookDecodeTile, emit_codebook_decode
+from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile, emit_codebook_decode_wgmma
+from qcut.numerics import int8 as numerics
+from tests.gpu.support.launching import Guarded, arch, launch, strided
+from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, full_range, half_ulp, smooth
+
+Tile = CodebookDecodeTile | CodebookDecodeWgmmaTile
+
+PLAIN = Epilogue(DType.F32, col_scale="per_channel")
+BASE = CodebookProblem(epilogue=PLAIN, alignment_n=1)
+TILES: tuple[Tile, ...] = (
+    CodebookDecodeTile(1, 7, 32),
+    CodebookDecodeTile(1, 4, 4, 1, 1, 2),
+    CodebookDecodeTile(2, 1, 1, 1, 8),
+    CodebookDecodeTile(4, 2, 4, 2, 2),
+    CodebookDecodeTile(8, 2, 32),
+    CodebookDecodeTile(8, 3, 10, 1, 1, 3),
+    CodebookDecodeTile(8, 5, 10, 1, 4),
+    CodebookDecodeTile(16, 7, 16, 2),
+    CodebookDecodeTile(24, 2, 5, 3, 1, 2),
+    CodebookDecodeTile(32, 1, 10),
+    CodebookDecodeWgmmaTile(8, 1, 1, 3, 1),
+    CodebookDecodeWgmmaTile(16, 2, 2, 5, 4),
+    CodebookDecodeWgmmaTile(32, 3, 4, 8, 4),
+    CodebookDecodeWgmmaTile(64, 4, 2, 8, 4),
+    CodebookDecodeWgmmaTile(64, 5, 8, 4, 1),
+)
+MMA = CodebookDecodeTile(16, 2, 4, 2, 1, 1)
+WGMMA = CodebookDecodeWgmmaTile(16, 2, 2, 4, 3)
+FORMATS = ((2, 4), (3, 2), (4, 1))
+"""(bits, slots)."""
+DTYPES = (DType.F16, DType.BF16, DType.S8)
+EPILOGUES = (
+    Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True),
+    Epilogue(DType.BF16, col_scale="per_channel", bias=True, activation=Activation.RELU),
+)
+SHAPES = ((1280, 10), (448, 112))
+"""(N, units) of layers whose tiles `for_shape` chooses."""
+
+
+def has_tile(tile: Tile) -> bool:
+    """Whether the GPU at hand can run a tile."""
+    if isinstance(tile, CodebookDecodeWgmmaTile):
+        return arch() == "sm_90a"
+    if tile.splits > 1 and arch() not in CLUSTER_ARCHITECTURES:
+        return False
+    return codebook_decode.smem_bytes(BASE, tile) <= SMEM_LIMIT[arch()]
+
+
+def emit(problem: CodebookProblem, tile: Tile) -> KernelSource:
+    if isinstance(tile, CodebookDecodeWgmmaTile):
+        return emit_codebook_decode_wgmma(problem, tile, arch())
+    return emit_codebook_decode(problem, tile, arch())
+
+
+def problem_of(
+    x: DType, bits: int = 4, slots: int = 1, epilogue: Epilogue = PLAIN, alignment: int = 1
+) -> CodebookProblem:
+    if x is DType.S8:
+        epilogue = replace(epilogue, row_scale="per_token")
+    return CodebookProblem(x, bits, slots, epilogue, alignment)
+
+
+def format_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
+    for x in DTYPES:
+        for bits, slots in FORMATS:
+            for tile in (MMA, WGMMA):
+                yield problem_of(x, bits, slots), tile
+
+
+def epilogue_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
+    for epilogue in EPILOGUES:
+        for tile in (MMA, WGMMA):
+            yield problem_of(DType.F16, epilogue=epilogue, alignment=8), tile
+    for alignment in (1, 2):
+        yield problem_of(DType.F16, epilogue=EPILOGUES[0], alignment=alignment), WGMMA
+    residual = Epilogue(DType.F16, col_scale="per_channel", bias=True, residual=True)
+    for tile in (MMA, WGMMA):
+        yield problem_of(DType.S8, epilogue=residual, alignment=8), tile
+
+
+def chosen_cases() -> Iterator[tuple[CodebookProblem, Tile, int, int, int]]:
+    problem = problem_of(DType.F16, alignment=8)
+    for n, units in SHAPES:
+        for m in (1, 16, 33):
+            if arch() != "sm_90a":
+                if m <= 16:
+                    yield problem, codebook_decode.for_shape(problem, n, units, m, 132, arch()), m, n, units
+            elif codebook_decode_wgmma.is_better(problem, n, units, m, 132):
+                yield problem, codebook_decode_wgmma.for_shape(problem, n, units, m, 132), m, n, units
+            else:
+                yield problem, codebook_decode.for_shape(problem, n, units, m, 132), m, n, units
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    cases = [(BASE, tile) for tile in TILES]
+    cases += [*format_cases(), *epilogue_cases(), *((p, t) for p, t, *_ in chosen_cases())]
+    sources = {source.name: source for source in (emit(p, t) for p, t in cases if has_tile(t))}
+    errors = [r for r in jit.build_many(list(sources.values()), progress=False).values() if isinstance(r, Exception)]
+    assert not errors, errors[0]
+
+
+@dataclass
+class Product:
+    """One product on the CPU's side, what the kernel is given, and what it must return."""
+
+    problem: CodebookProblem
+    x: Tensor
+    units: Tensor
+    norms: Tensor
+    values: Tensor
+    n: int
+    args: dict[str, Tensor]
+
+    @classmethod
+    def random(cls, problem: CodebookProblem, m: int, n: int, units: int, seed: int = 0) -> Product:
+        """Norms of every size: a row of zeros, one with the largest float16 beside ``2**-20`` of it, subnormal ones."""
+        generator = torch.Generator().manual_seed(seed)
+        k, bits, out = 128 * units, problem.bits, TORCH_DTYPE[problem.epilogue.out]
+        geometry = Geometry(k, 128 // problem.slots)
+        indices = torch.randint(0, 2**bits, (n, k), generator=generator).to(torch.uint8)
+        norms = (torch.rand(n, geometry.groups, generator=generator) + 0.05).half()
+        norms[n // 2] = 0
+        norms[n // 3] = 65504 * 2.0**-20
+        norms[n // 3, 0] = 65504
+        norms[2 * n // 3] *= 2.0**-18
+        dtype = torch.float16 if problem.x is DType.S8 else TORCH_DTYPE[problem.x]
+        values = torch.zeros(16, dtype=dtype)
+        values[: 2**bits] = torch.linspace(-2.7, 2.7, 2**bits).to(dtype)
+        floats = torch.randn(m, k, generator=generator).to(dtype)
+        x = full_range(m, k, seed=seed) if problem.x is DType.S8 else floats
+        spread = k**0.5 * (74 * 64 if problem.x is DType.S8 else 1)
+        args = {
+            "row_scale": torch.rand(m, generator=generator) + 0.5,
+            "col_scale": (torch.rand(n, generator=generator) + 0.5) / spread,
+            "bias": torch.randn(n, generator=generator),
+            "residual": torch.randn(m, n, generator=generator).to(out),
+        }
+        used = {p.name for p in problem.epilogue.params()}
+        args = {name: value for name, value in args.items() if name in used}
+        packed = codebook_layout.pack_norms(norms, codebook_layout.row_exponents(norms), geometry)
+        return cls(problem, x, codebook_layout.pack_units(indices, bits, geometry), packed, values, n, args)
+
+    @property
+    def units_k(self) -> int:
+        return self.units.shape[1]
+
+    def row(self, m: int) -> Product:
+        """The product of one token alone."""
+        by_token = ("row_scale", "residual")
+        args = {name: v[m : m + 1] if name in by_token else v for name, v in self.args.items()}
+        return replace(self, x=self.x[m : m + 1], args=args)
+
+    def blocks(self) -> Tensor:
+        """Tokens in blocks; rows past the last hold NaN, or 127."""
+        blocks = codebook_layout.to_blocks(self.x)
+        if len(self.x) % 8:
+            blocks[:, -1, len(self.x) % 8 :] = 127 if self.problem.x is DType.S8 else float("nan")
+        return blocks.to(DEVICE)
+
+    def run(self, tile: Tile, *, pdl: bool = False, extra: int = 0) -> Tensor:
+        """Launch twice into guarded memory; both results must agree. ``extra`` elements lie between rows of D.
+
+        Returns:
+            ``[M, N]`` on the CPU.
+        """
+        m, e = len(self.x), self.problem.epilogue
+        family = codebook_decode_wgmma if isinstance(tile, CodebookDecodeWgmmaTile) else codebook_decode
+        ldd = -(-self.n // self.problem.alignment_n) * self.problem.alignment_n + extra
+        fold = codebook_layout.fold_scales(self.norms, self.values)
+        words = self.values.view(torch.int32).tolist()
+        given: dict[str, Any] = {"x": self.blocks(), "units": self.units, "norms": self.norms, "fold": fold}
+        given |= {"m": m, "n": self.n, "units_k": self.units_k, "ldd": ldd, **self.args}
+        given |= {f"book{i}": word for i, word in enumerate(words)}
+        if "residual" in given:
+            given["residual"] = strided(given["residual"], ldd)
+        given = {name: v.to(DEVICE) if isinstance(v, Tensor) else v for name, v in given.items()}
+        source, results = emit(self.problem, tile), []
+        for _ in range(2):
+            d = Guarded(m, ldd, TORCH_DTYPE[e.out])
+            values = [d.tensor if p.name == "d" else given[p.name] for p in self.problem.params()]
+            launch(source, family.grid(tile, m, self.n), *values, pdl=pdl)
+            results.append(d.take(self.n))
+        assert_same(results[0], results[1])
+        return results[0]
+
+    def check(self, got: Tensor, tile: Tile) -> None:
+        """Hold a result to the oracle."""
+        if self.problem.x is DType.S8:
+            fold = codebook_layout.fold_scales(self.norms, self.values)
+            q = codebook_layout.int8_weight(self.units, self.problem.bits, self.norms, self.values, fold)[: self.n]
+            options: dict[str, Any] = {"activation": self.problem.epilogue.activation.value}
+            expected = numerics.gemm_s8_ref(self.x, q, **self.args, **options, out_dtype=got.dtype)
+            assert_same(got, expected)
+            return
+        exact, slack = self._oracle(tile)
+        bound = slack + half_ulp(exact.abs() + slack, got.dtype)
+        error = (got.double() - exact).abs()
+        worst = (error - bound).argmax()
+        assert bool((error <= bound).all()), f"error {error.flatten()[worst]} over bound {bound.flatten()[worst]}"
+
+    def _oracle(self, tile: Tile) -> tuple[Tensor, Tensor]:
+        """The value in float64, and how far float32 sums and rounded weights may be from it.
+
+        A sum of K products errs by ``K 2**-23`` of the sum of their sizes. wgmma's weights are rounded once, by
+        ``2**-11`` of themselves in float16, in subnormals by ``2**-25``; in bfloat16 twice, by ``2**-8`` each.
+        """
+        e = self.problem.epilogue
+        w = codebook_layout.rotated_weight(self.units, self.problem.bits, self.norms, self.values)[: self.n]
+        x, scale = self.x.double(), self.args["col_scale"].double()
+        sizes = x.abs() @ w.abs().t()
+        slack = sizes * ((x.shape[1] + 4) * 2.0**-23)
+        if isinstance(tile, CodebookDecodeWgmmaTile):
+            if self.problem.x is DType.F16:
+                slack = slack + sizes * 2.0**-11 + x.abs().sum(1, keepdim=True) * 2.0**-25
+            else:
+                slack = slack + sizes * (2.0**-7 + 2.0**-16)
+        v = x @ w.t() * scale
+        slack = slack * scale + v.abs() * 2.0**-23
+        if e.bias:
+            v = v + self.args["bias"].double()
+            slack = slack + v.abs() * 2.0**-23
+        if e.activation is Activation.RELU:
+            v = v.relu()
+        elif e.activation is not Activation.NONE:
+            # No activation is steeper than 1.13; float32 adds 2**-21 of the argument.
+            slack = 1.13 * slack + v.abs() * 2.0**-21
+            v = smooth(v, e.activation)
+        if e.residual:
+            v = v + self.args["residual"].double()
+            slack = slack + v.abs() * 2.0**-23
+        return v, slack
+
+
+def require(tile: Tile) -> None:
+    if not has_tile(tile):
+        pytest.skip(f"{arch()} cannot run {tile.name}")
+
+
+@pytest.mark.parametrize("tile", TILES, ids=lambda t: t.name)
+def test_tiles(tile: Tile) -> None:
+    require(tile)
+    most = min(tile.capacity, 40) if isinstance(tile, CodebookDecodeTile) else 40
+    counts = sorted({1, max(1, most // 2), max(1, most - 1), most})
+    for i, n in enumerate((1, 15, 17, 63, 65, 130, 657)):
+        for units in (counts[i % len(counts)], most):
+            m = (tile.tokens, 1, max(1, tile.tokens - 1), max(1, tile.tokens // 2 + 1))[i % 4]
+            product = Product.random(BASE, m, n, units, seed=n)
+            product.check(product.run(tile, extra=i % 3), tile)
+
+
+@pytest.mark.parametrize("tile", [TILES[9], TILES[13]], ids=lambda t: t.name)
+def test_every_number_of_tokens(tile: Tile) -> None:
+    require(tile)
+    for m in range(1, tile.tokens + 1):
+        product = Product.random(BASE, m, 80, 7, seed=m)
+        product.check(product.run(tile), tile)
+
+
+@pytest.mark.parametrize(("problem", "tile"), list(format_cases()), ids=lambda v: v.name)
+def test_formats(problem: CodebookProblem, tile: Tile) -> None:
+    require(tile)
+    for m, n, units in ((1, 64, 3), (5, 65, 7), (16, 130, 8), (9, 33, 1)):
+        product = Product.random(problem, m, n, units, seed=m)
+        product.check(product.run(tile), tile)
+
+
+@pytest.mark.parametrize(("problem", "tile"), list(epilogue_cases()), ids=lambda v: v.name)
+def test_epilogues(problem: CodebookProblem, tile: Tile) -> None:
+    require(tile)
+    for m, n, units in ((1, 16, 2), (13, 136, 8), (16, 330 // problem.alignment_n * problem.alignment_n, 5)):
+        product = Product.random(problem, m, n, units, seed=n)
+        product.check(product.run(tile, extra=problem.alignment_n), tile)
+
+
+@pytest.mark.parametrize("index", range(len(SHAPES) * 3))
+def test_chosen_tiles(index: int) -> None:
+    cases = list(chosen_cases())
+    if index >= len(cases):
+        pytest.skip(f"{arch()} has fewer cases")
+    problem, tile, m, n, units = cases[index]
+    product = Product.random(problem, m, n, units)
+    product.check(product.run(tile), tile)
+
+
+@pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
+@pytest.mark.parametrize("tile", [MMA, WGMMA], ids=lambda t: t.name)
+def test_identity_tokens_give_the_weights(tile: Tile, x: DType) -> None:
+    """Every column at its place: token i is column i alone, and D the weights, rounded as the family rounds them."""
+    require(tile)
+    product = Product.random(problem_of(x), 16, 130, 2)
+    product.args = {name: torch.ones_like(v) for name, v in product.args.items()}
+    for first in range(0, 256, 16):
+        product.x = torch.eye(256)[first : first + 16].to(product.x.dtype)
+        product.check(product.run(tile), tile)
+
+
+@pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
+@pytest.mark.parametrize("tile", [MMA, WGMMA], ids=lambda t: t.name)
+def test_tokens_are_independent(tile: Tile, x: DType) -> None:
+    require(tile)
+    product = Product.random(problem_of(x), 13, 130, 8)
+    together = product.run(tile)
+    for m in (0, 5, 12):
+        assert_same(product.row(m).run(tile)[0], together[m])
+
+
+@pytest.mark.parametrize("tile", [MMA, TILES[6], WGMMA], ids=lambda t: t.name)
+def test_dependent_launch(tile: Tile) -> None:
+    require(tile)
+    product = Product.random(BASE, 8, 657, 8)
+    assert_same(product.run(tile, pdl=True), product.run(tile))

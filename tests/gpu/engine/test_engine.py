@@ -1,0 +1,124 @@
+"""The engine on the GPU: the CPU's tokens, graphs against launches, ragged batches, int8 caches, odd sizes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import qcut
+from qcut.engine.engine import Engine
+from qcut.numerics.int8 import sqnr_db
+from qcut.numerics.sampling import Sampling
+from tests.gpu.support.oracles import DEVICE, assert_same
+from tests.support import ROOT
+
+DATA = ROOT.parent / "shared" / "data"
+VOCABULARY = 96
+
+
+def llama(**changes: Any) -> Any:
+    """A small model with heads of 64, three to a head of keys; larger weights than usual, so that tokens differ."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 384, "intermediate_size": 256, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 300}
+    model: Any = LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    return model.eval()
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+def test_float32_tokens_are_the_cpus(graphs: bool, kv_cache: Any) -> None:
+    cpu = llama()
+    prompts = prompts_of(7, 100, 1)
+    want = Engine(cpu, batch=3, kv_cache=kv_cache).generate(prompts, 40)
+    engine = Engine(copy.deepcopy(cpu).to(DEVICE), batch=3, kv_cache=kv_cache, graphs=graphs)
+    assert engine.generate(prompts, 40) == want
+    assert engine.generate(prompts[:1], 40) == want[:1]
+
+
+@pytest.mark.parametrize("scheme", [None, "w8a8", "w8a16", "codebook4", "codebook4_int8"])
+def test_graphs_are_the_launches(scheme: str | None) -> None:
+    model = llama().half().to(DEVICE)
+    if scheme is not None:
+        qcut.quantize(model, scheme, progress=False)
+    prompts = prompts_of(20, 3)
+    launched, captured = (Engine(model, batch=2, graphs=graphs) for graphs in (False, True))
+    for engine in (launched, captured):
+        engine.prefill(prompts)
+    for token in (5, 7, 11):
+        assert_same(captured.decode([token, token + 1]), launched.decode([token, token + 1]))
+    hot = Sampling(temperature=1.0, seed=2)
+    assert captured.generate(prompts, 30, sampling=hot) == launched.generate(prompts, 30, sampling=hot)
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_int8_norms_are_the_norms_quantized(layer: bool, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(2, 9, 200, device=DEVICE).to(dtype)
+    weight, bias = torch.randn(2, 200, device=DEVICE).to(dtype)
+    given = (x, residual, weight, bias if layer else None, layer, 1e-5)
+    total, y = torch.ops.qcut.add_norm(*given)
+    want = (total, *torch.ops.qcut.quantize_per_token(y, 208))
+    for got, expected in zip(torch.ops.qcut.add_norm_int8(*given, 208), want, strict=True):
+        assert_same(got, expected)
+
+
+def test_half_precision_is_near_the_models_own() -> None:
+    model = llama().half().to(DEVICE)
+    prompt = prompts_of(50)[0]
+    engine = Engine(model)
+    logits = engine.prefill([prompt])
+    for token in (3, 4, 5):
+        with torch.no_grad():
+            want = model(torch.tensor([prompt], device=DEVICE)).logits[0, -1]
+        assert sqnr_db(want[None], logits) > 45
+        logits = engine.decode([token])
+        prompt = [*prompt, token]
+
+
+def test_a_step_that_fails_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama().half().to(DEVICE)
+    engine, prompts = Engine(model, batch=2), prompts_of(5, 9)
+    with monkeypatch.context() as patch:
+        down = model.model.layers[1].mlp.down_proj
+        forward = down.forward
+        patch.setattr(down, "forward", lambda x: (torch.cuda.synchronize(), forward(x))[1])
+        engine.prefill(prompts)
+        with pytest.raises(RuntimeError):
+            engine.decode([1, 2])
+        assert engine.lengths == (5, 9)
+    torch.cuda.synchronize()
+    assert engine.generate(prompts, 10) == Engine(model, batch=2, graphs=False).generate(prompts, 10)
+
+
+def test_ten_thousand_tokens_take_no_more_memory() -> None:
+    model = llama().half().to(DEVICE)
+    engine, prompts = Engine(model, batch=8), prompts_of(*(5,) * 8)
+    engine.generate(prompts, 100)
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        assert sum(len(g.tokens) for g in engine.generate(prompts, 250)) == 2000
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_the_sample_of_llama2c_word_for_word(capfd: pytest.CaptureFixture[str]) -> None:
+    if not DATA.exists():
+        pytest.skip(f"{DATA} is not there")
+    from qcut.cli import main as cli
+
+    files = ("--llama2c", str(DATA / "stories260K.bin"), "--tokenizer", str(DATA / "tok512.bin"))
+    assert cli.main(["generate", *files, "--steps", "200", "--device", "cuda"]) == 0
+    assert capfd.readouterr().out == (DATA / "stories260K.greedy200.txt").read_text()

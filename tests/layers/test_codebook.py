@@ -1,0 +1,408 @@
+"""qcut.Linear under codebook schemes, on the CPU: arithmetic, memory, state, refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qcut
+from qcut import errors
+from qcut.codebooks import layout as codebook_layout
+from qcut.codebooks import rotation
+from qcut.codebooks.lloyd_max import pack
+from qcut.codebooks.passes import quantize_weight
+from qcut.codebooks.products import dequantize, quantize_plain
+from qcut.codebooks.quantizer import RotatedCodebook, quantize
+from qcut.codebooks.tokens import rotate_tokens
+from qcut.config import ACTIVATIONS, K_MAX, Codebook, StaticRange, parse_scheme
+from qcut.conversion.costs import LayerSize, memory_cost
+from qcut.layers.base import Linear
+from qcut.layers.codebook import CodebookLinear
+from qcut.numerics import int8 as numerics
+from tests.layers.test_base import Conv1D, same_state
+from tests.support.oracles import FLOATS, INF, NAN
+
+SCHEMES = (
+    *("codebook4", "codebook3", "codebook2", "codebook4+4", "codebook4+2", "codebook3_g64_qr", "codebook4_g32"),
+    *("codebook4_g50_qr", "codebook2+2_rows_qr_fp32norms", "codebook4_none", "int4", "int3_g32"),
+)
+INT8 = ("codebook4_int8", "codebook4+4_int8", "codebook4+3_int8", "codebook3_g32_qr_int8", "int4_int8")
+TWO_SETS = ("codebook4+2", "codebook4+3_int8")
+
+
+def quantized(scheme: str, n: int = 77, k: int = 320, bias: bool = True, **options) -> tuple[nn.Linear, CodebookLinear]:
+    torch.manual_seed(len(scheme) + n)
+    module = nn.Linear(k, n, bias)
+    layer = Linear.from_float(module, scheme, **options)
+    assert isinstance(layer, CodebookLinear)
+    return module, layer
+
+
+def float64_weight(q: RotatedCodebook) -> Tensor:
+    """The weight of one pass, group by group, from rotation matrices."""
+    n, k = q.indices.shape
+    out = torch.zeros(n, k, dtype=torch.float64)
+    for g, (first, d) in enumerate(rotation.groups(k, q.group_size)):
+        group = q.values.double()[q.indices[:, first : first + d].long()]
+        if q.rotation != "none":
+            matrix = rotation.rotate(torch.eye(d, dtype=torch.float64), q.rotation, q.seed + first).t()
+            group = group @ matrix / d**0.5
+        out[:, first : first + d] = q.norms[:, g, None].double() * group
+    return out
+
+
+# ── arithmetic ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_forward_is_the_dequantized_weight(scheme, bias):
+    _, layer = quantized(scheme, bias=bias, activation="relu")
+    weight = sum(float64_weight(q) for q in layer.passes)
+    x = torch.randn(2, 3, 320)
+    want = x.double() @ weight.t()
+    want = (want + layer.bias.double() if bias else want).relu()
+    got = layer(x)
+    assert (got.shape, got.dtype) == ((2, 3, 77), torch.float32)
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+    assert (layer.dequantized_weight() - weight).abs().max() <= 1e-6 * weight.abs().max()
+
+
+@pytest.mark.parametrize("scheme", INT8)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_int8_products_are_exact_integers(scheme, dtype):
+    _, layer = quantized(scheme)
+    x = torch.randn(5, 320).to(dtype)
+    rows, row_scale = rotate_tokens(x, layer.kind, layer.group_size, layer.scheme.seeds, torch.int8)
+    total, first = None, 0
+    for i, bits in enumerate(layer.set_bits):
+        units, norms, col_scale, fold, values = layer._set_buffers(i)
+        weight = codebook_layout.int8_weight(units, bits, norms, values.half(), fold)[:77]
+        tokens = rows[:, first : first + weight.shape[1]]
+        first += weight.shape[1]
+        v = (tokens.long() @ weight.long().t()).float() * row_scale[:, None] * col_scale
+        v = v + layer.bias if i + 1 == len(layer.set_bits) else v
+        total = v if total is None else v + total
+    assert first == rows.shape[1]
+    assert torch.equal(layer(x), total.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "decibels"),
+    [
+        *(("codebook2", 8.5), ("codebook3", 13.8), ("codebook4", 19.3), ("codebook4+4", 38.5), ("codebook4+2", 28.0)),
+        *(("codebook4_g64_qr", 19.3), ("codebook4_int8", 18.8), ("codebook4+4_int8", 33.0), ("int4", 16.5)),
+    ],
+)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_close_to_the_float_layer(scheme, decibels, activation):
+    module = nn.Linear(512, 128)
+    torch.nn.init.normal_(module.weight)
+    layer = Linear.from_float(module, scheme, activation=activation)
+    x = torch.randn(64, 512)
+    want = numerics.apply_activation(module(x).detach(), activation)
+    assert numerics.sqnr_db(want, layer(x)) > decibels
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32])
+def test_equal_steps_are_integers_times_a_scale(bits, norm_dtype):
+    weight = torch.randn(9, 70)
+    weight[3] = 0
+    q = quantize_plain(weight, bits, group_size=32, uniform=True, norm_dtype=norm_dtype)
+    half = 1 << (bits - 1)
+    for g, (first, d) in enumerate([(0, 32), (32, 32), (64, 6)]):
+        w = weight[:, first : first + d].numpy()
+        scale = (np.abs(w).max(1) / np.float32(half - 1)).astype(np.float32)
+        scale = torch.from_numpy(scale).to(norm_dtype).float().numpy()
+        steps = np.clip(np.rint(w / np.where(scale > 0, scale, 1)[:, None]), -half, half - 1)
+        assert np.array_equal(q.norms[:, g].float().numpy(), scale)
+        assert np.array_equal(q.values[q.indices[:, first : first + d].long()].numpy(), steps)
+    assert q.indices.max() < 2 * half
+    assert dequantize([q])[3].eq(0).all()
+
+
+def test_identity_tokens_give_the_weight():
+    _, layer = quantized("int4", 33, 96, bias=False)
+    assert torch.equal(layer(torch.eye(96)).t(), layer.dequantized_weight())
+
+
+def test_conv1d_is_the_transposed_linear():
+    conv = Conv1D(33, 64)
+    module = nn.Linear(64, 33)
+    module.weight.data, module.bias.data = conv.weight.data.t().contiguous(), conv.bias.data
+    got, want = (Linear.from_float(m, "codebook4") for m in (conv, module))
+    assert (got.in_features, got.out_features) == (64, 33)
+    assert same_state(got, want)
+
+
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8", "codebook4+2"])
+def test_zero_rows_no_tokens_and_one_token(scheme):
+    module = nn.Linear(160, 33)
+    module.weight.data[5] = 0
+    layer = Linear.from_float(module, scheme)
+    assert torch.equal(layer(torch.randn(4, 160))[:, 5], layer.bias[5].expand(4))
+    assert layer(torch.empty(0, 160)).shape == (0, 33)
+    assert layer(torch.randn(160)).shape == (33,)
+    assert layer(torch.randn(2, 0, 160)).shape == (2, 0, 33)
+
+
+def test_rows_are_independent():
+    for scheme in ("codebook4_int8", "int4_int8"):
+        _, layer = quantized(scheme)
+        x = torch.randn(6, 320)
+        alone = layer(x[2:3])
+        x[0, 0] = NAN
+        together = layer(x)
+        assert torch.equal(together[2:3], alone)
+        assert together.isnan().any(1).tolist() == [True] + [False] * 5
+
+
+def test_calibrated_weights_lose_less():
+    torch.manual_seed(0)
+    module = nn.Linear(128, 64, bias=False)
+    x = torch.randn(2000, 128) @ torch.randn(128, 128).mul_(torch.logspace(0, -2, 128)[:, None])
+    moment = x.t() @ x / len(x)
+    for scheme in ("codebook4", "codebook3+2"):
+        plain, fitted = Linear.from_float(module, scheme), Linear.from_float(module, scheme, second_moment=moment)
+        want = module(x).detach()
+        assert numerics.sqnr_db(want, fitted(x)) > numerics.sqnr_db(want, plain(x)) + 2
+    with pytest.raises(errors.ConfigError, match="layer 'x': scheme int4 got a second moment"):
+        Linear.from_float(module, "int4", second_moment=moment, name="x")
+    with pytest.raises(errors.ConfigError, match="layer 'x': scheme w8a8 got a second moment"):
+        Linear.from_float(module, "w8a8", second_moment=moment, name="x")
+
+
+# ── construction and memory ──────────────────────────────────────────────────────────────────────
+
+
+def test_linear_is_the_door():
+    for layer in (
+        Linear(64, 32, True, "codebook4", "relu", "meta", "h"),
+        Linear.empty(64, 32, scheme=Codebook(3), device="meta"),
+        CodebookLinear(64, 32, device="meta"),
+    ):
+        assert type(layer) is CodebookLinear
+        assert isinstance(layer, qcut.Linear)
+        assert {b.device.type for b in layer.buffers()} == {"meta"}
+    assert type(Linear(64, 32)) is Linear
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *INT8])
+@pytest.mark.parametrize("bias", [True, False])
+def test_bytes_are_what_the_cost_model_says(scheme, bias):
+    _, layer = quantized(scheme, bias=bias)
+    assert layer.weight_bytes == sum(b.nbytes for b in layer.buffers())
+    assert layer.weight_bytes == memory_cost(LayerSize("x", 77, 320, bias, 0), scheme)
+    assert ("residual_units" in layer._buffers) == (scheme in TWO_SETS)
+
+
+def test_four_bits_are_four_and_a_half():
+    layer = Linear.empty(4096, 4096, False, "codebook4", device="meta")
+    assert 4.25 <= 8 * layer.weight_bytes / 4096**2 < 4.27
+    assert repr(layer) == (
+        "CodebookLinear(in_features=4096, out_features=4096, bias=False, scheme=codebook4, activation=none, "
+        "bits_per_weight=4.26)"
+    )
+
+
+def test_weight_says_what_model_code_asks():
+    _, layer = quantized("codebook4")
+    assert (layer.weight.shape, layer.weight.dtype, layer.weight.device.type) == ((77, 320), torch.int8, "cpu")
+    assert layer.weight.untyped_storage().data_ptr() == layer.units.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *INT8])
+def test_passes_round_trip(scheme):
+    _, layer = quantized(scheme)
+    again = CodebookLinear.from_passes(layer.passes, layer.bias, scheme)
+    assert again.scheme == layer.scheme == parse_scheme(scheme)
+    for (name, a), (other, b) in zip(layer.named_buffers(), again.named_buffers(), strict=True):
+        assert name == other
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+def test_from_passes_takes_what_passes_say():
+    passes = quantize_weight(torch.randn(8, 96), parse_scheme("codebook3+2_g32_qr_seed7_fp32norms"))
+    layer = CodebookLinear.from_passes(passes, None, "codebook4_int8")
+    assert layer.scheme.name == "codebook3+2_g32_qr_seed7_fp32norms_int8"
+    assert layer.bias is None
+    own = CodebookLinear.from_passes([quantize(torch.randn(8, 96), 2, seed=3, group_size=32)], torch.ones(8).half())
+    assert own.scheme.name == "codebook2_g32_seed3"
+    assert own.bias.dtype is torch.float32
+
+
+def test_relative_norms_of_extreme_rows():
+    """Norms near float16's ends meet a power of two for each row: nothing overflows or vanishes."""
+    weight = torch.randn(4, 128) * torch.tensor([1e-3, 1.0, 3e3, 0.0])[:, None]
+    layer = CodebookLinear.from_passes([quantize(weight)], None)
+    assert layer.packed_norms.max() <= 1
+    relative = codebook_layout.unpack_norms(layer.packed_norms)[:3].float()
+    assert ((relative > 0.5) & (relative <= 1)).all()
+    power = (layer.col_scale[:3, None] * 128**0.5).log2().round().exp2()
+    assert torch.equal(relative * power, layer.norms[:3].float())
+
+
+# ── state ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *INT8])
+@pytest.mark.parametrize("assign", [True, False])
+def test_state_dict_round_trip(scheme, assign):
+    _, layer = quantized(scheme)
+    file = io.BytesIO()
+    torch.save(layer.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    other = Linear.empty(320, 77, True, scheme, device="meta" if assign else None)
+    assert {k: (t.shape, t.dtype) for k, t in other.state_dict().items()} == {
+        k: (t.shape, t.dtype) for k, t in state.items()
+    }
+    other.load_state_dict(state, assign=assign)
+    x = torch.randn(3, 320)
+    assert same_state(layer, other)
+    assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), other.buffers(), strict=True))
+    assert torch.equal(layer(x), other(x))
+
+
+def test_state_is_in_plain_order():
+    module, layer = quantized("codebook3+2_qr", 5, 70)
+    first, second = quantize_weight(module.weight, layer.scheme)
+    state = layer.state_dict()
+    keys = ("indices", "norms", "codebook")
+    assert tuple(state) == (*keys, *(f"residual_{key}" for key in keys), "bias")
+    assert torch.equal(state["indices"], pack(first.indices, 3))
+    assert torch.equal(state["residual_indices"], pack(second.indices, 2))
+    assert torch.equal(state["residual_norms"], second.norms)
+    assert torch.equal(state["codebook"], first.values)
+
+
+def test_a_wrong_state_is_refused():
+    _, layer = quantized("codebook4")
+    good = layer.state_dict()
+    for change, message in (
+        (
+            {"indices": good["indices"][:, :-1]},
+            r"indices: found torch.uint8 \[77, 159\]; allowed: torch.uint8 \[77, 160",
+        ),
+        ({"norms": good["norms"].float()}, "norms: found torch.float32"),
+        ({"norms": -good["norms"]}, "norms hold NaN, Inf or a negative number"),
+        ({"codebook": good["codebook"].flip(0)}, "allowed: finite values, ascending"),
+        ({"extra": good["bias"]}, 'Unexpected key.*"extra"'),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            copy.deepcopy(layer).load_state_dict({**good, **change})
+    del good["norms"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"norms"'):
+        layer.load_state_dict(good)
+    assert layer.load_state_dict(good, strict=False).missing_keys == ["norms"]
+
+
+def test_in_a_model_and_under_its_name():
+    model = nn.Sequential(nn.LayerNorm(64), quantized("codebook4+4", 32, 64)[1])
+    other = nn.Sequential(nn.LayerNorm(64), Linear.empty(64, 32, True, "codebook4+4"))
+    assert "1.residual_indices" in model.state_dict()
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(3, 64)
+    assert torch.equal(model(x), other(x))
+
+
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4+3_int8"])
+def test_moves_keep_every_dtype(scheme):
+    _, layer = quantized(scheme)
+    before = copy.deepcopy(layer)
+    for move in (lambda m: m.half(), lambda m: m.double(), lambda m: m.to("cpu", torch.bfloat16)):
+        assert move(layer) is layer
+        assert [b.dtype for b in layer.buffers()] == [b.dtype for b in before.buffers()]
+        assert same_state(layer, before)
+    moved = copy.deepcopy(layer).to("meta", torch.float16)
+    assert {b.device.type for b in moved.buffers()} == {"meta"}
+    assert moved(torch.empty(3, 320, device="meta")).shape == (3, 77)
+    moved.to_empty(device="cpu").load_state_dict(layer.state_dict())
+    x = torch.randn(3, 320)
+    assert torch.equal(moved(x), layer(x))
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    want = layer(x)
+    layer.units.zero_()
+    assert torch.equal(twin(x), want)
+    assert repr(twin) == repr(layer)
+
+
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("scheme", ["codebook4", "int4"])
+def test_bad_weights_and_biases_name_the_layer(scheme, bad):
+    module = nn.Linear(32, 3)
+    module.bias.data[1] = bad
+    with pytest.raises(errors.QuantizationError, match=r"layer 'h\.0': bias holds NaN or Inf"):
+        Linear.from_float(module, scheme, name="h.0")
+    module.weight.data[2, 1] = bad
+    with pytest.raises(errors.QuantizationError, match=r"layer 'h\.0': weight holds NaN or Inf"):
+        Linear.from_float(module, scheme, name="h.0")
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_sizes_that_cannot_be():
+    for k, n in ((0, 3), (3, 0)):
+        with pytest.raises(errors.QuantizationError, match=rf"layer 'l': weight is \[N={n}, K={k}\]; codebook4 allows"):
+            Linear.from_float(nn.Linear(k, n), "codebook4", name="l")
+    with pytest.raises(errors.ConfigError, match=r"layer 'l': a Hadamard rotation of 72 columns \(from column 128"):
+        Linear.from_float(nn.Linear(200, 3), "codebook4", name="l")
+    with pytest.raises(errors.QuantizationError, match=r"layer 'l': 2 passes of K=70000, 70016 with padding; int8"):
+        Linear.empty(70_000, 1, True, "codebook4+4_qr_int8", device="meta", name="l")
+    assert Linear.empty(K_MAX + 1, 1, True, "codebook4_qr", device="meta").in_features == K_MAX + 1
+
+
+def test_schemes_that_do_not_fit():
+    module = nn.Linear(64, 3)
+    with pytest.raises(errors.ConfigError, match="layer 'x': CodebookLinear has no scheme 'w8a8'"):
+        CodebookLinear.from_float(module, "w8a8", name="x")
+    with pytest.raises(errors.ConfigError, match="layer 'x': scheme codebook4 got static_range"):
+        Linear.from_float(module, "codebook4", static_range=StaticRange(-1.0, 1.0), name="x")
+    with pytest.raises(errors.UnsupportedError, match="layer 'x': cannot quantize a Embedding"):
+        Linear.from_float(nn.Embedding(3, 4), "codebook4", name="x")
+
+
+def test_passes_that_do_not_go_together():
+    first, second = quantize_weight(torch.randn(8, 64), parse_scheme("codebook4+4"))
+    make = CodebookLinear.from_passes
+
+    def changed(**fields) -> RotatedCodebook:
+        return RotatedCodebook(**{**vars(second), **fields})
+
+    for passes, message in (
+        ([], "0 passes; allowed: 1 or 2"),
+        ([first] * 3, "3 passes"),
+        ([first, changed(rotation="qr")], "passes differ in shape, group size, rotation"),
+        ([first, changed(norms=second.norms.float())], "the dtype of their norms"),
+        ([first, changed(values=second.values * 2)], "two passes of one width with different codebooks"),
+        ([changed(values=second.values[:5])], "a codebook of 5 values; allowed: 4, 8, 16"),
+        ([changed(values=second.values.flip(0))], "allowed: finite values, ascending"),
+    ):
+        with pytest.raises(errors.ConfigError, match=f"layer 'x': .*{message}"):
+            make(passes, None, name="x")
+    with pytest.raises(errors.ShapeError, match=r"layer 'x': norms have shape \[8, 2\]; allowed: \[8, 1\]"):
+        make([changed(norms=second.norms.repeat(1, 2))], None, name="x")
+    with pytest.raises(errors.QuantizationError, match="layer 'x': norms hold NaN, Inf or a negative number"):
+        make([changed(norms=-second.norms)], None, name="x")
+    with pytest.raises(errors.ShapeError, match=r"layer 'x': bias has shape \[7\]; allowed: \[8\]"):
+        make([first], torch.zeros(7), name="x")
+
+
+def test_wrong_inputs():
+    _, layer = quantized("codebook4", 16, 64, name="h.3.fc")
+    with pytest.raises(errors.ShapeError, match=r"layer 'h\.3\.fc': x has shape \[2, 20\]; allowed: \[\.\.\., 64\]"):
+        layer(torch.randn(2, 20))
+    with pytest.raises(errors.DtypeError, match="x is int64; allowed: float16, bfloat16, float32"):
+        layer(torch.zeros(2, 64, dtype=torch.int64))
+    with pytest.raises(errors.DeviceError, match="is on meta; the first argument is on cpu"):
+        layer.to("meta")(torch.randn(2, 64))

@@ -1,0 +1,169 @@
+"""qcut.Linear under codebook schemes, on the CPU: the CPU's path, the kernels' path, rotations that layers share."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import qcut
+from qcut import errors
+from qcut.layers import codebook as codebook_linear
+from qcut.layers import rotations as shared_rotations
+from qcut.layers.codebook import CodebookLinear, execution_path
+from qcut.ops import codebook as codebook_ops
+from tests.layers.test_codebook import INT8, SCHEMES, quantized
+from tests.support.oracles import FLOATS
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The path of CUDA on the CPU: the operators' CPU implementations behind it."""
+    monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(codebook_ops, "stream_state", lambda device: (0, 0))
+    monkeypatch.setattr(shared_rotations.shared, "_last", None)
+
+
+# ── paths ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, *INT8])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_both_paths_agree(scheme, dtype, kernels):
+    _, layer = quantized(scheme, activation="relu")
+    if not layer.int8 and dtype is torch.float32:
+        with pytest.raises(
+            errors.DtypeError, match=r"layer 'q': x is float32; .* computes in float16, bfloat16 on CUDA"
+        ):
+            quantized(scheme, name="q")[1](torch.randn(2, 320))
+        return
+    x = torch.randn(2, 3, 320).to(dtype)
+    fused = layer(x)
+    with execution_path("explicit"):
+        explicit = layer(x)
+    assert fused.dtype == explicit.dtype == dtype
+    assert fused.shape == (2, 3, 77)
+    if layer.int8:
+        assert torch.equal(fused, explicit)
+    else:
+        # Tokens, codebook, and the output are rounded to the type, norms to float16; errors of 320 products add up
+        # like a random walk.
+        bound = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}[dtype]
+        assert (fused.float() - explicit.float()).abs().max() <= bound * explicit.abs().max()
+    assert layer(x[:, :0]).shape == (2, 0, 77)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4+2", "codebook4_int8", "codebook4_g50_qr"])
+def test_compiles_to_one_graph(scheme, kernels):
+    _, layer = quantized(scheme, activation="silu")
+    torch.compiler.reset()
+    for path in ("fused", "explicit"):
+        with execution_path(path):
+            compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+            for m in (3, 8):
+                x = torch.randn(2, m, 320).half()
+                assert torch.equal(compiled(x), layer(x))
+
+
+def test_execution_paths():
+    message = "execution path 'fast' does not exist; use one of fused, explicit"
+    with pytest.raises(errors.ConfigError, match=message), execution_path("fast"):
+        pass
+    with pytest.raises(ZeroDivisionError), execution_path("explicit"):
+        raise ZeroDivisionError
+    assert codebook_linear._path == "fused"
+    assert qcut.execution_path is execution_path
+
+
+# ── shared rotations ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def rotations(kernels, monkeypatch):
+    """Rotations that were made, as the numbers of their rows."""
+    calls: list[int] = []
+    real = shared_rotations._ROTATE
+
+    def counted(x, *rest):
+        calls.append(len(x))
+        return real(x, *rest)
+
+    monkeypatch.setattr(shared_rotations, "_ROTATE", counted)
+    return calls
+
+
+def layers(*schemes: str) -> list[CodebookLinear]:
+    return [quantized(scheme, 16 + i, 64)[1] for i, scheme in enumerate(schemes)]
+
+
+def test_layers_that_read_one_tensor_share_its_rotation(rotations):
+    q, k, v = layers("codebook4", "codebook2", "codebook4")
+    x = torch.randn(5, 64).half()
+    shared = [layer(x) for layer in (q, k, v)]
+    assert rotations == [5]
+    assert all(torch.equal(y, layer(x.clone())) for y, layer in zip(shared, (q, k, v), strict=True))
+    assert len(rotations) == 4
+
+
+def test_what_differs_is_not_shared(rotations, monkeypatch):
+    a, b = layers("codebook4", "codebook4")
+    others = layers("codebook4_seed1", "codebook4_int8", "codebook4_g32", "codebook4_qr", "codebook4+4")
+    x = torch.randn(5, 64).half()
+    for layer in (a, *others, a):
+        layer(x)
+    assert len(rotations) == 7
+    a(x)  # a layer's second call: something outside of torch may have written to x
+    assert len(rotations) == 8
+    b(x)
+    assert len(rotations) == 8
+    x.add_(1)
+    want = b(x.clone())
+    assert torch.equal(b(x), want)
+    x = torch.randn(5, 64).half()
+    rotations.clear()
+    a(x)
+    b(x.view(5, 64))  # another object
+    assert len(rotations) == 2
+    rotations.clear()
+    states = iter([(0, 0), (1, 0), (1, 9), (1, 9)])  # another stream, another capture, the same one
+    monkeypatch.setattr(codebook_ops, "stream_state", lambda device: next(states))
+    y = torch.randn(5, 64).half()
+    for layer in (a, b, a, b):
+        layer(y)
+    assert len(rotations) == 3
+
+
+def test_inference_tensors_and_other_devices_are_not_shared(rotations, monkeypatch):
+    a, b = layers("codebook4", "codebook4")
+    with torch.inference_mode():
+        x = torch.randn(5, 64).half()
+        a(x), b(x)
+    assert len(rotations) == 2
+    monkeypatch.setattr(codebook_ops, "stream_state", lambda device: None)
+    x = torch.randn(5, 64).half()
+    a(x), b(x)
+    assert len(rotations) == 4
+
+
+def test_a_rotation_dies_with_its_tensor(rotations):
+    a, b = layers("codebook4", "codebook4")
+    x = torch.randn(5, 64).half()
+    a(x)
+    assert shared_rotations.shared._last is not None
+    del x
+    gc.collect()
+    assert shared_rotations.shared._last is None
+    b(torch.randn(5, 64).half())
+    assert len(rotations) == 2
+
+
+def test_operands_are_one_tensor_for_layers_that_rotate_alike():
+    a, b, c = layers("codebook4", "codebook2", "codebook4_qr")
+    cpu = torch.device("cpu")
+    of = [shared_rotations.operands(layer._rotation, torch.float16, cpu) for layer in (a, b, c)]
+    assert of[0] is of[1]
+    assert of[0] is shared_rotations.operands(a._rotation, torch.bfloat16, cpu)
+    assert of[2].dtype is torch.float16
+    assert shared_rotations.operands(c._rotation, torch.bfloat16, cpu).dtype is torch.bfloat16

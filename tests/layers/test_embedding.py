@@ -1,0 +1,295 @@
+"""`qcut.Embedding`: rows of quantized tables, tied to a classifier or not."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qcut.checkpoints import qcut_format as checkpoint
+from qcut.codebooks import layout as codebook_layout
+from qcut.codebooks.layout import Geometry
+from qcut.conversion.convert import model_bytes, quantize
+from qcut.errors import CheckpointError, ConfigError, DtypeError, QuantizationError, UnsupportedError
+from qcut.layers import embedding
+from qcut.layers.base import Linear
+from qcut.layers.embedding import Embedding, unpack_rows
+from qcut.numerics import int8 as numerics
+from tests.support.zoo import tiny_hf, tiny_lm, token_batches
+
+SCHEMES = (
+    *("w8a16", "w8a8", "codebook4", "codebook3_g64", "codebook2", "codebook4+4", "codebook4+2", "codebook3+2_g32"),
+    *("codebook4_int8", "codebook4_rows", "codebook4_g32_none", "int4", "int3_g64"),
+)
+
+
+def table(n: int = 70, k: int = 160, dtype: torch.dtype = torch.float32) -> nn.Embedding:
+    module = nn.Embedding(n, k)
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(n, k, generator=torch.Generator().manual_seed(n)))
+    return module.to(dtype)
+
+
+def ids(n: int = 70) -> Tensor:
+    return torch.cat((torch.arange(n), torch.tensor([0, n - 1, 0]))).view(1, -1)
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        out = model(token_batches()[0])
+    return out if isinstance(out, Tensor) else out.logits
+
+
+# ── rows ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("size", [16, 64, 100, 300])
+def test_rows_of_packed_units(bits: int, size: int):
+    geometry = Geometry(300, size)
+    generator = torch.Generator().manual_seed(bits)
+    indices = torch.randint(0, 1 << bits, (70, 300), generator=generator).to(torch.uint8)
+    units = codebook_layout.pack_units(indices, bits, geometry)
+    rows = torch.randperm(70, generator=generator)
+    found = unpack_rows(units, bits, rows)
+    assert found.shape == (70, geometry.k_padded)
+    assert torch.equal(found[:, geometry.columns()], indices[rows])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_rows_are_the_dequantized_ones_bit_by_bit(scheme: str):
+    module = table(k=256 if "rows" in scheme else 160)
+    layer = Embedding.from_float(module, scheme)
+    weight = layer.dequantized_weight()
+    found = layer(ids())
+    assert found.dtype is torch.float32
+    assert torch.equal(found, weight[ids()])
+    assert float((weight - module.weight.detach()).norm() / module.weight.detach().norm()) < 0.4
+    assert torch.equal(layer(ids()[:, :0]), weight[ids()[:, :0]])
+
+
+@pytest.mark.parametrize("scheme", ["codebook4_qr", "codebook4+4_rows_qr", "codebook3_g48_qr"])
+def test_rows_rotated_by_matrices(scheme: str):
+    layer = Embedding.from_float(table(k=200), scheme)
+    torch.testing.assert_close(layer(ids()), layer.dequantized_weight()[ids()], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("scheme", ["w8a16", "codebook4"])
+def test_dtypes(scheme: str, dtype: torch.dtype):
+    layer = Embedding.from_float(table(dtype=dtype), scheme)
+    assert torch.equal(layer(ids()), layer.dequantized_weight()[ids()].to(dtype))
+    assert layer(ids().int()).dtype is dtype
+    before = {name: b.dtype for name, b in layer.named_buffers()}
+    layer.bfloat16()
+    assert layer(ids()).dtype is layer.dtype is torch.bfloat16
+    assert {name: b.dtype for name, b in layer.named_buffers()} == before
+    with pytest.raises(DtypeError, match="ids are float32; allowed: int32, int64"):
+        layer(ids().float())
+
+
+def test_int8_rows_are_quantize_weights():
+    module = table()
+    q, scale = numerics.quantize_weight(module.weight.detach())
+    assert torch.equal(Embedding.from_float(module)(ids()), numerics.dequantize_ref(q, scale)[ids()])
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "codebook4"])
+@pytest.mark.parametrize("bad", [-1, 70, 79, 1 << 40])
+def test_ids_out_of_range(scheme: str, bad: int):
+    # Packed weights have rows up to 128: the 70th to 127th are padding.
+    layer = Embedding.from_float(table(), scheme)
+    with pytest.raises(IndexError):
+        layer(torch.tensor([0, bad]))
+
+
+def test_no_more_is_unpacked_than_asked_for(monkeypatch: pytest.MonkeyPatch):
+    layer = Embedding.from_float(table(n=640), "codebook4")
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a whole weight was unpacked")
+
+    monkeypatch.setattr(codebook_layout, "unpack_units", refuse)
+    assert layer(torch.tensor([5, 639])).shape == (2, 160)
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "codebook4", "codebook4+2", "codebook4_qr"])
+def test_compiles_to_one_graph(scheme: str):
+    embedding._constants.cache_clear()
+    torch._dynamo.reset()
+    layer = Embedding.from_float(table(), scheme)
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(ids()), layer(ids()))
+
+
+def test_tables_that_are_refused():
+    class Scaled(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * 3
+
+    with pytest.raises(UnsupportedError, match=r"layer 'wte': cannot quantize a Scaled"):
+        Embedding.from_float(Scaled(4, 8), name="wte")
+    with pytest.raises(UnsupportedError, match=r"cannot quantize a Linear; allowed: nn\.Embedding"):
+        Embedding.from_float(nn.Linear(4, 8))
+    for option in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}):
+        with pytest.raises(UnsupportedError, match=f"{next(iter(option))} is"):
+            Embedding.from_float(nn.Embedding(4, 8, **option))
+    with pytest.raises(UnsupportedError, match="meta"):
+        Embedding.from_float(nn.Embedding(4, 8, device="meta"))
+    for scheme in ("w8a8_static", "fp16", "w9"):
+        with pytest.raises(ConfigError):
+            Embedding.from_float(table(), scheme)
+    with pytest.raises(QuantizationError, match=r"layer 'wte': .*NaN"):
+        Embedding.from_float(nn.Embedding(4, 8, _weight=torch.full((4, 8), torch.nan)), name="wte")
+    with pytest.raises(DtypeError, match="embedding of int8; allowed: float16"):
+        Embedding(Linear(8, 4), torch.int8)
+
+
+def test_state_dicts():
+    for scheme in ("w8a16", "codebook4+4"):
+        layer = Embedding.from_float(table(), scheme)
+        other = Embedding.empty(70, 160, scheme)
+        other.load_state_dict(layer.state_dict())
+        assert torch.equal(other(ids()), layer(ids()))
+        assert (other.num_embeddings, other.embedding_dim) == (70, 160)
+        assert f"scheme={scheme}, dtype=float32" in repr(other)
+
+
+# ── ties ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "codebook4", "codebook4_int8", "codebook4+2"])
+def test_a_tied_table_is_the_classifiers(scheme: str):
+    head = Linear.from_float(nn.Linear(160, 70), scheme)
+    layer = Embedding.tied_to(head, torch.float16)
+    assert not list(layer.parameters()) + list(layer.buffers())
+    assert layer.linear is head
+    assert layer.weight.device == head.weight.device
+    assert torch.equal(layer(ids()), head.dequantized_weight()[ids()].half())
+    assert "tied" in repr(layer)
+
+
+def test_ties_last():
+    model = nn.ModuleDict({"head": Linear.from_float(nn.Linear(160, 70, bias=False), "codebook4")})
+    model["embed"] = Embedding.tied_to(model["head"])
+    expected = model["embed"](ids())
+    model = copy.deepcopy(model.to(torch.bfloat16))
+    assert model["embed"].linear is model["head"]
+    assert set(model.state_dict()) == {"head.indices", "head.norms", "head.codebook"}
+    assert torch.equal(model["embed"](ids()), expected.bfloat16())
+    model["head"].units.zero_()
+    assert not torch.equal(model["embed"](ids()), expected.bfloat16())
+
+
+# ── whole models ─────────────────────────────────────────────────────────────────────────────────
+
+
+def names(model: nn.Module) -> tuple[str, str]:
+    """The table of tokens and the classifier of a model of the zoo."""
+    tables = {"TinyLM": "embed", "GPT2LMHeadModel": "transformer.wte", "LlamaForCausalLM": "model.embed_tokens"}
+    return tables[type(model).__name__], "lm_head"
+
+
+def small(kind: str) -> Any:
+    return tiny_lm() if kind == "plain" else tiny_hf(kind)
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "codebook4_g32", "codebook4+4_g32"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "plain"])
+def test_tied_models(tmp_path: Path, kind: str, scheme: str):
+    model = small(kind)
+    before = logits(model)
+    embed, head = names(model)
+    weight = model.get_submodule(head).weight.detach()
+    report = quantize(model, "w8a16", embeddings=scheme, progress=False)
+    found, layer = model.get_submodule(embed), model.get_submodule(head)
+    assert isinstance(found, Embedding)
+    assert isinstance(layer, Linear)
+    assert found.linear is layer
+    assert report.schemes[head] == report.schemes[embed] == scheme
+    assert next(r for r in report.layers if r.name == embed).tied_to == head
+    assert head not in report.skipped
+    assert report.bytes_after == model_bytes(model) < report.bytes_before
+    assert torch.equal(layer.dequantized_weight(), Linear.from_float(_linear(weight), scheme).dequantized_weight())
+    after = logits(model)
+    assert 0 < float((after - before).norm() / before.norm()) < 0.3
+    assert all(isinstance(m, Embedding) or name != embed for name, m in model.named_modules())
+
+    checkpoint.save(model, tmp_path)
+    got = checkpoint.load(tmp_path, model=type(model) if kind == "plain" else None, progress=False)
+    assert got.get_submodule(embed).linear is got.get_submodule(head)
+    assert torch.equal(logits(got), after)
+    half = checkpoint.load(
+        tmp_path, model=type(model) if kind == "plain" else None, dtype=torch.float16, progress=False
+    )
+    assert half.get_submodule(embed).dtype is torch.float16
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "codebook3_g32"])
+def test_untied_models(tmp_path: Path, scheme: str):
+    model = tiny_hf("llama")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 0.01)
+    model.config.tie_word_embeddings = False
+    report = quantize(model, "w8a16", embeddings=scheme, progress=False)
+    embed = model.model.embed_tokens
+    assert isinstance(embed, Embedding)
+    assert not embed.tied
+    assert report.schemes["lm_head"] == report.schemes["model.embed_tokens"] == scheme
+    checkpoint.save(model, tmp_path)
+    got = checkpoint.load(tmp_path, progress=False)
+    assert torch.equal(logits(got), logits(model))
+    assert torch.equal(got.model.embed_tokens.linear.weight, embed.linear.weight)
+
+
+def test_positions_stay_and_generation_works():
+    model = tiny_hf("gpt2")
+    quantize(model, "w8a8", embeddings="w8a16", progress=False)
+    assert type(model.transformer.wpe) is nn.Embedding
+    assert model.get_input_embeddings().tied
+    out = model.generate(token_batches()[0][:1, :4], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert out.shape == (1, 8)
+
+
+def test_models_without_embeddings_to_quantize():
+    model = nn.Sequential(nn.Linear(16, 16))
+    with pytest.raises(QuantizationError, match="none of its embeddings"):
+        quantize(model, "w8a8", embeddings="w8a16", progress=False)
+    assert type(model[0]) is nn.Linear
+    gemma = tiny_hf("gemma")
+    with pytest.raises(UnsupportedError, match=r"embed_tokens': cannot quantize a Gemma"):
+        quantize(gemma, "w8a8", embeddings="w8a16", progress=False)
+    for scheme in ("fp16", "w8a8_static"):
+        with pytest.raises(ConfigError, match="embeddings"):
+            quantize(tiny_hf("gpt2"), "w8a8", embeddings=scheme, progress=False)
+
+
+def test_saved_embeddings_are_checked(tmp_path: Path):
+    import json
+
+    model = tiny_hf("gpt2")
+    quantize(model, "w8a8", embeddings="codebook4_g32", progress=False)
+    for change, message in (
+        ({"transformer.wte": {"table": "nope", "dtype": "float32"}}, "'transformer.wte'.*nope"),
+        ({"transformer.ln_f": {"table": "lm_head", "dtype": "float32"}}, "LayerNorm"),
+        ({"transformer.wpe": {"table": "lm_head", "dtype": "float32"}}, r"'transformer\.wpe'.*64"),
+        ({"transformer.wte": {"table": "lm_head", "dtype": "int8"}}, "int8"),
+        ({"transformer.wte": "lm_head"}, r"transformer\.wte"),
+        ({"transformer.nope": {"table": "lm_head", "dtype": "float32"}}, r"transformer\.nope"),
+    ):
+        checkpoint.save(model, tmp_path)
+        path = tmp_path / "qcut_config.json"
+        data = json.loads(path.read_text())
+        data["embeddings"] = change
+        path.write_text(json.dumps(data))
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.load(tmp_path, progress=False)

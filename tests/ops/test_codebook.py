@@ -1,0 +1,358 @@
+"""The operators on codebook weights, on the CPU: what they compute, their fakes, what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcut import errors
+from qcut.codebooks import layout as codebook_layout
+from qcut.codebooks import tokens as rotated_tokens
+from qcut.codebooks.layout import Geometry, to_blocks
+from qcut.codebooks.passes import quantize_weight
+from qcut.codebooks.products import pack_book, unpack_book
+from qcut.config import parse_scheme
+from qcut.layers.codebook import CodebookLinear
+from qcut.numerics import int8 as numerics
+from qcut.ops import codebook as codebook_ops
+from tests.support.oracles import FLOATS, NAN
+
+HALVES = (torch.float16, torch.bfloat16)
+OPS = torch.ops.qcut
+
+
+def rotate_arguments(x: Tensor, out: torch.dtype, kind: str = "hadamard", size: int = 64, seeds=(1,)) -> list[Any]:
+    matrices = out if out in HALVES else torch.float16
+    operands = rotated_tokens.operands(kind, size, x.shape[1], seeds, matrices)
+    return [x, operands, kind, size, list(seeds), out]
+
+
+def product(
+    bits: int = 4,
+    tokens: torch.dtype = torch.float16,
+    m: int = 11,
+    n: int = 70,
+    k: int = 200,
+    size: int = 64,
+    *,
+    bias: bool = True,
+    activation: str = "none",
+    residual: bool = False,
+    out: torch.dtype = torch.float32,
+) -> tuple[dict[str, Any], tuple[Tensor, Tensor, Tensor, Geometry]]:
+    """Arguments of codebook_gemm, and tokens, indices and relative norms in plain order.
+
+    Rows past m of the tokens are NaN, or 127.
+    """
+    torch.manual_seed(bits + m + n)
+    geometry = Geometry(k, size)
+    indices = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8)
+    norms = (torch.rand(n, geometry.groups) + 0.1).half()
+    norms[n // 2] = 0
+    exponents = codebook_layout.row_exponents(norms)
+    packed_norms = codebook_layout.pack_norms(norms, exponents, geometry)
+    values = torch.randn(1 << bits).sort().values
+    book = pack_book(values, torch.bfloat16 if tokens is torch.bfloat16 else torch.float16)
+    padded = torch.zeros(m, geometry.k_padded)
+    padded[:, geometry.columns()] = torch.randn(m, k)
+    int8 = tokens is torch.int8
+    rows = (padded * 40).round().clamp(-127, 127).to(torch.int8) if int8 else padded.to(tokens)
+    whole = torch.full((-(-m // 8) * 8, geometry.k_padded), 127 if int8 else NAN).to(tokens)
+    whole[:m] = rows
+    arguments = {
+        "x": to_blocks(whole),
+        "row_scale": torch.rand(m) if int8 else None,
+        "m": m,
+        "units": codebook_layout.pack_units(indices, bits, geometry),
+        "norms": packed_norms,
+        "fold": codebook_layout.fold_scales(packed_norms, unpack_book(book, torch.float16, "cpu")) if int8 else None,
+        "col_scale": torch.rand(n) + 0.5,
+        "book": list(book),
+        "bias": torch.randn(n) if bias else None,
+        "bits": bits,
+        "activation": activation,
+        "residual": torch.randn(m, n).to(out) if residual else None,
+        "out_dtype": out,
+    }
+    return arguments, (rows, indices, norms.float() / exponents[:, None], geometry)
+
+
+# ── rotate_tokens ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "qr", "none"])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("out", [*HALVES, torch.int8])
+def test_rotated_tokens_lie_in_blocks(kind, dtype, out):
+    if out not in (torch.int8, dtype):
+        with pytest.raises(errors.DtypeError, match=r"rotate_tokens: x, with tokens of .*allowed: "):
+            OPS.rotate_tokens(*rotate_arguments(torch.randn(3, 96).to(dtype), out))
+        return
+    x = torch.randn(11, 96).to(dtype)
+    blocks, scale = OPS.rotate_tokens(*rotate_arguments(x, out, kind, 64, (1, 5)))
+    rows, want_scale = rotated_tokens.rotate_tokens(x, kind, 64, (1, 5), out)
+    assert blocks.shape == (2 * 128 * out.itemsize // 128, 2, 8, 128 // out.itemsize)
+    assert torch.equal(codebook_layout.from_blocks(blocks, 11), rows)
+    assert scale.dtype is torch.float32
+    assert torch.equal(scale, want_scale) if out is torch.int8 else scale.shape == (0,)
+
+
+def test_no_tokens_to_rotate():
+    blocks, scale = OPS.rotate_tokens(*rotate_arguments(torch.empty(0, 96), torch.int8))
+    assert (blocks.shape, scale.shape) == ((1, 0, 8, 128), (0,))
+
+
+# ── codebook_gemm ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("tokens", HALVES)
+@pytest.mark.parametrize("size", [32, 64, 200])
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (11, 70), (8, 64)])
+def test_products_of_16_bits(bits, tokens, size, m, n):
+    arguments, (rows, indices, norms, geometry) = product(
+        bits, tokens, m, n, size=size, activation="relu", residual=True
+    )
+    values = unpack_book(arguments["book"], tokens, "cpu").double()
+    group = torch.arange(200) // geometry.full
+    weight = values[indices.long()] * norms.double()[:, group]
+    v = (rows.double()[:, geometry.columns()] @ weight.t()).float() * arguments["col_scale"]
+    want = (v + arguments["bias"]).relu() + arguments["residual"]
+    got = OPS.codebook_gemm(**arguments)
+    assert got.dtype is torch.float32
+    # The oracle sums in another order: float64's rounding, then float32's last bit.
+    assert (got - want).abs().max() <= 2.0**-22 * max(1.0, float(v.abs().max()))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("out", FLOATS)
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+def test_products_of_int8(bits, out, activation):
+    arguments, (rows, indices, norms, geometry) = product(
+        bits, torch.int8, activation=activation, residual=True, out=out
+    )
+    values = unpack_book(arguments["book"], torch.float16, "cpu").double()
+    group = torch.arange(200) // geometry.full
+    factor = (norms * arguments["fold"][:70, None])[:, group]
+    weight = (values[indices.long()] * factor.double()).round().long()
+    assert int(weight.abs().max()) == 127
+    acc = (rows.long()[:, geometry.columns()] @ weight.t()).to(torch.int32)
+    v = acc.float() * arguments["row_scale"][:, None] * arguments["col_scale"] + arguments["bias"]
+    want = (numerics.apply_activation(v, activation) + arguments["residual"].float()).to(out)
+    assert torch.equal(OPS.codebook_gemm(**arguments), want)
+
+
+def test_layers_make_valid_arguments_of_several_passes():
+    weight = torch.randn(20, 160)
+    passes = quantize_weight(weight, parse_scheme("codebook4+4_int8"))
+    layer = CodebookLinear.from_passes(passes, None, "codebook4+4_int8")
+    x = torch.randn(3, 160)
+    blocks, scale = OPS.rotate_tokens(*rotate_arguments(x, torch.int8, size=128, seeds=(42, 1042)))
+    book = pack_book(layer.codebook, torch.float16)
+    y = OPS.codebook_gemm(
+        blocks,
+        scale,
+        3,
+        layer.units,
+        layer.packed_norms,
+        layer.fold,
+        layer.col_scale,
+        book,
+        None,
+        4,
+        "none",
+        None,
+        torch.float32,
+    )
+    assert torch.equal(y, layer(x))
+    assert numerics.sqnr_db(x @ weight.t(), y) > 30
+
+
+def test_a_book_is_sixteen_values():
+    values = torch.tensor([-1.5, -0.25, 0.25, 1.5])
+    for dtype in HALVES:
+        book = pack_book(values, dtype)
+        assert len(book) == 8
+        assert unpack_book(book, dtype, "cpu").tolist() == [*values.tolist(), *[0.0] * 12]
+        low, high = values[:2].to(dtype).view(torch.int16).int().tolist()
+        assert book[0] & 0xFFFFFFFF == (low & 0xFFFF) | (high & 0xFFFF) << 16
+
+
+# ── codebook_gemv ────────────────────────────────────────────────────────────────────────────────
+
+
+def one_token(scheme: str = "codebook4+4", k: int = 256, n: int = 70, dtype: torch.dtype = torch.float16) -> Any:
+    """A layer, one token, and the arguments of codebook_gemv and of its last ones alone."""
+    torch.manual_seed(n)
+    layer = CodebookLinear.from_float(torch.nn.Linear(k, n), scheme)
+    book = list(pack_book(layer.codebook, dtype))
+    last = [layer.col_scale, book, layer.bias, layer.set_bits[0], "relu", torch.randn(1, n).to(dtype), dtype]
+    x = torch.randn(1, k).to(dtype)
+    signs = rotated_tokens.operands("hadamard", layer.group_size, k, layer.scheme.seeds, dtype)
+    seeds = list(layer.scheme.seeds)
+    return layer, x, [x, signs, layer.group_size, seeds, layer.units, layer.packed_norms, *last], last
+
+
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook3+3_g64", "codebook2_g32"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_one_token_is_rotated_and_multiplied(scheme, dtype):
+    layer, x, arguments, last = one_token(scheme, dtype=dtype)
+    blocks, _ = OPS.rotate_tokens(x, *arguments[1:2], "hadamard", *arguments[2:4], dtype)
+    want = OPS.codebook_gemm(blocks, None, 1, layer.units, layer.packed_norms, None, *last)
+    assert torch.equal(OPS.codebook_gemv(*arguments), want)
+
+
+def test_what_one_token_kernels_rotate():
+    for kind, size, k, can in (
+        ("hadamard", 128, 4096, True),
+        ("hadamard", 64, 192, True),
+        ("hadamard", 32, 32, True),
+        ("hadamard", 4096, 64, True),  # the row is the group
+        ("hadamard", 128, 4160, False),
+        ("hadamard", 256, 4096, False),
+        ("hadamard", 16, 64, False),
+        ("qr", 128, 4096, False),
+        ("none", 128, 4096, False),
+    ):
+        assert codebook_ops.can_rotate(kind, size, k) == can
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "error", "message"),
+    [
+        (0, torch.zeros(2, 256).half(), errors.ShapeError, r"x has shape \[2, 256\]; allowed: \[1, K\]"),
+        (0, torch.zeros(1, 256), errors.DtypeError, "x is float32; allowed: float16, bfloat16"),
+        (0, torch.zeros(1, 320).half(), errors.ConfigError, "groups of 128 of 320 columns; allowed: whole ones"),
+        (1, torch.zeros(2, 9, dtype=torch.int32), errors.ShapeError, r"operands has shape .*; allowed: \[2, 8\]"),
+        (2, 64, errors.ShapeError, "1 norms a unit; groups of 64 columns have 2"),
+        (3, [], errors.ConfigError, "no seed; allowed: one for each pass"),
+        (3, [1], errors.ShapeError, "operands has shape"),
+        (4, torch.zeros(8, 4, 768, dtype=torch.uint8), errors.ShapeError, "units has shape"),
+        (8, torch.zeros(71), errors.ShapeError, "bias has shape"),
+    ],
+)
+def test_codebook_gemv_refuses(place, change, error, message):
+    _, _, arguments, _ = one_token()
+    arguments[place] = change
+    with pytest.raises(error, match=f"codebook_gemv: .*{message}"):
+        OPS.codebook_gemv(*arguments)
+
+
+# ── registration ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_opcheck():
+    for out in (torch.float16, torch.int8):
+        x = torch.randn(11, 96).half()
+        torch.library.opcheck(OPS.rotate_tokens.default, tuple(rotate_arguments(x, out)))
+        arguments, _ = product(tokens=out, m=5, n=20)
+        torch.library.opcheck(OPS.codebook_gemm.default, tuple(arguments.values()))
+    torch.library.opcheck(OPS.codebook_gemv.default, tuple(one_token()[2]))
+    layer = quantized("codebook4+3")
+    torch.library.opcheck(OPS.codebook_linear.default, layer_arguments(layer, torch.randn(2, 3, 64)))
+
+
+def quantized(scheme: str) -> Any:
+    return CodebookLinear.from_float(torch.nn.Linear(64, 20), scheme)
+
+
+def layer_arguments(layer: Any, x: Tensor) -> tuple[Any, ...]:
+    sets = [layer._set_buffers(i) for i in range(len(layer.set_bits))]
+    units, packed_norms, col_scale, fold, codebooks = (list(part) for part in zip(*sets, strict=True))
+    return (
+        *(x, units, packed_norms, fold if layer.int8 else [], col_scale, layer.norms, codebooks, layer.bias),
+        *(layer.set_bits, layer.kind, layer.group_size, list(layer.scheme.seeds), layer.activation),
+    )
+
+
+def test_the_whole_layer_is_one_operator():
+    for scheme in ("codebook4", "codebook4+3_int8"):
+        layer = quantized(scheme)
+        x = torch.randn(2, 3, 64)
+        assert torch.equal(OPS.codebook_linear(*layer_arguments(layer, x)), layer(x))
+
+
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"kind": "fft"}, errors.ConfigError, "kind is 'fft'; allowed: hadamard, qr, none"),
+        ({"seeds": []}, errors.ConfigError, "no seed"),
+        ({"group_size": 96}, errors.ConfigError, "a Hadamard rotation of 96 columns"),
+        ({"group_size": 0}, errors.ConfigError, "group_size"),
+        ({"x": torch.zeros(2, 3, 96)}, errors.ShapeError, r"x has shape \[2, 3, 96\]; allowed: \[M, K\]"),
+        ({"x": torch.zeros(2, 96, dtype=torch.int32)}, errors.DtypeError, "x is int32"),
+        ({"out_dtype": torch.float32}, errors.DtypeError, "out_dtype is float32; allowed: float16, bfloat16, int8"),
+        ({"operands": torch.zeros(1, device="meta")}, errors.DeviceError, "operands is on meta"),
+    ],
+)
+def test_rotate_tokens_refuses(changes, error, message):
+    names = ("x", "operands", "kind", "group_size", "seeds", "out_dtype")
+    arguments = dict(zip(names, rotate_arguments(torch.randn(2, 96), torch.int8), strict=True))
+    with pytest.raises(error, match=message):
+        codebook_ops._check_rotate(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"m": 20}, errors.ShapeError, r"x has shape .*allowed: \['kb', 3, 8, 64\]"),
+        ({"x": torch.zeros(3, 2, 8, 64).half()}, errors.ShapeError, "whole units of 128 columns"),
+        ({"x": torch.zeros(4, 2, 8, 64)}, errors.DtypeError, "x is float32; allowed: float16, bfloat16, int8"),
+        ({"bits": 5}, errors.ConfigError, "indices of 5 bits"),
+        ({"bits": 3}, errors.ShapeError, r"units has shape \[8, 2, 1024\]; allowed: \[8, 2, 768\]"),
+        ({"col_scale": torch.zeros(0)}, errors.ShapeError, "col_scale has shape"),
+        ({"norms": torch.zeros(8, 2, 3, 8, 2).half()}, errors.ShapeError, "norms have shape"),
+        ({"norms": torch.zeros(8, 2, 2, 8, 2)}, errors.DtypeError, "norms is float32; allowed: float16"),
+        ({"book": [1, 2]}, errors.ConfigError, "book has 2 words; allowed: 8"),
+        ({"row_scale": torch.ones(11)}, errors.ConfigError, "row_scale goes with int8 tokens"),
+        ({"fold": torch.ones(128)}, errors.ConfigError, "fold goes with int8 tokens"),
+        ({"bias": torch.ones(71)}, errors.ShapeError, r"bias has shape \[71\]; allowed: \[70\]"),
+        ({"activation": "gelu"}, errors.ConfigError, "activation 'gelu' does not exist"),
+        ({"out_dtype": torch.int8}, errors.DtypeError, "out_dtype is int8"),
+        ({"residual": torch.ones(11, 70).half()}, errors.DtypeError, "residual is float16; allowed: float32"),
+    ],
+)
+def test_codebook_gemm_refuses(changes, error, message):
+    arguments, _ = product()
+    with pytest.raises(error, match=message):
+        OPS.codebook_gemm(**{**arguments, **changes})
+
+
+def test_int8_products_need_their_scales_and_exact_sums():
+    arguments, _ = product(tokens=torch.int8)
+    for missing in ("row_scale", "fold"):
+        with pytest.raises(errors.ConfigError, match=f"{missing} goes with int8 tokens"):
+            OPS.codebook_gemm(**{**arguments, missing: None})
+    units = 1025
+    large = {
+        "x": torch.empty(units, 2, 8, 128, dtype=torch.int8, device="meta"),
+        "units": torch.empty(8, units, 1024, dtype=torch.uint8, device="meta"),
+        "norms": torch.empty(8, units, 1, 8, 2, dtype=torch.float16, device="meta"),
+        **{key: arguments[key].to("meta") for key in ("row_scale", "fold", "col_scale", "bias")},
+    }
+    with pytest.raises(errors.QuantizationError, match="131200 columns, padding included; int32 sums are exact to"):
+        OPS.codebook_gemm(**{**arguments, **large})
+
+
+def test_codebook_linear_refuses():
+    layer = quantized("codebook4+3")
+    names = ("x", "units", "packed_norms", "fold", "col_scale", "norms", "codebooks", "bias", "bits")
+    for name, change, error, message in (
+        ("x", torch.randn(2, 63), errors.ConfigError, "a Hadamard rotation of 63 columns"),
+        ("units", [layer.units] * 3, errors.ConfigError, "3 sets of weights and 2 passes"),
+        ("fold", [torch.ones(1)], errors.ConfigError, "1 folds; allowed: 2 with int8 products, else none"),
+        ("norms", layer.norms[:, :1], errors.ShapeError, "norms has shape"),
+        ("codebooks", [layer.codebook, layer.codebook], errors.ShapeError, "codebook has shape"),
+        ("bias", layer.bias[1:], errors.ShapeError, "bias has shape"),
+    ):
+        arguments = list(layer_arguments(layer, torch.randn(2, 64)))
+        arguments[names.index(name)] = change
+        with pytest.raises(error, match=message):
+            OPS.codebook_linear(*arguments)

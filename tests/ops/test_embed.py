@@ -1,0 +1,158 @@
+"""Rows of tables by one operator: the modules' own, which modules it stands for, registration, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import qcut
+from qcut import errors
+from qcut.engine.decoder import decoder_of
+from qcut.layers.embedding import Embedding, table_of
+from qcut.ops import int8 as _ops  # noqa: F401  (registers)
+from tests.engine.test_engine import small
+
+OP = torch.ops.qcut.embed_rows
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+IDS = torch.tensor([3, 0, 69, 3, 17])
+PLACES = torch.tensor([0, 8, 4, 4, 1], dtype=torch.int32)
+
+
+def tables(dtype: torch.dtype = torch.float32, int8: bool = False, columns: int = 33) -> tuple[nn.Module, nn.Embedding]:
+    """Of 70 tokens, and of 9 positions."""
+    torch.manual_seed(0)
+    tokens: Any = nn.Embedding(70, columns).to(dtype)
+    return Embedding.from_float(tokens, "w8a16") if int8 else tokens, nn.Embedding(9, columns).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_are_the_modules(dtype: torch.dtype, int8: bool) -> None:
+    tokens, positions = tables(dtype, int8)
+    found = table_of(tokens)
+    assert found is not None
+    assert found.dtype is dtype
+    with torch.no_grad():
+        want = tokens(IDS)
+        assert torch.equal(OP(IDS, found.rows, found.scale, None, None, dtype), want)
+        got = OP(IDS, found.rows, found.scale, PLACES, positions.weight, dtype)
+        assert torch.equal(got, want + positions(PLACES))
+    assert got.dtype is dtype
+    assert OP(IDS[:0], found.rows, found.scale, PLACES[:0], positions.weight, dtype).shape == (0, 33)
+
+
+def test_modules_that_do_more_have_no_table() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return 2 * super().forward(ids)
+
+    class Sub(Embedding):
+        pass
+
+    plain = nn.Embedding(20, 16)
+    assert table_of(plain) == (plain.weight, None, torch.float32)
+    assert table_of(nn.Embedding(20, 16, padding_idx=3)) is not None
+    tied = Embedding.tied_to(qcut.Linear.from_float(nn.Linear(16, 20), "w8a8"), torch.float16)
+    table = table_of(tied)
+    assert table is not None
+    assert (table.dtype, table.rows.shape) == (torch.float16, (20, 16))
+    hooked, patched = nn.Embedding(20, 16), nn.Embedding(20, 16)
+    hooked.register_forward_hook(lambda *_: None)
+    patched.forward = lambda ids: ids  # type: ignore[method-assign]
+    for module in (
+        nn.Embedding(20, 16, max_norm=1.0),
+        Scaled(20, 16),
+        Sub(tied.linear, tied=True),
+        Embedding.from_float(nn.Embedding(20, 128), "codebook4"),
+        nn.Linear(16, 16),
+        hooked,
+        patched,
+    ):
+        assert table_of(module) is None, module
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("embeddings", [None, "w8a16", "codebook4_g16"])
+@pytest.mark.parametrize("hook", [False, True])
+def test_a_decoder_reads_its_modules_rows(kind: str, embeddings: Any, hook: bool) -> None:
+    model = small(kind)
+    if embeddings is not None:
+        qcut.quantize(model, "w8a16", embeddings=embeddings, progress=False)
+    decoder = decoder_of(model)
+    ids = torch.randint(0, decoder.vocabulary, (2, 5))
+    places = torch.arange(5, dtype=torch.int32).repeat(2)
+    seen: list[Any] = []
+    if hook:
+        decoder.tokens.register_forward_hook(lambda module, given, y: seen.append(given[0].shape))
+    with torch.no_grad():
+        got = decoder.embed(ids.flatten(), places, 2)
+        assert seen == [(2, 5)] * hook
+        want = decoder.tokens(ids)
+        if decoder.positions is not None:
+            want = want + decoder.positions(places.view(2, 5))
+    assert torch.equal(got, want.flatten(0, 1))
+
+
+def test_positions_of_another_kind_are_the_modules() -> None:
+    model = small("gpt2")
+    decoder = decoder_of(model)
+    ids, places = torch.tensor([5, 7]), torch.tensor([1, 2], dtype=torch.int32)
+    want = decoder.embed(ids, places, 1)
+    assert decoder.positions is not None
+    decoder.positions.register_forward_hook(lambda module, given, y: y + 1)
+    assert torch.equal(decoder.embed(ids, places, 1), model.transformer.wte(ids) + model.transformer.wpe(places))
+    assert not torch.equal(decoder.embed(ids, places, 1), want)
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_opcheck(int8: bool) -> None:
+    tokens, positions = tables(int8=int8)
+    found = table_of(tokens)
+    assert found is not None
+    rows = found.rows.detach()
+    torch.library.opcheck(OP.default, (IDS, rows, found.scale, None, None, torch.float32))
+    given = (IDS, rows, found.scale, PLACES, positions.weight.detach(), torch.float32)
+    torch.library.opcheck(OP.default, given)
+
+
+def test_ids_outside_of_the_table_are_errors_on_the_cpu() -> None:
+    table = torch.zeros(4, 8)
+    for bad in (-1, 4):
+        with pytest.raises(IndexError):
+            OP(torch.tensor([bad]), table, None, None, None, torch.float32)
+        with pytest.raises(IndexError):
+            OP(IDS[1:2], table, None, torch.tensor([bad], dtype=torch.int32), table, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dtype": torch.float64}, errors.DtypeError, "dtype is float64"),
+        ({"ids": PLACES}, errors.DtypeError, "ids is int32; allowed: int64"),
+        ({"ids": IDS[None]}, errors.ShapeError, r"ids have shape \[1, 5\]; allowed: \[R\]"),
+        ({"table": torch.zeros(70, 8).half()}, errors.DtypeError, "table is float16; allowed: float32"),
+        ({"table": torch.zeros(70, 8).char()}, errors.DtypeError, "table is int8; allowed: float32"),
+        ({"table": torch.zeros(0, 8)}, errors.ShapeError, r"table has shape \[0, 8\]"),
+        ({"table": torch.zeros(8)}, errors.ShapeError, r"table has shape \[8\]; allowed: \[rows, N\]"),
+        ({"scale": torch.zeros(70)}, errors.DtypeError, "table is float32; allowed: int8"),
+        (
+            {"table": torch.zeros(70, 8).char(), "scale": torch.zeros(69)},
+            errors.ShapeError,
+            r"scale has shape \[69\]; allowed: \[70\]",
+        ),
+        ({"positions": None}, errors.ConfigError, "positions and their table go together"),
+        ({"positions": IDS}, errors.DtypeError, "positions is int64; allowed: int32"),
+        ({"positions": PLACES[1:]}, errors.ShapeError, r"positions has shape \[4\]; allowed: \[5\]"),
+        ({"position_table": torch.zeros(9, 7)}, errors.ShapeError, r"position_table has shape \[9, 7\]"),
+        ({"position_table": torch.zeros(9, 8).half()}, errors.DtypeError, "position_table is float16"),
+        ({"table": torch.zeros(70, 8, device="meta")}, errors.DeviceError, "table is on meta"),
+    ],
+)
+def test_refusals(changes: dict[str, Any], error: Any, message: str) -> None:
+    given = {"ids": IDS, "table": torch.zeros(70, 8), "scale": None, "positions": PLACES}
+    given |= {"position_table": torch.zeros(9, 8), "dtype": torch.float32}
+    with pytest.raises(error, match=f"^qcut::embed_rows: .*{message}"):
+        OP(**{**given, **changes})

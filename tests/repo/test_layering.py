@@ -1,0 +1,239 @@
+"""The architecture: which folder may import which, read from the syntax trees, and what importing qcut must not do."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qcut
+from tests.support import ROOT
+
+FLOORS: tuple[frozenset[str], ...] = (
+    frozenset({"errors"}),
+    frozenset({"config"}),
+    frozenset({"storage", "models", "jit"}),
+    frozenset({"numerics", "dispatch"}),
+    frozenset({"codebooks"}),
+    frozenset({"ops"}),
+    frozenset({"cuda"}),
+    frozenset({"layers", "tuning"}),
+    frozenset({"conversion", "checkpoints", "engine"}),
+    frozenset({"cli"}),
+)
+"""Folders of qcut, the ground floor first: a folder imports from the floors below its own, and from itself."""
+
+KNOW_EMITTERS = {"jit", "dispatch", "cuda", "tuning", "cli"}
+KNOW_POINTERS = {"cuda", "tuning"}
+WITHOUT_TORCH = {"errors", "config", "jit", "dispatch"}
+
+
+def files(folder: str = "") -> list[Path]:
+    """Modules of qcut below a folder; those of emitters are found through their link."""
+    found = sorted((ROOT / "qcut" / folder).rglob("*.py"))
+    if not folder:
+        found += sorted((ROOT / "qcut" / "emitters").rglob("*.py"))
+    assert found, f"no modules in qcut/{folder}"
+    return sorted(set(found))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def folder_of(module: str) -> str:
+    """The folder of qcut that holds a module: ``qcut.jit.cache`` is in jit; "" for qcut itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports(path: Path, *, at_import_time: bool = False) -> set[str]:
+    """Dotted names a file imports, in functions too, except for type checkers; ``from a import b`` is a and a.b.
+
+    With ``at_import_time``, only those that run when the module is imported.
+    """
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(path.read_text(), str(path))]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if at_import_time and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import; name the package"
+            assert node.module is not None
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        todo += ast.iter_child_nodes(node)
+    return found
+
+
+def floor(folder: str) -> int:
+    for i, folders in enumerate(FLOORS):
+        if folder in folders:
+            return i
+    raise AssertionError(f"qcut/{folder} has no floor; give it one in FLOORS")
+
+
+def test_imports_point_down():
+    upwards = set()
+    for path in files():
+        own = folder_of(module_name(path))
+        if own in ("", "__main__", "emitters"):
+            continue
+        used = {folder_of(name) for name in imports(path) if name.startswith("qcut.")}
+        folders = {name for name in used if (ROOT / "qcut" / name).is_dir() or (ROOT / "qcut" / f"{name}.py").is_file()}
+        for other in folders - {own, "emitters", ""}:
+            if floor(other) >= floor(own):
+                upwards.add(f"{module_name(path)} imports qcut.{other}")
+    assert not upwards
+
+
+def test_at_most_five_modules_lie_outside_a_folder():
+    assert len(list((ROOT / "qcut").glob("*.py"))) <= 5
+
+
+def test_emitters_import_the_standard_library_and_cutlass_alone():
+    for path in files("emitters"):
+        used = imports(path)
+        allowed = {"qcut"} | set(sys.stdlib_module_names)
+        if "cutlass" in path.parts:
+            allowed |= {"cutlass_library", "cutlass_cppgen", "cuda"}  # cutlass_cppgen needs a stand-in for cuda
+        assert {name.partition(".")[0] for name in used} <= allowed, path
+        assert all(name.startswith("qcut.emitters") for name in used if name.startswith("qcut")), path
+
+
+def test_only_the_kernel_side_knows_emitters():
+    for path in files():
+        own = folder_of(module_name(path))
+        used = {name for name in imports(path) if name.startswith("qcut.emitters.")}
+        assert not used or own in KNOW_EMITTERS | {"emitters"}, f"{module_name(path)} imports {used}"
+        if own == "jit":
+            assert all(name.startswith("qcut.emitters.core") for name in used)
+
+
+def test_the_kernel_side_never_sees_torch():
+    for path in files():
+        if folder_of(module_name(path)) in WITHOUT_TORCH | {"", "emitters"}:
+            assert "torch" not in {name.partition(".")[0] for name in imports(path)}, path
+
+
+def test_no_import_circles():
+    """Imports within functions count. A package's own ``__init__`` is no arrow: each module imports it first."""
+    paths = {module_name(path): path for path in files()}
+    graph = {}
+    for name, path in paths.items():
+        packages = {name.rsplit(".", i)[0] for i in range(name.count(".") + 1)}
+        graph[name] = (imports(path) & paths.keys()) - packages
+    del graph["qcut"]  # loads everything lazily, by name
+    while leaves := {name for name, used in graph.items() if not used & graph.keys()}:
+        graph = {name: used for name, used in graph.items() if name not in leaves}
+    assert not graph, f"import circle among {sorted(graph)}"
+
+
+def fenced_names(path: Path) -> set[str]:
+    """Uses of data pointers and streams. A storage's pointer is its identity, and no operand."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value)
+            pointer = node.attr == "data_ptr" and not owner.endswith("untyped_storage()")
+            if pointer or node.attr in ("current_stream", "_cuda_getCurrentRawStream"):
+                found.add(f"{owner}.{node.attr}")
+    return found
+
+
+def test_pointers_and_streams_stay_on_the_kernel_side():
+    outside = {
+        module_name(path): used
+        for path in files()
+        if (used := fenced_names(path)) and folder_of(module_name(path)) not in KNOW_POINTERS
+    }
+    assert not outside
+    assert any(fenced_names(path) for path in files("cuda"))
+
+
+def test_one_module_knows_torch_library():
+    knowing = {
+        module_name(path)
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.library"
+    }
+    assert knowing == {"qcut.ops.registry"}
+
+
+def run(code: str, cwd: Path = ROOT) -> str:
+    result = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_importing_qcut_imports_no_torch():
+    assert run("import qcut, sys; print('torch' in sys.modules, 'qcut.ops' in sys.modules)") == "False False"
+
+
+def test_a_folder_named_emitters_beside_a_script_does_no_harm(tmp_path):
+    (tmp_path / "emitters").mkdir()
+    (tmp_path / "emitters" / "__init__.py").write_text("raise RuntimeError('not qcut')\n")
+    code = f"""
+import sys
+sys.path.insert(1, {str(ROOT)!r})
+import qcut, torch
+qcut.Linear.from_float(torch.nn.Linear(5, 3))(torch.randn(2, 5))
+import qcut.dispatch.gemm
+print("emitters" in sys.modules)
+"""
+    assert run(code, tmp_path) == "False"
+
+
+def test_using_the_cpu_creates_no_cuda_context_and_imports_no_compiler():
+    code = """
+import sys, torch
+before = set(sys.modules)
+import qcut
+for name in qcut.__all__:
+    getattr(qcut, name)
+layer = qcut.Linear.from_float(torch.nn.Linear(5, 3))
+layer(torch.randn(2, 5))
+new = set(sys.modules) - before
+print(torch.cuda.is_initialized())
+print([m for m in new if m.partition(".")[0] in ("cuda", "nvidia", "cutlass_library", "cutlass_cppgen", "triton")])
+print([m for m in new if m.startswith(("qcut.cuda", "qcut.emitters"))])
+"""
+    assert run(code).splitlines() == ["False", "[]", "[]"]
+
+
+def test_importing_the_kernel_side_imports_no_compiler():
+    code = """
+import sys
+import qcut.dispatch.gemm, qcut.jit
+print([m for m in sys.modules if m.partition(".")[0] in ("torch", "cuda", "cutlass_library", "cutlass_cppgen")])
+"""
+    assert run(code) == "[]"
+
+
+def test_the_command_line_imports_no_torch_before_a_command_runs():
+    code = """
+import sys
+from qcut.cli.main import main
+try:
+    main(["--help"])
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr.strip()) == (0, "False")
+
+
+def test_public_names():
+    assert dir(qcut) == qcut.__all__
+    for name in qcut.__all__:
+        assert getattr(qcut, name) is getattr(qcut, name)
+    with pytest.raises(AttributeError, match="module 'qcut' has no attribute 'Lineer'"):
+        qcut.Lineer  # noqa: B018

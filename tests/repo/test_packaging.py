@@ -1,0 +1,146 @@
+"""What `pip install` and the Makefile deliver: metadata, package data, pins."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.support import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CUDA_RELEASE = "13.0"
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.fixture(scope="module")
+def pins() -> dict[str, list[Requirement]]:
+    found: dict[str, list[Requirement]] = {}
+    for line in (ROOT / "constraints-dev.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            found.setdefault(requirement.name.lower().replace("_", "-"), []).append(requirement)
+    return found
+
+
+@pytest.fixture(scope="module")
+def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Names and texts of a wheel built from a copy, so that no build folder of the checkout leaks in."""
+    copy = tmp_path_factory.mktemp("source")
+    for name in ("qcut", "emitters"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    build = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
+    done = subprocess.run(
+        [sys.executable, "-c", build],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = (copy / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return {n: archive.read(n).decode("utf-8", "replace") for n in archive.namelist() if not n.endswith("/")}
+
+
+def test_wheel_holds_every_module_and_header(wheel_files: dict[str, str]) -> None:
+    expected = {
+        str(path.relative_to(ROOT))
+        for package in ("qcut", "emitters")
+        for pattern in ("**/*.py", "**/*.cuh", "data/*", "native/*.cpp", "py.typed")
+        for path in (ROOT / package).glob(pattern)
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {name for name in expected if name.endswith(".cuh")}, "the checkout has no device headers"
+    assert expected <= wheel_files.keys(), sorted(expected - wheel_files.keys())
+    tops = {name.split("/")[0] for name in wheel_files}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"qcut", "emitters"}
+
+
+def test_wheel_metadata(wheel_files: dict[str, str]) -> None:
+    import qcut
+
+    (metadata,) = (text for name, text in wheel_files.items() if name.endswith(".dist-info/METADATA"))
+    assert f"Version: {qcut.__version__}\n" in metadata
+    assert "License-Expression: Apache-2.0\n" in metadata
+    (entry_points,) = (text for name, text in wheel_files.items() if name.endswith("entry_points.txt"))
+    assert "qcut = qcut.cli:main" in entry_points
+    assert any(name.endswith("licenses/LICENSE") for name in wheel_files)
+
+
+def test_console_script_is_callable(project: dict[str, Any]) -> None:
+    module, _, function = project["scripts"]["qcut"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_gpu_wheels_are_linux_only_and_of_one_cuda_release(project: dict[str, Any]) -> None:
+    requirements = [Requirement(line) for line in project["dependencies"]]
+    gpu = [r for r in requirements if r.name.startswith(("nvidia-", "cuda-"))]
+    assert len(gpu) >= 9
+    for requirement in gpu:
+        assert requirement.marker is not None
+        assert requirement.marker.evaluate({"sys_platform": "linux"})
+        assert not requirement.marker.evaluate({"sys_platform": "darwin"})
+        if requirement.name.startswith("nvidia-") and requirement.name != "nvidia-cutlass":
+            assert requirement.specifier.contains(f"{CUDA_RELEASE}.88")
+            assert not requirement.specifier.contains("13.1.80")
+
+
+def test_constraints_pin_every_direct_dependency(project: dict[str, Any], pins: dict[str, list[Requirement]]) -> None:
+    extras = project["optional-dependencies"]
+    for line in (*project["dependencies"], *extras["hf"], *extras["bench"], *extras["dev"]):
+        requirement = Requirement(line)
+        for python in ("3.10", "3.11", "3.13"):
+            environment = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
+            active = [p for p in pins.get(requirement.name, []) if p.marker is None or p.marker.evaluate(environment)]
+            assert len(active) == 1, f"{requirement.name} on Python {python}: {len(active)} pins"
+            (pin,) = active[0].specifier
+            assert pin.operator == "=="
+            assert requirement.specifier.contains(Version(pin.version)), f"{line} excludes the pin {pin}"
+
+
+def test_torch_is_pinned_wherever_it_is_installed(pins: dict[str, list[Requirement]]) -> None:
+    (torch,) = pins["torch"]
+    (pin,) = torch.specifier
+    makefile = (ROOT / "Makefile").read_text()
+    assert set(re.findall(r"torch==[\w.+]+", makefile)) == {f"torch=={pin.version}", f"torch=={pin.version}+cpu"}
+    installs = [line for line in makefile.splitlines() if "$(INSTALL)" in line]
+    assert installs
+    assert all("$(TORCH)" in line for line in installs)
+    assert "--constraint constraints-dev.txt" in makefile
+
+
+def test_embedded_checkpoint_is_whole() -> None:
+    from safetensors import safe_open
+
+    folder = ROOT / "models" / "gpt2-5m"
+    assert {path.name for path in folder.iterdir()} >= {"config.json", "model.safetensors", "tokenizer.json"}
+    with safe_open(folder / "model.safetensors", framework="pt") as tensors:
+        assert tensors.get_slice("transformer.wte.weight").get_shape() == [8192, 256]
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 12_000_000
+
+
+def test_ci_script_is_executable_and_strict() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "set -euo pipefail" in script.read_text()
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
