@@ -104,5 +104,3 @@ def _precompile(arguments: argparse.Namespace) -> int:
         f"({time.perf_counter() - start:.1f} s)"
     )
     return 1 if failed else 0
-
-

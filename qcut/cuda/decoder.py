@@ -19,12 +19,10 @@ from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.transformer import (
     MANY_ROWS,
     MANY_TOKENS,
-    ActivateRows,
     ArgmaxRows,
     NormRows,
     Rotary,
     RotateAndAppend,
-    emit_activation,
     emit_append,
     emit_argmax,
     emit_norm,
@@ -252,37 +250,6 @@ def _attention_of(kind: str, q: Tensor, keys: Tensor) -> _Attention:
         floats = desc.workspace_floats(batch, kv_heads, queries, parts)
         found = _plans[key] = _Attention(plan, floats, grid[1] * batch, kind != "attention")
     return found
-
-
-def silu_mul(gate: Tensor, up: Tensor, absmax: Tensor | None = None) -> Tensor:
-    decoder_ops._check_silu(gate, up, absmax)
-    return _activated("silu_mul", absmax, gate, up)
-
-
-def gelu_tanh(x: Tensor, absmax: Tensor | None = None) -> Tensor:
-    decoder_ops._check_gelu(x, absmax)
-    return _activated("gelu_tanh", absmax, x)
-
-
-def _activated(kind: str, absmax: Tensor | None, *operands: Tensor) -> Tensor:
-    given = [t if t.stride(1) == 1 else t.contiguous() for t in operands]
-    (m, columns), dtype = given[0].shape, given[0].dtype
-    y = torch.empty((m, columns), dtype=dtype, device=given[0].device)
-    if y.numel() == 0:
-        return y
-    device, size = y.get_device(), y.element_size()
-    strides = [t.stride(0) for t in given]
-    aligned = _aligned(*given) and all(n * size % 16 == 0 for n in (columns, *strides))
-    key = (kind, dtype, aligned, columns, device)
-    plan = _plans.get(key)
-    if plan is None:
-        desc = ActivateRows(kind, DTYPES[dtype], target(device).arch, aligned)
-        kernel = launch_plans.load(emit_activation(desc), device)
-        plan = LaunchPlan(kernel, lambda rows: desc.grid(rows, columns), pdl=_pdl(device))
-        _plans[key] = plan
-    noted = 0 if absmax is None else absmax.data_ptr()
-    plan.launch(m, (*(t.data_ptr() for t in given), y.data_ptr(), noted, *strides, columns), _stream(device))
-    return y
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ define(
     _check_rotate,
     _rotate_fake,
     _rotate_cpu,
-    cuda="_codebook_cuda",
+    cuda="cuda.codebook",
 )
 
 # ── codebook_gemm ────────────────────────────────────────────────────────────────────────────────
@@ -257,7 +257,7 @@ define(
     _check_gemm,
     _gemm_fake,
     _gemm_cpu,
-    cuda="_codebook_cuda",
+    cuda="cuda.codebook",
 )
 
 # ── codebook_gemv ────────────────────────────────────────────────────────────────────────────────
@@ -334,7 +334,7 @@ define(
     _check_gemv,
     _gemv_fake,
     _gemv_cpu,
-    cuda="_codebook_cuda",
+    cuda="cuda.codebook",
 )
 
 # ── codebook_linear ──────────────────────────────────────────────────────────────────────────────

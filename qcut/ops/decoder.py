@@ -6,8 +6,6 @@ torch, with the roundings of an eager model of transformers. `qcut.ops` says wha
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -66,7 +64,7 @@ define(
     _check_norm,
     _norm_fake,
     _norm_cpu,
-    cuda="_decoder_cuda",
+    cuda="cuda.decoder",
 )
 
 
@@ -99,7 +97,7 @@ define(
     _check_norm_int8,
     _norm_int8_fake,
     _norm_int8_cpu,
-    cuda="_decoder_cuda",
+    cuda="cuda.decoder",
 )
 
 # ── append_kv ────────────────────────────────────────────────────────────────────────────────────
@@ -241,7 +239,7 @@ define(
     _check_append,
     _append_fake,
     _append_cpu,
-    cuda="_decoder_cuda",
+    cuda="cuda.decoder",
 )
 
 # ── decode_attention ─────────────────────────────────────────────────────────────────────────────
@@ -306,7 +304,7 @@ define(
     _check_attention,
     _attention_fake,
     _attention_cpu,
-    cuda="_decoder_cuda",
+    cuda="cuda.decoder",
 )
 
 # ── append_attention ─────────────────────────────────────────────────────────────────────────────
@@ -368,60 +366,11 @@ define(
     _check_step,
     _step_fake,
     _step_cpu,
-    cuda="_decoder_cuda",
+    cuda="cuda.decoder",
 )
 
 # ── activations ──────────────────────────────────────────────────────────────────────────────────
 
-
-def _check_rows(op: str, name: str, x: Tensor) -> None:
-    check_dtype(op, name, x.dtype, FLOAT_DTYPES)
-    if x.dim() != 2:
-        raise ShapeError(f"qcut::{op}: {name} has shape {list(x.shape)}; allowed: [M, N]")
-
-
-def _check_silu(gate: Tensor, up: Tensor, absmax: Tensor | None = None) -> None:
-    _check_rows("silu_mul", "gate", gate)
-    check_tensor("silu_mul", "up", up, (gate.dtype,), tuple(gate.shape), gate.device)
-    check_absmax("silu_mul", "absmax", absmax, gate)
-
-
-def _check_gelu(x: Tensor, absmax: Tensor | None = None) -> None:
-    _check_rows("gelu_tanh", "x", x)
-    check_absmax("gelu_tanh", "absmax", absmax, x)
-
-
-def _activation_fake(x: Tensor, *_: Tensor | None) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _silu_cpu(gate: Tensor, up: Tensor, absmax: Tensor | None = None) -> Tensor:
-    y = F.silu(gate.contiguous()) * up.contiguous()
-    numerics.raise_absmax(absmax, y)
-    return y
-
-
-def _gelu_cpu(x: Tensor, absmax: Tensor | None = None) -> Tensor:
-    x = x.contiguous()
-    y = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
-    numerics.raise_absmax(absmax, y)
-    return y
-
-
-define(
-    "silu_mul(Tensor gate, Tensor up, Tensor(a!)? absmax=None) -> Tensor",
-    _check_silu,
-    _activation_fake,
-    _silu_cpu,
-    cuda="_decoder_cuda",
-)
-define(
-    "gelu_tanh(Tensor x, Tensor(a!)? absmax=None) -> Tensor",
-    _check_gelu,
-    _activation_fake,
-    _gelu_cpu,
-    cuda="_decoder_cuda",
-)
 
 # ── argmax ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -438,7 +387,7 @@ def _argmax_fake(logits: Tensor) -> Tensor:
     return logits.new_empty(len(logits), dtype=torch.int64)
 
 
-define("argmax(Tensor logits) -> Tensor", _check_argmax, _argmax_fake, sampling.argmax, cuda="_decoder_cuda")
+define("argmax(Tensor logits) -> Tensor", _check_argmax, _argmax_fake, sampling.argmax, cuda="cuda.decoder")
 
 
 def _check_advance(logits: Tensor, tokens: Tensor, positions: Tensor, slots: Tensor, context: int) -> None:
@@ -467,5 +416,5 @@ define(
     _check_advance,
     _advance_fake,
     _advance_cpu,
-    cuda="_decoder_cuda",
+    cuda="cuda.decoder",
 )

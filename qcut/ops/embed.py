@@ -88,5 +88,5 @@ define(
     _check,
     _fake,
     _cpu,
-    cuda="_embed_cuda",
+    cuda="cuda.embed",
 )

@@ -1,10 +1,25 @@
-"""How an operator of ``torch.ops.qcut`` is made: its schema, its checks, and what serves it on each device."""
+"""How an operator of ``torch.ops.qcut`` is made: one class holds its arguments, checks, fake and CPU implementation.
+
+The class is a `NamedTuple` of the arguments, in the schema's order, with three methods: ``check`` raises on wrong
+arguments, ``fake`` makes results without values, ``cpu`` computes them. `operator` derives the schema from the fields
+and registers the class; `serves` marks the function in `qcut.cuda` that computes the same on a GPU::
+
+    @operator("silu_mul", returns="Tensor")
+    class SiluMul(NamedTuple):
+        gate: Tensor
+        up: Tensor
+        absmax: Annotated[Tensor | None, MUTATED] = None
+
+    @serves(SiluMul)
+    def silu_mul(call: SiluMul) -> Tensor: ...
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from string import ascii_lowercase
+from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -14,6 +29,119 @@ from qcut.errors import DeviceError, DtypeError, ShapeError
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 library = torch.library.Library("qcut", "DEF")
+
+MUTATED = "mutated"
+"""Annotates a tensor that an operator writes: ``Annotated[Tensor, MUTATED]``."""
+
+SYMBOLIC = "symbolic"
+"""Annotates a size that torch.compile may leave open: ``Annotated[int, SYMBOLIC]``."""
+
+_SCHEMA_TYPES: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Annotated[int, SYMBOLIC]: "SymInt",
+    int: "int",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    list[int]: "int[]",
+    list[Tensor]: "Tensor[]",
+    torch.dtype: "ScalarType",
+    torch.dtype | None: "ScalarType?",
+}
+
+
+class Call(Protocol):
+    """The arguments of one call of an operator."""
+
+    def check(self) -> None:
+        """Raises on wrong arguments: on the CPU, while tracing, and wherever a CUDA implementation asks."""
+
+    def fake(self) -> Any:
+        """Makes the results without values."""
+
+    def cpu(self) -> Any:
+        """Computes the results in plain torch, arguments checked."""
+
+
+C = TypeVar("C", bound=Call)
+R = TypeVar("R")
+_served: dict[type, Callable[[Any], Any]] = {}
+
+
+def schema_of(name: str, call: type, returns: str, positional: int | None = None) -> str:
+    """The schema of an operator from the fields of its class; fields after ``positional`` go by name alone."""
+    hints, mutable, arguments = get_type_hints(call, include_extras=True), iter(ascii_lowercase), []
+    defaults: dict[str, Any] = call._field_defaults  # type: ignore[attr-defined]
+    for i, (field, hint) in enumerate(hints.items()):
+        if i == positional:
+            arguments.append("*")
+        if get_origin(hint) is Annotated and get_args(hint)[1] == MUTATED:
+            kind = _SCHEMA_TYPES[get_args(hint)[0]].replace("Tensor", f"Tensor({next(mutable)}!)")
+        else:
+            kind = _SCHEMA_TYPES[hint]
+        default = defaults.get(field, ...)
+        value = "" if default is ... else f'="{default}"' if isinstance(default, str) else f"={default}"
+        arguments.append(f"{kind} {field}{value}")
+    return f"{name}({', '.join(arguments)}) -> {returns}"
+
+
+def operator(
+    name: str, *, returns: str, positional: int | None = None, composed: bool = False, native: bool = False
+) -> Callable[[type[C]], type[C]]:
+    """Register a class as the operator ``torch.ops.qcut.<name>``.
+
+    Args:
+        name: of the operator.
+        returns: what its schema returns, as ``Tensor`` or ``(Tensor, Tensor)``.
+        positional: how many arguments may be given by position; None: all.
+        composed: ``cpu`` calls other operators alone, and serves CUDA too.
+        native: define the operator behind `qcut.cuda.native`'s as well, under a leading underscore.
+    """
+
+    def register(call: type[C]) -> type[C]:
+        schema = schema_of(name, call, returns, positional)
+
+        def on_cpu(*args: Any, **kwargs: Any) -> Any:
+            made = call(*args, **kwargs)
+            made.check()
+            return made.cpu()
+
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            made = call(*args, **kwargs)
+            made.check()
+            return made.fake()
+
+        serve: Callable[[C], Any] | None = None
+
+        def on_cuda(*args: Any, **kwargs: Any) -> Any:
+            nonlocal serve
+            if serve is None:
+                import_module("qcut.cuda.operators")  # at the first CUDA call: nothing below qcut.cuda may know it
+                serve = _served[call]
+            return serve(call(*args, **kwargs))
+
+        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # Without no_grad, torch would differentiate through the reference's rounding, and be wrong.
+        library.impl(name, torch.no_grad()(on_cpu), "CPU")
+        library.impl(name, torch.no_grad()(on_cpu) if composed else on_cuda, "CUDA")
+        torch.library.register_fake(f"qcut::{name}", fake, lib=library)
+        if native:
+            library.define(f"_{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+            library.impl(f"_{name}", on_cuda, "CUDA")
+        return call
+
+    return register
+
+
+def serves(call: type[C]) -> Callable[[Callable[[C], R]], Callable[[C], R]]:
+    """Mark the function that computes an operator on CUDA."""
+
+    def register(function: Callable[[C], R]) -> Callable[[C], R]:
+        _served[call] = function
+        return function
+
+    return register
 
 
 def check_dtype(op: str, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
@@ -54,7 +182,7 @@ def define(
     fake: Callable[..., Any],
     cpu: Callable[..., Any],
     *,
-    cuda: str | None = "_ops_cuda",
+    cuda: str | None = "cuda.int8",
     native: bool = False,
 ) -> None:
     """Define an operator.

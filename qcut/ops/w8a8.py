@@ -85,7 +85,7 @@ define(
     _check_int8,
     _int8_fake,
     _int8_cpu,
-    cuda="_w8a8_cuda",
+    cuda="cuda.w8a8",
 )
 
 
@@ -119,5 +119,5 @@ define(
     _check_noted,
     _noted_fake,
     _noted_cpu,
-    cuda="_w8a8_cuda",
+    cuda="cuda.w8a8",
 )
