@@ -13,6 +13,7 @@ from transformers.activations import ACT2FN
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
+import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
 from qcut.numerics import int8 as numerics
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
 from qcut.numerics import int8 as numerics
