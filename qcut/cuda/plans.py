@@ -1,6 +1,7 @@
-"""Launch plans: which kernel serves which rows of which layer, built, loaded and ready to launch.
+"""Launch plans: kernels that are built, loaded and ready to launch, found again by what chose them.
 
-Between dispatch, which knows sizes, and the operators, which know tensors.
+A family of operators describes a kernel as a `LaunchSpec`, loads the spec on a device, and keeps the `LaunchPlan` in a
+`PlanCache`, so that the calls that follow neither choose nor build.
 """
 
 from __future__ import annotations
@@ -8,25 +9,27 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import torch
 
 from qcut import jit
 from qcut.config import padded_k
-from qcut.cuda import native as _native
+from qcut.cuda import native
+from qcut.cuda.streams import current_stream
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.codebook import bucket
-from qcut.dispatch.gemm import Choice, Target
+from qcut.dispatch.gemm import Choice, Target, target_for
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream import w8a8 as w8a8_decode
 from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile, emit_w8a8_decode
+from qcut.jit.launch import QUERY_WORKSPACE_BYTES
 
 DTYPES = {
     torch.float16: DType.F16,
@@ -35,33 +38,73 @@ DTYPES = {
     torch.int8: DType.S8,
     torch.int32: DType.S32,
 }
+"""Types of elements as emitters name them."""
+
+MAX_PLANS = 1 << 16
+"""Plans that a `PlanCache` holds. Keys with addresses never end in a process that loads model after model."""
+
 TMA_ROWS = 64
 """Rows a layer's int8 operands have at least on sm_90a: a TMA box that hangs over the edge of A loads slower."""
 
-
 Kind = Literal["dynamic", "static", "weight_only"]
-lock = threading.RLock()
-_QUERY_WORKSPACE_BYTES = 2
+P = TypeVar("P")
+_lock = threading.RLock()
+lock = _lock
+
+
+class PlanCache(Generic[P]):
+    """The plans of one family of operators, by what chooses them; threads share it::
+
+        plan = plans.get(key) or plans.make(key, lambda: ...)
+
+    A hit is one look-up in a dictionary. A miss makes the plan under a lock that all families share, because a plan may
+    be made of another family's. A full cache is emptied.
+
+    Args:
+        limit: plans to hold.
+        on_clear: called when the plans are forgotten.
+
+    Attributes:
+        get: finds the plan of a key, or None.
+    """
+
+    def __init__(self, limit: int = MAX_PLANS, on_clear: Callable[[], None] | None = None) -> None:
+        self._plans: dict[Hashable, P] = {}
+        self._limit, self._on_clear = limit, on_clear
+        self.get: Callable[[Hashable], P | None] = self._plans.get  # the dictionary's own: calls pay for nothing else
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def make(self, key: Hashable, make: Callable[[], P]) -> P:
+        """The plan of a key, made unless another thread was first."""
+        with _lock:
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = make()
+                if len(self._plans) >= self._limit:
+                    self.clear()
+                self._plans[key] = plan
+        return plan
+
+    def clear(self) -> None:
+        """Forget all plans."""
+        with _lock:
+            self._plans.clear()
+            if self._on_clear is not None:
+                self._on_clear()
 
 
 @cache
 def target(device: int) -> Target:
     """The GPU behind a CUDA ordinal, as dispatch sees it."""
     properties = torch.cuda.get_device_properties(device)
-    return dispatch.target_for((properties.major, properties.minor), properties.multi_processor_count, properties.name)
+    return target_for((properties.major, properties.minor), properties.multi_processor_count, properties.name)
 
 
-@cache
-def has_cutlass() -> bool:
-    available = jit.is_toolchain_available("nvcc")
-    if not available:
-        warnings.warn(
-            "qcut: nvcc or g++ is missing, so int8 GEMMs run on the raw kernels instead of CUTLASS's; "
-            "`qcut doctor` says what to install",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return available
+def pdl(device: int) -> bool:
+    """Whether kernels of a device may begin before their predecessor ends (programmatic dependent launch)."""
+    return target(device).arch == "sm_90a"
 
 
 def m_bucket(m: int) -> int:
@@ -70,6 +113,11 @@ def m_bucket(m: int) -> int:
     Every m in a bucket runs the same kernel, so that nearby batch sizes neither build nor choose anew.
     """
     return bucket(max(1, m))
+
+
+def load(source: KernelSource, device: int) -> jit.Kernel:
+    """Build a kernel unless it is cached, and load it."""
+    return jit.load(jit.build(source), source, device)
 
 
 @dataclass(frozen=True)
@@ -85,8 +133,40 @@ class Grid:
         return (-(-m // self.rows) * x, y, z)
 
 
+@dataclass(frozen=True)
+class LaunchSpec:
+    """A kernel's text, and how it is launched: a launch plan before anything is built.
+
+    Attributes:
+        source: the text.
+        grid: CTAs for a number of rows; a host launcher computes its own and ignores them.
+        tail: arguments that follow a call's, before the workspace (kernels with a host launcher).
+        needs_workspace: whether a launch must be given device memory.
+        pdl: whether the kernel may begin before its predecessor on the stream ends.
+        min_rows: rows that the operands of a linear layer must have at least.
+    """
+
+    source: KernelSource
+    grid: Callable[[int], tuple[int, int, int]]
+    tail: tuple[int, ...] = ()
+    needs_workspace: bool = False
+    pdl: bool = False
+    min_rows: int = 1
+
+    def load(self, device: int) -> LaunchPlan:
+        """The plan on a device, its kernel built unless it is in the cache."""
+        return LaunchPlan(
+            load(self.source, device),
+            self.grid,
+            tail=self.tail,
+            needs_workspace=self.needs_workspace,
+            pdl=self.pdl,
+            min_rows=self.min_rows,
+        )
+
+
 class LaunchPlan:
-    """A loaded kernel and what of its launch does not depend on the call.
+    """A loaded kernel, and the parts of its launch that are the same for every call.
 
     Attributes:
         min_rows: rows that the operands of a linear layer must have at least.
@@ -116,15 +196,15 @@ class LaunchPlan:
 
     def workspace_bytes(self, args: tuple[int | float, ...]) -> int:
         """Device memory that a launch with these arguments needs."""
-        return self._kernel.query(_QUERY_WORKSPACE_BYTES, (*args, *self._tail, 0))
+        return self._kernel.query(QUERY_WORKSPACE_BYTES, (*args, *self._tail, 0))
 
-    def native(self) -> _native.Launch | None:
+    def native(self) -> native.Launch | None:
         """The plan for C++; None where a launch needs a workspace, or a grid that C++ does not compute."""
         grid, kernel = self._grid, self._kernel
         if self.needs_workspace or not isinstance(grid, Grid) or grid.one[2] != 1:
             return None
         shape = (grid.rows, *grid.one[:2], kernel.block, kernel.smem_bytes, self._pdl)
-        return _native.Launch(kernel.function, kernel.host_launcher, *shape, self._tail)
+        return native.Launch(kernel.function, kernel.host_launcher, *shape, self._tail)
 
     def launch(self, m: int, args: tuple[int | float, ...], stream: int, workspace: int = 0) -> None:
         """Queue the kernel for m rows."""
@@ -132,10 +212,26 @@ class LaunchPlan:
             args = (*args, *self._tail, workspace)
         self._kernel.launch(self._grid(m), args, stream, self._pdl)
 
+    def run(self, m: int, args: tuple[int | float, ...], device: int) -> None:
+        """Queue the kernel for m rows on the device's current stream, with a workspace where it needs one."""
+        if self.needs_workspace:
+            memory = torch.empty(self.workspace_bytes(args), dtype=torch.uint8, device=torch.device("cuda", device))
+            self.launch(m, args, current_stream(device), memory.data_ptr())
+        else:
+            self.launch(m, args, current_stream(device))
 
-def load(source: KernelSource, device: int) -> jit.Kernel:
-    """Build a kernel unless it is cached, and load it."""
-    return jit.load(jit.build(source), source, device)
+
+@cache
+def has_cutlass() -> bool:
+    available = jit.is_toolchain_available("nvcc")
+    if not available:
+        warnings.warn(
+            "qcut: nvcc or g++ is missing, so int8 GEMMs run on the raw kernels instead of CUTLASS's; "
+            "`qcut doctor` says what to install",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return available
 
 
 def gemm_plan(
@@ -258,7 +354,7 @@ def prebuild(calls: Iterable[LinearCall], device: int, progress: bool = True) ->
         source = dispatch.emit(choice, problem, gpu.arch) if few is None else emit_w8a8_decode(*few, gpu.arch)
         sources[source.name] = source
     with ThreadPoolExecutor(1, thread_name_prefix="qcut-build") as pool:
-        pool.submit(_native.build)
+        pool.submit(native.build)
         results = jit.build_many(sources.values(), progress=progress and sys.stderr.isatty())
     for result in results.values():
         if isinstance(result, Exception):
