@@ -27,10 +27,11 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         ConfigError: float32 weights of a layer whose kernels take 16-bit tokens.
         BuildError: the first kernel that does not compile.
     """
-    from qcut.cuda.plans import Kind, LinearCall, prebuild
+    from qcut.cuda.linear import LinearLayer
+    from qcut.cuda.plans import m_bucket
+    from qcut.cuda.prebuild import prebuild
 
-    kinds: dict[str, Kind] = {"w8a8": "dynamic", "w8a8_static": "static", "w8a16": "weight_only"}
-    calls: dict[int, set[LinearCall]] = {}
+    calls: dict[int, set[LinearLayer]] = {}
     codebook_calls: dict[int, set[CodebookCall]] = {}
     for name, task in tasks.items():
         weight, scheme = weight_nk(task.module), task.scheme
@@ -51,7 +52,17 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
             codebook_calls.setdefault(index, set()).update(wanted)
             continue
         calls.setdefault(index, set()).update(
-            LinearCall(kinds[scheme.name], weight.dtype, m, n, k, bias, task.activation) for m in rows
+            LinearLayer(
+                scheme=scheme.name,
+                dtype=weight.dtype,
+                rows=m_bucket(m),
+                n=n,
+                k=k,
+                bias=bias,
+                activation=task.activation,
+                aligned=k * weight.element_size() % 16 == 0,
+            )
+            for m in rows
         )
     for index, needed in calls.items():
         prebuild(needed, index, progress)

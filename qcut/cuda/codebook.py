@@ -8,6 +8,7 @@ rotations end as int8, or where no kernel rotates a token itself); a miss makes 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch import Tensor
 from qcut import jit
 from qcut.codebooks.layout import Geometry
 from qcut.cuda import plans as launch_plans
-from qcut.cuda.int8 import dense
+from qcut.cuda.operands import dense
 from qcut.cuda.plans import DTYPES, LaunchPlan, target
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch import gemm as dispatch
@@ -31,13 +32,14 @@ from qcut.ops import codebook as codebook_ops
 from qcut.ops.codebook import CodebookCall
 
 _plans: dict[tuple[Any, ...], LaunchPlan] = {}
+_lock = threading.RLock()
 _without_gemv: set[tuple[Any, ...]] = set()
 """Keys of products that no kernel takes together with the rotation."""
 _stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
 
 def _plan(key: tuple[Any, ...], make: Callable[[], LaunchPlan]) -> LaunchPlan:
-    with launch_plans.lock:
+    with _lock:
         plan = _plans.get(key)
         if plan is None:
             plan = _plans[key] = make()
@@ -74,7 +76,7 @@ def rotate_tokens(
             kind, DTYPES[x.dtype], DTYPES[out_dtype], bucket, k, group_size, passes, gpu, aligned=aligned
         )
         columns = (k_padded, passes * k_padded)
-        with launch_plans.lock:
+        with _lock:
             plans = tuple(_rotate_plan(desc, n, device) for desc, n in zip(kernels, columns, strict=False))
             _plans[key] = plans
     stream = _stream(device)

@@ -22,7 +22,8 @@ from qcut.codebooks.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
 from qcut.codebooks.tokens import rotate_tokens
 from qcut.config import K_MAX, check_activation
 from qcut.errors import ConfigError, QuantizationError, ShapeError
-from qcut.ops.registry import FLOAT_DTYPES, check_dtype, check_tensor, define
+from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.registry import define
 
 TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
 KINDS = (*rotation.KINDS, codebook_numerics.NO_ROTATION)

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8 as numerics
 from qcut.numerics import sampling
-from qcut.ops.registry import FLOAT_DTYPES, check_absmax, check_dtype, check_tensor, define
+from qcut.ops.checks import FLOAT_DTYPES, check_absmax, check_dtype, check_tensor
+from qcut.ops.registry import define
 
 _I32, _F32 = (torch.int32,), (torch.float32,)
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8 as numerics
-from qcut.ops.registry import FLOAT_DTYPES, check_dtype, check_tensor, define
+from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.registry import define
 
 OP = "embed_rows"
 

@@ -24,10 +24,6 @@ from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin, get_
 import torch
 from torch import Tensor
 
-from qcut.errors import DeviceError, DtypeError, ShapeError
-
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
 library = torch.library.Library("qcut", "DEF")
 
 MUTATED = "mutated"
@@ -65,7 +61,7 @@ class Call(Protocol):
 
 
 C = TypeVar("C", bound=Call)
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 _served: dict[type, Callable[[Any], Any]] = {}
 
 
@@ -134,46 +130,14 @@ def operator(
     return register
 
 
-def serves(call: type[C]) -> Callable[[Callable[[C], R]], Callable[[C], R]]:
-    """Mark the function that computes an operator on CUDA."""
+def serves(call: type) -> Callable[[F], F]:
+    """Mark the function that computes an operator on CUDA, given the operator's call alone."""
 
-    def register(function: Callable[[C], R]) -> Callable[[C], R]:
+    def register(function: F) -> F:
         _served[call] = function
         return function
 
     return register
-
-
-def check_dtype(op: str, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
-    """Raises `DtypeError` unless the dtype is one of those allowed."""
-    if dtype not in allowed:
-        names = [str(d).removeprefix("torch.") for d in (dtype, *allowed)]
-        raise DtypeError(f"qcut::{op}: {name} is {names[0]}; allowed: {', '.join(names[1:])}")
-
-
-def check_tensor(
-    op: str,
-    name: str,
-    tensor: Tensor,
-    dtypes: tuple[torch.dtype, ...],
-    shape: tuple[int, ...],
-    device: torch.device,
-) -> None:
-    """Raises `DtypeError`, `ShapeError` or `DeviceError` unless the tensor is as the operator takes it."""
-    check_dtype(op, name, tensor.dtype, dtypes)
-    if tensor.shape != shape:
-        raise ShapeError(f"qcut::{op}: {name} has shape {list(tensor.shape)}; allowed: {list(shape)}")
-    if tensor.device != device:
-        raise DeviceError(f"qcut::{op}: {name} is on {tensor.device}; the first argument is on {device}")
-
-
-def check_absmax(op: str, name: str, absmax: Tensor | None, rows: Tensor) -> None:
-    """Raises as `check_tensor`, or `ShapeError`, unless there is none or float32 ``[M]``, close together."""
-    if absmax is None:
-        return
-    check_tensor(op, name, absmax, (torch.float32,), (len(rows),), rows.device)
-    if not absmax.is_contiguous():
-        raise ShapeError(f"qcut::{op}: {name} has strides {list(absmax.stride())}; allowed: contiguous")
 
 
 def define(
@@ -182,7 +146,7 @@ def define(
     fake: Callable[..., Any],
     cpu: Callable[..., Any],
     *,
-    cuda: str | None = "cuda.int8",
+    cuda: str | None,
     native: bool = False,
 ) -> None:
     """Define an operator.
