@@ -1,5 +1,5 @@
 """Everything that serves an operator on CUDA. Importing this module registers all of it."""
 
-from qcut.cuda import activation
+from qcut.cuda import activation, attention, codebook, embed, next_token, norm
 
-__all__ = ["activation"]
+__all__ = ["activation", "attention", "codebook", "embed", "next_token", "norm"]
