@@ -193,9 +193,10 @@ def weight_only_problem(n: int, k: int, bias: bool) -> Any:
 @functools.cache
 def _plan(problem: Any, m: int, n: int, units: int, pdl: bool) -> Any:
     from qcut.cuda.codebook import gemm_spec
+    from qcut.cuda.plans import target
 
     device = torch.cuda.current_device()
-    return gemm_spec(problem, m, n, units, device, early=pdl).load(device)
+    return gemm_spec(problem, m, n, units, target(device), early=pdl).load(device)
 
 
 @functools.cache

@@ -38,16 +38,13 @@ def _launch(kind: str, absmax: Tensor | None, *operands: Tensor) -> Tensor:
     strides = [t.stride(0) for t in given]
     aligned = is_aligned(*given) and all(n * size % 16 == 0 for n in (columns, *strides))
     key = (kind, dtype, aligned, columns, device)
-    plan = _plans.get(key)
-    if plan is None:
-
-        def make() -> LaunchPlan:
-            desc = ActivateRows(kind, DTYPES[dtype], target(device).arch, aligned)
-            source = emit_activation(desc)
-            return LaunchSpec(source, lambda rows: desc.grid(rows, columns), pdl=pdl(device)).load(device)
-
-        plan = _plans.make(key, make)
+    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
     largest = 0 if absmax is None else absmax.data_ptr()
     args = (*(t.data_ptr() for t in given), y.data_ptr(), largest, *strides, columns)
     plan.launch(m, args, current_stream(device))
     return y
+
+
+def _plan(kind: str, dtype: torch.dtype, aligned: bool, columns: int, device: int) -> LaunchPlan:
+    desc = ActivateRows(kind, DTYPES[dtype], target(device).arch, aligned)
+    return LaunchSpec(emit_activation(desc), lambda m: desc.grid(m, columns), pdl=pdl(device)).load(device)

@@ -51,24 +51,30 @@ def _append(call: AppendKv) -> None:
         rows |= table.data_ptr()
     stored = cache.keys.data_ptr() | cache.values.data_ptr()
     aligned = rows % (vector * size) == 0 == stored % (vector * cache.keys.element_size())
-    dtype, cache_dtype = q.dtype, cache.keys.dtype
-    key = (dtype, cache_dtype, head, queries, kv_heads, rotary, many, aligned, device)
-    plan = _append_plans.get(key)
-    if plan is None:
-
-        def make() -> LaunchPlan:
-            types = DTYPES[dtype], DTYPES[cache_dtype]
-            desc = RotateAndAppend(*types, head, rotary, target(device).arch, many, aligned)
-            source = emit_append(desc)
-            return LaunchSpec(source, lambda m: desc.grid(m, queries, kv_heads), pdl=pdl(device)).load(device)
-
-        plan = _append_plans.make(key, make)
+    key = (q.dtype, cache.keys.dtype, head, queries, kv_heads, rotary, many, aligned, device)
+    plan = _append_plans.get(key) or _append_plans.make(key, lambda: _plan_append(*key))
     if tables:
         tables.append(tokens.positions.contiguous())
     given = [q, k, v, *tables, tokens.slots.contiguous(), cache.keys, cache.values, *cache.scales]
     strides = (q.stride(0), k.stride(0), cache.keys.stride(0))
     sizes = (queries, kv_heads, context, count, call.length)
     plan.launch(count, (*(t.data_ptr() for t in given), *strides, *sizes), current_stream(device))
+
+
+def _plan_append(
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    head: int,
+    queries: int,
+    kv_heads: int,
+    rotary: Rotary,
+    many: bool,
+    aligned: bool,
+    device: int,
+) -> LaunchPlan:
+    desc = RotateAndAppend(DTYPES[dtype], DTYPES[cache], head, rotary, target(device).arch, many, aligned)
+    source = emit_append(desc)
+    return LaunchSpec(source, lambda m: desc.grid(m, queries, kv_heads), pdl=pdl(device)).load(device)
 
 
 # ── reading the cache ────────────────────────────────────────────────────────────────────────────
@@ -130,7 +136,7 @@ _attention_plans: PlanCache[AttentionPlan] = PlanCache()
 @serves(DecodeAttention)
 def decode_attention(call: DecodeAttention) -> Tensor:
     call.check()
-    if len(call.q) == 0:
+    if call.q.shape[0] == 0:
         return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     return _decode(call)
 
@@ -144,7 +150,7 @@ def _decode(call: DecodeAttention) -> Tensor:
 @serves(AppendAttention)
 def append_attention(call: AppendAttention) -> Tensor:
     call.check()
-    if len(call.q) == 0:
+    if call.q.shape[0] == 0:
         return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     plan = _plan_for("append" if call.cos is None else "rotate_and_append", call)
     if not plan.appends:
@@ -183,40 +189,38 @@ def _launch(
     pointers = (*(t.data_ptr() for t in given), y.data_ptr(), *met)
     strides = (q.stride(0), *kv_stride, call.keys.stride(0))
     sizes = (kv_heads, q.shape[1] // kv_heads, context, call.scale * _LOG2_E)
-    plan.kernel.launch(len(q), (*pointers, *absmax, *strides, *sizes), current_stream(q.get_device()))
+    plan.kernel.launch(q.shape[0], (*pointers, *absmax, *strides, *sizes), current_stream(q.get_device()))
     return y
 
 
 def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionPlan:
     """The plan for the call's shape: batch and context too decide the kernel, and in how many parts it reads."""
     q, keys = call.q, call.keys
-    (batch, heads, head), (_, kv_heads, context, _), device = q.shape, keys.shape, q.get_device()
-    dtype, cache_dtype = q.dtype, keys.dtype
-    key = (form, dtype, cache_dtype, head, heads, kv_heads, context, batch, device)
-    plan = _attention_plans.get(key)
-    if plan is None:
+    key = (form, q.dtype, keys.dtype, q.shape, keys.shape[1:3], q.get_device())
+    return _attention_plans.get(key) or _attention_plans.make(key, lambda: _plan_attention(*key))
 
-        def make() -> AttentionPlan:
-            queries, gpu = heads // kv_heads, target(device)
-            types = DTYPES[dtype], DTYPES[cache_dtype]
-            desc, parts = select_attention(
-                *types,
-                head,
-                queries,
-                gpu.arch,
-                batch=batch,
-                kv_heads=kv_heads,
-                context=context,
-                sm_count=gpu.sm_count,
-            )
-            if appends := form != "read" and isinstance(desc, AttentionMma):
-                source = emit_attention_append(AttentionAppend(desc, form == "rotate_and_append"))
-            else:
-                source = emit_attention(desc)
-            grid = desc.grid(batch, kv_heads, queries, parts)
-            kernel = LaunchSpec(source, lambda m: grid, pdl=pdl(device)).load(device)
-            floats = desc.workspace_floats(batch, kv_heads, queries, parts)
-            return AttentionPlan(kernel, floats, grid[1] * batch if floats else 0, appends)
 
-        plan = _attention_plans.make(key, make)
-    return plan
+def _plan_attention(
+    form: Form, dtype: torch.dtype, cache: torch.dtype, q: torch.Size, stored: torch.Size, device: int
+) -> AttentionPlan:
+    (batch, heads, head), (kv_heads, context), gpu = q, stored, target(device)
+    queries = heads // kv_heads
+    desc, parts = select_attention(
+        DTYPES[dtype],
+        DTYPES[cache],
+        head,
+        queries,
+        gpu.arch,
+        batch=batch,
+        kv_heads=kv_heads,
+        context=context,
+        sm_count=gpu.sm_count,
+    )
+    if appends := form != "read" and isinstance(desc, AttentionMma):
+        source = emit_attention_append(AttentionAppend(desc, form == "rotate_and_append"))
+    else:
+        source = emit_attention(desc)
+    grid = desc.grid(batch, kv_heads, queries, parts)
+    kernel = LaunchSpec(source, lambda m: grid, pdl=pdl(device)).load(device)
+    floats = desc.workspace_floats(batch, kv_heads, queries, parts)
+    return AttentionPlan(kernel, floats, grid[1] * batch if floats else 0, appends)

@@ -20,7 +20,7 @@ from torch import Tensor
 from qcut import jit
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.cuda.int8 import dense
-from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch import codebook as dispatch
 from qcut.dispatch.gemm import Target, alignment_of
@@ -56,7 +56,7 @@ class Rotation(NamedTuple):
     passes: int
     aligned: bool = True
 
-    def specs(self, device: int) -> tuple[LaunchSpec, ...]:
+    def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
         """The launches, one after the other: one, or for dense rotations to int8 two."""
         kernels = dispatch.select_rotation(
             self.kind,
@@ -66,13 +66,13 @@ class Rotation(NamedTuple):
             self.k,
             self.group_size,
             self.passes,
-            target(device),
+            gpu,
             aligned=self.aligned,
         )
         k_padded = Geometry(self.k, self.group_size).k_padded
 
         def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
-            return LaunchSpec(emit_rotate(kernel), lambda m: kernel.grid(m, columns), pdl=pdl(device))
+            return LaunchSpec(emit_rotate(kernel), lambda m: kernel.grid(m, columns), pdl=gpu.arch == "sm_90a")
 
         return tuple(map(spec, kernels, (k_padded, self.passes * k_padded)))
 
@@ -121,16 +121,16 @@ class Product(NamedTuple):
             rotates=self.rotates,
         )
 
-    def spec(self, device: int) -> LaunchSpec:
+    def spec(self, gpu: Target) -> LaunchSpec:
         """The launch.
 
         Raises:
             EmitError: no kernel takes the product on this GPU.
         """
-        return gemm_spec(self.problem, self.rows, self.n, self.units, device)
+        return gemm_spec(self.problem, self.rows, self.n, self.units, gpu)
 
 
-def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, device: int, *, early: bool = True) -> LaunchSpec:
+def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target, *, early: bool = True) -> LaunchSpec:
     """Launch of a product of up to m tokens, on dispatch's choice of kernel.
 
     ``early`` lets the kernel begin before its predecessor has ended, where the GPU can.
@@ -138,10 +138,9 @@ def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, device: int,
     Raises:
         EmitError: no kernel takes the product on this GPU.
     """
-    gpu = target(device)
     choice = dispatch.select(problem, m, n, units, gpu)
     # ``mma`` goes without, as the weight-only kernel must; not measured for itself.
-    early = early and pdl(device) and choice.family != "mma"
+    early = early and gpu.arch == "sm_90a" and choice.family != "mma"
     source = dispatch.emit(choice, problem, gpu.arch)
     return LaunchSpec(source, lambda rows: dispatch.grid(choice, rows, n, gpu.sm_count), pdl=early)
 
@@ -221,14 +220,14 @@ class CodebookLayer:
         return torch.int8 if self.int8 else self.dtype
 
 
-def sources(layer: CodebookLayer, device: int) -> list[KernelSource]:
+def sources(layer: CodebookLayer, gpu: Target) -> list[KernelSource]:
     """Texts of the kernels that a call of the layer launches."""
     product = layer.product
     if layer.rows == 1 and not layer.int8 and can_rotate(layer.kind, layer.group_size, layer.k):
         whole = product._replace(rotates=True)
-        if has_kernel(whole, target(device)):
-            return [whole.spec(device).source]
-    return [spec.source for spec in (*layer.rotation.specs(device), product.spec(device))]
+        if has_kernel(whole, gpu):
+            return [whole.spec(gpu).source]
+    return [spec.source for spec in (*layer.rotation.specs(gpu), product.spec(gpu))]
 
 
 def prebuild(layers: Iterable[CodebookLayer], device: int, progress: bool = True) -> None:
@@ -237,7 +236,8 @@ def prebuild(layers: Iterable[CodebookLayer], device: int, progress: bool = True
     Raises:
         BuildError: the first kernel that does not compile.
     """
-    wanted = {source.name: source for layer in layers for source in sources(layer, device)}
+    gpu = target(device)
+    wanted = {source.name: source for layer in layers for source in sources(layer, gpu)}
     for result in jit.build_many(wanted.values(), progress=progress and sys.stderr.isatty()).values():
         if isinstance(result, Exception):
             raise result
@@ -266,9 +266,9 @@ def _rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
     rotation = Rotation(call.kind, x.dtype, call.out_dtype, dispatch.bucket(m), k, call.group_size, passes, aligned)
     key = (rotation, device)
     plans = _rotation_plans.get(key)
-    k_padded = Geometry(k, call.group_size).k_padded
+    k_padded = blocks.shape[0] * blocks.shape[3] // passes
     if plans is None:
-        plans = _rotation_plans.make(key, lambda: tuple(spec.load(device) for spec in rotation.specs(device)))
+        plans = _rotation_plans.make(key, lambda: tuple(spec.load(device) for spec in rotation.specs(target(device))))
     stream = current_stream(device)
     scales = (scale.data_ptr(),) if call.out_dtype is torch.int8 else ()
     matrices = (call.operands.data_ptr(),) if call.kind != "none" else ()
@@ -333,7 +333,7 @@ def _product_of(call: CodebookGemm | CodebookGemv, rows: int, *, rotates: bool =
     return Product(
         x=call.x.dtype,
         rows=rows,
-        n=len(call.col_scale),
+        n=call.col_scale.shape[0],
         units=call.units.shape[1],
         bits=call.bits,
         slots=call.norms.shape[2],
@@ -347,7 +347,7 @@ def _product_of(call: CodebookGemm | CodebookGemv, rows: int, *, rotates: bool =
 
 def _plan(product: Product, device: int) -> LaunchPlan:
     key = (product, device)
-    return _product_plans.get(key) or _product_plans.make(key, lambda: product.spec(device).load(device))
+    return _product_plans.get(key) or _product_plans.make(key, lambda: product.spec(target(device)).load(device))
 
 
 def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:

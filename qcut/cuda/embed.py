@@ -17,8 +17,8 @@ _plans: PlanCache[LaunchPlan] = PlanCache()
 @serves(EmbedRows)
 def embed_rows(call: EmbedRows) -> Tensor:
     call.check()
-    ids, dtype, table_dtype, device = call.ids, call.dtype, call.table.dtype, call.table.get_device()
-    columns, rows = call.table.shape[1], len(ids)
+    ids, dtype, device = call.ids, call.dtype, call.table.get_device()
+    columns, rows = call.table.shape[1], ids.shape[0]
     y = torch.empty((rows, columns), dtype=dtype, device=call.table.device)
     if rows == 0:
         return y
@@ -27,21 +27,20 @@ def embed_rows(call: EmbedRows) -> Tensor:
     aligned = columns % vector == 0 and all(
         t.data_ptr() % (vector * t.element_size()) == 0 == t.stride(0) % vector for t in tables
     )
-    has_positions = len(tables) == 2
-    key = (dtype, table_dtype, has_positions, aligned, columns, device)
-    plan = _plans.get(key)
-    if plan is None:
-
-        def make() -> LaunchPlan:
-            desc = kernels.EmbedRows(DTYPES[dtype], DTYPES[table_dtype], target(device).arch, has_positions, aligned)
-            source = kernels.emit_embed(desc)
-            return LaunchSpec(source, lambda m: desc.grid(m, columns), pdl=pdl(device)).load(device)
-
-        plan = _plans.make(key, make)
+    key = (dtype, call.table.dtype, len(tables) == 2, aligned, columns, device)
+    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
     scales = [] if call.scale is None else [call.scale.contiguous()]
     places = [] if call.positions is None else [call.positions.contiguous()]
     given = [ids.contiguous(), tables[0], *scales, *places, *tables[1:], y]
-    strides, counts = (t.stride(0) for t in tables), (len(t) for t in tables)
+    strides, counts = (t.stride(0) for t in tables), (t.shape[0] for t in tables)
     args = (*(t.data_ptr() for t in given), *strides, *counts, rows, columns)
     plan.launch(rows, args, current_stream(device))
     return y
+
+
+def _plan(
+    dtype: torch.dtype, table: torch.dtype, positions: bool, aligned: bool, columns: int, device: int
+) -> LaunchPlan:
+    desc = kernels.EmbedRows(DTYPES[dtype], DTYPES[table], target(device).arch, positions, aligned)
+    source = kernels.emit_embed(desc)
+    return LaunchSpec(source, lambda m: desc.grid(m, columns), pdl=pdl(device)).load(device)

@@ -17,7 +17,7 @@ _plans: PlanCache[LaunchPlan] = PlanCache()
 @serves(Argmax)
 def argmax(call: Argmax) -> Tensor:
     call.check()
-    best = torch.empty(len(call.logits), dtype=torch.int64, device=call.logits.device)
+    best = torch.empty(call.logits.shape[0], dtype=torch.int64, device=call.logits.device)
     _launch(call.logits, (best,))
     return best
 
@@ -30,19 +30,18 @@ def advance(call: Advance) -> None:
 
 def _launch(logits: Tensor, written: tuple[Tensor, ...], *context: int) -> None:
     """Write the likeliest tokens, and with a context the places that follow."""
-    if len(logits) == 0:
+    rows, columns = logits.shape
+    if rows == 0:
         return
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    dtype, device, advances = logits.dtype, logits.get_device(), bool(context)
-    key = (dtype, advances, device)
-    plan = _plans.get(key)
-    if plan is None:
-
-        def make() -> LaunchPlan:
-            desc = ArgmaxRows(DTYPES[dtype], target(device).arch, advances)
-            return LaunchSpec(emit_argmax(desc), desc.grid, pdl=pdl(device)).load(device)
-
-        plan = _plans.make(key, make)
+    device = logits.get_device()
+    key = (logits.dtype, bool(context), device)
+    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
     pointers = (t.data_ptr() for t in (logits, *written))
-    plan.launch(len(logits), (*pointers, logits.stride(0), logits.shape[1], *context), current_stream(device))
+    plan.launch(rows, (*pointers, logits.stride(0), columns, *context), current_stream(device))
+
+
+def _plan(dtype: torch.dtype, advances: bool, device: int) -> LaunchPlan:
+    desc = ArgmaxRows(DTYPES[dtype], target(device).arch, advances)
+    return LaunchSpec(emit_argmax(desc), desc.grid, pdl=pdl(device)).load(device)

@@ -198,10 +198,9 @@ class DecodeAttention(NamedTuple):
 
     def check(self) -> None:
         op, q = "decode_attention", self.q
-        check_dtype(op, "q", q.dtype, FLOAT_DTYPES)
-        _check_heads(op, "q", q, q)
-        _check_cache(op, q, self.cache)
-        check_tensor(op, "positions", self.positions, _I32, (len(q),), q.device)
+        sequences, _ = _check_queries(op, q)
+        _check_cache(op, q, self.cache, sequences)
+        check_tensor(op, "positions", self.positions, _I32, (sequences,), q.device)
         _check_launch(op, q, self.counters)
 
     def fake(self) -> Tensor:
@@ -318,64 +317,86 @@ def _dequantized(stored: Tensor, scales: Tensor | None, batch: int, tokens: int,
 
 
 def _check_tokens(op: str, tokens: Tokens, cache: Cache, length: int = 1) -> None:
-    q, k, v = tokens.q, tokens.k, tokens.v
-    check_dtype(op, "q", q.dtype, FLOAT_DTYPES)
-    for name, rows in (("q", q), ("k", k), ("v", v)):
-        _check_heads(op, name, rows, q)
-    if length < 1 or len(q) % length:
-        raise ShapeError(f"qcut::{op}: {len(q)} tokens, {length} of each sequence; allowed: whole sequences")
-    _check_cache(op, q, cache, length)
-    kv_heads = cache.keys.shape[1]
+    q, k, v, cos, sin, positions, slots = tokens
+    count, head = _check_queries(op, q)
+    _check_heads(op, "k", k, q.dtype, count, head)
+    _check_heads(op, "v", v, q.dtype, count, head)
+    if length < 1 or count % length:
+        raise ShapeError(f"qcut::{op}: {count} tokens, {length} of each sequence; allowed: whole sequences")
+    kv_heads = _check_cache(op, q, cache, count // length)
     if k.shape[1] != kv_heads or v.shape[1] != kv_heads:
         raise ShapeError(f"qcut::{op}: {k.shape[1]} keys and {v.shape[1]} values a token; the cache has {kv_heads}")
-    if (tokens.cos is None) != (tokens.sin is None):
+    if (cos is None) != (sin is None):
         raise ConfigError(f"qcut::{op}: cosines and sines go together")
-    for name, table in zip(("cos", "sin"), tokens.rotary, strict=False):
-        if table.dim() != 2 or table.shape[1] != q.shape[2] or table.dtype is not q.dtype:
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is not None and (table.dim() != 2 or table.shape[1] != head or table.dtype is not q.dtype):
             given = f"{list(table.shape)} of {table.dtype}"
-            raise ShapeError(f"qcut::{op}: {name} is {given}; allowed: [context, {q.shape[2]}] of {q.dtype}")
-    for name, places in (("positions", tokens.positions), ("slots", tokens.slots)):
-        check_tensor(op, name, places, _I32, (len(q),), q.device)
+            raise ShapeError(f"qcut::{op}: {name} is {given}; allowed: [context, {head}] of {q.dtype}")
+    device = q.device
+    check_tensor(op, "positions", positions, _I32, (count,), device)
+    check_tensor(op, "slots", slots, _I32, (count,), device)
 
 
-def _check_heads(op: str, name: str, rows: Tensor, q: Tensor) -> None:
-    check_dtype(op, name, rows.dtype, (q.dtype,))
-    if rows.dim() != 3 or rows.shape[0] != q.shape[0] or rows.shape[2] != q.shape[2]:
-        allowed = f"[{q.shape[0]}, heads, {q.shape[2]}]"
-        raise ShapeError(f"qcut::{op}: {name} has shape {list(rows.shape)}; allowed: {allowed}")
-    if rows.shape[0] and rows.stride()[1:] != (rows.shape[2], 1):
+def _check_queries(op: str, q: Tensor) -> tuple[int, int]:
+    """Check queries; their number, and the columns of a head."""
+    check_dtype(op, "q", q.dtype, FLOAT_DTYPES)
+    if q.dim() != 3:
+        raise ShapeError(f"qcut::{op}: q has shape {list(q.shape)}; allowed: [tokens, heads, head]")
+    count, _, head = q.shape
+    _check_heads(op, "q", q, q.dtype, count, head)
+    return count, head
+
+
+def _check_heads(op: str, name: str, rows: Tensor, dtype: torch.dtype, count: int, head: int) -> None:
+    if rows.dtype is not dtype:
+        check_dtype(op, name, rows.dtype, (dtype,))
+    shape = rows.shape
+    if len(shape) != 3 or shape[0] != count or shape[2] != head:
+        raise ShapeError(f"qcut::{op}: {name} has shape {list(shape)}; allowed: [{count}, heads, {head}]")
+    if count and rows.stride()[1:] != (head, 1):
         raise ShapeError(
             f"qcut::{op}: {name} has strides {list(rows.stride())}; allowed: heads of a token side by side"
         )
 
 
-def _check_cache(op: str, q: Tensor, cache: Cache, length: int = 1) -> None:
-    keys, values = cache.keys, cache.values
-    sequences = len(q) // length
-    check_dtype(op, "keys", keys.dtype, (q.dtype, torch.int8))
-    if keys.dim() != 4 or keys.shape[0] < sequences or keys.shape[3] != q.shape[2] or not keys.is_contiguous():
-        allowed = f"[{sequences} or more, kv_heads, context, {q.shape[2]}], contiguous"
-        raise ShapeError(f"qcut::{op}: keys have shape {list(keys.shape)}; allowed: {allowed}")
-    check_tensor(op, "values", values, (keys.dtype,), tuple(keys.shape), keys.device)
-    if q.shape[1] % keys.shape[1]:
-        raise ShapeError(f"qcut::{op}: {q.shape[1]} queries of {keys.shape[1]} heads of keys; allowed: whole multiples")
-    for name, scales in (("key_scales", cache.key_scales), ("value_scales", cache.value_scales)):
-        if (scales is not None) != (keys.dtype is torch.int8):
+def _check_cache(op: str, q: Tensor, cache: Cache, sequences: int) -> int:
+    """Check a cache that queries of some sequences read; its heads."""
+    keys, values, key_scales, value_scales = cache
+    dtype, shape, device = keys.dtype, keys.shape, keys.device
+    _, heads, head = q.shape
+    check_dtype(op, "keys", dtype, (q.dtype, torch.int8))
+    if len(shape) != 4 or shape[0] < sequences or shape[3] != head or not keys.is_contiguous():
+        allowed = f"[{sequences} or more, kv_heads, context, {head}], contiguous"
+        raise ShapeError(f"qcut::{op}: keys have shape {list(shape)}; allowed: {allowed}")
+    check_tensor(op, "values", values, (dtype,), shape, device)
+    _check_contiguous(op, "values", values)
+    if heads % shape[1]:
+        raise ShapeError(f"qcut::{op}: {heads} queries of {shape[1]} heads of keys; allowed: whole multiples")
+    if dtype is not torch.int8 and key_scales is value_scales is None:
+        return shape[1]
+    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if (scales is not None) != (dtype is torch.int8):
             raise ConfigError(f"qcut::{op}: {name} goes with an int8 cache, and only with one")
         if scales is not None:
-            check_tensor(op, name, scales, _F32, tuple(keys.shape[:3]), keys.device)
-    for name, tensor in (("values", values), *zip(("key_scales", "value_scales"), cache.scales, strict=False)):
-        if not tensor.is_contiguous():
-            raise ShapeError(f"qcut::{op}: {name} have strides {list(tensor.stride())}; allowed: contiguous")
+            check_tensor(op, name, scales, _F32, shape[:3], device)
+            _check_contiguous(op, name, scales)
+    return shape[1]
+
+
+def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ShapeError(f"qcut::{op}: {name} have strides {list(tensor.stride())}; allowed: contiguous")
 
 
 def _check_launch(op: str, q: Tensor, counters: Tensor | None) -> None:
-    if len(q) > MAX_SEQUENCES:
-        raise ShapeError(f"qcut::{op}: q has {len(q)} sequences; allowed: at most {MAX_SEQUENCES}")
+    """Check what one launch over all queries needs."""
+    sequences, heads, _ = q.shape
+    if sequences > MAX_SEQUENCES:
+        raise ShapeError(f"qcut::{op}: q has {sequences} sequences; allowed: at most {MAX_SEQUENCES}")
     if counters is None:
         return
     check_dtype(op, "counters", counters.dtype, _I32)
-    places = q.shape[0] * q.shape[1]
-    if counters.dim() != 1 or len(counters) < places or counters.device != q.device:
+    places = sequences * heads
+    if counters.dim() != 1 or counters.shape[0] < places or counters.device != q.device:
         allowed = f"[{places} or more] on {q.device}, one for each query"
         raise ShapeError(f"qcut::{op}: counters are {list(counters.shape)} on {counters.device}; allowed: {allowed}")

@@ -73,7 +73,7 @@ class RotateTokens(NamedTuple):
         if self.out_dtype is not torch.int8:
             name = str(self.out_dtype).removeprefix("torch.")
             check_dtype(op, f"x, with tokens of {name},", x.dtype, (self.out_dtype,))
-        check_tensor(op, "operands", self.operands, (self.operands.dtype,), tuple(self.operands.shape), x.device)
+        check_tensor(op, "operands", self.operands, (self.operands.dtype,), self.operands.shape, x.device)
 
     def fake(self) -> tuple[Tensor, Tensor]:
         (m, k), out_dtype = self.x.shape, self.out_dtype
@@ -148,14 +148,14 @@ class CodebookGemm(NamedTuple):
         op, x, m = "codebook_gemm", self.x, self.m
         check_dtype(op, "x", x.dtype, TOKEN_DTYPES)
         per_block = 128 // x.element_size()
-        shape = ("kb", (m + 7) // 8, 8, per_block)
-        if x.dim() != 4 or x.shape[1:] != shape[1:] or x.shape[0] * per_block % UNIT_COLUMNS or not len(x):
-            allowed = f"{list(shape)}, whole units of 128 columns"
-            raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: {allowed}")
-        units_k = len(x) * per_block // UNIT_COLUMNS
+        shape, wanted = x.shape, ("kb", (m + 7) // 8, 8, per_block)
+        if len(shape) != 4 or shape[1:] != wanted[1:] or shape[0] * per_block % UNIT_COLUMNS or not shape[0]:
+            allowed = f"{list(wanted)}, whole units of 128 columns"
+            raise ShapeError(f"qcut::{op}: x has shape {list(shape)}; allowed: {allowed}")
+        units_k = shape[0] * per_block // UNIT_COLUMNS
         _check_product(op, self, m, units_k)
         is_int8 = x.dtype is torch.int8
-        rows = layout.row_tiles(len(self.col_scale)) * UNIT_ROWS
+        rows = layout.row_tiles(self.col_scale.shape[0]) * UNIT_ROWS
         for name, vector, extent in (("row_scale", self.row_scale, m), ("fold", self.fold, rows)):
             if (vector is not None) != is_int8:
                 raise ConfigError(f"qcut::{op}: {name} goes with int8 tokens, and only with them")
@@ -167,7 +167,7 @@ class CodebookGemm(NamedTuple):
             )
 
     def fake(self) -> Tensor:
-        return self.x.new_empty((self.m, len(self.col_scale)), dtype=self.out_dtype)
+        return self.x.new_empty((self.m, self.col_scale.shape[0]), dtype=self.out_dtype)
 
     def cpu(self) -> Tensor:
         x = self.x
@@ -262,7 +262,7 @@ class CodebookGemv(NamedTuple):
             raise ShapeError(f"qcut::{op}: {given}; groups of {geometry.full} columns have {slots}")
 
     def fake(self) -> Tensor:
-        return self.x.new_empty((1, len(self.col_scale)), dtype=self.out_dtype)
+        return self.x.new_empty((1, self.col_scale.shape[0]), dtype=self.out_dtype)
 
     def cpu(self) -> Tensor:
         blocks, _ = self.rotation.cpu()
@@ -376,9 +376,10 @@ def _check_rotation(op: str, kind: str, k: int, group_size: int, seeds: list[int
 def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: int) -> None:
     """Check all but the tokens of a product of m tokens and ``128 units_k`` columns."""
     device, norms = call.x.device, call.norms
-    if call.col_scale.dim() != 1 or not len(call.col_scale):
-        raise ShapeError(f"qcut::{op}: col_scale has shape {list(call.col_scale.shape)}; allowed: [N] with N >= 1")
-    n = len(call.col_scale)
+    extent = call.col_scale.shape
+    if len(extent) != 1 or not extent[0]:
+        raise ShapeError(f"qcut::{op}: col_scale has shape {list(extent)}; allowed: [N] with N >= 1")
+    n = extent[0]
     tiles = layout.row_tiles(n)
     check_tensor(op, "col_scale", call.col_scale, _F32, (n,), device)
     check_tensor(op, "units", call.units, _U8, (tiles, units_k, layout.unit_bytes(call.bits)), device)

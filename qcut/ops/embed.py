@@ -65,9 +65,9 @@ class EmbedRows(NamedTuple):
         if (positions is None) != (places is None):
             raise ConfigError(f"qcut::{_OP}: positions and their table go together; give both or neither")
         if positions is not None and places is not None:
-            check_tensor(_OP, "positions", positions, (torch.int32,), (len(ids),), ids.device)
+            check_tensor(_OP, "positions", positions, (torch.int32,), ids.shape, ids.device)
             _check_table("position_table", places, self.dtype, ids.device)
-            check_tensor(_OP, "position_table", places, (self.dtype,), (len(places), columns), ids.device)
+            check_tensor(_OP, "position_table", places, (self.dtype,), (places.shape[0], columns), ids.device)
 
     def fake(self) -> Tensor:
         return self.table.new_empty((self.ids.shape[0], self.table.shape[1]), dtype=self.dtype)
@@ -85,4 +85,4 @@ def _check_table(name: str, table: Tensor, dtype: torch.dtype, device: torch.dev
     check_dtype(_OP, name, table.dtype, (dtype,))
     if table.dim() != 2 or table.numel() == 0:
         raise ShapeError(f"qcut::{_OP}: {name} has shape {list(table.shape)}; allowed: [rows, N], neither of them 0")
-    check_tensor(_OP, name, table, (dtype,), tuple(table.shape), device)
+    check_tensor(_OP, name, table, (dtype,), table.shape, device)

@@ -81,7 +81,7 @@ class Advance(NamedTuple):
             ("positions", self.positions, torch.int32),
             ("slots", self.slots, torch.int32),
         ):
-            check_tensor(op, name, state, (dtype,), (len(logits),), logits.device)
+            check_tensor(op, name, state, (dtype,), logits.shape[:1], logits.device)
             if not state.is_contiguous():
                 raise ShapeError(f"qcut::{op}: {name} have strides {list(state.stride())}; allowed: contiguous")
         if self.context < 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,6 @@ from torch.nn import functional as F
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
 from qcut.ops.registry import FLOAT_DTYPES, check_dtype, check_tensor, operator
-
-Norm = Literal["rms", "layer"]
 
 
 @operator("add_norm", returns="(Tensor, Tensor)")
@@ -50,11 +48,6 @@ class AddNorm(NamedTuple):
     layer: bool
     eps: float
 
-    @property
-    def norm(self) -> Norm:
-        """Kind of the norm."""
-        return "layer" if self.layer else "rms"
-
     def check(self) -> None:
         _check_norm("add_norm", self)
 
@@ -65,7 +58,7 @@ class AddNorm(NamedTuple):
         x = self.x.contiguous()  # results are, on every device
         total = x.new_empty(0) if self.residual is None else x + self.residual.contiguous()
         s = x if self.residual is None else total
-        if self.norm == "layer":
+        if self.layer:
             return total, F.layer_norm(s, (s.shape[1],), self.weight, self.bias, self.eps)
         f = s.float()
         return total, self.weight * (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + self.eps)).to(s.dtype)
@@ -112,7 +105,7 @@ class AddNormInt8(NamedTuple):
         return AddNorm(*self[:6])
 
     def check(self) -> None:
-        _check_norm("add_norm_int8", self.unquantized)
+        _check_norm("add_norm_int8", self)
         k = self.x.shape[1]
         if self.k_padded < k or self.k_padded % 16:
             raise ShapeError(f"qcut::add_norm_int8: k_padded is {self.k_padded}; allowed: a multiple of 16 from {k} on")
@@ -128,15 +121,15 @@ class AddNormInt8(NamedTuple):
         return total, *int8.quantize_per_token_ref(y, self.k_padded)
 
 
-def _check_norm(op: str, call: AddNorm) -> None:
-    x = call.x
+def _check_norm(op: str, call: AddNorm | AddNormInt8) -> None:
+    x, bias = call.x, call.bias
     check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
     if x.dim() != 2 or x.shape[1] < 1:
         raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K] with K >= 1")
     if call.residual is not None:
-        check_tensor(op, "residual", call.residual, (x.dtype,), tuple(x.shape), x.device)
-    for name, vector in (("weight", call.weight), ("bias", call.bias)):
-        if vector is not None:
-            check_tensor(op, name, vector, (x.dtype,), (x.shape[1],), x.device)
-    if call.bias is not None and call.norm == "rms":
-        raise ConfigError(f"qcut::{op}: an RMS norm has no bias")
+        check_tensor(op, "residual", call.residual, (x.dtype,), x.shape, x.device)
+    check_tensor(op, "weight", call.weight, (x.dtype,), x.shape[1:], x.device)
+    if bias is not None:
+        check_tensor(op, "bias", bias, (x.dtype,), x.shape[1:], x.device)
+        if not call.layer:
+            raise ConfigError(f"qcut::{op}: an RMS norm has no bias")
