@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,9 +10,6 @@ from qcut.config import Codebook
 from qcut.conversion.tasks import Task
 from qcut.errors import ConfigError
 from qcut.models.modules import weight_nk
-
-if TYPE_CHECKING:
-    from qcut.cuda.codebook import CodebookLayer
 
 
 def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: Sequence[int], progress: bool) -> None:
@@ -29,11 +25,12 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         ConfigError: float32 weights of a layer whose kernels take 16-bit tokens.
         BuildError: the first kernel that does not compile.
     """
-    from qcut.cuda.plans import Kind, LinearCall, prebuild
+    from qcut.cuda.codebook import CodebookLayer
+    from qcut.cuda.linear import LinearLayer
+    from qcut.cuda.plans import m_bucket
+    from qcut.cuda.prebuild import prebuild
 
-    kinds: dict[str, Kind] = {"w8a8": "dynamic", "w8a8_static": "static", "w8a16": "weight_only"}
-    calls: dict[int, set[LinearCall]] = {}
-    codebook_layers: dict[int, set[CodebookLayer]] = {}
+    layers: dict[int, set[LinearLayer | CodebookLayer]] = {}
     for name, task in tasks.items():
         weight, scheme = weight_nk(task.module), task.scheme
         home = device or weight.device
@@ -48,12 +45,23 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         n, k = weight.shape
         bias = task.module._parameters.get("bias") is not None
         index = home.index if home.index is not None else torch.cuda.current_device()
-        if isinstance(scheme, Codebook):
-            if len(set(scheme.widths)) > 1:
-                continue  # kernels of two widths are built when they are met
-            from qcut.cuda.codebook import CodebookLayer
-
-            codebook_layers.setdefault(index, set()).update(
+        of_device = layers.setdefault(index, set())
+        if not isinstance(scheme, Codebook):
+            of_device.update(
+                LinearLayer(
+                    scheme=scheme.name,
+                    dtype=weight.dtype,
+                    rows=m_bucket(m),
+                    n=n,
+                    k=k,
+                    bias=bias,
+                    activation=task.activation,
+                    aligned=k * weight.element_size() % 16 == 0,
+                )
+                for m in rows
+            )
+        elif len(set(scheme.widths)) == 1:  # kernels of two widths are built when they are met
+            of_device.update(
                 CodebookLayer(
                     rows=m,
                     n=n,
@@ -69,13 +77,5 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
                 )
                 for m in rows
             )
-            continue
-        calls.setdefault(index, set()).update(
-            LinearCall(kinds[scheme.name], weight.dtype, m, n, k, bias, task.activation) for m in rows
-        )
-    for index, needed in calls.items():
-        prebuild(needed, index, progress)
-    for index, layers in codebook_layers.items():
-        from qcut.cuda import codebook
-
-        codebook.prebuild(sorted(layers, key=str), index, progress)
+    for index, wanted in layers.items():
+        prebuild(sorted(wanted, key=str), index, progress)

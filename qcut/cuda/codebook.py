@@ -8,7 +8,6 @@ there is one.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qcut import jit
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
-from qcut.cuda.int8 import dense
+from qcut.cuda.operands import dense
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch import codebook as dispatch
@@ -219,28 +217,18 @@ class CodebookLayer:
         """dtype of rotated tokens."""
         return torch.int8 if self.int8 else self.dtype
 
-
-def sources(layer: CodebookLayer, gpu: Target) -> list[KernelSource]:
-    """Texts of the kernels that a call of the layer launches."""
-    product = layer.product
-    if layer.rows == 1 and not layer.int8 and can_rotate(layer.kind, layer.group_size, layer.k):
-        whole = product._replace(rotates=True)
-        if has_kernel(whole, gpu):
-            return [whole.spec(gpu).source]
-    return [spec.source for spec in (*layer.rotation.specs(gpu), product.spec(gpu))]
+    def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
+        """The launches of a call, one after the other."""
+        if self.rows == 1 and not self.int8 and can_rotate(self.kind, self.group_size, self.k):
+            whole = self.product._replace(rotates=True)
+            if has_kernel(whole, gpu):
+                return (whole.spec(gpu),)
+        return *self.rotation.specs(gpu), self.product.spec(gpu)
 
 
-def prebuild(layers: Iterable[CodebookLayer], device: int, progress: bool = True) -> None:
-    """Build, in parallel, the kernels of these layers where they are not in the cache.
-
-    Raises:
-        BuildError: the first kernel that does not compile.
-    """
-    gpu = target(device)
-    wanted = {source.name: source for layer in layers for source in sources(layer, gpu)}
-    for result in jit.build_many(wanted.values(), progress=progress and sys.stderr.isatty()).values():
-        if isinstance(result, Exception):
-            raise result
+def sources(layer: CodebookLayer, device: int) -> list[KernelSource]:
+    """The kernels that a call of the layer launches on a device."""
+    return [spec.source for spec in layer.specs(target(device))]
 
 
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────

@@ -1,7 +1,7 @@
 // The hot path of qcut's linear operators: find what Python planned for a call, allocate, pack, launch.
 //
 // Anything out of the ordinary, errors included, is left to the Python operator of the same name with a leading
-// underscore. qcut/_native.py compiles this file against torch's headers and mirrors Key, Launch and Plan.
+// underscore. qcut/cuda/native.py compiles this file against torch's headers and mirrors Key, Launch and Plan.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -55,7 +55,8 @@ using CurrentStream = int(std::int32_t device, void** stream);
 
 enum Op : std::int32_t { kDynamic, kStatic, kWeightOnly };
 
-// A layer at one bucket of rows. Its parameters' addresses stand for all that was checked when the plan was made.
+// A layer at one bucket of rows. Parameters are found by address; their types, shapes and strides, which are the same
+// for all plans, are compared with what they must be (is_vector, and the weight in run).
 struct Key {
   std::uint64_t weight, scale, colsum, bias;
   std::int64_t n, k, rows;
@@ -85,7 +86,7 @@ struct Plan {
   std::int64_t k_padded, min_rows;
 };
 
-static_assert(sizeof(Key) == 88 && sizeof(Launch) == 56 && sizeof(Plan) == 128, "as qcut/_native.py has them");
+static_assert(sizeof(Key) == 88 && sizeof(Launch) == 56 && sizeof(Plan) == 128, "as qcut/cuda/native.py has them");
 
 class Table {
  public:
@@ -168,7 +169,7 @@ int launch(Launch const& plan, std::int32_t rows, Arguments& arguments, void* st
 
 constexpr std::int64_t kMaxInt = INT32_MAX;
 
-// Rows up to which one plan serves: 1, 8, 16, 32, 64, then four steps an octave (qcut._launch_plans.m_bucket).
+// Rows up to which one plan serves: 1, 8, 16, 32, 64, then four steps an octave (qcut.cuda.plans.m_bucket).
 constexpr std::int64_t bucket(std::int64_t m) {
   if (m <= 64) return m <= 1 ? 1 : m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
   std::int64_t const step = std::int64_t{1} << (std::bit_width(static_cast<std::uint64_t>(m - 1)) - 3);
@@ -177,6 +178,14 @@ constexpr std::int64_t bucket(std::int64_t m) {
 
 void const* address(c10::IValue const& tensor) {
   return tensor.isNone() ? nullptr : tensor.toTensor().const_data_ptr();
+}
+
+// Whether a parameter is as plans take it: absent, or a contiguous vector of n elements of this type. What lies at an
+// address may be another layer's tensor by now.
+bool is_vector(c10::IValue const& value, at::ScalarType type, std::int64_t n) {
+  if (value.isNone()) return true;
+  at::Tensor const& vector = value.toTensor();
+  return vector.scalar_type() == type && vector.dim() == 1 && vector.size(0) == n && vector.is_contiguous();
 }
 
 template <class T>
@@ -201,6 +210,9 @@ at::Tensor run(c10::IValue const* args) {
   std::int64_t const dim = x.dim();
   if (dim == 0 || x.numel() == 0 || qweight.dim() != 2 || activation.size() >= sizeof(Key::activation)) return {};
   std::int64_t const n = qweight.size(0), k = x.size(-1), m = x.numel() / k;
+  if (qweight.scalar_type() != at::kChar || !qweight.is_contiguous()) return {};
+  if (!is_vector(args[2], at::kFloat, n) || !is_vector(args[op == kStatic ? 4 : 3], at::kFloat, n)) return {};
+  if (op == kStatic && !is_vector(args[3], at::kInt, n)) return {};
   std::int64_t stride = k;
   if (!x.is_contiguous()) {
     if (dim != 2 || x.stride(1) != 1) return {};
@@ -217,7 +229,7 @@ at::Tensor run(c10::IValue const* args) {
           op, static_cast<std::int32_t>(x.scalar_type()), device.index(), aligned};
   std::memcpy(key.activation, activation.data(), activation.size());
   Plan plan;
-  if (!table.find(key, plan)) return {};
+  if (!table.find(key, plan) || qweight.size(1) != plan.k_padded) return {};
   void* stream = nullptr;
   if (runtime->current_stream(device.index(), &stream) != 0) return {};
 

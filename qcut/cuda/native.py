@@ -28,8 +28,10 @@ from qcut.jit import toolchain
 from qcut.jit.launch import load_shared
 
 SOURCE = Path(__file__).with_name("linear_ops.cpp")
+SCHEMES = ("w8a8", "w8a8_static", "w8a16")
+"""In the order of ``Op`` in the source."""
 OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear")
-"""The operators, in the order of ``Op`` in the source."""
+"""The operators of `SCHEMES`."""
 
 _NAME = "qcut_linear_ops"
 _FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden")
@@ -68,7 +70,7 @@ class Plan(ctypes.Structure):
 
 
 def key(
-    op: str,
+    scheme: str,
     addresses: tuple[int, int, int, int],
     n: int,
     k: int,
@@ -79,7 +81,7 @@ def key(
     aligned: bool,
 ) -> Key:
     """Key of a layer at one bucket of rows; addresses of weight, scale, colsum and bias, 0 for none."""
-    code = OPS.index(op), _SCALAR_TYPES[dtype], device, aligned
+    code = SCHEMES.index(scheme), _SCALAR_TYPES[dtype], device, aligned
     return Key(*addresses, n, k, rows, activation.encode(), *code)
 
 
@@ -147,6 +149,12 @@ def library() -> Library | None:
             if not _settled:
                 _library, _settled = _activate(), True
     return _library
+
+
+def clear() -> None:
+    """Forget all plans, if there is a library that has them."""
+    if _library is not None:
+        _library.clear()
 
 
 def _activate() -> Library | None:

@@ -16,7 +16,7 @@ from qcut.engine.steps import Fetched, Steps
 from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
 from qcut.models.evaluation import token_nll
 from qcut.numerics.sampling import Sampling, sample
-from qcut.ops.w8a8 import FEW_ELEMENTS, FEW_ROWS
+from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
 
 DEFAULT_CONTEXT = 4096
 """Tokens that an engine has memory for unless told otherwise, where the model was made for more."""

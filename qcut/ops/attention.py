@@ -10,12 +10,11 @@ from torch.nn import functional as F
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
-from qcut.ops.registry import FLOAT_DTYPES, MUTATED, check_absmax, check_dtype, check_tensor, operator
+from qcut.ops.checks import F32, FLOAT_DTYPES, S32, check_absmax, check_dtype, check_tensor
+from qcut.ops.registry import MUTATED, operator
 
 MAX_SEQUENCES = 65_535
 """Sequences that one launch attends for: the z extent of a CUDA grid."""
-
-_I32, _F32 = (torch.int32,), (torch.float32,)
 
 
 class Cache(NamedTuple):
@@ -200,7 +199,7 @@ class DecodeAttention(NamedTuple):
         op, q = "decode_attention", self.q
         sequences, _ = _check_queries(op, q)
         _check_cache(op, q, self.cache, sequences)
-        check_tensor(op, "positions", self.positions, _I32, (sequences,), q.device)
+        check_tensor(op, "positions", self.positions, S32, (sequences,), q.device)
         _check_launch(op, q, self.counters)
 
     def fake(self) -> Tensor:
@@ -333,8 +332,8 @@ def _check_tokens(op: str, tokens: Tokens, cache: Cache, length: int = 1) -> Non
             given = f"{list(table.shape)} of {table.dtype}"
             raise ShapeError(f"qcut::{op}: {name} is {given}; allowed: [context, {head}] of {q.dtype}")
     device = q.device
-    check_tensor(op, "positions", positions, _I32, (count,), device)
-    check_tensor(op, "slots", slots, _I32, (count,), device)
+    check_tensor(op, "positions", positions, S32, (count,), device)
+    check_tensor(op, "slots", slots, S32, (count,), device)
 
 
 def _check_queries(op: str, q: Tensor) -> tuple[int, int]:
@@ -378,7 +377,7 @@ def _check_cache(op: str, q: Tensor, cache: Cache, sequences: int) -> int:
         if (scales is not None) != (dtype is torch.int8):
             raise ConfigError(f"qcut::{op}: {name} goes with an int8 cache, and only with one")
         if scales is not None:
-            check_tensor(op, name, scales, _F32, shape[:3], device)
+            check_tensor(op, name, scales, F32, shape[:3], device)
             _check_contiguous(op, name, scales)
     return shape[1]
 
@@ -395,7 +394,7 @@ def _check_launch(op: str, q: Tensor, counters: Tensor | None) -> None:
         raise ShapeError(f"qcut::{op}: q has {sequences} sequences; allowed: at most {MAX_SEQUENCES}")
     if counters is None:
         return
-    check_dtype(op, "counters", counters.dtype, _I32)
+    check_dtype(op, "counters", counters.dtype, S32)
     places = sequences * heads
     if counters.dim() != 1 or counters.shape[0] < places or counters.device != q.device:
         allowed = f"[{places} or more] on {q.device}, one for each query"

@@ -17,12 +17,13 @@ from qcut.codebooks import layout, products, rotation, tokens
 from qcut.codebooks.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
 from qcut.config import K_MAX, check_activation
 from qcut.errors import ConfigError, QuantizationError, ShapeError
-from qcut.ops.registry import FLOAT_DTYPES, SYMBOLIC, check_dtype, check_tensor, operator
+from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.registry import SYMBOLIC, operator
 
 TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
 KINDS = (*rotation.KINDS, products.NO_ROTATION)
 
-_U8, _F16, _F32 = (torch.uint8,), (torch.float16,), (torch.float32,)
+_U8, _F16 = (torch.uint8,), (torch.float16,)
 
 
 def can_rotate(kind: str, group_size: int, k: int) -> bool:
@@ -160,7 +161,7 @@ class CodebookGemm(NamedTuple):
             if (vector is not None) != is_int8:
                 raise ConfigError(f"qcut::{op}: {name} goes with int8 tokens, and only with them")
             if vector is not None:
-                check_tensor(op, name, vector, _F32, (extent,), x.device)
+                check_tensor(op, name, vector, F32, (extent,), x.device)
         if is_int8 and units_k * UNIT_COLUMNS > K_MAX:
             raise QuantizationError(
                 f"qcut::{op}: {units_k * UNIT_COLUMNS} columns, padding included; int32 sums are exact to {K_MAX}"
@@ -336,12 +337,12 @@ class CodebookLinear(NamedTuple):
         for units, packed_norms, col_scale, codebook, bits in zip(self.units, *parts, strict=True):
             check_tensor(op, "units", units, _U8, (tiles, units_k, layout.unit_bytes(bits)), device)
             check_tensor(op, "packed_norms", packed_norms, _F16, (tiles, units_k, slots, 8, 2), device)
-            check_tensor(op, "col_scale", col_scale, _F32, (n,), device)
-            check_tensor(op, "codebook", codebook, _F32, (1 << bits,), device)
+            check_tensor(op, "col_scale", col_scale, F32, (n,), device)
+            check_tensor(op, "codebook", codebook, F32, (1 << bits,), device)
         for fold in self.fold:
-            check_tensor(op, "fold", fold, _F32, (tiles * UNIT_ROWS,), device)
+            check_tensor(op, "fold", fold, F32, (tiles * UNIT_ROWS,), device)
         if self.bias is not None:
-            check_tensor(op, "bias", self.bias, _F32, (n,), device)
+            check_tensor(op, "bias", self.bias, F32, (n,), device)
         check_activation(self.activation)
 
     def fake(self) -> Tensor:
@@ -381,7 +382,7 @@ def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: 
         raise ShapeError(f"qcut::{op}: col_scale has shape {list(extent)}; allowed: [N] with N >= 1")
     n = extent[0]
     tiles = layout.row_tiles(n)
-    check_tensor(op, "col_scale", call.col_scale, _F32, (n,), device)
+    check_tensor(op, "col_scale", call.col_scale, F32, (n,), device)
     check_tensor(op, "units", call.units, _U8, (tiles, units_k, layout.unit_bytes(call.bits)), device)
     slots = norms.shape[2] if norms.dim() == 5 else 0
     if slots not in (1, 2, 4):
@@ -391,7 +392,7 @@ def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: 
     if len(call.book) != 8:
         raise ConfigError(f"qcut::{op}: book has {len(call.book)} words; allowed: 8, of two 16-bit values each")
     if call.bias is not None:
-        check_tensor(op, "bias", call.bias, _F32, (n,), device)
+        check_tensor(op, "bias", call.bias, F32, (n,), device)
     check_activation(call.activation)
     check_dtype(op, "out_dtype", call.out_dtype, FLOAT_DTYPES)
     if call.residual is not None:

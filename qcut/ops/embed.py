@@ -9,7 +9,8 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
-from qcut.ops.registry import FLOAT_DTYPES, check_dtype, check_tensor, operator
+from qcut.ops.checks import F32, FLOAT_DTYPES, S32, check_dtype, check_tensor
+from qcut.ops.registry import operator
 
 _OP = "embed_rows"
 
@@ -60,12 +61,12 @@ class EmbedRows(NamedTuple):
         _check_table("table", table, torch.int8 if scale is not None else self.dtype, ids.device)
         rows, columns = table.shape
         if scale is not None:
-            check_tensor(_OP, "scale", scale, (torch.float32,), (rows,), ids.device)
+            check_tensor(_OP, "scale", scale, F32, (rows,), ids.device)
         positions, places = self.positions, self.position_table
         if (positions is None) != (places is None):
             raise ConfigError(f"qcut::{_OP}: positions and their table go together; give both or neither")
         if positions is not None and places is not None:
-            check_tensor(_OP, "positions", positions, (torch.int32,), ids.shape, ids.device)
+            check_tensor(_OP, "positions", positions, S32, ids.shape, ids.device)
             _check_table("position_table", places, self.dtype, ids.device)
             check_tensor(_OP, "position_table", places, (self.dtype,), (places.shape[0], columns), ids.device)
 

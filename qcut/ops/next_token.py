@@ -9,7 +9,8 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import sampling
-from qcut.ops.registry import FLOAT_DTYPES, MUTATED, check_dtype, check_tensor, operator
+from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.registry import MUTATED, operator
 
 
 def _check_logits(op: str, logits: Tensor) -> None:

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
-from qcut.ops.registry import FLOAT_DTYPES, check_dtype, check_tensor, operator
+from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.registry import operator
 
 
 @operator("add_norm", returns="(Tensor, Tensor)")
