@@ -14,8 +14,7 @@ from qcut.emitters.core.source import KernelSource
 
 
 def prebuild(layers: Collection[LinearLayer | CodebookLayer], device: int, progress: bool = True) -> None:
-    """Build, in parallel, what calls of these layers launch, and the C++ code of calls of int8 layers, where not
-    in the cache.
+    """Build, in parallel, what calls of these layers launch, and C++ where a layer is called by it, unless cached.
 
     Args:
         layers: each at one number of rows.
