@@ -192,9 +192,11 @@ def weight_only_problem(n: int, k: int, bias: bool) -> Any:
 
 @functools.cache
 def _plan(problem: Any, m: int, n: int, units: int, pdl: bool) -> Any:
-    from qcut.cuda import codebook as _codebook_cuda
+    from qcut.cuda.codebook import gemm_spec
+    from qcut.cuda.plans import target
 
-    return _codebook_cuda.gemm_plan(problem, m, n, units, torch.cuda.current_device(), pdl=pdl)
+    device = torch.cuda.current_device()
+    return gemm_spec(problem, m, n, units, target(device), early=pdl).load(device)
 
 
 @functools.cache

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from qcut import jit
-from qcut.cuda import linear, native
+from qcut.cuda import codebook, linear, native
+from qcut.cuda.codebook import CodebookLayer
 from qcut.cuda.linear import LinearLayer
 from qcut.emitters.core.source import KernelSource
 
 
-def prebuild(layers: Iterable[LinearLayer], device: int, progress: bool = True) -> None:
-    """Build, in parallel, what calls of these layers launch, and the C++ code of the calls, where not in the cache.
+def prebuild(layers: Collection[LinearLayer | CodebookLayer], device: int, progress: bool = True) -> None:
+    """Build, in parallel, what calls of these layers launch, and C++ where a layer is called by it, unless cached.
 
     Args:
         layers: each at one number of rows.
@@ -23,11 +24,13 @@ def prebuild(layers: Iterable[LinearLayer], device: int, progress: bool = True) 
     Raises:
         BuildError: the first kernel that does not compile.
     """
-    sources: dict[str, KernelSource] = {
-        source.name: source for layer in layers for source in linear.sources(layer, device)
-    }
+    sources: dict[str, KernelSource] = {}
+    for layer in layers:
+        wanted = codebook.sources(layer, device) if isinstance(layer, CodebookLayer) else linear.sources(layer, device)
+        sources |= {source.name: source for source in wanted}
     with ThreadPoolExecutor(1, thread_name_prefix="qcut-build") as pool:
-        pool.submit(native.build)
+        if any(isinstance(layer, LinearLayer) for layer in layers):
+            pool.submit(native.build)
         results = jit.build_many(sources.values(), progress=progress and sys.stderr.isatty())
     for result in results.values():
         if isinstance(result, Exception):

@@ -6,6 +6,16 @@ class holds its arguments, checks, fake and CPU implementation (`qcut.ops.regist
 same name for CUDA, imported at the first CUDA call.
 """
 
-from qcut.ops import activation, codebook, decoder, embed, gemm, linear, quantize
+from qcut.ops import activation, attention, codebook, embed, gemm, linear, next_token, norm, quantize
 
-__all__ = ["activation", "codebook", "decoder", "embed", "gemm", "linear", "quantize"]
+__all__ = [
+    "activation",
+    "attention",
+    "codebook",
+    "embed",
+    "gemm",
+    "linear",
+    "next_token",
+    "norm",
+    "quantize",
+]

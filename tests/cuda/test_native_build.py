@@ -14,6 +14,7 @@ import torch
 
 from qcut.cuda import native as _native
 from qcut.cuda import prebuild
+from qcut.cuda.linear import LinearLayer
 from qcut.errors import ToolchainError
 from qcut.jit import cache as disk
 from qcut.jit import toolchain
@@ -99,7 +100,8 @@ def test_prebuild_compiles_it_beside_the_kernels(monkeypatch: pytest.MonkeyPatch
     built: list[str] = []
     monkeypatch.setattr(_native, "build", lambda: built.append("C++"))
     monkeypatch.setattr(prebuild.jit, "build_many", lambda sources, progress: {})
-    prebuild.prebuild([], 0)
+    monkeypatch.setattr(prebuild.linear, "sources", lambda layer, device: [])
+    prebuild.prebuild([LinearLayer("w8a8", torch.float16, 64, 128, 128, True, "none", True)], 0)
     assert built == ["C++"]
 
 

@@ -17,7 +17,7 @@ from qcut.codebooks.products import pack_book, unpack_book
 from qcut.config import parse_scheme
 from qcut.layers.codebook import CodebookLinear
 from qcut.numerics import int8 as numerics
-from qcut.ops import codebook as codebook_ops
+from qcut.ops.codebook import RotateTokens, can_rotate
 from tests.support.oracles import FLOATS, NAN
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -217,7 +217,7 @@ def test_what_one_token_kernels_rotate():
         ("qr", 128, 4096, False),
         ("none", 128, 4096, False),
     ):
-        assert codebook_ops.can_rotate(kind, size, k) == can
+        assert can_rotate(kind, size, k) == can
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_rotate_tokens_refuses(changes, error, message):
     names = ("x", "operands", "kind", "group_size", "seeds", "out_dtype")
     arguments = dict(zip(names, rotate_arguments(torch.randn(2, 96), torch.int8), strict=True))
     with pytest.raises(error, match=message):
-        codebook_ops._check_rotate(**{**arguments, **changes})
+        RotateTokens(**{**arguments, **changes}).check()
 
 
 @pytest.mark.parametrize(
