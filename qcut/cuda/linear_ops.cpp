@@ -1,7 +1,7 @@
 // The hot path of qcut's linear operators: find what Python planned for a call, allocate, pack, launch.
 //
-// Anything out of the ordinary, errors included, is left to the Python operator of the same name with a leading
-// underscore. qcut/cuda/native.py compiles this file against torch's headers and mirrors Key, Launch and Plan.
+// Anything out of the ordinary, errors included, is left to Python's kernel of the same operator, which is the next one
+// in the dispatcher's order. qcut/cuda/native.py compiles this file against torch's headers and mirrors Key, Launch and Plan.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -11,18 +11,14 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <bit>
 #include <cfloat>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
-#include <string_view>
-#include <thread>
 #include <type_traits>
 #include <unordered_map>
 
@@ -65,11 +61,12 @@ struct Key {
 
   bool operator==(Key const& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 };
-static_assert(std::has_unique_object_representations_v<Key>, "compared and hashed as bytes");
+static_assert(std::has_unique_object_representations_v<Key>, "compared as bytes");
 
 struct Hash {
+  // Layers differ in their weights; one layer's keys differ in rows, and seldom in more.
   std::size_t operator()(Key const& key) const {
-    return std::hash<std::string_view>{}({reinterpret_cast<char const*>(&key), sizeof key});
+    return key.weight + static_cast<std::uint64_t>(2 * key.rows + key.aligned) * 0x9e3779b97f4a7c15;
   }
 };
 
@@ -114,8 +111,7 @@ class Table {
 struct Runtime {
   LaunchKernel* launch_kernel;
   CurrentStream* current_stream;
-  c10::DispatchKeySet backend;
-  std::array<c10::OperatorHandle, 3> python;  // by Op
+  c10::DeviceType device;
 };
 
 // Both outlive main: threads may still be calling.
@@ -221,6 +217,7 @@ at::Tensor run(c10::IValue const* args) {
   if (m > kMaxInt || stride > kMaxInt) return {};
   // A launch needs the device's context to be current.
   c10::Device const device = x.device();
+  if (device.type() != runtime->device) return {};
   if (c10::impl::VirtualGuardImpl(device.type()).getDevice() != device) return {};
 
   auto const* const data = static_cast<char const*>(x.const_data_ptr());
@@ -282,40 +279,33 @@ at::Tensor run(c10::IValue const* args) {
   return out;
 }
 
+// The dispatch key in front of all backends' for every tensor.
+constexpr auto kInFront = c10::DispatchKey::BackendSelect;
+
 template <Op op>
-void linear(c10::OperatorHandle const&, torch::jit::Stack* stack) {
+void linear(c10::OperatorHandle const& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   at::Tensor out = run<op>(stack->data() + stack->size() - kArguments<op>);
-  if (!out.defined()) return runtime->python[op].redispatchBoxed(runtime->backend, stack);
+  if (!out.defined()) {
+    return handle.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInFront), stack);
+  }
   torch::jit::drop(*stack, kArguments<op>);
   stack->emplace_back(std::move(out));
 }
 
-c10::OperatorHandle python_operator(std::string const& ns, std::string const& name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow((ns + "::_" + name).c_str(), "");
-}
-
-struct Silence : c10::WarningHandler {
-  void process(c10::Warning const&) override {}
-};
-
 }  // namespace
 
-// Puts the operators of a namespace in front of Python's, for good. To be called once, with the GIL held. Returns
-// null, or what went wrong.
-QCUT_EXPORT char const* qcut_register(char const* ns, char const* backend, LaunchKernel* launch_kernel,
+// Puts the operators of a namespace in front of Python's, for good. To be called once. Returns null, or what went wrong.
+//
+// Other threads may be calling the operators, and the dispatcher does not lock its table against calls. Python's kernels
+// are therefore not replaced: the entry written here is one that the operator's mask has calls skip, and a call sees the
+// mask, one word, as it was before or after.
+QCUT_EXPORT char const* qcut_register(char const* ns, char const* device, LaunchKernel* launch_kernel,
                                       CurrentStream* current_stream) noexcept try {
-  auto const key = c10::parseDispatchKey(backend);
-  runtime = new Runtime{launch_kernel,
-                        current_stream,
-                        c10::DispatchKeySet(key),
-                        {python_operator(ns, "w8a8_linear"), python_operator(ns, "w8a8_static_linear"),
-                         python_operator(ns, "w8a16_linear")}};
-  // The dispatcher does not lock its table against calls. Python's threads release the GIL shortly before they read
-  // it; no new one gets there while we hold the GIL, and those that have need microseconds.
-  std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  Silence silence;  // replacing Python's kernel is the point
-  c10::WarningUtils::WarningHandlerGuard guard(&silence);
-  auto* const library = new torch::Library(torch::Library::IMPL, ns, key, __FILE__, __LINE__);
+  for (auto const* const name : {"w8a8_linear", "w8a8_static_linear", "w8a16_linear"}) {
+    c10::Dispatcher::singleton().findSchemaOrThrow((std::string(ns) + "::" + name).c_str(), "");
+  }
+  runtime = new Runtime{launch_kernel, current_stream, c10::Device(device).type()};
+  auto* const library = new torch::Library(torch::Library::IMPL, ns, kInFront, __FILE__, __LINE__);
   library->impl("w8a8_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kDynamic>>());
   library->impl("w8a8_static_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kStatic>>());
   library->impl("w8a16_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kWeightOnly>>());

@@ -94,7 +94,7 @@ class Library:
 
     def __init__(self, code: bytes) -> None:
         lib = load_shared(_NAME, code)
-        self._register = ctypes.PyDLL(_NAME, handle=lib._handle).qcut_register  # PyDLL keeps the GIL
+        self._register = lib.qcut_register
         self._register.restype = ctypes.c_char_p
         self._register.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
         lib.qcut_insert.restype = lib.qcut_clear.restype = None
@@ -103,19 +103,19 @@ class Library:
         self._lib = lib
         self.skip_launch = _address(lib.qcut_skip_launch)
 
-    def register(self, namespace: str, backend: str, launch_kernel: int, current_stream: int) -> None:
+    def register(self, namespace: str, device: str, launch_kernel: int, current_stream: int) -> None:
         """Put the C++ operators in front of Python's, for the rest of the process. Once per library.
 
         Args:
-            namespace: has each of `OPS` and, with a leading underscore, the Python operator behind it.
-            backend: dispatch key.
+            namespace: has each of `OPS`, served by Python.
+            device: type of the tensors that C++ serves.
             launch_kernel: address of ``cuLaunchKernelEx``.
             current_stream: address of ``aoti_torch_get_current_cuda_stream``.
 
         Raises:
             QcutError: torch's dispatcher refuses.
         """
-        if error := self._register(namespace.encode(), backend.encode(), launch_kernel, current_stream):
+        if error := self._register(namespace.encode(), device.encode(), launch_kernel, current_stream):
             raise QcutError(f"torch's dispatcher refuses the operators: {error.decode(errors='replace')}")
 
     def insert(self, key: Key, plan: Plan) -> None:
@@ -164,7 +164,7 @@ def _activate() -> Library | None:
         return None
     if (loaded := load()) is not None:
         try:
-            loaded.register("qcut", "CUDA", launch_kernel, current_stream)
+            loaded.register("qcut", "cuda", launch_kernel, current_stream)
         except QcutError as error:
             _warn(f"cannot be used: {error}")
             return None

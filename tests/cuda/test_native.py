@@ -158,18 +158,17 @@ def by_python(op: str) -> Callable[..., Tensor]:
 
 @pytest.fixture(scope="module")
 def library(driver: Driver) -> Iterator[_native.Library]:
-    """A library registered for CPU tensors under a namespace of its own, in front of the CUDA module's Python."""
+    """A library that serves CPU tensors under a namespace of its own, in front of Python's functions for CUDA."""
     loaded = _native.load()
     assert loaded is not None, "g++ and torch's headers are there: it must compile"
     definitions = torch.library.Library(NAMESPACE, "DEF")
     for name in _native.OPS:
         schema = str(getattr(torch.ops.qcut, name).default._schema).removeprefix("qcut::")
-        for prefix in ("", "_"):
-            definitions.define(prefix + schema)
-            definitions.impl(prefix + name, by_python(name), "CPU")
+        definitions.define(schema)
+        definitions.impl(name, by_python(name), "CPU")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loaded.register(NAMESPACE, "CPU", driver.kernel, driver.stream)
+        loaded.register(NAMESPACE, "cpu", driver.kernel, driver.stream)
     yield loaded
     definitions._destroy()
 
@@ -486,8 +485,36 @@ def test_bucket_is_pythons(library: _native.Library) -> None:
     assert [library.bucket(m) for m in every] == [m_bucket(m) for m in every]
 
 
+def test_registering_while_threads_call(driver: Driver) -> None:
+    namespace, stop, wrong = f"{NAMESPACE}_busy", threading.Event(), []
+    definitions = torch.library.Library(namespace, "DEF")
+    for name in _native.OPS:
+        definitions.define(str(getattr(torch.ops.qcut, name).default._schema).removeprefix("qcut::"))
+        definitions.impl(name, lambda x, *_: x.clone(), "CPU")
+    op, args = getattr(torch.ops, namespace).w8a8_linear.default, arguments("w8a8_linear", (5, 64), 128)
+
+    def work() -> None:
+        while not stop.is_set():
+            if not torch.equal(op(*args), args[0]):
+                wrong.append(args)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    loaded = _native.load()
+    assert loaded is not None
+    loaded.register(namespace, "cpu", driver.kernel, driver.stream)
+    assert torch.equal(op(*args), args[0]), "C++ has no plan, and leaves the call to Python"
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert loaded.hits == 0
+    definitions._destroy()
+
+
 def test_registering_an_unknown_namespace(library: _native.Library) -> None:
     other = _native.load()
     assert other is not None
     with pytest.raises(QcutError, match="refuses the operators"):
-        other.register("qcut_no_such_namespace", "CPU", 0, 0)
+        other.register("qcut_no_such_namespace", "cpu", 0, 0)
