@@ -26,8 +26,8 @@ import qcut
 from qcut import errors
 from qcut.engine import decoder as decoder_module
 from qcut.engine import engine as engine_module
-from qcut.engine.decoder import decoder_of
 from qcut.engine.engine import DEFAULT_CONTEXT, Engine
+from qcut.engine.families import decoder_of
 from qcut.engine.kv_cache import KVCache
 from qcut.numerics.sampling import Sampling
 from tests.support import ROOT
@@ -168,9 +168,9 @@ def test_half_precision() -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_norms_quantize_where_all_their_readers_take_int8(kind: str) -> None:
     model = small(kind)
-    assert decoder_of(model).layers[0].attention_norm.k_padded is None
+    assert decoder_of(model).blocks[0].attention_norm.k_padded is None
     qcut.quantize(model, "w8a8", skip=["*.1.mlp.*"], progress=False)
-    first, second = decoder_of(model).layers[:2]
+    first, second = decoder_of(model).blocks[:2]
     assert first.attention_norm.k_padded == second.attention_norm.k_padded == 48
     assert first.mlp_norm.k_padded == 48
     assert second.mlp_norm.k_padded is None
@@ -185,7 +185,7 @@ def test_int8_rows_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) ->
     got = engine.prefill(prompts), engine.decode([3, 4])
     monkeypatch.setattr(decoder_module, "W8A8", lambda: None)  # nobody's scheme
     engine = Engine(model, batch=2)
-    assert engine.decoder.layers[0].mlp_norm.k_padded is None
+    assert engine.decoder.blocks[0].mlp_norm.k_padded is None
     for one, other in zip(got, (engine.prefill(prompts), engine.decode([3, 4])), strict=True):
         assert torch.equal(one, other)
 

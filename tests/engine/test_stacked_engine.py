@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import qcut
-from qcut.engine.decoder import decoder_of
 from qcut.engine.engine import Engine
+from qcut.engine.families import decoder_of
 from tests.engine.test_engine import VOCABULARY, last_logits, prompts_of, sizes, small, theirs
 
 SCHEMES = (None, "w8a8", "w8a16", "codebook4_g32", "codebook4+4_g64_int8", "codebook3+2_g32_qr")
@@ -39,7 +39,7 @@ def llama(scheme: str | None = None, *, qwen: bool = False, **changes: Any) -> A
 
 def products(engine: Engine) -> set[tuple[int, int]]:
     """Modules that a layer's first projections are, of its attention and of its MLP."""
-    return {(len(layer.projections), len(layer.mlp.projections)) for layer in engine.decoder.layers}
+    return {(len(block.attention.projections), len(block.mlp.projections)) for block in engine.decoder.blocks}
 
 
 def steps(engine: Engine) -> list[Tensor]:
@@ -52,8 +52,8 @@ def storage_bytes(*tensors: Tensor) -> int:
 
 def weights(model: Any, *engines: Engine) -> list[Tensor]:
     """The model's tensors, and those of the modules that engines call."""
-    layers = [layer for engine in engines for layer in engine.decoder.layers]
-    modules = [m for layer in layers for m in (*layer.projections, *layer.mlp.projections)]
+    blocks = [block for engine in engines for block in engine.decoder.blocks]
+    modules = [m for block in blocks for m in (*block.attention.projections, *block.mlp.projections)]
     return [t for m in (model, *modules) for t in (*m.parameters(), *m.buffers())]
 
 
@@ -103,16 +103,16 @@ def test_model_and_engines_have_each_weight_once(scheme: str | None) -> None:
 
 
 def test_int8_rows_reach_a_stack() -> None:
-    layers = Engine(llama("w8a8")).decoder.layers
-    assert all(norm.k_padded == 128 for layer in layers for norm in (layer.attention_norm, layer.mlp_norm))
+    blocks = Engine(llama("w8a8")).decoder.blocks
+    assert all(norm.k_padded == 128 for block in blocks for norm in (block.attention_norm, block.mlp_norm))
 
 
 def test_a_layer_of_two_schemes_is_stacked_in_part() -> None:
     model = llama()
     qcut.quantize(model, "w8a8", skip=["*.0.self_attn.k_proj", "*.1.mlp.up_proj"], progress=False)
     engine = Engine(model)
-    layers = engine.decoder.layers
-    assert [(len(layer.projections), len(layer.mlp.projections)) for layer in layers] == [(3, 1), (1, 2)]
+    blocks = engine.decoder.blocks
+    assert [(len(block.attention.projections), len(block.mlp.projections)) for block in blocks] == [(3, 1), (1, 2)]
     prompt = prompts_of(VOCABULARY, 8)[0]
     assert engine.generate([prompt], 6)[0].tokens == theirs(model, prompt, 6)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import qcut
 from qcut import errors
-from qcut.engine.decoder import decoder_of
+from qcut.engine.families import decoder_of
 from qcut.layers.embedding import Embedding, table_of
 from qcut.ops import int8 as _ops  # noqa: F401  (registers)
 from tests.engine.test_engine import small

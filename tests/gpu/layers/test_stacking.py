@@ -138,7 +138,7 @@ def steps(engine: Engine) -> list[Tensor]:
 
 
 def stacked_layers(engine: Engine) -> bool:
-    return all((len(layer.projections), len(layer.mlp.projections)) == (1, 1) for layer in engine.decoder.layers)
+    return all(len(part.projections) == 1 for block in engine.decoder.blocks for part in (block.attention, block.mlp))
 
 
 @pytest.mark.parametrize("scheme", [None, "w8a8", "w8a16", "codebook4", "codebook4_int8"])
