@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import qcut
 from qcut.engine.engine import Engine
@@ -21,11 +22,20 @@ SCHEMES = (None, "w8a8", "w8a16", "codebook4_g32", "codebook4+4_g64_int8", "code
 EXACT = ("w8a8", "codebook4+4_g64_int8")
 
 
-def llama(scheme: str | None = None, *, qwen: bool = False, **changes: Any) -> Any:
+def llama(scheme: str | None = None, **changes: Any) -> Any:
     """A small model whose keys and values have 64 rows, so that codebooks too can be stacked."""
+    return copy.deepcopy(quantized(scheme, **changes))
+
+
+@cache
+def quantized(scheme: str | None, *, kind: str = "llama", **changes: Any) -> Any:
     torch.manual_seed(0)
     wide = sizes(hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, **changes)
-    model: Any = Qwen2ForCausalLM(Qwen2Config(**wide)) if qwen else LlamaForCausalLM(LlamaConfig(**wide))
+    model: Any = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**wide)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**wide)),
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(VOCABULARY, 64, 128, 2, 4, eos_token_id=None, bos_token_id=None)),
+    }[kind]()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -58,11 +68,15 @@ def weights(model: Any, *engines: Engine) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "qwen"),
-    [*((scheme, False) for scheme in SCHEMES), (None, True), ("w8a8", True), ("codebook4_g32", True)],
+    ("kind", "scheme"),
+    [
+        *(("llama", scheme) for scheme in SCHEMES),
+        *(("qwen2", scheme) for scheme in (None, "w8a8", "codebook4_g32")),
+        *(("gpt2", scheme) for scheme in ("w8a16", "codebook4+4_g64_int8", "codebook3+2_g32_qr")),
+    ],
 )
-def test_tokens_are_hugging_faces(scheme: str | None, qwen: bool) -> None:
-    model = llama(scheme, qwen=qwen)
+def test_tokens_are_hugging_faces(kind: str, scheme: str | None) -> None:
+    model = llama(scheme, kind=kind)
     prompts = prompts_of(VOCABULARY, 5, 12)
     want = [theirs(model, prompt, 6) for prompt in prompts]
     engine = Engine(model, batch=2)
