@@ -22,7 +22,7 @@ SCHEMES = (None, "w8a8", "w8a16", "codebook4_g32", "codebook4+4_g64_int8", "code
 EXACT = ("w8a8", "codebook4+4_g64_int8")
 
 
-def llama(scheme: str | None = None, **changes: Any) -> Any:
+def model_of(scheme: str | None = None, **changes: Any) -> Any:
     """A small model whose keys and values have 64 rows, so that codebooks too can be stacked."""
     return copy.deepcopy(quantized(scheme, **changes))
 
@@ -31,10 +31,13 @@ def llama(scheme: str | None = None, **changes: Any) -> Any:
 def quantized(scheme: str | None, *, kind: str = "llama", **changes: Any) -> Any:
     torch.manual_seed(0)
     wide = sizes(hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, **changes)
+    gpt2 = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=128, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
+    )
     model: Any = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**wide)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**wide)),
-        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(VOCABULARY, 64, 128, 2, 4, eos_token_id=None, bos_token_id=None)),
+        "gpt2": lambda: GPT2LMHeadModel(gpt2),
     }[kind]()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -76,7 +79,7 @@ def weights(model: Any, *engines: Engine) -> list[Tensor]:
     ],
 )
 def test_tokens_are_hugging_faces(kind: str, scheme: str | None) -> None:
-    model = llama(scheme, kind=kind)
+    model = model_of(scheme, kind=kind)
     prompts = prompts_of(VOCABULARY, 5, 12)
     want = [theirs(model, prompt, 6) for prompt in prompts]
     engine = Engine(model, batch=2)
@@ -89,7 +92,7 @@ def test_tokens_are_hugging_faces(kind: str, scheme: str | None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_logits_are_those_of_separate_products(scheme: str | None, dtype: torch.dtype) -> None:
     """Sums of floats in two orders, of two layers: ``2**-5`` of the largest logit in float16, 1e-4 in float32."""
-    model = llama(scheme).to(dtype)
+    model = model_of(scheme).to(dtype)
     separate = Engine(model, batch=2, stack=False)
     assert products(separate) == {(3, 2)}
     want = steps(separate)
@@ -104,7 +107,7 @@ def test_logits_are_those_of_separate_products(scheme: str | None, dtype: torch.
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_model_and_engines_have_each_weight_once(scheme: str | None) -> None:
-    model = llama(scheme)
+    model = model_of(scheme)
     before = storage_bytes(*weights(model))
     first = Engine(model)
     assert storage_bytes(*weights(model, first)) == before
@@ -117,12 +120,12 @@ def test_model_and_engines_have_each_weight_once(scheme: str | None) -> None:
 
 
 def test_int8_rows_reach_a_stack() -> None:
-    blocks = Engine(llama("w8a8")).decoder.blocks
+    blocks = Engine(model_of("w8a8")).decoder.blocks
     assert all(norm.k_padded == 128 for block in blocks for norm in (block.attention_norm, block.mlp_norm))
 
 
 def test_a_layer_of_two_schemes_is_stacked_in_part() -> None:
-    model = llama()
+    model = model_of()
     qcut.quantize(model, "w8a8", skip=["*.0.self_attn.k_proj", "*.1.mlp.up_proj"], progress=False)
     engine = Engine(model)
     blocks = engine.decoder.blocks
@@ -132,7 +135,7 @@ def test_a_layer_of_two_schemes_is_stacked_in_part() -> None:
 
 
 def test_layers_that_share_weights_keep_sharing_them() -> None:
-    model = llama()
+    model = model_of()
     blocks = model.model.layers
     blocks[1].mlp.up_proj.weight = blocks[0].mlp.up_proj.weight
     blocks[1].self_attn.q_proj = blocks[0].self_attn.q_proj
@@ -144,7 +147,7 @@ def test_layers_that_share_weights_keep_sharing_them() -> None:
 
 
 def test_a_gated_mlp_with_another_activation() -> None:
-    model = llama(hidden_act="gelu_new")
+    model = model_of(hidden_act="gelu_new")
     engine = Engine(model)
     assert products(engine) == {(1, 1)}
     prompt = prompts_of(VOCABULARY, 12)[0]
@@ -162,7 +165,7 @@ def test_gpt2_has_no_siblings() -> None:
 
 
 def test_short_memory_leaves_the_model_as_good_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llama("w8a16")
+    model = model_of("w8a16")
     before, size = {key: t.clone() for key, t in model.state_dict().items()}, storage_bytes(*weights(model))
     prompts, cat, calls = prompts_of(VOCABULARY, 5, 12), torch.cat, iter(range(1000))
     want = Engine(model, batch=2, stack=False).generate(prompts, 5)
@@ -183,7 +186,7 @@ def test_short_memory_leaves_the_model_as_good_as_before(monkeypatch: pytest.Mon
 
 
 def test_refused_options_leave_the_weights_where_they_are() -> None:
-    model = llama()
+    model = model_of()
     places = [t.data_ptr() for t in weights(model)]
     for options in ({"batch": 0}, {"context": 1000}):
         with pytest.raises(qcut.errors.ConfigError):
@@ -196,7 +199,7 @@ def test_refused_options_leave_the_weights_where_they_are() -> None:
 
 @pytest.mark.parametrize(("scheme", "shard"), [*((scheme, 1 << 14) for scheme in SCHEMES), (None, 1 << 30)])
 def test_checkpoints_are_those_of_the_model_before(tmp_path: Path, scheme: str | None, shard: int) -> None:
-    model = llama(scheme)
+    model = model_of(scheme)
     ids = torch.tensor(prompts_of(VOCABULARY, 9))
     contents = []
     for name in ("before", "after"):
@@ -217,7 +220,7 @@ def test_checkpoints_are_those_of_the_model_before(tmp_path: Path, scheme: str |
 
 
 def test_other_writers_take_a_stacked_model(tmp_path: Path) -> None:
-    model = llama()
+    model = model_of()
     before = {key: t.clone() for key, t in model.state_dict().items()}
     Engine(model)
     model.save_pretrained(tmp_path / "hf")
@@ -226,7 +229,7 @@ def test_other_writers_take_a_stacked_model(tmp_path: Path) -> None:
     for state in (LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict(), torch.load(tmp_path / "state.pt")):
         assert all(torch.equal(state[key], t) for key, t in before.items())
     assert found.keys() <= before.keys()
-    packed = llama("codebook4_g32")
+    packed = model_of("codebook4_g32")
     Engine(packed)
     qcut.save_turboquant(packed, tmp_path / "turboquant")
     again: Any = qcut.load(tmp_path / "turboquant", model=lambda: LlamaForCausalLM(packed.config), progress=False)
@@ -236,7 +239,7 @@ def test_other_writers_take_a_stacked_model(tmp_path: Path) -> None:
 
 
 def test_a_model_is_quantized_moved_and_copied_after_an_engine() -> None:
-    model = llama()
+    model = model_of()
     prompts = prompts_of(VOCABULARY, 5, 12)
     Engine(model)
     twin = copy.deepcopy(model)
@@ -246,4 +249,4 @@ def test_a_model_is_quantized_moved_and_copied_after_an_engine() -> None:
         engine = Engine(other, batch=2)
         assert products(engine) == {(1, 1)}
         assert [g.tokens for g in engine.generate(prompts, 6)] == [theirs(other, prompt, 6) for prompt in prompts]
-        assert storage_bytes(*weights(other, engine)) == storage_bytes(*weights(llama("w8a8")))
+        assert storage_bytes(*weights(other, engine)) == storage_bytes(*weights(model_of("w8a8")))
