@@ -1,7 +1,7 @@
-"""A decoder-only transformer as data, and a token's way through it: from its id, block by block, to logits.
+"""A decoder-only transformer as data, and the way of a token through it: from its id, block by block, to logits.
 
-`Decoder` holds the modules of a Hugging Face model, sorted by what they do; `qcut.engine.families` sorts them. Linear
-layers are called. Norms, activations and embeddings are kernels of qcut that read the modules' weights. Attention is an
+A `Decoder` holds the modules of a Hugging Face model by what they do; `qcut.engine.families` makes it. Linear layers
+are called. Kernels of qcut stand for norms, activations and embeddings, and read the modules' weights. Attention is an
 argument: `qcut.engine.attention` has one for prompts and one for steps.
 """
 
@@ -26,7 +26,7 @@ from qcut.ops.w8a8 import FEW_ELEMENTS, FEW_ROWS
 
 
 class Int8Rows(NamedTuple):
-    """Rows of ``dtype``, quantized by `torch.ops.qcut.quantize_per_token`: int8 ``[R, K_padded]``, float32 ``[R]``."""
+    """Rows of ``dtype`` as `torch.ops.qcut.quantize_per_token` gives them, int8 ``[R, K_padded]``, float32 ``[R]``."""
 
     q: Tensor
     scale: Tensor
@@ -49,7 +49,7 @@ def takes_int8(module: nn.Module) -> TypeGuard[Linear]:
 
 
 def takes_absmax(module: nn.Module, rows: int) -> bool:
-    """Whether a module quantizes so few rows itself, given the largest magnitude of each."""
+    """Whether a module that is given so many rows with their largest magnitudes quantizes them as it reads them."""
     return takes_int8(module) and rows <= FEW_ROWS and rows * module.in_features <= FEW_ELEMENTS
 
 
@@ -76,13 +76,13 @@ def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tens
 
 @dataclass(frozen=True)
 class AddNorm:
-    """A sum, and its norm.
+    """Adds two tensors, and normalizes the sum.
 
     Attributes:
-        norm: RMSNorm, or LayerNorm.
+        norm: RMSNorm or LayerNorm.
         module: has the weight, and the bias if there is one.
         eps: under the root.
-        k_padded: columns of the int8 rows that all readers of the norm take; None where a reader takes floats.
+        k_padded: columns of the normalized rows in int8, where all linear layers that read them take int8; else None.
     """
 
     norm: Literal["rms", "layer"]
@@ -92,12 +92,12 @@ class AddNorm:
 
     @classmethod
     def rms(cls, module: nn.Module, eps: float, readers: Sequence[nn.Module] = ()) -> AddNorm:
-        """An RMSNorm whose result is read by these linear layers; by none: as floats."""
+        """With an RMSNorm; ``readers`` are all linear layers that read the result."""
         return cls("rms", module, eps, _int8_columns(readers))
 
     @classmethod
     def layer(cls, module: nn.LayerNorm, readers: Sequence[nn.Module] = ()) -> AddNorm:
-        """A LayerNorm whose result is read by these linear layers; by none: as floats."""
+        """With a LayerNorm; ``readers`` are all linear layers that read the result."""
         return cls("layer", module, module.eps, _int8_columns(readers))
 
     def __call__(self, x: Tensor, unadded: Tensor | None) -> tuple[Tensor, Rows]:
@@ -142,12 +142,12 @@ class Heads(NamedTuple):
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
-"""Attention of one layer: what `Attention` is called with, but for the layer."""
+"""`Attention` of one layer: takes q, k, v, scaling and absmax."""
 
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """Projections to queries, keys and values, attention, and the projection of its heads.
+    """Projections to queries, keys and values, attention over them, and a projection of its heads.
 
     Attributes:
         projections: to queries, keys and values: three modules, or one whose result is all of them.
@@ -162,23 +162,14 @@ class SelfAttention:
     scaling: float
 
     def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None) -> Tensor:
-        """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``output`` the largest magnitudes of what it reads."""
+        """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``output`` the largest magnitudes of the heads."""
         q, k, v = self.heads.split([project(module, rows) for module in self.projections])
         mixed = attend(q, k, v, self.scaling, absmax)
         return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax))
 
 
-ActivationName = Literal["silu_mul", "gelu_tanh"]
-_ACTIVATION_CLASSES = {"gelu_tanh": ("NewGELUActivation", "GELUTanh"), "silu_mul": ("SiLUActivation", "SiLU")}
-"""Classes of modules that the operators of ``torch.ops.qcut`` stand for."""
-
-
-def activation_of(module: nn.Module, name: ActivationName) -> ActivationName | nn.Module:
-    """An operator where the module computes the same, else the module.
-
-    A model's configuration does not say: a quantized layer's epilogue may have taken the activation over.
-    """
-    return name if type(module).__name__ in _ACTIVATION_CLASSES[name] else module
+_KERNELS_STAND_FOR = {False: ("NewGELUActivation", "GELUTanh"), True: ("SiLUActivation", "SiLU")}
+"""Classes of activations that ``gelu_tanh`` computes of the projection up, and ``silu_mul`` of gate and up."""
 
 
 @dataclass(frozen=True)
@@ -187,35 +178,43 @@ class MLP:
 
     Attributes:
         projections: up; of a gated MLP gate and up, or one module whose result is both.
-        activation: of the result, or of the gate, which then multiplies up: an operator of ``torch.ops.qcut``, or a
-            module.
+        activation: of the projection up, or of the gate, which then multiplies up.
         down: back to the hidden size.
         gated: whether there is a gate.
     """
 
     projections: tuple[nn.Module, ...]
-    activation: ActivationName | nn.Module
+    activation: nn.Module
     down: nn.Module
     gated: bool
 
     def __call__(self, rows: Rows, absmax: Tensor | None) -> Tensor:
-        """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``down`` the largest magnitudes of what it reads."""
-        module = self.activation if isinstance(self.activation, nn.Module) else None
-        # A projection whose epilogue is the activation knows the magnitudes of its own result.
-        fused = isinstance(module, nn.Identity) and isinstance(rows, Int8Rows) and not self.gated
-        if module is not None and not fused:
-            absmax = None
-        parts = [project(up, rows, absmax if fused else None) for up in self.projections]
+        """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``down`` the largest magnitudes of the rows that it reads.
+
+        A model's configuration does not say what its activation is: a quantized projection may compute it, and leaves
+        ``nn.Identity`` in its place.
+        """
+        by_kernel = type(self.activation).__name__ in _KERNELS_STAND_FOR[self.gated]
+        by_projection = isinstance(self.activation, nn.Identity) and isinstance(rows, Int8Rows) and not self.gated
+        if not (by_kernel or by_projection):
+            absmax = None  # nobody takes note of the magnitudes
+        parts = [project(up, rows, absmax if by_projection else None) for up in self.projections]
         if self.gated:
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
-            y = torch.ops.qcut.silu_mul(gate, up, absmax) if module is None else module(gate) * up
+            y = torch.ops.qcut.silu_mul(gate, up, absmax) if by_kernel else self.activation(gate) * up
         else:
-            y = torch.ops.qcut.gelu_tanh(parts[0], absmax) if module is None else module(parts[0])
+            (up,) = parts
+            y = torch.ops.qcut.gelu_tanh(up, absmax) if by_kernel else self.activation(up)
         return project(self.down, y if absmax is None else RowsWithAbsmax(y, absmax))
 
 
 class BlockAbsmax(NamedTuple):
-    """Zeros ``[R]`` for the magnitudes of what a block's output and down projections read; None where not asked for."""
+    """Zeros ``[R]``, raised to the largest magnitudes of rows that a projection reads, or None where it has no use.
+
+    Attributes:
+        attention: of the rows that ``attention.output`` reads.
+        mlp: of the rows that ``mlp.down`` reads.
+    """
 
     attention: Tensor | None
     mlp: Tensor | None
@@ -275,7 +274,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model's parts. Modules are the model's own, but for those that `stacked` makes: nothing is copied.
+    """A model's parts. The modules are the model's own, except for those that `stacked` makes; nothing is copied.
 
     Attributes:
         architecture: name of the model's class.
@@ -321,8 +320,8 @@ class Decoder:
         """
         x, unadded = self.embed(ids, positions, batch), None
         absmax = self._absmax(len(ids)) if attention.raises_absmax else [_NO_ABSMAX] * len(self.blocks)
-        for i, (block, of_block) in enumerate(zip(self.blocks, absmax, strict=True)):
-            x, unadded = block(x, unadded, partial(attention, i), of_block)
+        for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax, strict=True)):
+            x, unadded = block(x, unadded, partial(attention, i), magnitudes)
         return x, cast(Tensor, unadded)
 
     def logits(self, x: Tensor, unadded: Tensor) -> Tensor:
@@ -331,7 +330,12 @@ class Decoder:
         return project(self.head, rows)
 
     def embed(self, ids: Tensor, positions: Tensor, batch: int) -> Tensor:
-        """Rows ``[R, hidden]`` that the first block reads; arguments as of the call.
+        """Embeddings of R tokens ``[R, hidden]``, which the first block reads.
+
+        Args:
+            ids: int64 ``[R]``.
+            positions: int32 ``[R]``.
+            batch: sequences; each has R / batch tokens.
 
         Exactness: bitwise the sum of what the modules return.
         """
@@ -378,7 +382,7 @@ class Decoder:
         return replace(self, blocks=tuple(blocks))
 
     def _absmax(self, rows: int) -> list[BlockAbsmax]:
-        """Of each block, for R rows."""
+        """Zeros for each block, one allocation for all."""
         wanted = [[takes_absmax(m, rows) for m in (b.attention.output, b.mlp.down)] for b in self.blocks]
         if not any(map(any, wanted)):
             return [_NO_ABSMAX] * len(wanted)

@@ -30,29 +30,71 @@ Reason = Literal["stop", "length", "context"]
 
 @dataclass(frozen=True)
 class Generated:
-    """What a sequence got.
+    """The continuation of a prompt.
 
     Attributes:
-        tokens: new ones, the stop token included.
-        reason: ``stop``: a stop token; ``length``: ``max_new_tokens``; ``context``: no room for more.
+        tokens: ids, the stop token included.
+        reason: why there are no more: ``stop``, a stop token; ``length``, ``max_new_tokens``; ``context``, no room.
     """
 
     tokens: list[int] = field(default_factory=list)
     reason: Reason = "length"
 
 
+class _Running:
+    """A sequence that is being continued.
+
+    Args:
+        length: tokens of the prompt.
+        context: tokens that there is room for; the last new token is not read and takes none.
+        max_new_tokens: most new tokens, or None.
+        stops: ids that end the sequence.
+
+    Attributes:
+        tokens: new ids.
+        reason: why there will be no more; None while the sequence goes on.
+    """
+
+    def __init__(self, length: int, context: int, max_new_tokens: int | None, stops: frozenset[int]) -> None:
+        self.tokens: list[int] = []
+        self.reason: Reason | None = None
+        self._prompt_length, self._stops = length, stops
+        room = context - length + 1
+        self._most = room if max_new_tokens is None else min(room, max_new_tokens)
+        self._end: Reason = "length" if self._most == max_new_tokens else "context"
+
+    @property
+    def length(self) -> int:
+        """Tokens that have been read."""
+        return self._prompt_length + max(0, len(self.tokens) - 1)
+
+    @property
+    def may_want_two(self) -> bool:
+        """Whether there may be a token after the next."""
+        return self.reason is None and len(self.tokens) + 1 < self._most
+
+    def take(self, token: int) -> None:
+        """Append a token, which may be the last."""
+        self.tokens.append(token)
+        if token in self._stops:
+            self.reason = "stop"
+        elif len(self.tokens) == self._most:
+            self.reason = self._end
+
+
 class Engine:
     """Runs a Hugging Face GPT-2 or Llama-family model, quantized by any scheme or not at all.
 
-    The model's own modules do the projections, kernels of qcut what lies between them. Projections that read the same
-    rows are one product: their weights are put side by side, and the model's tensors become views of them
-    (`qcut.layers.stacking`), so that nothing is there twice, and model and further engines go on working. On a GPU
-    steps are captured as CUDA graphs, one for each power of two of sequences. Quantize, load or move the model, or put
-    hooks on it, first, or make a new engine. The model is put in evaluation mode. An engine serves one batch of
-    sequences at a time and is not to be shared by threads.
+    The model's own modules do the projections; kernels of qcut do the norms, the attention and the activations between
+    them. Projections that read the same rows are one product: their weights are put side by side, and the model's
+    tensors become views of them (`qcut.layers.stacking`). No weight is in memory twice, and the model and further
+    engines go on working. On a GPU steps are captured as CUDA graphs, one for each power of two of sequences.
+
+    Quantize, load or move the model, or put hooks on it, before the engine is made; afterwards, make a new engine. The
+    model is put in evaluation mode. An engine serves one batch of sequences at a time, in one thread.
 
     Args:
-        model: see `qcut.engine.families.FAMILIES`.
+        model: of a type in `qcut.engine.families.FAMILIES`.
         batch: most sequences at once.
         context: most tokens of a sequence, prompt included; None takes what the model was made for, up to
             `DEFAULT_CONTEXT`.
@@ -92,15 +134,15 @@ class Engine:
         if batch < 1:
             raise ConfigError(f"batch is {batch}; allowed: 1 and more")
         if not 1 <= context <= limit:
-            why = (
-                "" if limit == decoder.context else f", the window of its attention; it was made for {decoder.context}"
-            )
-            raise ConfigError(f"context is {context}; allowed for {decoder.architecture}: 1 to {limit}{why}")
+            allowed = f"1 to {limit}"
+            if limit < decoder.context:
+                allowed += f", the window of its attention; it was made for {decoder.context}"
+            raise ConfigError(f"context is {context}; allowed for {decoder.architecture}: {allowed}")
         model.eval()
         self.decoder = decoder.stacked(model) if stack else decoder
         self.batch, self.context = batch, context
         heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
-        # One place more: sequences that have ended write there.
+        # Sequences that have ended write to the place behind the context.
         self.cache = KVCache(
             len(decoder.blocks), batch, heads.keys, context + 1, heads.size, dtype=dtype, device=device, kind=kv_cache
         )
@@ -147,7 +189,7 @@ class Engine:
 
     @torch.no_grad()
     def score(self, prompts: Prompts) -> list[Tensor]:
-        """Forget everything, read prompts, and say how they surprise the model; `prefill` with all the logits.
+        """Forget everything, read a prompt for each sequence, and score its tokens, with the logits of all in memory.
 
         Args:
             prompts: see `prefill`.
@@ -238,8 +280,8 @@ class Engine:
 
         arriving = Fetched(loop.tokens)
         while True:
-            # The device computes while the host reads; in vain where a stop token ends all.
-            ahead = advance() if device.type == "cuda" and any(s.wants_two for s in running) else None
+            # The device computes while the host waits; in vain where stop tokens end all sequences.
+            ahead = advance() if device.type == "cuda" and any(s.may_want_two for s in running) else None
             for i, token in enumerate(arriving.wait()):
                 sequence = running[i]
                 if sequence.reason is None:
@@ -271,7 +313,7 @@ class Engine:
     def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Prompts ``[B, T]`` through all blocks: two summands of the result, ``[B T, hidden]`` each.
 
-        Padding on the right has no influence: attention looks back, so nobody sees it, and later tokens take its place.
+        Padding on the right has no influence: attention looks back and never sees it, and later tokens overwrite it.
         """
         self._lengths = []
         size = max(1, self.prompt_rows // ids.shape[1])
@@ -328,44 +370,3 @@ class Engine:
         if low < 0 or high >= self.decoder.vocabulary:
             wrong = low if low < 0 else high
             raise ConfigError(f"token id {wrong}; allowed: 0 to {self.decoder.vocabulary - 1}")
-
-
-class _Running:
-    """A sequence that is being continued.
-
-    Args:
-        length: of its prompt.
-        context: tokens that there is room for; the last new one is not read and takes none.
-        max_new_tokens: most new tokens, or None.
-        stops: ids that end the sequence.
-
-    Attributes:
-        tokens: new ones.
-        reason: why there will be no more; None while there may be.
-    """
-
-    def __init__(self, length: int, context: int, max_new_tokens: int | None, stops: frozenset[int]) -> None:
-        self.tokens: list[int] = []
-        self.reason: Reason | None = None
-        self._prompt_length, self._stops = length, stops
-        room = context - length + 1
-        self._most = room if max_new_tokens is None else min(room, max_new_tokens)
-        self._end: Reason = "length" if self._most == max_new_tokens else "context"
-
-    @property
-    def length(self) -> int:
-        """Tokens that have been read."""
-        return self._prompt_length + max(0, len(self.tokens) - 1)
-
-    @property
-    def wants_two(self) -> bool:
-        """Whether the next token is not the last for sure."""
-        return self.reason is None and len(self.tokens) + 1 < self._most
-
-    def take(self, token: int) -> None:
-        """Append a token, which may be the last."""
-        self.tokens.append(token)
-        if token in self._stops:
-            self.reason = "stop"
-        elif len(self.tokens) == self._most:
-            self.reason = self._end

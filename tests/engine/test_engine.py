@@ -19,90 +19,22 @@ from transformers import (
     MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 import qcut
 from qcut import errors
 from qcut.engine.engine import DEFAULT_CONTEXT, Engine
 from qcut.engine.families import decoder_of
-from qcut.engine.kv_cache import KVCache
 from qcut.layers.base import Linear
 from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.sampling import Sampling
 from tests.support import ROOT
+from tests.support.decoders import VOCABULARY, last_logits, prompts_of, sizes, small, theirs
 
 TRAINED = [
     ROOT / "models" / "gpt2-5m",
     *(path for name in ("gpt2-14m", "llama-13m") if (path := ROOT.parent / "shared" / "models" / name).is_dir()),
 ]
-VOCABULARY = 96
-
-
-def sizes(**changes: Any) -> dict[str, Any]:
-    """Of a small Llama-family model: three heads for each key, an odd MLP, heads of 8."""
-    return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 48,
-        "intermediate_size": 76,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        **changes,
-    }
-
-
-def small(kind: str) -> Any:
-    """A model with random weights, larger than usual so that its tokens differ."""
-    torch.manual_seed(0)
-    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    gpt2 = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=48, n_layer=2, n_head=4, eos_token_id=None, bos_token_id=None
-    )
-    model: Any = {
-        "gpt2": lambda: GPT2LMHeadModel(gpt2),
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes())),
-        "llama3_rope": lambda: LlamaForCausalLM(LlamaConfig(**sizes(rope_parameters=rope))),
-        "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes(sliding_window=None))),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes())),
-    }[kind]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-    return model.eval()
-
-
-def prompts_of(vocabulary: int, *lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
-
-
-def theirs(model: Any, prompt: list[int], count: int) -> list[int]:
-    """What Hugging Face generates greedily."""
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
-
-
-def last_logits(model: Any, prompt: list[int]) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(torch.tensor([prompt])).logits[0, -1]
-    return logits
 
 
 # ── against Hugging Face ─────────────────────────────────────────────────────────────────────────
@@ -336,26 +268,6 @@ def test_a_token_reads_the_same_cache_from_prompt_and_step() -> None:
     steps.prefill([prompt[:-1]])
     got = steps.decode(prompt[-1:])
     assert (got - want).abs().max() <= 1e-3 * want.abs().max()
-
-
-@pytest.mark.parametrize("kind", ["auto", "int8"])
-def test_cache_keeps_what_it_is_given(kind: Any) -> None:
-    cache = KVCache(2, 3, 2, 10, 16, dtype=torch.float32, device=torch.device("cpu"), kind=kind)
-    k, v = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 4, 16)
-    k[0, 1, 2] = 0
-    first = torch.arange(4, dtype=torch.int32).repeat(2)
-    rows = [t.transpose(1, 2).reshape(8, 2, 16) for t in (k, k, v)]
-    torch.ops.qcut.append_kv(*rows, None, None, first, first, *cache.layer(1, 1), 4)
-    places = torch.tensor([7, 4], dtype=torch.int32)
-    q, one, two = torch.randn(3, 2, 2, 16)
-    torch.ops.qcut.append_kv(q, one, two, None, None, places, places, *cache.layer(1, 1))
-    assert all(not t.any() for t in cache.read(1, 1, 10))
-    for got, prompt, token in zip(cache.read(1, 2, 10, 1), (k, v), (one, two), strict=True):
-        for row, place in enumerate(places):
-            for kept, given in ((got[row, :, :4], prompt[row]), (got[row, :, place], token[row])):
-                step = given.abs().amax(-1, keepdim=True) / 127
-                assert ((kept - given).abs() <= (step * 0.5001 if kind == "int8" else 0 * step)).all()
-    assert all(not t.any() for t in cache.read(0, 3, 10))
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import qcut
 from qcut.engine.engine import Engine
 from qcut.engine.families import decoder_of
-from tests.engine.test_engine import VOCABULARY, last_logits, prompts_of, sizes, small, theirs
+from tests.support.decoders import VOCABULARY, last_logits, prompts_of, sizes, small, theirs
 
 SCHEMES = (None, "w8a8", "w8a16", "codebook4_g32", "codebook4+4_g64_int8", "codebook3+2_g32_qr")
 EXACT = ("w8a8", "codebook4+4_g64_int8")

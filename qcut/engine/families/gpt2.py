@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention, activation_of
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention
 from qcut.errors import UnsupportedError
 from qcut.models.modules import model_device
 
@@ -45,5 +45,5 @@ def _block(block: Any, heads: Heads) -> Block:
         attention_norm=AddNorm.layer(block.ln_1, [attention.c_attn]),
         attention=SelfAttention((attention.c_attn,), attention.c_proj, heads, attention.scaling),
         mlp_norm=AddNorm.layer(block.ln_2, [mlp.c_fc]),
-        mlp=MLP((mlp.c_fc,), activation_of(mlp.act, "gelu_tanh"), mlp.c_proj, gated=False),
+        mlp=MLP((mlp.c_fc,), mlp.act, mlp.c_proj, gated=False),
     )

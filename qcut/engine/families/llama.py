@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention, activation_of
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention
 from qcut.errors import UnsupportedError
 from qcut.models.modules import model_device
 
@@ -50,5 +50,5 @@ def _block(block: Any, heads: Heads) -> Block:
         attention_norm=AddNorm.rms(attention_norm, attention_norm.variance_epsilon, qkv),
         attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling),
         mlp_norm=AddNorm.rms(mlp_norm, mlp_norm.variance_epsilon, gate_up),
-        mlp=MLP(gate_up, activation_of(mlp.act_fn, "silu_mul"), mlp.down_proj, gated=True),
+        mlp=MLP(gate_up, mlp.act_fn, mlp.down_proj, gated=True),
     )
