@@ -144,7 +144,14 @@ class Engine:
         heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
         # Sequences that have ended write to the place behind the context.
         self.cache = KVCache(
-            len(decoder.blocks), batch, heads.keys, context + 1, heads.size, dtype=dtype, device=device, kind=kv_cache
+            len(decoder.blocks),
+            batch,
+            heads.keys,
+            context + 1,
+            heads.size,
+            dtype=dtype,
+            device=device,
+            kv_dtype=kv_cache,
         )
         self._cos, self._sin = decoder.rotary_tables(context)
         # The engine's own: graphs of two engines may run at once, on streams that nobody knew when they were captured.
