@@ -104,6 +104,14 @@ class Engine:
         stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
             calls each module and leaves the weights where they are.
 
+    Attributes:
+        decoder: the model's parts.
+        batch: most sequences at once.
+        context: most tokens of a sequence.
+        cache: keys and values.
+        prompt_rows: tokens of prompts, whole sequences, that go through a layer at once; they bound the memory of its
+            results. May be changed between calls.
+
     Raises:
         UnsupportedError: another architecture; the message names it.
         ConfigError: a batch or a context below 1, a context beyond what the model was made for or beyond the window
@@ -116,7 +124,6 @@ class Engine:
     """
 
     prompt_rows = 16384
-    """Tokens of prompts, whole sequences, that go through a layer at once: they bound the memory of its results."""
 
     def __init__(
         self,
