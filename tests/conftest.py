@@ -11,6 +11,8 @@ import pytest
 # Before torch: its threads spin between small operations, and two of them on two busy cores cost minutes.
 # The processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The compiler of torch.compile starts a process for each core, in each of the tests' own processes.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 
