@@ -156,6 +156,34 @@ def unpack_units(units: Tensor, bits: int, n: int, geometry: Geometry) -> Tensor
     return out
 
 
+def unpack_rows(units: Tensor, bits: int, rows: Tensor) -> Tensor:
+    """Indices of single rows out of a packed weight; `unpack_units` is for all of them.
+
+    Args:
+        units: uint8 ``[T, U, unit_bytes(bits)]``, contiguous.
+        bits: 2, 3 or 4.
+        rows: int64 ``[R]``, each at least 0 and below 16 T.
+
+    Returns:
+        uint8 ``[R, 128 U]``, columns in memory's order.
+    """
+    t, u = units.shape[:2]
+    tile, g, r8 = rows // UNIT_ROWS, rows % 8, rows % UNIT_ROWS // 8
+    if bits == 4:
+        # bytes: v, g, t, word, r8, h
+        words = units.view(t, u, 2, 8, 4, 4, 2, 2)[tile, :, :, g, :, :, r8].permute(0, 1, 2, 4, 5, 3)
+    else:
+        # bytes: g, t, pair of words, r8, h
+        pairs = units[..., :512].view(t, u, 8, 4, 4, 2, 2)[tile, :, g, :, :, r8]
+        by_lane = torch.stack((pairs & 0x33, pairs >> 2 & 0x33), 4).view(len(rows), u, 4, 2, 4, 2)
+        if bits == 3:
+            shifts = torch.arange(4, dtype=torch.uint8, device=units.device)[:, None]
+            upper = units[..., 512:].view(t, u, 8, 4, 2, 2, 2)[tile, :, g, :, :, r8]
+            by_lane = by_lane | (upper[..., None, :] >> shifts & 0x11) << 2
+        words = by_lane.permute(0, 1, 3, 4, 5, 2)
+    return torch.stack((words & 15, words >> 4), -1).reshape(len(rows), u * UNIT_COLUMNS)
+
+
 def _to_nibbles(padded: Tensor) -> Tensor:
     """``[16 T, Kp]`` → ``[T, U, 2 (v), 8 (g), 4 (t), 4 (word), 2 (r8), 2 (h), 2 (e)]``: a unit's order."""
     t, u = len(padded) // UNIT_ROWS, padded.shape[1] // UNIT_COLUMNS

@@ -23,8 +23,8 @@ from torch import Tensor
 from qcut.codebooks import lloyd_max as codebook
 from qcut.codebooks import rotation
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
+from qcut.models.modules import WEIGHT_DTYPES
 
-WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NORM_DTYPES = (torch.float16, torch.float32)
 
 Strategy = Literal["different", "shared", "alternating", "per_layer"]

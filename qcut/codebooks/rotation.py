@@ -193,6 +193,55 @@ def _each_group(x: Tensor, kind: Kind, group_size: int, seed: int, back: bool) -
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
 
+def turns(kind: str, group_size: int, k: int, seed: int) -> tuple[Tensor, ...]:
+    """Operands of `turn_back`, in float32 on the CPU.
+
+    Args:
+        kind: ``hadamard``, ``qr`` or ``none``.
+        group_size: columns of a full group, at most k.
+        k: columns.
+        seed: of the group at column 0.
+
+    Returns:
+        - hadamard: ``[K]``, sign times ``1 / sqrt(columns)``.
+        - qr: the matrices ``[full groups, d, d]`` and the last group's.
+        - none: nothing.
+    """
+    parts = groups(k, group_size)
+    if kind == "hadamard":
+        return (torch.cat([signs(d, seed + first) * torch.tensor(d**-0.5) for first, d in parts]),)
+    if kind == "qr":
+        matrices = [haar(d, seed + first) for first, d in parts]
+        return torch.stack(matrices[: k // group_size]), matrices[-1]
+    return ()
+
+
+def turn_back(x: Tensor, kind: str, group_size: int, operands: tuple[Tensor, ...]) -> Tensor:
+    """`rotate_groups_back` with operands that are on x's device already, so that a CUDA graph can hold the call.
+
+    Args:
+        x: float32 ``[R, K]``.
+        kind: see `turns`.
+        group_size: columns of a full group, at most K.
+        operands: `turns`.
+
+    Exactness: bitwise that of `rotate_groups_back` for hadamard; products with matrices are those of all full groups
+    at once.
+    """
+    if kind == "none":
+        return x
+    edge = x.shape[1] // group_size * group_size
+    grouped, last = x[:, :edge].unflatten(1, (-1, group_size)), x[:, edge:]
+    if kind == "qr":
+        matrices, last_matrix = operands
+        out = (grouped.transpose(0, 1) @ matrices).transpose(0, 1).flatten(1)
+        return torch.cat((out, last @ last_matrix), 1) if last.shape[1] else out
+    out = walsh_hadamard(grouped).flatten(1)
+    if last.shape[1]:
+        out = torch.cat((out, walsh_hadamard(last)), 1)
+    return out * operands[0]
+
+
 def _check_kind(kind: str) -> None:
     if kind not in KINDS:
         raise ConfigError(f"rotation {kind!r}; allowed: {', '.join(KINDS)}")

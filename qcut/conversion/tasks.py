@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from qcut.config import Codebook, Float, Scheme, StaticRange, parse_scheme
+from qcut.config import ALLOWED_SCHEMES, Codebook, Float, Scheme, StaticRange, parse_scheme
 from qcut.conversion.calibration import Calibration
 from qcut.conversion.plan import Plan
 from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
-from qcut.layers.base import ALLOWED_SCHEMES
 from qcut.models.modules import DEFAULT_SKIP, find_layers, is_linear, matches, tied_elsewhere, weight_nk
 
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.config import W8A8
 from qcut.errors import UnsupportedError
-from qcut.layers.base import Linear
 from qcut.layers.embedding import table_of
+from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
 from qcut.models.modules import model_device
 
@@ -40,17 +39,17 @@ class NotedRows(NamedTuple):
 Rows = Tensor | Int8Rows | NotedRows
 
 
-def is_dynamic(module: nn.Module) -> TypeGuard[Linear]:
+def is_dynamic(module: nn.Module) -> TypeGuard[W8A8Linear]:
     """Whether a module takes int8 rows with a scale for each."""
-    return isinstance(module, Linear) and module.scheme == W8A8()
+    return isinstance(module, W8A8Linear)
 
 
 def project(module: nn.Module, x: Rows, absmax: Tensor | None = None) -> Tensor:
     """A linear layer of rows ``[R, K]``; of int8 rows, ``absmax`` is raised to its result's largest magnitudes."""
     if isinstance(x, Int8Rows):
-        return cast(Linear, module).forward_int8(*x, absmax)
+        return cast(W8A8Linear, module).forward_int8(*x, absmax)
     if isinstance(x, NotedRows):
-        return cast(Linear, module).forward_noted(*x)
+        return cast(W8A8Linear, module).forward_with_absmax(*x)
     return cast(Tensor, module(x))
 
 

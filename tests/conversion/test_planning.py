@@ -314,7 +314,7 @@ def test_codebooks_are_candidates_like_others() -> None:
 def test_costs_of_codebooks() -> None:
     size = LayerSize("x", 4096, 4096, False, 2 * 4096**2)
     for scheme in ("codebook4", "codebook2+2_g64", "codebook4+2_int8", "int4_int8"):
-        assert memory_cost(size, scheme) == Linear.empty(4096, 4096, False, scheme, device="meta").weight_bytes
+        assert memory_cost(size, scheme) == Linear(4096, 4096, False, scheme, device="meta").weight_bytes
     few, many = TimeCost(tokens=1), TimeCost(tokens=4096)
     assert few(size, "codebook2") < few(size, "codebook4") < few(size, "codebook4+4") < few(size, "fp16")
     assert many(size, "codebook4_int8") < many(size, "codebook4") < many(size, "codebook4+4")

@@ -166,7 +166,7 @@ def test_state_dict_round_trip(scheme, bias, assign):
     torch.save(layer.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    other = Linear.empty(21, 33, bias, scheme, device="meta" if assign else None)
+    other = Linear(21, 33, bias, scheme, device="meta" if assign else None)
     other.load_state_dict(state, assign=assign)
     x = torch.randn(3, 21)
     assert same_state(layer, other)
@@ -197,7 +197,7 @@ def test_loading_replaces_the_cached_input_scale():
 
 def test_buffers_set_one_by_one():
     _, layer = quantized("w8a8_static")
-    other = Linear.empty(21, 33, True, "w8a8_static", device="meta")
+    other = Linear(21, 33, True, "w8a8_static", device="meta")
     for key, value in layer.state_dict().items():
         setattr(other, key, value)
     x = torch.randn(3, 21)
@@ -271,7 +271,7 @@ def test_inductor_compiles_a_chain():
 @torch.no_grad()
 def test_compiles_after_loading():
     _, layer = quantized("w8a8_static")
-    other = Linear.empty(21, 33, True, "w8a8_static")
+    other = Linear(21, 33, True, "w8a8_static")
     other.load_state_dict(layer.state_dict())
     x = torch.randn(3, 21)
     assert torch.equal(torch.compile(other, fullgraph=True, backend="aot_eager")(x), layer(x))
@@ -306,7 +306,7 @@ def test_k_beyond_the_exact_range(scheme, k_max):
         errors.QuantizationError, match=rf"K={k_max + 1}\]; {scheme} allows N >= 1 and K in \[1, {k_max}\]"
     ):
         Linear.from_float(nn.Linear(k_max + 1, 1), scheme, static_range=static_range)
-    assert Linear.empty(k_max, 1, True, scheme, device="meta").in_features == k_max
+    assert Linear(k_max, 1, True, scheme, device="meta").in_features == k_max
     assert Linear.from_float(nn.Linear(k_max + 1, 1), "w8a16").in_features == k_max + 1
 
 

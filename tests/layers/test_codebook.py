@@ -24,6 +24,7 @@ from qcut.config import ACTIVATIONS, K_MAX, Codebook, StaticRange, parse_scheme
 from qcut.conversion.costs import LayerSize, memory_cost
 from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
+from qcut.layers.int8 import W8A8Linear
 from qcut.numerics import int8 as numerics
 from tests.layers.test_base import Conv1D, same_state
 from tests.support.oracles import FLOATS, INF, NAN
@@ -82,7 +83,7 @@ def test_int8_products_are_exact_integers(scheme, dtype):
     rows, row_scale = rotate_tokens(x, layer.kind, layer.group_size, layer.scheme.seeds, torch.int8)
     total, first = None, 0
     for i, bits in enumerate(layer.set_bits):
-        units, norms, col_scale, fold, values = layer._set_buffers(i)
+        units, norms, fold, col_scale, values = layer.sets()[i]
         weight = codebook_layout.int8_weight(units, bits, norms, values.half(), fold)[:77]
         tokens = rows[:, first : first + weight.shape[1]]
         first += weight.shape[1]
@@ -185,13 +186,13 @@ def test_calibrated_weights_lose_less():
 def test_linear_is_the_door():
     for layer in (
         Linear(64, 32, True, "codebook4", "relu", "meta", "h"),
-        Linear.empty(64, 32, scheme=Codebook(3), device="meta"),
-        CodebookLinear(64, 32, device="meta"),
+        Linear(64, 32, scheme=Codebook(3), device="meta"),
+        CodebookLinear(64, 32, scheme="int4", device="meta"),
     ):
         assert type(layer) is CodebookLinear
         assert isinstance(layer, qcut.Linear)
         assert {b.device.type for b in layer.buffers()} == {"meta"}
-    assert type(Linear(64, 32)) is Linear
+    assert type(Linear(64, 32)) is W8A8Linear
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, *INT8])
@@ -204,7 +205,7 @@ def test_bytes_are_what_the_cost_model_says(scheme, bias):
 
 
 def test_four_bits_are_four_and_a_half():
-    layer = Linear.empty(4096, 4096, False, "codebook4", device="meta")
+    layer = Linear(4096, 4096, False, "codebook4", device="meta")
     assert 4.25 <= 8 * layer.weight_bytes / 4096**2 < 4.27
     assert repr(layer) == (
         "CodebookLinear(in_features=4096, out_features=4096, bias=False, scheme=codebook4, activation=none, "
@@ -261,7 +262,7 @@ def test_state_dict_round_trip(scheme, assign):
     torch.save(layer.state_dict(), file)
     file.seek(0)
     state = torch.load(file, weights_only=True)
-    other = Linear.empty(320, 77, True, scheme, device="meta" if assign else None)
+    other = Linear(320, 77, True, scheme, device="meta" if assign else None)
     assert {k: (t.shape, t.dtype) for k, t in other.state_dict().items()} == {
         k: (t.shape, t.dtype) for k, t in state.items()
     }
@@ -307,7 +308,7 @@ def test_a_wrong_state_is_refused():
 
 def test_in_a_model_and_under_its_name():
     model = nn.Sequential(nn.LayerNorm(64), quantized("codebook4+4", 32, 64)[1])
-    other = nn.Sequential(nn.LayerNorm(64), Linear.empty(64, 32, True, "codebook4+4"))
+    other = nn.Sequential(nn.LayerNorm(64), Linear(64, 32, True, "codebook4+4"))
     assert "1.residual_indices" in model.state_dict()
     other.load_state_dict(model.state_dict())
     x = torch.randn(3, 64)
@@ -358,8 +359,8 @@ def test_sizes_that_cannot_be():
     with pytest.raises(errors.ConfigError, match=r"layer 'l': a Hadamard rotation of 72 columns \(from column 128"):
         Linear.from_float(nn.Linear(200, 3), "codebook4", name="l")
     with pytest.raises(errors.QuantizationError, match=r"layer 'l': 2 passes of K=70000, 70016 with padding; int8"):
-        Linear.empty(70_000, 1, True, "codebook4+4_qr_int8", device="meta", name="l")
-    assert Linear.empty(K_MAX + 1, 1, True, "codebook4_qr", device="meta").in_features == K_MAX + 1
+        Linear(70_000, 1, True, "codebook4+4_qr_int8", device="meta", name="l")
+    assert Linear(K_MAX + 1, 1, True, "codebook4_qr", device="meta").in_features == K_MAX + 1
 
 
 def test_schemes_that_do_not_fit():

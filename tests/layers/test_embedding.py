@@ -15,9 +15,8 @@ from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks.layout import Geometry
 from qcut.conversion.convert import model_bytes, quantize
 from qcut.errors import CheckpointError, ConfigError, DtypeError, QuantizationError, UnsupportedError
-from qcut.layers import embedding
 from qcut.layers.base import Linear
-from qcut.layers.embedding import Embedding, unpack_rows
+from qcut.layers.embedding import Embedding
 from qcut.numerics import int8 as numerics
 from tests.support.zoo import tiny_hf, tiny_lm, token_batches
 
@@ -55,7 +54,7 @@ def test_rows_of_packed_units(bits: int, size: int):
     indices = torch.randint(0, 1 << bits, (70, 300), generator=generator).to(torch.uint8)
     units = codebook_layout.pack_units(indices, bits, geometry)
     rows = torch.randperm(70, generator=generator)
-    found = unpack_rows(units, bits, rows)
+    found = codebook_layout.unpack_rows(units, bits, rows)
     assert found.shape == (70, geometry.k_padded)
     assert torch.equal(found[:, geometry.columns()], indices[rows])
 
@@ -119,7 +118,6 @@ def test_no_more_is_unpacked_than_asked_for(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("scheme", ["w8a16", "codebook4", "codebook4+2", "codebook4_qr"])
 def test_compiles_to_one_graph(scheme: str):
-    embedding._constants.cache_clear()
     torch._dynamo.reset()
     layer = Embedding.from_float(table(), scheme)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
