@@ -28,8 +28,9 @@ from benchmarks.quality import tokens_of
 from benchmarks.readme_tables import markdown
 from examples.gpt2_int8 import language_reference
 from qcut.codebooks import rotation
-from qcut.codebooks.fit import DAMPING, collect_second_moments, fit, fit_residual
+from qcut.codebooks.fit import DAMPING, fit, fit_residual
 from qcut.codebooks.quantizer import dequantize, quantize, quantize_residual
+from qcut.conversion.second_moments import collect_second_moments
 from qcut.errors import QcutError
 from qcut.models.evaluation import perplexity, windows_of
 from qcut.models.modules import find_layers, weight_nk

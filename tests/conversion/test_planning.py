@@ -180,7 +180,7 @@ def test_best_range_is_the_least_output_error() -> None:
         for method in METHODS:
             layer = Linear.from_float(module, "w8a8_static", static_range=cal.range(name, method))
             errors[method] = output_error(module, layer, cal.layers[name].sample)
-        best, method = best_range(module, name, cal)
+        best, method = best_range(module, "w8a8_static", name, cal)
         assert errors[method] == min(errors.values())
         assert best == cal.range(name, method)
 
