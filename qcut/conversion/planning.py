@@ -13,7 +13,7 @@ from qcut.config import Scheme, StaticRange, parse_scheme
 from qcut.conversion.calibration import Calibration, calibrate
 from qcut.conversion.costs import CostModel, LayerSize, TimeCost, memory_cost
 from qcut.conversion.plan import LayerPlan, Plan
-from qcut.conversion.search import Search, Unit
+from qcut.conversion.search import Search, TiedLayers
 from qcut.conversion.sensitivity import Judge, best_range, output_error
 from qcut.errors import CalibrationError, ConfigError, PlanError
 from qcut.layers.base import Linear
@@ -97,27 +97,29 @@ def plan(
         cost = TimeCost() if objective == "time" else memory_cost
 
     judge = Judge(model, batches, progress)
-    units = _units(modules)
+    groups = _groups(modules)
     ranges: dict[str, tuple[StaticRange, str]] = {}
-    for unit in tqdm(units, desc="quantize candidates", unit="layer", disable=not progress, leave=False):
-        _quantize_candidates(unit, modules, schemes, calibration, cost, ranges)
+    for group in tqdm(groups, desc="quantize candidates", unit="layer", disable=not progress, leave=False):
+        _quantize_candidates(group, modules, schemes, calibration, cost, ranges)
     if measure == "model":
-        _measure_alone(units, judge, sensitivity_batches)
+        _measure_alone(groups, judge, sensitivity_batches)
 
     def loss(variant: dict[str, Linear], number: int) -> float:
         return judge.losses([variant], f"measure plan {number}")[0]
 
-    search = Search(units, loss, budget, judge.metric, additive=measure == "model")
+    search = Search(groups, loss, budget, judge.metric, additive=measure == "model")
     choice, measured, start = search.run()
     layers: dict[str, LayerPlan] = {}
-    for unit, scheme in zip(units, choice, strict=True):
-        reason = _reason(unit, scheme, judge.metric if measure == "model" else "its output error")
-        for name in unit.names:
+    for group, scheme in zip(groups, choice, strict=True):
+        reason = _reason(group, scheme, judge.metric if measure == "model" else "its output error")
+        for name in group.names:
             n, k = weight_nk(modules[name]).shape
             static_range, method = ranges.get(name, (None, ""))
-            layers[name] = LayerPlan(scheme, k, n, static_range, method, unit.sensitivity, unit.cost, reason)
+            layers[name] = LayerPlan(scheme, k, n, static_range, method, group.sensitivity, group.cost, reason)
     ordered = {name: layers[name] for name in modules}
-    predicted = sum(unit.sensitivity[s] for unit, s in zip(units, choice, strict=True)) if measure == "model" else None
+    predicted = (
+        sum(group.sensitivity[s] for group, s in zip(groups, choice, strict=True)) if measure == "model" else None
+    )
     counted = objective if cost is memory_cost or isinstance(cost, TimeCost) else "custom"
     return Plan(ordered, budget, judge.metric, counted, predicted, measured, start, judge.tokens)
 
@@ -144,31 +146,31 @@ def _layers_to_plan(model: nn.Module, include: Sequence[str] | None, skip: Seque
     return modules
 
 
-def _units(modules: dict[str, nn.Module]) -> list[Unit]:
-    units: dict[tuple[Any, ...], Unit] = {}
+def _groups(modules: dict[str, nn.Module]) -> list[TiedLayers]:
+    groups: dict[tuple[Any, ...], TiedLayers] = {}
     for name, module in modules.items():
-        units.setdefault(tensor_key(weight_of(module)), Unit([])).names.append(name)
-    return list(units.values())
+        groups.setdefault(tensor_key(weight_of(module)), TiedLayers([])).names.append(name)
+    return list(groups.values())
 
 
 def _quantize_candidates(
-    unit: Unit,
+    group: TiedLayers,
     modules: dict[str, nn.Module],
     schemes: list[Scheme],
     calibration: Calibration,
     cost: CostModel,
     ranges: dict[str, tuple[StaticRange, str]],
 ) -> None:
-    """Quantize a unit under every scheme; cost it, and measure its own error."""
+    """Quantize a group under every scheme; cost it, and measure its own error."""
     for scheme in schemes:
-        unit.cost[scheme.name] = unit.sensitivity[scheme.name] = 0.0
-        for name in unit.names:
+        group.cost[scheme.name] = group.sensitivity[scheme.name] = 0.0
+        for name in group.names:
             module = modules[name]
             n, k = weight_nk(module).shape
             calibration.check(name, k)
             parameters = [p for p in module._parameters.values() if p is not None]
             size = LayerSize(name, n, k, len(parameters) > 1, sum(p.nbytes for p in parameters))
-            unit.cost[scheme.name] += cost(size, scheme.name)
+            group.cost[scheme.name] += cost(size, scheme.name)
             if scheme.is_float:
                 continue
             static_range = None
@@ -176,24 +178,24 @@ def _quantize_candidates(
                 ranges[name] = best_range(module, scheme, name, calibration)
                 static_range = ranges[name][0]
             layer = Linear.from_float(module, scheme, static_range=static_range, name=name)
-            for owner in unit.quantized():
+            for owner in group.quantized():
                 layer.tie_to(owner)
-            unit.layers.setdefault(scheme.name, {})[name] = layer
-            unit.sensitivity[scheme.name] += output_error(module, layer, calibration.stats(name).sample)
+            group.layers.setdefault(scheme.name, {})[name] = layer
+            group.sensitivity[scheme.name] += output_error(module, layer, calibration.stats(name).sample)
 
 
-def _measure_alone(units: list[Unit], judge: Judge, max_batches: int | None) -> None:
-    """Make sensitivities the model's loss with one unit quantized."""
-    pairs = [(unit, scheme) for unit in units for scheme in unit.layers]
-    losses = judge.losses([unit.layers[scheme] for unit, scheme in pairs], "sensitivity", max_batches)
-    for (unit, scheme), loss in zip(pairs, losses, strict=True):
-        unit.sensitivity[scheme] = loss
+def _measure_alone(groups: list[TiedLayers], judge: Judge, max_batches: int | None) -> None:
+    """Make sensitivities the model's loss with one group quantized."""
+    pairs = [(group, scheme) for group in groups for scheme in group.layers]
+    losses = judge.losses([group.layers[scheme] for group, scheme in pairs], "sensitivity", max_batches)
+    for (group, scheme), loss in zip(pairs, losses, strict=True):
+        group.sensitivity[scheme] = loss
 
 
-def _reason(unit: Unit, scheme: str, metric: str) -> str:
-    """Why a unit is not on its cheapest scheme; empty where it is."""
-    cheapest = unit.cheapest
+def _reason(group: TiedLayers, scheme: str, metric: str) -> str:
+    """Why a group is not on its cheapest scheme; empty where it is."""
+    cheapest = group.cheapest
     if scheme == cheapest:
         return ""
-    alone, chosen = unit.sensitivity[cheapest], unit.sensitivity[scheme]
+    alone, chosen = group.sensitivity[cheapest], group.sensitivity[scheme]
     return f"{metric} +{alone:.3%} with {cheapest} alone, +{chosen:.3%} with {scheme}"

@@ -9,11 +9,11 @@ from qcut.errors import PlanError
 from qcut.layers.base import Linear
 
 Choice = tuple[str, ...]
-"""A scheme per unit."""
+"""A scheme per group."""
 
 
 @dataclass
-class Unit:
+class TiedLayers:
     """Layers that share one weight and hence one scheme; nearly always one layer.
 
     Attributes:
@@ -47,7 +47,7 @@ class Search:
     """Steps 3 and 4 of `qcut.plan`.
 
     Args:
-        units: with costs and sensitivities.
+        groups: with costs and sensitivities.
         loss: of the model with some layers replaced, which are given by name; and the number of the measurement.
         budget: the loss allowed.
         metric: what a loss is, for error messages.
@@ -56,13 +56,13 @@ class Search:
 
     def __init__(
         self,
-        units: list[Unit],
+        groups: list[TiedLayers],
         loss: Callable[[dict[str, Linear], int], float],
         budget: float,
         metric: str,
         additive: bool,
     ) -> None:
-        self.units, self.measure, self.budget, self.metric, self.additive = units, loss, budget, metric, additive
+        self.groups, self.measure, self.budget, self.metric, self.additive = groups, loss, budget, metric, additive
         self.seen: dict[Choice, float] = {}
 
     def loss(self, choice: Choice) -> float:
@@ -70,8 +70,8 @@ class Search:
         if choice not in self.seen:
             variant = {
                 name: layer
-                for unit, scheme in zip(self.units, choice, strict=True)
-                for name, layer in unit.layers.get(scheme, {}).items()
+                for group, scheme in zip(self.groups, choice, strict=True)
+                for name, layer in group.layers.get(scheme, {}).items()
             }
             self.seen[choice] = self.measure(variant, len(self.seen) + 1) if variant else 0.0
         return self.seen[choice]
@@ -97,18 +97,18 @@ class Search:
 
     def path(self) -> list[Choice]:
         """From the cheapest choice to the most exact one, by sensitivity saved per cost added."""
-        choice = [unit.cheapest for unit in self.units]
+        choice = [group.cheapest for group in self.groups]
         path = [tuple(choice)]
         while True:
             moves = [
-                (saved / max(unit.cost[scheme] - unit.cost[choice[i]], 1e-12), i, scheme)
-                for i, unit in enumerate(self.units)
-                for scheme in unit.cost
-                if (saved := unit.sensitivity[choice[i]] - unit.sensitivity[scheme]) > 0
+                (saved / max(group.cost[scheme] - group.cost[choice[i]], 1e-12), i, scheme)
+                for i, group in enumerate(self.groups)
+                for scheme in group.cost
+                if (saved := group.sensitivity[choice[i]] - group.sensitivity[scheme]) > 0
             ]
             if not moves:
                 # Sensitivities can tie at 0: at the very end, the dearest of the tied is taken as the most exact.
-                return [*path, tuple(unit.most_exact for unit in self.units)]
+                return [*path, tuple(group.most_exact for group in self.groups)]
             _, i, scheme = max(moves, key=lambda move: move[0])
             choice[i] = scheme
             path.append(tuple(choice))
@@ -116,16 +116,16 @@ class Search:
     def undo(self, choice: Choice, start: Choice) -> Choice:
         """Try each moved layer on every cheaper scheme, the greatest savings first; keep what the budget allows."""
         trials = [
-            (unit.cost[scheme] - unit.cost[choice[i]], i, scheme)
-            for i, unit in enumerate(self.units)
-            for scheme in unit.cost
-            if choice[i] != start[i] and unit.cost[scheme] < unit.cost[choice[i]]
+            (group.cost[scheme] - group.cost[choice[i]], i, scheme)
+            for i, group in enumerate(self.groups)
+            for scheme in group.cost
+            if choice[i] != start[i] and group.cost[scheme] < group.cost[choice[i]]
         ]
         for _, i, scheme in sorted(trials):
-            unit, now = self.units[i], choice[i]
-            added = unit.sensitivity[scheme] - unit.sensitivity[now]
+            group, now = self.groups[i], choice[i]
+            added = group.sensitivity[scheme] - group.sensitivity[now]
             hopeless = self.additive and added > 2 * (self.budget - self.loss(choice))
-            if unit.cost[scheme] < unit.cost[now] and not hopeless:
+            if group.cost[scheme] < group.cost[now] and not hopeless:
                 trial = (*choice[:i], scheme, *choice[i + 1 :])
                 if self.loss(trial) <= self.budget:
                     choice = trial

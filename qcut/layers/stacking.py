@@ -127,18 +127,18 @@ def _storage(tensor: Tensor) -> tuple[Any, ...]:
 
 def _signature(module: nn.Module) -> tuple[Any, ...] | None:
     """What siblings must have in common; None for a module that is never stacked."""
-    kind: type[nn.Module] = type(module)
+    cls: type[nn.Module] = type(module)
     own: tuple[Any, ...] = ()
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return None
-    if isinstance(module, Linear) and kind is Linear.subclass_for(module.scheme) and not module.scheme.needs_range:
+    if isinstance(module, Linear) and cls is Linear.subclass_for(module.scheme) and not module.scheme.needs_range:
         own = (module.in_features, module.scheme, module.activation)
-    elif kind is not nn.Linear or not _tensors(module).keys() <= {"weight", "bias"}:
+    elif cls is not nn.Linear or not _tensors(module).keys() <= {"weight", "bias"}:
         return None
     tensors = _rows(module)
     if not all(_is_plain(t) and t.is_contiguous() and not t.is_inference() for t in tensors.values()):
         return None
-    return kind, own, {key: (t.dtype, t.device, t.shape[1:]) for key, t in tensors.items()}
+    return cls, own, {key: (t.dtype, t.device, t.shape[1:]) for key, t in tensors.items()}
 
 
 def _fit(siblings: Sequence[nn.Module]) -> bool:
@@ -164,7 +164,7 @@ def _adjoining(tensors: list[Tensor]) -> Tensor | None:
 
 
 def _module(siblings: Sequence[nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
-    """A module of the siblings' kind around these tensors, in evaluation mode."""
+    """A module of the siblings' class around these tensors, in evaluation mode."""
     first: Any = siblings[0]
     k, n = first.in_features, sum(cast(Any, module).out_features for module in siblings)
     made: nn.Module
