@@ -157,7 +157,7 @@ def test_a_scheme_finds_the_class_that_names_it():
         assert type(pickle.loads(pickle.dumps(layer))) is type(copy.deepcopy(layer)) is expected
         assert isinstance(layer, qcut.Linear)
         assert hasattr(layer, "forward_int8") == (scheme == "w8a8")
-    with pytest.raises(errors.ConfigError, match="qcut.Linear has no scheme 'fp16'; use w8a8"):
+    with pytest.raises(errors.ConfigError, match=r"qcut\.Linear has no scheme 'fp16'; use w8a8"):
         Linear(8, 4, scheme="fp16")
     with pytest.raises(errors.ConfigError, match="layer 'x': W8A16Linear has no scheme 'w8a8'"):
         W8A16Linear(8, 4, scheme="w8a8", name="x")
