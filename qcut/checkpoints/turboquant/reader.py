@@ -31,7 +31,8 @@ from qcut.config import Codebook
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
 from qcut.models.modules import is_linear, replace_modules
-from qcut.storage.files import TENSOR_DTYPES, open_tensors, read_json
+from qcut.storage.files import read_json
+from qcut.storage.tensors import TENSOR_DTYPES, open_tensors
 
 CONFIG_NAME = "turboquant_config.json"
 MODEL_NAME, QUANTIZED_NAME, REST_NAME = "config.json", "model.safetensors", "non_quantized.safetensors"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +30,7 @@ from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import is_conv1d, replace_modules, weight_nk
+from qcut.storage.files import replacing
 
 
 def save_turboquant(model: nn.Module, directory: str | Path) -> None:
@@ -188,19 +187,10 @@ def _rest(model: nn.Module, layers: dict[str, CodebookLinear]) -> dict[str, Tens
 
 
 def _write(directory: Path, files: dict[str, Callable[[Path], object]]) -> None:
-    """All files, or none of them: they are renamed once all are on the disk."""
-    suffix = f".{secrets.token_hex(4)}.tmp"
-    temporary = {name: directory / f".{name}{suffix}" for name in files}
-    try:
-        for name, path in temporary.items():
-            files[name](path)
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
-        for name, path in temporary.items():
-            os.replace(path, directory / name)
-    finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
+    """All files, or none of them."""
+    with replacing(*(directory / name for name in files)) as new:
+        for path, write in zip(new, files.values(), strict=True):
+            write(path)
 
 
 def quantize_model(model: nn.Module, config: Config | None = None, *, progress: bool = True) -> None:
