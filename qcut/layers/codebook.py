@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks import products as codebook_numerics
-from qcut.codebooks import rotation
+from qcut.codebooks import packing, products, rotation
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.codebooks.passes import NORM_DTYPES, check_norms, check_values, codebook_scheme, quantize_weight, scheme_of
-from qcut.codebooks.quantizer import RotatedCodebook
+from qcut.codebooks.quantizer import RotatedCodebook, dequantize
 from qcut.config import K_MAX, Codebook, Scheme, StaticRange, check_activation
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
 from qcut.layers.base import Linear, Stored, float_bias, float_weight
@@ -76,7 +74,7 @@ class CodebookLinear(Linear):
         residual_units, residual_packed_norms, residual_codebook, residual_col_scale, residual_fold: of the second
             set, where there is one.
 
-    The state dict is in plain order: ``indices`` packed by `qcut.codebooks.lloyd_max.pack`, ``norms`` ``[N, G]``,
+    The state dict is in plain order: ``indices`` packed by `qcut.codebooks.packing.pack`, ``norms`` ``[N, G]``,
     ``codebook``, the same with ``residual_`` in front for a second pass, and ``bias``.
 
     Raises:
@@ -116,7 +114,7 @@ class CodebookLinear(Linear):
         k, n = in_features, out_features
         if k < 1 or n < 1:
             raise QuantizationError(f"weight is [N={n}, K={k}]; {scheme.name} allows N >= 1 and K >= 1", name)
-        self.kind = cast(rotation.Kind, scheme.rotation)
+        self.kind = scheme.rotation
         self.group_size = scheme.group_columns(k)
         if scheme.rotation != "none":
             rotation.check_group_size(k, self.group_size, scheme.rotation, name)
@@ -280,7 +278,7 @@ class CodebookLinear(Linear):
 
     def dequantized_weight(self) -> Tensor:
         """float32 ``[N, K]``: the sum of the passes, rotated back."""
-        return codebook_numerics.dequantize(self.passes)
+        return dequantize(self.passes)
 
     def stored(self) -> dict[str, Stored]:
         """The tensors of the state dict, by key, each made when it is read."""
@@ -289,7 +287,7 @@ class CodebookLinear(Linear):
         for p, (bits, keys) in enumerate(zip(self.scheme.widths, PASS_KEYS, strict=False)):
             prefix, _, _ = self._place(p)
             sources = (f"{prefix}units", "norms", f"{prefix}codebook")
-            shapes = ((n, codebook.packed_bytes(k, bits)), (n, self.geometry.groups), (1 << bits,))
+            shapes = ((n, packing.packed_bytes(k, bits)), (n, self.geometry.groups), (1 << bits,))
             dtypes = (torch.uint8, self.norms.dtype, torch.float32)
             for key, source, shape, dtype in zip(keys, sources, shapes, dtypes, strict=True):
                 identity = (key, *tensor_key(self._buffer(source)))
@@ -380,7 +378,7 @@ class CodebookLinear(Linear):
     def _read_books(self) -> list[dict[torch.dtype, tuple[int, ...]]]:
         """Codebooks in 16 bits on the host, where launches take them from."""
         codebooks = [self._set_buffers(i)[4] for i in range(len(self.set_bits))]
-        self._books = [{dtype: codebook_numerics.pack_book(c, dtype) for dtype in _HALVES} for c in codebooks]
+        self._books = [{dtype: products.pack_book(c, dtype) for dtype in _HALVES} for c in codebooks]
         return self._books
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
@@ -486,7 +484,7 @@ def _reader(
             return layer._buffer(f"{prefix}codebook").detach().clone()
         bits = layer.scheme.widths[p]
         packed = layer._buffer(f"{prefix}units")[:, units]
-        return codebook.pack(codebook_layout.unpack_units(packed, bits, layer.out_features, layer.geometry), bits)
+        return packing.pack(codebook_layout.unpack_units(packed, bits, layer.out_features, layer.geometry), bits)
 
     return read
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.codebooks import rotation
-from qcut.codebooks.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
+from qcut.codebooks.layout import UNIT_COLUMNS, Geometry, unpack_rows
 from qcut.config import Scheme
 from qcut.errors import DtypeError, QuantizationError, UnsupportedError, layer_prefix
 from qcut.layers.base import WEIGHT_DTYPES, Linear
@@ -247,34 +247,6 @@ def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
     return found
 
 
-def unpack_rows(units: Tensor, bits: int, rows: Tensor) -> Tensor:
-    """Indices of single rows out of a packed weight; `qcut.codebooks.layout.unpack_units` is for all of them.
-
-    Args:
-        units: uint8 ``[T, U, unit_bytes(bits)]``, contiguous.
-        bits: 2, 3 or 4.
-        rows: int64 ``[R]``, each at least 0 and below 16 T.
-
-    Returns:
-        uint8 ``[R, 128 U]``, columns in memory's order.
-    """
-    t, u = units.shape[:2]
-    tile, g, r8 = rows // UNIT_ROWS, rows % 8, rows % UNIT_ROWS // 8
-    if bits == 4:
-        # bytes: v, g, t, word, r8, h
-        words = units.view(t, u, 2, 8, 4, 4, 2, 2)[tile, :, :, g, :, :, r8].permute(0, 1, 2, 4, 5, 3)
-    else:
-        # bytes: g, t, pair of words, r8, h
-        pairs = units[..., :512].view(t, u, 8, 4, 4, 2, 2)[tile, :, g, :, :, r8]
-        by_lane = torch.stack((pairs & 0x33, pairs >> 2 & 0x33), 4).view(len(rows), u, 4, 2, 4, 2)
-        if bits == 3:
-            shifts = torch.arange(4, dtype=torch.uint8, device=units.device)[:, None]
-            upper = units[..., 512:].view(t, u, 8, 4, 2, 2, 2)[tile, :, g, :, :, r8]
-            by_lane = by_lane | (upper[..., None, :] >> shifts & 0x11) << 2
-        words = by_lane.permute(0, 1, 3, 4, 5, 2)
-    return torch.stack((words & 15, words >> 4), -1).reshape(len(rows), u * UNIT_COLUMNS)
-
-
 def _codebook_rows(linear: CodebookLinear, ids: Tensor) -> Tensor:
     """float32 ``[R, K]``: rows of the weight, as `qcut.codebooks.quantizer.dequantize` has them."""
     geometry = linear.geometry
@@ -294,51 +266,29 @@ def _codebook_rows(linear: CodebookLinear, ids: Tensor) -> Tensor:
         indices = indices[:, : geometry.k] if in_order else indices.index_select(1, places)
         values = getattr(linear, f"{prefix}codebook")[indices.int()]
         scale = norms[:, p * geometry.groups : (p + 1) * geometry.groups] * rsqrt_sizes
-        rows = _rotate_back(values, linear.kind, geometry.full, constants[3:])
+        rows = rotation.rotate_groups_back_by(values, linear.kind, geometry.full, constants[3:])
         parts.append(rows * scale.index_select(1, group))
     return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-def _rotate_back(rows: Tensor, kind: str, d: int, operands: tuple[Tensor, ...]) -> Tensor:
-    """Rotates float32 ``[R, K]`` back, d columns at a time, with operands that are on the device."""
-    if kind == "none":
-        return rows
-    grouped = rows[:, : rows.shape[1] // d * d].unflatten(1, (-1, d))
-    last = rows[:, rows.shape[1] // d * d :]
-    if kind == "qr":
-        matrices, last_matrix = operands
-        out = (grouped.transpose(0, 1) @ matrices).transpose(0, 1).flatten(1)
-        return torch.cat((out, last @ last_matrix), 1) if last.shape[1] else out
-    (factor,) = operands
-    out = rotation.walsh_hadamard(grouped).flatten(1)
-    if last.shape[1]:
-        out = torch.cat((out, rotation.walsh_hadamard(last)), 1)
-    return out * factor
-
-
 @lru_cache(maxsize=16)
-def _constants(kind: str, group_size: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
+def _constants(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
     """What looking rows up reads besides the table; on the device, so that a graph can be captured once it is made.
 
     - int64 ``[K]``: the place in memory of each column; int64 ``[K]``: its group.
     - float32 ``[G]``: ``1 / sqrt(columns)`` of each group; 1 without a rotation.
-    - hadamard: float32 ``[K]``, sign times ``1 / sqrt(columns)``.
-    - qr: the matrices, float32 ``[full groups, d, d]``, and the last group's.
+    - `rotation.back_operands`.
     """
     geometry = Geometry(k, group_size)
     parts = rotation.groups(k, geometry.full)
-    sizes = torch.tensor([d for _, d in parts])
-    rsqrt_sizes = torch.tensor([1.0 if kind == "none" else d**-0.5 for _, d in parts])
-    group = torch.arange(len(parts)).repeat_interleave(sizes)
-    found = [geometry.columns(), group, rsqrt_sizes]
-    if kind == "hadamard":
-        found.append(torch.cat([rotation.signs(d, seed + first) for first, d in parts]) * rsqrt_sizes[group])
-    if kind == "qr":
-        matrices = [rotation.haar(d, seed + first) for first, d in parts]
-        found += [torch.stack(matrices[: k // geometry.full]), matrices[-1]]
-    return tuple(t.to(device) for t in found)
+    rsqrt_sizes = torch.tensor([1.0 if kind == "none" else d**-0.5 for _, d in parts], device=device)
+    group = rotation.per_column(torch.arange(len(parts), device=device), parts)
+    operands = rotation.back_operands(k, kind, geometry.full, seed, device)
+    return geometry.columns(device), group, rsqrt_sizes, *operands
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traced_constants(kind: str, group_size: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
+def _traced_constants(
+    kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device
+) -> tuple[Tensor, ...]:
     return _constants(kind, group_size, k, seed, device)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qcut.checkpoints.turboquant.format import Config, quantize
+from qcut.checkpoints.turboquant.format import STRATEGIES, Config, pass_seeds, quantize
 from qcut.checkpoints.turboquant.reader import (
     CONFIG_NAME,
     MODEL_NAME,
@@ -23,8 +23,7 @@ from qcut.checkpoints.turboquant.reader import (
     layer_scheme,
     linear_layers,
 )
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks.quantizer import STRATEGIES, pass_seeds
+from qcut.codebooks import packing
 from qcut.errors import CheckpointError, QuantizationError, UnsupportedError
 from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
@@ -161,7 +160,7 @@ def _quantized(layers: dict[str, CodebookLinear], stems: dict[str, str]) -> tupl
                 raise UnsupportedError(f"layer {name!r} has a codebook of its own; the format has one for first passes")
             norms = q.norms.float().cpu()
             first_norms += [f"{stem}.{PASS_PARTS[i][1]}"] if i == 0 else []
-            tensors[f"{stem}.{PASS_PARTS[i][0]}"] = codebook.pack(q.indices.cpu(), 4)
+            tensors[f"{stem}.{PASS_PARTS[i][0]}"] = packing.pack(q.indices.cpu(), 4)
             tensors[f"{stem}.{PASS_PARTS[i][1]}"] = norms[:, 0].contiguous() if norms.shape[1] == 1 else norms
             if i == 1:
                 tensors[f"{stem}.{PASS_PARTS[i][2]}"] = values.clone()
