@@ -27,7 +27,8 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.layers.stored import StateEntry
 from qcut.models.modules import FusedActivation, replace_modules
-from qcut.storage.files import TensorFiles, open_tensors, plain_name, read_json, write_json
+from qcut.storage.files import read_json, write_json
+from qcut.storage.tensors import TensorFiles, open_tensors, plain_name
 
 CONFIG_NAME = "qcut_config.json"
 _FORMAT, _VERSION = "qcut", 1
@@ -43,7 +44,7 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
     tokenizers and people. Other files, a tokenizer's for example, are left alone.
 
     Saving over an earlier checkpoint is safe: the new files have new names, and the rename of ``qcut_config.json``
-    puts them in force all at once. Only then are the old ones deleted (`qcut.storage.files`).
+    puts them in force all at once. Only then are the old ones deleted (`qcut.storage.tensors`).
 
     Args:
         model: the model.

@@ -15,7 +15,7 @@ from qcut.errors import CheckpointError, QcutError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
 from qcut.models.modules import is_linear, weight_nk
-from qcut.storage.files import TENSOR_DTYPES
+from qcut.storage.tensors import TENSOR_DTYPES
 
 Header = tuple[torch.dtype | None, list[int]]
 """Dtype, None where torch has none, and shape of a stored tensor."""

@@ -18,20 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks import rotation
-from qcut.codebooks.quantizer import (
-    RESIDUAL_SEED,
-    RotatedCodebook,
-    Strategy,
-    check_weight,
-    dequantize_rows,
-    finite_rows,
-    pass_seeds,
-    quantize,
-    row_chunks,
-    stored_norms,
-)
+from qcut.codebooks import lloyd_max, rotation
+from qcut.codebooks.quantizer import RotatedCodebook, check_weight, row_chunks, rows_left, stored_norms
 from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 
 DAMPING = 0.1
@@ -49,6 +37,7 @@ def fit(
     second_moment: Tensor,
     bits: int = 4,
     *,
+    before: Sequence[RotatedCodebook] = (),
     group_size: int = 128,
     kind: rotation.Kind = "hadamard",
     seed: int = 42,
@@ -60,13 +49,15 @@ def fit(
     """Quantize a weight so that its layer's output changes little on inputs like those that were seen.
 
     Args:
-        weight: see `qcut.codebooks.quantizer.quantize`, as for ``bits``, ``group_size``, ``kind``, ``seed``,
-            ``norm_dtype`` and ``layer``.
+        weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
         second_moment: ``[K, K]``, floating point: the mean of ``x^T x`` over the layer's inputs, in any scale; see
             `qcut.collect_second_moments`. Moved to the weight's device.
         bits: 1 to 4.
-        group_size: columns of a group.
-        kind: rotation.
+        before: rotated passes of the same weight: the rest they leave is fitted. A pass that another one follows is
+            better rounded to nearest (`qcut.codebooks.quantizer.quantize`): error feedback leaves a rest that is small
+            under H, but large.
+        group_size: columns of a group; K or more takes whole rows.
+        kind: rotation; a Hadamard group, the shorter last one too, is a power of two.
         seed: of the group at column 0.
         norm_dtype: float16 or float32.
         layer: name for error messages.
@@ -80,66 +71,38 @@ def fit(
         Tensors on the weight's device.
 
     Raises:
-        ShapeError, DtypeError, QuantizationError, ConfigError: as `qcut.codebooks.quantizer.quantize`; and a second
-            moment of another shape, one that is not finite or has no factorization, or a negative damping.
+        ShapeError: no matrix, or an empty one; a second moment of another shape.
+        DtypeError: another dtype of weight or norms.
+        QuantizationError: NaN or Inf, a norm beyond float16, or a second moment without a factorization.
+        ConfigError: another number of bits, a group that the rotation cannot take, or a negative damping.
 
     Exactness: float32, with the precision that torch is set to use for products of matrices. Deterministic; the number
     of rows may change an index where a value lies within rounding of a midpoint.
     """
-    return _fit_left(weight, (), second_moment, bits, group_size, kind, seed, norm_dtype, layer, damping, refit)
-
-
-def fit_residual(
-    weight: Tensor,
-    second_moment: Tensor,
-    bits: int = 4,
-    residual_bits: int = 4,
-    *,
-    group_size: int = 128,
-    kind: rotation.Kind = "hadamard",
-    seed: int = 42,
-    residual_seed: int = RESIDUAL_SEED,
-    strategy: Strategy = "different",
-    layer_index: int = 0,
-    norm_dtype: torch.dtype = torch.float16,
-    layer: str | None = None,
-    damping: float = DAMPING,
-    refit: bool = True,
-) -> tuple[RotatedCodebook, RotatedCodebook]:
-    """Quantize a weight in two passes: rounded to nearest, then `fit` of what that leaves in float32.
-
-    Error feedback in the first pass would leave more for the second: small under H, but large. The first pass alone is
-    no better than `qcut.codebooks.quantizer.quantize`.
-
-    Errors and exactness are those of `fit` and `qcut.codebooks.quantizer.pass_seeds`.
-
-    Args:
-        weight: see `fit`, as for what is not named here.
-        second_moment: of the layer's inputs.
-        bits: 1 to 4, of the first pass.
-        residual_bits: 1 to 4, of the second pass.
-        group_size: of both passes.
-        kind: of both passes.
-        seed: see `qcut.codebooks.quantizer.pass_seeds`, as for ``residual_seed``, ``strategy`` and ``layer_index``.
-        residual_seed: of the second pass.
-        strategy: of the seeds.
-        layer_index: of the layer.
-        norm_dtype: of both passes.
-        layer: name for error messages.
-        damping: of the second pass.
-        refit: of both passes.
-
-    Returns:
-        The passes; `qcut.codebooks.quantizer.dequantize` adds them up.
-    """
-    first, second = pass_seeds(seed, residual_seed, strategy, layer_index)
-    one = quantize(
-        weight, bits, group_size=group_size, kind=kind, seed=first, norm_dtype=norm_dtype, layer=layer, refit=refit
-    )
-    two = _fit_left(
-        weight, (one,), second_moment, residual_bits, group_size, kind, second, norm_dtype, layer, damping, refit
-    )
-    return one, two
+    check_weight(weight, norm_dtype, layer)
+    n, k = weight.shape
+    where = layer_prefix(layer)
+    parts = rotation.check_groups(k, group_size, kind, layer)
+    if second_moment.shape != (k, k):
+        raise ShapeError(f"{where}the second moment has shape {list(second_moment.shape)}; allowed: {[k, k]}")
+    if not damping >= 0:
+        raise ConfigError(f"{where}damping is {damping}; allowed: 0 and more")
+    device = weight.device
+    second_moment = second_moment.detach().to(device)
+    if not second_moment.isfinite().all():
+        raise QuantizationError("the second moment holds NaN or Inf; every value must be finite", layer)
+    metric = _metric(second_moment, kind, group_size, seed, damping, layer)
+    values = lloyd_max.codebook(bits, device)
+    indices = torch.empty((n, k), dtype=torch.uint8, device=device)
+    norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
+    root = torch.tensor([d**0.5 for _, d in parts], device=device)
+    for rows in row_chunks(n, k, _CHUNK_ELEMENTS):
+        rotated = rotation.rotate_groups(rows_left(weight, before, rows, layer), kind, group_size, seed)
+        indices[rows], scales = _feed_back(rotated, metric, values, parts, refit)
+        if refit:
+            scales = _refit(rotated, values[indices[rows].int()], scales, metric.h, parts)
+        norms[rows] = stored_norms(scales * root, norm_dtype, layer)
+    return RotatedCodebook(indices, norms, values, group_size, kind, seed)
 
 
 @dataclass(frozen=True)
@@ -180,54 +143,11 @@ def _metric(
     return _Metric(h, factor.div_(factor.diagonal().clone()))
 
 
-def _fit_left(
-    weight: Tensor,
-    before: Sequence[RotatedCodebook],
-    second_moment: Tensor,
-    bits: int,
-    group_size: int,
-    kind: rotation.Kind,
-    seed: int,
-    norm_dtype: torch.dtype,
-    layer: str | None,
-    damping: float,
-    refit: bool,
-) -> RotatedCodebook:
-    """`fit` of what earlier passes leave of a weight."""
-    check_weight(weight, norm_dtype, layer)
-    n, k = weight.shape
-    where = layer_prefix(layer)
-    parts = rotation.check_groups(k, group_size, kind, layer)
-    if second_moment.shape != (k, k):
-        raise ShapeError(f"{where}the second moment has shape {list(second_moment.shape)}; allowed: {[k, k]}")
-    if not damping >= 0:
-        raise ConfigError(f"{where}damping is {damping}; allowed: 0 and more")
-    device = weight.device
-    second_moment = second_moment.detach().to(device)
-    if not second_moment.isfinite().all():
-        raise QuantizationError("the second moment holds NaN or Inf; every value must be finite", layer)
-    metric = _metric(second_moment, kind, group_size, seed, damping, layer)
-    values = codebook.codebook(bits, device)
-    indices = torch.empty((n, k), dtype=torch.uint8, device=device)
-    norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
-    root = torch.tensor([d**0.5 for _, d in parts], device=device)
-    for rows in row_chunks(n, k, _CHUNK_ELEMENTS):
-        left = finite_rows(weight, rows, layer)
-        for q in before:
-            left = left - dequantize_rows(q, rows)
-        rotated = rotation.rotate_groups(left, kind, group_size, seed)
-        indices[rows], scales = _feed_back(rotated, metric, values, parts, refit)
-        if refit:
-            scales = _refit(rotated, values[indices[rows].int()], scales, metric.h, parts)
-        norms[rows] = stored_norms(scales * root, norm_dtype, layer)
-    return RotatedCodebook(indices, norms, values, group_size, kind, seed)
-
-
 def _feed_back(
     w: Tensor, metric: _Metric, values: Tensor, parts: list[tuple[int, int]], refit: bool
 ) -> tuple[Tensor, Tensor]:
     """uint8 ``[R, K]`` indices and float32 ``[R, G]`` scales (norms over sqrt(d)) of rotated rows ``[R, K]``."""
-    edges = codebook.boundaries(values)
+    edges = lloyd_max.boundaries(values)
     factor = metric.factor
     # Columns are rows here: one of them is contiguous.
     error = torch.zeros(w.shape[1], w.shape[0], device=w.device)

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks import products as codebook_numerics
-from qcut.codebooks import rotation
+from qcut.codebooks import packing, products, rotation
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.codebooks.passes import NORM_DTYPES, check_norms, check_values, quantize_weight, scheme_of
-from qcut.codebooks.quantizer import RotatedCodebook
+from qcut.codebooks.quantizer import RotatedCodebook, dequantize
 from qcut.config import K_MAX, Codebook, Scheme, StaticRange
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
 from qcut.layers.base import Linear
@@ -95,7 +93,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         residual_units, residual_packed_norms, residual_codebook, residual_col_scale, residual_fold: of the second
             set, where there is one.
 
-    The state dict is in plain order: ``indices`` packed by `qcut.codebooks.lloyd_max.pack`, ``norms`` ``[N, G]``,
+    The state dict is in plain order: ``indices`` packed by `qcut.codebooks.packing.pack`, ``norms`` ``[N, G]``,
     ``codebook``, the same with ``residual_`` in front for a second pass, and ``bias``.
 
     Raises:
@@ -119,7 +117,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor]:
         scheme, k, n = self.scheme, self.in_features, self.out_features
-        self.kind = cast(rotation.Kind, scheme.rotation)
+        self.kind = scheme.rotation
         self.group_size = scheme.group_columns(k)
         if scheme.rotation != "none":
             rotation.check_group_size(k, self.group_size, scheme.rotation, self.name)
@@ -204,7 +202,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
     def dequantized_weight(self) -> Tensor:
         """float32 ``[N, K]``: the sum of the passes, rotated back."""
-        return codebook_numerics.dequantize(self.passes)
+        return dequantize(self.passes)
 
     def rows(self, ids: Tensor) -> Tensor:
         """See `Linear.rows`; bitwise, but for the rotation ``qr``: its float32 products depend on device and R."""
@@ -221,8 +219,9 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             # Groups that fill their slots lie in order.
             in_order = geometry.padded_group == geometry.full
             indices = indices[:, : geometry.k] if in_order else indices.index_select(1, lookup.places)
-            turned = rotation.turn_back(part.codebook[indices.int()], self.kind, geometry.full, lookup.turns)
-            row = turned * (norms[:, groups] * lookup.rsqrt_sizes).index_select(1, lookup.groups)
+            values = part.codebook[indices.int()]
+            values = rotation.rotate_groups_back_by(values, self.kind, geometry.full, lookup.turns)
+            row = values * (norms[:, groups] * lookup.rsqrt_sizes).index_select(1, lookup.groups)
             total = row if total is None else total + row
         return cast(Tensor, total)
 
@@ -237,7 +236,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         for p, (bits, keys) in enumerate(zip(self.scheme.widths, PASS_KEYS, strict=False)):
             part, _, _ = self._place(p)
             sources = (part.units, self.norms, part.codebook)
-            shapes = ((n, codebook.packed_bytes(k, bits)), (n, self.geometry.groups), (1 << bits,))
+            shapes = ((n, packing.packed_bytes(k, bits)), (n, self.geometry.groups), (1 << bits,))
             dtypes = (torch.uint8, self.norms.dtype, torch.float32)
             for key, source, shape, dtype in zip(keys, sources, shapes, dtypes, strict=True):
                 identity = (key, *tensor_key(source))
@@ -308,9 +307,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
     def _read_books(self) -> list[dict[torch.dtype, tuple[int, ...]]]:
         """Codebooks in 16 bits on the host, where launches take them from."""
-        self._books = [
-            {dtype: codebook_numerics.pack_book(part.codebook, dtype) for dtype in _HALVES} for part in self.sets()
-        ]
+        self._books = [{dtype: products.pack_book(part.codebook, dtype) for dtype in _HALVES} for part in self.sets()]
         return self._books
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
@@ -407,7 +404,7 @@ def _reader(
             return layer.norms[:, groups].detach().clone()
         if key.endswith("codebook"):
             return part.codebook.detach().clone()
-        return codebook.pack(layer._indices(p), layer.scheme.widths[p])
+        return packing.pack(layer._indices(p), layer.scheme.widths[p])
 
     return read
 

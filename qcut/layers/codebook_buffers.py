@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks import rotation
+from qcut.codebooks import packing
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
-from qcut.codebooks.products import NO_ROTATION
 from qcut.codebooks.quantizer import RotatedCodebook
+from qcut.codebooks.rotation import NO_ROTATION
 from qcut.config import Codebook
 from qcut.layers.stored import StateEntry
 
@@ -120,11 +119,11 @@ def stored_passes(state: Mapping[str, Tensor], scheme: Codebook, k: int, device:
     """The passes of a state dict's tensors, indices unpacked on the device."""
     return [
         RotatedCodebook(
-            codebook.unpack(state[indices].to(device), bits, k),
+            packing.unpack(state[indices].to(device), bits, k),
             state[norms],
             state[values],
             scheme.group_columns(k),
-            cast(rotation.Kind, scheme.rotation),
+            scheme.rotation,
             seed,
         )
         for bits, seed, (indices, norms, values) in zip(scheme.widths, scheme.seeds, PASS_KEYS, strict=False)

@@ -19,7 +19,7 @@ class Lookup(NamedTuple):
         places: int64 ``[K]``, the place in memory of each column.
         groups: int64 ``[K]``, the group of each column.
         rsqrt_sizes: float32 ``[G]``, ``1 / sqrt(columns)`` of each group; 1 without a rotation.
-        turns: operands of `qcut.codebooks.rotation.turn_back`.
+        turns: `qcut.codebooks.rotation.back_operands`.
     """
 
     places: Tensor
@@ -28,7 +28,7 @@ class Lookup(NamedTuple):
     turns: tuple[Tensor, ...]
 
 
-def lookup_for(kind: str, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
+def lookup_for(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
     """The constants of one pass on a device; a constant in compiled code.
 
     They are made at the first call, so that a later one can be captured into a graph.
@@ -38,17 +38,17 @@ def lookup_for(kind: str, group_size: int, k: int, seed: int, device: torch.devi
 
 
 @lru_cache(maxsize=16)
-def _cached(kind: str, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
+def _cached(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
     geometry = Geometry(k, group_size)
-    sizes = [d for _, d in rotation.groups(k, geometry.full)]
+    parts = rotation.groups(k, geometry.full)
     return Lookup(
-        geometry.columns().to(device),
-        torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device),
-        torch.tensor([1.0 if kind == "none" else d**-0.5 for d in sizes], device=device),
-        tuple(t.to(device) for t in rotation.turns(kind, geometry.full, k, seed)),
+        geometry.columns(device),
+        rotation.per_column(torch.arange(len(parts), device=device), parts),
+        torch.tensor([1.0 if kind == rotation.NO_ROTATION else d**-0.5 for _, d in parts], device=device),
+        rotation.back_operands(k, kind, geometry.full, seed, device),
     )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traced(kind: str, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
+def _traced(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
     return _cached(kind, group_size, k, seed, device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcut.codebooks import tokens as rotated_tokens
-from qcut.codebooks.tokens import Kind
+from qcut.codebooks.rotation import Kind
 from qcut.ops import codebook as codebook_ops
 
 _ROTATE = torch.ops.qcut.rotate_tokens.default

@@ -25,7 +25,7 @@ from qcut.errors import ConfigError, QuantizationError, ShapeError
 from qcut.ops.registry import FLOAT_DTYPES, check_dtype, check_tensor, define
 
 TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
-KINDS = (*rotation.KINDS, codebook_numerics.NO_ROTATION)
+KINDS = (*rotation.KINDS, rotation.NO_ROTATION)
 
 _U8, _F16, _F32 = (torch.uint8,), (torch.float16,), (torch.float32,)
 
@@ -84,7 +84,7 @@ def _check_rotate(
 def _check_rotation(op: str, kind: str, k: int, group_size: int, seeds: Sequence[int]) -> None:
     if kind not in KINDS:
         raise ConfigError(f"qcut::{op}: kind is {kind!r}; allowed: {', '.join(KINDS)}")
-    if kind != codebook_numerics.NO_ROTATION:
+    if kind != rotation.NO_ROTATION:
         rotation.check_group_size(k, group_size, kind)
     Geometry(k, group_size)
     if not seeds:

@@ -7,15 +7,11 @@ import torch
 from torch import Tensor
 
 from qcut.codebooks import fit as codebook_fit
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks import rotation
-from qcut.codebooks.fit import fit, fit_residual
-from qcut.codebooks.quantizer import dequantize, quantize, quantize_residual
+from qcut.codebooks import lloyd_max, rotation
+from qcut.codebooks.fit import fit
+from qcut.codebooks.quantizer import dequantize, quantize
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from tests.support.oracles import normal
 
 
 def correlated(k: int, seed: int = 1) -> Tensor:
@@ -34,7 +30,7 @@ def weighted(error: Tensor, h: Tensor) -> Tensor:
 # ── the fit ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("bits", codebook.BITS)
+@pytest.mark.parametrize("bits", lloyd_max.BITS)
 @pytest.mark.parametrize(("kind", "k", "group_size"), [("hadamard", 320, 128), ("qr", 200, 72), ("hadamard", 256, 256)])
 def test_it_beats_rounding_on_correlated_inputs(kind: rotation.Kind, k: int, group_size: int, bits: int):
     weight, h = normal(96, k), correlated(k)
@@ -67,7 +63,7 @@ def test_alike_inputs_leave_rounding_as_it_is(kind: rotation.Kind, group_size: i
     rotated = rotation.rotate_groups(weight, kind, group_size, 42).unflatten(1, (-1, group_size))
     rotated = (rotated / rounded.norms[..., None]).flatten(1) * group_size**0.5
     # The fit rotates before it divides by the norm, and a rotated H is the identity to some 1e-7.
-    unsure = (rotated[..., None] - codebook.boundaries(rounded.values)).abs().amin(-1) < 1e-5
+    unsure = (rotated[..., None] - lloyd_max.boundaries(rounded.values)).abs().amin(-1) < 1e-5
     assert torch.equal(q.indices[~unsure], rounded.indices[~unsure])
     assert unsure.float().mean() < 1e-3
 
@@ -106,17 +102,16 @@ def test_rows_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_residual_pass_fits_what_is_left():
     weight, h = normal(48, 256), correlated(256)
-    first, second = fit_residual(weight, h, 4, 3, seed=5, residual_seed=9, damping=0.01)
-    assert torch.equal(first.indices, quantize(weight, seed=5).indices)
-    assert (first.seed, second.seed, len(first.values), len(second.values)) == (5, 9, 16, 8)
+    first = quantize(weight, seed=5, refit=True)
+    second = fit(weight, h, 3, before=[first], seed=9, damping=0.01)
+    assert (second.seed, len(second.values)) == (9, 8)
     alone = fit(weight - dequantize(first), h, 3, seed=9, damping=0.01)
     assert torch.equal(second.indices, alone.indices)
     assert torch.equal(second.norms, alone.norms)
-    rounded = quantize_residual(weight, 4, 3, seed=5, residual_seed=9)
+    rounded = quantize(weight, seed=5)
+    rounded = (rounded, quantize(weight, 3, before=[rounded], seed=9))
     errors = [weighted(dequantize(passes) - weight, h).sum() for passes in ((first, second), rounded)]
     assert errors[0] < 0.5 * errors[1]
-    same = fit_residual(weight, h, strategy="shared", layer_index=3)
-    assert (same[0].seed, same[1].seed) == (42, 42)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

@@ -8,10 +8,7 @@ from torch import Tensor, nn
 
 from qcut.conversion.second_moments import collect_second_moments
 from qcut.errors import CalibrationError
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from tests.support.oracles import normal
 
 
 class Block(nn.Module):

@@ -15,10 +15,9 @@ import qcut
 from qcut import errors
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks import rotation
-from qcut.codebooks.lloyd_max import pack
+from qcut.codebooks.packing import pack
 from qcut.codebooks.passes import quantize_weight
-from qcut.codebooks.products import dequantize, quantize_plain
-from qcut.codebooks.quantizer import RotatedCodebook, quantize
+from qcut.codebooks.quantizer import RotatedCodebook, dequantize, quantize, quantize_plain
 from qcut.codebooks.tokens import rotate_tokens
 from qcut.config import ACTIVATIONS, K_MAX, Codebook, StaticRange, parse_scheme
 from qcut.conversion.costs import LayerSize, memory_cost

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from qcut.checkpoints import qcut_format as checkpoint
 from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks.layout import Geometry
 from qcut.conversion.convert import model_bytes, quantize
 from qcut.errors import CheckpointError, ConfigError, DtypeError, QuantizationError, UnsupportedError
 from qcut.layers.base import Linear
@@ -44,19 +43,6 @@ def logits(model: Any) -> Tensor:
 
 
 # ── rows ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_rows_of_packed_units():
-    for bits in [2, 3, 4]:
-        for size in [16, 64, 100, 300]:
-            geometry = Geometry(300, size)
-            generator = torch.Generator().manual_seed(bits)
-            indices = torch.randint(0, 1 << bits, (70, 300), generator=generator).to(torch.uint8)
-            units = codebook_layout.pack_units(indices, bits, geometry)
-            rows = torch.randperm(70, generator=generator)
-            found = codebook_layout.unpack_rows(units, bits, rows)
-            assert found.shape == (70, geometry.k_padded)
-            assert torch.equal(found[:, geometry.columns()], indices[rows])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
