@@ -15,7 +15,7 @@ from qcut.errors import CheckpointError, QcutError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
 from qcut.models.modules import is_linear, weight_nk
-from qcut.storage.files import TENSOR_DTYPES
+from qcut.storage.tensors import TENSOR_DTYPES
 
 Header = tuple[torch.dtype | None, list[int]]
 """Dtype, None where torch has none, and shape of a stored tensor."""
@@ -52,7 +52,7 @@ def empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, pa
     try:
         module = model.get_submodule(name if table_of is None else table_of)
         sizes = int(spec["in_features"]), int(spec["out_features"])
-        layer = Linear.empty(
+        layer = Linear(
             *sizes, bool(spec["bias"]), scheme_from_json(spec["scheme"]), spec["activation"], device="meta", name=name
         )
     except (AttributeError, KeyError, TypeError, ValueError, QcutError) as exc:

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -26,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from qcut.errors import CheckpointError, DtypeError, UnsupportedError
-from qcut.layers.base import WEIGHT_DTYPES, Linear
+from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
-from qcut.models.modules import is_linear, tensor_key, weight_nk
+from qcut.models.modules import WEIGHT_DTYPES, is_linear, tensor_key, weight_nk
+from qcut.storage.files import write_bytes
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -233,7 +233,7 @@ def save_llama2c(model: nn.Module, path: str | Path) -> None:
         if entry.module:
             _check_module(model, entry)
     try:
-        _write(path, _chunks(model, header))
+        write_bytes(path, _pieces(model, header))
     except OSError as exc:
         raise CheckpointError(f"{path}: cannot be written: {exc}") from exc
 
@@ -302,7 +302,7 @@ def _check_module(model: nn.Module, entry: _Entry) -> None:
         raise CheckpointError(f"{where}: the weight is on the meta device and has no values to save")
 
 
-def _chunks(model: nn.Module, header: _Header) -> Iterator[bytes]:
+def _pieces(model: nn.Module, header: _Header) -> Iterator[bytes]:
     """The file, piece by piece."""
     yield _HEADER.pack(*astuple(header))
     for entry in header.entries():
@@ -328,18 +328,3 @@ def _rotation_table(header: _Header, label: str) -> Tensor:
     positions = torch.arange(header.seq_len, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, 1.0 / _THETA ** (even / header.head_size))
     return angles.cos() if label == "freq_cis_real" else angles.sin()
-
-
-def _write(path: Path, chunks: Iterable[bytes]) -> None:
-    """`qcut.storage.files.write_text` of bytes."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

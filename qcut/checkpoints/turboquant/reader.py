@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qcut.checkpoints.skeleton import check_no_meta
-from qcut.checkpoints.turboquant.format import Config
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks.quantizer import RotatedCodebook, pass_seeds
+from qcut.checkpoints.turboquant.format import Config, pass_seeds
+from qcut.codebooks import packing
+from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.config import Codebook
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
 from qcut.models.modules import is_linear, replace_modules
-from qcut.storage.files import TENSOR_DTYPES, open_tensors, read_json
+from qcut.storage.files import read_json
+from qcut.storage.tensors import TENSOR_DTYPES, open_tensors
 
 CONFIG_NAME = "turboquant_config.json"
 MODEL_NAME, QUANTIZED_NAME, REST_NAME = "config.json", "model.safetensors", "non_quantized.safetensors"
@@ -262,7 +263,7 @@ def _read_layer(
             continue
         names = [part if part == "codebook" else f"{stem}.{part}" for part in parts]
         stored, norms, values = (reader.get_tensor(one) for one in names)
-        indices = codebook.unpack(stored, 4, k)
+        indices = packing.unpack(stored, 4, k)
         if int(indices.max()) >= 1 << bits:
             raise CheckpointError(f"{path}: tensor {names[0]!r} has index {int(indices.max())}; {bits} bits hold less")
         if not norms.isfinite().all() or bool((norms < 0).any()):
