@@ -22,6 +22,7 @@ PROMPT = "The import statement"
 
 
 def run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    capfd.readouterr()  # a test may have loaded a model itself, with progress bars
     status = cli.main([*map(str, arguments), "--device", "cpu"])
     out, err = capfd.readouterr()
     return status, out, err

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut.cli.gemm_report import Baseline, Report, Request
+from qcut.cli.gemm.report import Baseline, Report, Request
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice, Target
 from qcut.emitters.core.epilogue import Epilogue
@@ -59,14 +59,13 @@ def _on_cpu(request: Request) -> Report:
 
 
 def _on_gpu(request: Request) -> Report:
-    from qcut.cuda import int8 as _ops_cuda
-    from qcut.cuda import plans as _launch_plans
+    from qcut.cuda import int8, plans
 
-    target = _launch_plans.target(torch.cuda.current_device())
+    target = plans.target(torch.cuda.current_device())
     a, b = operands(request, "cuda")
-    problem = _ops_cuda.gemm_problem(a, b, Epilogue(DType.S8, wrap=request.wrap), request.out_layout)
-    rows = _launch_plans.m_bucket(request.m)
-    choice = select(request, problem, rows, target, _launch_plans.has_cutlass())
+    problem = int8.gemm_problem(a, b, Epilogue(DType.S8, wrap=request.wrap), request.out_layout)
+    rows = plans.m_bucket(request.m)
+    choice = select(request, problem, rows, target, plans.has_cutlass())
     report = Report(request, target.name, dispatch.emit(choice, problem, target.arch).name, choice)
     forced = choice if request.family else None
     got = product(request, a, b, forced)
@@ -115,9 +114,9 @@ def product(request: Request, a: Tensor, b: Tensor, choice: Choice | None) -> Te
     }
     if choice is None:
         return gemm_s8(a, b, **options, tensor_cores=request.tensor_cores)
-    from qcut.cuda import int8 as _ops_cuda
+    from qcut.cuda import int8
 
-    return _ops_cuda.gemm_s8(a, b, **options, choice=choice)
+    return int8.gemm_s8(a, b, **options, choice=choice)
 
 
 def select(request: Request, problem: GemmProblem, rows: int, target: Target, cutlass: bool) -> Choice:
