@@ -20,7 +20,7 @@ from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.families import Family, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import ConfigError, DeviceError
-from qcut.ops.gemm import gemm_s8
+from qcut.ops.gemm import GemmS8, gemm_s8
 from qcut.tuning import timing
 from qcut.tuning.cublaslt import CublasLtError, Int8Matmul
 from qcut.tuning.timing import Variant
@@ -59,14 +59,15 @@ def _on_cpu(request: Request) -> Report:
 
 
 def _on_gpu(request: Request) -> Report:
-    from qcut.cuda import int8, plans
+    from qcut.cuda.gemm import gemm_problem, has_cutlass
+    from qcut.cuda.plans import m_bucket, target
 
-    target = plans.target(torch.cuda.current_device())
+    gpu = target(torch.cuda.current_device())
     a, b = operands(request, "cuda")
-    problem = int8.gemm_problem(a, b, Epilogue(DType.S8, wrap=request.wrap), request.out_layout)
-    rows = plans.m_bucket(request.m)
-    choice = select(request, problem, rows, target, plans.has_cutlass())
-    report = Report(request, target.name, dispatch.emit(choice, problem, target.arch).name, choice)
+    problem = gemm_problem(a, b, Epilogue(DType.S8, wrap=request.wrap), request.out_layout)
+    rows = m_bucket(request.m)
+    choice = select(request, problem, rows, gpu, has_cutlass())
+    report = Report(request, gpu.name, dispatch.emit(choice, problem, gpu.arch).name, choice)
     forced = choice if request.family else None
     got = product(request, a, b, forced)
     if request.check:
@@ -114,9 +115,9 @@ def product(request: Request, a: Tensor, b: Tensor, choice: Choice | None) -> Te
     }
     if choice is None:
         return gemm_s8(a, b, **options, tensor_cores=request.tensor_cores)
-    from qcut.cuda import int8
+    from qcut.cuda import gemm as gemm_cuda
 
-    return int8.gemm_s8(a, b, **options, choice=choice)
+    return gemm_cuda.gemm_s8(GemmS8(a, b, **options), choice)
 
 
 def select(request: Request, problem: GemmProblem, rows: int, target: Target, cutlass: bool) -> Choice:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 from collections.abc import Callable
@@ -12,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import qcut
 from qcut.cli import main as cli
 from qcut.cli.gemm import check
 from qcut.cli.gemm.report import Report, Request
-from qcut.cuda import plans as _launch_plans
+from qcut.cuda import gemm as gemm_cuda
+from qcut.cuda import plans
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice, Target
 from qcut.emitters.gemm.families import family
+from qcut.ops.gemm import GemmS8
 from qcut.tuning import timing
 from qcut.tuning.cublaslt import CublasLtError
 
@@ -225,21 +225,19 @@ class Library:
 @pytest.fixture
 def gpu_of_torch(monkeypatch: pytest.MonkeyPatch) -> list[Choice | None]:
     """Runs the GPU's path on the CPU; the choices that products were forced to."""
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    ops_cuda = importlib.import_module("qcut.cuda.int8")
     forced: list[Choice | None] = []
 
-    def gemm_s8(*args: Tensor, choice: Choice | None, **options: Any) -> Tensor:
+    def gemm_s8(call: GemmS8, choice: Choice) -> Tensor:
         forced.append(choice)
-        return qcut.gemm_s8(*args, **options)
+        return call.cpu()
 
     real = check.operands
     tile = family("mma").default_tiles("sm_90a")[0]
-    monkeypatch.setattr(ops_cuda, "gemm_s8", gemm_s8)
+    monkeypatch.setattr(gemm_cuda, "gemm_s8", gemm_s8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(_launch_plans, "target", lambda device: H200)
-    monkeypatch.setattr(_launch_plans, "has_cutlass", lambda: False)
+    monkeypatch.setattr(plans, "target", lambda device: H200)
+    monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: False)
     monkeypatch.setattr(dispatch, "select_gemm", lambda *args, **options: Choice("mma", tile, reason="no choice"))
     monkeypatch.setattr(check, "operands", lambda request, device: real(request, "cpu"))
     monkeypatch.setattr(check, "Int8Matmul", Library)

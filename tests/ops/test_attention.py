@@ -1,17 +1,16 @@
-"""The operators between a decoder's projections: eager arithmetic on the CPU, registration, refusals."""
+"""Attention over a cache: eager arithmetic on the CPU, registration, refusals."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
-from transformers.activations import ACT2FN
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotated
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
@@ -19,37 +18,6 @@ from qcut.numerics import int8 as numerics
 
 OPS = torch.ops.qcut
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
-# ── add_norm ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("residual", [False, True])
-def test_norms_are_the_modules(dtype: torch.dtype, residual: bool) -> None:
-    x, other = torch.randn(2, 5, 48).to(dtype)
-    weight, bias = torch.randn(2, 48).to(dtype)
-    s = x + other if residual else x
-    rms = LlamaRMSNorm(48, 1e-5)
-    rms.weight.data = weight
-    for layer, b, want in (
-        (False, None, rms(s)),
-        (True, bias, F.layer_norm(s, (48,), weight, bias, 1e-5)),
-        (True, None, F.layer_norm(s, (48,), weight, None, 1e-5)),
-    ):
-        total, y = OPS.add_norm(x, other if residual else None, weight, b, layer, 1e-5)
-        assert torch.equal(y, want)
-        assert torch.equal(total, s) if residual else total.shape == (0,)
-
-
-@pytest.mark.parametrize("layer", [False, True])
-def test_int8_norms_are_the_norms_quantized(layer: bool) -> None:
-    x, residual = torch.randn(2, 5, 40).half()
-    weight, bias = torch.randn(2, 40).half()
-    given = (x, residual, weight, bias if layer else None, layer, 1e-5)
-    total, y = OPS.add_norm(*given)
-    for got, want in zip(OPS.add_norm_int8(*given, 48), (total, *OPS.quantize_per_token(y, 48)), strict=True):
-        assert torch.equal(got, want)
 
 
 # ── append_kv ────────────────────────────────────────────────────────────────────────────────────
@@ -70,26 +38,24 @@ def tokens(dtype: torch.dtype = torch.float32, *, int8: bool = False, rotary: bo
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("length", [1, 3])
-def test_keys_are_rotated_and_kept(dtype: torch.dtype, int8: bool, rotary: bool, length: int) -> None:
-    given = tokens(dtype, int8=int8, rotary=rotary)
-    q, k = given["q"].clone(), given["k"].clone()
-    if rotary:
-        cos, sin = (given[name][given["positions"].long()][:, None] for name in ("cos", "sin"))
-        q, k = (t[:, :, 0] for t in apply_rotary_pos_emb(q[:, :, None], k[:, :, None], cos, sin))
-    OPS.append_kv(**given, length=length)
-    assert torch.equal(given["q"], q)
-    for cache, scales, rows in (("keys", "key_scales", k), ("values", "value_scales", given["v"])):
-        want = torch.zeros_like(given[cache])
-        for i, slot in enumerate(given["slots"].tolist()):
-            row = rows[i]
-            if int8:
-                row, scale = numerics.quantize_per_token_ref(row, 16)
-                assert torch.equal(given[scales][i // length, :, slot], scale)
-            want[i // length, :, slot] = row
-        assert torch.equal(given[cache], want)
+def test_keys_are_rotated_and_kept(dtype: torch.dtype) -> None:
+    for int8, rotary, length in product((False, True), (False, True), (1, 3)):
+        given = tokens(dtype, int8=int8, rotary=rotary)
+        q, k = given["q"].clone(), given["k"].clone()
+        if rotary:
+            cos, sin = (given[name][given["positions"].long()][:, None] for name in ("cos", "sin"))
+            q, k = (t[:, :, 0] for t in apply_rotary_pos_emb(q[:, :, None], k[:, :, None], cos, sin))
+        OPS.append_kv(**given, length=length)
+        assert torch.equal(given["q"], q)
+        for cache, scales, rows in (("keys", "key_scales", k), ("values", "value_scales", given["v"])):
+            want = torch.zeros_like(given[cache])
+            for i, slot in enumerate(given["slots"].tolist()):
+                row = rows[i]
+                if int8:
+                    row, scale = numerics.quantize_per_token_ref(row, 16)
+                    assert torch.equal(given[scales][i // length, :, slot], scale)
+                want[i // length, :, slot] = row
+            assert torch.equal(given[cache], want)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -167,94 +133,20 @@ def test_a_step_is_its_two_parts(dtype: torch.dtype, int8: bool, rotary: bool) -
     assert OPS.append_attention(**nobody, scale=0.25).shape == (0, 4, 16)
 
 
-# ── activations ──────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_activations_are_transformers(dtype: torch.dtype) -> None:
-    gate, up = torch.randn(2, 5, 24).to(dtype)
-    assert torch.equal(OPS.silu_mul(gate, up), ACT2FN["silu"](gate) * up)
-    assert torch.equal(OPS.gelu_tanh(gate), ACT2FN["gelu_new"](gate))
-
-
-# ── argmax ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_argmax_is_samplings() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, math.nan], [-math.inf] * 4, [math.nan] * 4, [-1.0, -0.0, 0.0, -2.0]])
-    for dtype in FLOATS:
-        assert OPS.argmax(logits.to(dtype)).tolist() == [1, 0, 0, 1]
-    assert OPS.argmax(torch.zeros(0, 5)).shape == (0,)
-
-
-def test_a_step_ends_at_the_likeliest_and_the_next_place() -> None:
-    logits = torch.eye(4)[:, :3]
-    tokens, positions, slots = torch.zeros(4, dtype=torch.int64), *torch.tensor([[0, 7, 8, 8], [0, 7, 8, 9]]).int()
-    OPS.advance(logits, tokens, positions, slots, 9)
-    assert (tokens.tolist(), positions.tolist(), slots.tolist()) == ([0, 1, 2, 0], [1, 8, 8, 8], [1, 8, 9, 9])
-    torch.library.opcheck(OPS.advance.default, (logits, tokens, positions, slots, 9))
-
-
-def test_advance_refuses() -> None:
-    logits, tokens, places = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
-    with pytest.raises(errors.DtypeError, match="advance: tokens is int32"):
-        OPS.advance(logits, places, places, places.clone(), 4)
-    with pytest.raises(errors.ShapeError, match=r"advance: slots has shape \[1\]"):
-        OPS.advance(logits, tokens, places, places[:1], 4)
-    with pytest.raises(errors.ShapeError, match="allowed: contiguous"):
-        OPS.advance(logits, torch.zeros(4, dtype=torch.int64)[::2], places, places.clone(), 4)
-    with pytest.raises(errors.ConfigError, match="context is 0"):
-        OPS.advance(logits, tokens, places, places.clone(), 0)
-
-
 # ── registration and refusals ────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck() -> None:
-    x, weight = torch.randn(3, 8), torch.randn(8)
-    torch.library.opcheck(OPS.add_norm.default, (x, x + 1, weight, weight, True, 1e-5))
-    torch.library.opcheck(OPS.add_norm.default, (x, None, weight, None, False, 1e-5))
-    torch.library.opcheck(OPS.add_norm_int8.default, (x, x + 1, weight, weight, True, 1e-5, 16))
+    for int8, more in ((False, ()), (True, (3,)), (True, (1, True))):
+        torch.library.opcheck(OPS.append_kv.default, (*tokens(int8=int8).values(), *more))
     for int8 in (False, True):
-        for more in ((), (3,), (1, True)):
-            torch.library.opcheck(OPS.append_kv.default, (*tokens(int8=int8).values(), *more))
         step = (*tokens(int8=int8).values(), 0.25)
         torch.library.opcheck(OPS.append_attention.default, step, test_utils=("test_schema", "test_faketensor"))
-    torch.library.opcheck(OPS.argmax.default, (x,))
-    torch.library.opcheck(OPS.gelu_tanh.default, (x,))
-    torch.library.opcheck(OPS.silu_mul.default, (x, x + 1))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # how long the longest is, is data
-    torch.library.opcheck(OPS.decode_attention.default, tuple(attention().values()), test_utils=tests)
     counters = torch.zeros(12, dtype=torch.int32)
-    torch.library.opcheck(OPS.decode_attention.default, (*attention().values(), counters), test_utils=tests)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_results_are_contiguous_whatever_is_given() -> None:
-    weight, plain = torch.randn(8), torch.randn(3, 8)
-    x = torch.randn(8, 3).t()
-    for first, second in ((x, x), (x, plain), (plain, x)):
-        torch.library.opcheck(OPS.add_norm.default, (first, second, weight, None, True, 1e-5))
-        torch.library.opcheck(OPS.add_norm.default, (first, None, weight, None, False, 1e-5))
-        torch.library.opcheck(OPS.silu_mul.default, (first, second))
-    torch.library.opcheck(OPS.gelu_tanh.default, (x,))
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"x": torch.zeros(2, 3, 8)}, errors.ShapeError, r"x has shape \[2, 3, 8\]; allowed: \[M, K\]"),
-        ({"x": torch.zeros(2, 8, dtype=torch.int32)}, errors.DtypeError, "x is int32"),
-        ({"residual": torch.zeros(3, 8)}, errors.ShapeError, "residual has shape"),
-        ({"weight": torch.zeros(8).half()}, errors.DtypeError, "weight is float16; allowed: float32"),
-        ({"bias": torch.zeros(8)}, errors.ConfigError, "an RMS norm has no bias"),
-    ],
-)
-def test_norms_refuse(changes: dict[str, Any], error: Any, message: str) -> None:
-    given = {"x": torch.zeros(2, 8), "residual": None, "weight": torch.zeros(8), "bias": None}
-    with pytest.raises(error, match=f"add_norm: .*{message}"):
-        OPS.add_norm(**{**given, "layer": False, "eps": 1e-5, **changes})
+    for more in ((), (counters,)):
+        torch.library.opcheck(OPS.decode_attention.default, (*attention().values(), *more), test_utils=tests)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +162,7 @@ def test_norms_refuse(changes: dict[str, Any], error: Any, message: str) -> None
         ({"cos": torch.zeros(9, 8)}, errors.ShapeError, r"cos is \[9, 8\] of torch.float32"),
         ({"positions": torch.zeros(3, dtype=torch.int64)}, errors.DtypeError, "positions is int64; allowed: int32"),
         ({"slots": torch.zeros(2, dtype=torch.int32)}, errors.ShapeError, "slots has shape"),
+        ({"values": torch.zeros(4, 9, 2, 16).transpose(1, 2)}, errors.ShapeError, "values have strides"),
         ({"key_scales": torch.zeros(4, 2, 9)}, errors.ConfigError, "key_scales goes with an int8 cache"),
     ],
 )
@@ -308,6 +201,9 @@ def test_attention_refuses() -> None:
     ):
         with pytest.raises(error, match=f"decode_attention: .*{message}"):
             OPS.decode_attention(**{**given, **changes})
+    given = attention(int8=True)
+    with pytest.raises(errors.ShapeError, match="value_scales have strides"):
+        OPS.decode_attention(**{**given, "value_scales": torch.zeros(4, 9, 2).transpose(1, 2)})
 
 
 def test_a_step_refuses_few_counters() -> None:
@@ -315,26 +211,18 @@ def test_a_step_refuses_few_counters() -> None:
         OPS.append_attention(**tokens(), scale=0.25, counters=torch.zeros(11, dtype=torch.int32))
 
 
-def test_argmax_refuses() -> None:
-    with pytest.raises(errors.ShapeError, match=r"argmax: logits have shape \[4\]"):
-        OPS.argmax(torch.zeros(4))
-    with pytest.raises(errors.DtypeError, match="argmax: logits is int64"):
-        OPS.argmax(torch.zeros(2, 4, dtype=torch.int64))
+def test_attention_refuses_more_sequences_than_a_grid_has() -> None:
+    """On tensors without memory; one sequence less is taken."""
 
+    def calls(batch: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+        q, k = (torch.empty(batch, heads, 16, device="meta") for heads in (4, 2))
+        keys, values = torch.empty(2, batch, 2, 9, 16, device="meta")
+        places = torch.empty(batch, dtype=torch.int32, device="meta")
+        yield OPS.decode_attention, (q, keys, values, None, None, places, 0.25)
+        yield OPS.append_attention, (q, k, k, None, None, places, places, keys, values, None, None, 0.25)
 
-def test_activations_refuse() -> None:
-    with pytest.raises(errors.ShapeError, match=r"gelu_tanh: x has shape \[4\]; allowed: \[M, N\]"):
-        OPS.gelu_tanh(torch.zeros(4))
-    with pytest.raises(errors.ShapeError, match=r"silu_mul: up has shape \[2, 3\]"):
-        OPS.silu_mul(torch.zeros(2, 4), torch.zeros(2, 3))
-    with pytest.raises(errors.DtypeError, match="silu_mul: up is float16"):
-        OPS.silu_mul(torch.zeros(2, 4), torch.zeros(2, 4).half())
-
-
-@pytest.mark.parametrize("k_padded", [4, 20])
-def test_int8_norms_refuse(k_padded: int) -> None:
-    x, weight = torch.zeros(2, 8), torch.zeros(8)
-    with pytest.raises(errors.ShapeError, match=f"k_padded is {k_padded}; allowed: a multiple of 16 from 8 on"):
-        OPS.add_norm_int8(x, None, weight, None, False, 1e-5, k_padded)
-    with pytest.raises(errors.ShapeError, match=r"^qcut::add_norm_int8: weight has shape \[7\]"):
-        OPS.add_norm_int8(x, None, weight[1:], None, False, 1e-5, 16)
+    for op, given in calls(65_535):
+        assert op(*given).shape == (65_535, 4, 16)
+    for op, given in calls(65_536):
+        with pytest.raises(errors.ShapeError, match="q has 65536 sequences; allowed: at most 65535"):
+            op(*given)

@@ -1,4 +1,4 @@
-"""torch.ops.qcut on the CPU: agreement with the references, fakes and compilation."""
+"""Operators of int8 on the CPU: agreement with the references, fakes and compilation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qcut.numerics import int8 as numerics
-from qcut.ops import int8 as ops
+from qcut.ops.gemm import OUT_DTYPES
 from tests.support.oracles import FLOATS, NAN, layer, s8, tokens
 
 qcut = torch.ops.qcut
@@ -60,16 +60,6 @@ def samples() -> dict[str, list[tuple[tuple, dict]]]:
 
 def as_tuple(result):
     return result if isinstance(result, tuple) else (result,)
-
-
-# ── registration ─────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_registered_for_both_devices_and_for_tracing(name):
-    for key in ("CPU", "CUDA", "Meta"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"qcut::{name}", key)
-    assert torch.Tag.pt2_compliant_tag in getattr(qcut, name).default.tags
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -132,7 +122,7 @@ def test_gemm_defaults_and_epilogue(int8):
     assert torch.equal(qcut.gemm_s8(a, b), acc.to(F32).half())
     for args, options in samples()["gemm_s8"]:
         assert torch.equal(qcut.gemm_s8(*args, **options), numerics.gemm_s8_ref(*args, **options))
-    for dtype in ops.OUT_DTYPES:
+    for dtype in OUT_DTYPES:
         assert qcut.gemm_s8(a, b, out_dtype=dtype).dtype is dtype
 
 
