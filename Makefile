@@ -23,7 +23,7 @@ help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 demo: $(READY)
-	@$(BIN)/python examples/gpt2_int8.py $(if $(DEMO_ARGS),$(DEMO_ARGS),--quick)
+	@$(BIN)/python benchmarks/demo.py $(if $(DEMO_ARGS),$(DEMO_ARGS),--quick)
 
 test: $(READY)
 	@$(BIN)/python -m pytest $(TEST_ARGS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import plots
-from benchmarks.readme_tables import figures, markdown
+from benchmarks.reporting.markdown import figures, markdown
 from benchmarks.reporting.rows import Row, Rows, Speeds, mean, missing, provenance, shape_of, speed_table, speeds
 
 SCHEMES = ("w8a16", "codebook4", "codebook4_int8")
