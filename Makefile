@@ -1,5 +1,5 @@
 # make demo   quantize the embedded GPT-2 checkpoint, compare quality, speed and memory
-# make test   the test suite (GPU tests skip themselves without a GPU)
+# make test   the test suite, side by side on all cores (GPU tests skip themselves without a GPU)
 # make lint   ruff and mypy
 # make docs   the site, in build/docs/index.html; a link that leads nowhere is an error
 # make sanitize   the GPU tests under compute-sanitizer: memory errors, then races in shared memory

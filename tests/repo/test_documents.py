@@ -13,8 +13,6 @@ import pytest
 from examples import gpt2_int8, llama
 from tests.support import ROOT
 
-pytest.importorskip("transformers", reason="the examples need the hf extra")
-
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
