@@ -387,7 +387,7 @@ def emit_rotate(desc: RotateTokens | RotateTokensDense) -> KernelSource:
         "eps": "float",
     }
     # One CTA to an SM, said aloud: else ptxas spills a word of the loop to fit two.
-    return _source(desc, "rotate", call, types, desc.smem_bytes, "" if desc.held else ", 1")
+    return _source(desc, "codebook/rotate", call, types, desc.smem_bytes, "" if desc.held else ", 1")
 
 
 def _emit_dense(desc: RotateTokensDense) -> KernelSource:
@@ -396,7 +396,7 @@ def _emit_dense(desc: RotateTokensDense) -> KernelSource:
         f"{str(desc.aligned).lower()}>"
     )
     call = f"{template}(x, y, q, x_stride, m, k, k_padded)"
-    return _source(desc, "rotate_dense", call, {"q": f"const {desc.x.cpp}*"}, 0)
+    return _source(desc, "codebook/rotate_dense", call, {"q": f"const {desc.x.cpp}*"}, 0)
 
 
 def _source(

@@ -142,7 +142,7 @@ def emit_norm(desc: NormRows) -> KernelSource:
     template = f"{x}, {flags}, {desc.vectors}, {desc.threads}, {str(desc.aligned).lower()}"
     order = ("x", "residual", "sum", "weight", "bias", "y", "scale", "x_stride", "k", "k_padded", "eps")
     missing = {"k_padded": "0"}
-    return _source(desc, desc.params(), types, f"norm_rows<{template}>", order, missing, "norm")
+    return _source(desc, desc.params(), types, f"norm_rows<{template}>", order, missing, "decoder/norm")
 
 
 Rotary = Literal["none", "half", "interleaved"]
@@ -269,7 +269,7 @@ def emit_append(desc: RotateAndAppend) -> KernelSource:
     template += f"{desc._tokens}, {desc._heads}, {desc.block}"
     order = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values", "key_scales", "value_scales")
     sizes = ("q_stride", "kv_stride", "batch_stride", "heads", "kv_heads", "context", "tokens", "length")
-    return _source(desc, desc.params(), types, f"rotate_and_append<{template}>", (*order, *sizes), {}, "append")
+    return _source(desc, desc.params(), types, f"rotate_and_append<{template}>", (*order, *sizes), {}, "decoder/append")
 
 
 ARGMAX_CONSTRAINTS = (Constraint("x", "is f16, bf16 or f32", lambda k: k.x in _FLOATS),)
@@ -335,7 +335,7 @@ def emit_argmax(desc: ArgmaxRows) -> KernelSource:
     template = f"{desc.x.cpp}, {str(desc.advances).lower()}, {desc.block}, {desc._unroll}"
     order = ("x", "best", "positions", "slots", "stride", "columns", "context")
     missing = {"positions": "nullptr", "slots": "nullptr", "context": "0"}
-    return _source(desc, desc.params(), types, f"argmax_rows<{template}>", order, missing, "argmax")
+    return _source(desc, desc.params(), types, f"argmax_rows<{template}>", order, missing, "decoder/argmax")
 
 
 ACTIVATIONS = ("silu_mul", "gelu_tanh")
@@ -406,7 +406,7 @@ def emit_activation(desc: ActivateRows) -> KernelSource:
     template = f"{x}, {gated}, {desc.block}, {aligned}"
     order = ("x", "up", "y", "absmax", "x_stride", "up_stride", "columns")
     missing = {"up_stride": "0"}
-    return _source(desc, desc.params(), types, f"activate_rows<{template}>", order, missing, "activate_rows")
+    return _source(desc, desc.params(), types, f"activate_rows<{template}>", order, missing, "decoder/activate")
 
 
 def _source(

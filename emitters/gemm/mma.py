@@ -245,13 +245,17 @@ def emit_mma_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSo
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    return gemm_source(name, problem, tile, arch, header="mma_gemm", smem=smem_bytes(problem, tile))
+    return gemm_source(name, problem, tile, arch, function="mma_gemm", smem=smem_bytes(problem, tile))
+
+
+HEADERS = {"mma_gemm": "mma", "wmma_gemm": "wmma", "weight_only_gemm": "w8a16"}
+"""Device functions of the families that share `gemm_source`, and their headers in ``include/qcut/gemm``."""
 
 
 def gemm_source(
-    name: str, problem: GemmProblem, tile: TileConfig, arch: str, *, header: str, smem: int, first: str = ""
+    name: str, problem: GemmProblem, tile: TileConfig, arch: str, *, function: str, smem: int, first: str = ""
 ) -> KernelSource:
-    """The text the raw tensor-core GEMMs share: a kernel that fills the epilogue's arguments and calls ``{header}``.
+    """The text the raw tensor-core GEMMs share: a kernel that fills the epilogue's arguments and calls ``function``.
 
     Column-major D is row-major ``D^T = B^T A^T``: the same function with the operands and their sizes swapped.
     ``first`` precedes the function's template arguments.
@@ -270,14 +274,14 @@ def gemm_source(
     cluster = f"__cluster_dims__({tile.splits}, 1, 1) " if tile.splits > 1 else ""
     types, call = ("B, A", "b, a, d, n, m, k, ldb, lda") if swapped else ("A, B", "a, b, d, m, n, k, lda, ldb")
     text = (
-        f"#include <qcut/{header}.cuh>\n\n"
+        f"#include <qcut/gemm/{HEADERS[function]}.cuh>\n\n"
         f'extern "C" __global__ void {cluster}__launch_bounds__({threads(tile)})\n'
         f"{name}(\n    {signature(problem)}) {{\n"
         f"  using Tile = qcut::Tile<{', '.join(map(str, shape))}, {tile.stages}, {tile.splits}>;\n"
         f"{operands}"
         f"  using Epilogue = {epilogue_type(epilogue)};\n"
         f"{argument_setup(epilogue)}"
-        f"  qcut::{header}<{first}Tile, {types}, Epilogue, {align_d}, {str(swapped).lower()}>({call}, ldd, args);\n"
+        f"  qcut::{function}<{first}Tile, {types}, Epilogue, {align_d}, {str(swapped).lower()}>({call}, ldd, args);\n"
         "}\n"
     )
     return KernelSource(

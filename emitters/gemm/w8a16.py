@@ -76,4 +76,4 @@ def emit_weight_only_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> 
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    return gemm_source(name, problem, tile, arch, header="weight_only_gemm", smem=smem_bytes(problem, tile))
+    return gemm_source(name, problem, tile, arch, function="weight_only_gemm", smem=smem_bytes(problem, tile))

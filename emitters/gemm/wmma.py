@@ -121,4 +121,4 @@ def emit_wmma_gemm(
     check(name, (*_TILE_CONSTRAINTS, _shared_memory(shared)), problem, tile, arch)
     smem = smem_bytes(problem, tile, shared)
     first = f"qcut::{_LAYOUTS[shared]}, "
-    return gemm_source(name, problem, tile, arch, header="wmma_gemm", smem=smem, first=first)
+    return gemm_source(name, problem, tile, arch, function="wmma_gemm", smem=smem, first=first)

@@ -29,6 +29,7 @@ from qcut.engine import engine as engine_module
 from qcut.engine.decoder import decoder_of
 from qcut.engine.engine import DEFAULT_CONTEXT, Engine
 from qcut.engine.kv_cache import KVCache
+from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.sampling import Sampling
 from tests.support import ROOT
 
@@ -310,7 +311,7 @@ def test_int8_keys_and_values_are_near_and_half_the_memory() -> None:
     exact, small_cache = Engine(model), Engine(model, kv_cache="int8")
     want, got = exact.prefill(prompt), small_cache.prefill(prompt)
     for token in (3, 4):
-        assert qcut.numerics.sqnr_db(want, got) > 25
+        assert sqnr_db(want, got) > 25
         want, got = exact.decode([token]), small_cache.decode([token])
     assert small_cache.cache.nbytes == exact.cache.nbytes * (8 + 4) // 32
 

@@ -194,4 +194,4 @@ def launch_bounds(desc: AttentionMma) -> str:
 
 def emit_attention_mma(desc: AttentionMma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    return attention_source(desc, "attention_mma", f"TensorAttention<{desc.template}>", launch_bounds(desc))
+    return attention_source(desc, "decoder/attention_mma", f"TensorAttention<{desc.template}>", launch_bounds(desc))

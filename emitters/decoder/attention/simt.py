@@ -173,7 +173,7 @@ def attention_params(cache: DType) -> tuple[Param, ...]:
 def emit_attention_decode(desc: AttentionDecode) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     tile = f"{desc.x.cpp}, {desc.cache.cpp}, {desc.head}, {desc.group}, {desc.warps}, {desc.unroll}"
-    return attention_source(desc, "attention", f"DecodeAttention<{tile}>", f"__launch_bounds__({desc.block})")
+    return attention_source(desc, "decoder/attention", f"DecodeAttention<{tile}>", f"__launch_bounds__({desc.block})")
 
 
 class _Described(Protocol):
