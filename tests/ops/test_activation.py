@@ -23,9 +23,10 @@ def test_activations_are_transformers(dtype: torch.dtype) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck() -> None:
     plain, turned = torch.randn(3, 8), torch.randn(8, 3).t()
-    for x, up in ((plain, plain + 1), (turned, turned), (turned, plain), (plain, turned)):  # results are contiguous
+    for x in (plain, turned):  # results are contiguous
         torch.library.opcheck(OPS.gelu_tanh.default, (x,))
-        torch.library.opcheck(OPS.silu_mul.default, (x, up))
+        for up in (plain + 1, turned + 1):
+            torch.library.opcheck(OPS.silu_mul.default, (x, up))
 
 
 def test_activations_refuse() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,26 +38,24 @@ def tokens(dtype: torch.dtype = torch.float32, *, int8: bool = False, rotary: bo
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("rotary", [False, True])
-@pytest.mark.parametrize("length", [1, 3])
-def test_keys_are_rotated_and_kept(dtype: torch.dtype, int8: bool, rotary: bool, length: int) -> None:
-    given = tokens(dtype, int8=int8, rotary=rotary)
-    q, k = given["q"].clone(), given["k"].clone()
-    if rotary:
-        cos, sin = (given[name][given["positions"].long()][:, None] for name in ("cos", "sin"))
-        q, k = (t[:, :, 0] for t in apply_rotary_pos_emb(q[:, :, None], k[:, :, None], cos, sin))
-    OPS.append_kv(**given, length=length)
-    assert torch.equal(given["q"], q)
-    for cache, scales, rows in (("keys", "key_scales", k), ("values", "value_scales", given["v"])):
-        want = torch.zeros_like(given[cache])
-        for i, slot in enumerate(given["slots"].tolist()):
-            row = rows[i]
-            if int8:
-                row, scale = numerics.quantize_per_token_ref(row, 16)
-                assert torch.equal(given[scales][i // length, :, slot], scale)
-            want[i // length, :, slot] = row
-        assert torch.equal(given[cache], want)
+def test_keys_are_rotated_and_kept(dtype: torch.dtype) -> None:
+    for int8, rotary, length in product((False, True), (False, True), (1, 3)):
+        given = tokens(dtype, int8=int8, rotary=rotary)
+        q, k = given["q"].clone(), given["k"].clone()
+        if rotary:
+            cos, sin = (given[name][given["positions"].long()][:, None] for name in ("cos", "sin"))
+            q, k = (t[:, :, 0] for t in apply_rotary_pos_emb(q[:, :, None], k[:, :, None], cos, sin))
+        OPS.append_kv(**given, length=length)
+        assert torch.equal(given["q"], q)
+        for cache, scales, rows in (("keys", "key_scales", k), ("values", "value_scales", given["v"])):
+            want = torch.zeros_like(given[cache])
+            for i, slot in enumerate(given["slots"].tolist()):
+                row = rows[i]
+                if int8:
+                    row, scale = numerics.quantize_per_token_ref(row, 16)
+                    assert torch.equal(given[scales][i // length, :, slot], scale)
+                want[i // length, :, slot] = row
+            assert torch.equal(given[cache], want)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -139,9 +138,9 @@ def test_a_step_is_its_two_parts(dtype: torch.dtype, int8: bool, rotary: bool) -
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck() -> None:
+    for int8, more in ((False, ()), (True, (3,)), (True, (1, True))):
+        torch.library.opcheck(OPS.append_kv.default, (*tokens(int8=int8).values(), *more))
     for int8 in (False, True):
-        for more in ((), (3,), (1, True)):
-            torch.library.opcheck(OPS.append_kv.default, (*tokens(int8=int8).values(), *more))
         step = (*tokens(int8=int8).values(), 0.25)
         torch.library.opcheck(OPS.append_attention.default, step, test_utils=("test_schema", "test_faketensor"))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # how long the longest is, is data
