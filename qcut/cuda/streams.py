@@ -1,8 +1,9 @@
-"""CUDA streams as kernels are launched on them: by number, without an object of torch's."""
+"""CUDA streams: by number, as kernels are launched on them, and as torch has them for work beside the current one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -27,3 +28,20 @@ def stream_state(device: torch.device) -> tuple[int, int] | None:
         return None
     stream = current_stream(device.index)
     return stream, capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """A new stream that is the current one inside: it waits for the stream outside, which then waits for it."""
+    outside, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    stream.wait_stream(outside)
+    with torch.cuda.stream(stream):
+        yield stream
+    outside.wait_stream(stream)
+
+
+def recorded_event(device: torch.device) -> torch.cuda.Event:
+    """An event behind all that is queued on the device's current stream."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

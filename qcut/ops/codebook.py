@@ -22,7 +22,7 @@ from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_tensor
 from qcut.ops.registry import SYMBOLIC, operator
 
 TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
-KINDS = (*rotation.KINDS, products.NO_ROTATION)
+KINDS = (*rotation.KINDS, rotation.NO_ROTATION)
 
 _U8, _F16 = (torch.uint8,), (torch.float16,)
 
@@ -91,7 +91,7 @@ class RotateTokens(NamedTuple):
         x = self.x
         if len(x) == 0:
             return self.fake()
-        kind = cast(tokens.Kind, self.kind)
+        kind = cast(rotation.Kind, self.kind)
         rows, scale = tokens.rotate_tokens(x, kind, self.group_size, tuple(self.seeds), self.out_dtype)
         return layout.to_blocks(rows), x.new_empty(0, dtype=torch.float32) if scale is None else scale
 
@@ -367,7 +367,7 @@ class CodebookLinear(NamedTuple):
 def _check_rotation(op: str, kind: str, k: int, group_size: int, seeds: list[int]) -> None:
     if kind not in KINDS:
         raise ConfigError(f"qcut::{op}: kind is {kind!r}; allowed: {', '.join(KINDS)}")
-    if kind != products.NO_ROTATION:
+    if kind != rotation.NO_ROTATION:
         rotation.check_group_size(k, group_size, kind)
     Geometry(k, group_size)
     if not seeds:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import qcut
 import qcut.ops  # registers torch.ops.qcut
 from qcut import errors
-from qcut.engine.decoder import decoder_of
+from qcut.engine.families import decoder_of
 from qcut.layers.embedding import Embedding, table_of
-from tests.engine.test_engine import small
+from tests.support.decoders import small
 
 OP = torch.ops.qcut.embed_rows
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

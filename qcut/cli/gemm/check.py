@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut.cli.gemm_report import Baseline, Report, Request
+from qcut.cli.gemm.report import Baseline, Report, Request
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice, Target
 from qcut.emitters.core.epilogue import Epilogue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcut.engine.steps import Fetched, Steps
+from qcut.engine.decode_loop import DecodeLoop, Fetched
 
 CPU = torch.device("cpu")
 
@@ -24,22 +24,22 @@ class Recorder:
 
 def test_the_likeliest_is_read_next_unless_told_otherwise() -> None:
     read = Recorder()
-    steps = Steps(read, 2, 10, CPU)
-    steps.start(torch.tensor([3, 7]), torch.tensor([0, 4], dtype=torch.int32))
-    assert steps.step().argmax(1).tolist() == [4, 8]
-    assert Fetched(steps.tokens).wait() == [4, 8]
-    steps.step()
-    steps.choose(torch.tensor([20, 21]))
-    steps.step()
+    loop = DecodeLoop(read, 2, 10, CPU)
+    loop.start(torch.tensor([3, 7]), torch.tensor([0, 4], dtype=torch.int32))
+    assert loop.step().argmax(1).tolist() == [4, 8]
+    assert Fetched(loop.tokens).wait() == [4, 8]
+    loop.step()
+    loop.choose(torch.tensor([20, 21]))
+    loop.step()
     assert read.seen == [([3, 7], [0, 4], [0, 4]), ([4, 8], [1, 5], [1, 5]), ([20, 21], [2, 6], [2, 6])]
 
 
 def test_full_sequences_and_unused_ones_have_a_slot_to_spare() -> None:
     read = Recorder()
-    steps = Steps(read, 3, 10, CPU)
-    steps.start(torch.tensor([1, 2]), torch.tensor([9, 3], dtype=torch.int32))
-    assert steps.step().shape == (2, 32)
-    assert steps.step().shape == (2, 32)
-    assert steps.tokens.tolist() == [3, 4]
+    loop = DecodeLoop(read, 3, 10, CPU)
+    loop.start(torch.tensor([1, 2]), torch.tensor([9, 3], dtype=torch.int32))
+    assert loop.step().shape == (2, 32)
+    assert loop.step().shape == (2, 32)
+    assert loop.tokens.tolist() == [3, 4]
     assert [positions for _, positions, _ in read.seen] == [[9, 3, 9], [9, 4, 9]]
     assert [slots for *_, slots in read.seen] == [[9, 3, 10], [10, 4, 10]]

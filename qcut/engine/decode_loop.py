@@ -16,14 +16,15 @@ _WARM_UPS = 2
 """Runs before a capture: kernels are built and loaded, and memory that outlives a step is allocated."""
 
 
-class Steps:
+class DecodeLoop:
     """Reads one token of each sequence at a time, and takes the likeliest as the next unless told otherwise.
 
-    Nothing of a step waits for the device. Sequences that are full go on at the context's last position, and what they
-    keep goes to the slot after it.
+    Nothing of a step waits for the device. Sequences that are full go on at the context's last position, and their keys
+    and values go to the slot after it.
 
     Args:
-        read: computes a step; a capture takes it as it is now: weights that move later are read where they were.
+        read: computes a step; a capture takes the function as it is now: weights that move later are read where they
+            were.
         size: sequences of a step; fewer may be used.
         context: positions of a sequence.
         device: of everything.
@@ -42,7 +43,7 @@ class Steps:
 
     @property
     def tokens(self) -> Tensor:
-        """What the next step reads, int64 ``[n]``; every step overwrites it."""
+        """Tokens that the next step reads, int64 ``[n]``; every step overwrites them."""
         return self._tokens[: self._used]
 
     def start(self, tokens: Tensor, positions: Tensor) -> None:
@@ -54,7 +55,7 @@ class Steps:
         torch.clamp(self._slots, max=self._context - 1, out=self._positions)
 
     def choose(self, tokens: Tensor) -> None:
-        """Read these next, int64 ``[n]`` on the device."""
+        """Read these tokens next, int64 ``[n]`` on the device."""
         self.tokens.copy_(tokens)
 
     def step(self) -> Tensor:
@@ -72,33 +73,33 @@ class Steps:
         return logits
 
     def _captured(self, device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        from qcut.cuda.streams import side_stream
+
+        with side_stream(device) as stream:
             for _ in range(_WARM_UPS):
                 self._run()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 self._logits = self._run()
-        torch.cuda.current_stream(device).wait_stream(stream)
         return graph
 
 
 class Fetched:
-    """Tokens on their way to the host, behind the work that makes them and before what is queued later."""
+    """Tokens on their way to the host, behind the work that makes them and before the work that is queued later."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._event = None
         self._tokens = tokens
         if tokens.is_cuda:
+            from qcut.cuda.streams import recorded_event
+
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._tokens.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tokens.device))
+            self._event = recorded_event(tokens.device)
 
     def wait(self) -> list[int]:
         """The tokens."""
         if self._event is not None:
             self._event.synchronize()
-        found: list[int] = self._tokens.tolist()
-        return found
+        tokens: list[int] = self._tokens.tolist()
+        return tokens

@@ -1,4 +1,4 @@
-"""``qcut gemm``: one int8 product of given sizes and layouts, checked, timed and compared. Imports no torch."""
+"""The arguments of ``qcut gemm``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qcut.cli.arguments import positive, positive_float
-from qcut.cli.gemm_report import Request
+from qcut.cli.gemm.report import Request
 from qcut.emitters.gemm.families import FAMILIES
 
 USAGE = "qcut gemm M N K [transA transB transC] [use_tensor_cores] [options]"
@@ -103,9 +103,9 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
         parser.error(f"--kernel {arguments.kernel} runs on tensor cores, use_tensor_cores is 0; allowed: auto, simt")
     if arguments.mode == "wrap" and arguments.scale is not None:
         parser.error("--scale is for --mode saturate: wrap takes the sum's bits as they are")
-    from qcut.cli import gemm_check as gemm_trial
+    from qcut.cli.gemm import check
 
-    report = gemm_trial.run(
+    report = check.run(
         Request(
             m=arguments.m,
             n=arguments.n,

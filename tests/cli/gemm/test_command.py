@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.cli import gemm_check as gemm_trial
 from qcut.cli import main as cli
-from qcut.cli.gemm_report import Report, Request
+from qcut.cli.gemm import check
+from qcut.cli.gemm.report import Report, Request
 from qcut.cuda import gemm as gemm_cuda
 from qcut.cuda import plans
 from qcut.dispatch import gemm as dispatch
@@ -46,7 +46,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
         requests.append(request)
         return Report(request, "nowhere", "none")
 
-    monkeypatch.setattr(gemm_trial, "run", run)
+    monkeypatch.setattr(check, "run", run)
     return requests
 
 
@@ -169,14 +169,14 @@ def test_a_k_or_scale_that_cannot_be_computed_is_one_line(capsys: pytest.Capture
 def test_one_wrong_element_is_found(
     monkeypatch: pytest.MonkeyPatch, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = gemm_trial.product
+    real = check.product
 
     def product(*arguments: Any) -> Tensor:
         got = real(*arguments)
         got[-1, -1] ^= 1
         return got
 
-    monkeypatch.setattr(gemm_trial, "product", product)
+    monkeypatch.setattr(check, "product", product)
     assert cli.main(["gemm", "70", "50", "33", "1", "1", "0", "--mode", mode]) == 1
     assert "WRONG     1 of 3500 elements differ from the exact result" in capsys.readouterr().out
 
@@ -231,7 +231,7 @@ def gpu_of_torch(monkeypatch: pytest.MonkeyPatch) -> list[Choice | None]:
         forced.append(choice)
         return call.cpu()
 
-    real = gemm_trial.operands
+    real = check.operands
     tile = family("mma").default_tiles("sm_90a")[0]
     monkeypatch.setattr(gemm_cuda, "gemm_s8", gemm_s8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -239,8 +239,8 @@ def gpu_of_torch(monkeypatch: pytest.MonkeyPatch) -> list[Choice | None]:
     monkeypatch.setattr(plans, "target", lambda device: H200)
     monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: False)
     monkeypatch.setattr(dispatch, "select_gemm", lambda *args, **options: Choice("mma", tile, reason="no choice"))
-    monkeypatch.setattr(gemm_trial, "operands", lambda request, device: real(request, "cpu"))
-    monkeypatch.setattr(gemm_trial, "Int8Matmul", Library)
+    monkeypatch.setattr(check, "operands", lambda request, device: real(request, "cpu"))
+    monkeypatch.setattr(check, "Int8Matmul", Library)
     monkeypatch.setattr(timing, "CudaClock", Clock)
     monkeypatch.setattr(timing, "rotation", lambda size: 2)
     return forced
@@ -301,7 +301,7 @@ def test_nothing_to_compare_with(
 def test_a_wrong_result_is_not_timed(
     gpu_of_torch: list[Choice | None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gemm_trial, "product", lambda request, a, b, choice: torch.zeros(64, 32, dtype=torch.int8))
+    monkeypatch.setattr(check, "product", lambda request, a, b, choice: torch.zeros(64, 32, dtype=torch.int8))
     assert cli.main(["gemm", "64", "32", "48", "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["wrong"] > 1900
@@ -315,7 +315,7 @@ def test_too_large_for_the_gpu_is_one_line(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a lot.\nMore")
 
-    monkeypatch.setattr(gemm_trial, "operands", full)
+    monkeypatch.setattr(check, "operands", full)
     assert cli.main(["gemm", "64", "32", "48"]) == 1
     expected = "qcut: 64 x 32 x 48 does not fit the GPU's memory: CUDA out of memory. Tried to allocate a lot.\n"
     assert capsys.readouterr().err == expected
