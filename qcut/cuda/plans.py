@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Generic, TypeVar
 
 import torch
@@ -92,6 +92,7 @@ def pdl(device: int) -> bool:
     return target(device).arch == "sm_90a"
 
 
+@lru_cache(maxsize=1 << 12)  # every call asks
 def m_bucket(m: int) -> int:
     """Rows up to which one launch plan serves: 1, 8, 16, 32, 64, then four steps an octave.
 
