@@ -184,23 +184,27 @@ def codebook_problem(layer: Any, bias: bool, rotates: bool = False) -> Any:
 
 def weight_only_problem(n: int, k: int, bias: bool) -> Any:
     """What a W8A16 layer asks of its product on float16 tokens."""
-    from qcut.cuda.plans import linear_problem
+    from qcut.cuda.linear import linear_problem
 
-    return linear_problem(DType.F16, n, k, bias, "none", "weight_only")
+    return linear_problem(DType.F16, n, k, bias, "none", "w8a16")
 
 
 @functools.cache
 def _plan(problem: Any, m: int, n: int, units: int, pdl: bool) -> Any:
-    from qcut.cuda import codebook as _codebook_cuda
+    from qcut.cuda.codebook import gemm_spec
+    from qcut.cuda.plans import target
 
-    return _codebook_cuda.gemm_plan(problem, m, n, units, torch.cuda.current_device(), pdl=pdl)
+    device = torch.cuda.current_device()
+    return gemm_spec(problem, m, n, units, target(device), early=pdl).load(device)
 
 
 @functools.cache
 def _w8a16_plan(problem: Any, m: int, n: int, k: int, pdl: bool) -> Any:
-    from qcut.cuda import plans as _launch_plans
+    from qcut.cuda.gemm import weight_only_spec
+    from qcut.cuda.plans import target
 
-    return _launch_plans.weight_only_plan(problem, m, n, k, torch.cuda.current_device(), pdl=pdl)
+    device = torch.cuda.current_device()
+    return weight_only_spec(problem, m, n, k, target(device), pdl=pdl).load(device)
 
 
 def _w8a16_launch(layer: Any, out: Tensor, pdl: bool, *, x: Tensor) -> Callable[[], None]:

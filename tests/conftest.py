@@ -11,8 +11,12 @@ import pytest
 # Before torch: its threads spin between small operations, and two of them on two busy cores cost minutes.
 # The processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The compiler of torch.compile starts a process for each core, in each of the tests' own processes.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
+
+from tests.support import llama2c_oracle
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -62,3 +66,9 @@ def _int8(rows: int, columns: int, kind: str = "random", low: int = -128) -> tor
 def int8() -> Int8Maker:
     """Maker of int8 matrices: ``int8(rows, columns, kind, low)``, kind random, min, max or checkerboard."""
     return _int8
+
+
+@pytest.fixture(scope="session", params=llama2c_oracle.SAMPLES)
+def llama2c_sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> llama2c_oracle.Sample:
+    """Files of llama2.c: ours, and its own where they lie beside the project."""
+    return llama2c_oracle.sample(request.param, tmp_path_factory.mktemp("llama2c"))

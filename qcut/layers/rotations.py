@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +12,6 @@ from torch import Tensor
 
 from qcut.codebooks import tokens as rotated_tokens
 from qcut.codebooks.rotation import Kind
-from qcut.ops import codebook as codebook_ops
 
 _ROTATE = torch.ops.qcut.rotate_tokens.default
 _HALVES = (torch.float16, torch.bfloat16)
@@ -107,7 +108,7 @@ class SharedRotations:
             tokens: dtype of the blocks.
         """
         constants = rotation.operands_for(x)
-        state = None if torch.compiler.is_compiling() or x.is_inference() else codebook_ops.stream_state(x.device)
+        state = None if torch.compiler.is_compiling() or x.is_inference() else stream_state(x.device)
         if state is None:
             return _rotate(rotation.spec, x, tokens, constants)
         key = (x._version, rotation.spec, tokens, state)
@@ -122,6 +123,19 @@ class SharedRotations:
         last = self._last
         if last is not None and last.x is dead:
             self._last = None
+
+
+def stream_state(device: torch.device) -> tuple[int, int] | None:
+    """`qcut.cuda.streams.stream_state` of a CUDA device."""
+    state: tuple[int, int] | None = _streams().stream_state(device)
+    return state
+
+
+@cache
+def _streams() -> ModuleType:
+    from qcut.cuda import streams  # at the first CUDA call: layers on the CPU import nothing of the kernel side
+
+    return streams
 
 
 shared = SharedRotations()

@@ -27,12 +27,9 @@ from qcut.config import Codebook
 from qcut.conversion.convert import quantize
 from qcut.errors import CheckpointError, ConfigError, QuantizationError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
-from tests.support import ROOT
+from tests.support import turboquant_oracle
 from tests.support.oracles import normal
 from tests.support.zoo import tiny_hf, token_batches
-
-SAMPLE = ROOT.parent / "shared" / "data" / "turboquant-qr-4bit"
-needs_sample = pytest.mark.skipif(not SAMPLE.is_dir(), reason=f"no sample beside the project ({SAMPLE.name})")
 
 
 def logits(model: Any, ids: Tensor | None = None) -> Tensor:
@@ -64,37 +61,39 @@ def same_files(a: Path, b: Path) -> None:
             assert torch.equal(tensor, b_tensors[key][2]), key
 
 
-# ── the package's own sample ─────────────────────────────────────────────────────────────────────
+# ── directories as the package writes them ───────────────────────────────────────────────────────
 
 
-@needs_sample
-def test_the_sample_gives_its_logits():
-    model = checkpoint.load(SAMPLE, progress=False)
+@pytest.fixture(scope="module", params=turboquant_oracle.SAMPLES)
+def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return turboquant_oracle.sample(request.param, tmp_path_factory.mktemp("turboquant"))
+
+
+def test_a_sample_gives_its_logits(sample: Path):
+    model = checkpoint.load(sample, progress=False)
     layers = [m for m in model.modules() if isinstance(m, CodebookLinear)]
     assert len(layers) == 15
     assert not any(isinstance(m, nn.Linear) or m.training for m in model.modules())
     assert layers[0].scheme == Codebook(rotation="qr", norm_dtype="fp32")
-    expected = load_file(SAMPLE / "expected.safetensors")
-    found = logits(model, expected["input_ids"])
-    assert found.dtype is torch.float32
-    assert float((found - expected["logits"]).norm() / expected["logits"].norm()) < 1e-4
+    expected = load_file(sample / "expected.safetensors")
+    out = logits(model, expected["input_ids"])
+    assert out.dtype is torch.float32
+    assert float((out - expected["logits"]).norm() / expected["logits"].norm()) < 1e-4
 
 
-@needs_sample
-def test_the_sample_is_written_as_it_was(tmp_path: Path):
-    save(load(SAMPLE, progress=False), tmp_path)
-    same_files(tmp_path, SAMPLE)
-    assert (tmp_path / "turboquant_config.json").read_bytes() == (SAMPLE / "turboquant_config.json").read_bytes()
-    written, sample = (json.loads((d / "config.json").read_text()) for d in (tmp_path, SAMPLE))
-    for config in (written, sample):
+def test_a_sample_is_written_as_it_was(sample: Path, tmp_path: Path):
+    save(load(sample, progress=False), tmp_path)
+    same_files(tmp_path, sample)
+    assert (tmp_path / "turboquant_config.json").read_bytes() == (sample / "turboquant_config.json").read_bytes()
+    written, given = (json.loads((d / "config.json").read_text()) for d in (tmp_path, sample))
+    for config in (written, given):
         config.pop("transformers_version")
-    assert written == sample
-    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in SAMPLE.iterdir()} - {"expected.safetensors"}
+    assert written == given
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in sample.iterdir()} - {"expected.safetensors"}
 
 
-@needs_sample
-def test_the_codebook_is_the_packages():
-    assert torch.equal(turboquant.codebook(4), load_file(SAMPLE / "model.safetensors")["codebook"])
+def test_the_codebook_is_the_packages(sample: Path):
+    assert torch.equal(turboquant.codebook(4), load_file(sample / "model.safetensors")["codebook"])
 
 
 def test_codebooks_that_have_converged_are_lloyd_maxs():
@@ -105,10 +104,9 @@ def test_codebooks_that_have_converged_are_lloyd_maxs():
         turboquant.codebook(1)
 
 
-@needs_sample
-def test_indices_of_the_samples_rotated_values_come_back():
+def test_indices_of_a_samples_rotated_values_come_back(sample: Path):
     """The float weights are not there, but what the indices stand for rounds to the same indices."""
-    model = load(SAMPLE, progress=False)
+    model = load(sample, progress=False)
     for name in ("model.layers.0.mlp.down_proj", "lm_head"):
         (q,) = model.get_submodule(name).passes
         weight = dequantize(q)

@@ -16,7 +16,6 @@ from qcut import errors
 from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
 from qcut.layers.codebook import CodebookLinear, execution_path
-from qcut.ops import codebook as codebook_ops
 from tests.layers.test_codebook import INT8, SCHEMES, quantized
 from tests.support.oracles import FLOATS
 
@@ -25,7 +24,7 @@ from tests.support.oracles import FLOATS
 def kernels(monkeypatch):
     """The path of CUDA on the CPU: the operators' CPU implementations behind it."""
     monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(codebook_ops, "stream_state", lambda device: (0, 0))
+    monkeypatch.setattr(shared_rotations, "stream_state", lambda device: (0, 0))
     monkeypatch.setattr(shared_rotations.shared, "_last", None)
 
 
@@ -132,7 +131,7 @@ def test_what_differs_is_not_shared(rotations, monkeypatch):
     assert len(rotations) == 2
     rotations.clear()
     states = iter([(0, 0), (1, 0), (1, 9), (1, 9)])  # another stream, another capture, the same one
-    monkeypatch.setattr(codebook_ops, "stream_state", lambda device: next(states))
+    monkeypatch.setattr(shared_rotations, "stream_state", lambda device: next(states))
     y = torch.randn(5, 64).half()
     for layer in (a, b, a, b):
         layer(y)
@@ -145,7 +144,7 @@ def test_inference_tensors_and_other_devices_are_not_shared(rotations, monkeypat
         x = torch.randn(5, 64).half()
         a(x), b(x)
     assert len(rotations) == 2
-    monkeypatch.setattr(codebook_ops, "stream_state", lambda device: None)
+    monkeypatch.setattr(shared_rotations, "stream_state", lambda device: None)
     x = torch.randn(5, 64).half()
     a(x), b(x)
     assert len(rotations) == 4

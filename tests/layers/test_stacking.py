@@ -13,10 +13,10 @@ from transformers.pytorch_utils import Conv1D
 
 from qcut.config import Codebook, StaticRange
 from qcut.layers import codebook as codebook_linear
+from qcut.layers import rotations as shared_rotations
 from qcut.layers import stacking
 from qcut.layers.base import Linear
 from qcut.layers.stacking import Stacker
-from qcut.ops import codebook as codebook_ops
 from tests.support.zoo import same, snapshot
 
 EXACT = ("w8a8", "codebook4_int8", "codebook4+4_g64_int8", "codebook4+2_int8", "int4_g32_int8")
@@ -67,7 +67,7 @@ def test_a_stack_gives_all_the_results(scheme: str | None, kernels: bool, monkey
     modules = siblings_of(scheme, bias=scheme != "w8a8")
     if kernels:  # the operators that CUDA has, by their references
         monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
-        monkeypatch.setattr(codebook_ops, "stream_state", lambda device: (0, 0))
+        monkeypatch.setattr(shared_rotations, "stream_state", lambda device: (0, 0))
     dtype = torch.float16 if kernels else torch.float32
     inputs = [torch.randn(*shape, K).to(dtype) for shape in ((1,), (2, 3))]
     want = [torch.cat([m(x) for m in modules], -1) for x in inputs]

@@ -73,17 +73,17 @@ class _Header:
         return _HEADER.size + 4 * (tables + layers + self.dim + self.seq_len * self.head_size)
 
     def layer(self) -> list[_Entry]:
-        d, hidden, kv = self.dim, self.hidden_dim, self.n_kv_heads * self.head_size
+        dim, hidden, kv = self.dim, self.hidden_dim, self.n_kv_heads * self.head_size
         return [
-            _Entry("rms_att", "input_layernorm", (d,)),
-            _Entry("wq", "self_attn.q_proj", (d, d), self.n_heads),
-            _Entry("wk", "self_attn.k_proj", (kv, d), self.n_kv_heads),
-            _Entry("wv", "self_attn.v_proj", (kv, d)),
-            _Entry("wo", "self_attn.o_proj", (d, d)),
-            _Entry("rms_ffn", "post_attention_layernorm", (d,)),
-            _Entry("w1", "mlp.gate_proj", (hidden, d)),
-            _Entry("w2", "mlp.down_proj", (d, hidden)),
-            _Entry("w3", "mlp.up_proj", (hidden, d)),
+            _Entry("rms_att", "input_layernorm", (dim,)),
+            _Entry("wq", "self_attn.q_proj", (dim, dim), self.n_heads),
+            _Entry("wk", "self_attn.k_proj", (kv, dim), self.n_kv_heads),
+            _Entry("wv", "self_attn.v_proj", (kv, dim)),
+            _Entry("wo", "self_attn.o_proj", (dim, dim)),
+            _Entry("rms_ffn", "post_attention_layernorm", (dim,)),
+            _Entry("w1", "mlp.gate_proj", (hidden, dim)),
+            _Entry("w2", "mlp.down_proj", (dim, hidden)),
+            _Entry("w3", "mlp.up_proj", (hidden, dim)),
         ]
 
     def entries(self) -> Iterator[_Entry]:
@@ -258,9 +258,9 @@ def _describe(model: Any) -> _Header:
         "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
         "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
     }
-    for key, (found, allowed) in built_in.items():
-        if found != allowed:
-            raise UnsupportedError(f"{key} is {found!r} in the configuration; llama2.c has {allowed!r} built in")
+    for key, (value, allowed) in built_in.items():
+        if value != allowed:
+            raise UnsupportedError(f"{key} is {value!r} in the configuration; llama2.c has {allowed!r} built in")
     vocabulary = config.vocab_size if _is_tied(model) else -config.vocab_size
     layers = len(model.model.layers[: config.num_hidden_layers])
     seq_len = config.max_position_embeddings
@@ -296,8 +296,8 @@ def _check_module(model: nn.Module, entry: _Entry) -> None:
         raise UnsupportedError(f"{where} computes {module.activation} too; {entry.label} of llama2.c does not")
     if getattr(module, "variance_epsilon", _EPS) != _EPS:
         raise UnsupportedError(f"{where}: rms_norm_eps is {module.variance_epsilon}; llama2.c has {_EPS} built in")
-    if (found := tuple(module.weight.shape)) != entry.shape:
-        raise UnsupportedError(f"{where} has a weight {list(found)}; the model's {entry.label} is {list(entry.shape)}")
+    if (shape := tuple(module.weight.shape)) != entry.shape:
+        raise UnsupportedError(f"{where} has a weight {list(shape)}; the model's {entry.label} is {list(entry.shape)}")
     if module.weight.is_meta:
         raise CheckpointError(f"{where}: the weight is on the meta device and has no values to save")
 

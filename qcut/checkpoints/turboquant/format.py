@@ -89,19 +89,19 @@ class Config:
         for name, allowed in _UNSUPPORTED.items():
             if (value := getattr(self, name)) not in allowed:
                 raise UnsupportedError(f"{name} is {value!r}; qcut reads {' and '.join(map(repr, allowed))}")
-        for name, found in asdict(self).items():
+        for name, value in asdict(self).items():
             if name in _CHOICES:
-                ok = any(type(found) is type(one) and found == one for one in _CHOICES[name])
+                ok = any(type(value) is type(one) and value == one for one in _CHOICES[name])
                 allowed_text = ", ".join(map(repr, _CHOICES[name]))
             elif name in _BOOLEANS:
-                ok, allowed_text = isinstance(found, bool), "true, false"
+                ok, allowed_text = isinstance(value, bool), "true, false"
             else:
                 least = 1 if "group_size" in name else 0
-                ok = type(found) is int and least <= found < 1 << 62
+                ok = type(value) is int and least <= value < 1 << 62
                 allowed_text = f"{'null, ' if name == 'group_size' else ''}whole numbers from {least}"
-                ok = ok or (found is None and name == "group_size")
+                ok = ok or (value is None and name == "group_size")
             if not ok:
-                raise ConfigError(f"{name} is {found!r}; allowed: {allowed_text}")
+                raise ConfigError(f"{name} is {value!r}; allowed: {allowed_text}")
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Config:

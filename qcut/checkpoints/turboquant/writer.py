@@ -122,12 +122,12 @@ def _describe(model: nn.Module, layers: dict[str, CodebookLinear]) -> Config:
     seeds = [scheme.seeds for scheme in schemes.values()]
     for strategy in STRATEGIES:
         expected = (pass_seeds(first.seed, first.residual_seed, strategy, i) for i in range(len(seeds)))
-        if all(found == wanted[: len(found)] for found, wanted in zip(seeds, expected, strict=True)):
+        if all(given == wanted[: len(given)] for given, wanted in zip(seeds, expected, strict=True)):
             break
     else:
-        name, found = next((n, s.seeds) for n, s in schemes.items() if s.seeds != first.seeds)
+        name, other = next((n, s.seeds) for n, s in schemes.items() if s.seeds != first.seeds)
         raise UnsupportedError(
-            f"layer {name!r} has the seeds {found}, {first_name!r} has {first.seeds}; allowed: one seed for each pass "
+            f"layer {name!r} has the seeds {other}, {first_name!r} has {first.seeds}; allowed: one seed for each pass "
             "in all layers, or those of the strategy 'per_layer'"
         )
 

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 import qcut
 from qcut.codebooks import products as codebook_numerics
 from qcut.config import Codebook, parse_scheme
-from qcut.dispatch import codebook as codebook_dispatch
-from qcut.emitters.core.source import EmitError
 from qcut.errors import DeviceError, DtypeError
 from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
@@ -113,25 +111,14 @@ def test_one_token_is_what_two_kernels_make_of_it(scheme: str, dtype: torch.dtyp
             assert_same(gpu(torch.cat((x[0, :1], x[0]))[1:]), got[0])  # 2 bytes off
 
 
-def test_one_token_where_no_kernel_rotates_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qcut.cuda import codebook as _codebook_cuda  # which torch without CUDA cannot import
-
-    gpu = layer("codebook4", 1280, 136).to(DEVICE)
-    x = tokens(1, 1280).to(DEVICE)
-    want = gpu(x)
-
-    def refuse(*args: object) -> object:
-        if args[0].rotates:  # type: ignore[attr-defined]
-            raise EmitError("no tile")
-        return real(*args)  # type: ignore[arg-type]
-
-    real = codebook_dispatch.select
-    with monkeypatch.context() as patch:
-        patch.setattr(codebook_dispatch, "select", refuse)
-        patch.setattr(_codebook_cuda, "_plans", {})
-        patch.setattr(_codebook_cuda, "_without_gemv", set())
-        assert_same(gpu(x), want)
-        assert len(_codebook_cuda._without_gemv) == 1
+def test_one_token_where_no_kernel_rotates_it() -> None:
+    """More columns than the warps of one kernel hold."""
+    gpu = layer("codebook4", 1 << 18, 16).to(DEVICE)
+    x = tokens(1, 1 << 18).to(DEVICE)
+    assert gpu._rotates_one
+    got = gpu(x)
+    gpu._rotates_one = False
+    assert_same(got, gpu(x))
 
 
 def test_arguments_of_any_strides_and_alignment() -> None:
