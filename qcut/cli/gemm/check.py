@@ -216,7 +216,7 @@ def exact_blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def wrong_elements(got: Tensor, a: Tensor, b: Tensor, request: Request) -> int:
-    """How many elements of C differ from ``clamp(rne(f32(sum) * scale), -128, 127)``, or from the sums' low bits."""
+    """Number of elements of C other than ``clamp(rne(f32(sum) * scale), -128, 127)``, or than the sums' low bits."""
     wrong = torch.zeros((), dtype=torch.int64, device=got.device)
     for rows, columns, sums in exact_blocks(a, b):
         if request.wrap:
