@@ -34,8 +34,7 @@ from qcut.codebooks import products as codebook_numerics
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch import gemm as dispatch
 from qcut.emitters.core.source import DType
-from qcut.layers import rotations as shared_rotations
-from qcut.layers.rotations import RotationSpec
+from qcut.layers.rotations import RotationSpec, rotation_for
 from qcut.tuning.timing import CudaClock
 
 NK = ((14336, 4096), (4096, 14336), (4096, 4096), (1280, 1280), (5120, 1280))
@@ -143,7 +142,7 @@ def rotated(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens as the layer's product takes them."""
     spec = RotationSpec(layer.kind, layer.group_size, layer.in_features, layer.scheme.seeds)
     tokens = torch.int8 if layer.int8 else x.dtype
-    operands = shared_rotations.operands(spec, x.dtype, x.device)
+    operands = rotation_for(spec).operands(x.dtype, x.device)
     result: tuple[Tensor, Tensor] = torch.ops.qcut.rotate_tokens(
         x, operands, spec.kind, spec.group_size, spec.seeds, tokens
     )

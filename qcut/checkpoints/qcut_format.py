@@ -23,8 +23,9 @@ from qcut.checkpoints.skeleton import (
 )
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError
-from qcut.layers.base import Linear, Stored
+from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
+from qcut.layers.stored import StateEntry
 from qcut.models.modules import FusedActivation, replace_modules
 from qcut.storage.files import read_json, write_json
 from qcut.storage.tensors import TensorFiles, open_tensors, plain_name
@@ -87,7 +88,7 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
         raise CheckpointError(f"{directory}: cannot be written: {exc}") from exc
 
 
-def _write_shards(files: TensorFiles, tensors: dict[str, Stored], limit: int, progress: bool) -> dict[str, str]:
+def _write_shards(files: TensorFiles, tensors: dict[str, StateEntry], limit: int, progress: bool) -> dict[str, str]:
     """Write the tensors, and return which file holds each."""
     weight_map: dict[str, str] = {}
     with tqdm(total=len(tensors), desc="save", unit="tensor", disable=not progress, leave=False) as bar:
@@ -98,9 +99,9 @@ def _write_shards(files: TensorFiles, tensors: dict[str, Stored], limit: int, pr
     return weight_map
 
 
-def _tensors(model: nn.Module) -> tuple[dict[str, Stored], dict[str, str]]:
+def _tensors(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, str]]:
     """Every parameter and buffer once, and the names of tied ones with the name they are stored under."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StateEntry] = {}
     tied: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in _named_tensors(model):
@@ -112,7 +113,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Stored], dict[str, str]]:
     return tensors, tied
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Stored]]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, StateEntry]]:
     """Parameters first, then buffers, those of quantized layers as the layers store them."""
     modules = [(f"{name}." if name else "", m) for name, m in model.named_modules(remove_duplicate=False)]
     for prefix, module in modules:
@@ -123,15 +124,15 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Stored]]:
         yield from ((prefix + key, tensor) for key, tensor in stored.items())
 
 
-def _plain(tensors: Mapping[str, Tensor | None], prefix: str) -> dict[str, Stored]:
+def _plain(tensors: Mapping[str, Tensor | None], prefix: str) -> dict[str, StateEntry]:
     held = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     for key, tensor in held.items():
         if tensor.is_meta:
             raise CheckpointError(f"{prefix}{key}: the tensor is on the meta device and has no values to save")
-    return {key: Stored.of(tensor) for key, tensor in held.items()}
+    return {key: StateEntry.of(tensor) for key, tensor in held.items()}
 
 
-def _shards(tensors: dict[str, Stored], limit: int) -> Iterator[list[str]]:
+def _shards(tensors: dict[str, StateEntry], limit: int) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():

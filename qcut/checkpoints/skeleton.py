@@ -52,7 +52,7 @@ def empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, pa
     try:
         module = model.get_submodule(name if table_of is None else table_of)
         sizes = int(spec["in_features"]), int(spec["out_features"])
-        layer = Linear.empty(
+        layer = Linear(
             *sizes, bool(spec["bias"]), scheme_from_json(spec["scheme"]), spec["activation"], device="meta", name=name
         )
     except (AttributeError, KeyError, TypeError, ValueError, QcutError) as exc:

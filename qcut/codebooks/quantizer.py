@@ -23,8 +23,8 @@ from torch import Tensor
 from qcut.codebooks import lloyd_max, rotation
 from qcut.codebooks.rotation import NO_ROTATION, Kind, per_column
 from qcut.errors import DtypeError, QuantizationError, ShapeError, layer_prefix
+from qcut.models.modules import WEIGHT_DTYPES
 
-WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NORM_DTYPES = (torch.float16, torch.float32)
 
 _CHUNK_ELEMENTS = 1 << 24  # weights are read in pieces: no float32 copy of a whole one exists

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.config import W8A8
-from qcut.layers.base import Linear
 from qcut.layers.embedding import table_of
+from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
 from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
 
@@ -43,9 +42,9 @@ class RowsWithAbsmax(NamedTuple):
 Rows = Tensor | Int8Rows | RowsWithAbsmax
 
 
-def takes_int8(module: nn.Module) -> TypeGuard[Linear]:
+def takes_int8(module: nn.Module) -> TypeGuard[W8A8Linear]:
     """Whether a module is a linear layer that computes with int8 rows and a scale for each."""
-    return isinstance(module, Linear) and module.scheme == W8A8()
+    return isinstance(module, W8A8Linear)
 
 
 def takes_absmax(module: nn.Module, rows: int) -> bool:
@@ -65,9 +64,9 @@ def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tens
         ``[R, N]``.
     """
     if isinstance(rows, Int8Rows):
-        return cast(Linear, module).forward_int8(*rows, absmax)
+        return cast(W8A8Linear, module).forward_int8(*rows, absmax)
     if isinstance(rows, RowsWithAbsmax):
-        return cast(Linear, module).forward_noted(*rows)
+        return cast(W8A8Linear, module).forward_with_absmax(*rows)
     return cast(Tensor, module(rows))
 
 

@@ -259,8 +259,8 @@ def quantized(scheme: str) -> Any:
 
 
 def layer_arguments(layer: Any, x: Tensor) -> tuple[Any, ...]:
-    sets = [layer._set_buffers(i) for i in range(len(layer.set_bits))]
-    units, packed_norms, col_scale, fold, codebooks = (list(part) for part in zip(*sets, strict=True))
+    sets = layer.sets()
+    units, packed_norms, fold, col_scale, codebooks = (list(part) for part in zip(*sets, strict=True))
     return (
         *(x, units, packed_norms, fold if layer.int8 else [], col_scale, layer.norms, codebooks, layer.bias),
         *(layer.set_bits, layer.kind, layer.group_size, list(layer.scheme.seeds), layer.activation),

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from qcut.errors import CheckpointError, DtypeError, UnsupportedError
-from qcut.layers.base import WEIGHT_DTYPES, Linear
+from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
-from qcut.models.modules import is_linear, tensor_key, weight_nk
+from qcut.models.modules import WEIGHT_DTYPES, is_linear, tensor_key, weight_nk
 from qcut.storage.files import write_bytes
 
 if TYPE_CHECKING:

@@ -125,9 +125,8 @@ def test_arguments_of_any_strides_and_alignment() -> None:
     """Copies of several vectors at once: each must live until the launch."""
     gpu = layer("codebook4_int8", 256, 1024).to(DEVICE)
     x = tokens(9, 256).to(DEVICE)
-    spec = gpu._rotation
-    operands = shared_rotations.operands(spec, HALF, x.device)
-    blocks, scale = torch.ops.qcut.rotate_tokens(x, operands, "hadamard", 128, spec.seeds, torch.int8)
+    operands = gpu._rotation.operands(HALF, x.device)
+    blocks, scale = torch.ops.qcut.rotate_tokens(x, operands, "hadamard", 128, gpu.scheme.seeds, torch.int8)
     residual = torch.randn(9, 1024, device=DEVICE).half()
     book = codebook_numerics.pack_book(gpu.codebook, HALF)
     assert gpu.bias is not None
@@ -179,7 +178,7 @@ def test_state_goes_to_another_device(tmp_path: Path) -> None:
         model = nn.Sequential(layer(scheme)).to(DEVICE)
         state = model.state_dict()
         assert {t.device.type for t in state.values()} == {"cuda"}
-        cpu = nn.Sequential(qcut.Linear.empty(320, 136, True, scheme))
+        cpu = nn.Sequential(qcut.Linear(320, 136, True, scheme))
         cpu.load_state_dict(state)
         for a, b in zip(model.buffers(), cpu.buffers(), strict=True):
             assert_same(a.cpu(), b)
