@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import qcut
 from examples import gpt2_int8, llama
 from tests.support import ROOT
 
@@ -101,6 +102,15 @@ def test_cited_sections_of_the_schemes_exist() -> None:
     }
     assert len(cited) >= 4
     assert cited <= sections
+
+
+def test_reference_has_every_public_name_and_operator() -> None:
+    reference = ROOT / "docs" / "reference"
+    documented = set(re.findall(r"^\.\. auto(?:class|function):: (\w+)$", (reference / "index.md").read_text(), re.M))
+    assert documented == set(qcut.__all__) - {"errors", "ops"}
+    modules = set(re.findall(r"automodule:: qcut\.ops\.(\w+)", (reference / "operators.md").read_text()))
+    files = (ROOT / "qcut" / "ops").glob("*.py")
+    assert modules == {path.stem for path in files if re.search(r"^@operator\(", path.read_text(), re.M)}
 
 
 def test_example_quantizes_and_continues(capsys: pytest.CaptureFixture[str]) -> None:
