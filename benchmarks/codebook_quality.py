@@ -28,13 +28,15 @@ from benchmarks.harness import ROOT, Results, environment
 from benchmarks.quality import tokens_of
 from benchmarks.reporting.markdown import markdown
 from qcut.codebooks import rotation
-from qcut.codebooks.fit import DAMPING, collect_second_moments, fit, fit_residual
-from qcut.codebooks.quantizer import dequantize, quantize, quantize_residual
+from qcut.codebooks.fit import DAMPING, fit
+from qcut.codebooks.quantizer import dequantize, quantize
+from qcut.conversion.second_moments import collect_second_moments
 from qcut.errors import QcutError
 from qcut.models.evaluation import perplexity, windows_of
 from qcut.models.modules import find_layers, weight_nk
 
 GROUP = 128
+RESIDUAL_SEED = 1042
 REFERENCE = Path("reference")
 
 
@@ -57,6 +59,14 @@ def int4(weight: Tensor, symmetric: bool) -> Tensor:
     return out
 
 
+def two_passes(weight: Tensor, second_moment: Tensor | None, seed: int, damping: float) -> Tensor:
+    """A weight in two passes of 4 bits, the second fitted to the layer's inputs where their second moment is given."""
+    first = quantize(weight, 4, seed=seed, refit=second_moment is not None)
+    if second_moment is None:
+        return dequantize((first, quantize(weight, 4, before=[first], seed=RESIDUAL_SEED)))
+    return dequantize((first, fit(weight, second_moment, 4, before=[first], seed=RESIDUAL_SEED, damping=damping)))
+
+
 Fit = Callable[[Tensor, Tensor, int, float], Tensor]
 
 VARIANTS: dict[str, tuple[str, Fit]] = {
@@ -71,10 +81,10 @@ VARIANTS: dict[str, tuple[str, Fit]] = {
         "fitted to inputs",
         lambda w, h, seed, damping: dequantize(fit(w, h, 4, seed=seed, damping=damping)),
     ),
-    "codebook4_4": ("two passes", lambda w, h, seed, damping: dequantize(quantize_residual(w, 4, 4, seed=seed))),
+    "codebook4_4": ("two passes", lambda w, h, seed, damping: two_passes(w, None, seed, damping)),
     "codebook4_4_calibrated": (
         "two passes, the second fitted to inputs",
-        lambda w, h, seed, damping: dequantize(fit_residual(w, h, 4, 4, seed=seed, damping=damping)),
+        two_passes,
     ),
     "codebook3": ("to nearest", lambda w, h, seed, damping: dequantize(quantize(w, 3, seed=seed))),
     "codebook3_calibrated": (

@@ -35,7 +35,7 @@ from benchmarks.demo import EMBEDDED, language_reference
 from benchmarks.harness import Results, Variant
 from benchmarks.quality import tokens_of
 from qcut.codebooks import rotation
-from qcut.codebooks.fit import collect_second_moments
+from qcut.conversion.second_moments import collect_second_moments
 from qcut.engine.kv_cache import KV_DTYPES, KVDtype
 from qcut.errors import QcutError
 from qcut.models.evaluation import windows_of

@@ -240,8 +240,8 @@ class Kernel:
         """Compare the kernel's parameters with what will be packed: a mismatch would corrupt memory."""
         actual: list[tuple[int, int]] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        found = ctypes.byref(offset), ctypes.byref(size)
-        while lib.cuFuncGetParamInfo(self._function, ctypes.c_size_t(len(actual)), *found) == 0:
+        queried = ctypes.byref(offset), ctypes.byref(size)
+        while lib.cuFuncGetParamInfo(self._function, ctypes.c_size_t(len(actual)), *queried) == 0:
             actual.append((offset.value, size.value))
         if self._host is None:
             packed = [(o, struct.calcsize(p.fmt)) for o, p in zip(offsets, self._params, strict=True)]
