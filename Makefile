@@ -23,8 +23,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
+# Threads that wait shall sleep: spinning, they take a busy machine's cores from those that compute.
 demo: $(READY)
-	@$(BIN)/python benchmarks/demo.py $(if $(DEMO_ARGS),$(DEMO_ARGS),--quick)
+	@OMP_WAIT_POLICY=passive $(BIN)/python benchmarks/demo.py $(if $(DEMO_ARGS),$(DEMO_ARGS),--quick)
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses auto $(TEST_ARGS)

@@ -88,7 +88,7 @@ class Limits:
 
 
 FULL = Limits(60, 32, 8, prompt_batch=8, new_tokens=128, repeats=5)
-QUICK = Limits(20, 8, 2, prompt_batch=1, new_tokens=8, repeats=1)
+QUICK = Limits(40, 8, 2, prompt_batch=1, new_tokens=8, repeats=1)
 
 
 @dataclass

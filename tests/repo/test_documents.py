@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import qcut
 from examples import gpt2_int8, llama
+from tests.repo.test_layering import FLOORS
 from tests.support import ROOT
 
 PAGES = [
@@ -101,6 +103,31 @@ def test_cited_sections_of_the_schemes_exist() -> None:
     }
     assert len(cited) >= 4
     assert cited <= sections
+
+
+def test_code_that_a_page_quotes_is_the_code() -> None:
+    """A block of Python that starts with ``# path`` has lines of that file, in order; ``...`` stands for others."""
+    quotes = re.findall(r"```python\n# (\S+)\n(.*?)```", (ROOT / "docs" / "adding.md").read_text(), re.DOTALL)
+    assert len(quotes) >= 7
+    for path, quote in quotes:
+        lines = iter(line.strip() for line in (ROOT / path).read_text().splitlines())
+        for quoted in filter(None, map(str.strip, quote.splitlines())):
+            assert quoted in ("...", '"""') or quoted in lines, f"{path} has no line {quoted!r}, or not there"
+
+
+def test_architecture_names_the_floors_of_the_code() -> None:
+    line = re.search(r"`(errors ←.*?)`", (ROOT / "docs" / "architecture.md").read_text(), re.DOTALL)
+    assert line is not None
+    assert [frozenset(re.findall(r"\w+", floor)) for floor in line[1].split("←")] == list(FLOORS)
+
+
+def test_reference_has_every_public_name_and_operator() -> None:
+    reference = ROOT / "docs" / "reference"
+    documented = set(re.findall(r"^\.\. auto(?:class|function):: (\w+)$", (reference / "index.md").read_text(), re.M))
+    assert documented == set(qcut.__all__) - {"errors", "ops"}
+    modules = set(re.findall(r"automodule:: qcut\.ops\.(\w+)", (reference / "operators.md").read_text()))
+    files = (ROOT / "qcut" / "ops").glob("*.py")
+    assert modules == {path.stem for path in files if re.search(r"^@operator\(", path.read_text(), re.M)}
 
 
 def test_example_quantizes_and_continues(capsys: pytest.CaptureFixture[str]) -> None:
