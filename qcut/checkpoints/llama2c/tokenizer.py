@@ -171,9 +171,9 @@ class Llama2cTokenizer:
         return bytes([int(raw[1], 16)]) if raw else piece
 
     def printed_piece(self, previous: int, token: int) -> bytes:
-        """The bytes that run.c prints of a token: its `piece`, but no single byte beyond printable ASCII and white space.
+        """The bytes that run.c prints of a token: its `piece`, or nothing for one byte beyond ASCII or a control code.
 
-        A character of several bytes without a token of its own is lost there; `decode` keeps it.
+        A character of several bytes without a token of its own is therefore not printed; `decode` keeps the character.
 
         Raises:
             ConfigError: an id that the vocabulary has not.
