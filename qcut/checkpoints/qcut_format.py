@@ -265,7 +265,7 @@ def _mapping(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
 
 
 class _Skeleton(NamedTuple):
-    """What takes the place of a model's modules: quantized layers and embeddings, and activations that layers apply."""
+    """Modules that take the place of a model's: quantized layers and embeddings, and activations that layers apply."""
 
     modules: dict[str, nn.Module]
     activations: dict[str, tuple[nn.Module, str]]

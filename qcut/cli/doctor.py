@@ -1,4 +1,4 @@
-"""What qcut finds on this machine, and what to do about what it does not find."""
+"""``qcut doctor``: GPUs, driver, compilers, headers and cache of this machine, and advice where one is missing."""
 
 from __future__ import annotations
 

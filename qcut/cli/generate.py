@@ -158,7 +158,7 @@ class TextPieces:
         self._shown = len(decode(self._ids))
 
     def add(self, token: int) -> str:
-        """What a token adds; nothing while its character is incomplete."""
+        """The text that a token adds; none while its last character is incomplete."""
         self._ids.append(token)
         text = self._decode(self._ids)
         if text.endswith("\ufffd"):
@@ -166,7 +166,7 @@ class TextPieces:
         return self._take(text)
 
     def rest(self) -> str:
-        """What is left at the end, incomplete or not."""
+        """The text left at the end, incomplete characters too."""
         return self._take(self._decode(self._ids))
 
     def _take(self, text: str) -> str:

@@ -216,7 +216,7 @@ def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], dev
 def _tasks(
     arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], target: Target
 ) -> tuple[list[Task], list[str]]:
-    """What is to be tuned, and a line for each combination that a family has no tile for."""
+    """The GEMMs to tune, and a line for each combination that a family has no tile for."""
     from qcut import jit
     from qcut.tuning import search as tuning
 

@@ -1,4 +1,4 @@
-"""How codebook weights and rotated tokens lie in GPU memory, and the way there and back, in plain torch.
+"""The memory layout of codebook weights and rotated tokens on GPUs, and the way there and back, in plain torch.
 
 Columns. Every group is padded to whole *slots* of 32, 64 or 128 columns (`Geometry.slot`), one norm to a slot, and the
 whole to *units* of 128 columns. A residual pass lies behind the first along K, as if K were longer.

@@ -1,11 +1,10 @@
 """Products with codebook weights as plain torch: the definition that kernels are held to.
 
-Two of them. `codebook_gemm_ref` is the kernel's own: rotated tokens in 16 or 8 bits, norms relative to their row's
-power of two, the codebook in 16 bits. `codebook_linear_ref` is the whole layer on any device; with 16-bit products it
-takes the weights for what they are, float32 codebook and stored norms, and with int8 products it is the kernel's
-integers.
+`codebook_gemm_ref` is one kernel's product: rotated tokens in 16 or 8 bits, norms relative to their row's power of two,
+the codebook in 16 bits. `codebook_linear_ref` is a whole layer on any device, with the float32 codebook and the norms
+as stored; `codebook_linear_s8_ref` is a whole layer on the kernel's integers.
 
-Source: schemes.md, section 4; `qcut.codebooks.layout` for the memory.
+Source: docs/schemes.md, section 4; `qcut.codebooks.layout` for the memory.
 """
 
 from __future__ import annotations
@@ -184,10 +183,25 @@ def codebook_linear_s8_ref(
 ) -> Tensor:
     """The layer on int8 products: tokens quantized after the rotation, then `codebook_gemm_ref` of each set.
 
-    Args (the others and Returns as `codebook_linear_ref`):
+    Args:
+        x: ``[M, K]`` float16, bfloat16 or float32.
+        units: uint8, of each set of passes: one with all passes along K, or one a pass.
         packed_norms: float16, of each set; see `qcut.codebooks.layout.pack_norms`.
         fold: float32, of each set; see `qcut.codebooks.layout.fold_scales`.
         col_scale: float32 ``[N]``, of each set.
+        codebooks: float32, of each set.
+        bias: float32 ``[N]``.
+        bits: of each set.
+        kind: of the rotation.
+        group_size: columns of a group.
+        seeds: of each pass.
+        activation: see `qcut.config.ACTIVATIONS`.
+
+    Returns:
+        ``[M, N]`` of x's dtype.
+
+    Raises:
+        ShapeError: no set of passes.
 
     Exactness: with one set, and the activations ``none`` and ``relu``, bitwise that of the kernels.
     """

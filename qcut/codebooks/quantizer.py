@@ -88,7 +88,7 @@ def quantize(
 
     Exactness: float32; an index may differ between devices where a rotated value lies within rounding of a midpoint.
 
-    Source: schemes.md section 4; Lloyd-Max (`qcut.codebooks.lloyd_max`).
+    Source: docs/schemes.md, section 4; Lloyd-Max (`qcut.codebooks.lloyd_max`).
     """
     check_weight(weight, norm_dtype, layer)
     n, k = weight.shape

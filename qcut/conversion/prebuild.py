@@ -36,8 +36,7 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         home = device or weight.device
         if home.type != "cuda":
             continue
-        halves = scheme.name == "w8a16" or (isinstance(scheme, Codebook) and scheme.activation == "fp16")
-        if halves and weight.dtype is torch.float32:
+        if not scheme.int8_products and weight.dtype is torch.float32:
             raise ConfigError(
                 f"layer {name!r}: {scheme.name} computes in float16 or bfloat16 on CUDA, and its weight is float32; "
                 "convert the model first (model.half())"
@@ -68,10 +67,10 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
                     k=k,
                     dtype=weight.dtype,
                     bits=scheme.bits,
-                    passes=len(scheme.widths),
+                    passes=scheme.passes,
                     kind=scheme.rotation,
                     group_size=scheme.group_columns(k),
-                    int8=scheme.activation == "int8",
+                    int8=scheme.int8_products,
                     bias=bias,
                     activation=task.activation,
                 )

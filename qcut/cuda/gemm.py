@@ -12,7 +12,7 @@ from torch import Tensor
 from qcut import jit
 from qcut.config import padded_k
 from qcut.cuda.operands import dense
-from qcut.cuda.plans import DTYPES, Grid, LaunchPlan, LaunchSpec, PlanCache, m_bucket, target
+from qcut.cuda.plans import DTYPES, Grid, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice, Target
 from qcut.emitters.core.epilogue import Activation, Epilogue
@@ -89,7 +89,7 @@ class Product(NamedTuple):
             return None
         tile = stream.for_shape(few, gpu.arch, self.rows, self.n, self.k, gpu.sm_count)
         grid = Grid(tile.tokens, stream.grid(tile, 1, self.n))
-        return LaunchSpec(emit_w8a8_decode(few, tile, gpu.arch), grid, pdl=gpu.arch == "sm_90a")
+        return LaunchSpec(emit_w8a8_decode(few, tile, gpu.arch), grid, pdl=has_pdl(gpu))
 
 
 def weight_only_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
@@ -101,7 +101,7 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
     """The launch of a given kernel."""
     source = dispatch.emit(choice, problem, gpu.arch)
     # Started early, the weight-only kernel took 1.7 to 2.4 times as long (14336×4096, M = 64).
-    pdl = pdl and gpu.arch == "sm_90a" and choice.family != "weight_only"
+    pdl = pdl and has_pdl(gpu) and choice.family != "weight_only"
     if choice.family != "cutlass":
         return LaunchSpec(source, Grid(dispatch.tile_rows(choice), dispatch.grid(choice, 1, n)), pdl=pdl)
     stream_k = choice.tile.schedule == "stream_k"

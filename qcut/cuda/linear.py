@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,12 +154,6 @@ def _load(layer: LinearLayer, device: int) -> LinearPlan:
 
 # ── the operators of float tokens ────────────────────────────────────────────────────────────────
 
-_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
-    "w8a8": (torch.float16, torch.bfloat16, torch.float32),
-    "w8a8_static": (torch.float16, torch.bfloat16, torch.float32),
-    "w8a16": (torch.float16, torch.bfloat16),
-}
-
 
 @serves(W8A8Linear)
 def w8a8_linear(call: W8A8Linear) -> Tensor:
@@ -209,7 +203,8 @@ def _linear(
     plan = _called.get(key)
     if plan is None or m == 0:
         call.check()
-        _check_dtype(scheme, x)
+        if scheme == "w8a16" and x.dtype is torch.float32:
+            raise DtypeError(f"qcut::w8a16_linear: x is {x.dtype}; allowed on CUDA: float16, bfloat16")
         if m == 0:
             return call.fake()
         copies = [None if t is None else dense(t) for t in parameters]
@@ -244,12 +239,6 @@ def _linear(
     return y
 
 
-def _check_dtype(scheme: str, x: Tensor) -> None:
-    if x.dtype not in _DTYPES[scheme]:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES[scheme])
-        raise DtypeError(f"qcut::{scheme}_linear: x is {x.dtype}; allowed on CUDA: {names}")
-
-
 def _shared(layer: LinearLayer, device: int, parameters: Sequence[Tensor | None]) -> LinearPlan:
     """The plan of a layer, which C++ has from now on for these parameters."""
     plan = plan_for(layer, device)
@@ -276,9 +265,15 @@ def _result(x: Tensor, m: int, rows: int, n: int) -> tuple[Tensor, Tensor]:
 
 
 class Int8Layer(NamedTuple):
-    """A W8A8 layer at up to so many rows of int8: all that chooses its kernel; attributes as `LinearLayer`'s.
+    """A W8A8 layer at up to so many rows of int8: all that chooses its kernel.
 
     Attributes:
+        dtype: of the result.
+        rows: tokens, a `qcut.cuda.plans.m_bucket`.
+        n: output channels.
+        k: columns of the tokens, a multiple of 16.
+        bias: whether there is one.
+        activation: after the bias.
         absmax: whether the largest magnitudes of the result's rows are wanted.
     """
 
@@ -291,7 +286,7 @@ class Int8Layer(NamedTuple):
     absmax: bool
 
     def spec(self, device: int) -> tuple[LaunchSpec, bool]:
-        """The launch, and whether the kernel notes the magnitudes that are wanted."""
+        """The launch, and whether its kernel raises the magnitudes that are wanted."""
         gpu = target(device)
         problem = linear_problem(DTYPES[self.dtype], self.n, self.k, self.bias, self.activation, "w8a8")
         product = Product(problem, self.rows, self.n, self.k)
@@ -301,32 +296,52 @@ class Int8Layer(NamedTuple):
         return product.spec(gpu, cutlass=has_cutlass()), False
 
 
-_of_int8: PlanCache[tuple[LaunchPlan, bool]] = PlanCache()
-_of_absmax: PlanCache[tuple[LaunchPlan | None]] = PlanCache()
-"""By layer and device; no plan where another kernel quantizes the tokens."""
+class Int8Plan(NamedTuple):
+    """Launch plan of a layer of int8 tokens, and whether its kernel raises the largest magnitudes."""
+
+    product: LaunchPlan
+    raises_absmax: bool
+
+
+class AbsmaxPlan(NamedTuple):
+    """Launch plan of the product that quantizes rows by their largest magnitudes; None where no kernel does."""
+
+    product: LaunchPlan | None
+
+
+_int8_plans: PlanCache[Int8Plan] = PlanCache()
+_absmax_plans: PlanCache[AbsmaxPlan] = PlanCache()
+
+
+def _load_int8(layer: Int8Layer, device: int) -> Int8Plan:
+    spec, raises_absmax = layer.spec(device)
+    return Int8Plan(spec.load(device), raises_absmax)
+
+
+def _load_absmax(layer: LinearLayer, device: int) -> AbsmaxPlan:
+    product = Product(layer.problem(), layer.rows, layer.n, layer.k)
+    spec = product.stream_spec("rows", target(device), aligned=layer.aligned)
+    return AbsmaxPlan(None if spec is None else spec.load(device))
 
 
 @serves(Int8Linear)
 def int8_linear(call: Int8Linear) -> Tensor:
     call.check()
-    q, dtype, absmax = call.q, call.dtype, call.absmax
+    q, bias, absmax = call.q, call.bias, call.absmax
     (m, k), n, device = q.shape, len(call.qweight), q.get_device()
     y = call.fake()
     if m == 0:
         return y
-    layer = Int8Layer(dtype, m_bucket(m), n, k, call.bias is not None, call.activation, absmax is not None)
-
-    def make() -> tuple[LaunchPlan, bool]:
-        spec, notes = layer.spec(device)
-        return spec.load(device), notes
-
-    plan, notes = _of_int8.get((layer, device)) or _of_int8.make((layer, device), make)
+    layer = Int8Layer(call.dtype, m_bucket(m), n, k, bias is not None, call.activation, absmax is not None)
+    key = (layer, device)
+    plan = _int8_plans.get(key) or _int8_plans.make(key, lambda: _load_int8(layer, device))
     # Kept until the launch is queued.
-    tensors = [dense(t) for t in (q, call.qweight, call.q_scale, call.weight_scale, call.bias) if t is not None]
+    tensors = [dense(t) for t in (q, call.qweight, call.q_scale, call.weight_scale, bias) if t is not None]
     a, b, *epilogue = (t.data_ptr() for t in tensors)
-    noted = (absmax.data_ptr(),) if absmax is not None and notes else ()
-    plan.run(m, (a, b, y.data_ptr(), m, n, k, k, k, n, *epilogue, *noted), device)
-    if not notes:
+    if absmax is not None and plan.raises_absmax:
+        epilogue.append(absmax.data_ptr())
+    plan.product.run(m, (a, b, y.data_ptr(), m, n, k, k, k, n, *epilogue), device)
+    if not plan.raises_absmax:
         numerics.raise_absmax(absmax, y)
     return y
 
@@ -335,19 +350,16 @@ def int8_linear(call: Int8Linear) -> Tensor:
 def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
     call.check()
     (m, k), (n, k_padded), device = call.x.shape, call.qweight.shape, call.x.get_device()
+    if m == 0:
+        return call.fake()
     x, stride = row_major(call.x)
     aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
     layer = LinearLayer("w8a8", x.dtype, m_bucket(m), n, k, call.bias is not None, call.activation, aligned)
-
-    def make() -> tuple[LaunchPlan | None]:
-        product = Product(layer.problem(), layer.rows, n, k)
-        spec = product.stream_spec("rows", target(device), aligned=aligned)
-        return (None if spec is None else spec.load(device),)
-
-    plan = (_of_absmax.get((layer, device)) or _of_absmax.make((layer, device), make))[0] if m else None
+    key = (layer, device)
+    plan = (_absmax_plans.get(key) or _absmax_plans.make(key, lambda: _load_absmax(layer, device))).product
     if plan is None:
-        result: Any = torch.ops.qcut.w8a8_linear(x, call.qweight, call.weight_scale, call.bias, call.activation)
-        return result
+        y: Tensor = torch.ops.qcut.w8a8_linear(x, call.qweight, call.weight_scale, call.bias, call.activation)
+        return y
     y = call.fake()
     tensors = [dense(t) for t in (call.qweight, call.weight_scale, call.bias) if t is not None]
     b, *vectors = (t.data_ptr() for t in tensors)

@@ -1,7 +1,7 @@
-"""The linear operators' hot path in C++ (``native/linear_ops.cpp``): compiled once per torch, cached, loaded.
+"""The linear operators' hot path in C++ (``linear_ops.cpp``): compiled once per torch, cached, loaded.
 
-It serves calls whose plan `insert` has given it, and leaves every other call to Python, which serves them
-all where there is no g++ or torch came without its headers.
+The C++ code serves calls whose plan `Library.insert` has given it, and leaves every other call to Python, which serves
+all calls where there is no g++ or torch came without its headers.
 """
 
 from __future__ import annotations

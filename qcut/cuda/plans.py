@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Generic, TypeVar
 
 import torch
@@ -87,11 +87,17 @@ def target(device: int) -> Target:
     return target_for((properties.major, properties.minor), properties.multi_processor_count, properties.name)
 
 
+def has_pdl(gpu: Target) -> bool:
+    """Whether a GPU's kernels are launched so that they may begin before their predecessor ends (dependent launch)."""
+    return gpu.arch == "sm_90a"
+
+
 def pdl(device: int) -> bool:
-    """Whether kernels of a device may begin before their predecessor ends (programmatic dependent launch)."""
-    return target(device).arch == "sm_90a"
+    """`has_pdl` of the GPU behind a CUDA ordinal."""
+    return has_pdl(target(device))
 
 
+@lru_cache(maxsize=1 << 12)  # every call asks
 def m_bucket(m: int) -> int:
     """Rows up to which one launch plan serves: 1, 8, 16, 32, 64, then four steps an octave.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcut.cuda.operands import row_major
-from qcut.cuda.plans import DTYPES, Grid, LaunchPlan, LaunchSpec, PlanCache, m_bucket, target
+from qcut.cuda.plans import DTYPES, Grid, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
 from qcut.dispatch.gemm import Target
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder import quantize as kernels
@@ -33,14 +33,14 @@ def per_token_spec(dtype: DType, rows: int, k_padded: int, gpu: Target, *, align
     """
     kernel = kernels.QuantizePerToken.for_shape(dtype, gpu.arch, rows, k_padded, aligned=aligned, sm_count=gpu.sm_count)
     grid = Grid(kernel.rows, kernel.grid(1, k_padded))
-    return LaunchSpec(emit_quantize_per_token(kernel), grid, pdl=gpu.arch == "sm_90a")
+    return LaunchSpec(emit_quantize_per_token(kernel), grid, pdl=has_pdl(gpu))
 
 
 def per_tensor_spec(dtype: DType, k_padded: int, gpu: Target, *, aligned: bool) -> LaunchSpec:
     """The kernel that quantizes all tokens with one scale and zero point; arguments as `per_token_spec`'s."""
     kernel = kernels.QuantizePerTensor.for_shape(dtype, gpu.arch, 1, k_padded, aligned=aligned)
     grid = Grid(kernel.rows, kernel.grid(1, k_padded))
-    return LaunchSpec(emit_quantize_per_tensor(kernel), grid, pdl=gpu.arch == "sm_90a")
+    return LaunchSpec(emit_quantize_per_tensor(kernel), grid, pdl=has_pdl(gpu))
 
 
 def _is_aligned(x: Tensor, stride: int, k_padded: int) -> bool:

@@ -28,7 +28,7 @@ SCHEMA = 1
 """Version of the file format; part of every key."""
 
 LOCK_TIMEOUT_S = 900.0
-"""How long to wait for another process's build before building too."""
+"""Seconds to wait for another process's build before building too."""
 
 _MAGIC = b"qcut-kernel %d\n" % SCHEMA
 _DIGEST_BYTES = 32

@@ -22,7 +22,7 @@ _INCLUDE_ROOTS = ("qcut", "cutlass", "cuda", "cccl")
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas says a kernel occupies.
+    """Registers and memory of a kernel, as ptxas reports them.
 
     Attributes:
         registers: per thread.

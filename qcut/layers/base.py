@@ -243,7 +243,7 @@ class Linear(nn.Module):
             f"scheme={self.scheme.name}, activation={self.activation}"
         )
 
-    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor]:
+    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
         """The scheme's buffers, uninitialized, in the order of the state dict; sizes and scheme are set."""
         raise NotImplementedError
 

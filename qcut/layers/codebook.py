@@ -88,7 +88,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         codebook: float32 ``[2**bits]``.
         col_scale: float32 ``[N]``: the row's power of two over the square root of the group size (1 without a
             rotation) and, with int8 products, over ``fold``.
-        fold: float32 ``[16 T]``, which makes int8 of a row's weights (int8 products alone).
+        fold: float32 ``[16 T]``, which makes int8 of a row's weights; None but for int8 products.
         bias: float32 ``[N]`` or None.
         residual_units, residual_packed_norms, residual_codebook, residual_col_scale, residual_fold: of the second
             set, where there is one.
@@ -110,12 +110,12 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     packed_norms: Tensor
     norms: Tensor
     codebook: Tensor
-    fold: Tensor
+    fold: Tensor | None
     scheme: Codebook
 
     block_rows = codebook_layout.ROW_ALIGNMENT
 
-    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor]:
+    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
         scheme, k, n = self.scheme, self.in_features, self.out_features
         self.kind = scheme.rotation
         self.group_size = scheme.group_columns(k)
@@ -136,9 +136,12 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         self._books: list[dict[torch.dtype, tuple[int, ...]]] | None = None
         units = self.geometry.units * len(widths) // len(self.set_bits)
         norms_shape = n, len(widths) * self.geometry.groups
-        buffers = {"norms": torch.empty(norms_shape, dtype=NORM_DTYPES[scheme.norm_dtype], device=device)}
+        buffers: dict[str, Tensor | None] = {
+            "norms": torch.empty(norms_shape, dtype=NORM_DTYPES[scheme.norm_dtype], device=device)
+        }
         for i, bits in enumerate(self.set_bits):
-            buffers |= empty_set(n, units, bits, self.geometry, self.int8, device).buffers(i)
+            part = empty_set(n, units, bits, self.geometry, self.int8, device)
+            buffers |= zip(SET_KEYS[i], part, strict=True)
         return buffers
 
     def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
@@ -279,28 +282,29 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             raise DtypeError(
                 f"{layer_prefix(self.name)}x is {dtype_name(dtype)}; {self.scheme.name} computes in {allowed} on CUDA"
             )
-        m, rest = math.prod(x.shape[:-1]), x.shape[:-1]
+        rest = x.shape[:-1]
+        m = math.prod(rest)
         books = self._books or self._read_books()
-        sets, bias = self.sets(), self._buffers["bias"]
+        b = self._buffers  # nn.Module finds buffers through a slow __getattr__; this is the hot path
+        units, norms, col_scale, bias = b["units"], b["packed_norms"], b["col_scale"], b["bias"]
         if m == 1 and self._rotates_one:
-            (part,), (bits,) = sets, self.set_bits
-            row, operands = x.reshape(1, self.in_features), self._rotation.operands_for(x)
-            one = part.units, part.packed_norms, part.col_scale, books[0][dtype]
-            y = _GEMV(row, operands, self.group_size, self.scheme.seeds, *one, bias, bits, self.activation, None, dtype)
+            row = x.reshape(1, self.in_features), self._rotation.operands_for(x), self.group_size, self.scheme.seeds
+            one = units, norms, col_scale, books[0][dtype]
+            y = _GEMV(*row, *one, bias, self.set_bits[0], self.activation, None, dtype)
             return y.view(*rest, self.out_features)
         tokens, halves = (torch.int8, torch.float16) if self.int8 else (dtype, dtype)
         blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
         scale = row_scale if self.int8 else None
-        if len(sets) == 1:
-            (part,), (bits,) = sets, self.set_bits
-            weight = part.units, part.packed_norms, part.fold, part.col_scale, books[0][halves]
-            y = _GEMM(blocks, scale, m, *weight, bias, bits, self.activation, None, dtype)
+        if len(self.set_bits) == 1:
+            whole = units, norms, b["fold"], col_scale, books[0][halves]
+            y = _GEMM(blocks, scale, m, *whole, bias, self.set_bits[0], self.activation, None, dtype)
             return y.view(*rest, self.out_features)
         # Two products, of the blocks of each set: the second adds the first, and the activation comes last.
+        sets = self.sets()
         counts = [part.units.shape[1] * UNIT_COLUMNS * tokens.itemsize // 128 for part in sets]
         total: Tensor | None = None
         for i, (part, of_set) in enumerate(zip(sets, blocks.split(counts), strict=True)):
-            weight = part.units, part.packed_norms, part.fold, part.col_scale, books[i][halves]
+            weight = *part[:4], books[i][halves]
             added = bias if i else None
             total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32)
         return apply_activation(cast(Tensor, total), self.activation).to(dtype).view(*rest, self.out_features)
@@ -314,8 +318,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
     def sets(self) -> list[CodebookSet]:
         """What each product reads of the weight: one set, or one a pass where the passes have two widths."""
-        buffers = self._buffers  # nn.Module finds buffers through a slow __getattr__
-        return [CodebookSet(*cast(Any, [buffers.get(key) for key in keys])) for keys in SET_KEYS[: len(self.set_bits)]]
+        buffers = cast(dict[str, Any], self._buffers)
+        return [CodebookSet(*[buffers[key] for key in keys]) for keys in SET_KEYS[: len(self.set_bits)]]
 
     def _place(self, p: int) -> tuple[CodebookSet, slice, slice]:
         """The set that holds a pass, its units along K in the set, and its columns of ``norms``."""
@@ -352,7 +356,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         for i, bits in enumerate(self.set_bits):
             mine = passes[i * per_set : (i + 1) * per_set]
             own_norms = norms[:, i * per_set * g.groups : (i + 1) * per_set * g.groups]
-            self._buffers.update(packed_set(mine, own_norms, bits, g, self.int8).buffers(i))
+            self._buffers.update(zip(SET_KEYS[i], packed_set(mine, own_norms, bits, g, self.int8), strict=True))
         self._read_books()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -37,10 +37,6 @@ class CodebookSet(NamedTuple):
     col_scale: Tensor
     codebook: Tensor
 
-    def buffers(self, i: int) -> dict[str, Tensor]:
-        """The tensors by the names that a layer's buffers have, this being the layer's first or second set."""
-        return {key: tensor for key, tensor in zip(SET_KEYS[i], self, strict=True) if tensor is not None}
-
 
 SET_KEYS = tuple(tuple(prefix + field for field in CodebookSet._fields) for prefix in ("", "residual_"))
 """Names of the buffers of a layer's first set and of its second."""

@@ -46,7 +46,7 @@ class Int8Linear(Linear):
     def _get_name(self) -> str:
         return "Linear"  # as the scheme stands in the representation, the class would say the same twice
 
-    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor]:
+    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
         n = self.out_features
         return {
             "qweight": torch.empty((n, padded_k(self.in_features)), dtype=torch.int8, device=device),
@@ -133,7 +133,7 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
             self._input_qparams = (float(self.input_scale), int(self.input_zero_point))
         return self._input_qparams
 
-    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor]:
+    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
         self._input_qparams = None
         n = self.out_features
         return super()._empty_buffers(device) | {

@@ -77,6 +77,12 @@ class _Shared:
         self.x, self.key, self.result = x, key, result
         self.users: list[weakref.ref[object]] = []
 
+    def served(self, user: object) -> bool:
+        for used in self.users:  # noqa: SIM110  (a generator takes longer, and every call of a layer comes here)
+            if used() is user:
+                return True
+        return False
+
 
 class SharedRotations:
     """Remembers the last tensor that was rotated, for the layers that read the same: q, k and v, or gate and up.
@@ -107,7 +113,7 @@ class SharedRotations:
             return _rotate(rotation.spec, x, tokens, constants)
         key = (x._version, rotation.spec, tokens, state)
         last = self._last
-        if last is None or last.x() is not x or last.key != key or any(used() is user for used in last.users):
+        if last is None or last.x() is not x or last.key != key or last.served(user):
             result = _rotate(rotation.spec, x, tokens, constants)
             last = self._last = _Shared(weakref.ref(x, self._forget), key, result)
         last.users.append(weakref.ref(user))

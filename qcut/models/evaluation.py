@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +64,6 @@ def token_nll(logits: Tensor, input_ids: Tensor) -> Tensor:
     )
 
 
-def _batches(windows: Tensor, batch_size: int, progress: bool) -> Iterator[Tensor]:
-    yield from tqdm(windows.split(batch_size), desc="perplexity", unit="batch", disable=not progress, leave=False)
-
-
 def perplexity(
     model: nn.Module,
     token_ids: Tensor,
@@ -106,8 +101,9 @@ def perplexity(
         raise ShapeError(f"batch_size: found {batch_size}; at least 1 is allowed")
     device = model_device(model)
     total = 0.0
+    batches = tqdm(windows.split(batch_size), desc="perplexity", unit="batch", disable=not progress, leave=False)
     with evaluating(model), torch.no_grad():
-        for batch in _batches(windows, batch_size, progress):
+        for batch in batches:
             ids = batch.to(device)
             logits = output_tensor(forward(model, ids))
             if logits.ndim != 3 or logits.shape[:2] != ids.shape:

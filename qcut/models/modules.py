@@ -150,17 +150,17 @@ def find_layers(
                 f"{type(model).__name__}: {pattern!r} matches none of its {len(every)} linear layers"
                 + (f", such as {next(iter(every))!r}" if every else "")
             )
-    found = {
+    chosen = {
         name: module
         for name, module in every.items()
         if (include is None or matches(name, include)) and not matches(name, skip)
     }
-    if not found:
+    if not chosen:
         raise QuantizationError(
             f"{type(model).__name__}: no layer to work on ({len(every)} linear layers in all, include={include}, "
             f"skip={tuple(skip)}); qcut takes nn.Linear and transformers' Conv1D inside a model"
         )
-    return found
+    return chosen
 
 
 @contextmanager
@@ -265,7 +265,7 @@ def fusible_activations(model: nn.Module) -> dict[str, tuple[str, str]]:
     Returns:
         Layer name → (name of the activation module, name of the function as `qcut.Linear` calls it).
     """
-    found = {}
+    fusible = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         if type(module).__name__ == "GPT2MLP":
@@ -279,21 +279,24 @@ def fusible_activations(model: nn.Module) -> dict[str, tuple[str, str]]:
             layer, function = module._modules.get(first), module._modules.get(second)
             activation = _activation_name(function)
             if layer is not None and is_linear(layer) and activation is not None:
-                found[prefix + first] = (prefix + second, activation)
-    return found
+                fusible[prefix + first] = (prefix + second, activation)
+    return fusible
 
 
 def _activation_name(module: nn.Module | None) -> str | None:
     if isinstance(module, nn.GELU):
         return "gelu_tanh" if module.approximate == "tanh" else "gelu_erf"
-    names = {
-        "ReLU": "relu",
-        "SiLU": "silu",
-        "SiLUActivation": "silu",
-        "GELUActivation": "gelu_erf",
-        "NewGELUActivation": "gelu_tanh",
-        "GELUTanh": "gelu_tanh",
-        "FastGELUActivation": "gelu_tanh",
-        "PytorchGELUTanh": "gelu_tanh",
-    }
-    return names.get(type(module).__name__)
+    return _ACTIVATIONS.get(type(module).__name__)
+
+
+_ACTIVATIONS = {
+    "ReLU": "relu",
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu_erf",
+    "NewGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
+"""Classes of torch and transformers by name, and the function of `qcut.config.ACTIVATIONS` that each computes."""

@@ -6,7 +6,7 @@ integers agree bitwise, and so do floats where the activation is ``none`` or ``r
 the smallest numbers that make the largest magnitude fit; a scale that would be 0 is 1. "Bitwise"
 holds on every device.
 
-Source: schemes.md, sections 2 (W8A8) and 3 (W8A16).
+Source: docs/schemes.md, sections 2 (W8A8) and 3 (W8A16).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _EXP_TERMS = tuple(1 / math.factorial(k) for k in range(7, -1, -1))
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen.
+    """The settings by which a token is drawn.
 
     Attributes:
         temperature: 0 chooses the largest logit; logits are divided by any other, a normal number of float32.

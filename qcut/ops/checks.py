@@ -29,7 +29,8 @@ def check_tensor(
     device: torch.device,
 ) -> None:
     """Raises `DtypeError`, `ShapeError` or `DeviceError` unless the tensor is as the operator takes it."""
-    check_dtype(op, name, tensor.dtype, dtypes)
+    if tensor.dtype not in dtypes:  # a call for each tensor would cost more than the comparison
+        check_dtype(op, name, tensor.dtype, dtypes)
     if tensor.shape != shape:
         raise ShapeError(f"qcut::{op}: {name} has shape {list(tensor.shape)}; allowed: {list(shape)}")
     if tensor.device != device:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from qcut.codebooks import layout, products, rotation, tokens
 from qcut.codebooks.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
+from qcut.codebooks.quantizer import NORM_DTYPES
 from qcut.config import K_MAX, check_activation
 from qcut.errors import ConfigError, QuantizationError, ShapeError
 from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_tensor
@@ -332,8 +333,7 @@ class CodebookLinear(NamedTuple):
         geometry, n = Geometry(k, self.group_size), len(self.norms)
         tiles, units_k = layout.row_tiles(n), len(seeds) // sets * geometry.units
         slots = UNIT_COLUMNS // geometry.slot
-        halves_or_floats = (torch.float16, torch.float32)
-        check_tensor(op, "norms", self.norms, halves_or_floats, (n, len(seeds) * geometry.groups), device)
+        check_tensor(op, "norms", self.norms, NORM_DTYPES, (n, len(seeds) * geometry.groups), device)
         for units, packed_norms, col_scale, codebook, bits in zip(self.units, *parts, strict=True):
             check_tensor(op, "units", units, _U8, (tiles, units_k, layout.unit_bytes(bits)), device)
             check_tensor(op, "packed_norms", packed_norms, _F16, (tiles, units_k, slots, 8, 2), device)

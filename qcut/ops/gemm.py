@@ -62,28 +62,21 @@ class GemmS8(NamedTuple):
         if (self.zero_point is None) != (self.colsum is None):
             raise ConfigError(f"qcut::{op}: zero_point and colsum go together; give both or neither")
         check_k(op, k, K_MAX if self.zero_point is None else K_MAX_ZERO_POINT)
-        vectors = (
+        for name, vector, dtypes, extent in (
             ("zero_point", self.zero_point, S32, m),
             ("colsum", self.colsum, S32, n),
             ("row_scale", self.row_scale, F32, m),
             ("col_scale", self.col_scale, F32, n),
             ("bias", self.bias, F32, n),
-        )
-        for name, vector, dtypes, extent in vectors:
+        ):
             if vector is not None:
                 check_tensor(op, name, vector, dtypes, (extent,), a.device)
         check_dtype(op, "out_dtype", self.dtype, OUT_DTYPES)
         if self.out_layout not in OUT_LAYOUTS:
             raise ConfigError(f"qcut::{op}: out_layout is {self.out_layout!r}; allowed: {', '.join(OUT_LAYOUTS)}")
-        if numerics.is_raw_output(self.dtype, self.wrap):
-            fused = [name for name, vector, *_ in vectors if vector is not None]
-            fused += ["residual"] if self.residual is not None else []
-            fused += ["activation"] if self.activation != "none" else []
-            fused += ["out_inv_scale"] if self.out_inv_scale != 1 else []
-            fused += ["out_zero_point"] if self.out_zero_point != 0 else []
-            if fused:
-                output = "int32 sums" if self.dtype is torch.int32 else "low eight bits (wrap)"
-                raise ConfigError(f"qcut::{op}: an output of {output} can fuse nothing; leave out {', '.join(fused)}")
+        if numerics.is_raw_output(self.dtype, self.wrap) and (fused := self.fused()):
+            output = "int32 sums" if self.dtype is torch.int32 else "low eight bits (wrap)"
+            raise ConfigError(f"qcut::{op}: an output of {output} can fuse nothing; leave out {', '.join(fused)}")
         if self.residual is not None:
             if self.dtype is torch.int8:
                 raise ConfigError(f"qcut::{op}: a residual cannot be added to an int8 result; leave one out")
@@ -91,6 +84,21 @@ class GemmS8(NamedTuple):
         check_activation(self.activation)
         check_scale(op, "out_inv_scale", self.out_inv_scale)
         check_zero_point(op, "out_zero_point", self.out_zero_point)
+
+    def fused(self) -> list[str]:
+        """The arguments that ask for more than the sums."""
+        asked = {
+            "zero_point": self.zero_point is not None,
+            "colsum": self.colsum is not None,
+            "row_scale": self.row_scale is not None,
+            "col_scale": self.col_scale is not None,
+            "bias": self.bias is not None,
+            "residual": self.residual is not None,
+            "activation": self.activation != "none",
+            "out_inv_scale": self.out_inv_scale != 1,
+            "out_zero_point": self.out_zero_point != 0,
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
 
     def fake(self) -> Tensor:
         m, n = self.a.shape[0], self.b.shape[0]

@@ -1,4 +1,8 @@
-"""The operators that are a whole linear layer with int8 weights, one for each scheme and for each kind of tokens."""
+"""The operators that are a whole linear layer with int8 weights, one for each scheme and for each kind of tokens.
+
+A layer's weight, scales, sums and bias are constants: on CUDA, a kernel may read them before the kernel queued just
+before on the stream has ended. To multiply by what a kernel just before writes, use `qcut.gemm_s8`.
+"""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def operator(
         returns: what its schema returns, as ``Tensor`` or ``(Tensor, Tensor)``.
         positional: how many arguments may be given by position; None: all.
         composed: ``cpu`` calls other operators alone, and serves CUDA too.
-        native: define the operator behind `qcut.cuda.native`'s as well, under a leading underscore.
+        native: C++ serves CUDA before Python does (`qcut.cuda.native`); under a leading underscore, Python alone does.
     """
 
     def register(call: type[C]) -> type[C]:

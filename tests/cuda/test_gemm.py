@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -47,15 +48,15 @@ TORCH = {DType.S8: torch.int8, DType.F16: torch.float16, DType.F32: torch.float3
 class NumpyKernel:
     """A launch plan whose kernel is numpy on the addresses it is given; it checks what the problem promises."""
 
-    def __init__(self, product: Product, choice: Choice | None) -> None:
+    def __init__(self, product: Product, choice: Choice | None, launches: list[Any]) -> None:
         self.problem, self.sizes = product.problem, (product.rows, product.n, product.k)
         self.options = {"tensor_cores": product.tensor_cores, "choice": choice}
-        self.calls: list[dict[str, Any]] = []
+        self.launches = launches
 
     def run(self, m: int, args: tuple[Any, ...], device: int) -> None:
         problem, epilogue = self.problem, self.problem.epilogue
         call = {p.name: value for p, value in zip(problem.params(), args, strict=True)}
-        self.calls.append(call)
+        self.launches.append((self, call))
         n, k = call["n"], call["k"]
         assert m == call["m"] <= self.sizes[0]
         assert (n, k) == self.sizes[1:]
@@ -108,11 +109,12 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans: list[NumpyKernel] = []
+        self.launches: list[tuple[NumpyKernel, dict[str, Any]]] = []
         monkeypatch.setattr(gemm_cuda, "_plans", PlanCache())
         monkeypatch.setattr(gemm_cuda, "plan_for", self.plan_for)
 
     def plan_for(self, product: Product, choice: Choice | None, device: int) -> NumpyKernel:
-        self.plans.append(NumpyKernel(product, choice))
+        self.plans.append(NumpyKernel(product, choice, self.launches))
         return self.plans[-1]
 
     def __call__(self, a: Tensor, b: Tensor, choice: Choice | None = None, **options: Any) -> Tensor:
@@ -124,23 +126,21 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return Cuda(monkeypatch)
 
 
-@pytest.mark.parametrize("memory", [{}, {"ld": 64}, {"ld": 56, "offset": 16}, {"ld": 53, "offset": 3}], ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("layouts", LAYOUTS)
-def test_a_launch_sees_the_operands_where_they_are(
-    cuda: Cuda, layouts: str, shape: tuple[int, int, int], memory: dict[str, int]
-) -> None:
-    a, b = operands(layouts, *shape, **memory)
-    for options in ({"out_dtype": torch.int32}, {"out_dtype": torch.int8, "wrap": True}, {"out_dtype": torch.float32}):
-        options["out_layout"] = OUT_LAYOUT[layouts[2]]
+def test_a_launch_sees_the_operands_where_they_are(cuda: Cuda, layouts: str) -> None:
+    memories = ({}, {"ld": 64}, {"ld": 56, "offset": 16}, {"ld": 53, "offset": 3})
+    outputs = ({"out_dtype": torch.int32}, {"out_dtype": torch.int8, "wrap": True}, {"out_dtype": torch.float32})
+    for shape, memory, output in itertools.product(SHAPES, memories, outputs):
+        a, b = operands(layouts, *shape, **memory)
+        options = {**output, "out_layout": OUT_LAYOUT[layouts[2]]}
         got = cuda(a, b, **options)
-        call = cuda.plans[-1].calls[-1]
+        plan, call = cuda.launches[-1]
         assert (call["a"], call["b"], call["d"]) == (a.data_ptr(), b.data_ptr(), got.data_ptr()), "something was copied"
         want = qcut.gemm_s8(a, b, **options)
         assert got.stride() == want.stride()
         assert torch.equal(got, want)
         if min(shape) > 1:
-            assert cuda.plans[-1].problem.layouts == layouts
+            assert plan.problem.layouts == layouts
 
 
 def test_a_launch_gets_the_epilogue_in_its_own_order(cuda: Cuda) -> None:
@@ -196,7 +196,7 @@ def test_alignment_is_what_address_leading_dimension_and_extent_share(along_k: b
 def test_what_is_contiguous_nowhere_is_copied(cuda: Cuda, view: Any) -> None:
     a, b = view(s8(8, 40)), s8(5, 20)
     assert torch.equal(cuda(a, b, out_dtype=torch.int32), qcut.gemm_s8(a, b, out_dtype=torch.int32))
-    call = cuda.plans[-1].calls[-1]
+    _, call = cuda.launches[-1]
     assert call["a"] != a.data_ptr()
     assert call["b"] == b.data_ptr()
 

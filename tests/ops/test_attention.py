@@ -153,6 +153,7 @@ def test_opcheck() -> None:
     ("changes", "error", "message"),
     [
         ({"q": torch.zeros(3, 4, 16, dtype=torch.int32)}, errors.DtypeError, "q is int32"),
+        ({"q": torch.zeros(3, 64)}, errors.ShapeError, r"q has shape \[3, 64\]; allowed: \[tokens, heads, head\]"),
         ({"k": torch.zeros(3, 2, 8)}, errors.ShapeError, r"k has shape \[3, 2, 8\]; allowed: \[3, heads, 16\]"),
         ({"k": torch.zeros(3, 16, 2).transpose(1, 2)}, errors.ShapeError, "k has strides"),
         ({"v": torch.zeros(3, 1, 16)}, errors.ShapeError, "2 keys and 1 values a token; the cache has 2"),

@@ -122,7 +122,7 @@ def load_llama2c(
 
     Exactness: weights are the file's, bit by bit in float32, else rounded once.
 
-    Source: schemes.md, section 7; llama2.c, ``legacy_export`` of export.py.
+    Source: docs/schemes.md, section 7; llama2.c, ``legacy_export`` of export.py.
     """
     path = Path(path)
     if dtype not in WEIGHT_DTYPES:
@@ -225,7 +225,7 @@ def save_llama2c(model: nn.Module, path: str | Path) -> None:
     Exactness: float32 weights bit by bit; a quantized layer's are its `dequantized_weight`. The tables of the rotation
         are computed as llama2.c's export does, in float32.
 
-    Source: schemes.md, section 7; llama2.c, ``legacy_export`` of export.py and ``precompute_freqs_cis`` of model.py.
+    Source: docs/schemes.md, section 7; llama2.c, ``legacy_export`` of export.py, ``precompute_freqs_cis`` of model.py.
     """
     path = Path(path)
     header = _describe(model)

@@ -30,7 +30,7 @@ class Llama2cTokenizer:
     Raises:
         ConfigError: as many scores as pieces are needed.
 
-    Source: schemes.md, section 7; llama2.c, ``encode``, ``decode`` and ``safe_printf`` of run.c.
+    Source: docs/schemes.md, section 7; llama2.c, ``encode``, ``decode`` and ``safe_printf`` of run.c.
     """
 
     bos_id = 1
@@ -99,7 +99,7 @@ class Llama2cTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are."""
+        """Number of tokens."""
         return len(self._pieces)
 
     def encode(self, text: str, *, bos: bool = True, eos: bool = False) -> list[int]:
@@ -171,9 +171,9 @@ class Llama2cTokenizer:
         return bytes([int(raw[1], 16)]) if raw else piece
 
     def printed_piece(self, previous: int, token: int) -> bytes:
-        """What run.c prints of a token: its `piece`, or nothing where that is one byte of no printable ASCII or space.
+        """The bytes that run.c prints of a token: its `piece`, but no single byte beyond printable ASCII and white space.
 
-        So a character of several bytes that has no token of its own is lost there; `decode` keeps it.
+        A character of several bytes without a token of its own is lost there; `decode` keeps it.
 
         Raises:
             ConfigError: an id that the vocabulary has not.

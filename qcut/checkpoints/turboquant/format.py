@@ -1,4 +1,4 @@
-"""What the turboquant-model package makes of a model: its configuration, its codebook, its quantizer.
+"""The configuration, the codebook and the quantizer of the turboquant-model package.
 
 `qcut.checkpoints.turboquant.reader` and `qcut.checkpoints.turboquant.writer` are for its directories. The quantizer is
 that of `qcut.codebooks.quantizer` but for four things, which matter only to whoever wants the package's own bits:
@@ -37,7 +37,7 @@ NORM_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 Strategy = Literal["different", "shared", "alternating", "per_layer"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-"""How the package draws the seeds of a layer's passes; see `pass_seeds`."""
+"""The package's ways to draw the seeds of a layer's passes; see `pass_seeds`."""
 RESIDUAL_SEED = 1042
 
 _LAYER_STRIDE = 10_007

@@ -79,7 +79,7 @@ def load(
 
     Exactness: indices, codebooks and norms as stored, bit by bit; norms of two passes in the wider of their dtypes.
 
-    Source: schemes.md, section 4.
+    Source: docs/schemes.md, section 4.
     """
     directory = Path(directory)
     config = _read_config(directory / CONFIG_NAME)

@@ -56,7 +56,7 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
 
     Exactness: `qcut.load` gives back indices, norms and codebooks bit by bit.
 
-    Source: schemes.md, section 4.
+    Source: docs/schemes.md, section 4.
     """
     directory = Path(directory)
     layers: dict[str, CodebookLinear] = {}
@@ -105,7 +105,7 @@ def _refuse_conv1d(model: nn.Module, layers: dict[str, CodebookLinear]) -> None:
 
 
 def _describe(model: nn.Module, layers: dict[str, CodebookLinear]) -> Config:
-    """What the layers have in common."""
+    """The configuration that all layers have in common."""
     schemes = {name: layer.scheme for name, layer in layers.items()}
     first_name, first = next(iter(schemes.items()))
     for name, scheme in schemes.items():

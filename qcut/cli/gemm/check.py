@@ -6,6 +6,7 @@ Operands are uniform over all of int8.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -30,6 +31,39 @@ _MAX_BLOCK = 4096
 _NAMED_TILES = 8
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that a request runs on: its kernels, its clock, and cuBLASLt on it.
+
+    Attributes:
+        target: architecture, multiprocessors and name.
+        has_cutlass: whether nvcc and g++ are there.
+        gemm_s8: computes a product with a kernel.
+        clock: times replays.
+        copies: how many copies of an operand of so many bytes exceed the L2 together.
+        matmul: cuBLASLt's int8 product.
+        device: where operands lie.
+    """
+
+    target: Target
+    has_cutlass: bool
+    gemm_s8: Callable[[GemmS8, Choice], Tensor]
+    clock: timing.Clock
+    copies: Callable[[int], int] = timing.rotation
+    matmul: Callable[..., Any] = Int8Matmul
+    device: str = "cuda"
+
+
+def current_gpu() -> Gpu | None:
+    """The current CUDA device, or None without one."""
+    if not torch.cuda.is_available():
+        return None
+    from qcut.cuda.gemm import gemm_s8, has_cutlass
+    from qcut.cuda.plans import target
+
+    return Gpu(target(torch.cuda.current_device()), has_cutlass(), gemm_s8, timing.CudaClock())
+
+
 def run(request: Request) -> Report:
     """Compute, check and time a request on the current GPU, or without one on the CPU, where nothing is timed.
 
@@ -37,10 +71,9 @@ def run(request: Request) -> Report:
         QcutError: the GPU or a tile's name is unknown, its memory does not suffice, or the kernel cannot be built.
         EmitError: the family or tile that was asked for cannot serve the problem.
     """
-    if not torch.cuda.is_available():
-        return _on_cpu(request)
     try:
-        return _on_gpu(request)
+        gpu = current_gpu()
+        return _on_cpu(request) if gpu is None else _on_gpu(request, gpu)
     except torch.OutOfMemoryError as error:
         sizes = f"{request.m} x {request.n} x {request.k}"
         raise DeviceError(f"{sizes} does not fit the GPU's memory: {str(error).splitlines()[0]}") from None
@@ -52,41 +85,39 @@ def _on_cpu(request: Request) -> Report:
     report.notes.append("no CUDA device: the CPU's reference ran, and nothing is timed")
     if request.family:
         report.notes.append("kernels are for GPUs: --kernel and --tile chose nothing")
-    got = product(request, a, b, None)
+    got = product(request, a, b)
     if request.check:
         report.wrong = wrong_elements(got, a, b, request)
     return report
 
 
-def _on_gpu(request: Request) -> Report:
-    from qcut.cuda.gemm import gemm_problem, has_cutlass
-    from qcut.cuda.plans import m_bucket, target
+def _on_gpu(request: Request, gpu: Gpu) -> Report:
+    from qcut.cuda.gemm import gemm_problem
+    from qcut.cuda.plans import m_bucket
 
-    gpu = target(torch.cuda.current_device())
-    a, b = operands(request, "cuda")
+    a, b = operands(request, gpu.device)
     problem = gemm_problem(a, b, Epilogue(DType.S8, wrap=request.wrap), request.out_layout)
-    rows = m_bucket(request.m)
-    choice = select(request, problem, rows, gpu, has_cutlass())
-    report = Report(request, gpu.name, dispatch.emit(choice, problem, gpu.arch).name, choice)
-    forced = choice if request.family else None
-    got = product(request, a, b, forced)
+    choice = select(request, problem, m_bucket(request.m), gpu.target, gpu.has_cutlass)
+    name = dispatch.emit(choice, problem, gpu.target.arch).name
+    report = Report(request, gpu.target.name, name, choice)
+    kernel = (lambda call: gpu.gemm_s8(call, choice)) if request.family else None
+    got = product(request, a, b, kernel)
     if request.check:
         report.wrong = wrong_elements(got, a, b, request)
         if report.wrong:
             report.notes.append("a wrong result is not timed")
             return report
     del got
-    copies = [b, *(b.clone() for _ in range(timing.rotation(b.nbytes) - 1))]
-    clock = timing.CudaClock()
-    variants = [Variant("qcut", lambda i: product(request, a, copies[i], forced), len(copies))]
-    baseline = _cublaslt(request, a, copies, clock, report.notes.append) if request.compare else None
+    copies = [b, *(b.clone() for _ in range(gpu.copies(b.nbytes) - 1))]
+    variants = [Variant("qcut", lambda i: product(request, a, copies[i], kernel), len(copies))]
+    baseline = _cublaslt(request, a, copies, gpu, report.notes.append) if request.compare else None
     if baseline:
         variants.append(baseline[0])
-    timings = timing.measure(variants, clock, report=report.notes.append)
+    timings = timing.measure(variants, gpu.clock, report=report.notes.append)
     report.timing = timings["qcut"]
     if baseline:
-        variant, kernel, layouts = baseline
-        report.baseline = Baseline(kernel, layouts, timings[variant.name])
+        variant, algorithm, layouts = baseline
+        report.baseline = Baseline(algorithm, layouts, timings[variant.name])
     return report
 
 
@@ -105,19 +136,17 @@ def operands(request: Request, device: str) -> tuple[Tensor, Tensor]:
     return matrix(request.m, request.layouts[0] == "t"), matrix(request.n, request.layouts[1] == "n")
 
 
-def product(request: Request, a: Tensor, b: Tensor, choice: Choice | None) -> Tensor:
-    """C by `qcut.gemm_s8`; with ``choice``, by that kernel."""
+def product(request: Request, a: Tensor, b: Tensor, kernel: Callable[[GemmS8], Tensor] | None = None) -> Tensor:
+    """C by `qcut.gemm_s8`, or by the kernel given."""
     options: dict[str, Any] = {
         "out_dtype": torch.int8,
         "out_inv_scale": request.factor,
         "out_layout": request.out_layout,
         "wrap": request.wrap,
     }
-    if choice is None:
+    if kernel is None:
         return gemm_s8(a, b, **options, tensor_cores=request.tensor_cores)
-    from qcut.cuda import gemm as gemm_cuda
-
-    return gemm_cuda.gemm_s8(GemmS8(a, b, **options), choice)
+    return kernel(GemmS8(a, b, **options))
 
 
 def select(request: Request, problem: GemmProblem, rows: int, target: Target, cutlass: bool) -> Choice:
@@ -187,7 +216,7 @@ def exact_blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def wrong_elements(got: Tensor, a: Tensor, b: Tensor, request: Request) -> int:
-    """How many elements of C differ from ``clamp(rne(f32(sum) * scale), -128, 127)``, or from the sums' low bits."""
+    """Number of elements of C other than ``clamp(rne(f32(sum) * scale), -128, 127)``, or than the sums' low bits."""
     wrong = torch.zeros((), dtype=torch.int64, device=got.device)
     for rows, columns, sums in exact_blocks(a, b):
         if request.wrap:
@@ -203,13 +232,13 @@ def wrong_elements(got: Tensor, a: Tensor, b: Tensor, request: Request) -> int:
 
 
 def _cublaslt(
-    request: Request, a: Tensor, copies: list[Tensor], clock: timing.Clock, note: Callable[[str], object]
+    request: Request, a: Tensor, copies: list[Tensor], gpu: Gpu, note: Callable[[str], object]
 ) -> tuple[Variant, str, str] | None:
     """The fastest of cuBLASLt's algorithms, its description and layouts; None, and a note, where it has none."""
     failure = ""
     for layouts in dict.fromkeys((request.layouts, "tnt")):
         try:
-            return (*_cublaslt_variant(request, layouts, a, copies, clock), layouts)
+            return (*_cublaslt_variant(request, layouts, a, copies, gpu), layouts)
         except CublasLtError as error:
             failure = failure or str(error)
             if layouts != "tnt":
@@ -218,11 +247,9 @@ def _cublaslt(
     return None
 
 
-def _cublaslt_variant(
-    request: Request, layouts: str, a: Tensor, copies: list[Tensor], clock: timing.Clock
-) -> tuple[Variant, str]:
+def _cublaslt_variant(request: Request, layouts: str, a: Tensor, copies: list[Tensor], gpu: Gpu) -> tuple[Variant, str]:
     m, n, k = request.m, request.n, request.k
-    gemm = Int8Matmul(m, n, k, layouts=layouts)
+    gemm = gpu.matmul(m, n, k, layouts=layouts)
     if layouts != request.layouts:
         a, copies = a.contiguous(), [b.contiguous() for b in copies]
     memory = torch.empty(m * n, dtype=torch.int8, device=a.device)
@@ -234,7 +261,7 @@ def _cublaslt_variant(
     def time_us(number: int) -> float:
         run_algorithm(number, 0)  # one that cannot run says so here
         candidate = Variant("algorithm", lambda i: run_algorithm(number, i), len(copies))
-        return timing.measure([candidate], clock, rounds=5, target_us=500)["algorithm"].median_us
+        return timing.measure([candidate], gpu.clock, rounds=5, target_us=500)["algorithm"].median_us
 
     best = gemm.best(time_us)
     run_algorithm(best, 0)

@@ -1,4 +1,4 @@
-"""What ``qcut gemm`` is asked and what it answers, as data, JSON and text. Imports no torch."""
+"""Requests to ``qcut gemm`` and its reports, as data, JSON and text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVIATION = 40.0
 
 @dataclass(frozen=True)
 class Request:
-    """What to compute, and how much to do about it.
+    """A product to compute, and whether to check and compare it.
 
     Attributes:
         m: rows of A and C.
@@ -51,7 +51,7 @@ class Request:
 
     @property
     def factor(self) -> float:
-        """What sums are multiplied by, a float32; 1 for ``wrap``."""
+        """The float32 that sums are multiplied by; 1 for ``wrap``."""
         if self.wrap:
             return 1.0
         return ctypes.c_float(self.scale or self.default_scale).value
@@ -78,7 +78,7 @@ class Baseline:
 
 @dataclass
 class Report:
-    """What came of a request.
+    """The outcome of a request.
 
     Attributes:
         request: the request.
