@@ -171,7 +171,7 @@ class Llama2cTokenizer:
         return bytes([int(raw[1], 16)]) if raw else piece
 
     def printed_piece(self, previous: int, token: int) -> bytes:
-        """The bytes that run.c prints of a token: its `piece`, without single bytes beyond printable ASCII and space.
+        """The bytes that run.c prints of a token: its `piece`, or nothing for one byte beyond ASCII or a control code.
 
         A character of several bytes without a token of its own is lost there; `decode` keeps it.
 
