@@ -58,7 +58,7 @@ def test_text_instantiates_the_header():
         "#include <qcut/codebook/mma.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(128)\n'
         "qcut_codebook_mma_sm80_s8xc3s2_bf16_sm_sn_n2_16x64x128_w16x16_s6_multistage(\n"
-        "    const int8_t* x, const char* units, const char* norms, const float* fold, __nv_bfloat16* d, int m, int n, "
+        "    const char* x, const char* units, const char* norms, const float* fold, __nv_bfloat16* d, int m, int n, "
         "int units_k, int ldd, int book0, int book1, int book2, int book3, int book4, int book5, int book6, int book7, "
         "const float* row_scale, const float* col_scale) {\n"
         "  using Tile = qcut::Tile<16, 64, 128, 16, 16, 6, 1>;\n"

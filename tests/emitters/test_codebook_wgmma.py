@@ -75,7 +75,7 @@ def test_text_instantiates_the_header():
         "#include <qcut/codebook/wgmma.cuh>\n\n"
         'extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)\n'
         f"{name}(\n"
-        "    const int8_t* x, const char* units, const __half* norms, const float* fold, __half* d, int m, int n, "
+        "    const char* x, const char* units, const char* norms, const float* fold, __half* d, int m, int n, "
         f"int units_k, int ldd, {', '.join(f'int book{i}' for i in range(8))}, const float* row_scale, "
         "const float* col_scale, const float* bias) {\n"
         "  using Tile = qcut::PromptTile<int8_t, 4, 1, 256, 5, 2, 2, 1, 4>;\n"
