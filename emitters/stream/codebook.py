@@ -238,7 +238,8 @@ def emit_codebook_decode(problem: CodebookProblem, tile: CodebookDecodeTile, arc
         problem,
         name,
         arch,
-        header="codebook_decode",
+        function="codebook_decode",
+        header="stream/codebook",
         tile=f"qcut::DecodeTile<{sizes}>",
         shared="qcut::DecodeShared",
         threads=32 * tile.warps,
@@ -261,6 +262,7 @@ def kernel_source(
     arch: str,
     *,
     header: str,
+    function: str,
     tile: str,
     shared: str,
     threads: int,
@@ -269,7 +271,7 @@ def kernel_source(
     tokens: str = "x",
     last: str = "",
 ) -> KernelSource:
-    """The text the decode families share: fills the epilogue's arguments and calls ``qcut::{header}``.
+    """The text the decode families share: fills the epilogue's arguments and calls ``qcut::{function}``.
 
     ``tile``, ``shared`` and ``tokens`` are C++: the tile's type, the template whose ``kBytes`` are the shared memory,
     and the function's first argument. ``last`` follows its template arguments.
@@ -289,7 +291,7 @@ def kernel_source(
         f"  using Epilogue = {epilogue_type(problem.epilogue)};\n"
         f"{argument_setup(problem.epilogue)}"
         f"  const qcut::Book book{{{{{book}}}}};\n"
-        f"  qcut::{header}<{x}, {problem.bits}, {problem.slots}, Tile, Epilogue{last}>(\n"
+        f"  qcut::{function}<{x}, {problem.bits}, {problem.slots}, Tile, Epilogue{last}>(\n"
         f"      {tokens}, units, norms, {fold}, d, m, n, units_k, ldd, book, args);\n"
         "}\n"
     )

@@ -1,6 +1,6 @@
 """One step of a decoder between its projections in one launch: rotary positions, the cache's new row, attention.
 
-Device code: ``include/qcut/decoder/attention_append.cuh``. `qcut.emitters.decoder.transformer.RotateAndAppend`, then
+Device code: ``include/qcut/decoder/attention/append.cuh``. `qcut.emitters.decoder.transformer.RotateAndAppend`, then
 `qcut.emitters.decoder.attention.mma.AttentionMma`.
 """
 
@@ -67,7 +67,7 @@ def emit_attention_append(desc: AttentionAppend) -> KernelSource:
     order = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values", "key_scales", "value_scales")
     given = ", ".join(name if name in names else "nullptr" for name in order)
     text = (
-        "#include <qcut/decoder/attention_append.cuh>\n\n"
+        "#include <qcut/decoder/attention/append.cuh>\n\n"
         f'extern "C" __global__ void {launch_bounds(attention)}\n'
         f"{desc.name}({signature}) {{\n"
         f"  qcut::AppendAttention<{attention.template}, {str(desc.rotary).lower()}>::run({given}, out,\n"

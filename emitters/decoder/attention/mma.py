@@ -1,6 +1,6 @@
 """Attention of one new token of each sequence to what a cache holds, on tensor cores.
 
-Device code: ``include/qcut/decoder/attention_mma.cuh``. What `qcut.emitters.decoder.attention.simt.AttentionDecode`
+Device code: ``include/qcut/decoder/attention/mma.cuh``. What `qcut.emitters.decoder.attention.simt.AttentionDecode`
 computes, for 16-bit queries: keys and values are the rows of ``mma.sync.m16n8k16``, up to eight queries that share them
 its columns.
 """
@@ -14,7 +14,7 @@ from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.decoder.attention.simt import attention_params, attention_source
 from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES
 
-FAMILY = "attention_mma"
+FAMILY = "decoder/attention/mma"
 MAX_GROUP = 8
 """Queries of a CTA: the columns of a product."""
 MAX_PARTS = 64
@@ -194,4 +194,4 @@ def launch_bounds(desc: AttentionMma) -> str:
 
 def emit_attention_mma(desc: AttentionMma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    return attention_source(desc, "attention_mma", f"TensorAttention<{desc.template}>", launch_bounds(desc))
+    return attention_source(desc, "decoder/attention/mma", f"TensorAttention<{desc.template}>", launch_bounds(desc))

@@ -1,6 +1,6 @@
 """Attention of one new token of each sequence to what a cache holds, split over the context.
 
-Device code: ``include/qcut/decoder/attention.cuh``. A key serves all queries that share it, so that the cache is read
+Device code: ``include/qcut/decoder/attention/simt.cuh``. A key serves all queries that share it, so that the cache is read
 once; with few sequences parts of the context fill the GPU, and the CTA that finishes last adds them up.
 """
 
@@ -173,7 +173,7 @@ def attention_params(cache: DType) -> tuple[Param, ...]:
 def emit_attention_decode(desc: AttentionDecode) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     tile = f"{desc.x.cpp}, {desc.cache.cpp}, {desc.head}, {desc.group}, {desc.warps}, {desc.unroll}"
-    return attention_source(desc, "attention", f"DecodeAttention<{tile}>", f"__launch_bounds__({desc.block})")
+    return attention_source(desc, "decoder/attention/simt", f"DecodeAttention<{tile}>", f"__launch_bounds__({desc.block})")
 
 
 class _Described(Protocol):

@@ -3,14 +3,14 @@
 //
 // A thread holds 16 neighbouring columns of memory's order (a group and its padding), which is one 16-byte chunk of
 // int8 tokens or two of 16-bit ones. Butterflies over 1 to 8 columns stay in its registers, those over 16 to 256 are
-// shuffles, wider ones go through shared memory: the order of qcut.rotation.walsh_hadamard, so that results are equal
+// shuffles, wider ones go through shared memory: the order of qcut.codebooks.rotation.walsh_hadamard, so that results are equal
 // bitwise. A group that is shorter than the others leaves out the butterflies that it does not have.
 //
-// Memory is laid out as qcut/codebook_layout.py says.
+// Memory is laid out as qcut/codebooks/layout.py says.
 #pragma once
 
 #include <qcut/codebook/codebook.cuh>
-#include <qcut/decoder/quantize.cuh>
+#include <qcut/core/quantize.cuh>
 
 namespace qcut {
 
@@ -156,12 +156,6 @@ struct RowRotation {
     if (lane == 0) partial[threadIdx.x / 32] = v;
     __syncthreads();
     return lane < kWarps ? partial[local_row * kWarps + lane] : rest;
-  }
-
-  static __device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
-    return v;
   }
 
   __device__ __forceinline__ float row_sum(float v) const { return warp_sum(gather(warp_sum(v), 0.0f)); }

@@ -40,6 +40,14 @@ __device__ __forceinline__ uint32_t warp_max(uint32_t v) {
   return out;
 }
 
+// The sum of 32 lanes' values, in every lane. The order of the additions is fixed: lanes 16 apart come first.
+template <class T>
+__device__ __forceinline__ T warp_sum(T v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+  return v;
+}
+
 // 16 bytes of T as words, and its elements as float32 (all exact).
 template <class T>
 struct Vector;

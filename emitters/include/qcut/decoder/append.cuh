@@ -6,7 +6,7 @@
 // Source: Su et al., "RoFormer", arXiv 2104.09864, section 3.4.2, pairs neighbours; GPT-NeoX and Llama pair halves.
 #pragma once
 
-#include <qcut/decoder/quantize.cuh>
+#include <qcut/core/quantize.cuh>
 #include <qcut/decoder/rope.cuh>
 
 namespace qcut {

@@ -18,15 +18,6 @@
 
 namespace qcut {
 
-// A word at this CTA's shared address `shared`, but in the CTA of that rank.
-__device__ __forceinline__ void store_cluster_4(uint32_t shared, int rank, uint32_t w) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(w) : "memory");
-#endif
-}
-
 // Fills a PairTable; a barrier must follow. All warps of the CTA take the same way, and PRMT chooses each lane's
 // value: an index that the compiler does not know would put the book into local memory.
 template <int kWarps>
@@ -66,13 +57,6 @@ __device__ __forceinline__ void copy_floats(float* shared, const float* global, 
     const int i = first + static_cast<int>(threadIdx.x);
     copy_async_if<4>(shared_address(shared + i), global + i, i < count, false);
   }
-}
-
-// Arrives at the cluster's barrier without a word about memory: what this thread loaded, it has used.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-#endif
 }
 
 __device__ __forceinline__ void pin(UnitWords<4>& w) {

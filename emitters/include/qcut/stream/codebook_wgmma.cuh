@@ -11,6 +11,7 @@
 #pragma once
 
 #include <qcut/stream/codebook.cuh>
+#include <qcut/core/barrier.cuh>
 #include <qcut/core/wgmma.cuh>
 
 namespace qcut {

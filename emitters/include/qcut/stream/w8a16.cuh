@@ -14,8 +14,8 @@
 // Source: PTX ISA "Matrix Fragments for mma.m16n8k16", "griddepcontrol", "barrier.cluster".
 #pragma once
 
-#include <qcut/codebook/codebook.cuh>
 #include <qcut/core/epilogue.cuh>
+#include <qcut/core/streaming.cuh>
 
 namespace qcut {
 
@@ -26,7 +26,7 @@ struct WeightOnlyTile {
   static constexpr int kTokens = kTokens_, kSplits = kSplits_;
   static constexpr int kTokenTiles = kTokens / 8;
   static constexpr int kRows = 16 * kRowTiles;
-  static constexpr int kSpan = kUnitColumns * kUnits;  // columns of a warp
+  static constexpr int kSpan = 128 * kUnits;  // columns of a warp
   static constexpr int kThreads = 32 * kWarps;
   // Of a token's sums: four more words than rows make its stores miss those of the other tokens.
   static constexpr int kPitch = kRows + 4;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void weight_only_decode(const T* a, const int8_t* b, 
   for (int s = 0; s < Tile::kPrefetch; ++s) {
     if (s >= tiles || rounds == 0) break;
 #pragma unroll
-    for (int u = 0; u < Tile::kUnits; ++u) load(w[s][u], s, first + kUnitColumns * u);
+    for (int u = 0; u < Tile::kUnits; ++u) load(w[s][u], s, first + 128 * u);
   }
   // The next tile goes to the L2 meanwhile, a row's 128 bytes for each lane. Of two tiles it is the last, and gains less
   // than it delays the first.
@@ -99,7 +99,7 @@ __device__ __forceinline__ void weight_only_decode(const T* a, const int8_t* b, 
       const int row = n0 + 16 * Tile::kPrefetch + threadIdx.x % 16;
       const int unit = i / 16 + threadIdx.x % 32 / 16;
       if (unit < Tile::kUnits) {
-        const int column = min(first + kUnitColumns * unit, last_column);
+        const int column = min(first + 128 * unit, last_column);
         prefetch_l2(b + static_cast<long long>(min(row, n - 1)) * ldb + column);
       }
     }
@@ -172,7 +172,7 @@ __device__ __forceinline__ void weight_only_decode(const T* a, const int8_t* b, 
               Float16<T>::mma(acc[j], weights, {part[i % 2 * 2], part[i % 2 * 2 + 1]});
             }
           }
-          if (down || round + 1 < rounds) load(w[s][u], next_tile, next_column + kUnitColumns * u);
+          if (down || round + 1 < rounds) load(w[s][u], next_tile, next_column + 128 * u);
         }
 #pragma unroll
         for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) mine[place(c)] = acc[c / 4][c % 4];

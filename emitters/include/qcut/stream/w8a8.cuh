@@ -11,9 +11,9 @@
 // Source: PTX ISA "Matrix Fragments for mma.m16n8k32", "griddepcontrol", "barrier.cluster".
 #pragma once
 
-#include <qcut/codebook/codebook.cuh>
 #include <qcut/core/epilogue.cuh>
-#include <qcut/decoder/quantize.cuh>
+#include <qcut/core/streaming.cuh>
+#include <qcut/core/quantize.cuh>
 
 namespace qcut {
 

@@ -7,8 +7,8 @@
 // Source: PTX ISA 8.x, "st.async", "mbarrier.try_wait", "barrier.cluster", "atom" (.acq_rel); Dao et al., "Flash-Decoding" (2023).
 #pragma once
 
-#include <qcut/decoder/softmax.cuh>
-#include <qcut/core/wgmma.cuh>
+#include <qcut/core/barrier.cuh>
+#include <qcut/decoder/attention/softmax.cuh>
 
 namespace qcut {
 
@@ -36,11 +36,6 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier) {
       "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n\t"
       "@p bra.uni DONE;\n\tbra.uni AGAIN;\n\tDONE:\n\t}" ::"r"(barrier)
       : "memory");
-}
-
-// cluster_arrive() for who has nothing to show but barriers.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
 
 // Counts to `last` and starts again; what the CTA did before its barrier is done for whoever counts later.
