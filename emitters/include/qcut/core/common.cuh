@@ -32,6 +32,10 @@ __device__ __forceinline__ void wait_for_dependencies() {
 #endif
 }
 
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
 // The largest of 32 unsigned words. Bits of non-negative floats order as unsigned integers, and a
 // NaN's are above Inf's, so this is also a maximum of absolute values that keeps NaN.
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) {

@@ -15,10 +15,6 @@
 
 namespace qcut {
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
 // Copies kSize bytes, or zeroes them and reads nothing. `.cg` skips the L1, where tiles would be of no use;
 // copies of less than 16 bytes have `.ca` alone.
 template <int kSize>

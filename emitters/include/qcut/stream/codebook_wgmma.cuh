@@ -293,8 +293,9 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
     finish_quad<E, kAlign, Acc>(sums, token, row, col0, d, m, n, ldd, args);
   }
   if constexpr (Tile::kSplits > 1) {
-    cluster_arrive_relaxed();
-    cluster_wait();  // the others have read this CTA's sums
+    // No CTA leaves while others read its sums.
+    cluster_arrive();
+    cluster_wait();
   }
 }
 

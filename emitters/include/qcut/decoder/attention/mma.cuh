@@ -18,6 +18,7 @@
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 #pragma once
 
+#include <qcut/core/mma.cuh>
 #include <qcut/decoder/attention/merge.cuh>
 
 namespace qcut {
