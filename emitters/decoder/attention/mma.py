@@ -14,7 +14,7 @@ from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.decoder.attention.simt import attention_params, attention_source
 from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES
 
-FAMILY = "decoder/attention/mma"
+FAMILY = "attention_mma"
 MAX_GROUP = 8
 """Queries of a CTA: the columns of a product."""
 MAX_PARTS = 64
