@@ -44,6 +44,12 @@ __device__ __forceinline__ uint32_t warp_max(uint32_t v) {
   return out;
 }
 
+__device__ __forceinline__ unsigned long long warp_max(unsigned long long v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v = max(v, __shfl_xor_sync(0xffffffffu, v, offset));
+  return v;
+}
+
 // The sum of 32 lanes' values, in every lane. The order of the additions is fixed: lanes 16 apart come first.
 template <class T>
 __device__ __forceinline__ T warp_sum(T v) {
