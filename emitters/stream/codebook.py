@@ -7,17 +7,18 @@ are better off with `qcut.emitters.stream.codebook_wgmma`.
 
 from __future__ import annotations
 
-import math
-import struct
 from dataclasses import dataclass, replace
 from itertools import product
 
-from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.codebook.problem import BOOK, CodebookProblem
+from qcut.emitters.codebook.rotate import group_factor
+from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, holds, shared_memory
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES, SMEM_LIMIT, argument_setup, epilogue_type
+from qcut.emitters.core.text import include, kernel_source
 
-FAMILY = "cbdecode"
+FAMILY = "codebook_stream"
 PAIR_TABLE_BYTES = 65_536
 ROW_TILE = 16
 _MAX_ROW_TILES = 64
@@ -69,8 +70,18 @@ def register_limit(tile: CodebookDecodeTile) -> int:
     return min(255, 65_536 // (32 * tile.warps) // 8 * 8)
 
 
+def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
+    """Dynamic shared memory of a CTA; the kernel's text holds it to the device code's own count."""
+    blocks, rows = problem.x.bits // 8, ROW_TILE * tile.row_tiles
+    staged = tile.units * blocks * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
+    sums = 4 * tile.tokens * (rows + 4)
+    inbox = 4 * ROW_TILE * tile.splits * -(-tile.row_tiles * tile.tokens // tile.splits) if tile.splits > 1 else 0
+    table = 0 if problem.x is DType.S8 else PAIR_TABLE_BYTES
+    return table + tile.warps * max(staged, sums) + inbox + 8 * rows + 4 * tile.tokens
+
+
 CONSTRAINTS = (
-    Constraint("architecture", f"allowed are {', '.join(SMEM_LIMIT)}", lambda p, t, arch: arch in SMEM_LIMIT),
+    ARCHITECTURE,
     Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     Constraint(
         "tokens",
@@ -85,37 +96,21 @@ CONSTRAINTS = (
         "is 1 to 4 row tiles, no more than the CTA has",
         lambda p, t, arch: 1 <= t.prefetch <= min(4, t.row_tiles),
     ),
-    Constraint(
-        "splits", "are 1, 2, 4 or 8: the CTAs of a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)
-    ),
+    SPLITS,
     Constraint(
         "rotates",
         "takes a tile of one token: more are rotated once, by a kernel before",
         lambda p, t, arch: t.tokens == 1 or not p.rotates,
     ),
-    Constraint(
-        "clusters",
-        f"splits need thread-block clusters: {', '.join(CLUSTER_ARCHITECTURES)}",
-        lambda p, t, arch: t.splits == 1 or arch in CLUSTER_ARCHITECTURES,
-    ),
+    CLUSTERS,
     Constraint(
         "registers",
         "tokens, weights in flight and sums fit a thread's 255 and the SM's 65536",
         lambda p, t, arch: registers(p, t) <= register_limit(t),
     ),
-    Constraint(
-        "shared_memory",
-        "the table, and the sums or tokens of all warps, fit what the architecture gives a CTA: "
-        + ", ".join(f"{limit} bytes on {arch}" for arch, limit in SMEM_LIMIT.items()),
-        lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch],
-    ),
+    shared_memory("the table, and the sums or tokens of all warps, fit what the architecture gives a CTA", smem_bytes),
 )
 """What this family can build, on (problem, tile, arch)."""
-
-
-def procedural_name(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> str:
-    """``qcut_cbdecode_{arch}_{problem}_{tile}``."""
-    return f"qcut_{FAMILY}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
 
 
 def validate(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> None:
@@ -124,17 +119,7 @@ def validate(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> N
     Raises:
         EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
     """
-    check(procedural_name(problem, tile, arch), CONSTRAINTS, problem, tile, arch)
-
-
-def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
-    """Dynamic shared memory of a CTA; the kernel's text holds it to the device code's own count."""
-    blocks, rows = problem.x.bits // 8, ROW_TILE * tile.row_tiles
-    staged = tile.units * blocks * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
-    sums = 4 * tile.tokens * (rows + 4)
-    inbox = 4 * ROW_TILE * tile.splits * -(-tile.row_tiles * tile.tokens // tile.splits) if tile.splits > 1 else 0
-    table = 0 if problem.x is DType.S8 else PAIR_TABLE_BYTES
-    return table + tile.warps * max(staged, sums) + inbox + 8 * rows + 4 * tile.tokens
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
 def grid(tile: CodebookDecodeTile, m: int, n: int) -> tuple[int, int, int]:
@@ -148,10 +133,10 @@ def grid(tile: CodebookDecodeTile, m: int, n: int) -> tuple[int, int, int]:
     return (-(-n // (ROW_TILE * tile.row_tiles)) * tile.splits, 1, 1)
 
 
-CLUSTERS = {1: 1.0, 2: 66 / 132, 4: 30 / 132, 8: 15 / 132}
+CLUSTER_SHARE = {1: 1.0, 2: 66 / 132, 4: 30 / 132, 8: 15 / 132}
 """Clusters that an H200 runs at once, by their size, for each SM."""
 
-_SM_SMEM = 233_472
+_SM_SMEM = architecture("sm_90a").sm_smem_bytes
 
 
 def for_shape(
@@ -173,11 +158,11 @@ def for_shape(
     tokens = next(t for t in (1, 8, 16, 24, 32) if t >= m)
     row_tiles = -(-n // ROW_TILE)
     best: tuple[float, CodebookDecodeTile] | None = None
-    for splits, units, ctas in product(CLUSTERS if arch in CLUSTER_ARCHITECTURES else (1,), (1, 2, 4), (1, 2, 3)):
+    for splits, units, ctas in product(CLUSTER_SHARE if arch in CLUSTER_ARCHITECTURES else (1,), (1, 2, 4), (1, 2, 3)):
         warps = -(-units_k // (splits * units))
         if warps * ctas > 32 or (splits > 1 and ctas > 1) or splits > units_k:
             continue
-        slots = max(1, int(CLUSTERS[splits] * sm_count)) * ctas
+        slots = max(1, int(CLUSTER_SHARE[splits] * sm_count)) * ctas
         wanted = min(-(-row_tiles // slots), _MAX_ROW_TILES)
         tile = _largest(problem, CodebookDecodeTile(tokens, wanted, warps, units, splits), arch)
         if tile is None or not _fit_together(problem, tile, ctas):
@@ -200,7 +185,7 @@ def _largest(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> C
     for row_tiles in range(tile.row_tiles, 0, -1):
         for ahead in range(min(prefetch, row_tiles), 0, -1):
             smaller = replace(tile, row_tiles=row_tiles, prefetch=ahead)
-            if all(c.holds(problem, smaller, arch) for c in CONSTRAINTS):
+            if holds(CONSTRAINTS, problem, smaller, arch):
                 return smaller
     return None
 
@@ -231,89 +216,75 @@ def emit_codebook_decode(problem: CodebookProblem, tile: CodebookDecodeTile, arc
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``mma.sync.m16n8k32``, ``cp.async``, ``ldmatrix``, ``barrier.cluster``.
     """
     validate(problem, tile, arch)
-    name = procedural_name(problem, tile, arch)
-    smem = smem_bytes(problem, tile)
-    sizes = f"{tile.tokens}, {tile.row_tiles}, {tile.warps}, {tile.units}, {tile.splits}, {tile.prefetch}"
-    return kernel_source(
-        problem,
+    name = procedural_name(FAMILY, arch, problem, tile)
+    sizes = (tile.tokens, tile.row_tiles, tile.warps, tile.units, tile.splits, tile.prefetch)
+    return decode_source(
         name,
+        problem,
         arch,
+        header="codebook",
         function="codebook_decode",
-        header="stream/codebook",
-        tile=f"qcut::DecodeTile<{sizes}>",
+        tile=f"qcut::DecodeTile<{', '.join(map(str, sizes))}>",
         shared="qcut::DecodeShared",
-        threads=32 * tile.warps,
-        splits=tile.splits,
-        smem=smem,
         tokens=_row_token(problem) if problem.rotates else f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
+        block=32 * tile.warps,
+        smem_bytes=smem_bytes(problem, tile),
+        cluster=tile.splits,
     )
 
 
 def _row_token(problem: CodebookProblem) -> str:
     group = 128 // problem.slots
-    # float32(sqrt(d) / d) as the device's own literal.
-    factor = struct.unpack("f", struct.pack("f", math.sqrt(group) / group))[0].hex()
-    return f"qcut::RowToken<{problem.x.cpp}, Tile, {group}>(x, signs, k, units_pass, {factor}f)"
+    factor = group_factor(group)
+    return f"qcut::RowToken<{problem.x.cpp}, Tile, {group}>(x, signs, k, units_pass, {factor})"
 
 
-def kernel_source(
-    problem: CodebookProblem,
+def decode_source(
     name: str,
+    problem: CodebookProblem,
     arch: str,
     *,
     header: str,
     function: str,
     tile: str,
     shared: str,
-    threads: int,
-    splits: int,
-    smem: int,
     tokens: str = "x",
     last: str = "",
+    block: int,
+    smem_bytes: int,
+    cluster: int,
 ) -> KernelSource:
-    """The text the decode families share: fills the epilogue's arguments and calls ``qcut::{function}``.
+    """A kernel of few tokens with codebook weights, which calls ``qcut::{function}`` of ``stream/{header}.cuh``.
 
-    ``tile``, ``shared`` and ``tokens`` are C++: the tile's type, the template whose ``kBytes`` are the shared memory,
-    and the function's first argument. ``last`` follows its template arguments.
+    Args:
+        name: procedural name.
+        problem: types, widths and epilogue.
+        arch: real architecture.
+        header: the header's stem.
+        function: of device code.
+        tile: C++ type of the tile.
+        shared: C++ template whose ``kBytes`` are the shared memory.
+        tokens: first argument of the function.
+        last: what follows the function's template arguments.
+        block: threads per CTA.
+        smem_bytes: dynamic shared memory per CTA.
+        cluster: CTAs that share K.
     """
-    x = problem.x.cpp
-    cluster = f"__cluster_dims__({splits}, 1, 1) " if splits > 1 else ""
-    fold = "fold" if problem.x is DType.S8 else "nullptr"
-    book = ", ".join(
-        f"static_cast<uint32_t>({p.name})" for p in problem.params() if p.kind == "i32" and p.name.startswith("book")
-    )
-    text = (
-        f"#include <qcut/{header}.cuh>\n\n"
-        f'extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1)\n'
-        f"{name}(\n    {signature(problem)}) {{\n"
-        f"  using Tile = {tile};\n"
-        f'  static_assert({shared}<{x}, Tile>::kBytes == {smem}, "the launch\'s shared memory");\n'
-        f"  using Epilogue = {epilogue_type(problem.epilogue)};\n"
-        f"{argument_setup(problem.epilogue)}"
-        f"  const qcut::Book book{{{{{book}}}}};\n"
-        f"  qcut::{function}<{x}, {problem.bits}, {problem.slots}, Tile, Epilogue{last}>(\n"
-        f"      {tokens}, units, norms, {fold}, d, m, n, units_k, ldd, book, args);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=name,
-        text=text,
-        entry=name,
-        params=problem.params(),
-        arch=arch,
-        block=threads,
-        smem_bytes=smem,
-        includes=("qcut", "cuda"),
-    )
-
-
-def signature(problem: CodebookProblem) -> str:
-    """The kernel's parameters in C++, those of ``problem.params()``; x, units and norms as bytes."""
-    out = problem.epilogue.out.cpp
-    types = {"x": "const char*", "units": "const char*", "norms": "const char*", "d": f"{out}*"}
-    types |= {"residual": f"const {out}*", "signs": "const uint32_t*"}
-    if problem.rotates:
-        types["x"] = f"const {problem.x.cpp}*"
-    return ", ".join(
-        f"{types.get(p.name, 'const float*') if p.kind == 'ptr' else 'int'} {p.name}" for p in problem.params()
+    x, params = problem.x.cpp, problem.params()
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"using Tile = {tile};",
+        f'static_assert({shared}<{x}, Tile>::kBytes == {smem_bytes}, "the launch\'s shared memory");',
+        *problem.epilogue.statements(params),
+        BOOK,
+        f"qcut::{function}<{x}, {problem.bits}, {problem.slots}, Tile, Epilogue{last}>(\n"
+        f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
+        device_code=include(f"stream/{header}.cuh"),
+        block=block,
+        ctas_per_sm=1,
+        waits=True,
+        smem_bytes=smem_bytes,
+        cluster=cluster,
     )

@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import SPLITS, Constraint, check, holds
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.stream import codebook as codebook_decode
-from qcut.emitters.stream.codebook import CLUSTERS, PAIR_TABLE_BYTES, ROW_TILE, kernel_source
+from qcut.emitters.stream.codebook import CLUSTER_SHARE, PAIR_TABLE_BYTES, ROW_TILE, decode_source
 
-FAMILY = "cbdecodew"
+FAMILY = "codebook_stream_wgmma"
+_SMEM_BYTES = architecture("sm_90a").smem_bytes
 _GROUP_ROWS = 4 * ROW_TILE
 
 
@@ -61,9 +63,7 @@ CONSTRAINTS = (
     ROTATED_BEFORE,
     Constraint("tokens", "are 8, 16, 32 or 64", lambda p, t, arch: t.tokens in (8, 16, 32, 64)),
     Constraint("groups", "are 1 to 8: the warpgroups of a CTA", lambda p, t, arch: 1 <= t.groups <= 8),
-    Constraint(
-        "splits", "are 1, 2, 4 or 8: the CTAs of a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)
-    ),
+    SPLITS,
     Constraint(
         "stages", "are 3 to 32: one is filled while two may still be read", lambda p, t, arch: 3 <= t.stages <= 32
     ),
@@ -75,16 +75,11 @@ CONSTRAINTS = (
     ),
     Constraint(
         "shared_memory",
-        f"the table and the stages, or the sums in their place, fit {SMEM_LIMIT['sm_90a']} bytes",
-        lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch],
+        f"the table and the stages, or the sums in their place, fit {_SMEM_BYTES} bytes",
+        lambda p, t, arch: smem_bytes(p, t) <= _SMEM_BYTES,
     ),
 )
 """What this family can build, on (problem, tile, arch)."""
-
-
-def procedural_name(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str) -> str:
-    """``qcut_cbdecodew_{arch}_{problem}_{tile}``."""
-    return f"qcut_{FAMILY}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
 
 
 def validate(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str) -> None:
@@ -93,7 +88,7 @@ def validate(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str)
     Raises:
         EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
     """
-    check(procedural_name(problem, tile, arch), CONSTRAINTS, problem, tile, arch)
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
 def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile) -> int:
@@ -131,19 +126,19 @@ def for_shape(problem: CodebookProblem, n: int, units_k: int, m: int, sm_count: 
     row_groups = -(-n // _GROUP_ROWS)
 
     def is_legal(tile: CodebookDecodeWgmmaTile) -> bool:
-        return all(constraint.holds(problem, tile, "sm_90a") for constraint in CONSTRAINTS)
+        return holds(CONSTRAINTS, problem, tile, "sm_90a")
 
     def cost(groups: int, splits: int) -> float:
         chain = -(-units_k // splits)
         clusters = -(-row_groups // groups)
-        waves = -(-clusters // max(1, int(CLUSTERS[splits] * sm_count)))
+        waves = -(-clusters // max(1, int(CLUSTER_SHARE[splits] * sm_count)))
         return waves * (groups * chain + 2 * chain + 3.5 * splits) + 40 * (waves - 1)
 
     groups, splits = min(
         (
             (g, s)
             for g in range(1, 6)
-            for s in CLUSTERS
+            for s in CLUSTER_SHARE
             if s <= units_k and is_legal(CodebookDecodeWgmmaTile(tokens, g, s, 3, 1))
         ),
         key=lambda choice: cost(*choice),
@@ -194,18 +189,18 @@ def emit_codebook_decode_wgmma(problem: CodebookProblem, tile: CodebookDecodeWgm
     Source: PTX ISA, ``wgmma.mma_async``, ``cp.async.bulk``, ``mbarrier``, ``barrier.cluster``, ``mapa``.
     """
     validate(problem, tile, arch)
-    name = procedural_name(problem, tile, arch)
-    sizes = f"{tile.tokens}, {tile.groups}, {tile.splits}, {tile.stages}, {tile.prefetch}"
-    return kernel_source(
-        problem,
+    name = procedural_name(FAMILY, arch, problem, tile)
+    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch)
+    return decode_source(
         name,
+        problem,
         arch,
+        header="codebook_wgmma",
         function="codebook_decode_wgmma",
-        header="stream/codebook_wgmma",
-        tile=f"qcut::DecodeWgmmaTile<{sizes}>",
+        tile=f"qcut::DecodeWgmmaTile<{', '.join(map(str, sizes))}>",
         shared="qcut::DecodeWgmmaShared",
-        threads=128 * tile.groups,
-        splits=tile.splits,
-        smem=smem_bytes(problem, tile),
         last=f", {gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)}",
+        block=128 * tile.groups,
+        smem_bytes=smem_bytes(problem, tile),
+        cluster=tile.splits,
     )

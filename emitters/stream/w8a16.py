@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES, SMEM_LIMIT, argument_setup, epilogue_type, signature
-from qcut.emitters.gemm.problem import GemmProblem, procedural_name
+from qcut.emitters.core.text import flag, include, kernel_source
+from qcut.emitters.gemm.problem import GemmProblem
 
-FAMILY = "wo_decode"
+FAMILY = "w8a16_stream"
 MAX_TOKENS = 32
 """Rows of a that registers hold beside the weights in flight."""
 _TOKENS = (8, 16, 32)
@@ -91,7 +93,7 @@ CONSTRAINTS = (
     Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
     Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
     Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
-    Constraint("architecture", f"allowed are {', '.join(SMEM_LIMIT)}", lambda p, t, arch: arch in SMEM_LIMIT),
+    ARCHITECTURE,
     Constraint("alignments", "are at least 1", lambda p, t, arch: min(p.alignment_k, p.alignment_n) >= 1),
     Constraint("tokens", "are 8, 16 or 32: tiles of eight in registers", lambda p, t, arch: t.tokens in _TOKENS),
     Constraint("row_tiles", "are at least 1", lambda p, t, arch: t.row_tiles >= 1),
@@ -107,20 +109,9 @@ CONSTRAINTS = (
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
         lambda p, t, arch: registers(t) <= register_limit(t.warps),
     ),
-    Constraint(
-        "splits", "are 1, 2, 4 or 8: the CTAs of a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)
-    ),
-    Constraint(
-        "clusters",
-        f"splits need thread-block clusters: {', '.join(CLUSTER_ARCHITECTURES)}",
-        lambda p, t, arch: t.splits == 1 or arch in CLUSTER_ARCHITECTURES,
-    ),
-    Constraint(
-        "shared_memory",
-        "the sums of a CTA's warps fit what the architecture gives it: "
-        + ", ".join(f"{limit} bytes on {arch}" for arch, limit in SMEM_LIMIT.items()),
-        lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch],
-    ),
+    SPLITS,
+    CLUSTERS,
+    shared_memory("the sums of a CTA's warps fit what the architecture gives it", smem_bytes),
 )
 """What this family can build, on (problem, tile, arch)."""
 
@@ -174,7 +165,7 @@ def for_shape(problem: GemmProblem, arch: str, m: int, n: int, k: int, sm_count:
     def fits(cut: Cut, ctas: int) -> bool:
         tile = _tile(cut, tokens)
         smem = ctas * smem_bytes(problem, tile)
-        return registers(tile) <= register_limit(ctas * cut.warps) and smem <= SMEM_LIMIT.get(arch, 0)
+        return registers(tile) <= register_limit(ctas * cut.warps) and smem <= architecture(arch).smem_bytes
 
     tile = _tile(best_cut(n, k, arch, sm_count, fits), tokens)
     validate(problem, tile, arch)
@@ -255,27 +246,19 @@ def emit_weight_only_decode(problem: GemmProblem, tile: WeightOnlyTile, arch: st
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    cluster = f"__cluster_dims__({tile.splits}, 1, 1) " if tile.splits > 1 else ""
     shape = (tile.row_tiles, tile.warps, tile.units, tile.prefetch, tile.tokens, tile.splits)
-    aligned = "true" if problem.alignment_k % 8 == 0 else "false"
-    text = (
-        "#include <qcut/stream/w8a16.cuh>\n\n"
-        f'extern "C" __global__ void {cluster}__launch_bounds__({32 * tile.warps})\n'
-        f"{name}(\n    {signature(problem)}) {{\n"
-        f"  using Tile = qcut::WeightOnlyTile<{', '.join(map(str, shape))}>;\n"
-        f"  using Epilogue = {epilogue_type(problem.epilogue)};\n"
-        f"{argument_setup(problem.epilogue)}"
-        f"  qcut::weight_only_decode<Tile, {problem.a.cpp}, {aligned}, Epilogue>"
-        "(a, b, d, m, n, k, lda, ldb, ldd, args);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=name,
-        text=text,
-        entry=name,
-        params=problem.params(),
-        arch=arch,
+    aligned = flag(problem.alignment_k % 8 == 0)
+    params = problem.params()
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"using Tile = qcut::WeightOnlyTile<{', '.join(map(str, shape))}>;",
+        *problem.epilogue.statements(params),
+        f"qcut::weight_only_decode<Tile, {problem.a.cpp}, {aligned}, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);",
+        device_code=include("stream/w8a16.cuh"),
         block=32 * tile.warps,
+        waits=True,
         smem_bytes=smem_bytes(problem, tile),
-        includes=("qcut", "cuda"),
+        cluster=tile.splits,
     )

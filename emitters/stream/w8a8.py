@@ -9,14 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
 from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES, SMEM_LIMIT, argument_setup, epilogue_type
-from qcut.emitters.gemm.problem import K_MAX, procedural_name
+from qcut.emitters.core.text import flag, include, kernel_source
+from qcut.emitters.gemm.problem import K_MAX
 from qcut.emitters.stream.w8a16 import Cut, best_cut, register_limit
 
-FAMILY = "w8a8_decode"
+FAMILY = "int8_stream"
 MAX_TOKENS = 8
 """Of a kernel: the columns of one tensor-core product."""
 Tokens = Literal["none", "given", "rows"]
@@ -61,9 +63,15 @@ class W8A8Problem:
         sizes = ("m", "n", "k", "lda", "ldb", "ldd")
         scaling = self.epilogue.params()
         if self.tokens == "rows":
-            scaling = (Param("a_absmax", "ptr"), *(p for p in scaling if p.name != "row_scale"))
-        last = (Param("absmax", "ptr"),) * self.absmax
-        return (*(Param(p, "ptr") for p in ("a", "b", "d")), *(Param(s, "i32") for s in sizes), *scaling, *last)
+            scaling = (Param("a_absmax", "ptr", "const float*"), *(p for p in scaling if p.name != "row_scale"))
+        return (
+            Param("a", "ptr", "const void*"),
+            Param("b", "ptr", "const int8_t*"),
+            Param("d", "ptr", f"{self.epilogue.out.cpp}*"),
+            *(Param(size, "i32") for size in sizes),
+            *scaling,
+            *(Param("absmax", "ptr", "float*"),) * self.absmax,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +127,7 @@ CONSTRAINTS = (
     Constraint(
         "output", "is f16, bf16 or f32", lambda p, t, arch: p.epilogue.out in (DType.F16, DType.BF16, DType.F32)
     ),
-    Constraint("architecture", f"allowed are {', '.join(SMEM_LIMIT)}", lambda p, t, arch: arch in SMEM_LIMIT),
+    ARCHITECTURE,
     Constraint("tokens", "are 1, 2, 4 or 8", lambda p, t, arch: t.tokens in _TOKENS),
     Constraint("row_tiles", "are at least 1", lambda p, t, arch: t.row_tiles >= 1),
     Constraint("warps", "are 1 to 32, what a CTA may have", lambda p, t, arch: 1 <= t.warps <= 32),
@@ -134,20 +142,9 @@ CONSTRAINTS = (
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
         lambda p, t, arch: registers(p, t) <= register_limit(t.warps),
     ),
-    Constraint(
-        "splits", "are 1, 2, 4 or 8: the CTAs of a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)
-    ),
-    Constraint(
-        "clusters",
-        f"splits need thread-block clusters: {', '.join(CLUSTER_ARCHITECTURES)}",
-        lambda p, t, arch: t.splits == 1 or arch in CLUSTER_ARCHITECTURES,
-    ),
-    Constraint(
-        "shared_memory",
-        "sums fit what the architecture gives a CTA: "
-        + ", ".join(f"{limit} bytes on {arch}" for arch, limit in SMEM_LIMIT.items()),
-        lambda p, t, arch: smem_bytes(t) <= SMEM_LIMIT[arch],
-    ),
+    SPLITS,
+    CLUSTERS,
+    shared_memory("sums fit what the architecture gives a CTA", lambda problem, tile: smem_bytes(tile)),
 )
 """What this family can build, on (problem, tile, arch)."""
 
@@ -193,7 +190,7 @@ def for_shape(problem: W8A8Problem, arch: str, m: int, n: int, k: int, sm_count:
     def fits(cut: Cut, ctas: int) -> bool:
         tile = _tile(cut, m, k)
         smem = ctas * smem_bytes(tile)
-        return registers(problem, tile) <= register_limit(ctas * cut.warps) and smem <= SMEM_LIMIT.get(arch, 0)
+        return registers(problem, tile) <= register_limit(ctas * cut.warps) and smem <= architecture(arch).smem_bytes
 
     tile = _tile(best_cut(n, k, arch, sm_count, fits), m, k)
     validate(problem, tile, arch)
@@ -226,36 +223,23 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    params, x = problem.params(), problem.x.cpp
-    types = {"a": "const void*", "b": "const int8_t*", "d": f"{problem.epilogue.out.cpp}*", "absmax": "float*"}
-    types |= dict.fromkeys(("a_absmax", "row_scale", "col_scale", "bias"), "const float*")
-    signature = ", ".join(f"{types.get(p.name, 'int')} {p.name}" for p in params)
-    rows, absmax = problem.tokens == "rows", problem.absmax
-    assignments = argument_setup(problem.epilogue)
-    if rows:
-        assignments = assignments.replace("  args.row_scale = row_scale;\n", "")
     shape = (tile.row_tiles, tile.warps, tile.units, tile.prefetch, tile.tokens, tile.splits)
-    cluster = f"__cluster_dims__({tile.splits}, 1, 1) " if tile.splits > 1 else ""
-    text = (
-        "#include <qcut/stream/w8a8.cuh>\n\n"
-        f'extern "C" __global__ void {cluster}__launch_bounds__({32 * tile.warps}, 1)\n'
-        f"{name}(\n    {signature}) {{\n"
-        f"  using Tile = qcut::W8A8Tile<{x}, qcut::Tokens::k{problem.tokens.capitalize()}, "
-        f"{', '.join(map(str, shape))}>;\n"
-        f"  using Epilogue = {epilogue_type(problem.epilogue)};\n"
-        f"{assignments}"
-        f"  qcut::w8a8_decode<Tile, {str(problem.aligned).lower()}, {str(absmax).lower()}, Epilogue>(\n"
-        f"      a, {'a_absmax' if rows else 'nullptr'}, b, d, {'absmax' if absmax else 'nullptr'}, "
-        "m, n, k, lda, ldb, ldd, args);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=name,
-        text=text,
-        entry=name,
-        params=params,
-        arch=arch,
+    tokens = f"qcut::Tokens::k{problem.tokens.capitalize()}"
+    a_absmax = "a_absmax" if problem.tokens == "rows" else "nullptr"
+    absmax = "absmax" if problem.absmax else "nullptr"
+    params = problem.params()
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {', '.join(map(str, shape))}>;",
+        *problem.epilogue.statements(params),
+        f"qcut::w8a8_decode<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
+        f"      a, {a_absmax}, b, d, {absmax}, m, n, k, lda, ldb, ldd, args);",
+        device_code=include("stream/w8a8.cuh"),
         block=32 * tile.warps,
+        ctas_per_sm=1,
+        waits=True,
         smem_bytes=smem_bytes(tile),
-        includes=("qcut", "cuda"),
+        cluster=tile.splits,
     )

@@ -10,7 +10,7 @@ from torch import Tensor
 from qcut.cuda import plans as launch_plans
 from qcut.cuda.decoder import _aligned, _pdl, _plans, _stream
 from qcut.cuda.plans import DTYPES, LaunchPlan, target
-from qcut.emitters.decoder.transformer import ActivateRows, emit_activation
+from qcut.emitters.decoder.activate import ActivateRows, emit_activation
 from qcut.ops.activation import GeluTanh, SiluMul
 from qcut.ops.registry import serves
 

@@ -25,8 +25,9 @@ from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.codebook import CodebookChoice, Rotation, problem_of
 from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.codebook.rotate import emit_rotate
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.families import CODEBOOK_MMA
 from qcut.ops import codebook as codebook_ops
 from qcut.ops.codebook import CodebookCall
 
@@ -48,8 +49,8 @@ def _plan(key: tuple[Any, ...], make: Callable[[], LaunchPlan]) -> LaunchPlan:
 
 
 def _rotate_plan(desc: Rotation, k_padded: int, device: int) -> LaunchPlan:
-    kernel = launch_plans.load(emit_rotate(desc), device)
-    return LaunchPlan(kernel, lambda m: desc.grid(m, k_padded), pdl=desc.arch == "sm_90a")
+    kernel = launch_plans.load(codebook_dispatch.emit_rotation(desc), device)
+    return LaunchPlan(kernel, lambda m: desc.grid(m, k_padded), pdl=architecture(desc.arch).pdl)
 
 
 def rotate_tokens(
@@ -112,9 +113,9 @@ def gemm_plan(
     if choice is None:
         choice = codebook_dispatch.select(problem, m, n, units, gpu)
     kernel = launch_plans.load(codebook_dispatch.emit(choice, problem, gpu.arch), device)
-    # ``mma`` goes without, as the weight-only kernel must; not measured for itself.
-    pdl = pdl and gpu.arch == "sm_90a" and choice.family != "mma"
-    return LaunchPlan(kernel, lambda rows: codebook_dispatch.grid(choice, rows, n, gpu.sm_count), pdl=pdl)
+    # ``codebook_mma`` goes without, as ``w8a16_mma`` must; not measured for itself.
+    pdl = pdl and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
+    return LaunchPlan(kernel, codebook_dispatch.grid(choice, n, gpu.sm_count), pdl=pdl)
 
 
 def codebook_gemm(
@@ -286,7 +287,7 @@ def prebuild(calls: Iterable[CodebookCall], device: int, progress: bool = True) 
         kernels = codebook_dispatch.select_rotation(
             call.kind, out, tokens, rows, call.k, call.group_size, call.passes, gpu
         )
-        found = [emit_rotate(desc) for desc in kernels]
+        found = [codebook_dispatch.emit_rotation(desc) for desc in kernels]
         choice = codebook_dispatch.select(problem, rows, call.n, call.units, gpu)
         found.append(codebook_dispatch.emit(choice, problem, gpu.arch))
         sources |= {source.name: source for source in found}

@@ -12,21 +12,14 @@ from torch import Tensor
 
 from qcut.cuda import plans as launch_plans
 from qcut.cuda.plans import DTYPES, LaunchPlan, target
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType
+from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
+from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.choice import emit_attention, select_attention
 from qcut.emitters.decoder.attention.mma import AttentionMma
-from qcut.emitters.decoder.transformer import (
-    MANY_ROWS,
-    MANY_TOKENS,
-    ArgmaxRows,
-    NormRows,
-    Rotary,
-    RotateAndAppend,
-    emit_append,
-    emit_argmax,
-    emit_norm,
-)
+from qcut.emitters.decoder.norm import MANY_ROWS, NormRows, emit_norm
 from qcut.numerics import int8 as numerics
 from qcut.ops import decoder as decoder_ops
 
@@ -41,7 +34,7 @@ def _aligned(*tensors: Tensor | None) -> bool:
 
 
 def _pdl(device: int) -> bool:
-    return target(device).arch == "sm_90a"
+    return architecture(target(device).arch).pdl
 
 
 def add_norm(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qcut.cuda import plans as launch_plans
 from qcut.cuda.plans import DTYPES, LaunchPlan, target
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from qcut.ops import embed as embed_ops
 
@@ -41,7 +42,7 @@ def embed_rows(
         arch = target(device).arch
         desc = EmbedRows(DTYPES[dtype], DTYPES[table.dtype], arch, len(tables) == 2, aligned)
         kernel = launch_plans.load(emit_embed(desc), device)
-        plan = _plans[key] = LaunchPlan(kernel, lambda m: desc.grid(m, columns), pdl=arch == "sm_90a")
+        plan = _plans[key] = LaunchPlan(kernel, lambda m: desc.grid(m, columns), pdl=architecture(arch).pdl)
     scales = [] if scale is None else [scale.contiguous()]
     places = [] if positions is None else [positions.contiguous()]
     given = [ids.contiguous(), tables[0], *scales, *places, *tables[1:], y]

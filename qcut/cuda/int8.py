@@ -18,10 +18,12 @@ from torch import Tensor
 from qcut.config import padded_k
 from qcut.cuda import native as _native
 from qcut.cuda import plans as launch_plans
-from qcut.cuda.plans import DTYPES, Grid, Kind, LaunchPlan, m_bucket, target
+from qcut.cuda.plans import DTYPES, Kind, LaunchPlan, m_bucket, target
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.quantize import (
     ColSum,
@@ -121,7 +123,7 @@ def _per_token_plan(dtype: DType, m: int, k_padded: int, aligned: bool, device: 
                 dtype, gpu.arch, m_bucket(m), k_padded, aligned=aligned, sm_count=gpu.sm_count
             )
             kernel = launch_plans.load(emit_quantize_per_token(desc), device)
-            return LaunchPlan(kernel, Grid(desc.rows, desc.grid(1, k_padded)), pdl=gpu.arch == "sm_90a")
+            return LaunchPlan(kernel, Grid(desc.rows, desc.grid(1, k_padded)), pdl=architecture(gpu.arch).pdl)
 
         plan = _plan(key, make)
     return plan
@@ -136,7 +138,7 @@ def _per_tensor_plan(dtype: DType, k_padded: int, aligned: bool, device: int) ->
             gpu = target(device)
             desc = QuantizePerTensor.for_shape(dtype, gpu.arch, 1, k_padded, aligned=aligned)
             kernel = launch_plans.load(emit_quantize_per_tensor(desc), device)
-            return LaunchPlan(kernel, Grid(desc.rows, desc.grid(1, k_padded)), pdl=gpu.arch == "sm_90a")
+            return LaunchPlan(kernel, Grid(desc.rows, desc.grid(1, k_padded)), pdl=architecture(gpu.arch).pdl)
 
         plan = _plan(key, make)
     return plan

@@ -21,12 +21,17 @@ from qcut.config import padded_k
 from qcut.cuda import native as _native
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.codebook import bucket
-from qcut.dispatch.gemm import Choice, Target
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target, target_for
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.families import INT8_CUTLASS, W8A16_MMA
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.stream import w8a8 as w8a8_decode
 from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile, emit_w8a8_decode
+from qcut.errors import LaunchError
 
 DTYPES = {
     torch.float16: DType.F16,
@@ -48,7 +53,7 @@ _QUERY_WORKSPACE_BYTES = 2
 def target(device: int) -> Target:
     """The GPU behind a CUDA ordinal, as dispatch sees it."""
     properties = torch.cuda.get_device_properties(device)
-    return dispatch.target_for((properties.major, properties.minor), properties.multi_processor_count, properties.name)
+    return target_for((properties.major, properties.minor), properties.multi_processor_count, properties.name)
 
 
 @cache
@@ -72,19 +77,6 @@ def m_bucket(m: int) -> int:
     return bucket(max(1, m))
 
 
-@dataclass(frozen=True)
-class Grid:
-    """CTAs of a launch as data: ``one``, those of one row, again along x for every further ``rows`` rows."""
-
-    rows: int
-    one: tuple[int, int, int]
-
-    def __call__(self, m: int) -> tuple[int, int, int]:
-        """CTAs for m rows."""
-        x, y, z = self.one
-        return (-(-m // self.rows) * x, y, z)
-
-
 class LaunchPlan:
     """A loaded kernel and what of its launch does not depend on the call.
 
@@ -105,6 +97,8 @@ class LaunchPlan:
         pdl: bool = False,
         min_rows: int = 1,
     ) -> None:
+        if pdl and not kernel.waits:
+            raise LaunchError(f"kernel {kernel.name}: never waits for its predecessor, and cannot start before")
         self._kernel, self._grid, self._tail, self._pdl = kernel, grid, tail, pdl
         self.needs_workspace = needs_workspace
         self.min_rows = min_rows
@@ -121,7 +115,7 @@ class LaunchPlan:
     def native(self) -> _native.Launch | None:
         """The plan for C++; None where a launch needs a workspace, or a grid that C++ does not compute."""
         grid, kernel = self._grid, self._kernel
-        if self.needs_workspace or not isinstance(grid, Grid) or grid.one[2] != 1:
+        if self.needs_workspace or not isinstance(grid, Grid) or grid.one[2] != 1 or grid.most:
             return None
         shape = (grid.rows, *grid.one[:2], kernel.block, kernel.smem_bytes, self._pdl)
         return _native.Launch(kernel.function, kernel.host_launcher, *shape, self._tail)
@@ -181,7 +175,7 @@ def few_tokens_plan(few: W8A8Problem, tile: W8A8Tile, n: int, device: int) -> La
     """Its plan."""
     arch = target(device).arch
     kernel = load(emit_w8a8_decode(few, tile, arch), device)
-    return LaunchPlan(kernel, Grid(tile.tokens, w8a8_decode.grid(tile, 1, n)), pdl=arch == "sm_90a")
+    return LaunchPlan(kernel, Grid(tile.tokens, w8a8_decode.grid(tile, 1, n)), pdl=architecture(arch).pdl)
 
 
 def weight_only_plan(problem: GemmProblem, m: int, n: int, k: int, device: int, *, pdl: bool = True) -> LaunchPlan:
@@ -192,17 +186,18 @@ def weight_only_plan(problem: GemmProblem, m: int, n: int, k: int, device: int, 
 def _planned(choice: Choice, problem: GemmProblem, n: int, device: int, *, pdl: bool = True) -> LaunchPlan:
     gpu = target(device)
     kernel = load(dispatch.emit(choice, problem, gpu.arch), device)
-    # Started early, the weight-only kernel took 1.7 to 2.4 times as long (14336×4096, M = 64).
-    pdl = pdl and gpu.arch == "sm_90a" and choice.family != "weight_only"
-    if choice.family != "cutlass":
-        return LaunchPlan(kernel, Grid(dispatch.tile_rows(choice), dispatch.grid(choice, 1, n)), pdl=pdl)
-    stream_k = choice.tile.schedule == "stream_k"
+    # Started early, the kernel for many tokens took 1.7 to 2.4 times as long (14336×4096, M = 64).
+    pdl = pdl and architecture(gpu.arch).pdl and kernel.waits and choice.family != W8A16_MMA.name
+    grid = dispatch.grid(choice, n, gpu.sm_count)
+    if choice.family != INT8_CUTLASS.name:
+        return LaunchPlan(kernel, grid, pdl=pdl)
+    assert isinstance(choice.tile, TileConfig)
     return LaunchPlan(
         kernel,
-        Grid(1, (1, 1, 1)),  # the host launcher computes its own
+        grid,
         tail=(gpu.sm_count, choice.swizzle, choice.raster, choice.splits),
-        needs_workspace=stream_k,
-        pdl=pdl and not stream_k,
+        needs_workspace=choice.tile.schedule == "stream_k",
+        pdl=pdl,
         min_rows=TMA_ROWS if choice.tile.schedule != "multistage" else 1,
     )
 

@@ -125,12 +125,14 @@ class Kernel:
         block: threads per CTA.
         smem_bytes: dynamic shared memory per CTA in bytes.
         resources: what ptxas said, or None.
+        waits: whether the kernel may be launched before its predecessor ends; see `KernelSource`.
     """
 
     def __init__(self, binary: Binary, source: KernelSource, device: int) -> None:
         lib = toolchain.driver()
         self.name, self.device, self.resources = binary.name, device, binary.resources
         self.block, self.smem_bytes = source.block, source.smem_bytes
+        self.waits = source.waits
         self._params = source.params
         self._context = _device.primary_context(device)
         self._host = _load_host(binary) if binary.host_so is not None else None

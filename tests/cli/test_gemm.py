@@ -18,8 +18,10 @@ from qcut.cli import main as cli
 from qcut.cli.gemm_report import Report, Request
 from qcut.cuda import plans as _launch_plans
 from qcut.dispatch import gemm as dispatch
-from qcut.dispatch.gemm import Choice, Target
-from qcut.emitters.gemm.families import family
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target
+from qcut.emitters.families import family
+from qcut.emitters.gemm.problem import GemmProblem
 from qcut.tuning import timing
 from qcut.tuning.cublaslt import CublasLtError
 
@@ -79,7 +81,7 @@ def test_options(asked: list[Request]) -> None:
     command = "gemm 3 4 5 1 0 0 0 --kernel simt --tile t --no-check --scale 0.5 --seed 7 --compare none"
     assert cli.main(command.split()) == 0
     assert cli.main(["gemm", "--mode", "wrap", "3", "4", "5"]) == 0
-    expected = Request(3, 4, 5, "tnn", False, "simt", "t", scale=0.5, seed=7, check=False, compare=False)
+    expected = Request(3, 4, 5, "tnn", False, "int8_dp4a", "t", scale=0.5, seed=7, check=False, compare=False)
     assert asked == [expected, Request(3, 4, 5, wrap=True)]
 
 
@@ -234,13 +236,13 @@ def gpu_of_torch(monkeypatch: pytest.MonkeyPatch) -> list[Choice | None]:
         return qcut.gemm_s8(*args, **options)
 
     real = gemm_trial.operands
-    tile = family("mma").default_tiles("sm_90a")[0]
+    tile = family("int8_mma").default_tiles(GemmProblem(), "sm_90a")[0]
     monkeypatch.setattr(ops_cuda, "gemm_s8", gemm_s8)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(_launch_plans, "target", lambda device: H200)
     monkeypatch.setattr(_launch_plans, "has_cutlass", lambda: False)
-    monkeypatch.setattr(dispatch, "select_gemm", lambda *args, **options: Choice("mma", tile, reason="no choice"))
+    monkeypatch.setattr(dispatch, "select_gemm", lambda *args, **options: Choice("int8_mma", tile, reason="no choice"))
     monkeypatch.setattr(gemm_trial, "operands", lambda request, device: real(request, "cpu"))
     monkeypatch.setattr(gemm_trial, "Int8Matmul", Library)
     monkeypatch.setattr(timing, "CudaClock", Clock)
@@ -256,7 +258,7 @@ def test_figures(
     flags = [flag.upper() for flag in layouts]
     answer = said(capsys, "64", "32", "48", *flags, "--mode", mode)
     assert set(answer) == KEYS
-    assert (answer["device"], answer["family"], answer["reason"]) == ("NVIDIA H200", "mma", "no choice")
+    assert (answer["device"], answer["family"], answer["reason"]) == ("NVIDIA H200", "int8_mma", "no choice")
     assert answer["tile"] in answer["kernel"]
     assert (answer["checked"], answer["wrong"]) == (True, 0)
     assert not gpu_of_torch, "dispatch's choice is the operator's own affair"
@@ -274,11 +276,11 @@ def test_figures(
 
 
 def test_figures_as_text(gpu_of_torch: list[Choice | None], capsys: pytest.CaptureFixture[str]) -> None:
-    name = family("mma").default_tiles("sm_90a")[1].name
+    name = family("int8_mma").default_tiles(GemmProblem(), "sm_90a")[1].name
     assert cli.main(["gemm", "64", "32", "48", "--kernel", "mma", "--tile", name]) == 0
     out = capsys.readouterr().out
     assert f"_{name}\n" in out
-    assert "chosen    mma: asked for" in out
+    assert "chosen    int8_mma: asked for" in out
     assert "checked   all 2048 elements equal the exact result" in out
     assert "TOPS, " in out
     assert "qcut has 1.00x its speed" in out

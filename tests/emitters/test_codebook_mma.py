@@ -17,9 +17,9 @@ from qcut.emitters.codebook.mma import (
     validate,
 )
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.gemm.problem import TileConfig
 from tests.support.compiled import build
 from tests.support.sass import instructions
@@ -123,7 +123,7 @@ def test_illegal_tile_is_refused_by_name(name: str):
 # ── choice ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("arch", SMEM_LIMIT)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("problem", [HALF, INT8], ids=lambda p: p.name)
 def test_every_shape_has_a_legal_tile(problem: CodebookProblem, arch: str):
     for m in (1, 17, 64, 300, 4096):
@@ -160,7 +160,7 @@ def test_compiles_without_spills(arch: str):
         resources = binary.resources
         assert resources is not None, source.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
-        assert source.smem_bytes + resources.smem_bytes <= SMEM_LIMIT[arch]
+        assert source.smem_bytes + resources.smem_bytes <= architecture(arch).smem_bytes
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

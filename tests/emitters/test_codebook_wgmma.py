@@ -28,9 +28,9 @@ from qcut.emitters.codebook.wgmma import (
     smem_bytes,
     stage_bytes,
 )
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from tests.support.sass import find_nvdisasm, instructions
 
 ARCH = "sm_90a"
@@ -69,7 +69,7 @@ def sources() -> list[KernelSource]:
 
 def test_text_instantiates_the_header():
     source = emit_codebook_prompt(INT8, PAIR, ARCH)
-    name = "qcut_codebook_prompt_sm90a_s8xc4s1_f16_sm_sn_b_n8_128x256_c2_s5_l2"
+    name = "qcut_codebook_wgmma_sm90a_s8xc4s1_f16_sm_sn_b_n8_128x256_c2_s5_l2"
     words = ", ".join(f"static_cast<uint32_t>(book{i})" for i in range(8))
     assert source.text == (
         "#include <qcut/codebook/wgmma.cuh>\n\n"
@@ -129,7 +129,7 @@ def test_every_constraint_is_refused_below():
 def test_illegal_kernel_is_refused_by_name(name: str):
     [constraint] = [c for c in CONSTRAINTS if c.name == name]
     with pytest.raises(
-        EmitError, match=f"^qcut_codebook_prompt_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"
+        EmitError, match=f"^qcut_codebook_wgmma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"
     ):
         emit_codebook_prompt(*REFUSALS[name])
 
@@ -155,7 +155,7 @@ def test_menu_is_legal_and_holds_a_tile_for_every_shape(problem: CodebookProblem
     for tile in menu:
         codebook_prompt.validate(problem, tile, ARCH)
         deeper = replace(tile, stages=tile.stages + 1)
-        fits = smem_bytes(problem, deeper) <= SMEM_LIMIT[ARCH]
+        fits = smem_bytes(problem, deeper) <= architecture(ARCH).smem_bytes
         assert tile.stages == 8 or not fits or buffers(problem, deeper) < buffers(problem, tile)
     for m, n, units in ((1, 1, 1), (64, 1280, 10), (256, 4096, 112), (8192, 14336, 32)):
         assert for_shape(problem, m, n, units, 132) in menu
@@ -169,11 +169,11 @@ def test_large_prompts_take_the_large_tile_and_few_tiles_split_k():
 
 
 def test_grid_is_persistent_but_for_splits():
-    assert grid(PAIR, 4096, 14336, 132) == (132, 1, 1)
-    assert grid(PAIR, 256, 14336, 132) == (112, 1, 1)
-    assert grid(PAIR, 1, 129, 133) == (2, 1, 1)
-    assert grid(PAIR, 1, 257, 1) == (2, 1, 1)
-    assert grid(replace(SPLIT, splits=8), 65, 300, 4) == (2 * 3 * 8, 1, 1)
+    assert grid(PAIR, 14336, 132)(4096) == (132, 1, 1)
+    assert grid(PAIR, 14336, 132)(256) == (112, 1, 1)
+    assert grid(PAIR, 129, 133)(1) == (2, 1, 1)
+    assert grid(PAIR, 257, 1)(1) == (2, 1, 1)
+    assert grid(replace(SPLIT, splits=8), 300, 4)(65) == (2 * 3 * 8, 1, 1)
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────

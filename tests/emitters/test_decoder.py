@@ -10,23 +10,17 @@ import pytest
 
 from qcut import jit
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.decoder import transformer
+from qcut.emitters.decoder import activate, append, argmax, norm
+from qcut.emitters.decoder.activate import ActivateRows, emit_activation
+from qcut.emitters.decoder.append import RotateAndAppend, emit_append
+from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention import mma as attention_mma
 from qcut.emitters.decoder.attention import simt as attention
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.choice import emit_attention, estimated_cycles, select_attention
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
-from qcut.emitters.decoder.transformer import (
-    ActivateRows,
-    ArgmaxRows,
-    NormRows,
-    RotateAndAppend,
-    emit_activation,
-    emit_append,
-    emit_argmax,
-    emit_norm,
-)
+from qcut.emitters.decoder.norm import NormRows, emit_norm
 from tests.support.compiled import build
 from tests.support.sass import instructions
 
@@ -272,10 +266,10 @@ def test_illegal_attention_on_tensor_cores_is_refused_by_name(name: str) -> None
 def test_every_constraint_is_refused_below() -> None:
     assert [c.name for c in attention_mma.CONSTRAINTS] == list(MMA_REFUSALS)
     assert [c.name for c in attention.CONSTRAINTS] == list(REFUSALS)
-    assert [c.name for c in transformer.NORM_CONSTRAINTS] == ["x", "threads", "vectors"]
-    assert [c.name for c in transformer.ROPE_CONSTRAINTS] == ["x", "cache", "head", "rotary"]
-    assert [c.name for c in transformer.ACTIVATION_CONSTRAINTS] == ["kind", "x"]
-    assert [c.name for c in transformer.ARGMAX_CONSTRAINTS] == ["x"]
+    assert [c.name for c in norm.CONSTRAINTS] == ["x", "threads", "vectors"]
+    assert [c.name for c in append.CONSTRAINTS] == ["x", "cache", "head", "rotary"]
+    assert [c.name for c in activate.CONSTRAINTS] == ["kind", "x"]
+    assert [c.name for c in argmax.CONSTRAINTS] == ["x"]
 
 
 @pytest.mark.parametrize("name", REFUSALS)

@@ -8,7 +8,9 @@ import pytest
 
 from qcut import jit
 from qcut.codebooks.layout import Geometry
-from qcut.emitters.codebook.rotate import RotateTokens, RotateTokensDense, emit_rotate
+from qcut.dispatch.codebook import emit_rotation
+from qcut.emitters.codebook.rotate import RotateTokens
+from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from tests.support.sass import instructions
 
@@ -40,11 +42,11 @@ def sources(arch: str) -> list[KernelSource]:
         for out, m, group in ((x, 1, 128), (x, 64, 200), (F32, 32, 20), (F32, 130, 1024), (x, 8, 32)):
             dense = RotateTokensDense.for_shape(x, out, arch, m, 4096, group, passes=2, aligned=x is F16)
             found[dense.name] = dense
-    return [emit_rotate(desc) for desc in found.values()]
+    return [emit_rotation(desc) for desc in found.values()]
 
 
 def test_text_instantiates_the_header():
-    source = emit_rotate(RotateTokens(F16, S8, "hadamard", 128, "sm_90a", 2, 96, norm="rms"))
+    source = emit_rotation(RotateTokens(F16, S8, "hadamard", 128, "sm_90a", 2, 96, norm="rms"))
     assert source.text == (
         "#include <qcut/codebook/rotate.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(96)\n'
@@ -63,7 +65,7 @@ def test_text_instantiates_the_header():
 
 def test_text_of_a_dense_rotation():
     desc = RotateTokensDense(BF16, F32, 100, "sm_80", 1, 16, False)
-    source = emit_rotate(desc)
+    source = emit_rotation(desc)
     assert source.text == (
         "#include <qcut/codebook/rotate_dense.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(128)\n'
@@ -183,9 +185,9 @@ def test_compiles_without_spills(arch: str):
 
 
 def test_instructions():
-    rows = instructions(jit.build(emit_rotate(RotateTokens(F16, S8, "hadamard", 1024, "sm_90a", threads=64))).cubin)
+    rows = instructions(jit.build(emit_rotation(RotateTokens(F16, S8, "hadamard", 1024, "sm_90a", threads=64))).cubin)
     assert {"SHFL.BFLY", "LDG.E.128", "STG.E.128", "STS.128", "LDS.128"} <= rows
-    dense = instructions(jit.build(emit_rotate(RotateTokensDense(BF16, BF16, 128, "sm_90a"))).cubin)
+    dense = instructions(jit.build(emit_rotation(RotateTokensDense(BF16, BF16, 128, "sm_90a"))).cubin)
     assert "HMMA.16816.F32.BF16" in dense
     assert any(name.startswith("LDGSTS") for name in dense)
     assert any(name.startswith("LDSM") for name in dense)

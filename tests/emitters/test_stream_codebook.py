@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.stream import codebook as codebook_decode
 from qcut.emitters.stream import codebook_wgmma as codebook_decode_wgmma
 from qcut.emitters.stream.codebook import CodebookDecodeTile, emit_codebook_decode
@@ -69,11 +69,11 @@ def test_text_is_deterministic_and_names_are_unique():
 
 def test_names_spell_the_kernel():
     name = emit_codebook_decode(HALF, CLUSTER, "sm_90a").name
-    assert name == "qcut_cbdecode_sm90a_f16xc4s1_f16_sn_n8_t8_r9_w28_u1_k4_p1"
+    assert name == "qcut_codebook_stream_sm90a_f16xc4s1_f16_sn_n8_t8_r9_w28_u1_k4_p1"
     name = emit_codebook_decode(ROTATES, WIDE, "sm_90a").name
-    assert name == "qcut_cbdecode_sm90a_f16hxc4s1_f16_sn_n8_t1_r7_w32_u1_k1_p1"
+    assert name == "qcut_codebook_stream_sm90a_f16hxc4s1_f16_sn_n8_t1_r7_w32_u1_k1_p1"
     name = emit_codebook_decode_wgmma(INT8, WGMMA, "sm_90a").name
-    assert name == "qcut_cbdecodew_sm90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
+    assert name == "qcut_codebook_stream_wgmma_sm90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
 
 
 @pytest.mark.parametrize("source", [*mma_sources("sm_90a"), *wgmma_sources()], ids=lambda s: s.name)
@@ -214,14 +214,16 @@ def test_every_constraint_is_refused_below():
 @pytest.mark.parametrize("name", REFUSALS)
 def test_illegal_tile_is_refused_by_name(name: str):
     [constraint] = [c for c in codebook_decode.CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_cbdecode_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
+    reason = re.escape(f"{name}: {constraint.reason}")
+    with pytest.raises(EmitError, match=f"^qcut_codebook_stream_[a-z0-9_]+: {reason}$"):
         emit_codebook_decode(*REFUSALS[name])
 
 
 @pytest.mark.parametrize("name", WGMMA_REFUSALS)
 def test_illegal_wgmma_tile_is_refused_by_name(name: str):
     [constraint] = [c for c in codebook_decode_wgmma.CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_cbdecodew_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
+    reason = re.escape(f"{name}: {constraint.reason}")
+    with pytest.raises(EmitError, match=f"^qcut_codebook_stream_wgmma_[a-z0-9_]+: {reason}$"):
         emit_codebook_decode_wgmma(*WGMMA_REFUSALS[name])
 
 
@@ -236,7 +238,7 @@ def test_compiles_without_spills(arch: str):
         assert resources is not None, source.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
         assert resources.registers * source.block <= 65_536, source.name
-        assert source.smem_bytes + resources.smem_bytes <= SMEM_LIMIT[arch]
+        assert source.smem_bytes + resources.smem_bytes <= architecture(arch).smem_bytes
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

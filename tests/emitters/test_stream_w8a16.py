@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream.w8a16 import (
     CONSTRAINTS,
@@ -55,7 +55,7 @@ def test_text_instantiates_the_header():
     assert source.text == (
         "#include <qcut/stream/w8a16.cuh>\n\n"
         'extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(896)\n'
-        "qcut_wo_decode_sm90a_f16xs8_bf16_m8_r9_w28_u1_p1_k4(\n"
+        "qcut_w8a16_stream_sm90a_f16xs8_bf16_m8_r9_w28_u1_p1_k4(\n"
         "    const __half* a, const int8_t* b, __nv_bfloat16* d, int m, int n, int k, int lda, int ldb, int ldd) {\n"
         "  using Tile = qcut::WeightOnlyTile<9, 28, 1, 1, 8, 4>;\n"
         "  using Epilogue = qcut::Epilogue<__nv_bfloat16, qcut::ZeroPoint::kNone, false, qcut::ColScale::kNone, false, "
@@ -120,14 +120,14 @@ def test_every_constraint_is_refused_below():
 @pytest.mark.parametrize("name", REFUSALS)
 def test_illegal_tile_is_refused_by_name(name: str):
     [constraint] = [c for c in CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_wo_decode_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
+    with pytest.raises(EmitError, match=f"^qcut_w8a16_stream_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
         emit_weight_only_decode(*REFUSALS[name])
 
 
 # ── choice ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("arch", SMEM_LIMIT)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_every_shape_has_a_tile(n: int, k: int, m: int, arch: str):
@@ -166,7 +166,7 @@ def test_compiles_without_spills(arch: str):
         resources = binary.resources
         assert resources is not None, source.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
-        assert source.smem_bytes + resources.smem_bytes <= SMEM_LIMIT[arch]
+        assert source.smem_bytes + resources.smem_bytes <= architecture(arch).smem_bytes
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from qcut.cuda.plans import few_tokens, linear_problem
-from qcut.dispatch.gemm import target_for
+from qcut.dispatch.gpus import target_for
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.gemm.problem import K_MAX
 from qcut.emitters.stream.w8a8 import (
     CONSTRAINTS,
@@ -84,7 +84,7 @@ def test_text_instantiates_the_header() -> None:
     assert source.text == (
         "#include <qcut/stream/w8a8.cuh>\n\n"
         'extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(640, 1)\n'
-        "qcut_w8a8_decode_sm90a_rows_bf16_bf16_sm_sn_b_absmax_m4_r9_w20_u1_p2_k4(\n"
+        "qcut_int8_stream_sm90a_rows_bf16_bf16_sm_sn_b_absmax_m4_r9_w20_u1_p2_k4(\n"
         "    const void* a, const int8_t* b, __nv_bfloat16* d, int m, int n, int k, int lda, int ldb, int ldd, "
         "const float* a_absmax, const float* col_scale, const float* bias, float* absmax) {\n"
         "  using Tile = qcut::W8A8Tile<__nv_bfloat16, qcut::Tokens::kRows, 9, 20, 1, 2, 4, 4>;\n"
@@ -112,7 +112,7 @@ def test_names_spell_the_kernel() -> None:
     assert TILE.name == "m8_r2_w10_u1_p2"
     assert W8A8Tile(4, 28, 2, 1, 1, splits=2).name == "m1_r4_w28_u2_p1_k2"
     source = emit_w8a8_decode(ROWS, TILE, "sm_80")
-    assert source.name == source.entry == "qcut_w8a8_decode_sm80_rows_f16_f16_sm_sn_b_m8_r2_w10_u1_p2"
+    assert source.name == source.entry == "qcut_int8_stream_sm80_rows_f16_f16_sm_sn_b_m8_r2_w10_u1_p2"
 
 
 @pytest.mark.parametrize("source", sources("sm_90a"), ids=lambda s: s.name)
@@ -163,7 +163,7 @@ REFUSALS: dict[str, tuple[W8A8Problem, W8A8Tile, str]] = {
 
 def refused(name: str, *arguments: Any) -> None:
     [constraint] = [c for c in CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_w8a8_decode_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
+    with pytest.raises(EmitError, match=f"^qcut_int8_stream_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
         emit_w8a8_decode(*arguments)
 
 
@@ -206,7 +206,7 @@ def test_every_shape_has_a_tile(tokens: Tokens, x: DType, arch: str) -> None:
             tile = for_shape(problem, arch, m, n, k, SM_COUNT[arch])
             validate(problem, tile, arch)
             assert registers(problem, tile) <= register_limit(tile.warps) <= 65_536 // (32 * tile.warps)
-            assert smem_bytes(tile) <= SMEM_LIMIT[arch]
+            assert smem_bytes(tile) <= architecture(arch).smem_bytes
             assert m <= tile.tokens < 2 * m
             assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
             rows = grid(tile, m, n)[0] // tile.splits * 16 * tile.row_tiles
@@ -267,7 +267,7 @@ def test_compiles_to_what_the_model_of_its_resources_says(arch: str) -> None:
         assert resources is not None, source.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
         assert resources.registers <= register_limit(source.block // 32), source.name
-        assert source.smem_bytes + resources.smem_bytes <= SMEM_LIMIT[arch], source.name
+        assert source.smem_bytes + resources.smem_bytes <= architecture(arch).smem_bytes, source.name
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

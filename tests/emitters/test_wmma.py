@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 
+from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.gemm import mma as mma_gemm
@@ -49,7 +50,7 @@ def variant_sources(arch: str) -> list[KernelSource]:
 
 def test_text_is_mmas_with_another_core():
     wmma, mma = emit_wmma_gemm(INT8, SMALL, "sm_80"), mma_gemm.emit_mma_gemm(INT8, SMALL, "sm_80")
-    renamed = wmma.text.replace("qcut_wmma_", "qcut_mma_").replace("wmma_gemm", "mma_gemm")
+    renamed = wmma.text.replace("qcut_int8_wmma_", "qcut_int8_mma_").replace("wmma_gemm", "mma_gemm")
     assert renamed.replace("qcut::BlockedLayout, ", "") == mma.text
     assert (wmma.params, wmma.block) == (mma.params, mma.block)
 
@@ -94,7 +95,7 @@ def test_constraints_are_those_of_mma():
 )
 def test_illegal_gemm_is_refused_by_name(problem: GemmProblem, tile: TileConfig, name: str):
     [constraint] = [c for c in wmma_gemm.CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_wmma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
+    with pytest.raises(EmitError, match=f"^qcut_int8_wmma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
         emit_wmma_gemm(problem, tile, "sm_80")
 
 
@@ -105,7 +106,7 @@ def test_padding_counts_against_shared_memory():
         emit_wmma_gemm(INT8, tile, "sm_80", shared="padded")
 
 
-@pytest.mark.parametrize("arch", mma_gemm.SMEM_LIMIT)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_menu_is_legal_and_in_the_search_space(arch: str):
     tiles = wmma_gemm.default_tiles(arch)
     assert {16, 128} <= {t.threadblock_shape[0] for t in tiles}

@@ -17,7 +17,8 @@ import qcut
 from qcut import errors
 from qcut.cuda import plans as _launch_plans
 from qcut.dispatch import gemm as dispatch
-from qcut.dispatch.gemm import Choice, Target
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.ops import int8 as ops
@@ -308,7 +309,7 @@ def test_a_plan_serves_calls_that_differ_in_nothing_it_assumes(cuda: Cuda) -> No
     cuda(a[:20], b)  # the same bucket of rows
     cuda(s8(32, 80)[:, :64], b)  # another leading dimension
     assert len(cuda.plans) == 1
-    choice = Choice("mma", None)
+    choice = Choice("int8_mma", None)
     others = (
         lambda: cuda(stored(32, 64, False), b),
         lambda: cuda(a, stored(48, 64, False)),
@@ -349,8 +350,8 @@ def test_refused_before_any_plan_is_made(cuda: Cuda) -> None:
 def test_a_given_choice_goes_around_dispatch(monkeypatch: pytest.MonkeyPatch, given: bool) -> None:
     problem = GemmProblem()
     gpu = Target("sm_90a", 132, "NVIDIA H200")
-    tile = dispatch.family("mma").menu(problem, "sm_90a")[0]
-    choice = Choice("mma", tile)
+    tile = dispatch.family("int8_mma").menu(problem, "sm_90a")[0]
+    choice = Choice("int8_mma", tile)
     asked: list[Any] = []
     launches: list[Any] = []
 

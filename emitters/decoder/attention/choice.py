@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma, emit_attention_mma
 from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES
 
 Attention = AttentionDecode | AttentionMma
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcut.emitters.core.source import DType
-from qcut.emitters.decoder.transformer import MANY_TOKENS, ROTARY, Rotary, RotateAndAppend, emit_append
+from qcut.emitters.decoder.append import MANY_TOKENS, ROTARY, Rotary, RotateAndAppend, emit_append
 from qcut.numerics import int8 as numerics
 from qcut.ops import int8 as _ops  # noqa: F401  (registers)
 from tests.gpu.support.launching import Guarded, arch, launch

@@ -14,9 +14,9 @@ from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks.layout import Geometry
 from qcut.emitters.codebook.mma import default_tiles, emit_codebook_mma, for_shape, grid, smem_bytes
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.gemm.problem import TileConfig
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp
@@ -119,7 +119,7 @@ def run(
 
 
 def require(problem: CodebookProblem, tile: TileConfig) -> None:
-    if smem_bytes(problem, tile) > SMEM_LIMIT[arch()]:
+    if smem_bytes(problem, tile) > architecture(arch()).smem_bytes:
         pytest.skip(f"{tile.name} needs more shared memory than {arch()} has")
 
 

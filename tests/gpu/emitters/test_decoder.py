@@ -11,18 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qcut.emitters.core.source import DType
+from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
+from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention.choice import Attention, emit_attention, select_attention
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.attention.simt import AttentionDecode
-from qcut.emitters.decoder.transformer import (
-    ACTIVATIONS,
-    ActivateRows,
-    ArgmaxRows,
-    NormRows,
-    emit_activation,
-    emit_argmax,
-    emit_norm,
-)
+from qcut.emitters.decoder.norm import NormRows, emit_norm
 from qcut.numerics import int8 as numerics
 from qcut.numerics import sampling
 from tests.gpu.support.launching import Guarded, arch, launch

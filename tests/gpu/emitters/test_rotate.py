@@ -10,7 +10,9 @@ from torch import Tensor
 
 from qcut.codebooks.layout import Geometry, from_blocks
 from qcut.codebooks.tokens import operands, rotate_tokens
-from qcut.emitters.codebook.rotate import RotateTokens, RotateTokensDense, emit_rotate
+from qcut.dispatch.codebook import emit_rotation
+from qcut.emitters.codebook.rotate import RotateTokens
+from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.source import DType
 from tests.gpu.support.launching import SENTINEL, Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, half_ulp
@@ -88,7 +90,7 @@ def run(
         scale = Guarded(1, m, torch.float32)
         args = [on_gpu, out.tensor] + ([scale.tensor] if desc.out is S8 else []) + extra
         sizes = [stride, m, k, geometry.k_padded, *([EPS] if norm else [])]
-        launch(emit_rotate(desc), desc.grid(m, geometry.k_padded), *args, *sizes, pdl=pdl)
+        launch(emit_rotation(desc), desc.grid(m, geometry.k_padded), *args, *sizes, pdl=pdl)
         got = out.take(per_block if blocked else columns)
         if blocked:
             blocks = got.view(-1, m8, 8, per_block)

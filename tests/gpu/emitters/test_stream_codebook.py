@@ -14,9 +14,9 @@ from qcut import jit
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks.layout import Geometry
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES, SMEM_LIMIT
 from qcut.emitters.stream import codebook as codebook_decode
 from qcut.emitters.stream import codebook_wgmma as codebook_decode_wgmma
 from qcut.emitters.stream.codebook import CodebookDecodeTile, emit_codebook_decode
@@ -65,7 +65,7 @@ def has_tile(tile: Tile) -> bool:
         return arch() == "sm_90a"
     if tile.splits > 1 and arch() not in CLUSTER_ARCHITECTURES:
         return False
-    return codebook_decode.smem_bytes(BASE, tile) <= SMEM_LIMIT[arch()]
+    return codebook_decode.smem_bytes(BASE, tile) <= architecture(arch()).smem_bytes
 
 
 def emit(problem: CodebookProblem, tile: Tile) -> KernelSource:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from qcut import jit
+from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES, SMEM_LIMIT
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream.w8a16 import WeightOnlyTile, emit_weight_only_decode, for_shape, grid, smem_bytes
 from tests.gpu.support.launching import arch, launch_gemm
@@ -42,14 +42,14 @@ MIDDLE = WeightOnlyTile(4, 16, 2, 1, 16)
 def require(tile: WeightOnlyTile) -> None:
     if tile.splits > 1 and arch() not in CLUSTER_ARCHITECTURES:
         pytest.skip(f"{tile.name} needs thread-block clusters; {arch()} has none")
-    if smem_bytes(GemmProblem(a=DType.F16), tile) > SMEM_LIMIT[arch()]:
+    if smem_bytes(GemmProblem(a=DType.F16), tile) > architecture(arch()).smem_bytes:
         pytest.skip(f"{tile.name} needs more shared memory than {arch()} has")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
     tiles = [t for t in TILES if t.splits == 1 or arch() in CLUSTER_ARCHITECTURES]
-    tiles = [t for t in tiles if smem_bytes(GemmProblem(a=DType.F16), t) <= SMEM_LIMIT[arch()]]
+    tiles = [t for t in tiles if smem_bytes(GemmProblem(a=DType.F16), t) <= architecture(arch()).smem_bytes]
     sources = [emit_weight_only_decode(GemmProblem(a=DType.F16, epilogue=BIAS), tile, arch()) for tile in tiles]
     sources += [emit_weight_only_decode(GemmProblem(a=DType.F16, epilogue=e), MIDDLE, arch()) for e in EPILOGUES]
     errors = [r for r in jit.build_many(sources, progress=False).values() if isinstance(r, Exception)]

@@ -19,7 +19,7 @@ from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm.families import FAMILIES, family
+from qcut.emitters.families import FAMILIES, family
 from qcut.emitters.gemm.problem import GemmProblem
 from tests.gpu.support.oracles import DEVICE, assert_same, full_range, pattern
 

@@ -87,9 +87,9 @@ struct CodebookStage {
   const char *x, *units, *norms;
   int m_blocks, m_block0, units_k, tiles_left;
 
-  __device__ __forceinline__ CodebookStage(const T* x, const char* units, const char* norms, int m, int n, int units_k,
-                                           int m0, int n0)
-      : x(reinterpret_cast<const char*>(x)), m_blocks((m + 7) / 8), m_block0(m0 / 8), units_k(units_k) {
+  __device__ __forceinline__ CodebookStage(const char* x, const char* units, const char* norms, int m, int n,
+                                           int units_k, int m0, int n0)
+      : x(x), m_blocks((m + 7) / 8), m_block0(m0 / 8), units_k(units_k) {
     const int tile0 = n0 / kUnitRows;
     this->units = units + static_cast<long long>(tile0) * units_k * kUnitBytes<kBits>;
     this->norms = norms + static_cast<long long>(tile0) * units_k * kNormBytes;
@@ -124,7 +124,7 @@ struct CodebookStage {
 
 // kAlignD bytes divide every row of D, see TileWriter. `fold` is read for int8 tokens alone.
 template <class Tile, class T, int kBits, int kSlots, class E, int kAlignD>
-__device__ __forceinline__ void codebook_mma(const T* x, const char* units, const char* norms, const float* fold,
+__device__ __forceinline__ void codebook_mma(const char* x, const char* units, const char* norms, const float* fold,
                                              typename E::Out* d, int m, int n, int units_k, int ldd, const Book& book,
                                              const typename E::Args& args) {
   using Decoder = UnitDecoder<T, kBits>;
