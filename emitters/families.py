@@ -16,6 +16,7 @@ from qcut.emitters.gemm.dp4a import SimtTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.stream import codebook as codebook_stream
 from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
+from qcut.emitters.stream import int8 as int8_cut
 from qcut.emitters.stream import w8a8 as int8_stream
 from qcut.emitters.stream import w8a16 as w8a16_stream
 from qcut.emitters.stream.codebook import CodebookDecodeTile
@@ -72,7 +73,7 @@ INT8_STREAM: Family[W8A8Problem, W8A8Tile] = Family(
     W8A8Tile,
     int8_stream.validate,
     int8_stream.emit_w8a8_decode,
-    grid=lambda tile, n, sm_count: Grid(tile.tokens, int8_stream.grid(tile, 1, n)),
+    grid=lambda tile, n, sm_count: Grid(tile.tokens, int8_cut.grid(tile, 1, n)),
     threads=lambda tile: 32 * tile.warps,
     smem_bytes=lambda problem, tile: int8_stream.smem_bytes(tile),
 )
@@ -91,7 +92,7 @@ W8A16_STREAM: Family[GemmProblem, WeightOnlyTile] = Family(
     WeightOnlyTile,
     w8a16_stream.validate,
     w8a16_stream.emit_weight_only_decode,
-    grid=lambda tile, n, sm_count: Grid(tile.tokens, w8a16_stream.grid(tile, 1, n)),
+    grid=lambda tile, n, sm_count: Grid(tile.tokens, int8_cut.grid(tile, 1, n)),
     threads=lambda tile: 32 * tile.warps,
     smem_bytes=w8a16_stream.smem_bytes,
 )

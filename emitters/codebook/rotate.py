@@ -2,7 +2,7 @@
 
 ``r[g] = Pi_g x[g] * sqrt(d / d_g)`` for group g, which has d_g columns where full groups have d: products divide all
 groups by ``sqrt(d)``. Several passes have rotations of their own and lie behind one another along K. Memory:
-``qcut/codebook_layout.py``.
+`qcut.codebooks.layout`.
 
 Rotations by other matrices are `qcut.emitters.codebook.rotate_dense`'s. Device code:
 ``include/qcut/codebook/rotate.cuh``.
@@ -20,13 +20,11 @@ from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
 
 Kind = Literal["hadamard", "none"]
-Norm = Literal["none", "rms", "layer"]
 
 LANE_COLUMNS = 16
 _WARP_COLUMNS = 32 * LANE_COLUMNS
 _MAX_THREADS = 1024
 MAX_HADAMARD = _MAX_THREADS * LANE_COLUMNS
-_NORMS = {"none": "kNone", "rms": "kRms", "layer": "kLayer"}
 BLOCK_FLOATS = (DType.F16, DType.BF16)
 """16-bit types of tokens in blocks."""
 
@@ -76,12 +74,9 @@ CONSTRAINTS = (
         lambda t: t.kind == "none" or (t.group & (t.group - 1) == 0 and t.group <= MAX_HADAMARD),
     ),
     Constraint("passes", "are 1 or 2", lambda t: t.passes in (1, 2)),
-    Constraint("norm", "is none, rms or layer", lambda t: t.norm in _NORMS),
     Constraint("threads", "are a multiple of 32 up to 1024", lambda t: t.threads in range(32, _MAX_THREADS + 1, 32)),
     Constraint("rows", "are 1 to 4, of 1024 threads at most", lambda t: 1 <= t.rows <= 4 and t.block <= _MAX_THREADS),
-    Constraint(
-        "held", "is False for int8 output or a norm alone: other rows are spread", lambda t: t.held or t.whole_rows
-    ),
+    Constraint("held", "is False for int8 output alone: other rows are spread", lambda t: t.held or t.out is DType.S8),
     Constraint(
         "pieces",
         "of a row hold whole groups where it is read in pieces",
@@ -100,7 +95,7 @@ CONSTRAINTS = (
 class RotateTokens:
     """Hadamard rotations, or none, of all groups and passes in one launch.
 
-    x ``[m, k]`` with a row stride in elements, after the norm if there is one, in float32::
+    x ``[m, k]`` with a row stride in elements, in float32::
 
         hadamard  r[g] = walsh_hadamard(x[g] * signs[g]) * f32(sqrt(d) / d_g)
         none      r[g] = x[g]
@@ -108,11 +103,6 @@ class RotateTokens:
     Output: blocks of 8 tokens x 128 bytes of r rounded once, or of ``q = clamp(rne(r / scale), -127, 127)`` with
     ``scale[m] = max|r| / 127`` over the row's passes (1 where that is 0; NaN and q = 0 where a row holds NaN or Inf).
     Padding is 0. What follows row m in the last block of 8 is left alone.
-
-    Norm, in float32, rounded to x's type before the rotation, weight and bias ``[k]`` of x's type::
-
-        rms    x * rsqrt(mean(x**2) + eps) * weight
-        layer  (x - mean(x)) * rsqrt(mean((x - mean(x))**2) + eps) * weight + bias
 
     Attributes:
         x: element type of the input.
@@ -122,15 +112,12 @@ class RotateTokens:
             power of two.
         arch: real architecture.
         passes: rotations of the same columns, 1 or 2.
-        threads: that share a row, or a part of one where rows are spread over CTAs; each holds 16 columns.
+        threads: threads that share a row, or a part of one where rows are spread over CTAs; each holds 16 columns.
         rows: rows of a CTA.
-        held: the threads hold all the columns that their CTA writes; False reads longer rows again for each sum and
-            maximum.
-        aligned: rows of x, groups of them, and the norm's arguments, start at multiples of 16 bytes. False loads single
-            elements.
-        norm: none, rms or layer.
+        held: the threads hold all the columns that their CTA writes; False reads longer rows again after their maximum.
+        aligned: rows of x, and groups of them, start at multiples of 16 bytes. False loads single elements.
 
-    Exactness: bitwise `qcut.codebooks.tokens.rotate_tokens`, without a norm. Sums of a norm have a fixed order.
+    Exactness: bitwise `qcut.codebooks.tokens.rotate_tokens`.
     """
 
     x: DType
@@ -143,7 +130,6 @@ class RotateTokens:
     rows: int = 1
     held: bool = True
     aligned: bool = True
-    norm: Norm = "none"
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
@@ -161,12 +147,11 @@ class RotateTokens:
         *,
         passes: int = 1,
         aligned: bool = True,
-        norm: Norm = "none",
         sm_count: int = 132,
     ) -> RotateTokens:
         """The kernel for m rows of k columns in groups of ``group_size``.
 
-        Rows that need no sum or maximum are spread over as many CTAs as the device has SMs and groups allow. Without a
+        Rows that need no maximum are spread over as many CTAs as the device has SMs and groups allow. Without a
         rotation, groups that need no padding are all the same kernel.
 
         Args:
@@ -178,8 +163,7 @@ class RotateTokens:
             k: columns.
             group_size: columns of a group; k or more takes whole rows.
             passes: see `RotateTokens`.
-            aligned: rows and the norm's arguments start at multiples of 16 bytes; groups are looked at here.
-            norm: see `RotateTokens`.
+            aligned: rows start at multiples of 16 bytes; groups are looked at here.
             sm_count: of the device.
 
         Raises:
@@ -192,9 +176,9 @@ class RotateTokens:
         aligned = aligned and groups_aligned(group, x)
         whole = min(_MAX_THREADS, _ceil_div(columns, _WARP_COLUMNS) * 32)
         held = True
-        if out is DType.S8 or norm != "none":
+        if out is DType.S8:
             held = columns <= whole * LANE_COLUMNS
-            # What goes over its row again wants registers more than threads.
+            # A CTA that reads its row again gains more from registers than from threads.
             threads = whole if held or (kind == "hadamard" and group > 512 * LANE_COLUMNS) else 512
         else:
             # A CTA takes a whole number of groups; beyond a warp, 4 warps unless that leaves SMs without work.
@@ -202,16 +186,15 @@ class RotateTokens:
             spread = m * _ceil_div(columns, 4 * _WARP_COLUMNS) < sm_count
             threads = min(whole, smallest if spread else max(smallest, 128))
         rows = max(1, 128 // threads) if m >= 4 * sm_count else 1
-        return cls(x, out, kind, group, arch, passes, threads, rows, held, aligned, norm)
+        return cls(x, out, kind, group, arch, passes, threads, rows, held, aligned)
 
     @property
     def name(self) -> str:
         """``qcut_rotate_{arch}_{x}to{out}_{kind}{group}p{passes}_t{threads}r{rows}``.
 
-        Then ``_loop`` (not held), the norm, ``_u`` (unaligned).
+        Then ``_loop`` (not held), ``_u`` (unaligned).
         """
-        suffix = ("" if self.held else "_loop") + ("" if self.norm == "none" else f"_{self.norm}")
-        suffix += "" if self.aligned else "_u"
+        suffix = ("" if self.held else "_loop") + ("" if self.aligned else "_u")
         return (
             f"qcut_rotate_{self.arch.replace('_', '')}_{self.x.value}to{self.out.value}_{self.kind}{self.group}"
             f"p{self.passes}_t{self.threads}r{self.rows}{suffix}"
@@ -233,11 +216,6 @@ class RotateTokens:
         return padded_group(self.group)
 
     @property
-    def whole_rows(self) -> bool:
-        """Whether a CTA must see all of a row: for its maximum or its norm."""
-        return self.out is DType.S8 or self.norm != "none"
-
-    @property
     def smem_bytes(self) -> int:
         """Shared memory for butterflies that are wider than a warp's columns."""
         wide = self.kind == "hadamard" and self.group > _WARP_COLUMNS
@@ -250,7 +228,7 @@ class RotateTokens:
             EmitError: the row is longer than this kernel holds, or its pieces would cut a group.
         """
         pieces = _ceil_div(k_padded, self.row_columns) if self.held else 1
-        if pieces > 1 and self.whole_rows:
+        if pieces > 1 and self.out is DType.S8:
             raise EmitError(f"{self.name}: {k_padded} columns; this kernel holds rows of up to {self.row_columns}")
         if pieces > 1 and self.kind == "hadamard" and self.row_columns % self.padded_group:
             raise EmitError(
@@ -262,22 +240,18 @@ class RotateTokens:
         """Arguments, in order.
 
         ``x``; ``y``: blocks; ``scale``: float32 ``[m]`` (s8 alone); ``signs``: int32 ``[passes, k_padded / 32]`` of
-        `qcut.codebooks.tokens.operands` (hadamard alone); ``norm_weight``, ``norm_bias`` (where the norm has them);
-        ``x_stride`` in elements, ``m``, ``k``, ``k_padded`` (of one pass); ``eps`` (of a norm).
+        `qcut.codebooks.tokens.operands` (hadamard alone); ``x_stride`` in elements, ``m``, ``k``, ``k_padded`` (of one
+        pass).
         """
-        x = f"const {self.x.cpp}*"
         return (
-            Param("x", "ptr", x),
+            Param("x", "ptr", f"const {self.x.cpp}*"),
             Param("y", "ptr", "void*"),
             *(Param("scale", "ptr", "float*"),) * (self.out is DType.S8),
             *(Param("signs", "ptr", "const uint32_t*"),) * (self.kind == "hadamard"),
-            *(Param("norm_weight", "ptr", x),) * (self.norm != "none"),
-            *(Param("norm_bias", "ptr", x),) * (self.norm == "layer"),
             Param("x_stride", "i64"),
             Param("m", "i32"),
             Param("k", "i32"),
             Param("k_padded", "i32"),
-            *(Param("eps", "f32"),) * (self.norm != "none"),
         )
 
 
@@ -290,19 +264,17 @@ def emit_rotate(desc: RotateTokens) -> KernelSource:
     flags = ", ".join(map(flag, (desc.held, desc.aligned)))
     template = (
         f"{desc.x.cpp}, {desc.out.cpp}, {flag(desc.kind == 'hadamard')}, {desc.group}, {desc.padded_group}, "
-        f"{desc.passes}, {desc.threads}, {desc.rows}, {flags}, qcut::Norm::{_NORMS[desc.norm]}"
+        f"{desc.passes}, {desc.threads}, {desc.rows}, {flags}"
     )
-    pointers = call_arguments(("scale", "signs", "norm_weight", "norm_bias"), params)
-    eps = call_arguments(("eps",), params, absent="0.0f")
+    pointers = call_arguments(("scale", "signs"), params)
     return kernel_source(
         desc.name,
         desc.arch,
         params,
-        f"qcut::RowRotation<{template}>::run"
-        f"(x, y, {pointers}, x_stride, m, k, k_padded, {eps}, {group_factor(desc.group)});",
+        f"qcut::RowRotation<{template}>::run(x, y, {pointers}, x_stride, m, k, k_padded, {group_factor(desc.group)});",
         device_code=include("codebook/rotate.cuh"),
         block=desc.block,
-        # One CTA to an SM, said aloud: else ptxas spills a word of the loop to fit two.
+        # Without the bound of one CTA to an SM, ptxas spills a word of the loop to fit two.
         ctas_per_sm=None if desc.held else 1,
         waits=True,
         smem_bytes=desc.smem_bytes,

@@ -1,14 +1,13 @@
 """W8A16 for few tokens, bound by memory: float16 or bfloat16 tokens, int8 weights straight into registers.
 
 ``D = act((sum_k a[m, k] * b[n, k]) * s_w[n] + bias[n]) (+ residual)``, up to `MAX_TOKENS` rows of a, on
-``mma.sync.m16n8k16``. It reads the weights of `qcut.emitters.gemm.w8a16`, which takes what has more rows, as they
-are. Device code: ``include/qcut/stream/w8a16.cuh``.
+``mma.sync.m16n8k16``. The weights are those of `qcut.emitters.gemm.w8a16`, which takes more rows. Device code:
+``include/qcut/stream/w8a16.cuh``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
@@ -17,19 +16,18 @@ from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, UNIT_COLUMNS, Int8StreamTile, register_limit
 
 FAMILY = "w8a16_stream"
 MAX_TOKENS = 32
-"""Rows of a that registers hold beside the weights in flight."""
+"""The most rows of a that registers hold beside the weights in flight."""
 _TOKENS = (8, 16, 32)
-UNIT_COLUMNS = 128
-"""That a warp reads of 16 rows at a time."""
 _OTHER_REGISTERS = 24
-"""What a thread needs beside weights, tokens and sums: addresses, counters, bounds."""
+"""Registers of a thread for addresses, counters and bounds."""
 
 
 class Cut(NamedTuple):
-    """How weights are divided: see `WeightOnlyTile`."""
+    """How weights are divided: see `Int8StreamTile`."""
 
     row_tiles: int
     warps: int
@@ -38,34 +36,8 @@ class Cut(NamedTuple):
     splits: int
 
 
-@dataclass(frozen=True)
-class WeightOnlyTile:
-    """How one kernel cuts the problem up.
-
-    A CTA computes ``16 * row_tiles`` columns of D. K is divided among ``splits * warps`` warps, ``128 * units`` columns
-    each, which come round again where K is longer.
-
-    Attributes:
-        row_tiles: of 16 weight rows, one after the other.
-        warps: of a CTA.
-        units: of 128 columns that a warp takes at a time.
-        prefetch: row tiles of a warp in flight.
-        tokens: rows of a that the kernel holds, 8, 16 or 32; fewer may be given.
-        splits: CTAs, one cluster, that divide K further (sm_90 and later).
-    """
-
-    row_tiles: int
-    warps: int
-    units: int = 1
-    prefetch: int = 1
-    tokens: int = 8
-    splits: int = 1
-
-    @property
-    def name(self) -> str:
-        """``m{tokens}_r{row_tiles}_w{warps}_u{units}_p{prefetch}`` and the splits where there are any."""
-        splits = f"_k{self.splits}" if self.splits > 1 else ""
-        return f"m{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_p{self.prefetch}{splits}"
+class WeightOnlyTile(Int8StreamTile):
+    """A cut whose ``tokens`` are 8, 16 or 32."""
 
 
 def smem_bytes(problem: GemmProblem, tile: WeightOnlyTile) -> int:
@@ -77,11 +49,6 @@ def smem_bytes(problem: GemmProblem, tile: WeightOnlyTile) -> int:
 def registers(tile: WeightOnlyTile) -> int:
     """About what a thread needs: weights in flight, tokens, sums, and the rest."""
     return 16 * tile.units * (tile.prefetch + tile.tokens // 8) + tile.tokens // 2 + _OTHER_REGISTERS
-
-
-def register_limit(warps: int) -> int:
-    """Registers of a thread, in eights, where a CTA of so many warps has the SM's four quarters to itself."""
-    return min(255, 16_384 // (32 * -(-warps // 4)) // 8 * 8)
 
 
 CONSTRAINTS = (
@@ -96,14 +63,7 @@ CONSTRAINTS = (
     ARCHITECTURE,
     Constraint("alignments", "are at least 1", lambda p, t, arch: min(p.alignment_k, p.alignment_n) >= 1),
     Constraint("tokens", "are 8, 16 or 32: tiles of eight in registers", lambda p, t, arch: t.tokens in _TOKENS),
-    Constraint("row_tiles", "are at least 1", lambda p, t, arch: t.row_tiles >= 1),
-    Constraint("warps", "are 1 to 32, what a CTA may have", lambda p, t, arch: 1 <= t.warps <= 32),
-    Constraint("units", "are at least 1", lambda p, t, arch: t.units >= 1),
-    Constraint(
-        "prefetch",
-        "is 1 to row_tiles: the first tiles of a round fill it",
-        lambda p, t, arch: 1 <= t.prefetch <= t.row_tiles,
-    ),
+    *CUT_CONSTRAINTS,
     Constraint(
         "registers",
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
@@ -123,11 +83,6 @@ def validate(problem: GemmProblem, tile: WeightOnlyTile, arch: str) -> None:
         EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
-def grid(tile: WeightOnlyTile, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch, ``splits`` for each ``16 * row_tiles`` columns of D, in one dimension; m does not matter."""
-    return (-(-n // (16 * tile.row_tiles)) * tile.splits, 1, 1)
 
 
 _BYTES_PER_NS = 33.5
@@ -232,12 +187,12 @@ def emit_weight_only_decode(problem: GemmProblem, tile: WeightOnlyTile, arch: st
 
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``, n, k >= 1. b: int8 ``[n, ldb]``, 16-byte
     aligned, ldb a multiple of 16 and at least k. a: where ``problem.alignment_k`` is a multiple of 8, k is one too and
-    rows start at multiples of 16 bytes; otherwise they are read element by element, for any lda >= k. D is stored
+    rows start at multiples of 16 bytes; otherwise rows are read element by element, for any lda >= k. D is stored
     element by element. b and the vectors of n are read before the kernel waits for its predecessor.
 
-    Exactness: int8 to float is exact and every product is exact in float32; they are added in an order fixed by K and
-    the tile alone, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not depend
-    on the other rows; the same inputs give the same bits.
+    Exactness: int8 to float is exact and every product is exact in float32; products are added in an order that K and
+    the tile alone fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
+    depend on the other rows; the same inputs give the same bits.
 
     Raises:
         EmitError: see `validate`.
@@ -246,14 +201,13 @@ def emit_weight_only_decode(problem: GemmProblem, tile: WeightOnlyTile, arch: st
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    shape = (tile.row_tiles, tile.warps, tile.units, tile.prefetch, tile.tokens, tile.splits)
     aligned = flag(problem.alignment_k % 8 == 0)
     params = problem.params()
     return kernel_source(
         name,
         arch,
         params,
-        f"using Tile = qcut::WeightOnlyTile<{', '.join(map(str, shape))}>;",
+        f"using Tile = qcut::WeightOnlyTile<{tile.sizes}>;",
         *problem.epilogue.statements(params),
         f"qcut::weight_only_decode<Tile, {problem.a.cpp}, {aligned}, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);",
         device_code=include("stream/w8a16.cuh"),

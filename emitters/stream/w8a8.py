@@ -1,7 +1,7 @@
 """W8A8 for few tokens, bound by memory, on ``mma.sync.m16n8k32`` with the weights of the int8 GEMMs as they are.
 
-Tokens are int8, or rows whose largest magnitudes the kernel before has noted: those are quantized as they are loaded.
-Device code: ``include/qcut/stream/w8a8.cuh``.
+Tokens are int8, or rows of floats whose largest magnitudes the kernel before has noted. The kernel quantizes such rows
+as it loads them. Device code: ``include/qcut/stream/w8a8.cuh``.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import K_MAX
-from qcut.emitters.stream.w8a16 import Cut, best_cut, register_limit
+from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
+from qcut.emitters.stream.w8a16 import Cut, best_cut
 
 FAMILY = "int8_stream"
 MAX_TOKENS = 8
-"""Of a kernel: the columns of one tensor-core product."""
+"""The most tokens of a kernel: the columns of one tensor-core product."""
 Tokens = Literal["none", "given", "rows"]
 
 _TOKENS = (1, 2, 4, 8)
 _FLOATS = (DType.F16, DType.BF16, DType.F32)
 _OTHER_REGISTERS = 36
-"""What a thread needs beside weights, tokens and sums: addresses, counters, bounds, a token on its way."""
+"""Registers of a thread for addresses, counters, bounds and a token on its way."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,11 @@ class W8A8Problem:
     """What a kernel computes; sizes are known at launch.
 
     Attributes:
-        tokens: ``none``: int8 ``a`` and ``row_scale``; ``given``: the same, of weights that no kernel just before
-            writes. ``rows``: of type x with their largest magnitudes ``a_absmax``, quantized as
-            `qcut.emitters.decoder.quantize.QuantizePerToken` does; of weights as ``given``.
+        tokens: ``none``: int8 ``a`` and ``row_scale``. ``given``: the same, with weights that the kernel just before
+            does not write. ``rows``: rows of type x with their largest magnitudes ``a_absmax``, quantized as
+            `qcut.emitters.decoder.quantize.QuantizePerToken` does, with weights as for ``given``.
         x: element type of rows.
-        epilogue: with a scale for each token and channel.
+        epilogue: one with a scale for each token and each channel.
         aligned: addresses and strides of rows are multiples of 16 bytes.
         absmax: ``absmax``, float32 ``[m]``, is raised to the largest magnitude of each row of D; NaN is the largest.
     """
@@ -74,31 +75,8 @@ class W8A8Problem:
         )
 
 
-@dataclass(frozen=True)
-class W8A8Tile:
-    """How one kernel cuts the problem up; see `qcut.emitters.stream.w8a16.WeightOnlyTile`.
-
-    Attributes:
-        row_tiles: of 16 weight rows, one after the other.
-        warps: of a CTA.
-        units: of 128 columns that a warp takes at a time.
-        prefetch: row tiles of a warp in flight.
-        tokens: that the kernel holds, 1, 2, 4 or 8; fewer may be given.
-        splits: CTAs, one cluster, that divide K further (sm_90 and later).
-    """
-
-    row_tiles: int
-    warps: int
-    units: int = 1
-    prefetch: int = 1
-    tokens: int = 8
-    splits: int = 1
-
-    @property
-    def name(self) -> str:
-        """``m{tokens}_r{row_tiles}_w{warps}_u{units}_p{prefetch}`` and the splits where there are any."""
-        splits = f"_k{self.splits}" if self.splits > 1 else ""
-        return f"m{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_p{self.prefetch}{splits}"
+class W8A8Tile(Int8StreamTile):
+    """A cut whose ``tokens`` are 1, 2, 4 or 8."""
 
 
 def smem_bytes(tile: W8A8Tile) -> int:
@@ -129,14 +107,7 @@ CONSTRAINTS = (
     ),
     ARCHITECTURE,
     Constraint("tokens", "are 1, 2, 4 or 8", lambda p, t, arch: t.tokens in _TOKENS),
-    Constraint("row_tiles", "are at least 1", lambda p, t, arch: t.row_tiles >= 1),
-    Constraint("warps", "are 1 to 32, what a CTA may have", lambda p, t, arch: 1 <= t.warps <= 32),
-    Constraint("units", "are at least 1", lambda p, t, arch: t.units >= 1),
-    Constraint(
-        "prefetch",
-        "is 1 to row_tiles: the first tiles of a round fill it",
-        lambda p, t, arch: 1 <= t.prefetch <= t.row_tiles,
-    ),
+    *CUT_CONSTRAINTS,
     Constraint(
         "registers",
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
@@ -156,11 +127,6 @@ def validate(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> None:
         EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
-def grid(tile: W8A8Tile, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch, ``splits`` for each ``16 * row_tiles`` columns of D, in one dimension; m does not matter."""
-    return (-(-n // (16 * tile.row_tiles)) * tile.splits, 1, 1)
 
 
 def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
@@ -223,7 +189,6 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    shape = (tile.row_tiles, tile.warps, tile.units, tile.prefetch, tile.tokens, tile.splits)
     tokens = f"qcut::Tokens::k{problem.tokens.capitalize()}"
     a_absmax = "a_absmax" if problem.tokens == "rows" else "nullptr"
     absmax = "absmax" if problem.absmax else "nullptr"
@@ -232,7 +197,7 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
         name,
         arch,
         params,
-        f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {', '.join(map(str, shape))}>;",
+        f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {tile.sizes}>;",
         *problem.epilogue.statements(params),
         f"qcut::w8a8_decode<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
         f"      a, {a_absmax}, b, d, {absmax}, m, n, k, lda, ldb, ldd, args);",

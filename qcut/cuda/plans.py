@@ -29,6 +29,7 @@ from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import INT8_CUTLASS, W8A16_MMA
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.emitters.stream import int8 as int8_cut
 from qcut.emitters.stream import w8a8 as w8a8_decode
 from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile, emit_w8a8_decode
 from qcut.errors import LaunchError
@@ -175,7 +176,7 @@ def few_tokens_plan(few: W8A8Problem, tile: W8A8Tile, n: int, device: int) -> La
     """Its plan."""
     arch = target(device).arch
     kernel = load(emit_w8a8_decode(few, tile, arch), device)
-    return LaunchPlan(kernel, Grid(tile.tokens, w8a8_decode.grid(tile, 1, n)), pdl=architecture(arch).pdl)
+    return LaunchPlan(kernel, Grid(tile.tokens, int8_cut.grid(tile, 1, n)), pdl=architecture(arch).pdl)
 
 
 def weight_only_plan(problem: GemmProblem, m: int, n: int, k: int, device: int, *, pdl: bool = True) -> LaunchPlan:

@@ -11,13 +11,13 @@ from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.int8 import grid
 from qcut.emitters.stream.w8a16 import (
     CONSTRAINTS,
     MAX_TOKENS,
     WeightOnlyTile,
     emit_weight_only_decode,
     for_shape,
-    grid,
     smem_bytes,
     validate,
 )

@@ -14,6 +14,7 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.gemm.problem import K_MAX
+from qcut.emitters.stream.int8 import grid, register_limit
 from qcut.emitters.stream.w8a8 import (
     CONSTRAINTS,
     MAX_TOKENS,
@@ -22,13 +23,11 @@ from qcut.emitters.stream.w8a8 import (
     W8A8Tile,
     emit_w8a8_decode,
     for_shape,
-    grid,
     is_legal,
     registers,
     smem_bytes,
     validate,
 )
-from qcut.emitters.stream.w8a16 import register_limit
 from tests.support.compiled import build
 from tests.support.sass import listing
 
@@ -223,14 +222,14 @@ def test_small_gpus_have_tiles(sm_count: int) -> None:
 @pytest.mark.parametrize("m", [0, MAX_TOKENS + 1])
 def test_other_numbers_of_tokens_are_refused(m: int) -> None:
     assert not is_legal(NONE, m, 4096, "sm_90a")
-    with pytest.raises(EmitError, match=f"w8a8_decode: {m} tokens; allowed are 1 to 8"):
+    with pytest.raises(EmitError, match=f"int8_stream: {m} tokens; allowed are 1 to 8"):
         for_shape(NONE, "sm_90a", m, 4096, 4096, 132)
 
 
 @pytest.mark.parametrize("k", [0, K_MAX + 1])
 def test_sums_beyond_int32_are_refused(k: int) -> None:
     assert not is_legal(NONE, 1, k, "sm_90a")
-    with pytest.raises(EmitError, match=f"w8a8_decode: K is {k}; allowed is 1 to {K_MAX}"):
+    with pytest.raises(EmitError, match=f"int8_stream: K is {k}; allowed is 1 to {K_MAX}"):
         for_shape(NONE, "sm_90a", 1, 4096, k, 132)
 
 

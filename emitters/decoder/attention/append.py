@@ -1,6 +1,6 @@
 """One step of a decoder between its projections in one launch: rotary positions, the cache's new row, attention.
 
-Device code: ``include/qcut/decoder/attention_append.cuh``. `qcut.emitters.decoder.append.RotateAndAppend`, then
+Device code: ``include/qcut/decoder/attention/append.cuh``. `qcut.emitters.decoder.append.RotateAndAppend`, then
 `qcut.emitters.decoder.attention.mma.AttentionMma`.
 """
 
@@ -78,7 +78,7 @@ def emit_attention_append(desc: AttentionAppend) -> KernelSource:
         params,
         f"qcut::AppendAttention<{attention.template}, {flag(desc.rotary)}>::run({given}, out,\n"
         "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale);",
-        device_code=include("decoder/attention_append.cuh"),
+        device_code=include("decoder/attention/append.cuh"),
         block=attention.block,
         ctas_per_sm=attention.resident,
         waits=True,

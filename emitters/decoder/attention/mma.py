@@ -1,6 +1,6 @@
 """Attention of one new token of each sequence to what a cache holds, on tensor cores.
 
-Device code: ``include/qcut/decoder/attention_mma.cuh``. What `qcut.emitters.decoder.attention.simt.AttentionDecode`
+Device code: ``include/qcut/decoder/attention/mma.cuh``. What `qcut.emitters.decoder.attention.simt.AttentionDecode`
 computes, for 16-bit queries: keys and values are the rows of ``mma.sync.m16n8k16``, up to eight queries that share them
 its columns.
 """
@@ -198,7 +198,7 @@ def emit_attention_mma(desc: AttentionMma) -> KernelSource:
         desc.arch,
         params,
         attention_call(f"TensorAttention<{desc.template}>", params),
-        device_code=include("decoder/attention_mma.cuh"),
+        device_code=include("decoder/attention/mma.cuh"),
         block=desc.block,
         ctas_per_sm=desc.resident,
         waits=True,

@@ -1,7 +1,7 @@
 """Attention of one new token of each sequence to what a cache holds, split over the context.
 
-Device code: ``include/qcut/decoder/attention.cuh``. A key serves all queries that share it, so that the cache is read
-once; with few sequences parts of the context fill the GPU, and the CTA that finishes last adds them up.
+Device code: ``include/qcut/decoder/attention/simt.cuh``. A key serves all queries that share it, so that the cache is
+read once; with few sequences parts of the context fill the GPU, and the CTA that finishes last adds them up.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def emit_attention_decode(desc: AttentionDecode) -> KernelSource:
         desc.arch,
         params,
         attention_call(f"DecodeAttention<{tile}>", params),
-        device_code=include("decoder/attention.cuh"),
+        device_code=include("decoder/attention/simt.cuh"),
         block=desc.block,
         waits=True,
     )

@@ -13,7 +13,8 @@ from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream.w8a16 import WeightOnlyTile, emit_weight_only_decode, for_shape, grid, smem_bytes
+from qcut.emitters.stream.int8 import grid
+from qcut.emitters.stream.w8a16 import WeightOnlyTile, emit_weight_only_decode, for_shape, smem_bytes
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp
 

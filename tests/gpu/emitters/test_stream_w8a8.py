@@ -11,7 +11,8 @@ from torch import Tensor
 from qcut.config import padded_k
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
-from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile, emit_w8a8_decode, for_shape, grid
+from qcut.emitters.stream.int8 import grid
+from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile, emit_w8a8_decode, for_shape
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range

@@ -134,7 +134,7 @@ __device__ __forceinline__ void codebook_mma(const char* x, const char* units, c
   constexpr int kSteps = Decoder::kSteps;
   constexpr int kTokenTiles = Tile::kWarpM / 8;
   constexpr int kRowTiles = Tile::kWarpN / kUnitRows;
-  static_assert(Tile::kBlockK == kUnitColumns && Tile::kSplits == 1, "see emitters/codebook_mma.py");
+  static_assert(Tile::kBlockK == kUnitColumns && Tile::kSplits == 1, "a tile of one unit, and no splits");
   extern __shared__ __align__(128) char shared[];
   const uint32_t base = shared_address(shared);
 

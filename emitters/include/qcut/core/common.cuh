@@ -32,12 +32,30 @@ __device__ __forceinline__ void wait_for_dependencies() {
 #endif
 }
 
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
 // The largest of 32 unsigned words. Bits of non-negative floats order as unsigned integers, and a
 // NaN's are above Inf's, so this is also a maximum of absolute values that keeps NaN.
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) {
   uint32_t out;
   asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(v));
   return out;
+}
+
+__device__ __forceinline__ unsigned long long warp_max(unsigned long long v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v = max(v, __shfl_xor_sync(0xffffffffu, v, offset));
+  return v;
+}
+
+// The sum of 32 lanes' values, in every lane. The order of the additions is fixed: lanes 16 apart come first.
+template <class T>
+__device__ __forceinline__ T warp_sum(T v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+  return v;
 }
 
 // 16 bytes of T as words, and its elements as float32 (all exact).

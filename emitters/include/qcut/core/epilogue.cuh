@@ -1,4 +1,4 @@
-// The GEMM epilogue of emitters/epilogue.py, and how a warp writes its tile of D.
+// The GEMM epilogue of emitters/core/epilogue.py, and how a warp writes its tile of D.
 //
 // Every operation is one float32 operation in the order of that file (compiled with --fmad=false), so
 // that none and relu agree bitwise with the CPU reference. An output of raw accumulators stays int32.
@@ -6,6 +6,7 @@
 #pragma once
 
 #include <qcut/core/activation.cuh>
+#include <qcut/core/cluster.cuh>
 #include <qcut/core/mma.cuh>
 
 namespace qcut {
@@ -159,7 +160,7 @@ struct LaneColumns {
 // offset(r, c) ^ offset(0, c') is offset(r, c ^ c').
 template <class Out, int kWidth>
 struct SwizzledStage {
-  static_assert(kWidth == 16 || kWidth == 32 || kWidth == 64, "see emitters/mma_gemm.py");
+  static_assert(kWidth == 16 || kWidth == 32 || kWidth == 64, "widths that offset() knows");
   static constexpr int kBytes = 16 * 4 * kWidth;
   static __device__ __forceinline__ int offset(int row, int chunk) {
     constexpr int kChunks = LaneColumns<Out, kWidth>::kChunks;

@@ -6,7 +6,7 @@
 // Source: Su et al., "RoFormer", arXiv 2104.09864, section 3.4.2, pairs neighbours; GPT-NeoX and Llama pair halves.
 #pragma once
 
-#include <qcut/decoder/quantize.cuh>
+#include <qcut/core/quantize.cuh>
 #include <qcut/decoder/rope.cuh>
 
 namespace qcut {
@@ -145,22 +145,22 @@ struct HeadShare {
 
   // Bits of the head's largest element, in each of its lanes; all lanes of the warp must come.
   __device__ __forceinline__ uint32_t peak() const {
-    uint32_t found = 0;
+    uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       float a[kVec], b[kVec];
       low[i].get(a), high[i].get(b);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        found = max(found, max(__float_as_uint(a[j]) & 0x7fffffffu, __float_as_uint(b[j]) & 0x7fffffffu));
+        largest = max(largest, max(__float_as_uint(a[j]) & 0x7fffffffu, __float_as_uint(b[j]) & 0x7fffffffu));
       }
     }
-    if constexpr (kLanes == 32) return warp_max(found);
+    if constexpr (kLanes == 32) return warp_max(largest);
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-      found = max(found, __shfl_xor_sync(0xffffffffu, found, offset));
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
     }
-    return found;
+    return largest;
   }
 
   __device__ __forceinline__ void store(int8_t* to, const QuantizedRow& quantized, int lane) const {

@@ -4,15 +4,9 @@
 // sum with the residual is rounded to T, an RMS-normalized value too before its weight multiplies it.
 #pragma once
 
-#include <qcut/decoder/quantize.cuh>
+#include <qcut/core/quantize.cuh>
 
 namespace qcut {
-
-__device__ __forceinline__ float warp_total(float v) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
-  return v;
-}
 
 // The sum of a row's chunks, neighbours first, then neighbouring sums: zeros past the row's end change nothing, so that it
 // is the same however many chunks the CTA has. Up to 32 each thread adds up by itself, in fewer cycles than shuffles take.
@@ -43,7 +37,7 @@ template <int kVecs, int kWarps>
 __device__ __forceinline__ float row_total(const float (&sums)[kVecs], float* chunks) {
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    const float sum = warp_total(sums[i]);
+    const float sum = warp_sum(sums[i]);
     if (threadIdx.x % 32 == 0) chunks[i * kWarps + threadIdx.x / 32] = sum;
   }
   __syncthreads();

@@ -3,7 +3,7 @@
 // Rotary products and their sum are rounded to T one by one, as an eager model does in T.
 #pragma once
 
-#include <qcut/core/common.cuh>
+#include <qcut/core/quantize.cuh>
 
 namespace qcut {
 
@@ -71,16 +71,14 @@ struct HeadRow {
     }
   }
 
-  // What it is stored with as int8, in every lane: NaN where the row is not finite.
+  // The scale of the row as int8, in every lane: NaN where the row holds NaN or Inf.
   __device__ __forceinline__ float scale() const {
     uint32_t peak = 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       peak = max(peak, max(__float_as_uint(low[i]) & 0x7fffffffu, __float_as_uint(high[i]) & 0x7fffffffu));
     }
-    peak = warp_max(peak);
-    const float s = __fdiv_rn(__uint_as_float(peak), 127.0f);
-    return peak >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : s == 0.0f ? 1.0f : s;
+    return QuantizedRow(warp_max(peak)).scale();
   }
 
   // Divided by scale(); zeros where that is NaN.

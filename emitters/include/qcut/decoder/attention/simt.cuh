@@ -10,7 +10,7 @@
 #pragma once
 
 #include <qcut/core/mma.cuh>
-#include <qcut/decoder/softmax.cuh>
+#include <qcut/decoder/attention/softmax.cuh>
 
 namespace qcut {
 
@@ -44,7 +44,7 @@ struct CacheVector<int8_t> {
 
 __device__ constexpr int next_power_of_two(int v) { return v <= 1 ? 1 : 2 * next_power_of_two((v + 1) / 2); }
 
-// T: of queries and results. C: of the cache, T or int8_t. See AttentionDecode in emitters/attention.py.
+// T: of queries and results. C: of the cache, T or int8_t. See AttentionDecode in emitters/decoder/attention/simt.py.
 template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kUnroll_>
 struct DecodeAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kUnroll = kUnroll_;

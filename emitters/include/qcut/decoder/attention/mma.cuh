@@ -18,7 +18,8 @@
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 #pragma once
 
-#include <qcut/decoder/attention_merge.cuh>
+#include <qcut/core/mma.cuh>
+#include <qcut/decoder/attention/merge.cuh>
 
 namespace qcut {
 
@@ -43,7 +44,7 @@ __device__ __forceinline__ float log2_approx(float v) {
   return d;
 }
 
-// T: of queries and results. C: of the cache, T or int8_t. See AttentionMma in emitters/attention_mma.py.
+// T: of queries and results. C: of the cache, T or int8_t. See AttentionMma in emitters/decoder/attention/mma.py.
 template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kTiles_, int kCluster_>
 struct TensorAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kTiles = kTiles_, kCluster = kCluster_;
