@@ -1,13 +1,14 @@
 # make demo   quantize the embedded GPT-2 checkpoint, compare quality, speed and memory
-# make test   the test suite (GPU tests skip themselves without a GPU)
+# make test   the test suite, side by side on all cores (GPU tests skip themselves without a GPU)
 # make lint   ruff and mypy
+# make docs   the site, in build/docs/index.html; a link that leads nowhere is an error
 # make sanitize   the GPU tests under compute-sanitizer: memory errors, then races in shared memory
 # Each of them first creates .venv; a stamp makes the second run immediate.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test sanitize lint format clean help
+.PHONY: demo test sanitize lint format docs clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -23,10 +24,10 @@ help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
 demo: $(READY)
-	@$(BIN)/python examples/gpt2_int8.py $(if $(DEMO_ARGS),$(DEMO_ARGS),--quick)
+	@$(BIN)/python benchmarks/demo.py $(if $(DEMO_ARGS),$(DEMO_ARGS),--quick)
 
 test: $(READY)
-	@$(BIN)/python -m pytest $(TEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses auto $(TEST_ARGS)
 
 # The driver is asked for one parameter more than a kernel has, to compare signatures: that error is meant.
 sanitize: $(READY)
@@ -43,6 +44,10 @@ format: $(READY)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: $(READY)
+	@$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --jobs auto docs build/docs
+	@echo "build/docs/index.html"
+
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
@@ -51,5 +56,5 @@ $(READY): pyproject.toml constraints-dev.txt
 	@echo "setting up .venv ($(TORCH)); the first time this downloads the packages"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(INSTALL) '$(TORCH)'
-	@$(INSTALL) --no-build-isolation '$(TORCH)' --editable '.[hf,bench,dev]'
+	@$(INSTALL) --no-build-isolation '$(TORCH)' --editable '.[hf,bench,dev,docs]'
 	@touch $@

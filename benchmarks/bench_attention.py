@@ -43,12 +43,14 @@ class Problem:
         kv: for each copy keys and values ``[2, batch, kv_heads, context, D]``.
         stored: for each copy the same in int8 and their scales; of fewer bytes, so of no fewer copies.
         positions: the last of each sequence, int32.
+        counters: zeros, int32, one for each query: without them a graph would set its own to zero at each launch.
     """
 
     q: Tensor
     kv: list[Tensor]
     stored: list[tuple[Tensor, Tensor]]
     positions: Tensor
+    counters: Tensor
 
     @property
     def copies(self) -> int:
@@ -73,14 +75,15 @@ def problem_of(batch: int, context: int, heads: int, kv_heads: int, head: int, d
         kv.append(values)
         stored.append((q8.view(values.shape), scale.view(values.shape[:-1])))
     positions = torch.full((batch,), context - 1, dtype=torch.int32, device=device)
-    return Problem(random(batch, heads, head), kv, stored, positions)
+    counters = torch.zeros(batch * heads, dtype=torch.int32, device=device)
+    return Problem(random(batch, heads, head), kv, stored, positions, counters)
 
 
 def ours(problem: Problem, i: int) -> Tensor:
     """The kernel on float keys and values."""
     keys, values = problem.kv[i]
     out: Tensor = torch.ops.qcut.decode_attention(
-        problem.q, keys, values, None, None, problem.positions, problem.q.shape[2] ** -0.5
+        problem.q, keys, values, None, None, problem.positions, problem.q.shape[2] ** -0.5, problem.counters
     )
     return out
 
@@ -89,7 +92,7 @@ def ours_int8(problem: Problem, i: int) -> Tensor:
     """The kernel on int8 keys and values."""
     (keys, values), scales = problem.stored[i]
     out: Tensor = torch.ops.qcut.decode_attention(
-        problem.q, keys, values, *scales, problem.positions, problem.q.shape[2] ** -0.5
+        problem.q, keys, values, *scales, problem.positions, problem.q.shape[2] ** -0.5, problem.counters
     )
     return out
 

@@ -34,8 +34,7 @@ from qcut.codebooks import products as codebook_numerics
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch import gemm as dispatch
 from qcut.emitters.core.source import DType
-from qcut.layers import rotations as shared_rotations
-from qcut.layers.rotations import RotationSpec
+from qcut.layers.rotations import RotationSpec, rotation_for
 from qcut.tuning.timing import CudaClock
 
 NK = ((14336, 4096), (4096, 14336), (4096, 4096), (1280, 1280), (5120, 1280))
@@ -143,7 +142,7 @@ def rotated(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens as the layer's product takes them."""
     spec = RotationSpec(layer.kind, layer.group_size, layer.in_features, layer.scheme.seeds)
     tokens = torch.int8 if layer.int8 else x.dtype
-    operands = shared_rotations.operands(spec, x.dtype, x.device)
+    operands = rotation_for(spec).operands(x.dtype, x.device)
     result: tuple[Tensor, Tensor] = torch.ops.qcut.rotate_tokens(
         x, operands, spec.kind, spec.group_size, spec.seeds, tokens
     )
@@ -185,23 +184,27 @@ def codebook_problem(layer: Any, bias: bool, rotates: bool = False) -> Any:
 
 def weight_only_problem(n: int, k: int, bias: bool) -> Any:
     """What a W8A16 layer asks of its product on float16 tokens."""
-    from qcut.cuda.plans import linear_problem
+    from qcut.cuda.linear import linear_problem
 
-    return linear_problem(DType.F16, n, k, bias, "none", "weight_only")
+    return linear_problem(DType.F16, n, k, bias, "none", "w8a16")
 
 
 @functools.cache
 def _plan(problem: Any, m: int, n: int, units: int, pdl: bool) -> Any:
-    from qcut.cuda import codebook as _codebook_cuda
+    from qcut.cuda.codebook import gemm_spec
+    from qcut.cuda.plans import target
 
-    return _codebook_cuda.gemm_plan(problem, m, n, units, torch.cuda.current_device(), pdl=pdl)
+    device = torch.cuda.current_device()
+    return gemm_spec(problem, m, n, units, target(device), early=pdl).load(device)
 
 
 @functools.cache
 def _w8a16_plan(problem: Any, m: int, n: int, k: int, pdl: bool) -> Any:
-    from qcut.cuda import plans as _launch_plans
+    from qcut.cuda.gemm import weight_only_spec
+    from qcut.cuda.plans import target
 
-    return _launch_plans.weight_only_plan(problem, m, n, k, torch.cuda.current_device(), pdl=pdl)
+    device = torch.cuda.current_device()
+    return weight_only_spec(problem, m, n, k, target(device), pdl=pdl).load(device)
 
 
 def _w8a16_launch(layer: Any, out: Tensor, pdl: bool, *, x: Tensor) -> Callable[[], None]:

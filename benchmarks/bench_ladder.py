@@ -2,8 +2,8 @@
 
 ``D = clamp(rne(acc * col_scale[n] * out_inv_scale) + out_zero_point)`` of square matrices, the same arithmetic in every
 kernel; cuBLASLt multiplies by one number. A step with several kernels is its fastest. Beside them stand the products
-that a multiprocessor makes of registers alone, with dp4a and with mma.sync. ``benchmarks/LADDER.md`` says what each
-step removes. Counters of ncu take ``--ncu``.
+that a multiprocessor makes of registers alone, with dp4a and with mma.sync. ``docs/kernel-notes/ladder.md`` says what
+each step removes. Counters of ncu take ``--ncu``.
 """
 
 from __future__ import annotations

@@ -16,17 +16,18 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import qcut
 from benchmarks import harness, kernels
 from benchmarks.bench_linear import EPILOGUES
 from benchmarks.harness import Timing, cpu_us
 from qcut import jit
 from qcut.cuda import native as _native
+from qcut.layers import int8 as layers
+from qcut.ops.linear import W8A8Linear
 
 LIMIT_US = 15.0
 OP = "torch.ops.qcut.w8a8_linear"
@@ -86,12 +87,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure_parts(rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
     """The measured variants, and the parts of a call in microseconds."""
-    from qcut.cuda import int8 as _ops_cuda
+    from qcut.cuda.linear import w8a8_linear
 
-    layer = qcut.Linear.from_float(nn.Linear(K, N, dtype=torch.float16, device="cuda"))
+    layer = layers.W8A8Linear.from_float(nn.Linear(K, N, dtype=torch.float16, device="cuda"))
     x = torch.randn(M, K, device="cuda").half()
     args = (x, layer.qweight, layer.weight_scale, layer.bias, "none")
-    op, python = torch.ops.qcut.w8a8_linear.default, _ops_cuda.w8a8_linear
+    op = torch.ops.qcut.w8a8_linear.default
+
+    def python(*args: Any) -> Tensor:
+        return w8a8_linear(W8A8Linear(*args))
+
     library = _native.library()
     with mock.patch.object(_native.Library, "insert", autospec=True, side_effect=_native.Library.insert) as insert:
         expected = op(*args)

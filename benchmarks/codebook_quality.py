@@ -1,6 +1,6 @@
 """Perplexity of rotated codebook weights and of 4-bit integers against the float model.
 
-    python benchmarks/codebook_quality.py --models-dir ../shared/models --text ../shared/data/wikitext2-test.txt
+    python benchmarks/codebook_quality.py --models-dir DIR --text FILE
 
 The weights of the attention and MLP layers are replaced by their dequantized values: the model computes in float32, and
 what is measured is the loss of the weights alone. Embeddings and the LM head stay as they are. The calibrated fits see
@@ -23,18 +23,20 @@ if __package__ in (None, ""):
 
 from torch import Tensor
 
+from benchmarks.demo import language_reference
 from benchmarks.harness import ROOT, Results, environment
 from benchmarks.quality import tokens_of
-from benchmarks.readme_tables import markdown
-from examples.gpt2_int8 import language_reference
+from benchmarks.reporting.markdown import markdown
 from qcut.codebooks import rotation
-from qcut.codebooks.fit import DAMPING, collect_second_moments, fit, fit_residual
-from qcut.codebooks.quantizer import dequantize, quantize, quantize_residual
+from qcut.codebooks.fit import DAMPING, fit
+from qcut.codebooks.quantizer import dequantize, quantize
+from qcut.conversion.second_moments import collect_second_moments
 from qcut.errors import QcutError
 from qcut.models.evaluation import perplexity, windows_of
 from qcut.models.modules import find_layers, weight_nk
 
 GROUP = 128
+RESIDUAL_SEED = 1042
 REFERENCE = Path("reference")
 
 
@@ -57,6 +59,14 @@ def int4(weight: Tensor, symmetric: bool) -> Tensor:
     return out
 
 
+def two_passes(weight: Tensor, second_moment: Tensor | None, seed: int, damping: float) -> Tensor:
+    """A weight in two passes of 4 bits, the second fitted to the layer's inputs where their second moment is given."""
+    first = quantize(weight, 4, seed=seed, refit=second_moment is not None)
+    if second_moment is None:
+        return dequantize((first, quantize(weight, 4, before=[first], seed=RESIDUAL_SEED)))
+    return dequantize((first, fit(weight, second_moment, 4, before=[first], seed=RESIDUAL_SEED, damping=damping)))
+
+
 Fit = Callable[[Tensor, Tensor, int, float], Tensor]
 
 VARIANTS: dict[str, tuple[str, Fit]] = {
@@ -71,10 +81,10 @@ VARIANTS: dict[str, tuple[str, Fit]] = {
         "fitted to inputs",
         lambda w, h, seed, damping: dequantize(fit(w, h, 4, seed=seed, damping=damping)),
     ),
-    "codebook4_4": ("two passes", lambda w, h, seed, damping: dequantize(quantize_residual(w, 4, 4, seed=seed))),
+    "codebook4_4": ("two passes", lambda w, h, seed, damping: two_passes(w, None, seed, damping)),
     "codebook4_4_calibrated": (
         "two passes, the second fitted to inputs",
-        lambda w, h, seed, damping: dequantize(fit_residual(w, h, 4, 4, seed=seed, damping=damping)),
+        two_passes,
     ),
     "codebook3": ("to nearest", lambda w, h, seed, damping: dequantize(quantize(w, 3, seed=seed))),
     "codebook3_calibrated": (
@@ -95,12 +105,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="variants:\n" + "\n".join(f"  {name:24} {what}" for name, (what, _) in VARIANTS.items()),
     )
-    options.add_argument("--models-dir", type=Path, default=ROOT.parent / "shared" / "models")
+    options.add_argument("--models-dir", type=Path, required=True, help="folder of checkpoints")
     options.add_argument("--models", default="gpt2-14m,llama-13m", help="folders of --models-dir, comma-separated")
     options.add_argument(
         "--text",
         type=Path,
-        default=ROOT.parent / "shared" / "data" / "wikitext2-test.txt",
+        required=True,
         help="a file, or `reference` for the Python language reference",
     )
     options.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated [all]")

@@ -188,6 +188,48 @@ def points(
     _print(figure, path)
 
 
+def groups(
+    path: Path,
+    labels: Sequence[str],
+    series: Mapping[str, Mapping[str, tuple[float, str]]],
+    baseline: str,
+    title: str,
+    axis: str,
+) -> None:
+    """Bars side by side in groups, each with its value and a word below, over a baseline at 1.
+
+    Args:
+        path: file name without suffix; ``.svg`` and ``.png`` are written.
+        labels: one per group.
+        series: name to a group's label to the bar's height and the word below; a group may lack a bar.
+        baseline: what the line at 1 is.
+        title: heading.
+        axis: what the y axis says.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed: no plot")
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(series)
+    for i, (color, (name, heights)) in enumerate(zip(("tab:orange", "tab:blue"), series.items(), strict=True)):
+        places = [labels.index(label) + (i - (len(series) - 1) / 2) * width for label in heights]
+        values = [value for value, _ in heights.values()]
+        drawn = axes.bar(places, values, width * 0.95, label=name, color=color)
+        axes.bar_label(drawn, [f"{value:.1f}×" for value in values], fontsize=9)
+        for place, (_, word) in zip(places, heights.values(), strict=True):
+            axes.text(place, 0.06, word, ha="center", va="bottom", rotation=90, fontsize=8, color="white")
+    axes.axhline(1.0, color="black", linewidth=1, label=baseline)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylabel(axis)
+    axes.set_title(title, fontsize=11)
+    axes.margins(y=0.12)
+    axes.legend(fontsize=8)
+    _print(figure, path)
+
+
 def _print(figure: Any, path: Path) -> None:
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg

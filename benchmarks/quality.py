@@ -1,6 +1,6 @@
 """Perplexity of quantized models against their float originals, with and without injected outliers.
 
-    python benchmarks/quality.py --models-dir ../shared/models --text ../shared/data/wikitext2-test.txt
+    python benchmarks/quality.py --models-dir DIR --text FILE
 
 Baseline: the same model in float16 (float32 without a GPU). Ranges and plans come from another text than the one
 evaluated: the Python language reference. The outlier experiment multiplies the gain (and bias) of three channels of
@@ -25,8 +25,8 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import qcut
+from benchmarks.demo import int8_first, language_reference
 from benchmarks.harness import ROOT, Results, environment, table
-from examples.gpt2_int8 import int8_first, language_reference
 from qcut.errors import QcutError
 from qcut.models.evaluation import perplexity, windows_of
 from qcut.models.modules import weight_nk
@@ -51,9 +51,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="schemes:\n" + "\n".join(f"  {name:14} {what}" for name, what in SCHEMES.items()),
     )
-    options.add_argument("--models-dir", type=Path, default=ROOT.parent / "shared" / "models")
+    options.add_argument("--models-dir", type=Path, required=True, help="folder of checkpoints")
     options.add_argument("--models", default="gpt2-14m,llama-13m", help="folders of --models-dir, comma-separated")
-    options.add_argument("--text", type=Path, default=ROOT.parent / "shared" / "data" / "wikitext2-test.txt")
+    options.add_argument("--text", type=Path, required=True, help="UTF-8 text file")
     options.add_argument("--schemes", default=",".join(SCHEMES), help="comma-separated [all]")
     options.add_argument("--conditions", default="plain,outliers", help="plain, outliers or both")
     options.add_argument("--window", type=int, default=512, help="tokens per window [512]")

@@ -27,7 +27,7 @@ PARTS = (quantization, matmul, attention, engine)
 HEAD = """# qcut: an experiment report
 
 Written by `benchmarks/report.py` from the rows in this folder, each of which names its GPU, versions and commit.
-Times are medians by the method of [NOTES.md](../NOTES.md)."""
+Times are medians; docs/measuring.md describes the method."""
 
 
 def report(folder: Path) -> str:

@@ -31,11 +31,11 @@ from benchmarks import harness
 from benchmarks.bench_codebook import NK, calls, copies_of, float_layer, reference_of
 from benchmarks.bench_gemm import require_close
 from benchmarks.codebook_quality import int4, own_text
+from benchmarks.demo import EMBEDDED, language_reference
 from benchmarks.harness import Results, Variant
 from benchmarks.quality import tokens_of
-from examples.gpt2_int8 import EMBEDDED, language_reference
 from qcut.codebooks import rotation
-from qcut.codebooks.fit import collect_second_moments
+from qcut.conversion.second_moments import collect_second_moments
 from qcut.engine.kv_cache import KV_DTYPES, KVDtype
 from qcut.errors import QcutError
 from qcut.models.evaluation import windows_of

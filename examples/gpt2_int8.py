@@ -1,403 +1,47 @@
-"""Quantize a GPT-2 and print what it costs in quality and what it gains in speed and memory.
+"""Quantize a GPT-2 in place, and see what that costs: perplexity before and after, size, and a sample.
 
-    python examples/gpt2_int8.py                                    # the embedded checkpoint
-    python examples/gpt2_int8.py --model openai-community/gpt2-large --text book.txt --json result.json
-    python examples/gpt2_int8.py --scheme codebook4+4_int8          # any codebook that qcut.Codebook can name
+    python examples/gpt2_int8.py                                          # the checkpoint in models/gpt2-5m
+    python examples/gpt2_int8.py openai-community/gpt2-large codebook4    # any GPT-2 or Llama, any scheme
 
-The first windows of the text are held out for perplexity, and the ranges of the static schemes and the hybrid
-plan, and what codebooks are fitted to, come from windows after them. Every variant starts from the same float model.
+`make demo` compares all schemes, with speed and memory: benchmarks/demo.py.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import ctypes
-import gc
-import json
-import math
-import platform
 import pydoc_data.topics
-import statistics
 import sys
-import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import qcut
-from qcut.checkpoints.pretrained import load_pretrained
-from qcut.config import parse_scheme
-from qcut.conversion.convert import model_bytes
-from qcut.conversion.costs import LayerSize
-from qcut.errors import CheckpointError, QcutError
-from qcut.models.evaluation import perplexity, windows_of
+from qcut.models.evaluation import perplexity
 
-EMBEDDED = Path(__file__).resolve().parents[1] / "models" / "gpt2-5m"
-SCHEMES = {
-    "w8a16": "int8 weights, 16-bit activations",
-    "w8a8": "int8 weights and activations, scales per token measured on the fly",
-    "w8a8_static": "the same with one calibrated range per layer",
-    "smooth": "w8a8_static after moving outliers into the weights (SmoothQuant, alpha 0.5)",
-    "codebook4": "4-bit indices into a codebook, rotated groups of 128 columns, 16-bit activations",
-    "codebook4_fit": "codebook4 fitted to the second moments of the layers' inputs, in place of rounding",
-    "hybrid": "each layer the cheapest scheme that keeps the whole within the quality budget",
-}
-OTHERS = "or another codebook: codebook3, codebook2, codebook4+4, codebook4_int8, codebook4_g64_qr, int4, …"
-SMOOTH_ALPHA = 0.5
-SPEED_PROMPT = 16
-"""Tokens of the prompt in front of the timed generation."""
-PEAK_LABEL = {
-    True: "torch.cuda.max_memory_allocated over prompt and generation, weights included",
-    False: "the whole process's resident set, Python, torch and the reference's temporaries included",
-}
-RELATIVE_COST = {"w8a8_static": 1.0, "w8a8": 1.05, "w8a16": 2.0, "fp16": 2.1}
+MODEL = Path(__file__).resolve().parents[1] / "models" / "gpt2-5m"
 
 
-def int8_first(layer: LayerSize, scheme: str) -> float:
-    """Cost model of a plan that keeps all it can on the int8 path, whatever the size of the layers.
+def main(model_name: str = str(MODEL), scheme: str = "w8a8") -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(model_name)
+    model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype).eval().to(device)
 
-    Multiplications, at twice the price off the int8 tensor cores: the times of layers large enough to fill a GPU.
-    Layers as small as the embedded checkpoint's are nothing but launches and traffic, and by time (`--objective time`)
-    they would all stay in float.
-    """
-    return layer.out_features * layer.in_features * RELATIVE_COST[scheme]
+    # Some real text: the topics of Python's own help, which come with every CPython.
+    text = "\n\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
+    tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"][: 8 * 512])
+    before = perplexity(model, tokens, progress=False)
 
+    report = qcut.quantize(model, scheme, progress=False)  # in place
+    print(report)
+    after = perplexity(model, tokens, progress=False)
+    print(f"\nperplexity {before:.3f} in {dtype}, {after:.3f} in {scheme}, on {device}\n")
 
-class DemoError(Exception):
-    """What the user can put right: a missing file, package or argument."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much of everything is measured."""
-
-    eval_windows: int
-    calibration_windows: int
-    plan_windows: int
-    prompt_batch: int
-    new_tokens: int
-    repeats: int
-
-
-FULL = Limits(60, 32, 8, prompt_batch=8, new_tokens=128, repeats=5)
-QUICK = Limits(60, 16, 4, prompt_batch=1, new_tokens=8, repeats=3)
-
-
-@dataclass
-class Result:
-    """One row of the table; the baseline has no report."""
-
-    scheme: str
-    perplexity: float
-    change_percent: float
-    prompt_tokens_per_s: float
-    generated_tokens_per_s: float
-    model_mb: float
-    peak_mb: float
-    layers: dict[str, int]
-
-
-@dataclass
-class Setup:
-    """What every variant shares."""
-
-    name: str
-    text: str
-    tokenizer: Any
-    device: torch.device
-    dtype: torch.dtype
-    evaluation: torch.Tensor
-    calibration: torch.Tensor
-    limits: Limits
-
-
-def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Quantize a GPT-2; compare perplexity, tokens/s and memory before and after.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="schemes:\n" + "\n".join(f"  {name:14} {what}" for name, what in SCHEMES.items()) + "\n" + OTHERS,
-    )
-    parser.add_argument("--model", default=str(EMBEDDED), help="checkpoint directory or hub name [models/gpt2-5m]")
-    parser.add_argument("--text", type=Path, help="UTF-8 text file [the Python language reference of this CPython]")
-    parser.add_argument("--schemes", default=",".join(SCHEMES), help="comma-separated [all]")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--window", type=int, default=512, help="tokens per window [512]")
-    parser.add_argument("--eval-windows", type=int, help=f"windows for perplexity [{FULL.eval_windows}]")
-    parser.add_argument("--budget", type=float, default=0.003, help="loss the hybrid may cost, relative [0.003]")
-    parser.add_argument("--objective", choices=("int8", "time", "memory"), default="int8", help="of the plan [int8]")
-    parser.add_argument("--prompt", default="The with statement", help="start of the sample")
-    parser.add_argument("--quick", action="store_true", help="small limits, for a machine without a GPU")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
-    args = parser.parse_args(argv)
-    args.schemes = [name.strip() for name in args.schemes.split(",") if name.strip()]
-    unknown = sorted(name for name in set(args.schemes) - set(SCHEMES) if not is_codebook(name))
-    if unknown:
-        parser.error(f"unknown scheme {', '.join(unknown)}: choose from {', '.join(SCHEMES)}; {OTHERS}")
-    if args.window < 2:
-        parser.error(f"--window {args.window}: at least 2 tokens are needed to predict one")
-    if args.eval_windows is not None and args.eval_windows < 1:
-        parser.error(f"--eval-windows {args.eval_windows}: at least 1")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch finds no CUDA device (try --device cpu)")
-    return args
-
-
-def is_codebook(name: str) -> bool:
-    """Whether this is the name of a codebook scheme."""
-    try:
-        return isinstance(parse_scheme(name), qcut.Codebook)
-    except QcutError:
-        return False
-
-
-def language_reference() -> str:
-    """The topics of Python's own help, sorted by key: text that comes with every CPython."""
-    topics = pydoc_data.topics.topics
-    return "\n\n".join(topics[key] for key in sorted(topics))
-
-
-def load_model(name: str, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Any, Any]:
-    """A causal language model, on the CPU unless told otherwise, and its tokenizer."""
-    try:
-        return load_pretrained(name, dtype=dtype, device=device or torch.device("cpu"))
-    except CheckpointError as error:
-        raise DemoError(f"--model {error}") from error
-
-
-def prepare(args: argparse.Namespace) -> Setup:
-    """Cut the text into an evaluation and a calibration part that share no window."""
-    device = torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-    dtype = torch.float16 if device.type == "cuda" else torch.float32
-    limits = QUICK if args.quick else FULL
-    label = "the Python language reference (pydoc_data.topics)" if args.text is None else str(args.text)
-    try:
-        text = language_reference() if args.text is None else args.text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DemoError(f"--text {args.text}: {error}") from error
-    model, tokenizer = load_model(args.model, dtype)
-    positions = getattr(model.config, "max_position_embeddings", args.window)
-    if args.window > positions:
-        raise DemoError(f"--window {args.window}: this model has {positions} positions")
-    tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-    if tokens.numel() < 2 * args.window:
-        raise DemoError(
-            f"{label}: {tokens.numel()} tokens; calibration and evaluation need {args.window} each (--window)"
-        )
-    windows = windows_of(tokens, args.window)
-    # Of a short text a quarter is left to calibrate on.
-    held_out = min(args.eval_windows or limits.eval_windows, max(1, len(windows) * 3 // 4))
-    rest = windows[held_out : held_out + limits.calibration_windows]
-    return Setup(args.model, label, tokenizer, device, dtype, windows[:held_out], rest, limits)
-
-
-def median_seconds(function: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median wall time of a call after one warm-up, the device idle at both ends."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    function()
-    times = []
-    for _ in range(repeats):
-        wait()
-        start = time.perf_counter()
-        function()
-        wait()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def reset_peak(device: torch.device) -> None:
-    """Start a new memory peak; the process's own, where Linux lets it, when there is no GPU."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with contextlib.suppress(OSError, AttributeError):
-        # What glibc keeps of freed tensors would be counted against the next model.
-        ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_mb(device: torch.device) -> float:
-    """Megabytes at the peak since `reset_peak`: of the GPU's allocator, or resident in the whole process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e6
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024 / 1e6
-    return math.nan
-
-
-@torch.no_grad()
-def measure(name: str, model: Any, setup: Setup, layers: dict[str, int], baseline: float | None) -> Result:
-    """Perplexity, then the speed of a prompt and of a greedy generation, and the memory peak over the two."""
-    device, limits = setup.device, setup.limits
-    tokens, window = setup.evaluation.flatten(), setup.evaluation.shape[1]
-    value = perplexity(model, tokens, window=window, progress=sys.stderr.isatty())
-    prompt = setup.evaluation[: limits.prompt_batch]
-    short = prompt[:1, :SPEED_PROMPT]
-    new_tokens = min(limits.new_tokens, model.config.max_position_embeddings - short.shape[1])
-    context = max(window, short.shape[1] + new_tokens)
-    engine = qcut.Engine(model, batch=len(prompt), context=context)
-
-    def read_prompt() -> object:
-        return engine.prefill(prompt)
-
-    def generate() -> object:
-        return engine.generate(short, new_tokens)
-
-    read_prompt()
-    reset_peak(device)
-    prompt_seconds = median_seconds(read_prompt, device, limits.repeats)
-    generate_seconds = median_seconds(generate, device, limits.repeats)
-    return Result(
-        scheme=name,
-        perplexity=value,
-        change_percent=0.0 if baseline is None else 100 * (value / baseline - 1),
-        prompt_tokens_per_s=prompt.numel() / prompt_seconds,
-        generated_tokens_per_s=new_tokens / generate_seconds,
-        model_mb=model_bytes(model) / 1e6,
-        peak_mb=peak_mb(device),
-        layers=layers,
-    )
-
-
-@torch.no_grad()
-def sample(model: Any, setup: Setup, prompt: str, new_tokens: int = 40) -> str:
-    """The prompt and what the model makes of it, sampled with a fixed seed."""
-    ids = setup.tokenizer(prompt)["input_ids"]
-    sampling = qcut.Sampling(temperature=0.8, top_k=40)
-    (generated,) = qcut.Engine(model).generate([ids], new_tokens, sampling=sampling)
-    return str(setup.tokenizer.decode([*ids, *generated.tokens], skip_special_tokens=True))
-
-
-def fresh_model(setup: Setup) -> Any:
-    """The float model on the device, loaded anew so that nothing of an earlier variant stays in memory."""
-    gc.collect()
-    return load_model(setup.name, setup.dtype, setup.device)[0]
-
-
-def quantized(
-    name: str,
-    setup: Setup,
-    calibration: qcut.Calibration | None,
-    plan: qcut.Plan | None,
-    moments: dict[str, torch.Tensor] | None,
-) -> tuple[Any, dict[str, int]]:
-    """A fresh model quantized the way the table's row `name` says, and how many layers each scheme got."""
-    model = fresh_model(setup)
-    if name == "hybrid" and plan is not None:
-        qcut.quantize(model, plan, calibration=calibration, progress=False)
-        return model, plan.counts
-    if name == "codebook4_fit":
-        report = qcut.quantize(model, "codebook4", second_moments=moments, progress=False)
-        return model, dict(Counter(report.schemes.values()))
-    scheme, alpha = ("w8a8_static", SMOOTH_ALPHA) if name == "smooth" else (name, None)
-    report = qcut.quantize(model, scheme, calibration=calibration, smooth=alpha, progress=False)
-    return model, dict(Counter(report.schemes.values()))
-
-
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure the float model and every variant; returns what ``--json`` writes."""
-    setup = prepare(args)
-    device = setup.device
-    gpu = device.type == "cuda"
-    cpu = f"{platform.machine()} CPU (torch threads: {torch.get_num_threads()})"
-    machine = torch.cuda.get_device_name(device) if gpu else cpu
-    print(f"model    {setup.name}")
-    print(f"device   {machine}" + ("" if gpu else ": the CPU reference, the GPU kernels' integers without their speed"))
-    print(f"text     {setup.text}")
-    held_out, after = len(setup.evaluation), len(setup.calibration)
-    print(
-        f"         perplexity on {held_out} windows of {args.window} tokens, calibration on {after} after them\n",
-        flush=True,
-    )
-
-    baseline_name = str(setup.dtype).removeprefix("torch.").replace("float", "fp")
-    model = fresh_model(setup)
-    rows = [measure(baseline_name, model, setup, {}, None)]
-    samples = {baseline_name: sample(model, setup, args.prompt)}
-    batches = setup.calibration.to(device).split(4)
-    progress = sys.stderr.isatty()
-    calibration = plan = moments = None
-    if "codebook4_fit" in args.schemes:
-        moments = qcut.collect_second_moments(model, batches, progress=progress)
-    if {"w8a8_static", "smooth", "hybrid"} & set(args.schemes):
-        calibration = qcut.calibrate(model, batches, progress=progress)
-    if "hybrid" in args.schemes:
-        some = setup.calibration[: setup.limits.plan_windows].to(device).split(1)
-        what: Any = {"cost": int8_first} if args.objective == "int8" else {"objective": args.objective}
-        plan = qcut.plan(model, some, budget=args.budget, calibration=calibration, progress=progress, **what)
-    del model
-    for name in args.schemes:
-        model, layers = quantized(name, setup, calibration, plan, moments)
-        rows.append(measure(name, model, setup, layers, rows[0].perplexity))
-        if name == args.schemes[-1]:
-            samples[name] = sample(model, setup, args.prompt)
-        del model
-
-    print_table(rows, gpu)
-    if plan is not None:
-        print(f"\n{plan}")
-    for name, text in samples.items():
-        print(f"\nsample, {name}: {' '.join(text.split())}")
-    return {
-        "qcut": qcut.__version__,
-        "torch": torch.__version__,
-        "device": machine,
-        "model": setup.name,
-        "dtype": str(setup.dtype).removeprefix("torch."),
-        "text": setup.text,
-        "window": args.window,
-        "windows": {"evaluation": held_out, "calibration": after},
-        "limits": asdict(setup.limits),
-        "peak_memory_is": PEAK_LABEL[gpu],
-        "results": [asdict(row) for row in rows],
-        "plan": None if plan is None else plan.to_json(),
-        "samples": samples,
-    }
-
-
-def print_table(rows: list[Result], gpu: bool) -> None:
-    """One line per variant, the float model first."""
-    head = ("scheme", "perplexity", "change", "prompt tok/s", "gen. tok/s", "model MB", "peak MB", "layers")
-    cells = [
-        (
-            row.scheme,
-            f"{row.perplexity:.3f}",
-            f"{row.change_percent:+.2f} %" if row.layers else "",
-            f"{row.prompt_tokens_per_s:,.0f}",
-            f"{row.generated_tokens_per_s:,.1f}",
-            f"{row.model_mb:,.1f}",
-            f"{row.peak_mb:,.0f}",
-            ", ".join(f"{count} {name}" for name, count in row.layers.items()) or "float",
-        )
-        for row in rows
-    ]
-    widths = [max(len(line[i]) for line in (head, *cells)) for i in range(len(head))]
-    for line in (head, *cells):
-        texts = [text.rjust(width) for text, width in zip(line[1:-1], widths[1:-1], strict=True)]
-        print("  ".join([line[0].ljust(widths[0]), *texts, line[-1]]))
-    print(f"\npeak MB is {PEAK_LABEL[gpu]}")
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    try:
-        result = run(args)
-        if args.json is not None:
-            scratch = args.json.with_name(args.json.name + ".tmp")
-            scratch.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-            scratch.replace(args.json)
-    except (DemoError, QcutError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
+    engine = qcut.Engine(model)
+    prompt = tokenizer("The with statement")["input_ids"]
+    (result,) = engine.generate([prompt], 40, sampling=qcut.Sampling(temperature=0.8, top_k=40))
+    print(tokenizer.decode(prompt + result.tokens))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])

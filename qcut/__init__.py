@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from qcut.checkpoints.qcut_format import load as load
     from qcut.checkpoints.qcut_format import save as save
     from qcut.checkpoints.turboquant.writer import save_turboquant as save_turboquant
-    from qcut.codebooks.fit import collect_second_moments as collect_second_moments
     from qcut.config import W8A8 as W8A8
     from qcut.config import W8A16 as W8A16
     from qcut.config import Codebook as Codebook
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from qcut.conversion.convert import quantize as quantize
     from qcut.conversion.planning import Plan as Plan
     from qcut.conversion.planning import plan as plan
+    from qcut.conversion.second_moments import collect_second_moments as collect_second_moments
     from qcut.conversion.smoothing import smooth as smooth
     from qcut.cuda.explanation import explain as explain
     from qcut.engine.engine import Engine as Engine
@@ -55,7 +55,7 @@ _HOME = {
     "Linear": "layers.base",
     "Calibration": "conversion.calibration",
     "calibrate": "conversion.calibration",
-    "collect_second_moments": "codebooks.fit",
+    "collect_second_moments": "conversion.second_moments",
     "execution_path": "layers.codebook",
     "smooth": "conversion.smoothing",
     "Plan": "conversion.planning",

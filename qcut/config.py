@@ -9,7 +9,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from qcut.errors import ConfigError
 
@@ -37,9 +37,25 @@ def check_activation(activation: str) -> str:
 
 
 class Scheme(ABC):
-    """How one layer computes. Subclasses are frozen dataclasses: hashable, comparable, plain data."""
+    """How one layer computes. Subclasses are frozen dataclasses: hashable, comparable, plain data.
+
+    Attributes:
+        kind: names the class in JSON files; a subclass that has a kind of its own is registered under it.
+        usual: names of the class's schemes for lists that users read; of the only ones, or of some.
+    """
 
     kind: ClassVar[str]
+    usual: ClassVar[tuple[str, ...]]
+    _classes: ClassVar[dict[str, type[Scheme]]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Scheme._classes.setdefault(cls.kind, cls)
+
+    @classmethod
+    @abstractmethod
+    def from_name(cls, name: str) -> Scheme | None:
+        """The scheme of this class that has the name, or None."""
 
     @property
     @abstractmethod
@@ -51,9 +67,33 @@ class Scheme(ABC):
     def int8_products(self) -> bool:
         """Whether activations are quantized, so that products are of int8 on both sides."""
 
+    @property
+    def is_float(self) -> bool:
+        """Whether layers stay as they are."""
+        return False
+
+    @property
+    def needs_range(self) -> bool:
+        """Whether a layer needs the calibrated `StaticRange` of its input."""
+        return False
+
+    @property
+    def takes_second_moments(self) -> bool:
+        """Whether a weight can be fitted to the second moment of its layer's input."""
+        return False
+
+    @property
+    def passes(self) -> int:
+        """How often a product reads its input."""
+        return 1
+
     @abstractmethod
+    def weight_bytes(self, n: int, k: int) -> float:
+        """Bytes that a product reads of a weight ``[N, K]``, but for padding and what is there once a row."""
+
     def to_json(self) -> dict[str, Any]:
-        """Plain data for a JSON file; `scheme_from_json` reads it back."""
+        """``{"kind": …}`` and every field, plain data for a JSON file; `scheme_from_json` reads it back."""
+        return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
@@ -67,10 +107,17 @@ class W8A8(Scheme):
 
     mode: Literal["dynamic", "static"] = "dynamic"
     kind: ClassVar[str] = "w8a8"
+    usual: ClassVar[tuple[str, ...]] = ("w8a8", "w8a8_static")
 
     def __post_init__(self) -> None:
         if self.mode not in ("dynamic", "static"):
             raise ConfigError(f"W8A8 mode {self.mode!r} does not exist; use 'dynamic' or 'static'")
+
+    @classmethod
+    def from_name(cls, name: str) -> W8A8 | None:
+        """See `Scheme`."""
+        modes: dict[str, Literal["dynamic", "static"]] = {"w8a8": "dynamic", "w8a8_static": "static"}
+        return cls(modes[name]) if name in modes else None
 
     @property
     def name(self) -> str:
@@ -82,9 +129,14 @@ class W8A8(Scheme):
         """See `Scheme`."""
         return True
 
-    def to_json(self) -> dict[str, Any]:
-        """``{"kind": "w8a8", "mode": …}``."""
-        return {"kind": self.kind, **asdict(self)}
+    @property
+    def needs_range(self) -> bool:
+        """Whether the mode is ``static``."""
+        return self.mode == "static"
+
+    def weight_bytes(self, n: int, k: int) -> float:
+        """One byte a value."""
+        return float(n * k)
 
 
 @dataclass(frozen=True)
@@ -92,6 +144,12 @@ class W8A16(Scheme):
     """int8 weights, dequantized in registers; activations keep their floating-point type."""
 
     kind: ClassVar[str] = "w8a16"
+    usual: ClassVar[tuple[str, ...]] = ("w8a16",)
+
+    @classmethod
+    def from_name(cls, name: str) -> W8A16 | None:
+        """See `Scheme`."""
+        return cls() if name == cls.kind else None
 
     @property
     def name(self) -> str:
@@ -103,9 +161,9 @@ class W8A16(Scheme):
         """See `Scheme`."""
         return False
 
-    def to_json(self) -> dict[str, Any]:
-        """``{"kind": "w8a16"}``."""
-        return {"kind": self.kind}
+    def weight_bytes(self, n: int, k: int) -> float:
+        """One byte a value."""
+        return float(n * k)
 
 
 @dataclass(frozen=True)
@@ -113,6 +171,12 @@ class Float(Scheme):
     """The layer stays as it is, in the model's own floating-point type."""
 
     kind: ClassVar[str] = "fp16"
+    usual: ClassVar[tuple[str, ...]] = ("fp16",)
+
+    @classmethod
+    def from_name(cls, name: str) -> Float | None:
+        """See `Scheme`."""
+        return cls() if name == cls.kind else None
 
     @property
     def name(self) -> str:
@@ -124,9 +188,22 @@ class Float(Scheme):
         """See `Scheme`."""
         return False
 
-    def to_json(self) -> dict[str, Any]:
-        """``{"kind": "fp16"}``."""
-        return {"kind": self.kind}
+    @property
+    def is_float(self) -> bool:
+        """See `Scheme`."""
+        return True
+
+    def weight_bytes(self, n: int, k: int) -> float:
+        """Two bytes a value."""
+        return n * k * 2.0
+
+
+_CODEBOOK_NAME = re.compile(
+    r"(?:codebook(?P<bits>[234])(?:\+(?P<residual_bits>[234]))?|int(?P<int_bits>[234]))"
+    r"(?:_g(?P<group>[1-9]\d{0,8})|(?P<rows>_rows))?(?:_(?P<rotation>qr|none))?(?:_seed(?P<seed>\d{1,18}))?"
+    r"(?:_residual_seed(?P<residual_seed>\d{1,18}))?(?P<norms>_fp32norms)?(?P<int8>_int8)?",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True)
@@ -166,6 +243,9 @@ class Codebook(Scheme):
     norm_dtype: Literal["fp16", "fp32"] = "fp16"
     uniform: bool = False
     kind: ClassVar[str] = "codebook"
+    usual: ClassVar[tuple[str, ...]] = (
+        *("codebook4", "codebook3", "codebook2", "codebook4+4", "codebook4_int8", "codebook4+4_int8", "int4"),
+    )
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -193,6 +273,26 @@ class Codebook(Scheme):
                 f"Codebook with equal steps: rotation is {self.rotation!r} and residual_bits {self.residual_bits}; "
                 "allowed: 'none' and None"
             )
+
+    @classmethod
+    def from_name(cls, name: str) -> Codebook | None:
+        """Reads `name`."""
+        match = _CODEBOOK_NAME.fullmatch(name)
+        if match is None:
+            return None
+        part = match.groupdict()
+        uniform = part["int_bits"] is not None
+        return cls(
+            bits=int(part["int_bits"] or part["bits"]),
+            residual_bits=int(part["residual_bits"]) if part["residual_bits"] else None,
+            group_size=None if part["rows"] else int(part["group"] or 128),
+            rotation=cast(Any, part["rotation"] or ("none" if uniform else "hadamard")),
+            seed=int(part["seed"] or 42),
+            residual_seed=int(part["residual_seed"] or 1042),
+            activation="int8" if part["int8"] else "fp16",
+            norm_dtype="fp32" if part["norms"] else "fp16",
+            uniform=uniform,
+        )
 
     @property
     def name(self) -> str:
@@ -237,46 +337,26 @@ class Codebook(Scheme):
         """See `Scheme`."""
         return self.activation == "int8"
 
-    def to_json(self) -> dict[str, Any]:
-        """``{"kind": "codebook", …}`` with every field."""
-        return {"kind": self.kind, **asdict(self)}
+    @property
+    def takes_second_moments(self) -> bool:
+        """Whether weights are rotated: without a rotation they are rounded to the nearest."""
+        return self.rotation != "none"
+
+    @property
+    def passes(self) -> int:
+        """One, or two with residual bits."""
+        return len(self.widths)
+
+    def weight_bytes(self, n: int, k: int) -> float:
+        """The indices, and a float16 norm for each group, of all passes."""
+        groups = -(-k // self.group_columns(k))
+        return n * (k * sum(self.widths) / 8 + 2 * groups * self.passes)
 
 
-_CODEBOOK_NAME = re.compile(
-    r"(?:codebook(?P<bits>[234])(?:\+(?P<residual_bits>[234]))?|int(?P<int_bits>[234]))"
-    r"(?:_g(?P<group>[1-9]\d{0,8})|(?P<rows>_rows))?(?:_(?P<rotation>qr|none))?(?:_seed(?P<seed>\d{1,18}))?"
-    r"(?:_residual_seed(?P<residual_seed>\d{1,18}))?(?P<norms>_fp32norms)?(?P<int8>_int8)?",
-    re.ASCII,
-)
-
-
-def _codebook(name: str) -> Codebook | None:
-    """Reads `Codebook.name`."""
-    found = _CODEBOOK_NAME.fullmatch(name)
-    if found is None:
-        return None
-    part = found.groupdict()
-    uniform = part["int_bits"] is not None
-    rotation: Any = part["rotation"] or ("none" if uniform else "hadamard")
-    return Codebook(
-        bits=int(part["int_bits"] or part["bits"]),
-        residual_bits=int(part["residual_bits"]) if part["residual_bits"] else None,
-        group_size=None if part["rows"] else int(part["group"] or 128),
-        rotation=rotation,
-        seed=int(part["seed"] or 42),
-        residual_seed=int(part["residual_seed"] or 1042),
-        activation="int8" if part["int8"] else "fp16",
-        norm_dtype="fp32" if part["norms"] else "fp16",
-        uniform=uniform,
-    )
-
-
-_BY_NAME: dict[str, Scheme] = {s.name: s for s in (W8A8("dynamic"), W8A8("static"), W8A16(), Float())}
-SCHEME_NAMES = (
-    *_BY_NAME,
-    *("codebook4", "codebook3", "codebook2", "codebook4+4", "codebook4_int8", "codebook4+4_int8", "int4"),
-)
+SCHEME_NAMES = tuple(name for cls in Scheme._classes.values() for name in cls.usual)
 """The names that `parse_scheme` knows; of codebooks the usual ones, see `Codebook.name` for all."""
+ALLOWED_SCHEMES = "use w8a8, w8a8_static, w8a16 or a codebook such as codebook4"
+"""The end of messages about a scheme that quantizes nothing."""
 
 
 def parse_scheme(scheme: str | Scheme) -> Scheme:
@@ -287,11 +367,11 @@ def parse_scheme(scheme: str | Scheme) -> Scheme:
     """
     if isinstance(scheme, Scheme):
         return scheme
-    found = (_BY_NAME.get(scheme) or _codebook(scheme)) if isinstance(scheme, str) else None
-    if found is None:
-        names = f"{', '.join(SCHEME_NAMES)} (codebooks: codebook{{2,3,4}}[+{{2,3,4}}][_g64|_rows][_qr|_none]…[_int8])"
-        raise ConfigError(f"scheme {scheme!r} does not exist; use one of {names}")
-    return found
+    for cls in Scheme._classes.values() if isinstance(scheme, str) else ():
+        if (named := cls.from_name(scheme)) is not None:
+            return named
+    names = f"{', '.join(SCHEME_NAMES)} (codebooks: codebook{{2,3,4}}[+{{2,3,4}}][_g64|_rows][_qr|_none]…[_int8])"
+    raise ConfigError(f"scheme {scheme!r} does not exist; use one of {names}")
 
 
 def scheme_from_json(data: dict[str, Any]) -> Scheme:
@@ -300,7 +380,7 @@ def scheme_from_json(data: dict[str, Any]) -> Scheme:
     Raises:
         ConfigError: not a mapping, an unknown kind, or fields the kind does not have.
     """
-    classes: dict[str, type[Scheme]] = {cls.kind: cls for cls in (W8A8, W8A16, Float, Codebook)}
+    classes = Scheme._classes
     kind = data.get("kind") if isinstance(data, dict) else None
     if not isinstance(kind, str) or kind not in classes:
         raise ConfigError(f"not a scheme: {data!r}; 'kind' is one of {', '.join(classes)}")

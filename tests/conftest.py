@@ -11,21 +11,29 @@ import pytest
 # Before torch: its threads spin between small operations, and two of them on two busy cores cost minutes.
 # The processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The compiler of torch.compile starts a process for each core, in each of the tests' own processes.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
+
+from tests.support import llama2c_oracle
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests/gpu, and what is marked ``gpu``, only where there is no GPU: a missing build must fail."""
-    skip = pytest.mark.skip(reason="needs a CUDA device: torch.cuda.is_available() is False")
-    available = torch.cuda.is_available()
-    for item in items:
-        if GPU_TESTS in item.path.parents:
-            item.add_marker("gpu")
-        if item.get_closest_marker("gpu") and not available:
-            item.add_marker(skip)
+def pytest_report_header() -> str | None:
+    return None if torch.cuda.is_available() else "no CUDA device: tests/gpu and tests marked gpu are deselected"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what needs a GPU only where there is none: a missing build must fail. All files are imported."""
+    needing = [item for item in items if GPU_TESTS in item.path.parents or item.get_closest_marker("gpu")]
+    for item in needing:
+        item.add_marker("gpu")
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=needing)
+        left_out = set(needing)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +66,9 @@ def _int8(rows: int, columns: int, kind: str = "random", low: int = -128) -> tor
 def int8() -> Int8Maker:
     """Maker of int8 matrices: ``int8(rows, columns, kind, low)``, kind random, min, max or checkerboard."""
     return _int8
+
+
+@pytest.fixture(scope="session", params=llama2c_oracle.SAMPLES)
+def llama2c_sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> llama2c_oracle.Sample:
+    """Files of llama2.c: ours, and its own where they lie beside the project."""
+    return llama2c_oracle.sample(request.param, tmp_path_factory.mktemp("llama2c"))

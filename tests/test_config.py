@@ -52,6 +52,24 @@ def test_scheme_names():
     assert [name for name, s in CODEBOOKS.items() if s.int8_products] == [n for n in CODEBOOKS if n.endswith("_int8")]
 
 
+def test_schemes_say_what_they_need():
+    said = {
+        name: (scheme.int8_products, scheme.is_float, scheme.needs_range, scheme.takes_second_moments, scheme.passes)
+        for name in ("w8a8", "w8a8_static", "w8a16", "fp16", "codebook4", "codebook4+4_int8", "int4")
+        for scheme in (parse_scheme(name),)
+    }
+    assert said == {
+        "w8a8": (True, False, False, False, 1),
+        "w8a8_static": (True, False, True, False, 1),
+        "w8a16": (False, False, False, False, 1),
+        "fp16": (False, True, False, False, 1),
+        "codebook4": (False, False, False, True, 1),
+        "codebook4+4_int8": (True, False, False, True, 2),
+        "int4": (False, False, False, False, 1),
+    }
+    assert [parse_scheme(name).weight_bytes(10, 256) for name in ("fp16", "w8a8", "codebook3")] == [5120, 2560, 1000]
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: s.name)
 def test_scheme_round_trips(scheme):
     assert parse_scheme(scheme.name) == scheme
@@ -78,10 +96,10 @@ def test_unknown_mode():
         W8A8("fast")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("data", [None, [], {}, {"kind": "w4"}, {"kind": ["w8a8"]}])
-def test_foreign_scheme_json(data):
-    with pytest.raises(errors.ConfigError, match=r"not a scheme: .*'kind' is one of w8a8, w8a16, fp16, codebook"):
-        scheme_from_json(data)
+def test_foreign_scheme_json():
+    for data in [None, [], {}, {"kind": "w4"}, {"kind": ["w8a8"]}]:
+        with pytest.raises(errors.ConfigError, match=r"not a scheme: .*'kind' is one of w8a8, w8a16, fp16, codebook"):
+            scheme_from_json(data)
 
 
 def test_scheme_json_with_unknown_fields():
@@ -106,18 +124,16 @@ def test_static_range_round_trip():
     assert StaticRange.including_zero(-3.0, -1.0) == StaticRange(-3.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("lo", "hi"), [(0.1, 1.0), (-1.0, -0.1), (float("nan"), 1.0), (-1.0, float("nan")), (float("-inf"), 0.0)]
-)
-def test_static_range_refuses(lo, hi):
-    with pytest.raises(errors.ConfigError, match="is not finite with lo <= 0 <= hi"):
-        StaticRange(lo, hi)
+def test_static_range_refuses():
+    for lo, hi in [(0.1, 1.0), (-1.0, -0.1), (float("nan"), 1.0), (-1.0, float("nan")), (float("-inf"), 0.0)]:
+        with pytest.raises(errors.ConfigError, match="is not finite with lo <= 0 <= hi"):
+            StaticRange(lo, hi)
 
 
-@pytest.mark.parametrize("data", [{}, {"lo": -1.0}, {"lo": "x", "hi": 1}, None, [1, 2]])
-def test_static_range_json_refuses(data):
-    with pytest.raises(errors.ConfigError, match="not a static range"):
-        StaticRange.from_json(data)
+def test_static_range_json_refuses():
+    for data in [{}, {"lo": -1.0}, {"lo": "x", "hi": 1}, None, [1, 2]]:
+        with pytest.raises(errors.ConfigError, match="not a static range"):
+            StaticRange.from_json(data)
 
 
 @pytest.mark.parametrize(

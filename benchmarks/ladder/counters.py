@@ -1,4 +1,4 @@
-"""Hardware counters of a few launches, read by Nsight Compute's ``ncu``. What they mean: ``benchmarks/LADDER.md``."""
+"""Hardware counters of a few launches, read by Nsight Compute's ``ncu``. docs/kernel-notes/ladder.md explains them."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def write_markdown(path: Path, results: harness.Results) -> Path:
     env = results.env
     parts = [
         "# The ladder, measured",
-        f"Written by `benchmarks/bench_ladder.py`; [LADDER.md](../LADDER.md) explains the steps. {env.gpu}, driver "
+        f"Written by `benchmarks/bench_ladder.py`; docs/kernel-notes/ladder.md explains the steps. {env.gpu}, driver "
         f"{env.driver}, CUDA {env.cuda}, torch {env.torch}, commit {env.commit}.",
         rows(COLUMNS, _cells(results.rows, list(COLUMNS))),
     ]

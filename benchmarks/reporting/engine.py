@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks import plots
-from benchmarks.readme_tables import figures, markdown
+from benchmarks.reporting.markdown import figures, markdown
 from benchmarks.reporting.rows import Row, Rows, missing, provenance
 
 VARIANTS = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import plots
-from benchmarks.readme_tables import figures, markdown
+from benchmarks.reporting.markdown import figures, markdown
 from benchmarks.reporting.rows import Row, Rows, Speeds, mean, missing, provenance, shape_of, speed_table, speeds
 
 SCHEMES = ("w8a16", "codebook4", "codebook4_int8")
@@ -103,7 +103,7 @@ def text(rows: Rows) -> str:
     ladder = [row for row in rows.of("bench_ladder") if row["m"]]
     if ladder:
         parts += [
-            f"A prompt's size, {' × '.join(map(str, shape_of(ladder[0])))}; [LADDER.md](../LADDER.md) says what each "
+            f"A prompt's size, {' × '.join(map(str, shape_of(ladder[0])))}; docs/kernel-notes/ladder.md says what each "
             "step is.",
             _ladder_table(ladder),
             "![TOPS of each step](bench_ladder.png)",

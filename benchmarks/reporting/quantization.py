@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks import plots
 from benchmarks.harness import geomean
-from benchmarks.readme_tables import figures, markdown
+from benchmarks.reporting.markdown import figures, markdown
 from benchmarks.reporting.rows import Row, Rows, mean, missing, provenance, shape_of, speeds
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.harness import geomean
-from benchmarks.readme_tables import markdown
+from benchmarks.reporting.markdown import markdown
 
 Row = dict[str, str]
 Speeds = dict[int, dict[str, list[float]]]

@@ -62,6 +62,10 @@ class Family(Generic[Problem, Tile]):
     search_space: Callable[[Problem, str], Iterable[Tile]] = lambda problem, arch: ()
     version: int = 1
 
+    def grid_of(self, tile: Tile, n: int, sm_count: int) -> Grid:
+        """CTAs by rows of D. A host launcher ignores them."""
+        return Grid(1, (1, 1, 1)) if self.grid is None else self.grid(tile, n, sm_count)
+
     def is_legal(self, problem: Problem, tile: Tile, arch: str) -> bool:
         """Whether the family can build the three together."""
         try:

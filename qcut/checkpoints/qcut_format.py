@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,12 @@ from qcut.checkpoints.skeleton import (
 )
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError
-from qcut.layers.base import Linear, Stored
+from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
+from qcut.layers.stored import StateEntry
 from qcut.models.modules import FusedActivation, replace_modules
-from qcut.storage.files import TensorFiles, open_tensors, plain_name, read_json, write_json
+from qcut.storage.files import read_json, write_json
+from qcut.storage.tensors import TensorFiles, open_tensors, plain_name
 
 CONFIG_NAME = "qcut_config.json"
 _FORMAT, _VERSION = "qcut", 1
@@ -42,7 +44,7 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
     tokenizers and people. Other files, a tokenizer's for example, are left alone.
 
     Saving over an earlier checkpoint is safe: the new files have new names, and the rename of ``qcut_config.json``
-    puts them in force all at once. Only then are the old ones deleted (`qcut.storage.files`).
+    puts them in force all at once. Only then are the old ones deleted (`qcut.storage.tensors`).
 
     Args:
         model: the model.
@@ -61,13 +63,7 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
     try:
         files = TensorFiles(directory, "model", CONFIG_NAME)
         try:
-            weight_map: dict[str, str] = {}
-            shard: dict[str, Tensor]
-            with tqdm(total=len(tensors), desc="save", unit="tensor", disable=not progress, leave=False) as bar:
-                for names in _shards(tensors, max_shard_bytes):
-                    shard = {name: tensors[name].read().detach().cpu().contiguous() for name in names}
-                    weight_map |= dict.fromkeys(names, files.add(shard))
-                    bar.update(len(names))
+            weight_map = _write_shards(files, tensors, max_shard_bytes, progress)
             huggingface = _huggingface(model)
             for key in ("config", "generation_config"):
                 if huggingface.get(key) is not None:
@@ -92,9 +88,20 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
         raise CheckpointError(f"{directory}: cannot be written: {exc}") from exc
 
 
-def _tensors(model: nn.Module) -> tuple[dict[str, Stored], dict[str, str]]:
+def _write_shards(files: TensorFiles, tensors: dict[str, StateEntry], limit: int, progress: bool) -> dict[str, str]:
+    """Write the tensors, and return which file holds each."""
+    weight_map: dict[str, str] = {}
+    with tqdm(total=len(tensors), desc="save", unit="tensor", disable=not progress, leave=False) as bar:
+        for names in _shards(tensors, limit):
+            file = files.add({name: tensors[name].read().detach().cpu().contiguous() for name in names})
+            weight_map |= dict.fromkeys(names, file)
+            bar.update(len(names))
+    return weight_map
+
+
+def _tensors(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, str]]:
     """Every parameter and buffer once, and the names of tied ones with the name they are stored under."""
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StateEntry] = {}
     tied: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in _named_tensors(model):
@@ -106,7 +113,7 @@ def _tensors(model: nn.Module) -> tuple[dict[str, Stored], dict[str, str]]:
     return tensors, tied
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Stored]]:
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, StateEntry]]:
     """Parameters first, then buffers, those of quantized layers as the layers store them."""
     modules = [(f"{name}." if name else "", m) for name, m in model.named_modules(remove_duplicate=False)]
     for prefix, module in modules:
@@ -117,15 +124,15 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Stored]]:
         yield from ((prefix + key, tensor) for key, tensor in stored.items())
 
 
-def _plain(tensors: Mapping[str, Tensor | None], prefix: str) -> dict[str, Stored]:
+def _plain(tensors: Mapping[str, Tensor | None], prefix: str) -> dict[str, StateEntry]:
     held = {key: tensor for key, tensor in tensors.items() if tensor is not None}
     for key, tensor in held.items():
         if tensor.is_meta:
             raise CheckpointError(f"{prefix}{key}: the tensor is on the meta device and has no values to save")
-    return {key: Stored.of(tensor) for key, tensor in held.items()}
+    return {key: StateEntry.of(tensor) for key, tensor in held.items()}
 
 
-def _shards(tensors: dict[str, Stored], limit: int) -> Iterator[list[str]]:
+def _shards(tensors: dict[str, StateEntry], limit: int) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -150,14 +157,14 @@ def _describe(layer: Linear) -> dict[str, Any]:
 def _embeddings(model: nn.Module) -> dict[str, dict[str, str]]:
     """The layer that each quantized embedding reads, its own or the classifier's, and the dtype it returns."""
     layers = {id(m): name for name, m in model.named_modules() if isinstance(m, Linear)}
-    found = {}
+    described = {}
     for name, module in model.named_modules():
         if isinstance(module, Embedding):
             if id(module.linear) not in layers:
                 raise CheckpointError(f"{name}: the embedding is tied to a layer that is not in the model")
             dtype = str(module.dtype).removeprefix("torch.")
-            found[name] = {"table": layers[id(module.linear)], "dtype": dtype}
-    return found
+            described[name] = {"table": layers[id(module.linear)], "dtype": dtype}
+    return described
 
 
 def _huggingface(model: nn.Module) -> dict[str, Any]:
@@ -165,11 +172,11 @@ def _huggingface(model: nn.Module) -> dict[str, Any]:
     if not type(model).__module__.startswith("transformers.models."):
         return {}
     config: Any = model.config
-    found = {"class": type(model).__name__, "config": json.loads(config.to_json_string(use_diff=False))}
+    described = {"class": type(model).__name__, "config": json.loads(config.to_json_string(use_diff=False))}
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
-        found["generation_config"] = json.loads(generation.to_json_string())
-    return found
+        described["generation_config"] = json.loads(generation.to_json_string())
+    return described
 
 
 def load(
@@ -209,6 +216,34 @@ def load(
     path = directory / CONFIG_NAME
     if not path.exists() and turboquant_reader.is_turboquant(directory):
         return turboquant_reader.load(directory, model=model, device=device, dtype=dtype, progress=progress)
+    saved = _read_index(path)
+    if not isinstance(model, nn.Module):
+        with torch.device("meta"):
+            model = from_huggingface(saved.data, path) if model is None else model()
+    skeleton = _prepare(saved, model, dtype, path)
+    files = {
+        name: open_tensors(directory / plain_name(name, path, CheckpointError), CheckpointError)
+        for name in sorted(set(saved.weight_map.values()))
+    }
+    wanted, exact = expected_tensors(model, skeleton.modules)
+    check_headers(wanted, exact, read_headers(files, saved.weight_map, path), saved.tied, path)
+    skeleton.put_into(model)
+    _fill(model, wanted, saved, files, path, device=device, dtype=dtype, progress=progress)
+    return model.eval()
+
+
+class _Index(NamedTuple):
+    """``qcut_config.json``: the data as a whole, and the fields that every checkpoint has."""
+
+    data: dict[str, Any]
+    layers: dict[str, Any]
+    embeddings: dict[str, Any]
+    fused: dict[str, str]
+    tied: dict[str, str]
+    weight_map: dict[str, str]
+
+
+def _read_index(path: Path) -> _Index:
     data = read_json(path, CheckpointError)
     if data.get("format") != _FORMAT or data.get("version") != _VERSION:
         raise CheckpointError(
@@ -219,41 +254,62 @@ def load(
     embeddings = _mapping({"embeddings": {}, **data}, "embeddings", path)
     if not all(isinstance(value, str) for value in (*fused.values(), *tied.values(), *weight_map.values())):
         raise CheckpointError(f"{path}: 'fused', 'tied' and 'weight_map' hold names; something else was found")
-    if not isinstance(model, nn.Module):
-        with torch.device("meta"):
-            model = from_huggingface(data, path) if model is None else model()
-    own_tables = {f"{name}.table": name for name in embeddings}
-    linears = {name: empty_layer(name, spec, model, own_tables.get(name), path) for name, spec in layers.items()}
-    replacements: dict[str, nn.Module] = {name: m for name, m in linears.items() if name not in own_tables}
-    replacements |= {
-        name: empty_embedding(name, spec, linears, model, dtype, path) for name, spec in embeddings.items()
-    }
-    activations = {name: activation_parent(name, model, path) for name in fused}
-    readers = {
-        name: open_tensors(directory / plain_name(name, path, CheckpointError), CheckpointError)
-        for name in sorted(set(weight_map.values()))
-    }
-    headers = read_headers(readers, weight_map, path)
-    wanted, exact = expected_tensors(model, replacements)
-    check_headers(wanted, exact, headers, tied, path)
+    return _Index(data, layers, embeddings, fused, tied, weight_map)
 
-    replace_modules(model, {id(model.get_submodule(name)): new for name, new in replacements.items()})
-    for name, parent in activations.items():
-        parent._modules[name.rpartition(".")[2]] = FusedActivation(fused[name])
+
+def _mapping(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    value = data.get(key)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: field {key!r}: found {type(value).__name__}, an object is needed")
+    return value
+
+
+class _Skeleton(NamedTuple):
+    """What takes the place of a model's modules: quantized layers and embeddings, and activations that layers apply."""
+
+    modules: dict[str, nn.Module]
+    activations: dict[str, tuple[nn.Module, str]]
+    """The parent of each activation's module, and the activation's name."""
+
+    def put_into(self, model: nn.Module) -> None:
+        replace_modules(model, {id(model.get_submodule(name)): new for name, new in self.modules.items()})
+        for name, (parent, activation) in self.activations.items():
+            parent._modules[name.rpartition(".")[2]] = FusedActivation(activation)
+
+
+def _prepare(saved: _Index, model: nn.Module, dtype: torch.dtype | None, path: Path) -> _Skeleton:
+    """Quantized modules without memory, checked against those of the model that they replace."""
+    own_tables = {f"{name}.table": name for name in saved.embeddings}
+    linears = {name: empty_layer(name, spec, model, own_tables.get(name), path) for name, spec in saved.layers.items()}
+    modules: dict[str, nn.Module] = {name: layer for name, layer in linears.items() if name not in own_tables}
+    for name, spec in saved.embeddings.items():
+        modules[name] = empty_embedding(name, spec, linears, model, dtype, path)
+    parents = {name: activation_parent(name, model, path) for name in saved.fused}
+    return _Skeleton(modules, {name: (parent, saved.fused[name]) for name, parent in parents.items()})
+
+
+def _fill(
+    model: nn.Module,
+    wanted: dict[str, Tensor],
+    saved: _Index,
+    files: dict[str, Any],
+    path: Path,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    progress: bool,
+) -> None:
+    """Read the tensors one at a time into the modules of the model, tied ones once."""
     held: dict[str, Tensor] = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    shared = set(tied.values())
+    owners = set(saved.tied.values())
     state: dict[str, dict[str, Tensor]] = {}
     for name in tqdm(wanted, desc="load", unit="tensor", disable=not progress, leave=False):
-        owner = tied.get(name, name)
+        owner = saved.tied.get(name, name)
         tensor = held.get(owner)
         if tensor is None:
-            is_parameter = isinstance(wanted[owner], nn.Parameter)
-            tensor = readers[weight_map[owner]].get_tensor(owner)
-            # clone: a tensor on the CPU would keep the file mapped.
-            tensor = tensor.to(device, dtype if is_parameter and tensor.is_floating_point() else None, copy=True)
-            tensor = nn.Parameter(tensor, wanted[owner].requires_grad) if is_parameter else tensor
-            if owner in shared:
+            tensor = _read(files[saved.weight_map[owner]], owner, wanted[owner], device, dtype)
+            if owner in owners:
                 held[owner] = tensor
         parent, _, key = name.rpartition(".")
         module = modules[parent]
@@ -262,34 +318,37 @@ def load(
             part[key] = tensor
             if part.keys() == module.stored().keys():
                 # Through the layer's own door, which may lay tensors out anew; and now, so that no others pile up.
-                _fill(module, state.pop(parent), parent, path)
+                _load_layer(module, state.pop(parent), parent, path)
         else:
             (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[index]
-    for layer, other in _tied_layers(modules, tied):
+    for layer, other in _tied_layers(modules, saved.tied):
         layer.tie_to(other)
     check_no_meta(modules, path)
-    return model.eval()
 
 
-def _fill(layer: Linear, state: dict[str, Tensor], name: str, path: Path) -> None:
+def _read(
+    file: Any, name: str, like: Tensor, device: torch.device | str, dtype: torch.dtype | None
+) -> Tensor | nn.Parameter:
+    """One tensor: a parameter, cast to the dtype, or a buffer, as the tensor that it takes the place of."""
+    is_parameter = isinstance(like, nn.Parameter)
+    tensor = file.get_tensor(name)
+    # copy: a tensor on the CPU would keep the file mapped.
+    tensor = tensor.to(device, dtype if is_parameter and tensor.is_floating_point() else None, copy=True)
+    return nn.Parameter(tensor, like.requires_grad) if is_parameter else tensor
+
+
+def _load_layer(layer: Linear, state: dict[str, Tensor], name: str, path: Path) -> None:
     try:
         layer.load_state_dict(state, assign=True)
     except RuntimeError as exc:
         raise CheckpointError(f"{path}: layer {name!r}: {exc}") from exc
 
 
-def _tied_layers(modules: dict[str, nn.Module], tied: dict[str, Any]) -> list[tuple[Linear, Linear]]:
+def _tied_layers(modules: dict[str, nn.Module], tied: dict[str, str]) -> list[tuple[Linear, Linear]]:
     """Quantized layers that share stored tensors with another, and the other."""
-    found = {}
+    pairs = {}
     for name, owner in tied.items():
         layer, other = (modules.get(full.rpartition(".")[0]) for full in (name, owner))
         if layer is not other and isinstance(layer, Linear) and isinstance(other, Linear):
-            found[id(layer)] = layer, other
-    return list(found.values())
-
-
-def _mapping(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    value = data.get(key)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: field {key!r}: found {type(value).__name__}, an object is needed")
-    return value
+            pairs[id(layer)] = layer, other
+    return list(pairs.values())

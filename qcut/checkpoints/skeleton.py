@@ -15,7 +15,7 @@ from qcut.errors import CheckpointError, QcutError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
 from qcut.models.modules import is_linear, weight_nk
-from qcut.storage.files import TENSOR_DTYPES
+from qcut.storage.tensors import TENSOR_DTYPES
 
 Header = tuple[torch.dtype | None, list[int]]
 """Dtype, None where torch has none, and shape of a stored tensor."""
@@ -52,22 +52,22 @@ def empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, pa
     try:
         module = model.get_submodule(name if table_of is None else table_of)
         sizes = int(spec["in_features"]), int(spec["out_features"])
-        layer = Linear.empty(
+        layer = Linear(
             *sizes, bool(spec["bias"]), scheme_from_json(spec["scheme"]), spec["activation"], device="meta", name=name
         )
     except (AttributeError, KeyError, TypeError, ValueError, QcutError) as exc:
         raise CheckpointError(f"{path}: layer {name!r}: {exc}") from exc
     if isinstance(module, Linear):
-        found = module.in_features, module.out_features
+        present = module.in_features, module.out_features
     elif table_of is not None and isinstance(module, (Embedding, nn.Embedding)):
-        found = module.embedding_dim, module.num_embeddings
+        present = module.embedding_dim, module.num_embeddings
     elif is_linear(module):
         n, k = weight_nk(module).shape
-        found = k, n
+        present = k, n
     else:
         raise CheckpointError(f"{path}: layer {name!r}: the model has a {type(module).__name__} there, no linear layer")
-    if found != sizes:
-        raise CheckpointError(f"{path}: layer {name!r}: saved with (K, N) = {sizes}, the model has {found}")
+    if present != sizes:
+        raise CheckpointError(f"{path}: layer {name!r}: saved with (K, N) = {sizes}, the model has {present}")
     return layer
 
 
@@ -84,10 +84,10 @@ def empty_embedding(
         raise CheckpointError(f"{path}: embedding {name!r}: {exc}") from exc
     if not isinstance(module, (Embedding, nn.Embedding)) or not (isinstance(module, Embedding) or is_table(module)):
         raise CheckpointError(f"{path}: embedding {name!r}: the model has a {type(module).__name__} there")
-    saved, found = (table.in_features, table.out_features), (module.embedding_dim, module.num_embeddings)
-    if saved != found:
+    saved, present = (table.in_features, table.out_features), (module.embedding_dim, module.num_embeddings)
+    if saved != present:
         raise CheckpointError(
-            f"{path}: embedding {name!r}: saved with (columns, rows) = {saved}, the model has {found}"
+            f"{path}: embedding {name!r}: saved with (columns, rows) = {saved}, the model has {present}"
         )
     return embedding
 
@@ -171,7 +171,11 @@ def check_headers(
 
 
 def check_no_meta(modules: Mapping[str, nn.Module], path: Path) -> None:
-    """Raises `CheckpointError` where a module holds a tensor on the meta device that is no parameter or buffer."""
+    """Check that no module holds a tensor on the meta device outside its parameters and buffers.
+
+    Raises:
+        CheckpointError: one does.
+    """
     for name, module in modules.items():
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:

@@ -106,13 +106,13 @@ def report(findings: list[Finding]) -> str:
 def _packages() -> Finding:
     from qcut import __version__
 
-    found = []
+    packages = []
     for package in _PACKAGES:
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            packages.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
-            found.append(f"{package} -")
-    text = f"qcut {__version__}, Python {platform.python_version()}, {platform.machine()}; {', '.join(found)}"
+            packages.append(f"{package} -")
+    text = f"qcut {__version__}, Python {platform.python_version()}, {platform.machine()}; {', '.join(packages)}"
     if sys.platform != "linux":
         return Finding("packages", "warn", text, "CUDA kernels need Linux")
     if importlib.util.find_spec("torch") is None:

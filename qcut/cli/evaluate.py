@@ -68,9 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
         total += sum(float(scores.double().sum()) for scores in engine.score(batch))
     value = math.exp(total / (len(windows) * (arguments.window - 1)))
     if arguments.json:
-        found = {"model": arguments.model, "scheme": arguments.scheme, "kv_cache": arguments.kv_cache}
-        found |= {"text": str(arguments.text), "windows": len(windows), "window": arguments.window}
-        print(json.dumps({**found, "device": str(device), "perplexity": value}))
+        result = {"model": arguments.model, "scheme": arguments.scheme, "kv_cache": arguments.kv_cache}
+        result |= {"text": str(arguments.text), "windows": len(windows), "window": arguments.window}
+        print(json.dumps({**result, "device": str(device), "perplexity": value}))
     else:
         print(f"perplexity {value:.4f} on {len(windows)} windows of {arguments.window} tokens ({device})")
     return 0

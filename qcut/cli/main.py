@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 
 from qcut.cli import evaluate as eval_command
-from qcut.cli import gemm as gemm_command
 from qcut.cli import generate as generate_command
 from qcut.cli import tune as tune_command
 from qcut.cli.arguments import positive
+from qcut.cli.gemm import command as gemm_command
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import EmitError
 from qcut.errors import BuildError, QcutError

@@ -60,9 +60,9 @@ def _meta_layers(directory: Path) -> dict[str, tuple[int, int]]:
             model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{directory}: its model cannot be made: {error}") from error
-    found = {}
+    shapes = {}
     for name, module in model.named_modules():
         if is_linear(module):
             n, k = weight_nk(module).shape
-            found[name] = (int(n), int(k))
-    return found
+            shapes[name] = (int(n), int(k))
+    return shapes

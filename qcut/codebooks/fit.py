@@ -12,30 +12,15 @@ Source: Frantar et al., "GPTQ" (2022), section 3; Chee et al., "QuIP" (2023), se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from tqdm import tqdm
+from torch import Tensor
 
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks import rotation
-from qcut.codebooks.quantizer import (
-    RESIDUAL_SEED,
-    RotatedCodebook,
-    Strategy,
-    check_weight,
-    dequantize_rows,
-    finite_rows,
-    pass_seeds,
-    quantize,
-    row_chunks,
-    stored_norms,
-)
-from qcut.errors import CalibrationError, ConfigError, QuantizationError, ShapeError, layer_prefix
-from qcut.models.modules import DEFAULT_SKIP, evaluating, find_layers, forward, model_device, to_device
+from qcut.codebooks import lloyd_max, rotation
+from qcut.codebooks.quantizer import RotatedCodebook, check_weight, row_chunks, rows_left, stored_norms
+from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 
 DAMPING = 0.1
 """Of H's mean diagonal: the inputs of another text than the calibration's."""
@@ -52,6 +37,7 @@ def fit(
     second_moment: Tensor,
     bits: int = 4,
     *,
+    before: Sequence[RotatedCodebook] = (),
     group_size: int = 128,
     kind: rotation.Kind = "hadamard",
     seed: int = 42,
@@ -63,13 +49,15 @@ def fit(
     """Quantize a weight so that its layer's output changes little on inputs like those that were seen.
 
     Args:
-        weight: see `qcut.codebooks.quantizer.quantize`, as for ``bits``, ``group_size``, ``kind``, ``seed``,
-            ``norm_dtype`` and ``layer``.
+        weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
         second_moment: ``[K, K]``, floating point: the mean of ``x^T x`` over the layer's inputs, in any scale; see
-            `collect_second_moments`. Moved to the weight's device.
+            `qcut.collect_second_moments`. Moved to the weight's device.
         bits: 1 to 4.
-        group_size: columns of a group.
-        kind: rotation.
+        before: rotated passes of the same weight: the rest they leave is fitted. A pass that another one follows is
+            better rounded to nearest (`qcut.codebooks.quantizer.quantize`): error feedback leaves a rest that is small
+            under H, but large.
+        group_size: columns of a group; K or more takes whole rows.
+        kind: rotation; a Hadamard group, the shorter last one too, is a power of two.
         seed: of the group at column 0.
         norm_dtype: float16 or float32.
         layer: name for error messages.
@@ -83,170 +71,38 @@ def fit(
         Tensors on the weight's device.
 
     Raises:
-        ShapeError, DtypeError, QuantizationError, ConfigError: as `qcut.codebooks.quantizer.quantize`; and a second
-            moment of another shape, one that is not finite or has no factorization, or a negative damping.
+        ShapeError: no matrix, or an empty one; a second moment of another shape.
+        DtypeError: another dtype of weight or norms.
+        QuantizationError: NaN or Inf, a norm beyond float16, or a second moment without a factorization.
+        ConfigError: another number of bits, a group that the rotation cannot take, or a negative damping.
 
     Exactness: float32, with the precision that torch is set to use for products of matrices. Deterministic; the number
     of rows may change an index where a value lies within rounding of a midpoint.
     """
-    return _fit_left(weight, (), second_moment, bits, group_size, kind, seed, norm_dtype, layer, damping, refit)
-
-
-def fit_residual(
-    weight: Tensor,
-    second_moment: Tensor,
-    bits: int = 4,
-    residual_bits: int = 4,
-    *,
-    group_size: int = 128,
-    kind: rotation.Kind = "hadamard",
-    seed: int = 42,
-    residual_seed: int = RESIDUAL_SEED,
-    strategy: Strategy = "different",
-    layer_index: int = 0,
-    norm_dtype: torch.dtype = torch.float16,
-    layer: str | None = None,
-    damping: float = DAMPING,
-    refit: bool = True,
-) -> tuple[RotatedCodebook, RotatedCodebook]:
-    """Quantize a weight in two passes: rounded to nearest, then `fit` of what that leaves in float32.
-
-    Error feedback in the first pass would leave more for the second: small under H, but large. The first pass alone is
-    no better than `qcut.codebooks.quantizer.quantize`.
-
-    Errors and exactness are those of `fit` and `qcut.codebooks.quantizer.pass_seeds`.
-
-    Args:
-        weight: see `fit`, as for what is not named here.
-        second_moment: of the layer's inputs.
-        bits: 1 to 4, of the first pass.
-        residual_bits: 1 to 4, of the second pass.
-        group_size: of both passes.
-        kind: of both passes.
-        seed: see `qcut.codebooks.quantizer.pass_seeds`, as for ``residual_seed``, ``strategy`` and ``layer_index``.
-        residual_seed: of the second pass.
-        strategy: of the seeds.
-        layer_index: of the layer.
-        norm_dtype: of both passes.
-        layer: name for error messages.
-        damping: of the second pass.
-        refit: of both passes.
-
-    Returns:
-        The passes; `qcut.codebooks.quantizer.dequantize` adds them up.
-    """
-    first, second = pass_seeds(seed, residual_seed, strategy, layer_index)
-    one = quantize(
-        weight, bits, group_size=group_size, kind=kind, seed=first, norm_dtype=norm_dtype, layer=layer, refit=refit
-    )
-    two = _fit_left(
-        weight, (one,), second_moment, residual_bits, group_size, kind, second, norm_dtype, layer, damping, refit
-    )
-    return one, two
-
-
-@torch.no_grad()
-def collect_second_moments(
-    model: nn.Module,
-    batches: Iterable[Any],
-    layers: Sequence[str] | None = None,
-    *,
-    skip: Sequence[str] = DEFAULT_SKIP,
-    progress: bool = True,
-) -> dict[str, Tensor]:
-    """``sum x^T x / tokens`` of the inputs of a model's linear layers over real batches.
-
-    Layers that read the same tensor one after the other (q, k, v; gate, up) share one matrix: the same object stands
-    under their names. A matrix of K = 14336 takes 0.8 GB: ``layers`` takes the layers of a large model in turns.
-
-    Args:
-        model: run in evaluation mode without gradients; modes are restored.
-        batches: what the model is called on; see `qcut.calibrate`.
-        layers: globs of layer names; None takes every ``nn.Linear`` and ``Conv1D``.
-        skip: globs of layers to leave out.
-        progress: show a progress bar.
-
-    Returns:
-        float32 ``[K, K]`` on the model's device, by layer name.
-
-    Raises:
-        CalibrationError: no batch, a layer that never ran, NaN or Inf in a layer's input, or a layer that reads
-            another's tensor in some calls only.
-        QuantizationError: no layer matches.
-
-    Exactness: float32 sums, in the order of the batches.
-    """
-    chosen = find_layers(model, layers, skip)
-    device, collector = model_device(model), _Collector()
-    handles = []
-    count = 0
-    try:
-        for name, module in chosen.items():
-            handles.append(module.register_forward_pre_hook(collector.hook(name), with_kwargs=True))
-        with evaluating(model):
-            for batch in tqdm(batches, desc="second moments", unit="batch", disable=not progress, leave=False):
-                forward(model, to_device(batch, device))
-                collector.release()
-                count += 1
-    finally:
-        for handle in handles:
-            handle.remove()
-    if count == 0:
-        raise CalibrationError("batches: found none; calibration needs at least one batch")
-    for name in chosen:
-        if not collector.tokens.get(collector.owner.get(name, "")):
-            raise CalibrationError(
-                f"layer {name!r} saw no token in {count} batches; pass data that reaches it, or leave it out with "
-                f"skip=[{name!r}]"
-            )
-    return collector.means(chosen)
-
-
-class _Collector:
-    """Running sums of x^T x, one for each group of layers that read the same tensors."""
-
-    def __init__(self) -> None:
-        self.owner: dict[str, str] = {}
-        self.sums: dict[str, Tensor] = {}
-        self.tokens: dict[str, int] = {}
-        # The tensor itself, not its id: an id may come back for another tensor.
-        self.last: tuple[Tensor, str] | None = None
-
-    def hook(self, name: str) -> Callable[..., None]:
-        def observe(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-            self.add(name, args[0] if args else next(iter(kwargs.values())))
-
-        return observe
-
-    def add(self, name: str, x: Tensor) -> None:
-        reader = self.last[1] if self.last is not None and self.last[0] is x else name
-        owner = self.owner.setdefault(name, reader)
-        if owner != name:
-            if owner != reader:
-                raise CalibrationError(
-                    f"layer {name!r} reads the input of {owner!r} in some calls and another tensor in others; collect "
-                    f"it by itself with layers=[{name!r}]"
-                )
-            return
-        flat = x.detach().reshape(-1, x.shape[-1]).float()
-        product = flat.t() @ flat
-        if name in self.sums:
-            self.sums[name] += product
-        else:
-            self.sums[name] = product
-        self.tokens[name] = self.tokens.get(name, 0) + len(flat)
-        if reader == name:
-            self.last = (x, name)
-
-    def release(self) -> None:
-        self.last = None
-
-    def means(self, names: Iterable[str]) -> dict[str, Tensor]:
-        for owner, total in self.sums.items():
-            if not total.isfinite().all():
-                raise CalibrationError(f"layer {owner!r}: found NaN or Inf in its input; every value must be finite")
-            total /= self.tokens[owner]
-        return {name: self.sums[self.owner[name]] for name in names}
+    check_weight(weight, norm_dtype, layer)
+    n, k = weight.shape
+    where = layer_prefix(layer)
+    parts = rotation.check_groups(k, group_size, kind, layer)
+    if second_moment.shape != (k, k):
+        raise ShapeError(f"{where}the second moment has shape {list(second_moment.shape)}; allowed: {[k, k]}")
+    if not damping >= 0:
+        raise ConfigError(f"{where}damping is {damping}; allowed: 0 and more")
+    device = weight.device
+    second_moment = second_moment.detach().to(device)
+    if not second_moment.isfinite().all():
+        raise QuantizationError("the second moment holds NaN or Inf; every value must be finite", layer)
+    metric = _metric(second_moment, kind, group_size, seed, damping, layer)
+    values = lloyd_max.codebook(bits, device)
+    indices = torch.empty((n, k), dtype=torch.uint8, device=device)
+    norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
+    root = torch.tensor([d**0.5 for _, d in parts], device=device)
+    for rows in row_chunks(n, k, _CHUNK_ELEMENTS):
+        rotated = rotation.rotate_groups(rows_left(weight, before, rows, layer), kind, group_size, seed)
+        indices[rows], scales = _feed_back(rotated, metric, values, parts, refit)
+        if refit:
+            scales = _refit(rotated, values[indices[rows].int()], scales, metric.h, parts)
+        norms[rows] = stored_norms(scales * root, norm_dtype, layer)
+    return RotatedCodebook(indices, norms, values, group_size, kind, seed)
 
 
 @dataclass(frozen=True)
@@ -287,54 +143,11 @@ def _metric(
     return _Metric(h, factor.div_(factor.diagonal().clone()))
 
 
-def _fit_left(
-    weight: Tensor,
-    before: Sequence[RotatedCodebook],
-    second_moment: Tensor,
-    bits: int,
-    group_size: int,
-    kind: rotation.Kind,
-    seed: int,
-    norm_dtype: torch.dtype,
-    layer: str | None,
-    damping: float,
-    refit: bool,
-) -> RotatedCodebook:
-    """`fit` of what earlier passes leave of a weight."""
-    check_weight(weight, norm_dtype, layer)
-    n, k = weight.shape
-    where = layer_prefix(layer)
-    parts = rotation.check_groups(k, group_size, kind, layer)
-    if second_moment.shape != (k, k):
-        raise ShapeError(f"{where}the second moment has shape {list(second_moment.shape)}; allowed: {[k, k]}")
-    if not damping >= 0:
-        raise ConfigError(f"{where}damping is {damping}; allowed: 0 and more")
-    device = weight.device
-    second_moment = second_moment.detach().to(device)
-    if not second_moment.isfinite().all():
-        raise QuantizationError("the second moment holds NaN or Inf; every value must be finite", layer)
-    metric = _metric(second_moment, kind, group_size, seed, damping, layer)
-    values = codebook.codebook(bits, device)
-    indices = torch.empty((n, k), dtype=torch.uint8, device=device)
-    norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
-    root = torch.tensor([d**0.5 for _, d in parts], device=device)
-    for rows in row_chunks(n, k, _CHUNK_ELEMENTS):
-        left = finite_rows(weight, rows, layer)
-        for q in before:
-            left = left - dequantize_rows(q, rows)
-        rotated = rotation.rotate_groups(left, kind, group_size, seed)
-        indices[rows], scales = _feed_back(rotated, metric, values, parts, refit)
-        if refit:
-            scales = _refit(rotated, values[indices[rows].int()], scales, metric.h, parts)
-        norms[rows] = stored_norms(scales * root, norm_dtype, layer)
-    return RotatedCodebook(indices, norms, values, group_size, kind, seed)
-
-
 def _feed_back(
     w: Tensor, metric: _Metric, values: Tensor, parts: list[tuple[int, int]], refit: bool
 ) -> tuple[Tensor, Tensor]:
     """uint8 ``[R, K]`` indices and float32 ``[R, G]`` scales (norms over sqrt(d)) of rotated rows ``[R, K]``."""
-    edges = codebook.boundaries(values)
+    edges = lloyd_max.boundaries(values)
     factor = metric.factor
     # Columns are rows here: one of them is contiguous.
     error = torch.zeros(w.shape[1], w.shape[0], device=w.device)

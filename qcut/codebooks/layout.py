@@ -139,7 +139,7 @@ def pack_units(indices: Tensor, bits: int, geometry: Geometry) -> Tensor:
 
 
 def unpack_units(units: Tensor, bits: int, n: int, geometry: Geometry) -> Tensor:
-    """uint8 ``[n, K]``: what `pack_units` packed.
+    """uint8 ``[n, K]``: the indices that `pack_units` packed.
 
     Raises:
         ShapeError: units of another shape than n rows, the bits and the geometry take.
@@ -152,8 +152,56 @@ def unpack_units(units: Tensor, bits: int, n: int, geometry: Geometry) -> Tensor
     places = geometry.columns(units.device)
     for first in range(0, len(units), _CHUNK_TILES):
         rows = out[first * UNIT_ROWS : (first + _CHUNK_TILES) * UNIT_ROWS]
-        rows.copy_(_from_nibbles(_unpack_words(units[first : first + _CHUNK_TILES], bits))[: len(rows), places])
+        rows.copy_(_all_rows(units[first : first + _CHUNK_TILES], bits)[: len(rows), places])
     return out
+
+
+def unpack_rows(units: Tensor, bits: int, rows: Tensor) -> Tensor:
+    """The indices of single rows of a packed weight; the other rows are not unpacked.
+
+    Args:
+        units: uint8 ``[T, U, unit_bytes(bits)]``, contiguous.
+        bits: 2, 3 or 4.
+        rows: int64 ``[R]``, each at least 0 and below 16 T.
+
+    Returns:
+        uint8 ``[R, 128 U]``, columns in memory's order; see `Geometry.columns`.
+    """
+    tile, r8, g = rows // UNIT_ROWS, rows % UNIT_ROWS // 8, rows % 8
+    words = _words([part[tile, r8, g] for part in _bytes_by_row(units, bits)])
+    return torch.stack((words & 15, words >> 4), -1).reshape(len(rows), units.shape[1] * UNIT_COLUMNS)
+
+
+def _all_rows(units: Tensor, bits: int) -> Tensor:
+    """uint8 ``[16 T, 128 U]``: the indices of every row, columns in memory's order."""
+    words = _words(_bytes_by_row(units, bits))
+    return torch.stack((words & 15, words >> 4), -1).reshape(len(units) * UNIT_ROWS, -1)
+
+
+def _bytes_by_row(units: Tensor, bits: int) -> list[Tensor]:
+    """Views of units, row by row: ``[T, 2 (r8), 8 (g), U, 2 (v), words, 2 (h), 4 (t)]``.
+
+    Four words of 4 bits; or two pairs of words of the lower 2 bits, and with 3 bits one word that has the third bit of
+    four.
+    """
+    t, u = units.shape[:2]
+    if bits == 4:
+        return [units.view(t, u, 2, 8, 4, 4, 2, 2).permute(0, 6, 3, 1, 2, 5, 7, 4)]
+    parts = [units[..., :512].view(t, u, 8, 4, 2, 2, 2, 2)]
+    if bits == 3:
+        parts.append(units[..., 512:].view(t, u, 8, 4, 2, 1, 2, 2))
+    return [part.permute(0, 6, 2, 1, 4, 5, 7, 3) for part in parts]
+
+
+def _words(parts: list[Tensor]) -> Tensor:
+    """``[..., 2 (v), 4 (word), 2 (h), 4 (t)]``: two 4-bit indices to a byte, of the parts of `_bytes_by_row`."""
+    lower, *upper = parts
+    if lower.shape[-3] == 4:
+        return lower
+    words = torch.stack((lower & 0x33, lower >> 2 & 0x33), -3).flatten(-4, -3)
+    for third in upper:
+        words |= torch.cat([third >> j & 0x11 for j in range(4)], -3) << 2
+    return words
 
 
 def _to_nibbles(padded: Tensor) -> Tensor:
@@ -162,11 +210,6 @@ def _to_nibbles(padded: Tensor) -> Tensor:
     # rows: r8, g; columns: unit, v, word, h, t, e
     split = padded.view(t, 2, 8, u, 2, 4, 2, 4, 2)
     return split.permute(0, 3, 4, 2, 7, 5, 1, 6, 8)
-
-
-def _from_nibbles(nibbles: Tensor) -> Tensor:
-    t, u = nibbles.shape[:2]
-    return nibbles.permute(0, 6, 3, 1, 2, 5, 7, 4, 8).reshape(t * UNIT_ROWS, u * UNIT_COLUMNS)
 
 
 def _pack_words(nibbles: Tensor, bits: int) -> Tensor:
@@ -185,22 +228,6 @@ def _pack_words(nibbles: Tensor, bits: int) -> Tensor:
     shifts = torch.arange(4, dtype=torch.uint8, device=nibbles.device)[:, None]
     planes = (upper << shifts).sum(4, dtype=torch.uint8).reshape(t, u, -1)
     return torch.cat((packed, planes), -1)
-
-
-def _unpack_words(units: Tensor, bits: int) -> Tensor:
-    t, u = units.shape[:2]
-    if bits == 4:
-        words = units.view(t, u, 2, 32, 4, 4)
-    else:
-        packed = units[..., :512].reshape(t, u, 32, 4, 1, 4)
-        by_lane = torch.cat((packed & 0x33, packed >> 2 & 0x33), 4).reshape(t, u, 32, 8, 4)
-        if bits == 3:
-            shifts = torch.arange(4, dtype=torch.uint8, device=units.device)[:, None]
-            planes = units[..., 512:].reshape(t, u, 32, 2, 1, 4)
-            by_lane = by_lane | ((planes >> shifts & 0x11) << 2).reshape(t, u, 32, 8, 4)
-        words = by_lane.view(t, u, 32, 2, 4, 4).permute(0, 1, 3, 2, 4, 5)
-    nibbles = torch.stack((words & 15, words >> 4), -1)
-    return nibbles.reshape(t, u, 2, 8, 4, 4, 2, 2, 2)
 
 
 def row_exponents(norms: Tensor) -> Tensor:
@@ -277,7 +304,7 @@ def int8_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tensor, 
 
     Exactness: bitwise; the product of a float16 and a float32 is exact in float64 and rounded once, to an integer.
     """
-    indices = _from_nibbles(_unpack_words(units, bits)).long()
+    indices = _all_rows(units, bits).long()
     norms = unpack_norms(packed_norms).float()
     factor = (norms * fold[:, None]).double().repeat_interleave(indices.shape[1] // norms.shape[1], 1)
     return (values.double()[indices] * factor).round().clamp(-127, 127).to(torch.int8)
@@ -285,7 +312,7 @@ def int8_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tensor, 
 
 def rotated_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tensor) -> Tensor:
     """float64 ``[16 row tiles, 128 units]``: ``value * norm``, the weights before the channel's factor."""
-    indices = _from_nibbles(_unpack_words(units, bits)).long()
+    indices = _all_rows(units, bits).long()
     norms = unpack_norms(packed_norms).double()
     return values.double()[indices] * norms.repeat_interleave(indices.shape[1] // norms.shape[1], 1)
 

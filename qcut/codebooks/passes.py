@@ -1,4 +1,4 @@
-"""The passes of a codebook scheme: a weight's under a scheme, and what scheme given passes are."""
+"""The passes of a codebook scheme: made of a weight, and read back as a scheme."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut.codebooks import products as codebook_numerics
 from qcut.codebooks import rotation
-from qcut.codebooks.fit import fit, fit_residual
-from qcut.codebooks.quantizer import RotatedCodebook, quantize, quantize_residual
+from qcut.codebooks.fit import fit
+from qcut.codebooks.quantizer import RotatedCodebook, quantize, quantize_plain
 from qcut.config import Codebook, Scheme, parse_scheme
 from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 
@@ -39,25 +38,21 @@ def quantize_weight(
         "norm_dtype": NORM_DTYPES[scheme.norm_dtype],
         "layer": layer,
     }
-    if scheme.rotation == "none":
-        if second_moment is not None:
-            raise ConfigError(
-                f"{layer_prefix(layer)}scheme {scheme.name} got a second moment; rotated codebooks take one"
-            )
-        plain: list[RotatedCodebook] = []
-        for bits in scheme.widths:
-            left = weight if not plain else weight.float() - codebook_numerics.dequantize(plain)
-            plain.append(codebook_numerics.quantize_plain(left, bits, uniform=scheme.uniform, **common))
-        return plain
-    common |= {"kind": scheme.rotation, "seed": scheme.seed}
-    if scheme.residual_bits is None:
-        if second_moment is None:
-            return [quantize(weight, scheme.bits, **common)]
-        return [fit(weight, second_moment, scheme.bits, **common)]
-    common["residual_seed"] = scheme.residual_seed
-    if second_moment is None:
-        return list(quantize_residual(weight, scheme.bits, scheme.residual_bits, **common))
-    return list(fit_residual(weight, second_moment, scheme.bits, scheme.residual_bits, **common))
+    rotated = scheme.rotation != rotation.NO_ROTATION
+    if second_moment is not None and not rotated:
+        raise ConfigError(f"{layer_prefix(layer)}scheme {scheme.name} got a second moment; rotated codebooks take one")
+    passes: list[RotatedCodebook] = []
+    for bits, seed in zip(scheme.widths, scheme.seeds, strict=True):
+        if not rotated:
+            q = quantize_plain(weight, bits, before=passes, uniform=scheme.uniform, **common)
+        elif second_moment is not None and len(passes) + 1 == len(scheme.widths):
+            q = fit(weight, second_moment, bits, before=passes, kind=scheme.rotation, seed=seed, **common)
+        else:
+            # A pass that a fitted one follows has the norms that leave least.
+            refit = second_moment is not None
+            q = quantize(weight, bits, before=passes, kind=scheme.rotation, seed=seed, refit=refit, **common)
+        passes.append(q)
+    return passes
 
 
 def codebook_scheme(scheme: str | Scheme, name: str | None) -> Codebook:
@@ -75,7 +70,7 @@ def codebook_scheme(scheme: str | Scheme, name: str | None) -> Codebook:
 
 
 def scheme_of(passes: Sequence[RotatedCodebook], scheme: str | Scheme, name: str | None) -> Codebook:
-    """The scheme with what passes say of themselves in it.
+    """The scheme that passes have: theirs in width, groups, rotation, seeds and norms, the given one in all else.
 
     Raises:
         ConfigError: passes that do not go together, more than two, or a codebook of another width.
@@ -108,14 +103,18 @@ def scheme_of(passes: Sequence[RotatedCodebook], scheme: str | Scheme, name: str
         residual_bits=widths[1] if len(passes) == 2 else None,
         group_size=None if scheme.group_size is None and first.group_size >= k else first.group_size,
         rotation=first.rotation,
-        seed=scheme.seed if first.rotation == codebook_numerics.NO_ROTATION else first.seed,
+        seed=scheme.seed if first.rotation == rotation.NO_ROTATION else first.seed,
         residual_seed=passes[1].seed if len(passes) == 2 and scheme.rotation != "none" else scheme.residual_seed,
         norm_dtype="fp16" if first.norms.dtype is torch.float16 else "fp32",
     )
 
 
 def check_values(passes: Sequence[RotatedCodebook], name: str | None) -> None:
-    """Raises `ConfigError` unless codebooks are ascending, and that of two passes of one width the same."""
+    """Check codebooks.
+
+    Raises:
+        ConfigError: values that do not ascend, or two passes of one width with different codebooks.
+    """
     where = layer_prefix(name)
     for q in passes:
         ordered = bool((q.values[1:] > q.values[:-1]).all()) and bool(q.values.isfinite().all())
@@ -127,6 +126,10 @@ def check_values(passes: Sequence[RotatedCodebook], name: str | None) -> None:
 
 
 def check_norms(norms: Tensor, name: str | None) -> None:
-    """Raises `QuantizationError` unless norms are finite and not negative."""
+    """Check norms.
+
+    Raises:
+        QuantizationError: one is negative, NaN or Inf.
+    """
     if not (norms.isfinite() & (norms >= 0)).all():
         raise QuantizationError("norms hold NaN, Inf or a negative number; allowed: finite, 0 and more", name)

@@ -11,95 +11,19 @@ Source: schemes.md, section 4; `qcut.codebooks.layout` for the memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks import quantizer as rotated_codebook
-from qcut.codebooks import rotation
+from qcut.codebooks import layout, rotation
 from qcut.codebooks.layout import Geometry
-from qcut.codebooks.quantizer import RotatedCodebook
+from qcut.codebooks.quantizer import column_scales
+from qcut.codebooks.rotation import NO_ROTATION, Kind
 from qcut.codebooks.tokens import rotate_tokens
 from qcut.errors import ShapeError
-from qcut.numerics import int8 as numerics
-
-NO_ROTATION = cast(rotation.Kind, "none")
-"""The kind of `RotatedCodebook` whose norms are plain scales: ``W'[n, g] = norm[n, g] * codebook[idx[n, g]]``."""
+from qcut.numerics import int8
 
 _CHUNK_ELEMENTS = 1 << 22  # weights are unpacked in pieces: no float copy of a whole one exists
-
-
-def quantize_plain(
-    weight: Tensor,
-    bits: int,
-    *,
-    group_size: int,
-    uniform: bool,
-    norm_dtype: torch.dtype = torch.float16,
-    layer: str | None = None,
-) -> RotatedCodebook:
-    """Quantize a weight without a rotation.
-
-    Equal steps: values ``c = -2**(b - 1) … 2**(b - 1) - 1``, ``norm = max |W[n, g]| / (2**(b - 1) - 1)`` rounded to
-    its dtype, ``idx = clamp(rne(W / norm)) + 2**(b - 1)``. Otherwise the Lloyd-Max codebook, ``norm`` the root of the
-    group's mean square, the nearest of the values to ``W / norm``.
-
-    Args:
-        weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
-        bits: 2, 3 or 4.
-        group_size: columns of a group; K or more takes whole rows.
-        uniform: equal steps.
-        norm_dtype: float16 or float32.
-        layer: name for error messages.
-
-    Returns:
-        Tensors on the weight's device, with the rotation `NO_ROTATION`.
-
-    Raises:
-        ShapeError: no matrix, or an empty one.
-        DtypeError: another dtype of weight or norms.
-        QuantizationError: NaN or Inf, or a norm beyond float16.
-
-    Exactness: bitwise with equal steps.
-    """
-    rotated_codebook.check_weight(weight, norm_dtype, layer)
-    n, k = weight.shape
-    parts, half = rotation.groups(k, group_size), 1 << (bits - 1)
-    device = weight.device
-    values = torch.arange(-half, half, device=device).float() if uniform else codebook.codebook(bits, device)
-    indices = torch.empty((n, k), dtype=torch.uint8, device=device)
-    norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
-    for rows in rotated_codebook.row_chunks(n, k):
-        w = rotated_codebook.finite_rows(weight, rows, layer)
-        for g, (first, d) in enumerate(parts):
-            group = w[:, first : first + d]
-            largest = torch.full((), half - 1.0, device=device)
-            scale = group.abs().amax(1) / largest if uniform else group.square().mean(1).sqrt()
-            norms[rows, g] = rotated_codebook.stored_norms(scale, norm_dtype, layer)
-            step = norms[rows, g].float()[:, None]
-            relative = group / torch.where(step > 0, step, 1.0)
-            if uniform:
-                found = relative.round().clamp(-half, half - 1) + half
-            else:
-                found = torch.searchsorted(codebook.boundaries(values), relative.contiguous())
-            indices[rows, first : first + d] = found.to(torch.uint8)
-    return RotatedCodebook(indices, norms, values, group_size, NO_ROTATION, 0)
-
-
-def dequantize(passes: Sequence[RotatedCodebook]) -> Tensor:
-    """float32 ``[N, K]``: the weight that passes stand for; `qcut.codebooks.quantizer.dequantize` and `NO_ROTATION`."""
-    if passes[0].rotation != NO_ROTATION:
-        return rotated_codebook.dequantize(passes)
-    n, k = passes[0].indices.shape
-    out = torch.zeros((n, k), device=passes[0].indices.device)
-    for rows in rotated_codebook.row_chunks(n, k):
-        for q in passes:
-            values = q.values[q.indices[rows].int()]
-            out[rows] += values.mul_(_column_scales(q.norms[rows], k, q.group_size, q.rotation))
-    return out
 
 
 def pack_book(values: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
@@ -144,7 +68,7 @@ def codebook_gemm_ref(
         v = act(acc * col_scale[n] + bias[n]) + residual[m, n]
 
     With int8 tokens the weights are `qcut.codebooks.layout.int8_weight`, acc is int32, and the rest
-    `qcut.numerics.gemm_s8_ref` with ``row_scale``.
+    `qcut.numerics.int8.gemm_s8_ref` with ``row_scale``.
 
     Args:
         x: float16, bfloat16 or int8 ``[M, 128 units]``; M may be 0.
@@ -168,15 +92,15 @@ def codebook_gemm_ref(
     """
     m, n = len(x), len(col_scale)
     out = torch.empty((m, n), dtype=out_dtype, device=x.device)
-    for tiles, rows in _tile_chunks(n, units.shape[1] * codebook_layout.UNIT_COLUMNS):
+    for tiles, rows in _tile_chunks(n, units.shape[1] * layout.UNIT_COLUMNS):
         r = rows.stop - rows.start
         added = None if bias is None else bias[rows]
         before = None if residual is None else residual[:, rows]
         scale = col_scale[rows]
         if fold is not None:
-            padded = slice(rows.start, rows.start + (tiles.stop - tiles.start) * codebook_layout.UNIT_ROWS)
-            weight = codebook_layout.int8_weight(units[tiles], bits, norms[tiles], values, fold[padded])[:r]
-            out[:, rows] = numerics.gemm_s8_ref(
+            padded = slice(rows.start, rows.start + (tiles.stop - tiles.start) * layout.UNIT_ROWS)
+            weight = layout.int8_weight(units[tiles], bits, norms[tiles], values, fold[padded])[:r]
+            out[:, rows] = int8.gemm_s8_ref(
                 x,
                 weight,
                 row_scale=row_scale,
@@ -187,11 +111,11 @@ def codebook_gemm_ref(
                 out_dtype=out_dtype,
             )
             continue
-        weight = codebook_layout.rotated_weight(units[tiles], bits, norms[tiles], values)[:r]
+        weight = layout.rotated_weight(units[tiles], bits, norms[tiles], values)[:r]
         v = (x.double() @ weight.t()).float() * scale
         if added is not None:
             v += added
-        v = numerics.apply_activation(v, activation)
+        v = int8.apply_activation(v, activation)
         out[:, rows] = v if before is None else v + before.float()
     return out
 
@@ -203,7 +127,7 @@ def codebook_linear_ref(
     codebooks: Sequence[Tensor],
     bias: Tensor | None,
     bits: Sequence[int],
-    kind: rotation.Kind,
+    kind: Kind,
     group_size: int,
     seeds: Sequence[int],
     activation: str,
@@ -236,12 +160,12 @@ def codebook_linear_ref(
         along_k = slice(None) if len(units) > 1 else slice(p * geometry.units, (p + 1) * geometry.units)
         groups = slice(p * geometry.groups, (p + 1) * geometry.groups)
         for tiles, rows in _tile_chunks(n, k):
-            indices = codebook_layout.unpack_units(units[i][tiles, along_k], bits[i], rows.stop - rows.start, geometry)
-            weight = codebooks[i][indices.int()].mul_(_column_scales(norms[rows, groups], k, group_size, kind))
+            indices = layout.unpack_units(units[i][tiles, along_k], bits[i], rows.stop - rows.start, geometry)
+            weight = codebooks[i][indices.int()].mul_(column_scales(norms[rows, groups], k, group_size, kind))
             v[:, rows] += tokens @ weight.t()
     if bias is not None:
         v += bias
-    return numerics.apply_activation(v, activation).to(x.dtype)
+    return int8.apply_activation(v, activation).to(x.dtype)
 
 
 def codebook_linear_s8_ref(
@@ -253,7 +177,7 @@ def codebook_linear_s8_ref(
     codebooks: Sequence[Tensor],
     bias: Tensor | None,
     bits: Sequence[int],
-    kind: rotation.Kind,
+    kind: Kind,
     group_size: int,
     seeds: Sequence[int],
     activation: str,
@@ -272,7 +196,7 @@ def codebook_linear_s8_ref(
     total: Tensor | None = None
     first_column = 0
     for i in range(len(units)):
-        columns = units[i].shape[1] * codebook_layout.UNIT_COLUMNS
+        columns = units[i].shape[1] * layout.UNIT_COLUMNS
         total = codebook_gemm_ref(
             rows[:, first_column : first_column + columns],
             row_scale,
@@ -290,22 +214,13 @@ def codebook_linear_s8_ref(
         first_column += columns
     if total is None:
         raise ShapeError("a codebook layer without weights")
-    return total if last == 0 else numerics.apply_activation(total, activation).to(x.dtype)
+    return total if last == 0 else int8.apply_activation(total, activation).to(x.dtype)
 
 
 def _tile_chunks(n: int, columns: int) -> Iterator[tuple[slice, slice]]:
     """Tiles of 16 rows, and the rows they hold, in pieces of whole blocks of 64 rows."""
-    step = max(1, _CHUNK_ELEMENTS // (columns * codebook_layout.ROW_ALIGNMENT)) * codebook_layout.ROW_ALIGNMENT
+    step = max(1, _CHUNK_ELEMENTS // (columns * layout.ROW_ALIGNMENT)) * layout.ROW_ALIGNMENT
     for first in range(0, n, step):
         rows = slice(first, min(first + step, n))
-        tile = first // codebook_layout.UNIT_ROWS
-        yield slice(tile, tile + codebook_layout.row_tiles(rows.stop - rows.start)), rows
-
-
-def _column_scales(norms: Tensor, k: int, group_size: int, kind: rotation.Kind) -> Tensor:
-    """float32 ``[R, K]``: what multiplies the codebook's value in each column."""
-    parts = rotation.groups(k, group_size)
-    scale = norms.float()
-    if kind != NO_ROTATION:
-        scale = scale * rotated_codebook.rsqrt_sizes(parts, scale)
-    return rotated_codebook.per_column(scale, parts)
+        tile = first // layout.UNIT_ROWS
+        yield slice(tile, tile + layout.row_tiles(rows.stop - rows.start)), rows

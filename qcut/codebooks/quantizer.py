@@ -1,4 +1,4 @@
-"""The quantizer of rotated codebook weights, and its inverse, in plain torch on any device.
+"""The quantizer of codebook weights, rotated or plain, and its inverse, in plain torch on any device.
 
 Per output row n and group g of d columns, Pi the group's rotation::
 
@@ -7,31 +7,26 @@ Per output row n and group g of d columns, Pi the group's rotation::
     idx[n, g, j] = searchsorted(midpoints of the codebook, r[j])
     W'[n, g] = norm[n, g] / sqrt(d) * codebook[idx[n, g]] Pi
 
-A residual pass is the same of what the first pass left, ``W - W'``, with a seed, a codebook and norms of its own; the
-weight is the sum of the passes. `qcut.codebooks.fit` chooses indices and norms with calibration data instead.
+Without a rotation the norms are plain scales: ``W'[n, g] = norm[n, g] * codebook[idx[n, g]]``. A residual pass is the
+same of what the first pass left, ``W - W'``, with a seed, a codebook and norms of its own; the weight is the sum of the
+passes. `qcut.codebooks.fit` chooses indices and norms with calibration data instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks import rotation
-from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
+from qcut.codebooks import lloyd_max, rotation
+from qcut.codebooks.rotation import NO_ROTATION, Kind, per_column
+from qcut.errors import DtypeError, QuantizationError, ShapeError, layer_prefix
+from qcut.models.modules import WEIGHT_DTYPES
 
-WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NORM_DTYPES = (torch.float16, torch.float32)
 
-Strategy = Literal["different", "shared", "alternating", "per_layer"]
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-RESIDUAL_SEED = 1042
-
-_LAYER_STRIDE = 10_007
 _CHUNK_ELEMENTS = 1 << 24  # weights are read in pieces: no float32 copy of a whole one exists
 
 
@@ -44,7 +39,7 @@ class RotatedCodebook:
         norms: float16 or float32 ``[N, G]``.
         values: float32 ``[2**bits]``, ascending.
         group_size: columns of a group; the last may have fewer.
-        rotation: see `qcut.codebooks.rotation.rotate`.
+        rotation: see `qcut.codebooks.rotation.rotate`; `NO_ROTATION` for plain scales.
         seed: of the group at column 0; that of another is ``seed`` plus its first column.
     """
 
@@ -52,55 +47,28 @@ class RotatedCodebook:
     norms: Tensor
     values: Tensor
     group_size: int
-    rotation: rotation.Kind
+    rotation: Kind
     seed: int
-
-
-def pass_seeds(
-    seed: int, residual_seed: int = RESIDUAL_SEED, strategy: Strategy = "different", layer_index: int = 0
-) -> tuple[int, int]:
-    """The seeds of a layer's first and residual pass.
-
-    - ``different`` and ``alternating``: ``(seed, residual_seed)``. The two differ from the third pass on, where
-      ``alternating`` starts over; there is none here.
-    - ``shared``: ``(seed, seed)``.
-    - ``per_layer``: both of ``different`` plus ``10007 * layer_index``.
-
-    Args:
-        seed: of the first pass.
-        residual_seed: of the residual pass.
-        strategy: one of `STRATEGIES`.
-        layer_index: position of the layer among those that are quantized, in the order of ``named_modules``.
-
-    Raises:
-        ConfigError: another strategy.
-
-    Source: the turboquant-model package, ``quantize_model``.
-    """
-    if strategy not in STRATEGIES:
-        raise ConfigError(f"rotation strategy {strategy!r}; allowed: {', '.join(STRATEGIES)}")
-    if strategy == "shared":
-        return seed, seed
-    offset = _LAYER_STRIDE * layer_index if strategy == "per_layer" else 0
-    return seed + offset, residual_seed + offset
 
 
 def quantize(
     weight: Tensor,
     bits: int = 4,
     *,
+    before: Sequence[RotatedCodebook] = (),
     group_size: int = 128,
-    kind: rotation.Kind = "hadamard",
+    kind: Kind = "hadamard",
     seed: int = 42,
     norm_dtype: torch.dtype = torch.float16,
     layer: str | None = None,
     refit: bool = False,
 ) -> RotatedCodebook:
-    """Quantize a weight to the nearest codebook values of its rotated groups.
+    """Quantize a weight, or what earlier passes left of one, to the nearest codebook values of its rotated groups.
 
     Args:
         weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
         bits: 1 to 4.
+        before: rotated passes of the same weight; they are subtracted in float32, one after the other.
         group_size: columns of a group; K or more takes whole rows.
         kind: rotation; a Hadamard group, the shorter last one too, is a power of two.
         seed: see `RotatedCodebook`.
@@ -122,50 +90,89 @@ def quantize(
 
     Source: schemes.md section 4; Lloyd-Max (`qcut.codebooks.lloyd_max`).
     """
-    (only,) = _quantize_passes(weight, ((bits, seed),), group_size, kind, norm_dtype, layer, refit)
-    return only
+    check_weight(weight, norm_dtype, layer)
+    n, k = weight.shape
+    parts = rotation.check_groups(k, group_size, kind, layer)
+    values = lloyd_max.codebook(bits, weight.device)
+    indices = torch.empty((n, k), dtype=torch.uint8, device=weight.device)
+    norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=weight.device)
+    for rows in row_chunks(n, k):
+        left = rows_left(weight, before, rows, layer)
+        exact = torch.stack([torch.linalg.vector_norm(left[:, first : first + d], dim=1) for first, d in parts], 1)
+        # A zero row stays zero: its norm is.
+        rotated = rotation.rotate_groups(
+            left / per_column(torch.where(exact > 0, exact, 1.0), parts), kind, group_size, seed
+        )
+        rotated *= per_column(torch.tensor([d**0.5 for _, d in parts], device=weight.device), parts)
+        nearest = torch.searchsorted(lloyd_max.boundaries(values), rotated, out_int32=True)
+        if refit:
+            chosen = values[nearest]
+            for g, (first, d) in enumerate(parts):
+                columns = slice(first, first + d)
+                c = chosen[:, columns]
+                exact[:, g] *= (rotated[:, columns] * c).sum(1) / c.square().sum(1)
+        indices[rows] = nearest.to(torch.uint8)
+        norms[rows] = stored_norms(exact, norm_dtype, layer)
+    return RotatedCodebook(indices, norms, values, group_size, kind, seed)
 
 
-def quantize_residual(
+def quantize_plain(
     weight: Tensor,
-    bits: int = 4,
-    residual_bits: int = 4,
+    bits: int,
     *,
-    group_size: int = 128,
-    kind: rotation.Kind = "hadamard",
-    seed: int = 42,
-    residual_seed: int = RESIDUAL_SEED,
-    strategy: Strategy = "different",
-    layer_index: int = 0,
+    before: Sequence[RotatedCodebook] = (),
+    group_size: int,
+    uniform: bool,
     norm_dtype: torch.dtype = torch.float16,
     layer: str | None = None,
-    refit: bool = False,
-) -> tuple[RotatedCodebook, RotatedCodebook]:
-    """Quantize a weight in two passes: `quantize`, then `quantize` of what that leaves in float32.
+) -> RotatedCodebook:
+    """Quantize a weight, or what earlier passes left of one, without a rotation.
 
-    Errors and exactness are those of `quantize` and `pass_seeds`.
+    Equal steps: values ``c = -2**(b - 1) … 2**(b - 1) - 1``, ``norm = max |W[n, g]| / (2**(b - 1) - 1)`` rounded to
+    its dtype, ``idx = clamp(rne(W / norm)) + 2**(b - 1)``. Otherwise the Lloyd-Max codebook, ``norm`` the root of the
+    group's mean square, the nearest of the values to ``W / norm``.
 
     Args:
-        weight: see `quantize`, as for ``group_size``, ``kind``, ``norm_dtype``, ``layer`` and ``refit``.
-        bits: 1 to 4, of the first pass.
-        residual_bits: 1 to 4, of the second pass.
-        group_size: of both passes.
-        kind: of both passes.
-        seed: see `pass_seeds`, as for ``residual_seed``, ``strategy`` and ``layer_index``.
-        residual_seed: of the second pass.
-        strategy: of the seeds.
-        layer_index: of the layer.
-        norm_dtype: of both passes.
+        weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
+        bits: 2, 3 or 4.
+        before: passes of the same weight; they are subtracted in float32, one after the other.
+        group_size: columns of a group; K or more takes whole rows.
+        uniform: equal steps.
+        norm_dtype: float16 or float32.
         layer: name for error messages.
-        refit: of both passes.
 
     Returns:
-        The passes; `dequantize` adds them up.
+        Tensors on the weight's device, with the rotation `NO_ROTATION`.
+
+    Raises:
+        ShapeError: no matrix, or an empty one.
+        DtypeError: another dtype of weight or norms.
+        QuantizationError: NaN or Inf, or a norm beyond float16.
+
+    Exactness: bitwise with equal steps.
     """
-    first, second = pass_seeds(seed, residual_seed, strategy, layer_index)
-    passes = ((bits, first), (residual_bits, second))
-    one, two = _quantize_passes(weight, passes, group_size, kind, norm_dtype, layer, refit)
-    return one, two
+    check_weight(weight, norm_dtype, layer)
+    n, k = weight.shape
+    parts, half = rotation.groups(k, group_size), 1 << (bits - 1)
+    device = weight.device
+    values = torch.arange(-half, half, device=device).float() if uniform else lloyd_max.codebook(bits, device)
+    indices = torch.empty((n, k), dtype=torch.uint8, device=device)
+    norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
+    for rows in row_chunks(n, k):
+        w = rows_left(weight, before, rows, layer)
+        for g, (first, d) in enumerate(parts):
+            group = w[:, first : first + d]
+            largest = torch.full((), half - 1.0, device=device)
+            scale = group.abs().amax(1) / largest if uniform else group.square().mean(1).sqrt()
+            norms[rows, g] = stored_norms(scale, norm_dtype, layer)
+            step = norms[rows, g].float()[:, None]
+            relative = group / torch.where(step > 0, step, 1.0)
+            if uniform:
+                nearest = relative.round().clamp(-half, half - 1) + half
+            else:
+                nearest = torch.searchsorted(lloyd_max.boundaries(values), relative.contiguous())
+            indices[rows, first : first + d] = nearest.to(torch.uint8)
+    return RotatedCodebook(indices, norms, values, group_size, NO_ROTATION, 0)
 
 
 def dequantize(q: RotatedCodebook | Sequence[RotatedCodebook]) -> Tensor:
@@ -192,21 +199,54 @@ def dequantize(q: RotatedCodebook | Sequence[RotatedCodebook]) -> Tensor:
 
 def dequantize_rows(q: RotatedCodebook, rows: slice) -> Tensor:
     """float32 ``[R, K]``: some rows of `dequantize` of one pass, unchecked."""
-    parts = rotation.groups(q.indices.shape[1], q.group_size)
     values = q.values[q.indices[rows].int()]
-    back = rotation.rotate_groups_back(values, q.rotation, q.group_size, q.seed)
-    scale = q.norms[rows].float() * rsqrt_sizes(parts, back)
-    return back.mul_(per_column(scale, parts))
+    scales = column_scales(q.norms[rows], q.indices.shape[1], q.group_size, q.rotation)
+    if q.rotation == NO_ROTATION:
+        return values.mul_(scales).add_(0.0)  # in groups of zeros too, 0 is positive
+    return rotation.rotate_groups_back(values, q.rotation, q.group_size, q.seed).mul_(scales)
+
+
+def column_scales(norms: Tensor, k: int, group_size: int, kind: Kind) -> Tensor:
+    """float32 ``[R, K]``: the factor of the codebook's value in each column.
+
+    Args:
+        norms: float16 or float32 ``[R, G]``.
+        k: columns.
+        group_size: columns of a group.
+        kind: of the rotation; norms of rotated groups are divided by the root of the group's columns.
+    """
+    parts = rotation.groups(k, group_size)
+    scales = norms.float()
+    if kind != NO_ROTATION:
+        scales = scales * torch.tensor([d**-0.5 for _, d in parts], device=norms.device)
+    return per_column(scales, parts)
 
 
 def check_weight(weight: Tensor, norm_dtype: torch.dtype, layer: str | None) -> None:
-    """Raise what `quantize` raises of a weight's shape and the dtypes."""
+    """Check the shape of a weight and the dtypes of weight and norms.
+
+    Raises:
+        ShapeError: no matrix, or an empty one.
+        DtypeError: another dtype than `WEIGHT_DTYPES` and `NORM_DTYPES`.
+    """
     where = layer_prefix(layer)
     if weight.dim() != 2 or not weight.numel():
         raise ShapeError(f"{where}the weight has shape {list(weight.shape)}; allowed: [N, K] with N, K >= 1")
     if weight.dtype not in WEIGHT_DTYPES or norm_dtype not in NORM_DTYPES:
-        found = weight.dtype if weight.dtype not in WEIGHT_DTYPES else norm_dtype
-        raise DtypeError(f"{where}{found}; allowed: weights of {WEIGHT_DTYPES}, norms of {NORM_DTYPES}")
+        wrong = weight.dtype if weight.dtype not in WEIGHT_DTYPES else norm_dtype
+        raise DtypeError(f"{where}{wrong}; allowed: weights of {WEIGHT_DTYPES}, norms of {NORM_DTYPES}")
+
+
+def rows_left(weight: Tensor, before: Sequence[RotatedCodebook], rows: slice, layer: str | None) -> Tensor:
+    """float32 ``[R, K]``: some rows of a weight, less what passes before stand for.
+
+    Raises:
+        QuantizationError: NaN or Inf in the weight.
+    """
+    left = finite_rows(weight, rows, layer)
+    for q in before:
+        left = left - dequantize_rows(q, rows)
+    return left
 
 
 def finite_rows(weight: Tensor, rows: slice, layer: str | None) -> Tensor:
@@ -239,72 +279,11 @@ def row_chunks(n: int, k: int, elements: int | None = None) -> Iterator[slice]:
     return (slice(first, min(first + rows, n)) for first in range(0, n, rows))
 
 
-def _quantize_passes(
-    weight: Tensor,
-    passes: Sequence[tuple[int, int]],
-    group_size: int,
-    kind: rotation.Kind,
-    norm_dtype: torch.dtype,
-    layer: str | None,
-    refit: bool,
-) -> tuple[RotatedCodebook, ...]:
-    """One result for each (bits, seed), each of what those before it leave."""
-    check_weight(weight, norm_dtype, layer)
-    n, k = weight.shape
-    parts = rotation.check_groups(k, group_size, kind, layer)
-    device = weight.device
-    results = [
-        RotatedCodebook(
-            torch.empty((n, k), dtype=torch.uint8, device=device),
-            torch.empty((n, len(parts)), dtype=norm_dtype, device=device),
-            codebook.codebook(bits, device),
-            group_size,
-            kind,
-            seed,
-        )
-        for bits, seed in passes
-    ]
-    for rows in row_chunks(n, k):
-        left = finite_rows(weight, rows, layer)
-        for i, q in enumerate(results):
-            q.indices[rows], norms = _nearest(left, q, parts, refit)
-            q.norms[rows] = stored_norms(norms, norm_dtype, layer)
-            if i + 1 < len(results):
-                left = left - dequantize_rows(q, rows)
-    return tuple(results)
-
-
-def _nearest(w: Tensor, q: RotatedCodebook, parts: list[tuple[int, int]], refit: bool) -> tuple[Tensor, Tensor]:
-    """uint8 ``[R, K]`` and float32 ``[R, G]``: indices and norms of float32 rows with q's rotation and codebook."""
-    norms = torch.stack([torch.linalg.vector_norm(w[:, first : first + d], dim=1) for first, d in parts], 1)
-    # A zero row stays zero: its norm is.
-    unit = w / per_column(torch.where(norms > 0, norms, 1.0), parts)
-    rotated = rotation.rotate_groups(unit, q.rotation, q.group_size, q.seed)
-    rotated *= per_column(torch.tensor([[d**0.5 for _, d in parts]], device=w.device), parts)
-    indices = torch.searchsorted(codebook.boundaries(q.values), rotated, out_int32=True)
-    if refit:
-        chosen = q.values[indices]
-        for g, (first, d) in enumerate(parts):
-            columns = slice(first, first + d)
-            c = chosen[:, columns]
-            norms[:, g] *= (rotated[:, columns] * c).sum(1) / c.square().sum(1)
-    return indices.to(torch.uint8), norms
-
-
-def per_column(per_group: Tensor, parts: list[tuple[int, int]]) -> Tensor:
-    """``[R, K]``: a value of each group, ``[R, G]``, at each of its columns."""
-    sizes = torch.tensor([d for _, d in parts], device=per_group.device)
-    return per_group.repeat_interleave(sizes, 1, output_size=parts[-1][0] + parts[-1][1])
-
-
-def rsqrt_sizes(parts: list[tuple[int, int]], like: Tensor) -> Tensor:
-    """float32 ``[G]`` on another tensor's device: one over the root of each group's columns."""
-    return torch.tensor([d**-0.5 for _, d in parts], device=like.device)
-
-
 def _check_tensors(q: RotatedCodebook) -> None:
     n, k = q.indices.shape
-    parts = rotation.check_groups(k, q.group_size, q.rotation)
+    if q.rotation != NO_ROTATION:
+        rotation.check_group_size(k, q.group_size, q.rotation)
+    parts = rotation.groups(k, q.group_size)
     if q.norms.shape != (n, len(parts)):
         raise ShapeError(f"norms have shape {list(q.norms.shape)}; allowed: {[n, len(parts)]}")
     if q.indices.numel() and int(q.indices.max()) >= len(q.values):

@@ -1,21 +1,26 @@
 """Random rotations of groups of columns: they leave products alone and make weights look normally distributed.
 
-Both are orthogonal and follow from a seed, the same on every device: they are drawn on the CPU. ``rotate`` applies
-``x Pi^T`` to the last dimension, ``rotate_back`` the inverse.
+Rotations are orthogonal and follow from a seed, the same on every device: they are drawn on the CPU. `rotate` applies
+``x Pi^T`` to the last dimension, `rotate_back` the inverse; `rotate_groups` and `rotate_groups_back` do so group by
+group. `back_operands` and `rotate_groups_back_by` part the drawing from the product, for callers that rotate often.
 """
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, layer_prefix
 
-Kind = Literal["hadamard", "qr"]
+Kind = Literal["hadamard", "qr", "none"]
 KINDS = ("hadamard", "qr")
+"""The kinds that rotate."""
+NO_ROTATION: Final = "none"
+"""The kind of weights that are quantized as they are."""
 
 _HAAR_BYTES = 1 << 29  # a matrix of 8192 columns takes half of it, 128 columns of it 8192 times
 _haar_cache: dict[tuple[int, int], Tensor] = {}
@@ -74,18 +79,18 @@ def haar(d: int, seed: int) -> Tensor:
 
     Source: Mezzadri, "How to generate random matrices from the classical compact groups" (2007), section 5.
     """
-    found = _haar_cache.pop((d, seed), None)
-    if found is None:
+    rotation = _haar_cache.pop((d, seed), None)
+    if rotation is None:
         gaussian = torch.randn(d, d, generator=torch.Generator().manual_seed(seed))
         q, r = torch.linalg.qr(gaussian)
-        found = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+        rotation = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
         held = sum(matrix.nbytes for matrix in _haar_cache.values())
         for key in list(_haar_cache):
-            if held + found.nbytes <= _HAAR_BYTES:
+            if held + rotation.nbytes <= _HAAR_BYTES:
                 break
             held -= _haar_cache.pop(key).nbytes
-    _haar_cache[d, seed] = found  # the last entry is the one used last
-    return found
+    _haar_cache[d, seed] = rotation  # the last entry is the one used last
+    return rotation
 
 
 @lru_cache(maxsize=1024)
@@ -146,7 +151,7 @@ def rotate_back(x: Tensor, kind: Kind, seed: int) -> Tensor:
     return walsh_hadamard(x) * signs(d, seed).to(x) * d**-0.5
 
 
-def rotate_groups(x: Tensor, kind: Kind, group_size: int, seed: int) -> Tensor:
+def rotate_groups(x: Tensor, kind: Kind, group_size: int, seed: int, *, as_full: bool = False) -> Tensor:
     """`rotate` on every group of the last dimension, a group's seed being ``seed`` plus its first column.
 
     Args:
@@ -154,6 +159,8 @@ def rotate_groups(x: Tensor, kind: Kind, group_size: int, seed: int) -> Tensor:
         kind: see `rotate`.
         group_size: columns of a group; the last may have fewer.
         seed: of the group at column 0.
+        as_full: multiply a last group of d columns by ``sqrt(columns of a full group / d)``, so that a product divided
+            by the root of a full group's columns serves all groups.
 
     Returns:
         ``[..., K]`` in float32 or x's wider dtype.
@@ -161,36 +168,113 @@ def rotate_groups(x: Tensor, kind: Kind, group_size: int, seed: int) -> Tensor:
     Raises:
         ConfigError: see `check_groups`.
 
-    Exactness: bitwise that of `rotate` per group.
+    Exactness: bitwise that of `rotate` per group; with ``as_full`` the factor of a Hadamard group is rounded once, that
+    of ``qr`` is a second product.
     """
-    return _each_group(x, kind, group_size, seed, back=False)
-
-
-def rotate_groups_back(x: Tensor, kind: Kind, group_size: int, seed: int) -> Tensor:
-    """The inverse of `rotate_groups`, with its arguments and errors."""
-    return _each_group(x, kind, group_size, seed, back=True)
-
-
-def _each_group(x: Tensor, kind: Kind, group_size: int, seed: int, back: bool) -> Tensor:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    parts = check_groups(x.shape[-1], group_size, kind)
+    k = x.shape[-1]
+    parts = check_groups(k, group_size, kind)
+    full = parts[0][1]
     if kind == "qr":
         out = torch.empty_like(x)
         for first, d in parts:
-            one = rotate_back if back else rotate
-            out[..., first : first + d] = one(x[..., first : first + d], kind, seed + first)
+            turned = rotate(x[..., first : first + d], kind, seed + first)
+            out[..., first : first + d] = turned * math.sqrt(full / d) if as_full and d < full else turned
         return out
-    flips = torch.cat([signs(d, seed + first) for first, d in parts]).to(x)
-    pieces = []
-    # Groups of one size are transformed together: all but a shorter last one.
-    full = sum(d == parts[0][1] for _, d in parts)
-    for first, d, count in ((0, parts[0][1], full), (*parts[-1], len(parts) - full)):
-        if count:
-            columns = slice(first, first + d * count)
-            piece = x[..., columns] if back else x[..., columns] * flips[columns]
-            piece = walsh_hadamard(piece.unflatten(-1, (count, d))).flatten(-2)
-            pieces.append((piece * flips[columns] if back else piece) * d**-0.5)
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
+    factors = [math.sqrt(full) / d if as_full else d**-0.5 for _, d in parts]
+    x = _walsh_hadamard_groups(x * group_signs(k, group_size, seed).to(x), full)
+    return x * per_column(torch.tensor(factors, dtype=x.dtype, device=x.device), parts)
+
+
+def rotate_groups_back(x: Tensor, kind: Kind, group_size: int, seed: int) -> Tensor:
+    """The inverse of `rotate_groups` without ``as_full``, with its arguments and errors."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    k = x.shape[-1]
+    parts = check_groups(k, group_size, kind)
+    if kind == "qr":
+        out = torch.empty_like(x)
+        for first, d in parts:
+            out[..., first : first + d] = rotate_back(x[..., first : first + d], kind, seed + first)
+        return out
+    return rotate_groups_back_by(x, kind, group_size, back_operands(k, kind, group_size, seed, x.device, x.dtype))
+
+
+def back_operands(
+    k: int,
+    kind: Kind,
+    group_size: int,
+    seed: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, ...]:
+    """The tensors that `rotate_groups_back_by` multiplies by; constant, to be kept by the caller.
+
+    Args:
+        k: columns.
+        kind: of the rotation.
+        group_size: columns of a group.
+        seed: of the group at column 0.
+        device: of the result. A CUDA graph can be captured once the tensors are there.
+        dtype: of the result: that of the columns, float32 or float64.
+
+    Returns:
+        - hadamard: ``[K]``, a column's sign times ``1 / sqrt(columns of its group)``.
+        - qr: the matrices ``[full groups, d, d]``, and the last group's.
+        - none: no tensor.
+    """
+    parts = groups(k, group_size)
+    if kind == "hadamard":
+        factors = torch.tensor([d**-0.5 for _, d in parts], dtype=dtype)
+        return ((group_signs(k, group_size, seed) * per_column(factors, parts)).to(device),)
+    if kind == "qr":
+        matrices = [haar(d, seed + first).to(dtype) for first, d in parts]
+        full = sum(d == parts[0][1] for _, d in parts)
+        return torch.stack(matrices[:full]).to(device), matrices[-1].to(device)
+    return ()
+
+
+def rotate_groups_back_by(x: Tensor, kind: Kind, group_size: int, operands: tuple[Tensor, ...]) -> Tensor:
+    """`rotate_groups_back` with the operands given, and nothing checked.
+
+    Args:
+        x: ``[R, K]`` of the operands' dtype, on their device.
+        kind: of the rotation; ``none`` returns x.
+        group_size: columns of a group.
+        operands: `back_operands` of K columns in such groups.
+
+    Returns:
+        ``[R, K]``.
+
+    Exactness: hadamard: bitwise `rotate_groups_back`. qr: products in the order of the device's batched product.
+    """
+    if kind == "hadamard":
+        return _walsh_hadamard_groups(x, group_size) * operands[0]
+    if kind == "qr":
+        matrices, last_matrix = operands
+        d = matrices.shape[1]
+        whole = x.shape[1] // d * d
+        out = (x[:, :whole].unflatten(1, (-1, d)).transpose(0, 1) @ matrices).transpose(0, 1).flatten(1)
+        return out if whole == x.shape[1] else torch.cat((out, x[:, whole:] @ last_matrix), 1)
+    return x
+
+
+def group_signs(k: int, group_size: int, seed: int) -> Tensor:
+    """float32 ``[K]`` of +1 and -1: `signs` of each group."""
+    return torch.cat([signs(d, seed + first) for first, d in groups(k, group_size)])
+
+
+def per_column(per_group: Tensor, parts: list[tuple[int, int]]) -> Tensor:
+    """``[..., K]``: a value of each group, ``[..., G]``, at each of its columns; ``parts`` as `groups` has them."""
+    sizes = torch.tensor([d for _, d in parts], device=per_group.device)
+    return per_group.repeat_interleave(sizes, -1, output_size=parts[-1][0] + parts[-1][1])
+
+
+def _walsh_hadamard_groups(x: Tensor, group_size: int) -> Tensor:
+    """`walsh_hadamard` of each group: the full ones together, then a shorter last one."""
+    d = min(group_size, x.shape[-1])
+    whole = x.shape[-1] // d * d
+    out = walsh_hadamard(x[..., :whole].unflatten(-1, (-1, d))).flatten(-2)
+    return out if whole == x.shape[-1] else torch.cat((out, walsh_hadamard(x[..., whole:])), -1)
 
 
 def _check_kind(kind: str) -> None:

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qcut.codebooks import rotation
 from qcut.codebooks.layout import Geometry
+from qcut.codebooks.rotation import Kind
 from qcut.errors import ConfigError, DtypeError, ShapeError
-from qcut.numerics import int8 as numerics
-
-Kind = Literal["hadamard", "qr", "none"]
+from qcut.numerics.int8 import quantize_per_token_ref
 
 _INPUTS = (torch.float16, torch.bfloat16, torch.float32)
 _OUTPUTS = (*_INPUTS, torch.int8)
@@ -42,7 +40,8 @@ def rotate_tokens(
         group_size: columns of a group; K or more takes whole rows. Hadamard groups, the shorter last one too, are
             powers of two.
         seeds: one for each pass. Without a rotation their number alone counts.
-        out: float16, bfloat16, float32, or int8: `qcut.numerics.quantize_per_token_ref` of the row, all its passes.
+        out: float16, bfloat16, float32, or int8: `qcut.numerics.int8.quantize_per_token_ref` of a row, all
+            its passes.
 
     Returns:
         ``[M, passes * k_padded]`` (see `qcut.codebooks.layout.Geometry`), padding 0, before `to_blocks`; and the scale,
@@ -66,10 +65,11 @@ def rotate_tokens(
     places = geometry.columns(x.device)
     rows = torch.zeros((len(x), len(seeds), geometry.k_padded), dtype=torch.float32, device=x.device)
     for number, seed in enumerate(seeds):
-        rows[:, number, places] = _rotate_row(x.float(), kind, geometry, seed)
+        rotated = x if kind == "none" else rotation.rotate_groups(x, kind, group_size, seed, as_full=True)
+        rows[:, number, places] = rotated.float()
     flat = rows.flatten(1)
     if out is torch.int8:
-        return numerics.quantize_per_token_ref(flat, flat.shape[1])
+        return quantize_per_token_ref(flat, flat.shape[1])
     return flat.to(out), None
 
 
@@ -81,7 +81,7 @@ def operands(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """What the rotation's kernel reads besides tokens; constant, to be kept by the caller.
+    """The operands that the rotation's kernel reads besides tokens; constant, to be kept by the caller.
 
     Args:
         kind: hadamard, qr or none.
@@ -109,7 +109,7 @@ def operands(
     if kind == "hadamard":
         negative = torch.zeros(len(seeds), geometry.k_padded, dtype=torch.int64)
         for number, seed in enumerate(seeds):
-            negative[number, geometry.columns()] = (_signs(parts, seed) < 0).long()
+            negative[number, geometry.columns()] = (rotation.group_signs(k, group_size, seed) < 0).long()
         words = (negative.view(len(seeds), -1, 32) << torch.arange(32)).sum(-1)
         return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32).to(device)
     if dtype not in (torch.float16, torch.bfloat16):
@@ -129,28 +129,3 @@ def _geometry(k: int, kind: str, group_size: int, seeds: Sequence[int]) -> Geome
     if kind != "none":
         rotation.check_group_size(k, group_size, kind)
     return Geometry(k, group_size)
-
-
-def _signs(parts: list[tuple[int, int]], seed: int) -> Tensor:
-    return torch.cat([rotation.signs(d, seed + first) for first, d in parts])
-
-
-def _rotate_row(x: Tensor, kind: Kind, geometry: Geometry, seed: int) -> Tensor:
-    """float32 ``[M, K]``, columns in x's order."""
-    if kind == "none":
-        return x
-    full = geometry.full
-    parts = rotation.groups(geometry.k, full)
-    pieces = []
-    if kind == "qr":
-        for first, d in parts:
-            turned = rotation.rotate(x[:, first : first + d], "qr", seed + first)
-            pieces.append(turned if d == full else turned * math.sqrt(full / d))
-        return torch.cat(pieces, 1)
-    flipped = x * _signs(parts, seed).to(x.device)
-    # Groups of one size are transformed together: all but a shorter last one.
-    for first, d, count in ((0, full, geometry.k // full), (geometry.k // full * full, geometry.k % full, 1)):
-        if count and d:
-            piece = flipped[:, first : first + d * count].unflatten(1, (count, d))
-            pieces.append(rotation.walsh_hadamard(piece).flatten(1) * (math.sqrt(full) / d))
-    return torch.cat(pieces, 1)

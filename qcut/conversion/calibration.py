@@ -23,7 +23,8 @@ from qcut.errors import CalibrationError, ConfigError
 from qcut.models.modules import DEFAULT_SKIP, evaluating, find_layers, forward, model_device, to_device, weight_nk
 from qcut.models.tracing import NormPair, trace_norms
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
-from qcut.storage.files import TensorFiles, open_tensors, plain_name, read_json
+from qcut.storage.files import read_json
+from qcut.storage.tensors import TensorFiles, open_tensors, plain_name
 
 Method = Literal["minmax", "quantile", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)

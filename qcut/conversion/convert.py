@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,16 +12,17 @@ from tqdm import tqdm
 
 from qcut.config import Scheme
 from qcut.conversion.calibration import Calibration
+from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.plan import Plan
 from qcut.conversion.prebuild import prebuild_layers
 from qcut.conversion.report import LayerReport, Report
-from qcut.conversion.smoothing import migrations_for, norm_updates, rescale, scaled_weight
+from qcut.conversion.smoothing import Smoothing, migrations_for, norm_updates, rescale, scaled_weight
 from qcut.conversion.tables import classifier_tasks, quantized_table, table_report
 from qcut.conversion.tasks import Task, add_second_moments, layer_tasks
 from qcut.errors import ConfigError
 from qcut.layers.base import Linear
-from qcut.layers.embedding import token_tables
-from qcut.models.modules import FusedActivation, as_given, fusible_activations, tensor_key, weight_nk, weight_of
+from qcut.layers.embedding import Embedding, token_tables
+from qcut.models.modules import as_given, fusible_activations, tensor_key, weight_nk, weight_of
 from qcut.numerics.int8 import apply_activation, sqnr_db
 
 _ERROR_ROWS = 64
@@ -98,73 +99,21 @@ def quantize(
 
     Source: schemes.md, sections 2 to 4; SmoothQuant, see `qcut.smooth`.
     """
-    if isinstance(scheme, Plan) and smooth is not None:
-        raise ConfigError("smooth: not with a plan, whose ranges hold for the model it was made on; smooth, then plan")
-    if smooth is not None and calibration is None:
-        raise ConfigError(f"smooth={smooth} needs calibration=qcut.calibrate(model, batches)")
-    smoothing = None
-    if smooth is not None and calibration is not None:
-        smoothing = migrations_for(model, calibration, smooth)
-        calibration = calibration.copy()
-        rescale(calibration, smoothing)
-    tasks, skipped = layer_tasks(model, scheme, calibration, include, skip)
-    tables = {} if embeddings is None else token_tables(model)
-    classifiers = {} if embeddings is None else classifier_tasks(model, tables, embeddings)
-    tasks |= classifiers
-    skipped = {name: reason for name, reason in skipped.items() if name not in classifiers}
-    scales = smoothing.scales if smoothing else {}
+    smoothing, calibration = _smoothing(model, scheme, calibration, smooth)
+    work = _prepare(model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse)
     target = None if device is None else torch.device(device)
     before = model_bytes(model)
+    prebuild_layers(work.tasks, target, prebuild, progress)
 
-    for name, task in tasks.items():
-        if calibration is not None and name in calibration.layers:
-            calibration.check(name, weight_nk(task.module).shape[1])
-    if second_moments is not None:
-        add_second_moments(tasks, second_moments, optional=classifiers)
-    fused: dict[str, str] = {}
-    for name, (follower, activation) in fusible_activations(model).items() if fuse else ():
-        if name in tasks:
-            tasks[name].activation = activation
-            fused[follower] = activation
-    prebuild_layers(tasks, target, prebuild, progress)
-    layers: dict[str, Linear] = {}
-    reports = []
-    first: dict[tuple[Any, ...], str] = {}
-    for name, task in tqdm(tasks.items(), desc="quantize", unit="layer", disable=not progress, leave=False):
-        source = _source(task.module, scales.get(name), target)
-        moment = task.second_moment
-        if moment is not None and name in scales:
-            inverse = 1 / scales[name].to(moment.device, moment.dtype)
-            moment = moment * inverse[:, None] * inverse
-        layer = Linear.from_float(
-            source,
-            task.scheme,
-            activation=task.activation,
-            static_range=task.static_range,
-            second_moment=moment,
-            name=name,
-        )
-        tied_to = first.setdefault(tensor_key(weight_of(task.module)), name)
-        reports.append(_report(name, task, source, layer, calibration, None if tied_to == name else tied_to))
-        if tied_to != name:
-            layer.tie_to(layers[tied_to])
-        layers[name] = layer
+    layers, reports = _make_layers(work.tasks, calibration, target, progress)
+    tables = _make_tables(work, layers, embeddings, target)
+    reports += [table_report(name, module, tables[name], layers) for name, module in work.tables.items()]
 
-    owners = {key: layers[name] for key, name in first.items()}
-    made = {name: quantized_table(name, module, embeddings, owners, target) for name, module in tables.items()}
-    reports += [table_report(name, module, made[name], layers) for name, module in tables.items()]
-
-    updates: list[tuple[nn.Parameter, Tensor]] = []
-    for migration in smoothing.migrations if smoothing else ():
-        updates += norm_updates(model, migration)
-        for name in migration.layers:
-            if name not in layers:
-                module = model.get_submodule(name)
-                updates.append((weight_of(module), scaled_weight(module, migration.scale)))
-    swaps: dict[int, nn.Module] = {id(task.module): layers[name] for name, task in tasks.items()}
-    swaps |= {id(module): made[name] for name, module in tables.items()}
-    _commit(model, swaps, fused, updates, target)
-    return Report(tuple(reports), skipped, before, model_bytes(model), smoothing)
+    replacements: dict[int, nn.Module] = {id(task.module): layers[name] for name, task in work.tasks.items()}
+    replacements |= {id(module): tables[name] for name, module in work.tables.items()}
+    updates = _float_updates(model, smoothing, layers) if smoothing else []
+    commit(changes_of(model, replacements, work.fused, updates, target))
+    return Report(tuple(reports), work.skipped, before, model_bytes(model), smoothing)
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -172,8 +121,122 @@ def model_bytes(model: nn.Module) -> int:
     return sum({tensor_key(t): t.nbytes for t in (*model.parameters(), *model.buffers())}.values())
 
 
-def _source(module: nn.Module, scale: Tensor | None, device: torch.device | None) -> nn.Module:
+@dataclass(frozen=True)
+class _Work:
+    """What becomes of a model, decided and checked before anything is made.
+
+    Attributes:
+        tasks: of the linear layers, by name.
+        skipped: layers that stay, with the reason.
+        tables: embeddings that become quantized ones, by name.
+        fused: activations that layers take over: function by name.
+    """
+
+    tasks: dict[str, Task]
+    skipped: dict[str, str]
+    tables: dict[str, nn.Embedding]
+    fused: dict[str, str]
+
+
+def _smoothing(
+    model: nn.Module, scheme: str | Scheme | Plan, calibration: Calibration | None, alpha: float | None
+) -> tuple[Smoothing | None, Calibration | None]:
+    """What smoothing would do, and the calibration of the smoothed model."""
+    if alpha is None:
+        return None, calibration
+    if isinstance(scheme, Plan):
+        raise ConfigError("smooth: not with a plan, whose ranges hold for the model it was made on; smooth, then plan")
+    if calibration is None:
+        raise ConfigError(f"smooth={alpha} needs calibration=qcut.calibrate(model, batches)")
+    smoothing = migrations_for(model, calibration, alpha)
+    calibration = calibration.copy()
+    rescale(calibration, smoothing)
+    return smoothing, calibration
+
+
+def _prepare(
+    model: nn.Module,
+    scheme: str | Scheme | Plan,
+    calibration: Calibration | None,
+    second_moments: Mapping[str, Tensor] | None,
+    smoothing: Smoothing | None,
+    include: Sequence[str] | None,
+    skip: Sequence[str] | None,
+    embeddings: str | Scheme | None,
+    fuse: bool,
+) -> _Work:
+    tasks, skipped = layer_tasks(model, scheme, calibration, include, skip)
+    tables = {} if embeddings is None else token_tables(model)
+    classifiers = {} if embeddings is None else classifier_tasks(model, tables, embeddings)
+    tasks |= classifiers
+    skipped = {name: reason for name, reason in skipped.items() if name not in classifiers}
+    for name, task in tasks.items():
+        if calibration is not None and name in calibration.layers:
+            calibration.check(name, weight_nk(task.module).shape[1])
+    if second_moments is not None:
+        add_second_moments(tasks, second_moments, optional=classifiers)
+    for name, scale in smoothing.scales.items() if smoothing else ():
+        if name in tasks:
+            tasks[name].scale = scale
+    fused: dict[str, str] = {}
+    for name, (follower, activation) in fusible_activations(model).items() if fuse else ():
+        if name in tasks:
+            tasks[name].activation = activation
+            fused[follower] = activation
+    return _Work(tasks, skipped, tables, fused)
+
+
+def _make_layers(
+    tasks: dict[str, Task], calibration: Calibration | None, device: torch.device | None, progress: bool
+) -> tuple[dict[str, Linear], list[LayerReport]]:
+    """The quantized layers by name, those of one weight tied, and their reports."""
+    layers: dict[str, Linear] = {}
+    reports = []
+    owners: dict[tuple[Any, ...], str] = {}
+    for name, task in tqdm(tasks.items(), desc="quantize", unit="layer", disable=not progress, leave=False):
+        source = _source(task, device)
+        layer = Linear.from_float(
+            source,
+            task.scheme,
+            activation=task.activation,
+            static_range=task.static_range,
+            second_moment=_scaled_moment(task),
+            name=name,
+        )
+        owner = owners.setdefault(tensor_key(weight_of(task.module)), name)
+        tied_to = None if owner == name else owner
+        reports.append(_report(name, task, source, layer, calibration, tied_to))
+        if tied_to is not None:
+            layer.tie_to(layers[tied_to])
+        layers[name] = layer
+    return layers, reports
+
+
+def _make_tables(
+    work: _Work, layers: dict[str, Linear], scheme: str | Scheme | None, device: torch.device | None
+) -> dict[str, Embedding]:
+    """The quantized embeddings by name, tied to the first layer that has their weight."""
+    owners: dict[tuple[Any, ...], Linear] = {}
+    for name, task in work.tasks.items():
+        owners.setdefault(tensor_key(weight_of(task.module)), layers[name])
+    return {name: quantized_table(name, module, scheme, owners, device) for name, module in work.tables.items()}
+
+
+def _float_updates(
+    model: nn.Module, smoothing: Smoothing, layers: Mapping[str, Linear]
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """What smoothing makes of norms and of the layers that stay."""
+    updates: list[tuple[nn.Parameter, Tensor]] = []
+    for migration in smoothing.migrations:
+        updates += norm_updates(model, migration)
+        kept = (model.get_submodule(name) for name in migration.layers if name not in layers)
+        updates += [(weight_of(module), scaled_weight(module, migration.scale)) for module in kept]
+    return updates
+
+
+def _source(task: Task, device: torch.device | None) -> nn.Module:
     """The layer to quantize: the module itself, or a stand-in with its columns scaled, on the target device."""
+    module, scale = task.module, task.scale
     if scale is None and (device is None or device == weight_of(module).device):
         return module
     weight = weight_nk(module)
@@ -187,6 +250,15 @@ def _source(module: nn.Module, scale: Tensor | None, device: torch.device | None
     if bias is not None:
         stand_in.bias = nn.Parameter(bias.detach().to(weight.device), requires_grad=False)
     return stand_in
+
+
+def _scaled_moment(task: Task) -> Tensor | None:
+    """The second moment of the layer's input, divided by the scale as the input is."""
+    moment = task.second_moment
+    if moment is None or task.scale is None:
+        return moment
+    inverse = 1 / task.scale.to(moment.device, moment.dtype)
+    return moment * inverse[:, None] * inverse
 
 
 def _report(
@@ -214,44 +286,3 @@ def _report(
         sqnr,
         tied_to,
     )
-
-
-def _commit(
-    model: nn.Module,
-    layers: dict[int, nn.Module],
-    fused: dict[str, str],
-    updates: list[tuple[nn.Parameter, Tensor]],
-    device: torch.device | None,
-) -> None:
-    """Put everything in place, or nothing: tensors that move are copied first, then only references change."""
-    replaced = set(layers)
-    kept = [module for module in model.modules() if id(module) not in replaced]
-    if device is not None:
-        changed = {id(p): value for p, value in updates}
-        parameters = {id(p): p for module in kept for p in module._parameters.values() if p is not None}
-        updates = [(p, changed.get(id(p), p.data).to(device)) for p in parameters.values()]
-    buffers = {id(b): b for module in kept for b in module._buffers.values() if b is not None}
-    moved = {key: b.to(device) for key, b in buffers.items()} if device is not None else buffers
-    undo: list[Callable[[], None]] = []
-    try:
-        for module in kept:
-            for key, child in module._modules.items():
-                if id(child) in replaced:
-                    undo.append(partial(module._modules.__setitem__, key, child))
-                    module._modules[key] = layers[id(child)]
-            for key, buffer in module._buffers.items():
-                if buffer is not None and moved[id(buffer)] is not buffer:
-                    undo.append(partial(module._buffers.__setitem__, key, buffer))
-                    module._buffers[key] = moved[id(buffer)]
-        for name, activation in fused.items():
-            parent, _, key = name.rpartition(".")
-            children = model.get_submodule(parent)._modules
-            undo.append(partial(children.__setitem__, key, children[key]))
-            children[key] = FusedActivation(activation)
-        for parameter, value in updates:
-            undo.append(partial(setattr, parameter, "data", parameter.data))
-            parameter.data = value
-    except BaseException:
-        for restore in reversed(undo):
-            restore()
-        raise

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qcut.codebooks.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry, row_tiles, unit_bytes
-from qcut.config import Codebook, padded_k, parse_scheme
+from qcut.config import parse_scheme
+from qcut.layers.base import Linear
 
 
 @dataclass(frozen=True)
@@ -34,26 +34,11 @@ CostModel = Callable[[LayerSize, str], float]
 
 def memory_cost(layer: LayerSize, scheme: str) -> float:
     """Bytes the layer keeps: exact, padding and scales included; ``fp16`` is the layer as it is now."""
-    if scheme == "fp16":
+    parsed = parse_scheme(scheme)
+    if parsed.is_float:
         return float(layer.float_bytes)
-    n = layer.out_features
-    codebook = parse_scheme(scheme)
-    if isinstance(codebook, Codebook):
-        return float(_codebook_bytes(layer, codebook))
-    scales = 4 * n * (1 + layer.bias) + (8 * n + 8 if scheme == "w8a8_static" else 0)
-    return float(n * padded_k(layer.in_features) + scales)
-
-
-def _codebook_bytes(layer: LayerSize, scheme: Codebook) -> int:
-    """Bytes of the buffers of a `qcut.layers.codebook.CodebookLinear`."""
-    geometry = Geometry(layer.in_features, scheme.group_columns(layer.in_features))
-    n, tiles, widths = layer.out_features, row_tiles(layer.out_features), scheme.widths
-    packed_norms = 2 * UNIT_ROWS * (UNIT_COLUMNS // geometry.slot)
-    units = sum(tiles * geometry.units * (unit_bytes(bits) + packed_norms) for bits in widths)
-    norms = len(widths) * n * geometry.groups * (2 if scheme.norm_dtype == "fp16" else 4)
-    sets = widths if len(set(widths)) > 1 else widths[:1]
-    per_set = 4 * n + (4 * UNIT_ROWS * tiles if scheme.int8_products else 0)
-    return units + norms + sum(4 << bits for bits in sets) + len(sets) * per_set + 4 * n * layer.bias
+    sizes = layer.in_features, layer.out_features, layer.bias
+    return float(Linear(*sizes, parsed, device="meta", name=layer.name).weight_bytes)
 
 
 @dataclass(frozen=True)
@@ -82,12 +67,8 @@ class TimeCost:
         """The time of one call of the layer under the scheme."""
         m, n, k = self.tokens, layer.out_features, layer.in_features
         parsed = parse_scheme(scheme)
-        int8, passes, weight_bytes = parsed.int8_products, 1, n * k * (2.0 if scheme == "fp16" else 1.0)
-        if isinstance(parsed, Codebook):
-            groups = -(-k // parsed.group_columns(k))
-            passes = len(parsed.widths)
-            weight_bytes = n * (k * sum(parsed.widths) / 8 + 2 * groups * passes)
+        int8, passes = parsed.int8_products, parsed.passes
         rate = self.int8_tops if int8 else self.fp16_tflops
-        moved = weight_bytes + passes * m * k * (1 if int8 else 2) + 2 * m * n
-        moved += 8 * m if int8 and scheme != "w8a8_static" else 0
+        moved = parsed.weight_bytes(n, k) + passes * m * k * (1 if int8 else 2) + 2 * m * n
+        moved += 8 * m if int8 and not parsed.needs_range else 0
         return (2 * passes * m * n * k / rate + moved / self.bandwidth) * 1e-6

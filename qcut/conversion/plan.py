@@ -140,9 +140,9 @@ class Plan:
                 scheme = parse_scheme(layer.scheme)
             except ConfigError as exc:
                 raise PlanError(f"layer {name!r}: {exc}") from exc
-            if scheme.name == "w8a8_static" and layer.static_range is None:
+            if scheme.needs_range and layer.static_range is None:
                 raise PlanError(
-                    f"layer {name!r}: scheme 'w8a8_static' needs a static_range, and the plan has none for it"
+                    f"layer {name!r}: scheme {scheme.name!r} needs a static_range, and the plan has none for it"
                 )
 
     def save(self, path: str | Path) -> None:

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.config import Codebook
 from qcut.conversion.tasks import Task
 from qcut.errors import ConfigError
 from qcut.models.modules import weight_nk
-from qcut.ops.codebook import CodebookCall
 
 
 def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: Sequence[int], progress: bool) -> None:
@@ -27,11 +25,12 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         ConfigError: float32 weights of a layer whose kernels take 16-bit tokens.
         BuildError: the first kernel that does not compile.
     """
-    from qcut.cuda.plans import Kind, LinearCall, prebuild
+    from qcut.cuda.codebook import CodebookLayer
+    from qcut.cuda.linear import LinearLayer
+    from qcut.cuda.plans import m_bucket
+    from qcut.cuda.prebuild import prebuild
 
-    kinds: dict[str, Kind] = {"w8a8": "dynamic", "w8a8_static": "static", "w8a16": "weight_only"}
-    calls: dict[int, set[LinearCall]] = {}
-    codebook_calls: dict[int, set[CodebookCall]] = {}
+    layers: dict[int, set[LinearLayer | CodebookLayer]] = {}
     for name, task in tasks.items():
         weight, scheme = weight_nk(task.module), task.scheme
         home = device or weight.device
@@ -46,44 +45,37 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         n, k = weight.shape
         bias = task.module._parameters.get("bias") is not None
         index = home.index if home.index is not None else torch.cuda.current_device()
-        if isinstance(scheme, Codebook):
-            wanted = _codebook_calls(scheme, weight.dtype, n, k, bias, task.activation, rows)
-            codebook_calls.setdefault(index, set()).update(wanted)
-            continue
-        calls.setdefault(index, set()).update(
-            LinearCall(kinds[scheme.name], weight.dtype, m, n, k, bias, task.activation) for m in rows
-        )
-    for index, needed in calls.items():
-        prebuild(needed, index, progress)
-    for index, codebooks in codebook_calls.items():
-        from qcut.cuda import codebook as _codebook_cuda
-
-        _codebook_cuda.prebuild(sorted(codebooks, key=str), index, progress)
-
-
-def _codebook_calls(
-    scheme: Codebook, dtype: torch.dtype, n: int, k: int, bias: bool, activation: str, rows: Sequence[int]
-) -> list[CodebookCall]:
-    """What a layer launches; of two widths nothing, whose kernels are built when they are met."""
-    if len(set(scheme.widths)) > 1:
-        return []
-    size, passes = scheme.group_columns(k), len(scheme.widths)
-    geometry = Geometry(k, size)
-    return [
-        CodebookCall(
-            dtype,
-            n,
-            passes * geometry.units,
-            m,
-            scheme.bits,
-            UNIT_COLUMNS // geometry.slot,
-            bias,
-            activation,
-            scheme.activation == "int8",
-            scheme.rotation,
-            size,
-            k,
-            passes,
-        )
-        for m in rows
-    ]
+        of_device = layers.setdefault(index, set())
+        if not isinstance(scheme, Codebook):
+            of_device.update(
+                LinearLayer(
+                    scheme=scheme.name,
+                    dtype=weight.dtype,
+                    rows=m_bucket(m),
+                    n=n,
+                    k=k,
+                    bias=bias,
+                    activation=task.activation,
+                    aligned=k * weight.element_size() % 16 == 0,
+                )
+                for m in rows
+            )
+        elif len(set(scheme.widths)) == 1:  # kernels of two widths are built when they are met
+            of_device.update(
+                CodebookLayer(
+                    rows=m,
+                    n=n,
+                    k=k,
+                    dtype=weight.dtype,
+                    bits=scheme.bits,
+                    passes=len(scheme.widths),
+                    kind=scheme.rotation,
+                    group_size=scheme.group_columns(k),
+                    int8=scheme.activation == "int8",
+                    bias=bias,
+                    activation=task.activation,
+                )
+                for m in rows
+            )
+    for index, wanted in layers.items():
+        prebuild(sorted(wanted, key=str), index, progress)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from qcut.config import StaticRange
+from qcut.config import Scheme, StaticRange
 from qcut.conversion.calibration import METHODS, Calibration, Method
 from qcut.layers.base import Linear
 from qcut.models.modules import (
@@ -145,15 +145,22 @@ def output_error(module: nn.Module, layer: nn.Module, sample: Tensor) -> float:
         return _or_inf((layer(as_given(x, module)) - y).double().square().sum().item() / power) if power else 0.0
 
 
-def best_range(module: nn.Module, name: str, calibration: Calibration) -> tuple[StaticRange, Method]:
-    """Of the calibrated ranges (minmax, quantile, mse), the one with the least `output_error`; ties to the first."""
+def best_range(
+    module: nn.Module, scheme: str | Scheme, name: str, calibration: Calibration
+) -> tuple[StaticRange, Method]:
+    """Of the calibrated ranges (minmax, quantile, mse), the one with the least `output_error`; ties to the first.
+
+    Args:
+        module: the float layer.
+        scheme: one that needs a range.
+        name: the layer's in the calibration.
+        calibration: holds the ranges and the inputs.
+    """
     sample = calibration.stats(name).sample
-    best: tuple[float, StaticRange, Method] | None = None
-    for method in METHODS:
-        static_range = calibration.range(name, method)
-        layer = Linear.from_float(module, "w8a8_static", static_range=static_range, name=name)
-        error = output_error(module, layer, sample)
-        if best is None or error < best[0]:
-            best = (error, static_range, method)
-    assert best is not None
-    return best[1], best[2]
+
+    def error(method: Method) -> float:
+        layer = Linear.from_float(module, scheme, static_range=calibration.range(name, method), name=name)
+        return output_error(module, layer, sample)
+
+    best = min(METHODS, key=error)
+    return calibration.range(name, best), best

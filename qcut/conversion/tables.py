@@ -24,7 +24,7 @@ def classifier_tasks(model: nn.Module, tables: dict[str, nn.Embedding], embeddin
         UnsupportedError: a table that `qcut.Embedding` does not take (named).
     """
     scheme = parse_scheme(embeddings)
-    if scheme.name in ("fp16", "w8a8_static"):
+    if scheme.is_float or scheme.needs_range:
         raise ConfigError(f"embeddings: scheme {scheme.name!r} is not for tables; use w8a16, w8a8 or a codebook")
     for name, module in tables.items():
         check_table(module, name)
@@ -32,7 +32,7 @@ def classifier_tasks(model: nn.Module, tables: dict[str, nn.Embedding], embeddin
     given: Any = getattr(model, "get_output_embeddings", None)
     head = given() if callable(given) else None
     return {
-        name: Task(module, scheme, None)
+        name: Task(module, scheme)
         for name, module in model.named_modules()
         if name
         and is_linear(module)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from qcut.config import Codebook, Float, Scheme, StaticRange, parse_scheme
+from qcut.config import ALLOWED_SCHEMES, Scheme, StaticRange, parse_scheme
 from qcut.conversion.calibration import Calibration
 from qcut.conversion.plan import Plan
 from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
-from qcut.layers.base import ALLOWED_SCHEMES
 from qcut.models.modules import DEFAULT_SKIP, find_layers, is_linear, matches, tied_elsewhere, weight_nk
 
 
@@ -22,16 +21,18 @@ class Task:
     Attributes:
         module: the layer.
         scheme: its new scheme.
-        static_range: of its input, for static activations.
+        static_range: of its input, for schemes that need one.
         activation: computed with it.
         second_moment: ``E[x x^T]`` of its input ``[K, K]``, which a codebook is fitted to.
+        scale: float32 ``[K]``, what smoothing multiplies the weight's columns by and divides the input by; or None.
     """
 
     module: nn.Module
     scheme: Scheme
-    static_range: StaticRange | None
+    static_range: StaticRange | None = None
     activation: str = "none"
     second_moment: Tensor | None = None
+    scale: Tensor | None = None
 
 
 def layer_tasks(
@@ -51,28 +52,13 @@ def layer_tasks(
     """
     every = {name: module for name, module in model.named_modules() if name and is_linear(module)}
     if isinstance(scheme, Plan):
-        tasks = _plan_tasks(model, scheme, every)
-        chosen = find_layers(model, include, skip or ())
+        patterns = tuple(skip or ())
+        tasks, skipped = _planned_tasks(model, scheme, every)
+        chosen = find_layers(model, include, patterns)
         tasks = {name: task for name, task in tasks.items() if name in chosen}
-        skipped = {name: "not in the plan" for name in every if name not in scheme.layers}
-        skipped |= {name: "fp16 by the plan" for name, s in scheme.schemes.items() if s == Float().name}
     else:
-        parsed = parse_scheme(scheme)
-        if parsed == Float():
-            raise ConfigError(f"scheme 'fp16' leaves every layer as it is; {ALLOWED_SCHEMES}")
-        static = parsed.name == "w8a8_static"
-        if static and calibration is None:
-            raise ConfigError("scheme 'w8a8_static' needs calibration=qcut.calibrate(model, batches)")
-        chosen = find_layers(model, include, DEFAULT_SKIP if skip is None else skip)
-        skipped = {}
-        elsewhere = tied_elsewhere(model, chosen)
-        tasks = {
-            name: Task(module, parsed, calibration.range(name) if static and calibration else None)
-            for name, module in chosen.items()
-            if name not in elsewhere
-        }
-        skipped |= {name: f"its weight is tied to {other!r}" for name, other in elsewhere.items()}
-    patterns = DEFAULT_SKIP if skip is None and not isinstance(scheme, Plan) else skip or ()
+        patterns = tuple(DEFAULT_SKIP if skip is None else skip)
+        tasks, skipped = _uniform_tasks(model, parse_scheme(scheme), calibration, include, patterns)
     for name in every:
         if name not in tasks and name not in skipped:
             skipped[name] = "matched by skip" if matches(name, patterns) else "not in include"
@@ -81,9 +67,33 @@ def layer_tasks(
     return tasks, skipped
 
 
-def _plan_tasks(model: nn.Module, plan: Plan, every: dict[str, nn.Module]) -> dict[str, Task]:
+def _uniform_tasks(
+    model: nn.Module,
+    scheme: Scheme,
+    calibration: Calibration | None,
+    include: Sequence[str] | None,
+    skip: Sequence[str],
+) -> tuple[dict[str, Task], dict[str, str]]:
+    """One scheme for all chosen layers."""
+    if scheme.is_float:
+        raise ConfigError(f"scheme {scheme.name!r} leaves every layer as it is; {ALLOWED_SCHEMES}")
+    if scheme.needs_range and calibration is None:
+        raise ConfigError(f"scheme {scheme.name!r} needs calibration=qcut.calibrate(model, batches)")
+    chosen = find_layers(model, include, skip)
+    tied = tied_elsewhere(model, chosen)
+    tasks = {
+        name: Task(module, scheme, calibration.range(name) if scheme.needs_range and calibration else None)
+        for name, module in chosen.items()
+        if name not in tied
+    }
+    return tasks, {name: f"its weight is tied to {other!r}" for name, other in tied.items()}
+
+
+def _planned_tasks(model: nn.Module, plan: Plan, every: dict[str, nn.Module]) -> tuple[dict[str, Task], dict[str, str]]:
+    """Each layer of a plan under its own scheme."""
     plan.check()
     tasks = {}
+    skipped = {name: "not in the plan" for name in every if name not in plan.layers}
     for name, entry in plan.layers.items():
         if name not in every:
             raise PlanError(f"layer {name!r} of the plan is no linear layer of {type(model).__name__}")
@@ -93,24 +103,26 @@ def _plan_tasks(model: nn.Module, plan: Plan, every: dict[str, nn.Module]) -> di
                 f"layer {name!r}: the plan has {entry.out_features} x {entry.in_features}, the model {n} x {k}"
             )
         scheme = parse_scheme(entry.scheme)
-        if scheme != Float():
-            tasks[name] = Task(every[name], scheme, entry.static_range if scheme.name == "w8a8_static" else None)
+        if scheme.is_float:
+            skipped[name] = f"{scheme.name} by the plan"
+        else:
+            tasks[name] = Task(every[name], scheme, entry.static_range if scheme.needs_range else None)
     split = tied_elsewhere(model, {name: task.module for name, task in tasks.items()})
     for name, other in split.items():
         raise PlanError(
             f"layer {name!r} shares its weight with {other!r}, which the plan does not quantize; treat both alike"
         )
-    return tasks
+    return tasks, skipped
 
 
 def add_second_moments(tasks: dict[str, Task], moments: Mapping[str, Tensor], optional: Container[str]) -> None:
-    """Give each rotated codebook the second moment of its layer's input; the optional ones go without if need be.
+    """Give each scheme that takes one the second moment of its layer's input; optional layers may have none.
 
     Raises:
         CalibrationError: a layer has none, or one of another size (named).
     """
     for name, task in tasks.items():
-        if not isinstance(task.scheme, Codebook) or task.scheme.rotation == "none":
+        if not task.scheme.takes_second_moments:
             continue
         moment, k = moments.get(name), weight_nk(task.module).shape[1]
         if moment is not None and moment.shape != (k, k):

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from qcut.cuda import plans as launch_plans
-from qcut.cuda.decoder import _aligned, _pdl, _plans, _stream
-from qcut.cuda.plans import DTYPES, LaunchPlan, target
+from qcut.cuda.operands import is_aligned
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
+from qcut.cuda.streams import current_stream
 from qcut.emitters.decoder.activate import ActivateRows, emit_activation
 from qcut.ops.activation import GeluTanh, SiluMul
 from qcut.ops.registry import serves
+
+_plans: PlanCache[LaunchPlan] = PlanCache()
 
 
 @serves(SiluMul)
 def silu_mul(call: SiluMul) -> Tensor:
     call.check()
-    return _activate("silu_mul", call.absmax, call.gate, call.up)
+    return _launch("silu_mul", call.absmax, call.gate, call.up)
 
 
 @serves(GeluTanh)
 def gelu_tanh(call: GeluTanh) -> Tensor:
     call.check()
-    return _activate("gelu_tanh", call.absmax, call.x)
+    return _launch("gelu_tanh", call.absmax, call.x)
 
 
-def _activate(kind: Any, absmax: Tensor | None, *operands: Tensor) -> Tensor:
+def _launch(kind: str, absmax: Tensor | None, *operands: Tensor) -> Tensor:
+    """Queue the kernel on rows of any strides, copied where elements of a row lie apart."""
     given = [t if t.stride(1) == 1 else t.contiguous() for t in operands]
     (m, columns), dtype = given[0].shape, given[0].dtype
     y = torch.empty((m, columns), dtype=dtype, device=given[0].device)
@@ -35,14 +36,15 @@ def _activate(kind: Any, absmax: Tensor | None, *operands: Tensor) -> Tensor:
         return y
     device, size = y.get_device(), y.element_size()
     strides = [t.stride(0) for t in given]
-    aligned = _aligned(*given) and all(n * size % 16 == 0 for n in (columns, *strides))
+    aligned = is_aligned(*given) and all(n * size % 16 == 0 for n in (columns, *strides))
     key = (kind, dtype, aligned, columns, device)
-    plan = _plans.get(key)
-    if plan is None:
-        desc = ActivateRows(kind, DTYPES[dtype], target(device).arch, aligned)
-        kernel = launch_plans.load(emit_activation(desc), device)
-        plan = LaunchPlan(kernel, lambda rows: desc.grid(rows, columns), pdl=_pdl(device))
-        _plans[key] = plan
-    noted = 0 if absmax is None else absmax.data_ptr()
-    plan.launch(m, (*(t.data_ptr() for t in given), y.data_ptr(), noted, *strides, columns), _stream(device))
+    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    largest = 0 if absmax is None else absmax.data_ptr()
+    args = (*(t.data_ptr() for t in given), y.data_ptr(), largest, *strides, columns)
+    plan.launch(m, args, current_stream(device))
     return y
+
+
+def _plan(kind: str, dtype: torch.dtype, aligned: bool, columns: int, device: int) -> LaunchPlan:
+    desc = ActivateRows(kind, DTYPES[dtype], target(device).arch, aligned)
+    return LaunchSpec(emit_activation(desc), lambda m: desc.grid(m, columns), pdl=pdl(device)).load(device)

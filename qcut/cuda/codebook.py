@@ -1,86 +1,269 @@
-"""CUDA implementations of the operators on codebook weights, imported at the first CUDA call.
+"""`qcut.ops.codebook` on CUDA.
 
 A call is a dictionary look-up, the allocation of its results and one launch on the current stream (two where dense
-rotations end as int8, or where no kernel rotates a token itself); a miss makes a launch plan first. Kernels:
-`qcut.dispatch.codebook` and `qcut.emitters.codebook.rotate`.
+rotations end as int8, or where no kernel rotates a token itself); a miss makes a plan first. `Rotation` and `Product`
+are what chooses kernels: calls look their plans up by them, and `CodebookLayer` lists those of a layer's call before
+there is one.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qcut import jit
-from qcut.codebooks.layout import Geometry
-from qcut.cuda import plans as launch_plans
-from qcut.cuda.int8 import dense
-from qcut.cuda.plans import DTYPES, LaunchPlan, target
-from qcut.dispatch import codebook as codebook_dispatch
-from qcut.dispatch import gemm as dispatch
-from qcut.dispatch.codebook import CodebookChoice, Rotation, problem_of
+from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
+from qcut.cuda.operands import dense
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, target
+from qcut.cuda.streams import current_stream
+from qcut.dispatch import codebook as dispatch
+from qcut.dispatch.gemm import alignment_of
+from qcut.dispatch.gpus import Target
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.core.source import EmitError, KernelSource
 from qcut.emitters.families import CODEBOOK_MMA
-from qcut.ops import codebook as codebook_ops
-from qcut.ops.codebook import CodebookCall
+from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens, can_rotate
+from qcut.ops.registry import serves
 
-_plans: dict[tuple[Any, ...], LaunchPlan] = {}
-_without_gemv: set[tuple[Any, ...]] = set()
-"""Keys of products that no kernel takes together with the rotation."""
-_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+# ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
 
 
-def _plan(key: tuple[Any, ...], make: Callable[[], LaunchPlan]) -> LaunchPlan:
-    with launch_plans.lock:
-        plan = _plans.get(key)
-        if plan is None:
-            plan = _plans[key] = make()
-    return plan
+class Rotation(NamedTuple):
+    """The rotation of up to so many tokens.
+
+    Attributes:
+        kind: ``hadamard``, ``qr`` or ``none``.
+        x: dtype of the tokens.
+        out: dtype of the blocks.
+        rows: tokens that the kernels are chosen for, a `qcut.dispatch.codebook.bucket`.
+        k: columns.
+        group_size: columns of a group.
+        passes: rotations of the same tokens.
+        aligned: whether rows start at multiples of 16 bytes.
+    """
+
+    kind: str
+    x: torch.dtype
+    out: torch.dtype
+    rows: int
+    k: int
+    group_size: int
+    passes: int
+    aligned: bool = True
+
+    def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
+        """The launches, one after the other: one, or for dense rotations to int8 two."""
+        kernels = dispatch.select_rotation(
+            self.kind,
+            DTYPES[self.x],
+            DTYPES[self.out],
+            self.rows,
+            self.k,
+            self.group_size,
+            self.passes,
+            gpu,
+            aligned=self.aligned,
+        )
+        k_padded = Geometry(self.k, self.group_size).k_padded
+
+        def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
+            return LaunchSpec(
+                dispatch.emit_rotation(kernel), lambda m: kernel.grid(m, columns), pdl=architecture(gpu.arch).pdl
+            )
+
+        return tuple(map(spec, kernels, (k_padded, self.passes * k_padded)))
+
+
+class Product(NamedTuple):
+    """The product of up to so many tokens with a codebook weight.
+
+    Attributes:
+        x: dtype of the tokens.
+        rows: tokens that the kernel is chosen for, a `qcut.dispatch.codebook.bucket`.
+        n: output channels.
+        units: of 128 columns along K, those of all passes.
+        bits: of an index.
+        slots: norms of 128 columns.
+        out: dtype of the result.
+        bias: whether one is added.
+        activation: after the bias.
+        residual: whether one is added.
+        rotates: whether the kernel rotates its one token.
+    """
+
+    x: torch.dtype
+    rows: int
+    n: int
+    units: int
+    bits: int
+    slots: int
+    out: torch.dtype
+    bias: bool
+    activation: str
+    residual: bool = False
+    rotates: bool = False
+
+    @property
+    def problem(self) -> CodebookProblem:
+        """The product as emitters see it."""
+        return dispatch.problem_of(
+            x=DTYPES[self.x],
+            bits=self.bits,
+            slots=self.slots,
+            out=DTYPES[self.out],
+            bias=self.bias,
+            activation=self.activation,
+            residual=self.residual,
+            alignment_n=alignment_of(self.n),
+            rotates=self.rotates,
+        )
+
+    def spec(self, gpu: Target) -> LaunchSpec:
+        """The launch.
+
+        Raises:
+            EmitError: no kernel takes the product on this GPU.
+        """
+        return gemm_spec(self.problem, self.rows, self.n, self.units, gpu)
+
+
+def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target, *, early: bool = True) -> LaunchSpec:
+    """Launch of a product of up to m tokens, on dispatch's choice of kernel.
+
+    ``early`` lets the kernel begin before its predecessor has ended, where the GPU can.
+
+    Raises:
+        EmitError: no kernel takes the product on this GPU.
+    """
+    choice = dispatch.select(problem, m, n, units, gpu)
+    # codebook_mma goes without, as w8a16_mma must; not measured for itself.
+    early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
+    source, grid = dispatch.emit(choice, problem, gpu.arch), dispatch.grid(choice, n, gpu.sm_count)
+    return LaunchSpec(source, grid, pdl=early)
+
+
+@lru_cache(maxsize=4096)
+def has_kernel(product: Product, gpu: Target) -> bool:
+    """Whether a kernel takes the product: one that rotates its token holds only so many columns."""
+    try:
+        dispatch.select(product.problem, product.rows, product.n, product.units, gpu)
+    except EmitError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodebookLayer:
+    """A layer whose passes have one width, at one number of rows.
+
+    Attributes:
+        rows: tokens of a call.
+        n: output channels.
+        k: columns of the input.
+        dtype: of input and output.
+        bits: of an index.
+        passes: of the weight.
+        kind: of the rotation: ``hadamard``, ``qr`` or ``none``.
+        group_size: columns of a group.
+        int8: whether products are of int8.
+        bias: whether one is added.
+        activation: after the bias.
+    """
+
+    rows: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    bits: int
+    passes: int
+    kind: str
+    group_size: int
+    int8: bool
+    bias: bool
+    activation: str
+
+    @property
+    def rotation(self) -> Rotation:
+        """What `rotate_tokens` looks up for the layer."""
+        return Rotation(
+            kind=self.kind,
+            x=self.dtype,
+            out=self.tokens,
+            rows=dispatch.bucket(self.rows),
+            k=self.k,
+            group_size=self.group_size,
+            passes=self.passes,
+        )
+
+    @property
+    def product(self) -> Product:
+        """What `codebook_gemm` looks up for the layer."""
+        geometry = Geometry(self.k, self.group_size)
+        return Product(
+            x=self.tokens,
+            rows=dispatch.bucket(self.rows),
+            n=self.n,
+            units=self.passes * geometry.units,
+            bits=self.bits,
+            slots=UNIT_COLUMNS // geometry.slot,
+            out=self.dtype,
+            bias=self.bias,
+            activation=self.activation,
+        )
+
+    @property
+    def tokens(self) -> torch.dtype:
+        """dtype of rotated tokens."""
+        return torch.int8 if self.int8 else self.dtype
+
+    def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
+        """The launches of a call, one after the other."""
+        if self.rows == 1 and not self.int8 and can_rotate(self.kind, self.group_size, self.k):
+            whole = self.product._replace(rotates=True)
+            if has_kernel(whole, gpu):
+                return (whole.spec(gpu),)
+        return *self.rotation.specs(gpu), self.product.spec(gpu)
+
+
+def sources(layer: CodebookLayer, device: int) -> list[KernelSource]:
+    """The kernels that a call of the layer launches on a device."""
+    return [spec.source for spec in layer.specs(target(device))]
 
 
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────
 
-
-def _rotate_plan(desc: Rotation, k_padded: int, device: int) -> LaunchPlan:
-    kernel = launch_plans.load(codebook_dispatch.emit_rotation(desc), device)
-    return LaunchPlan(kernel, lambda m: desc.grid(m, k_padded), pdl=architecture(desc.arch).pdl)
+_rotation_plans: PlanCache[tuple[LaunchPlan, ...]] = PlanCache()
 
 
-def rotate_tokens(
-    x: Tensor, operands: Tensor, kind: str, group_size: int, seeds: Sequence[int], out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    codebook_ops._check_rotate(x, operands, kind, group_size, seeds, out_dtype)
-    blocks, scale = codebook_ops._rotate_fake(x, operands, kind, group_size, seeds, out_dtype)
-    (m, k), passes, device = x.shape, len(seeds), x.get_device()
+@serves(RotateTokens)
+def rotate_tokens(call: RotateTokens) -> tuple[Tensor, Tensor]:
+    call.check()
+    return _rotate(call)
+
+
+def _rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
+    blocks, scale = call.fake()
+    x, (m, k), passes, device = call.x, call.x.shape, len(call.seeds), call.x.get_device()
     if m == 0:
         return blocks, scale
     if x.stride(1) != 1 and k > 1:
         x = x.contiguous()
     stride = x.stride(0) if m > 1 else k
     aligned = x.data_ptr() % 16 == 0 and (m == 1 or stride * x.element_size() % 16 == 0)
-    bucket = codebook_dispatch.bucket(m)
-    key = ("rotate", kind, x.dtype, out_dtype, bucket, k, group_size, passes, aligned, device)
-    plans: Any = _plans.get(key)
-    k_padded = Geometry(k, group_size).k_padded
+    rotation = Rotation(call.kind, x.dtype, call.out_dtype, dispatch.bucket(m), k, call.group_size, passes, aligned)
+    key = (rotation, device)
+    plans = _rotation_plans.get(key)
+    k_padded = blocks.shape[0] * blocks.shape[3] // passes
     if plans is None:
-        gpu = target(device)
-        kernels = codebook_dispatch.select_rotation(
-            kind, DTYPES[x.dtype], DTYPES[out_dtype], bucket, k, group_size, passes, gpu, aligned=aligned
-        )
-        columns = (k_padded, passes * k_padded)
-        with launch_plans.lock:
-            plans = tuple(_rotate_plan(desc, n, device) for desc, n in zip(kernels, columns, strict=False))
-            _plans[key] = plans
-    stream = _stream(device)
-    scales = (scale.data_ptr(),) if out_dtype is torch.int8 else ()
-    matrices = (operands.data_ptr(),) if kind != "none" else ()
+        plans = _rotation_plans.make(key, lambda: tuple(spec.load(device) for spec in rotation.specs(target(device))))
+    stream = current_stream(device)
+    scales = (scale.data_ptr(),) if call.out_dtype is torch.int8 else ()
+    matrices = (call.operands.data_ptr(),) if call.kind != "none" else ()
     if len(plans) == 1:
         # Dense kernels have no scale, and Hadamard ones read their signs after it.
         plans[0].launch(m, (x.data_ptr(), blocks.data_ptr(), *scales, *matrices, stride, m, k, k_padded), stream)
@@ -94,203 +277,70 @@ def rotate_tokens(
 
 # ── product ──────────────────────────────────────────────────────────────────────────────────────
 
-
-def gemm_plan(
-    problem: CodebookProblem,
-    m: int,
-    n: int,
-    units: int,
-    device: int,
-    *,
-    choice: CodebookChoice | None = None,
-    pdl: bool = True,
-) -> LaunchPlan:
-    """Plan of a product of up to m tokens, on dispatch's choice of kernel unless one is given.
-
-    ``pdl`` launches it so that it may begin before its predecessor has ended, where the GPU can.
-    """
-    gpu = target(device)
-    if choice is None:
-        choice = codebook_dispatch.select(problem, m, n, units, gpu)
-    kernel = launch_plans.load(codebook_dispatch.emit(choice, problem, gpu.arch), device)
-    # ``codebook_mma`` goes without, as ``w8a16_mma`` must; not measured for itself.
-    pdl = pdl and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
-    return LaunchPlan(kernel, codebook_dispatch.grid(choice, n, gpu.sm_count), pdl=pdl)
+_product_plans: PlanCache[LaunchPlan] = PlanCache()
 
 
-def codebook_gemm(
-    x: Tensor,
-    row_scale: Tensor | None,
-    m: int,
-    units: Tensor,
-    norms: Tensor,
-    fold: Tensor | None,
-    col_scale: Tensor,
-    book: Sequence[int],
-    bias: Tensor | None,
-    bits: int,
-    activation: str,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    *,
-    choice: CodebookChoice | None = None,
-) -> Tensor:
-    """The operator; with ``choice``, on that kernel whatever dispatch thinks of it."""
-    codebook_ops._check_gemm(
-        x, row_scale, m, units, norms, fold, col_scale, book, bias, bits, activation, residual, out_dtype
-    )
-    out = torch.empty((m, len(col_scale)), dtype=out_dtype, device=x.device)
+@serves(CodebookGemm)
+def codebook_gemm(call: CodebookGemm) -> Tensor:
+    call.check()
+    return _multiply(call)
+
+
+def _multiply(call: CodebookGemm) -> Tensor:
+    m = call.m
+    y = call.fake()
     if m == 0:
-        return out
-    residual = dense(residual) if residual is not None else None
-    key = _product_key(x, m, units, norms, bits, bias, activation, residual, out, choice)
-    plan = _plans.get(key)
+        return y
+    product = _product_of(call, dispatch.bucket(m))
+    plan = _plan(product, call.x.get_device())
+    # Named, so that copies live until the launch.
+    tensors = [dense(t) for t in (call.x, call.units, call.norms, call.fold) if t is not None]
+    vectors = [dense(t) for t in (call.row_scale, call.col_scale, call.bias, call.residual) if t is not None]
+    sizes = (m, product.n, product.units, product.n)
+    args = (*_addresses(tensors), y.data_ptr(), *sizes, *call.book, *_addresses(vectors))
+    plan.launch(m, args, current_stream(call.x.get_device()))
+    return y
+
+
+@serves(CodebookGemv)
+def codebook_gemv(call: CodebookGemv) -> Tensor:
+    call.check()
+    product, device = _product_of(call, 1, rotates=True), call.x.get_device()
+    plan = _product_plans.get((product, device))
     if plan is None:
-        plan = _plan(key, lambda: gemm_plan(_problem(key), key.bucket, key.n, key.units, key.device, choice=choice))
-    # Named, so that they live until the launch.
-    tensors = [dense(t) for t in (x, units, norms, fold) if t is not None]
-    vectors = [dense(t) for t in (row_scale, col_scale, bias, residual) if t is not None]
-    sizes = (m, key.n, key.units, key.n)
-    plan.launch(m, (*_addresses(tensors), out.data_ptr(), *sizes, *book, *_addresses(vectors)), _stream(key.device))
-    return out
+        if not has_kernel(product, target(device)):
+            blocks, _ = _rotate(call.rotation)
+            return _multiply(call.product(blocks))
+        plan = _plan(product, device)
+    y = call.fake()
+    tensors = [dense(t) for t in (call.x, call.operands, call.units, call.norms)]
+    vectors = [dense(t) for t in (call.col_scale, call.bias, call.residual) if t is not None]
+    sizes = (1, product.n, product.units, call.x.shape[1], product.units // len(call.seeds), product.n)
+    args = (*_addresses(tensors), y.data_ptr(), *sizes, *call.book, *_addresses(vectors))
+    plan.launch(1, args, current_stream(device))
+    return y
 
 
-def codebook_gemv(
-    x: Tensor,
-    operands: Tensor,
-    group_size: int,
-    seeds: Sequence[int],
-    units: Tensor,
-    norms: Tensor,
-    col_scale: Tensor,
-    book: Sequence[int],
-    bias: Tensor | None,
-    bits: int,
-    activation: str,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    codebook_ops._check_gemv(
-        x, operands, group_size, seeds, units, norms, col_scale, book, bias, bits, activation, residual, out_dtype
-    )
-    out = torch.empty((1, len(col_scale)), dtype=out_dtype, device=x.device)
-    residual = dense(residual) if residual is not None else None
-    key = _product_key(x, 1, units, norms, bits, bias, activation, residual, out, None, rotates=True)
-    plan = _plans.get(key)
-    if plan is None and key not in _without_gemv:
-        try:
-            plan = _plan(key, lambda: gemm_plan(_problem(key), 1, key.n, key.units, key.device))
-        except EmitError:  # K is longer than the warps of one kernel hold
-            _without_gemv.add(key)
-    if plan is None:
-        blocks, _ = rotate_tokens(x, operands, "hadamard", group_size, seeds, x.dtype)
-        return codebook_gemm(
-            blocks, None, 1, units, norms, None, col_scale, book, bias, bits, activation, residual, out_dtype
-        )
-    tensors = [dense(t) for t in (x, operands, units, norms)]
-    vectors = [dense(t) for t in (col_scale, bias, residual) if t is not None]
-    sizes = (1, key.n, key.units, x.shape[1], key.units // len(seeds), key.n)
-    plan.launch(1, (*_addresses(tensors), out.data_ptr(), *sizes, *book, *_addresses(vectors)), _stream(key.device))
-    return out
-
-
-class _ProductKey(NamedTuple):
-    """What chooses a product's kernel."""
-
-    x: torch.dtype
-    bits: int
-    slots: int
-    out: torch.dtype
-    bias: bool
-    activation: str
-    residual: bool
-    rotates: bool
-    bucket: int
-    n: int
-    units: int
-    choice: CodebookChoice | None
-    device: int
-
-
-def _product_key(
-    x: Tensor,
-    m: int,
-    units: Tensor,
-    norms: Tensor,
-    bits: int,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    out: Tensor,
-    choice: CodebookChoice | None,
-    *,
-    rotates: bool = False,
-) -> _ProductKey:
-    return _ProductKey(
-        x.dtype,
-        bits,
-        norms.shape[2],
-        out.dtype,
-        bias is not None,
-        activation,
-        residual is not None,
-        rotates,
-        codebook_dispatch.bucket(m),
-        out.shape[1],
-        units.shape[1],
-        choice,
-        x.get_device(),
+def _product_of(call: CodebookGemm | CodebookGemv, rows: int, *, rotates: bool = False) -> Product:
+    return Product(
+        x=call.x.dtype,
+        rows=rows,
+        n=call.col_scale.shape[0],
+        units=call.units.shape[1],
+        bits=call.bits,
+        slots=call.norms.shape[2],
+        out=call.out_dtype,
+        bias=call.bias is not None,
+        activation=call.activation,
+        residual=call.residual is not None,
+        rotates=rotates,
     )
 
 
-def _problem(key: _ProductKey) -> CodebookProblem:
-    return problem_of(
-        DTYPES[key.x],
-        key.bits,
-        key.slots,
-        DTYPES[key.out],
-        key.bias,
-        key.activation,
-        key.residual,
-        dispatch.alignment_of(key.n),
-        key.rotates,
-    )
+def _plan(product: Product, device: int) -> LaunchPlan:
+    key = (product, device)
+    return _product_plans.get(key) or _product_plans.make(key, lambda: product.spec(target(device)).load(device))
 
 
 def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple(t.data_ptr() for t in tensors)
-
-
-# ── ahead of time ────────────────────────────────────────────────────────────────────────────────
-
-
-def prebuild(calls: Iterable[CodebookCall], device: int, progress: bool = True) -> None:
-    """Build, in parallel, the kernels of these layers where they are not in the cache.
-
-    Raises:
-        BuildError: the first kernel that does not compile.
-    """
-    gpu = target(device)
-    sources: dict[str, KernelSource] = {}
-    for call in calls:
-        rows, out = codebook_dispatch.bucket(call.m), DTYPES[call.dtype]
-        tokens = DType.S8 if call.int8 else out
-        alignment = dispatch.alignment_of(call.n)
-        problem = problem_of(tokens, call.bits, call.slots, out, call.bias, call.activation, False, alignment)
-        if call.m == 1 and not call.int8 and codebook_ops.can_rotate(call.kind, call.group_size, call.k):
-            alone = replace(problem, rotates=True)
-            with suppress(EmitError):
-                choice = codebook_dispatch.select(alone, 1, call.n, call.units, gpu)
-                source = codebook_dispatch.emit(choice, alone, gpu.arch)
-                sources[source.name] = source
-                continue
-        kernels = codebook_dispatch.select_rotation(
-            call.kind, out, tokens, rows, call.k, call.group_size, call.passes, gpu
-        )
-        found = [codebook_dispatch.emit_rotation(desc) for desc in kernels]
-        choice = codebook_dispatch.select(problem, rows, call.n, call.units, gpu)
-        found.append(codebook_dispatch.emit(choice, problem, gpu.arch))
-        sources |= {source.name: source for source in found}
-    for result in jit.build_many(sources.values(), progress=progress and sys.stderr.isatty()).values():
-        if isinstance(result, Exception):
-            raise result

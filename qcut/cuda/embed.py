@@ -1,51 +1,46 @@
-"""CUDA implementation of `qcut.ops.embed`, imported at the first CUDA call."""
+"""`qcut.ops.embed` on CUDA."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from qcut.cuda import plans as launch_plans
-from qcut.cuda.plans import DTYPES, LaunchPlan, target
-from qcut.emitters.core.arch import architecture
-from qcut.emitters.decoder.embed import EmbedRows, emit_embed
-from qcut.ops import embed as embed_ops
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
+from qcut.cuda.streams import current_stream
+from qcut.emitters.decoder import embed as kernels
+from qcut.ops.embed import EmbedRows
+from qcut.ops.registry import serves
 
-_plans: dict[tuple[Any, ...], LaunchPlan] = {}
-_stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+_plans: PlanCache[LaunchPlan] = PlanCache()
 
 
-def embed_rows(
-    ids: Tensor,
-    table: Tensor,
-    scale: Tensor | None,
-    positions: Tensor | None,
-    position_table: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    embed_ops._check(ids, table, scale, positions, position_table, dtype)
-    columns, rows, device = table.shape[1], len(ids), table.get_device()
-    y = torch.empty((rows, columns), dtype=dtype, device=table.device)
+@serves(EmbedRows)
+def embed_rows(call: EmbedRows) -> Tensor:
+    call.check()
+    ids, dtype, device = call.ids, call.dtype, call.table.get_device()
+    columns, rows = call.table.shape[1], ids.shape[0]
+    y = torch.empty((rows, columns), dtype=dtype, device=call.table.device)
     if rows == 0:
         return y
-    tables = [t if t.stride(1) == 1 else t.contiguous() for t in (table, position_table) if t is not None]
+    tables = [t if t.stride(1) == 1 else t.contiguous() for t in (call.table, call.position_table) if t is not None]
     vector = 16 // y.element_size()
     aligned = columns % vector == 0 and all(
         t.data_ptr() % (vector * t.element_size()) == 0 == t.stride(0) % vector for t in tables
     )
-    key = (dtype, table.dtype, len(tables), aligned, columns, device)
-    plan = _plans.get(key)
-    if plan is None:
-        arch = target(device).arch
-        desc = EmbedRows(DTYPES[dtype], DTYPES[table.dtype], arch, len(tables) == 2, aligned)
-        kernel = launch_plans.load(emit_embed(desc), device)
-        plan = _plans[key] = LaunchPlan(kernel, lambda m: desc.grid(m, columns), pdl=architecture(arch).pdl)
-    scales = [] if scale is None else [scale.contiguous()]
-    places = [] if positions is None else [positions.contiguous()]
+    key = (dtype, call.table.dtype, len(tables) == 2, aligned, columns, device)
+    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    scales = [] if call.scale is None else [call.scale.contiguous()]
+    places = [] if call.positions is None else [call.positions.contiguous()]
     given = [ids.contiguous(), tables[0], *scales, *places, *tables[1:], y]
-    strides, counts = (t.stride(0) for t in tables), (len(t) for t in tables)
-    plan.launch(rows, (*(t.data_ptr() for t in given), *strides, *counts, rows, columns), _stream(device))
+    strides, counts = (t.stride(0) for t in tables), (t.shape[0] for t in tables)
+    args = (*(t.data_ptr() for t in given), *strides, *counts, rows, columns)
+    plan.launch(rows, args, current_stream(device))
     return y
+
+
+def _plan(
+    dtype: torch.dtype, table: torch.dtype, positions: bool, aligned: bool, columns: int, device: int
+) -> LaunchPlan:
+    desc = kernels.EmbedRows(DTYPES[dtype], DTYPES[table], target(device).arch, positions, aligned)
+    source = kernels.emit_embed(desc)
+    return LaunchSpec(source, lambda m: desc.grid(m, columns), pdl=pdl(device)).load(device)

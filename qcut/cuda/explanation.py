@@ -61,11 +61,11 @@ def explain(
 def _target(gpu: str | None) -> Target:
     import torch
 
-    from qcut.cuda import plans as _launch_plans
+    from qcut.cuda.plans import target
     from qcut.dispatch.gpus import target_named
 
     if torch.cuda.is_available():
-        current = _launch_plans.target(torch.cuda.current_device())
+        current = target(torch.cuda.current_device())
         if gpu is None or gpu.strip().lower() == current.name.lower():
             return current
     if gpu is None:

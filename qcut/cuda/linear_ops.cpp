@@ -1,7 +1,7 @@
 // The hot path of qcut's linear operators: find what Python planned for a call, allocate, pack, launch.
 //
-// Anything out of the ordinary, errors included, is left to the Python operator of the same name with a leading
-// underscore. qcut/_native.py compiles this file against torch's headers and mirrors Key, Launch and Plan.
+// Anything out of the ordinary, errors included, is left to Python's kernel of the same operator, which is the next one
+// in the dispatcher's order. qcut/cuda/native.py compiles this file against torch's headers and mirrors Key, Launch and Plan.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -11,18 +11,14 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <bit>
 #include <cfloat>
-#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <mutex>
 #include <shared_mutex>
 #include <string>
-#include <string_view>
-#include <thread>
 #include <type_traits>
 #include <unordered_map>
 
@@ -55,7 +51,8 @@ using CurrentStream = int(std::int32_t device, void** stream);
 
 enum Op : std::int32_t { kDynamic, kStatic, kWeightOnly };
 
-// A layer at one bucket of rows. Its parameters' addresses stand for all that was checked when the plan was made.
+// A layer at one bucket of rows. Parameters are found by address; their types, shapes and strides, which are the same
+// for all plans, are compared with what they must be (is_vector, and the weight in run).
 struct Key {
   std::uint64_t weight, scale, colsum, bias;
   std::int64_t n, k, rows;
@@ -64,11 +61,12 @@ struct Key {
 
   bool operator==(Key const& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 };
-static_assert(std::has_unique_object_representations_v<Key>, "compared and hashed as bytes");
+static_assert(std::has_unique_object_representations_v<Key>, "compared as bytes");
 
 struct Hash {
+  // Layers differ in their weights; one layer's keys differ in rows, and seldom in more.
   std::size_t operator()(Key const& key) const {
-    return std::hash<std::string_view>{}({reinterpret_cast<char const*>(&key), sizeof key});
+    return key.weight + static_cast<std::uint64_t>(2 * key.rows + key.aligned) * 0x9e3779b97f4a7c15;
   }
 };
 
@@ -85,7 +83,7 @@ struct Plan {
   std::int64_t k_padded, min_rows;
 };
 
-static_assert(sizeof(Key) == 88 && sizeof(Launch) == 56 && sizeof(Plan) == 128, "as qcut/_native.py has them");
+static_assert(sizeof(Key) == 88 && sizeof(Launch) == 56 && sizeof(Plan) == 128, "as qcut/cuda/native.py has them");
 
 class Table {
  public:
@@ -113,8 +111,7 @@ class Table {
 struct Runtime {
   LaunchKernel* launch_kernel;
   CurrentStream* current_stream;
-  c10::DispatchKeySet backend;
-  std::array<c10::OperatorHandle, 3> python;  // by Op
+  c10::DeviceType device;
 };
 
 // Both outlive main: threads may still be calling.
@@ -168,7 +165,7 @@ int launch(Launch const& plan, std::int32_t rows, Arguments& arguments, void* st
 
 constexpr std::int64_t kMaxInt = INT32_MAX;
 
-// Rows up to which one plan serves: 1, 8, 16, 32, 64, then four steps an octave (qcut._launch_plans.m_bucket).
+// Rows up to which one plan serves: 1, 8, 16, 32, 64, then four steps an octave (qcut.cuda.plans.m_bucket).
 constexpr std::int64_t bucket(std::int64_t m) {
   if (m <= 64) return m <= 1 ? 1 : m <= 8 ? 8 : m <= 16 ? 16 : m <= 32 ? 32 : 64;
   std::int64_t const step = std::int64_t{1} << (std::bit_width(static_cast<std::uint64_t>(m - 1)) - 3);
@@ -177,6 +174,14 @@ constexpr std::int64_t bucket(std::int64_t m) {
 
 void const* address(c10::IValue const& tensor) {
   return tensor.isNone() ? nullptr : tensor.toTensor().const_data_ptr();
+}
+
+// Whether a parameter is as plans take it: absent, or a contiguous vector of n elements of this type. What lies at an
+// address may be another layer's tensor by now.
+bool is_vector(c10::IValue const& value, at::ScalarType type, std::int64_t n) {
+  if (value.isNone()) return true;
+  at::Tensor const& vector = value.toTensor();
+  return vector.scalar_type() == type && vector.dim() == 1 && vector.size(0) == n && vector.is_contiguous();
 }
 
 template <class T>
@@ -201,6 +206,9 @@ at::Tensor run(c10::IValue const* args) {
   std::int64_t const dim = x.dim();
   if (dim == 0 || x.numel() == 0 || qweight.dim() != 2 || activation.size() >= sizeof(Key::activation)) return {};
   std::int64_t const n = qweight.size(0), k = x.size(-1), m = x.numel() / k;
+  if (qweight.scalar_type() != at::kChar || !qweight.is_contiguous()) return {};
+  if (!is_vector(args[2], at::kFloat, n) || !is_vector(args[op == kStatic ? 4 : 3], at::kFloat, n)) return {};
+  if (op == kStatic && !is_vector(args[3], at::kInt, n)) return {};
   std::int64_t stride = k;
   if (!x.is_contiguous()) {
     if (dim != 2 || x.stride(1) != 1) return {};
@@ -209,6 +217,7 @@ at::Tensor run(c10::IValue const* args) {
   if (m > kMaxInt || stride > kMaxInt) return {};
   // A launch needs the device's context to be current.
   c10::Device const device = x.device();
+  if (device.type() != runtime->device) return {};
   if (c10::impl::VirtualGuardImpl(device.type()).getDevice() != device) return {};
 
   auto const* const data = static_cast<char const*>(x.const_data_ptr());
@@ -217,7 +226,7 @@ at::Tensor run(c10::IValue const* args) {
           op, static_cast<std::int32_t>(x.scalar_type()), device.index(), aligned};
   std::memcpy(key.activation, activation.data(), activation.size());
   Plan plan;
-  if (!table.find(key, plan)) return {};
+  if (!table.find(key, plan) || qweight.size(1) != plan.k_padded) return {};
   void* stream = nullptr;
   if (runtime->current_stream(device.index(), &stream) != 0) return {};
 
@@ -270,40 +279,33 @@ at::Tensor run(c10::IValue const* args) {
   return out;
 }
 
+// The dispatch key in front of all backends' for every tensor.
+constexpr auto kInFront = c10::DispatchKey::BackendSelect;
+
 template <Op op>
-void linear(c10::OperatorHandle const&, torch::jit::Stack* stack) {
+void linear(c10::OperatorHandle const& handle, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   at::Tensor out = run<op>(stack->data() + stack->size() - kArguments<op>);
-  if (!out.defined()) return runtime->python[op].redispatchBoxed(runtime->backend, stack);
+  if (!out.defined()) {
+    return handle.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kInFront), stack);
+  }
   torch::jit::drop(*stack, kArguments<op>);
   stack->emplace_back(std::move(out));
 }
 
-c10::OperatorHandle python_operator(std::string const& ns, std::string const& name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow((ns + "::_" + name).c_str(), "");
-}
-
-struct Silence : c10::WarningHandler {
-  void process(c10::Warning const&) override {}
-};
-
 }  // namespace
 
-// Puts the operators of a namespace in front of Python's, for good. To be called once, with the GIL held. Returns
-// null, or what went wrong.
-QCUT_EXPORT char const* qcut_register(char const* ns, char const* backend, LaunchKernel* launch_kernel,
+// Puts the operators of a namespace in front of Python's, for good. To be called once. Returns null, or what went wrong.
+//
+// Other threads may be calling the operators, and the dispatcher does not lock its table against calls. Python's kernels
+// are therefore not replaced: the entry written here is one that the operator's mask has calls skip, and a call sees the
+// mask, one word, as it was before or after.
+QCUT_EXPORT char const* qcut_register(char const* ns, char const* device, LaunchKernel* launch_kernel,
                                       CurrentStream* current_stream) noexcept try {
-  auto const key = c10::parseDispatchKey(backend);
-  runtime = new Runtime{launch_kernel,
-                        current_stream,
-                        c10::DispatchKeySet(key),
-                        {python_operator(ns, "w8a8_linear"), python_operator(ns, "w8a8_static_linear"),
-                         python_operator(ns, "w8a16_linear")}};
-  // The dispatcher does not lock its table against calls. Python's threads release the GIL shortly before they read
-  // it; no new one gets there while we hold the GIL, and those that have need microseconds.
-  std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  Silence silence;  // replacing Python's kernel is the point
-  c10::WarningUtils::WarningHandlerGuard guard(&silence);
-  auto* const library = new torch::Library(torch::Library::IMPL, ns, key, __FILE__, __LINE__);
+  for (auto const* const name : {"w8a8_linear", "w8a8_static_linear", "w8a16_linear"}) {
+    c10::Dispatcher::singleton().findSchemaOrThrow((std::string(ns) + "::" + name).c_str(), "");
+  }
+  runtime = new Runtime{launch_kernel, current_stream, c10::Device(device).type()};
+  auto* const library = new torch::Library(torch::Library::IMPL, ns, kInFront, __FILE__, __LINE__);
   library->impl("w8a8_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kDynamic>>());
   library->impl("w8a8_static_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kStatic>>());
   library->impl("w8a16_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kWeightOnly>>());

@@ -28,8 +28,10 @@ from qcut.jit import toolchain
 from qcut.jit.launch import load_shared
 
 SOURCE = Path(__file__).with_name("linear_ops.cpp")
+SCHEMES = ("w8a8", "w8a8_static", "w8a16")
+"""In the order of ``Op`` in the source."""
 OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear")
-"""The operators, in the order of ``Op`` in the source."""
+"""The operators of `SCHEMES`."""
 
 _NAME = "qcut_linear_ops"
 _FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden")
@@ -68,7 +70,7 @@ class Plan(ctypes.Structure):
 
 
 def key(
-    op: str,
+    scheme: str,
     addresses: tuple[int, int, int, int],
     n: int,
     k: int,
@@ -79,7 +81,7 @@ def key(
     aligned: bool,
 ) -> Key:
     """Key of a layer at one bucket of rows; addresses of weight, scale, colsum and bias, 0 for none."""
-    code = OPS.index(op), _SCALAR_TYPES[dtype], device, aligned
+    code = SCHEMES.index(scheme), _SCALAR_TYPES[dtype], device, aligned
     return Key(*addresses, n, k, rows, activation.encode(), *code)
 
 
@@ -92,7 +94,7 @@ class Library:
 
     def __init__(self, code: bytes) -> None:
         lib = load_shared(_NAME, code)
-        self._register = ctypes.PyDLL(_NAME, handle=lib._handle).qcut_register  # PyDLL keeps the GIL
+        self._register = lib.qcut_register
         self._register.restype = ctypes.c_char_p
         self._register.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
         lib.qcut_insert.restype = lib.qcut_clear.restype = None
@@ -101,19 +103,19 @@ class Library:
         self._lib = lib
         self.skip_launch = _address(lib.qcut_skip_launch)
 
-    def register(self, namespace: str, backend: str, launch_kernel: int, current_stream: int) -> None:
+    def register(self, namespace: str, device: str, launch_kernel: int, current_stream: int) -> None:
         """Put the C++ operators in front of Python's, for the rest of the process. Once per library.
 
         Args:
-            namespace: has each of `OPS` and, with a leading underscore, the Python operator behind it.
-            backend: dispatch key.
+            namespace: has each of `OPS`, served by Python.
+            device: type of the tensors that C++ serves.
             launch_kernel: address of ``cuLaunchKernelEx``.
             current_stream: address of ``aoti_torch_get_current_cuda_stream``.
 
         Raises:
             QcutError: torch's dispatcher refuses.
         """
-        if error := self._register(namespace.encode(), backend.encode(), launch_kernel, current_stream):
+        if error := self._register(namespace.encode(), device.encode(), launch_kernel, current_stream):
             raise QcutError(f"torch's dispatcher refuses the operators: {error.decode(errors='replace')}")
 
     def insert(self, key: Key, plan: Plan) -> None:
@@ -149,6 +151,12 @@ def library() -> Library | None:
     return _library
 
 
+def clear() -> None:
+    """Forget all plans, if there is a library that has them."""
+    if _library is not None:
+        _library.clear()
+
+
 def _activate() -> Library | None:
     try:
         launch_kernel, current_stream = _address(toolchain.driver().cuLaunchKernelEx), _address(_current_stream())
@@ -156,7 +164,7 @@ def _activate() -> Library | None:
         return None
     if (loaded := load()) is not None:
         try:
-            loaded.register("qcut", "CUDA", launch_kernel, current_stream)
+            loaded.register("qcut", "cuda", launch_kernel, current_stream)
         except QcutError as error:
             _warn(f"cannot be used: {error}")
             return None

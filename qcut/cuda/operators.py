@@ -1,5 +1,15 @@
 """Everything that serves an operator on CUDA. Importing this module registers all of it."""
 
-from qcut.cuda import activation
+from qcut.cuda import activation, attention, codebook, embed, gemm, linear, next_token, norm, quantize
 
-__all__ = ["activation"]
+__all__ = [
+    "activation",
+    "attention",
+    "codebook",
+    "embed",
+    "gemm",
+    "linear",
+    "next_token",
+    "norm",
+    "quantize",
+]

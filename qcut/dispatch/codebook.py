@@ -184,6 +184,4 @@ def emit(choice: CodebookChoice, problem: CodebookProblem, arch: str) -> KernelS
 
 def grid(choice: CodebookChoice, n: int, sm_count: int) -> Grid:
     """CTAs of a launch by tokens."""
-    ctas = family(choice.family).grid
-    assert ctas is not None, "codebook kernels have no host launcher"
-    return ctas(choice.tile, n, sm_count)
+    return family(choice.family).grid_of(choice.tile, n, sm_count)

@@ -174,8 +174,7 @@ def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
 
 def grid(choice: Choice, n: int, sm_count: int) -> Grid:
     """CTAs of a launch by rows of D; a host launcher computes its own and ignores them."""
-    ctas = family(choice.family).grid
-    return Grid(1, (1, 1, 1)) if ctas is None else ctas(choice.tile, n, sm_count)
+    return family(choice.family).grid_of(choice.tile, n, sm_count)
 
 
 def alignment_of(size: int) -> int:

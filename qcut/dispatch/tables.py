@@ -22,6 +22,7 @@ from qcut.emitters.core.source import EmitError
 from qcut.emitters.families import FAMILIES, INT8_CUTLASS, SPELLINGS, family
 from qcut.errors import ConfigError
 from qcut.jit import cache as kernel_cache
+from qcut.storage.files import write_text
 
 SCHEMA = 2
 OUTPUTS = ("f16", "s8")
@@ -216,8 +217,6 @@ def write(path: Path, table: Table) -> Path | None:
     Raises:
         ConfigError: the directory cannot be written.
     """
-    from qcut.storage.files import write_text  # with torch, which reading does not need
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = None

@@ -1,168 +1,289 @@
-"""A decoder-only model as an engine sees it: what its layers are made of, whoever wrote the classes around them."""
+"""A decoder-only transformer as data, and the way of a token through it: from its id, block by block, to logits.
+
+A `Decoder` holds the modules of a Hugging Face model by what they do; `qcut.engine.families` makes it. Linear layers
+are called. Kernels of qcut stand for norms, activations and embeddings, and read the modules' weights. Attention is an
+argument: `qcut.engine.attention` has one for prompts and one for steps.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeGuard, cast
+from functools import partial
+from typing import ClassVar, Literal, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.config import W8A8
-from qcut.errors import UnsupportedError
-from qcut.layers.base import Linear
 from qcut.layers.embedding import table_of
+from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
-from qcut.models.modules import model_device
+from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
 
-LLAMA_TYPES = ("llama", "mistral", "qwen2")
-"""``model_type`` of configurations with Llama's shape: RMS norms, rotary positions, a gated MLP."""
-MODEL_TYPES = ("gpt2", *LLAMA_TYPES)
-_STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # of the others, frequencies depend on the length
+# ── rows between modules ─────────────────────────────────────────────────────────────────────────
 
 
 class Int8Rows(NamedTuple):
-    """Rows as `torch.ops.qcut.quantize_per_token` makes them of some of a dtype."""
+    """Rows of ``dtype`` as `torch.ops.qcut.quantize_per_token` gives them, int8 ``[R, K_padded]``, float32 ``[R]``."""
 
     q: Tensor
     scale: Tensor
     dtype: torch.dtype
 
 
-class NotedRows(NamedTuple):
-    """Rows, and the largest magnitude of each."""
+class RowsWithAbsmax(NamedTuple):
+    """Rows ``[R, K]``, and the largest magnitude of each, float32 ``[R]``."""
 
     x: Tensor
     absmax: Tensor
 
 
-Rows = Tensor | Int8Rows | NotedRows
+Rows = Tensor | Int8Rows | RowsWithAbsmax
 
 
-def is_dynamic(module: nn.Module) -> TypeGuard[Linear]:
-    """Whether a module takes int8 rows with a scale for each."""
-    return isinstance(module, Linear) and module.scheme == W8A8()
+def takes_int8(module: nn.Module) -> TypeGuard[W8A8Linear]:
+    """Whether a module is a linear layer that computes with int8 rows and a scale for each."""
+    return isinstance(module, W8A8Linear)
 
 
-def project(module: nn.Module, x: Rows, absmax: Tensor | None = None) -> Tensor:
-    """A linear layer of rows ``[R, K]``; of int8 rows, ``absmax`` is raised to its result's largest magnitudes."""
-    if isinstance(x, Int8Rows):
-        return cast(Linear, module).forward_int8(*x, absmax)
-    if isinstance(x, NotedRows):
-        return cast(Linear, module).forward_noted(*x)
-    return cast(Tensor, module(x))
+def takes_absmax(module: nn.Module, rows: int) -> bool:
+    """Whether a module that is given so many rows with their largest magnitudes quantizes them as it reads them."""
+    return takes_int8(module) and rows <= FEW_ROWS and rows * module.in_features <= FEW_ELEMENTS
+
+
+def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tensor:
+    """Apply a linear layer to rows.
+
+    Args:
+        module: a linear layer; rows other than a tensor are for those that `takes_int8`.
+        rows: R rows of K elements.
+        absmax: float32 ``[R]``, raised to the largest magnitudes of the result; with `Int8Rows` alone.
+
+    Returns:
+        ``[R, N]``.
+    """
+    if isinstance(rows, Int8Rows):
+        return cast(W8A8Linear, module).forward_int8(*rows, absmax)
+    if isinstance(rows, RowsWithAbsmax):
+        return cast(W8A8Linear, module).forward_with_absmax(*rows)
+    return cast(Tensor, module(rows))
+
+
+# ── parts of a block ─────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
-class DecoderNorm:
-    """A norm of rows.
+class AddNorm:
+    """Adds two tensors, and normalizes the sum.
 
     Attributes:
-        module: has its weight and bias.
-        layer: a LayerNorm; else an RMSNorm.
+        norm: RMSNorm or LayerNorm.
+        module: has the weight, and the bias if there is one.
         eps: under the root.
-        k_padded: columns of its int8 rows, where all that read it take those; else None.
+        k_padded: columns of the normalized rows in int8, where all linear layers that read them take int8; else None.
     """
 
+    norm: Literal["rms", "layer"]
     module: nn.Module
-    layer: bool
     eps: float
-    k_padded: int | None = None
+    k_padded: int | None
 
-    def of_sum(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Rows]:
-        """``x + residual``, or x, and its norm; ``[R, hidden]``."""
+    @classmethod
+    def rms(cls, module: nn.Module, eps: float, readers: Sequence[nn.Module] = ()) -> AddNorm:
+        """With an RMSNorm; ``readers`` are all linear layers that read the result."""
+        return cls("rms", module, eps, _int8_columns(readers))
+
+    @classmethod
+    def layer(cls, module: nn.LayerNorm, readers: Sequence[nn.Module] = ()) -> AddNorm:
+        """With a LayerNorm; ``readers`` are all linear layers that read the result."""
+        return cls("layer", module, module.eps, _int8_columns(readers))
+
+    def __call__(self, x: Tensor, unadded: Tensor | None) -> tuple[Tensor, Rows]:
+        """``x + unadded``, or x where there is nothing to add, and the norm of that; ``[R, hidden]`` each."""
         weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
-        y: Rows
+        given = (x, unadded, weight, bias, self.norm == "layer", self.eps)
+        rows: Rows
         if self.k_padded is None:
-            total, y = torch.ops.qcut.add_norm(x, residual, weight, bias, self.layer, self.eps)
+            total, rows = torch.ops.qcut.add_norm(*given)
         else:
-            arguments = (x, residual, weight, bias, self.layer, self.eps, self.k_padded)
-            total, q, scale = torch.ops.qcut.add_norm_int8(*arguments)
-            y = Int8Rows(q, scale, x.dtype)
-        return x if residual is None else total, y
+            total, q, scale = torch.ops.qcut.add_norm_int8(*given, self.k_padded)
+            rows = Int8Rows(q, scale, x.dtype)
+        return x if unadded is None else total, rows
+
+
+def _int8_columns(readers: Sequence[nn.Module]) -> int | None:
+    columns = {module.qweight.shape[1] if takes_int8(module) else None for module in readers}
+    return columns.pop() if len(columns) == 1 else None
+
+
+class Heads(NamedTuple):
+    """Heads of a token.
+
+    Attributes:
+        queries: their number.
+        keys: the number of keys, and of values; each serves ``queries / keys`` queries.
+        size: elements of a head.
+    """
+
+    queries: int
+    keys: int
+    size: int
+
+    def split(self, projected: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``[R, queries, size]``, keys and values ``[R, keys, size]`` of three projections, or of one."""
+        if len(projected) == 3:
+            q, k, v = (part.view(len(part), -1, self.size) for part in projected)
+        else:
+            (rows,) = projected
+            q, k, v = rows.view(len(rows), -1, self.size).split((self.queries, self.keys, self.keys), 1)
+        return q, k, v
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
+"""`Attention` of one layer: takes q, k, v, scaling and absmax."""
 
 
 @dataclass(frozen=True)
-class DecoderMLP:
+class SelfAttention:
+    """Projections to queries, keys and values, attention over them, and a projection of its heads.
+
+    Attributes:
+        projections: to queries, keys and values: three modules, or one whose result is all of them.
+        output: of the heads, side by side.
+        heads: of a token.
+        scaling: of the scores.
+    """
+
+    projections: tuple[nn.Module, ...]
+    output: nn.Module
+    heads: Heads
+    scaling: float
+
+    def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None) -> Tensor:
+        """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``output`` the largest magnitudes of the heads."""
+        q, k, v = self.heads.split([project(module, rows) for module in self.projections])
+        mixed = attend(q, k, v, self.scaling, absmax)
+        return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax))
+
+
+_KERNELS_STAND_FOR = {False: ("NewGELUActivation", "GELUTanh"), True: ("SiLUActivation", "SiLU")}
+"""Classes of activations that ``gelu_tanh`` computes of the projection up, and ``silu_mul`` of gate and up."""
+
+
+@dataclass(frozen=True)
+class MLP:
     """Projections up, an activation, a projection down.
 
     Attributes:
-        projections: up; of a gated one, gate and up, or one module whose result is both.
-        gated: the gate goes through the activation and multiplies up; else up goes through it.
-        activation: silu_mul or gelu_tanh (``torch.ops.qcut``), or a module where neither is meant.
+        projections: up; of a gated MLP gate and up, or one module whose result is both.
+        activation: of the projection up, or of the gate, which then multiplies up.
         down: back to the hidden size.
+        gated: whether there is a gate.
     """
 
     projections: tuple[nn.Module, ...]
-    gated: bool
-    activation: str | nn.Module
+    activation: nn.Module
     down: nn.Module
+    gated: bool
 
-    def __call__(
-        self, norm: DecoderNorm, x: Tensor, residual: Tensor, absmax: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """``x + residual``, and the MLP of its norm; ``[R, hidden]``.
+    def __call__(self, rows: Rows, absmax: Tensor | None) -> Tensor:
+        """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``down`` the largest magnitudes of the rows that it reads.
 
-        ``absmax``, zeros ``[R]``, is where the projection down finds the largest magnitudes of its rows: only for one
-        that `is_dynamic`.
+        A model's configuration does not say what its activation is: a quantized projection may compute it, and leaves
+        ``nn.Identity`` in its place.
         """
-        x, rows = norm.of_sum(x, residual)
-        module = self.activation if isinstance(self.activation, nn.Module) else None
-        # The product knows what comes out of it.
-        fused = isinstance(module, nn.Identity) and isinstance(rows, Int8Rows) and not self.gated
-        if module is not None and not fused:
-            absmax = None
-        parts = [project(up, rows, absmax if fused else None) for up in self.projections]
+        by_kernel = type(self.activation).__name__ in _KERNELS_STAND_FOR[self.gated]
+        by_projection = isinstance(self.activation, nn.Identity) and isinstance(rows, Int8Rows) and not self.gated
+        if not (by_kernel or by_projection):
+            absmax = None  # nobody takes note of the magnitudes
+        parts = [project(up, rows, absmax if by_projection else None) for up in self.projections]
         if self.gated:
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
-            y = torch.ops.qcut.silu_mul(gate, up, absmax) if module is None else module(gate) * up
+            y = torch.ops.qcut.silu_mul(gate, up, absmax) if by_kernel else self.activation(gate) * up
         else:
-            y = torch.ops.qcut.gelu_tanh(parts[0], absmax) if module is None else module(parts[0])
-        return x, project(self.down, y if absmax is None else NotedRows(y, absmax))
+            (up,) = parts
+            y = torch.ops.qcut.gelu_tanh(up, absmax) if by_kernel else self.activation(up)
+        return project(self.down, y if absmax is None else RowsWithAbsmax(y, absmax))
+
+
+class BlockAbsmax(NamedTuple):
+    """Zeros ``[R]``, raised to the largest magnitudes of rows that a projection reads, or None where it has no use.
+
+    Attributes:
+        attention: of the rows that ``attention.output`` reads.
+        mlp: of the rows that ``mlp.down`` reads.
+    """
+
+    attention: Tensor | None
+    mlp: Tensor | None
+
+
+_NO_ABSMAX = BlockAbsmax(None, None)
 
 
 @dataclass(frozen=True)
-class DecoderLayer:
-    """One block: ``x + output(attention(norm(x)))``, then ``x + mlp(norm(x))``.
+class Block:
+    """One layer of a decoder: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
-    Attributes:
-        attention_norm: before the attention.
-        projections: of the normed x to queries, keys and values: three modules, or one whose result is all of them.
-        output: of the heads, side by side.
-        mlp_norm: before the MLP.
-        mlp: after it.
-        scaling: of the attention's scores.
+    The last sum of a block is left to the first norm of the next.
     """
 
-    attention_norm: DecoderNorm
-    projections: tuple[nn.Module, ...]
-    output: nn.Module
-    mlp_norm: DecoderNorm
-    mlp: DecoderMLP
-    scaling: float
+    attention_norm: AddNorm
+    attention: SelfAttention
+    mlp_norm: AddNorm
+    mlp: MLP
 
-    def project(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """``x + residual``, or x, and each projection of its norm; ``[R, hidden]``."""
-        x, rows = self.attention_norm.of_sum(x, residual)
-        return x, tuple(project(module, rows) for module in self.projections)
+    def __call__(self, x: Tensor, unadded: Tensor | None, attend: Attend, absmax: BlockAbsmax) -> tuple[Tensor, Tensor]:
+        """Two summands of the result from two summands of the input, ``[R, hidden]`` each."""
+        x, rows = self.attention_norm(x, unadded)
+        attended = self.attention(rows, attend, absmax.attention)
+        x, rows = self.mlp_norm(x, attended)
+        return x, self.mlp(rows, absmax.mlp)
+
+
+# ── the decoder ──────────────────────────────────────────────────────────────────────────────────
+
+
+class Attention(Protocol):
+    """Attention of all layers, at the positions of the tokens that are read.
+
+    Attributes:
+        raises_absmax: whether calls may be given an ``absmax``.
+    """
+
+    raises_absmax: ClassVar[bool]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, absmax: Tensor | None) -> Tensor:
+        """Keep a layer's new keys and values, and mix the values of all tokens up to each query's own.
+
+        Args:
+            layer: its index.
+            q: ``[R, queries, D]``, before rotations; may be overwritten.
+            k: ``[R, keys, D]``, before rotations.
+            v: ``[R, keys, D]``.
+            scaling: of the scores.
+            absmax: float32 ``[R]``, raised to the largest magnitudes of the result, or None.
+
+        Returns:
+            Heads side by side, ``[R, queries * D]``.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model's parts. Modules are the model's own, but for those that `stacked` makes: nothing is copied.
+    """A model's parts. The modules are the model's own, except for those that `stacked` makes; nothing is copied.
 
     Attributes:
         architecture: name of the model's class.
-        layers: in order.
         tokens: embedding of token ids.
         positions: embedding of positions, or None.
         rotary: module that gives cosines and sines ``[1, T, D]`` of positions, or None.
-        norm: after the last layer.
+        blocks: in order.
+        norm: after the last block.
         head: from the last norm to logits.
-        heads: queries of a token.
-        kv_heads: keys and values of a token.
-        head_size: elements of each.
+        heads: of a token.
         vocabulary: number of token ids.
         context: most tokens that the model was made for.
         window: most tokens that attention looks back on, or None.
@@ -171,57 +292,51 @@ class Decoder:
     """
 
     architecture: str
-    layers: tuple[DecoderLayer, ...]
     tokens: nn.Module
     positions: nn.Module | None
     rotary: nn.Module | None
-    norm: DecoderNorm
+    blocks: tuple[Block, ...]
+    norm: AddNorm
     head: nn.Module
-    heads: int
-    kv_heads: int
-    head_size: int
+    heads: Heads
     vocabulary: int
     context: int
     window: int | None
     dtype: torch.dtype
     device: torch.device
 
-    def stacked(self, model: nn.Module) -> Decoder:
-        """The decoder with one product for queries, keys and values, and one for gate and up, where there can be.
-
-        Weights of the model are moved, a set at a time; see `qcut.layers.stacking`.
+    def __call__(self, ids: Tensor, positions: Tensor, batch: int, attention: Attention) -> tuple[Tensor, Tensor]:
+        """Read tokens.
 
         Args:
-            model: what the decoder was made of.
-
-        Raises:
-            RuntimeError: torch's, where memory for the next set is short. Sets before it stay as they are then.
-        """
-        stacker = Stacker(model)
-        layers = tuple(
-            replace(
-                layer,
-                projections=stacker.joined(layer.projections),
-                mlp=replace(layer.mlp, projections=stacker.joined(layer.mlp.projections)),
-            )
-            for layer in self.layers
-        )
-        if stacker.moved_bytes and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the weights left behind: torch keeps it, in pieces too small for the next
-        return replace(self, layers=layers)
-
-    def embed(self, ids: Tensor, positions: Tensor, batch: int) -> Tensor:
-        """What the first layer reads.
-
-        Args:
-            ids: int64 ``[batch T]``, a sequence's after another's, each in the vocabulary.
-            positions: int32 ``[batch T]``.
+            ids: int64 ``[R]``, R = batch T, a sequence's after another's, each in the vocabulary.
+            positions: int32 ``[R]``.
             batch: sequences.
+            attention: looks back from these positions.
 
         Returns:
-            ``[batch T, hidden]``.
+            Two summands of the last block's result, ``[R, hidden]`` each; `logits` takes them.
+        """
+        x, unadded = self.embed(ids, positions, batch), None
+        absmax = self._absmax(len(ids)) if attention.raises_absmax else [_NO_ABSMAX] * len(self.blocks)
+        for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax, strict=True)):
+            x, unadded = block(x, unadded, partial(attention, i), magnitudes)
+        return x, cast(Tensor, unadded)
 
-        Exactness: bitwise the modules' sum.
+    def logits(self, x: Tensor, unadded: Tensor) -> Tensor:
+        """Logits ``[R, vocabulary]`` of rows whose two summands are x and ``unadded``."""
+        _, rows = self.norm(x, unadded)
+        return project(self.head, rows)
+
+    def embed(self, ids: Tensor, positions: Tensor, batch: int) -> Tensor:
+        """Embeddings of R tokens ``[R, hidden]``, which the first block reads.
+
+        Args:
+            ids: int64 ``[R]``.
+            positions: int32 ``[R]``.
+            batch: sequences; each has R / batch tokens.
+
+        Exactness: bitwise the sum of what the modules return.
         """
         tokens, places = table_of(self.tokens), None
         if self.positions is not None:
@@ -235,138 +350,43 @@ class Decoder:
             x = x + self.positions(positions.view(batch, -1).long())
         return x.flatten(0, 1)
 
-    def rotary_tables(self, context: int) -> tuple[Tensor, Tensor] | None:
+    def rotary_tables(self, context: int) -> tuple[Tensor | None, Tensor | None]:
         """Cosines and sines ``[context, D]`` in the model's dtype, by its own module; None without rotations."""
         if self.rotary is None:
-            return None
+            return None, None
         example = torch.empty(0, dtype=self.dtype, device=self.device)
         places = torch.arange(context, device=self.device)[None]
         cos, sin = self.rotary(example, places)
         return cos[0], sin[0]
 
-    def heads_of(self, projected: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``[R, heads, D]``, keys and values ``[R, kv_heads, D]``: views of what a layer projects."""
-        if len(projected) == 3:
-            q, k, v = (part.view(len(part), -1, self.head_size) for part in projected)
-        else:
-            (rows,) = projected
-            q, k, v = rows.view(len(rows), -1, self.head_size).split((self.heads, self.kv_heads, self.kv_heads), 1)
-        return q, k, v
+    def stacked(self, model: nn.Module) -> Decoder:
+        """The decoder with one product for queries, keys and values, and one for gate and up, where there can be.
 
+        Weights of the model are moved, a set at a time; see `qcut.layers.stacking`.
 
-def decoder_of(model: nn.Module) -> Decoder:
-    """Take a Hugging Face causal language model apart.
+        Args:
+            model: what the decoder was made of.
 
-    Args:
-        model: GPT-2, or of Llama's shape (`MODEL_TYPES`); its linear layers and embeddings quantized or not.
+        Raises:
+            RuntimeError: torch's, where memory for the next set is short. Sets before it stay as they are then.
+        """
+        stacker = Stacker(model)
+        blocks = []
+        for block in self.blocks:
+            attention = replace(block.attention, projections=stacker.joined(block.attention.projections))
+            mlp = replace(block.mlp, projections=stacker.joined(block.mlp.projections))
+            blocks.append(replace(block, attention=attention, mlp=mlp))
+        if stacker.moved_bytes and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the weights left behind: torch keeps it, in pieces too small for the next
+        return replace(self, blocks=tuple(blocks))
 
-    Raises:
-        UnsupportedError: another architecture, or a part of one that is not built here; the message names it.
-    """
-    config: Any = getattr(model, "config", None)
-    kind, name = getattr(config, "model_type", None), type(model).__name__
-    if kind not in MODEL_TYPES or not name.endswith(("ForCausalLM", "LMHeadModel")):
-        raise UnsupportedError(
-            f"{name}: a model of type {kind!r}; allowed: causal language models of type {', '.join(MODEL_TYPES)}"
-        )
-    return _gpt2(model, config) if kind == "gpt2" else _llama(model, config)
-
-
-def _refuse(model: nn.Module, what: str, allowed: str) -> UnsupportedError:
-    return UnsupportedError(f"{type(model).__name__}: {what}; allowed: {allowed}")
-
-
-def _gpt2(model: Any, config: Any) -> Decoder:
-    if config.add_cross_attention:
-        raise _refuse(model, "add_cross_attention is set", "attention to the model's own tokens")
-    body = model.transformer
-    layers = tuple(
-        DecoderLayer(
-            _norm(b.ln_1, b.attn.c_attn),
-            (b.attn.c_attn,),
-            b.attn.c_proj,
-            _norm(b.ln_2, b.mlp.c_fc),
-            DecoderMLP((b.mlp.c_fc,), False, _activation(b.mlp.act, "gelu_tanh"), b.mlp.c_proj),
-            b.attn.scaling,
-        )
-        for b in body.h
-    )
-    return Decoder(
-        architecture=type(model).__name__,
-        layers=layers,
-        tokens=body.wte,
-        positions=body.wpe,
-        rotary=None,
-        norm=_norm(body.ln_f),
-        head=model.lm_head,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_attention_heads,
-        head_size=config.hidden_size // config.num_attention_heads,
-        vocabulary=config.vocab_size,
-        context=config.max_position_embeddings,
-        window=None,
-        dtype=_dtype(body.ln_f),
-        device=model_device(model),
-    )
-
-
-def _llama(model: Any, config: Any) -> Decoder:
-    body = model.model
-    rope = getattr(body.rotary_emb, "rope_type", "default")
-    if rope not in _STATIC_ROPE:
-        raise _refuse(model, f"rotary positions of type {rope!r}", ", ".join(_STATIC_ROPE))
-    attention = body.layers[0].self_attn
-    layers = tuple(
-        DecoderLayer(
-            _norm(b.input_layernorm, b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj),
-            (b.self_attn.q_proj, b.self_attn.k_proj, b.self_attn.v_proj),
-            b.self_attn.o_proj,
-            _norm(b.post_attention_layernorm, b.mlp.gate_proj, b.mlp.up_proj),
-            DecoderMLP(
-                (b.mlp.gate_proj, b.mlp.up_proj),
-                True,
-                _activation(b.mlp.act_fn, "silu_mul"),
-                b.mlp.down_proj,
-            ),
-            b.self_attn.scaling,
-        )
-        for b in body.layers
-    )
-    windowed = config.model_type == "mistral" or getattr(config, "use_sliding_window", False)
-    return Decoder(
-        architecture=type(model).__name__,
-        layers=layers,
-        tokens=body.embed_tokens,
-        positions=None,
-        rotary=body.rotary_emb,
-        norm=_norm(body.norm),
-        head=model.lm_head,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_size=attention.head_dim,
-        vocabulary=config.vocab_size,
-        context=config.max_position_embeddings,
-        window=getattr(config, "sliding_window", None) if windowed else None,
-        dtype=_dtype(body.norm),
-        device=model_device(model),
-    )
-
-
-_CLASSES = {"gelu_tanh": ("NewGELUActivation", "GELUTanh"), "silu_mul": ("SiLUActivation", "SiLU")}
-"""Classes of modules that the operators of `torch.ops.qcut` stand for."""
-
-
-def _activation(module: nn.Module, op: str) -> str | nn.Module:
-    # The module, not the configuration, says what is done: a quantized layer's epilogue may have taken it over.
-    return op if type(module).__name__ in _CLASSES[op] else module
-
-
-def _norm(module: Any, *readers: nn.Module) -> DecoderNorm:
-    layer = isinstance(module, nn.LayerNorm)
-    padded = {m.qweight.shape[1] if is_dynamic(m) else None for m in readers}
-    k_padded = padded.pop() if len(padded) == 1 else None
-    return DecoderNorm(module, layer, float(module.eps if layer else module.variance_epsilon), k_padded)
-
-
-def _dtype(norm: nn.Module) -> torch.dtype:
-    return cast(Tensor, norm.weight).dtype
+    def _absmax(self, rows: int) -> list[BlockAbsmax]:
+        """Zeros for each block, one allocation for all."""
+        wanted = [[takes_absmax(m, rows) for m in (b.attention.output, b.mlp.down)] for b in self.blocks]
+        if not any(map(any, wanted)):
+            return [_NO_ABSMAX] * len(wanted)
+        zeros = torch.zeros((len(wanted), 2, rows), dtype=torch.float32, device=self.device)
+        return [
+            BlockAbsmax(z[0] if attention else None, z[1] if mlp else None)
+            for z, (attention, mlp) in zip(zeros, wanted, strict=True)
+        ]

@@ -1,28 +1,27 @@
-"""`Engine`: a decoder-only model with memory for its context allocated once, and generation on top."""
+"""`Engine`: a decoder-only model with memory for its context allocated once, and generation on top.
+
+`qcut.engine.decoder` has the arithmetic, `qcut.engine.decode_loop` the steps.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from qcut.engine.decoder import DecoderLayer, NotedRows, decoder_of, is_dynamic, project
+from qcut.engine.attention import PromptAttention, StepAttention
+from qcut.engine.decode_loop import DecodeLoop, Fetched
+from qcut.engine.families import decoder_of
 from qcut.engine.kv_cache import KVCache, KVDtype
-from qcut.engine.steps import Fetched, Steps
 from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
 from qcut.models.evaluation import token_nll
 from qcut.numerics.sampling import Sampling, sample
-from qcut.ops.w8a8 import FEW_ELEMENTS, FEW_ROWS
 
 DEFAULT_CONTEXT = 4096
 """Tokens that an engine has memory for unless told otherwise, where the model was made for more."""
-
-_ROWS = 16384
-"""Tokens of prompts that go through a layer at once, whole sequences: what a layer's results take is bounded."""
 
 Prompts = Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]
@@ -31,29 +30,71 @@ Reason = Literal["stop", "length", "context"]
 
 @dataclass(frozen=True)
 class Generated:
-    """What a sequence got.
+    """The continuation of a prompt.
 
     Attributes:
-        tokens: new ones, the stop token included.
-        reason: ``stop``: a stop token; ``length``: ``max_new_tokens``; ``context``: no room for more.
+        tokens: ids, the stop token included.
+        reason: why there are no more: ``stop``, a stop token; ``length``, ``max_new_tokens``; ``context``, no room.
     """
 
     tokens: list[int] = field(default_factory=list)
     reason: Reason = "length"
 
 
+class _Running:
+    """A sequence that is being continued.
+
+    Args:
+        length: tokens of the prompt.
+        context: tokens that there is room for; the last new token is not read and takes none.
+        max_new_tokens: most new tokens, or None.
+        stops: ids that end the sequence.
+
+    Attributes:
+        tokens: new ids.
+        reason: why there will be no more; None while the sequence goes on.
+    """
+
+    def __init__(self, length: int, context: int, max_new_tokens: int | None, stops: frozenset[int]) -> None:
+        self.tokens: list[int] = []
+        self.reason: Reason | None = None
+        self._prompt_length, self._stops = length, stops
+        room = context - length + 1
+        self._most = room if max_new_tokens is None else min(room, max_new_tokens)
+        self._end: Reason = "length" if self._most == max_new_tokens else "context"
+
+    @property
+    def length(self) -> int:
+        """Tokens that have been read."""
+        return self._prompt_length + max(0, len(self.tokens) - 1)
+
+    @property
+    def may_want_two(self) -> bool:
+        """Whether there may be a token after the next."""
+        return self.reason is None and len(self.tokens) + 1 < self._most
+
+    def take(self, token: int) -> None:
+        """Append a token, which may be the last."""
+        self.tokens.append(token)
+        if token in self._stops:
+            self.reason = "stop"
+        elif len(self.tokens) == self._most:
+            self.reason = self._end
+
+
 class Engine:
     """Runs a Hugging Face GPT-2 or Llama-family model, quantized by any scheme or not at all.
 
-    The model's own modules do the projections, kernels of qcut what lies between them. Projections that read the same
-    rows are one product: their weights are put side by side, and the model's tensors become views of them
-    (`qcut.layers.stacking`), so that nothing is there twice, and model and further engines go on working. On a GPU
-    steps are captured as CUDA graphs, one for each power of two of sequences. Quantize, load or move the model, or put
-    hooks on it, first, or make a new engine. The model is put in evaluation mode. An engine serves one batch of
-    sequences at a time and is not to be shared by threads.
+    The model's own modules do the projections; kernels of qcut do the norms, the attention and the activations between
+    them. Projections that read the same rows are one product: their weights are put side by side, and the model's
+    tensors become views of them (`qcut.layers.stacking`). No weight is in memory twice, and the model and further
+    engines go on working. On a GPU steps are captured as CUDA graphs, one for each power of two of sequences.
+
+    Quantize, load or move the model, or put hooks on it, before the engine is made; afterwards, make a new engine. The
+    model is put in evaluation mode. An engine serves one batch of sequences at a time, in one thread.
 
     Args:
-        model: see `qcut.engine.decoder.MODEL_TYPES`.
+        model: of a type in `qcut.engine.families.FAMILIES`.
         batch: most sequences at once.
         context: most tokens of a sequence, prompt included; None takes what the model was made for, up to
             `DEFAULT_CONTEXT`.
@@ -62,6 +103,14 @@ class Engine:
         graphs: capture steps on a GPU; False launches every kernel of every step.
         stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
             calls each module and leaves the weights where they are.
+
+    Attributes:
+        decoder: the model's parts.
+        batch: most sequences at once.
+        context: most tokens of a sequence.
+        cache: keys and values.
+        prompt_rows: tokens of prompts, whole sequences, that go through a layer at once; they bound the memory of its
+            results. May be changed between calls.
 
     Raises:
         UnsupportedError: another architecture; the message names it.
@@ -74,6 +123,8 @@ class Engine:
     products of floats.
     """
 
+    prompt_rows = 16384
+
     def __init__(
         self,
         model: nn.Module,
@@ -84,31 +135,39 @@ class Engine:
         graphs: bool = True,
         stack: bool = True,
     ) -> None:
-        self.decoder = decoder_of(model)
-        d = self.decoder
-        limit = min(d.context, d.window or d.context)
+        decoder = decoder_of(model)
+        limit = min(decoder.context, decoder.window or decoder.context)
         context = min(limit, DEFAULT_CONTEXT) if context is None else context
         if batch < 1:
             raise ConfigError(f"batch is {batch}; allowed: 1 and more")
         if not 1 <= context <= limit:
-            why = "" if limit == d.context else f", the window of its attention; it was made for {d.context}"
-            raise ConfigError(f"context is {context}; allowed for {d.architecture}: 1 to {limit}{why}")
+            allowed = f"1 to {limit}"
+            if limit < decoder.context:
+                allowed += f", the window of its attention; it was made for {decoder.context}"
+            raise ConfigError(f"context is {context}; allowed for {decoder.architecture}: {allowed}")
         model.eval()
-        if stack:
-            self.decoder = d = d.stacked(model)
+        self.decoder = decoder.stacked(model) if stack else decoder
         self.batch, self.context = batch, context
-        # One place more: sequences that have ended write there.
+        heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
+        # Sequences that have ended write to the place behind the context.
         self.cache = KVCache(
-            len(d.layers), batch, d.kv_heads, context + 1, d.head_size, dtype=d.dtype, device=d.device, kind=kv_cache
+            len(decoder.blocks),
+            batch,
+            heads.keys,
+            context + 1,
+            heads.size,
+            dtype=dtype,
+            device=device,
+            kv_dtype=kv_cache,
         )
-        self._rotary = d.rotary_tables(context)
+        self._cos, self._sin = decoder.rotary_tables(context)
         # The engine's own: graphs of two engines may run at once, on streams that nobody knew when they were captured.
-        self._counters = torch.zeros(batch * d.heads, dtype=torch.int32, device=d.device)
+        self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
         self._lengths: list[int] = []
-        self._captures = graphs and d.device.type == "cuda"
+        self._captures = graphs and device.type == "cuda"
         # Graphs know addresses, and another engine may stack what this one did not.
         self._held = [t.detach() for t in (*model.parameters(), *model.buffers())] if self._captures else []
-        self._steps: dict[int, Steps] = {}
+        self._loops: dict[int, DecodeLoop] = {}
         self._pool: Any = None
 
     @property
@@ -135,16 +194,16 @@ class Engine:
             ConfigError: an id outside of the vocabulary.
         """
         ids, lengths = self._checked(prompts)
-        d = self.decoder
-        x, pending = self._read(ids.to(d.device))
-        last = torch.tensor([i * ids.shape[1] + n - 1 for i, n in enumerate(lengths)], device=d.device)
-        logits: Tensor = d.head(d.norm.of_sum(x[last], pending[last])[1])
+        device = self.decoder.device
+        x, unadded = self._read(ids.to(device))
+        last = torch.tensor([i * ids.shape[1] + n - 1 for i, n in enumerate(lengths)], device=device)
+        logits = self.decoder.logits(x[last], unadded[last])
         self._lengths = lengths
         return logits
 
     @torch.no_grad()
     def score(self, prompts: Prompts) -> list[Tensor]:
-        """Forget everything, read prompts, and say how they surprise the model; `prefill` with all the logits.
+        """Forget everything, read a prompt for each sequence, and score its tokens, with the logits of all in memory.
 
         Args:
             prompts: see `prefill`.
@@ -157,8 +216,7 @@ class Engine:
         """
         ids, lengths = self._checked(prompts)
         ids = ids.to(self.decoder.device)
-        x, pending = self._read(ids)
-        logits = self.decoder.head(self.decoder.norm.of_sum(x, pending)[1])
+        logits = self.decoder.logits(*self._read(ids))
         nll = token_nll(logits.unflatten(0, ids.shape), ids)
         self._lengths = lengths
         return [one[: length - 1] for one, length in zip(nll, lengths, strict=True)]
@@ -185,7 +243,7 @@ class Engine:
         full = [i for i, length in enumerate(self._lengths) if length >= self.context]
         if full:
             raise ContextError(f"sequence {full[0]} has {self.context} tokens, the engine's whole context")
-        logits = self._started(flat).step().clone()
+        logits = self._loop_from(flat).step().clone()
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
@@ -221,129 +279,73 @@ class Engine:
         options = sampling or Sampling()
         stops = frozenset(stop)
         logits = self.prefill(prompts)
-        prompt_lengths, device = list(self._lengths), self.decoder.device
-        sequences = torch.arange(len(prompt_lengths), device=device)
-        positions = torch.tensor(prompt_lengths, device=device)
-        room = [self.context - length + 1 for length in prompt_lengths]  # the last token is not read
-        most = [r if max_new_tokens is None else min(r, max_new_tokens) for r in room]
-        results = [Generated() for _ in most]
-        running = [True] * len(most)
-        greedy = options.greedy
-        steps = self._started(
-            torch.ops.qcut.argmax(logits) if greedy else sample(logits, options, sequences, positions)
-        )
+        running = [_Running(length, self.context, max_new_tokens, stops) for length in self._lengths]
+        device = self.decoder.device
+        sequences, positions = torch.arange(len(running), device=device), torch.tensor(self._lengths, device=device)
+        first = torch.ops.qcut.argmax(logits) if options.greedy else sample(logits, options, sequences, positions)
+        loop = self._loop_from(first)
 
         def advance() -> Fetched:
-            following = steps.step()
+            following = loop.step()
             positions.add_(1)
-            if not greedy:
-                steps.choose(sample(following, options, sequences, positions))
-            return Fetched(steps.tokens)
+            if not options.greedy:
+                loop.choose(sample(following, options, sequences, positions))
+            return Fetched(loop.tokens)
 
-        pending: Fetched | None = Fetched(steps.tokens)
-        while pending is not None:
-            arriving, pending = pending, None
-            goes_on = any(r and len(g.tokens) + 1 < n for r, g, n in zip(running, results, most, strict=True))
-            if goes_on and device.type == "cuda":
-                pending = advance()  # the device computes while the host reads; in vain where a stop token ends all
+        arriving = Fetched(loop.tokens)
+        while True:
+            # The device computes while the host waits; in vain where stop tokens end all sequences.
+            ahead = advance() if device.type == "cuda" and any(s.may_want_two for s in running) else None
             for i, token in enumerate(arriving.wait()):
-                if not running[i]:
-                    continue
-                results[i].tokens.append(token)
-                self._lengths[i] = prompt_lengths[i] + len(results[i].tokens) - 1
-                if token in stops:
-                    results[i] = Generated(results[i].tokens, "stop")
-                elif len(results[i].tokens) == most[i]:
-                    results[i] = Generated(results[i].tokens, "length" if most[i] == max_new_tokens else "context")
-                running[i] = results[i].reason != "stop" and len(results[i].tokens) < most[i]
-                if on_token is not None:
-                    on_token(i, token)
-            if not any(running):
-                break
-            pending = pending or advance()
-        return results
+                sequence = running[i]
+                if sequence.reason is None:
+                    sequence.take(token)
+                    self._lengths[i] = sequence.length
+                    if on_token is not None:
+                        on_token(i, token)
+            if all(s.reason for s in running):
+                return [Generated(s.tokens, s.reason) for s in running if s.reason]
+            arriving = ahead or advance()
 
-    def _started(self, tokens: Tensor) -> Steps:
-        """Steps that read a token of each sequence next, by their graph where there are any."""
+    def _loop_from(self, tokens: Tensor) -> DecodeLoop:
+        """Steps that read these tokens next, one of each sequence, by their graph where there are any."""
         n, device = len(self._lengths), self.decoder.device
         if not self._captures:
-            steps = Steps(self._step, n, self.context, device)
+            loop = DecodeLoop(self._step, n, self.context, device)
         else:
             size = min(self.batch, 1 << (n - 1).bit_length())
-            if size not in self._steps:
+            if size not in self._loops:
                 pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
-                self._steps[size] = Steps(self._step, size, self.context, device, pool)
+                self._loops[size] = DecodeLoop(self._step, size, self.context, device, pool)
                 self._pool = pool  # not where the capture failed: torch takes no other into that pool
-            steps = self._steps[size]
-        steps.start(tokens, torch.tensor(self._lengths, dtype=torch.int32))
-        return steps
+            loop = self._loops[size]
+        loop.start(tokens, torch.tensor(self._lengths, dtype=torch.int32))
+        return loop
 
     # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
 
     def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Prompts ``[B, T]`` through all layers: two summands of the result ``[B T, hidden]``.
+        """Prompts ``[B, T]`` through all blocks: two summands of the result, ``[B T, hidden]`` each.
 
-        Padding on the right has no influence: attention looks back, so nobody sees it, and later tokens take its place.
+        Padding on the right has no influence: attention looks back and never sees it, and later tokens overwrite it.
         """
         self._lengths = []
-        size = max(1, _ROWS // ids.shape[1])
-        parts = [self._read_part(part, i * size) for i, part in enumerate(ids.split(size))]
+        size = max(1, self.prompt_rows // ids.shape[1])
+        parts = []
+        for i, part in enumerate(ids.split(size)):
+            batch, length = part.shape
+            positions = torch.arange(length, dtype=torch.int32, device=ids.device).repeat(batch)
+            attention = PromptAttention(self.cache, self._cos, self._sin, positions, batch, i * size)
+            parts.append(self.decoder(part.flatten(), positions, batch, attention))
         if len(parts) == 1:
             return parts[0]
-        x, pending = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return x, pending
-
-    def _read_part(self, ids: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """`_read` of some sequences, of which ``first`` is the first."""
-        d, (batch, longest) = self.decoder, ids.shape
-        # Every token's place, in the tables and in the cache.
-        places = torch.arange(longest, dtype=torch.int32, device=d.device).repeat(batch)
-        x, pending = d.embed(ids.flatten(), places, batch), None
-        for i, layer in enumerate(d.layers):
-            x, projected = layer.project(x, pending)
-            mixed = self._attend_prompt(i, layer, projected, places, batch, first)
-            x, pending = layer.mlp(layer.mlp_norm, x, layer.output(mixed))
-        return x, cast(Tensor, pending)
+        x, unadded = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        return x, unadded
 
     def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """Logits of one token for each sequence, at its position, kept at its slot; both int32."""
-        d = self.decoder
-        x, pending = d.embed(tokens, positions, len(tokens)), None
-        cos, sin = self._rotary or (None, None)
-        noted = self._noted(len(tokens))
-        for i, layer in enumerate(d.layers):
-            x, projected = layer.project(x, pending)
-            q, k, v = d.heads_of(projected)
-            step = (q, k, v, cos, sin, positions, slots, *self.cache.layer(i))
-            of_mixed, of_middle = noted[i]
-            mixed = torch.ops.qcut.append_attention(*step, layer.scaling, self._counters, of_mixed).flatten(1)
-            attended = project(layer.output, mixed if of_mixed is None else NotedRows(mixed, of_mixed))
-            x, pending = layer.mlp(layer.mlp_norm, x, attended, of_middle)
-        _, h = d.norm.of_sum(x, pending)
-        logits: Tensor = d.head(h)
-        return logits
-
-    def _noted(self, rows: int) -> list[tuple[Tensor | None, Tensor | None]]:
-        """Zeros for the largest magnitudes of what each layer's output and MLP's last projection read, where int8."""
-        d = self.decoder
-        wanted = [[_is_noted(m, rows) for m in (layer.output, layer.mlp.down)] for layer in d.layers]
-        if not any(map(any, wanted)):
-            return [(None, None)] * len(wanted)
-        zeros = torch.zeros((len(wanted), 2, rows), dtype=torch.float32, device=d.device)
-        return [(z[0] if mixed else None, z[1] if mid else None) for z, (mixed, mid) in zip(zeros, wanted, strict=True)]
-
-    def _attend_prompt(
-        self, index: int, layer: DecoderLayer, projected: tuple[Tensor, ...], places: Tensor, batch: int, first: int
-    ) -> Tensor:
-        """Heads side by side ``[B T, heads D]`` of prompts ``[B T, hidden]``, which fill the cache from its start."""
-        q, k, v = self.decoder.heads_of(projected)
-        length, (cos, sin) = len(places) // batch, self._rotary or (None, None)
-        kept = self.cache.layer(index, first)
-        torch.ops.qcut.append_kv(q, k, v, cos, sin, places, places, *kept, length)
-        k, v = self.cache.read(index, batch, length, first)
-        q = q.unflatten(0, (batch, length)).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=layer.scaling, enable_gqa=True)
-        return mixed.transpose(1, 2).reshape(len(places), -1)
+        """Logits of one token of each sequence, at its position, kept at its slot; both int32."""
+        attention = StepAttention(self.cache, self._cos, self._sin, positions, slots, self._counters)
+        return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
@@ -382,8 +384,3 @@ class Engine:
         if low < 0 or high >= self.decoder.vocabulary:
             wrong = low if low < 0 else high
             raise ConfigError(f"token id {wrong}; allowed: 0 to {self.decoder.vocabulary - 1}")
-
-
-def _is_noted(module: nn.Module, rows: int) -> bool:
-    """Whether a projection is told the largest magnitudes of so many rows, and quantizes them itself."""
-    return is_dynamic(module) and rows <= FEW_ROWS and rows * module.in_features <= FEW_ELEMENTS

@@ -19,8 +19,8 @@ class KVCache:
     """Keys and values ``[batch, kv_heads, context, head_size]`` of every layer.
 
     ``int8`` keeps, for each token and head, ``q = rne(x / scale)`` with ``scale = max|x| / 127`` (1 where that is 0;
-    NaN, and q = 0, where x holds NaN or Inf): `qcut.numerics.quantize_per_token_ref` of its ``head_size`` elements.
-    What attention reads is ``q * scale`` in the activations' dtype, for prompts as for single tokens.
+    NaN, and q = 0, where x holds NaN or Inf): `qcut.numerics.int8.quantize_per_token_ref` of its ``head_size``
+    elements. Attention reads ``q * scale`` in the activations' dtype, for prompts as for single tokens.
 
     Args:
         layers: of the model.
@@ -30,10 +30,10 @@ class KVCache:
         head_size: elements of a key.
         dtype: of activations.
         device: of the memory.
-        kind: ``auto`` keeps activations as they are, ``int8`` quantizes them.
+        kv_dtype: ``auto`` keeps keys and values in the activations' dtype, ``int8`` quantizes them.
 
     Raises:
-        ConfigError: another kind.
+        ConfigError: another ``kv_dtype``.
     """
 
     def __init__(
@@ -46,22 +46,22 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
-        kind: KVDtype = "auto",
+        kv_dtype: KVDtype = "auto",
     ) -> None:
-        if kind not in KV_DTYPES:
-            raise ConfigError(f"kv_cache is {kind!r}; allowed: {', '.join(KV_DTYPES)}")
-        self.kind, self.dtype, self.context = kind, dtype, context
+        if kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_cache is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
+        self._dtype = dtype
         shape = (layers, 2, batch, kv_heads, context)
-        stored = torch.int8 if kind == "int8" else dtype
+        stored = torch.int8 if kv_dtype == "int8" else dtype
         self._values = torch.zeros((*shape, head_size), dtype=stored, device=device)
-        self._scales = torch.zeros(shape, dtype=torch.float32, device=device) if kind == "int8" else None
+        self._scales = torch.zeros(shape, dtype=torch.float32, device=device) if kv_dtype == "int8" else None
         # Views are made once: one takes longer than the kernel that it is for.
         scales = [(None, None)] * layers if self._scales is None else [(s[0], s[1]) for s in self._scales]
         self._layers: list[Memory] = [(v[0], v[1], *s) for v, s in zip(self._values, scales, strict=True)]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of keys, values and scales together."""
         return self._values.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
     def layer(self, index: int, first: int = 0) -> Memory:
@@ -71,9 +71,9 @@ class KVCache:
             index: of the layer.
             first: sequence; those before it are left out.
         """
-        keys, values, key_scales, value_scales = self._layers[index]
         if first == 0:
-            return keys, values, key_scales, value_scales
+            return self._layers[index]
+        keys, values, key_scales, value_scales = self._layers[index]
         if key_scales is None or value_scales is None:
             return keys[first:], values[first:], None, None
         return keys[first:], values[first:], key_scales[first:], value_scales[first:]
@@ -85,5 +85,5 @@ class KVCache:
             keys, values, *_ = self._layers[layer]
             return keys[sequences, :, :tokens], values[sequences, :, :tokens]
         scales = self._scales[layer, :, sequences, :, :tokens, None]
-        kept = (self._values[layer, :, sequences, :, :tokens].float() * scales).to(self.dtype)
+        kept = (self._values[layer, :, sequences, :, :tokens].float() * scales).to(self._dtype)
         return kept[0], kept[1]

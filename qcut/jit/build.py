@@ -118,14 +118,14 @@ def build_many(
     missing = []
     for name, source in wanted.items():
         try:
-            found = _lookup(source, fingerprint(source))
+            binary = _lookup(source, fingerprint(source))
         except BuildError as error:
             results[name] = error
             continue
-        if found is None:
+        if binary is None:
             missing.append(source)
         else:
-            results[name] = found
+            results[name] = binary
     if missing:
         results |= _build_missing(missing, jobs or _default_jobs(), progress)
     return {name: results[name] for name in wanted}
@@ -194,7 +194,7 @@ def host_fingerprint(source: KernelSource) -> str:
 def _surroundings(source: KernelSource) -> list[object]:
     return [
         header_digests(source),
-        [(found.name, found.version) for found in headers(source)],
+        [(package.name, package.version) for package in headers(source)],
         [(name, os.environ[name]) for name in _COMPILER_ENVIRONMENT if name in os.environ],
     ]
 
@@ -284,8 +284,8 @@ def compile_source(source: KernelSource, device: cache.Entry | None = None) -> B
 def _default_jobs() -> int:
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
-        if found := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
-            return max(1, min(cores, int(found.group(1)) * 1024 // _BYTES_PER_JOB))
+        if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
+            return max(1, min(cores, int(match.group(1)) * 1024 // _BYTES_PER_JOB))
     return cores
 
 

@@ -1,28 +1,28 @@
 """The kernel cache on disk: one file per kernel, verified when read, never half written.
 
-``$QCUT_CACHE_DIR`` (default ``~/.cache/qcut``) holds ``kernels/{name}-{key}.qcut``. A file is written
-aside and renamed, so a reader sees all of it or none; a SHA-256 over its content turns whatever a
-crash or a bad disk left behind into a miss. A lock per key lets the second process wait for the first
-one's build instead of repeating it. A cache that cannot be written costs one warning, never a result.
+``$QCUT_CACHE_DIR``, or else the user's cache folder (``~/.cache/qcut``), holds ``kernels/{name}-{key}.qcut``. A file
+is renamed into place, so a reader sees all of it or none; a SHA-256 over its content turns whatever a crash or a bad
+disk left behind into a miss. A lock per key lets the second process wait for the first one's build instead of repeating
+it. A cache that cannot be written costs one warning, never a result.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import glob
 import hashlib
 import json
 import os
 import struct
-import threading
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import filelock
+import platformdirs
+
+from qcut.storage.files import remove_leftovers, write_bytes
 
 SCHEMA = 1
 """Version of the file format; part of every key."""
@@ -32,8 +32,6 @@ LOCK_TIMEOUT_S = 900.0
 
 _MAGIC = b"qcut-kernel %d\n" % SCHEMA
 _DIGEST_BYTES = 32
-_thread_locks: dict[str, threading.Lock] = {}
-_thread_locks_guard = threading.Lock()
 _warned: set[str] = set()
 
 
@@ -46,11 +44,12 @@ class Entry:
 
 
 def directory() -> Path | None:
-    """Return the cache directory, or None where no home directory is known. It need not exist."""
-    if chosen := os.environ.get("QCUT_CACHE_DIR"):
-        return Path(chosen)
+    """The cache directory, absolute, whether it exists or not; None where no home directory is known.
+
+    ``~`` in ``$QCUT_CACHE_DIR`` stands for the home directory, and a relative path is taken from the current directory.
+    """
     try:
-        return Path.home() / ".cache" / "qcut"
+        return Path(os.environ.get("QCUT_CACHE_DIR") or platformdirs.user_cache_dir("qcut")).expanduser().absolute()
     except RuntimeError:
         return None
 
@@ -94,7 +93,7 @@ def read(name: str, key: str) -> Entry | None:
 
 
 def write(name: str, key: str, entry: Entry) -> bool:
-    """Write an entry aside and rename it into place.
+    """Write an entry, or replace it; the caller holds the key (`locked`).
 
     Returns:
         Whether it is on disk. A read-only directory or a full disk warns once and returns False.
@@ -106,19 +105,12 @@ def write(name: str, key: str, entry: Entry) -> bool:
     sizes = [(blob, len(data)) for blob, data in entry.blobs.items()]
     header = json.dumps({"key": key, "name": name, "meta": entry.meta, "blobs": sizes}).encode()
     body = b"".join((struct.pack("<Q", len(header)), header, *entry.blobs.values()))
-    aside = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The lock is held, so whatever lies aside under this key was left by a process that was killed.
-        for stale in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
-            stale.unlink(missing_ok=True)
-        with aside.open("wb") as file:
-            file.write(_MAGIC + hashlib.sha256(body).digest())
-            file.write(body)
-        aside.replace(path)
+        # The caller holds the key's lock, so whatever lies beside the entry was left by a process that was killed.
+        remove_leftovers(path)
+        write_bytes(path, (_MAGIC, hashlib.sha256(body).digest(), body))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
         _warn(f"{path.parent} cannot be written ({error.strerror or error})")
         return False
     return True
@@ -138,43 +130,25 @@ def locked(key: str) -> Iterator[None]:
     Where no lock file can be made, or another process holds one longer than `LOCK_TIMEOUT_S`, the block
     runs unlocked: two builds of one key are a waste, not an error.
     """
-    with _thread_locks_guard:
-        lock = _thread_locks.setdefault(key, threading.Lock())
-    with lock:
-        fd = _open_lock(key)
-        try:
-            if fd is not None:
-                _wait(fd)
-            yield
-        finally:
-            if fd is not None:
-                os.close(fd)
+    lock = _lock(key)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
 
 
-def _open_lock(key: str) -> int | None:
+def _lock(key: str) -> filelock.FileLock | None:
     base = directory()
     if base is None:
         return None
     try:
         (base / "locks").mkdir(parents=True, exist_ok=True)
-        return os.open(base / "locks" / f"{key[:40]}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError:
+        lock = filelock.FileLock(base / "locks" / f"{key[:40]}.lock", timeout=LOCK_TIMEOUT_S)
+        lock.acquire()
+    except OSError:  # filelock's Timeout is one
         return None
-
-
-def _wait(fd: int) -> None:
-    # Polling rather than blocking: Ctrl-C works, and a holder that hangs is not forever.
-    deadline = time.monotonic() + LOCK_TIMEOUT_S
-    pause = 0.01
-    while True:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EINTR) or time.monotonic() > deadline:
-                return
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.2)
+    return lock
 
 
 def _warn(reason: str) -> None:

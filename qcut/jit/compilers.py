@@ -101,15 +101,15 @@ def headers(source: KernelSource) -> list[toolchain.Headers]:
     if unknown := set(source.includes) - set(_INCLUDE_ROOTS):
         raise BuildError(f"unknown include roots {sorted(unknown)}; known: {_INCLUDE_ROOTS}", kernel=source.name)
     root = toolchain.find_nvcc().root if source.toolchain == "nvcc" else None
-    found = [toolchain.find_cuda_include(root)]
+    folders = [toolchain.find_cuda_include(root)]
     if "cutlass" in source.includes:
-        found.append(toolchain.find_cutlass_include())
-    return found
+        folders.append(toolchain.find_cutlass_include())
+    return folders
 
 
 def _include_paths(source: KernelSource) -> list[str]:
     # CUTLASS before CUDA: its own cute/ and cutlass/ must win over a toolkit that ships a copy.
-    paths = [INCLUDE_DIR, *(path for found in reversed(headers(source)) for path in found.paths)]
+    paths = [INCLUDE_DIR, *(path for package in reversed(headers(source)) for path in package.paths)]
     return [str(path) for path in paths]
 
 
@@ -206,8 +206,8 @@ def parse_resources(log: str, entry: str) -> Resources | None:
     section = log[start:].split("Compiling entry function", 2)[1]
 
     def number(pattern: str) -> int | None:
-        found = re.search(pattern, section)
-        return int(found.group(1)) if found else None
+        match = re.search(pattern, section)
+        return int(match.group(1)) if match else None
 
     registers, stack = number(r"Used (\d+) registers"), number(r"(\d+) bytes stack frame")
     stores, loads = number(r"(\d+) bytes spill stores"), number(r"(\d+) bytes spill loads")

@@ -64,12 +64,12 @@ def device(ordinal: int) -> Device:
     name, memory, value = ctypes.create_string_buffer(128), ctypes.c_size_t(), ctypes.c_int()
     _check(lib.cuDeviceGetName(name, len(name), handle), f"device {ordinal}: name")
     _check(lib.cuDeviceTotalMem_v2(ctypes.byref(memory), handle), f"device {ordinal}: memory")
-    found = {}
+    values = {}
     for key, code in _ATTRIBUTES.items():
         _check(lib.cuDeviceGetAttribute(ctypes.byref(value), code, handle), f"device {ordinal}: {key}")
-        found[key] = value.value
-    cc = (found["cc_major"], found["cc_minor"])
-    return Device(ordinal, name.value.decode(errors="replace"), cc, found["sm_count"], memory.value)
+        values[key] = value.value
+    cc = (values["cc_major"], values["cc_minor"])
+    return Device(ordinal, name.value.decode(errors="replace"), cc, values["sm_count"], memory.value)
 
 
 def driver_version() -> str:
@@ -132,10 +132,10 @@ def capture_id(stream: int) -> int:
         DeviceError: the driver does not know the stream.
     """
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    found = toolchain.driver().cuStreamGetCaptureInfo_v2(
+    result = toolchain.driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
     )
-    _check(found, "stream capture")
+    _check(result, "stream capture")
     return number.value if status.value == _CAPTURE_ACTIVE else 0
 
 

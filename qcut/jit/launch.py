@@ -125,14 +125,12 @@ class Kernel:
         block: threads per CTA.
         smem_bytes: dynamic shared memory per CTA in bytes.
         resources: what ptxas said, or None.
-        waits: whether the kernel may be launched before its predecessor ends; see `KernelSource`.
     """
 
     def __init__(self, binary: Binary, source: KernelSource, device: int) -> None:
         lib = toolchain.driver()
         self.name, self.device, self.resources = binary.name, device, binary.resources
         self.block, self.smem_bytes = source.block, source.smem_bytes
-        self.waits = source.waits
         self._params = source.params
         self._context = _device.primary_context(device)
         self._host = _load_host(binary) if binary.host_so is not None else None
@@ -242,8 +240,8 @@ class Kernel:
         """Compare the kernel's parameters with what will be packed: a mismatch would corrupt memory."""
         actual: list[tuple[int, int]] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        found = ctypes.byref(offset), ctypes.byref(size)
-        while lib.cuFuncGetParamInfo(self._function, ctypes.c_size_t(len(actual)), *found) == 0:
+        queried = ctypes.byref(offset), ctypes.byref(size)
+        while lib.cuFuncGetParamInfo(self._function, ctypes.c_size_t(len(actual)), *queried) == 0:
             actual.append((offset.value, size.value))
         if self._host is None:
             packed = [(o, struct.calcsize(p.fmt)) for o, p in zip(offsets, self._params, strict=True)]

@@ -246,16 +246,16 @@ def _missing_headers(dirs: tuple[Path, ...]) -> list[str]:
 
 def _header_version(dirs: tuple[Path, ...], header: str, macro: str) -> str:
     for path in (d / header for d in dirs if (d / header).is_file()):
-        if found := re.search(rf"^#define\s+{macro}\s+(\d+)", path.read_text(errors="replace"), re.MULTILINE):
-            number = int(found.group(1))
+        if match := re.search(rf"^#define\s+{macro}\s+(\d+)", path.read_text(errors="replace"), re.MULTILINE):
+            number = int(match.group(1))
             return f"{number // 1000}.{number % 1000 // 10}"
     return "unknown"
 
 
 def _nvrtc_patch_version(path: Path, version: str) -> str:
     """Add the patch level: NVRTC itself reports ``13.0``, the toolkit's file name or the wheel knows the rest."""
-    if found := re.search(r"\.so\.(\d+\.\d+\.\d+)$", path.name):
-        return found.group(1)
+    if match := re.search(r"\.so\.(\d+\.\d+\.\d+)$", path.name):
+        return match.group(1)
     for package in ("nvidia-cuda-nvrtc", f"nvidia-cuda-nvrtc-cu{version.split('.')[0]}"):
         try:
             installed = metadata.version(package)

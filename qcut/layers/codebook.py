@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks import products as codebook_numerics
-from qcut.codebooks import rotation
+from qcut.codebooks import packing, products, rotation
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
-from qcut.codebooks.passes import NORM_DTYPES, check_norms, check_values, codebook_scheme, quantize_weight, scheme_of
-from qcut.codebooks.quantizer import RotatedCodebook
-from qcut.config import K_MAX, Codebook, Scheme, StaticRange, check_activation
+from qcut.codebooks.passes import NORM_DTYPES, check_norms, check_values, quantize_weight, scheme_of
+from qcut.codebooks.quantizer import RotatedCodebook, dequantize
+from qcut.config import K_MAX, Codebook, Scheme, StaticRange
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
-from qcut.layers.base import Linear, Stored, float_bias, float_weight
-from qcut.layers.codebook_buffers import PASS_KEYS, empty_set, matching_state, packed_set, stored_passes
-from qcut.layers.rotations import RotationSpec, operands_for, shared
-from qcut.models.modules import tensor_key
+from qcut.layers.base import Linear
+from qcut.layers.codebook_buffers import (
+    PASS_KEYS,
+    SET_KEYS,
+    CodebookSet,
+    empty_set,
+    matching_state,
+    packed_set,
+    stored_passes,
+)
+from qcut.layers.lookup import lookup_for
+from qcut.layers.rotations import RotationSpec, rotation_for, shared
+from qcut.layers.stored import StateEntry
+from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.int8 import apply_activation
 from qcut.ops.codebook import can_rotate
 
@@ -31,13 +40,22 @@ _GEMV = torch.ops.qcut.codebook_gemv.default
 _EXPLICIT = torch.ops.qcut.codebook_linear.default
 
 PATHS = ("fused", "explicit")
-_path = "fused"
 _HALVES = (torch.float16, torch.bfloat16)
+
+
+class _Path(threading.local):
+    """A thread's execution path. Compiled code is guarded by the attribute; a ContextVar could not be traced."""
+
+    def __init__(self) -> None:
+        self.name = "fused"
+
+
+_path = _Path()
 
 
 @contextmanager
 def execution_path(name: str) -> Iterator[None]:
-    """Choose how codebook layers compute, for the whole process, within a block.
+    """Choose how codebook layers compute within a block, in the thread that runs it.
 
     Args:
         name: ``fused``: kernels on CUDA; ``explicit``: plain torch there too, as on every other device: indices
@@ -47,20 +65,19 @@ def execution_path(name: str) -> Iterator[None]:
     Raises:
         ConfigError: another name.
     """
-    global _path
     if name not in PATHS:
         raise ConfigError(f"execution path {name!r} does not exist; use one of {', '.join(PATHS)}")
-    before, _path = _path, name
+    before, _path.name = _path.name, name
     try:
         yield
     finally:
-        _path = before
+        _path.name = before
 
 
-class CodebookLinear(Linear):
+class CodebookLinear(Linear, schemes=[Codebook]):
     """``y = act(x @ W.T + b)``, W the sum of one or two passes of rotated codebook weights.
 
-    Made by `Linear` and its class methods, whose arguments these are. Passes of one width lie behind one another along
+    Arguments are those of `Linear`. Passes of one width lie behind one another along
     K, as one *set*; passes of two widths are two sets, and two products. Inference only. ``.to(dtype)``, ``.half()``
     and the like leave all buffers as they are; ``.to(device)`` moves them.
 
@@ -76,7 +93,7 @@ class CodebookLinear(Linear):
         residual_units, residual_packed_norms, residual_codebook, residual_col_scale, residual_fold: of the second
             set, where there is one.
 
-    The state dict is in plain order: ``indices`` packed by `qcut.codebooks.lloyd_max.pack`, ``norms`` ``[N, G]``,
+    The state dict is in plain order: ``indices`` packed by `qcut.codebooks.packing.pack`, ``norms`` ``[N, G]``,
     ``codebook``, the same with ``residual_`` in front for a second pass, and ``bias``.
 
     Raises:
@@ -96,91 +113,37 @@ class CodebookLinear(Linear):
     fold: Tensor
     scheme: Codebook
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        scheme: str | Scheme = "codebook4",
-        activation: str = "none",
-        device: torch.device | str | None = None,
-        name: str | None = None,
-    ) -> None:
-        nn.Module.__init__(self)
-        scheme = codebook_scheme(scheme, name)
-        self.scheme = scheme
-        self.static = False
-        self.in_features, self.out_features = in_features, out_features
-        self.activation = check_activation(activation)
-        self.name = name
-        k, n = in_features, out_features
-        if k < 1 or n < 1:
-            raise QuantizationError(f"weight is [N={n}, K={k}]; {scheme.name} allows N >= 1 and K >= 1", name)
-        self.kind = cast(rotation.Kind, scheme.rotation)
+    block_rows = codebook_layout.ROW_ALIGNMENT
+
+    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor]:
+        scheme, k, n = self.scheme, self.in_features, self.out_features
+        self.kind = scheme.rotation
         self.group_size = scheme.group_columns(k)
         if scheme.rotation != "none":
-            rotation.check_group_size(k, self.group_size, scheme.rotation, name)
+            rotation.check_group_size(k, self.group_size, scheme.rotation, self.name)
         self.geometry = Geometry(k, self.group_size)
-        self._rotation = RotationSpec(self.kind, self.group_size, k, scheme.seeds)
-        self.int8 = scheme.activation == "int8"
+        self.int8 = scheme.int8_products
         widths = scheme.widths
         if self.int8 and self.geometry.k_padded * len(widths) > K_MAX:
             raise QuantizationError(
                 f"{len(widths)} passes of K={k}, {self.geometry.k_padded} with padding; int8 products are exact for "
                 f"{K_MAX} columns in all",
-                name,
+                self.name,
             )
         self.set_bits = list(widths) if len(set(widths)) > 1 else [widths[0]]
-        one_set = len(self.set_bits) == 1
-        self._rotates_one = not self.int8 and one_set and can_rotate(self.kind, self.group_size, k)
-        units = self.geometry.units * len(widths) // len(self.set_bits)
-        norms = torch.empty(
-            (n, len(widths) * self.geometry.groups), dtype=NORM_DTYPES[scheme.norm_dtype], device=device
-        )
-        self.register_buffer("norms", norms)
-        for prefix, bits in zip(("", "residual_"), self.set_bits, strict=False):
-            for key, tensor in empty_set(n, units, bits, self.geometry, self.int8, device).items():
-                self.register_buffer(prefix + key, tensor)
-        self.register_buffer("bias", torch.empty(n, dtype=torch.float32, device=device) if bias else None)
+        self._rotation = rotation_for(RotationSpec(self.kind, self.group_size, k, scheme.seeds))
+        self._rotates_one = not self.int8 and len(self.set_bits) == 1 and can_rotate(self.kind, self.group_size, k)
         self._books: list[dict[torch.dtype, tuple[int, ...]]] | None = None
+        units = self.geometry.units * len(widths) // len(self.set_bits)
+        norms_shape = n, len(widths) * self.geometry.groups
+        buffers = {"norms": torch.empty(norms_shape, dtype=NORM_DTYPES[scheme.norm_dtype], device=device)}
+        for i, bits in enumerate(self.set_bits):
+            buffers |= empty_set(n, units, bits, self.geometry, self.int8, device).buffers(i)
+        return buffers
 
-    @classmethod
-    def from_float(
-        cls,
-        module: nn.Module,
-        scheme: str | Scheme = "codebook4",
-        *,
-        activation: str = "none",
-        static_range: StaticRange | None = None,
-        second_moment: Tensor | None = None,
-        name: str | None = None,
-    ) -> CodebookLinear:
-        """Quantizes a layer; see `Linear.from_float`.
-
-        To the nearest values of the codebook, or with ``second_moment`` by `qcut.codebooks.fit.fit`, which takes a
-        rotation.
-
-        Raises:
-            UnsupportedError: another kind of module, or weights on the meta device.
-            ConfigError: see the class; or a static range, or a second moment without a rotation.
-            DtypeError: weights of another dtype.
-            QuantizationError: an empty weight, NaN or Inf in weight or bias, a norm beyond float16, or see the class.
-
-        Exactness: float32; see `qcut.codebooks.quantizer.quantize`.
-        """
-        scheme = codebook_scheme(scheme, name)
-        if static_range is not None:
-            raise ConfigError(
-                f"{layer_prefix(name)}scheme {scheme.name} got static_range {static_range}, it takes none"
-            )
-        weight = float_weight(module, name)
-        if not weight.numel():
-            n, k = weight.shape
-            raise QuantizationError(f"weight is [N={n}, K={k}]; {scheme.name} allows N >= 1 and K >= 1", name)
-        bias = getattr(module, "bias", None)
-        passes = quantize_weight(weight, scheme, second_moment=second_moment, layer=name)
-        layer = cls.from_passes(passes, bias, scheme, activation=activation, name=name)
-        return layer.train(module.training)
+    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
+        passes = quantize_weight(weight, self.scheme, second_moment=second_moment, layer=self.name)
+        self._set_passes(passes, weight.device)
 
     @classmethod
     def from_passes(
@@ -229,47 +192,6 @@ class CodebookLinear(Linear):
         """The weight as it was quantized, indices unpacked; new memory."""
         return [self._pass(p) for p in range(len(self.scheme.widths))]
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer.
-
-        Args:
-            x: ``[..., K]``, any strides, any number of tokens; float16, bfloat16 or float32, the last only on the
-                explicit path or with int8 products.
-
-        Returns:
-            ``[..., N]`` of x's dtype.
-
-        Raises:
-            ShapeError: x has another number of columns.
-            DtypeError: x has another dtype.
-            DeviceError: x is on another device.
-
-        Exactness: see the class.
-        """
-        if x.shape[-1:] != (self.in_features,):
-            raise ShapeError(
-                f"{layer_prefix(self.name)}x has shape {list(x.shape)}; allowed: [..., {self.in_features}]"
-            )
-        if _path == "fused" and _has_kernels(x.device):
-            return self._fused(x)
-        parts = [self._set_buffers(i) for i in range(len(self.set_bits))]
-        units, packed_norms, col_scale, fold, codebooks = (list(part) for part in zip(*parts, strict=True))
-        return _EXPLICIT(
-            x,
-            units,
-            packed_norms,
-            fold if self.int8 else [],
-            col_scale,
-            self._buffers["norms"],
-            codebooks,
-            self._buffers["bias"],
-            self.set_bits,
-            self.kind,
-            self.group_size,
-            self.scheme.seeds,
-            self.activation,
-        )
-
     @property
     def weight(self) -> Tensor:
         """int8 ``[N, K]`` for its shape, dtype and device, which model code reads; its values say nothing.
@@ -280,22 +202,47 @@ class CodebookLinear(Linear):
 
     def dequantized_weight(self) -> Tensor:
         """float32 ``[N, K]``: the sum of the passes, rotated back."""
-        return codebook_numerics.dequantize(self.passes)
+        return dequantize(self.passes)
 
-    def stored(self) -> dict[str, Stored]:
+    def rows(self, ids: Tensor) -> Tensor:
+        """See `Linear.rows`; bitwise, but for the rotation ``qr``: its float32 products depend on device and R."""
+        geometry = self.geometry
+        # First, since it refuses ids out of range: packed weights have rows that are padding.
+        norms = self.norms.index_select(0, ids).float()
+        ids = ids.long()
+        total: Tensor | None = None
+        for p, (bits, seed) in enumerate(zip(self.scheme.widths, self.scheme.seeds, strict=True)):
+            part, units, groups = self._place(p)
+            lookup = lookup_for(self.kind, self.group_size, self.in_features, seed, ids.device)
+            indices = codebook_layout.unpack_rows(part.units, bits, ids)
+            indices = indices[:, units.start * UNIT_COLUMNS : units.stop * UNIT_COLUMNS]
+            # Groups that fill their slots lie in order.
+            in_order = geometry.padded_group == geometry.full
+            indices = indices[:, : geometry.k] if in_order else indices.index_select(1, lookup.places)
+            values = part.codebook[indices.int()]
+            values = rotation.rotate_groups_back_by(values, self.kind, geometry.full, lookup.turns)
+            row = values * (norms[:, groups] * lookup.rsqrt_sizes).index_select(1, lookup.groups)
+            total = row if total is None else total + row
+        return cast(Tensor, total)
+
+    def row_buffers(self) -> dict[str, Tensor]:
+        """All but the codebooks."""
+        return {key: buffer for key, buffer in super().row_buffers().items() if not key.endswith("codebook")}
+
+    def stored(self) -> dict[str, StateEntry]:
         """The tensors of the state dict, by key, each made when it is read."""
         n, k = self.out_features, self.in_features
-        stored: dict[str, Stored] = {}
+        stored: dict[str, StateEntry] = {}
         for p, (bits, keys) in enumerate(zip(self.scheme.widths, PASS_KEYS, strict=False)):
-            prefix, _, _ = self._place(p)
-            sources = (f"{prefix}units", "norms", f"{prefix}codebook")
-            shapes = ((n, codebook.packed_bytes(k, bits)), (n, self.geometry.groups), (1 << bits,))
+            part, _, _ = self._place(p)
+            sources = (part.units, self.norms, part.codebook)
+            shapes = ((n, packing.packed_bytes(k, bits)), (n, self.geometry.groups), (1 << bits,))
             dtypes = (torch.uint8, self.norms.dtype, torch.float32)
             for key, source, shape, dtype in zip(keys, sources, shapes, dtypes, strict=True):
-                identity = (key, *tensor_key(self._buffer(source)))
-                stored[key] = Stored(shape, dtype, identity, _reader(self, p, key, shape, dtype))
+                identity = (key, *tensor_key(source))
+                stored[key] = StateEntry(shape, dtype, identity, _reader(self, p, key, shape, dtype))
         if self.bias is not None:
-            stored["bias"] = Stored.of(self.bias)
+            stored["bias"] = StateEntry.of(self.bias)
         return stored
 
     def extra_repr(self) -> str:
@@ -303,119 +250,93 @@ class CodebookLinear(Linear):
         bits = 8 * self.weight_bytes / (self.in_features * self.out_features)
         return f"{super().extra_repr()}, bits_per_weight={bits:.2f}"
 
-    # ── the kernels' path ────────────────────────────────────────────────────────────────────────
+    # ── products ─────────────────────────────────────────────────────────────────────────────────
+
+    def _product(self, x: Tensor) -> Tensor:
+        if _path.name == "fused" and _has_kernels(x.device):
+            return self._fused(x)
+        sets = self.sets()
+        return _EXPLICIT(
+            x,
+            units=[part.units for part in sets],
+            packed_norms=[part.packed_norms for part in sets],
+            fold=[part.fold for part in sets] if self.int8 else [],
+            col_scale=[part.col_scale for part in sets],
+            norms=self._buffers["norms"],
+            codebooks=[part.codebook for part in sets],
+            bias=self._buffers["bias"],
+            bits=self.set_bits,
+            kind=self.kind,
+            group_size=self.group_size,
+            seeds=self.scheme.seeds,
+            activation=self.activation,
+        )
 
     def _fused(self, x: Tensor) -> Tensor:
         dtype = x.dtype
         if dtype not in _HALVES and not (self.int8 and dtype is torch.float32):
             allowed = "float16, bfloat16" + (", float32" if self.int8 else "")
-            found = str(dtype).removeprefix("torch.")
-            raise DtypeError(f"{layer_prefix(self.name)}x is {found}; {self.scheme.name} computes in {allowed} on CUDA")
-        m = math.prod(x.shape[:-1])
-        tokens = torch.int8 if self.int8 else dtype
+            raise DtypeError(
+                f"{layer_prefix(self.name)}x is {dtype_name(dtype)}; {self.scheme.name} computes in {allowed} on CUDA"
+            )
+        m, rest = math.prod(x.shape[:-1]), x.shape[:-1]
         books = self._books or self._read_books()
-        b = self._buffers
+        sets, bias = self.sets(), self._buffers["bias"]
         if m == 1 and self._rotates_one:
-            y = _GEMV(
-                x.reshape(1, self.in_features),
-                operands_for(self._rotation, x),
-                self.group_size,
-                self.scheme.seeds,
-                b["units"],
-                b["packed_norms"],
-                b["col_scale"],
-                books[0][dtype],
-                b["bias"],
-                self.set_bits[0],
-                self.activation,
-                None,
-                dtype,
-            )
-            return y.view(*x.shape[:-1], self.out_features)
+            (part,), (bits,) = sets, self.set_bits
+            row, operands = x.reshape(1, self.in_features), self._rotation.operands_for(x)
+            one = part.units, part.packed_norms, part.col_scale, books[0][dtype]
+            y = _GEMV(row, operands, self.group_size, self.scheme.seeds, *one, bias, bits, self.activation, None, dtype)
+            return y.view(*rest, self.out_features)
+        tokens, halves = (torch.int8, torch.float16) if self.int8 else (dtype, dtype)
         blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
-        halves = torch.float16 if self.int8 else dtype
-        row = row_scale if self.int8 else None
-        if len(self.set_bits) == 1:
-            fold = b["fold"] if self.int8 else None
-            y = _GEMM(
-                blocks,
-                row,
-                m,
-                b["units"],
-                b["packed_norms"],
-                fold,
-                b["col_scale"],
-                books[0][halves],
-                b["bias"],
-                self.set_bits[0],
-                self.activation,
-                None,
-                dtype,
-            )
-            return y.view(*x.shape[:-1], self.out_features)
+        scale = row_scale if self.int8 else None
+        if len(sets) == 1:
+            (part,), (bits,) = sets, self.set_bits
+            weight = part.units, part.packed_norms, part.fold, part.col_scale, books[0][halves]
+            y = _GEMM(blocks, scale, m, *weight, bias, bits, self.activation, None, dtype)
+            return y.view(*rest, self.out_features)
+        # Two products, of the blocks of each set: the second adds the first, and the activation comes last.
+        counts = [part.units.shape[1] * UNIT_COLUMNS * tokens.itemsize // 128 for part in sets]
         total: Tensor | None = None
-        first = 0
-        for i, bits in enumerate(self.set_bits):
-            units, packed_norms, col_scale, fold, _ = self._set_buffers(i)
-            count = units.shape[1] * UNIT_COLUMNS * tokens.itemsize // 128
-            bias = b["bias"] if i else None
-            total = _GEMM(
-                blocks[first : first + count],
-                row,
-                m,
-                units,
-                packed_norms,
-                fold,
-                col_scale,
-                books[i][halves],
-                bias,
-                bits,
-                "none",
-                total,
-                torch.float32,
-            )
-            first += count
-        return apply_activation(cast(Tensor, total), self.activation).to(dtype).view(*x.shape[:-1], self.out_features)
+        for i, (part, of_set) in enumerate(zip(sets, blocks.split(counts), strict=True)):
+            weight = part.units, part.packed_norms, part.fold, part.col_scale, books[i][halves]
+            added = bias if i else None
+            total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32)
+        return apply_activation(cast(Tensor, total), self.activation).to(dtype).view(*rest, self.out_features)
 
     def _read_books(self) -> list[dict[torch.dtype, tuple[int, ...]]]:
         """Codebooks in 16 bits on the host, where launches take them from."""
-        codebooks = [self._set_buffers(i)[4] for i in range(len(self.set_bits))]
-        self._books = [{dtype: codebook_numerics.pack_book(c, dtype) for dtype in _HALVES} for c in codebooks]
+        self._books = [{dtype: products.pack_book(part.codebook, dtype) for dtype in _HALVES} for part in self.sets()]
         return self._books
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
-    def _buffer(self, key: str) -> Tensor:
-        return cast(Tensor, self._buffers[key])
+    def sets(self) -> list[CodebookSet]:
+        """What each product reads of the weight: one set, or one a pass where the passes have two widths."""
+        buffers = self._buffers  # nn.Module finds buffers through a slow __getattr__
+        return [CodebookSet(*cast(Any, [buffers.get(key) for key in keys])) for keys in SET_KEYS[: len(self.set_bits)]]
 
-    def _set_buffers(self, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-        """Units, packed norms, channel scales, folds and codebook of a set."""
-        b, p = self._buffers, "residual_" if i else ""
-        return (
-            cast(Tensor, b[f"{p}units"]),
-            cast(Tensor, b[f"{p}packed_norms"]),
-            cast(Tensor, b[f"{p}col_scale"]),
-            b.get(f"{p}fold"),
-            cast(Tensor, b[f"{p}codebook"]),
-        )
-
-    def _place(self, p: int) -> tuple[str, slice, slice]:
-        """Prefix of the buffers that hold a pass, its units along K in them, and its columns of ``norms``."""
-        g = self.geometry
+    def _place(self, p: int) -> tuple[CodebookSet, slice, slice]:
+        """The set that holds a pass, its units along K in the set, and its columns of ``norms``."""
+        g, sets = self.geometry, self.sets()
         groups = slice(p * g.groups, (p + 1) * g.groups)
-        if len(self.set_bits) > 1:
-            return "residual_" * (p > 0), slice(0, g.units), groups
-        return "", slice(p * g.units, (p + 1) * g.units), groups
+        if len(sets) > 1:
+            return sets[p], slice(0, g.units), groups
+        return sets[0], slice(p * g.units, (p + 1) * g.units), groups
+
+    def _indices(self, p: int) -> Tensor:
+        part, units, _ = self._place(p)
+        return codebook_layout.unpack_units(
+            part.units[:, units], self.scheme.widths[p], self.out_features, self.geometry
+        )
 
     def _pass(self, p: int) -> RotatedCodebook:
-        prefix, units, groups = self._place(p)
-        indices = codebook_layout.unpack_units(
-            self._buffer(f"{prefix}units")[:, units], self.scheme.widths[p], self.out_features, self.geometry
-        )
+        part, _, groups = self._place(p)
         return RotatedCodebook(
-            indices,
+            self._indices(p),
             self.norms[:, groups].clone(),
-            self._buffer(f"{prefix}codebook").clone(),
+            part.codebook.clone(),
             self.group_size,
             self.kind,
             self.scheme.seeds[p],
@@ -431,8 +352,7 @@ class CodebookLinear(Linear):
         for i, bits in enumerate(self.set_bits):
             mine = passes[i * per_set : (i + 1) * per_set]
             own_norms = norms[:, i * per_set * g.groups : (i + 1) * per_set * g.groups]
-            for key, tensor in packed_set(mine, own_norms, bits, g, self.int8).items():
-                self._buffers["residual_" * (i > 0) + key] = tensor
+            self._buffers.update(packed_set(mine, own_norms, bits, g, self.int8).buffers(i))
         self._read_books()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -450,17 +370,17 @@ class CodebookLinear(Linear):
         error_msgs: list[str],
     ) -> None:
         wanted = self.stored()
-        found = matching_state(state_dict, prefix, wanted, missing_keys, error_msgs)
+        given = matching_state(state_dict, prefix, wanted, missing_keys, error_msgs)
         if strict:
             own = (key for key in state_dict if key.startswith(prefix) and "." not in key[len(prefix) :])
             unexpected_keys += [key for key in own if key[len(prefix) :] not in wanted]
-        if len(found) < len(wanted) or any(t.is_meta for t in found.values()):
+        if len(given) < len(wanted) or any(t.is_meta for t in given.values()):
             return
         assign = local_metadata.get("assign_to_params_buffers", False)
         if self.norms.is_meta and not assign:
             return  # as torch does: a copy into a tensor without memory
-        device = found["indices"].device if assign else self.norms.device
-        passes = stored_passes(found, self.scheme, self.in_features, device)
+        device = given["indices"].device if assign else self.norms.device
+        passes = stored_passes(given, self.scheme, self.in_features, device)
         try:
             check_values(passes, self.name)
             self._set_passes(passes, device)
@@ -468,7 +388,7 @@ class CodebookLinear(Linear):
             error_msgs.append(f"{prefix or 'layer'}: {error}")
             return
         if self.bias is not None:
-            self.bias = found["bias"].to(device) if assign else found["bias"].detach().to(device, copy=True)
+            self.bias = given["bias"].to(device) if assign else given["bias"].detach().to(device, copy=True)
 
 
 def _reader(
@@ -479,14 +399,12 @@ def _reader(
     def read() -> Tensor:
         if layer.norms.is_meta:
             return torch.empty(shape, dtype=dtype, device="meta")
-        prefix, units, groups = layer._place(p)
+        part, _, groups = layer._place(p)
         if key.endswith("norms"):
             return layer.norms[:, groups].detach().clone()
         if key.endswith("codebook"):
-            return layer._buffer(f"{prefix}codebook").detach().clone()
-        bits = layer.scheme.widths[p]
-        packed = layer._buffer(f"{prefix}units")[:, units]
-        return codebook.pack(codebook_layout.unpack_units(packed, bits, layer.out_features, layer.geometry), bits)
+            return part.codebook.detach().clone()
+        return packing.pack(layer._indices(p), layer.scheme.widths[p])
 
     return read
 

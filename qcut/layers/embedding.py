@@ -1,27 +1,23 @@
 """`Embedding`: a table of quantized rows in place of ``nn.Embedding``, its own or that of the classifier tied to it.
 
-The table is a `qcut.Linear` without a product: rows of it are gathered and dequantized, indices straight from the
-kernels' memory layout (`qcut.codebooks.layout`). A tied table is the classifier's own layer, held without being
-registered, so that moving, saving and loading the model knows one layer and the two cannot come apart.
+The table is a `qcut.Linear` without a product, whose `rows` are gathered and dequantized. A tied table is the
+classifier's own layer, held without being registered, so that moving, saving and loading the model knows one layer and
+the two cannot come apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from qcut.codebooks import rotation
-from qcut.codebooks.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
 from qcut.config import Scheme
 from qcut.errors import DtypeError, QuantizationError, UnsupportedError, layer_prefix
-from qcut.layers.base import WEIGHT_DTYPES, Linear
-from qcut.layers.codebook import CodebookLinear
-from qcut.models.modules import is_linear, tensor_key, weight_of
-from qcut.numerics import int8 as numerics
+from qcut.layers.base import Linear
+from qcut.layers.int8 import Int8Linear
+from qcut.models.modules import WEIGHT_DTYPES, dtype_name, is_linear, tensor_key, weight_dtype_names, weight_of
 
 _ID_DTYPES = (torch.int32, torch.int64)
 
@@ -52,8 +48,7 @@ class Embedding(nn.Module):
     def __init__(self, linear: Linear, dtype: torch.dtype = torch.float32, *, tied: bool = False) -> None:
         super().__init__()
         if dtype not in WEIGHT_DTYPES:
-            allowed = ", ".join(str(d).removeprefix("torch.") for d in WEIGHT_DTYPES)
-            raise DtypeError(f"an embedding of {str(dtype).removeprefix('torch.')}; allowed: {allowed}")
+            raise DtypeError(f"an embedding of {dtype_name(dtype)}; allowed: {weight_dtype_names()}")
         self.dtype = dtype
         self.tied = tied
         if tied:
@@ -77,7 +72,7 @@ class Embedding(nn.Module):
         name: str | None = None,
     ) -> Embedding:
         """A table with uninitialized buffers, to be filled from a state dict; errors as `Linear` and the class."""
-        return cls(Linear.empty(embedding_dim, num_embeddings, False, scheme, "none", device, name), dtype)
+        return cls(Linear(embedding_dim, num_embeddings, False, scheme, "none", device, name), dtype)
 
     @classmethod
     def from_float(
@@ -157,15 +152,9 @@ class Embedding(nn.Module):
         products depend on the device and the number of rows.
         """
         if ids.dtype not in _ID_DTYPES:
-            found = str(ids.dtype).removeprefix("torch.")
-            raise DtypeError(f"{type(self).__name__}: ids are {found}; allowed: int32, int64")
-        flat = ids.reshape(-1)
-        linear = self.linear
-        if isinstance(linear, CodebookLinear):
-            rows = _codebook_rows(linear, flat)
-        else:
-            rows = numerics.dequantize_ref(linear.weight.index_select(0, flat), linear.weight_scale[flat])
-        return rows.to(self.dtype).view(*ids.shape, linear.in_features)
+            raise DtypeError(f"{type(self).__name__}: ids are {dtype_name(ids.dtype)}; allowed: int32, int64")
+        rows = self.linear.rows(ids.reshape(-1))
+        return rows.to(self.dtype).view(*ids.shape, self.embedding_dim)
 
     def dequantized_weight(self) -> Tensor:
         """float32 ``[rows, columns]``."""
@@ -175,7 +164,7 @@ class Embedding(nn.Module):
         """Sizes, scheme and dtype, for ``print(model)``."""
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, scheme={self.scheme.name}, "
-            f"dtype={str(self.dtype).removeprefix('torch.')}" + (", tied" if self.tied else "")
+            f"dtype={dtype_name(self.dtype)}" + (", tied" if self.tied else "")
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Embedding:
@@ -215,7 +204,7 @@ def table_of(module: nn.Module) -> Table | None:
     """
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return None
-    if type(module) is Embedding and not isinstance(module.linear, CodebookLinear):
+    if type(module) is Embedding and isinstance(module.linear, Int8Linear):
         return Table(module.linear.weight, module.linear.weight_scale, module.dtype)
     if isinstance(module, nn.Embedding) and is_table(module) and module.max_norm is None:
         weight = module.weight
@@ -238,107 +227,10 @@ def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
         main = given() if callable(given) else None
     except NotImplementedError:
         main = None
-    found = {name: m for name, m in tables.items() if m is main or tensor_key(m.weight) in shared}
-    if not found:
+    of_tokens = {name: m for name, m in tables.items() if m is main or tensor_key(m.weight) in shared}
+    if not of_tokens:
         raise QuantizationError(
             f"{type(model).__name__}: none of its embeddings ({', '.join(tables) or 'there are none'}) is that of "
             "get_input_embeddings() or tied to a linear layer; for others use qcut.Embedding.from_float"
         )
-    return found
-
-
-def unpack_rows(units: Tensor, bits: int, rows: Tensor) -> Tensor:
-    """Indices of single rows out of a packed weight; `qcut.codebooks.layout.unpack_units` is for all of them.
-
-    Args:
-        units: uint8 ``[T, U, unit_bytes(bits)]``, contiguous.
-        bits: 2, 3 or 4.
-        rows: int64 ``[R]``, each at least 0 and below 16 T.
-
-    Returns:
-        uint8 ``[R, 128 U]``, columns in memory's order.
-    """
-    t, u = units.shape[:2]
-    tile, g, r8 = rows // UNIT_ROWS, rows % 8, rows % UNIT_ROWS // 8
-    if bits == 4:
-        # bytes: v, g, t, word, r8, h
-        words = units.view(t, u, 2, 8, 4, 4, 2, 2)[tile, :, :, g, :, :, r8].permute(0, 1, 2, 4, 5, 3)
-    else:
-        # bytes: g, t, pair of words, r8, h
-        pairs = units[..., :512].view(t, u, 8, 4, 4, 2, 2)[tile, :, g, :, :, r8]
-        by_lane = torch.stack((pairs & 0x33, pairs >> 2 & 0x33), 4).view(len(rows), u, 4, 2, 4, 2)
-        if bits == 3:
-            shifts = torch.arange(4, dtype=torch.uint8, device=units.device)[:, None]
-            upper = units[..., 512:].view(t, u, 8, 4, 2, 2, 2)[tile, :, g, :, :, r8]
-            by_lane = by_lane | (upper[..., None, :] >> shifts & 0x11) << 2
-        words = by_lane.permute(0, 1, 3, 4, 5, 2)
-    return torch.stack((words & 15, words >> 4), -1).reshape(len(rows), u * UNIT_COLUMNS)
-
-
-def _codebook_rows(linear: CodebookLinear, ids: Tensor) -> Tensor:
-    """float32 ``[R, K]``: rows of the weight, as `qcut.codebooks.quantizer.dequantize` has them."""
-    geometry = linear.geometry
-    # First, since it refuses ids out of range: packed weights have rows that are padding.
-    norms = linear.norms.index_select(0, ids).float()
-    ids = ids.long()
-    parts = []
-    for p, (bits, seed) in enumerate(zip(linear.scheme.widths, linear.scheme.seeds, strict=True)):
-        two_sets = len(linear.set_bits) > 1
-        prefix, first = ("residual_" if p and two_sets else ""), (0 if two_sets else p * geometry.units)
-        key = (linear.kind, linear.group_size, linear.in_features, seed, ids.device)
-        constants = _traced_constants(*key) if torch.compiler.is_compiling() else _constants(*key)
-        places, group, rsqrt_sizes = constants[:3]
-        indices = unpack_rows(getattr(linear, f"{prefix}units"), bits, ids)[:, first * UNIT_COLUMNS :]
-        # Groups that fill their slots lie in order.
-        in_order = geometry.padded_group == geometry.full
-        indices = indices[:, : geometry.k] if in_order else indices.index_select(1, places)
-        values = getattr(linear, f"{prefix}codebook")[indices.int()]
-        scale = norms[:, p * geometry.groups : (p + 1) * geometry.groups] * rsqrt_sizes
-        rows = _rotate_back(values, linear.kind, geometry.full, constants[3:])
-        parts.append(rows * scale.index_select(1, group))
-    return parts[0] if len(parts) == 1 else parts[0] + parts[1]
-
-
-def _rotate_back(rows: Tensor, kind: str, d: int, operands: tuple[Tensor, ...]) -> Tensor:
-    """Rotates float32 ``[R, K]`` back, d columns at a time, with operands that are on the device."""
-    if kind == "none":
-        return rows
-    grouped = rows[:, : rows.shape[1] // d * d].unflatten(1, (-1, d))
-    last = rows[:, rows.shape[1] // d * d :]
-    if kind == "qr":
-        matrices, last_matrix = operands
-        out = (grouped.transpose(0, 1) @ matrices).transpose(0, 1).flatten(1)
-        return torch.cat((out, last @ last_matrix), 1) if last.shape[1] else out
-    (factor,) = operands
-    out = rotation.walsh_hadamard(grouped).flatten(1)
-    if last.shape[1]:
-        out = torch.cat((out, rotation.walsh_hadamard(last)), 1)
-    return out * factor
-
-
-@lru_cache(maxsize=16)
-def _constants(kind: str, group_size: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-    """What looking rows up reads besides the table; on the device, so that a graph can be captured once it is made.
-
-    - int64 ``[K]``: the place in memory of each column; int64 ``[K]``: its group.
-    - float32 ``[G]``: ``1 / sqrt(columns)`` of each group; 1 without a rotation.
-    - hadamard: float32 ``[K]``, sign times ``1 / sqrt(columns)``.
-    - qr: the matrices, float32 ``[full groups, d, d]``, and the last group's.
-    """
-    geometry = Geometry(k, group_size)
-    parts = rotation.groups(k, geometry.full)
-    sizes = torch.tensor([d for _, d in parts])
-    rsqrt_sizes = torch.tensor([1.0 if kind == "none" else d**-0.5 for _, d in parts])
-    group = torch.arange(len(parts)).repeat_interleave(sizes)
-    found = [geometry.columns(), group, rsqrt_sizes]
-    if kind == "hadamard":
-        found.append(torch.cat([rotation.signs(d, seed + first) for first, d in parts]) * rsqrt_sizes[group])
-    if kind == "qr":
-        matrices = [rotation.haar(d, seed + first) for first, d in parts]
-        found += [torch.stack(matrices[: k // geometry.full]), matrices[-1]]
-    return tuple(t.to(device) for t in found)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _traced_constants(kind: str, group_size: int, k: int, seed: int, device: torch.device) -> tuple[Tensor, ...]:
-    return _constants(kind, group_size, k, seed, device)
+    return of_tokens

@@ -1,25 +1,24 @@
-"""Rotated tokens that layers share: q, k and v, or gate and up, read the same tensor and rotate it alike."""
+"""Rotations of tokens that layers share: q, k and v, or gate and up, read the same tensor and rotate it alike."""
 
 from __future__ import annotations
 
 import weakref
+from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qcut.codebooks import tokens as rotated_tokens
-from qcut.codebooks.tokens import Kind
-from qcut.ops import codebook as codebook_ops
+from qcut.codebooks.rotation import Kind
 
 _ROTATE = torch.ops.qcut.rotate_tokens.default
 _HALVES = (torch.float16, torch.bfloat16)
 
-_operands: dict[tuple[Any, ...], Tensor] = {}
-
 
 class RotationSpec(NamedTuple):
-    """A layer's rotation.
+    """What a layer's rotation is.
 
     Attributes:
         kind: hadamard, qr or none.
@@ -34,30 +33,49 @@ class RotationSpec(NamedTuple):
     seeds: tuple[int, ...]
 
 
-def operands(spec: RotationSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What the rotation's kernel reads besides tokens of a dtype; one tensor for all layers that rotate alike."""
-    # Matrices are of the tokens' type; signs are the same for all.
-    matrices = dtype if spec.kind == "qr" and dtype in _HALVES else torch.float16
-    key = (spec, matrices, device)
-    found = _operands.get(key)
-    if found is None:
-        found = _operands[key] = rotated_tokens.operands(*spec, matrices, device)
-    return found
+class Rotation:
+    """A rotation and the tensors that its kernels read; `rotation_for` gives layers that rotate alike the same object.
+
+    The tensors live as long as a layer that holds the rotation: a CUDA graph of that layer may read them.
+    """
+
+    def __init__(self, spec: RotationSpec) -> None:
+        self.spec = spec
+        self._operands: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def operands(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What the kernel reads besides tokens of a dtype; see `qcut.codebooks.tokens.operands`."""
+        # Matrices are of the tokens' type; signs are the same for all.
+        matrices = dtype if self.spec.kind == "qr" and dtype in _HALVES else torch.float16
+        made = self._operands.get((matrices, device))
+        if made is None:
+            made = self._operands[matrices, device] = rotated_tokens.operands(*self.spec, matrices, device)
+        return made
+
+    def operands_for(self, x: Tensor) -> Tensor:
+        """`operands` for a tensor; a constant in compiled code."""
+        if torch.compiler.is_compiling():
+            return _constant_operands(self.spec, x.dtype, x.device)
+        return self.operands(x.dtype, x.device)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return rotation_for, (self.spec,)
 
 
-def operands_for(spec: RotationSpec, x: Tensor) -> Tensor:
-    """`operands` for a tensor; a constant in compiled code."""
-    if torch.compiler.is_compiling():
-        return _constant_operands(spec, x.dtype, x.device)
-    return operands(spec, x.dtype, x.device)
+_rotations: weakref.WeakValueDictionary[RotationSpec, Rotation] = weakref.WeakValueDictionary()
 
 
-class _Rotation:
-    """A rotated tensor, who has used it, and what it holds for."""
+def rotation_for(spec: RotationSpec) -> Rotation:
+    """The rotation of all layers that rotate so; to be held by each of them."""
+    return _rotations.setdefault(spec, Rotation(spec))
+
+
+class _Shared:
+    """A rotated tensor, the layers that have used it, and what it holds for."""
 
     def __init__(self, x: weakref.ref[Tensor], key: tuple[Any, ...], result: tuple[Tensor, Tensor]) -> None:
         self.x, self.key, self.result = x, key, result
-        self.users: set[int] = set()
+        self.users: list[weakref.ref[object]] = []
 
 
 class SharedRotations:
@@ -65,39 +83,53 @@ class SharedRotations:
 
     A result is given out where nothing can have changed: for the same tensor object at the same version, the same
     rotation and token type, on the same stream, inside the same graph capture or outside of any, and once to each
-    layer. It is dropped when the tensor dies. Tensors made in inference mode count no versions: each layer rotates
-    them anew; so it does in compiled code, where the compiler sees common subexpressions itself. What writes to a
-    tensor without torch's knowledge between two layers that read it, a graph's replay for example, goes unnoticed.
+    layer. The memory holds the tensor and the layers weakly, and drops the result when the tensor dies. Tensors made
+    in inference mode count no versions: each layer rotates them anew; so it does in compiled code, where the compiler
+    sees common subexpressions itself. A write to a tensor without torch's knowledge between two layers that read it, by
+    a graph's replay for example, goes unnoticed.
     """
 
     def __init__(self) -> None:
-        self._last: _Rotation | None = None
+        self._last: _Shared | None = None
 
-    def rotate(self, user: object, spec: RotationSpec, x: Tensor, tokens: torch.dtype) -> tuple[Tensor, Tensor]:
+    def rotate(self, user: object, rotation: Rotation, x: Tensor, tokens: torch.dtype) -> tuple[Tensor, Tensor]:
         """Token blocks of x ``[..., K]``, and their scales; see ``torch.ops.qcut.rotate_tokens``.
 
         Args:
             user: the layer that asks.
-            spec: its rotation.
-            x: its input, the very object it was called with.
+            rotation: of the layer.
+            x: the layer's input, the very object it was called with.
             tokens: dtype of the blocks.
         """
-        constants = operands_for(spec, x)
-        state = None if torch.compiler.is_compiling() or x.is_inference() else codebook_ops.stream_state(x.device)
+        constants = rotation.operands_for(x)
+        state = None if torch.compiler.is_compiling() or x.is_inference() else stream_state(x.device)
         if state is None:
-            return _rotate(spec, x, tokens, constants)
-        key = (x._version, spec, tokens, state)
+            return _rotate(rotation.spec, x, tokens, constants)
+        key = (x._version, rotation.spec, tokens, state)
         last = self._last
-        if last is None or last.x() is not x or last.key != key or id(user) in last.users:
-            result = _rotate(spec, x, tokens, constants)
-            last = self._last = _Rotation(weakref.ref(x, self._forget), key, result)
-        last.users.add(id(user))
+        if last is None or last.x() is not x or last.key != key or any(used() is user for used in last.users):
+            result = _rotate(rotation.spec, x, tokens, constants)
+            last = self._last = _Shared(weakref.ref(x, self._forget), key, result)
+        last.users.append(weakref.ref(user))
         return last.result
 
     def _forget(self, dead: weakref.ref[Tensor]) -> None:
         last = self._last
         if last is not None and last.x is dead:
             self._last = None
+
+
+def stream_state(device: torch.device) -> tuple[int, int] | None:
+    """`qcut.cuda.streams.stream_state` of a CUDA device."""
+    state: tuple[int, int] | None = _streams().stream_state(device)
+    return state
+
+
+@cache
+def _streams() -> ModuleType:
+    from qcut.cuda import streams  # at the first CUDA call: layers on the CPU import nothing of the kernel side
+
+    return streams
 
 
 shared = SharedRotations()
@@ -112,4 +144,4 @@ def _rotate(spec: RotationSpec, x: Tensor, tokens: torch.dtype, operands: Tensor
 
 @torch.compiler.assume_constant_result
 def _constant_operands(spec: RotationSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return operands(spec, dtype, device)
+    return rotation_for(spec).operands(dtype, device)

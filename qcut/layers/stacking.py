@@ -16,9 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from qcut.codebooks.layout import ROW_ALIGNMENT
 from qcut.layers.base import Linear
-from qcut.layers.codebook import CodebookLinear
 from qcut.models.modules import tensor_key
 
 _ALIGNMENT_BYTES = 16  # of vector loads: kernels copy what starts elsewhere
@@ -58,8 +56,8 @@ class Stacker:
             siblings: modules that are called with the same rows.
 
         Returns:
-            ``nn.Linear``, `qcut.Linear` or `qcut.layers.codebook.CodebookLinear`, as the siblings are; or None where
-            there can be no stack: siblings of different schemes, activations, dtypes or devices, or only some with a
+            ``nn.Linear`` or a layer of the siblings' scheme, as the siblings are; or None where there can be no stack:
+            siblings of different schemes, activations, dtypes or devices, or only some with a
             bias; W8A8 with static ranges; codebooks that differ, or rows that do not fill whole blocks of 64; rows that
             would start at no multiple of 16 bytes; a module with hooks, a forward of its own or another class; a module
             that the model uses twice, or a weight that another module holds too.
@@ -79,9 +77,9 @@ class Stacker:
         with torch.inference_mode(False), torch.no_grad():
             whole: dict[str, Tensor] = {}
             for key, tensors in parts.items():
-                found = _adjoining(tensors)
-                whole[key] = torch.cat([t.detach() for t in tensors]) if found is None else found
-                if found is None:
+                adjoining = _adjoining(tensors)
+                whole[key] = torch.cat([t.detach() for t in tensors]) if adjoining is None else adjoining
+                if adjoining is None:
                     new.append((tensors, whole[key]))
             made = _module(siblings, whole)
             for tensors, stacked in new:
@@ -116,7 +114,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _rows(module: nn.Module) -> dict[str, Tensor]:
     """Tensors whose first dimension is N, or tiles of it."""
-    return {key: t for key, t in _tensors(module).items() if not key.endswith("codebook")}
+    return module.row_buffers() if isinstance(module, Linear) else _tensors(module)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -129,28 +127,29 @@ def _storage(tensor: Tensor) -> tuple[Any, ...]:
 
 def _signature(module: nn.Module) -> tuple[Any, ...] | None:
     """What siblings must have in common; None for a module that is never stacked."""
-    kind: type[nn.Module] = type(module)
+    cls: type[nn.Module] = type(module)
     own: tuple[Any, ...] = ()
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return None
-    if isinstance(module, Linear) and kind in (Linear, CodebookLinear) and not module.static:
+    if isinstance(module, Linear) and cls is Linear.subclass_for(module.scheme) and not module.scheme.needs_range:
         own = (module.in_features, module.scheme, module.activation)
-    elif kind is not nn.Linear or not _tensors(module).keys() <= {"weight", "bias"}:
+    elif cls is not nn.Linear or not _tensors(module).keys() <= {"weight", "bias"}:
         return None
     tensors = _rows(module)
     if not all(_is_plain(t) and t.is_contiguous() and not t.is_inference() for t in tensors.values()):
         return None
-    return kind, own, {key: (t.dtype, t.device, t.shape[1:]) for key, t in tensors.items()}
+    return cls, own, {key: (t.dtype, t.device, t.shape[1:]) for key, t in tensors.items()}
 
 
 def _fit(siblings: Sequence[nn.Module]) -> bool:
-    """Whether packed rows lie behind one another as if packed together, with one codebook."""
-    if not isinstance(siblings[0], CodebookLinear):
+    """Whether packed rows lie behind one another as if packed together, and what holds for all rows is equal."""
+    first = siblings[0]
+    if not isinstance(first, Linear):
         return True
-    if any(cast(CodebookLinear, module).out_features % ROW_ALIGNMENT for module in siblings[:-1]):
+    if any(cast(Linear, module).out_features % first.block_rows for module in siblings[:-1]):
         return False
-    books = {key: t for key, t in _tensors(siblings[0]).items() if key.endswith("codebook")}
-    return all(torch.equal(t, cast(Tensor, m._buffers[key])) for m in siblings[1:] for key, t in books.items())
+    shared = {key: t for key, t in _tensors(first).items() if key not in _rows(first)}
+    return all(torch.equal(t, cast(Tensor, m._buffers[key])) for m in siblings[1:] for key, t in shared.items())
 
 
 def _adjoining(tensors: list[Tensor]) -> Tensor | None:
@@ -165,7 +164,7 @@ def _adjoining(tensors: list[Tensor]) -> Tensor | None:
 
 
 def _module(siblings: Sequence[nn.Module], tensors: dict[str, Tensor]) -> nn.Module:
-    """A module of the siblings' kind around these tensors, in evaluation mode."""
+    """A module of the siblings' class around these tensors, in evaluation mode."""
     first: Any = siblings[0]
     k, n = first.in_features, sum(cast(Any, module).out_features for module in siblings)
     made: nn.Module

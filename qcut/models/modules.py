@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from qcut.errors import DtypeError, QuantizationError
+from qcut.errors import DtypeError, QuantizationError, UnsupportedError, layer_prefix
 
 DEFAULT_SKIP = ("lm_head",)
 """Left in float unless asked for: the classifier is tied to the embedding in most models, and sensitive."""
+
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes of the float weights that qcut quantizes, and of the rows that its embeddings return."""
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -38,6 +41,53 @@ def weight_nk(module: nn.Module) -> Tensor:
     """The weight of a linear layer as ``[N, K]``, a view without gradient."""
     weight = weight_of(module).detach()
     return weight.t() if is_conv1d(module) else weight
+
+
+def float_weight(module: nn.Module, name: str | None = None) -> Tensor:
+    """The weight of a layer to quantize as ``[N, K]``, a view without gradient, whichever way the module stores it.
+
+    Args:
+        module: ``nn.Linear`` or ``Conv1D``; one with a forward of its own counts too.
+        name: name of the layer, for error messages.
+
+    Raises:
+        UnsupportedError: another kind of module, or a weight on the meta device.
+        DtypeError: a weight of another dtype than `WEIGHT_DTYPES`.
+    """
+    where = layer_prefix(name)
+    weight = getattr(module, "weight", None)
+    if not (isinstance(module, nn.Linear) or is_conv1d(module)) or not isinstance(weight, Tensor):
+        raise UnsupportedError(
+            f"{where}cannot quantize a {type(module).__name__}; allowed: nn.Linear, transformers' Conv1D"
+        )
+    if weight.is_meta:
+        raise UnsupportedError(f"{where}the weight is on the meta device; load the model first")
+    if weight.dtype not in WEIGHT_DTYPES:
+        raise DtypeError(f"{where}the weight is {dtype_name(weight.dtype)}; allowed: {weight_dtype_names()}")
+    weight = weight.detach()
+    return weight.t() if is_conv1d(module) else weight
+
+
+def float_bias(bias: Tensor, name: str | None = None) -> Tensor:
+    """A bias as float32 ``[N]``, a copy.
+
+    Raises:
+        QuantizationError: NaN or Inf.
+    """
+    bias = bias.detach().to(torch.float32, copy=True)
+    if not bias.isfinite().all():
+        raise QuantizationError("bias holds NaN or Inf; every value must be finite in float32", name)
+    return bias
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as ``float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def weight_dtype_names() -> str:
+    """`WEIGHT_DTYPES` for error messages."""
+    return ", ".join(map(dtype_name, WEIGHT_DTYPES))
 
 
 def tensor_key(tensor: Tensor) -> tuple[Any, ...]:

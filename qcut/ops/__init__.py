@@ -1,5 +1,21 @@
-"""The operators of ``torch.ops.qcut``. Importing this package registers all of them."""
+"""The operators of ``torch.ops.qcut``. Importing this package registers all of them.
 
-from qcut.ops import activation, codebook, decoder, embed, int8, w8a8
+Every operator is inference only, returns new tensors, row-major unless it is told otherwise, and leaves its arguments
+alone unless its schema says so. The tensors of one call live on one device and may have any strides. An operator's
+class holds its arguments, checks, fake and CPU implementation (`qcut.ops.registry`); `qcut.cuda` has a module of the
+same name for CUDA, imported at the first CUDA call.
+"""
 
-__all__ = ["activation", "codebook", "decoder", "embed", "int8", "w8a8"]
+from qcut.ops import activation, attention, codebook, embed, gemm, linear, next_token, norm, quantize
+
+__all__ = [
+    "activation",
+    "attention",
+    "codebook",
+    "embed",
+    "gemm",
+    "linear",
+    "next_token",
+    "norm",
+    "quantize",
+]

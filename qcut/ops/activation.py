@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from qcut.errors import ShapeError
 from qcut.numerics import int8
-from qcut.ops.registry import FLOAT_DTYPES, MUTATED, check_absmax, check_dtype, check_tensor, operator
+from qcut.ops.checks import FLOAT_DTYPES, check_absmax, check_dtype, check_tensor
+from qcut.ops.registry import MUTATED, operator
 
 
 def _check_rows(op: str, name: str, x: Tensor) -> None:

@@ -1,455 +1,399 @@
-"""The operators of ``torch.ops.qcut`` on codebook weights: rotate tokens, multiply them, and the whole layer.
+"""The operators on codebook weights: rotate tokens, multiply them, do both for one token, and a whole layer.
 
-``rotate_tokens`` and ``codebook_gemm`` are the kernels, ``codebook_gemv`` both of them for one token: CUDA runs
-`qcut.cuda.codebook`, the CPU the same arithmetic in plain torch. ``codebook_linear`` is a layer in plain torch on
-every device, the explicit path. Memory layouts: `qcut.codebooks.layout`. `qcut.ops` imports this module; what it says
-of operators holds here.
+A codebook weight lies in memory as *units* of 16 rows and 128 columns, see `qcut.codebooks.layout`. Its columns are
+rotated group by group, and the operators rotate tokens alike. Two passes over a weight lie behind one another along
+the columns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Annotated, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import products as codebook_numerics
-from qcut.codebooks import rotation
+from qcut.codebooks import layout, products, rotation, tokens
 from qcut.codebooks.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
-from qcut.codebooks.tokens import rotate_tokens
 from qcut.config import K_MAX, check_activation
 from qcut.errors import ConfigError, QuantizationError, ShapeError
-from qcut.ops.registry import FLOAT_DTYPES, check_dtype, check_tensor, define
+from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.registry import SYMBOLIC, operator
 
 TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
-KINDS = (*rotation.KINDS, codebook_numerics.NO_ROTATION)
+KINDS = (*rotation.KINDS, rotation.NO_ROTATION)
 
-_U8, _F16, _F32 = (torch.uint8,), (torch.float16,), (torch.float32,)
+_U8, _F16 = (torch.uint8,), (torch.float16,)
 
 
-class CodebookCall(NamedTuple):
-    """One layer at one number of rows, for ``qcut.cuda.codebook.prebuild``.
+def can_rotate(kind: str, group_size: int, k: int) -> bool:
+    """Whether `CodebookGemv` takes a rotation: Hadamard groups of 32, 64 or 128 columns, all of one size."""
+    geometry = Geometry(k, group_size)
+    return kind == "hadamard" and geometry.full == geometry.slot and k % geometry.full == 0
 
-    Attributes:
-        dtype: of the layer's input and output.
-        n: output channels.
-        units: units along K, of all passes.
-        m: rows.
-        bits: of an index.
-        slots: norms of a unit's row.
-        bias: whether there is a bias.
-        activation: fused after it.
-        int8: whether products are of int8.
-        kind: of the rotation.
-        group_size: columns of a group.
-        k: columns of the input.
-        passes: of the weight.
+
+@operator("rotate_tokens", returns="(Tensor, Tensor)")
+class RotateTokens(NamedTuple):
+    """Tokens rotated group by group, rounded to 16 bits or quantized by row, in the order in which products read them.
+
+    The formula is `qcut.codebooks.tokens.rotate_tokens`, the order of memory `qcut.codebooks.layout.to_blocks`.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[M, K]``, K at least 1, of any strides.
+        operands: signs or matrices of the rotation, as `qcut.codebooks.tokens.operands` makes them; for kernels alone.
+        kind: ``hadamard``, ``qr`` or ``none``.
+        group_size: columns of a group; K or more takes whole rows.
+        seeds: one for each pass, at least one.
+        out_dtype: int8, or x's type where that has 16 bits.
+
+    Returns:
+        Blocks ``[passes * Kp / B, ceil(M / 8), 8, B]`` of ``out_dtype``, B = 128 bytes and Kp the padded columns of a
+        pass, and scales: float32 ``[M]`` with int8, else ``[0]``.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: another kind, a group that the rotation cannot take, or no seed.
+
+    Exactness: bitwise with ``hadamard`` and ``none``; ``qr`` sums float32 products in an order of the device.
     """
 
-    dtype: torch.dtype
-    n: int
-    units: int
-    m: int
-    bits: int
-    slots: int
-    bias: bool
-    activation: str
-    int8: bool
+    x: Tensor
+    operands: Tensor
     kind: str
     group_size: int
-    k: int
-    passes: int
+    seeds: list[int]
+    out_dtype: torch.dtype
+
+    def check(self) -> None:
+        op, x = "rotate_tokens", self.x
+        check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
+        if x.dim() != 2 or x.shape[1] < 1:
+            raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K] with K >= 1")
+        _check_rotation(op, self.kind, x.shape[1], self.group_size, self.seeds)
+        check_dtype(op, "out_dtype", self.out_dtype, TOKEN_DTYPES)
+        if self.out_dtype is not torch.int8:
+            name = str(self.out_dtype).removeprefix("torch.")
+            check_dtype(op, f"x, with tokens of {name},", x.dtype, (self.out_dtype,))
+        check_tensor(op, "operands", self.operands, (self.operands.dtype,), self.operands.shape, x.device)
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        (m, k), out_dtype = self.x.shape, self.out_dtype
+        per_block = 128 // out_dtype.itemsize
+        blocks = Geometry(k, self.group_size).k_padded * len(self.seeds) // per_block
+        scales = m if out_dtype is torch.int8 else 0
+        return (
+            self.x.new_empty((blocks, (m + 7) // 8, 8, per_block), dtype=out_dtype),
+            self.x.new_empty((scales,), dtype=torch.float32),
+        )
+
+    def cpu(self) -> tuple[Tensor, Tensor]:
+        x = self.x
+        if len(x) == 0:
+            return self.fake()
+        kind = cast(rotation.Kind, self.kind)
+        rows, scale = tokens.rotate_tokens(x, kind, self.group_size, tuple(self.seeds), self.out_dtype)
+        return layout.to_blocks(rows), x.new_empty(0, dtype=torch.float32) if scale is None else scale
 
 
-# ── rotate_tokens ────────────────────────────────────────────────────────────────────────────────
+@operator("codebook_gemm", returns="Tensor")
+class CodebookGemm(NamedTuple):
+    """The product of rotated tokens with a codebook weight.
+
+    With 16-bit tokens ``acc = sum_k x[m, k] * norm[n, slot(k)] * value[idx[n, k]]``; with int8 tokens acc is the int32
+    product with `qcut.codebooks.layout.int8_weight`, times ``row_scale[m]``. Then
+    ``y = rne(act(acc * col_scale[n] + bias[n]) + residual[m, n])``, rne rounding to the nearest value of ``out_dtype``.
+
+    Args:
+        x: blocks of tokens ``[128 U / B, ceil(m / 8), 8, B]``, B = 128 bytes, as `RotateTokens` makes them: float16,
+            bfloat16 or int8.
+        row_scale: float32 ``[m]`` of int8 tokens, else None.
+        m: tokens.
+        units: indices, uint8 ``[T, U, unit_bytes(bits)]``, T tiles of 16 rows, U units of 128 columns.
+        norms: float16 ``[T, U, slots, 8, 2]``, 1, 2 or 4 slots.
+        fold: float32 ``[16 T]``, makes int8 of a row's weights, with int8 tokens; else None.
+        col_scale: float32 ``[N]``, N at least 1.
+        book: 8 words of two 16-bit values, as `qcut.codebooks.products.pack_book` makes them.
+        bias: float32 ``[N]``; None: none is added.
+        bits: of an index: 2, 3 or 4.
+        activation: see `qcut.config.ACTIVATIONS`.
+        residual: ``[m, N]`` of ``out_dtype``; None: none is added.
+        out_dtype: float16, bfloat16 or float32.
+
+    Returns:
+        y ``[m, N]`` of ``out_dtype``, contiguous.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: scales that do not go with the tokens' type, another book, number of bits or activation.
+        QuantizationError: int8 tokens of more columns than int32 sums exactly.
+
+    Exactness: bitwise with int8 tokens and the activations ``none`` and ``relu``. With 16-bit tokens a kernel is within
+    float32 summation, and one 16-bit rounding of each weight, of the CPU, which sums in float64.
+    """
+
+    x: Tensor
+    row_scale: Tensor | None
+    m: Annotated[int, SYMBOLIC]
+    units: Tensor
+    norms: Tensor
+    fold: Tensor | None
+    col_scale: Tensor
+    book: list[int]
+    bias: Tensor | None
+    bits: int
+    activation: str
+    residual: Tensor | None
+    out_dtype: torch.dtype
+
+    def check(self) -> None:
+        op, x, m = "codebook_gemm", self.x, self.m
+        check_dtype(op, "x", x.dtype, TOKEN_DTYPES)
+        per_block = 128 // x.element_size()
+        shape, wanted = x.shape, ("kb", (m + 7) // 8, 8, per_block)
+        if len(shape) != 4 or shape[1:] != wanted[1:] or shape[0] * per_block % UNIT_COLUMNS or not shape[0]:
+            allowed = f"{list(wanted)}, whole units of 128 columns"
+            raise ShapeError(f"qcut::{op}: x has shape {list(shape)}; allowed: {allowed}")
+        units_k = shape[0] * per_block // UNIT_COLUMNS
+        _check_product(op, self, m, units_k)
+        is_int8 = x.dtype is torch.int8
+        rows = layout.row_tiles(self.col_scale.shape[0]) * UNIT_ROWS
+        for name, vector, extent in (("row_scale", self.row_scale, m), ("fold", self.fold, rows)):
+            if (vector is not None) != is_int8:
+                raise ConfigError(f"qcut::{op}: {name} goes with int8 tokens, and only with them")
+            if vector is not None:
+                check_tensor(op, name, vector, F32, (extent,), x.device)
+        if is_int8 and units_k * UNIT_COLUMNS > K_MAX:
+            raise QuantizationError(
+                f"qcut::{op}: {units_k * UNIT_COLUMNS} columns, padding included; int32 sums are exact to {K_MAX}"
+            )
+
+    def fake(self) -> Tensor:
+        return self.x.new_empty((self.m, self.col_scale.shape[0]), dtype=self.out_dtype)
+
+    def cpu(self) -> Tensor:
+        x = self.x
+        if self.m == 0:
+            return self.fake()
+        return products.codebook_gemm_ref(
+            layout.from_blocks(x, self.m),
+            self.row_scale,
+            self.units,
+            self.norms,
+            self.fold,
+            self.col_scale,
+            products.unpack_book(self.book, torch.float16 if x.dtype is torch.int8 else x.dtype, x.device),
+            self.bias,
+            self.bits,
+            self.activation,
+            self.residual,
+            self.out_dtype,
+        )
 
 
-def _check_rotate(
-    x: Tensor, operands: Tensor, kind: str, group_size: int, seeds: Sequence[int], out_dtype: torch.dtype
-) -> None:
-    op = "rotate_tokens"
-    check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
-    if x.dim() != 2 or x.shape[1] < 1:
-        raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K] with K >= 1")
-    _check_rotation(op, kind, x.shape[1], group_size, seeds)
-    check_dtype(op, "out_dtype", out_dtype, TOKEN_DTYPES)
-    if out_dtype is not torch.int8:
-        check_dtype(op, f"x, with tokens of {str(out_dtype).removeprefix('torch.')},", x.dtype, (out_dtype,))
-    check_tensor(op, "operands", operands, (operands.dtype,), tuple(operands.shape), x.device)
+@operator("codebook_gemv", returns="Tensor")
+class CodebookGemv(NamedTuple):
+    """`RotateTokens` and `CodebookGemm` of one token in one launch, for rotations that `can_rotate` names.
+
+    Args:
+        x: float16 or bfloat16 ``[1, K]``, K a multiple of the group.
+        operands: int32 ``[passes, K / 32]``, signs of the Hadamard rotation, as `qcut.codebooks.tokens.operands` makes
+            them.
+        group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
+        seeds: one for each pass, at least one.
+        units: indices, uint8 ``[T, U, unit_bytes(bits)]``, T tiles of 16 rows, U units of 128 columns, all passes.
+        norms: float16 ``[T, U, 128 / group, 8, 2]``.
+        col_scale: float32 ``[N]``, N at least 1.
+        book: 8 words of two 16-bit values of x's type, as `qcut.codebooks.products.pack_book` makes them.
+        bias: float32 ``[N]``; None: none is added.
+        bits: of an index: 2, 3 or 4.
+        activation: see `qcut.config.ACTIVATIONS`.
+        residual: ``[1, N]`` of ``out_dtype``; None: none is added.
+        out_dtype: float16, bfloat16 or float32.
+
+    Returns:
+        y ``[1, N]`` of ``out_dtype``, contiguous.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: another group, no seed, another book, number of bits or activation.
+
+    Exactness: bitwise the two operators one after the other on the CPU; a kernel is near it as `CodebookGemm`'s is.
+    """
+
+    x: Tensor
+    operands: Tensor
+    group_size: int
+    seeds: list[int]
+    units: Tensor
+    norms: Tensor
+    col_scale: Tensor
+    book: list[int]
+    bias: Tensor | None
+    bits: int
+    activation: str
+    residual: Tensor | None
+    out_dtype: torch.dtype
+
+    @property
+    def rotation(self) -> RotateTokens:
+        """The first of the two operators that compute the same."""
+        return RotateTokens(self.x, self.operands, "hadamard", self.group_size, self.seeds, self.x.dtype)
+
+    def product(self, blocks: Tensor) -> CodebookGemm:
+        """The second of the two operators that compute the same, of the first one's blocks."""
+        return CodebookGemm(blocks, None, 1, self.units, self.norms, None, *self[6:])
+
+    def check(self) -> None:
+        op, x, group_size, passes = "codebook_gemv", self.x, self.group_size, len(self.seeds)
+        check_dtype(op, "x", x.dtype, (torch.float16, torch.bfloat16))
+        if x.dim() != 2 or x.shape[0] != 1 or x.shape[1] < 1:
+            raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [1, K] with K >= 1")
+        k = x.shape[1]
+        if not can_rotate("hadamard", group_size, k):
+            allowed = "whole ones of 32, 64 or 128"
+            raise ConfigError(f"qcut::{op}: groups of {group_size} of {k} columns; allowed: {allowed}")
+        if not passes:
+            raise ConfigError(f"qcut::{op}: no seed; allowed: one for each pass")
+        geometry = Geometry(k, group_size)
+        check_tensor(op, "operands", self.operands, (torch.int32,), (passes, geometry.k_padded // 32), x.device)
+        _check_product(op, self, 1, passes * geometry.units)
+        slots = UNIT_COLUMNS // geometry.slot
+        if self.norms.shape[2] != slots:
+            given = f"{self.norms.shape[2]} norms a unit"
+            raise ShapeError(f"qcut::{op}: {given}; groups of {geometry.full} columns have {slots}")
+
+    def fake(self) -> Tensor:
+        return self.x.new_empty((1, self.col_scale.shape[0]), dtype=self.out_dtype)
+
+    def cpu(self) -> Tensor:
+        blocks, _ = self.rotation.cpu()
+        return self.product(blocks).cpu()
 
 
-def _check_rotation(op: str, kind: str, k: int, group_size: int, seeds: Sequence[int]) -> None:
+@operator("codebook_linear", returns="Tensor", composed=True)
+class CodebookLinear(NamedTuple):
+    """A whole layer in plain torch on every device: the explicit path of `qcut.execution_path`.
+
+    ``y = act(x @ W.T + bias)``, W the sum of one or two passes of rotated codebook weights. Passes of one width are one
+    set of weights, passes of two widths are two.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[..., K]``, K at least 1, of any strides.
+        units: of each set, indices, uint8 ``[T, U, unit_bytes(bits)]``, T tiles of 16 rows, U units of 128 columns.
+        packed_norms: of each set, float16 ``[T, U, slots, 8, 2]``, read with int8 products.
+        fold: of each set, float32 ``[16 T]``, with int8 products; else an empty list, and products are float32.
+        col_scale: of each set, float32 ``[N]``, read with int8 products.
+        norms: float16 or float32 ``[N, passes * groups]``, as they were quantized, read with float32 products.
+        codebooks: of each set, float32 ``[2**bits]``.
+        bias: float32 ``[N]``; None: none is added.
+        bits: of each set: of an index.
+        kind: ``hadamard``, ``qr`` or ``none``.
+        group_size: columns of a group; K or more takes whole rows.
+        seeds: one for each pass.
+        activation: see `qcut.config.ACTIVATIONS`.
+
+    Returns:
+        y ``[..., N]`` of x's type, contiguous.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: lists of other lengths, another kind or activation, a group that the rotation cannot take.
+
+    Exactness: `qcut.codebooks.products.codebook_linear_ref`, or ``codebook_linear_s8_ref`` with int8 products.
+    """
+
+    x: Tensor
+    units: list[Tensor]
+    packed_norms: list[Tensor]
+    fold: list[Tensor]
+    col_scale: list[Tensor]
+    norms: Tensor
+    codebooks: list[Tensor]
+    bias: Tensor | None
+    bits: list[int]
+    kind: str
+    group_size: int
+    seeds: list[int]
+    activation: str
+
+    def check(self) -> None:
+        op, x, seeds, device = "codebook_linear", self.x, self.seeds, self.x.device
+        check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
+        if x.dim() == 0 or x.shape[-1] < 1:
+            raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [..., K] with K >= 1")
+        k = x.shape[-1]
+        _check_rotation(op, self.kind, k, self.group_size, seeds)
+        sets = len(self.units)
+        parts = (self.packed_norms, self.col_scale, self.codebooks, self.bits)
+        if sets not in (1, len(seeds)) or any(len(part) != sets for part in parts):
+            raise ConfigError(f"qcut::{op}: {sets} sets of weights and {len(seeds)} passes; one of each, or one of all")
+        if len(self.fold) not in (0, sets):
+            raise ConfigError(f"qcut::{op}: {len(self.fold)} folds; allowed: {sets} with int8 products, else none")
+        geometry, n = Geometry(k, self.group_size), len(self.norms)
+        tiles, units_k = layout.row_tiles(n), len(seeds) // sets * geometry.units
+        slots = UNIT_COLUMNS // geometry.slot
+        halves_or_floats = (torch.float16, torch.float32)
+        check_tensor(op, "norms", self.norms, halves_or_floats, (n, len(seeds) * geometry.groups), device)
+        for units, packed_norms, col_scale, codebook, bits in zip(self.units, *parts, strict=True):
+            check_tensor(op, "units", units, _U8, (tiles, units_k, layout.unit_bytes(bits)), device)
+            check_tensor(op, "packed_norms", packed_norms, _F16, (tiles, units_k, slots, 8, 2), device)
+            check_tensor(op, "col_scale", col_scale, F32, (n,), device)
+            check_tensor(op, "codebook", codebook, F32, (1 << bits,), device)
+        for fold in self.fold:
+            check_tensor(op, "fold", fold, F32, (tiles * UNIT_ROWS,), device)
+        if self.bias is not None:
+            check_tensor(op, "bias", self.bias, F32, (n,), device)
+        check_activation(self.activation)
+
+    def fake(self) -> Tensor:
+        return self.x.new_empty((*self.x.shape[:-1], len(self.norms)))
+
+    def cpu(self) -> Tensor:
+        x, kind = self.x, cast(rotation.Kind, self.kind)
+        m, k = math.prod(x.shape[:-1]), x.shape[-1]
+        if m == 0:
+            return self.fake()
+        rows = x.reshape(m, k)
+        last = (self.bias, self.bits, kind, self.group_size, self.seeds, self.activation)
+        if self.fold:
+            y = products.codebook_linear_s8_ref(
+                rows, self.units, self.packed_norms, self.fold, self.col_scale, self.codebooks, *last
+            )
+        else:
+            y = products.codebook_linear_ref(rows, self.units, self.norms, self.codebooks, *last)
+        return y.view(*x.shape[:-1], len(self.norms))
+
+
+def _check_rotation(op: str, kind: str, k: int, group_size: int, seeds: list[int]) -> None:
     if kind not in KINDS:
         raise ConfigError(f"qcut::{op}: kind is {kind!r}; allowed: {', '.join(KINDS)}")
-    if kind != codebook_numerics.NO_ROTATION:
+    if kind != rotation.NO_ROTATION:
         rotation.check_group_size(k, group_size, kind)
     Geometry(k, group_size)
     if not seeds:
         raise ConfigError(f"qcut::{op}: no seed; allowed: one for each pass")
 
 
-def _rotate_fake(
-    x: Tensor, operands: Tensor, kind: str, group_size: int, seeds: Sequence[int], out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    m, k = x.shape
-    per_block = 128 // out_dtype.itemsize
-    blocks = Geometry(k, group_size).k_padded * len(seeds) // per_block
-    rows = m if out_dtype is torch.int8 else 0
-    return (
-        x.new_empty((blocks, (m + 7) // 8, 8, per_block), dtype=out_dtype),
-        x.new_empty((rows,), dtype=torch.float32),
-    )
-
-
-def _rotate_cpu(
-    x: Tensor, operands: Tensor, kind: str, group_size: int, seeds: Sequence[int], out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    if len(x) == 0:
-        return _rotate_fake(x, operands, kind, group_size, seeds, out_dtype)
-    rows, scale = rotate_tokens(x, cast(rotation.Kind, kind), group_size, tuple(seeds), out_dtype)
-    return codebook_layout.to_blocks(rows), x.new_empty(0, dtype=torch.float32) if scale is None else scale
-
-
-define(
-    "rotate_tokens(Tensor x, Tensor operands, str kind, int group_size, int[] seeds, ScalarType out_dtype) "
-    "-> (Tensor, Tensor)",
-    _check_rotate,
-    _rotate_fake,
-    _rotate_cpu,
-    cuda="cuda.codebook",
-)
-
-# ── codebook_gemm ────────────────────────────────────────────────────────────────────────────────
-
-
-def _check_gemm(
-    x: Tensor,
-    row_scale: Tensor | None,
-    m: int,
-    units: Tensor,
-    norms: Tensor,
-    fold: Tensor | None,
-    col_scale: Tensor,
-    book: Sequence[int],
-    bias: Tensor | None,
-    bits: int,
-    activation: str,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    op = "codebook_gemm"
-    check_dtype(op, "x", x.dtype, TOKEN_DTYPES)
-    per_block = 128 // x.element_size()
-    shape = ("kb", (m + 7) // 8, 8, per_block)
-    if x.dim() != 4 or x.shape[1:] != shape[1:] or x.shape[0] * per_block % UNIT_COLUMNS or not len(x):
-        raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: {list(shape)}, whole units of 128 columns")
-    units_k = len(x) * per_block // UNIT_COLUMNS
-    _check_product(op, x.device, m, units_k, units, norms, col_scale, book, bias, bits, activation, residual, out_dtype)
-    int8 = x.dtype is torch.int8
-    for name, vector, extent in (
-        ("row_scale", row_scale, m),
-        ("fold", fold, codebook_layout.row_tiles(len(col_scale)) * UNIT_ROWS),
-    ):
-        if (vector is not None) != int8:
-            raise ConfigError(f"qcut::{op}: {name} goes with int8 tokens, and only with them")
-        if vector is not None:
-            check_tensor(op, name, vector, _F32, (extent,), x.device)
-    if int8 and units_k * UNIT_COLUMNS > K_MAX:
-        raise QuantizationError(
-            f"qcut::{op}: {units_k * UNIT_COLUMNS} columns, padding included; int32 sums are exact to {K_MAX}"
-        )
-
-
-def _check_product(
-    op: str,
-    device: torch.device,
-    m: int,
-    units_k: int,
-    units: Tensor,
-    norms: Tensor,
-    col_scale: Tensor,
-    book: Sequence[int],
-    bias: Tensor | None,
-    bits: int,
-    activation: str,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    """What products with codebook weights ask of all but their tokens."""
-    if col_scale.dim() != 1 or not len(col_scale):
-        raise ShapeError(f"qcut::{op}: col_scale has shape {list(col_scale.shape)}; allowed: [N] with N >= 1")
-    n, tiles = len(col_scale), codebook_layout.row_tiles(len(col_scale))
-    check_tensor(op, "col_scale", col_scale, _F32, (n,), device)
-    check_tensor(op, "units", units, _U8, (tiles, units_k, codebook_layout.unit_bytes(bits)), device)
+def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: int) -> None:
+    """Check all but the tokens of a product of m tokens and ``128 units_k`` columns."""
+    device, norms = call.x.device, call.norms
+    extent = call.col_scale.shape
+    if len(extent) != 1 or not extent[0]:
+        raise ShapeError(f"qcut::{op}: col_scale has shape {list(extent)}; allowed: [N] with N >= 1")
+    n = extent[0]
+    tiles = layout.row_tiles(n)
+    check_tensor(op, "col_scale", call.col_scale, F32, (n,), device)
+    check_tensor(op, "units", call.units, _U8, (tiles, units_k, layout.unit_bytes(call.bits)), device)
     slots = norms.shape[2] if norms.dim() == 5 else 0
     if slots not in (1, 2, 4):
         allowed = f"[{tiles}, {units_k}, 1 or 2 or 4, 8, 2]"
         raise ShapeError(f"qcut::{op}: norms have shape {list(norms.shape)}; allowed: {allowed}")
     check_tensor(op, "norms", norms, _F16, (tiles, units_k, slots, 8, 2), device)
-    if len(book) != 8:
-        raise ConfigError(f"qcut::{op}: book has {len(book)} words; allowed: 8, of two 16-bit values each")
-    if bias is not None:
-        check_tensor(op, "bias", bias, _F32, (n,), device)
-    check_activation(activation)
-    check_dtype(op, "out_dtype", out_dtype, FLOAT_DTYPES)
-    if residual is not None:
-        check_tensor(op, "residual", residual, (out_dtype,), (m, n), device)
-
-
-def _gemm_fake(
-    x: Tensor,
-    row_scale: Tensor | None,
-    m: int,
-    units: Tensor,
-    norms: Tensor,
-    fold: Tensor | None,
-    col_scale: Tensor,
-    book: Sequence[int],
-    bias: Tensor | None,
-    bits: int,
-    activation: str,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty((m, len(col_scale)), dtype=out_dtype)
-
-
-def _gemm_cpu(
-    x: Tensor,
-    row_scale: Tensor | None,
-    m: int,
-    units: Tensor,
-    norms: Tensor,
-    fold: Tensor | None,
-    col_scale: Tensor,
-    book: Sequence[int],
-    bias: Tensor | None,
-    bits: int,
-    activation: str,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    if m == 0:
-        return x.new_empty((0, len(col_scale)), dtype=out_dtype)
-    values = codebook_numerics.unpack_book(book, torch.float16 if x.dtype is torch.int8 else x.dtype, x.device)
-    return codebook_numerics.codebook_gemm_ref(
-        codebook_layout.from_blocks(x, m),
-        row_scale,
-        units,
-        norms,
-        fold,
-        col_scale,
-        values,
-        bias,
-        bits,
-        activation,
-        residual,
-        out_dtype,
-    )
-
-
-define(
-    "codebook_gemm(Tensor x, Tensor? row_scale, SymInt m, Tensor units, Tensor norms, Tensor? fold, Tensor col_scale, "
-    "int[] book, Tensor? bias, int bits, str activation, Tensor? residual, ScalarType out_dtype) -> Tensor",
-    _check_gemm,
-    _gemm_fake,
-    _gemm_cpu,
-    cuda="cuda.codebook",
-)
-
-# ── codebook_gemv ────────────────────────────────────────────────────────────────────────────────
-
-
-def can_rotate(kind: str, group_size: int, k: int) -> bool:
-    """Whether ``codebook_gemv`` takes a rotation: Hadamard groups of 32, 64 or 128 columns, all of one size."""
-    geometry = Geometry(k, group_size)
-    return kind == "hadamard" and geometry.full == geometry.slot and k % geometry.full == 0
-
-
-def _check_gemv(
-    x: Tensor,
-    operands: Tensor,
-    group_size: int,
-    seeds: Sequence[int],
-    units: Tensor,
-    norms: Tensor,
-    col_scale: Tensor,
-    book: Sequence[int],
-    bias: Tensor | None,
-    bits: int,
-    activation: str,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-) -> None:
-    op = "codebook_gemv"
-    check_dtype(op, "x", x.dtype, (torch.float16, torch.bfloat16))
-    if x.dim() != 2 or x.shape[0] != 1 or x.shape[1] < 1:
-        raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [1, K] with K >= 1")
-    k = x.shape[1]
-    if not can_rotate("hadamard", group_size, k):
-        raise ConfigError(f"qcut::{op}: groups of {group_size} of {k} columns; allowed: whole ones of 32, 64 or 128")
-    if not seeds:
-        raise ConfigError(f"qcut::{op}: no seed; allowed: one for each pass")
-    geometry = Geometry(k, group_size)
-    check_tensor(op, "operands", operands, (torch.int32,), (len(seeds), geometry.k_padded // 32), x.device)
-    units_k = len(seeds) * geometry.units
-    _check_product(op, x.device, 1, units_k, units, norms, col_scale, book, bias, bits, activation, residual, out_dtype)
-    if norms.shape[2] != UNIT_COLUMNS // geometry.slot:
-        slots = UNIT_COLUMNS // geometry.slot
-        raise ShapeError(f"qcut::{op}: {norms.shape[2]} norms a unit; groups of {geometry.full} columns have {slots}")
-
-
-def _gemv_fake(
-    x: Tensor,
-    operands: Tensor,
-    group_size: int,
-    seeds: Sequence[int],
-    units: Tensor,
-    norms: Tensor,
-    col_scale: Tensor,
-    book: Sequence[int],
-    bias: Tensor | None,
-    bits: int,
-    activation: str,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty((1, len(col_scale)), dtype=out_dtype)
-
-
-def _gemv_cpu(
-    x: Tensor, operands: Tensor, group_size: int, seeds: Sequence[int], units: Tensor, norms: Tensor, *rest: Any
-) -> Tensor:
-    blocks, _ = _rotate_cpu(x, operands, "hadamard", group_size, seeds, x.dtype)
-    return _gemm_cpu(blocks, None, 1, units, norms, None, *rest)
-
-
-define(
-    "codebook_gemv(Tensor x, Tensor operands, int group_size, int[] seeds, Tensor units, Tensor norms, "
-    "Tensor col_scale, int[] book, Tensor? bias, int bits, str activation, Tensor? residual, ScalarType out_dtype) "
-    "-> Tensor",
-    _check_gemv,
-    _gemv_fake,
-    _gemv_cpu,
-    cuda="cuda.codebook",
-)
-
-# ── codebook_linear ──────────────────────────────────────────────────────────────────────────────
-
-
-def _check_linear(
-    x: Tensor,
-    units: Sequence[Tensor],
-    packed_norms: Sequence[Tensor],
-    fold: Sequence[Tensor],
-    col_scale: Sequence[Tensor],
-    norms: Tensor,
-    codebooks: Sequence[Tensor],
-    bias: Tensor | None,
-    bits: Sequence[int],
-    kind: str,
-    group_size: int,
-    seeds: Sequence[int],
-    activation: str,
-) -> None:
-    op = "codebook_linear"
-    check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
-    if x.dim() == 0 or x.shape[-1] < 1:
-        raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [..., K] with K >= 1")
-    k = x.shape[-1]
-    _check_rotation(op, kind, k, group_size, seeds)
-    sets = len(units)
-    if sets not in (1, len(seeds)) or any(len(part) != sets for part in (packed_norms, col_scale, codebooks, bits)):
-        raise ConfigError(f"qcut::{op}: {sets} sets of weights and {len(seeds)} passes; one of each, or one of all")
-    if len(fold) not in (0, sets):
-        raise ConfigError(f"qcut::{op}: {len(fold)} folds; allowed: {sets} with int8 products, else none")
-    geometry, n = Geometry(k, group_size), len(norms)
-    passes = len(seeds) // sets
-    tiles, units_k, slots = codebook_layout.row_tiles(n), passes * geometry.units, UNIT_COLUMNS // geometry.slot
-    check_tensor(op, "norms", norms, (torch.float16, torch.float32), (n, len(seeds) * geometry.groups), x.device)
-    for i in range(sets):
-        check_tensor(op, "units", units[i], _U8, (tiles, units_k, codebook_layout.unit_bytes(bits[i])), x.device)
-        check_tensor(op, "packed_norms", packed_norms[i], _F16, (tiles, units_k, slots, 8, 2), x.device)
-        check_tensor(op, "col_scale", col_scale[i], _F32, (n,), x.device)
-        check_tensor(op, "codebook", codebooks[i], _F32, (1 << bits[i],), x.device)
-    for one in fold:
-        check_tensor(op, "fold", one, _F32, (tiles * UNIT_ROWS,), x.device)
-    if bias is not None:
-        check_tensor(op, "bias", bias, _F32, (n,), x.device)
-    check_activation(activation)
-
-
-def _linear_fake(
-    x: Tensor,
-    units: Sequence[Tensor],
-    packed_norms: Sequence[Tensor],
-    fold: Sequence[Tensor],
-    col_scale: Sequence[Tensor],
-    norms: Tensor,
-    codebooks: Sequence[Tensor],
-    bias: Tensor | None,
-    bits: Sequence[int],
-    kind: str,
-    group_size: int,
-    seeds: Sequence[int],
-    activation: str,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], len(norms)))
-
-
-def _linear(
-    x: Tensor,
-    units: Sequence[Tensor],
-    packed_norms: Sequence[Tensor],
-    fold: Sequence[Tensor],
-    col_scale: Sequence[Tensor],
-    norms: Tensor,
-    codebooks: Sequence[Tensor],
-    bias: Tensor | None,
-    bits: Sequence[int],
-    kind: str,
-    group_size: int,
-    seeds: Sequence[int],
-    activation: str,
-) -> Tensor:
-    m, k, of = math.prod(x.shape[:-1]), x.shape[-1], cast(rotation.Kind, kind)
-    if m == 0:
-        return x.new_empty((*x.shape[:-1], len(norms)))
-    rows = x.reshape(m, k)
-    if fold:
-        y = codebook_numerics.codebook_linear_s8_ref(
-            rows, units, packed_norms, fold, col_scale, codebooks, bias, bits, of, group_size, seeds, activation
-        )
-    else:
-        y = codebook_numerics.codebook_linear_ref(
-            rows, units, norms, codebooks, bias, bits, of, group_size, seeds, activation
-        )
-    return y.view(*x.shape[:-1], len(norms))
-
-
-define(
-    "codebook_linear(Tensor x, Tensor[] units, Tensor[] packed_norms, Tensor[] fold, Tensor[] col_scale, Tensor norms, "
-    "Tensor[] codebooks, Tensor? bias, int[] bits, str kind, int group_size, int[] seeds, str activation) -> Tensor",
-    _check_linear,
-    _linear_fake,
-    _linear,
-    cuda=None,
-)
-
-
-def stream_state(device: torch.device) -> tuple[int, int] | None:
-    """The current stream of the current CUDA device, and which graph it is being captured into (0 for none).
-
-    None on another device than the current one.
-    """
-    if device.index != torch.cuda.current_device():
-        return None
-    stream: int = torch._C._cuda_getCurrentRawStream(device.index)
-    if not torch.cuda.is_current_stream_capturing():
-        return stream, 0
-    from qcut.jit.device import capture_id
-
-    return stream, capture_id(stream)
+    if len(call.book) != 8:
+        raise ConfigError(f"qcut::{op}: book has {len(call.book)} words; allowed: 8, of two 16-bit values each")
+    if call.bias is not None:
+        check_tensor(op, "bias", call.bias, F32, (n,), device)
+    check_activation(call.activation)
+    check_dtype(op, "out_dtype", call.out_dtype, FLOAT_DTYPES)
+    if call.residual is not None:
+        check_tensor(op, "residual", call.residual, (call.out_dtype,), (m, n), device)

@@ -1,13 +1,120 @@
-"""The int8 GEMM as a function: any layout, any size, a fused epilogue."""
+"""The int8 GEMM, as an operator and as the function `qcut.gemm_s8`: any layout, any size, a fused epilogue."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.config import K_MAX, K_MAX_ZERO_POINT, check_activation
+from qcut.errors import ConfigError
+from qcut.numerics import int8 as numerics
+from qcut.ops.checks import (
+    F32,
+    FLOAT_DTYPES,
+    S8,
+    S32,
+    check_dtype,
+    check_int8_matrix,
+    check_k,
+    check_scale,
+    check_tensor,
+    check_zero_point,
+)
+from qcut.ops.registry import operator
+
+OUT_DTYPES = (*FLOAT_DTYPES, torch.int8, torch.int32)
+OUT_LAYOUTS = ("row", "column")
+
+
+@operator("gemm_s8", returns="Tensor", positional=2)
+class GemmS8(NamedTuple):
+    """int8 GEMM with int32 sums; formula, arguments and exactness are `qcut.gemm_s8`'s."""
+
+    a: Tensor
+    b: Tensor
+    zero_point: Tensor | None = None
+    colsum: Tensor | None = None
+    row_scale: Tensor | None = None
+    col_scale: Tensor | None = None
+    bias: Tensor | None = None
+    activation: str = "none"
+    residual: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    out_inv_scale: float = 1.0
+    out_zero_point: int = 0
+    out_layout: str = "row"
+    wrap: bool = False
+    tensor_cores: bool = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the result."""
+        return self.out_dtype or torch.float16
+
+    def check(self) -> None:
+        op, a, b = "gemm_s8", self.a, self.b
+        check_int8_matrix(op, "a", a)
+        check_int8_matrix(op, "b", b, min_rows=1)
+        (m, k), n = a.shape, b.shape[0]
+        check_tensor(op, "b", b, S8, (n, k), a.device)
+        if (self.zero_point is None) != (self.colsum is None):
+            raise ConfigError(f"qcut::{op}: zero_point and colsum go together; give both or neither")
+        check_k(op, k, K_MAX if self.zero_point is None else K_MAX_ZERO_POINT)
+        vectors = (
+            ("zero_point", self.zero_point, S32, m),
+            ("colsum", self.colsum, S32, n),
+            ("row_scale", self.row_scale, F32, m),
+            ("col_scale", self.col_scale, F32, n),
+            ("bias", self.bias, F32, n),
+        )
+        for name, vector, dtypes, extent in vectors:
+            if vector is not None:
+                check_tensor(op, name, vector, dtypes, (extent,), a.device)
+        check_dtype(op, "out_dtype", self.dtype, OUT_DTYPES)
+        if self.out_layout not in OUT_LAYOUTS:
+            raise ConfigError(f"qcut::{op}: out_layout is {self.out_layout!r}; allowed: {', '.join(OUT_LAYOUTS)}")
+        if numerics.is_raw_output(self.dtype, self.wrap):
+            fused = [name for name, vector, *_ in vectors if vector is not None]
+            fused += ["residual"] if self.residual is not None else []
+            fused += ["activation"] if self.activation != "none" else []
+            fused += ["out_inv_scale"] if self.out_inv_scale != 1 else []
+            fused += ["out_zero_point"] if self.out_zero_point != 0 else []
+            if fused:
+                output = "int32 sums" if self.dtype is torch.int32 else "low eight bits (wrap)"
+                raise ConfigError(f"qcut::{op}: an output of {output} can fuse nothing; leave out {', '.join(fused)}")
+        if self.residual is not None:
+            if self.dtype is torch.int8:
+                raise ConfigError(f"qcut::{op}: a residual cannot be added to an int8 result; leave one out")
+            check_tensor(op, "residual", self.residual, (self.dtype,), (m, n), a.device)
+        check_activation(self.activation)
+        check_scale(op, "out_inv_scale", self.out_inv_scale)
+        check_zero_point(op, "out_zero_point", self.out_zero_point)
+
+    def fake(self) -> Tensor:
+        m, n = self.a.shape[0], self.b.shape[0]
+        if self.out_layout == "row":
+            return self.a.new_empty((m, n), dtype=self.dtype)
+        return self.a.new_empty((n, m), dtype=self.dtype).t()
+
+    def cpu(self) -> Tensor:
+        result = numerics.gemm_s8_ref(
+            self.a,
+            self.b,
+            zero_point=self.zero_point,
+            colsum=self.colsum,
+            row_scale=self.row_scale,
+            col_scale=self.col_scale,
+            bias=self.bias,
+            activation=self.activation,
+            residual=self.residual,
+            out_dtype=self.dtype,
+            out_inv_scale=self.out_inv_scale,
+            out_zero_point=self.out_zero_point,
+            wrap=self.wrap,
+        )
+        return result if self.out_layout == "row" else self.fake().copy_(result)
 
 
 def gemm_s8(

@@ -1,47 +1,106 @@
-"""Writing and reading safetensors + JSON so that a crash loses nothing.
-
-A directory holds any number of data files and one JSON file that names the ones in use. Data files get fresh names,
-the JSON is renamed into place last: that rename is the commit. Until then the old contents are whole and in use;
-other people's files in the directory are never touched.
-"""
+"""Files written so that a crash leaves the old contents or the new ones, never a mixture; text and JSON read back."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
-import re
 import secrets
-import tempfile
-from collections.abc import Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-
 from qcut.errors import QcutError
 
-TENSOR_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-"""Torch's dtypes by the codes in the headers of safetensors files."""
+
+@contextlib.contextmanager
+def replacing(*paths: Path) -> Iterator[list[Path]]:
+    """Hand out an empty file beside each path; when the block ends, rename the files into place.
+
+    The new files are flushed to disk before the first rename, and the directories after the last one. If the block
+    raises, no path has changed and the new files are gone. New files have the mode that the process's umask gives them.
+
+    Args:
+        paths: the files to replace, renamed in this order; they need not exist.
+
+    Yields:
+        The new files. The block may write them in place or replace them by others.
+
+    Raises:
+        OSError: a file cannot be created, flushed or renamed. Files renamed before stay renamed.
+    """
+    beside = [path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in paths]
+    modes = []
+    try:
+        for file_path in beside:
+            with open(file_path, "xb") as file:
+                modes.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
+        yield beside
+        for file_path, mode in zip(beside, modes, strict=True):
+            with open(file_path, "rb+") as file:
+                os.fchmod(file.fileno(), mode)
+                os.fsync(file.fileno())
+        for file_path, path in zip(beside, paths, strict=True):
+            os.replace(file_path, path)
+    finally:
+        for file_path in beside:
+            with contextlib.suppress(OSError):
+                file_path.unlink(missing_ok=True)
+    for directory in dict.fromkeys(path.parent for path in paths):
+        _flush_directory(directory)
+
+
+def _flush_directory(directory: Path) -> None:
+    with contextlib.suppress(OSError):  # The files are in place, and some file systems flush no directory.
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Delete what `replacing` left beside a path in processes that were killed.
+
+    No other process may be writing the path.
+
+    Raises:
+        OSError: a leftover cannot be deleted.
+    """
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, pieces: Iterable[bytes]) -> None:
+    """Replace a file by the pieces, one after the other, as `replacing` does."""
+    with replacing(path) as (new,), open(new, "wb") as file:
+        for piece in pieces:
+            file.write(piece)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file by UTF-8 text, as `replacing` does."""
+    write_bytes(path, [text.encode()])
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Replace a file by indented JSON, as `replacing` does.
+
+    Raises:
+        ValueError: the data hold NaN or Inf, which JSON has no words for.
+        OSError: see `replacing`.
+    """
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path, error: type[QcutError]) -> dict[str, Any]:
     """Read a JSON object.
+
+    Args:
+        path: the file.
+        error: the class of what is raised.
 
     Raises:
         QcutError: of the class given, where the file is missing, unreadable, not JSON, or not an object.
@@ -55,96 +114,3 @@ def read_json(path: Path, error: type[QcutError]) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise error(f"{path}: found a JSON {type(data).__name__}, an object is needed")
     return data
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file under a temporary name in the same directory, flush it to disk, and rename it into place."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """`write_text` of indented JSON; NaN and Inf are refused, being no JSON."""
-    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-class TensorFiles:
-    """Safetensors files beside a JSON file that names them.
-
-    Args:
-        directory: created if missing.
-        prefix: data files are ``{prefix}-{random}-{number}.safetensors``.
-        index: name of the JSON file.
-    """
-
-    def __init__(self, directory: Path, prefix: str, index: str) -> None:
-        self.directory, self.index = directory, index
-        self._stem = f"{prefix}-{secrets.token_hex(4)}"
-        self._ours = re.compile(rf"{re.escape(prefix)}-[0-9a-f]{{8}}-\d{{5}}\.safetensors(\.tmp)?")
-        self.written: list[str] = []
-        directory.mkdir(parents=True, exist_ok=True)
-
-    def add(self, tensors: dict[str, Tensor]) -> str:
-        """Write one data file and flush it to disk; returns its name. It is not in use before `commit`."""
-        name = f"{self._stem}-{len(self.written) + 1:05d}.safetensors"
-        path = self.directory / name
-        self.written.append(name)
-        save_file(tensors, f"{path}.tmp", metadata={"format": "pt"})
-        with open(f"{path}.tmp", "rb+") as file:
-            os.fsync(file.fileno())
-        os.chmod(f"{path}.tmp", 0o666 & ~_umask())
-        os.replace(f"{path}.tmp", path)
-        return name
-
-    def commit(self, data: Mapping[str, Any]) -> None:
-        """Rename the JSON into place, then delete data files of earlier saves."""
-        write_json(self.directory / self.index, data)
-        for path in self.directory.iterdir():
-            if self._ours.fullmatch(path.name) and path.name not in self.written:
-                with contextlib.suppress(OSError):  # Nothing refers to it, and the save has succeeded.
-                    path.unlink()
-
-    def abandon(self) -> None:
-        """Delete what `add` wrote, unless the JSON already refers to it (an interrupt just after the rename)."""
-        index = self.directory / self.index
-        if index.exists() and self._stem in index.read_text(encoding="utf-8"):
-            return
-        for name in self.written:
-            (self.directory / name).unlink(missing_ok=True)
-            (self.directory / f"{name}.tmp").unlink(missing_ok=True)
-
-
-def open_tensors(path: Path, error: type[QcutError]) -> Any:
-    """A safetensors file opened for reading; its header has been checked against its size.
-
-    Raises:
-        QcutError: of the class given, where the file is missing, truncated or not safetensors.
-    """
-    if not path.is_file():
-        raise error(f"{path}: there is no such file")
-    try:
-        return safe_open(str(path), framework="pt", device="cpu")
-    except (SafetensorError, OSError, ValueError) as exc:
-        raise error(f"{path}: truncated or not a safetensors file: {exc}") from exc
-
-
-def plain_name(name: object, path: Path, error: type[QcutError]) -> str:
-    """A file name read from JSON, refused where it could lead out of the directory."""
-    if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-        raise error(f"{path}: found the file name {name!r}; a .safetensors file in the same directory is needed")
-    return name

@@ -192,8 +192,9 @@ VARIANTS = ["qcut", "cpp", "eager_dynamic", "eager_static", "qcut_w8a16", "compi
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def script(program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the benchmark; its status, and its rows by variant. Steps are traced, not compiled; time is made up."""
+    monkeypatch.setattr(bench_compare, "build_cpp", lambda folder: program)
     monkeypatch.setattr(bench_compare, "compiled", lambda step: torch.compile(step, backend="eager", fullgraph=True))
     monkeypatch.setattr(bench_compare, "decode_us", lambda *_: Timing.of([20.0, 40.0, 30.0], "wall"))
     monkeypatch.setattr(bench_compare, "thread_counts", lambda: [1])
@@ -253,7 +254,10 @@ def test_what_does_not_compile_says_why(script: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_without_a_compiler_the_others_are_measured(script: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(cpu_program.shutil, "which", lambda name: None)
+    def fails(folder: Path) -> Path:
+        raise ToolchainError("there is no g++ in PATH")
+
+    monkeypatch.setattr(bench_compare, "build_cpp", fails)
     status, rows = script()
     assert (status, list(rows)) == (1, VARIANTS)
     assert "there is no g++" in rows["cpp"]["reason"]

@@ -29,7 +29,7 @@ from qcut.emitters.gemm.problem import GemmProblem
 from tests.support.sass import instructions
 
 H200, A100 = target_named("NVIDIA H200"), target_named("NVIDIA A100-SXM4-80GB")
-PAGE = harness.ROOT / "benchmarks" / "LADDER.md"
+PAGE = harness.ROOT / "docs" / "kernel-notes" / "ladder.md"
 
 
 # ── kernels ──────────────────────────────────────────────────────────────────────────────────────

@@ -220,7 +220,7 @@ def test_plots_are_drawn_and_the_same_again(write: Writer, tmp_path: Path) -> No
     assert len(drawn) == 10
     assert all(f"({name}.png)" in text for name in names)
     assert b"codebook4_fit" in drawn[tmp_path / "report_speed.svg"]
-    report.write(tmp_path)
+    report.quantization.plot(Rows(tmp_path), tmp_path)
     assert {path: path.read_bytes() for path in drawn} == drawn
 
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import report, report_quality
 from benchmarks.codebook_quality import int4
+from benchmarks.demo import EMBEDDED, language_reference
 from benchmarks.quality import tokens_of
 from benchmarks.report_quality import TIMED, int4_bytes, tensor_bytes
 from benchmarks.reporting.rows import Rows
-from examples.gpt2_int8 import EMBEDDED, language_reference
 from qcut.models.evaluation import perplexity
 
 

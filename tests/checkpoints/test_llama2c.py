@@ -14,18 +14,7 @@ from torch import nn
 from qcut.checkpoints.llama2c.files import load_llama2c, save_llama2c
 from qcut.checkpoints.llama2c.tokenizer import Llama2cTokenizer
 from qcut.errors import CheckpointError, DtypeError
-from tests.support.llama2c_oracle import (
-    CASES,
-    SAMPLE,
-    SAMPLE_TEXT,
-    SAMPLE_TOKENS,
-    Sizes,
-    forward,
-    logits_of,
-    make,
-    needs_sample,
-    relative,
-)
+from tests.support.llama2c_oracle import CASES, Sample, Sizes, forward, logits_of, make, relative
 
 transformers = pytest.importorskip("transformers")
 
@@ -104,35 +93,36 @@ def test_files_that_are_missing_or_short(tmp_path: Path):
             load_llama2c(path)
 
 
-@pytest.mark.parametrize("change", [-4, -1, 1, 4])
-def test_files_of_another_size(change: int, tmp_path: Path):
+def test_files_of_another_size(tmp_path: Path):
     path = tmp_path / "m.bin"
     make(path, CASES["odd"])
-    size = path.stat().st_size
-    path.write_bytes((path.read_bytes() + bytes(4))[: size + change])
-    with pytest.raises(CheckpointError, match=rf"found {size + change} bytes; .*n_kv_heads=1.* asks for {size}"):
-        load_llama2c(path)
+    data = path.read_bytes()
+    for change in (-4, -1, 1, 4):
+        size = len(data) + change
+        path.write_bytes((data + bytes(4))[:size])
+        with pytest.raises(CheckpointError, match=rf"found {size} bytes; .*n_kv_heads=1.* asks for {len(data)}"):
+            load_llama2c(path)
 
 
 @pytest.mark.parametrize("field", Sizes._fields)
-@pytest.mark.parametrize("value", [0, -3, -(2**31)])
-def test_headers_with_a_value_that_cannot_be(field: str, value: int, tmp_path: Path):
+def test_headers_with_a_value_that_cannot_be(field: str, tmp_path: Path):
     path = tmp_path / "m.bin"
     make(path, CASES["odd"])
-    path.write_bytes(struct.pack("<7i", *CASES["odd"]._replace(**{field: value})) + path.read_bytes()[28:])
-    message = "found .* bytes; .* asks for" if field == "vocab_size" and value else f"{field} is {value} in the header"
-    with pytest.raises(CheckpointError, match=message):
-        load_llama2c(path)
+    rest = path.read_bytes()[28:]
+    for value in (0, -3, -(2**31)):
+        path.write_bytes(struct.pack("<7i", *CASES["odd"]._replace(**{field: value})) + rest)
+        untied = field == "vocab_size" and value
+        message = "found .* bytes; .* asks for" if untied else f"{field} is {value} in the header"
+        with pytest.raises(CheckpointError, match=message):
+            load_llama2c(path)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"n_heads": 4}, {"n_heads": 31}, {"n_kv_heads": 2}, {"n_kv_heads": 4}, {"n_heads": 6}]
-)
-def test_headers_whose_heads_do_not_fit(changes: dict[str, int], tmp_path: Path):
+def test_headers_whose_heads_do_not_fit(tmp_path: Path):
     path = tmp_path / "m.bin"
-    path.write_bytes(struct.pack("<7i", *CASES["odd"]._replace(**changes)))
-    with pytest.raises(CheckpointError, match=r"dim 30, n_heads \d+, n_kv_heads \d+ in the header; n_kv_heads divides"):
-        load_llama2c(path)
+    for changes in ({"n_heads": 4}, {"n_heads": 31}, {"n_kv_heads": 2}, {"n_kv_heads": 4}, {"n_heads": 6}):
+        path.write_bytes(struct.pack("<7i", *CASES["odd"]._replace(**changes)))
+        with pytest.raises(CheckpointError, match=r"dim 30, n_heads \d+, n_kv_heads \d+ in the header; n_kv_heads div"):
+            load_llama2c(path)
 
 
 def test_headers_that_ask_for_more_than_there_is_cost_nothing(tmp_path: Path):
@@ -176,26 +166,25 @@ def test_values_that_are_not_finite(name: str, value: float, label: str | None, 
             load_llama2c(path)
 
 
-# ── the sample ───────────────────────────────────────────────────────────────────────────────────
+# ── files of llama2.c, and files like them ───────────────────────────────────────────────────────
 
 
-@needs_sample
-def test_the_sample_goes_on_as_run_c_does():
-    model = load_llama2c(SAMPLE)
-    tokenizer = Llama2cTokenizer.from_file(SAMPLE_TOKENS, model.config.vocab_size)
+def test_a_model_goes_on_as_run_c_does(llama2c_sample: Sample):
+    model = load_llama2c(llama2c_sample.model)
+    assert model.config.vocab_size == llama2c_sample.vocab_size
+    tokenizer = Llama2cTokenizer.from_file(llama2c_sample.tokens, model.config.vocab_size)
     past, token, printed = None, 1, b""
     with torch.no_grad():
-        for _ in range(200):
+        for _ in range(llama2c_sample.steps):
             out = model(torch.tensor([[token]]), past_key_values=past, use_cache=True)
             past, previous, token = out.past_key_values, token, int(out.logits[0, -1].argmax())
             if token == 1:
                 break
             printed += tokenizer.printed_piece(previous, token)
-    assert printed + b"\n" == SAMPLE_TEXT.read_bytes()
+    assert printed + b"\n" == llama2c_sample.text.read_bytes()
 
 
-@needs_sample
-def test_the_sample_is_written_as_it_was(tmp_path: Path):
+def test_a_file_is_written_as_it_was(llama2c_sample: Sample, tmp_path: Path):
     """The tables of the rotation too: they are computed in llama2.c's steps, with torch as there."""
-    save_llama2c(load_llama2c(SAMPLE), tmp_path / "m.bin")
-    assert (tmp_path / "m.bin").read_bytes() == SAMPLE.read_bytes()
+    save_llama2c(load_llama2c(llama2c_sample.model), tmp_path / "m.bin")
+    assert (tmp_path / "m.bin").read_bytes() == llama2c_sample.model.read_bytes()

@@ -10,21 +10,7 @@ import pytest
 
 from qcut.checkpoints.llama2c.tokenizer import Llama2cTokenizer
 from qcut.errors import CheckpointError, ConfigError
-from tests.support import ROOT
-
-DATA = ROOT.parent / "shared" / "data"
-SAMPLE_TOKENS, SAMPLE_TEXT = DATA / "tok512.bin", DATA / "stories260K.greedy200.txt"
-needs_sample = pytest.mark.skipif(not SAMPLE_TOKENS.is_file(), reason=f"no sample beside the project ({DATA.name})")
-
-Vocabulary = list[tuple[bytes, float]]
-
-
-def vocabulary(*merges: tuple[bytes, float]) -> Vocabulary:
-    """Three special tokens, the bytes, some letters, and the merges."""
-    special = [(b"<unk>", 0.0), (b"\n<s>\n", 0.0), (b"\n</s>\n", 0.0)]
-    letters = [(letter.encode(), -900.0) for letter in " abcé"]
-    return [*special, *((b"<0x%02X>" % i, 0.0) for i in range(256)), *letters, *merges]
-
+from tests.support.llama2c_oracle import Sample, naive_encode, packed, vocabulary
 
 MERGES = vocabulary(
     (b" a", -3.0),
@@ -39,43 +25,6 @@ MERGES = vocabulary(
     (b"\n<s>\n a", -7.0),
     (b"ab", 5.0),
 )
-
-
-def packed(tokens: Vocabulary, longest: int | None = None) -> bytes:
-    longest = max(len(piece) for piece, _ in tokens) if longest is None else longest
-    body = (struct.pack("<fi", score, len(piece)) + piece for piece, score in tokens)
-    return struct.pack("<i", longest) + b"".join(body)
-
-
-def naive_encode(tokens: Vocabulary, text: str, bos: bool, eos: bool) -> list[int]:
-    """run.c's `encode`, byte by byte, every pair looked at before every merge."""
-
-    def look_up(string: bytes) -> int:
-        return next((i for i, (piece, _) in enumerate(tokens) if piece == string), -1)
-
-    data = text.encode() + b"\0"
-    ids = [1] if bos else []
-    if data[0] != 0:
-        ids.append(look_up(b" "))
-    buffer = b""
-    for i, byte in enumerate(data[:-1]):
-        if byte & 0xC0 != 0x80:
-            buffer = b""
-        buffer += data[i : i + 1]
-        if data[i + 1] & 0xC0 == 0x80 and len(buffer) < 4:
-            continue
-        found = look_up(buffer)
-        ids += [found] if found != -1 else [b + 3 for b in buffer]
-        buffer = b""
-    while True:
-        best_score, best_id, best_at = -1e10, -1, -1
-        for i in range(len(ids) - 1):
-            found = look_up(tokens[ids[i]][0] + tokens[ids[i + 1]][0])
-            if found != -1 and tokens[found][1] > best_score:
-                best_score, best_id, best_at = tokens[found][1], found, i
-        if best_at == -1:
-            return ids + ([2] if eos else [])
-        ids[best_at : best_at + 2] = [best_id]
 
 
 def test_encoding_is_the_naive_one():
@@ -107,18 +56,17 @@ def test_tokens_of_known_texts():
         tokenizer.encode("\ud800")
 
 
-@needs_sample
-def test_the_samples_tokens():
-    data = SAMPLE_TOKENS.read_bytes()
-    tokenizer = Llama2cTokenizer.from_file(SAMPLE_TOKENS, 512)
+def test_tokens_of_a_file(llama2c_sample: Sample):
+    data = llama2c_sample.tokens.read_bytes()
+    tokenizer = Llama2cTokenizer.from_file(llama2c_sample.tokens, llama2c_sample.vocab_size)
     tokens, offset = [], 4
     while offset < len(data):
         score, length = struct.unpack_from("<fi", data, offset)
         tokens.append((data[offset + 8 : offset + 8 + length], score))
         offset += 8 + length
-    assert len(tokens) == tokenizer.vocab_size == 512
+    assert len(tokens) == tokenizer.vocab_size == llama2c_sample.vocab_size
     texts = ["", " ", "Once upon a time, Lily's mom said: \"Let's go!\"\n", "  two  spaces ", "🦙 naïve … ™\x7f\0\t"]
-    for text in (*texts, SAMPLE_TEXT.read_text()):
+    for text in (*texts, llama2c_sample.text.read_text()):
         ids = tokenizer.encode(text, eos=True)
         if "\0" not in text:
             assert ids == naive_encode(tokens, text, True, True)

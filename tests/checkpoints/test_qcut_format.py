@@ -14,7 +14,7 @@ from qcut.conversion.calibration import calibrate
 from qcut.conversion.convert import quantize
 from qcut.errors import CheckpointError
 from qcut.layers.base import Linear
-from qcut.storage import files
+from qcut.storage import tensors
 from tests.conversion.test_convert import Tied
 from tests.support.zoo import TinyLM, tiny_hf, tiny_lm, token_batches
 
@@ -150,14 +150,14 @@ def test_an_interrupt_after_the_commit_keeps_the_new_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(quantized("gpt2", "w8a8"), tmp_path)
-    real = files.write_json
+    real = tensors.write_json
 
     def interrupted(path: Path, data: dict) -> None:
         real(path, data)
         if path.name == "qcut_config.json":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "write_json", interrupted)
+    monkeypatch.setattr(tensors, "write_json", interrupted)
     new = quantized("gpt2", "w8a16")
     with pytest.raises(KeyboardInterrupt):
         save(new, tmp_path)

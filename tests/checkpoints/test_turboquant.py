@@ -21,22 +21,15 @@ from qcut.checkpoints.turboquant.format import Config
 from qcut.checkpoints.turboquant.reader import load
 from qcut.checkpoints.turboquant.writer import quantize_model
 from qcut.checkpoints.turboquant.writer import save_turboquant as save
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks import quantizer as rotated_codebook
-from qcut.codebooks import rotation
+from qcut.codebooks import lloyd_max, rotation
+from qcut.codebooks.quantizer import dequantize
 from qcut.config import Codebook
 from qcut.conversion.convert import quantize
 from qcut.errors import CheckpointError, ConfigError, QuantizationError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
-from tests.support import ROOT
+from tests.support import turboquant_oracle
+from tests.support.oracles import normal
 from tests.support.zoo import tiny_hf, token_batches
-
-SAMPLE = ROOT.parent / "shared" / "data" / "turboquant-qr-4bit"
-needs_sample = pytest.mark.skipif(not SAMPLE.is_dir(), reason=f"no sample beside the project ({SAMPLE.name})")
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def logits(model: Any, ids: Tensor | None = None) -> Tensor:
@@ -68,54 +61,55 @@ def same_files(a: Path, b: Path) -> None:
             assert torch.equal(tensor, b_tensors[key][2]), key
 
 
-# ── the package's own sample ─────────────────────────────────────────────────────────────────────
+# ── directories as the package writes them ───────────────────────────────────────────────────────
 
 
-@needs_sample
-def test_the_sample_gives_its_logits():
-    model = checkpoint.load(SAMPLE, progress=False)
+@pytest.fixture(scope="module", params=turboquant_oracle.SAMPLES)
+def sample(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return turboquant_oracle.sample(request.param, tmp_path_factory.mktemp("turboquant"))
+
+
+def test_a_sample_gives_its_logits(sample: Path):
+    model = checkpoint.load(sample, progress=False)
     layers = [m for m in model.modules() if isinstance(m, CodebookLinear)]
     assert len(layers) == 15
     assert not any(isinstance(m, nn.Linear) or m.training for m in model.modules())
     assert layers[0].scheme == Codebook(rotation="qr", norm_dtype="fp32")
-    expected = load_file(SAMPLE / "expected.safetensors")
-    found = logits(model, expected["input_ids"])
-    assert found.dtype is torch.float32
-    assert float((found - expected["logits"]).norm() / expected["logits"].norm()) < 1e-4
+    expected = load_file(sample / "expected.safetensors")
+    out = logits(model, expected["input_ids"])
+    assert out.dtype is torch.float32
+    assert float((out - expected["logits"]).norm() / expected["logits"].norm()) < 1e-4
 
 
-@needs_sample
-def test_the_sample_is_written_as_it_was(tmp_path: Path):
-    save(load(SAMPLE, progress=False), tmp_path)
-    same_files(tmp_path, SAMPLE)
-    assert (tmp_path / "turboquant_config.json").read_bytes() == (SAMPLE / "turboquant_config.json").read_bytes()
-    written, sample = (json.loads((d / "config.json").read_text()) for d in (tmp_path, SAMPLE))
-    for config in (written, sample):
+def test_a_sample_is_written_as_it_was(sample: Path, tmp_path: Path):
+    save(load(sample, progress=False), tmp_path)
+    same_files(tmp_path, sample)
+    assert (tmp_path / "turboquant_config.json").read_bytes() == (sample / "turboquant_config.json").read_bytes()
+    written, given = (json.loads((d / "config.json").read_text()) for d in (tmp_path, sample))
+    for config in (written, given):
         config.pop("transformers_version")
-    assert written == sample
-    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in SAMPLE.iterdir()} - {"expected.safetensors"}
+    assert written == given
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in sample.iterdir()} - {"expected.safetensors"}
 
 
-@needs_sample
-def test_the_codebook_is_the_packages():
-    assert torch.equal(turboquant.codebook(4), load_file(SAMPLE / "model.safetensors")["codebook"])
+def test_the_codebook_is_the_packages(sample: Path):
+    assert torch.equal(turboquant.codebook(4), load_file(sample / "model.safetensors")["codebook"])
 
 
 def test_codebooks_that_have_converged_are_lloyd_maxs():
     for bits in (2, 3):
-        torch.testing.assert_close(turboquant.codebook(bits), codebook.codebook(bits), rtol=0, atol=1e-6)
-    assert 1e-4 < float((turboquant.codebook(4) - codebook.codebook(4)).abs().max()) < 1e-2
+        torch.testing.assert_close(turboquant.codebook(bits), lloyd_max.codebook(bits), rtol=0, atol=1e-6)
+    assert 1e-4 < float((turboquant.codebook(4) - lloyd_max.codebook(4)).abs().max()) < 1e-2
     with pytest.raises(ConfigError, match="codebook of 1 bits; allowed: 2, 3, 4"):
         turboquant.codebook(1)
 
 
-@needs_sample
-def test_indices_of_the_samples_rotated_values_come_back():
+def test_indices_of_a_samples_rotated_values_come_back(sample: Path):
     """The float weights are not there, but what the indices stand for rounds to the same indices."""
-    model = load(SAMPLE, progress=False)
+    model = load(sample, progress=False)
     for name in ("model.layers.0.mlp.down_proj", "lm_head"):
         (q,) = model.get_submodule(name).passes
-        weight = rotated_codebook.dequantize(q)
+        weight = dequantize(q)
         # A group of codebook values is not a point on the sphere: give each the length that it has.
         scale = q.values[q.indices.int()].view(len(q.indices), -1, 128).square().mean(-1).sqrt()
         (again,) = turboquant.quantize(weight, Config())
@@ -147,7 +141,7 @@ def test_quantizer_is_the_formula(kind: str, bits: int):
         assert clear.float().mean() > 0.9
         found = q.indices[:, first : first + d].long()
         assert torch.equal(found[clear], torch.searchsorted(edges, rotated)[clear])
-    assert not rotated_codebook.dequantize(q)[3].abs().max() > 1e-7
+    assert not dequantize(q)[3].abs().max() > 1e-7
 
 
 def test_residual_passes_are_of_what_bfloat16_leaves():
@@ -155,13 +149,23 @@ def test_residual_passes_are_of_what_bfloat16_leaves():
     config = Config(group_size=64, residual_bit_width=3, rotation="hadamard", rotation_strategy="per_layer")
     first, second = turboquant.quantize(weight, config, layer_index=2)
     assert (first.seed, second.seed) == (42 + 20014, 1042 + 20014)
-    left = weight - rotated_codebook.dequantize(first).bfloat16().float()
+    left = weight - dequantize(first).bfloat16().float()
     alone = Config(bit_width=3, group_size=64, rotation="hadamard", seed=second.seed)
     (again,) = turboquant.quantize(left, alone)
     assert torch.equal(second.indices, again.indices)
     assert torch.equal(second.norms, again.norms)
-    error = rotated_codebook.dequantize((first, second)) - weight
+    error = dequantize((first, second)) - weight
     assert float(error.norm() / weight.norm()) < 0.03
+
+
+def test_the_seeds_of_passes():
+    assert turboquant.pass_seeds(42) == (42, 1042)
+    assert turboquant.pass_seeds(1, 2, "different", 5) == turboquant.pass_seeds(1, 2, "alternating", 5) == (1, 2)
+    assert turboquant.pass_seeds(1, 2, "shared", 5) == (1, 1)
+    assert turboquant.pass_seeds(1, 2, "per_layer", 0) == (1, 2)
+    assert turboquant.pass_seeds(1, 2, "per_layer", 5) == (50_036, 50_037)
+    with pytest.raises(ConfigError, match="strategy 'random'; allowed: different, shared"):
+        turboquant.pass_seeds(1, 2, "random")  # type: ignore[arg-type]
 
 
 def test_weights_that_are_refused():
@@ -237,7 +241,7 @@ def test_what_qcut_quantized_is_written_with_its_own_codebook(tmp_path: Path):
     model = tiny_hf("llama")
     quantize(model, Codebook(group_size=16), skip=(), include=("*_proj",), progress=False)
     save(model, tmp_path)
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["codebook"], codebook.codebook(4))
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["codebook"], lloyd_max.codebook(4))
     assert torch.equal(logits(load(tmp_path, progress=False)), logits(model))
     assert json.loads((tmp_path / "turboquant_config.json").read_text())["skip_lm_head"] is True
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from qcut.codebooks import fit as codebook_fit
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks import rotation
-from qcut.codebooks.fit import collect_second_moments, fit, fit_residual
-from qcut.codebooks.quantizer import dequantize, quantize, quantize_residual
-from qcut.errors import CalibrationError, ConfigError, DtypeError, QuantizationError, ShapeError
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from qcut.codebooks import lloyd_max, rotation
+from qcut.codebooks.fit import fit
+from qcut.codebooks.quantizer import dequantize, quantize
+from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError
+from tests.support.oracles import normal
 
 
 def correlated(k: int, seed: int = 1) -> Tensor:
@@ -34,7 +30,7 @@ def weighted(error: Tensor, h: Tensor) -> Tensor:
 # ── the fit ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("bits", codebook.BITS)
+@pytest.mark.parametrize("bits", lloyd_max.BITS)
 @pytest.mark.parametrize(("kind", "k", "group_size"), [("hadamard", 320, 128), ("qr", 200, 72), ("hadamard", 256, 256)])
 def test_it_beats_rounding_on_correlated_inputs(kind: rotation.Kind, k: int, group_size: int, bits: int):
     weight, h = normal(96, k), correlated(k)
@@ -67,7 +63,7 @@ def test_alike_inputs_leave_rounding_as_it_is(kind: rotation.Kind, group_size: i
     rotated = rotation.rotate_groups(weight, kind, group_size, 42).unflatten(1, (-1, group_size))
     rotated = (rotated / rounded.norms[..., None]).flatten(1) * group_size**0.5
     # The fit rotates before it divides by the norm, and a rotated H is the identity to some 1e-7.
-    unsure = (rotated[..., None] - codebook.boundaries(rounded.values)).abs().amin(-1) < 1e-5
+    unsure = (rotated[..., None] - lloyd_max.boundaries(rounded.values)).abs().amin(-1) < 1e-5
     assert torch.equal(q.indices[~unsure], rounded.indices[~unsure])
     assert unsure.float().mean() < 1e-3
 
@@ -106,17 +102,16 @@ def test_rows_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_residual_pass_fits_what_is_left():
     weight, h = normal(48, 256), correlated(256)
-    first, second = fit_residual(weight, h, 4, 3, seed=5, residual_seed=9, damping=0.01)
-    assert torch.equal(first.indices, quantize(weight, seed=5).indices)
-    assert (first.seed, second.seed, len(first.values), len(second.values)) == (5, 9, 16, 8)
+    first = quantize(weight, seed=5, refit=True)
+    second = fit(weight, h, 3, before=[first], seed=9, damping=0.01)
+    assert (second.seed, len(second.values)) == (9, 8)
     alone = fit(weight - dequantize(first), h, 3, seed=9, damping=0.01)
     assert torch.equal(second.indices, alone.indices)
     assert torch.equal(second.norms, alone.norms)
-    rounded = quantize_residual(weight, 4, 3, seed=5, residual_seed=9)
+    rounded = quantize(weight, seed=5)
+    rounded = (rounded, quantize(weight, 3, before=[rounded], seed=9))
     errors = [weighted(dequantize(passes) - weight, h).sum() for passes in ((first, second), rounded)]
     assert errors[0] < 0.5 * errors[1]
-    same = fit_residual(weight, h, strategy="shared", layer_index=3)
-    assert (same[0].seed, same[1].seed) == (42, 42)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -151,58 +146,3 @@ def test_what_is_refused():
         fit(weight, h, damping=-1)
     with pytest.raises(ConfigError, match=r"layer 'h\.0': a Hadamard rotation of 24 columns \(from column 64 of 88"):
         fit(normal(4, 88), torch.eye(88), group_size=64, layer="h.0")
-
-
-# ── second moments ───────────────────────────────────────────────────────────────────────────────
-
-
-class Block(nn.Module):
-    """Two layers on one input, one on the product of theirs, like a gated MLP."""
-
-    def __init__(self, again: bool = False) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(12, 20), nn.Linear(12, 20), nn.Linear(20, 12)
-        self.again = again
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.down(self.gate(x).relu() * self.up(x))
-        return self.up(y) if self.again else y
-
-
-class Half(nn.Sequential):
-    """Runs its first layer only."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self[0](x)
-
-
-def test_second_moments_are_those_of_the_inputs():
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
-    batches = [normal(3, 5, 12, seed=i) for i in range(3)]
-    moments = collect_second_moments(model, batches, progress=False)
-    x = torch.cat([batch.flatten(0, 1) for batch in batches])
-    assert sorted(moments) == sorted(f"{i}.{name}" for i in range(2) for name in ("down", "gate", "up"))
-    for i, block in enumerate(model):
-        inside = block.gate(x).relu() * block.up(x)
-        for name, inputs in (("gate", x), ("up", x), ("down", inside)):
-            torch.testing.assert_close(moments[f"{i}.{name}"], inputs.t() @ inputs / 45, rtol=1e-5, atol=1e-6)
-        assert moments[f"{i}.gate"] is moments[f"{i}.up"]
-        x = block(x)
-    only = collect_second_moments(model, batches, layers=["1.up"], progress=False)
-    assert list(only) == ["1.up"]
-    torch.testing.assert_close(only["1.up"], moments["1.up"])
-
-
-def test_second_moments_refuse():
-    model = Block()
-    with pytest.raises(CalibrationError, match="found none"):
-        collect_second_moments(model, [], progress=False)
-    with pytest.raises(CalibrationError, match=r"'gate'.*NaN or Inf"):
-        collect_second_moments(model, [torch.full((1, 12), torch.nan)], progress=False)
-    with pytest.raises(CalibrationError, match="'1' saw no token"):
-        collect_second_moments(Half(nn.Linear(12, 12), nn.Linear(12, 12)), [normal(2, 12)], progress=False)
-    square = Block(again=True)
-    with pytest.raises(CalibrationError, match=r"'up' reads the input of 'gate' in some calls.*layers=\['up'\]"):
-        collect_second_moments(square, [normal(2, 12)], progress=False)
-    assert collect_second_moments(square, [normal(2, 12)], layers=["up"], progress=False)["up"].shape == (12, 12)

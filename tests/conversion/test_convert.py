@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qcut.codebooks.fit import collect_second_moments
-from qcut.conversion import convert
 from qcut.conversion.calibration import calibrate
 from qcut.conversion.convert import model_bytes, quantize
 from qcut.conversion.plan import LayerPlan, Plan
+from qcut.conversion.second_moments import collect_second_moments
 from qcut.conversion.smoothing import smooth
 from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
 from qcut.layers.base import Linear
@@ -153,30 +152,6 @@ def test_a_bad_weight_leaves_the_model_untouched(bad: float) -> None:
         after = snapshot(model)
         before["values"] = after["values"] = []
         assert same(before, after)
-
-
-def test_an_interrupted_commit_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = tiny_lm(), token_batches()
-    inject_outliers(model.blocks[0].ln1, [model.blocks[0].q, model.blocks[0].v])
-    cal = calibrate(model, batches, progress=False)
-    before, calls = snapshot(model), []
-
-    def interrupted(*args: object) -> None:
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-
-    real = convert.partial
-
-    def counting(*args: object):
-        interrupted()
-        return real(*args)
-
-    monkeypatch.setattr(convert, "partial", counting)
-    with pytest.raises(KeyboardInterrupt):
-        quantize(model, calibration=cal, smooth=0.5, progress=False)
-    assert len(calls) == 3
-    assert same(before, snapshot(model))
 
 
 def test_smooth_equals_smoothing_first() -> None:

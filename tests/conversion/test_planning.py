@@ -180,7 +180,7 @@ def test_best_range_is_the_least_output_error() -> None:
         for method in METHODS:
             layer = Linear.from_float(module, "w8a8_static", static_range=cal.range(name, method))
             errors[method] = output_error(module, layer, cal.layers[name].sample)
-        best, method = best_range(module, name, cal)
+        best, method = best_range(module, "w8a8_static", name, cal)
         assert errors[method] == min(errors.values())
         assert best == cal.range(name, method)
 
@@ -314,7 +314,7 @@ def test_codebooks_are_candidates_like_others() -> None:
 def test_costs_of_codebooks() -> None:
     size = LayerSize("x", 4096, 4096, False, 2 * 4096**2)
     for scheme in ("codebook4", "codebook2+2_g64", "codebook4+2_int8", "int4_int8"):
-        assert memory_cost(size, scheme) == Linear.empty(4096, 4096, False, scheme, device="meta").weight_bytes
+        assert memory_cost(size, scheme) == Linear(4096, 4096, False, scheme, device="meta").weight_bytes
     few, many = TimeCost(tokens=1), TimeCost(tokens=4096)
     assert few(size, "codebook2") < few(size, "codebook4") < few(size, "codebook4+4") < few(size, "fp16")
     assert many(size, "codebook4_int8") < many(size, "codebook4") < many(size, "codebook4+4")

@@ -7,7 +7,6 @@ call; they are compared by what they point to.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import itertools
 import struct
 import threading
@@ -22,31 +21,36 @@ from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.config import padded_k
+from qcut.cuda import linear as linear_cuda
 from qcut.cuda import native as _native
-from qcut.cuda.plans import LaunchPlan, linear_problem, m_bucket
+from qcut.cuda import plans
+from qcut.cuda.linear import LinearLayer, LinearPlan
+from qcut.cuda.plans import LaunchPlan, PlanCache, m_bucket
 from qcut.emitters.core.family import Grid
-from qcut.emitters.core.source import DType, Param
+from qcut.emitters.core.source import Param
 from qcut.emitters.decoder.quantize import (
     QuantizePerTensor,
     QuantizePerToken,
     emit_quantize_per_tensor,
     emit_quantize_per_token,
 )
-from qcut.emitters.gemm import mma as mma_gemm
 from qcut.emitters.gemm.cutlass.gemm import LAUNCH_PARAMS
 from qcut.errors import QcutError
+from qcut.ops.linear import W8A8Linear, W8A8StaticLinear, W8A16Linear
 
 NAMESPACE = "qcut_native_test"
 STREAM = 0x5500_1234_5678
 SM_COUNT, SWIZZLE, RASTER, SPLITS = 132, 4, 2, 3
 BLOCK, SMEM = 384, 100_000
-KINDS = ("dynamic", "static", "weight_only")
+LIMIT = 100
+"""Layers that the plan cache holds."""
+CALLS = {"w8a8_linear": W8A8Linear, "w8a8_static_linear": W8A8StaticLinear, "w8a16_linear": W8A16Linear}
 QUANTIZE, GEMM = 0x7F00_0000_0010, 0x7F00_0000_0020
-"""Function handles of dynamic layers; see `handle`."""
+"""Function handles of W8A8 layers; see `handle`."""
 
 
-def handle(function: int, kind: str) -> int:
-    return function + 0x100 * KINDS.index(kind)
+def handle(function: int, scheme: str) -> int:
+    return function + 0x100 * _native.SCHEMES.index(scheme)
 
 
 class Record(NamedTuple):
@@ -130,7 +134,7 @@ class Driver:
 class Kernel:
     """Stands in for `qcut.jit.Kernel`: packs as the real one does and records the launch."""
 
-    name, block, smem_bytes, waits = "fake", BLOCK, SMEM, True
+    name, block, smem_bytes = "fake", BLOCK, SMEM
 
     def __init__(self, driver: Driver, function: int, params: tuple[Param, ...], host: bool) -> None:
         self.driver, self.function, self.host_launcher = driver, function, driver.host if host else 0
@@ -147,28 +151,25 @@ def driver() -> Driver:
     return Driver()
 
 
-@pytest.fixture(scope="module")
-def ops_cuda() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        if not hasattr(torch._C, "_cuda_getCurrentRawStream"):  # a torch without CUDA; `setting` replaces it anyway
-            patch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
-        return importlib.import_module("qcut.cuda.int8")
+def by_python(op: str) -> Callable[..., Tensor]:
+    """The operator as Python serves it on CUDA."""
+    call, function = CALLS[op], getattr(linear_cuda, op)
+    return lambda *args: function(call(*args))
 
 
 @pytest.fixture(scope="module")
-def library(driver: Driver, ops_cuda: Any) -> Iterator[_native.Library]:
-    """A library registered for CPU tensors under a namespace of its own, in front of the CUDA module's Python."""
+def library(driver: Driver) -> Iterator[_native.Library]:
+    """A library that serves CPU tensors under a namespace of its own, in front of Python's functions for CUDA."""
     loaded = _native.load()
     assert loaded is not None, "g++ and torch's headers are there: it must compile"
     definitions = torch.library.Library(NAMESPACE, "DEF")
     for name in _native.OPS:
         schema = str(getattr(torch.ops.qcut, name).default._schema).removeprefix("qcut::")
-        for prefix in ("", "_"):
-            definitions.define(prefix + schema)
-            definitions.impl(prefix + name, getattr(ops_cuda, name), "CPU")
+        definitions.define(schema)
+        definitions.impl(name, by_python(name), "CPU")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loaded.register(NAMESPACE, "CPU", driver.kernel, driver.stream)
+        loaded.register(NAMESPACE, "cpu", driver.kernel, driver.stream)
     yield loaded
     definitions._destroy()
 
@@ -192,41 +193,38 @@ def setting(
     request: pytest.FixtureRequest,
     driver: Driver,
     library: _native.Library,
-    ops_cuda: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Setting]:
     hosted = request.param
     driver.reset()
 
-    def make(
-        kind: Any, dtype: DType, m: int, k: int, qweight: Tensor, bias: bool, activation: str, aligned: bool
-    ) -> Any:
-        n, k_padded = qweight.shape
-        problem = linear_problem(dtype, n, k, bias, activation, kind)
-        if kind == "weight_only":
-            kernel = Kernel(driver, handle(GEMM, kind), problem.params(), host=False)
-            return ops_cuda._LinearPlan(None, LaunchPlan(kernel, Grid(16, (3, 1, 1)), pdl=True), n, k_padded)
+    def plan_for(layer: LinearLayer, device: int) -> LinearPlan:
+        n, k_padded, problem = layer.n, padded_k(layer.k), layer.problem()
+        scheme, dtype = layer.scheme, plans.DTYPES[layer.dtype]
+        if scheme == "w8a16":
+            kernel = Kernel(driver, handle(GEMM, scheme), problem.params(), host=False)
+            return LinearPlan(None, LaunchPlan(kernel, Grid(16, (3, 1, 1)), pdl=True), n, k_padded)
         desc: Any
-        if kind == "dynamic":
+        if scheme == "w8a8":
             desc = QuantizePerToken(dtype, "sm_90a", threads=32)
             source = emit_quantize_per_token(desc)
         else:
             desc = QuantizePerTensor(dtype, "sm_90a", threads=32, vectors=1)
             source = emit_quantize_per_tensor(desc)
         grid = Grid(desc.rows, desc.grid(1, k_padded))
-        quantize = LaunchPlan(Kernel(driver, handle(QUANTIZE, kind), source.params, host=False), grid)
+        quantize = LaunchPlan(Kernel(driver, handle(QUANTIZE, scheme), source.params, host=False), grid)
         if hosted:
-            kernel = Kernel(driver, handle(GEMM, kind), (*problem.params(), *LAUNCH_PARAMS), host=True)
+            kernel = Kernel(driver, handle(GEMM, scheme), (*problem.params(), *LAUNCH_PARAMS), host=True)
             tail = (SM_COUNT, SWIZZLE, RASTER, SPLITS)
             gemm = LaunchPlan(kernel, Grid(1, (1, 1, 1)), tail=tail, pdl=True, min_rows=64)
         else:
-            kernel = Kernel(driver, handle(GEMM, kind), problem.params(), host=False)
+            kernel = Kernel(driver, handle(GEMM, scheme), problem.params(), host=False)
             gemm = LaunchPlan(kernel, Grid(32, (-(-n // 64), 1, 1)), pdl=True)
-        return ops_cuda._LinearPlan(quantize, gemm, n, k_padded)
+        return LinearPlan(quantize, gemm, n, k_padded)
 
-    monkeypatch.setattr(ops_cuda, "_make_linear", make)
-    monkeypatch.setattr(ops_cuda, "_linear_plans", {})
-    monkeypatch.setattr(ops_cuda, "_stream", lambda device: STREAM)
+    monkeypatch.setattr(linear_cuda, "plan_for", plan_for)
+    monkeypatch.setattr(linear_cuda, "_called", PlanCache(limit=LIMIT, on_clear=library.clear))
+    monkeypatch.setattr(plans, "current_stream", lambda device: STREAM)
     monkeypatch.setattr(_native, "library", lambda: library)
     library.clear()
     yield Setting(driver, library)
@@ -363,6 +361,37 @@ def test_another_layer_is_another_plan(setting: Setting) -> None:
     assert setting.served(lambda: op(*fewer_rows))[2], "one plan serves a whole bucket"
 
 
+def test_a_later_tensor_at_an_address_is_another_layer(setting: Setting) -> None:
+    args = arguments("w8a8_static_linear", (5, 64), 64)
+    op = operator("w8a8_static_linear")
+    op(*args)
+    assert setting.served(lambda: op(*args))[2]
+    _, qweight, scale, colsum, bias, *_ = args
+    for i, other in (
+        (1, qweight.t()),
+        (1, qweight.as_strided((64, 64), (0, 1))),
+        (2, scale[:1].expand(64)),
+        (3, colsum[:1].expand(64)),
+        (4, bias[:1].expand(64)),
+    ):
+        call = [*args[:i], other, *args[i + 1 :]]
+        _, records, by_native = setting.served(lambda c=call: op(*c))
+        product = decoded(records[-1], setting.driver.params[records[-1].function])
+        name = {1: "b", 2: "col_scale", 3: "colsum", 4: "bias"}[i]
+        assert not by_native
+        assert product[name] != other.data_ptr(), "the kernel reads a dense copy"
+    for i, other, message in (
+        (1, qweight.view(torch.uint8), "qweight is uint8"),
+        (2, scale.view(torch.int32), "col_scale is int32"),
+        (3, colsum.view(torch.float32), "colsum is float32"),
+        (4, bias.view(1, 64), r"bias has shape \[1, 64\]"),
+        (1, qweight[:, :48], r"x has K = 64, qweight has shape \[64, 48\]"),
+    ):
+        call = [*args[:i], other, *args[i + 1 :]]
+        with pytest.raises(QcutError, match=message):
+            op(*call)
+
+
 def test_the_range_of_x_is_no_part_of_the_plan(setting: Setting) -> None:
     op = operator("w8a8_static_linear")
     args = arguments("w8a8_static_linear", (5, 64), 128)
@@ -410,20 +439,21 @@ def test_python_repeats_what_the_driver_refuses(setting: Setting, failing: Any) 
 
 
 def test_launches_with_a_workspace_stay_in_python(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LaunchPlan, "native", lambda self: None)
+    monkeypatch.setattr(LaunchPlan, "for_native", lambda self: None)
     args = arguments("w8a8_linear", (5, 64), 128)
     for _ in range(3):
         assert not setting.served(lambda: operator("w8a8_linear")(*args))[2]
 
 
-def test_clear(setting: Setting, ops_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_table_is_emptied_in_cpp_too(setting: Setting) -> None:
     op, args = operator("w8a8_linear"), arguments("w8a8_linear", (5, 64), 128)
     op(*args)
     assert setting.served(lambda: op(*args))[2]
-    monkeypatch.setattr(ops_cuda, "_MAX_LINEAR_PLANS", 1)
-    other = arguments("w8a8_linear", (5, 64), 128)
-    assert not setting.served(lambda: op(*other))[2]
-    assert not setting.served(lambda: op(*args))[2], "a full table is emptied, in C++ too"
+    others = [arguments("w8a8_linear", (5, 64), 128) for _ in range(LIMIT)]
+    for other in others:
+        assert not setting.served(lambda other=other: op(*other))[2]
+    assert not setting.served(lambda: op(*args))[2]
+    assert setting.served(lambda: op(*others[-1]))[2], "the plan that found the table full stays"
 
 
 def test_threads(setting: Setting) -> None:
@@ -456,20 +486,36 @@ def test_bucket_is_pythons(library: _native.Library) -> None:
     assert [library.bucket(m) for m in every] == [m_bucket(m) for m in every]
 
 
-def test_grid_repeats_that_of_one_row() -> None:
-    for desc, k in (
-        (QuantizePerToken(DType.F16, "sm_80", threads=32), 64),
-        (QuantizePerTensor(DType.F32, "sm_80"), 9000),
-    ):
-        grid = Grid(desc.rows, desc.grid(1, k))
-        assert [grid(m) for m in range(1, 300)] == [desc.grid(m, k) for m in range(1, 300)]
-    for tile in mma_gemm.default_tiles("sm_80"):
-        grid = Grid(tile.threadblock_shape[0], mma_gemm.grid(tile, 1, 1000))
-        assert [grid(m) for m in range(1, 300)] == [mma_gemm.grid(tile, m, 1000) for m in range(1, 300)]
+def test_registering_while_threads_call(driver: Driver) -> None:
+    namespace, stop, wrong = f"{NAMESPACE}_busy", threading.Event(), []
+    definitions = torch.library.Library(namespace, "DEF")
+    for name in _native.OPS:
+        definitions.define(str(getattr(torch.ops.qcut, name).default._schema).removeprefix("qcut::"))
+        definitions.impl(name, lambda x, *_: x.clone(), "CPU")
+    op, args = getattr(torch.ops, namespace).w8a8_linear.default, arguments("w8a8_linear", (5, 64), 128)
+
+    def work() -> None:
+        while not stop.is_set():
+            if not torch.equal(op(*args), args[0]):
+                wrong.append(args)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    loaded = _native.load()
+    assert loaded is not None
+    loaded.register(namespace, "cpu", driver.kernel, driver.stream)
+    assert torch.equal(op(*args), args[0]), "C++ has no plan, and leaves the call to Python"
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert loaded.hits == 0
+    definitions._destroy()
 
 
 def test_registering_an_unknown_namespace(library: _native.Library) -> None:
     other = _native.load()
     assert other is not None
     with pytest.raises(QcutError, match="refuses the operators"):
-        other.register("qcut_no_such_namespace", "CPU", 0, 0)
+        other.register("qcut_no_such_namespace", "cpu", 0, 0)

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from qcut.cuda import native as _native
-from qcut.cuda import plans as launch_plans
+from qcut.cuda import prebuild
+from qcut.cuda.linear import LinearLayer
 from qcut.errors import ToolchainError
 from qcut.jit import cache as disk
 from qcut.jit import toolchain
@@ -31,7 +32,7 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 def test_a_second_process_does_not_compile() -> None:
     assert _native.build() is not None, "g++ and torch's headers are there: it must compile"
     code = """
-from qcut import _native
+from qcut.cuda import native as _native
 def refuse():
     raise AssertionError("compiled again")
 _native._compile = refuse
@@ -98,9 +99,9 @@ def test_fingerprint_covers_source_torch_and_compiler(empty_cache: Path, monkeyp
 def test_prebuild_compiles_it_beside_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
     monkeypatch.setattr(_native, "build", lambda: built.append("C++"))
-    monkeypatch.setattr(launch_plans, "target", lambda device: None)
-    monkeypatch.setattr(launch_plans.jit, "build_many", lambda sources, progress: {})
-    launch_plans.prebuild([], 0)
+    monkeypatch.setattr(prebuild.jit, "build_many", lambda sources, progress: {})
+    monkeypatch.setattr(prebuild.linear, "sources", lambda layer, device: [])
+    prebuild.prebuild([LinearLayer("w8a8", torch.float16, 64, 128, 128, True, "none", True)], 0)
     assert built == ["C++"]
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import qcut
-from qcut.cuda.plans import linear_problem, m_bucket
+from qcut.cuda.linear import linear_problem
+from qcut.cuda.plans import m_bucket
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.cost_model import tile_cycles
@@ -369,10 +370,10 @@ def test_precompiled_weight_only_kernels_are_those_that_layers_ask_for(gpu: Targ
         (5120, 1280, True, "gelu_tanh"),
         (14336, 4096, False, "none"),
     ):
-        problem = linear_problem(DType.F16, n, k, bias, activation, "weight_only")
+        problem = linear_problem(DType.F16, n, k, bias, activation, "w8a16")
         for m in (1, 16, 20):
             choice = dispatch.select_weight_only(problem, m_bucket(m), n, k, gpu)
             assert dispatch.emit(choice, problem, gpu.arch).name in names
-    prompt = linear_problem(DType.F16, 1280, 1280, True, "none", "weight_only")
+    prompt = linear_problem(DType.F16, 1280, 1280, True, "none", "w8a16")
     choice = dispatch.select_weight_only(prompt, 4096, 1280, 1280, gpu)
     assert dispatch.emit(choice, prompt, gpu.arch).name in names

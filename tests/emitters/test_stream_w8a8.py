@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from qcut.cuda.plans import few_tokens, linear_problem
-from qcut.dispatch.gpus import Target, target_for
+from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import int8_tile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
@@ -231,28 +230,6 @@ def test_sums_beyond_int32_are_refused(k: int) -> None:
     assert not is_legal(NONE, 1, k, "sm_90a")
     with pytest.raises(EmitError, match=f"int8_stream: K is {k}; allowed is 1 to {K_MAX}"):
         int8_tile(NONE, 1, 4096, k, Target("sm_90a", 132))
-
-
-def test_which_gemms_are_served() -> None:
-    gpu = target_for((9, 0), 132, "H100")
-    gemm = linear_problem(F16, 4096, 4096, True, "none", "dynamic")
-    for m in (1, 8):
-        for tokens in KINDS:
-            few, tile = few_tokens(tokens, gemm, m, 4096, 4096, gpu) or (None, None)
-            assert few == W8A8Problem(tokens, F16, gemm.epilogue)
-            assert tile == int8_tile(few, m, 4096, 4096, Target("sm_90a", 132))
-    assert few_tokens("none", gemm, 9, 4096, 4096, gpu) is None
-    for other in (
-        replace(gemm, layout_b="row"),
-        replace(gemm, layout_d="column"),
-        replace(gemm, alignment_k=8),
-        replace(gemm, epilogue=Epilogue(F16)),
-        replace(gemm, epilogue=Epilogue(DType.S32)),
-        replace(gemm, epilogue=replace(gemm.epilogue, residual=True)),
-        replace(gemm, epilogue=replace(gemm.epilogue, out=DType.S8)),
-        linear_problem(F16, 4096, 4096, True, "none", "static"),
-    ):
-        assert few_tokens("none", other, 1, 4096, 4096, gpu) is None
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,99 +19,31 @@ from transformers import (
     MistralForCausalLM,
     OPTConfig,
     OPTForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 import qcut
 from qcut import errors
-from qcut.engine import decoder as decoder_module
-from qcut.engine import engine as engine_module
-from qcut.engine.decoder import decoder_of
 from qcut.engine.engine import DEFAULT_CONTEXT, Engine
-from qcut.engine.kv_cache import KVCache
+from qcut.engine.families import decoder_of
+from qcut.layers.base import Linear
+from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.sampling import Sampling
 from tests.support import ROOT
+from tests.support.decoders import VOCABULARY, last_logits, prompts_of, sizes, small, theirs
 
-SHARED = ROOT.parent / "shared" / "models"
-SCHEMES = (None, "w8a8", "w8a16", "codebook4", "codebook4+4_int8", "codebook3_g64")
-VOCABULARY = 96
-
-
-def sizes(**changes: Any) -> dict[str, Any]:
-    """Of a small Llama-family model: three heads for each key, an odd MLP, heads of 8."""
-    return {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 48,
-        "intermediate_size": 76,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        **changes,
-    }
-
-
-def small(kind: str) -> Any:
-    """A model with random weights, larger than usual so that its tokens differ."""
-    torch.manual_seed(0)
-    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    gpt2 = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=48, n_layer=2, n_head=4, eos_token_id=None, bos_token_id=None
-    )
-    model: Any = {
-        "gpt2": lambda: GPT2LMHeadModel(gpt2),
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes())),
-        "llama3_rope": lambda: LlamaForCausalLM(LlamaConfig(**sizes(rope_parameters=rope))),
-        "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes(sliding_window=None))),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes())),
-    }[kind]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-    return model.eval()
-
-
-def prompts_of(vocabulary: int, *lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(0, vocabulary, (n,), generator=generator).tolist() for n in lengths]
-
-
-def theirs(model: Any, prompt: list[int], count: int) -> list[int]:
-    """What Hugging Face generates greedily."""
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    tokens: list[int] = out[0, len(prompt) :].tolist()
-    return tokens
-
-
-def last_logits(model: Any, prompt: list[int]) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(torch.tensor([prompt])).logits[0, -1]
-    return logits
+TRAINED = [
+    ROOT / "models" / "gpt2-5m",
+    *(path for name in ("gpt2-14m", "llama-13m") if (path := ROOT.parent / "shared" / "models" / name).is_dir()),
+]
 
 
 # ── against Hugging Face ─────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("name", ["gpt2-5m", "gpt2-14m", "llama-13m"])
-def test_greedy_tokens_are_hugging_faces(name: str, scheme: str | None) -> None:
-    folder = ROOT / "models" / name if name == "gpt2-5m" else SHARED / name
-    if not folder.exists():
-        pytest.skip(f"{folder} is not there")
+@pytest.mark.parametrize("scheme", [None, "w8a8", "codebook4"])
+@pytest.mark.parametrize("folder", TRAINED, ids=lambda folder: folder.name)
+def test_greedy_tokens_of_trained_models_are_hugging_faces(folder: Path, scheme: str | None) -> None:
+    """Of random ones, with every scheme: `test_stacked_engine`."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     if scheme is not None:
         qcut.quantize(model, scheme, progress=False)
@@ -168,36 +101,38 @@ def test_half_precision() -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_norms_quantize_where_all_their_readers_take_int8(kind: str) -> None:
     model = small(kind)
-    assert decoder_of(model).layers[0].attention_norm.k_padded is None
+    assert decoder_of(model).blocks[0].attention_norm.k_padded is None
     qcut.quantize(model, "w8a8", skip=["*.1.mlp.*"], progress=False)
-    first, second = decoder_of(model).layers[:2]
+    first, second = decoder_of(model).blocks[:2]
     assert first.attention_norm.k_padded == second.attention_norm.k_padded == 48
     assert first.mlp_norm.k_padded == 48
     assert second.mlp_norm.k_padded is None
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_int8_rows_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_rows_change_nothing(kind: str) -> None:
+    """The same layers, wrapped so that the engine calls them with floats, give the same bits."""
     model = small(kind)
     qcut.quantize(model, "w8a8", progress=False)
     prompts = prompts_of(VOCABULARY, 7, 12)
     engine = Engine(model, batch=2)
     got = engine.prefill(prompts), engine.decode([3, 4])
-    monkeypatch.setattr(decoder_module, "W8A8", lambda: None)  # nobody's scheme
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, Linear):
+            model.set_submodule(name, nn.Sequential(layer))
     engine = Engine(model, batch=2)
-    assert engine.decoder.layers[0].mlp_norm.k_padded is None
+    assert engine.decoder.blocks[0].mlp_norm.k_padded is None
     for one, other in zip(got, (engine.prefill(prompts), engine.decode([3, 4])), strict=True):
         assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
-def test_prompts_in_parts_are_the_prompts(kv_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_in_parts_are_the_prompts(kv_cache: Any) -> None:
     model, prompts = small("llama"), prompts_of(VOCABULARY, 7, 12, 5)
     whole, parts = (Engine(model, batch=3, kv_cache=kv_cache) for _ in range(2))
-    got = whole.prefill(prompts), whole.decode([1, 2, 3]), torch.cat(whole.score(prompts))
-    monkeypatch.setattr(engine_module, "_ROWS", 24)  # two sequences of twelve
-    again = parts.prefill(prompts), parts.decode([1, 2, 3]), torch.cat(parts.score(prompts))
-    for one, other in zip(got, again, strict=True):
+    parts.prompt_rows = 24  # two sequences of twelve
+    results = [(e.prefill(prompts), e.decode([1, 2, 3]), torch.cat(e.score(prompts))) for e in (whole, parts)]
+    for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -263,23 +198,21 @@ def test_what_the_callback_raises_comes_through_and_the_engine_goes_on() -> None
     assert engine.generate(prompt, 5) == Engine(model).generate(prompt, 5)
 
 
-def test_a_model_that_fails_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fails_leaves_the_engine_usable() -> None:
     model = small("llama")
     engine = Engine(model)
     prompt = prompts_of(VOCABULARY, 5)
     want = engine.generate(prompt, 5)
 
-    def fail(x: Tensor) -> Tensor:
+    def fail(module: nn.Module, given: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
-    for method in ("prefill", "decode"):
+    for call, argument, lengths in ((engine.prefill, prompt, ()), (engine.decode, [3], (5,))):
         engine.prefill(prompt)
-        call, argument = getattr(engine, method), prompt if method == "prefill" else [3]
-        with monkeypatch.context() as patch:
-            patch.setattr(model.model.layers[1].mlp.down_proj, "forward", fail)
-            with pytest.raises(torch.OutOfMemoryError):
-                call(argument)
-        assert engine.lengths == (() if method == "prefill" else (5,))
+        hook = model.model.layers[1].mlp.down_proj.register_forward_pre_hook(fail)
+        with hook, pytest.raises(torch.OutOfMemoryError):
+            call(argument)
+        assert engine.lengths == lengths
         assert engine.generate(prompt, 5) == want
 
 
@@ -287,17 +220,17 @@ def test_ten_thousand_tokens_take_no_more_memory() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(**sizes(hidden_size=12, num_hidden_layers=1, intermediate_size=8))
     model = LlamaForCausalLM(config).eval()
-    engine = Engine(model, batch=40)
-    prompts = prompts_of(VOCABULARY, *(14 for _ in range(40)))
+    engine = Engine(model, batch=100)
+    prompts = prompts_of(VOCABULARY, *(14 for _ in range(100)))
 
     def tensors() -> int:
         gc.collect()
         return sum(t.nbytes for t in gc.get_objects() if type(t) is Tensor)
 
-    engine.generate(prompts, 50)
+    engine.generate(prompts, 3)
     before = tensors()
-    for _ in range(5):
-        assert sum(len(g.tokens) for g in engine.generate(prompts, 50)) == 2000
+    for _ in range(2):
+        assert sum(len(g.tokens) for g in engine.generate(prompts, 50)) == 5000
     assert tensors() == before
 
 
@@ -310,7 +243,7 @@ def test_int8_keys_and_values_are_near_and_half_the_memory() -> None:
     exact, small_cache = Engine(model), Engine(model, kv_cache="int8")
     want, got = exact.prefill(prompt), small_cache.prefill(prompt)
     for token in (3, 4):
-        assert qcut.numerics.sqnr_db(want, got) > 25
+        assert sqnr_db(want, got) > 25
         want, got = exact.decode([token]), small_cache.decode([token])
     assert small_cache.cache.nbytes == exact.cache.nbytes * (8 + 4) // 32
 
@@ -335,26 +268,6 @@ def test_a_token_reads_the_same_cache_from_prompt_and_step() -> None:
     steps.prefill([prompt[:-1]])
     got = steps.decode(prompt[-1:])
     assert (got - want).abs().max() <= 1e-3 * want.abs().max()
-
-
-@pytest.mark.parametrize("kind", ["auto", "int8"])
-def test_cache_keeps_what_it_is_given(kind: Any) -> None:
-    cache = KVCache(2, 3, 2, 10, 16, dtype=torch.float32, device=torch.device("cpu"), kind=kind)
-    k, v = torch.randn(2, 2, 4, 16), torch.randn(2, 2, 4, 16)
-    k[0, 1, 2] = 0
-    first = torch.arange(4, dtype=torch.int32).repeat(2)
-    rows = [t.transpose(1, 2).reshape(8, 2, 16) for t in (k, k, v)]
-    torch.ops.qcut.append_kv(*rows, None, None, first, first, *cache.layer(1, 1), 4)
-    places = torch.tensor([7, 4], dtype=torch.int32)
-    q, one, two = torch.randn(3, 2, 2, 16)
-    torch.ops.qcut.append_kv(q, one, two, None, None, places, places, *cache.layer(1, 1))
-    assert all(not t.any() for t in cache.read(1, 1, 10))
-    for got, prompt, token in zip(cache.read(1, 2, 10, 1), (k, v), (one, two), strict=True):
-        for row, place in enumerate(places):
-            for kept, given in ((got[row, :, :4], prompt[row]), (got[row, :, place], token[row])):
-                step = given.abs().amax(-1, keepdim=True) / 127
-                assert ((kept - given).abs() <= (step * 0.5001 if kind == "int8" else 0 * step)).all()
-    assert all(not t.any() for t in cache.read(0, 3, 10))
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────

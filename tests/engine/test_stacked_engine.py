@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,34 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import qcut
-from qcut.engine.decoder import decoder_of
 from qcut.engine.engine import Engine
-from tests.engine.test_engine import VOCABULARY, last_logits, prompts_of, sizes, small, theirs
+from qcut.engine.families import decoder_of
+from tests.support.decoders import VOCABULARY, last_logits, prompts_of, sizes, small, theirs
 
 SCHEMES = (None, "w8a8", "w8a16", "codebook4_g32", "codebook4+4_g64_int8", "codebook3+2_g32_qr")
 EXACT = ("w8a8", "codebook4+4_g64_int8")
 
 
-def llama(scheme: str | None = None, *, qwen: bool = False, **changes: Any) -> Any:
+def model_of(scheme: str | None = None, **changes: Any) -> Any:
     """A small model whose keys and values have 64 rows, so that codebooks too can be stacked."""
+    return copy.deepcopy(quantized(scheme, **changes))
+
+
+@cache
+def quantized(scheme: str | None, *, kind: str = "llama", **changes: Any) -> Any:
     torch.manual_seed(0)
     wide = sizes(hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, **changes)
-    model: Any = Qwen2ForCausalLM(Qwen2Config(**wide)) if qwen else LlamaForCausalLM(LlamaConfig(**wide))
+    gpt2 = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=64, n_embd=128, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
+    )
+    model: Any = {
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**wide)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**wide)),
+        "gpt2": lambda: GPT2LMHeadModel(gpt2),
+    }[kind]()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -39,7 +52,7 @@ def llama(scheme: str | None = None, *, qwen: bool = False, **changes: Any) -> A
 
 def products(engine: Engine) -> set[tuple[int, int]]:
     """Modules that a layer's first projections are, of its attention and of its MLP."""
-    return {(len(layer.projections), len(layer.mlp.projections)) for layer in engine.decoder.layers}
+    return {(len(block.attention.projections), len(block.mlp.projections)) for block in engine.decoder.blocks}
 
 
 def steps(engine: Engine) -> list[Tensor]:
@@ -52,17 +65,21 @@ def storage_bytes(*tensors: Tensor) -> int:
 
 def weights(model: Any, *engines: Engine) -> list[Tensor]:
     """The model's tensors, and those of the modules that engines call."""
-    layers = [layer for engine in engines for layer in engine.decoder.layers]
-    modules = [m for layer in layers for m in (*layer.projections, *layer.mlp.projections)]
+    blocks = [block for engine in engines for block in engine.decoder.blocks]
+    modules = [m for block in blocks for m in (*block.attention.projections, *block.mlp.projections)]
     return [t for m in (model, *modules) for t in (*m.parameters(), *m.buffers())]
 
 
 @pytest.mark.parametrize(
-    ("scheme", "qwen"),
-    [*((scheme, False) for scheme in SCHEMES), (None, True), ("w8a8", True), ("codebook4_g32", True)],
+    ("kind", "scheme"),
+    [
+        *(("llama", scheme) for scheme in SCHEMES),
+        *(("qwen2", scheme) for scheme in (None, "w8a8", "codebook4_g32")),
+        *(("gpt2", scheme) for scheme in ("w8a16", "codebook4+4_g64_int8", "codebook3+2_g32_qr")),
+    ],
 )
-def test_tokens_are_hugging_faces(scheme: str | None, qwen: bool) -> None:
-    model = llama(scheme, qwen=qwen)
+def test_tokens_are_hugging_faces(kind: str, scheme: str | None) -> None:
+    model = model_of(scheme, kind=kind)
     prompts = prompts_of(VOCABULARY, 5, 12)
     want = [theirs(model, prompt, 6) for prompt in prompts]
     engine = Engine(model, batch=2)
@@ -75,7 +92,7 @@ def test_tokens_are_hugging_faces(scheme: str | None, qwen: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_logits_are_those_of_separate_products(scheme: str | None, dtype: torch.dtype) -> None:
     """Sums of floats in two orders, of two layers: ``2**-5`` of the largest logit in float16, 1e-4 in float32."""
-    model = llama(scheme).to(dtype)
+    model = model_of(scheme).to(dtype)
     separate = Engine(model, batch=2, stack=False)
     assert products(separate) == {(3, 2)}
     want = steps(separate)
@@ -90,7 +107,7 @@ def test_logits_are_those_of_separate_products(scheme: str | None, dtype: torch.
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_model_and_engines_have_each_weight_once(scheme: str | None) -> None:
-    model = llama(scheme)
+    model = model_of(scheme)
     before = storage_bytes(*weights(model))
     first = Engine(model)
     assert storage_bytes(*weights(model, first)) == before
@@ -103,22 +120,22 @@ def test_model_and_engines_have_each_weight_once(scheme: str | None) -> None:
 
 
 def test_int8_rows_reach_a_stack() -> None:
-    layers = Engine(llama("w8a8")).decoder.layers
-    assert all(norm.k_padded == 128 for layer in layers for norm in (layer.attention_norm, layer.mlp_norm))
+    blocks = Engine(model_of("w8a8")).decoder.blocks
+    assert all(norm.k_padded == 128 for block in blocks for norm in (block.attention_norm, block.mlp_norm))
 
 
 def test_a_layer_of_two_schemes_is_stacked_in_part() -> None:
-    model = llama()
+    model = model_of()
     qcut.quantize(model, "w8a8", skip=["*.0.self_attn.k_proj", "*.1.mlp.up_proj"], progress=False)
     engine = Engine(model)
-    layers = engine.decoder.layers
-    assert [(len(layer.projections), len(layer.mlp.projections)) for layer in layers] == [(3, 1), (1, 2)]
+    blocks = engine.decoder.blocks
+    assert [(len(block.attention.projections), len(block.mlp.projections)) for block in blocks] == [(3, 1), (1, 2)]
     prompt = prompts_of(VOCABULARY, 8)[0]
     assert engine.generate([prompt], 6)[0].tokens == theirs(model, prompt, 6)
 
 
 def test_layers_that_share_weights_keep_sharing_them() -> None:
-    model = llama()
+    model = model_of()
     blocks = model.model.layers
     blocks[1].mlp.up_proj.weight = blocks[0].mlp.up_proj.weight
     blocks[1].self_attn.q_proj = blocks[0].self_attn.q_proj
@@ -130,7 +147,7 @@ def test_layers_that_share_weights_keep_sharing_them() -> None:
 
 
 def test_a_gated_mlp_with_another_activation() -> None:
-    model = llama(hidden_act="gelu_new")
+    model = model_of(hidden_act="gelu_new")
     engine = Engine(model)
     assert products(engine) == {(1, 1)}
     prompt = prompts_of(VOCABULARY, 12)[0]
@@ -148,7 +165,7 @@ def test_gpt2_has_no_siblings() -> None:
 
 
 def test_short_memory_leaves_the_model_as_good_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llama("w8a16")
+    model = model_of("w8a16")
     before, size = {key: t.clone() for key, t in model.state_dict().items()}, storage_bytes(*weights(model))
     prompts, cat, calls = prompts_of(VOCABULARY, 5, 12), torch.cat, iter(range(1000))
     want = Engine(model, batch=2, stack=False).generate(prompts, 5)
@@ -169,7 +186,7 @@ def test_short_memory_leaves_the_model_as_good_as_before(monkeypatch: pytest.Mon
 
 
 def test_refused_options_leave_the_weights_where_they_are() -> None:
-    model = llama()
+    model = model_of()
     places = [t.data_ptr() for t in weights(model)]
     for options in ({"batch": 0}, {"context": 1000}):
         with pytest.raises(qcut.errors.ConfigError):
@@ -182,7 +199,7 @@ def test_refused_options_leave_the_weights_where_they_are() -> None:
 
 @pytest.mark.parametrize(("scheme", "shard"), [*((scheme, 1 << 14) for scheme in SCHEMES), (None, 1 << 30)])
 def test_checkpoints_are_those_of_the_model_before(tmp_path: Path, scheme: str | None, shard: int) -> None:
-    model = llama(scheme)
+    model = model_of(scheme)
     ids = torch.tensor(prompts_of(VOCABULARY, 9))
     contents = []
     for name in ("before", "after"):
@@ -203,7 +220,7 @@ def test_checkpoints_are_those_of_the_model_before(tmp_path: Path, scheme: str |
 
 
 def test_other_writers_take_a_stacked_model(tmp_path: Path) -> None:
-    model = llama()
+    model = model_of()
     before = {key: t.clone() for key, t in model.state_dict().items()}
     Engine(model)
     model.save_pretrained(tmp_path / "hf")
@@ -212,7 +229,7 @@ def test_other_writers_take_a_stacked_model(tmp_path: Path) -> None:
     for state in (LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict(), torch.load(tmp_path / "state.pt")):
         assert all(torch.equal(state[key], t) for key, t in before.items())
     assert found.keys() <= before.keys()
-    packed = llama("codebook4_g32")
+    packed = model_of("codebook4_g32")
     Engine(packed)
     qcut.save_turboquant(packed, tmp_path / "turboquant")
     again: Any = qcut.load(tmp_path / "turboquant", model=lambda: LlamaForCausalLM(packed.config), progress=False)
@@ -222,7 +239,7 @@ def test_other_writers_take_a_stacked_model(tmp_path: Path) -> None:
 
 
 def test_a_model_is_quantized_moved_and_copied_after_an_engine() -> None:
-    model = llama()
+    model = model_of()
     prompts = prompts_of(VOCABULARY, 5, 12)
     Engine(model)
     twin = copy.deepcopy(model)
@@ -232,4 +249,4 @@ def test_a_model_is_quantized_moved_and_copied_after_an_engine() -> None:
         engine = Engine(other, batch=2)
         assert products(engine) == {(1, 1)}
         assert [g.tokens for g in engine.generate(prompts, 6)] == [theirs(other, prompt, 6) for prompt in prompts]
-        assert storage_bytes(*weights(other, engine)) == storage_bytes(*weights(llama("w8a8")))
+        assert storage_bytes(*weights(other, engine)) == storage_bytes(*weights(model_of("w8a8")))

@@ -1,10 +1,40 @@
-"""Builds the kernels that the GPU tests share before the first of them runs."""
+"""Builds the kernels that the GPU tests share before the first test that needs them runs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
+import torch
 
 from tests.gpu.support.problems import gpu_test_calls
+from tests.support import ROOT
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """With several workers, CUTLASS kernels are built in the background while other tests run.
+
+    A CUTLASS kernel takes a core half a minute. A worker that needs one earlier waits for its lock in the cache; one
+    that did not compile fails in the test that needs it.
+    """
+    config = session.config
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and config.getoption("numprocesses", None) and torch.cuda.is_available():
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.support.prebuild"],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests on CUTLASS kernels run last."""
+    items.sort(key=lambda item: "prebuilt" in getattr(item, "fixturenames", ()) or "cutlass" in item.path.stem)
 
 
 @pytest.fixture(scope="session")

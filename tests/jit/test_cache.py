@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pwd
 import shutil
 import signal
 import subprocess
@@ -108,10 +109,10 @@ def test_directory_in_the_entrys_place(folder: Path) -> None:
 
 
 def test_no_space_while_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> Path:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.warns(RuntimeWarning, match=r"No space left on device.*QCUT_CACHE_DIR"):
         assert not cache.write("kernel", KEY, ENTRY)
     with warnings.catch_warnings():
@@ -120,12 +121,22 @@ def test_no_space_while_writing(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert list((folder / "kernels").iterdir()) == []
 
 
-def test_no_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
+def test_the_folder_is_absolute_and_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    for chosen, expected in (("", "home/.cache/qcut"), ("~/kernels", "home/kernels"), ("kernels", "kernels")):
+        monkeypatch.setenv("QCUT_CACHE_DIR", chosen)
+        assert cache.directory() == tmp_path / expected
 
-    monkeypatch.delenv("QCUT_CACHE_DIR", raising=False)
-    monkeypatch.setattr(Path, "home", homeless)
+
+def test_no_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError("uid not found")
+
+    for name in ("QCUT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
     monkeypatch.setattr(cache, "_warned", set())
     assert cache.directory() is None
     assert cache.read("kernel", KEY) is None

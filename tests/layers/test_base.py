@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
-import shutil
+import pickle
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
 
+import qcut
 from qcut import errors
 from qcut.config import ACTIVATIONS, K_MAX, K_MAX_ZERO_POINT, W8A8, Float, StaticRange, padded_k
 from qcut.layers.base import Linear
+from qcut.layers.int8 import W8A8Linear, W8A8StaticLinear, W8A16Linear
 from qcut.numerics import int8 as numerics
 from tests.support.oracles import FLOATS, INF, NAN, tokens
 
@@ -47,44 +50,42 @@ def same_state(a: nn.Module, b: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 21), (16, 64)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_forward_is_the_scheme_on_quantized_weights(scheme, dtype, n, k, bias):
-    module, layer = quantized(scheme, n, k, bias, activation="relu")
-    q, scale = numerics.quantize_weight(module.weight)
-    assert layer.qweight.shape == (n, padded_k(k))
-    assert torch.equal(layer.qweight[:, :k], q)
-    assert (layer.qweight[:, k:] == 0).all()
-    assert torch.equal(layer.weight_scale, scale)
-    x = tokens(2, 3, k, dtype=dtype)
-    flat, b = x.reshape(6, k), None if module.bias is None else module.bias.detach()
-    if scheme == "w8a8_static":
-        x_scale, zp = numerics.static_qparams(RANGE.lo, RANGE.hi)
-        col_scale = scale * torch.tensor(x_scale)
-        colsum = q.sum(1, dtype=torch.int32)
-        want = numerics.w8a8_static_linear_ref(flat, layer.qweight, col_scale, colsum, b, x_scale, zp, "relu")
-    else:
-        want = getattr(numerics, f"{scheme}_linear_ref")(flat, layer.qweight, scale, b, "relu")
-    got = layer(x)
-    assert (got.shape, got.dtype) == ((2, 3, n), dtype)
-    assert torch.equal(got.reshape(6, n), want)
+def test_forward_is_the_scheme_on_quantized_weights(scheme):
+    for dtype, (n, k), bias in product(FLOATS, [(1, 1), (33, 21), (16, 64)], [True, False]):
+        module, layer = quantized(scheme, n, k, bias, activation="relu")
+        q, scale = numerics.quantize_weight(module.weight)
+        assert layer.qweight.shape == (n, padded_k(k))
+        assert torch.equal(layer.qweight[:, :k], q)
+        assert (layer.qweight[:, k:] == 0).all()
+        assert torch.equal(layer.weight_scale, scale)
+        x = tokens(2, 3, k, dtype=dtype)
+        flat, b = x.reshape(6, k), None if module.bias is None else module.bias.detach()
+        if scheme == "w8a8_static":
+            x_scale, zp = numerics.static_qparams(RANGE.lo, RANGE.hi)
+            col_scale = scale * torch.tensor(x_scale)
+            colsum = q.sum(1, dtype=torch.int32)
+            want = numerics.w8a8_static_linear_ref(flat, layer.qweight, col_scale, colsum, b, x_scale, zp, "relu")
+        else:
+            want = getattr(numerics, f"{scheme}_linear_ref")(flat, layer.qweight, scale, b, "relu")
+        got = layer(x)
+        assert (got.shape, got.dtype) == ((2, 3, n), dtype)
+        assert torch.equal(got.reshape(6, n), want)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_close_to_the_float_layer(scheme, activation):
-    module, layer = quantized(scheme, 128, 256, activation=activation)
-    x = torch.rand(64, 256) * 7 - 3
-    functions = {
-        "none": lambda v: v,
-        "relu": torch.relu,
-        "gelu_erf": nn.functional.gelu,
-        "gelu_tanh": lambda v: nn.functional.gelu(v, approximate="tanh"),
-        "silu": nn.functional.silu,
-    }
-    want = functions[activation](module(x)).detach()
-    assert numerics.sqnr_db(want, layer(x)) > 38
+def test_close_to_the_float_layer(scheme):
+    for activation in ACTIVATIONS:
+        module, layer = quantized(scheme, 128, 256, activation=activation)
+        x = torch.rand(64, 256) * 7 - 3
+        functions = {
+            "none": lambda v: v,
+            "relu": torch.relu,
+            "gelu_erf": nn.functional.gelu,
+            "gelu_tanh": lambda v: nn.functional.gelu(v, approximate="tanh"),
+            "silu": nn.functional.silu,
+        }
+        want = functions[activation](module(x)).detach()
+        assert numerics.sqnr_db(want, layer(x)) > 38
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -149,6 +150,19 @@ def test_bad_token_stays_in_its_row():
     assert layer(x).isnan().any(1).tolist() == [False, True, False]
 
 
+def test_a_scheme_finds_the_class_that_names_it():
+    for scheme, expected in (("w8a8", W8A8Linear), ("w8a8_static", W8A8StaticLinear), ("w8a16", W8A16Linear)):
+        layer = qcut.Linear(8, 4, scheme=scheme)
+        assert type(layer) is Linear.subclass_for(scheme) is expected
+        assert type(pickle.loads(pickle.dumps(layer))) is type(copy.deepcopy(layer)) is expected
+        assert isinstance(layer, qcut.Linear)
+        assert hasattr(layer, "forward_int8") == (scheme == "w8a8")
+    with pytest.raises(errors.ConfigError, match=r"qcut\.Linear has no scheme 'fp16'; use w8a8"):
+        Linear(8, 4, scheme="fp16")
+    with pytest.raises(errors.ConfigError, match="layer 'x': W8A16Linear has no scheme 'w8a8'"):
+        W8A16Linear(8, 4, scheme="w8a8", name="x")
+
+
 def test_repr_tells_what_it_is():
     _, layer = quantized("w8a8_static", 33, 21, activation="gelu_tanh")
     assert repr(layer) == "Linear(in_features=21, out_features=33, bias=True, scheme=w8a8_static, activation=gelu_tanh)"
@@ -158,19 +172,18 @@ def test_repr_tells_what_it_is():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("assign", [True, False])
-def test_state_dict_round_trip(scheme, bias, assign):
-    _, layer = quantized(scheme, bias=bias)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    other = Linear.empty(21, 33, bias, scheme, device="meta" if assign else None)
-    other.load_state_dict(state, assign=assign)
-    x = torch.randn(3, 21)
-    assert same_state(layer, other)
-    assert torch.equal(layer(x), other(x))
+def test_state_dict_round_trip(scheme):
+    for bias, assign in product([True, False], repeat=2):
+        _, layer = quantized(scheme, bias=bias)
+        file = io.BytesIO()
+        torch.save(layer.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        other = Linear(21, 33, bias, scheme, device="meta" if assign else None)
+        other.load_state_dict(state, assign=assign)
+        x = torch.randn(3, 21)
+        assert same_state(layer, other)
+        assert torch.equal(layer(x), other(x))
 
 
 def test_static_keys():
@@ -197,7 +210,7 @@ def test_loading_replaces_the_cached_input_scale():
 
 def test_buffers_set_one_by_one():
     _, layer = quantized("w8a8_static")
-    other = Linear.empty(21, 33, True, "w8a8_static", device="meta")
+    other = Linear(21, 33, True, "w8a8_static", device="meta")
     for key, value in layer.state_dict().items():
         setattr(other, key, value)
     x = torch.randn(3, 21)
@@ -260,18 +273,18 @@ def test_compiles_to_one_graph(scheme):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
 def test_inductor_compiles_a_chain():
+    """Layers and views alone, for which nothing is to be compiled in C++; the GPU's tests have other functions too."""
     first, second = (quantized(scheme, 32, 32, activation="silu")[1] for scheme in ("w8a8", "w8a8_static"))
-    chain = nn.Sequential(nn.LayerNorm(32), first, nn.ReLU(), second)
-    x = torch.randn(3, 32)
-    assert numerics.sqnr_db(chain(x), torch.compile(chain, fullgraph=True)(x)) > 35
+    chain = nn.Sequential(first, nn.Unflatten(1, (4, 8)), nn.Flatten(), second)
+    x = torch.randn(32, 3).t()
+    assert torch.equal(torch.compile(chain, fullgraph=True)(x), chain(x))
 
 
 @torch.no_grad()
 def test_compiles_after_loading():
     _, layer = quantized("w8a8_static")
-    other = Linear.empty(21, 33, True, "w8a8_static")
+    other = Linear(21, 33, True, "w8a8_static")
     other.load_state_dict(layer.state_dict())
     x = torch.randn(3, 21)
     assert torch.equal(torch.compile(other, fullgraph=True, backend="aot_eager")(x), layer(x))
@@ -306,7 +319,7 @@ def test_k_beyond_the_exact_range(scheme, k_max):
         errors.QuantizationError, match=rf"K={k_max + 1}\]; {scheme} allows N >= 1 and K in \[1, {k_max}\]"
     ):
         Linear.from_float(nn.Linear(k_max + 1, 1), scheme, static_range=static_range)
-    assert Linear.empty(k_max, 1, True, scheme, device="meta").in_features == k_max
+    assert Linear(k_max, 1, True, scheme, device="meta").in_features == k_max
     assert Linear.from_float(nn.Linear(k_max + 1, 1), "w8a16").in_features == k_max + 1
 
 

@@ -15,15 +15,15 @@ import qcut
 from qcut import errors
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks import rotation
-from qcut.codebooks.lloyd_max import pack
+from qcut.codebooks.packing import pack
 from qcut.codebooks.passes import quantize_weight
-from qcut.codebooks.products import dequantize, quantize_plain
-from qcut.codebooks.quantizer import RotatedCodebook, quantize
+from qcut.codebooks.quantizer import RotatedCodebook, dequantize, quantize, quantize_plain
 from qcut.codebooks.tokens import rotate_tokens
 from qcut.config import ACTIVATIONS, K_MAX, Codebook, StaticRange, parse_scheme
 from qcut.conversion.costs import LayerSize, memory_cost
 from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
+from qcut.layers.int8 import W8A8Linear
 from qcut.numerics import int8 as numerics
 from tests.layers.test_base import Conv1D, same_state
 from tests.support.oracles import FLOATS, INF, NAN
@@ -61,36 +61,36 @@ def float64_weight(q: RotatedCodebook) -> Tensor:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("bias", [True, False])
-def test_forward_is_the_dequantized_weight(scheme, bias):
-    _, layer = quantized(scheme, bias=bias, activation="relu")
-    weight = sum(float64_weight(q) for q in layer.passes)
-    x = torch.randn(2, 3, 320)
-    want = x.double() @ weight.t()
-    want = (want + layer.bias.double() if bias else want).relu()
-    got = layer(x)
-    assert (got.shape, got.dtype) == ((2, 3, 77), torch.float32)
-    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
-    assert (layer.dequantized_weight() - weight).abs().max() <= 1e-6 * weight.abs().max()
+def test_forward_is_the_dequantized_weight(scheme):
+    for bias in [True, False]:
+        _, layer = quantized(scheme, bias=bias, activation="relu")
+        weight = sum(float64_weight(q) for q in layer.passes)
+        x = torch.randn(2, 3, 320)
+        want = x.double() @ weight.t()
+        want = (want + layer.bias.double() if bias else want).relu()
+        got = layer(x)
+        assert (got.shape, got.dtype) == ((2, 3, 77), torch.float32)
+        assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+        assert (layer.dequantized_weight() - weight).abs().max() <= 1e-6 * weight.abs().max()
 
 
 @pytest.mark.parametrize("scheme", INT8)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_int8_products_are_exact_integers(scheme, dtype):
-    _, layer = quantized(scheme)
-    x = torch.randn(5, 320).to(dtype)
-    rows, row_scale = rotate_tokens(x, layer.kind, layer.group_size, layer.scheme.seeds, torch.int8)
-    total, first = None, 0
-    for i, bits in enumerate(layer.set_bits):
-        units, norms, col_scale, fold, values = layer._set_buffers(i)
-        weight = codebook_layout.int8_weight(units, bits, norms, values.half(), fold)[:77]
-        tokens = rows[:, first : first + weight.shape[1]]
-        first += weight.shape[1]
-        v = (tokens.long() @ weight.long().t()).float() * row_scale[:, None] * col_scale
-        v = v + layer.bias if i + 1 == len(layer.set_bits) else v
-        total = v if total is None else v + total
-    assert first == rows.shape[1]
-    assert torch.equal(layer(x), total.to(dtype))
+def test_int8_products_are_exact_integers(scheme):
+    for dtype in FLOATS:
+        _, layer = quantized(scheme)
+        x = torch.randn(5, 320).to(dtype)
+        rows, row_scale = rotate_tokens(x, layer.kind, layer.group_size, layer.scheme.seeds, torch.int8)
+        total, first = None, 0
+        for i, bits in enumerate(layer.set_bits):
+            units, norms, fold, col_scale, values = layer.sets()[i]
+            weight = codebook_layout.int8_weight(units, bits, norms, values.half(), fold)[:77]
+            tokens = rows[:, first : first + weight.shape[1]]
+            first += weight.shape[1]
+            v = (tokens.long() @ weight.long().t()).float() * row_scale[:, None] * col_scale
+            v = v + layer.bias if i + 1 == len(layer.set_bits) else v
+            total = v if total is None else v + total
+        assert first == rows.shape[1]
+        assert torch.equal(layer(x), total.to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -100,32 +100,32 @@ def test_int8_products_are_exact_integers(scheme, dtype):
         *(("codebook4_g64_qr", 19.3), ("codebook4_int8", 18.8), ("codebook4+4_int8", 33.0), ("int4", 16.5)),
     ],
 )
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_close_to_the_float_layer(scheme, decibels, activation):
-    module = nn.Linear(512, 128)
-    torch.nn.init.normal_(module.weight)
-    layer = Linear.from_float(module, scheme, activation=activation)
-    x = torch.randn(64, 512)
-    want = numerics.apply_activation(module(x).detach(), activation)
-    assert numerics.sqnr_db(want, layer(x)) > decibels
+def test_close_to_the_float_layer(scheme, decibels):
+    for activation in ACTIVATIONS:
+        module = nn.Linear(512, 128)
+        torch.nn.init.normal_(module.weight)
+        layer = Linear.from_float(module, scheme, activation=activation)
+        x = torch.randn(64, 512)
+        want = numerics.apply_activation(module(x).detach(), activation)
+        assert numerics.sqnr_db(want, layer(x)) > decibels
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("norm_dtype", [torch.float16, torch.float32])
-def test_equal_steps_are_integers_times_a_scale(bits, norm_dtype):
-    weight = torch.randn(9, 70)
-    weight[3] = 0
-    q = quantize_plain(weight, bits, group_size=32, uniform=True, norm_dtype=norm_dtype)
-    half = 1 << (bits - 1)
-    for g, (first, d) in enumerate([(0, 32), (32, 32), (64, 6)]):
-        w = weight[:, first : first + d].numpy()
-        scale = (np.abs(w).max(1) / np.float32(half - 1)).astype(np.float32)
-        scale = torch.from_numpy(scale).to(norm_dtype).float().numpy()
-        steps = np.clip(np.rint(w / np.where(scale > 0, scale, 1)[:, None]), -half, half - 1)
-        assert np.array_equal(q.norms[:, g].float().numpy(), scale)
-        assert np.array_equal(q.values[q.indices[:, first : first + d].long()].numpy(), steps)
-    assert q.indices.max() < 2 * half
-    assert dequantize([q])[3].eq(0).all()
+def test_equal_steps_are_integers_times_a_scale():
+    for bits in [2, 3, 4]:
+        for norm_dtype in [torch.float16, torch.float32]:
+            weight = torch.randn(9, 70)
+            weight[3] = 0
+            q = quantize_plain(weight, bits, group_size=32, uniform=True, norm_dtype=norm_dtype)
+            half = 1 << (bits - 1)
+            for g, (first, d) in enumerate([(0, 32), (32, 32), (64, 6)]):
+                w = weight[:, first : first + d].numpy()
+                scale = (np.abs(w).max(1) / np.float32(half - 1)).astype(np.float32)
+                scale = torch.from_numpy(scale).to(norm_dtype).float().numpy()
+                steps = np.clip(np.rint(w / np.where(scale > 0, scale, 1)[:, None]), -half, half - 1)
+                assert np.array_equal(q.norms[:, g].float().numpy(), scale)
+                assert np.array_equal(q.values[q.indices[:, first : first + d].long()].numpy(), steps)
+            assert q.indices.max() < 2 * half
+            assert dequantize([q])[3].eq(0).all()
 
 
 def test_identity_tokens_give_the_weight():
@@ -185,26 +185,26 @@ def test_calibrated_weights_lose_less():
 def test_linear_is_the_door():
     for layer in (
         Linear(64, 32, True, "codebook4", "relu", "meta", "h"),
-        Linear.empty(64, 32, scheme=Codebook(3), device="meta"),
-        CodebookLinear(64, 32, device="meta"),
+        Linear(64, 32, scheme=Codebook(3), device="meta"),
+        CodebookLinear(64, 32, scheme="int4", device="meta"),
     ):
         assert type(layer) is CodebookLinear
         assert isinstance(layer, qcut.Linear)
         assert {b.device.type for b in layer.buffers()} == {"meta"}
-    assert type(Linear(64, 32)) is Linear
+    assert type(Linear(64, 32)) is W8A8Linear
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, *INT8])
-@pytest.mark.parametrize("bias", [True, False])
-def test_bytes_are_what_the_cost_model_says(scheme, bias):
-    _, layer = quantized(scheme, bias=bias)
-    assert layer.weight_bytes == sum(b.nbytes for b in layer.buffers())
-    assert layer.weight_bytes == memory_cost(LayerSize("x", 77, 320, bias, 0), scheme)
-    assert ("residual_units" in layer._buffers) == (scheme in TWO_SETS)
+def test_bytes_are_what_the_cost_model_says(scheme):
+    for bias in [True, False]:
+        _, layer = quantized(scheme, bias=bias)
+        assert layer.weight_bytes == sum(b.nbytes for b in layer.buffers())
+        assert layer.weight_bytes == memory_cost(LayerSize("x", 77, 320, bias, 0), scheme)
+        assert ("residual_units" in layer._buffers) == (scheme in TWO_SETS)
 
 
 def test_four_bits_are_four_and_a_half():
-    layer = Linear.empty(4096, 4096, False, "codebook4", device="meta")
+    layer = Linear(4096, 4096, False, "codebook4", device="meta")
     assert 4.25 <= 8 * layer.weight_bytes / 4096**2 < 4.27
     assert repr(layer) == (
         "CodebookLinear(in_features=4096, out_features=4096, bias=False, scheme=codebook4, activation=none, "
@@ -254,22 +254,22 @@ def test_relative_norms_of_extreme_rows():
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, *INT8])
-@pytest.mark.parametrize("assign", [True, False])
-def test_state_dict_round_trip(scheme, assign):
-    _, layer = quantized(scheme)
-    file = io.BytesIO()
-    torch.save(layer.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    other = Linear.empty(320, 77, True, scheme, device="meta" if assign else None)
-    assert {k: (t.shape, t.dtype) for k, t in other.state_dict().items()} == {
-        k: (t.shape, t.dtype) for k, t in state.items()
-    }
-    other.load_state_dict(state, assign=assign)
-    x = torch.randn(3, 320)
-    assert same_state(layer, other)
-    assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), other.buffers(), strict=True))
-    assert torch.equal(layer(x), other(x))
+def test_state_dict_round_trip(scheme):
+    for assign in [True, False]:
+        _, layer = quantized(scheme)
+        file = io.BytesIO()
+        torch.save(layer.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+        other = Linear(320, 77, True, scheme, device="meta" if assign else None)
+        assert {k: (t.shape, t.dtype) for k, t in other.state_dict().items()} == {
+            k: (t.shape, t.dtype) for k, t in state.items()
+        }
+        other.load_state_dict(state, assign=assign)
+        x = torch.randn(3, 320)
+        assert same_state(layer, other)
+        assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), other.buffers(), strict=True))
+        assert torch.equal(layer(x), other(x))
 
 
 def test_state_is_in_plain_order():
@@ -307,7 +307,7 @@ def test_a_wrong_state_is_refused():
 
 def test_in_a_model_and_under_its_name():
     model = nn.Sequential(nn.LayerNorm(64), quantized("codebook4+4", 32, 64)[1])
-    other = nn.Sequential(nn.LayerNorm(64), Linear.empty(64, 32, True, "codebook4+4"))
+    other = nn.Sequential(nn.LayerNorm(64), Linear(64, 32, True, "codebook4+4"))
     assert "1.residual_indices" in model.state_dict()
     other.load_state_dict(model.state_dict())
     x = torch.randn(3, 64)
@@ -358,8 +358,8 @@ def test_sizes_that_cannot_be():
     with pytest.raises(errors.ConfigError, match=r"layer 'l': a Hadamard rotation of 72 columns \(from column 128"):
         Linear.from_float(nn.Linear(200, 3), "codebook4", name="l")
     with pytest.raises(errors.QuantizationError, match=r"layer 'l': 2 passes of K=70000, 70016 with padding; int8"):
-        Linear.empty(70_000, 1, True, "codebook4+4_qr_int8", device="meta", name="l")
-    assert Linear.empty(K_MAX + 1, 1, True, "codebook4_qr", device="meta").in_features == K_MAX + 1
+        Linear(70_000, 1, True, "codebook4+4_qr_int8", device="meta", name="l")
+    assert Linear(K_MAX + 1, 1, True, "codebook4_qr", device="meta").in_features == K_MAX + 1
 
 
 def test_schemes_that_do_not_fit():

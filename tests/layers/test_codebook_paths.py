@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +16,6 @@ from qcut import errors
 from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
 from qcut.layers.codebook import CodebookLinear, execution_path
-from qcut.ops import codebook as codebook_ops
 from tests.layers.test_codebook import INT8, SCHEMES, quantized
 from tests.support.oracles import FLOATS
 
@@ -21,7 +24,7 @@ from tests.support.oracles import FLOATS
 def kernels(monkeypatch):
     """The path of CUDA on the CPU: the operators' CPU implementations behind it."""
     monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
-    monkeypatch.setattr(codebook_ops, "stream_state", lambda device: (0, 0))
+    monkeypatch.setattr(shared_rotations, "stream_state", lambda device: (0, 0))
     monkeypatch.setattr(shared_rotations.shared, "_last", None)
 
 
@@ -73,7 +76,7 @@ def test_execution_paths():
         pass
     with pytest.raises(ZeroDivisionError), execution_path("explicit"):
         raise ZeroDivisionError
-    assert codebook_linear._path == "fused"
+    assert codebook_linear._path.name == "fused"
     assert qcut.execution_path is execution_path
 
 
@@ -128,7 +131,7 @@ def test_what_differs_is_not_shared(rotations, monkeypatch):
     assert len(rotations) == 2
     rotations.clear()
     states = iter([(0, 0), (1, 0), (1, 9), (1, 9)])  # another stream, another capture, the same one
-    monkeypatch.setattr(codebook_ops, "stream_state", lambda device: next(states))
+    monkeypatch.setattr(shared_rotations, "stream_state", lambda device: next(states))
     y = torch.randn(5, 64).half()
     for layer in (a, b, a, b):
         layer(y)
@@ -141,7 +144,7 @@ def test_inference_tensors_and_other_devices_are_not_shared(rotations, monkeypat
         x = torch.randn(5, 64).half()
         a(x), b(x)
     assert len(rotations) == 2
-    monkeypatch.setattr(codebook_ops, "stream_state", lambda device: None)
+    monkeypatch.setattr(shared_rotations, "stream_state", lambda device: None)
     x = torch.randn(5, 64).half()
     a(x), b(x)
     assert len(rotations) == 4
@@ -161,9 +164,36 @@ def test_a_rotation_dies_with_its_tensor(rotations):
 
 def test_operands_are_one_tensor_for_layers_that_rotate_alike():
     a, b, c = layers("codebook4", "codebook2", "codebook4_qr")
-    cpu = torch.device("cpu")
-    of = [shared_rotations.operands(layer._rotation, torch.float16, cpu) for layer in (a, b, c)]
-    assert of[0] is of[1]
-    assert of[0] is shared_rotations.operands(a._rotation, torch.bfloat16, cpu)
-    assert of[2].dtype is torch.float16
-    assert shared_rotations.operands(c._rotation, torch.bfloat16, cpu).dtype is torch.bfloat16
+    half, brain, cpu = torch.float16, torch.bfloat16, torch.device("cpu")
+    assert a._rotation is b._rotation is pickle.loads(pickle.dumps(copy.deepcopy(a)))._rotation
+    assert a._rotation.operands(half, cpu) is b._rotation.operands(brain, cpu)
+    assert c._rotation.operands(half, cpu).dtype is half
+    assert c._rotation.operands(brain, cpu).dtype is brain
+
+
+def test_operands_die_with_the_last_layer_that_reads_them():
+    a, b = layers("codebook4_seed77", "codebook2_seed77")
+    operands = weakref.ref(a._rotation.operands(torch.float16, torch.device("cpu")))
+    del a
+    gc.collect()
+    assert operands() is not None
+    del b
+    gc.collect()
+    assert operands() is None
+
+
+def test_an_execution_path_is_a_threads_own(kernels):
+    layer = layers("codebook4")[0]
+    x = torch.randn(5, 64)  # which kernels refuse, of a codebook with 16-bit tokens
+
+    def run() -> bool:
+        try:
+            layer(x)
+        except errors.DtypeError:
+            return False
+        return True
+
+    with execution_path("explicit"), ThreadPoolExecutor(1) as other:
+        assert run()
+        assert not other.submit(run).result()
+    assert not run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product as product_of
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from qcut.codebooks.products import pack_book, unpack_book
 from qcut.config import parse_scheme
 from qcut.layers.codebook import CodebookLinear
 from qcut.numerics import int8 as numerics
-from qcut.ops import codebook as codebook_ops
+from qcut.ops.codebook import RotateTokens, can_rotate
 from tests.support.oracles import FLOATS, NAN
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -84,20 +85,19 @@ def product(
 
 
 @pytest.mark.parametrize("kind", ["hadamard", "qr", "none"])
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("out", [*HALVES, torch.int8])
-def test_rotated_tokens_lie_in_blocks(kind, dtype, out):
-    if out not in (torch.int8, dtype):
-        with pytest.raises(errors.DtypeError, match=r"rotate_tokens: x, with tokens of .*allowed: "):
-            OPS.rotate_tokens(*rotate_arguments(torch.randn(3, 96).to(dtype), out))
-        return
-    x = torch.randn(11, 96).to(dtype)
-    blocks, scale = OPS.rotate_tokens(*rotate_arguments(x, out, kind, 64, (1, 5)))
-    rows, want_scale = rotated_tokens.rotate_tokens(x, kind, 64, (1, 5), out)
-    assert blocks.shape == (2 * 128 * out.itemsize // 128, 2, 8, 128 // out.itemsize)
-    assert torch.equal(codebook_layout.from_blocks(blocks, 11), rows)
-    assert scale.dtype is torch.float32
-    assert torch.equal(scale, want_scale) if out is torch.int8 else scale.shape == (0,)
+def test_rotated_tokens_lie_in_blocks(kind):
+    for dtype, out in product_of(FLOATS, (*HALVES, torch.int8)):
+        if out not in (torch.int8, dtype):
+            with pytest.raises(errors.DtypeError, match=r"rotate_tokens: x, with tokens of .*allowed: "):
+                OPS.rotate_tokens(*rotate_arguments(torch.randn(3, 96).to(dtype), out))
+            continue
+        x = torch.randn(11, 96).to(dtype)
+        blocks, scale = OPS.rotate_tokens(*rotate_arguments(x, out, kind, 64, (1, 5)))
+        rows, want_scale = rotated_tokens.rotate_tokens(x, kind, 64, (1, 5), out)
+        assert blocks.shape == (2 * 128 * out.itemsize // 128, 2, 8, 128 // out.itemsize)
+        assert torch.equal(codebook_layout.from_blocks(blocks, 11), rows)
+        assert scale.dtype is torch.float32
+        assert torch.equal(scale, want_scale) if out is torch.int8 else scale.shape == (0,)
 
 
 def test_no_tokens_to_rotate():
@@ -110,39 +110,37 @@ def test_no_tokens_to_rotate():
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("tokens", HALVES)
-@pytest.mark.parametrize("size", [32, 64, 200])
-@pytest.mark.parametrize(("m", "n"), [(1, 1), (11, 70), (8, 64)])
-def test_products_of_16_bits(bits, tokens, size, m, n):
-    arguments, (rows, indices, norms, geometry) = product(
-        bits, tokens, m, n, size=size, activation="relu", residual=True
-    )
-    values = unpack_book(arguments["book"], tokens, "cpu").double()
-    group = torch.arange(200) // geometry.full
-    weight = values[indices.long()] * norms.double()[:, group]
-    v = (rows.double()[:, geometry.columns()] @ weight.t()).float() * arguments["col_scale"]
-    want = (v + arguments["bias"]).relu() + arguments["residual"]
-    got = OPS.codebook_gemm(**arguments)
-    assert got.dtype is torch.float32
-    # The oracle sums in another order: float64's rounding, then float32's last bit.
-    assert (got - want).abs().max() <= 2.0**-22 * max(1.0, float(v.abs().max()))
+def test_products_of_16_bits(bits, tokens):
+    for size, (m, n) in product_of((32, 64, 200), ((1, 1), (11, 70), (8, 64))):
+        arguments, (rows, indices, norms, geometry) = product(
+            bits, tokens, m, n, size=size, activation="relu", residual=True
+        )
+        values = unpack_book(arguments["book"], tokens, "cpu").double()
+        group = torch.arange(200) // geometry.full
+        weight = values[indices.long()] * norms.double()[:, group]
+        v = (rows.double()[:, geometry.columns()] @ weight.t()).float() * arguments["col_scale"]
+        want = (v + arguments["bias"]).relu() + arguments["residual"]
+        got = OPS.codebook_gemm(**arguments)
+        assert got.dtype is torch.float32
+        # The oracle sums in another order: float64's rounding, then float32's last bit.
+        assert (got - want).abs().max() <= 2.0**-22 * max(1.0, float(v.abs().max()))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("out", FLOATS)
-@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
-def test_products_of_int8(bits, out, activation):
-    arguments, (rows, indices, norms, geometry) = product(
-        bits, torch.int8, activation=activation, residual=True, out=out
-    )
-    values = unpack_book(arguments["book"], torch.float16, "cpu").double()
-    group = torch.arange(200) // geometry.full
-    factor = (norms * arguments["fold"][:70, None])[:, group]
-    weight = (values[indices.long()] * factor.double()).round().long()
-    assert int(weight.abs().max()) == 127
-    acc = (rows.long()[:, geometry.columns()] @ weight.t()).to(torch.int32)
-    v = acc.float() * arguments["row_scale"][:, None] * arguments["col_scale"] + arguments["bias"]
-    want = (numerics.apply_activation(v, activation) + arguments["residual"].float()).to(out)
-    assert torch.equal(OPS.codebook_gemm(**arguments), want)
+def test_products_of_int8(bits):
+    for out, activation in product_of(FLOATS, ("none", "relu", "silu")):
+        arguments, (rows, indices, norms, geometry) = product(
+            bits, torch.int8, activation=activation, residual=True, out=out
+        )
+        values = unpack_book(arguments["book"], torch.float16, "cpu").double()
+        group = torch.arange(200) // geometry.full
+        factor = (norms * arguments["fold"][:70, None])[:, group]
+        weight = (values[indices.long()] * factor.double()).round().long()
+        assert int(weight.abs().max()) == 127
+        acc = (rows.long()[:, geometry.columns()] @ weight.t()).to(torch.int32)
+        v = acc.float() * arguments["row_scale"][:, None] * arguments["col_scale"] + arguments["bias"]
+        want = (numerics.apply_activation(v, activation) + arguments["residual"].float()).to(out)
+        assert torch.equal(OPS.codebook_gemm(**arguments), want)
 
 
 def test_layers_make_valid_arguments_of_several_passes():
@@ -217,7 +215,7 @@ def test_what_one_token_kernels_rotate():
         ("qr", 128, 4096, False),
         ("none", 128, 4096, False),
     ):
-        assert codebook_ops.can_rotate(kind, size, k) == can
+        assert can_rotate(kind, size, k) == can
 
 
 @pytest.mark.parametrize(
@@ -261,8 +259,8 @@ def quantized(scheme: str) -> Any:
 
 
 def layer_arguments(layer: Any, x: Tensor) -> tuple[Any, ...]:
-    sets = [layer._set_buffers(i) for i in range(len(layer.set_bits))]
-    units, packed_norms, col_scale, fold, codebooks = (list(part) for part in zip(*sets, strict=True))
+    sets = layer.sets()
+    units, packed_norms, fold, col_scale, codebooks = (list(part) for part in zip(*sets, strict=True))
     return (
         *(x, units, packed_norms, fold if layer.int8 else [], col_scale, layer.norms, codebooks, layer.bias),
         *(layer.set_bits, layer.kind, layer.group_size, list(layer.scheme.seeds), layer.activation),
@@ -296,7 +294,7 @@ def test_rotate_tokens_refuses(changes, error, message):
     names = ("x", "operands", "kind", "group_size", "seeds", "out_dtype")
     arguments = dict(zip(names, rotate_arguments(torch.randn(2, 96), torch.int8), strict=True))
     with pytest.raises(error, match=message):
-        codebook_ops._check_rotate(**{**arguments, **changes})
+        RotateTokens(**{**arguments, **changes}).check()
 
 
 @pytest.mark.parametrize(

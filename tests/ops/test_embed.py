@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import qcut
+import qcut.ops  # registers torch.ops.qcut
 from qcut import errors
-from qcut.engine.decoder import decoder_of
+from qcut.engine.families import decoder_of
 from qcut.layers.embedding import Embedding, table_of
-from qcut.ops import int8 as _ops  # noqa: F401  (registers)
-from tests.engine.test_engine import small
+from tests.support.decoders import small
 
 OP = torch.ops.qcut.embed_rows
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)

@@ -14,8 +14,9 @@ from tests.support import ROOT
 
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
+    frozenset({"storage"}),
     frozenset({"config"}),
-    frozenset({"storage", "models", "jit"}),
+    frozenset({"models", "jit"}),
     frozenset({"numerics", "dispatch"}),
     frozenset({"codebooks"}),
     frozenset({"ops"}),

@@ -49,7 +49,7 @@ def main() -> None:
     toolchain.find_nvrtc()  # found with full rights; what is tested is the cache
     arguments.log.touch()
     if arguments.die_in_rename:
-        Path.replace = die
+        os.replace = die
     if arguments.file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (arguments.file_limit, arguments.file_limit))
     if arguments.unprivileged and os.geteuid() == 0:

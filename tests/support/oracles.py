@@ -10,6 +10,11 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 NAN, INF = float("nan"), float("inf")
 
 
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    """float32 of N(0, 1), the same on every run."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def to_bf16(v: np.ndarray) -> torch.Tensor:
     """Rounds finite float32 to bfloat16, half to even, by bits."""
     bits = v.astype(F32).view(np.uint32).astype(np.uint64)

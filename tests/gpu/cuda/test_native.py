@@ -13,6 +13,7 @@ from torch import Tensor
 
 import qcut
 from qcut.cuda import native as _native
+from qcut.layers.int8 import W8A8StaticLinear
 from tests.gpu.layers.test_base import SCHEMES, layer, tokens
 from tests.gpu.support.oracles import DEVICE, assert_same, name
 
@@ -36,11 +37,10 @@ def library() -> _native.Library:
 
 def arguments(linear: qcut.Linear, x: Tensor) -> tuple[str, tuple[Any, ...]]:
     """The operator a layer calls and its arguments."""
-    if linear.static:
-        x_range = linear._read_input_qparams()
+    if isinstance(linear, W8A8StaticLinear):
         return "w8a8_static_linear", (
             *(x, linear.qweight, linear.col_scale, linear.colsum, linear.bias),
-            *(*x_range, linear.activation),
+            *(*linear.input_qparams, linear.activation),
         )
     op = "w8a8_linear" if linear.scheme.name == "w8a8" else "w8a16_linear"
     return op, (x, linear.qweight, linear.weight_scale, linear.bias, linear.activation)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import qcut.ops  # noqa: F401  (registers)
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, ROTARY, Rotary, RotateAndAppend, emit_append
 from qcut.numerics import int8 as numerics
-from qcut.ops import int8 as _ops  # noqa: F401  (registers)
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same
 

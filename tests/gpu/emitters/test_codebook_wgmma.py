@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qcut import jit
 from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import lloyd_max as codebook
+from qcut.codebooks import lloyd_max
 from qcut.codebooks.layout import Geometry
 from qcut.emitters.codebook.problem import BOOK_PARAMS, CodebookProblem
 from qcut.emitters.codebook.wgmma import CodebookPromptTile, default_tiles, emit_codebook_prompt, grid
@@ -98,7 +98,7 @@ class Case:
             norms[3] = 65504
         packed = codebook_layout.pack_norms(norms, codebook_layout.row_exponents(norms), geometry)
         dtype = TORCH_DTYPE[problem.x]
-        values = codebook.codebook(problem.bits).to(torch.float16 if dtype is torch.int8 else dtype)
+        values = lloyd_max.codebook(problem.bits).to(torch.float16 if dtype is torch.int8 else dtype)
         units = codebook_layout.pack_units(indices, problem.bits, geometry)
         if dtype is torch.int8:
             x = full_range(m, geometry.k, seed=seed)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+import qcut.ops  # noqa: F401  (registers)
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from qcut.layers.embedding import Embedding, table_of
 from qcut.numerics import int8 as numerics
-from qcut.ops import int8 as _ops  # noqa: F401  (registers)
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same
 

@@ -3,46 +3,29 @@
 from __future__ import annotations
 
 import copy
+import gc
+import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import qcut
+from qcut.cli import main as cli
 from qcut.engine.engine import Engine
 from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.sampling import Sampling
+from tests.gpu.support.decoders import llama
 from tests.gpu.support.oracles import DEVICE, assert_same
-from tests.support import ROOT
-
-DATA = ROOT.parent / "shared" / "data"
-VOCABULARY = 96
-
-
-def llama(**changes: Any) -> Any:
-    """A small model with heads of 64, three to a head of keys; larger weights than usual, so that tokens differ."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 384, "intermediate_size": 256, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 300}
-    model: Any = LlamaForCausalLM(LlamaConfig(**{**sizes, **changes}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3)
-    return model.eval()
-
-
-def prompts_of(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+from tests.support import llama2c_oracle as llama2c
+from tests.support.decoders import VOCABULARY, prompts_of
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
 def test_float32_tokens_are_the_cpus(graphs: bool, kv_cache: Any) -> None:
-    cpu = llama()
-    prompts = prompts_of(7, 100, 1)
+    cpu = llama(None, torch.float32, "cpu")
+    prompts = prompts_of(VOCABULARY, 7, 100, 1)
     want = Engine(cpu, batch=3, kv_cache=kv_cache).generate(prompts, 40)
     engine = Engine(copy.deepcopy(cpu).to(DEVICE), batch=3, kv_cache=kv_cache, graphs=graphs)
     assert engine.generate(prompts, 40) == want
@@ -51,10 +34,8 @@ def test_float32_tokens_are_the_cpus(graphs: bool, kv_cache: Any) -> None:
 
 @pytest.mark.parametrize("scheme", [None, "w8a8", "w8a16", "codebook4", "codebook4_int8"])
 def test_graphs_are_the_launches(scheme: str | None) -> None:
-    model = llama().half().to(DEVICE)
-    if scheme is not None:
-        qcut.quantize(model, scheme, progress=False)
-    prompts = prompts_of(20, 3)
+    model = llama(scheme)
+    prompts = prompts_of(VOCABULARY, 20, 3)
     launched, captured = (Engine(model, batch=2, graphs=graphs) for graphs in (False, True))
     for engine in (launched, captured):
         engine.prefill(prompts)
@@ -77,8 +58,8 @@ def test_int8_norms_are_the_norms_quantized(layer: bool, dtype: torch.dtype) -> 
 
 
 def test_half_precision_is_near_the_models_own() -> None:
-    model = llama().half().to(DEVICE)
-    prompt = prompts_of(50)[0]
+    model = llama()
+    prompt = prompts_of(VOCABULARY, 50)[0]
     engine = Engine(model)
     logits = engine.prefill([prompt])
     for token in (3, 4, 5):
@@ -89,13 +70,10 @@ def test_half_precision_is_near_the_models_own() -> None:
         prompt = [*prompt, token]
 
 
-def test_a_step_that_fails_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llama().half().to(DEVICE)
-    engine, prompts = Engine(model, batch=2), prompts_of(5, 9)
-    with monkeypatch.context() as patch:
-        down = model.model.layers[1].mlp.down_proj
-        forward = down.forward
-        patch.setattr(down, "forward", lambda x: (torch.cuda.synchronize(), forward(x))[1])
+def test_a_step_that_fails_leaves_the_engine_usable() -> None:
+    model = llama()
+    engine, prompts = Engine(model, batch=2), prompts_of(VOCABULARY, 5, 9)
+    with model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda *_: torch.cuda.synchronize()):
         engine.prefill(prompts)
         with pytest.raises(RuntimeError):
             engine.decode([1, 2])
@@ -105,20 +83,35 @@ def test_a_step_that_fails_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPa
 
 
 def test_ten_thousand_tokens_take_no_more_memory() -> None:
-    model = llama().half().to(DEVICE)
-    engine, prompts = Engine(model, batch=8), prompts_of(*(5,) * 8)
+    model = llama()
+    engine, prompts = Engine(model, batch=8), prompts_of(VOCABULARY, *(5,) * 8)
+
+    def allocated() -> int:
+        gc.collect()  # of earlier tests in this process
+        return torch.cuda.memory_allocated()
+
     engine.generate(prompts, 100)
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     for _ in range(5):
         assert sum(len(g.tokens) for g in engine.generate(prompts, 250)) == 2000
-    assert torch.cuda.memory_allocated() == before
+    assert allocated() == before
 
 
-def test_the_sample_of_llama2c_word_for_word(capfd: pytest.CaptureFixture[str]) -> None:
-    if not DATA.exists():
-        pytest.skip(f"{DATA} is not there")
-    from qcut.cli import main as cli
+def test_llama2c_files_generate_the_cpus_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def text(checkpoint: Path, tokenizer: Path, device: str) -> str:
+        files = ("--llama2c", str(checkpoint), "--tokenizer", str(tokenizer))
+        assert cli.main(["generate", *files, "--steps", "200", "--device", device]) == 0
+        return capfd.readouterr().out
 
-    files = ("--llama2c", str(DATA / "stories260K.bin"), "--tokenizer", str(DATA / "tok512.bin"))
-    assert cli.main(["generate", *files, "--steps", "200", "--device", "cuda"]) == 0
-    assert capfd.readouterr().out == (DATA / "stories260K.greedy200.txt").read_text()
+    sizes = llama2c.Sizes(dim=64, hidden_dim=172, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=300, seq_len=250)
+    files = tmp_path / "model.bin", tmp_path / "tokenizer.bin"
+    llama2c.make(files[0], sizes)
+    pieces = [b" %d" % i for i in range(sizes.vocab_size)]
+    packed = [struct.pack("<fi", 0.0, len(piece)) + piece for piece in pieces]
+    files[1].write_bytes(struct.pack("<i", 4) + b"".join(packed))
+    want = text(*files, "cpu")
+    assert len(set(want.split())) > 5
+    assert text(*files, "cuda") == want
+    if llama2c.SAMPLE.is_file():
+        got = text(llama2c.SAMPLE, llama2c.SAMPLE_TOKENS, "cuda")
+        assert got == llama2c.SAMPLE_TEXT.read_text()

@@ -165,7 +165,7 @@ def test_moves_between_devices_and_dtypes(scheme: str) -> None:
     for key, value in cpu.state_dict().items():
         assert_same(there.state_dict()[key].cpu(), value)
         assert_same(back.state_dict()[key], value)
-    fresh = qcut.Linear.empty(272, 336, scheme=scheme, device=DEVICE)
+    fresh = qcut.Linear(272, 336, scheme=scheme, device=DEVICE)
     fresh.load_state_dict(cpu.state_dict())
     x = tokens(9, 272, torch.float16).to(DEVICE)
     assert_same(fresh(x), there(x))

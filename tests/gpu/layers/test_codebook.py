@@ -13,8 +13,6 @@ from torch import Tensor, nn
 import qcut
 from qcut.codebooks import products as codebook_numerics
 from qcut.config import Codebook, parse_scheme
-from qcut.dispatch import codebook as codebook_dispatch
-from qcut.emitters.core.source import EmitError
 from qcut.errors import DeviceError, DtypeError
 from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
@@ -113,34 +111,22 @@ def test_one_token_is_what_two_kernels_make_of_it(scheme: str, dtype: torch.dtyp
             assert_same(gpu(torch.cat((x[0, :1], x[0]))[1:]), got[0])  # 2 bytes off
 
 
-def test_one_token_where_no_kernel_rotates_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qcut.cuda import codebook as _codebook_cuda  # which torch without CUDA cannot import
-
-    gpu = layer("codebook4", 1280, 136).to(DEVICE)
-    x = tokens(1, 1280).to(DEVICE)
-    want = gpu(x)
-
-    def refuse(*args: object) -> object:
-        if args[0].rotates:  # type: ignore[attr-defined]
-            raise EmitError("no tile")
-        return real(*args)  # type: ignore[arg-type]
-
-    real = codebook_dispatch.select
-    with monkeypatch.context() as patch:
-        patch.setattr(codebook_dispatch, "select", refuse)
-        patch.setattr(_codebook_cuda, "_plans", {})
-        patch.setattr(_codebook_cuda, "_without_gemv", set())
-        assert_same(gpu(x), want)
-        assert len(_codebook_cuda._without_gemv) == 1
+def test_one_token_where_no_kernel_rotates_it() -> None:
+    """More columns than the warps of one kernel hold."""
+    gpu = layer("codebook4", 1 << 18, 16).to(DEVICE)
+    x = tokens(1, 1 << 18).to(DEVICE)
+    assert gpu._rotates_one
+    got = gpu(x)
+    gpu._rotates_one = False
+    assert_same(got, gpu(x))
 
 
 def test_arguments_of_any_strides_and_alignment() -> None:
     """Copies of several vectors at once: each must live until the launch."""
     gpu = layer("codebook4_int8", 256, 1024).to(DEVICE)
     x = tokens(9, 256).to(DEVICE)
-    spec = gpu._rotation
-    operands = shared_rotations.operands(spec, HALF, x.device)
-    blocks, scale = torch.ops.qcut.rotate_tokens(x, operands, "hadamard", 128, spec.seeds, torch.int8)
+    operands = gpu._rotation.operands(HALF, x.device)
+    blocks, scale = torch.ops.qcut.rotate_tokens(x, operands, "hadamard", 128, gpu.scheme.seeds, torch.int8)
     residual = torch.randn(9, 1024, device=DEVICE).half()
     book = codebook_numerics.pack_book(gpu.codebook, HALF)
     assert gpu.bias is not None
@@ -192,7 +178,7 @@ def test_state_goes_to_another_device(tmp_path: Path) -> None:
         model = nn.Sequential(layer(scheme)).to(DEVICE)
         state = model.state_dict()
         assert {t.device.type for t in state.values()} == {"cuda"}
-        cpu = nn.Sequential(qcut.Linear.empty(320, 136, True, scheme))
+        cpu = nn.Sequential(qcut.Linear(320, 136, True, scheme))
         cpu.load_state_dict(state)
         for a, b in zip(model.buffers(), cpu.buffers(), strict=True):
             assert_same(a.cpu(), b)

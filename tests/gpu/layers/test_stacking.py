@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
-import qcut
-from qcut.engine.engine import Engine
 from qcut.layers.base import Linear
 from qcut.layers.codebook import execution_path
 from qcut.layers.stacking import Stacker
-from qcut.numerics.int8 import sqnr_db
+from tests.gpu.support.decoders import llama
 from tests.gpu.support.oracles import DEVICE, assert_same
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -24,7 +20,6 @@ FLOAT = (None, "w8a16", "codebook4", "codebook2_g64", "codebook4+4", "codebook4+
 LIMIT = {HALF: 2.0**-10, BRAIN: 2.0**-7}
 """Of the error of either product, relative: one rounding of each weight and one of the output, in the tokens' type."""
 K, ROWS = 320, (192, 64, 72)
-VOCABULARY = 96
 
 
 def siblings_of(scheme: str | None, dtype: torch.dtype = HALF, *, bias: bool = True) -> Any:
@@ -108,64 +103,6 @@ def test_gate_and_up_may_lie_side_by_side(m: int, columns: int) -> None:
     both = torch.randn(m, 2 * columns, device=DEVICE).half()
     gate, up = both.chunk(2, -1)
     assert_same(torch.ops.qcut.silu_mul(gate, up), torch.ops.qcut.silu_mul(gate.contiguous(), up.contiguous()))
-
-
-# ── engines ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def llama(scheme: str | None, dtype: torch.dtype = HALF) -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 384, "intermediate_size": 256, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 300}
-    model: Any = LlamaForCausalLM(LlamaConfig(**sizes))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3)
-    model.to(DEVICE, dtype).eval()
-    if scheme is not None:
-        qcut.quantize(model, scheme, progress=False)
-    return model
-
-
-def prompts_of(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [torch.randint(0, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
-
-
-def steps(engine: Engine) -> list[Tensor]:
-    return [engine.prefill(prompts_of(20, 3)), engine.decode([5, 6]), engine.decode([7, 8])]
-
-
-def stacked_layers(engine: Engine) -> bool:
-    return all((len(layer.projections), len(layer.mlp.projections)) == (1, 1) for layer in engine.decoder.layers)
-
-
-@pytest.mark.parametrize("scheme", [None, "w8a8", "w8a16", "codebook4", "codebook4_int8"])
-def test_engines_give_the_logits_of_separate_products(scheme: str | None) -> None:
-    """Those captured before the weights were stacked too: they keep what their graphs read."""
-    model = llama(scheme)
-    separate = Engine(model, batch=2, stack=False)
-    want = steps(separate)
-    stacked = Engine(model, batch=2)
-    assert stacked_layers(stacked)
-    assert not stacked_layers(separate)
-    torch.cuda.empty_cache()
-    trash = torch.full((1 << 26,), 77, dtype=torch.uint8, device=DEVICE)  # where freed weights would have been
-    for got, expected in zip(steps(separate), want, strict=True):
-        assert_same(got, expected)
-    for engine in (stacked, Engine(model, batch=2), Engine(model, batch=2, graphs=False)):
-        for got, expected in zip(steps(engine), want, strict=True):
-            if scheme in EXACT:
-                assert_same(got, expected)
-            assert sqnr_db(expected, got) > 40
-    del trash
-
-
-def test_float32_tokens_are_those_of_separate_products() -> None:
-    model, prompts = llama(None, torch.float32), prompts_of(7, 100)
-    want = Engine(copy.deepcopy(model), batch=2, stack=False).generate(prompts, 40)
-    assert Engine(model, batch=2).generate(prompts, 40) == want
 
 
 @pytest.mark.parametrize("scheme", [None, "w8a8", "codebook4"])

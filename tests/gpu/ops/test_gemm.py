@@ -15,12 +15,15 @@ import qcut
 from qcut import jit
 from qcut.cli import main as cli
 from qcut.config import K_MAX
-from qcut.dispatch import gemm as dispatch
+from qcut.cuda.gemm import Product, gemm_problem, has_cutlass
+from qcut.cuda.gemm import gemm_s8 as gemm_on_cuda
+from qcut.cuda.plans import m_bucket, target
 from qcut.dispatch.gemm import Choice
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import FAMILIES, family
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.ops.gemm import GemmS8
 from tests.gpu.support.oracles import DEVICE, assert_same, full_range, pattern
 
 LAYOUTS = tuple("".join(flags) for flags in itertools.product("tn", repeat=3))
@@ -70,23 +73,10 @@ class Case:
 
     def source(self) -> KernelSource:
         """What dispatch takes for it."""
-        from qcut.cuda import int8 as _ops_cuda
-        from qcut.cuda import plans as _launch_plans
-
         m, n, k = self.shape
-        target = _launch_plans.target(torch.cuda.current_device())
-        operands = self.placed(*self.data())
-        problem = _ops_cuda.gemm_problem(*operands, EPILOGUES[self.out], self.options["out_layout"])
-        choice = dispatch.select_gemm(
-            problem,
-            _launch_plans.m_bucket(m),
-            n,
-            k,
-            target,
-            cutlass=_launch_plans.has_cutlass(),
-            tensor_cores=self.tensor_cores,
-        )
-        return dispatch.emit(choice, problem, target.arch)
+        problem = gemm_problem(*self.placed(*self.data()), EPILOGUES[self.out], self.options["out_layout"])
+        product = Product(problem, m_bucket(m), n, k, self.tensor_cores)
+        return product.spec(target(torch.cuda.current_device()), cutlass=has_cutlass()).source
 
     def __str__(self) -> str:
         sizes = "x".join(map(str, self.shape))
@@ -191,15 +181,12 @@ def test_everything_fused_into_a_column_major_result() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_given_kernel_runs_whatever_dispatch_thinks(name: str) -> None:
-    from qcut.cuda import int8 as _ops_cuda
-    from qcut.cuda import plans as _launch_plans
-
     m, n, k = ALIGNED
-    arch = _launch_plans.target(torch.cuda.current_device()).arch
+    arch = target(torch.cuda.current_device()).arch
     a, b = full_range(m, k).to(DEVICE), full_range(n, k, seed=1).to(DEVICE)
     options = {"out_dtype": torch.float32}
     tile = family(name).menu(GemmProblem(epilogue=Epilogue(DType.F32)), arch)[0]
-    got = _ops_cuda.gemm_s8(a, b, **options, choice=Choice(name, tile, reason="asked for"))
+    got = gemm_on_cuda(GemmS8(a, b, **options), Choice(name, tile, reason="asked for"))
     assert_same(got.cpu(), qcut.gemm_s8(a.cpu(), b.cpu(), **options))
 
 

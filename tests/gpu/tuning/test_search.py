@@ -65,7 +65,7 @@ def test_a_search_finds_a_kernel_and_resumes_without_a_launch(task: Task, bench:
     assert first.complete
     assert first.wrong == ()
     assert first.row is not None
-    assert 0.5 < first.row.time_us < 1e4
+    assert first.row.time_us > 0.5  # how much more depends on who else uses the GPU
     assert (again.row, again.measured) == (first.row, 0)
     family(task.family).validate(task.problem, first.row.tile, bench.target.arch)
 

@@ -1,0 +1,446 @@
+"""The measured figures of README.md and docs/performance.md, written from the rows in ``benchmarks/results``.
+
+    python benchmarks/tables.py
+
+A page marks each place with a pair of comments, ``<!-- measured: name -->`` and ``<!-- end -->``: what stands between
+the two is written by the function of `MEASURED` under that name. A test holds the pages to the rows.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import plots
+from benchmarks.bench_codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
+from benchmarks.bench_model import PEERS_GB
+from benchmarks.harness import CEILINGS, ROOT, geomean
+from benchmarks.reporting.markdown import MISSING, figures, markdown, us
+from benchmarks.reporting.rows import Row, Rows, shape_of
+from benchmarks.shapes import CLAIM_MIN_TOKENS
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+RESULTS = ROOT / "benchmarks" / "results"
+
+Shape = tuple[int, int, int]
+Times = dict[Shape, dict[str, float]]
+
+SQUARES = (1024, 2048, 4096, 8192)
+LAYERS = ((1280, 1280), (3840, 1280), (5120, 1280), (1280, 5120), (4096, 4096), (14336, 4096), (4096, 14336))
+TOKENS = (64, 256, 1024, 4096)
+LINEARS = ("fp16", "qcut_w8a8", "qcut_w8a8_static", "qcut_w8a16")
+LINEAR_SHAPES = (
+    *((1, n, k) for n, k in ((1280, 1280), (5120, 1280), (4096, 4096), (14336, 4096), (4096, 14336))),
+    *((64, 14336, 4096), (1024, 4096, 4096), (1024, 14336, 4096), (4096, 14336, 4096)),
+    *((m, n, k) for m in (4096, 8192) for n, k in ((1280, 1280), (3840, 1280), (5120, 1280), (1280, 5120))),
+)
+PEERS = (
+    *("fp16", "qcut_w8a8", "bitsandbytes_int8", "torchao_w8a8", "gemlite_w8a8", "humming_w8a8"),
+    *("qcut_w8a16", "torchao_w8a16", "gemlite_w8a16", "humming_w8a16", "bitsandbytes_nf4"),
+)
+CODEBOOK_LAYERS = ("fp16", "codebook4", "codebook4_int8", "w8a16")
+KERNEL_TOKENS = (1, 16, 64)
+CODEBOOK_LAYER_SHAPES = (*((m, n, k) for m in (1, FEW_TOKENS) for n, k in NK), (64, 14336, 4096), *PROMPTS)
+ATTENTION_CONTEXTS = ("64", "512", "2048", "8192", "32768")
+ENGINE_MODELS = {
+    "gpt2-large-int8": "GPT-2 Large, w8a8",
+    "llama-3-8b-codebook4": "Llama-3-8B shape, codebook4",
+    "llama-3-8b-int8": "Llama-3-8B shape, w8a8",
+    "llama2c-288": "llama2.c, 6 layers of 288, w8a16",
+    "llama2c-512": "llama2.c, 8 layers of 512, w8a16",
+    "llama2c-288-float": "llama2.c, 6 layers of 288, float16",
+}
+HEADLINE_NK = (14336, 4096)
+HEADLINE_TOKENS = (1, 16, 64, 1024, 4096)
+LIBRARIES = {"bitsandbytes": "bitsandbytes", "gemlite": "gemlite", "humming": "Humming", "torchao": "torchao"}
+
+
+def times(rows: Rows, bench: str, **wanted: str) -> Times:
+    """Shape → variant → median microseconds."""
+    by_shape: Times = {}
+    for row in rows.of(bench, **wanted):
+        by_shape.setdefault(shape_of(row), {})[row["variant"]] = float(row["median_us"])
+    return by_shape
+
+
+def name_of(shape: Shape) -> str:
+    """``M × N × K``."""
+    return " × ".join(map(str, shape))
+
+
+# ── products and layers ──────────────────────────────────────────────────────────────────────────
+
+
+def gemm(rows: Rows) -> str:
+    """cuBLASLt / int8 output / float16 output, by layer and tokens; the squares, and the means, below."""
+    measured = times(rows, "bench_gemm")
+
+    def cell(shape: Shape) -> str:
+        return " / ".join(us(measured[shape][name]) for name in ("cublaslt_s8", "qcut_s8", "qcut_f16"))
+
+    def mean(variant: str) -> str:
+        over = gemm_speeds(measured, variant, "cublaslt_s8")
+        return f"{geomean(over):.2f}× (least {min(over):.2f}×)"
+
+    few = min(one["cublaslt_s8"] / one["qcut_s8"] for (m, _, _), one in measured.items() if m < CLAIM_MIN_TOKENS)
+
+    table = markdown(
+        ["N × K", *(f"M = {m}" for m in TOKENS)],
+        ([f"{n} × {k}", *(cell((m, n, k)) for m in TOKENS)] for n, k in LAYERS),
+    )
+    squares = "; ".join(f"{size}³ {cell((size, size, size))}" for size in SQUARES)
+    count = len(gemm_speeds(measured, "qcut_s8", "cublaslt_s8"))
+    return (
+        f"{table}\n\nSquares: {squares}.\n\nOver the {count} shapes with M ≥ {CLAIM_MIN_TOKENS}, speed relative to "
+        f"cuBLASLt, geometric mean: {mean('qcut_f16')} with float16 output, {mean('qcut_s8')} with int8 output. At "
+        f"M = 16 cuBLASLt is faster where K ≥ 4096: the least is {few:.2f}×."
+    )
+
+
+def gemm_speeds(measured: Times, variant: str, baseline: str) -> list[float]:
+    """Speeds over a baseline at the shapes that the figures are stated over."""
+    return [one[baseline] / one[variant] for (m, _, _), one in measured.items() if m >= CLAIM_MIN_TOKENS]
+
+
+def linear(rows: Rows) -> str:
+    """float16 and int8 schemes, by shape."""
+    measured = times(rows, "bench_linear")
+    lines = ([name_of(shape), *(us(measured[shape][name]) for name in LINEARS)] for shape in LINEAR_SHAPES)
+    return markdown(["M × N × K", *(name.removeprefix("qcut_") for name in LINEARS)], lines)
+
+
+def peers(rows: Rows) -> str:
+    """Layers of other libraries beside qcut's, a line each."""
+    measured = times(rows, "peers/bench_linear")
+    lines = ([name, *(us(measured[shape].get(name)) for shape in measured)] for name in PEERS)
+    return markdown(["", *map(name_of, measured)], lines)
+
+
+def codebook_kernel(rows: Rows) -> str:
+    """The product alone on few tokens, plain / with dependent launch, and the rate of the latter."""
+    measured = {(row["variant"], shape_of(row)): row for row in rows.of("bench_codebook", part="kernel")}
+    peak_gb_s = CEILINGS["NVIDIA H200"].read_bytes / 1e9
+
+    def pair(scheme: str, shape: Shape) -> str:
+        return " / ".join(figures(float(measured[f"{scheme}:{how}", shape]["median_us"])) for how in ("plain", "pdl"))
+
+    lines = []
+    for shape in ((m, n, k) for m in KERNEL_TOKENS for n, k in NK):
+        rate = float(measured["codebook4:pdl", shape]["gb_s"])
+        share = f"{100 * rate / peak_gb_s:.0f} %"
+        cells = (pair(scheme, shape) for scheme in ("codebook4_int8", "w8a16"))
+        lines.append([name_of(shape), pair("codebook4", shape), f"{rate:.0f}", share, *cells])
+    header = ["M × N × K", "codebook4", "codebook4, GB/s", "of 4.48 TB/s", "codebook4_int8", "w8a16"]
+    return markdown(header, lines)
+
+
+def codebook_layer(rows: Rows) -> str:
+    """Whole layers beside float16 and the fastest layer of another library at that shape; means below."""
+    measured = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
+    lines = [
+        [name_of(shape), *(figures(measured[shape].get(name)) for name in CODEBOOK_LAYERS), best_peer_cell(rows, shape)]
+        for shape in CODEBOOK_LAYER_SHAPES
+    ]
+    table = markdown(["M × N × K", *CODEBOOK_LAYERS, "best of others"], lines)
+    return f"{table}\n\n{codebook_speedups(rows)}"
+
+
+def codebook_speedups(rows: Rows) -> str:
+    """One sentence: whole layers over float16, on few tokens and on prompts."""
+    parts: dict[str, list[str]] = {}
+    for (part, scheme), ratios in speedups(rows.of("bench_codebook")).items():
+        worst = min(ratios, key=lambda shape: ratios[shape])
+        where = f"{ratios[worst]:.2f}× at {worst.m} × {worst.n} × {worst.k}"
+        parts.setdefault(part, []).append(f"`{scheme}` {geomean(ratios.values()):.2f}× (least {where})")
+    few, prompts = (", ".join(parts[part]) for part in ("layer", "prompt"))
+    return f"Speed over float16, geometric mean: 1 to 64 tokens {few}; prompts {prompts}."
+
+
+def best_peer(rows: Rows, shape: Shape) -> tuple[str, float] | None:
+    """The fastest 8- or 4-bit layer of another library, with its microseconds; None where none was timed."""
+    others = times(rows, "peers/bench_linear").get(shape, {})
+    known = {name: value for name, value in others.items() if name != "fp16" and not name.startswith("qcut_")}
+    if shape in PEERS_US:
+        name, value = PEERS_US[shape]
+        known[name] = min(value, known.get(name, value))
+    return min(known.items(), key=lambda item: item[1]) if known else None
+
+
+def best_peer_cell(rows: Rows, shape: Shape) -> str:
+    """Microseconds and name of `best_peer`."""
+    best = best_peer(rows, shape)
+    return MISSING if best is None else f"{us(best[1])} {best[0]}"
+
+
+# ── quality ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def quality(rows: Rows) -> str:
+    """Perplexity of float16, and its change by scheme, with outliers and without."""
+    lines: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows.of("quality"):
+        lines.setdefault((row["model"], row["condition"]), {})[row["scheme"]] = row
+    names = ("w8a16", "w8a8", "w8a8_static", "smooth", "hybrid")
+    table = []
+    for (model, condition), of_scheme in lines.items():
+        cells = [f"{float(of_scheme[name]['change_percent']):+.2f} %" for name in names]
+        plan = of_scheme["hybrid"]
+        left = f"{plan['off_int8']} of {plan['layers']}"
+        title = model if condition == "plain" else f"{model}, {condition}"
+        table.append([title, f"{float(of_scheme['float16']['perplexity']):.2f}", *cells, left])
+    header = ["", "float16", "w8a16", "w8a8", "w8a8_static", "w8a8_static, smoothed", "plan", "layers the plan moved"]
+    return markdown(header, table)
+
+
+def codebook_quality(rows: Rows) -> str:
+    """Perplexity of codebook weights and 4-bit integers, by model."""
+    measured = {(row["variant"], row["model"]): row for row in rows.of("codebook_quality")}
+    models = list(dict.fromkeys(model for _, model in measured))
+
+    def cell(name: str, model: str) -> str:
+        row = measured[name, model]
+        plain = name == "float32"
+        return f"{float(row['perplexity']):.2f}" if plain else f"{float(row['change_percent']):+.2f} %"
+
+    names = dict.fromkeys(name for name, _ in measured)
+    return markdown(["weights", *models], ([name, *(cell(name, model) for model in models)] for name in names))
+
+
+# ── models ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def model(rows: Rows) -> str:
+    """GPT-2 Large in transformers with its layers replaced: prompts a second, and peak memory."""
+    speed = {
+        (row["logits"], row["variant"]): int(row["tokens_s"])
+        for row in rows.of("bench_model", beside="w8a8")
+        if row["logits"]
+    }
+    lines = []
+    for logits, what in (("last", "logits of the last token"), ("all", "all logits")):
+        before, after = speed[logits, "fp16"], speed[logits, "w8a8"]
+        title = f"prompts of 8 × 1024, {what}, tokens/s"
+        lines.append([title, f"{before:,}", f"{after:,} ({after / before:.2f}×)", MISSING, MISSING])
+    peaks = [
+        _peak(rows, "bench_model", "fp16"),
+        _peak(rows, "bench_model", "w8a8"),
+        _peak(rows, "codebook_memory/bench_model", "codebook4/w8a16"),
+        _peak(rows, "codebook_memory/bench_model", "codebook4/codebook4"),
+    ]
+    lines.append(["peak memory, one sequence of 256 tokens, GB", *(f"{peak:.3f}" for peak in peaks)])
+    small = [_peak(rows, "small_cublas_workspace/bench_model", variant) for variant in ("fp16", "w8a8")]
+    title = "the same with `CUBLAS_WORKSPACE_CONFIG=:16:8`, GB"
+    lines.append([title, *(f"{peak:.3f}" for peak in small), MISSING, MISSING])
+    header = ["", "float16", "w8a8", "codebook4, table w8a16", "codebook4, table codebook4"]
+    return markdown(header, lines)
+
+
+def _peak(rows: Rows, bench: str, variant: str) -> float:
+    return next(float(r["generate_peak_gb"]) for r in rows.of(bench, variant=variant) if r["generate_peak_gb"])
+
+
+def engine(rows: Rows) -> str:
+    """Tokens a second of the engine, and what the memory's bandwidth would allow."""
+    lines = []
+    for row in rows.of("bench_engine"):
+        if row["what"] == "kernel":
+            continue
+        decode = row["what"] == "decode"
+        limit = f"{float(row['batch']) / float(row['floor_us']) * 1e6:,.0f}" if decode else MISSING
+        what = "one token each" if decode else row["what"].replace("prefill", "prompts")
+        lines.append([ENGINE_MODELS[row["case"]], what, row["batch"], f"{int(row['tokens_s']):,}", limit])
+    return markdown(["model", "what", "sequences", "tokens/s", "limit of the memory, tokens/s"], lines)
+
+
+def generation_rates(rows: Rows) -> dict[str, float]:
+    """Tokens a second of one sequence of llama2.c's larger shape, the best of each way; qcut in float16 and w8a16."""
+    best: dict[str, float] = {}
+    for row in rows.of("bench_compare", case="llama2c-512"):
+        name = row["variant"].removesuffix("_dynamic").removesuffix("_static")
+        if row["tokens_s"] and (name != "qcut" or row["dtype"] == "float16"):
+            best[name] = max(best.get(name, 0.0), float(row["tokens_s"]))
+    return best
+
+
+def comparison(rows: Rows) -> str:
+    """One sequence of llama2.c's larger shape, by the engine and by others."""
+    names = {
+        "qcut_w8a16": "`qcut.Engine`, w8a16",
+        "qcut": "`qcut.Engine`, float16",
+        "compile": "`torch.compile` with CUDA graphs, float16",
+        "cpp": "plain C++ on the CPU, float32",
+        "eager": "transformers eager, float16",
+    }
+    rates = generation_rates(rows)
+    return markdown(["", "tokens/s"], ([names[name], f"{rates[name]:,.0f}"] for name in names))
+
+
+def attention(rows: Rows) -> str:
+    """Attention of one token, µs, and the share of the bandwidth."""
+    measured = {(r["batch"], r["context"], r["variant"]): r for r in rows.of("bench_attention")}
+    names = ("qcut", "qcut int8", "sdpa", "naive")
+    lines = []
+    for batch, context in ((b, c) for b in ("1", "8") for c in ATTENTION_CONTEXTS):
+        here = [measured.get((batch, context, name)) for name in names]
+        if any(here):
+            cells = (figures(float(row["median_us"])) if row else MISSING for row in here)
+            share = f"{float(here[0]['floor_pct']):.0f} %" if here[0] else MISSING
+            lines.append([f"{batch} × {int(context):,}", *cells, share])
+    return markdown(["sequences × context", *names, "of 4.48 TB/s"], lines)
+
+
+def quantizing(rows: Rows) -> str:
+    """Time and memory of quantizing the layers of a 7B Llama."""
+    lines = (
+        [row["scheme"], row["fit"], f"{float(row['seconds']):.1f}", f"{float(row['peak_beyond_gb']):.1f}"]
+        for row in rows.of("bench_quantize")
+    )
+    return markdown(["scheme", "indices", "seconds", "GB beside the float model"], lines)
+
+
+# ── the README ───────────────────────────────────────────────────────────────────────────────────
+
+
+def headline(rows: Rows) -> str:
+    """Six figures beside the best alternative."""
+    n, k = HEADLINE_NK
+    int8, gemms, rates = times(rows, "bench_linear"), times(rows, "bench_gemm"), generation_rates(rows)
+    few = times(rows, "bench_codebook", part="layer")
+    weights = {row["variant"]: row for row in rows.of("codebook_quality", model="gpt2-14m")}
+    prompt, token = (4096, n, k), (1, n, k)
+
+    def speed(variant: str) -> str:
+        return f"{geomean(gemm_speeds(gemms, variant, 'fp16')):.2f}×"
+
+    def change(variant: str) -> str:
+        return f"{float(weights[variant]['change_percent']):+.2f} %"
+
+    def peer(shape: Shape) -> str:
+        best = best_peer(rows, shape)
+        return MISSING if best is None else f"{us(best[1])} ({library_of(best[0])})"
+
+    lines = [
+        [
+            f"layer {n} × {k}, a prompt of 4,096 tokens, µs",
+            us(int8[prompt]["fp16"]),
+            f"**{us(int8[prompt]['qcut_w8a8'])}** (`w8a8`)",
+            peer(prompt),
+        ],
+        [
+            "the same, one token, µs",
+            us(few[token]["fp16"]),
+            f"**{us(few[token]['codebook4'])}** (`codebook4`)",
+            peer(token),
+        ],
+        [
+            "int8 matrix products of 31 shapes, mean speed over float16",
+            "1×",
+            f"**{speed('qcut_f16')}**, dequantized",
+            f"{speed('cublaslt_s8')}, int8 alone (cuBLASLt)",
+        ],
+        [
+            "generation, a Llama of 8 layers × 512, tokens/s",
+            f"{rates['eager']:,.0f}",
+            f"**{rates['qcut_w8a16']:,.0f}** (`w8a16`)",
+            f"{rates['compile']:,.0f} (torch.compile, float16)",
+        ],
+        [
+            "GPT-2 Large, peak memory at 256 tokens, GB",
+            f"{_peak(rows, 'bench_model', 'fp16'):.2f}",
+            f"**{_peak(rows, 'codebook_memory/bench_model', 'codebook4/codebook4'):.2f}** (`codebook4`)",
+            f"{min(PEERS_GB.values()):.2f} ({library_of(min(PEERS_GB, key=lambda name: PEERS_GB[name]))})",
+        ],
+        [
+            "perplexity at 4 bits a weight, a GPT-2 of 14M",
+            f"{float(weights['float32']['perplexity']):.2f}",
+            f"**{change('codebook4_calibrated')}** (`codebook4`, fitted)",
+            f"{change('int4')} (4-bit integers)",
+        ],
+    ]
+    return markdown(["", "float16, PyTorch", "qcut", "best alternative"], lines)
+
+
+def library_of(variant: str) -> str:
+    """How a library writes its own name, of a variant such as ``gemlite_w8a8``."""
+    return LIBRARIES[variant.partition("_")[0]]
+
+
+def plot(rows: Rows, out: Path) -> None:
+    """Speed of one linear layer over PyTorch's in float16, by tokens: qcut's best scheme, and the best of others."""
+    int8 = times(rows, "bench_linear")
+    codebook = times(rows, "bench_codebook", part="layer") | times(rows, "bench_codebook", part="prompt")
+    labels, ours, theirs = [], {}, {}
+    for m in HEADLINE_TOKENS:
+        shape = (m, *HEADLINE_NK)
+        speeds = {
+            name.removeprefix("qcut_"): measured[shape]["fp16"] / value
+            for measured in (codebook, int8)
+            for name, value in measured[shape].items()
+            if name != "fp16"
+        }
+        scheme = max(speeds, key=lambda name: speeds[name])
+        label = f"{m:,} token{'s' * (m > 1)}"
+        labels.append(label)
+        ours[label] = speeds[scheme], scheme
+        if best := best_peer(rows, shape):
+            theirs[label] = int8[shape]["fp16"] / best[1], library_of(best[0])
+    plots.groups(
+        out / "headline",
+        labels,
+        {"best of bitsandbytes, torchao, gemlite, Humming": theirs, "qcut, its fastest scheme": ours},
+        "PyTorch, float16",
+        f"One linear layer of an 8B Llama ({HEADLINE_NK[0]} × {HEADLINE_NK[1]}) on an H200",
+        "speed, float16 = 1",
+    )
+
+
+# ── pages ────────────────────────────────────────────────────────────────────────────────────────
+
+MEASURED: Mapping[str, Callable[[Rows], str]] = {
+    "headline": headline,
+    "quality": quality,
+    "gemm": gemm,
+    "linear": linear,
+    "peers": peers,
+    "codebook kernel": codebook_kernel,
+    "codebook layer": codebook_layer,
+    "codebook quality": codebook_quality,
+    "model": model,
+    "engine": engine,
+    "comparison": comparison,
+    "attention": attention,
+    "quantizing": quantizing,
+}
+_PLACE = re.compile(r"<!-- measured: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+
+def filled(page: str, rows: Rows) -> str:
+    """A page with what the rows say in its marked places.
+
+    Raises:
+        KeyError: a place of a name that `MEASURED` has not.
+    """
+
+    def written(place: re.Match[str]) -> str:
+        name = place["name"]
+        return f"<!-- measured: {name} -->\n\n{MEASURED[name](rows)}\n\n<!-- end -->"
+
+    return _PLACE.sub(written, page)
+
+
+def main() -> int:
+    """Write the pages and the README's plot."""
+    rows = Rows(RESULTS)
+    for path in PAGES:
+        path.write_text(filled(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
+    plot(rows, RESULTS)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,38 @@
+"""How the site is built: ``make docs``. Pages are Markdown; the reference is made from docstrings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import qcut
+
+project = "qcut"
+author = copyright = "the qcut authors"
+version = release = qcut.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+html_theme = "furo"
+html_title = f"qcut {release}"
+exclude_patterns = ["conf.py"]
+
+myst_heading_anchors = 3
+suppress_warnings = ["misc.highlighting_failure"]  # formulas that look like Python
+
+# `name` in a docstring is a link where the reference has the name, and code where it has not.
+default_role = "py:obj"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_custom_sections = [("Exactness", "Notes"), ("Source", "Notes")]
+
+
+def skip_tuple_fields(app: Any, what: str, name: str, member: Any, skip: bool, options: Any) -> bool | None:
+    """Fields of a `typing.NamedTuple` are explained by its class."""
+    return True if (getattr(member, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-skip-member", skip_tuple_fields)

@@ -1,0 +1,249 @@
+"""One int8 product of given sizes and layouts: made, checked against exact sums, timed beside cuBLASLt.
+
+Operands are uniform over all of int8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcut.cli.gemm.report import Baseline, Report, Request
+from qcut.dispatch import gemm as dispatch
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.family import Family
+from qcut.emitters.core.source import DType
+from qcut.emitters.families import INT8_DP4A, family
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.errors import ConfigError, DeviceError
+from qcut.ops.gemm import GemmS8, gemm_s8
+from qcut.tuning import timing
+from qcut.tuning.cublaslt import CublasLtError, Int8Matmul
+from qcut.tuning.timing import Variant
+
+_BLOCK_BYTES = 1 << 28
+_MAX_BLOCK = 4096
+_NAMED_TILES = 8
+
+
+def run(request: Request) -> Report:
+    """Compute, check and time a request on the current GPU, or without one on the CPU, where nothing is timed.
+
+    Raises:
+        QcutError: the GPU or a tile's name is unknown, its memory does not suffice, or the kernel cannot be built.
+        EmitError: the family or tile that was asked for cannot serve the problem.
+    """
+    if not torch.cuda.is_available():
+        return _on_cpu(request)
+    try:
+        return _on_gpu(request)
+    except torch.OutOfMemoryError as error:
+        sizes = f"{request.m} x {request.n} x {request.k}"
+        raise DeviceError(f"{sizes} does not fit the GPU's memory: {str(error).splitlines()[0]}") from None
+
+
+def _on_cpu(request: Request) -> Report:
+    a, b = operands(request, "cpu")
+    report = Report(request, "cpu", "reference")
+    report.notes.append("no CUDA device: the CPU's reference ran, and nothing is timed")
+    if request.family:
+        report.notes.append("kernels are for GPUs: --kernel and --tile chose nothing")
+    got = product(request, a, b, None)
+    if request.check:
+        report.wrong = wrong_elements(got, a, b, request)
+    return report
+
+
+def _on_gpu(request: Request) -> Report:
+    from qcut.cuda.gemm import gemm_problem, has_cutlass
+    from qcut.cuda.plans import m_bucket, target
+
+    gpu = target(torch.cuda.current_device())
+    a, b = operands(request, "cuda")
+    problem = gemm_problem(a, b, Epilogue(DType.S8, wrap=request.wrap), request.out_layout)
+    rows = m_bucket(request.m)
+    choice = select(request, problem, rows, gpu, has_cutlass())
+    report = Report(request, gpu.name, dispatch.emit(choice, problem, gpu.arch).name, choice)
+    forced = choice if request.family else None
+    got = product(request, a, b, forced)
+    if request.check:
+        report.wrong = wrong_elements(got, a, b, request)
+        if report.wrong:
+            report.notes.append("a wrong result is not timed")
+            return report
+    del got
+    copies = [b, *(b.clone() for _ in range(timing.rotation(b.nbytes) - 1))]
+    clock = timing.CudaClock()
+    variants = [Variant("qcut", lambda i: product(request, a, copies[i], forced), len(copies))]
+    baseline = _cublaslt(request, a, copies, clock, report.notes.append) if request.compare else None
+    if baseline:
+        variants.append(baseline[0])
+    timings = timing.measure(variants, clock, report=report.notes.append)
+    report.timing = timings["qcut"]
+    if baseline:
+        variant, kernel, layouts = baseline
+        report.baseline = Baseline(kernel, layouts, timings[variant.name])
+    return report
+
+
+# ── the product ──────────────────────────────────────────────────────────────────────────────────
+
+
+def operands(request: Request, device: str) -> tuple[Tensor, Tensor]:
+    """A ``[M, K]`` and B's transpose ``[N, K]``, each with the memory order that the layouts ask for."""
+    generator = torch.Generator(device).manual_seed(request.seed)
+
+    def matrix(rows: int, along_k: bool) -> Tensor:
+        shape = (rows, request.k) if along_k else (request.k, rows)
+        q = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8, device=device)
+        return q if along_k else q.t()
+
+    return matrix(request.m, request.layouts[0] == "t"), matrix(request.n, request.layouts[1] == "n")
+
+
+def product(request: Request, a: Tensor, b: Tensor, choice: Choice | None) -> Tensor:
+    """C by `qcut.gemm_s8`; with ``choice``, by that kernel."""
+    options: dict[str, Any] = {
+        "out_dtype": torch.int8,
+        "out_inv_scale": request.factor,
+        "out_layout": request.out_layout,
+        "wrap": request.wrap,
+    }
+    if choice is None:
+        return gemm_s8(a, b, **options, tensor_cores=request.tensor_cores)
+    from qcut.cuda import gemm as gemm_cuda
+
+    return gemm_cuda.gemm_s8(GemmS8(a, b, **options), choice)
+
+
+def select(request: Request, problem: GemmProblem, rows: int, target: Target, cutlass: bool) -> Choice:
+    """The kernel that a request asks for, or dispatch's.
+
+    Args:
+        request: family and tile.
+        problem: what the operands ask of a kernel.
+        rows: M, as launch plans round it up.
+        target: the GPU.
+        cutlass: whether nvcc and g++ are there.
+
+    Raises:
+        ConfigError: the family has no tile of that name.
+        EmitError: the family cannot serve the problem.
+    """
+    sizes = (rows, request.n, request.k)
+    tensor_cores = request.tensor_cores and request.family != INT8_DP4A.name
+    chosen = dispatch.select_gemm(problem, *sizes, target, cutlass=cutlass, tensor_cores=tensor_cores)
+    if request.family is None:
+        return chosen
+    wanted = family(request.family)
+    if request.tile:
+        return Choice(wanted.name, find_tile(wanted, request.tile, problem, target.arch), reason="asked for")
+    if chosen.family == wanted.name:
+        return chosen
+    menu = wanted.menu(problem, target.arch)
+    if not menu:
+        wanted.validate(problem, next(iter(wanted.default_tiles(problem, target.arch))), target.arch)
+
+    def cycles(tile: Any) -> float:
+        return dispatch.expected(Choice(wanted.name, tile), problem, *sizes, target).cycles
+
+    return Choice(wanted.name, min(menu, key=cycles), reason="family asked for, tile by model")
+
+
+def find_tile(wanted: Family[Any, Any], name: str, problem: GemmProblem, arch: str) -> Any:
+    """The tile of that name in a family's menu or search space.
+
+    Raises:
+        ConfigError: there is none; the message lists some that exist.
+    """
+    names: dict[str, None] = {}
+    for tile in chain(wanted.default_tiles(problem, arch), wanted.search_space(problem, arch)):
+        if tile.name == name:
+            return tile
+        names[tile.name] = None
+    some = ", ".join(list(names)[:_NAMED_TILES])
+    raise ConfigError(f"tile {name!r} is none of the {len(names)} {wanted.name} tiles on {arch}: {some}, …")
+
+
+# ── the check ────────────────────────────────────────────────────────────────────────────────────
+
+
+def exact_blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Blocks of ``a @ b.T`` that fit memory: rows, columns and the sums, exact integers in float64.
+
+    Any order of summation is exact there: a sum is an integer of at most ``2**14 K < 2**31``.
+    """
+    extent = max(1, min(_MAX_BLOCK, _BLOCK_BYTES // (8 * a.shape[1])))
+    for column in range(0, len(b), extent):
+        columns = slice(column, column + extent)
+        right = b[columns].double().t()
+        for row in range(0, len(a), extent):
+            rows = slice(row, row + extent)
+            yield rows, columns, a[rows].double() @ right
+
+
+def wrong_elements(got: Tensor, a: Tensor, b: Tensor, request: Request) -> int:
+    """How many elements of C differ from ``clamp(rne(f32(sum) * scale), -128, 127)``, or from the sums' low bits."""
+    wrong = torch.zeros((), dtype=torch.int64, device=got.device)
+    for rows, columns, sums in exact_blocks(a, b):
+        if request.wrap:
+            expected = (sums.long() + 128) % 256 - 128
+        else:
+            # A product of two float32 is exact in float64, so that this rounds once.
+            expected = (sums.float().double() * request.factor).round_().clamp_(-128, 127)
+        wrong += (got[rows, columns] != expected).sum()
+    return int(wrong)
+
+
+# ── cuBLASLt ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _cublaslt(
+    request: Request, a: Tensor, copies: list[Tensor], clock: timing.Clock, note: Callable[[str], object]
+) -> tuple[Variant, str, str] | None:
+    """The fastest of cuBLASLt's algorithms, its description and layouts; None, and a note, where it has none."""
+    failure = ""
+    for layouts in dict.fromkeys((request.layouts, "tnt")):
+        try:
+            return (*_cublaslt_variant(request, layouts, a, copies, clock), layouts)
+        except CublasLtError as error:
+            failure = failure or str(error)
+            if layouts != "tnt":
+                note(f"{error}; compared with its tnt, A row-major, B column-major, C row-major")
+    note(f"not compared: {failure}")
+    return None
+
+
+def _cublaslt_variant(
+    request: Request, layouts: str, a: Tensor, copies: list[Tensor], clock: timing.Clock
+) -> tuple[Variant, str]:
+    m, n, k = request.m, request.n, request.k
+    gemm = Int8Matmul(m, n, k, layouts=layouts)
+    if layouts != request.layouts:
+        a, copies = a.contiguous(), [b.contiguous() for b in copies]
+    memory = torch.empty(m * n, dtype=torch.int8, device=a.device)
+    alpha = request.default_scale if request.wrap else request.factor
+
+    def run_algorithm(number: int, i: int) -> None:
+        gemm.run(a, copies[i], memory, alpha, number)
+
+    def time_us(number: int) -> float:
+        run_algorithm(number, 0)  # one that cannot run says so here
+        candidate = Variant("algorithm", lambda i: run_algorithm(number, i), len(copies))
+        return timing.measure([candidate], clock, rounds=5, target_us=500)["algorithm"].median_us
+
+    best = gemm.best(time_us)
+    run_algorithm(best, 0)
+    if request.check:
+        out = memory.view(m, n) if layouts[2] == "t" else memory.view(n, m).t()
+        for rows, columns, sums in exact_blocks(a, copies[0]):
+            error = (out[rows, columns].double() - (sums * alpha).clamp_(-128, 127)).abs().max().item()
+            if not error <= 0.5 + 1e-4:  # float32's own rounding of values up to 128, ties either way
+                raise CublasLtError(f"cuBLASLt's result is off by {error}")
+    return Variant("cublaslt", lambda i: run_algorithm(best, i), len(copies)), gemm.describe(best)

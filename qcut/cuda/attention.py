@@ -1,0 +1,225 @@
+"""`qcut.ops.attention` on CUDA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
+from qcut.cuda.streams import current_stream
+from qcut.dispatch.attention import emit_attention, select_attention
+from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
+from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.decoder.attention.mma import AttentionMma
+from qcut.numerics import int8
+from qcut.ops.attention import AppendAttention, AppendKv, DecodeAttention
+from qcut.ops.registry import serves
+
+_LOG2_E = math.log2(math.e)
+
+# ── filling the cache ────────────────────────────────────────────────────────────────────────────
+
+_append_plans: PlanCache[LaunchPlan] = PlanCache()
+
+
+@serves(AppendKv)
+def append_kv(call: AppendKv) -> None:
+    call.check()
+    _append(call)
+
+
+def _append(call: AppendKv) -> None:
+    tokens, cache = call.tokens, call.cache
+    q, k, v = tokens.q, tokens.k, tokens.v
+    (count, heads, head), (_, kv_heads, context, _), device = q.shape, cache.keys.shape, q.get_device()
+    if count == 0:
+        return
+    if v.stride(0) != k.stride(0):
+        k, v = k.contiguous(), v.contiguous()
+    tables = [table.contiguous() for table in tokens.rotary]
+    rotary: Rotary = "none" if not tables else "interleaved" if call.interleaved else "half"
+    queries = heads if tables else 0  # without rotary positions queries have nothing to do
+    size, many = q.element_size(), count >= MANY_TOKENS
+    vector = RotateAndAppend.widest(head, size)
+    rows = q.data_ptr() | k.data_ptr() | v.data_ptr() | (q.stride(0) | k.stride(0)) * size
+    for table in tables:
+        rows |= table.data_ptr()
+    stored = cache.keys.data_ptr() | cache.values.data_ptr()
+    aligned = rows % (vector * size) == 0 == stored % (vector * cache.keys.element_size())
+    key = (q.dtype, cache.keys.dtype, head, queries, kv_heads, rotary, many, aligned, device)
+    plan = _append_plans.get(key) or _append_plans.make(key, lambda: _plan_append(*key))
+    if tables:
+        tables.append(tokens.positions.contiguous())
+    given = [q, k, v, *tables, tokens.slots.contiguous(), cache.keys, cache.values, *cache.scales]
+    strides = (q.stride(0), k.stride(0), cache.keys.stride(0))
+    sizes = (queries, kv_heads, context, count, call.length)
+    plan.launch(count, (*(t.data_ptr() for t in given), *strides, *sizes), current_stream(device))
+
+
+def _plan_append(
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    head: int,
+    queries: int,
+    kv_heads: int,
+    rotary: Rotary,
+    many: bool,
+    aligned: bool,
+    device: int,
+) -> LaunchPlan:
+    desc = RotateAndAppend(DTYPES[dtype], DTYPES[cache], head, rotary, target(device).arch, many, aligned)
+    source = emit_append(desc)
+    return LaunchSpec(source, lambda m: desc.grid(m, queries, kv_heads), pdl=pdl(device)).load(device)
+
+
+# ── reading the cache ────────────────────────────────────────────────────────────────────────────
+
+
+class Counters:
+    """Zeros with which an attention kernel counts its finished CTAs, and which the kernel leaves zero.
+
+    Launches on one stream follow one another and share a tensor. A CUDA graph gets a tensor of its own, whose memory
+    belongs to the graph and which each replay sets to zero first: a graph can be replayed on any stream, before or
+    beside any other.
+    """
+
+    def __init__(
+        self,
+        stream: Callable[[int], int] = current_stream,
+        is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing,
+    ) -> None:
+        self._stream, self._is_capturing = stream, is_capturing
+        self._kept: dict[tuple[int, int], Tensor] = {}
+
+    def take(self, count: int, like: Tensor) -> Tensor:
+        """At least ``count`` zeros, int32, on the device of a tensor, for one launch on the current stream."""
+        if self._is_capturing():
+            return like.new_zeros(count, dtype=torch.int32)
+        device = like.get_device()
+        key = (device, self._stream(device))
+        kept = self._kept.get(key)
+        if kept is None or len(kept) < count:
+            kept = self._kept[key] = like.new_zeros(max(count, 4096), dtype=torch.int32)
+        return kept
+
+
+_counters = Counters()
+
+Form = Literal["read", "append", "rotate_and_append"]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """A kernel of attention for one shape.
+
+    Attributes:
+        kernel: the launch.
+        workspace_floats: float32 in which CTAs leave their parts of the context; 0: they meet without memory.
+        counters: zeros that it counts with; 0 without a workspace.
+        appends: whether the kernel fills the cache too.
+    """
+
+    kernel: LaunchPlan
+    workspace_floats: int
+    counters: int
+    appends: bool
+
+
+_attention_plans: PlanCache[AttentionPlan] = PlanCache()
+
+
+@serves(DecodeAttention)
+def decode_attention(call: DecodeAttention) -> Tensor:
+    call.check()
+    if call.q.shape[0] == 0:
+        return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
+    return _decode(call)
+
+
+def _decode(call: DecodeAttention) -> Tensor:
+    cache = call.cache
+    given = [call.q, *cache[:2], *cache.scales, call.positions.contiguous()]
+    return _launch(_plan_for("read", call), call, given)
+
+
+@serves(AppendAttention)
+def append_attention(call: AppendAttention) -> Tensor:
+    call.check()
+    if call.q.shape[0] == 0:
+        return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
+    plan = _plan_for("append" if call.cos is None else "rotate_and_append", call)
+    if not plan.appends:
+        append, attention = call.parts
+        _append(append)
+        y = _decode(attention)
+        int8.raise_absmax(call.absmax, y)
+        return y
+    tokens, cache = call.tokens, call.cache
+    k, v = tokens.k, tokens.v
+    if v.stride(0) != k.stride(0):
+        k, v = k.contiguous(), v.contiguous()
+    tables = [table.contiguous() for table in tokens.rotary]
+    places = [tokens.positions.contiguous(), tokens.slots.contiguous()]
+    given = [tokens.q, k, v, *tables, *places, *cache[:2], *cache.scales]
+    absmax = 0 if call.absmax is None else call.absmax.data_ptr()
+    return _launch(plan, call, given, (absmax,), (k.stride(0),))
+
+
+def _launch(
+    plan: AttentionPlan,
+    call: DecodeAttention | AppendAttention,
+    given: list[Tensor],
+    absmax: tuple[int, ...] = (),
+    kv_stride: tuple[int, ...] = (),
+) -> Tensor:
+    """Queue the kernel; a kernel that appends takes absmax and the stride of keys and values too."""
+    q, (_, kv_heads, context, _) = call.q, call.keys.shape
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if plan.workspace_floats:
+        workspace = torch.empty(plan.workspace_floats, dtype=torch.float32, device=q.device)
+        counters = _counters.take(plan.counters, q) if call.counters is None else call.counters
+        met = (workspace.data_ptr(), counters.data_ptr())
+    else:
+        met = (0, 0)
+    pointers = (*(t.data_ptr() for t in given), y.data_ptr(), *met)
+    strides = (q.stride(0), *kv_stride, call.keys.stride(0))
+    sizes = (kv_heads, q.shape[1] // kv_heads, context, call.scale * _LOG2_E)
+    plan.kernel.launch(q.shape[0], (*pointers, *absmax, *strides, *sizes), current_stream(q.get_device()))
+    return y
+
+
+def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionPlan:
+    """The plan for the call's shape: batch and context too decide the kernel, and in how many parts it reads."""
+    q, keys = call.q, call.keys
+    key = (form, q.dtype, keys.dtype, q.shape, keys.shape[1:3], q.get_device())
+    return _attention_plans.get(key) or _attention_plans.make(key, lambda: _plan_attention(*key))
+
+
+def _plan_attention(
+    form: Form, dtype: torch.dtype, cache: torch.dtype, q: torch.Size, stored: torch.Size, device: int
+) -> AttentionPlan:
+    (batch, heads, head), (kv_heads, context), gpu = q, stored, target(device)
+    queries = heads // kv_heads
+    desc, parts = select_attention(
+        DTYPES[dtype],
+        DTYPES[cache],
+        head,
+        queries,
+        gpu,
+        batch=batch,
+        kv_heads=kv_heads,
+        context=context,
+    )
+    if appends := form != "read" and isinstance(desc, AttentionMma):
+        source = emit_attention_append(AttentionAppend(desc, form == "rotate_and_append"))
+    else:
+        source = emit_attention(desc)
+    grid = desc.grid(batch, kv_heads, queries, parts)
+    kernel = LaunchSpec(source, lambda m: grid, pdl=pdl(device)).load(device)
+    floats = desc.workspace_floats(batch, kv_heads, queries, parts)
+    return AttentionPlan(kernel, floats, grid[1] * batch if floats else 0, appends)

@@ -1,0 +1,221 @@
+"""`qcut.ops.gemm` on CUDA, and the kernels of int8 products that linear layers take as well."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from qcut import jit
+from qcut.config import padded_k
+from qcut.cuda.operands import dense
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, m_bucket, target
+from qcut.dispatch import gemm as dispatch
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.stream import int8_tile
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.families import INT8_CUTLASS, INT8_STREAM, W8A16_MMA
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.emitters.stream import w8a8 as stream
+from qcut.emitters.stream.w8a8 import W8A8Problem
+from qcut.ops.gemm import GemmS8
+from qcut.ops.registry import serves
+
+TMA_ROWS = 64
+"""Rows a layer's int8 operands have at least on sm_90a: a TMA box that hangs over the edge of A loads slower."""
+
+_plans: PlanCache[LaunchPlan] = PlanCache()
+
+# ── kernels ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@cache
+def has_cutlass() -> bool:
+    """Whether CUTLASS's kernels can be built here; warns, once, where they cannot."""
+    available = jit.is_toolchain_available("nvcc")
+    if not available:
+        warnings.warn(
+            "qcut: nvcc or g++ is missing, so int8 GEMMs run on the raw kernels instead of CUTLASS's; "
+            "`qcut doctor` says what to install",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return available
+
+
+class Product(NamedTuple):
+    """An int8 product of up to so many rows: all that chooses its kernel.
+
+    Attributes:
+        problem: types, layouts, alignments and epilogue.
+        rows: of A and D.
+        n: columns of B and D.
+        k: summed over; as padded, where the operands are.
+        tensor_cores: False asks for the dp4a kernels.
+    """
+
+    problem: GemmProblem
+    rows: int
+    n: int
+    k: int
+    tensor_cores: bool = True
+
+    def spec(self, gpu: Target, *, cutlass: bool) -> LaunchSpec:
+        """The launch that dispatch chooses; ``cutlass`` says whether CUTLASS's kernels can be built."""
+        few = self.stream_spec("none", gpu) if self.tensor_cores else None
+        if few is not None:
+            return few
+        sizes = (self.rows, self.n, self.k)
+        choice = dispatch.select_gemm(self.problem, *sizes, gpu, cutlass=cutlass, tensor_cores=self.tensor_cores)
+        return chosen_spec(choice, self.problem, self.n, gpu)
+
+    def stream_spec(
+        self, tokens: stream.Tokens, gpu: Target, *, aligned: bool = True, absmax: bool = False
+    ) -> LaunchSpec | None:
+        """The launch of the kernel that streams weights past few tokens, where it serves this product.
+
+        Args:
+            tokens: what the kernel knows of them, see `qcut.emitters.stream.w8a8`.
+            gpu: the GPU.
+            aligned: whether rows of tokens start at multiples of 16 bytes.
+            absmax: whether the kernel notes the largest magnitudes of its result.
+        """
+        problem = self.problem
+        if self.rows > stream.MAX_TOKENS or problem.layouts != "tnt" or problem.alignment_k % 16:
+            return None
+        few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
+        if not stream.is_legal(few, self.rows, self.k, gpu.arch):
+            return None
+        tile = int8_tile(few, self.rows, self.n, self.k, gpu)
+        source, grid = INT8_STREAM.emit(few, tile, gpu.arch), INT8_STREAM.grid_of(tile, self.n, gpu.sm_count)
+        return LaunchSpec(source, grid, pdl=architecture(gpu.arch).pdl)
+
+
+def weight_only_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
+    """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` lets it begin before its predecessor ends."""
+    return chosen_spec(dispatch.select_weight_only(problem, rows, n, k, gpu), problem, n, gpu, pdl=pdl)
+
+
+def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
+    """The launch of a given kernel."""
+    source = dispatch.emit(choice, problem, gpu.arch)
+    # Started early, w8a16_mma took 1.7 to 2.4 times as long (14336×4096, M = 64).
+    pdl = pdl and architecture(gpu.arch).pdl and source.waits and choice.family != W8A16_MMA.name
+    grid = dispatch.grid(choice, n, gpu.sm_count)
+    if choice.family != INT8_CUTLASS.name:
+        return LaunchSpec(source, grid, pdl=pdl)
+    assert isinstance(choice.tile, TileConfig)
+    return LaunchSpec(
+        source,
+        grid,
+        tail=(gpu.sm_count, choice.swizzle, choice.raster, choice.splits),
+        needs_workspace=choice.tile.schedule == "stream_k",
+        pdl=pdl,
+        min_rows=TMA_ROWS if choice.tile.schedule != "multistage" else 1,
+    )
+
+
+def plan_for(product: Product, choice: Choice | None, device: int) -> LaunchPlan:
+    """The launch plan of a product on a device, on the given kernel or on dispatch's choice."""
+    gpu = target(device)
+    if choice is None:
+        return product.spec(gpu, cutlass=has_cutlass()).load(device)
+    return chosen_spec(choice, product.problem, product.n, gpu).load(device)
+
+
+# ── operands ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Operand(NamedTuple):
+    """An int8 matrix ``[rows, K]`` as kernels take it.
+
+    Attributes:
+        q: the matrix, or a copy of one that is contiguous along neither side.
+        along_k: whether runs of contiguous elements go along K; otherwise along the rows' index.
+        ld: elements from one run to the next.
+        alignment: 16, 8, 4, 2 or 1: all runs start and end at multiples of so many bytes.
+    """
+
+    q: Tensor
+    along_k: bool
+    ld: int
+    alignment: int
+
+    @classmethod
+    def of(cls, q: Tensor) -> Operand:
+        """A matrix with any strides."""
+        (rows, k), (row_stride, k_stride) = q.shape, q.stride()
+        sides = ((True, k_stride, k, row_stride, rows), (False, row_stride, rows, k_stride, k))
+        for along_k, step, run, ld, runs in sides:
+            if (step == 1 or run == 1) and (ld >= run or runs == 1):
+                ld = padded_k(run) if runs == 1 else ld
+                return cls(q, along_k, ld, dispatch.alignment_of(q.data_ptr() | ld | run))
+        return cls.of(q.contiguous())
+
+
+def gemm_problem(a: Tensor, b: Tensor, epilogue: Epilogue, out_layout: Literal["row", "column"]) -> GemmProblem:
+    """What the product of these operands asks of a kernel; D is contiguous."""
+    return _problem(Operand.of(a), Operand.of(b), epilogue, out_layout)
+
+
+def _problem(left: Operand, right: Operand, epilogue: Epilogue, out_layout: Literal["row", "column"]) -> GemmProblem:
+    return GemmProblem(
+        epilogue=epilogue,
+        alignment_k=min(left.alignment, right.alignment),
+        alignment_n=dispatch.alignment_of(len(right.q) if out_layout == "row" else len(left.q)),
+        layout_a="row" if left.along_k else "column",
+        layout_b="column" if right.along_k else "row",
+        layout_d=out_layout,
+    )
+
+
+# ── the operator ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _epilogue(call: GemmS8) -> Epilogue:
+    return Epilogue(
+        out=DTYPES[call.dtype],
+        row_scale="none" if call.row_scale is None else "per_token",
+        col_scale="none" if call.col_scale is None else "per_channel",
+        zero_point="none" if call.zero_point is None else "per_token",
+        bias=call.bias is not None,
+        activation=Activation(call.activation),
+        residual=call.residual is not None,
+        wrap=call.wrap,
+    )
+
+
+@serves(GemmS8)
+def gemm_s8(call: GemmS8, choice: Choice | None = None) -> Tensor:
+    """The operator; with ``choice``, on that kernel whatever dispatch thinks of it."""
+    call.check()
+    (m, k), n, device = call.a.shape, call.b.shape[0], call.a.get_device()
+    out = call.fake()
+    if m == 0:
+        return out
+    left, right = Operand.of(call.a), Operand.of(call.b)
+    out_layout = cast(Literal["row", "column"], call.out_layout)
+    ldd, residual = n if out_layout == "row" else m, call.residual
+    if residual is not None and out_layout == "column":
+        residual = residual.t()
+    # In the order of Epilogue.params().
+    vectors = (call.zero_point, call.colsum, call.row_scale, call.col_scale, call.bias, residual)
+    fused = tuple(vector is not None for vector in vectors)
+    memory = (left.along_k, left.alignment, right.along_k, right.alignment, out_layout, dispatch.alignment_of(ldd))
+    options = (call.dtype, call.wrap, call.activation, call.tensor_cores, choice)
+    key = (fused, memory, options, m_bucket(m), n, k, device)
+    plan = _plans.get(key)
+    if plan is None:
+        problem = _problem(left, right, _epilogue(call), out_layout)
+        product = Product(problem, m_bucket(m), n, k, call.tensor_cores)
+        plan = _plans.make(key, lambda: plan_for(product, choice, device))
+    kept = [dense(vector) for vector in vectors if vector is not None]  # until the launch is queued
+    requantize = (call.out_inv_scale, float(call.out_zero_point)) if call.dtype is torch.int8 and not call.wrap else ()
+    args = (left.q.data_ptr(), right.q.data_ptr(), out.data_ptr(), m, n, k, left.ld, right.ld, ldd)
+    plan.run(m, (*args, *(vector.data_ptr() for vector in kept), *requantize), device)
+    return out

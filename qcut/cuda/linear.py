@@ -1,0 +1,356 @@
+"""`qcut.ops.linear` on CUDA: linear layers with int8 weights.
+
+A call is a look-up in a dictionary, one allocation for the result (and one for quantized tokens), and one or two
+launches on the current stream. The first call of a layer makes a plan and hands it to `qcut.cuda.native`, whose C++
+serves the calls that follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcut.config import padded_k
+from qcut.cuda import native
+from qcut.cuda.gemm import TMA_ROWS, Product, has_cutlass, weight_only_spec
+from qcut.cuda.operands import dense, row_major
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, m_bucket, target
+from qcut.cuda.quantize import per_tensor_spec, per_token_spec
+from qcut.dispatch import gemm as dispatch
+from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.errors import DtypeError
+from qcut.numerics import int8 as numerics
+from qcut.ops.linear import Int8Linear, LinearWithAbsmax, W8A8Linear, W8A8StaticLinear, W8A16Linear
+from qcut.ops.registry import serves
+
+# ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
+
+
+def linear_problem(
+    dtype: DType, n: int, k: int, bias: bool, activation: str, scheme: str, *, aligned: bool = True
+) -> GemmProblem:
+    """What a linear layer asks of its product.
+
+    Args:
+        dtype: of tokens and result.
+        n: output channels.
+        k: columns of the tokens.
+        bias: whether there is one.
+        activation: after the bias.
+        scheme: ``w8a8``, ``w8a8_static`` or ``w8a16``.
+        aligned: whether rows of tokens start at multiples of 16 bytes.
+    """
+    epilogue = Epilogue(
+        out=dtype,
+        row_scale="per_token" if scheme == "w8a8" else "none",
+        col_scale="per_channel",
+        zero_point="per_tensor" if scheme == "w8a8_static" else "none",
+        bias=bias,
+        activation=Activation(activation),
+    )
+    problem = GemmProblem(epilogue=epilogue, alignment_n=dispatch.alignment_of(n))
+    if scheme == "w8a16":
+        return replace(problem, a=dtype, alignment_k=8 if aligned and k % 8 == 0 else 1)
+    return problem
+
+
+class LinearLayer(NamedTuple):
+    """A layer with int8 weights at up to so many rows: all that chooses its kernels.
+
+    Attributes:
+        scheme: ``w8a8``, ``w8a8_static`` or ``w8a16``.
+        dtype: of tokens and result.
+        rows: tokens, a `qcut.cuda.plans.m_bucket`.
+        n: output channels.
+        k: columns of the tokens.
+        bias: whether there is one.
+        activation: after the bias.
+        aligned: whether rows of tokens start at multiples of 16 bytes.
+    """
+
+    scheme: str
+    dtype: torch.dtype
+    rows: int
+    n: int
+    k: int
+    bias: bool
+    activation: str
+    aligned: bool
+
+    def problem(self) -> GemmProblem:
+        """What the layer asks of its product."""
+        dtype = DTYPES[self.dtype]
+        return linear_problem(dtype, self.n, self.k, self.bias, self.activation, self.scheme, aligned=self.aligned)
+
+    def specs(self, device: int) -> tuple[LaunchSpec | None, LaunchSpec]:
+        """The launches of a call: of the kernel that quantizes tokens, None without one, and of the product."""
+        gpu, dtype, k = target(device), DTYPES[self.dtype], padded_k(self.k)
+        problem = self.problem()
+        if self.scheme == "w8a16":
+            return None, weight_only_spec(problem, self.rows, self.n, self.k, gpu)
+        many = Product(problem, max(self.rows, TMA_ROWS), self.n, k)
+        if self.scheme == "w8a8_static":
+            quantize = per_tensor_spec(dtype, k, gpu, aligned=self.aligned)
+            return quantize, many.spec(gpu, cutlass=has_cutlass())
+        quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned)
+        few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu)
+        return quantize, few or many.spec(gpu, cutlass=has_cutlass())
+
+
+def sources(layer: LinearLayer, device: int) -> list[KernelSource]:
+    """The kernels that a call of the layer launches on a device."""
+    return [spec.source for spec in layer.specs(device) if spec is not None]
+
+
+# ── plans ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class LinearPlan(NamedTuple):
+    """Launch plans of a layer at one bucket of rows.
+
+    Attributes:
+        quantize: None where the product takes tokens as they are.
+        product: its ``min_rows`` are what int8 tokens and the result have.
+        n: output channels.
+        k_padded: columns of the weight.
+    """
+
+    quantize: LaunchPlan | None
+    product: LaunchPlan
+    n: int
+    k_padded: int
+
+    def for_native(self) -> native.Plan | None:
+        """The plan for C++, or None where Python must launch."""
+        quantize = native.Launch() if self.quantize is None else self.quantize.for_native()
+        product = self.product.for_native()
+        if quantize is None or product is None:
+            return None
+        return native.Plan(quantize, product, self.k_padded, self.product.min_rows)
+
+
+_plans: PlanCache[LinearPlan] = PlanCache()
+"""By layer and device: layers of one kind share a plan."""
+_called: PlanCache[LinearPlan] = PlanCache(on_clear=native.clear)
+"""By everything that a call's checks read, so that a hit needs none; tensors by address, dtype, shape and strides."""
+
+
+def plan_for(layer: LinearLayer, device: int) -> LinearPlan:
+    """The plan of a layer on a device: `sources` of the same layer are its kernels."""
+    return _plans.get((layer, device)) or _plans.make((layer, device), lambda: _load(layer, device))
+
+
+def _load(layer: LinearLayer, device: int) -> LinearPlan:
+    quantize, product = layer.specs(device)
+    first = None if quantize is None else quantize.load(device)
+    return LinearPlan(first, product.load(device), layer.n, padded_k(layer.k))
+
+
+# ── the operators of float tokens ────────────────────────────────────────────────────────────────
+
+_DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "w8a8": (torch.float16, torch.bfloat16, torch.float32),
+    "w8a8_static": (torch.float16, torch.bfloat16, torch.float32),
+    "w8a16": (torch.float16, torch.bfloat16),
+}
+
+
+@serves(W8A8Linear)
+def w8a8_linear(call: W8A8Linear) -> Tensor:
+    return _linear("w8a8", call, (call.qweight, call.weight_scale, call.bias))
+
+
+@serves(W8A8StaticLinear)
+def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
+    return _linear(
+        "w8a8_static",
+        call,
+        (call.qweight, call.col_scale, call.colsum, call.bias),
+        (call.x_scale, call.x_zero_point),
+    )
+
+
+@serves(W8A16Linear)
+def w8a16_linear(call: W8A16Linear) -> Tensor:
+    return _linear("w8a16", call, (call.qweight, call.weight_scale, call.bias))
+
+
+def _linear(
+    scheme: str,
+    call: W8A8Linear | W8A8StaticLinear | W8A16Linear,
+    parameters: Sequence[Tensor | None],
+    x_range: tuple[float, int] | None = None,
+) -> Tensor:
+    """One of the three operators.
+
+    Args:
+        scheme: ``w8a8``, ``w8a8_static`` or ``w8a16``.
+        call: the operator's arguments.
+        parameters: weight, its scale, its sums along K (w8a8_static alone) and the bias, or dense copies of them.
+        x_range: scale and zero point of the tokens (w8a8_static alone).
+    """
+    x = call.x
+    if x.dim() == 0 or x.shape[-1] == 0:
+        call.check()  # raises
+    k = x.shape[-1]
+    m = x.numel() // k
+    tokens, stride = row_major(x)
+    address = tokens.data_ptr()
+    aligned = (address | stride * x.element_size()) & 15 == 0
+    device = x.get_device()
+    memory = [None if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in parameters]
+    key = (scheme, x.dtype, m_bucket(m), k, call.activation, aligned, device, *memory)
+    plan = _called.get(key)
+    if plan is None or m == 0:
+        call.check()
+        _check_dtype(scheme, x)
+        if m == 0:
+            return call.fake()
+        copies = [None if t is None else dense(t) for t in parameters]
+        if any(a is not b for a, b in zip(copies, parameters, strict=True)):
+            return _linear(scheme, call, copies, x_range)
+        layer = LinearLayer(
+            scheme, x.dtype, m_bucket(m), len(call.qweight), k, call.bias is not None, call.activation, aligned
+        )
+        plan = _called.make(key, lambda: _shared(layer, device, parameters))
+    n, k_padded = plan.n, plan.k_padded
+    weight, scale, *colsum, bias = [0 if t is None else t[0] for t in memory]
+    rows = max(m, plan.product.min_rows)
+    if plan.quantize is None:
+        operands, sizes = (address, weight), (m, n, k, stride, k_padded, n)
+        epilogue: tuple[int, ...] = (scale,)
+    else:
+        # One allocation for all, in x's dtype, which spares a conversion of arguments: int8 rows are multiples of
+        # 16 bytes, so the scales behind them are aligned.
+        scratch = x.new_empty(rows * (k_padded + 4 * (x_range is None)) // x.element_size())
+        q = scratch.data_ptr()
+        operands, sizes = (q, weight), (rows, n, k_padded, k_padded, k_padded, n)
+        if x_range is None:
+            token_scale = q + rows * k_padded
+            epilogue = (token_scale, scale)
+            plan.quantize.run(m, (address, q, token_scale, stride, m, k, k_padded), device)
+        else:
+            epilogue = (x_range[1], *colsum, scale)
+            plan.quantize.run(m, (address, q, stride, m, k, k_padded, *x_range), device)
+    y, y_rows = _result(x, m, rows, n)
+    args = (*operands, y_rows.data_ptr(), *sizes, *epilogue)
+    plan.product.run(rows, (*args, bias) if bias else args, device)
+    return y
+
+
+def _check_dtype(scheme: str, x: Tensor) -> None:
+    if x.dtype not in _DTYPES[scheme]:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES[scheme])
+        raise DtypeError(f"qcut::{scheme}_linear: x is {x.dtype}; allowed on CUDA: {names}")
+
+
+def _shared(layer: LinearLayer, device: int, parameters: Sequence[Tensor | None]) -> LinearPlan:
+    """The plan of a layer, which C++ has from now on for these parameters."""
+    plan = plan_for(layer, device)
+    library, launches = native.library(), plan.for_native()
+    if library is not None and launches is not None:
+        weight, scale, *colsum, bias = [0 if t is None else t.data_ptr() for t in parameters]
+        addresses = (weight, scale, colsum[0] if colsum else 0, bias)
+        options = (layer.n, layer.k, layer.rows, layer.dtype, layer.activation, device, layer.aligned)
+        library.insert(native.key(layer.scheme, addresses, *options), launches)
+    return plan
+
+
+def _result(x: Tensor, m: int, rows: int, n: int) -> tuple[Tensor, Tensor]:
+    """The result ``[..., n]``, and the memory of at least ``rows`` rows it lies in."""
+    shape = (*x.shape[:-1], n)
+    if rows == m:
+        y = x.new_empty(shape)
+        return y, y
+    memory = x.new_empty((rows, n))
+    return memory[:m].view(shape), memory
+
+
+# ── the operators of tokens about which more is known ────────────────────────────────────────────
+
+
+class Int8Layer(NamedTuple):
+    """A W8A8 layer at up to so many rows of int8: all that chooses its kernel; attributes as `LinearLayer`'s.
+
+    Attributes:
+        absmax: whether the largest magnitudes of the result's rows are wanted.
+    """
+
+    dtype: torch.dtype
+    rows: int
+    n: int
+    k: int
+    bias: bool
+    activation: str
+    absmax: bool
+
+    def spec(self, device: int) -> tuple[LaunchSpec, bool]:
+        """The launch, and whether the kernel notes the magnitudes that are wanted."""
+        gpu = target(device)
+        problem = linear_problem(DTYPES[self.dtype], self.n, self.k, self.bias, self.activation, "w8a8")
+        product = Product(problem, self.rows, self.n, self.k)
+        few = product.stream_spec("given", gpu, absmax=self.absmax)
+        if few is not None:
+            return few, self.absmax
+        return product.spec(gpu, cutlass=has_cutlass()), False
+
+
+_of_int8: PlanCache[tuple[LaunchPlan, bool]] = PlanCache()
+_of_absmax: PlanCache[tuple[LaunchPlan | None]] = PlanCache()
+"""By layer and device; no plan where another kernel quantizes the tokens."""
+
+
+@serves(Int8Linear)
+def int8_linear(call: Int8Linear) -> Tensor:
+    call.check()
+    q, dtype, absmax = call.q, call.dtype, call.absmax
+    (m, k), n, device = q.shape, len(call.qweight), q.get_device()
+    y = call.fake()
+    if m == 0:
+        return y
+    layer = Int8Layer(dtype, m_bucket(m), n, k, call.bias is not None, call.activation, absmax is not None)
+
+    def make() -> tuple[LaunchPlan, bool]:
+        spec, notes = layer.spec(device)
+        return spec.load(device), notes
+
+    plan, notes = _of_int8.get((layer, device)) or _of_int8.make((layer, device), make)
+    # Kept until the launch is queued.
+    tensors = [dense(t) for t in (q, call.qweight, call.q_scale, call.weight_scale, call.bias) if t is not None]
+    a, b, *epilogue = (t.data_ptr() for t in tensors)
+    noted = (absmax.data_ptr(),) if absmax is not None and notes else ()
+    plan.run(m, (a, b, y.data_ptr(), m, n, k, k, k, n, *epilogue, *noted), device)
+    if not notes:
+        numerics.raise_absmax(absmax, y)
+    return y
+
+
+@serves(LinearWithAbsmax)
+def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
+    call.check()
+    (m, k), (n, k_padded), device = call.x.shape, call.qweight.shape, call.x.get_device()
+    x, stride = row_major(call.x)
+    aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
+    layer = LinearLayer("w8a8", x.dtype, m_bucket(m), n, k, call.bias is not None, call.activation, aligned)
+
+    def make() -> tuple[LaunchPlan | None]:
+        product = Product(layer.problem(), layer.rows, n, k)
+        spec = product.stream_spec("rows", target(device), aligned=aligned)
+        return (None if spec is None else spec.load(device),)
+
+    plan = (_of_absmax.get((layer, device)) or _of_absmax.make((layer, device), make))[0] if m else None
+    if plan is None:
+        result: Any = torch.ops.qcut.w8a8_linear(x, call.qweight, call.weight_scale, call.bias, call.activation)
+        return result
+    y = call.fake()
+    tensors = [dense(t) for t in (call.qweight, call.weight_scale, call.bias) if t is not None]
+    b, *vectors = (t.data_ptr() for t in tensors)
+    sizes = (m, n, k, stride, k_padded, n)
+    plan.run(m, (x.data_ptr(), b, y.data_ptr(), *sizes, call.x_absmax.data_ptr(), *vectors), device)
+    return y

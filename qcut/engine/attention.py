@@ -1,0 +1,78 @@
+"""Attention over an engine's cache: of whole prompts, and of one new token of each sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.engine.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class PromptAttention:
+    """Tokens of prompts look back on their own prompt, which fills the cache from its start.
+
+    Attributes:
+        cache: keeps keys and values.
+        cos: ``[context, D]`` in the activations' dtype, or None without rotations.
+        sin: as ``cos``.
+        positions: of every token, int32 ``[batch T]``: 0 to T - 1, for each sequence.
+        batch: sequences.
+        first: place of the first of them in the cache.
+    """
+
+    raises_absmax: ClassVar[bool] = False
+
+    cache: KVCache
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor
+    batch: int
+    first: int
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, absmax: Tensor | None) -> Tensor:
+        """Heads side by side, ``[batch T, queries * D]``, of queries, keys and values ``[batch T, heads, D]``."""
+        length, places = len(q) // self.batch, self.positions
+        memory = self.cache.layer(layer, self.first)
+        torch.ops.qcut.append_kv(q, k, v, self.cos, self.sin, places, places, *memory, length)
+        k, v = self.cache.read(layer, self.batch, length, self.first)
+        q = q.unflatten(0, (self.batch, length)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        return mixed.transpose(1, 2).reshape(len(places), -1)
+
+
+@dataclass(frozen=True)
+class StepAttention:
+    """One token of each sequence looks back on all of the sequence; one kernel rotates, keeps and attends.
+
+    Attributes:
+        cache: keeps keys and values.
+        cos: ``[context, D]`` in the activations' dtype, or None without rotations.
+        sin: as ``cos``.
+        positions: of the tokens, int32 ``[B]``.
+        slots: places in the cache where the tokens' keys and values go, int32 ``[B]``.
+        counters: zeros, int32 ``[B queries]``, which every launch leaves as zeros.
+    """
+
+    raises_absmax: ClassVar[bool] = True
+
+    cache: KVCache
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor
+    slots: Tensor
+    counters: Tensor
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, absmax: Tensor | None) -> Tensor:
+        """Heads side by side, ``[B, queries * D]``, of queries, keys and values ``[B, heads, D]``.
+
+        ``absmax``, float32 ``[B]``, is raised to the largest magnitudes of the result.
+        """
+        step = (q, k, v, self.cos, self.sin, self.positions, self.slots, *self.cache.layer(layer))
+        mixed: Tensor = torch.ops.qcut.append_attention(*step, scaling, self.counters, absmax)
+        return mixed.flatten(1)

@@ -1,0 +1,105 @@
+"""Steps of a batch of sequences, whose tokens and positions stay on the device; as a CUDA graph where one is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+
+Read = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Logits ``[B, vocabulary]`` of tokens (int64), positions and slots (int32), all ``[B]``."""
+_WARM_UPS = 2
+"""Runs before a capture: kernels are built and loaded, and memory that outlives a step is allocated."""
+
+
+class DecodeLoop:
+    """Reads one token of each sequence at a time, and takes the likeliest as the next unless told otherwise.
+
+    Nothing of a step waits for the device. Sequences that are full go on at the context's last position, and their keys
+    and values go to the slot after it.
+
+    Args:
+        read: computes a step; a capture takes the function as it is now: weights that move later are read where they
+            were.
+        size: sequences of a step; fewer may be used.
+        context: positions of a sequence.
+        device: of everything.
+        pool: memory for a CUDA graph (``torch.cuda.graph_pool_handle``), which is captured here; None captures none.
+
+    Raises:
+        RuntimeError: torch's, where the step cannot be captured. Nothing is left behind.
+    """
+
+    def __init__(self, read: Read, size: int, context: int, device: torch.device, pool: Any = None) -> None:
+        self._read, self._context, self._used = read, context, size
+        self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
+        self._positions = torch.full((size,), context - 1, dtype=torch.int32, device=device)
+        self._slots = torch.full((size,), context, dtype=torch.int32, device=device)
+        self._graph = None if pool is None else self._captured(device, pool)
+
+    @property
+    def tokens(self) -> Tensor:
+        """Tokens that the next step reads, int64 ``[n]``; every step overwrites them."""
+        return self._tokens[: self._used]
+
+    def start(self, tokens: Tensor, positions: Tensor) -> None:
+        """Go on from n tokens at these positions; int64 and int32 ``[n]``."""
+        n = self._used = len(tokens)
+        self._tokens[:n].copy_(tokens, non_blocking=True)
+        self._slots[:n].copy_(positions, non_blocking=True)
+        self._slots[n:].fill_(self._context)
+        torch.clamp(self._slots, max=self._context - 1, out=self._positions)
+
+    def choose(self, tokens: Tensor) -> None:
+        """Read these tokens next, int64 ``[n]`` on the device."""
+        self.tokens.copy_(tokens)
+
+    def step(self) -> Tensor:
+        """Read the tokens; their logits ``[n, vocabulary]``, in memory that the next step may overwrite."""
+        if self._graph is None:
+            logits = self._run()
+        else:
+            self._graph.replay()
+            logits = self._logits
+        return logits[: self._used]
+
+    def _run(self) -> Tensor:
+        logits = self._read(self._tokens, self._positions, self._slots)
+        torch.ops.qcut.advance(logits, self._tokens, self._positions, self._slots, self._context)
+        return logits
+
+    def _captured(self, device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
+        from qcut.cuda.streams import side_stream
+
+        with side_stream(device) as stream:
+            for _ in range(_WARM_UPS):
+                self._run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self._logits = self._run()
+        return graph
+
+
+class Fetched:
+    """Tokens on their way to the host, behind the work that makes them and before the work that is queued later."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._event = None
+        self._tokens = tokens
+        if tokens.is_cuda:
+            from qcut.cuda.streams import recorded_event
+
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._event = recorded_event(tokens.device)
+
+    def wait(self) -> list[int]:
+        """The tokens."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: list[int] = self._tokens.tolist()
+        return tokens

@@ -1,0 +1,35 @@
+"""Model families: each file turns one shape of Hugging Face models into a `qcut.engine.decoder.Decoder`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from qcut.engine.decoder import Decoder
+from qcut.engine.families import gpt2, llama
+from qcut.errors import UnsupportedError
+
+FAMILIES: dict[str, Callable[[Any], Decoder]] = {
+    "gpt2": gpt2.decoder,
+    **dict.fromkeys(("llama", "mistral", "qwen2"), llama.decoder),
+}
+"""What takes a model apart, by ``model_type`` of its configuration."""
+
+
+def decoder_of(model: nn.Module) -> Decoder:
+    """Take a Hugging Face causal language model apart.
+
+    Args:
+        model: of a type in `FAMILIES`; its linear layers and embeddings quantized or not.
+
+    Raises:
+        UnsupportedError: another architecture, or a part of one that is not built here; the message names it.
+    """
+    model_type, name = getattr(getattr(model, "config", None), "model_type", None), type(model).__name__
+    if model_type not in FAMILIES or not name.endswith(("ForCausalLM", "LMHeadModel")):
+        raise UnsupportedError(
+            f"{name}: a model of type {model_type!r}; allowed: causal language models of type {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type](model)

@@ -1,0 +1,54 @@
+"""Llama, Mistral and Qwen2: rotary positions, RMSNorms, keys and values for several queries each, a gated MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention
+from qcut.errors import UnsupportedError
+from qcut.models.modules import model_device
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of the others, frequencies depend on the length
+
+
+def decoder(model: Any) -> Decoder:
+    """The parts of a ``LlamaForCausalLM``, ``MistralForCausalLM`` or ``Qwen2ForCausalLM``.
+
+    Raises:
+        UnsupportedError: rotary positions whose frequencies depend on the length.
+    """
+    body, config = model.model, model.config
+    rope_type = getattr(body.rotary_emb, "rope_type", "default")
+    if rope_type not in _ROPE_TYPES:
+        allowed = ", ".join(_ROPE_TYPES)
+        raise UnsupportedError(f"{type(model).__name__}: rotary positions of type {rope_type!r}; allowed: {allowed}")
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
+    windowed = config.model_type == "mistral" or getattr(config, "use_sliding_window", False)
+    return Decoder(
+        architecture=type(model).__name__,
+        tokens=body.embed_tokens,
+        positions=None,
+        rotary=body.rotary_emb,
+        blocks=tuple(_block(block, heads) for block in body.layers),
+        norm=AddNorm.rms(body.norm, body.norm.variance_epsilon),
+        head=model.lm_head,
+        heads=heads,
+        vocabulary=config.vocab_size,
+        context=config.max_position_embeddings,
+        window=getattr(config, "sliding_window", None) if windowed else None,
+        dtype=body.norm.weight.dtype,
+        device=model_device(model),
+    )
+
+
+def _block(block: Any, heads: Heads) -> Block:
+    attention, mlp = block.self_attn, block.mlp
+    attention_norm, mlp_norm = block.input_layernorm, block.post_attention_layernorm
+    qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+    gate_up = (mlp.gate_proj, mlp.up_proj)
+    return Block(
+        attention_norm=AddNorm.rms(attention_norm, attention_norm.variance_epsilon, qkv),
+        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling),
+        mlp_norm=AddNorm.rms(mlp_norm, mlp_norm.variance_epsilon, gate_up),
+        mlp=MLP(gate_up, mlp.act_fn, mlp.down_proj, gated=True),
+    )

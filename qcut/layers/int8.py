@@ -1,0 +1,177 @@
+"""Linear layers with int8 weights: dynamic and static W8A8, and W8A16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qcut.config import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, StaticRange, padded_k
+from qcut.errors import ConfigError, layer_prefix
+from qcut.layers.base import Linear
+from qcut.numerics import int8 as numerics
+
+_W8A8 = torch.ops.qcut.w8a8_linear.default
+_INT8 = torch.ops.qcut.int8_linear.default
+_WITH_ABSMAX = torch.ops.qcut.noted_linear.default
+_W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.default
+_W8A16 = torch.ops.qcut.w8a16_linear.default
+
+
+class Int8Linear(Linear):
+    """A layer whose weight is int8 with a float32 scale for each output channel.
+
+    Attributes:
+        qweight: int8 ``[N, padded_k(K)]``, zero padded.
+        weight_scale: float32 ``[N]``.
+    """
+
+    qweight: Tensor
+    weight_scale: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        """int8 ``[N, K]``: ``qweight`` without its padding, a view. Model code reads dtype and device here."""
+        return self.qweight[:, : self.in_features]
+
+    def dequantized_weight(self) -> Tensor:
+        """float32 ``[N, K]``: ``f32(q[n, k]) * weight_scale[n]``."""
+        return numerics.dequantize_ref(self.weight, self.weight_scale)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """See `Linear.rows`; bitwise the rows of `dequantized_weight`."""
+        return numerics.dequantize_ref(self.weight.index_select(0, ids), self.weight_scale[ids])
+
+    def _get_name(self) -> str:
+        return "Linear"  # as the scheme stands in the representation, the class would say the same twice
+
+    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor]:
+        n = self.out_features
+        return {
+            "qweight": torch.empty((n, padded_k(self.in_features)), dtype=torch.int8, device=device),
+            "weight_scale": torch.empty(n, dtype=torch.float32, device=device),
+        }
+
+    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
+        if second_moment is not None:
+            raise ConfigError(
+                f"{layer_prefix(self.name)}scheme {self.scheme.name} got a second moment; codebooks take one"
+            )
+        q, self.weight_scale = numerics.quantize_weight(weight, layer=self.name)
+        self.qweight = q.new_zeros(self.qweight.shape)
+        self.qweight[:, : self.in_features] = q
+
+
+class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
+    """Each token quantized by its own largest magnitude; int32 sums.
+
+    Exactness: that of `qcut.numerics.int8.w8a8_linear_ref`, bitwise.
+    """
+
+    k_max = K_MAX
+
+    def forward_int8(self, q: Tensor, scale: Tensor, dtype: torch.dtype, absmax: Tensor | None = None) -> Tensor:
+        """Applies the layer to tokens that were quantized before.
+
+        Args:
+            q: int8 ``[M, K_padded]`` and
+            scale: float32 ``[M]``, as `torch.ops.qcut.quantize_per_token` gives them.
+            dtype: of the tokens before, and of the result.
+            absmax: float32 ``[M]``, raised to the largest magnitude of each row of the result, for
+                `forward_with_absmax` of the next layer.
+
+        Returns:
+            ``[M, N]``, bitwise what `forward` makes of the tokens.
+        """
+        b = self._buffers
+        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax)
+
+    def forward_with_absmax(self, x: Tensor, absmax: Tensor) -> Tensor:
+        """Applies the layer to rows whose largest magnitudes are known.
+
+        Args:
+            x: ``[M, K]``.
+            absmax: float32 ``[M]``: ``max |x[m]|``.
+
+        Returns:
+            ``[M, N]``, bitwise what `forward` makes of x.
+        """
+        b = self._buffers
+        return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+
+    def _product(self, x: Tensor) -> Tensor:
+        # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.
+        b = self._buffers
+        return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+
+
+class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
+    """All tokens quantized with one calibrated scale and zero point; int32 sums.
+
+    Attributes:
+        col_scale: float32 ``[N]``, ``input_scale * weight_scale`` rounded.
+        colsum: int32 ``[N]``, row sums of ``qweight``.
+        input_scale: float32 ``[1]``.
+        input_zero_point: int32 ``[1]``.
+
+    Exactness: that of `qcut.numerics.int8.w8a8_static_linear_ref`, bitwise.
+    """
+
+    k_max = K_MAX_ZERO_POINT
+
+    col_scale: Tensor
+    colsum: Tensor
+    input_scale: Tensor
+    input_zero_point: Tensor
+    _input_qparams: tuple[float, int] | None
+
+    @property
+    def input_qparams(self) -> tuple[float, int]:
+        """Scale and zero point of the input, read from the device once."""
+        if self._input_qparams is None:
+            self._input_qparams = (float(self.input_scale), int(self.input_zero_point))
+        return self._input_qparams
+
+    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor]:
+        self._input_qparams = None
+        n = self.out_features
+        return super()._empty_buffers(device) | {
+            "col_scale": torch.empty(n, dtype=torch.float32, device=device),
+            "colsum": torch.empty(n, dtype=torch.int32, device=device),
+            "input_scale": torch.empty(1, dtype=torch.float32, device=device),
+            "input_zero_point": torch.empty(1, dtype=torch.int32, device=device),
+        }
+
+    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
+        assert static_range is not None, "from_float checks needs_range"
+        super()._quantize(weight, static_range, second_moment)
+        scale, zero_point = numerics.static_qparams(static_range.lo, static_range.hi)
+        self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=weight.device)
+        self.input_zero_point = torch.full((1,), zero_point, dtype=torch.int32, device=weight.device)
+        self.col_scale = self.input_scale * self.weight_scale
+        self.colsum = numerics.colsum_ref(self.qweight)
+        self._input_qparams = (scale, zero_point)
+
+    def _product(self, x: Tensor) -> Tensor:
+        b = self._buffers
+        scale, zero_point = self._input_qparams or self.input_qparams
+        return _W8A8_STATIC(x, b["qweight"], b["col_scale"], b["colsum"], b["bias"], scale, zero_point, self.activation)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._input_qparams = None
+        if not self.input_scale.is_meta:
+            # Now, and not at the first call: reading a tensor would break a compiled graph.
+            _ = self.input_qparams
+
+
+class W8A16Linear(Int8Linear, schemes=[W8A16()]):
+    """Weights dequantized in registers, tokens in their own 16-bit type; float32 sums.
+
+    Exactness: that of `qcut.numerics.int8.w8a16_linear_ref`.
+    """
+
+    def _product(self, x: Tensor) -> Tensor:
+        b = self._buffers
+        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)

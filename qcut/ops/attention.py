@@ -1,0 +1,401 @@
+"""A decoder's attention over a cache of keys and values: filling the cache, reading it, and both in one step."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qcut.errors import ConfigError, ShapeError
+from qcut.numerics import int8
+from qcut.ops.checks import F32, FLOAT_DTYPES, S32, check_absmax, check_dtype, check_tensor
+from qcut.ops.registry import MUTATED, operator
+
+MAX_SEQUENCES = 65_535
+"""Sequences that one launch attends for: the z extent of a CUDA grid."""
+
+
+class Cache(NamedTuple):
+    """Keys and values of earlier tokens.
+
+    Attributes:
+        keys: ``[S, kv_heads, context, head]`` of the queries' type or int8, contiguous.
+        values: as ``keys``.
+        key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous; else None.
+        value_scales: as ``key_scales``.
+    """
+
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+
+    @property
+    def scales(self) -> tuple[Tensor, ...]:
+        """Scales of keys and of values where the cache is int8."""
+        if self.key_scales is None or self.value_scales is None:
+            return ()
+        return self.key_scales, self.value_scales
+
+
+class Tokens(NamedTuple):
+    """New tokens of some sequences.
+
+    Attributes:
+        q: queries ``[T, heads, head]``.
+        k: keys ``[T, kv_heads, head]``.
+        v: values ``[T, kv_heads, head]``.
+        cos: cosines of rotary positions ``[positions, head]``; None: positions are not rotary.
+        sin: sines of rotary positions, as ``cos``.
+        positions: int32 ``[T]``, the row of ``cos`` and ``sin`` for each token.
+        slots: int32 ``[T]``, the place in the cache for each token.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor
+    slots: Tensor
+
+    @property
+    def rotary(self) -> tuple[Tensor, ...]:
+        """Cosines and sines where positions are rotary."""
+        return () if self.cos is None or self.sin is None else (self.cos, self.sin)
+
+
+@operator("append_kv", returns="()")
+class AppendKv(NamedTuple):
+    """Rotates the queries of new tokens in place, and stores their rotated keys and their values in the cache.
+
+    Token t belongs to sequence ``t // length``. Queries and keys are rotated alike, head by head, rne rounding to the
+    nearest value of the type::
+
+        halves       p[i] = -x[i + head / 2], p[i + head / 2] = x[i]    for i < head / 2
+        interleaved  p[2 i] = -x[2 i + 1],    p[2 i + 1] = x[2 i]       for i < head / 2
+        x = rne(rne(x * cos[positions[t]]) + rne(p * sin[positions[t]]))
+
+    Args:
+        q: float16, bfloat16 or float32 ``[T, heads, head]``, heads of a token side by side, any stride between tokens;
+            rotated in place, or left alone without cosines.
+        k: ``[T, kv_heads, head]`` of q's type, heads of a token side by side.
+        v: as k.
+        cos: ``[positions, head]`` of q's type, alike for both columns of a pair; None: positions are not rotary.
+        sin: as ``cos``.
+        positions: int32 ``[T]``, rows of ``cos`` and ``sin``.
+        slots: int32 ``[T]``, places in the cache.
+        keys: ``[S, kv_heads, context, head]`` of q's type or int8, contiguous, S at least ``T / length``; written.
+        values: as ``keys``.
+        key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous, written; else None.
+        value_scales: as ``key_scales``.
+        length: tokens of each sequence; T is a multiple.
+        interleaved: pairs are neighbouring columns, as GPT-J has them, not halves, as Llama has them.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: a tensor is not as above, or ``length`` does not divide T.
+        ConfigError: cosines without sines, or scales that do not go with the cache's type.
+
+    Exactness: bitwise; int8 rows and scales are `qcut.numerics.quantize_per_token_ref` of a head.
+    """
+
+    q: Annotated[Tensor, MUTATED]
+    k: Tensor
+    v: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor
+    slots: Tensor
+    keys: Annotated[Tensor, MUTATED]
+    values: Annotated[Tensor, MUTATED]
+    key_scales: Annotated[Tensor | None, MUTATED]
+    value_scales: Annotated[Tensor | None, MUTATED]
+    length: int = 1
+    interleaved: bool = False
+
+    @property
+    def tokens(self) -> Tokens:
+        """Queries, keys and values, and their places."""
+        return Tokens(*self[:7])
+
+    @property
+    def cache(self) -> Cache:
+        """Keys and values to write."""
+        return Cache(*self[7:11])
+
+    def check(self) -> None:
+        _check_tokens("append_kv", self.tokens, self.cache, self.length)
+
+    def fake(self) -> None:
+        return None
+
+    def cpu(self) -> None:
+        tokens, cache = self.tokens, self.cache
+        q, k = tokens.q, tokens.k
+        if tokens.rotary:
+            cos, sin = (table[tokens.positions.long(), None] for table in tokens.rotary)
+            q.copy_(_rotated(q, cos, sin, self.interleaved))
+            k = _rotated(k, cos, sin, self.interleaved)
+        sequences, places = torch.arange(len(q), device=q.device) // self.length, tokens.slots.long()
+        for stored, scales, rows in ((cache.keys, cache.key_scales, k), (cache.values, cache.value_scales, tokens.v)):
+            if scales is None:
+                stored[sequences, :, places] = rows
+                continue
+            q8, scale = int8.quantize_per_token_ref(rows.reshape(-1, rows.shape[2]), rows.shape[2])
+            stored[sequences, :, places] = q8.view(rows.shape)
+            scales[sequences, :, places] = scale.view(rows.shape[:2])
+
+
+@operator("decode_attention", returns="Tensor")
+class DecodeAttention(NamedTuple):
+    """Attention of one query of each sequence to the keys and values that its cache holds up to its position.
+
+    ``y[b, h] = softmax_t(scale * q[b, h] . K[b, h // group, t]) . V[b, h // group, t]`` for t from 0 to
+    ``positions[b]``, with ``group = heads / kv_heads``; K and V of an int8 cache are ``f32(keys) * key_scales`` and
+    ``f32(values) * value_scales``.
+
+    Args:
+        q: float16, bfloat16 or float32 ``[B, heads, head]``, heads side by side, B to 65,535.
+        keys: ``[S, kv_heads, context, head]`` of q's type or int8, contiguous, S at least B, kv_heads a divisor of
+            heads.
+        values: as ``keys``.
+        key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous; else None.
+        value_scales: as ``key_scales``.
+        positions: int32 ``[B]``, each below ``context``.
+        scale: multiplies scores.
+        counters: int32 of at least ``B * heads`` zeros for the kernel to count with, which leaves zeros; None: the
+            operator has its own. Two launches that may run at the same time need counters of their own. In the capture
+            of a CUDA graph, counters given spare the graph a memset.
+
+    Returns:
+        y ``[B, heads, head]`` of q's type, contiguous.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: scales that do not go with the cache's type.
+
+    Exactness: that of float32 scores and sums, in an order that the device, ``context`` and B decide. Kernels for
+    16-bit queries round the weights to q's type, the CPU rounds K and V of an int8 cache to q's type. Each device gives
+    the same bits for the same sizes.
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    key_scales: Tensor | None
+    value_scales: Tensor | None
+    positions: Tensor
+    scale: float
+    counters: Annotated[Tensor | None, MUTATED] = None
+
+    @property
+    def cache(self) -> Cache:
+        """Keys and values to read."""
+        return Cache(*self[1:5])
+
+    def check(self) -> None:
+        op, q = "decode_attention", self.q
+        sequences, _ = _check_queries(op, q)
+        _check_cache(op, q, self.cache, sequences)
+        check_tensor(op, "positions", self.positions, S32, (sequences,), q.device)
+        _check_launch(op, q, self.counters)
+
+    def fake(self) -> Tensor:
+        return self.q.new_empty(self.q.shape)
+
+    def cpu(self) -> Tensor:
+        q, positions, cache = self.q, self.positions, self.cache
+        longest = int(positions.max()) + 1 if len(q) else 0
+        k = _dequantized(cache.keys, cache.key_scales, len(q), longest, q.dtype)
+        v = _dequantized(cache.values, cache.value_scales, len(q), longest, q.dtype)
+        mask = (torch.arange(longest, device=q.device) <= positions[:, None])[:, None, None]
+        y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
+        return y[:, :, 0]
+
+
+@operator("append_attention", returns="Tensor")
+class AppendAttention(NamedTuple):
+    """One step of attention: `AppendKv` of one new token of each sequence, then `DecodeAttention` of its query.
+
+    The rotated queries are not written back.
+
+    Args:
+        q: float16, bfloat16 or float32 ``[B, heads, head]``, heads side by side, B to 65,535.
+        k: ``[B, kv_heads, head]`` of q's type, heads side by side.
+        v: as k.
+        cos: ``[positions, head]`` of q's type, alike for columns i and ``i + head / 2``; None: positions are not
+            rotary.
+        sin: as ``cos``.
+        positions: int32 ``[B]``, rows of ``cos`` and ``sin``, and the last place that each query reads.
+        slots: int32 ``[B]``, places in the cache.
+        keys: ``[S, kv_heads, context, head]`` of q's type or int8, contiguous, S at least B; written.
+        values: as ``keys``.
+        key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous, written; else None.
+        value_scales: as ``key_scales``.
+        scale: multiplies scores.
+        counters: int32 of at least ``B * heads`` zeros for the kernel to count with, which leaves zeros; None: the
+            operator has its own. Two launches that may run at the same time need counters of their own. In the capture
+            of a CUDA graph, counters given spare the graph a memset.
+        absmax: float32 ``[B]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
+
+    Returns:
+        y ``[B, heads, head]`` of q's type, contiguous.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: cosines without sines, or scales that do not go with the cache's type.
+
+    Exactness: bitwise the two operators one after the other, on the same device.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor
+    slots: Tensor
+    keys: Annotated[Tensor, MUTATED]
+    values: Annotated[Tensor, MUTATED]
+    key_scales: Annotated[Tensor | None, MUTATED]
+    value_scales: Annotated[Tensor | None, MUTATED]
+    scale: float
+    counters: Annotated[Tensor | None, MUTATED] = None
+    absmax: Annotated[Tensor | None, MUTATED] = None
+
+    @property
+    def tokens(self) -> Tokens:
+        """Queries, keys and values, and their places."""
+        return Tokens(*self[:7])
+
+    @property
+    def cache(self) -> Cache:
+        """Keys and values to write, then to read."""
+        return Cache(*self[7:11])
+
+    @property
+    def parts(self) -> tuple[AppendKv, DecodeAttention]:
+        """The two operators that compute the same, where positions are rotary on a copy of the queries."""
+        tokens, cache = self.tokens, self.cache
+        if tokens.rotary:
+            tokens = tokens._replace(q=tokens.q.clone())
+        attention = DecodeAttention(tokens.q, *cache, tokens.positions, self.scale, self.counters)
+        return AppendKv(*tokens, *cache), attention
+
+    def check(self) -> None:
+        op = "append_attention"
+        _check_tokens(op, self.tokens, self.cache)
+        _check_launch(op, self.q, self.counters)
+        check_absmax(op, "absmax", self.absmax, self.q)
+
+    def fake(self) -> Tensor:
+        return self.q.new_empty(self.q.shape)
+
+    def cpu(self) -> Tensor:
+        append, attention = self.parts
+        append.cpu()
+        y = attention.cpu()
+        int8.raise_absmax(self.absmax, y)
+        return y
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    if interleaved:
+        partner = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    else:
+        low, high = x.chunk(2, -1)
+        partner = torch.cat((-high, low), -1)
+    return x * cos + partner * sin
+
+
+def _dequantized(stored: Tensor, scales: Tensor | None, batch: int, tokens: int, dtype: torch.dtype) -> Tensor:
+    rows = stored[:batch, :, :tokens]
+    return rows if scales is None else (rows.float() * scales[:batch, :, :tokens, None]).to(dtype)
+
+
+def _check_tokens(op: str, tokens: Tokens, cache: Cache, length: int = 1) -> None:
+    q, k, v, cos, sin, positions, slots = tokens
+    count, head = _check_queries(op, q)
+    _check_heads(op, "k", k, q.dtype, count, head)
+    _check_heads(op, "v", v, q.dtype, count, head)
+    if length < 1 or count % length:
+        raise ShapeError(f"qcut::{op}: {count} tokens, {length} of each sequence; allowed: whole sequences")
+    kv_heads = _check_cache(op, q, cache, count // length)
+    if k.shape[1] != kv_heads or v.shape[1] != kv_heads:
+        raise ShapeError(f"qcut::{op}: {k.shape[1]} keys and {v.shape[1]} values a token; the cache has {kv_heads}")
+    if (cos is None) != (sin is None):
+        raise ConfigError(f"qcut::{op}: cosines and sines go together")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is not None and (table.dim() != 2 or table.shape[1] != head or table.dtype is not q.dtype):
+            given = f"{list(table.shape)} of {table.dtype}"
+            raise ShapeError(f"qcut::{op}: {name} is {given}; allowed: [context, {head}] of {q.dtype}")
+    device = q.device
+    check_tensor(op, "positions", positions, S32, (count,), device)
+    check_tensor(op, "slots", slots, S32, (count,), device)
+
+
+def _check_queries(op: str, q: Tensor) -> tuple[int, int]:
+    """Check queries; their number, and the columns of a head."""
+    check_dtype(op, "q", q.dtype, FLOAT_DTYPES)
+    if q.dim() != 3:
+        raise ShapeError(f"qcut::{op}: q has shape {list(q.shape)}; allowed: [tokens, heads, head]")
+    count, _, head = q.shape
+    _check_heads(op, "q", q, q.dtype, count, head)
+    return count, head
+
+
+def _check_heads(op: str, name: str, rows: Tensor, dtype: torch.dtype, count: int, head: int) -> None:
+    if rows.dtype is not dtype:
+        check_dtype(op, name, rows.dtype, (dtype,))
+    shape = rows.shape
+    if len(shape) != 3 or shape[0] != count or shape[2] != head:
+        raise ShapeError(f"qcut::{op}: {name} has shape {list(shape)}; allowed: [{count}, heads, {head}]")
+    if count and rows.stride()[1:] != (head, 1):
+        raise ShapeError(
+            f"qcut::{op}: {name} has strides {list(rows.stride())}; allowed: heads of a token side by side"
+        )
+
+
+def _check_cache(op: str, q: Tensor, cache: Cache, sequences: int) -> int:
+    """Check a cache that queries of some sequences read; its heads."""
+    keys, values, key_scales, value_scales = cache
+    dtype, shape, device = keys.dtype, keys.shape, keys.device
+    _, heads, head = q.shape
+    check_dtype(op, "keys", dtype, (q.dtype, torch.int8))
+    if len(shape) != 4 or shape[0] < sequences or shape[3] != head or not keys.is_contiguous():
+        allowed = f"[{sequences} or more, kv_heads, context, {head}], contiguous"
+        raise ShapeError(f"qcut::{op}: keys have shape {list(shape)}; allowed: {allowed}")
+    check_tensor(op, "values", values, (dtype,), shape, device)
+    _check_contiguous(op, "values", values)
+    if heads % shape[1]:
+        raise ShapeError(f"qcut::{op}: {heads} queries of {shape[1]} heads of keys; allowed: whole multiples")
+    if dtype is not torch.int8 and key_scales is value_scales is None:
+        return shape[1]
+    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if (scales is not None) != (dtype is torch.int8):
+            raise ConfigError(f"qcut::{op}: {name} goes with an int8 cache, and only with one")
+        if scales is not None:
+            check_tensor(op, name, scales, F32, shape[:3], device)
+            _check_contiguous(op, name, scales)
+    return shape[1]
+
+
+def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ShapeError(f"qcut::{op}: {name} have strides {list(tensor.stride())}; allowed: contiguous")
+
+
+def _check_launch(op: str, q: Tensor, counters: Tensor | None) -> None:
+    """Check what one launch over all queries needs."""
+    sequences, heads, _ = q.shape
+    if sequences > MAX_SEQUENCES:
+        raise ShapeError(f"qcut::{op}: q has {sequences} sequences; allowed: at most {MAX_SEQUENCES}")
+    if counters is None:
+        return
+    check_dtype(op, "counters", counters.dtype, S32)
+    places = sequences * heads
+    if counters.dim() != 1 or counters.shape[0] < places or counters.device != q.device:
+        allowed = f"[{places} or more] on {q.device}, one for each query"
+        raise ShapeError(f"qcut::{op}: counters are {list(counters.shape)} on {counters.device}; allowed: {allowed}")

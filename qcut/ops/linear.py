@@ -1,0 +1,295 @@
+"""The operators that are a whole linear layer with int8 weights, one for each scheme and for each kind of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcut.config import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
+from qcut.errors import ShapeError
+from qcut.numerics import int8 as numerics
+from qcut.ops.checks import (
+    F32,
+    FLOAT_DTYPES,
+    S8,
+    S32,
+    check_absmax,
+    check_dtype,
+    check_int8_matrix,
+    check_k,
+    check_scale,
+    check_tensor,
+    check_tokens,
+    check_zero_point,
+)
+from qcut.ops.quantize import flat
+from qcut.ops.registry import MUTATED, operator
+
+FEW_ROWS = 8
+"""Rows up to which a product's own CUDA kernel quantizes tokens by given magnitudes, and notes those of its result."""
+FEW_ELEMENTS = 16_384
+"""Elements of all tokens up to which that pays: every CTA of the product quantizes all of them."""
+
+
+def _check_layer(
+    op: str, x: Tensor, qweight: Tensor, scale: tuple[str, Tensor], bias: Tensor | None, activation: str
+) -> None:
+    check_tokens(op, x)
+    check_int8_matrix(op, "qweight", qweight, min_rows=1)
+    n, k = qweight.shape[0], x.shape[-1]
+    if qweight.shape[1] != padded_k(k):
+        sizes = f"x has K = {k}, qweight has shape {list(qweight.shape)}"
+        raise ShapeError(f"qcut::{op}: {sizes}; allowed: [N, {padded_k(k)}], K rounded up to {K_ALIGNMENT}")
+    check_tensor(op, "qweight", qweight, S8, (n, padded_k(k)), x.device)
+    check_tensor(op, scale[0], scale[1], F32, (n,), x.device)
+    if bias is not None:
+        check_tensor(op, "bias", bias, F32, (n,), x.device)
+    check_activation(activation)
+
+
+def _like_tokens(x: Tensor, qweight: Tensor) -> Tensor:
+    """Memory for a layer's result, ``[..., N]``."""
+    return x.new_empty((*x.shape[:-1], qweight.shape[0]))
+
+
+def _by_rows(reference: Callable[..., Tensor], x: Tensor, qweight: Tensor, *rest: Any) -> Tensor:
+    """A reference of ``[M, K]`` on tokens ``[..., K]``."""
+    return reference(flat(x), qweight, *rest).view(*x.shape[:-1], qweight.shape[0])
+
+
+@operator("w8a8_linear", returns="Tensor", native=True)
+class W8A8Linear(NamedTuple):
+    """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on tokens quantized with a scale each.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.config.K_MAX`, any strides.
+        qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
+        weight_scale: float32 ``[N]``.
+        bias: float32 ``[N]``; None: zeros.
+        activation: one of `qcut.config.ACTIVATIONS`.
+
+    Returns:
+        ``[..., N]``, contiguous, of x's type.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument that is not as above.
+        QuantizationError: K beyond the exact range.
+
+    Exactness: that of `qcut.gemm_s8`; a token's result does not depend on the other tokens.
+    """
+
+    x: Tensor
+    qweight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    activation: str
+
+    def check(self) -> None:
+        weight_scale = ("weight_scale", self.weight_scale)
+        _check_layer("w8a8_linear", self.x, self.qweight, weight_scale, self.bias, self.activation)
+        check_k("w8a8_linear", self.x.shape[-1], K_MAX)
+
+    def fake(self) -> Tensor:
+        return _like_tokens(self.x, self.qweight)
+
+    def cpu(self) -> Tensor:
+        return _by_rows(numerics.w8a8_linear_ref, *self)
+
+
+@operator("w8a8_static_linear", returns="Tensor", native=True)
+class W8A8StaticLinear(NamedTuple):
+    """``y = act(f32(acc - z_x * colsum[n]) * col_scale[n] + b[n])`` on tokens quantized with one scale and zero point.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.config.K_MAX_ZERO_POINT`, any strides.
+        qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
+        col_scale: float32 ``[N]``, the rounded product ``x_scale * weight_scale[n]``.
+        colsum: int32 ``[N]``, ``sum_k qweight[n, k]``.
+        bias: float32 ``[N]``; None: zeros.
+        x_scale: scale of the tokens, a positive float32.
+        x_zero_point: zero point of the tokens, in [-128, 127].
+        activation: one of `qcut.config.ACTIVATIONS`.
+
+    Returns:
+        ``[..., N]``, contiguous, of x's type.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument that is not as above.
+        QuantizationError: K beyond the exact range.
+
+    Exactness: that of `qcut.gemm_s8`; a token's result does not depend on the other tokens.
+    """
+
+    x: Tensor
+    qweight: Tensor
+    col_scale: Tensor
+    colsum: Tensor
+    bias: Tensor | None
+    x_scale: float
+    x_zero_point: int
+    activation: str
+
+    def check(self) -> None:
+        op = "w8a8_static_linear"
+        _check_layer(op, self.x, self.qweight, ("col_scale", self.col_scale), self.bias, self.activation)
+        check_tensor(op, "colsum", self.colsum, S32, (self.qweight.shape[0],), self.x.device)
+        check_k(op, self.x.shape[-1], K_MAX_ZERO_POINT)
+        check_scale(op, "x_scale", self.x_scale)
+        check_zero_point(op, "x_zero_point", self.x_zero_point)
+
+    def fake(self) -> Tensor:
+        return _like_tokens(self.x, self.qweight)
+
+    def cpu(self) -> Tensor:
+        return _by_rows(numerics.w8a8_static_linear_ref, *self)
+
+
+@operator("w8a16_linear", returns="Tensor", native=True)
+class W8A16Linear(NamedTuple):
+    """``y = act((sum_k x[m, k] * qweight[n, k]) * s_w[n] + b[n])``: int8 weights, float tokens.
+
+    Args:
+        x: float16 or bfloat16 ``[..., K]``, K >= 1, any strides; the CPU takes float32 as well.
+        qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
+        weight_scale: float32 ``[N]``.
+        bias: float32 ``[N]``; None: zeros.
+        activation: one of `qcut.config.ACTIVATIONS`.
+
+    Returns:
+        ``[..., N]``, contiguous, of x's type.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument that is not as above.
+
+    Exactness: sums are float32, in an order of the kernel's or of the BLAS library's own: an error of at most
+    ``K * 2**-23 * sum_k |x * q|`` before the scale.
+    """
+
+    x: Tensor
+    qweight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    activation: str
+
+    def check(self) -> None:
+        weight_scale = ("weight_scale", self.weight_scale)
+        _check_layer("w8a16_linear", self.x, self.qweight, weight_scale, self.bias, self.activation)
+
+    def fake(self) -> Tensor:
+        return _like_tokens(self.x, self.qweight)
+
+    def cpu(self) -> Tensor:
+        return _by_rows(numerics.w8a16_linear_ref, *self)
+
+
+@operator("int8_linear", returns="Tensor")
+class Int8Linear(NamedTuple):
+    """``y = act(f32(acc) * q_scale[m] * s_w[n] + b[n])`` on tokens that are int8 already, as a norm leaves them.
+
+    Args:
+        q: int8 ``[M, K]``, K a multiple of 16 up to `qcut.config.K_MAX`.
+        q_scale: float32 ``[M]``.
+        qweight: int8 ``[N, K]``.
+        weight_scale: float32 ``[N]``.
+        bias: float32 ``[N]``; None: zeros.
+        activation: one of `qcut.config.ACTIVATIONS`.
+        dtype: float16, bfloat16 or float32.
+        absmax: float32 ``[M]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
+
+    Returns:
+        y, ``dtype`` ``[M, N]``, contiguous.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument that is not as above.
+
+    Exactness: bitwise ``w8a8_linear`` of the tokens that ``quantize_per_token`` made q of.
+    """
+
+    q: Tensor
+    q_scale: Tensor
+    qweight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    activation: str
+    dtype: torch.dtype
+    absmax: Annotated[Tensor | None, MUTATED] = None
+
+    def check(self) -> None:
+        op, q = "int8_linear", self.q
+        for name, matrix in (("q", q), ("qweight", self.qweight)):
+            check_dtype(op, name, matrix.dtype, S8)
+            if matrix.dim() != 2 or not 1 <= matrix.shape[1] <= K_MAX or matrix.shape[1] % K_ALIGNMENT:
+                allowed = f"[rows, K], K a multiple of {K_ALIGNMENT} up to {K_MAX}"
+                raise ShapeError(f"qcut::{op}: {name} has shape {list(matrix.shape)}; allowed: {allowed}")
+        n, k = self.qweight.shape
+        check_tensor(op, "q", q, S8, (q.shape[0], k), self.qweight.device)
+        check_tensor(op, "q_scale", self.q_scale, F32, (q.shape[0],), q.device)
+        check_tensor(op, "weight_scale", self.weight_scale, F32, (n,), q.device)
+        if self.bias is not None:
+            check_tensor(op, "bias", self.bias, F32, (n,), q.device)
+        check_activation(self.activation)
+        check_dtype(op, "dtype", self.dtype, FLOAT_DTYPES)
+        check_absmax(op, "absmax", self.absmax, q)
+
+    def fake(self) -> Tensor:
+        return self.q.new_empty((self.q.shape[0], self.qweight.shape[0]), dtype=self.dtype)
+
+    def cpu(self) -> Tensor:
+        y = numerics.gemm_s8_ref(
+            self.q,
+            self.qweight,
+            row_scale=self.q_scale,
+            col_scale=self.weight_scale,
+            bias=self.bias,
+            activation=self.activation,
+            out_dtype=self.dtype,
+        )
+        numerics.raise_absmax(self.absmax, y)
+        return y
+
+
+@operator("noted_linear", returns="Tensor")
+class LinearWithAbsmax(NamedTuple):
+    """The formula of ``w8a8_linear`` on rows whose largest magnitudes are known.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[M, K]``, K from 1 to `qcut.config.K_MAX`, any strides.
+        x_absmax: float32 ``[M]``, contiguous, ``max |x[m]|``.
+        qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
+        weight_scale: float32 ``[N]``.
+        bias: float32 ``[N]``; None: zeros.
+        activation: one of `qcut.config.ACTIVATIONS`.
+
+    Returns:
+        ``[M, N]``, contiguous, of x's type.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument that is not as above.
+        QuantizationError: K beyond the exact range.
+
+    Exactness: bitwise ``w8a8_linear`` of x.
+    """
+
+    x: Tensor
+    x_absmax: Tensor
+    qweight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    activation: str
+
+    def check(self) -> None:
+        op, x = "noted_linear", self.x
+        if x.dim() != 2:
+            raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K]")
+        _check_layer(op, x, self.qweight, ("weight_scale", self.weight_scale), self.bias, self.activation)
+        check_k(op, x.shape[-1], K_MAX)
+        check_absmax(op, "x_absmax", self.x_absmax, x)
+
+    def fake(self) -> Tensor:
+        return self.x.new_empty(self.x.shape[0], self.qweight.shape[0])
+
+    def cpu(self) -> Tensor:
+        return numerics.w8a8_linear_ref(self.x, self.qweight, self.weight_scale, self.bias, self.activation)

@@ -1,0 +1,97 @@
+"""The end of a greedy step: the likeliest token, and the place where it goes."""
+
+from __future__ import annotations
+
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qcut.errors import ConfigError, ShapeError
+from qcut.numerics import sampling
+from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.registry import MUTATED, operator
+
+
+def _check_logits(op: str, logits: Tensor) -> None:
+    check_dtype(op, "logits", logits.dtype, FLOAT_DTYPES)
+    if logits.dim() != 2 or not 1 <= logits.shape[1] <= sampling.MAX_VOCABULARY:
+        allowed = f"[B, V], V of 1 to {sampling.MAX_VOCABULARY}"
+        raise ShapeError(f"qcut::{op}: logits have shape {list(logits.shape)}; allowed: {allowed}")
+
+
+@operator("argmax", returns="Tensor")
+class Argmax(NamedTuple):
+    """The index of each row's largest logit, as `qcut.numerics.sampling.argmax` chooses it.
+
+    Args:
+        logits: float16, bfloat16 or float32 ``[B, V]``, V from 1 to 2**22, of any strides.
+
+    Returns:
+        int64 ``[B]``.
+
+    Raises:
+        DtypeError, ShapeError: ``logits`` are not as above.
+
+    Exactness: bitwise.
+    """
+
+    logits: Tensor
+
+    def check(self) -> None:
+        _check_logits("argmax", self.logits)
+
+    def fake(self) -> Tensor:
+        return self.logits.new_empty(len(self.logits), dtype=torch.int64)
+
+    def cpu(self) -> Tensor:
+        return sampling.argmax(self.logits)
+
+
+@operator("advance", returns="()")
+class Advance(NamedTuple):
+    """Ends a greedy step in place: each sequence's likeliest token is its next input, one place further on.
+
+    ``tokens = argmax(logits)``, ``positions = min(positions + 1, context - 1)``, ``slots = min(slots + 1, context)``.
+
+    Args:
+        logits: float16, bfloat16 or float32 ``[B, V]``, V from 1 to 2**22, of any strides.
+        tokens: int64 ``[B]``, contiguous; written.
+        positions: int32 ``[B]``, contiguous, the position of each sequence's token; raised by one.
+        slots: int32 ``[B]``, contiguous, the place of each sequence's token in the cache; raised by one.
+        context: tokens that the cache has room for, at least 1.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: a tensor is not as above.
+        ConfigError: ``context`` is below 1.
+
+    Exactness: bitwise.
+    """
+
+    logits: Tensor
+    tokens: Annotated[Tensor, MUTATED]
+    positions: Annotated[Tensor, MUTATED]
+    slots: Annotated[Tensor, MUTATED]
+    context: int
+
+    def check(self) -> None:
+        op, logits = "advance", self.logits
+        _check_logits(op, logits)
+        for name, state, dtype in (
+            ("tokens", self.tokens, torch.int64),
+            ("positions", self.positions, torch.int32),
+            ("slots", self.slots, torch.int32),
+        ):
+            check_tensor(op, name, state, (dtype,), logits.shape[:1], logits.device)
+            if not state.is_contiguous():
+                raise ShapeError(f"qcut::{op}: {name} have strides {list(state.stride())}; allowed: contiguous")
+        if self.context < 1:
+            raise ConfigError(f"qcut::{op}: context is {self.context}; allowed: 1 and more")
+
+    def fake(self) -> None:
+        return None
+
+    def cpu(self) -> None:
+        self.tokens.copy_(sampling.argmax(self.logits))
+        self.positions.add_(1).clamp_(max=self.context - 1)
+        self.slots.add_(1).clamp_(max=self.context)

@@ -1,0 +1,136 @@
+"""The norms between a decoder's layers, which add the residual first."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qcut.errors import ConfigError, ShapeError
+from qcut.numerics import int8
+from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.registry import operator
+
+
+@operator("add_norm", returns="(Tensor, Tensor)")
+class AddNorm(NamedTuple):
+    """The sum of a layer's output and the residual, and the norm of the sum.
+
+    rne rounds to the nearest value of x's type, s is ``rne(x + residual)``, or x without a residual::
+
+        rms    y = rne(weight * rne(s * rsqrt(mean(s**2) + eps)))
+        layer  y = rne((s - mean(s)) * rsqrt(mean((s - mean(s))**2) + eps) * weight + bias)
+
+    Args:
+        x: float16, bfloat16 or float32 ``[M, K]``, K at least 1, of any strides.
+        residual: as x; None: none is added.
+        weight: ``[K]`` of x's type.
+        bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
+        layer: a LayerNorm; else an RMSNorm.
+        eps: added under the root.
+
+    Returns:
+        s ``[M, K]``, or an empty tensor ``[0]`` without a residual, and y ``[M, K]``; contiguous, of x's type.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: an RMSNorm is given a bias.
+
+    Exactness: s is bitwise. Sums over K are float32, in an order that differs between devices: their error is at most
+    ``K * 2**-24`` of the sum of their terms' magnitudes.
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    layer: bool
+    eps: float
+
+    def check(self) -> None:
+        _check_norm("add_norm", self)
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        return self.x.new_empty(self.x.shape if self.residual is not None else (0,)), self.x.new_empty(self.x.shape)
+
+    def cpu(self) -> tuple[Tensor, Tensor]:
+        x = self.x.contiguous()  # results are, on every device
+        total = x.new_empty(0) if self.residual is None else x + self.residual.contiguous()
+        s = x if self.residual is None else total
+        if self.layer:
+            return total, F.layer_norm(s, (s.shape[1],), self.weight, self.bias, self.eps)
+        f = s.float()
+        return total, self.weight * (f * torch.rsqrt(f.square().mean(-1, keepdim=True) + self.eps)).to(s.dtype)
+
+
+@operator("add_norm_int8", returns="(Tensor, Tensor, Tensor)")
+class AddNormInt8(NamedTuple):
+    """The sum of a layer's output and the residual, and its norm quantized by rows for int8 products.
+
+    s and y are those of `AddNorm`; ``scale[m] = max_k |f32(y[m, k])| / 127``, or 1 where that is 0, and
+    ``q = clamp(rne(f32(y) / scale[m]), -127, 127)``.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[M, K]``, K at least 1, of any strides.
+        residual: as x; None: none is added.
+        weight: ``[K]`` of x's type.
+        bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
+        layer: a LayerNorm; else an RMSNorm.
+        eps: added under the root.
+        k_padded: columns of q, a multiple of 16, K or more; those past K are 0.
+
+    Returns:
+        s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; q int8 ``[M, k_padded]``; scale float32
+        ``[M]``. All are contiguous.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: an RMSNorm is given a bias.
+
+    Exactness: q and scale are bitwise `qcut.numerics.quantize_per_token_ref` of `AddNorm`'s y on the same device.
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    layer: bool
+    eps: float
+    k_padded: int
+
+    @property
+    def unquantized(self) -> AddNorm:
+        """The same norm without its quantization."""
+        return AddNorm(*self[:6])
+
+    def check(self) -> None:
+        _check_norm("add_norm_int8", self)
+        k = self.x.shape[1]
+        if self.k_padded < k or self.k_padded % 16:
+            raise ShapeError(f"qcut::add_norm_int8: k_padded is {self.k_padded}; allowed: a multiple of 16 from {k} on")
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor]:
+        total, _ = self.unquantized.fake()
+        m = len(self.x)
+        q = self.x.new_empty((m, self.k_padded), dtype=torch.int8)
+        return total, q, self.x.new_empty(m, dtype=torch.float32)
+
+    def cpu(self) -> tuple[Tensor, Tensor, Tensor]:
+        total, y = self.unquantized.cpu()
+        return total, *int8.quantize_per_token_ref(y, self.k_padded)
+
+
+def _check_norm(op: str, call: AddNorm | AddNormInt8) -> None:
+    x, bias = call.x, call.bias
+    check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
+    if x.dim() != 2 or x.shape[1] < 1:
+        raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K] with K >= 1")
+    if call.residual is not None:
+        check_tensor(op, "residual", call.residual, (x.dtype,), x.shape, x.device)
+    check_tensor(op, "weight", call.weight, (x.dtype,), x.shape[1:], x.device)
+    if bias is not None:
+        check_tensor(op, "bias", bias, (x.dtype,), x.shape[1:], x.device)
+        if not call.layer:
+            raise ConfigError(f"qcut::{op}: an RMS norm has no bias")

@@ -1,0 +1,99 @@
+"""Norms, activations, the next token and embeddings: what their kernels are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qcut.cuda import activation, embed, next_token, norm
+from qcut.emitters.decoder.norm import MANY_ROWS
+from qcut.ops.activation import GeluTanh, SiluMul
+from qcut.ops.embed import EmbedRows
+from qcut.ops.next_token import Advance, Argmax
+from qcut.ops.norm import AddNorm, AddNormInt8
+from tests.support.launches import H200, Launches, note_launches
+
+HALF = torch.float16
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Launches]:
+    return lambda module: note_launches(module, H200, monkeypatch)
+
+
+def has(launch: dict[str, Any], **tensors: Tensor | int) -> None:
+    """Whether the kernel gets these tensors' own memory, and these values."""
+    for name, value in tensors.items():
+        assert launch[name] == (value.data_ptr() if isinstance(value, Tensor) else value), name
+
+
+def test_norms(noted: Callable[[Any], Launches]) -> None:
+    launches = noted(norm)
+    x, residual = torch.randn(2, 5, 64).half()
+    weight, bias = torch.randn(2, 64).half()
+    total, y = norm.add_norm(AddNorm(x, residual, weight, bias, True, 1e-5))
+    has(launches[-1], x=x, residual=residual, sum=total, weight=weight, bias=bias, y=y, x_stride=64, k=64, eps=1e-5)
+    total, y = norm.add_norm(AddNorm(x, None, weight, None, True, 1e-5))
+    has(launches[-1], x=x, weight=weight, bias=0, y=y)
+    assert total.shape == (0,)
+    total, q, scale = norm.add_norm_int8(AddNormInt8(x, residual, weight, None, False, 1e-6, 80))
+    has(launches[-1], x=x, residual=residual, sum=total, weight=weight, y=q, scale=scale, k_padded=80, eps=1e-6)
+    assert (q.shape, q.dtype, scale.shape) == ((5, 80), torch.int8, (5,))
+    norm.add_norm(AddNorm(torch.randn(5, 65).half()[:, 1:], residual, weight, None, False, 1e-6))
+    norm.add_norm(AddNorm(x, residual, torch.randn(65).half()[1:], None, False, 1e-6))
+    assert [launch["kernel"].endswith("_u") for launch in launches] == [False] * 4 + [True]  # rows apart are copied
+    many = torch.randn(MANY_ROWS, 5120).half()
+    for x in (many[1:], many):
+        norm.add_norm(AddNorm(x, None, torch.ones(5120).half(), None, False, 1e-6))
+    assert launches[-1]["kernel"] != launches[-2]["kernel"]
+    assert norm.add_norm(AddNorm(many[:0], many[:0], many[0], None, False, 1e-6))[0].shape == (0, 5120)
+    assert len(launches) == 7
+
+
+def test_activations(noted: Callable[[Any], Launches]) -> None:
+    launches = noted(activation)
+    rows, absmax = torch.randn(5, 2 * 72).half(), torch.zeros(5)
+    gate, up = rows.chunk(2, 1)
+    y = activation.silu_mul(SiluMul(gate, up, absmax))
+    has(launches[-1], x=gate, up=up, y=y, absmax=absmax, x_stride=144, up_stride=144, columns=72)
+    y = activation.gelu_tanh(GeluTanh(up))
+    has(launches[-1], x=up, y=y, absmax=0, x_stride=144, columns=72)
+    activation.gelu_tanh(GeluTanh(rows[:, 1:9]))
+    activation.gelu_tanh(GeluTanh(torch.randn(8, 5).half().t()))
+    assert [launch["kernel"].endswith("_u") for launch in launches] == [False, False, True, False]
+    activation.gelu_tanh(GeluTanh(up[:0]))
+    assert len(launches) == 4
+
+
+def test_the_next_token(noted: Callable[[Any], Launches]) -> None:
+    launches = noted(next_token)
+    logits = torch.randn(3, 20)[:, :17]
+    best = next_token.argmax(Argmax(logits))
+    has(launches[-1], x=logits, best=best, stride=20, columns=17)
+    tokens, positions, slots = torch.zeros(3, dtype=torch.int64), *torch.zeros(2, 3, dtype=torch.int32)
+    next_token.advance(Advance(logits, tokens, positions, slots, 9))
+    has(launches[-1], x=logits, best=tokens, positions=positions, slots=slots, stride=20, columns=17, context=9)
+    next_token.argmax(Argmax(torch.randn(17, 3).t()))
+    assert launches[-1]["stride"] == 17
+    assert next_token.argmax(Argmax(logits[:0])).shape == (0,)
+    assert len(launches) == 3
+
+
+def test_embeddings(noted: Callable[[Any], Launches]) -> None:
+    launches = noted(embed)
+    ids, places = torch.tensor([1, 5, 3]), torch.tensor([0, 2, 1], dtype=torch.int32)
+    table, position_table = torch.randn(7, 16).half(), torch.randn(4, 16).half()
+    y = embed.embed_rows(EmbedRows(ids, table, None, places, position_table, HALF))
+    has(launches[-1], ids=ids, table=table, places=places, place_table=position_table, y=y, count=7, place_count=4)
+    has(launches[-1], stride=16, place_stride=16, rows=3, k=16)
+    q, scale = torch.zeros(7, 16, dtype=torch.int8), torch.ones(7)
+    y = embed.embed_rows(EmbedRows(ids, q, scale, None, None, HALF))
+    has(launches[-1], ids=ids, table=q, scale=scale, y=y, stride=16, count=7, rows=3, k=16)
+    embed.embed_rows(EmbedRows(ids, torch.randn(7, 17).half()[:, 1:], None, None, None, HALF))
+    assert [launch["kernel"].endswith("_u") for launch in launches] == [False, False, True]
+    assert embed.embed_rows(EmbedRows(ids[:0], table, None, None, None, HALF)).shape == (0, 16)
+    assert len(launches) == 3

@@ -1,0 +1,68 @@
+"""`qcut.cuda.linear`: the kernels of a layer, as a call launches them and as they are built ahead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qcut.cuda import gemm as gemm_cuda
+from qcut.cuda import linear as linear_cuda
+from qcut.cuda.linear import Int8Layer, LinearLayer, linear_problem, sources
+from qcut.cuda.plans import m_bucket
+from qcut.dispatch import gemm as dispatch
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.family import Grid
+from qcut.emitters.core.source import DType
+
+H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
+
+
+@pytest.fixture(params=[H200, A100], ids=lambda gpu: gpu.arch)
+def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    monkeypatch.setattr(linear_cuda, "target", lambda device: request.param)
+    monkeypatch.setattr(linear_cuda, "has_cutlass", lambda: False)  # so that texts are made in no time
+    return request.param
+
+
+def layer(scheme: str, m: int, *, aligned: bool = True) -> LinearLayer:
+    return LinearLayer(scheme, torch.float16, m_bucket(m), 1280, 640, True, "none", aligned)
+
+
+def test_a_call_of_w8a8_quantizes_and_multiplies(gpu: Target) -> None:
+    for m in (1, 8, 9, 64, 65, 4096):
+        for scheme in ("w8a8", "w8a8_static"):
+            quantize, product = sources(layer(scheme, m), 0)
+            assert quantize.name.startswith("qcut_quantize_per_t")
+            problem = linear_problem(DType.F16, 1280, 640, True, "none", scheme)
+            choice = dispatch.select_gemm(problem, max(m_bucket(m), 64), 1280, 640, gpu, cutlass=False)
+            few = scheme == "w8a8" and m <= 8
+            assert (product.name == dispatch.emit(choice, problem, gpu.arch).name) == (not few)
+
+
+def test_a_call_of_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
+    for m in (1, 16, 17, 512):
+        (product,) = sources(layer("w8a16", m), 0)
+        problem = linear_problem(DType.F16, 1280, 640, True, "none", "w8a16")
+        choice = dispatch.select_weight_only(problem, m_bucket(m), 1280, 640, gpu)
+        assert product.name == dispatch.emit(choice, problem, gpu.arch).name
+
+
+def test_unaligned_tokens_are_read_by_other_kernels(gpu: Target) -> None:
+    for scheme in ("w8a8", "w8a8_static", "w8a16"):
+        first, other = sources(layer(scheme, 32), 0)[0], sources(layer(scheme, 32, aligned=False), 0)[0]
+        assert first.name != other.name
+
+
+def test_launches_are_data_that_cpp_can_repeat(gpu: Target) -> None:
+    for scheme in ("w8a8", "w8a8_static", "w8a16"):
+        for m in (1, 64, 4096):
+            for spec in layer(scheme, m).specs(0):
+                assert spec is None or (isinstance(spec.grid, Grid) and spec.grid.one[2] == 1)
+
+
+def test_the_kernel_for_few_int8_tokens_notes_magnitudes(gpu: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: False)
+    for m, absmax, notes in ((1, True, True), (8, True, True), (8, False, False), (9, True, False)):
+        spec, noted = Int8Layer(torch.float16, m_bucket(m), 1280, 640, True, "none", absmax).spec(0)
+        assert noted == notes
+        assert any(p.name == "absmax" for p in spec.source.params) == notes

@@ -1,0 +1,59 @@
+"""Attention over a cache on CUDA: near the CPU in every form, and right in graphs, whichever is replayed first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.numerics.int8 import sqnr_db
+from tests.gpu.support.oracles import DEVICE, assert_same
+
+OP = torch.ops.qcut.decode_attention
+
+# With one part of the context; with several that meet in a cluster; and in a workspace, which needs counters.
+SIZES = ((torch.float16, 256, 100), (torch.float16, 1, 4096), (torch.float32, 1, 4096), (torch.bfloat16, 7, 1500))
+
+
+def problem(dtype: torch.dtype, batch: int, context: int) -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(context)
+    q = torch.randn(batch, 4, 64, generator=generator).to(dtype)
+    keys, values = torch.randn(2, batch, 2, context, 64, generator=generator).to(dtype)
+    positions = torch.randint(context // 2, context, (batch,), generator=generator, dtype=torch.int32)
+    return q, keys, values, None, None, positions, 0.125
+
+
+def on_gpu(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given)
+
+
+@pytest.mark.parametrize(("dtype", "batch", "context"), SIZES)
+def test_every_form_is_near_the_cpu(dtype: torch.dtype, batch: int, context: int) -> None:
+    given = problem(dtype, batch, context)
+    got = OP(*on_gpu(given))
+    assert sqnr_db(OP(*given).double(), got.cpu().double()) > {2: 35, 4: 90}[dtype.itemsize]
+    counters = torch.zeros(4 * batch, dtype=torch.int32, device=DEVICE)
+    for _ in range(2):
+        assert_same(OP(*on_gpu(given), counters), got)
+    assert not counters.any()
+
+
+@pytest.mark.parametrize(("dtype", "batch", "context"), SIZES)
+def test_graphs_without_counters_may_be_replayed_in_any_order(dtype: torch.dtype, batch: int, context: int) -> None:
+    given = on_gpu(problem(dtype, batch, context))
+    want = OP(*given)
+    graphs, results = [], []
+    for _ in range(2):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append([OP(*given), OP(*given)])
+        graphs.append(graph)
+    for i in (1, 0, 1, 1):
+        graphs[i].replay()
+        torch.cuda.synchronize()
+        for got in results[i]:
+            assert_same(got, want)
+            got.fill_(float("nan"))
+    assert_same(OP(*given), want)

@@ -1,0 +1,78 @@
+"""Norms that add the residual first: the modules' arithmetic, registration, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut import errors
+
+OPS = torch.ops.qcut
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("residual", [False, True])
+def test_norms_are_the_modules(dtype: torch.dtype, residual: bool) -> None:
+    x, other = torch.randn(2, 5, 48).to(dtype)
+    weight, bias = torch.randn(2, 48).to(dtype)
+    s = x + other if residual else x
+    rms = LlamaRMSNorm(48, 1e-5)
+    rms.weight.data = weight
+    for layer, b, want in (
+        (False, None, rms(s)),
+        (True, bias, F.layer_norm(s, (48,), weight, bias, 1e-5)),
+        (True, None, F.layer_norm(s, (48,), weight, None, 1e-5)),
+    ):
+        total, y = OPS.add_norm(x, other if residual else None, weight, b, layer, 1e-5)
+        assert torch.equal(y, want)
+        assert torch.equal(total, s) if residual else total.shape == (0,)
+
+
+@pytest.mark.parametrize("layer", [False, True])
+def test_int8_norms_are_the_norms_quantized(layer: bool) -> None:
+    x, residual = torch.randn(2, 5, 40).half()
+    weight, bias = torch.randn(2, 40).half()
+    given = (x, residual, weight, bias if layer else None, layer, 1e-5)
+    total, y = OPS.add_norm(*given)
+    for got, want in zip(OPS.add_norm_int8(*given, 48), (total, *OPS.quantize_per_token(y, 48)), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_opcheck() -> None:
+    x, weight, turned = torch.randn(3, 8), torch.randn(8), torch.randn(8, 3).t()
+    torch.library.opcheck(OPS.add_norm_int8.default, (x, x + 1, weight, weight, True, 1e-5, 16))
+    for first, second in ((x, x + 1), (turned, turned), (turned, x), (x, turned)):  # results are contiguous
+        torch.library.opcheck(OPS.add_norm.default, (first, second, weight, weight, True, 1e-5))
+        torch.library.opcheck(OPS.add_norm.default, (first, None, weight, None, False, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 3, 8)}, errors.ShapeError, r"x has shape \[2, 3, 8\]; allowed: \[M, K\]"),
+        ({"x": torch.zeros(2, 8, dtype=torch.int32)}, errors.DtypeError, "x is int32"),
+        ({"residual": torch.zeros(3, 8)}, errors.ShapeError, "residual has shape"),
+        ({"weight": torch.zeros(8).half()}, errors.DtypeError, "weight is float16; allowed: float32"),
+        ({"bias": torch.zeros(8)}, errors.ConfigError, "an RMS norm has no bias"),
+    ],
+)
+def test_norms_refuse(changes: dict[str, Any], error: Any, message: str) -> None:
+    given = {"x": torch.zeros(2, 8), "residual": None, "weight": torch.zeros(8), "bias": None}
+    with pytest.raises(error, match=f"add_norm: .*{message}"):
+        OPS.add_norm(**{**given, "layer": False, "eps": 1e-5, **changes})
+
+
+@pytest.mark.parametrize("k_padded", [4, 20])
+def test_int8_norms_refuse(k_padded: int) -> None:
+    x, weight = torch.zeros(2, 8), torch.zeros(8)
+    with pytest.raises(errors.ShapeError, match=f"k_padded is {k_padded}; allowed: a multiple of 16 from 8 on"):
+        OPS.add_norm_int8(x, None, weight, None, False, 1e-5, k_padded)
+    with pytest.raises(errors.ShapeError, match=r"^qcut::add_norm_int8: weight has shape \[7\]"):
+        OPS.add_norm_int8(x, None, weight[1:], None, False, 1e-5, 16)

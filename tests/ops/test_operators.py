@@ -1,0 +1,180 @@
+"""Operators of int8 on the CPU: agreement with the references, fakes and compilation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qcut.numerics import int8 as numerics
+from qcut.ops.gemm import OUT_DTYPES
+from tests.support.oracles import FLOATS, NAN, layer, s8, tokens
+
+qcut = torch.ops.qcut
+NAMES = (
+    "quantize_per_token",
+    "quantize_per_tensor",
+    "dequantize",
+    "colsum",
+    "gemm_s8",
+    "w8a8_linear",
+    "w8a8_static_linear",
+    "w8a16_linear",
+)
+S8, S32, F32 = torch.int8, torch.int32, torch.float32
+
+
+def samples() -> dict[str, list[tuple[tuple, dict]]]:
+    """Valid calls of every operator: (args, kwargs)."""
+    w = layer()
+    a, b = s8(5, 32), s8(7, 32)
+    every = {
+        "zero_point": torch.arange(-3, 2, dtype=S32),
+        "colsum": b.sum(1, dtype=S32),
+        "row_scale": torch.rand(5),
+        "col_scale": torch.rand(7) * 1e-4,
+        "bias": torch.randn(7),
+    }
+    residual = {"activation": "silu", "residual": tokens(5, 7, dtype=torch.bfloat16), "out_dtype": torch.bfloat16}
+    requantize = {"activation": "relu", "out_dtype": S8, "out_inv_scale": 3.0, "out_zero_point": -4}
+    batch, none = tokens(2, 3, 21), tokens(0, 21)
+    return {
+        "quantize_per_token": [((batch, 32), {}), ((none, 21), {}), ((tokens(21), 21), {})],
+        "quantize_per_tensor": [((batch, 0.1, -3, 32), {}), ((none, 0.1, 127, 21), {})],
+        "dequantize": [((a, torch.rand(5), torch.bfloat16), {}), ((s8(0, 3), torch.rand(0), F32), {})],
+        "colsum": [((b,), {}), ((s8(0, 3),), {})],
+        "gemm_s8": [
+            ((a, b), {}),
+            ((a, b), every | residual),
+            ((a, b), every | requantize),
+            ((s8(0, 32), b), {}),
+            ((a, b), {"out_dtype": S32}),
+            ((a, b), {"out_dtype": S8, "wrap": True}),
+        ],
+        "w8a8_linear": [((x, w["qweight"], w["scale"], w["bias"], "relu"), {}) for x in (batch, none)],
+        "w8a8_static_linear": [
+            ((x, w["qweight"], w["scale"], w["colsum"], w["bias"], 0.05, 7, "none"), {}) for x in (batch, none)
+        ],
+        "w8a16_linear": [((x, w["qweight"], w["scale"], None, "gelu_tanh"), {}) for x in (batch, none)],
+    }
+
+
+def as_tuple(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name):
+    for args, kwargs in samples()[name]:
+        torch.library.opcheck(getattr(qcut, name).default, args, kwargs)
+
+
+# ── values ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_quantizers_flatten_leading_dimensions(dtype):
+    x = tokens(2, 3, 21, dtype=dtype)
+    flat = x.reshape(6, 21)
+    for got, want in zip(qcut.quantize_per_token(x, 32), numerics.quantize_per_token_ref(flat, 32), strict=True):
+        assert torch.equal(got, want)
+    want = numerics.quantize_per_tensor_ref(flat, 0.1, -3, 32)
+    assert torch.equal(qcut.quantize_per_tensor(x, 0.1, -3, 32), want)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (7, 21), (33, 130)])
+def test_linears_flatten_leading_dimensions(dtype, n, k):
+    w = layer(n, k)
+    x = tokens(2, 3, k, dtype=dtype)
+    dynamic = (w["qweight"], w["scale"], w["bias"], "relu")
+    static = (w["qweight"], w["scale"], w["colsum"], w["bias"], 0.05, 7, "relu")
+    for name, rest in (("w8a8_linear", dynamic), ("w8a8_static_linear", static), ("w8a16_linear", dynamic)):
+        got = getattr(qcut, name)(x, *rest)
+        assert (got.dtype, got.shape) == (dtype, (2, 3, n))
+        want = getattr(numerics, f"{name}_ref")(x.reshape(6, k), *rest)
+        assert torch.equal(got.reshape(6, n), want), name
+        assert getattr(qcut, name)(x[0, 0], *rest).shape == (n,)
+        assert getattr(qcut, name)(x[:0], *rest).shape == (0, 3, n)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_strides_and_offsets_do_not_matter(name):
+    def strided(t):
+        if not isinstance(t, torch.Tensor) or t.dim() == 0:
+            return t
+        wide = torch.zeros(*t.shape[:-1], 2 * t.shape[-1] + 3, dtype=t.dtype)
+        view = wide[..., 3::2]
+        assert not view.is_contiguous() or view.numel() <= 1
+        return view.copy_(t)
+
+    args, kwargs = samples()[name][1 if name == "gemm_s8" else 0]
+    op = getattr(qcut, name)
+    want = as_tuple(op(*args, **kwargs))
+    got = as_tuple(op(*map(strided, args), **{key: strided(value) for key, value in kwargs.items()}))
+    for g, w in zip(got, want, strict=True):
+        assert torch.equal(g, w)
+        assert g.is_contiguous()
+
+
+def test_gemm_defaults_and_epilogue(int8):
+    a, b = int8(5, 37), int8(7, 37)
+    acc = a.long() @ b.long().t()
+    assert torch.equal(qcut.gemm_s8(a, b), acc.to(F32).half())
+    for args, options in samples()["gemm_s8"]:
+        assert torch.equal(qcut.gemm_s8(*args, **options), numerics.gemm_s8_ref(*args, **options))
+    for dtype in OUT_DTYPES:
+        assert qcut.gemm_s8(a, b, out_dtype=dtype).dtype is dtype
+
+
+def test_a_bad_token_makes_its_row_nan():
+    w = layer()
+    x = tokens(3, 21)
+    x[1, 4] = NAN
+    y = qcut.w8a8_linear(x, w["qweight"], w["scale"], w["bias"], "none")
+    assert y.isnan().all(1).tolist() == [False, True, False]
+
+
+def test_gradients_are_refused_loudly():
+    w = layer()
+    x = torch.randn(2, 21, requires_grad=True)
+    y = qcut.w8a8_linear(x, w["qweight"], w["scale"], None, "none")
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        y.sum().backward()
+    assert x.grad is None
+
+
+# ── compilation ──────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def test_compile_one_graph_for_every_number_of_tokens():
+    w = layer()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def both(x):
+        q, scale = qcut.quantize_per_token(x, 32)
+        y = qcut.gemm_s8(q, w["qweight"], row_scale=scale, col_scale=w["scale"], bias=w["bias"], out_dtype=x.dtype)
+        z = qcut.w8a8_linear(x, w["qweight"], w["scale"], w["bias"], "none")
+        return y, z, qcut.w8a8_static_linear(x, w["qweight"], w["scale"], w["colsum"], None, 0.05, 7, "silu") + 1
+
+    compiled = torch.compile(both, fullgraph=True, dynamic=True, backend=backend)
+    for m in (5, 2, 33):
+        x = tokens(m, 21)
+        y, z, s = compiled(x)
+        assert torch.equal(y, z)
+        assert torch.equal(s, both(x)[2])
+    assert len(graphs) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", NAMES)
+def test_compile_through_aot(name):
+    args, kwargs = samples()[name][0]
+    op = getattr(qcut, name)
+    compiled = torch.compile(lambda *a: op(*a, **kwargs), fullgraph=True, backend="aot_eager")
+    for got, want in zip(as_tuple(compiled(*args)), as_tuple(op(*args, **kwargs)), strict=True):
+        assert torch.equal(got, want)

@@ -1,0 +1,138 @@
+"""README and docs: snippets run, links lead somewhere, the README stays short; and the examples beside them."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples import gpt2_int8, llama
+from tests.support import ROOT
+
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "benchmarks").glob("*.md")),
+]
+CITATION = re.compile(r"schemes\.md,? (sections? [\d, to and]+)")
+"""How docstrings and device headers cite docs/schemes.md."""
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded checkpoint must never need a network."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError(f"a connection was opened: {args}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> Iterator[tuple[str, str]]:
+    """File and anchor of each link of a page to another file of the repository."""
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        if not target.startswith(("http://", "https://", "mailto:")):
+            path, _, anchor = target.partition("#")
+            yield path, anchor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for path, anchor in links(page):
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {path}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {path}#{anchor}"
+
+
+def test_readme_is_short_and_names_every_folder() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    folders = {path.parent.name for path in (ROOT / "qcut").glob("*/__init__.py")}
+    named = {line.split("/")[0].strip() for line in lines if re.match(r" *\w+/ ", line)}
+    assert folders <= named
+
+
+def run_snippets(page: Path, folder: Path) -> dict[str, Any]:
+    """Runs a page's Python one snippet after another; files that it writes under /tmp go to the folder."""
+    names: dict[str, Any] = {}
+    for snippet in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        exec(compile(snippet.replace('"/tmp/', f'"{folder}/'), str(page), "exec"), names)
+    return names
+
+
+def test_readme_snippet_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    run_snippets(ROOT / "README.md", tmp_path)
+    assert "16 layers quantized" in capsys.readouterr().out
+
+
+def test_walkthrough_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    names = run_snippets(ROOT / "docs" / "walkthrough.md", tmp_path)
+    assert names["again"] is not names["model"]
+
+
+def test_cited_sections_of_the_schemes_exist() -> None:
+    sections = set(re.findall(r"^## (\d+)\.", (ROOT / "docs" / "schemes.md").read_text(), re.MULTILINE))
+    cited = {
+        number
+        for folder in ("qcut", "emitters", "benchmarks")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cuh")
+        for citation in CITATION.findall(path.read_text())
+        for number in re.findall(r"\d+", citation)
+    }
+    assert len(cited) >= 4
+    assert cited <= sections
+
+
+def test_example_quantizes_and_continues(capsys: pytest.CaptureFixture[str]) -> None:
+    gpt2_int8.main(str(gpt2_int8.MODEL), "w8a16")
+    printed = capsys.readouterr().out
+    assert "16 layers quantized" in printed
+    before, after = map(float, re.search(r"perplexity ([\d.]+) in .*?, ([\d.]+) in w8a16", printed).groups())  # type: ignore[union-attr]
+    assert after == pytest.approx(before, rel=0.01)
+    assert "The with statement" in printed
+
+
+# ── a model of Llama's shape ─────────────────────────────────────────────────────────────────────
+
+
+def test_llama_runs_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    assert llama.main(["--new-tokens", "3", "--device", "cpu", "--scheme", "w8a8"]) == 0
+    printed = capsys.readouterr().out
+    before, after = re.search(r"([\d.,]+) MB, as w8a8 ([\d.,]+) MB", printed).groups()  # type: ignore[union-attr]
+    assert float(after) < 0.4 * float(before)
+    texts = [line.split() for line in printed.splitlines() if line and all(w.isdigit() for w in line.split())]
+    assert [len(text) for text in texts] == [len(prompt) + 3 for prompt in llama.PROMPTS]
+    assert "4 more in" in printed
+
+
+def test_llama_continues_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(ROOT / "models" / "gpt2-5m"), "--new-tokens", "4", "--device", "cpu"]
+    assert llama.main([*arguments, "--prompt", "The with statement", "--kv-cache", "int8"]) == 0
+    assert "\nThe with statement" in capsys.readouterr().out
+
+
+def test_llama_names_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert llama.main(["--model", str(tmp_path)]) == 1
+    assert f"error: {tmp_path}" in capsys.readouterr().err
+    assert llama.main(["--scheme", "fp3", "--device", "cpu"]) == 1
+    assert "fp3" in capsys.readouterr().err
