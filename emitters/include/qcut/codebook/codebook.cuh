@@ -210,7 +210,8 @@ template <>
 struct NormScale<__half> {
   __half2 row, row8;
   __device__ __forceinline__ explicit NormScale(uint32_t w)
-      : row(__low2half2(*reinterpret_cast<const __half2*>(&w))), row8(__high2half2(*reinterpret_cast<const __half2*>(&w))) {}
+      : row(__low2half2(*reinterpret_cast<const __half2*>(&w))),
+        row8(__high2half2(*reinterpret_cast<const __half2*>(&w))) {}
   __device__ __forceinline__ void apply(uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
