@@ -18,7 +18,7 @@ from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, grid
 
 FAMILY = "codebook_mma"
 
-__all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_codebook_mma", "for_shape", "grid", "smem_bytes", "validate"]
+__all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_codebook_mma", "grid", "smem_bytes", "validate"]
 
 _UNIT_COLUMNS = 128
 _OTHER_REGISTERS = 48
@@ -101,36 +101,6 @@ def default_tiles(problem: CodebookProblem, arch: str) -> tuple[TileConfig, ...]
     """A menu from few tokens to long prompts, all legal for the problem on `arch`."""
     tiles = (TileConfig((*block, _UNIT_COLUMNS), (*warp, _UNIT_COLUMNS), stages) for block, warp, stages in _MENU)
     return tuple(t for t in tiles if holds(CONSTRAINTS, problem, t, arch))
-
-
-def for_shape(problem: CodebookProblem, arch: str, m: int, n: int, sm_count: int) -> TileConfig:
-    """The tile of the menu with the least work for the busiest SM, its products and decoding counted.
-
-    Args:
-        problem: types and epilogue.
-        arch: the kernel's.
-        m: tokens.
-        n: rows of weights.
-        sm_count: of the GPU.
-
-    Raises:
-        EmitError: `CONSTRAINTS` refuse the problem.
-    """
-
-    def work(tile: TileConfig) -> tuple[float, int]:
-        (bm, bn, _), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
-        warps = bm // wm * (bn // wn)
-        # In products of 16 x 8: a warp's decoding of 16 rows takes about as long as three of them; tokens and
-        # weights come from the L2 at the rate of the tile's sides.
-        products = bn // 16 * (bm // 8) + 3 * bn // 16 * (bm // wm) + (bm + bn) / 8
-        slowdown = 1.0 if warps >= 8 else 1.15 if warps >= 4 else 2.0
-        waves = -(-grid(tile, m, n)[0] // sm_count)
-        return waves * products * slowdown, tile.stages
-
-    tiles = default_tiles(problem, arch)
-    if not tiles:
-        validate(problem, TileConfig((16, 64, _UNIT_COLUMNS), (16, 16, _UNIT_COLUMNS), 2), arch)
-    return min(tiles, key=work)
 
 
 def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> KernelSource:

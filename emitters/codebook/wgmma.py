@@ -134,11 +134,6 @@ def grid(tile: CodebookPromptTile, n: int, sm_count: int) -> Grid:
     return Grid(tile.tokens, (columns * tile.cluster, 1, 1), most=max(1, sm_count // tile.cluster) * tile.cluster)
 
 
-def _tiles(tile: CodebookPromptTile, m: int, n: int) -> int:
-    """Tiles of D, a cluster's as one."""
-    return -(-m // tile.tokens) * -(-n // (ROWS * tile.cluster))
-
-
 def default_tiles(problem: CodebookProblem) -> tuple[CodebookPromptTile, ...]:
     """A menu, as deep as shared memory allows: each width of tokens alone, in pairs, and with K split."""
     shapes = ((1, 1), (2, 1), (1, 2), (1, 4), (1, 8))
@@ -155,33 +150,6 @@ def _deepest(problem: CodebookProblem, tokens: int, cluster: int, splits: int) -
         if stages >= enough:
             break
     return CodebookPromptTile(tokens, stages, cluster, splits, lead=max(1, stages // 2))
-
-
-def for_shape(problem: CodebookProblem, m: int, n: int, units_k: int, sm_count: int) -> CodebookPromptTile:
-    """The tile of `default_tiles` with the least estimated time; see `estimated_cycles`."""
-    return min(default_tiles(problem), key=lambda tile: estimated_cycles(problem, tile, m, n, units_k, sm_count))
-
-
-def estimated_cycles(
-    problem: CodebookProblem, tile: CodebookPromptTile, m: int, n: int, units_k: int, sm_count: int
-) -> float:
-    """About how long a launch takes, in cycles of an SM.
-
-    A unit takes what the slower of two takes: decoding and multiplying it, and tokens from the L2, which all SMs share.
-
-    Source: measured on an H200 at 14336x4096, one wave of 64, 128 and 256 tokens.
-    """
-    s8 = problem.x is DType.S8
-    chain = 1000 + 1.6 * tile.tokens if s8 else 1260 + 5.0 * tile.tokens
-    chain += 60 * (problem.slots - 1)
-    tiles, at_once = _tiles(tile, m, n), max(1, sm_count // (tile.cluster * tile.splits))
-    busy = min(1.0, tiles / at_once)
-    traffic = 128 * problem.x.bits // 8 * tile.tokens / tile.cluster / 22 * busy
-    units = -(-units_k // tile.splits)
-    tile_cycles = units * max(chain, traffic) + 3000 + 10 * tile.tokens + 1500 * (tile.cluster - 1)
-    if tile.splits > 1:
-        tile_cycles += 3000 + 10 * tile.tokens
-    return -(-tiles // at_once) * tile_cycles
 
 
 def emit_codebook_prompt(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> KernelSource:

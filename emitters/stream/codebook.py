@@ -7,13 +7,11 @@ which each warp keeps in registers; warps and the CTAs of a cluster share K. Fro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 
 from qcut.emitters.codebook.problem import BOOK, CodebookProblem
 from qcut.emitters.codebook.rotate import group_factor
-from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
-from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, holds, shared_memory
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.core.text import include, kernel_source
@@ -21,7 +19,7 @@ from qcut.emitters.core.text import include, kernel_source
 FAMILY = "codebook_stream"
 PAIR_TABLE_BYTES = 65_536
 ROW_TILE = 16
-_MAX_ROW_TILES = 64
+MAX_ROW_TILES = 64
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ CONSTRAINTS = (
         "are 1, 2, 4, 8, 16, 24 or 32: rows of the second operand, eight to a product",
         lambda p, t, arch: t.tokens in (1, 2, 4, 8, 16, 24, 32),
     ),
-    Constraint("row_tiles", "are 1 to 64", lambda p, t, arch: 1 <= t.row_tiles <= _MAX_ROW_TILES),
+    Constraint("row_tiles", "are 1 to 64", lambda p, t, arch: 1 <= t.row_tiles <= MAX_ROW_TILES),
     Constraint("warps", "are 1 to 32: those of a CTA", lambda p, t, arch: 1 <= t.warps <= 32),
     Constraint("units", "of a warp are 1 to 8", lambda p, t, arch: 1 <= t.units <= 8),
     Constraint(
@@ -131,71 +129,6 @@ def grid(tile: CodebookDecodeTile, m: int, n: int) -> tuple[int, int, int]:
     if not 1 <= m <= tile.tokens:
         raise EmitError(f"codebook decode: m is {m}; tile {tile.name} takes 1 to {tile.tokens} tokens")
     return (-(-n // (ROW_TILE * tile.row_tiles)) * tile.splits, 1, 1)
-
-
-CLUSTER_SHARE = {1: 1.0, 2: 66 / 132, 4: 30 / 132, 8: 15 / 132}
-"""Clusters that an H200 runs at once, by their size, for each SM."""
-
-_SM_SMEM = architecture("sm_90a").sm_smem_bytes
-
-
-def for_shape(
-    problem: CodebookProblem, n: int, units_k: int, m: int, sm_count: int, arch: str = "sm_90a"
-) -> CodebookDecodeTile:
-    """A tile for a shape, the cheapest by a model of the time that an SM takes, in units of weights.
-
-    It weighs the units that an SM reads against too few warps to hide latency, sums of many warps, the exchange of a
-    cluster, the table that each CTA fills, and waves after the first.
-
-    Raises:
-        EmitError: m is not 1 to 32, or no tile of this family fits the shape.
-
-    Source: measured on an H200; the weights agree with `benchmarks/NOTES.md`'s best variants on 14336x4096, 4096x14336,
-    4096x4096, 1280x1280 and 5120x1280.
-    """
-    if not 1 <= m <= 32:
-        raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 32")
-    tokens = next(t for t in (1, 8, 16, 24, 32) if t >= m)
-    row_tiles = -(-n // ROW_TILE)
-    best: tuple[float, CodebookDecodeTile] | None = None
-    for splits, units, ctas in product(CLUSTER_SHARE if arch in CLUSTER_ARCHITECTURES else (1,), (1, 2, 4), (1, 2, 3)):
-        warps = -(-units_k // (splits * units))
-        if warps * ctas > 32 or (splits > 1 and ctas > 1) or splits > units_k:
-            continue
-        slots = max(1, int(CLUSTER_SHARE[splits] * sm_count)) * ctas
-        wanted = min(-(-row_tiles // slots), _MAX_ROW_TILES)
-        tile = _largest(problem, CodebookDecodeTile(tokens, wanted, warps, units, splits), arch)
-        if tile is None or not _fit_together(problem, tile, ctas):
-            continue
-        waves = -(-row_tiles // (tile.row_tiles * slots))
-        read = ctas * tile.row_tiles * warps * units * (1 + 6 / (warps * ctas) + 0.06 * (units - 1))
-        sums = ctas * warps * m * tile.row_tiles / 55
-        exchange = 4 * splits if splits > 1 else 0
-        cost = waves * (read + sums + exchange + 8 * ctas) + 100 * (waves - 1)
-        if best is None or cost < best[0]:
-            best = cost, tile
-    if best is None:
-        raise EmitError(f"codebook decode: no tile for {units_k} units of K, {n} rows and {m} tokens on {arch}")
-    return best[1]
-
-
-def _largest(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> CodebookDecodeTile | None:
-    """The tile with as many row tiles, and as much in flight, as fit; None where even one does not."""
-    prefetch = max(1, min(3, 32 // (tile.warps * tile.units)))
-    for row_tiles in range(tile.row_tiles, 0, -1):
-        for ahead in range(min(prefetch, row_tiles), 0, -1):
-            smaller = replace(tile, row_tiles=row_tiles, prefetch=ahead)
-            if holds(CONSTRAINTS, problem, smaller, arch):
-                return smaller
-    return None
-
-
-def _fit_together(problem: CodebookProblem, tile: CodebookDecodeTile, ctas: int) -> bool:
-    """Whether an SM runs so many CTAs at once; each takes 1 KB of shared memory more."""
-    return ctas == 1 or (
-        ctas * (smem_bytes(problem, tile) + 1024) <= _SM_SMEM
-        and ctas * 32 * tile.warps * (registers(problem, tile) + 8) <= 65_536
-    )
 
 
 def emit_codebook_decode(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> KernelSource:

@@ -6,20 +6,20 @@ registers; tokens come by bulk copies. A cluster shares K. One kernel serves all
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import SPLITS, Constraint, check, holds
+from qcut.emitters.core.constraints import SPLITS, Constraint, check
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.stream import codebook as codebook_decode
-from qcut.emitters.stream.codebook import CLUSTER_SHARE, PAIR_TABLE_BYTES, ROW_TILE, decode_source
+from qcut.emitters.stream.codebook import PAIR_TABLE_BYTES, ROW_TILE, decode_source
 
 FAMILY = "codebook_stream_wgmma"
 _SMEM_BYTES = architecture("sm_90a").smem_bytes
-_GROUP_ROWS = 4 * ROW_TILE
+GROUP_ROWS = 4 * ROW_TILE
+"""Rows of a warpgroup."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def validate(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str)
 
 def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile) -> int:
     """Dynamic shared memory of a CTA; the kernel's text holds it to the device code's own count."""
-    rows = _GROUP_ROWS * tile.groups
+    rows = GROUP_ROWS * tile.groups
     table = 0 if problem.x is DType.S8 else PAIR_TABLE_BYTES
     staged = table + tile.stages * 16 * problem.x.bits * tile.tokens
     sums = 4 * tile.tokens * (rows + 4)
@@ -108,66 +108,7 @@ def grid(tile: CodebookDecodeWgmmaTile, m: int, n: int) -> tuple[int, int, int]:
     """
     if not 1 <= m <= tile.tokens:
         raise EmitError(f"codebook decode: m is {m}; tile {tile.name} takes 1 to {tile.tokens} tokens")
-    return (-(-n // (_GROUP_ROWS * tile.groups)) * tile.splits, 1, 1)
-
-
-def for_shape(problem: CodebookProblem, n: int, units_k: int, m: int, sm_count: int) -> CodebookDecodeWgmmaTile:
-    """A tile for a shape: the least of an SM's work, a warp's chain of units and the cluster's exchange, in one wave.
-
-    Raises:
-        EmitError: m is not 1 to 64.
-
-    Source: measured on an H200; the weights agree with `benchmarks/NOTES.md`'s best variants on 14336x4096, 4096x14336,
-    4096x4096 and 5120x1280.
-    """
-    if not 1 <= m <= 64:
-        raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 64")
-    tokens = next(t for t in (8, 16, 32, 64) if t >= m)
-    row_groups = -(-n // _GROUP_ROWS)
-
-    def is_legal(tile: CodebookDecodeWgmmaTile) -> bool:
-        return holds(CONSTRAINTS, problem, tile, "sm_90a")
-
-    def cost(groups: int, splits: int) -> float:
-        chain = -(-units_k // splits)
-        clusters = -(-row_groups // groups)
-        waves = -(-clusters // max(1, int(CLUSTER_SHARE[splits] * sm_count)))
-        return waves * (groups * chain + 2 * chain + 3.5 * splits) + 40 * (waves - 1)
-
-    groups, splits = min(
-        (
-            (g, s)
-            for g in range(1, 6)
-            for s in CLUSTER_SHARE
-            if s <= units_k and is_legal(CodebookDecodeWgmmaTile(tokens, g, s, 3, 1))
-        ),
-        key=lambda choice: cost(*choice),
-    )
-    chain = -(-units_k // splits)
-    tile = CodebookDecodeWgmmaTile(tokens, groups, splits, max(3, min(chain, 16)), min(4, chain))
-    while not is_legal(replace(tile, stages=3)):
-        tile = replace(tile, prefetch=tile.prefetch - 1)
-    while not is_legal(tile):
-        tile = replace(tile, stages=tile.stages - 1)
-    return tile
-
-
-def is_better(problem: CodebookProblem, n: int, units_k: int, m: int, sm_count: int) -> bool:
-    """Whether this family is faster than `qcut.emitters.stream.codebook` on sm_90a.
-
-    From 9 tokens on where that would take a cluster, from 17 on where a CTA has several tiles of rows, from 33 on.
-
-    Source: measured on an H200; see `benchmarks/NOTES.md`.
-    """
-    if m <= 8:
-        return False
-    if m > 32:
-        return True
-    try:
-        tile = codebook_decode.for_shape(problem, n, units_k, m, sm_count)
-    except EmitError:
-        return True
-    return tile.splits > 1 or (m > 16 and tile.row_tiles > 1)
+    return (-(-n // (GROUP_ROWS * tile.groups)) * tile.splits, 1, 1)
 
 
 def emit_codebook_decode_wgmma(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str) -> KernelSource:

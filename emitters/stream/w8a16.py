@@ -7,33 +7,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
-from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
 from qcut.emitters.core.names import procedural_name
-from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, UNIT_COLUMNS, Int8StreamTile, register_limit
+from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
 FAMILY = "w8a16_stream"
 MAX_TOKENS = 32
 """The most rows of a that registers hold beside the weights in flight."""
-_TOKENS = (8, 16, 32)
+TOKENS = (8, 16, 32)
+"""Tokens that a tile may hold."""
 _OTHER_REGISTERS = 24
 """Registers of a thread for addresses, counters and bounds."""
-
-
-class Cut(NamedTuple):
-    """How weights are divided: see `Int8StreamTile`."""
-
-    row_tiles: int
-    warps: int
-    units: int
-    prefetch: int
-    splits: int
 
 
 class WeightOnlyTile(Int8StreamTile):
@@ -62,7 +49,7 @@ CONSTRAINTS = (
     Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
     ARCHITECTURE,
     Constraint("alignments", "are at least 1", lambda p, t, arch: min(p.alignment_k, p.alignment_n) >= 1),
-    Constraint("tokens", "are 8, 16 or 32: tiles of eight in registers", lambda p, t, arch: t.tokens in _TOKENS),
+    Constraint("tokens", "are 8, 16 or 32: tiles of eight in registers", lambda p, t, arch: t.tokens in TOKENS),
     *CUT_CONSTRAINTS,
     Constraint(
         "registers",
@@ -83,103 +70,6 @@ def validate(problem: GemmProblem, tile: WeightOnlyTile, arch: str) -> None:
         EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
-_BYTES_PER_NS = 33.5
-"""Of weights that an SM gets where all ask for them: an H200's 4.43 TB/s over 132."""
-_SM_BYTES_PER_NS = 70.0
-"""The same, where few do."""
-_ROUND_NS = 300.0
-"""Reading the tokens of other columns."""
-_CTA_NS = 300.0
-"""Summing the warps and writing, where another CTA follows on the SM."""
-_CLUSTER_NS = 700.0
-"""Summing over a cluster's CTAs."""
-_IN_FLIGHT = 40
-"""Units of an SM that keep the memory busy."""
-
-
-def for_shape(problem: GemmProblem, arch: str, m: int, n: int, k: int, sm_count: int) -> WeightOnlyTile:
-    """A tile for a shape: one wave of CTAs where that is possible, few rounds, much in flight.
-
-    Args:
-        problem: types and epilogue.
-        arch: the kernel's.
-        m: tokens, up to `MAX_TOKENS`.
-        n: rows of weights.
-        k: columns.
-        sm_count: of the GPU.
-
-    Raises:
-        EmitError: m is more than `MAX_TOKENS`, or `CONSTRAINTS` refuse the problem.
-    """
-    if not 1 <= m <= MAX_TOKENS:
-        raise EmitError(f"weight_only_decode: {m} tokens; allowed are 1 to {MAX_TOKENS}")
-    tokens = next(size for size in _TOKENS if m <= size)
-
-    def fits(cut: Cut, ctas: int) -> bool:
-        tile = _tile(cut, tokens)
-        smem = ctas * smem_bytes(problem, tile)
-        return registers(tile) <= register_limit(ctas * cut.warps) and smem <= architecture(arch).smem_bytes
-
-    tile = _tile(best_cut(n, k, arch, sm_count, fits), tokens)
-    validate(problem, tile, arch)
-    return tile
-
-
-def _tile(cut: Cut, tokens: int) -> WeightOnlyTile:
-    return WeightOnlyTile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)
-
-
-def best_cut(n: int, k: int, arch: str, sm_count: int, fits: Callable[[Cut, int], bool]) -> Cut:
-    """The cut of weights ``[n, k]`` that a model of the memory takes for the fastest.
-
-    Two CTAs that an SM has at once hide each other's start and end; they are taken where each reads its K in one round.
-
-    Args:
-        n: rows of weights.
-        k: columns.
-        arch: the kernel's.
-        sm_count: of the GPU.
-        fits: whether registers and shared memory hold it, in so many CTAs.
-    """
-    best, best_ns = Cut(1, 1, 1, 1, 1), float("inf")
-    for splits in (1, 2, 4, 8) if arch in CLUSTER_ARCHITECTURES else (1,):
-        # Clusters of 4 and 8 leave some SMs of a GPC without work.
-        at_once = {1: sm_count, 2: sm_count // 2, 4: sm_count * 30 // 132, 8: sm_count * 15 // 132}[splits]
-        for units in (1, 2):
-            for ctas in (1, 2) if splits == 1 else (1,):
-                if not at_once or (found := _one_cut(n, k, splits, units, ctas, at_once, fits)) is None:
-                    continue
-                cut, ns = found
-                if ns < best_ns:
-                    best, best_ns = cut, ns
-    return best
-
-
-def _one_cut(
-    n: int, k: int, splits: int, units: int, ctas: int, at_once: int, fits: Callable[[Cut, int], bool]
-) -> tuple[Cut, float] | None:
-    """`best_cut` for some splits, units and CTAs of an SM, and its nanoseconds; None where two CTAs are not taken."""
-    units_k, tiles_n = -(-k // UNIT_COLUMNS), -(-n // 16)
-    most = max((w for w in range(1, 33) if fits(Cut(1, w, units, 1, splits), ctas)), default=1)
-    wanted = -(-units_k // (splits * units))
-    warps = -(-wanted // -(-wanted // most))  # in equal rounds
-    rounds = -(-units_k // (splits * warps * units))
-    if ctas > 1 and rounds > 1:
-        return None
-    for waves in range(1, 1 + tiles_n):
-        row_tiles = -(-tiles_n // (waves * at_once * ctas))
-        prefetch = min(row_tiles, -(-_IN_FLIGHT // (warps * units * ctas)))
-        while prefetch > 1 and not fits(Cut(row_tiles, warps, units, prefetch, splits), ctas):
-            prefetch -= 1
-        cut = Cut(row_tiles, warps, units, prefetch, splits)
-        if fits(cut, ctas):
-            break
-    unit_bytes = 16 * UNIT_COLUMNS
-    of_an_sm = waves * ctas * row_tiles * rounds * units * min(warps, wanted) * unit_bytes
-    read_ns = max(tiles_n * units_k * unit_bytes / (_BYTES_PER_NS * at_once * splits), of_an_sm / _SM_BYTES_PER_NS)
-    return cut, read_ns + waves * (rounds * _ROUND_NS + _CTA_NS) / ctas + _CLUSTER_NS * (splits > 1)
 
 
 def emit_weight_only_decode(problem: GemmProblem, tile: WeightOnlyTile, arch: str) -> KernelSource:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.names import procedural_name
@@ -17,7 +16,6 @@ from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import K_MAX
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
-from qcut.emitters.stream.w8a16 import Cut, best_cut
 
 FAMILY = "int8_stream"
 MAX_TOKENS = 8
@@ -129,48 +127,26 @@ def validate(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> None:
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
-    """Whether there is a kernel for so many tokens of so many columns, whatever N and the GPU's size."""
-    try:
-        validate(problem, _tile(Cut(1, 1, 1, 1, 1), m, k), arch)
-    except EmitError:
-        return False
-    return True
-
-
-def for_shape(problem: W8A8Problem, arch: str, m: int, n: int, k: int, sm_count: int) -> W8A8Tile:
-    """A tile for a shape: one wave of CTAs where that is possible, few rounds, much in flight.
-
-    Args:
-        problem: tokens, types and epilogue.
-        arch: the kernel's.
-        m: tokens, up to `MAX_TOKENS`.
-        n: rows of weights.
-        k: columns.
-        sm_count: of the GPU.
+def tokens_of(m: int, k: int) -> int:
+    """Tokens that a tile holds for m of them, of k columns.
 
     Raises:
-        EmitError: m is more than `MAX_TOKENS`, K beyond the exact range, or `CONSTRAINTS` refuse the problem.
+        EmitError: m is more than `MAX_TOKENS`, or K beyond the exact range.
     """
-
-    def fits(cut: Cut, ctas: int) -> bool:
-        tile = _tile(cut, m, k)
-        smem = ctas * smem_bytes(tile)
-        return registers(problem, tile) <= register_limit(ctas * cut.warps) and smem <= architecture(arch).smem_bytes
-
-    tile = _tile(best_cut(n, k, arch, sm_count, fits), m, k)
-    validate(problem, tile, arch)
-    return tile
-
-
-def _tile(cut: Cut, m: int, k: int) -> W8A8Tile:
-    """The tile that holds m tokens of k columns."""
     if not 1 <= m <= MAX_TOKENS:
         raise EmitError(f"{FAMILY}: {m} tokens; allowed are 1 to {MAX_TOKENS}")
     if not 1 <= k <= K_MAX:
         raise EmitError(f"{FAMILY}: K is {k}; allowed is 1 to {K_MAX}")
-    tokens = next(size for size in _TOKENS if m <= size)
-    return W8A8Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)
+    return next(size for size in _TOKENS if m <= size)
+
+
+def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
+    """Whether there is a kernel for so many tokens of so many columns, whatever N and the GPU's size."""
+    try:
+        validate(problem, W8A8Tile(1, 1, tokens=tokens_of(m, k)), arch)
+    except EmitError:
+        return False
+    return True
 
 
 def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelSource:

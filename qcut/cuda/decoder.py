@@ -12,12 +12,12 @@ from torch import Tensor
 
 from qcut.cuda import plans as launch_plans
 from qcut.cuda.plans import DTYPES, LaunchPlan, target
+from qcut.dispatch.attention import emit_attention, select_attention
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.choice import emit_attention, select_attention
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.norm import MANY_ROWS, NormRows, emit_norm
 from qcut.numerics import int8 as numerics
@@ -230,8 +230,8 @@ def _attention_of(kind: str, q: Tensor, keys: Tensor) -> _Attention:
     if found is None:
         queries, gpu = heads // kv_heads, target(device)
         cache = DType.S8 if keys.dtype is torch.int8 else DTYPES[keys.dtype]
-        sizes = {"batch": batch, "kv_heads": kv_heads, "context": context, "sm_count": gpu.sm_count}
-        desc, parts = select_attention(DTYPES[q.dtype], cache, head, queries, gpu.arch, **sizes)
+        sizes = {"batch": batch, "kv_heads": kv_heads, "context": context}
+        desc, parts = select_attention(DTYPES[q.dtype], cache, head, queries, gpu, **sizes)
         if kind == "attention":
             source = emit_attention(desc)
         elif isinstance(desc, AttentionMma):

@@ -23,6 +23,7 @@ from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.codebook import bucket
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target, target_for
+from qcut.dispatch.tiles.stream import int8_tile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.family import Grid
@@ -169,7 +170,7 @@ def few_tokens(
     few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
     if not w8a8_decode.is_legal(few, m, k, gpu.arch):
         return None
-    return few, w8a8_decode.for_shape(few, gpu.arch, m, n, k, gpu.sm_count)
+    return few, int8_tile(few, m, n, k, gpu)
 
 
 def few_tokens_plan(few: W8A8Problem, tile: W8A8Tile, n: int, device: int) -> LaunchPlan:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from qcut.dispatch.gpus import Target
-from qcut.emitters.codebook import mma as codebook_mma
-from qcut.emitters.codebook import wgmma as codebook_wgmma
+from qcut.dispatch.tiles import codebook as tiles
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import Kind, RotateTokens, emit_rotate, padded_columns
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense, emit_rotate_dense
@@ -19,8 +18,6 @@ from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREAM_WGMMA, CODEBOOK_WGMMA, family
 from qcut.emitters.gemm.problem import TileConfig
-from qcut.emitters.stream import codebook as codebook_stream
-from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
 from qcut.emitters.stream.codebook import CodebookDecodeTile
 from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile
 
@@ -159,28 +156,25 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target)
     Raises:
         EmitError: no kernel takes the problem on this GPU.
     """
-    sm_count, arch = target.sm_count, target.arch
     if problem.rotates:
         return _stream(problem, m, n, units, target)
-    if architecture(arch).wgmma:
+    if architecture(target.arch).wgmma:
         if m > DECODE_TOKENS:
-            return CodebookChoice(CODEBOOK_WGMMA.name, codebook_wgmma.for_shape(problem, m, n, units, sm_count))
-        if not codebook_stream_wgmma.is_better(problem, n, units, m, sm_count):
+            return CodebookChoice(CODEBOOK_WGMMA.name, tiles.wgmma_tile(problem, m, n, units, target))
+        if not tiles.is_wgmma_better(problem, m, n, units, target):
             # Its warps hold the tokens of all K, so that there is a longest.
             with suppress(EmitError):
                 return _stream(problem, m, n, units, target)
-        tile = codebook_stream_wgmma.for_shape(problem, n, units, m, sm_count)
-        return CodebookChoice(CODEBOOK_STREAM_WGMMA.name, tile)
+        return CodebookChoice(CODEBOOK_STREAM_WGMMA.name, tiles.stream_wgmma_tile(problem, m, n, units, target))
     if m <= FEW_TOKENS:
         # Without clusters, a long K or little shared memory leaves no tile.
         with suppress(EmitError):
             return _stream(problem, m, n, units, target)
-    return CodebookChoice(CODEBOOK_MMA.name, codebook_mma.for_shape(problem, arch, m, n, sm_count))
+    return CodebookChoice(CODEBOOK_MMA.name, tiles.mma_tile(problem, m, n, target))
 
 
 def _stream(problem: CodebookProblem, m: int, n: int, units: int, target: Target) -> CodebookChoice:
-    tile = codebook_stream.for_shape(problem, n, units, m, target.sm_count, target.arch)
-    return CodebookChoice(CODEBOOK_STREAM.name, tile)
+    return CodebookChoice(CODEBOOK_STREAM.name, tiles.stream_tile(problem, m, n, units, target))
 
 
 def emit(choice: CodebookChoice, problem: CodebookProblem, arch: str) -> KernelSource:

@@ -7,7 +7,8 @@ Guide, arithmetic throughput), its limits (compute capabilities), and round numb
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
@@ -16,6 +17,32 @@ from qcut.emitters.gemm.dp4a import SimtTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
 GemmTile = TileConfig | SimtTile
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Rates at which an SM reads memory.
+
+    Attributes:
+        bytes_per_ns: of weights, where all SMs ask for them.
+        sm_bytes_per_ns: of weights, where few SMs do.
+        bytes_per_cycle: of a cache of keys and values, the GPU's over its SMs.
+        sm_bytes_per_cycle: of such a cache, what one SM takes at most.
+        latency_cycles: from a warp's loads to its next ones, of a GPU that does nothing else: 800 until data comes,
+            then products.
+        units_in_flight: units of weights that keep the memory busy.
+    """
+
+    bytes_per_ns: float
+    sm_bytes_per_ns: float
+    bytes_per_cycle: int
+    sm_bytes_per_cycle: int
+    latency_cycles: int
+    units_in_flight: int
+
+
+# 4.43 TB/s over 132 SMs. Kernels of few tokens have been measured on an H200 alone, which stands for every GPU.
+_H200_MEMORY = Streaming(33.5, 70.0, 20, 44, 1400, 40)
 
 
 @dataclass(frozen=True)
@@ -29,6 +56,8 @@ class Machine:
         ctas: at most resident.
         dram_bytes: memory bandwidth of the whole GPU, bytes a cycle.
         ghz: clock under load.
+        memory: what an SM gets of the memory where few tokens stream weights or a cache.
+        clusters: by their size, clusters that 132 SMs hold at once: some SMs of a GPC find no partners.
     """
 
     tensor_macs: int
@@ -37,6 +66,12 @@ class Machine:
     ctas: int
     dram_bytes: float
     ghz: float
+    memory: Streaming = _H200_MEMORY
+    clusters: Mapping[int, int] = field(default_factory=lambda: {1: 132, 2: 66, 4: 30, 8: 15})
+
+    def clusters_at_once(self, size: int, sm_count: int) -> int:
+        """Clusters of that size which a GPU of so many SMs runs at once."""
+        return sm_count * self.clusters[size] // 132
 
 
 # wgmma reads operands from shared memory; mma.sync spends issue slots on ldmatrix; wmma takes 16 columns of K a time.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from qcut.dispatch import tables
 from qcut.dispatch.cost_model import Estimate, GemmTile, estimate, tile_cycles
 from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.stream import w8a16_tile
 from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
@@ -160,7 +161,7 @@ def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, targe
 def select_weight_only(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice:
     """Choose the kernel of a GEMM with 16-bit activations and int8 weights: for few tokens one that memory bounds."""
     if m <= w8a16_stream.MAX_TOKENS:
-        return Choice(W8A16_STREAM.name, w8a16_stream.for_shape(problem, target.arch, m, n, k, target.sm_count))
+        return Choice(W8A16_STREAM.name, w8a16_tile(problem, m, n, k, target))
     bits = problem.epilogue.out.bits
     tiles = w8a16.default_tiles(target.arch)
     return Choice(W8A16_MMA.name, min(tiles, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))

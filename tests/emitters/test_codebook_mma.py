@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import mma_tile
 from qcut.emitters.codebook.mma import (
     CONSTRAINTS,
     default_tiles,
     emit_codebook_mma,
-    for_shape,
     grid,
     smem_bytes,
     validate,
@@ -128,17 +129,17 @@ def test_illegal_tile_is_refused_by_name(name: str):
 def test_every_shape_has_a_legal_tile(problem: CodebookProblem, arch: str):
     for m in (1, 17, 64, 300, 4096):
         for n in (1, 1280, 14336):
-            validate(problem, for_shape(problem, arch, m, n, 132), arch)
+            validate(problem, mma_tile(problem, m, n, Target(arch, 132)), arch)
 
 
 def test_few_tokens_take_flat_tiles_and_prompts_square_ones():
-    assert for_shape(HALF, "sm_80", 8, 4096, 108).threadblock_shape[0] == 16
-    assert for_shape(HALF, "sm_80", 4096, 4096, 108).threadblock_shape[0] >= 128
+    assert mma_tile(HALF, 8, 4096, Target("sm_80", 108)).threadblock_shape[0] == 16
+    assert mma_tile(HALF, 4096, 4096, Target("sm_80", 108)).threadblock_shape[0] >= 128
 
 
 def test_what_no_tile_can_build_is_refused():
     with pytest.raises(EmitError, match="alignment_n"):
-        for_shape(replace(HALF, alignment_n=0), "sm_80", 1, 16, 108)
+        mma_tile(replace(HALF, alignment_n=0), 1, 16, Target("sm_80", 108))
 
 
 def test_grid_is_one_cta_per_tile():

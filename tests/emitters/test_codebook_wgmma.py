@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from qcut import jit
 from qcut.codebooks import layout as codebook_layout
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import wgmma_cycles, wgmma_tile
 from qcut.emitters.codebook import wgmma as codebook_prompt
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.wgmma import (
@@ -22,8 +24,6 @@ from qcut.emitters.codebook.wgmma import (
     buffers,
     default_tiles,
     emit_codebook_prompt,
-    estimated_cycles,
-    for_shape,
     grid,
     smem_bytes,
     stage_bytes,
@@ -34,6 +34,7 @@ from qcut.emitters.core.source import DType, EmitError, KernelSource
 from tests.support.sass import find_nvdisasm, instructions
 
 ARCH = "sm_90a"
+H200 = Target(ARCH, 132)
 INT8 = CodebookProblem(DType.S8, epilogue=Epilogue(row_scale="per_token", col_scale="per_channel", bias=True))
 HALF = CodebookProblem(DType.F16)
 BRAIN = CodebookProblem(
@@ -53,7 +54,7 @@ def sources() -> list[KernelSource]:
     for bits, slots in ((2, 1), (2, 4), (3, 2), (4, 4)):
         for problem in (INT8, HALF):
             other = replace(problem, bits=bits, slots=slots)
-            pairs.append((other, for_shape(other, 4096, 4096, 32, 132)))
+            pairs.append((other, wgmma_tile(other, 4096, 4096, 32, H200)))
     full = replace(INT8.epilogue, activation=Activation.SILU, residual=True)
     pairs += [
         (BRAIN, replace(DEEP, tokens=128)),
@@ -158,14 +159,14 @@ def test_menu_is_legal_and_holds_a_tile_for_every_shape(problem: CodebookProblem
         fits = smem_bytes(problem, deeper) <= architecture(ARCH).smem_bytes
         assert tile.stages == 8 or not fits or buffers(problem, deeper) < buffers(problem, tile)
     for m, n, units in ((1, 1, 1), (64, 1280, 10), (256, 4096, 112), (8192, 14336, 32)):
-        assert for_shape(problem, m, n, units, 132) in menu
+        assert wgmma_tile(problem, m, n, units, H200) in menu
 
 
 def test_large_prompts_take_the_large_tile_and_few_tiles_split_k():
-    assert (for_shape(INT8, 4096, 14336, 32, 132).tokens, for_shape(INT8, 4096, 14336, 32, 132).cluster) == (256, 2)
-    assert for_shape(HALF, 4096, 14336, 32, 132).tokens == 256
-    assert for_shape(HALF, 64, 4096, 112, 132).splits > 1
-    assert estimated_cycles(HALF, DEEP, 4096, 4096, 32, 132) > estimated_cycles(INT8, DEEP, 4096, 4096, 32, 132)
+    assert (wgmma_tile(INT8, 4096, 14336, 32, H200).tokens, wgmma_tile(INT8, 4096, 14336, 32, H200).cluster) == (256, 2)
+    assert wgmma_tile(HALF, 4096, 14336, 32, H200).tokens == 256
+    assert wgmma_tile(HALF, 64, 4096, 112, H200).splits > 1
+    assert wgmma_cycles(HALF, DEEP, 4096, 4096, 32, 132) > wgmma_cycles(INT8, DEEP, 4096, 4096, 32, 132)
 
 
 def test_grid_is_persistent_but_for_splits():

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from qcut import jit
+from qcut.dispatch.attention import emit_attention, estimated_cycles, select_attention
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.decoder import activate, append, argmax, norm
 from qcut.emitters.decoder.activate import ActivateRows, emit_activation
@@ -17,13 +19,13 @@ from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention import mma as attention_mma
 from qcut.emitters.decoder.attention import simt as attention
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.choice import emit_attention, estimated_cycles, select_attention
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
 from qcut.emitters.decoder.norm import NormRows, emit_norm
 from tests.support.compiled import build
 from tests.support.sass import instructions
 
+H200 = Target("sm_90a", 132)
 F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
 WIDE = AttentionDecode(F16, F16, 128, 4, "sm_90a")
 MMA = AttentionMma(F16, F16, 128, 4, "sm_90a", cluster=8)
@@ -186,17 +188,17 @@ def test_halves_attend_on_tensor_cores(head: int, queries: int) -> None:
     for x, cache in ((F16, F16), (BF16, BF16), (BF16, S8)):
         desc = AttentionMma.for_shape(x, cache, head, queries, "sm_80")
         assert desc.grid(3, 2, queries, 5) == (5, 2 * -(-queries // 8), 3)
-        sizes = {"batch": 3, "kv_heads": 2, "context": 700, "sm_count": 108}
-        chosen, parts = select_attention(x, cache, head, queries, "sm_80", **sizes)
+        sizes = {"batch": 3, "kv_heads": 2, "context": 700}
+        chosen, parts = select_attention(x, cache, head, queries, Target("sm_80", 108), **sizes)
         assert (chosen, 1 <= parts <= 21) == (desc, True)
     for x, head in ((F32, 128), (F16, 8)):
-        assert isinstance(select_attention(x, x, head, queries, "sm_90a", **sizes)[0], AttentionDecode)
+        assert isinstance(select_attention(x, x, head, queries, Target("sm_90a", 108), **sizes)[0], AttentionDecode)
 
 
 def test_parts_meet_in_a_cluster_where_reading_is_short() -> None:
     def chosen(batch: int, kv_heads: int, context: int, arch: str = "sm_90a") -> tuple[int, int]:
-        sizes = {"batch": batch, "kv_heads": kv_heads, "context": context, "sm_count": 132}
-        desc, parts = select_attention(F16, F16, 128, 4, arch, **sizes)
+        sizes = {"batch": batch, "kv_heads": kv_heads, "context": context}
+        desc, parts = select_attention(F16, F16, 128, 4, Target(arch, 132), **sizes)
         assert isinstance(desc, AttentionMma)
         assert desc.cluster in (1, parts)
         return desc.cluster, parts
@@ -211,12 +213,12 @@ def test_parts_meet_in_a_cluster_where_reading_is_short() -> None:
 
 def test_estimates_follow_the_bytes() -> None:
     alone = replace(MMA, cluster=1)
-    short, long, longer = (estimated_cycles(alone, 1, 64, context, 132) for context in (32, 512, 2048))
+    short, long, longer = (estimated_cycles(alone, 1, 64, context, H200) for context in (32, 512, 2048))
     assert longer == pytest.approx(4 * long, rel=0.1)
     assert long / 12 < short < long / 4  # what it waits for at first
     four = replace(MMA, cluster=4)
-    assert estimated_cycles(alone, 4, 60, 8192, 132) > estimated_cycles(four, 4, 60, 8192, 132)
-    assert estimated_cycles(alone, 4, 64, 8192, 132) < estimated_cycles(four, 4, 64, 8192, 132)  # four clusters wait
+    assert estimated_cycles(alone, 4, 60, 8192, H200) > estimated_cycles(four, 4, 60, 8192, H200)
+    assert estimated_cycles(alone, 4, 64, 8192, H200) < estimated_cycles(four, 4, 64, 8192, H200)  # four clusters wait
     assert replace(MMA, cluster=4).workspace_floats(2, 8, 4, 4) == alone.workspace_floats(2, 8, 4, 1) == 0
     assert alone.workspace_floats(2, 8, 4, 3) == 2 * 8 * 3 * 4 * 132
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import is_wgmma_better, stream_tile, stream_wgmma_tile
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
@@ -22,6 +24,7 @@ from qcut.jit import Binary
 from tests.support.compiled import build
 from tests.support.sass import instructions
 
+H200 = Target("sm_90a", 132)
 HALF = CodebookProblem()
 BRAIN = CodebookProblem(DType.BF16, 3, 4, Epilogue(DType.BF16, col_scale="per_channel", bias=True))
 INT8 = CodebookProblem(DType.S8, 2, 2, Epilogue(row_scale="per_token", col_scale="per_channel", residual=True))
@@ -109,11 +112,11 @@ def test_grid_refuses_other_numbers_of_tokens(m: int):
 @pytest.mark.parametrize("problem", [HALF, BRAIN, INT8], ids=lambda p: p.name)
 def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem):
     for (n, units), m in product(SHAPES, (1, 2, 8, 9, 16, 17, 32, 33, 64)):
-        wide = codebook_decode_wgmma.for_shape(problem, n, units, m, 132)
+        wide = stream_wgmma_tile(problem, m, n, units, H200)
         codebook_decode_wgmma.validate(problem, wide, "sm_90a")
         assert m <= wide.tokens
-        if not codebook_decode_wgmma.is_better(problem, n, units, m, 132):
-            tile = codebook_decode.for_shape(problem, n, units, m, 132)
+        if not is_wgmma_better(problem, m, n, units, H200):
+            tile = stream_tile(problem, m, n, units, H200)
             codebook_decode.validate(problem, tile, "sm_90a")
             assert m <= tile.tokens
             assert units <= tile.capacity
@@ -122,14 +125,14 @@ def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_120"])
 def test_other_architectures_have_tiles(arch: str):
     for m in (1, 8):
-        tile = codebook_decode.for_shape(HALF, 1280, 10, m, 108, arch)
+        tile = stream_tile(HALF, m, 1280, 10, Target(arch, 108))
         codebook_decode.validate(HALF, tile, arch)
         assert tile.splits == 1
 
 
 def test_long_sums_need_clusters():
     with pytest.raises(EmitError, match="no tile for 112 units of K, 4096 rows and 1 tokens on sm_80"):
-        codebook_decode.for_shape(HALF, 4096, 112, 1, 108, "sm_80")
+        stream_tile(HALF, 1, 4096, 112, Target("sm_80", 108))
 
 
 @pytest.mark.parametrize(
@@ -145,8 +148,8 @@ def test_long_sums_need_clusters():
     ],
 )
 def test_measured_shapes_have_their_best_tile(n: int, units: int, m: int, name: str):
-    assert not codebook_decode_wgmma.is_better(HALF, n, units, m, 132)
-    assert codebook_decode.for_shape(HALF, n, units, m, 132).name == name
+    assert not is_wgmma_better(HALF, m, n, units, H200)
+    assert stream_tile(HALF, m, n, units, H200).name == name
 
 
 @pytest.mark.parametrize(
@@ -154,16 +157,16 @@ def test_measured_shapes_have_their_best_tile(n: int, units: int, m: int, name: 
     [(14336, 32, 32, 4, 2), (4096, 112, 16, 5, 8), (4096, 32, 64, 3, 4), (5120, 10, 32, 2, 2)],
 )
 def test_measured_shapes_have_their_best_wgmma_tile(n: int, units: int, m: int, groups: int, splits: int):
-    assert codebook_decode_wgmma.is_better(HALF, n, units, m, 132)
-    tile = codebook_decode_wgmma.for_shape(HALF, n, units, m, 132)
+    assert is_wgmma_better(HALF, m, n, units, H200)
+    tile = stream_wgmma_tile(HALF, m, n, units, H200)
     assert (tile.groups, tile.splits) == (groups, splits)
 
 
 def test_too_many_tokens_have_no_tile():
     with pytest.raises(EmitError, match=r"m is 33; allowed: 1 to 32"):
-        codebook_decode.for_shape(HALF, 64, 1, 33, 132)
+        stream_tile(HALF, 33, 64, 1, H200)
     with pytest.raises(EmitError, match=r"m is 65; allowed: 1 to 64"):
-        codebook_decode_wgmma.for_shape(HALF, 64, 1, 65, 132)
+        stream_wgmma_tile(HALF, 65, 64, 1, H200)
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────

@@ -8,6 +8,8 @@ from itertools import product
 
 import pytest
 
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.stream import w8a16_tile
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
@@ -18,7 +20,6 @@ from qcut.emitters.stream.w8a16 import (
     MAX_TOKENS,
     WeightOnlyTile,
     emit_weight_only_decode,
-    for_shape,
     smem_bytes,
     validate,
 )
@@ -120,7 +121,7 @@ def test_illegal_kernels_are_refused_by_name():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_shape_has_a_tile(arch: str):
     for (n, k), m in product(SHAPES, (1, 8, 9, 16, 17, 32)):
-        tile = for_shape(HALF, arch, m, n, k, 132)
+        tile = w8a16_tile(HALF, m, n, k, Target(arch, 132))
         validate(HALF, tile, arch)
         assert m <= tile.tokens < max(9, 2 * m)
         assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
@@ -129,20 +130,20 @@ def test_every_shape_has_a_tile(arch: str):
 @pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (4096, 4096), (4096, 14336)])
 def test_large_layers_are_one_wave_with_enough_in_flight(n: int, k: int, m: int):
-    tile = for_shape(HALF, "sm_90a", m, n, k, 132)
+    tile = w8a16_tile(HALF, m, n, k, Target("sm_90a", 132))
     assert 0.85 * 132 <= grid(tile, m, n)[0] <= 132
     assert 2048 * tile.warps * tile.units * tile.prefetch >= 48 * 1024
 
 
 @pytest.mark.parametrize("m", [0, MAX_TOKENS + 1])
 def test_other_numbers_of_tokens_are_refused(m: int):
-    with pytest.raises(EmitError, match=f"weight_only_decode: {m} tokens; allowed are 1 to 32"):
-        for_shape(HALF, "sm_90a", m, 4096, 4096, 132)
+    with pytest.raises(EmitError, match=f"w8a16_stream: {m} tokens; allowed are 1 to 32"):
+        w8a16_tile(HALF, m, 4096, 4096, Target("sm_90a", 132))
 
 
 def test_a_problem_it_cannot_build_is_refused():
     with pytest.raises(EmitError, match="operands"):
-        for_shape(GemmProblem(epilogue=BIAS), "sm_80", 1, 4096, 4096, 132)
+        w8a16_tile(GemmProblem(epilogue=BIAS), 1, 4096, 4096, Target("sm_80", 132))
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
@@ -151,7 +152,7 @@ def test_a_problem_it_cannot_build_is_refused():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_chosen_tiles_do_not_spill(arch: str):
     problems = [HALF, replace(HALF, a=DType.BF16)]
-    tiles = {for_shape(HALF, arch, m, n, k, 132) for n, k in SHAPES[:6] for m in (1, 16, 32)}
+    tiles = {w8a16_tile(HALF, m, n, k, Target(arch, 132)) for n, k in SHAPES[:6] for m in (1, 16, 32)}
     for binary in build(*[emit_weight_only_decode(p, t, arch) for p in problems for t in sorted(tiles, key=str)]):
         assert binary.resources is not None, binary.name
         assert binary.resources.spill_store_bytes == binary.resources.stack_bytes == 0, binary.name

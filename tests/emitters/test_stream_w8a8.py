@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from qcut.cuda.plans import few_tokens, linear_problem
-from qcut.dispatch.gpus import target_for
+from qcut.dispatch.gpus import Target, target_for
+from qcut.dispatch.tiles.stream import int8_tile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
@@ -22,7 +23,6 @@ from qcut.emitters.stream.w8a8 import (
     W8A8Problem,
     W8A8Tile,
     emit_w8a8_decode,
-    for_shape,
     is_legal,
     registers,
     smem_bytes,
@@ -50,7 +50,7 @@ def problem_of(
 
 
 def chosen(problem: W8A8Problem, arch: str, m: int, n: int, k: int) -> KernelSource:
-    return emit_w8a8_decode(problem, for_shape(problem, arch, m, n, k, SM_COUNT[arch]), arch)
+    return emit_w8a8_decode(problem, int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch])), arch)
 
 
 def sources(arch: str) -> list[KernelSource]:
@@ -189,7 +189,7 @@ def test_every_shape_has_a_tile(tokens: Tokens, x: DType, arch: str) -> None:
     for n, k in GPT2 + LLAMA + LLAMA2C + ODD:
         for m in (1, 2, 3, 8):
             assert is_legal(problem, m, k, arch)
-            tile = for_shape(problem, arch, m, n, k, SM_COUNT[arch])
+            tile = int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch]))
             validate(problem, tile, arch)
             assert registers(problem, tile) <= register_limit(tile.warps) <= 65_536 // (32 * tile.warps)
             assert smem_bytes(tile) <= architecture(arch).smem_bytes
@@ -203,21 +203,21 @@ def test_every_shape_has_a_tile(tokens: Tokens, x: DType, arch: str) -> None:
 def test_small_gpus_have_tiles(sm_count: int) -> None:
     for tokens, m, k in (("none", 8, 28672), ("given", 8, 4096), ("rows", 2, 14336)):
         problem = problem_of(tokens)
-        validate(problem, for_shape(problem, "sm_90a", m, 4096, k, sm_count), "sm_90a")
+        validate(problem, int8_tile(problem, m, 4096, k, Target("sm_90a", sm_count)), "sm_90a")
 
 
 @pytest.mark.parametrize("m", [0, MAX_TOKENS + 1])
 def test_other_numbers_of_tokens_are_refused(m: int) -> None:
     assert not is_legal(NONE, m, 4096, "sm_90a")
     with pytest.raises(EmitError, match=f"int8_stream: {m} tokens; allowed are 1 to 8"):
-        for_shape(NONE, "sm_90a", m, 4096, 4096, 132)
+        int8_tile(NONE, m, 4096, 4096, Target("sm_90a", 132))
 
 
 @pytest.mark.parametrize("k", [0, K_MAX + 1])
 def test_sums_beyond_int32_are_refused(k: int) -> None:
     assert not is_legal(NONE, 1, k, "sm_90a")
     with pytest.raises(EmitError, match=f"int8_stream: K is {k}; allowed is 1 to {K_MAX}"):
-        for_shape(NONE, "sm_90a", 1, 4096, k, 132)
+        int8_tile(NONE, 1, 4096, k, Target("sm_90a", 132))
 
 
 def test_which_gemms_are_served() -> None:
@@ -227,7 +227,7 @@ def test_which_gemms_are_served() -> None:
         for tokens in KINDS:
             few, tile = few_tokens(tokens, gemm, m, 4096, 4096, gpu) or (None, None)
             assert few == W8A8Problem(tokens, F16, gemm.epilogue)
-            assert tile == for_shape(few, "sm_90a", m, 4096, 4096, 132)
+            assert tile == int8_tile(few, m, 4096, 4096, Target("sm_90a", 132))
     assert few_tokens("none", gemm, 9, 4096, 4096, gpu) is None
     for other in (
         replace(gemm, layout_b="row"),

@@ -50,11 +50,8 @@ def variant_sources(arch: str) -> list[KernelSource]:
 
 def test_text_is_mmas_with_another_core():
     wmma, mma = emit_wmma_gemm(INT8, SMALL, "sm_80"), mma_gemm.emit_mma_gemm(INT8, SMALL, "sm_80")
-    renamed = (
-        wmma.text.replace("qcut_int8_wmma_", "qcut_int8_mma_")
-        .replace("gemm/wmma.cuh", "gemm/mma.cuh")
-        .replace("wmma_gemm", "mma_gemm")
-    )
+    renamed = wmma.text.replace("int8_wmma_", "int8_mma_").replace("gemm/wmma.cuh", "gemm/mma.cuh")
+    renamed = renamed.replace("wmma_gemm", "mma_gemm")
     assert renamed.replace("qcut::BlockedLayout, ", "") == mma.text
     assert (wmma.params, wmma.block) == (mma.params, mma.block)
 

@@ -12,7 +12,9 @@ from torch import Tensor
 from qcut import jit
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks.layout import Geometry
-from qcut.emitters.codebook.mma import default_tiles, emit_codebook_mma, for_shape, grid, smem_bytes
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import mma_tile
+from qcut.emitters.codebook.mma import default_tiles, emit_codebook_mma, grid, smem_bytes
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
@@ -261,4 +263,4 @@ def test_the_chosen_tile(m: int) -> None:
         (CodebookProblem(epilogue=BIAS), check_float),
         (CodebookProblem(DType.S8, epilogue=INT8_BIAS), check_int8),
     ):
-        check(problem, for_shape(problem, arch(), m, 1280, sms), m, 1280, 1280, pdl=True)
+        check(problem, mma_tile(problem, m, 1280, Target(arch(), sms)), m, 1280, 1280, pdl=True)

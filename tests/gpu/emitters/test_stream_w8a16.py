@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from qcut import jit
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.stream import w8a16_tile
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream.int8 import grid
-from qcut.emitters.stream.w8a16 import WeightOnlyTile, emit_weight_only_decode, for_shape, smem_bytes
+from qcut.emitters.stream.w8a16 import WeightOnlyTile, emit_weight_only_decode, smem_bytes
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp
 
@@ -181,6 +183,6 @@ def test_a_row_does_not_depend_on_the_others(tile: WeightOnlyTile) -> None:
 @pytest.mark.parametrize(("n", "k"), [(1280, 1280), (768, 5120), (5003, 2064)])
 def test_the_chosen_tile(n: int, k: int, m: int) -> None:
     problem = GemmProblem(a=DType.F16, epilogue=BIAS, alignment_n=1)
-    tile = for_shape(problem, arch(), m, n, k, torch.cuda.get_device_properties(0).multi_processor_count)
+    tile = w8a16_tile(problem, m, n, k, Target(arch(), torch.cuda.get_device_properties(0).multi_processor_count))
     gemm = small_integers(m, n, k, BIAS)
     gemm.check(run(gemm, problem, tile, gemm.a.half(), pdl=True))
