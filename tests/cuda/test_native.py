@@ -23,7 +23,8 @@ from torch import Tensor
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.config import padded_k
 from qcut.cuda import native as _native
-from qcut.cuda.plans import Grid, LaunchPlan, linear_problem, m_bucket
+from qcut.cuda.plans import LaunchPlan, linear_problem, m_bucket
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, Param
 from qcut.emitters.decoder.quantize import (
     QuantizePerTensor,
@@ -129,7 +130,7 @@ class Driver:
 class Kernel:
     """Stands in for `qcut.jit.Kernel`: packs as the real one does and records the launch."""
 
-    name, block, smem_bytes = "fake", BLOCK, SMEM
+    name, block, smem_bytes, waits = "fake", BLOCK, SMEM, True
 
     def __init__(self, driver: Driver, function: int, params: tuple[Param, ...], host: bool) -> None:
         self.driver, self.function, self.host_launcher = driver, function, driver.host if host else 0

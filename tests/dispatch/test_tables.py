@@ -99,6 +99,12 @@ def test_rows_of_another_version_are_ignored_with_a_reason(monkeypatch: pytest.M
     assert "nvidia-cutlass 5.0" in " ".join(tuned.table_for(GPU).notes)
 
 
+def test_tables_of_before_families_had_one_name_are_read() -> None:
+    text = tuned.to_text(Table(GPU, (ROW,)))
+    assert '"int8_mma"' in text
+    assert tuned.parse(text.replace('"int8_mma"', '"mma"'), "old.json").rows == (ROW,)
+
+
 def test_rows_of_another_version_may_hold_tiles_that_no_longer_exist() -> None:
     data = json.loads(tuned.to_text(Table(GPU, (ROW,))))
     data["choices"].append({**data["choices"][0], "family": "forgotten", "tile": {"what": 1}})

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from qcut import jit
 from qcut.dispatch.attention import emit_attention, estimated_cycles, select_attention
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import DType, EmitError, KernelSource
@@ -22,7 +20,7 @@ from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attenti
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
 from qcut.emitters.decoder.norm import NormRows, emit_norm
-from tests.support.compiled import build
+from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
 H200 = Target("sm_90a", 132)
@@ -89,25 +87,10 @@ def test_names_spell_the_kernel() -> None:
     assert replace(APPEND, rotary="interleaved").name == "qcut_append_sm90a_f16_f16_h128_rope_pairs"
 
 
-@pytest.mark.parametrize("source", sources("sm_90a"), ids=lambda s: s.name)
-def test_parameters_are_the_signature(source: KernelSource) -> None:
-    match = re.search(re.escape(source.entry) + r"\(([^)]*)\)", source.text)
-    assert match is not None
-    kinds = {"int": "i32", "long long": "i64", "float": "f32"}
-    found = []
-    for argument in match.group(1).split(", "):
-        kind, name = argument.rsplit(" ", 1)
-        found.append((name, kinds.get(kind, "ptr")))
-        assert (found[-1][1] == "ptr") == kind.endswith("*")
-    assert found == [(p.name, p.kind) for p in source.params]
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles_without_spills(arch: str) -> None:
-    built = jit.build_many(sources(arch), progress=False)
-    for source in sources(arch):
-        binary = built[source.name]
-        assert isinstance(binary, jit.Binary), binary
+    texts = in_turns(sources, arch)
+    for source, binary in zip(texts, build(*texts), strict=True):
         resources = binary.resources
         assert resources is not None
         assert resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name

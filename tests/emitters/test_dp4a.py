@@ -17,7 +17,7 @@ from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.gemm import dp4a as simt_gemm
 from qcut.emitters.gemm.dp4a import CONSTRAINTS, SimtTile, emit_simt_gemm, search_space, smem_bytes
 from qcut.emitters.gemm.problem import GemmProblem
-from tests.support.compiled import build
+from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
 REQUANTIZE = Epilogue(DType.S8, "per_token", "per_channel", bias=True)
@@ -251,7 +251,7 @@ def test_a_sample_of_legal_tiles_compiles_without_spills():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_layouts_and_epilogues_compile_without_spills(arch: str):
-    for binary in build(*layout_sources(arch)):
+    for binary in build(*in_turns(layout_sources, arch)):
         check_registers(binary)
 
 

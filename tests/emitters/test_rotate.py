@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from qcut import jit
 from qcut.codebooks.layout import Geometry
 from qcut.dispatch.codebook import emit_rotation
 from qcut.emitters.codebook.rotate import Kind, RotateTokens
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.source import DType, EmitError, KernelSource
+from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
 F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
@@ -173,17 +173,18 @@ def test_grid_refuses_what_does_not_fit():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles_without_spills(arch: str):
     """But for a word or two where 1024 threads hold two passes of a row."""
-    for source in sources(arch):
-        resources = jit.build(source).resources
+    texts = in_turns(sources, arch)
+    for source, binary in zip(texts, build(*texts), strict=True):
+        resources = binary.resources
         allowed = 16 if source.block == 1024 and "p2" in source.name else 0
         assert resources.stack_bytes <= allowed, source.name
         assert max(resources.spill_store_bytes, resources.spill_load_bytes) <= allowed, source.name
 
 
 def test_instructions():
-    rows = instructions(jit.build(emit_rotation(RotateTokens(F16, S8, "hadamard", 1024, "sm_90a", threads=64))).cubin)
+    rows = instructions(build(emit_rotation(RotateTokens(F16, S8, "hadamard", 1024, "sm_90a", threads=64)))[0].cubin)
     assert {"SHFL.BFLY", "LDG.E.128", "STG.E.128", "STS.128", "LDS.128"} <= rows
-    dense = instructions(jit.build(emit_rotation(RotateTokensDense(BF16, BF16, 128, "sm_90a"))).cubin)
+    dense = instructions(build(emit_rotation(RotateTokensDense(BF16, BF16, 128, "sm_90a")))[0].cubin)
     assert "HMMA.16816.F32.BF16" in dense
     assert any(name.startswith("LDGSTS") for name in dense)
     assert any(name.startswith("LDSM") for name in dense)

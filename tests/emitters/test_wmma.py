@@ -15,7 +15,7 @@ from qcut.emitters.gemm import mma as mma_gemm
 from qcut.emitters.gemm import wmma as wmma_gemm
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.wmma import SharedLayout, emit_wmma_gemm, smem_bytes
-from tests.support.compiled import build
+from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
 STATIC = Epilogue(DType.S8, col_scale="per_channel", bias=True)
@@ -121,7 +121,7 @@ def test_menu_is_legal_and_in_the_search_space(arch: str):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_every_tile_of_the_menu_compiles_for_the_tensor_core(arch: str):
-    for binary in build(*menu_sources(arch)):
+    for binary in build(*in_turns(menu_sources, arch)):
         resources = binary.resources
         assert resources is not None, binary.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, binary.name
@@ -133,7 +133,7 @@ def test_every_tile_of_the_menu_compiles_for_the_tensor_core(arch: str):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_layouts_and_epilogues_compile_without_spills(arch: str):
-    for binary in build(*variant_sources(arch)):
+    for binary in build(*in_turns(variant_sources, arch)):
         resources = binary.resources
         assert resources is not None, binary.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, binary.name
