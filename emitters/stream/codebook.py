@@ -1,8 +1,8 @@
 """Products of up to 32 rotated tokens with codebook weights on ``mma.sync``: decode, where weights are the traffic.
 
 Device code: ``include/qcut/stream/codebook.cuh``. Weights are the tensor core's first operand and tokens its second,
-which each warp keeps in registers; warps and the CTAs of a cluster share K. From about 16 tokens on, large products
-are better off with `qcut.emitters.stream.codebook_wgmma`.
+which each warp keeps in registers; warps and the CTAs of a cluster share K. From about 16 tokens on,
+`qcut.emitters.stream.codebook_wgmma` is faster for large products.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class CodebookDecodeTile:
     """How a CTA and its cluster share a product.
 
     Attributes:
-        tokens: that a launch may have at most: 1, 2, 4, 8, 16, 24 or 32.
+        tokens: the most tokens of a launch: 1, 2, 4, 8, 16, 24 or 32.
         row_tiles: tiles of 16 rows of a CTA.
-        warps: of a CTA, which share K.
-        units: of 128 columns of every tile that a warp multiplies.
+        warps: warps of a CTA, which share K.
+        units: units of 128 columns of every row tile that a warp multiplies.
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
-        prefetch: row tiles of which a warp has its units in flight.
+        prefetch: row tiles whose units a warp has in flight.
     """
 
     tokens: int
@@ -54,7 +54,7 @@ class CodebookDecodeTile:
 
 
 def registers(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
-    """About what a thread needs: tokens, weights in flight, accumulators, decoded operands, and the rest."""
+    """Registers of a thread, about: tokens, weights in flight, accumulators, decoded operands, and the rest."""
     token_tiles = -(-tile.tokens // 8)
     int8 = problem.x is DType.S8
     tokens = tile.units * token_tiles * (8 if int8 else 16)
@@ -64,7 +64,7 @@ def registers(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
 
 
 def register_limit(tile: CodebookDecodeTile) -> int:
-    """What the register file leaves a thread of the CTA, in steps of 8."""
+    """Registers that the register file has for a thread of the CTA, in steps of 8."""
     return min(255, 65_536 // (32 * tile.warps) // 8 * 8)
 
 

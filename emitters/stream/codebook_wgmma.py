@@ -27,10 +27,10 @@ class CodebookDecodeWgmmaTile:
     """How a CTA and its cluster share a product.
 
     Attributes:
-        tokens: that a launch may have at most: 8, 16, 32 or 64.
+        tokens: the most tokens of a launch: 8, 16, 32 or 64.
         groups: warpgroups of a CTA, 64 rows each.
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
-        stages: units whose tokens fit shared memory at once.
+        stages: units whose tokens shared memory holds at once.
         prefetch: units of weights that a warp has in flight.
     """
 
@@ -51,7 +51,7 @@ def _register_limit(tile: CodebookDecodeWgmmaTile) -> int:
 
 
 def registers(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile) -> int:
-    """About what a thread needs: accumulators, two halves of a decoded unit, weights in flight, and the rest."""
+    """Registers of a thread, about: accumulators, two halves of a decoded unit, weights in flight, and the rest."""
     int8 = problem.x is DType.S8
     weights = tile.prefetch * (2 * problem.bits + problem.slots)
     return tile.tokens // 2 + (16 if int8 else 32) + weights + (32 if int8 else 21)

@@ -34,7 +34,7 @@ def smem_bytes(problem: GemmProblem, tile: WeightOnlyTile) -> int:
 
 
 def registers(tile: WeightOnlyTile) -> int:
-    """About what a thread needs: weights in flight, tokens, sums, and the rest."""
+    """Registers of a thread, about: weights in flight, tokens, sums, and the rest."""
     return 16 * tile.units * (tile.prefetch + tile.tokens // 8) + tile.tokens // 2 + _OTHER_REGISTERS
 
 

@@ -84,7 +84,7 @@ def smem_bytes(tile: W8A8Tile) -> int:
 
 
 def registers(problem: W8A8Problem, tile: W8A8Tile) -> int:
-    """About what a thread needs: weights in flight, tokens, sums, and the rest."""
+    """Registers of a thread, about: weights in flight, tokens, sums, and the rest."""
     # Rows of 16 bits become tokens in the registers they came in.
     tokens = (16 if problem.tokens == "rows" and problem.x is DType.F32 else 8) * tile.units
     return 16 * tile.units * tile.prefetch + tokens + 4 + _OTHER_REGISTERS

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 
@@ -17,6 +20,7 @@ from qcut.emitters.stream import codebook as codebook_decode
 from qcut.emitters.stream import codebook_wgmma as codebook_decode_wgmma
 from qcut.emitters.stream.codebook import CodebookDecodeTile, emit_codebook_decode
 from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile, emit_codebook_decode_wgmma
+from qcut.jit import Binary
 from tests.support.compiled import build
 from tests.support.sass import instructions
 
@@ -79,32 +83,19 @@ def test_names_spell_the_kernel():
     assert name == "qcut_codebook_stream_wgmma_sm90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
 
 
-@pytest.mark.parametrize("source", [*mma_sources("sm_90a"), *wgmma_sources()], ids=lambda s: s.name)
-def test_parameters_are_the_signature(source: KernelSource):
-    match = re.search(re.escape(source.entry) + r"\(\s*([^)]*)\)", source.text)
-    assert match is not None
-    found = []
-    for argument in match.group(1).split(","):
-        kind, name = argument.strip().rsplit(" ", 1)
-        found.append((name, {"int": "i32", "float": "f32"}.get(kind, "ptr")))
-        assert (found[-1][1] == "ptr") == kind.endswith("*")
-    assert found == [(p.name, p.kind) for p in source.params]
-    assert f"__launch_bounds__({source.block}, 1)" in source.text
-
-
 def test_splits_are_a_cluster():
     assert "__cluster_dims__(4, 1, 1)" in emit_codebook_decode(HALF, CLUSTER, "sm_90a").text
     assert "__cluster_dims__(2, 1, 1)" in emit_codebook_decode_wgmma(HALF, WGMMA, "sm_90a").text
     assert "__cluster_dims__" not in emit_codebook_decode(HALF, WIDE, "sm_90a").text
 
 
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 112, 113, 4096])
-def test_grid_covers_the_rows(n: int):
-    for tile, rows in ((WIDE, 112), (CLUSTER, 144)):
-        ctas = codebook_decode.grid(tile, 1, n)[0] // tile.splits
-        assert (ctas - 1) * rows < n <= ctas * rows
-    ctas = codebook_decode_wgmma.grid(WGMMA, 1, n)[0] // WGMMA.splits
-    assert (ctas - 1) * 256 < n <= ctas * 256
+def test_grid_covers_the_rows():
+    for n in (1, 15, 16, 17, 112, 113, 4096):
+        for tile, rows in ((WIDE, 112), (CLUSTER, 144)):
+            ctas = codebook_decode.grid(tile, 1, n)[0] // tile.splits
+            assert (ctas - 1) * rows < n <= ctas * rows
+        ctas = codebook_decode_wgmma.grid(WGMMA, 1, n)[0] // WGMMA.splits
+        assert (ctas - 1) * 256 < n <= ctas * 256
 
 
 @pytest.mark.parametrize("m", [0, 65])
@@ -119,9 +110,8 @@ def test_grid_refuses_other_numbers_of_tokens(m: int):
 
 
 @pytest.mark.parametrize("problem", [HALF, BRAIN, INT8], ids=lambda p: p.name)
-@pytest.mark.parametrize(("n", "units"), SHAPES)
-def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem, n: int, units: int):
-    for m in (1, 2, 8, 9, 16, 17, 32, 33, 64):
+def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem):
+    for (n, units), m in product(SHAPES, (1, 2, 8, 9, 16, 17, 32, 33, 64)):
         wide = stream_wgmma_tile(problem, m, n, units, H200)
         codebook_decode_wgmma.validate(problem, wide, "sm_90a")
         assert m <= wide.tokens
@@ -209,64 +199,60 @@ WGMMA_REFUSALS = {
 }
 
 
-def test_every_constraint_is_refused_below():
-    assert [c.name for c in codebook_decode.CONSTRAINTS] == list(REFUSALS)
-    assert [c.name for c in codebook_decode_wgmma.CONSTRAINTS] == list(WGMMA_REFUSALS)
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_illegal_tile_is_refused_by_name(name: str):
-    [constraint] = [c for c in codebook_decode.CONSTRAINTS if c.name == name]
-    reason = re.escape(f"{name}: {constraint.reason}")
-    with pytest.raises(EmitError, match=f"^qcut_codebook_stream_[a-z0-9_]+: {reason}$"):
-        emit_codebook_decode(*REFUSALS[name])
-
-
-@pytest.mark.parametrize("name", WGMMA_REFUSALS)
-def test_illegal_wgmma_tile_is_refused_by_name(name: str):
-    [constraint] = [c for c in codebook_decode_wgmma.CONSTRAINTS if c.name == name]
-    reason = re.escape(f"{name}: {constraint.reason}")
-    with pytest.raises(EmitError, match=f"^qcut_codebook_stream_wgmma_[a-z0-9_]+: {reason}$"):
-        emit_codebook_decode_wgmma(*WGMMA_REFUSALS[name])
+@pytest.mark.parametrize(
+    ("family", "emit", "refusals"),
+    [
+        (codebook_decode, emit_codebook_decode, REFUSALS),
+        (codebook_decode_wgmma, emit_codebook_decode_wgmma, WGMMA_REFUSALS),
+    ],
+    ids=["mma", "wgmma"],
+)
+def test_illegal_tiles_are_refused_by_name(family: Any, emit: Callable[..., KernelSource], refusals: dict[str, Any]):
+    assert [constraint.name for constraint in family.CONSTRAINTS] == list(refusals)
+    for constraint in family.CONSTRAINTS:
+        message = f"{constraint.name}: {constraint.reason}"
+        with pytest.raises(EmitError, match=f"^qcut_{family.FAMILY}_sm[a-z0-9_]+: {re.escape(message)}$"):
+            emit(*refusals[constraint.name])
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_compiles_without_spills(arch: str):
-    sources = mma_sources(arch) + (wgmma_sources() if arch == "sm_90a" else [])
-    for source, binary in zip(sources, build(*sources), strict=True):
-        resources = binary.resources
-        assert resources is not None, source.name
-        assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
-        assert resources.registers * source.block <= 65_536, source.name
-        assert source.smem_bytes + resources.smem_bytes <= architecture(arch).smem_bytes
+def assert_fits(source: KernelSource, binary: Binary) -> None:
+    resources = binary.resources
+    assert resources is not None, source.name
+    assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
+    assert resources.registers * source.block <= 65_536, source.name
+    assert source.smem_bytes + resources.smem_bytes <= architecture(source.arch).smem_bytes, source.name
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_mma_binaries_hold_their_instructions(arch: str):
-    for source, binary in zip(mma_sources(arch), build(*mma_sources(arch)), strict=True):
-        found = instructions(binary.cubin)
-        product = {"s8x": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
+    texts = mma_sources(arch)
+    for source, binary in zip(texts, build(*texts), strict=True):
+        assert_fits(source, binary)
+        names = instructions(binary.cubin)
+        multiply = {"s8x": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
         kind = source.name.split(f"{arch.replace('_', '')}_")[1][:3]
-        assert {product[kind], "LDSM.16.M88.4", "PRMT"} <= found, source.name
+        assert {multiply[kind], "LDSM.16.M88.4", "PRMT"} <= names, source.name
         rotates = any(p.name == "signs" for p in source.params)
-        assert ("SHFL.BFLY" in found) == rotates, source.name
+        assert ("SHFL.BFLY" in names) == rotates, source.name
         stream = r"LDG\.E\.NA\.LTC(128|256)B\.128\.CONSTANT"
-        assert any(re.match(stream, name) for name in found), source.name
-        assert any(name.startswith("LDGSTS.E.BYPASS") for name in found) != rotates, source.name
-        assert ("ACQBULK" in found) == (arch == "sm_90a"), source.name
-        assert any(name.startswith("UCGABAR") for name in found) == ("__cluster_dims__" in source.text), source.name
+        assert any(re.match(stream, name) for name in names), source.name
+        assert any(name.startswith("LDGSTS.E.BYPASS") for name in names) != rotates, source.name
+        assert ("ACQBULK" in names) == (arch == "sm_90a"), source.name
+        assert any(name.startswith("UCGABAR") for name in names) == ("__cluster_dims__" in source.text), source.name
 
 
 def test_wgmma_binaries_hold_their_instructions():
-    for source, binary in zip(wgmma_sources(), build(*wgmma_sources()), strict=True):
-        found = instructions(binary.cubin)
+    texts = wgmma_sources()
+    for source, binary in zip(texts, build(*texts), strict=True):
+        assert_fits(source, binary)
+        names = instructions(binary.cubin)
         tokens = re.search(r"_t(\d+)_g", source.name)
         assert tokens is not None
         kind = {"s8x": ("IGMMA", "x32.S8.S8"), "f16": ("HGMMA", "x16.F32"), "bf1": ("HGMMA", "x16.F32.BF16")}
         name, shape = kind[source.name.split("sm90a_")[1][:3]]
-        assert f"{name}.64x{tokens.group(1)}{shape}" in found, source.name
-        assert any(i.startswith("UBLKCP") for i in found), source.name
-        assert {"ACQBULK", "WARPGROUP.DEPBAR.LE"} <= found, source.name
+        assert f"{name}.64x{tokens.group(1)}{shape}" in names, source.name
+        assert any(i.startswith("UBLKCP") for i in names), source.name
+        assert {"ACQBULK", "WARPGROUP.DEPBAR.LE"} <= names, source.name

@@ -3,11 +3,11 @@
 // Memory is laid out as qcut/codebooks/layout.py says. Whatever its width, a lane's part of a unit becomes
 // eight words of eight 4-bit indices: byte b of word i holds columns 16i + 8(b & 1) + 2t and the next
 // one, of row g + 8(b >> 1), lane = 4g + t. So one word gives the four registers of a 16-bit m16n8k16
-// first operand, and two words those of an int8 m16n8k32 one.
+// first operand, and two words the four registers of an int8 m16n8k32 one.
 //
 // Three ways from indices to values. PairTable: shared memory, one entry for each byte (two indices) and
-// lane: one PRMT and one LDS without bank conflicts give two 16-bit values; for few tokens, when the
-// decoding itself is what takes time. RegisterBook: PRMT alone, no memory; where the tensor cores are
+// lane: one PRMT and one LDS without bank conflicts give two 16-bit values; for few tokens, where
+// decoding takes most of the time. RegisterBook: PRMT alone, no memory; where the tensor cores are
 // busy for longer. RowBook: int8 values of one row, its norm folded in: q = rne(value * (norm * fold)).
 //
 // Source: PTX ISA, "prmt", "Matrix Fragments for mma.m16n8k16 / mma.m16n8k32".
@@ -83,7 +83,7 @@ struct UnitWords<3> {
   }
 };
 
-// PRMT as it is: __byte_perm would first clear the upper bits of each selector, which are clear here.
+// The instruction PRMT itself: __byte_perm would first clear the upper bits of each selector, which are clear here.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(selector));
@@ -210,7 +210,8 @@ template <>
 struct NormScale<__half> {
   __half2 row, row8;
   __device__ __forceinline__ explicit NormScale(uint32_t w)
-      : row(__low2half2(*reinterpret_cast<const __half2*>(&w))), row8(__high2half2(*reinterpret_cast<const __half2*>(&w))) {}
+      : row(__low2half2(*reinterpret_cast<const __half2*>(&w))),
+        row8(__high2half2(*reinterpret_cast<const __half2*>(&w))) {}
   __device__ __forceinline__ void apply(uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

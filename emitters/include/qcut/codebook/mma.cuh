@@ -1,4 +1,4 @@
-// Tokens x codebook weights on mma.sync, any number of tokens: what serves where wgmma is not.
+// Tokens x codebook weights on mma.sync, for any number of tokens on architectures without wgmma.
 //
 // A cp.async pipeline brings blocks of tokens and units of weights, 128 columns at a time, to shared
 // memory as they lie in global memory: tokens are swizzled for ldmatrix there already, and a lane's part
@@ -73,7 +73,7 @@ __device__ __forceinline__ void for_each_chunk(const F& f) {
   }
 }
 
-// What the pipeline brings for one unit of K: blocks of tokens, units of weights, norms.
+// A stage of the pipeline: blocks of tokens, units of weights and norms of one unit of K.
 template <class Tile, class T, int kBits, int kSlots>
 struct CodebookStage {
   static constexpr int kKBlocks = sizeof(T);  // of 128 bytes, in 128 columns

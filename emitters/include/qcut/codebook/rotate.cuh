@@ -2,9 +2,10 @@
 // the 16-bit type or as int8 with a scale for each token.
 //
 // A thread holds 16 neighbouring columns of memory's order (a group and its padding), which is one 16-byte chunk of
-// int8 tokens or two of 16-bit ones. Butterflies over 1 to 8 columns stay in its registers, those over 16 to 256 are
-// shuffles, wider ones go through shared memory: the order of qcut.codebooks.rotation.walsh_hadamard, so that results are equal
-// bitwise. A group that is shorter than the others leaves out the butterflies that it does not have.
+// int8 tokens or two chunks of 16-bit ones. Butterflies over 1 to 8 columns stay in the thread's registers, butterflies
+// over 16 to 256 columns are shuffles, wider ones go through shared memory. The order is that of
+// qcut.codebooks.rotation.walsh_hadamard: results are equal bitwise. A group that is shorter than the others leaves out
+// the widest butterflies.
 //
 // Memory is laid out as qcut/codebooks/layout.py says.
 #pragma once
@@ -47,7 +48,7 @@ __device__ __forceinline__ void butterflies(float (&r)[kLaneColumns], int size, 
 #pragma unroll 1
   for (int half = kWarpColumns; half < kGroup; half *= 2) {
     const float sign = thread & half / kLaneColumns ? -1.0f : 1.0f;
-    __syncthreads();  // what was there before has been read
+    __syncthreads();  // all threads have read the exchange before
 #pragma unroll
     for (int i = 0; i < kLaneColumns / 4; ++i) {
       exchange[i * kStride + thread] = make_float4(r[4 * i], r[4 * i + 1], r[4 * i + 2], r[4 * i + 3]);
@@ -190,7 +191,7 @@ struct RowRotation {
     store_chunk(y, row, m8, pass * k_padded + place, packed);
   }
 
-  // How the row is quantized; stores its scale.
+  // Chooses the row's quantization and stores its scale.
   __device__ __forceinline__ QuantizedRow quantize(uint32_t peak, float* scale) const {
     const QuantizedRow quantized(row_max(peak));
     if (thread == 0 && x_row) scale[row] = quantized.scale();

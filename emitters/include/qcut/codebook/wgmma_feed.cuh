@@ -1,15 +1,15 @@
-// What feeds the tensor core in codebook/wgmma.cuh: the tile and its memory, tokens by bulk copies, tables of int8
+// The tensor core's supply in codebook/wgmma.cuh: the tile and its memory, tokens by bulk copies, tables of int8
 // values, and a warp's own indices, decoded.
 #pragma once
 
 #include <qcut/codebook/codebook.cuh>
-#include <qcut/gemm/gemm.cuh>
 #include <qcut/core/barrier.cuh>
 #include <qcut/core/wgmma.cuh>
+#include <qcut/gemm/gemm.cuh>
 
 namespace qcut {
 
-// A value that the compiler keeps in a register: it would else read the thread's index again in each loop.
+// Keeps a value in a register: the compiler would else read the thread's index again in each loop.
 __device__ __forceinline__ int keep(int v) { return __shfl_xor_sync(0xffffffffu, v, 0); }
 
 // Shared memory: tokens and tables of all stages, staging, barriers (emitters/codebook/wgmma.py).

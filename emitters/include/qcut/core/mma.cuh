@@ -15,8 +15,8 @@
 
 namespace qcut {
 
-// Copies kSize bytes, or zeroes them and reads nothing. `.cg` skips the L1, where tiles would be of no use;
-// copies of less than 16 bytes have `.ca` alone.
+// Copies kSize bytes or, where `zero`, reads nothing and writes zeros. `.cg` skips the L1, where tiles would be of no
+// use; copies of less than 16 bytes have `.ca` alone.
 template <int kSize>
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool zero) {
   static_assert(kSize == 4 || kSize == 8 || kSize == 16, "what cp.async copies");
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "memory");
 }
 
-// Two of them; lanes 16..31 supply no address.
+// Two matrices; lanes 16..31 supply no address.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[2], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(r[0]), "=r"(r[1])
@@ -98,8 +98,8 @@ __device__ __forceinline__ void mma_s8(int (&c)[4], const uint32_t (&a)[4], uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// What W8A16 needs of its float type: the product, and exact conversion of four int8 (one word) to
-// two words of two T each, in order.
+// The operations of a 16-bit float type: the product, and the exact conversion of four int8 (one word)
+// to two words of two T each, in order.
 template <class T>
 struct Float16;
 

@@ -7,8 +7,8 @@
 
 namespace qcut {
 
-// Weights are read once: they skip the L1, and the L2 fetches 256 bytes at a time. They are constant, so
-// these loads may precede the wait for the previous kernel.
+// Loads of weights skip the L1, and the L2 fetches 256 bytes at a time. Weights are constant: their loads may precede
+// the wait for the previous kernel.
 __device__ __forceinline__ void load_stream_16(uint32_t (&w)[4], const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
@@ -23,8 +23,8 @@ __device__ __forceinline__ uint32_t load_stream_4(const void* p) {
   return w;
 }
 
-// The same where `wanted`; registers else keep what they have. Predicated, not branched over, so that the compiler may
-// ask for the next weights as soon as their registers are free, while it still multiplies.
+// The same loads where `wanted`; else registers keep their values. The load is predicated, not branched over: the
+// compiler may place the load right after the last use of its registers, among the products.
 __device__ __forceinline__ void load_stream_16_if(uint32_t (&w)[4], const void* p, bool wanted) {
   const int loaded = wanted;
   asm volatile(

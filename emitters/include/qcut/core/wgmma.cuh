@@ -14,7 +14,7 @@
 
 namespace qcut {
 
-// Before the first product of a group: registers written so far are seen by it.
+// Before the first product of a group: the product sees the registers written so far.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -29,7 +29,7 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Accumulators in flight: their values are there after the wait that this follows, and nothing made of them before.
+// Keeps the compiler from using an accumulator before the wait that precedes this line.
 __device__ __forceinline__ void pin(float& v) { asm volatile("" : "+f"(v)::"memory"); }
 __device__ __forceinline__ void pin(int& v) { asm volatile("" : "+r"(v)::"memory"); }
 

@@ -12,7 +12,7 @@ __device__ __forceinline__ float rounded(float v) {
   return to_float(from_float<T>(v));
 }
 
-// Columns a and b of a pair, and what the tables have for each.
+// Rotates columns a and b of a pair, with the tables' cosine and sine for each.
 template <class T>
 __device__ __forceinline__ void turn(float& a, float& b, float cos_a, float sin_a, float cos_b, float sin_b) {
   const float x = a, y = b;
@@ -20,7 +20,7 @@ __device__ __forceinline__ void turn(float& a, float& b, float cos_a, float sin_
   b = rounded<T>(rounded<T>(y * cos_b) + rounded<T>(x * sin_b));
 }
 
-// A row of a head as it lies in memory, a warp's: loads that nobody waits for yet.
+// A warp's row of a head as it lies in memory: loads in flight.
 template <class T, int kHead>
 struct StoredRow {
   static constexpr int kHalf = kHead / 2;

@@ -9,13 +9,13 @@
 // The tensor core adds the 16-bit products of a slot, in two chains where one chain would make the tensor core wait.
 // Sums of slots, warps and CTAs are added in their order in float32. Int8 products are added in int32.
 //
-// Shared memory: the table of pairs; a region for each warp, which stages the warp's tokens and later its sums; the sums
-// that other CTAs of the cluster send; the vectors of the epilogue.
+// Shared memory: the table of pairs; a region for each warp, which stages the warp's tokens and later its sums; the
+// sums that other CTAs of the cluster send; the vectors of the epilogue.
 //
-// The walk down the rows is not that of int8.cuh, because decoding leaves no issue slots for that one. On sm_90a a warp's
-// unit takes 99 instructions here (f16, one token): 32 PRMT, 32 LDS and 8 HMMA decode and multiply, 3 LDG and 2 STS move
-// data, 22 walk. The walk of int8.cuh, with rounds over K and rows past the last one, takes 63 (W8A8, eight tokens).
-// Warps' sums also meet in another order, which float32 results show.
+// The walk down the rows is not that of int8.cuh, because decoding leaves no issue slots for that one. On sm_90a a
+// warp's unit takes 99 instructions here (f16, one token): 32 PRMT, 32 LDS and 8 HMMA decode and multiply, 3 LDG and 2
+// STS move data, 22 walk. The walk of int8.cuh, with rounds over K and rows past the last one, takes 63 (W8A8, eight
+// tokens). Warps' sums also meet in another order, which float32 results show.
 #pragma once
 
 #include <qcut/stream/codebook_tokens.cuh>
@@ -128,8 +128,8 @@ struct UnitProduct {
       : table(table), lane4(4 * (threadIdx.x % 32)) {}
 
   template <int kBits, int kSlots, int kTokenTiles>
-  __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots>& unit, const RowFold<T>&,
-                                      const uint32_t (&b)[kTokenTiles][16]) const {
+  __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots>& unit,
+                                      const RowFold<T>&, const uint32_t (&b)[kTokenTiles][16]) const {
     constexpr int kSteps = 8 / kSlots;  // of 16 columns
     constexpr bool kTwoChains = kTokenTiles == 1 && kSteps > 2;
 #pragma unroll
@@ -222,8 +222,8 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
   const int cta_first = rank * Tile::kWarps * kUnits;
   const int first = cta_first + warp * kUnits;
 
-  // Units past the last stay zero, as their tokens are. All warps take the same branches: the table's address then stays
-  // in a uniform register, which saves an addition for every two weights.
+  // Units past the last stay zero, as their tokens are. All warps take the same branches: the table's address then
+  // stays in a uniform register, which saves an addition for every two weights.
   WeightUnit<kBits, kSlots> weights[Tile::kPrefetch][kUnits] = {};
   RowFold<T> folds[Tile::kPrefetch];
   // This lane's part of the next tile's unit k0: addresses are ready before registers are free.
@@ -246,14 +246,15 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
     next_tile();
   }
   // No register is free for the tile after these, but the L2 has room: that tile is asked for while the table is filled
-  // and tokens are on their way. Asking for more, for one in every later round, or for the last of two tiles only delays
-  // the tiles in front.
+  // and tokens are on their way. Asking for more, for one in every later round, or for the last of two tiles only
+  // delays the tiles in front.
   if (!kIsInt8<T> && Tile::kPrefetch + 1 < tiles) {
     constexpr int kLines = kUnitBytes<kBits> / 128;
     const int lines = min(kUnits, units_k - k0) * kLines;
 #pragma unroll
     for (int i = 0; i < kUnits * kLines; i += 32) {
-      if (i + lane < lines) prefetch_l2(next_unit + (128 * i + 112 * lane));  // next_unit is 16 lane past the unit's start
+      // next_unit is 16 lane past the unit's start.
+      if (i + lane < lines) prefetch_l2(next_unit + (128 * i + 112 * lane));
     }
     if (lane == 31) prefetch_l2(next_norms);
   }

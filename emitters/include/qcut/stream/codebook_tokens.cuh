@@ -1,7 +1,7 @@
 // The tokens of codebook.cuh, with the kernel's tile and shared memory.
 //
-// BlockTokens are tokens that the kernel before rotated. RowToken is one token that this kernel rotates itself. Tokens of
-// either kind are staged in shared memory. TokenFragments hold a warp's part of the staged tokens in registers, as
+// BlockTokens are tokens that the kernel before rotated. RowToken is one token that this kernel rotates itself. Tokens
+// of either kind are staged in shared memory. TokenFragments hold a warp's part of the staged tokens in registers, as
 // second operands of mma.sync.
 #pragma once
 
@@ -48,8 +48,8 @@ struct DecodeShared {
 };
 
 // Where `wanted`, copies kSize bytes or, where `zero`, reads nothing and writes zeros. The copy is predicated, not
-// branched over: after a branch that threads take on their own, the compiler no longer keeps shared addresses in uniform
-// registers, and decoding takes one more addition for every two weights.
+// branched over: after a branch that threads take on their own, the compiler no longer keeps shared addresses in
+// uniform registers, and decoding takes one more addition for every two weights.
 template <int kSize>
 __device__ __forceinline__ void copy_async_if(uint32_t shared, const void* global, bool wanted, bool zero) {
   const int copied = wanted;
@@ -102,9 +102,10 @@ struct BlockTokens {
   __device__ __forceinline__ void finish(uint32_t) const {}
 };
 
-// One token as the model has it. The CTA rotates the token's columns in groups of kGroup, bitwise as codebook/rotate.cuh
-// does, and stages them: this takes less time than a kernel before this one. A norm or a gate in here would take more,
-// since their latencies are longer than a dependent launch. A thread has 16 columns: a quarter of the warps is busy.
+// One token as the model has it. The CTA rotates the token's columns in groups of kGroup, bitwise as
+// codebook/rotate.cuh does, and stages them: this takes less time than a kernel before this one. A norm or a gate in
+// here would take more, since their latencies are longer than a dependent launch. A thread has 16 columns: a quarter of
+// the warps is busy.
 template <class T, class Tile, int kGroup>
 struct RowToken {
   static_assert(Tile::kTokens == 1 && !kIsInt8<T> && kGroup >= kLaneColumns && kGroup <= kUnitColumns);

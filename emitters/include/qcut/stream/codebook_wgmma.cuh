@@ -1,9 +1,9 @@
 // Products of up to 64 rotated tokens with codebook weights: decoded weights are wgmma's operand in registers.
 //
-// A warpgroup has 64 rows. A cluster of kSplits CTAs has all of K, each CTA a contiguous part. Weights stream from memory
-// through registers, kPrefetch units of a warp ahead, are decoded and multiplied by their norms. Tokens lie in memory as
-// wgmma reads them: one bulk copy brings the tokens of a unit into a stage of shared memory. A stage is filled anew once
-// all warps have read it, or never where there are as many stages as units.
+// A warpgroup has 64 rows. A cluster of kSplits CTAs has all of K, each CTA a contiguous part. Weights stream from
+// memory through registers, kPrefetch units of a warp ahead, are decoded and multiplied by their norms. Tokens lie in
+// memory as wgmma reads them: one bulk copy brings the tokens of a unit into a stage of shared memory. A stage is
+// filled anew once all warps have read it, or never where there are as many stages as units.
 //
 // The tensor core adds up a CTA's part of K; the CTAs of a cluster read each other's sums and add them in order.
 //
@@ -154,7 +154,7 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
 
   WeightUnit<kBits, kSlots> weights[Tile::kPrefetch];
   RowFold<T> row_fold;
-  const int index = tile * units_k + first;  // of the first unit among all: an index takes fewer registers than an address
+  const int index = tile * units_k + first;  // of the first unit: an index takes fewer registers than an address
   const auto load_unit = [&](WeightUnit<kBits, kSlots>& unit, int u) {
     const long long at = index + u;
     unit.load(units + at * kUnitBytes<kBits>, norms + at * (32 * kSlots));

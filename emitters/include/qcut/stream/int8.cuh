@@ -1,10 +1,10 @@
 // Products of few tokens with int8 weights as their rows lie, at the speed of memory: D = epilogue(A B^T).
 //
-// A CTA takes 16 kRowTiles rows of weights. Its warps divide K among them, and each warp keeps the tokens of its columns
-// in registers while it walks down the rows. Weights go from global memory to registers: a sum over K does not depend
-// on which column sits where, if both operands agree, so lane 4g + t reads 16 bytes each of rows g and g + 8, columns
-// 16t .. 16t + 15 of 64. Bytes in flight bound the kernel, so there are many warps with one or two units of each on
-// their way; the first units are asked for before the wait for the previous kernel.
+// A CTA takes 16 kRowTiles rows of weights. Its warps divide K among them, and each warp keeps the tokens of its
+// columns in registers while it walks down the rows. Weights go from global memory to registers: a sum over K does not
+// depend on which column sits where, if both operands agree, so lane 4g + t reads 16 bytes each of rows g and g + 8,
+// columns 16t .. 16t + 15 of 64. Bytes in flight bound the kernel, so there are many warps with one or two units of
+// each on their way; the first units are asked for before the wait for the previous kernel.
 //
 // The warps' sums meet in shared memory. Where the CTAs of a cluster divide K too, their sums meet in each other's
 // shared memory. Both are added in a fixed order.
@@ -88,8 +88,8 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
 #pragma unroll
     for (int u = 0; u < Tile::kUnits; ++u) load(w[s][u], s, first + Tile::kUnitColumns * u);
   }
-  // The next tile goes to the L2 meanwhile, a row's 128 bytes for each lane. Of two tiles it is the last, and gains less
-  // than it delays the first.
+  // The next tile goes to the L2 meanwhile, a row's 128 bytes for each lane. The last of two tiles does not: it would
+  // delay the first by more than it gains.
   if (Tile::kPrefetchesL2 && Tile::kPrefetch + 1 < tiles && first < k) {
 #pragma unroll
     for (int i = 0; i < 16 * Tile::kUnits; i += 32) {
@@ -124,7 +124,8 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   if (kAbsmax && threadIdx.x < Tile::kTokens) peaks[threadIdx.x] = 0;
   tokens.settle();
 
-  // Accumulators hold rows g and g + 8 of tokens 2t and 2t + 1 of each tile of eight, of this round and those before it.
+  // Accumulators hold rows g and g + 8 of tokens 2t and 2t + 1 of each tile of eight, of this round and those before
+  // it.
   Acc* const own = sums + (warp * Tile::kTokens + 2 * t) * Tile::kPitch + g;
   const auto place = [](int c) { return (c / 4 * 8 + c % 2) * Tile::kPitch + c / 2 % 2 * 8; };
   const auto counts = [&](int c) { return Tile::kTokens % 8 == 0 || 2 * t + c % 2 < Tile::kTokens; };

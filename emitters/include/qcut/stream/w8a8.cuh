@@ -159,8 +159,8 @@ struct RowTokens {
   }
 };
 
-// a: tokens, lda elements apart, int8 or T; a_absmax: their largest magnitudes where they are T. kAligned: rows of T are
-// multiples of 16 bytes. absmax, where there is one, [m], is raised to the largest magnitude of each row of D.
+// a: tokens, lda elements apart, int8 or T; a_absmax: their largest magnitudes where they are T. kAligned: rows of T
+// are multiples of 16 bytes. absmax, where there is one, [m], is raised to the largest magnitude of each row of D.
 template <class Tile, bool kAligned, bool kAbsmax, class E>
 __device__ __forceinline__ void w8a8_decode(const void* a, const float* a_absmax, const int8_t* b, typename E::Out* d,
                                             float* absmax, int m, int n, int k, int lda, int ldb, int ldd,

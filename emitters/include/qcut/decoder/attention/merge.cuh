@@ -1,8 +1,8 @@
 // The end of attention over a cache that many warps share: their maxima, sums and weighted values become results.
 //
 // Warps of a CTA meet in shared memory. Parts of the context, CTAs along x, meet in the shared memory of their cluster,
-// where each adds up a share of the columns; without one in a workspace, where the CTA that comes last adds them up.
-// All of that in a fixed order.
+// where each CTA adds up a share of the columns. Without a cluster they meet in a workspace, where the CTA that comes
+// last adds them up. The order is fixed.
 //
 // Source: PTX ISA 8.x, "atom" (.acq_rel); Dao et al., "Flash-Decoding" (2023).
 #pragma once
@@ -12,7 +12,8 @@
 
 namespace qcut {
 
-// Counts to `last` and starts again at 0. Everything that the CTA did before its barrier is done for CTAs that count later.
+// Counts to `last` and starts again at 0. Everything that the CTA did before its barrier is done for CTAs that count
+// later.
 __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
   unsigned before;
   asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
@@ -72,7 +73,8 @@ struct AttentionMerge {
     return Vector<T>{low, high, 0, 0}.abs_max();
   }
 
-  // Before anything else: of a cluster all CTAs must have begun when the first of them sends. `mine`: queries that exist.
+  // Comes before anything else: all CTAs of a cluster must have begun when the first of them sends. mine: queries of
+  // the CTA that exist.
   static __device__ __forceinline__ void begin(Shared& shared, int mine) {
     if constexpr (kCluster > 1) {
       if (threadIdx.x == 0) {
@@ -85,10 +87,10 @@ struct AttentionMerge {
     }
   }
 
-  // Records of all warps are in shared memory, and the CTA knows it. Out: queries of the CTA, four columns at a
+  // Comes after a barrier that shows the records of all warps to the CTA. Out: queries of the CTA, four columns at a
   // multiple of 8 bytes. Workspace: a record of every part and query; counters, one for each CTA of a
   // part, are 0 before the first launch and after every one. A cluster touches neither. Absmax, where there is one, is
-  // raised to the largest magnitude of what the CTA stores.
+  // raised to the largest magnitude that the CTA stores.
   static __device__ __forceinline__ void run(Shared& shared, T* out, int mine, float* workspace, unsigned* counters,
                                              float* absmax = nullptr) {
     uint32_t peak = 0;
@@ -145,7 +147,7 @@ struct AttentionMerge {
     if (threadIdx.x == 0) shared.last = count_up(counters + place, parts - 1) == static_cast<unsigned>(parts - 1);
     __syncthreads();
     if (!shared.last) return;
-    // Past the L1, which knows nothing of what other multiprocessors wrote.
+    // These loads skip the L1, which does not see writes of other multiprocessors.
     for (int i = threadIdx.x; i < parts * mine; i += kThreads) {
       const float* const from = records + (i / mine * kGroup + i % mine) * kRecord + kHead;
       shared.parts[i / mine][i % mine] = __ldcg(reinterpret_cast<const float2*>(from));
