@@ -33,7 +33,8 @@ from benchmarks.shapes import Shape
 from qcut import jit
 from qcut.config import padded_k
 from qcut.dispatch import gemm as dispatch
-from qcut.dispatch.gemm import Choice, Target
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import KernelSource
 from qcut.emitters.gemm.cutlass import gemm as cutlass_gemm
@@ -46,7 +47,7 @@ EPILOGUES = {
     "s8": bench_gemm.EPILOGUES["s8"],
     "f16": Epilogue(row_scale="per_token", col_scale="per_channel", bias=True),
 }
-FIXED = Choice("cutlass", TileConfig((128, 128, 128), cluster_shape=(2, 1), schedule="pingpong"), reason="fixed")
+FIXED = Choice("int8_cutlass", TileConfig((128, 128, 128), cluster_shape=(2, 1), schedule="pingpong"), reason="fixed")
 """One tile for every shape, beside the one that dispatch picks for it."""
 NODE, STOCK = "one_node", "stock_tree"
 
@@ -89,8 +90,9 @@ class Case:
     @functools.cached_property
     def sources(self) -> dict[str, KernelSource]:
         """The kernel of each variant."""
-        problem = GemmProblem(epilogue=EPILOGUES[self.output])
-        return {NODE: emit_node(problem, self.choice.tile), STOCK: emit_stock(problem, self.choice.tile)}
+        problem, tile = GemmProblem(epilogue=EPILOGUES[self.output]), self.choice.tile
+        assert isinstance(tile, TileConfig)
+        return {NODE: emit_node(problem, tile), STOCK: emit_stock(problem, tile)}
 
 
 def cases(gpu: Target, shapes: Iterable[Shape] = SHAPES) -> list[Case]:

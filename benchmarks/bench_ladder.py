@@ -30,6 +30,7 @@ from benchmarks.ladder.variants import Measured, Operands, PeakRun, fastest, ker
 from qcut import jit
 from qcut.cuda import plans as launch_plans
 from qcut.emitters.core.source import KernelSource
+from qcut.emitters.families import INT8_CUTLASS
 from qcut.tuning.cublaslt import CublasLtError, Int8Matmul
 
 # ── what runs ────────────────────────────────────────────────────────────────────────────────────
@@ -146,7 +147,7 @@ def profile(size: int, kernels: list[str]) -> int:
     gpu = launch_plans.target(torch.cuda.current_device())
     calls: list[Callable[[], object]] = []
     ours = [kernel for kernel in kernels if not kernel.startswith(LIBRARY)]
-    has_cutlass = any(kernel.startswith("qcut_cutlass") for kernel in ours)
+    has_cutlass = any(kernel.startswith(f"qcut_{INT8_CUTLASS.name}") for kernel in ours)
     for step in STEPS:
         if is_cutlass(step) and not has_cutlass:
             continue

@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint, check, require
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource, Param
-from qcut.emitters.gemm.mma import argument_setup, epilogue_type, signature
-from qcut.emitters.gemm.problem import GemmProblem, procedural_name, require
+from qcut.emitters.core.text import kernel_source
+from qcut.emitters.gemm.problem import GemmProblem
 
 FAMILY = "ladder"
 Step = Literal["naive", "shared", "registers", "wmma"]
 Unit = Literal["dp4a", "mma"]
 
 
-def _text(header: str) -> str:
-    """Device code that lies beside this file, as the head of a kernel's text."""
-    return Path(__file__).with_name(header).read_text() + "\n"
+def _device_code(header: str) -> str:
+    """Device code that lies beside this file."""
+    return Path(__file__).with_name(header).read_text()
 
 
 @dataclass(frozen=True)
@@ -90,22 +91,16 @@ def emit_ladder_gemm(problem: GemmProblem, tile: LadderTile, arch: str) -> Kerne
     """
     name = procedural_name(FAMILY, arch, problem, tile)
     check(name, CONSTRAINTS, problem)
-    text = (
-        _text("ladder.cuh") + f'extern "C" __global__ void __launch_bounds__({tile.threads})\n'
-        f"{name}(\n    {signature(problem)}) {{\n"
-        f"  using Epilogue = {epilogue_type(problem.epilogue)};\n"
-        f"{argument_setup(problem.epilogue)}"
-        f"  qcut::ladder::{tile.step}_gemm<Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=name,
-        text=text,
-        entry=name,
-        params=problem.params(),
-        arch=arch,
+    params = problem.params()
+    return kernel_source(
+        name,
+        arch,
+        params,
+        *problem.epilogue.statements(params),
+        f"qcut::ladder::{tile.step}_gemm<Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);",
+        device_code=_device_code("ladder.cuh"),
         block=tile.threads,
-        includes=("qcut", "cuda"),
+        waits=False,
     )
 
 
@@ -143,20 +138,18 @@ def emit_peak(unit: Unit, arch: str) -> KernelSource:
     """
     peak = PEAKS[unit]
     name = f"qcut_peak_{arch.replace('_', '')}_{unit}_t{peak.threads}_c{peak.chains}"
-    text = (
-        _text("peak.cuh") + f'extern "C" __global__ void __launch_bounds__({peak.threads})\n'
-        f"{name}(int* sums, long long* cycles, int rounds, int x, int y) {{\n"
-        f"  qcut::{unit}_peak<{peak.chains}>(sums, cycles, rounds, x, y);\n"
-        "}\n"
-    )
-    pointers = (Param("sums", "ptr"), Param("cycles", "ptr"))
-    numbers = (Param("rounds", "i32"), Param("x", "i32"), Param("y", "i32"))
-    return KernelSource(
-        name=name,
-        text=text,
-        entry=name,
-        params=pointers + numbers,
-        arch=arch,
+    return kernel_source(
+        name,
+        arch,
+        (
+            Param("sums", "ptr", "int*"),
+            Param("cycles", "ptr", "long long*"),
+            Param("rounds", "i32"),
+            Param("x", "i32"),
+            Param("y", "i32"),
+        ),
+        f"qcut::{unit}_peak<{peak.chains}>(sums, cycles, rounds, x, y);",
+        device_code=_device_code("peak.cuh"),
         block=peak.threads,
-        includes=("qcut", "cuda"),
+        waits=False,
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.ladder.kernels import NAIVE, REGISTERS, SHARED, WMMA, LadderTile, Unit, emit_ladder_gemm, grid
-from qcut.dispatch.cost_model import Target
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm import dp4a as simt_gemm
@@ -107,7 +108,7 @@ def _cutlass_sm80(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
 
 
 def _cutlass_sm90(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
-    if gpu.arch == "sm_90a":
+    if architecture(gpu.arch).wgmma:
         for spec, swizzle, raster in SM90_TILES:
             yield _cutlass(cutlass_tiles.tile("pingpong", spec), gpu, swizzle, raster)
 

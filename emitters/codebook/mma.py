@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from math import gcd
 
-from qcut.emitters.codebook.problem import BOOK_PARAMS, ROTATED_BEFORE, CodebookProblem
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.codebook.problem import BOOK, ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, holds, shared_memory
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm.mma import SHARED_MEMORY, SMEM_LIMIT, argument_setup, epilogue_type, grid, threads
-from qcut.emitters.gemm.problem import TileConfig, procedural_name
+from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.gemm.problem import TileConfig
+from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, grid
 
 FAMILY = "codebook_mma"
 
-__all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_codebook_mma", "for_shape", "grid", "smem_bytes", "validate"]
+__all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_codebook_mma", "grid", "smem_bytes", "validate"]
 
 _UNIT_COLUMNS = 128
 _OTHER_REGISTERS = 48
@@ -28,7 +30,7 @@ def smem_bytes(problem: CodebookProblem, tile: TileConfig) -> int:
     bm, bn, _ = tile.threadblock_shape
     unit = 16 * _UNIT_COLUMNS * problem.bits // 8 + 32 * problem.slots
     pipeline = tile.stages * (bm * _UNIT_COLUMNS * problem.x.bits // 8 + bn // 16 * unit)
-    return max(pipeline, threads(tile) // 32 * 16 * tile.warp_shape[1] * 4)
+    return max(pipeline, tile.threads // 32 * 16 * tile.warp_shape[1] * 4)
 
 
 def registers(problem: CodebookProblem, tile: TileConfig) -> int:
@@ -44,7 +46,7 @@ def _whole_warps(problem: CodebookProblem, tile: TileConfig, arch: str) -> bool:
 
 
 CONSTRAINTS = (
-    Constraint("architecture", f"allowed are {', '.join(SMEM_LIMIT)}", lambda p, t, arch: arch in SMEM_LIMIT),
+    ARCHITECTURE,
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     ROTATED_BEFORE,
     Constraint("schedule", "is multistage", lambda p, t, arch: t.schedule == "multistage"),
@@ -59,14 +61,14 @@ CONSTRAINTS = (
         "along N a warp has 16, 32 or 64 elements: its lanes write whole rows",
         lambda p, t, arch: t.warp_shape[1] in (16, 32, 64),
     ),
-    Constraint("warps", "are 1 to 16", lambda p, t, arch: 32 <= threads(t) <= 512),
+    Constraint("warps", "are 1 to 16", lambda p, t, arch: 32 <= t.threads <= 512),
     Constraint("stages", "are 2 to 6: one to read and one to fill at least", lambda p, t, arch: 2 <= t.stages <= 6),
     Constraint(
         "registers",
         f"accumulators, tokens, weights and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
-        lambda p, t, arch: registers(p, t) <= min(255, 65_536 // threads(t)),
+        lambda p, t, arch: registers(p, t) <= min(255, 65_536 // t.threads),
     ),
-    Constraint("shared_memory", SHARED_MEMORY, lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch]),
+    shared_memory(SHARED_MEMORY, smem_bytes),
 )
 """What this family can build, on (problem, tile, arch)."""
 
@@ -98,37 +100,7 @@ _MENU = (
 def default_tiles(problem: CodebookProblem, arch: str) -> tuple[TileConfig, ...]:
     """A menu from few tokens to long prompts, all legal for the problem on `arch`."""
     tiles = (TileConfig((*block, _UNIT_COLUMNS), (*warp, _UNIT_COLUMNS), stages) for block, warp, stages in _MENU)
-    return tuple(t for t in tiles if all(constraint.holds(problem, t, arch) for constraint in CONSTRAINTS))
-
-
-def for_shape(problem: CodebookProblem, arch: str, m: int, n: int, sm_count: int) -> TileConfig:
-    """The tile of the menu with the least work for the busiest SM, its products and decoding counted.
-
-    Args:
-        problem: types and epilogue.
-        arch: the kernel's.
-        m: tokens.
-        n: rows of weights.
-        sm_count: of the GPU.
-
-    Raises:
-        EmitError: `CONSTRAINTS` refuse the problem.
-    """
-
-    def work(tile: TileConfig) -> tuple[float, int]:
-        (bm, bn, _), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
-        warps = bm // wm * (bn // wn)
-        # In products of 16 x 8: a warp's decoding of 16 rows takes about as long as three of them; tokens and
-        # weights come from the L2 at the rate of the tile's sides.
-        products = bn // 16 * (bm // 8) + 3 * bn // 16 * (bm // wm) + (bm + bn) / 8
-        slowdown = 1.0 if warps >= 8 else 1.15 if warps >= 4 else 2.0
-        waves = -(-grid(tile, m, n)[0] // sm_count)
-        return waves * products * slowdown, tile.stages
-
-    tiles = default_tiles(problem, arch)
-    if not tiles:
-        validate(problem, TileConfig((16, 64, _UNIT_COLUMNS), (16, 16, _UNIT_COLUMNS), 2), arch)
-    return min(tiles, key=work)
+    return tuple(t for t in tiles if holds(CONSTRAINTS, problem, t, arch))
 
 
 def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> KernelSource:
@@ -150,44 +122,19 @@ def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> 
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
     (bm, bn, bk), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
-    epilogue = problem.epilogue
-    align_d = gcd(problem.alignment_n * epilogue.out.bits // 8, 16)
-    fold = "fold" if problem.x is DType.S8 else "nullptr"
-    book = ", ".join(f"static_cast<uint32_t>({p.name})" for p in BOOK_PARAMS)
-    text = (
-        "#include <qcut/codebook/mma.cuh>\n\n"
-        f'extern "C" __global__ void __launch_bounds__({threads(tile)})\n'
-        f"{name}(\n    {_signature(problem)}) {{\n"
-        f"  using Tile = qcut::Tile<{bm}, {bn}, {bk}, {wm}, {wn}, {tile.stages}, 1>;\n"
-        f"  using Epilogue = {epilogue_type(epilogue)};\n"
-        f"{argument_setup(epilogue)}"
-        f"  const qcut::Book book{{{{{book}}}}};\n"
-        f"  qcut::codebook_mma<Tile, {problem.x.cpp}, {problem.bits}, {problem.slots}, Epilogue, {align_d}>"
-        f"(x, units, norms, {fold}, d, m, n, units_k, ldd, book, args);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=name,
-        text=text,
-        entry=name,
-        params=problem.params(),
-        arch=arch,
-        block=threads(tile),
+    align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
+    params = problem.params()
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"using Tile = qcut::Tile<{bm}, {bn}, {bk}, {wm}, {wn}, {tile.stages}, 1>;",
+        *problem.epilogue.statements(params),
+        BOOK,
+        f"qcut::codebook_mma<Tile, {problem.x.cpp}, {problem.bits}, {problem.slots}, Epilogue, {align_d}>"
+        f"(x, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
+        device_code=include("codebook/mma.cuh"),
+        block=tile.threads,
+        waits=True,
         smem_bytes=smem_bytes(problem, tile),
-        includes=("qcut", "cuda"),
-    )
-
-
-def _signature(problem: CodebookProblem) -> str:
-    """The kernel's parameters in C++, those of ``problem.params()``."""
-    out = problem.epilogue.out.cpp
-    types = {
-        "x": f"const {problem.x.cpp}*",
-        "units": "const char*",
-        "norms": "const char*",
-        "d": f"{out}*",
-        "residual": f"const {out}*",
-    }
-    return ", ".join(
-        f"{types.get(p.name, 'const float*') if p.kind == 'ptr' else 'int'} {p.name}" for p in problem.params()
     )

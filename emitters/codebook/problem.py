@@ -68,16 +68,16 @@ class CodebookProblem:
         tokens alone). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K, of which a pass that
         the kernel rotates for has ``units_pass``. Then the codebook and the epilogue's own.
         """
-        fold = (Param("fold", "ptr"),) if self.x is DType.S8 else ()
-        signs = (Param("signs", "ptr"),) if self.rotates else ()
+        fold = (Param("fold", "ptr", "const float*"),) if self.x is DType.S8 else ()
+        signs = (Param("signs", "ptr", "const uint32_t*"),) if self.rotates else ()
         row = (Param("k", "i32"), Param("units_pass", "i32")) if self.rotates else ()
         return (
-            Param("x", "ptr"),
+            Param("x", "ptr", f"const {self.x.cpp}*" if self.rotates else "const char*"),
             *signs,
-            Param("units", "ptr"),
-            Param("norms", "ptr"),
+            Param("units", "ptr", "const char*"),
+            Param("norms", "ptr", "const char*"),
             *fold,
-            Param("d", "ptr"),
+            Param("d", "ptr", f"{self.epilogue.out.cpp}*"),
             Param("m", "i32"),
             Param("n", "i32"),
             Param("units_k", "i32"),
@@ -87,7 +87,14 @@ class CodebookProblem:
             *self.epilogue.params(),
         )
 
+    @property
+    def fold(self) -> str:
+        """The pointer to ``fold`` in a call of device code."""
+        return "fold" if self.x is DType.S8 else "nullptr"
 
+
+BOOK = f"const qcut::Book book{{{{{', '.join(f'static_cast<uint32_t>({word.name})' for word in BOOK_PARAMS)}}}}};"
+"""The statement that gathers `BOOK_PARAMS`."""
 ROTATED_BEFORE = Constraint(
     "rotates", "is False: tokens are rotated before", lambda problem, tile, arch: not problem.rotates
 )

@@ -1,12 +1,11 @@
-"""Kernels that rotate tokens, group by group, and write them as the codebook products read them.
+"""Kernels that rotate tokens by Hadamard matrices, and write them as the codebook products read them.
 
 ``r[g] = Pi_g x[g] * sqrt(d / d_g)`` for group g, which has d_g columns where full groups have d: products divide all
 groups by ``sqrt(d)``. Several passes have rotations of their own and lie behind one another along K. Memory:
-``qcut/codebook_layout.py``.
+`qcut.codebooks.layout`.
 
-`RotateTokens` takes Hadamard rotations and none; `RotateTokensDense` takes matrices. Dense rotations that are to end as
-int8 take two launches: `RotateTokensDense` with float32 output, then `RotateTokens` of kind ``none`` on those rows.
-Device code: ``include/qcut/codebook/rotate.cuh`` and ``include/qcut/codebook/rotate_dense.cuh``.
+Rotations by other matrices are `qcut.emitters.codebook.rotate_dense`'s. Device code:
+``include/qcut/codebook/rotate.cuh``.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ from typing import Literal
 
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
 
 Kind = Literal["hadamard", "none"]
-Norm = Literal["none", "rms", "layer"]
 
 LANE_COLUMNS = 16
 _WARP_COLUMNS = 32 * LANE_COLUMNS
 _MAX_THREADS = 1024
 MAX_HADAMARD = _MAX_THREADS * LANE_COLUMNS
-MAX_DENSE = 1024
-_NORMS = {"none": "kNone", "rms": "kRms", "layer": "kLayer"}
-_BLOCK_FLOATS = (DType.F16, DType.BF16)
+BLOCK_FLOATS = (DType.F16, DType.BF16)
+"""16-bit types of tokens in blocks."""
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -41,19 +39,33 @@ def padded_group(group: int) -> int:
     return _ceil_div(group, slot) * slot
 
 
-def _groups_aligned(group: int, x: DType) -> bool:
+def groups_aligned(group: int, x: DType) -> bool:
+    """Whether groups of so many columns start at multiples of 16 bytes where rows do."""
     return group * x.bits % 128 == 0
+
+
+def padded_columns(k: int, group: int) -> int:
+    """Columns of a row in memory, as `qcut.codebooks.layout.Geometry.k_padded`."""
+    full = padded_group(group)
+    slot = min(128, full)
+    whole, last = divmod(k, group)
+    return _ceil_div(whole * full + _ceil_div(last, slot) * slot, 128) * 128
+
+
+def group_factor(group: int) -> str:
+    """``float32(sqrt(d) / d)`` for groups of d columns, as a literal of C++."""
+    return struct.unpack("f", struct.pack("f", math.sqrt(group) / group))[0].hex() + "f"
 
 
 CONSTRAINTS = (
     Constraint(
         "kind", "is hadamard or none; matrices are RotateTokensDense's", lambda t: t.kind in ("hadamard", "none")
     ),
-    Constraint("input", "is f16, bf16 or f32", lambda t: t.x in (*_BLOCK_FLOATS, DType.F32)),
+    Constraint("input", "is f16, bf16 or f32", lambda t: t.x in (*BLOCK_FLOATS, DType.F32)),
     Constraint(
         "output",
         "is s8, or the input's 16-bit type; either 16-bit type of f32",
-        lambda t: t.out is DType.S8 or (t.out in _BLOCK_FLOATS and t.x in (t.out, DType.F32)),
+        lambda t: t.out is DType.S8 or (t.out in BLOCK_FLOATS and t.x in (t.out, DType.F32)),
     ),
     Constraint("group", "has 1 column or more", lambda t: t.group >= 1),
     Constraint(
@@ -62,12 +74,9 @@ CONSTRAINTS = (
         lambda t: t.kind == "none" or (t.group & (t.group - 1) == 0 and t.group <= MAX_HADAMARD),
     ),
     Constraint("passes", "are 1 or 2", lambda t: t.passes in (1, 2)),
-    Constraint("norm", "is none, rms or layer", lambda t: t.norm in _NORMS),
     Constraint("threads", "are a multiple of 32 up to 1024", lambda t: t.threads in range(32, _MAX_THREADS + 1, 32)),
     Constraint("rows", "are 1 to 4, of 1024 threads at most", lambda t: 1 <= t.rows <= 4 and t.block <= _MAX_THREADS),
-    Constraint(
-        "held", "is False for int8 output or a norm alone: other rows are spread", lambda t: t.held or t.whole_rows
-    ),
+    Constraint("held", "is False for int8 output alone: other rows are spread", lambda t: t.held or t.out is DType.S8),
     Constraint(
         "pieces",
         "of a row hold whole groups where it is read in pieces",
@@ -76,7 +85,7 @@ CONSTRAINTS = (
     Constraint(
         "aligned",
         "groups start at multiples of 16 bytes",
-        lambda t: not t.aligned or _groups_aligned(t.group, t.x),
+        lambda t: not t.aligned or groups_aligned(t.group, t.x),
     ),
 )
 """What `RotateTokens` can be."""
@@ -86,7 +95,7 @@ CONSTRAINTS = (
 class RotateTokens:
     """Hadamard rotations, or none, of all groups and passes in one launch.
 
-    x ``[m, k]`` with a row stride in elements, after the norm if there is one, in float32::
+    x ``[m, k]`` with a row stride in elements, in float32::
 
         hadamard  r[g] = walsh_hadamard(x[g] * signs[g]) * f32(sqrt(d) / d_g)
         none      r[g] = x[g]
@@ -94,11 +103,6 @@ class RotateTokens:
     Output: blocks of 8 tokens x 128 bytes of r rounded once, or of ``q = clamp(rne(r / scale), -127, 127)`` with
     ``scale[m] = max|r| / 127`` over the row's passes (1 where that is 0; NaN and q = 0 where a row holds NaN or Inf).
     Padding is 0. What follows row m in the last block of 8 is left alone.
-
-    Norm, in float32, rounded to x's type before the rotation, weight and bias ``[k]`` of x's type::
-
-        rms    x * rsqrt(mean(x**2) + eps) * weight
-        layer  (x - mean(x)) * rsqrt(mean((x - mean(x))**2) + eps) * weight + bias
 
     Attributes:
         x: element type of the input.
@@ -108,15 +112,12 @@ class RotateTokens:
             power of two.
         arch: real architecture.
         passes: rotations of the same columns, 1 or 2.
-        threads: that share a row, or a part of one where rows are spread over CTAs; each holds 16 columns.
+        threads: threads that share a row, or a part of one where rows are spread over CTAs; each holds 16 columns.
         rows: rows of a CTA.
-        held: the threads hold all the columns that their CTA writes; False reads longer rows again for each sum and
-            maximum.
-        aligned: rows of x, groups of them, and the norm's arguments, start at multiples of 16 bytes. False loads single
-            elements.
-        norm: none, rms or layer.
+        held: the threads hold all the columns that their CTA writes; False reads longer rows again after their maximum.
+        aligned: rows of x, and groups of them, start at multiples of 16 bytes. False loads single elements.
 
-    Exactness: bitwise `qcut.codebooks.tokens.rotate_tokens`, without a norm. Sums of a norm have a fixed order.
+    Exactness: bitwise `qcut.codebooks.tokens.rotate_tokens`.
     """
 
     x: DType
@@ -129,7 +130,6 @@ class RotateTokens:
     rows: int = 1
     held: bool = True
     aligned: bool = True
-    norm: Norm = "none"
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
@@ -147,12 +147,11 @@ class RotateTokens:
         *,
         passes: int = 1,
         aligned: bool = True,
-        norm: Norm = "none",
         sm_count: int = 132,
     ) -> RotateTokens:
         """The kernel for m rows of k columns in groups of ``group_size``.
 
-        Rows that need no sum or maximum are spread over as many CTAs as the device has SMs and groups allow. Without a
+        Rows that need no maximum are spread over as many CTAs as the device has SMs and groups allow. Without a
         rotation, groups that need no padding are all the same kernel.
 
         Args:
@@ -164,8 +163,7 @@ class RotateTokens:
             k: columns.
             group_size: columns of a group; k or more takes whole rows.
             passes: see `RotateTokens`.
-            aligned: rows and the norm's arguments start at multiples of 16 bytes; groups are looked at here.
-            norm: see `RotateTokens`.
+            aligned: rows start at multiples of 16 bytes; groups are looked at here.
             sm_count: of the device.
 
         Raises:
@@ -175,12 +173,12 @@ class RotateTokens:
         columns = padded_columns(k, group)
         if kind == "none" and (group == k or padded_group(group) == group):
             group = 128
-        aligned = aligned and _groups_aligned(group, x)
+        aligned = aligned and groups_aligned(group, x)
         whole = min(_MAX_THREADS, _ceil_div(columns, _WARP_COLUMNS) * 32)
         held = True
-        if out is DType.S8 or norm != "none":
+        if out is DType.S8:
             held = columns <= whole * LANE_COLUMNS
-            # What goes over its row again wants registers more than threads.
+            # A CTA that reads its row again gains more from registers than from threads.
             threads = whole if held or (kind == "hadamard" and group > 512 * LANE_COLUMNS) else 512
         else:
             # A CTA takes a whole number of groups; beyond a warp, 4 warps unless that leaves SMs without work.
@@ -188,16 +186,15 @@ class RotateTokens:
             spread = m * _ceil_div(columns, 4 * _WARP_COLUMNS) < sm_count
             threads = min(whole, smallest if spread else max(smallest, 128))
         rows = max(1, 128 // threads) if m >= 4 * sm_count else 1
-        return cls(x, out, kind, group, arch, passes, threads, rows, held, aligned, norm)
+        return cls(x, out, kind, group, arch, passes, threads, rows, held, aligned)
 
     @property
     def name(self) -> str:
         """``qcut_rotate_{arch}_{x}to{out}_{kind}{group}p{passes}_t{threads}r{rows}``.
 
-        Then ``_loop`` (not held), the norm, ``_u`` (unaligned).
+        Then ``_loop`` (not held), ``_u`` (unaligned).
         """
-        suffix = ("" if self.held else "_loop") + ("" if self.norm == "none" else f"_{self.norm}")
-        suffix += "" if self.aligned else "_u"
+        suffix = ("" if self.held else "_loop") + ("" if self.aligned else "_u")
         return (
             f"qcut_rotate_{self.arch.replace('_', '')}_{self.x.value}to{self.out.value}_{self.kind}{self.group}"
             f"p{self.passes}_t{self.threads}r{self.rows}{suffix}"
@@ -219,11 +216,6 @@ class RotateTokens:
         return padded_group(self.group)
 
     @property
-    def whole_rows(self) -> bool:
-        """Whether a CTA must see all of a row: for its maximum or its norm."""
-        return self.out is DType.S8 or self.norm != "none"
-
-    @property
     def smem_bytes(self) -> int:
         """Shared memory for butterflies that are wider than a warp's columns."""
         wide = self.kind == "hadamard" and self.group > _WARP_COLUMNS
@@ -236,7 +228,7 @@ class RotateTokens:
             EmitError: the row is longer than this kernel holds, or its pieces would cut a group.
         """
         pieces = _ceil_div(k_padded, self.row_columns) if self.held else 1
-        if pieces > 1 and self.whole_rows:
+        if pieces > 1 and self.out is DType.S8:
             raise EmitError(f"{self.name}: {k_padded} columns; this kernel holds rows of up to {self.row_columns}")
         if pieces > 1 and self.kind == "hadamard" and self.row_columns % self.padded_group:
             raise EmitError(
@@ -248,190 +240,42 @@ class RotateTokens:
         """Arguments, in order.
 
         ``x``; ``y``: blocks; ``scale``: float32 ``[m]`` (s8 alone); ``signs``: int32 ``[passes, k_padded / 32]`` of
-        `qcut.codebooks.tokens.operands` (hadamard alone); ``norm_weight``, ``norm_bias`` (where the norm has them);
-        ``x_stride`` in elements, ``m``, ``k``, ``k_padded`` (of one pass); ``eps`` (of a norm).
+        `qcut.codebooks.tokens.operands` (hadamard alone); ``x_stride`` in elements, ``m``, ``k``, ``k_padded`` (of one
+        pass).
         """
-        pointers = ["x", "y"]
-        pointers += ["scale"] * (self.out is DType.S8) + ["signs"] * (self.kind == "hadamard")
-        pointers += ["norm_weight"] * (self.norm != "none") + ["norm_bias"] * (self.norm == "layer")
-        eps = (Param("eps", "f32"),) if self.norm != "none" else ()
-        return (*(Param(name, "ptr") for name in pointers), *_SIZES, *eps)
-
-
-_SIZES = (Param("x_stride", "i64"), Param("m", "i32"), Param("k", "i32"), Param("k_padded", "i32"))
-
-DENSE_CONSTRAINTS = (
-    Constraint("input", "is f16 or bf16: what tensor cores multiply", lambda t: t.x in _BLOCK_FLOATS),
-    Constraint("output", "is blocks of the input's type, or rows of f32", lambda t: t.out in (t.x, DType.F32)),
-    Constraint(
-        "group",
-        f"has 1 to {MAX_DENSE} columns: work and matrices grow with its square; larger groups take hadamard",
-        lambda t: 1 <= t.group <= MAX_DENSE,
-    ),
-    Constraint("passes", "are 1 or 2", lambda t: t.passes in (1, 2)),
-    Constraint("tokens", "are 16, 32 or 64 in a CTA", lambda t: t.tokens in (16, 32, 64)),
-    Constraint(
-        "aligned",
-        "groups start at multiples of 16 bytes",
-        lambda t: not t.aligned or _groups_aligned(t.group, t.x),
-    ),
-)
-"""What `RotateTokensDense` can be."""
-
-
-@dataclass(frozen=True)
-class RotateTokensDense:
-    """Rotations by matrices, all groups and passes in one launch, on ``mma.sync.m16n8k16``.
-
-    ``r[m, j] = sum_i x[m, i] * q[pass, g, j, i]`` for each group g of x ``[m, k]`` (a row stride in elements), q the
-    16-bit matrices of `qcut.codebooks.tokens.operands`, which hold the factor ``sqrt(d / d_g)``. Sums are float32.
-
-    Output: blocks of 8 tokens x 128 bytes of r rounded once, the padding 0, what follows row m in the last block of 8
-    left alone; or rows ``[m, passes * k_padded]`` of float32.
-
-    Attributes:
-        x: f16 or bf16, also q's type.
-        out: x's type, or f32.
-        group: columns of a full group (the row's, where that has fewer), 1 to 1024; the last may have fewer.
-        arch: real architecture.
-        passes: rotations of the same columns, 1 or 2.
-        tokens: of a CTA, 16, 32 or 64.
-        aligned: rows of x, and groups of them, start at multiples of 16 bytes. False loads single elements.
-
-    Exactness: that of float32 sums of d exact products, at most ``2**-23 * d * sum_i |x q|`` off before the output's
-    rounding, in an order that depends on d alone. A token's result does not depend on the other tokens.
-    """
-
-    x: DType
-    out: DType
-    group: int
-    arch: str
-    passes: int = 1
-    tokens: int = 64
-    aligned: bool = True
-
-    def __post_init__(self) -> None:
-        check(self.name, DENSE_CONSTRAINTS, self)
-
-    @classmethod
-    def for_shape(
-        cls, x: DType, out: DType, arch: str, m: int, k: int, group_size: int, *, passes: int = 1, aligned: bool = True
-    ) -> RotateTokensDense:
-        """The kernel for m rows of k columns in groups of ``group_size``.
-
-        Raises:
-            EmitError: see `DENSE_CONSTRAINTS`.
-        """
-        group = min(group_size, k)
-        tokens = 16 if m <= 16 else 32 if m <= 32 else 64
-        return cls(x, out, group, arch, passes, tokens, aligned and _groups_aligned(group, x))
-
-    @property
-    def name(self) -> str:
-        """``qcut_rotate_{arch}_{x}to{out}_qr{group}p{passes}_m{tokens}``, and ``_u`` where rows are unaligned."""
         return (
-            f"qcut_rotate_{self.arch.replace('_', '')}_{self.x.value}to{self.out.value}_qr{self.group}"
-            f"p{self.passes}_m{self.tokens}{'' if self.aligned else '_u'}"
+            Param("x", "ptr", f"const {self.x.cpp}*"),
+            Param("y", "ptr", "void*"),
+            *(Param("scale", "ptr", "float*"),) * (self.out is DType.S8),
+            *(Param("signs", "ptr", "const uint32_t*"),) * (self.kind == "hadamard"),
+            Param("x_stride", "i64"),
+            Param("m", "i32"),
+            Param("k", "i32"),
+            Param("k_padded", "i32"),
         )
 
-    @property
-    def padded_group(self) -> int:
-        """Columns that a full group takes in memory."""
-        return padded_group(self.group)
 
-    @property
-    def columns(self) -> int:
-        """Columns of a CTA, in one group."""
-        return min(64, self.padded_group)
-
-    @property
-    def block(self) -> int:
-        """Threads of a CTA: each warp has 16 tokens and 16 columns at least."""
-        along_m = self.tokens // 16
-        return 32 * along_m * min(4 // along_m, self.columns // 16)
-
-    def grid(self, m: int, k_padded: int) -> tuple[int, int, int]:
-        """CTAs for m rows of k_padded columns a pass."""
-        return (_ceil_div(m, self.tokens), k_padded // self.columns, self.passes)
-
-    def params(self) -> tuple[Param, ...]:
-        """Arguments, in order: ``x, y, q, x_stride, m, k, k_padded`` (of one pass)."""
-        return (*(Param(name, "ptr") for name in ("x", "y", "q")), *_SIZES)
-
-
-def emit_rotate(desc: RotateTokens | RotateTokensDense) -> KernelSource:
+def emit_rotate(desc: RotateTokens) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``.
 
     x may come from the kernel before, in a programmatic dependent launch; all other inputs are constants, read earlier.
     """
-    if isinstance(desc, RotateTokensDense):
-        return _emit_dense(desc)
-    held, aligned, hadamard = (str(flag).lower() for flag in (desc.held, desc.aligned, desc.kind == "hadamard"))
-    template = (
-        f"RowRotation<{desc.x.cpp}, {desc.out.cpp}, {hadamard}, {desc.group}, {desc.padded_group}, {desc.passes}, "
-        f"{desc.threads}, {desc.rows}, {held}, {aligned}, qcut::Norm::{_NORMS[desc.norm]}>"
-    )
-    names = {param.name for param in desc.params()}
-    optional = ("scale", "signs", "norm_weight", "norm_bias")
-    pointers = ", ".join(name if name in names else "nullptr" for name in optional)
-    # float32(sqrt(d) / d) as the device's own literal.
-    factor = struct.unpack("f", struct.pack("f", math.sqrt(desc.group) / desc.group))[0].hex()
-    call = (
-        f"{template}::run(x, y, {pointers}, x_stride, m, k, k_padded, {'eps' if 'eps' in names else '0.0f'}, {factor}f)"
-    )
-    types = {
-        "scale": "float*",
-        "signs": "const uint32_t*",
-        "norm_weight": f"const {desc.x.cpp}*",
-        "norm_bias": f"const {desc.x.cpp}*",
-        "eps": "float",
-    }
-    # One CTA to an SM, said aloud: else ptxas spills a word of the loop to fit two.
-    return _source(desc, "codebook/rotate", call, types, desc.smem_bytes, "" if desc.held else ", 1")
-
-
-def _emit_dense(desc: RotateTokensDense) -> KernelSource:
-    template = (
-        f"rotate_dense<{desc.x.cpp}, {desc.out.cpp}, {desc.group}, {desc.padded_group}, {desc.tokens}, {desc.columns}, "
-        f"{str(desc.aligned).lower()}>"
-    )
-    call = f"{template}(x, y, q, x_stride, m, k, k_padded)"
-    return _source(desc, "codebook/rotate_dense", call, {"q": f"const {desc.x.cpp}*"}, 0)
-
-
-def _source(
-    desc: RotateTokens | RotateTokensDense,
-    header: str,
-    call: str,
-    types: dict[str, str],
-    smem_bytes: int,
-    least: str = "",
-) -> KernelSource:
-    types = {"x": f"const {desc.x.cpp}*", "y": "void*", "x_stride": "long long", **types}
     params = desc.params()
-    signature = ", ".join(f"{types.get(param.name, 'int')} {param.name}" for param in params)
-    text = (
-        f"#include <qcut/{header}.cuh>\n\n"
-        f'extern "C" __global__ void __launch_bounds__({desc.block}{least})\n'
-        f"{desc.name}({signature}) {{\n"
-        f"  qcut::{call};\n"
-        "}\n"
+    flags = ", ".join(map(flag, (desc.held, desc.aligned)))
+    template = (
+        f"{desc.x.cpp}, {desc.out.cpp}, {flag(desc.kind == 'hadamard')}, {desc.group}, {desc.padded_group}, "
+        f"{desc.passes}, {desc.threads}, {desc.rows}, {flags}"
     )
-    return KernelSource(
-        name=desc.name,
-        text=text,
-        entry=desc.name,
-        params=params,
-        arch=desc.arch,
+    pointers = call_arguments(("scale", "signs"), params)
+    return kernel_source(
+        desc.name,
+        desc.arch,
+        params,
+        f"qcut::RowRotation<{template}>::run(x, y, {pointers}, x_stride, m, k, k_padded, {group_factor(desc.group)});",
+        device_code=include("codebook/rotate.cuh"),
         block=desc.block,
-        smem_bytes=smem_bytes,
-        includes=("qcut", "cuda"),
+        # Without the bound of one CTA to an SM, ptxas spills a word of the loop to fit two.
+        ctas_per_sm=None if desc.held else 1,
+        waits=True,
+        smem_bytes=desc.smem_bytes,
     )
-
-
-def padded_columns(k: int, group: int) -> int:
-    """Columns of a row in memory, as `qcut.codebooks.layout.Geometry.k_padded`."""
-    full = padded_group(group)
-    slot = min(128, full)
-    whole, last = divmod(k, group)
-    return _ceil_div(whole * full + _ceil_div(last, slot) * slot, 128) * 128

@@ -10,16 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from qcut.emitters.codebook.problem import BOOK_PARAMS, ROTATED_BEFORE, CodebookProblem
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import DType, KernelSource, Param
-from qcut.emitters.gemm.mma import SMEM_LIMIT, argument_setup, epilogue_type
+from qcut.emitters.codebook.problem import BOOK, ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import Constraint, check, holds
+from qcut.emitters.core.family import Grid
+from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.text import include, kernel_source
 
-FAMILY = "codebook_prompt"
+FAMILY = "codebook_wgmma"
 THREADS = 384
 """Two warpgroups that multiply and one that fetches."""
 ROWS = 128
 """Channels of a CTA's tile."""
+_SMEM_BYTES = architecture("sm_90a").smem_bytes
 _STAGED_BYTES = 16 * 4 * (64 + 8)  # 16 tokens of 64 channels, padded: PaddedStage<64> of epilogue.cuh
 _BUFFERS = (4, 2, 1)
 _STAGES = (4, 8)
@@ -61,7 +65,7 @@ def buffers(problem: CodebookProblem, tile: CodebookPromptTile) -> int:
     """Sixteen tokens on their way to D that a warpgroup has room for: as many of `_BUFFERS` as fit, at least one."""
     if tile.splits > 1:
         return 0
-    free = SMEM_LIMIT["sm_90a"] - _operand_bytes(problem, tile)
+    free = _SMEM_BYTES - _operand_bytes(problem, tile)
     return next((count for count in _BUFFERS if 2 * count * _STAGED_BYTES <= free), 1)
 
 
@@ -106,8 +110,8 @@ CONSTRAINTS = (
     ),
     Constraint(
         "shared_memory",
-        f"stages and staging fit {SMEM_LIMIT['sm_90a']} bytes",
-        lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch],
+        f"stages and staging fit {_SMEM_BYTES} bytes",
+        lambda p, t, arch: smem_bytes(p, t) <= _SMEM_BYTES,
     ),
 )
 """What this family can build, on (problem, tile, arch)."""
@@ -119,70 +123,33 @@ def validate(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> N
     Raises:
         EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
     """
-    check(procedural_name(problem, tile, arch), CONSTRAINTS, problem, tile, arch)
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def procedural_name(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> str:
-    """``qcut_codebook_prompt_{arch}_{problem}_{tile}``."""
-    return f"qcut_{FAMILY}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
-
-
-def grid(tile: CodebookPromptTile, m: int, n: int, sm_count: int) -> tuple[int, int, int]:
+def grid(tile: CodebookPromptTile, n: int, sm_count: int) -> Grid:
     """CTAs of a launch: no more than the GPU has SMs, each going from tile to tile; with splits, one for each part."""
-    tiles = _tiles(tile, m, n)
+    columns = -(-n // (ROWS * tile.cluster))
     if tile.splits > 1:
-        return (tiles * tile.splits, 1, 1)
-    return (min(tiles, max(1, sm_count // tile.cluster)) * tile.cluster, 1, 1)
-
-
-def _tiles(tile: CodebookPromptTile, m: int, n: int) -> int:
-    """Tiles of D, a cluster's as one."""
-    return -(-m // tile.tokens) * -(-n // (ROWS * tile.cluster))
+        return Grid(tile.tokens, (columns * tile.splits, 1, 1))
+    return Grid(tile.tokens, (columns * tile.cluster, 1, 1), most=max(1, sm_count // tile.cluster) * tile.cluster)
 
 
 def default_tiles(problem: CodebookProblem) -> tuple[CodebookPromptTile, ...]:
     """A menu, as deep as shared memory allows: each width of tokens alone, in pairs, and with K split."""
     shapes = ((1, 1), (2, 1), (1, 2), (1, 4), (1, 8))
     tiles = (_deepest(problem, tokens, *shape) for tokens in (64, 128, 256) for shape in shapes)
-    return tuple(tile for tile in tiles if all(c.holds(problem, tile, "sm_90a") for c in CONSTRAINTS))
+    return tuple(tile for tile in tiles if holds(CONSTRAINTS, problem, tile, "sm_90a"))
 
 
 def _deepest(problem: CodebookProblem, tokens: int, cluster: int, splits: int) -> CodebookPromptTile:
     enough, most = _STAGES
     stages = 0
     for count in (0,) if splits > 1 else _BUFFERS:
-        free = SMEM_LIMIT["sm_90a"] - 2 * count * _STAGED_BYTES
+        free = _SMEM_BYTES - 2 * count * _STAGED_BYTES
         stages = min(free // (stage_bytes(problem, tokens) + _barrier_bytes(problem)), most)
         if stages >= enough:
             break
     return CodebookPromptTile(tokens, stages, cluster, splits, lead=max(1, stages // 2))
-
-
-def for_shape(problem: CodebookProblem, m: int, n: int, units_k: int, sm_count: int) -> CodebookPromptTile:
-    """The tile of `default_tiles` with the least estimated time; see `estimated_cycles`."""
-    return min(default_tiles(problem), key=lambda tile: estimated_cycles(problem, tile, m, n, units_k, sm_count))
-
-
-def estimated_cycles(
-    problem: CodebookProblem, tile: CodebookPromptTile, m: int, n: int, units_k: int, sm_count: int
-) -> float:
-    """About how long a launch takes, in cycles of an SM.
-
-    A unit takes what the slower of two takes: decoding and multiplying it, and tokens from the L2, which all SMs share.
-
-    Source: measured on an H200 at 14336x4096, one wave of 64, 128 and 256 tokens.
-    """
-    s8 = problem.x is DType.S8
-    chain = 1000 + 1.6 * tile.tokens if s8 else 1260 + 5.0 * tile.tokens
-    chain += 60 * (problem.slots - 1)
-    tiles, at_once = _tiles(tile, m, n), max(1, sm_count // (tile.cluster * tile.splits))
-    busy = min(1.0, tiles / at_once)
-    traffic = 128 * problem.x.bits // 8 * tile.tokens / tile.cluster / 22 * busy
-    units = -(-units_k // tile.splits)
-    tile_cycles = units * max(chain, traffic) + 3000 + 10 * tile.tokens + 1500 * (tile.cluster - 1)
-    if tile.splits > 1:
-        tile_cycles += 3000 + 10 * tile.tokens
-    return -(-tiles // at_once) * tile_cycles
 
 
 def emit_codebook_prompt(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> KernelSource:
@@ -205,50 +172,23 @@ def emit_codebook_prompt(problem: CodebookProblem, tile: CodebookPromptTile, arc
     Source: PTX ISA, ``wgmma.mma_async``, ``cp.async.bulk``, ``mbarrier``, ``barrier.cluster``.
     """
     validate(problem, tile, arch)
-    name = procedural_name(problem, tile, arch)
-    epilogue = problem.epilogue
+    name = procedural_name(FAMILY, arch, problem, tile)
     shape = (problem.bits, problem.slots, tile.tokens, tile.stages, tile.lead, tile.cluster, tile.splits)
-    align_d = gcd(problem.alignment_n * epilogue.out.bits // 8, 16)
-    ctas = tile.cluster * tile.splits
-    cluster = f"__cluster_dims__({ctas}, 1, 1) " if ctas > 1 else ""
-    words = ", ".join(f"static_cast<uint32_t>({param.name})" for param in BOOK_PARAMS)
-    fold = "fold" if problem.x is DType.S8 else "nullptr"
-    text = (
-        "#include <qcut/codebook/wgmma.cuh>\n\n"
-        f'extern "C" __global__ void {cluster}__launch_bounds__({THREADS}, 1)\n'
-        f"{name}(\n    {_signature(problem)}) {{\n"
-        f"  using Tile = qcut::PromptTile<{problem.x.cpp}, {', '.join(map(str, shape))}, {buffers(problem, tile)}>;\n"
-        f"  using Epilogue = {epilogue_type(epilogue)};\n"
-        f"{argument_setup(epilogue)}"
-        f"  const qcut::Book book{{{{{words}}}}};\n"
-        f"  qcut::codebook_prompt<Tile, Epilogue, {align_d}>(x, units, norms, {fold}, d, m, n, units_k, ldd, book, "
-        "args);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=name,
-        text=text,
-        entry=name,
-        params=problem.params(),
-        arch=arch,
+    align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
+    params = problem.params()
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"using Tile = qcut::PromptTile<{problem.x.cpp}, {', '.join(map(str, shape))}, {buffers(problem, tile)}>;",
+        *problem.epilogue.statements(params),
+        BOOK,
+        f"qcut::codebook_prompt<Tile, Epilogue, {align_d}>(x, units, norms, {problem.fold}, d, m, n, "
+        "units_k, ldd, book, args);",
+        device_code=include("codebook/wgmma.cuh"),
         block=THREADS,
+        ctas_per_sm=1,
+        waits=True,
         smem_bytes=smem_bytes(problem, tile),
-        includes=("qcut", "cuda"),
+        cluster=tile.cluster * tile.splits,
     )
-
-
-def _signature(problem: CodebookProblem) -> str:
-    out = problem.epilogue.out.cpp
-    pointers = {
-        "x": f"const {problem.x.cpp}*",
-        "units": "const char*",
-        "norms": "const __half*",
-        "d": f"{out}*",
-        "residual": f"const {out}*",
-    }
-
-    def declare(param: Param) -> str:
-        kind = pointers.get(param.name, "const float*") if param.kind == "ptr" else "int"
-        return f"{kind} {param.name}"
-
-    return ", ".join(map(declare, problem.params()))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from qcut.emitters.core.arch import ARCHITECTURES, CLUSTER_ARCHITECTURES, SMEM_LIMITS, architecture
 from qcut.emitters.core.source import EmitError
 
 
@@ -32,3 +34,46 @@ def check(kernel: str, constraints: Sequence[Constraint], *arguments: object) ->
     for constraint in constraints:
         if not constraint.holds(*arguments):
             raise EmitError(f"{kernel}: {constraint.name}: {constraint.reason}")
+
+
+def require(condition: bool, name: str, why: str) -> None:
+    """Raise `EmitError` naming the kernel and the constraint it breaks."""
+    if not condition:
+        raise EmitError(f"{name}: {why}")
+
+
+ARCHITECTURE = Constraint(
+    "architecture", f"allowed are {', '.join(ARCHITECTURES)}", lambda problem, tile, arch: arch in ARCHITECTURES
+)
+"""Of families that every architecture runs, on (problem, tile, arch)."""
+SPLITS = Constraint(
+    "splits",
+    "are 1, 2, 4 or 8: the CTAs of a portable cluster",
+    lambda problem, tile, arch: tile.splits in (1, 2, 4, 8),
+)
+"""Of families whose CTAs share K, on (problem, tile, arch)."""
+CLUSTERS = Constraint(
+    "clusters",
+    f"splits need thread-block clusters: {', '.join(CLUSTER_ARCHITECTURES)}",
+    lambda problem, tile, arch: tile.splits == 1 or architecture(arch).clusters,
+)
+"""Of the same families, on (problem, tile, arch)."""
+
+
+def shared_memory(needs: str, smem_bytes: Callable[[Any, Any], int]) -> Constraint:
+    """The limit of a CTA's dynamic shared memory, on (problem, tile, arch).
+
+    Args:
+        needs: what takes the memory, as the refusal says.
+        smem_bytes: how many bytes, of (problem, tile).
+    """
+    return Constraint(
+        "shared_memory",
+        f"{needs}: {SMEM_LIMITS}",
+        lambda problem, tile, arch: smem_bytes(problem, tile) <= architecture(arch).smem_bytes,
+    )
+
+
+def holds(constraints: Sequence[Constraint], *arguments: object) -> bool:
+    """Whether a description keeps all constraints."""
+    return all(constraint.holds(*arguments) for constraint in constraints)

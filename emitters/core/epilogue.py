@@ -25,6 +25,7 @@ from enum import Enum
 from typing import Literal
 
 from qcut.emitters.core.source import DType, EmitError, Param
+from qcut.emitters.core.text import flag
 
 
 class Activation(str, Enum):
@@ -38,6 +39,14 @@ class Activation(str, Enum):
 
 
 ACTIVATIONS = tuple(a.value for a in Activation)
+_ACTIVATIONS = {
+    Activation.NONE: "kNone",
+    Activation.RELU: "kRelu",
+    Activation.GELU_ERF: "kGeluErf",
+    Activation.GELU_TANH: "kGeluTanh",
+    Activation.SILU: "kSilu",
+}
+_MODES = {"none": "kNone", "per_tensor": "kPerTensor", "per_token": "kPerToken", "per_channel": "kPerChannel"}
 OUT_DTYPES = (DType.F16, DType.BF16, DType.F32, DType.S8, DType.S32)
 
 
@@ -109,19 +118,57 @@ class Epilogue:
 
     def params(self) -> tuple[Param, ...]:
         """Arguments this epilogue reads, in the fixed order all families use."""
-        out: list[Param] = []
+        params: list[Param] = []
+        if self.zero_point == "per_tensor":
+            params.append(Param("zero_point", "i32"))
+        if self.zero_point == "per_token":
+            params.append(Param("zero_point", "ptr", "const int32_t*"))
         if self.zero_point != "none":
-            out.append(Param("zero_point", "i32" if self.zero_point == "per_tensor" else "ptr"))
-            out.append(Param("colsum", "ptr"))
+            params.append(Param("colsum", "ptr", "const int32_t*"))
         if self.row_scale != "none":
-            out.append(Param("row_scale", "ptr"))
-        if self.col_scale != "none":
-            out.append(Param("col_scale", "f32" if self.col_scale == "per_tensor" else "ptr"))
+            params.append(Param("row_scale", "ptr", "const float*"))
+        if self.col_scale == "per_tensor":
+            params.append(Param("col_scale", "f32"))
+        if self.col_scale == "per_channel":
+            params.append(Param("col_scale", "ptr", "const float*"))
         if self.bias:
-            out.append(Param("bias", "ptr"))
+            params.append(Param("bias", "ptr", "const float*"))
         if self.residual:
-            out.append(Param("residual", "ptr"))
+            params.append(Param("residual", "ptr", f"const {self.out.cpp}*"))
         if self.out is DType.S8 and not self.wrap:
-            out.append(Param("out_inv_scale", "f32"))
-            out.append(Param("out_zero_point", "f32"))
-        return tuple(out)
+            params += (Param("out_inv_scale", "f32"), Param("out_zero_point", "f32"))
+        return tuple(params)
+
+    @property
+    def cpp(self) -> str:
+        """C++ type, ``qcut::Epilogue<...>`` of ``core/epilogue.cuh``."""
+        arguments = (
+            self.out.cpp,
+            f"qcut::ZeroPoint::{_MODES[self.zero_point]}",
+            flag(self.row_scale != "none"),
+            f"qcut::ColScale::{_MODES[self.col_scale]}",
+            flag(self.bias),
+            f"qcut::Activation::{_ACTIVATIONS[self.activation]}",
+            flag(self.residual),
+            *(("true",) if self.wrap else ()),
+        )
+        return f"qcut::Epilogue<{', '.join(arguments)}>"
+
+    def statements(self, params: tuple[Param, ...]) -> tuple[str, ...]:
+        """C++ that declares the type ``Epilogue`` and fills its ``args`` from the kernel's parameters.
+
+        Args:
+            params: of the kernel. What of the epilogue's arguments is not among them, the kernel fills itself.
+        """
+        given = {param.name for param in params}
+        return (
+            f"using Epilogue = {self.cpp};",
+            "Epilogue::Args args{};",
+            *(f"args.{self._member(p.name)} = {p.name};" for p in self.params() if p.name in given),
+        )
+
+    def _member(self, param: str) -> str:
+        """The member of ``EpilogueArgs`` that a kernel argument sets."""
+        modes = {"zero_point": self.zero_point, "col_scale": self.col_scale}
+        vectors = ("per_token", "per_channel")
+        return f"{param}_{modes[param]}" if modes.get(param) in vectors else param

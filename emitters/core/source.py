@@ -1,4 +1,4 @@
-"""What an emitter returns, and the dtype table every family shares."""
+"""What an emitter returns: kernels as text, their parameters, and the element types of all families."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Literal
 
+from qcut.emitters.core.arch import ARCHITECTURES
+
 INCLUDE_DIR = Path(__file__).parents[1] / "include"
 """Root of qcut's device headers: text includes them as ``<qcut/name.cuh>``."""
-
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
-"""Real architectures an emitter may name. ``sm_90a`` alone unlocks ``wgmma`` and ``setmaxnreg``."""
 
 
 class EmitError(ValueError):
@@ -44,20 +43,44 @@ class DType(Enum):
         }[self.value]
 
 
+FLOATS = (DType.F16, DType.BF16, DType.F32)
+"""Types of activations."""
+
 ParamKind = Literal["ptr", "i32", "i64", "f32"]
+_FORMATS: dict[ParamKind, str] = {"ptr": "P", "i32": "i", "i64": "q", "f32": "f"}
+_SCALARS: dict[ParamKind, str] = {"i32": "int", "i64": "long long", "f32": "float"}
 
 
 @dataclass(frozen=True)
 class Param:
-    """One kernel argument, in order. Packed with C's natural alignment."""
+    """One kernel argument, in order. Packed with C's natural alignment.
+
+    Attributes:
+        name: in C++.
+        kind: size and class of the packed argument.
+        cpp: C++ type of a pointer; a scalar has that of its kind.
+
+    Raises:
+        EmitError: a pointer without a type, or with one that is no pointer.
+    """
 
     name: str
     kind: ParamKind
+    cpp: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.kind == "ptr") != self.cpp.endswith("*"):
+            raise EmitError(f"parameter {self.name!r}: C++ type {self.cpp!r} does not suit kind {self.kind!r}")
 
     @property
     def fmt(self) -> str:
         """`struct` format character."""
-        return {"ptr": "P", "i32": "i", "i64": "q", "f32": "f"}[self.kind]
+        return _FORMATS[self.kind]
+
+    @property
+    def declaration(self) -> str:
+        """Type and name in C++."""
+        return f"{self.cpp or _SCALARS[self.kind]} {self.name}"
 
 
 @dataclass(frozen=True)
@@ -70,7 +93,7 @@ class KernelSource:
         entry: the ``extern "C"`` kernel symbol in the cubin.
         params: the arguments of the launch, in order. A raw kernel (``host_text is None``) takes
             exactly these; a CUTLASS kernel's host launcher takes a C struct of them.
-        arch: real architecture, one of `ARCHITECTURES`.
+        arch: real architecture, one of `qcut.emitters.core.arch.ARCHITECTURES`.
         toolchain: ``nvrtc`` needs no toolkit; ``nvcc`` needs nvcc (device) and g++ (host launcher).
         block: threads per CTA of a raw kernel (0 with a host launcher, which knows its own).
         smem_bytes: dynamic shared memory per CTA in bytes (0 with a host launcher).
@@ -81,6 +104,8 @@ class KernelSource:
         includes: which include roots the text needs: ``qcut``, ``cutlass``, ``cccl``.
         libraries: link options of the host launcher (never libcudart: the driver API is resolved
             by `qcut.jit`).
+        waits: the kernel executes ``griddepcontrol.wait`` before it touches what the kernel before may write. Only
+            such a kernel may be launched before its predecessor ends.
     """
 
     name: str
@@ -95,6 +120,7 @@ class KernelSource:
     defines: tuple[str, ...] = ()
     includes: tuple[str, ...] = ("qcut",)
     libraries: tuple[str, ...] = field(default=())
+    waits: bool = False
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHITECTURES:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
+from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
 
-FAMILY = "embed"
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in (DType.F16, DType.BF16, DType.F32)),
+    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
     Constraint("table", "is x's type, or s8", lambda k: k.table in (k.x, DType.S8)),
 )
 """What `EmbedRows` can be."""
@@ -70,9 +70,14 @@ class EmbedRows:
         ``place_stride`` (with places) of rows in elements; ``count`` and ``place_count`` (with places) of rows;
         ``rows``; ``k``.
         """
-        names = ["ids", "table", *["scale"] * (self.table is DType.S8), *["places", "place_table"] * self.places, "y"]
+        x = self.x.cpp
+        tables = (Param("places", "ptr", "const int*"), Param("place_table", "ptr", f"const {x}*"))
         return (
-            *(Param(name, "ptr") for name in names),
+            Param("ids", "ptr", "const long long*"),
+            Param("table", "ptr", f"const {self.table.cpp}*"),
+            *(Param("scale", "ptr", "const float*"),) * (self.table is DType.S8),
+            *tables * self.places,
+            Param("y", "ptr", f"{x}*"),
             *(Param(name, "i64") for name in ("stride", *["place_stride"] * self.places)),
             *(Param(name, "i32") for name in ("count", *["place_count"] * self.places, "rows", "k")),
         )
@@ -80,28 +85,16 @@ class EmbedRows:
 
 def emit_embed(desc: EmbedRows) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    x, params = desc.x.cpp, desc.params()
-    types = {"ids": "const long long*", "table": f"const {desc.table.cpp}*", "scale": "const float*", "y": f"{x}*"}
-    types |= {"places": "const int*", "place_table": f"const {x}*", "stride": "long long", "place_stride": "long long"}
-    names = {p.name for p in params}
-    signature = ", ".join(f"{types.get(p.name, 'int')} {p.name}" for p in params)
-    order = ("ids", "table", "scale", "places", "place_table", "y", "stride", "place_stride", "count", "place_count")
-    missing = {"place_stride": "0", "place_count": "0"}
-    given = ", ".join(n if n in names else missing.get(n, "nullptr") for n in (*order, "rows", "k"))
-    flags = [str(flag).lower() for flag in (desc.places, desc.aligned)]
-    text = (
-        "#include <qcut/decoder/embed.cuh>\n\n"
-        f'extern "C" __global__ void __launch_bounds__({desc.block})\n'
-        f"{desc.name}({signature}) {{\n"
-        f"  qcut::embed_rows<{x}, {desc.table.cpp}, {flags[0]}, {desc.block}, {flags[1]}>({given});\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=desc.name,
-        text=text,
-        entry=desc.name,
-        params=params,
-        arch=desc.arch,
+    params = desc.params()
+    pointers = call_arguments(("ids", "table", "scale", "places", "place_table", "y"), params)
+    sizes = call_arguments(("stride", "place_stride", "count", "place_count", "rows", "k"), params, absent="0")
+    return kernel_source(
+        desc.name,
+        desc.arch,
+        params,
+        f"qcut::embed_rows<{desc.x.cpp}, {desc.table.cpp}, {flag(desc.places)}, {desc.block}, {flag(desc.aligned)}>"
+        f"({pointers}, {sizes});",
+        device_code=include("decoder/embed.cuh"),
         block=desc.block,
-        includes=("qcut", "cuda"),
+        waits=True,
     )

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource, Param
+from qcut.emitters.core.text import flag, include, kernel_source
 
-FLOAT_DTYPES = (DType.F16, DType.BF16, DType.F32)
 THREADS = (32, 64, 128, 256, 512, 1024)
 MAX_VECTORS = 6
 """16-byte vectors a thread keeps in registers: more would starve occupancy."""
@@ -50,7 +50,7 @@ class _RowKernel:
     _min_vectors = 1
 
     def __post_init__(self) -> None:
-        if self.x not in FLOAT_DTYPES:
+        if self.x not in FLOATS:
             raise EmitError(f"{self._kind}: float type {self.x.value!r} is not one of f16, bf16, f32")
         if self.threads not in THREADS:
             raise EmitError(f"{self._kind}: {self.threads} threads per row; allowed are {THREADS}")
@@ -84,9 +84,9 @@ class _RowKernel:
         return self.threads * self.vectors * _VECTOR_BYTES * 8 // self.x.bits
 
     @property
-    def _template(self) -> str:
-        aligned = "true" if self.aligned else "false"
-        return f"<{self.x.cpp}, {self.threads}, {self.rows}, {self.vectors}, {aligned}>"
+    def template(self) -> str:
+        """Arguments of the device code's template."""
+        return f"{self.x.cpp}, {self.threads}, {self.rows}, {self.vectors}, {flag(self.aligned)}"
 
     def grid(self, m: int, k: int) -> tuple[int, int, int]:
         """CTAs for m rows of k columns (k_padded where the kernel pads)."""
@@ -198,36 +198,68 @@ class ColSum:
 
 def emit_quantize_per_token(desc: QuantizePerToken) -> KernelSource:
     """Text of the per-token kernel; arguments ``x, q, scale, x_stride, m, k, k_padded``."""
-    params = _params("x q scale", x_stride="i64", m="i32", k="i32", k_padded="i32")
-    signature = f"const {desc.x.cpp}* x, int8_t* q, float* scale, long long x_stride, int m, int k, int k_padded"
-    call = f"quantize_per_token{desc._template}(x, q, scale, x_stride, m, k, k_padded)"
-    return _source(desc.name, desc.arch, desc.block, signature, call, params)
+    return _source(
+        desc.name,
+        desc.arch,
+        desc.block,
+        f"quantize_per_token<{desc.template}>",
+        Param("x", "ptr", f"const {desc.x.cpp}*"),
+        Param("q", "ptr", "int8_t*"),
+        Param("scale", "ptr", "float*"),
+        Param("x_stride", "i64"),
+        Param("m", "i32"),
+        Param("k", "i32"),
+        Param("k_padded", "i32"),
+    )
 
 
 def emit_quantize_per_tensor(desc: QuantizePerTensor) -> KernelSource:
     """Text of the per-tensor kernel; arguments ``x, q, x_stride, m, k, k_padded, scale, zero_point``."""
-    params = _params("x q", x_stride="i64", m="i32", k="i32", k_padded="i32", scale="f32", zero_point="i32")
-    signature = (
-        f"const {desc.x.cpp}* x, int8_t* q, long long x_stride, int m, int k, int k_padded, float scale, int zero_point"
+    return _source(
+        desc.name,
+        desc.arch,
+        desc.block,
+        f"quantize_per_tensor<{desc.template}>",
+        Param("x", "ptr", f"const {desc.x.cpp}*"),
+        Param("q", "ptr", "int8_t*"),
+        Param("x_stride", "i64"),
+        Param("m", "i32"),
+        Param("k", "i32"),
+        Param("k_padded", "i32"),
+        Param("scale", "f32"),
+        Param("zero_point", "i32"),
     )
-    call = f"quantize_per_tensor{desc._template}(x, q, x_stride, m, k, k_padded, scale, zero_point)"
-    return _source(desc.name, desc.arch, desc.block, signature, call, params)
 
 
 def emit_dequantize(desc: Dequantize) -> KernelSource:
     """Text of the dequantize kernel; arguments ``q, scale, out, q_stride, rows, columns``."""
-    params = _params("q scale out", q_stride="i64", rows="i32", columns="i32")
-    signature = f"const int8_t* q, const float* scale, {desc.x.cpp}* out, long long q_stride, int rows, int columns"
-    call = f"dequantize{desc._template}(q, scale, out, q_stride, rows, columns)"
-    return _source(desc.name, desc.arch, desc.block, signature, call, params)
+    return _source(
+        desc.name,
+        desc.arch,
+        desc.block,
+        f"dequantize<{desc.template}>",
+        Param("q", "ptr", "const int8_t*"),
+        Param("scale", "ptr", "const float*"),
+        Param("out", "ptr", f"{desc.x.cpp}*"),
+        Param("q_stride", "i64"),
+        Param("rows", "i32"),
+        Param("columns", "i32"),
+    )
 
 
 def emit_colsum(desc: ColSum) -> KernelSource:
     """Text of the column-sum kernel; arguments ``q, colsum, q_stride, n, k``."""
-    params = _params("q colsum", q_stride="i64", n="i32", k="i32")
-    signature = "const int8_t* q, int32_t* colsum, long long q_stride, int n, int k"
-    call = f"colsum<{_COLSUM_ROWS}, {'true' if desc.aligned else 'false'}>(q, colsum, q_stride, n, k)"
-    return _source(desc.name, desc.arch, 32 * _COLSUM_ROWS, signature, call, params)
+    return _source(
+        desc.name,
+        desc.arch,
+        32 * _COLSUM_ROWS,
+        f"colsum<{_COLSUM_ROWS}, {flag(desc.aligned)}>",
+        Param("q", "ptr", "const int8_t*"),
+        Param("colsum", "ptr", "int32_t*"),
+        Param("q_stride", "i64"),
+        Param("n", "i32"),
+        Param("k", "i32"),
+    )
 
 
 def _elementwise(x: DType, columns: int) -> tuple[int, int]:
@@ -237,19 +269,14 @@ def _elementwise(x: DType, columns: int) -> tuple[int, int]:
     return threads, min(2, _ceil_div(vectors, threads))
 
 
-def _params(pointers: str, **scalars: str) -> tuple[Param, ...]:
-    kinds: dict[str, str] = {**dict.fromkeys(pointers.split(), "ptr"), **scalars}
-    return tuple(Param(name, kind) for name, kind in kinds.items())  # type: ignore[arg-type]
-
-
-def _source(name: str, arch: str, block: int, signature: str, call: str, params: tuple[Param, ...]) -> KernelSource:
-    text = (
-        "#include <qcut/decoder/quantize.cuh>\n\n"
-        f'extern "C" __global__ void __launch_bounds__({block})\n'
-        f"{name}({signature}) {{\n"
-        f"  qcut::{call};\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=name, text=text, entry=name, params=params, arch=arch, block=block, includes=("qcut", "cuda")
+def _source(name: str, arch: str, block: int, function: str, *params: Param) -> KernelSource:
+    """A kernel that passes its parameters on to a function, in order."""
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"qcut::{function}({', '.join(param.name for param in params)});",
+        device_code=include("decoder/quantize.cuh"),
+        block=block,
+        waits=True,
     )

@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from itertools import product
 
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, shared_memory
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT, argument_setup, copy_bytes, epilogue_type, signature
-from qcut.emitters.gemm.problem import GemmProblem, procedural_name
+from qcut.emitters.core.text import flag, include, kernel_source
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.tensor_core import operand_types
 
-FAMILY = "simt"
+FAMILY = "int8_dp4a"
 MAX_THREADS = 1024
 MAX_REGISTERS = 255
 """Per thread; a register beyond it is local memory."""
@@ -106,6 +108,13 @@ def _ctas(tile: SimtTile) -> int:
     return max(1, min(16, 32 * warps // tile.threads))
 
 
+def smem_bytes(problem: GemmProblem, tile: SimtTile) -> int:
+    """Dynamic shared memory of a CTA: two buffers of both operands, where they are contiguous along K padded."""
+    along_k = (problem.layout_a == "row", problem.layout_b == "column")
+    pitches = (size + 4 * (k and tile.bk >= 32) for size, k in zip((tile.bm, tile.bn), along_k, strict=True))
+    return 2 * tile.bk * sum(pitches)
+
+
 CONSTRAINTS = (
     Constraint(
         "operands",
@@ -117,11 +126,7 @@ CONSTRAINTS = (
         "are at least 1",
         lambda p, t, arch: p.alignment_k >= 1 and p.alignment_n >= 1,
     ),
-    Constraint(
-        "architecture",
-        f"allowed are {', '.join(SMEM_LIMIT)}",
-        lambda p, t, arch: arch in SMEM_LIMIT,
-    ),
+    ARCHITECTURE,
     Constraint(
         "power_of_two",
         "all sizes are: threads find their places by shifts, and copies come out even",
@@ -178,12 +183,7 @@ CONSTRAINTS = (
         f"and the SM's {REGISTER_FILE}",
         lambda p, t, arch: _registers(t) <= min(MAX_REGISTERS, REGISTER_FILE // t.threads),
     ),
-    Constraint(
-        "shared_memory",
-        "two buffers of A and B fit what the architecture gives one CTA: "
-        + ", ".join(f"{limit} bytes on {arch}" for arch, limit in SMEM_LIMIT.items()),
-        lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch],
-    ),
+    shared_memory("two buffers of A and B fit what the architecture gives one CTA", smem_bytes),
 )
 """What a kernel of this family must keep, checked in this order on (problem, tile, architecture)."""
 
@@ -195,13 +195,6 @@ def validate(problem: GemmProblem, tile: SimtTile, arch: str) -> None:
         EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
-
-
-def smem_bytes(problem: GemmProblem, tile: SimtTile) -> int:
-    """Dynamic shared memory of a CTA: two buffers of both operands, where they are contiguous along K padded."""
-    along_k = (problem.layout_a == "row", problem.layout_b == "column")
-    pitches = (size + 4 * (k and tile.bk >= 32) for size, k in zip((tile.bm, tile.bn), along_k, strict=True))
-    return 2 * tile.bk * sum(pitches)
 
 
 def grid(tile: SimtTile, m: int, n: int) -> tuple[int, int, int]:
@@ -249,31 +242,20 @@ def emit_simt_gemm(problem: GemmProblem, tile: SimtTile, arch: str) -> KernelSou
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    align = copy_bytes(DType.S8, problem.alignment_k)
-    operands = "".join(
-        f"  using {x} = qcut::Operand<int8_t, qcut::Major::{'kK' if along_k else 'kRows'}, {align}>;\n"
-        for x, along_k in (("A", problem.layout_a == "row"), ("B", problem.layout_b == "column"))
-    )
     align_d = next((size for size in (8, 4) if problem.alignment_n % size == 0), 1)
-    text = (
-        "#include <qcut/gemm/dp4a.cuh>\n\n"
-        f'extern "C" __global__ void __launch_bounds__({tile.threads}, {_ctas(tile)})\n'
-        f"{name}(\n    {signature(problem)}) {{\n"
-        f"  using Tile = qcut::SimtTile<{', '.join(map(str, astuple(tile)))}>;\n"
-        f"{operands}"
-        f"  using Epilogue = {epilogue_type(problem.epilogue)};\n"
-        f"{argument_setup(problem.epilogue)}"
-        f"  qcut::simt_gemm<Tile, A, B, Epilogue, {align_d}, {str(problem.layout_d == 'column').lower()}>(\n"
-        "      a, b, d, m, n, k, lda, ldb, ldd, args);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=name,
-        text=text,
-        entry=name,
-        params=problem.params(),
-        arch=arch,
+    params = problem.params()
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"using Tile = qcut::SimtTile<{', '.join(map(str, astuple(tile)))}>;",
+        *operand_types(problem),
+        *problem.epilogue.statements(params),
+        f"qcut::simt_gemm<Tile, A, B, Epilogue, {align_d}, {flag(problem.layout_d == 'column')}>(\n"
+        "      a, b, d, m, n, k, lda, ldb, ldd, args);",
+        device_code=include("gemm/dp4a.cuh"),
         block=tile.threads,
+        ctas_per_sm=_ctas(tile),
+        waits=True,
         smem_bytes=smem_bytes(problem, tile),
-        includes=("qcut", "cuda"),
     )

@@ -1,4 +1,4 @@
-"""What every GEMM family shares: the problem, the tile, their constraints and names.
+"""What every GEMM family shares: the problem and the tile.
 
 ``D = epilogue(A B)``, A ``[M, K]``, B ``[K, N]``, D ``[M, N]``, each row-major or column-major. Unless a problem
 says otherwise operands are TN in BLAS terms: A row-major, B column-major (``[N, K]`` in memory, as weights are), so
@@ -8,10 +8,10 @@ that both are contiguous along K, and D row-major.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from qcut.emitters.core.epilogue import Epilogue
-from qcut.emitters.core.source import DType, EmitError, Param
+from qcut.emitters.core.source import DType, Param
 
 K_MAX = 131_071
 """Largest K whose int8 products cannot overflow int32: 2**14 * K < 2**31."""
@@ -63,9 +63,9 @@ class GemmProblem:
     def params(self) -> tuple[Param, ...]:
         """Arguments of a launch: operands, sizes, leading dimensions, then the epilogue's."""
         return (
-            Param("a", "ptr"),
-            Param("b", "ptr"),
-            Param("d", "ptr"),
+            Param("a", "ptr", f"const {self.a.cpp}*"),
+            Param("b", "ptr", f"const {self.b.cpp}*"),
+            Param("d", "ptr", f"{self.epilogue.out.cpp}*"),
             Param("m", "i32"),
             Param("n", "i32"),
             Param("k", "i32"),
@@ -100,6 +100,13 @@ class TileConfig:
     splits: int = 1
 
     @property
+    def threads(self) -> int:
+        """Threads of a CTA of the raw families, whose warps cover its tile once."""
+        bm, bn, _ = self.threadblock_shape
+        wm, wn, _ = self.warp_shape
+        return 32 * (bm // wm) * (bn // wn)
+
+    @property
     def name(self) -> str:
         """``{m}x{n}x{k}`` and whatever differs from the defaults, in a fixed order."""
         parts = ["x".join(map(str, self.threadblock_shape))]
@@ -117,22 +124,3 @@ class TileConfig:
             {"warp_specialized": "ws", "cooperative": "coop", "stream_k": "sk"}.get(self.schedule, self.schedule)
         )
         return "_".join(parts)
-
-
-class Named(Protocol):
-    """A problem, or a tile, of any family."""
-
-    @property
-    def name(self) -> str:
-        """Its part of a kernel's name."""
-
-
-def procedural_name(family: str, arch: str, problem: Named, tile: Named) -> str:
-    """The name a kernel has in the cache, in logs, in tables and in benchmarks."""
-    return f"qcut_{family}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
-
-
-def require(condition: bool, name: str, why: str) -> None:
-    """Raise `EmitError` naming the kernel and the constraint it breaks."""
-    if not condition:
-        raise EmitError(f"{name}: {why}")

@@ -6,12 +6,15 @@ Device code: ``include/qcut/gemm/w8a16.cuh``.
 
 from __future__ import annotations
 
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import Constraint, check, shared_memory
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm.mma import SHARED_MEMORY, SMEM_LIMIT, TILE_CONSTRAINTS, gemm_source, grid, smem_bytes
-from qcut.emitters.gemm.problem import GemmProblem, TileConfig, procedural_name
+from qcut.emitters.gemm.mma import smem_bytes
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, TILE_CONSTRAINTS, gemm_source, grid
 
-FAMILY = "wo"
+FAMILY = "w8a16_mma"
 
 __all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_weight_only_gemm", "grid", "validate"]
 
@@ -26,7 +29,7 @@ CONSTRAINTS = (
     Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
     *TILE_CONSTRAINTS,
     Constraint("one_cta", "sums all of K: splits are 1", lambda p, t, arch: t.splits == 1),
-    Constraint("shared_memory", SHARED_MEMORY, lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch]),
+    shared_memory(SHARED_MEMORY, smem_bytes),
 )
 """What this family can build, on (problem, tile, arch)."""
 
@@ -54,7 +57,7 @@ def default_tiles(arch: str) -> tuple[TileConfig, ...]:
     )
     tiles = tuple(TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in shapes)
     problem = GemmProblem(a=DType.F16)
-    return tuple(t for t in tiles if smem_bytes(problem, t) <= SMEM_LIMIT[arch])
+    return tuple(t for t in tiles if smem_bytes(problem, t) <= architecture(arch).smem_bytes)
 
 
 def emit_weight_only_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
@@ -76,4 +79,6 @@ def emit_weight_only_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> 
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    return gemm_source(name, problem, tile, arch, function="weight_only_gemm", smem=smem_bytes(problem, tile))
+    return gemm_source(
+        name, problem, tile, arch, header="w8a16", function="weight_only_gemm", smem_bytes=smem_bytes(problem, tile)
+    )

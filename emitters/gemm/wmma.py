@@ -1,6 +1,6 @@
 """Raw int8 GEMM on ``wmma::mma_sync`` m16n16k16: the tensor core as CUDA C++ offers it, any M, N, K and layout.
 
-``D = epilogue(A B)``, as `qcut.emitters.gemm.mma`, whose tiles and text it shares. Device code:
+``D = epilogue(A B)``, as `qcut.emitters.gemm.mma`. Device code:
 ``include/qcut/gemm/wmma.cuh``.
 """
 
@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import Constraint, check, holds, shared_memory
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm.mma import (
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.emitters.gemm.tensor_core import (
     SHARED_MEMORY,
-    SMEM_LIMIT,
     TILE_CONSTRAINTS,
     gemm_source,
     grid,
-    is_legal,
     legal_tiles,
     staging_bytes,
 )
-from qcut.emitters.gemm.problem import GemmProblem, TileConfig, procedural_name
 
-FAMILY = "wmma"
+FAMILY = "int8_wmma"
 SharedLayout = Literal["blocked", "padded", "linear"]
 _LAYOUTS: dict[SharedLayout, str] = {"blocked": "BlockedLayout", "padded": "PaddedLayout", "linear": "LinearLayout"}
 _STAGING_PADDING = 8
@@ -46,11 +45,11 @@ _TILE_CONSTRAINTS = (
 )
 
 
-def _shared_memory(shared: SharedLayout) -> Constraint:
-    return Constraint("shared_memory", SHARED_MEMORY, lambda p, t, arch: smem_bytes(p, t, shared) <= SMEM_LIMIT[arch])
+def _fits(shared: SharedLayout) -> Constraint:
+    return shared_memory(SHARED_MEMORY, lambda problem, tile: smem_bytes(problem, tile, shared))
 
 
-CONSTRAINTS = (*_TILE_CONSTRAINTS, _shared_memory("blocked"))
+CONSTRAINTS = (*_TILE_CONSTRAINTS, _fits("blocked"))
 """What this family can build, on (problem, tile, arch)."""
 
 
@@ -88,7 +87,7 @@ def default_tiles(arch: str) -> tuple[TileConfig, ...]:
     )
     tiles = [TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in shapes]
     tiles += [TileConfig((16, 64, 128), (16, 16, 128), 5, splits=splits) for splits in (2, 4, 8)]
-    return tuple(tile for tile in tiles if is_legal(CONSTRAINTS, GemmProblem(), tile, arch))
+    return tuple(tile for tile in tiles if holds(CONSTRAINTS, GemmProblem(), tile, arch))
 
 
 def search_space(problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
@@ -118,7 +117,14 @@ def emit_wmma_gemm(
     Source: CUDA C++ Programming Guide, "Warp Matrix Functions".
     """
     name = procedural_name(FAMILY, arch, problem, tile) + ("" if shared == "blocked" else f"_{shared}")
-    check(name, (*_TILE_CONSTRAINTS, _shared_memory(shared)), problem, tile, arch)
-    smem = smem_bytes(problem, tile, shared)
-    first = f"qcut::{_LAYOUTS[shared]}, "
-    return gemm_source(name, problem, tile, arch, function="wmma_gemm", smem=smem, first=first)
+    check(name, (*_TILE_CONSTRAINTS, _fits(shared)), problem, tile, arch)
+    return gemm_source(
+        name,
+        problem,
+        tile,
+        arch,
+        header="wmma",
+        function="wmma_gemm",
+        smem_bytes=smem_bytes(problem, tile, shared),
+        first=f"qcut::{_LAYOUTS[shared]}, ",
+    )

@@ -1,26 +1,25 @@
 """Products of up to 32 rotated tokens with codebook weights on ``mma.sync``: decode, where weights are the traffic.
 
 Device code: ``include/qcut/stream/codebook.cuh``. Weights are the tensor core's first operand and tokens its second,
-which each warp keeps in registers; warps and the CTAs of a cluster share K. From about 16 tokens on, large products
-are better off with `qcut.emitters.stream.codebook_wgmma`.
+which each warp keeps in registers; warps and the CTAs of a cluster share K. From about 16 tokens on,
+`qcut.emitters.stream.codebook_wgmma` is faster for large products.
 """
 
 from __future__ import annotations
 
-import math
-import struct
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 
-from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.codebook.problem import BOOK, CodebookProblem
+from qcut.emitters.codebook.rotate import group_factor
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES, SMEM_LIMIT, argument_setup, epilogue_type
+from qcut.emitters.core.text import include, kernel_source
 
-FAMILY = "cbdecode"
+FAMILY = "codebook_stream"
 PAIR_TABLE_BYTES = 65_536
 ROW_TILE = 16
-_MAX_ROW_TILES = 64
+MAX_ROW_TILES = 64
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,12 @@ class CodebookDecodeTile:
     """How a CTA and its cluster share a product.
 
     Attributes:
-        tokens: that a launch may have at most: 1, 2, 4, 8, 16, 24 or 32.
+        tokens: the most tokens of a launch: 1, 2, 4, 8, 16, 24 or 32.
         row_tiles: tiles of 16 rows of a CTA.
-        warps: of a CTA, which share K.
-        units: of 128 columns of every tile that a warp multiplies.
+        warps: warps of a CTA, which share K.
+        units: units of 128 columns of every row tile that a warp multiplies.
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
-        prefetch: row tiles of which a warp has its units in flight.
+        prefetch: row tiles whose units a warp has in flight.
     """
 
     tokens: int
@@ -55,7 +54,7 @@ class CodebookDecodeTile:
 
 
 def registers(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
-    """About what a thread needs: tokens, weights in flight, accumulators, decoded operands, and the rest."""
+    """Registers of a thread, about: tokens, weights in flight, accumulators, decoded operands, and the rest."""
     token_tiles = -(-tile.tokens // 8)
     int8 = problem.x is DType.S8
     tokens = tile.units * token_tiles * (8 if int8 else 16)
@@ -65,66 +64,8 @@ def registers(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
 
 
 def register_limit(tile: CodebookDecodeTile) -> int:
-    """What the register file leaves a thread of the CTA, in steps of 8."""
+    """Registers that the register file has for a thread of the CTA, in steps of 8."""
     return min(255, 65_536 // (32 * tile.warps) // 8 * 8)
-
-
-CONSTRAINTS = (
-    Constraint("architecture", f"allowed are {', '.join(SMEM_LIMIT)}", lambda p, t, arch: arch in SMEM_LIMIT),
-    Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
-    Constraint(
-        "tokens",
-        "are 1, 2, 4, 8, 16, 24 or 32: rows of the second operand, eight to a product",
-        lambda p, t, arch: t.tokens in (1, 2, 4, 8, 16, 24, 32),
-    ),
-    Constraint("row_tiles", "are 1 to 64", lambda p, t, arch: 1 <= t.row_tiles <= _MAX_ROW_TILES),
-    Constraint("warps", "are 1 to 32: those of a CTA", lambda p, t, arch: 1 <= t.warps <= 32),
-    Constraint("units", "of a warp are 1 to 8", lambda p, t, arch: 1 <= t.units <= 8),
-    Constraint(
-        "prefetch",
-        "is 1 to 4 row tiles, no more than the CTA has",
-        lambda p, t, arch: 1 <= t.prefetch <= min(4, t.row_tiles),
-    ),
-    Constraint(
-        "splits", "are 1, 2, 4 or 8: the CTAs of a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)
-    ),
-    Constraint(
-        "rotates",
-        "takes a tile of one token: more are rotated once, by a kernel before",
-        lambda p, t, arch: t.tokens == 1 or not p.rotates,
-    ),
-    Constraint(
-        "clusters",
-        f"splits need thread-block clusters: {', '.join(CLUSTER_ARCHITECTURES)}",
-        lambda p, t, arch: t.splits == 1 or arch in CLUSTER_ARCHITECTURES,
-    ),
-    Constraint(
-        "registers",
-        "tokens, weights in flight and sums fit a thread's 255 and the SM's 65536",
-        lambda p, t, arch: registers(p, t) <= register_limit(t),
-    ),
-    Constraint(
-        "shared_memory",
-        "the table, and the sums or tokens of all warps, fit what the architecture gives a CTA: "
-        + ", ".join(f"{limit} bytes on {arch}" for arch, limit in SMEM_LIMIT.items()),
-        lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch],
-    ),
-)
-"""What this family can build, on (problem, tile, arch)."""
-
-
-def procedural_name(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> str:
-    """``qcut_cbdecode_{arch}_{problem}_{tile}``."""
-    return f"qcut_{FAMILY}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
-
-
-def validate(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> None:
-    """Check that this family can build the pair.
-
-    Raises:
-        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
-    """
-    check(procedural_name(problem, tile, arch), CONSTRAINTS, problem, tile, arch)
 
 
 def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
@@ -137,6 +78,48 @@ def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
     return table + tile.warps * max(staged, sums) + inbox + 8 * rows + 4 * tile.tokens
 
 
+CONSTRAINTS = (
+    ARCHITECTURE,
+    Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
+    Constraint(
+        "tokens",
+        "are 1, 2, 4, 8, 16, 24 or 32: rows of the second operand, eight to a product",
+        lambda p, t, arch: t.tokens in (1, 2, 4, 8, 16, 24, 32),
+    ),
+    Constraint("row_tiles", "are 1 to 64", lambda p, t, arch: 1 <= t.row_tiles <= MAX_ROW_TILES),
+    Constraint("warps", "are 1 to 32: those of a CTA", lambda p, t, arch: 1 <= t.warps <= 32),
+    Constraint("units", "of a warp are 1 to 8", lambda p, t, arch: 1 <= t.units <= 8),
+    Constraint(
+        "prefetch",
+        "is 1 to 4 row tiles, no more than the CTA has",
+        lambda p, t, arch: 1 <= t.prefetch <= min(4, t.row_tiles),
+    ),
+    SPLITS,
+    Constraint(
+        "rotates",
+        "takes a tile of one token: more are rotated once, by a kernel before",
+        lambda p, t, arch: t.tokens == 1 or not p.rotates,
+    ),
+    CLUSTERS,
+    Constraint(
+        "registers",
+        "tokens, weights in flight and sums fit a thread's 255 and the SM's 65536",
+        lambda p, t, arch: registers(p, t) <= register_limit(t),
+    ),
+    shared_memory("the table, and the sums or tokens of all warps, fit what the architecture gives a CTA", smem_bytes),
+)
+"""What this family can build, on (problem, tile, arch)."""
+
+
+def validate(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> None:
+    """Check that this family can build the pair.
+
+    Raises:
+        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+    """
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
+
+
 def grid(tile: CodebookDecodeTile, m: int, n: int) -> tuple[int, int, int]:
     """CTAs of a launch: a cluster for every ``16 * row_tiles`` rows of the weight.
 
@@ -146,71 +129,6 @@ def grid(tile: CodebookDecodeTile, m: int, n: int) -> tuple[int, int, int]:
     if not 1 <= m <= tile.tokens:
         raise EmitError(f"codebook decode: m is {m}; tile {tile.name} takes 1 to {tile.tokens} tokens")
     return (-(-n // (ROW_TILE * tile.row_tiles)) * tile.splits, 1, 1)
-
-
-CLUSTERS = {1: 1.0, 2: 66 / 132, 4: 30 / 132, 8: 15 / 132}
-"""Clusters that an H200 runs at once, by their size, for each SM."""
-
-_SM_SMEM = 233_472
-
-
-def for_shape(
-    problem: CodebookProblem, n: int, units_k: int, m: int, sm_count: int, arch: str = "sm_90a"
-) -> CodebookDecodeTile:
-    """A tile for a shape, the cheapest by a model of the time that an SM takes, in units of weights.
-
-    It weighs the units that an SM reads against too few warps to hide latency, sums of many warps, the exchange of a
-    cluster, the table that each CTA fills, and waves after the first.
-
-    Raises:
-        EmitError: m is not 1 to 32, or no tile of this family fits the shape.
-
-    Source: measured on an H200; the weights agree with `benchmarks/NOTES.md`'s best variants on 14336x4096, 4096x14336,
-    4096x4096, 1280x1280 and 5120x1280.
-    """
-    if not 1 <= m <= 32:
-        raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 32")
-    tokens = next(t for t in (1, 8, 16, 24, 32) if t >= m)
-    row_tiles = -(-n // ROW_TILE)
-    best: tuple[float, CodebookDecodeTile] | None = None
-    for splits, units, ctas in product(CLUSTERS if arch in CLUSTER_ARCHITECTURES else (1,), (1, 2, 4), (1, 2, 3)):
-        warps = -(-units_k // (splits * units))
-        if warps * ctas > 32 or (splits > 1 and ctas > 1) or splits > units_k:
-            continue
-        slots = max(1, int(CLUSTERS[splits] * sm_count)) * ctas
-        wanted = min(-(-row_tiles // slots), _MAX_ROW_TILES)
-        tile = _largest(problem, CodebookDecodeTile(tokens, wanted, warps, units, splits), arch)
-        if tile is None or not _fit_together(problem, tile, ctas):
-            continue
-        waves = -(-row_tiles // (tile.row_tiles * slots))
-        read = ctas * tile.row_tiles * warps * units * (1 + 6 / (warps * ctas) + 0.06 * (units - 1))
-        sums = ctas * warps * m * tile.row_tiles / 55
-        exchange = 4 * splits if splits > 1 else 0
-        cost = waves * (read + sums + exchange + 8 * ctas) + 100 * (waves - 1)
-        if best is None or cost < best[0]:
-            best = cost, tile
-    if best is None:
-        raise EmitError(f"codebook decode: no tile for {units_k} units of K, {n} rows and {m} tokens on {arch}")
-    return best[1]
-
-
-def _largest(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> CodebookDecodeTile | None:
-    """The tile with as many row tiles, and as much in flight, as fit; None where even one does not."""
-    prefetch = max(1, min(3, 32 // (tile.warps * tile.units)))
-    for row_tiles in range(tile.row_tiles, 0, -1):
-        for ahead in range(min(prefetch, row_tiles), 0, -1):
-            smaller = replace(tile, row_tiles=row_tiles, prefetch=ahead)
-            if all(c.holds(problem, smaller, arch) for c in CONSTRAINTS):
-                return smaller
-    return None
-
-
-def _fit_together(problem: CodebookProblem, tile: CodebookDecodeTile, ctas: int) -> bool:
-    """Whether an SM runs so many CTAs at once; each takes 1 KB of shared memory more."""
-    return ctas == 1 or (
-        ctas * (smem_bytes(problem, tile) + 1024) <= _SM_SMEM
-        and ctas * 32 * tile.warps * (registers(problem, tile) + 8) <= 65_536
-    )
 
 
 def emit_codebook_decode(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> KernelSource:
@@ -231,89 +149,75 @@ def emit_codebook_decode(problem: CodebookProblem, tile: CodebookDecodeTile, arc
     Source: PTX ISA, ``mma.sync.m16n8k16``, ``mma.sync.m16n8k32``, ``cp.async``, ``ldmatrix``, ``barrier.cluster``.
     """
     validate(problem, tile, arch)
-    name = procedural_name(problem, tile, arch)
-    smem = smem_bytes(problem, tile)
-    sizes = f"{tile.tokens}, {tile.row_tiles}, {tile.warps}, {tile.units}, {tile.splits}, {tile.prefetch}"
-    return kernel_source(
-        problem,
+    name = procedural_name(FAMILY, arch, problem, tile)
+    sizes = (tile.tokens, tile.row_tiles, tile.warps, tile.units, tile.splits, tile.prefetch)
+    return decode_source(
         name,
+        problem,
         arch,
         header="codebook",
         function="codebook_decode",
-        tile=f"qcut::DecodeTile<{sizes}>",
+        tile=f"qcut::DecodeTile<{', '.join(map(str, sizes))}>",
         shared="qcut::DecodeShared",
-        threads=32 * tile.warps,
-        splits=tile.splits,
-        smem=smem,
         tokens=_row_token(problem) if problem.rotates else f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
+        block=32 * tile.warps,
+        smem_bytes=smem_bytes(problem, tile),
+        cluster=tile.splits,
     )
 
 
 def _row_token(problem: CodebookProblem) -> str:
     group = 128 // problem.slots
-    # float32(sqrt(d) / d) as the device's own literal.
-    factor = struct.unpack("f", struct.pack("f", math.sqrt(group) / group))[0].hex()
-    return f"qcut::RowToken<{problem.x.cpp}, Tile, {group}>(x, signs, k, units_pass, {factor}f)"
+    factor = group_factor(group)
+    return f"qcut::RowToken<{problem.x.cpp}, Tile, {group}>(x, signs, k, units_pass, {factor})"
 
 
-def kernel_source(
-    problem: CodebookProblem,
+def decode_source(
     name: str,
+    problem: CodebookProblem,
     arch: str,
     *,
     header: str,
     function: str,
     tile: str,
     shared: str,
-    threads: int,
-    splits: int,
-    smem: int,
     tokens: str = "x",
     last: str = "",
+    block: int,
+    smem_bytes: int,
+    cluster: int,
 ) -> KernelSource:
-    """The text the decode families share: fills the epilogue's arguments and calls ``qcut::{function}``.
+    """A kernel of few tokens with codebook weights, which calls ``qcut::{function}`` of ``stream/{header}.cuh``.
 
-    ``tile``, ``shared`` and ``tokens`` are C++: the tile's type, the template whose ``kBytes`` are the shared memory,
-    and the function's first argument. ``last`` follows its template arguments.
+    Args:
+        name: procedural name.
+        problem: types, widths and epilogue.
+        arch: real architecture.
+        header: the header's stem.
+        function: of device code.
+        tile: C++ type of the tile.
+        shared: C++ template whose ``kBytes`` are the shared memory.
+        tokens: first argument of the function.
+        last: what follows the function's template arguments.
+        block: threads per CTA.
+        smem_bytes: dynamic shared memory per CTA.
+        cluster: CTAs that share K.
     """
-    x = problem.x.cpp
-    cluster = f"__cluster_dims__({splits}, 1, 1) " if splits > 1 else ""
-    fold = "fold" if problem.x is DType.S8 else "nullptr"
-    book = ", ".join(
-        f"static_cast<uint32_t>({p.name})" for p in problem.params() if p.kind == "i32" and p.name.startswith("book")
-    )
-    text = (
-        f"#include <qcut/stream/{header}.cuh>\n\n"
-        f'extern "C" __global__ void {cluster}__launch_bounds__({threads}, 1)\n'
-        f"{name}(\n    {signature(problem)}) {{\n"
-        f"  using Tile = {tile};\n"
-        f'  static_assert({shared}<{x}, Tile>::kBytes == {smem}, "the launch\'s shared memory");\n'
-        f"  using Epilogue = {epilogue_type(problem.epilogue)};\n"
-        f"{argument_setup(problem.epilogue)}"
-        f"  const qcut::Book book{{{{{book}}}}};\n"
-        f"  qcut::{function}<{x}, {problem.bits}, {problem.slots}, Tile, Epilogue{last}>(\n"
-        f"      {tokens}, units, norms, {fold}, d, m, n, units_k, ldd, book, args);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=name,
-        text=text,
-        entry=name,
-        params=problem.params(),
-        arch=arch,
-        block=threads,
-        smem_bytes=smem,
-        includes=("qcut", "cuda"),
-    )
-
-
-def signature(problem: CodebookProblem) -> str:
-    """The kernel's parameters in C++, those of ``problem.params()``; x, units and norms as bytes."""
-    out = problem.epilogue.out.cpp
-    types = {"x": "const char*", "units": "const char*", "norms": "const char*", "d": f"{out}*"}
-    types |= {"residual": f"const {out}*", "signs": "const uint32_t*"}
-    if problem.rotates:
-        types["x"] = f"const {problem.x.cpp}*"
-    return ", ".join(
-        f"{types.get(p.name, 'const float*') if p.kind == 'ptr' else 'int'} {p.name}" for p in problem.params()
+    x, params = problem.x.cpp, problem.params()
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"using Tile = {tile};",
+        f'static_assert({shared}<{x}, Tile>::kBytes == {smem_bytes}, "the launch\'s shared memory");',
+        *problem.epilogue.statements(params),
+        BOOK,
+        f"qcut::{function}<{x}, {problem.bits}, {problem.slots}, Tile, Epilogue{last}>(\n"
+        f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
+        device_code=include(f"stream/{header}.cuh"),
+        block=block,
+        ctas_per_sm=1,
+        waits=True,
+        smem_bytes=smem_bytes,
+        cluster=cluster,
     )

@@ -6,18 +6,20 @@ registers; tokens come by bulk copies. A cluster shares K. One kernel serves all
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import SPLITS, Constraint, check
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
-from qcut.emitters.stream import codebook as codebook_decode
-from qcut.emitters.stream.codebook import CLUSTERS, PAIR_TABLE_BYTES, ROW_TILE, kernel_source
+from qcut.emitters.stream.codebook import PAIR_TABLE_BYTES, ROW_TILE, decode_source
 
-FAMILY = "cbdecodew"
-_GROUP_ROWS = 4 * ROW_TILE
+FAMILY = "codebook_stream_wgmma"
+_SMEM_BYTES = architecture("sm_90a").smem_bytes
+GROUP_ROWS = 4 * ROW_TILE
+"""Rows of a warpgroup."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,10 @@ class CodebookDecodeWgmmaTile:
     """How a CTA and its cluster share a product.
 
     Attributes:
-        tokens: that a launch may have at most: 8, 16, 32 or 64.
+        tokens: the most tokens of a launch: 8, 16, 32 or 64.
         groups: warpgroups of a CTA, 64 rows each.
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
-        stages: units whose tokens fit shared memory at once.
+        stages: units whose tokens shared memory holds at once.
         prefetch: units of weights that a warp has in flight.
     """
 
@@ -49,7 +51,7 @@ def _register_limit(tile: CodebookDecodeWgmmaTile) -> int:
 
 
 def registers(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile) -> int:
-    """About what a thread needs: accumulators, two halves of a decoded unit, weights in flight, and the rest."""
+    """Registers of a thread, about: accumulators, two halves of a decoded unit, weights in flight, and the rest."""
     int8 = problem.x is DType.S8
     weights = tile.prefetch * (2 * problem.bits + problem.slots)
     return tile.tokens // 2 + (16 if int8 else 32) + weights + (32 if int8 else 21)
@@ -61,9 +63,7 @@ CONSTRAINTS = (
     ROTATED_BEFORE,
     Constraint("tokens", "are 8, 16, 32 or 64", lambda p, t, arch: t.tokens in (8, 16, 32, 64)),
     Constraint("groups", "are 1 to 8: the warpgroups of a CTA", lambda p, t, arch: 1 <= t.groups <= 8),
-    Constraint(
-        "splits", "are 1, 2, 4 or 8: the CTAs of a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)
-    ),
+    SPLITS,
     Constraint(
         "stages", "are 3 to 32: one is filled while two may still be read", lambda p, t, arch: 3 <= t.stages <= 32
     ),
@@ -75,16 +75,11 @@ CONSTRAINTS = (
     ),
     Constraint(
         "shared_memory",
-        f"the table and the stages, or the sums in their place, fit {SMEM_LIMIT['sm_90a']} bytes",
-        lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch],
+        f"the table and the stages, or the sums in their place, fit {_SMEM_BYTES} bytes",
+        lambda p, t, arch: smem_bytes(p, t) <= _SMEM_BYTES,
     ),
 )
 """What this family can build, on (problem, tile, arch)."""
-
-
-def procedural_name(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str) -> str:
-    """``qcut_cbdecodew_{arch}_{problem}_{tile}``."""
-    return f"qcut_{FAMILY}_{arch.replace('_', '')}_{problem.name}_{tile.name}"
 
 
 def validate(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str) -> None:
@@ -93,12 +88,12 @@ def validate(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str)
     Raises:
         EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
     """
-    check(procedural_name(problem, tile, arch), CONSTRAINTS, problem, tile, arch)
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
 def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile) -> int:
     """Dynamic shared memory of a CTA; the kernel's text holds it to the device code's own count."""
-    rows = _GROUP_ROWS * tile.groups
+    rows = GROUP_ROWS * tile.groups
     table = 0 if problem.x is DType.S8 else PAIR_TABLE_BYTES
     staged = table + tile.stages * 16 * problem.x.bits * tile.tokens
     sums = 4 * tile.tokens * (rows + 4)
@@ -113,66 +108,7 @@ def grid(tile: CodebookDecodeWgmmaTile, m: int, n: int) -> tuple[int, int, int]:
     """
     if not 1 <= m <= tile.tokens:
         raise EmitError(f"codebook decode: m is {m}; tile {tile.name} takes 1 to {tile.tokens} tokens")
-    return (-(-n // (_GROUP_ROWS * tile.groups)) * tile.splits, 1, 1)
-
-
-def for_shape(problem: CodebookProblem, n: int, units_k: int, m: int, sm_count: int) -> CodebookDecodeWgmmaTile:
-    """A tile for a shape: the least of an SM's work, a warp's chain of units and the cluster's exchange, in one wave.
-
-    Raises:
-        EmitError: m is not 1 to 64.
-
-    Source: measured on an H200; the weights agree with `benchmarks/NOTES.md`'s best variants on 14336x4096, 4096x14336,
-    4096x4096 and 5120x1280.
-    """
-    if not 1 <= m <= 64:
-        raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 64")
-    tokens = next(t for t in (8, 16, 32, 64) if t >= m)
-    row_groups = -(-n // _GROUP_ROWS)
-
-    def is_legal(tile: CodebookDecodeWgmmaTile) -> bool:
-        return all(constraint.holds(problem, tile, "sm_90a") for constraint in CONSTRAINTS)
-
-    def cost(groups: int, splits: int) -> float:
-        chain = -(-units_k // splits)
-        clusters = -(-row_groups // groups)
-        waves = -(-clusters // max(1, int(CLUSTERS[splits] * sm_count)))
-        return waves * (groups * chain + 2 * chain + 3.5 * splits) + 40 * (waves - 1)
-
-    groups, splits = min(
-        (
-            (g, s)
-            for g in range(1, 6)
-            for s in CLUSTERS
-            if s <= units_k and is_legal(CodebookDecodeWgmmaTile(tokens, g, s, 3, 1))
-        ),
-        key=lambda choice: cost(*choice),
-    )
-    chain = -(-units_k // splits)
-    tile = CodebookDecodeWgmmaTile(tokens, groups, splits, max(3, min(chain, 16)), min(4, chain))
-    while not is_legal(replace(tile, stages=3)):
-        tile = replace(tile, prefetch=tile.prefetch - 1)
-    while not is_legal(tile):
-        tile = replace(tile, stages=tile.stages - 1)
-    return tile
-
-
-def is_better(problem: CodebookProblem, n: int, units_k: int, m: int, sm_count: int) -> bool:
-    """Whether this family is faster than `qcut.emitters.stream.codebook` on sm_90a.
-
-    From 9 tokens on where that would take a cluster, from 17 on where a CTA has several tiles of rows, from 33 on.
-
-    Source: measured on an H200; see `benchmarks/NOTES.md`.
-    """
-    if m <= 8:
-        return False
-    if m > 32:
-        return True
-    try:
-        tile = codebook_decode.for_shape(problem, n, units_k, m, sm_count)
-    except EmitError:
-        return True
-    return tile.splits > 1 or (m > 16 and tile.row_tiles > 1)
+    return (-(-n // (GROUP_ROWS * tile.groups)) * tile.splits, 1, 1)
 
 
 def emit_codebook_decode_wgmma(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str) -> KernelSource:
@@ -194,18 +130,18 @@ def emit_codebook_decode_wgmma(problem: CodebookProblem, tile: CodebookDecodeWgm
     Source: PTX ISA, ``wgmma.mma_async``, ``cp.async.bulk``, ``mbarrier``, ``barrier.cluster``, ``mapa``.
     """
     validate(problem, tile, arch)
-    name = procedural_name(problem, tile, arch)
-    sizes = f"{tile.tokens}, {tile.groups}, {tile.splits}, {tile.stages}, {tile.prefetch}"
-    return kernel_source(
-        problem,
+    name = procedural_name(FAMILY, arch, problem, tile)
+    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch)
+    return decode_source(
         name,
+        problem,
         arch,
         header="codebook_wgmma",
         function="codebook_decode_wgmma",
-        tile=f"qcut::DecodeWgmmaTile<{sizes}>",
+        tile=f"qcut::DecodeWgmmaTile<{', '.join(map(str, sizes))}>",
         shared="qcut::DecodeWgmmaShared",
-        threads=128 * tile.groups,
-        splits=tile.splits,
-        smem=smem_bytes(problem, tile),
         last=f", {gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)}",
+        block=128 * tile.groups,
+        smem_bytes=smem_bytes(problem, tile),
+        cluster=tile.splits,
     )

@@ -1,69 +1,30 @@
 """W8A16 for few tokens, bound by memory: float16 or bfloat16 tokens, int8 weights straight into registers.
 
 ``D = act((sum_k a[m, k] * b[n, k]) * s_w[n] + bias[n]) (+ residual)``, up to `MAX_TOKENS` rows of a, on
-``mma.sync.m16n8k16``. It reads the weights of `qcut.emitters.gemm.w8a16`, which takes what has more rows, as they
-are. Device code: ``include/qcut/stream/w8a16.cuh``.
+``mma.sync.m16n8k16``. The weights are those of `qcut.emitters.gemm.w8a16`, which takes more rows. Device code:
+``include/qcut/stream/w8a16.cuh``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
+from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.text import flag, include, kernel_source
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
-from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES, SMEM_LIMIT, argument_setup, epilogue_type, signature
-from qcut.emitters.gemm.problem import GemmProblem, procedural_name
-
-FAMILY = "wo_decode"
+FAMILY = "w8a16_stream"
 MAX_TOKENS = 32
-"""Rows of a that registers hold beside the weights in flight."""
-_TOKENS = (8, 16, 32)
-UNIT_COLUMNS = 128
-"""That a warp reads of 16 rows at a time."""
+"""The most rows of a that registers hold beside the weights in flight."""
+TOKENS = (8, 16, 32)
+"""Tokens that a tile may hold."""
 _OTHER_REGISTERS = 24
-"""What a thread needs beside weights, tokens and sums: addresses, counters, bounds."""
+"""Registers of a thread for addresses, counters and bounds."""
 
 
-class Cut(NamedTuple):
-    """How weights are divided: see `WeightOnlyTile`."""
-
-    row_tiles: int
-    warps: int
-    units: int
-    prefetch: int
-    splits: int
-
-
-@dataclass(frozen=True)
-class WeightOnlyTile:
-    """How one kernel cuts the problem up.
-
-    A CTA computes ``16 * row_tiles`` columns of D. K is divided among ``splits * warps`` warps, ``128 * units`` columns
-    each, which come round again where K is longer.
-
-    Attributes:
-        row_tiles: of 16 weight rows, one after the other.
-        warps: of a CTA.
-        units: of 128 columns that a warp takes at a time.
-        prefetch: row tiles of a warp in flight.
-        tokens: rows of a that the kernel holds, 8, 16 or 32; fewer may be given.
-        splits: CTAs, one cluster, that divide K further (sm_90 and later).
-    """
-
-    row_tiles: int
-    warps: int
-    units: int = 1
-    prefetch: int = 1
-    tokens: int = 8
-    splits: int = 1
-
-    @property
-    def name(self) -> str:
-        """``m{tokens}_r{row_tiles}_w{warps}_u{units}_p{prefetch}`` and the splits where there are any."""
-        splits = f"_k{self.splits}" if self.splits > 1 else ""
-        return f"m{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_p{self.prefetch}{splits}"
+class WeightOnlyTile(Int8StreamTile):
+    """A cut whose ``tokens`` are 8, 16 or 32."""
 
 
 def smem_bytes(problem: GemmProblem, tile: WeightOnlyTile) -> int:
@@ -73,13 +34,8 @@ def smem_bytes(problem: GemmProblem, tile: WeightOnlyTile) -> int:
 
 
 def registers(tile: WeightOnlyTile) -> int:
-    """About what a thread needs: weights in flight, tokens, sums, and the rest."""
+    """Registers of a thread, about: weights in flight, tokens, sums, and the rest."""
     return 16 * tile.units * (tile.prefetch + tile.tokens // 8) + tile.tokens // 2 + _OTHER_REGISTERS
-
-
-def register_limit(warps: int) -> int:
-    """Registers of a thread, in eights, where a CTA of so many warps has the SM's four quarters to itself."""
-    return min(255, 16_384 // (32 * -(-warps // 4)) // 8 * 8)
 
 
 CONSTRAINTS = (
@@ -91,36 +47,18 @@ CONSTRAINTS = (
     Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
     Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
     Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
-    Constraint("architecture", f"allowed are {', '.join(SMEM_LIMIT)}", lambda p, t, arch: arch in SMEM_LIMIT),
+    ARCHITECTURE,
     Constraint("alignments", "are at least 1", lambda p, t, arch: min(p.alignment_k, p.alignment_n) >= 1),
-    Constraint("tokens", "are 8, 16 or 32: tiles of eight in registers", lambda p, t, arch: t.tokens in _TOKENS),
-    Constraint("row_tiles", "are at least 1", lambda p, t, arch: t.row_tiles >= 1),
-    Constraint("warps", "are 1 to 32, what a CTA may have", lambda p, t, arch: 1 <= t.warps <= 32),
-    Constraint("units", "are at least 1", lambda p, t, arch: t.units >= 1),
-    Constraint(
-        "prefetch",
-        "is 1 to row_tiles: the first tiles of a round fill it",
-        lambda p, t, arch: 1 <= t.prefetch <= t.row_tiles,
-    ),
+    Constraint("tokens", "are 8, 16 or 32: tiles of eight in registers", lambda p, t, arch: t.tokens in TOKENS),
+    *CUT_CONSTRAINTS,
     Constraint(
         "registers",
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
         lambda p, t, arch: registers(t) <= register_limit(t.warps),
     ),
-    Constraint(
-        "splits", "are 1, 2, 4 or 8: the CTAs of a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)
-    ),
-    Constraint(
-        "clusters",
-        f"splits need thread-block clusters: {', '.join(CLUSTER_ARCHITECTURES)}",
-        lambda p, t, arch: t.splits == 1 or arch in CLUSTER_ARCHITECTURES,
-    ),
-    Constraint(
-        "shared_memory",
-        "the sums of a CTA's warps fit what the architecture gives it: "
-        + ", ".join(f"{limit} bytes on {arch}" for arch, limit in SMEM_LIMIT.items()),
-        lambda p, t, arch: smem_bytes(p, t) <= SMEM_LIMIT[arch],
-    ),
+    SPLITS,
+    CLUSTERS,
+    shared_memory("the sums of a CTA's warps fit what the architecture gives it", smem_bytes),
 )
 """What this family can build, on (problem, tile, arch)."""
 
@@ -134,119 +72,17 @@ def validate(problem: GemmProblem, tile: WeightOnlyTile, arch: str) -> None:
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def grid(tile: WeightOnlyTile, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch, ``splits`` for each ``16 * row_tiles`` columns of D, in one dimension; m does not matter."""
-    return (-(-n // (16 * tile.row_tiles)) * tile.splits, 1, 1)
-
-
-_BYTES_PER_NS = 33.5
-"""Of weights that an SM gets where all ask for them: an H200's 4.43 TB/s over 132."""
-_SM_BYTES_PER_NS = 70.0
-"""The same, where few do."""
-_ROUND_NS = 300.0
-"""Reading the tokens of other columns."""
-_CTA_NS = 300.0
-"""Summing the warps and writing, where another CTA follows on the SM."""
-_CLUSTER_NS = 700.0
-"""Summing over a cluster's CTAs."""
-_IN_FLIGHT = 40
-"""Units of an SM that keep the memory busy."""
-
-
-def for_shape(problem: GemmProblem, arch: str, m: int, n: int, k: int, sm_count: int) -> WeightOnlyTile:
-    """A tile for a shape: one wave of CTAs where that is possible, few rounds, much in flight.
-
-    Args:
-        problem: types and epilogue.
-        arch: the kernel's.
-        m: tokens, up to `MAX_TOKENS`.
-        n: rows of weights.
-        k: columns.
-        sm_count: of the GPU.
-
-    Raises:
-        EmitError: m is more than `MAX_TOKENS`, or `CONSTRAINTS` refuse the problem.
-    """
-    if not 1 <= m <= MAX_TOKENS:
-        raise EmitError(f"weight_only_decode: {m} tokens; allowed are 1 to {MAX_TOKENS}")
-    tokens = next(size for size in _TOKENS if m <= size)
-
-    def fits(cut: Cut, ctas: int) -> bool:
-        tile = _tile(cut, tokens)
-        smem = ctas * smem_bytes(problem, tile)
-        return registers(tile) <= register_limit(ctas * cut.warps) and smem <= SMEM_LIMIT.get(arch, 0)
-
-    tile = _tile(best_cut(n, k, arch, sm_count, fits), tokens)
-    validate(problem, tile, arch)
-    return tile
-
-
-def _tile(cut: Cut, tokens: int) -> WeightOnlyTile:
-    return WeightOnlyTile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)
-
-
-def best_cut(n: int, k: int, arch: str, sm_count: int, fits: Callable[[Cut, int], bool]) -> Cut:
-    """The cut of weights ``[n, k]`` that a model of the memory takes for the fastest.
-
-    Two CTAs that an SM has at once hide each other's start and end; they are taken where each reads its K in one round.
-
-    Args:
-        n: rows of weights.
-        k: columns.
-        arch: the kernel's.
-        sm_count: of the GPU.
-        fits: whether registers and shared memory hold it, in so many CTAs.
-    """
-    best, best_ns = Cut(1, 1, 1, 1, 1), float("inf")
-    for splits in (1, 2, 4, 8) if arch in CLUSTER_ARCHITECTURES else (1,):
-        # Clusters of 4 and 8 leave some SMs of a GPC without work.
-        at_once = {1: sm_count, 2: sm_count // 2, 4: sm_count * 30 // 132, 8: sm_count * 15 // 132}[splits]
-        for units in (1, 2):
-            for ctas in (1, 2) if splits == 1 else (1,):
-                if not at_once or (found := _one_cut(n, k, splits, units, ctas, at_once, fits)) is None:
-                    continue
-                cut, ns = found
-                if ns < best_ns:
-                    best, best_ns = cut, ns
-    return best
-
-
-def _one_cut(
-    n: int, k: int, splits: int, units: int, ctas: int, at_once: int, fits: Callable[[Cut, int], bool]
-) -> tuple[Cut, float] | None:
-    """`best_cut` for some splits, units and CTAs of an SM, and its nanoseconds; None where two CTAs are not taken."""
-    units_k, tiles_n = -(-k // UNIT_COLUMNS), -(-n // 16)
-    most = max((w for w in range(1, 33) if fits(Cut(1, w, units, 1, splits), ctas)), default=1)
-    wanted = -(-units_k // (splits * units))
-    warps = -(-wanted // -(-wanted // most))  # in equal rounds
-    rounds = -(-units_k // (splits * warps * units))
-    if ctas > 1 and rounds > 1:
-        return None
-    for waves in range(1, 1 + tiles_n):
-        row_tiles = -(-tiles_n // (waves * at_once * ctas))
-        prefetch = min(row_tiles, -(-_IN_FLIGHT // (warps * units * ctas)))
-        while prefetch > 1 and not fits(Cut(row_tiles, warps, units, prefetch, splits), ctas):
-            prefetch -= 1
-        cut = Cut(row_tiles, warps, units, prefetch, splits)
-        if fits(cut, ctas):
-            break
-    unit_bytes = 16 * UNIT_COLUMNS
-    of_an_sm = waves * ctas * row_tiles * rounds * units * min(warps, wanted) * unit_bytes
-    read_ns = max(tiles_n * units_k * unit_bytes / (_BYTES_PER_NS * at_once * splits), of_an_sm / _SM_BYTES_PER_NS)
-    return cut, read_ns + waves * (rounds * _ROUND_NS + _CTA_NS) / ctas + _CLUSTER_NS * (splits > 1)
-
-
 def emit_weight_only_decode(problem: GemmProblem, tile: WeightOnlyTile, arch: str) -> KernelSource:
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``, n, k >= 1. b: int8 ``[n, ldb]``, 16-byte
     aligned, ldb a multiple of 16 and at least k. a: where ``problem.alignment_k`` is a multiple of 8, k is one too and
-    rows start at multiples of 16 bytes; otherwise they are read element by element, for any lda >= k. D is stored
+    rows start at multiples of 16 bytes; otherwise rows are read element by element, for any lda >= k. D is stored
     element by element. b and the vectors of n are read before the kernel waits for its predecessor.
 
-    Exactness: int8 to float is exact and every product is exact in float32; they are added in an order fixed by K and
-    the tile alone, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not depend
-    on the other rows; the same inputs give the same bits.
+    Exactness: int8 to float is exact and every product is exact in float32; products are added in an order that K and
+    the tile alone fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
+    depend on the other rows; the same inputs give the same bits.
 
     Raises:
         EmitError: see `validate`.
@@ -255,27 +91,18 @@ def emit_weight_only_decode(problem: GemmProblem, tile: WeightOnlyTile, arch: st
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    cluster = f"__cluster_dims__({tile.splits}, 1, 1) " if tile.splits > 1 else ""
-    shape = (tile.row_tiles, tile.warps, tile.units, tile.prefetch, tile.tokens, tile.splits)
-    aligned = "true" if problem.alignment_k % 8 == 0 else "false"
-    text = (
-        "#include <qcut/stream/w8a16.cuh>\n\n"
-        f'extern "C" __global__ void {cluster}__launch_bounds__({32 * tile.warps})\n'
-        f"{name}(\n    {signature(problem)}) {{\n"
-        f"  using Tile = qcut::WeightOnlyTile<{', '.join(map(str, shape))}>;\n"
-        f"  using Epilogue = {epilogue_type(problem.epilogue)};\n"
-        f"{argument_setup(problem.epilogue)}"
-        f"  qcut::weight_only_decode<Tile, {problem.a.cpp}, {aligned}, Epilogue>"
-        "(a, b, d, m, n, k, lda, ldb, ldd, args);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=name,
-        text=text,
-        entry=name,
-        params=problem.params(),
-        arch=arch,
+    aligned = flag(problem.alignment_k % 8 == 0)
+    params = problem.params()
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"using Tile = qcut::WeightOnlyTile<{tile.sizes}>;",
+        *problem.epilogue.statements(params),
+        f"qcut::weight_only_decode<Tile, {problem.a.cpp}, {aligned}, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);",
+        device_code=include("stream/w8a16.cuh"),
         block=32 * tile.warps,
+        waits=True,
         smem_bytes=smem_bytes(problem, tile),
-        includes=("qcut", "cuda"),
+        cluster=tile.splits,
     )

@@ -1,7 +1,7 @@
 """W8A8 for few tokens, bound by memory, on ``mma.sync.m16n8k32`` with the weights of the int8 GEMMs as they are.
 
-Tokens are int8, or rows whose largest magnitudes the kernel before has noted: those are quantized as they are loaded.
-Device code: ``include/qcut/stream/w8a8.cuh``.
+Tokens are int8, or rows of floats whose largest magnitudes the kernel before has noted. The kernel quantizes such rows
+as it loads them. Device code: ``include/qcut/stream/w8a8.cuh``.
 """
 
 from __future__ import annotations
@@ -9,22 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
 from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES, SMEM_LIMIT, argument_setup, epilogue_type
-from qcut.emitters.gemm.problem import K_MAX, procedural_name
-from qcut.emitters.stream.w8a16 import Cut, best_cut, register_limit
+from qcut.emitters.core.text import flag, include, kernel_source
+from qcut.emitters.gemm.problem import K_MAX
+from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
-FAMILY = "w8a8_decode"
+FAMILY = "int8_stream"
 MAX_TOKENS = 8
-"""Of a kernel: the columns of one tensor-core product."""
+"""The most tokens of a kernel: the columns of one tensor-core product."""
 Tokens = Literal["none", "given", "rows"]
 
 _TOKENS = (1, 2, 4, 8)
 _FLOATS = (DType.F16, DType.BF16, DType.F32)
 _OTHER_REGISTERS = 36
-"""What a thread needs beside weights, tokens and sums: addresses, counters, bounds, a token on its way."""
+"""Registers of a thread for addresses, counters, bounds and a token on its way."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class W8A8Problem:
     """What a kernel computes; sizes are known at launch.
 
     Attributes:
-        tokens: ``none``: int8 ``a`` and ``row_scale``; ``given``: the same, of weights that no kernel just before
-            writes. ``rows``: of type x with their largest magnitudes ``a_absmax``, quantized as
-            `qcut.emitters.decoder.quantize.QuantizePerToken` does; of weights as ``given``.
+        tokens: ``none``: int8 ``a`` and ``row_scale``. ``given``: the same, with weights that the kernel just before
+            does not write. ``rows``: rows of type x with their largest magnitudes ``a_absmax``, quantized as
+            `qcut.emitters.decoder.quantize.QuantizePerToken` does, with weights as for ``given``.
         x: element type of rows.
-        epilogue: with a scale for each token and channel.
+        epilogue: one with a scale for each token and each channel.
         aligned: addresses and strides of rows are multiples of 16 bytes.
         absmax: ``absmax``, float32 ``[m]``, is raised to the largest magnitude of each row of D; NaN is the largest.
     """
@@ -61,36 +62,19 @@ class W8A8Problem:
         sizes = ("m", "n", "k", "lda", "ldb", "ldd")
         scaling = self.epilogue.params()
         if self.tokens == "rows":
-            scaling = (Param("a_absmax", "ptr"), *(p for p in scaling if p.name != "row_scale"))
-        last = (Param("absmax", "ptr"),) * self.absmax
-        return (*(Param(p, "ptr") for p in ("a", "b", "d")), *(Param(s, "i32") for s in sizes), *scaling, *last)
+            scaling = (Param("a_absmax", "ptr", "const float*"), *(p for p in scaling if p.name != "row_scale"))
+        return (
+            Param("a", "ptr", "const void*"),
+            Param("b", "ptr", "const int8_t*"),
+            Param("d", "ptr", f"{self.epilogue.out.cpp}*"),
+            *(Param(size, "i32") for size in sizes),
+            *scaling,
+            *(Param("absmax", "ptr", "float*"),) * self.absmax,
+        )
 
 
-@dataclass(frozen=True)
-class W8A8Tile:
-    """How one kernel cuts the problem up; see `qcut.emitters.stream.w8a16.WeightOnlyTile`.
-
-    Attributes:
-        row_tiles: of 16 weight rows, one after the other.
-        warps: of a CTA.
-        units: of 128 columns that a warp takes at a time.
-        prefetch: row tiles of a warp in flight.
-        tokens: that the kernel holds, 1, 2, 4 or 8; fewer may be given.
-        splits: CTAs, one cluster, that divide K further (sm_90 and later).
-    """
-
-    row_tiles: int
-    warps: int
-    units: int = 1
-    prefetch: int = 1
-    tokens: int = 8
-    splits: int = 1
-
-    @property
-    def name(self) -> str:
-        """``m{tokens}_r{row_tiles}_w{warps}_u{units}_p{prefetch}`` and the splits where there are any."""
-        splits = f"_k{self.splits}" if self.splits > 1 else ""
-        return f"m{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_p{self.prefetch}{splits}"
+class W8A8Tile(Int8StreamTile):
+    """A cut whose ``tokens`` are 1, 2, 4 or 8."""
 
 
 def smem_bytes(tile: W8A8Tile) -> int:
@@ -100,7 +84,7 @@ def smem_bytes(tile: W8A8Tile) -> int:
 
 
 def registers(problem: W8A8Problem, tile: W8A8Tile) -> int:
-    """About what a thread needs: weights in flight, tokens, sums, and the rest."""
+    """Registers of a thread, about: weights in flight, tokens, sums, and the rest."""
     # Rows of 16 bits become tokens in the registers they came in.
     tokens = (16 if problem.tokens == "rows" and problem.x is DType.F32 else 8) * tile.units
     return 16 * tile.units * tile.prefetch + tokens + 4 + _OTHER_REGISTERS
@@ -119,35 +103,17 @@ CONSTRAINTS = (
     Constraint(
         "output", "is f16, bf16 or f32", lambda p, t, arch: p.epilogue.out in (DType.F16, DType.BF16, DType.F32)
     ),
-    Constraint("architecture", f"allowed are {', '.join(SMEM_LIMIT)}", lambda p, t, arch: arch in SMEM_LIMIT),
+    ARCHITECTURE,
     Constraint("tokens", "are 1, 2, 4 or 8", lambda p, t, arch: t.tokens in _TOKENS),
-    Constraint("row_tiles", "are at least 1", lambda p, t, arch: t.row_tiles >= 1),
-    Constraint("warps", "are 1 to 32, what a CTA may have", lambda p, t, arch: 1 <= t.warps <= 32),
-    Constraint("units", "are at least 1", lambda p, t, arch: t.units >= 1),
-    Constraint(
-        "prefetch",
-        "is 1 to row_tiles: the first tiles of a round fill it",
-        lambda p, t, arch: 1 <= t.prefetch <= t.row_tiles,
-    ),
+    *CUT_CONSTRAINTS,
     Constraint(
         "registers",
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
         lambda p, t, arch: registers(p, t) <= register_limit(t.warps),
     ),
-    Constraint(
-        "splits", "are 1, 2, 4 or 8: the CTAs of a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)
-    ),
-    Constraint(
-        "clusters",
-        f"splits need thread-block clusters: {', '.join(CLUSTER_ARCHITECTURES)}",
-        lambda p, t, arch: t.splits == 1 or arch in CLUSTER_ARCHITECTURES,
-    ),
-    Constraint(
-        "shared_memory",
-        "sums fit what the architecture gives a CTA: "
-        + ", ".join(f"{limit} bytes on {arch}" for arch, limit in SMEM_LIMIT.items()),
-        lambda p, t, arch: smem_bytes(t) <= SMEM_LIMIT[arch],
-    ),
+    SPLITS,
+    CLUSTERS,
+    shared_memory("sums fit what the architecture gives a CTA", lambda problem, tile: smem_bytes(tile)),
 )
 """What this family can build, on (problem, tile, arch)."""
 
@@ -161,53 +127,26 @@ def validate(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> None:
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def grid(tile: W8A8Tile, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch, ``splits`` for each ``16 * row_tiles`` columns of D, in one dimension; m does not matter."""
-    return (-(-n // (16 * tile.row_tiles)) * tile.splits, 1, 1)
+def tokens_of(m: int, k: int) -> int:
+    """Tokens that a tile holds for m of them, of k columns.
+
+    Raises:
+        EmitError: m is more than `MAX_TOKENS`, or K beyond the exact range.
+    """
+    if not 1 <= m <= MAX_TOKENS:
+        raise EmitError(f"{FAMILY}: {m} tokens; allowed are 1 to {MAX_TOKENS}")
+    if not 1 <= k <= K_MAX:
+        raise EmitError(f"{FAMILY}: K is {k}; allowed is 1 to {K_MAX}")
+    return next(size for size in _TOKENS if m <= size)
 
 
 def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
     """Whether there is a kernel for so many tokens of so many columns, whatever N and the GPU's size."""
     try:
-        validate(problem, _tile(Cut(1, 1, 1, 1, 1), m, k), arch)
+        validate(problem, W8A8Tile(1, 1, tokens=tokens_of(m, k)), arch)
     except EmitError:
         return False
     return True
-
-
-def for_shape(problem: W8A8Problem, arch: str, m: int, n: int, k: int, sm_count: int) -> W8A8Tile:
-    """A tile for a shape: one wave of CTAs where that is possible, few rounds, much in flight.
-
-    Args:
-        problem: tokens, types and epilogue.
-        arch: the kernel's.
-        m: tokens, up to `MAX_TOKENS`.
-        n: rows of weights.
-        k: columns.
-        sm_count: of the GPU.
-
-    Raises:
-        EmitError: m is more than `MAX_TOKENS`, K beyond the exact range, or `CONSTRAINTS` refuse the problem.
-    """
-
-    def fits(cut: Cut, ctas: int) -> bool:
-        tile = _tile(cut, m, k)
-        smem = ctas * smem_bytes(tile)
-        return registers(problem, tile) <= register_limit(ctas * cut.warps) and smem <= SMEM_LIMIT.get(arch, 0)
-
-    tile = _tile(best_cut(n, k, arch, sm_count, fits), m, k)
-    validate(problem, tile, arch)
-    return tile
-
-
-def _tile(cut: Cut, m: int, k: int) -> W8A8Tile:
-    """The tile that holds m tokens of k columns."""
-    if not 1 <= m <= MAX_TOKENS:
-        raise EmitError(f"{FAMILY}: {m} tokens; allowed are 1 to {MAX_TOKENS}")
-    if not 1 <= k <= K_MAX:
-        raise EmitError(f"{FAMILY}: K is {k}; allowed is 1 to {K_MAX}")
-    tokens = next(size for size in _TOKENS if m <= size)
-    return W8A8Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)
 
 
 def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelSource:
@@ -226,36 +165,22 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    params, x = problem.params(), problem.x.cpp
-    types = {"a": "const void*", "b": "const int8_t*", "d": f"{problem.epilogue.out.cpp}*", "absmax": "float*"}
-    types |= dict.fromkeys(("a_absmax", "row_scale", "col_scale", "bias"), "const float*")
-    signature = ", ".join(f"{types.get(p.name, 'int')} {p.name}" for p in params)
-    rows, absmax = problem.tokens == "rows", problem.absmax
-    assignments = argument_setup(problem.epilogue)
-    if rows:
-        assignments = assignments.replace("  args.row_scale = row_scale;\n", "")
-    shape = (tile.row_tiles, tile.warps, tile.units, tile.prefetch, tile.tokens, tile.splits)
-    cluster = f"__cluster_dims__({tile.splits}, 1, 1) " if tile.splits > 1 else ""
-    text = (
-        "#include <qcut/stream/w8a8.cuh>\n\n"
-        f'extern "C" __global__ void {cluster}__launch_bounds__({32 * tile.warps}, 1)\n'
-        f"{name}(\n    {signature}) {{\n"
-        f"  using Tile = qcut::W8A8Tile<{x}, qcut::Tokens::k{problem.tokens.capitalize()}, "
-        f"{', '.join(map(str, shape))}>;\n"
-        f"  using Epilogue = {epilogue_type(problem.epilogue)};\n"
-        f"{assignments}"
-        f"  qcut::w8a8_decode<Tile, {str(problem.aligned).lower()}, {str(absmax).lower()}, Epilogue>(\n"
-        f"      a, {'a_absmax' if rows else 'nullptr'}, b, d, {'absmax' if absmax else 'nullptr'}, "
-        "m, n, k, lda, ldb, ldd, args);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=name,
-        text=text,
-        entry=name,
-        params=params,
-        arch=arch,
+    tokens = f"qcut::Tokens::k{problem.tokens.capitalize()}"
+    a_absmax = "a_absmax" if problem.tokens == "rows" else "nullptr"
+    absmax = "absmax" if problem.absmax else "nullptr"
+    params = problem.params()
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {tile.sizes}>;",
+        *problem.epilogue.statements(params),
+        f"qcut::w8a8_decode<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
+        f"      a, {a_absmax}, b, d, {absmax}, m, n, k, lda, ldb, ldd, args);",
+        device_code=include("stream/w8a8.cuh"),
         block=32 * tile.warps,
+        ctas_per_sm=1,
+        waits=True,
         smem_bytes=smem_bytes(tile),
-        includes=("qcut", "cuda"),
+        cluster=tile.splits,
     )

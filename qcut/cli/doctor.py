@@ -14,7 +14,8 @@ from importlib import metadata
 from typing import Literal
 
 from qcut.dispatch import tables as tuned
-from qcut.emitters.core.source import ARCHITECTURES, KernelSource, Param
+from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.emitters.core.source import KernelSource, Param
 from qcut.errors import BuildError, QcutError
 from qcut.jit import cache, device, launch, toolchain
 from qcut.jit.build import compile_source

@@ -12,7 +12,8 @@ from qcut.cli import generate as generate_command
 from qcut.cli import tune as tune_command
 from qcut.cli.arguments import positive
 from qcut.cli.gemm import command as gemm_command
-from qcut.emitters.core.source import ARCHITECTURES, EmitError
+from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.emitters.core.source import EmitError
 from qcut.errors import BuildError, QcutError
 
 
@@ -86,10 +87,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _precompile(arguments: argparse.Namespace) -> int:
-    from qcut.dispatch import gemm as dispatch
+    from qcut.dispatch.precompile import precompile_sources
     from qcut.jit import build_many, cache
 
-    sources = [source for arch in dict.fromkeys(arguments.arch) for source in dispatch.precompile_sources(arch)]
+    sources = [source for arch in dict.fromkeys(arguments.arch) for source in precompile_sources(arch)]
     if arguments.list:
         for source in sources:
             print(f"{source.toolchain:<6} {source.name}")

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcut.cli.arguments import positive, positive_float
+from qcut.emitters.families import FAMILIES, INT8_CUTLASS, SPELLINGS
 from qcut.errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
-    from qcut.dispatch.gemm import Target
+    from qcut.dispatch.gpus import Target
     from qcut.dispatch.tables import Table
     from qcut.tuning.search import Bench, Result, Task
 
-_FAMILIES = ("cutlass", "mma", "wmma", "simt")
 _TOKENS = (16, 64, 256, 1024, 4096)
 
 
@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--family",
         action="append",
-        choices=_FAMILIES,
+        choices=tuple(SPELLINGS),
         help="may be repeated; default: each that can be built here",
     )
     parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="MxNxK", help="sizes of GEMMs")
@@ -220,9 +220,9 @@ def _tasks(
     from qcut import jit
     from qcut.tuning import search as tuning
 
-    families = arguments.family
+    families = [SPELLINGS[name] for name in arguments.family or ()]
     if not families:
-        families = [name for name in _FAMILIES if name != "cutlass" or jit.is_toolchain_available("nvcc")]
+        families = [name for name in FAMILIES if name != INT8_CUTLASS.name or jit.is_toolchain_available("nvcc")]
     tasks, refused = [], []
     for m, n, k in shapes:
         for name in dict.fromkeys(families):
@@ -244,7 +244,7 @@ def _summary(results: list[Result]) -> str:
             lines.append(f"{t.name:<34} {'-':>9} {'-':>7}  none of {result.tiles} tiles could be timed")
         else:
             tops = 2e-6 * t.m * t.n * t.k / row.time_us
-            walk = f" swizzle {row.swizzle} raster {row.raster}" if t.family == "cutlass" else ""
+            walk = f" swizzle {row.swizzle} raster {row.raster}" if t.family == INT8_CUTLASS.name else ""
             counts = f"of {result.tiles}; {result.measured}"
             lines.append(f"{t.name:<34} {row.time_us:9.2f} {tops:7.0f}  {row.tile.name}{walk}, {counts}")
         for name, reason in result.left_out.items():

@@ -8,7 +8,7 @@ from torch import Tensor
 from qcut.cuda.operands import is_aligned
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
-from qcut.emitters.decoder.transformer import ActivateRows, emit_activation
+from qcut.emitters.decoder.activate import ActivateRows, emit_activation
 from qcut.ops.activation import GeluTanh, SiluMul
 from qcut.ops.registry import serves
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
+from qcut.dispatch.attention import emit_attention, select_attention
+from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.choice import emit_attention, select_attention
 from qcut.emitters.decoder.attention.mma import AttentionMma
-from qcut.emitters.decoder.transformer import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
 from qcut.numerics import int8
 from qcut.ops.attention import AppendAttention, AppendKv, DecodeAttention
 from qcut.ops.registry import serves
@@ -210,11 +210,10 @@ def _plan_attention(
         DTYPES[cache],
         head,
         queries,
-        gpu.arch,
+        gpu,
         batch=batch,
         kv_heads=kv_heads,
         context=context,
-        sm_count=gpu.sm_count,
     )
     if appends := form != "read" and isinstance(desc, AttentionMma):
         source = emit_attention_append(AttentionAppend(desc, form == "rotate_and_append"))

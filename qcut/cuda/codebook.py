@@ -21,10 +21,12 @@ from qcut.cuda.operands import dense
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch import codebook as dispatch
-from qcut.dispatch.gemm import Target, alignment_of
+from qcut.dispatch.gemm import alignment_of
+from qcut.dispatch.gpus import Target
 from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.codebook.rotate import emit_rotate
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError, KernelSource
+from qcut.emitters.families import CODEBOOK_MMA
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens, can_rotate
 from qcut.ops.registry import serves
 
@@ -70,7 +72,9 @@ class Rotation(NamedTuple):
         k_padded = Geometry(self.k, self.group_size).k_padded
 
         def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
-            return LaunchSpec(emit_rotate(kernel), lambda m: kernel.grid(m, columns), pdl=gpu.arch == "sm_90a")
+            return LaunchSpec(
+                dispatch.emit_rotation(kernel), lambda m: kernel.grid(m, columns), pdl=architecture(gpu.arch).pdl
+            )
 
         return tuple(map(spec, kernels, (k_padded, self.passes * k_padded)))
 
@@ -137,10 +141,10 @@ def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target,
         EmitError: no kernel takes the product on this GPU.
     """
     choice = dispatch.select(problem, m, n, units, gpu)
-    # ``mma`` goes without, as the weight-only kernel must; not measured for itself.
-    early = early and gpu.arch == "sm_90a" and choice.family != "mma"
-    source = dispatch.emit(choice, problem, gpu.arch)
-    return LaunchSpec(source, lambda rows: dispatch.grid(choice, rows, n, gpu.sm_count), pdl=early)
+    # codebook_mma goes without, as w8a16_mma must; not measured for itself.
+    early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
+    source, grid = dispatch.emit(choice, problem, gpu.arch), dispatch.grid(choice, n, gpu.sm_count)
+    return LaunchSpec(source, grid, pdl=early)
 
 
 @lru_cache(maxsize=4096)

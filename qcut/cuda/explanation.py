@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from qcut.errors import DeviceError
 
 if TYPE_CHECKING:
-    from qcut.dispatch.gemm import Explanation, Target
+    from qcut.dispatch.gemm import Explanation
+    from qcut.dispatch.gpus import Target
     from qcut.emitters.core.epilogue import Epilogue
 
 
@@ -61,7 +62,7 @@ def _target(gpu: str | None) -> Target:
     import torch
 
     from qcut.cuda.plans import target
-    from qcut.dispatch import gemm as dispatch
+    from qcut.dispatch.gpus import target_named
 
     if torch.cuda.is_available():
         current = target(torch.cuda.current_device())
@@ -69,4 +70,4 @@ def _target(gpu: str | None) -> Target:
             return current
     if gpu is None:
         raise DeviceError("explain: there is no CUDA device here; name one, as in gpu='NVIDIA H200' or gpu='sm_80'")
-    return dispatch.target_named(gpu)
+    return target_named(gpu)

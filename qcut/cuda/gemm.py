@@ -12,13 +12,16 @@ from torch import Tensor
 from qcut import jit
 from qcut.config import padded_k
 from qcut.cuda.operands import dense
-from qcut.cuda.plans import DTYPES, Grid, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
 from qcut.dispatch import gemm as dispatch
-from qcut.dispatch.gemm import Choice, Target
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.stream import int8_tile
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.families import INT8_CUTLASS, INT8_STREAM, W8A16_MMA
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.stream import w8a8 as stream
-from qcut.emitters.stream.w8a8 import W8A8Problem, emit_w8a8_decode
+from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.ops.gemm import GemmS8
 from qcut.ops.registry import serves
 
@@ -87,9 +90,9 @@ class Product(NamedTuple):
         few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
         if not stream.is_legal(few, self.rows, self.k, gpu.arch):
             return None
-        tile = stream.for_shape(few, gpu.arch, self.rows, self.n, self.k, gpu.sm_count)
-        grid = Grid(tile.tokens, stream.grid(tile, 1, self.n))
-        return LaunchSpec(emit_w8a8_decode(few, tile, gpu.arch), grid, pdl=has_pdl(gpu))
+        tile = int8_tile(few, self.rows, self.n, self.k, gpu)
+        source, grid = INT8_STREAM.emit(few, tile, gpu.arch), INT8_STREAM.grid_of(tile, self.n, gpu.sm_count)
+        return LaunchSpec(source, grid, pdl=has_pdl(gpu))
 
 
 def weight_only_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
@@ -100,17 +103,18 @@ def weight_only_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Targe
 def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
     """The launch of a given kernel."""
     source = dispatch.emit(choice, problem, gpu.arch)
-    # Started early, the weight-only kernel took 1.7 to 2.4 times as long (14336×4096, M = 64).
-    pdl = pdl and has_pdl(gpu) and choice.family != "weight_only"
-    if choice.family != "cutlass":
-        return LaunchSpec(source, Grid(dispatch.tile_rows(choice), dispatch.grid(choice, 1, n)), pdl=pdl)
-    stream_k = choice.tile.schedule == "stream_k"
+    # Started early, w8a16_mma took 1.7 to 2.4 times as long (14336×4096, M = 64).
+    pdl = pdl and has_pdl(gpu) and source.waits and choice.family != W8A16_MMA.name
+    grid = dispatch.grid(choice, n, gpu.sm_count)
+    if choice.family != INT8_CUTLASS.name:
+        return LaunchSpec(source, grid, pdl=pdl)
+    assert isinstance(choice.tile, TileConfig)
     return LaunchSpec(
         source,
-        Grid(1, (1, 1, 1)),  # the host launcher computes its own
+        grid,
         tail=(gpu.sm_count, choice.swizzle, choice.raster, choice.splits),
-        needs_workspace=stream_k,
-        pdl=pdl and not stream_k,
+        needs_workspace=choice.tile.schedule == "stream_k",
+        pdl=pdl,
         min_rows=TMA_ROWS if choice.tile.schedule != "multistage" else 1,
     )
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
-from qcut.emitters.decoder.transformer import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.ops.next_token import Advance, Argmax
 from qcut.ops.registry import serves
 

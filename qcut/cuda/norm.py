@@ -8,7 +8,7 @@ from torch import Tensor
 from qcut.cuda.operands import is_aligned
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
-from qcut.emitters.decoder.transformer import MANY_ROWS, NormRows, emit_norm
+from qcut.emitters.decoder.norm import MANY_ROWS, NormRows, emit_norm
 from qcut.ops.norm import AddNorm, AddNormInt8
 from qcut.ops.registry import serves
 

@@ -18,8 +18,11 @@ from qcut import jit
 from qcut.cuda import native
 from qcut.cuda.streams import current_stream
 from qcut.dispatch.codebook import bucket
-from qcut.dispatch.gemm import Target, target_for
+from qcut.dispatch.gpus import Target, target_for
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
+from qcut.errors import LaunchError
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
 
 DTYPES = {
@@ -89,7 +92,7 @@ def target(device: int) -> Target:
 
 def has_pdl(gpu: Target) -> bool:
     """Whether a GPU's kernels are launched so that they may begin before their predecessor ends (dependent launch)."""
-    return gpu.arch == "sm_90a"
+    return architecture(gpu.arch).pdl
 
 
 def pdl(device: int) -> bool:
@@ -112,19 +115,6 @@ def load(source: KernelSource, device: int) -> jit.Kernel:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """CTAs of a launch as data: ``one``, those of one row, again along x for every further ``rows`` rows."""
-
-    rows: int
-    one: tuple[int, int, int]
-
-    def __call__(self, m: int) -> tuple[int, int, int]:
-        """CTAs for m rows."""
-        x, y, z = self.one
-        return (-(-m // self.rows) * x, y, z)
-
-
-@dataclass(frozen=True)
 class LaunchSpec:
     """A kernel's text, and how it is launched: a launch plan before anything is built.
 
@@ -135,6 +125,9 @@ class LaunchSpec:
         needs_workspace: whether a launch must be given device memory.
         pdl: whether the kernel may begin before its predecessor on the stream ends.
         min_rows: rows that the operands of a linear layer must have at least.
+
+    Raises:
+        LaunchError: ``pdl`` for a kernel that does not wait for its predecessor.
     """
 
     source: KernelSource
@@ -143,6 +136,10 @@ class LaunchSpec:
     needs_workspace: bool = False
     pdl: bool = False
     min_rows: int = 1
+
+    def __post_init__(self) -> None:
+        if self.pdl and not self.source.waits:
+            raise LaunchError(f"kernel {self.source.name}: never waits for its predecessor, and cannot start before")
 
     def load(self, device: int) -> LaunchPlan:
         """The plan on a device, its kernel built unless it is in the cache."""
@@ -192,7 +189,7 @@ class LaunchPlan:
     def for_native(self) -> native.Launch | None:
         """The plan for C++; None where a launch needs a workspace, or a grid that C++ does not compute."""
         grid, kernel = self._grid, self._kernel
-        if self.needs_workspace or not isinstance(grid, Grid) or grid.one[2] != 1:
+        if self.needs_workspace or not isinstance(grid, Grid) or grid.one[2] != 1 or grid.most is not None:
             return None
         shape = (grid.rows, *grid.one[:2], kernel.block, kernel.smem_bytes, self._pdl)
         return native.Launch(kernel.function, kernel.host_launcher, *shape, self._tail)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from qcut.cuda.operands import row_major
-from qcut.cuda.plans import DTYPES, Grid, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
-from qcut.dispatch.gemm import Target
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder import quantize as kernels
 from qcut.emitters.decoder.quantize import (

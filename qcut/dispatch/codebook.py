@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, Literal
+from typing import cast
 
-from qcut.dispatch.cost_model import Target, target_named
-from qcut.emitters.codebook import mma as codebook_mma
-from qcut.emitters.codebook import wgmma as codebook_prompt
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles import codebook as tiles
 from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.codebook.rotate import RotateTokens, RotateTokensDense, emit_rotate, padded_columns
+from qcut.emitters.codebook.rotate import Kind, RotateTokens, emit_rotate, padded_columns
+from qcut.emitters.codebook.rotate_dense import RotateTokensDense, emit_rotate_dense
+from qcut.emitters.codebook.wgmma import CodebookPromptTile
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.stream import codebook as codebook_decode
-from qcut.emitters.stream import codebook_wgmma as codebook_decode_wgmma
+from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREAM_WGMMA, CODEBOOK_WGMMA, family
+from qcut.emitters.gemm.problem import TileConfig
+from qcut.emitters.stream.codebook import CodebookDecodeTile
+from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile
 
 Rotation = RotateTokens | RotateTokensDense
-Family = Literal["decode", "decode_wgmma", "prompt", "mma"]
 
 FEW_TOKENS = 16
-"""Up to so many, ``decode`` serves GPUs without wgmma."""
+"""Up to so many, ``codebook_stream`` serves GPUs without wgmma."""
 DECODE_TOKENS = 64
-"""Up to so many, weights stream past all tokens at once on sm_90a (``decode`` or ``decode_wgmma``)."""
-
-
-_FIRST_TOKENS = (1, 8, 16, 64, 4096)
-_FIRST_GROUP = 128
+"""Up to so many, weights stream past all tokens at once on sm_90a."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +34,13 @@ class CodebookChoice:
     """One kernel for one problem size.
 
     Attributes:
-        family: ``decode`` (mma.sync, few tokens), ``decode_wgmma`` and ``prompt`` (sm_90a), or ``mma`` (every GPU).
+        family: ``codebook_stream`` (few tokens), ``codebook_stream_wgmma`` and ``codebook_wgmma`` (sm_90a), or
+            ``codebook_mma`` (every GPU).
         tile: how it cuts the problem.
     """
 
-    family: Family
-    tile: Any
+    family: str
+    tile: CodebookDecodeTile | CodebookDecodeWgmmaTile | CodebookPromptTile | TileConfig
 
 
 def bucket(m: int) -> int:
@@ -81,20 +80,26 @@ def select_rotation(
         aligned: whether rows start at multiples of 16 bytes.
 
     Raises:
-        EmitError: see `qcut.emitters.codebook.rotate.CONSTRAINTS` and ``DENSE_CONSTRAINTS``.
+        EmitError: see ``CONSTRAINTS`` of `qcut.emitters.codebook.rotate` and of `qcut.emitters.codebook.rotate_dense`.
     """
     arch, sms = target.arch, target.sm_count
     if kind != "qr":
-        of: Any = kind
-        return (
-            RotateTokens.for_shape(x, out, of, arch, m, k, group_size, passes=passes, aligned=aligned, sm_count=sms),
+        checked = cast("Kind", kind)  # by the kernel's constraints
+        one = RotateTokens.for_shape(
+            x, out, checked, arch, m, k, group_size, passes=passes, aligned=aligned, sm_count=sms
         )
+        return (one,)
     to = DType.F32 if out is DType.S8 else out
     dense = RotateTokensDense.for_shape(x, to, arch, m, k, group_size, passes=passes, aligned=aligned)
     if to is out:
         return (dense,)
     columns = passes * padded_columns(k, min(group_size, k))
     return dense, RotateTokens.for_shape(DType.F32, out, "none", arch, m, columns, columns, sm_count=sms)
+
+
+def emit_rotation(rotation: Rotation) -> KernelSource:
+    """Text of one kernel of `select_rotation`."""
+    return emit_rotate_dense(rotation) if isinstance(rotation, RotateTokensDense) else emit_rotate(rotation)
 
 
 # ── product ──────────────────────────────────────────────────────────────────────────────────────
@@ -151,64 +156,32 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target)
     Raises:
         EmitError: no kernel takes the problem on this GPU.
     """
-    sm_count, arch = target.sm_count, target.arch
     if problem.rotates:
-        return CodebookChoice("decode", codebook_decode.for_shape(problem, n, units, m, sm_count, arch))
-    if arch == "sm_90a":
+        return _stream(problem, m, n, units, target)
+    if architecture(target.arch).wgmma:
         if m > DECODE_TOKENS:
-            return CodebookChoice("prompt", codebook_prompt.for_shape(problem, m, n, units, sm_count))
-        if not codebook_decode_wgmma.is_better(problem, n, units, m, sm_count):
+            return CodebookChoice(CODEBOOK_WGMMA.name, tiles.wgmma_tile(problem, m, n, units, target))
+        if not tiles.is_wgmma_better(problem, m, n, units, target):
             # Its warps hold the tokens of all K, so that there is a longest.
             with suppress(EmitError):
-                return CodebookChoice("decode", codebook_decode.for_shape(problem, n, units, m, sm_count, arch))
-        return CodebookChoice("decode_wgmma", codebook_decode_wgmma.for_shape(problem, n, units, m, sm_count))
+                return _stream(problem, m, n, units, target)
+        return CodebookChoice(CODEBOOK_STREAM_WGMMA.name, tiles.stream_wgmma_tile(problem, m, n, units, target))
     if m <= FEW_TOKENS:
         # Without clusters, a long K or little shared memory leaves no tile.
         with suppress(EmitError):
-            return CodebookChoice("decode", codebook_decode.for_shape(problem, n, units, m, sm_count, arch))
-    return CodebookChoice("mma", codebook_mma.for_shape(problem, arch, m, n, sm_count))
+            return _stream(problem, m, n, units, target)
+    return CodebookChoice(CODEBOOK_MMA.name, tiles.mma_tile(problem, m, n, target))
+
+
+def _stream(problem: CodebookProblem, m: int, n: int, units: int, target: Target) -> CodebookChoice:
+    return CodebookChoice(CODEBOOK_STREAM.name, tiles.stream_tile(problem, m, n, units, target))
 
 
 def emit(choice: CodebookChoice, problem: CodebookProblem, arch: str) -> KernelSource:
     """Text of the chosen kernel."""
-    if choice.family == "decode":
-        return codebook_decode.emit_codebook_decode(problem, choice.tile, arch)
-    if choice.family == "decode_wgmma":
-        return codebook_decode_wgmma.emit_codebook_decode_wgmma(problem, choice.tile, arch)
-    if choice.family == "prompt":
-        return codebook_prompt.emit_codebook_prompt(problem, choice.tile, arch)
-    return codebook_mma.emit_codebook_mma(problem, choice.tile, arch)
+    return family(choice.family).emit(problem, choice.tile, arch)
 
 
-def grid(choice: CodebookChoice, m: int, n: int, sm_count: int) -> tuple[int, int, int]:
-    """CTAs of a launch."""
-    if choice.family == "decode":
-        return codebook_decode.grid(choice.tile, m, n)
-    if choice.family == "decode_wgmma":
-        return codebook_decode_wgmma.grid(choice.tile, m, n)
-    if choice.family == "prompt":
-        return codebook_prompt.grid(choice.tile, m, n, sm_count)
-    return codebook_mma.grid(choice.tile, m, n)
-
-
-# ── ahead of time ────────────────────────────────────────────────────────────────────────────────
-
-
-def precompile_sources(arch: str, layers: Iterable[tuple[int, int, bool, str]]) -> list[KernelSource]:
-    """The kernels of ``codebook4`` for layers on an architecture, in float16, with float16 and with int8 products.
-
-    For one token, a few, some, and a prompt, rotations included.
-
-    Args:
-        arch: real architecture.
-        layers: N and K, multiples of 128, whether there is a bias, and the activation.
-    """
-    gpu = target_named(arch)
-    sources: dict[str, KernelSource] = {}
-    for (n, k, bias, activation), tokens, m in product(layers, (DType.F16, DType.S8), _FIRST_TOKENS):
-        problem = problem_of(tokens, 4, 1, DType.F16, bias, activation, False, 16)
-        rotations = select_rotation("hadamard", DType.F16, tokens, m, k, _FIRST_GROUP, 1, gpu)
-        found = [emit_rotate(rotation) for rotation in rotations]
-        found.append(emit(select(problem, m, n, k // 128, gpu), problem, arch))
-        sources |= {source.name: source for source in found}
-    return list(sources.values())
+def grid(choice: CodebookChoice, n: int, sm_count: int) -> Grid:
+    """CTAs of a launch by tokens."""
+    return family(choice.family).grid_of(choice.tile, n, sm_count)

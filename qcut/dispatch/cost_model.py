@@ -7,78 +7,42 @@ Guide, arithmetic throughput), its limits (compute capabilities), and round numb
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.families import INT8_CUTLASS
+from qcut.emitters.gemm.dp4a import SimtTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
-from qcut.errors import UnsupportedError
 
-_ARCH = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100", (12, 0): "sm_120"}
+GemmTile = TileConfig | SimtTile
 
 
 @dataclass(frozen=True)
-class Target:
-    """A GPU as dispatch sees it.
+class Streaming:
+    """Rates at which an SM reads memory.
 
     Attributes:
-        arch: architecture kernels are compiled for.
-        sm_count: multiprocessors.
-        name: the driver's name of it, which selects the tuned table.
+        bytes_per_ns: of weights, where all SMs ask for them.
+        sm_bytes_per_ns: of weights, where few SMs do.
+        bytes_per_cycle: of a cache of keys and values, the GPU's over its SMs.
+        sm_bytes_per_cycle: of such a cache, what one SM takes at most.
+        latency_cycles: from a warp's loads to its next ones, of a GPU that does nothing else: 800 until data comes,
+            then products.
+        units_in_flight: units of weights that keep the memory busy.
     """
 
-    arch: str
-    sm_count: int
-    name: str = ""
+    bytes_per_ns: float
+    sm_bytes_per_ns: float
+    bytes_per_cycle: int
+    sm_bytes_per_cycle: int
+    latency_cycles: int
+    units_in_flight: int
 
 
-GPUS = (
-    Target("sm_80", 108, "NVIDIA A100-SXM4-80GB"),
-    Target("sm_80", 108, "NVIDIA A100-SXM4-40GB"),
-    Target("sm_80", 108, "NVIDIA A100 80GB PCIe"),
-    Target("sm_86", 72, "NVIDIA A10"),
-    Target("sm_86", 84, "NVIDIA A40"),
-    Target("sm_86", 82, "NVIDIA GeForce RTX 3090"),
-    Target("sm_89", 58, "NVIDIA L4"),
-    Target("sm_89", 142, "NVIDIA L40S"),
-    Target("sm_89", 128, "NVIDIA GeForce RTX 4090"),
-    Target("sm_90a", 132, "NVIDIA H200"),
-    Target("sm_90a", 132, "NVIDIA H100 80GB HBM3"),
-    Target("sm_90a", 114, "NVIDIA H100 PCIe"),
-    Target("sm_100", 148, "NVIDIA B200"),
-    Target("sm_120", 170, "NVIDIA GeForce RTX 5090"),
-)
-"""GPUs whose number of multiprocessors is known here, so that questions about them need none of them."""
-
-
-def target_for(capability: tuple[int, int], sm_count: int, name: str = "") -> Target:
-    """Map a compute capability to the architecture kernels are compiled for.
-
-    Raises:
-        UnsupportedError: the GPU is older than compute capability 8.0, or unknown.
-    """
-    arch = _ARCH.get(capability) or _ARCH.get((capability[0], 0))
-    if arch is None or capability < (8, 0):
-        known = ", ".join(f"{major}.{minor}" for major, minor in _ARCH)
-        raise UnsupportedError(
-            f"GPU {name or '?'} has compute capability {capability[0]}.{capability[1]}; qcut's kernels run on {known}"
-        )
-    return Target(arch, sm_count, name)
-
-
-def target_named(name: str) -> Target:
-    """The GPU of that name, or for an architecture the first GPU of it.
-
-    Raises:
-        UnsupportedError: the name is neither.
-    """
-    for gpu in GPUS:
-        if name.strip().lower() == gpu.name.lower():
-            return gpu
-    for gpu in GPUS:
-        if name == gpu.arch:
-            return Target(gpu.arch, gpu.sm_count)
-    known = ", ".join(dict.fromkeys([*(gpu.arch for gpu in GPUS), *(gpu.name for gpu in GPUS)]))
-    raise UnsupportedError(f"GPU {name!r} is not known without asking a driver; known: {known}")
+# 4.43 TB/s over 132 SMs. Kernels of few tokens have been measured on an H200 alone, which stands for every GPU.
+_H200_MEMORY = Streaming(33.5, 70.0, 20, 44, 1400, 40)
 
 
 @dataclass(frozen=True)
@@ -88,39 +52,43 @@ class Machine:
     Attributes:
         tensor_macs: dense int8 multiply-accumulates a cycle of the fastest tensor-core instruction qcut emits.
         shares: what of it the instructions of a family reach.
-        smem_bytes: shared memory of all its CTAs together, 1 KiB of each reserved.
         threads: at most resident.
         ctas: at most resident.
         dram_bytes: memory bandwidth of the whole GPU, bytes a cycle.
         ghz: clock under load.
+        memory: what an SM gets of the memory where few tokens stream weights or a cache.
+        clusters: by their size, clusters that 132 SMs hold at once: some SMs of a GPC find no partners.
     """
 
     tensor_macs: int
     shares: dict[str, float]
-    smem_bytes: int
     threads: int
     ctas: int
     dram_bytes: float
     ghz: float
+    memory: Streaming = _H200_MEMORY
+    clusters: Mapping[int, int] = field(default_factory=lambda: {1: 132, 2: 66, 4: 30, 8: 15})
+
+    def clusters_at_once(self, size: int, sm_count: int) -> int:
+        """Clusters of that size which a GPU of so many SMs runs at once."""
+        return sm_count * self.clusters[size] // 132
 
 
 # wgmma reads operands from shared memory; mma.sync spends issue slots on ldmatrix; wmma takes 16 columns of K a time.
-_HOPPER = {"cutlass": 1.0, "mma": 0.8, "wmma": 0.27}
-_AMPERE = {"cutlass": 0.9, "mma": 0.85, "wmma": 0.6}
+_HOPPER = {"int8_cutlass": 1.0, "int8_mma": 0.8, "int8_wmma": 0.27}
+_AMPERE = {"int8_cutlass": 0.9, "int8_mma": 0.85, "int8_wmma": 0.6}
 MACHINES = {
-    "sm_80": Machine(2048, _AMPERE, 164 << 10, 2048, 32, 1300, 1.41),
-    "sm_86": Machine(1024, _AMPERE, 100 << 10, 1536, 16, 500, 1.70),
-    "sm_89": Machine(1024, _AMPERE, 100 << 10, 1536, 24, 400, 2.20),
-    "sm_90a": Machine(4096, _HOPPER, 228 << 10, 2048, 32, 2560, 1.75),
-    "sm_100": Machine(2048, _AMPERE, 228 << 10, 2048, 32, 4000, 1.85),
-    "sm_120": Machine(1024, _AMPERE, 100 << 10, 1536, 24, 750, 2.40),
+    "sm_80": Machine(2048, _AMPERE, 2048, 32, 1300, 1.41),
+    "sm_86": Machine(1024, _AMPERE, 1536, 16, 500, 1.70),
+    "sm_89": Machine(1024, _AMPERE, 1536, 24, 400, 2.20),
+    "sm_90a": Machine(4096, _HOPPER, 2048, 32, 2560, 1.75),
+    "sm_100": Machine(2048, _AMPERE, 2048, 32, 4000, 1.85),
+    "sm_120": Machine(1024, _AMPERE, 1536, 24, 750, 2.40),
 }
 """By architecture."""
 DP4A_MACS = 256
 """64 dp4a a cycle and multiprocessor, four products each, on every architecture from sm_80 on."""
 
-REGISTERS = 65_536
-"""Per multiprocessor, handed out to warps in 256s."""
 _L2_BYTES = 32.0  # per multiprocessor and cycle
 _TMA_BYTES = 40.0  # the same, where the TMA loads (8192×1280×5120, tiles of 128×160)
 _START_CYCLES = 1200
@@ -159,17 +127,18 @@ def occupancy(arch: str, threads: int, registers: int, smem_bytes: int) -> int:
         registers: per thread.
         smem_bytes: static and dynamic shared memory of a CTA.
     """
-    machine = MACHINES[arch]
+    machine, limits = MACHINES[arch], architecture(arch)
     warps = -(-threads // 32)
-    per_warp = -(-registers * 32 // 256) * 256
-    by_registers = REGISTERS // max(1, per_warp * warps)
-    return min(machine.ctas, machine.threads // (warps * 32), by_registers, machine.smem_bytes // (smem_bytes + 1024))
+    per_warp = -(-registers * 32 // 256) * 256  # handed out to warps in 256s
+    by_registers = limits.registers // max(1, per_warp * warps)
+    by_memory = limits.sm_smem_bytes // (smem_bytes + 1024)
+    return min(machine.ctas, machine.threads // (warps * 32), by_registers, by_memory)
 
 
 def estimate(
     family: str,
     problem: GemmProblem,
-    tile: Any,
+    tile: GemmTile,
     m: int,
     n: int,
     k: int,
@@ -182,25 +151,26 @@ def estimate(
     """Estimate a kernel of any family.
 
     Args:
-        family: ``cutlass``, ``mma``, ``wmma`` or ``simt``.
+        family: one of `qcut.emitters.families.FAMILIES`.
         problem: types, layouts and epilogue.
         tile: the family's tile.
         m: rows of A and D.
         n: columns of B and D.
         k: summed over.
         target: the GPU.
-        threads: per CTA; unused for ``cutlass``, one CTA of which fills a multiprocessor.
+        threads: per CTA; unused for ``int8_cutlass``, one CTA of which fills a multiprocessor.
         smem_bytes: of a CTA, likewise.
         registers: per thread as built; 0 where nothing has been built, and they are guessed from the accumulators.
     """
     bits = problem.epilogue.out.bits
-    if family == "cutlass":
+    if family == INT8_CUTLASS.name:
+        assert isinstance(tile, TileConfig)
         cycles, ctas_per_sm = tile_cycles(tile, bits, m, n, k, target), 1
         bm, bn, _ = tile.threadblock_shape
         ctas = -(-m // bm) * -(-n // bn)
     else:
         bm, bn, _ = tile.threadblock_shape
-        ctas = -(-m // bm) * -(-n // bn) * getattr(tile, "splits", 1)
+        ctas = -(-m // bm) * -(-n // bn) * (tile.splits if isinstance(tile, TileConfig) else 1)
         registers = registers or min(255, 48 + bm * bn // threads + (bm + bn) * 32 // threads)
         ctas_per_sm = max(1, occupancy(target.arch, threads, registers, smem_bytes))
         cycles = _raw_cycles(family, problem, tile, m, n, k, target, threads, ctas, ctas_per_sm)
@@ -213,7 +183,7 @@ def estimate(
 def _raw_cycles(
     family: str,
     problem: GemmProblem,
-    tile: Any,
+    tile: GemmTile,
     m: int,
     n: int,
     k: int,
@@ -224,13 +194,15 @@ def _raw_cycles(
 ) -> float:
     """Waves of CTAs of which several share a multiprocessor; the last wave may leave it to fewer."""
     bm, bn, bk = tile.threadblock_shape
-    splits, stages = getattr(tile, "splits", 1), max(2, getattr(tile, "stages", 2))
+    splits, stages = (tile.splits, max(2, tile.stages)) if isinstance(tile, TileConfig) else (1, 2)
     steps = math.ceil(math.ceil(k / bk) / splits)
     machine = MACHINES[target.arch]
-    rate = DP4A_MACS if family == "simt" else machine.tensor_macs * machine.shares[family]
-    feeding = 1.0 + (_simt_perimeter(tile) if family == "simt" else 8.0 * _warp_perimeter(tile))
+    if isinstance(tile, TileConfig):
+        rate, feeding = machine.tensor_macs * machine.shares[family], 1.0 + 8.0 * _warp_perimeter(tile)
+    else:
+        rate, feeding = DP4A_MACS, 1.0 + _simt_perimeter(tile)
     products = bm * bn * bk * steps / rate * feeding + threads / 32 * steps * _STEP_CYCLES
-    if family == "simt":
+    if isinstance(tile, SimtTile):
         products += (bm + bn) * bk * steps * _STAGING_CYCLES
     loads = (bm + bn) * bk * steps / _L2_BYTES
     if problem.layouts[:2] != "tn":
@@ -257,7 +229,7 @@ def _warp_perimeter(tile: TileConfig) -> float:
     return 1 / wm + 1 / wn
 
 
-def _simt_perimeter(tile: Any) -> float:
+def _simt_perimeter(tile: SimtTile) -> float:
     columns = tile.wniter * tile.tn
     return 1 / columns + columns / (tile.wm * tile.wn / 32)
 

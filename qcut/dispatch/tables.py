@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from qcut.emitters.core.source import EmitError
-from qcut.emitters.gemm.families import VERSIONS, family
+from qcut.emitters.families import FAMILIES, INT8_CUTLASS, SPELLINGS, family
 from qcut.errors import ConfigError
 from qcut.jit import cache as kernel_cache
 from qcut.storage.files import write_text
@@ -37,7 +37,7 @@ class Row:
     """The fastest kernel of one family for one GEMM.
 
     Attributes:
-        family: one of `qcut.emitters.gemm.families.FAMILIES`.
+        family: one of `qcut.emitters.families.FAMILIES`.
         out: one of `OUTPUTS`.
         layouts: of A, B and D, as `GemmProblem.layouts`.
         m: rows of A and D.
@@ -90,12 +90,12 @@ class Table:
 @cache
 def versions() -> dict[str, str]:
     """What a family's rows depend on, as text: its own version, for CUTLASS kernels the package's too."""
-    found = {name: str(version) for name, version in VERSIONS.items()}
+    stated = {name: str(family(name).version) for name in FAMILIES}
     try:
-        found["cutlass"] += f", nvidia-cutlass {metadata.version('nvidia-cutlass')}"
+        stated[INT8_CUTLASS.name] += f", nvidia-cutlass {metadata.version('nvidia-cutlass')}"
     except metadata.PackageNotFoundError:
-        found["cutlass"] += ", nvidia-cutlass is not installed"
-    return found
+        stated[INT8_CUTLASS.name] += ", nvidia-cutlass is not installed"
+    return stated
 
 
 # ── one file ─────────────────────────────────────────────────────────────────────────────────────
@@ -141,12 +141,12 @@ def parse(text: str, where: str) -> Table:
         data = json.loads(text)
         if data["schema"] != SCHEMA:
             raise ConfigError(f"{where}: schema {data['schema']!r}; this qcut reads {SCHEMA}")
-        stated = {str(name): str(version) for name, version in data["versions"].items()}
+        stated = {_family_name(name): str(version) for name, version in data["versions"].items()}
         gpu, environment = str(data["gpu"]), {str(k): str(v) for k, v in data.get("environment", {}).items()}
-        families = [str(row["family"]) for row in data["choices"]]
+        families = [_family_name(row["family"]) for row in data["choices"]]
         # Rows of another version may describe tiles that no longer exist: they are counted, not read.
         current = {name for name, version in versions().items() if stated.get(name) == version}
-        rows = [_row(row) for row in data["choices"] if row["family"] in current]
+        rows = [_row(row) for row, name in zip(data["choices"], families, strict=True) if name in current]
     except ConfigError as error:
         raise ConfigError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -160,6 +160,11 @@ def parse(text: str, where: str) -> Table:
     return Table(gpu, tuple(believed.values()), environment, tuple(notes), len(rows) < len(families))
 
 
+def _family_name(name: Any) -> str:
+    """Tables written before families had one name each spell some of them as command lines do."""
+    return SPELLINGS.get(str(name), str(name))
+
+
 def _row(data: Mapping[str, Any]) -> Row:
     sizes = [data[key] for key in ("m", "n", "k", "swizzle", "raster", "splits")]
     if not all(type(value) is int for value in sizes) or min(sizes[:3]) < 1:
@@ -170,8 +175,9 @@ def _row(data: Mapping[str, Any]) -> Row:
     if data["out"] not in OUTPUTS or data["layouts"] not in LAYOUTS:
         raise ConfigError(f"row {data!r}: out is one of {OUTPUTS}, layouts one of {LAYOUTS}")
     m, n, k, swizzle, raster, splits = sizes
-    tile = tile_from_json(data["family"], data["tile"])
-    return Row(data["family"], data["out"], data["layouts"], m, n, k, tile, time_us, swizzle, raster, splits)
+    name = _family_name(data["family"])
+    tile = tile_from_json(name, data["tile"])
+    return Row(name, data["out"], data["layouts"], m, n, k, tile, time_us, swizzle, raster, splits)
 
 
 def to_text(table: Table) -> str:

@@ -11,7 +11,9 @@ from qcut import jit
 from qcut.cuda import plans as launch_plans
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import KernelSource
+from qcut.emitters.families import INT8_CUTLASS
 from qcut.numerics import int8 as numerics
 from qcut.tuning import timing
 from qcut.tuning.search import Task
@@ -103,20 +105,19 @@ class CudaBench:
         """The kernel on the task's operands. Its check compares every element bitwise."""
         x = self._for(task)
         kernel = jit.load(binary, source, self.device)
-        grid = dispatch.grid(choice, task.m, task.n)
+        grid = dispatch.grid(choice, task.n, self.target.sm_count)(task.m)
         requantize = (_OUT_INV_SCALE, float(_OUT_ZERO_POINT)) if task.out == "s8" else ()
         vectors = [vector.data_ptr() for vector in x.vectors]
         a, d = x.a.data_ptr(), x.d.data_ptr()
         sizes = (task.m, task.n, task.k, *x.lds)
         args = [[a, b.data_ptr(), d, *sizes, *vectors, *requantize] for b in x.b]
         workspace = None
-        if choice.family == "cutlass":
+        if choice.family == INT8_CUTLASS.name:
             tail = (self.target.sm_count, choice.swizzle, choice.raster, choice.splits)
             bytes_needed = kernel.query(jit.launch.QUERY_WORKSPACE_BYTES, (*args[0], *tail, 0))
             workspace = torch.empty(bytes_needed, dtype=torch.uint8, device="cuda")
             args = [[*arg, *tail, workspace.data_ptr()] for arg in args]
-        stream_k = getattr(choice.tile, "schedule", "") == "stream_k"
-        pdl = self.target.arch == "sm_90a" and not stream_k
+        pdl = architecture(self.target.arch).pdl and source.waits
 
         def call(i: int) -> Tensor | None:
             kernel.launch(grid, args[i], torch.cuda.current_stream().cuda_stream, pdl)

@@ -20,10 +20,11 @@ from typing import Any, Protocol
 import torch
 
 from qcut.dispatch.cost_model import occupancy
-from qcut.dispatch.gemm import Choice, Target, emit, expected, problem_of
+from qcut.dispatch.gemm import Choice, emit, expected, problem_of
+from qcut.dispatch.gpus import Target
 from qcut.dispatch.tables import Row
 from qcut.emitters.core.source import KernelSource
-from qcut.emitters.gemm.families import family
+from qcut.emitters.families import INT8_CUTLASS, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import BuildError, DeviceError
 from qcut.jit import Binary, build_many
@@ -244,7 +245,7 @@ class _Search:
         return _Trial(tile, self._sources[tile], walk, final, key)
 
     def _walks(self, tile: Any) -> Sequence[tuple[int, int]]:
-        walks = self.task.family == "cutlass" and tile.schedule != "multistage"
+        walks = self.task.family == INT8_CUTLASS.name and tile.schedule != "multistage"
         return (PLAIN_WALK, *WALKS) if walks else (PLAIN_WALK,)
 
     def _times(self, trials: Iterable[_Trial]) -> dict[_Trial, float]:

@@ -53,7 +53,7 @@ def test_a_step_reads_the_head_and_no_table(name: str) -> None:
         ("qcut_attention_mma_sm90a_f16_f16_h128g4_w4t2_c8", "attention"),
         ("qcut_attention_append_sm90a_f16_f16_h128g4_w4t2_c8_rope", "attention"),
         ("qcut_rotate_sm90a_f16", "rotations, int8"),
-        ("qcut_cbdecode_sm90a", "projections"),
+        ("qcut_codebook_stream_sm90a", "projections"),
         ("nvjet_hsh_64x8", "projections"),
         ("void at::native::vectorized_elementwise_kernel", "other"),
     ],

@@ -18,7 +18,8 @@ from benchmarks.bench_gemm import OUTPUTS, Operands, require_equal
 from benchmarks.harness import CheckError
 from benchmarks.shapes import Shape
 from qcut import jit
-from qcut.dispatch.gemm import Choice, Target
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.numerics import int8 as numerics
@@ -167,7 +168,7 @@ def test_run_checks_measures_and_writes(
 
 
 def test_summary_groups_by_output_and_tile() -> None:
-    tuned = Choice("cutlass", FIXED.tile, swizzle=4, reason="tuned")
+    tuned = Choice("int8_cutlass", FIXED.tile, swizzle=4, reason="tuned")
     text = bench_epilogue.summary(
         {Case(SHAPES[0], "s8", tuned): 2.0, Case(SHAPES[1], "s8", tuned): 0.5, Case(SHAPES[0], "s8", FIXED): 1.25}
     )

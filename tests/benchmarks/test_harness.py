@@ -23,8 +23,8 @@ from benchmarks import (
     shapes,
 )
 from benchmarks.harness import CheckError, Timing, Variant
-from qcut.dispatch.gemm import SM90_MENU
 from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
+from qcut.emitters.gemm.cutlass.tiles import SM90_MENU
 from qcut.numerics import int8 as numerics
 from qcut.tuning import cublaslt
 from tests.gpu.support.problems import ALIGNED_SHAPES, GEMM_EPILOGUES, gpu_test_calls, gpu_test_problems

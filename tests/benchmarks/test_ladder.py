@@ -22,7 +22,7 @@ from benchmarks.ladder.kernels import PEAKS, REGISTERS, TILES, WMMA, emit_ladder
 from benchmarks.ladder.steps import LIBRARY, NAMES, PROBLEM, STEPS, Step, is_cutlass
 from benchmarks.ladder.variants import PEAK_WORDS, Measured, fastest
 from qcut import jit
-from qcut.dispatch.cost_model import target_named
+from qcut.dispatch.gpus import target_named
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem

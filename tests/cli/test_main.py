@@ -13,8 +13,9 @@ import pytest
 
 from qcut.cli import doctor
 from qcut.cli import main as cli
-from qcut.dispatch import gemm as dispatch
-from qcut.emitters.core.source import ARCHITECTURES, KernelSource
+from qcut.dispatch import precompile
+from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.emitters.core.source import KernelSource
 from qcut.errors import BuildError, DeviceError, LaunchError, ToolchainError
 from qcut.jit import cache, device, toolchain
 from tests.support import ROOT
@@ -173,7 +174,7 @@ def menu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(arch)
         return [KernelSource(f"{name}_{arch}", TEXT, "f", (), arch) for name in ("one", "two")]
 
-    monkeypatch.setattr(dispatch, "precompile_sources", precompile_sources)
+    monkeypatch.setattr(precompile, "precompile_sources", precompile_sources)
     return asked
 
 
@@ -195,7 +196,7 @@ def test_precompile_reports_failures_and_builds_the_rest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sources = [KernelSource("bad", "oops", "f", (), "sm_80"), KernelSource("good", TEXT, "f", (), "sm_80")]
-    monkeypatch.setattr(dispatch, "precompile_sources", lambda arch: sources)
+    monkeypatch.setattr(precompile, "precompile_sources", lambda arch: sources)
     assert cli.main(["precompile", "--arch", "sm_80"]) == 1
     captured = capsys.readouterr()
     assert "qcut: kernel bad: NVRTC failed" in captured.err
@@ -226,7 +227,7 @@ def test_errors_are_one_line_not_a_traceback(
     def fail(arch: str) -> list[KernelSource]:
         raise BuildError("no menu")
 
-    monkeypatch.setattr(dispatch, "precompile_sources", fail)
+    monkeypatch.setattr(precompile, "precompile_sources", fail)
     assert cli.main(["precompile", "--arch", "sm_80"]) == 1
     assert capsys.readouterr().err == "qcut: no menu\n"
 

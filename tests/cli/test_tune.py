@@ -49,12 +49,13 @@ def test_the_command_writes_the_table_that_dispatch_reads(folder: Path, capsys: 
     assert command("--family", "mma", "--shape", "256x1280x1280", "--out", "s8", bench=FakeBench()) == 0
     said = capsys.readouterr()
     rows = [row for row in tuned.users(H200.name).rows if row in tuned.table_for(H200.name).rows]
-    assert [(row.family, row.m, row.n, row.k, row.out) for row in rows] == [("mma", 256, 1280, 1280, "s8")]
+    assert [(row.family, row.m, row.n, row.k, row.out) for row in rows] == [("int8_mma", 256, 1280, 1280, "s8")]
     assert rows[0].tile.name in said.out
     assert str(folder / "nvidia_h200.json") in said.out
     problem = dispatch.problem_of(256, 1280, 1280, out="s8")
     choice = dispatch.select_gemm(problem, 256, 1280, 1280, H200, cutlass=False)
-    assert (choice.family, choice.tile, choice.reason) == ("mma", rows[0].tile, "tuned; not cutlass: no nvcc or g++")
+    assert (choice.family, choice.tile) == ("int8_mma", rows[0].tile)
+    assert choice.reason == "tuned; not cutlass: no nvcc or g++"
     table = json.loads((folder / "nvidia_h200.json").read_text())
     assert set(table["environment"]) == {"gpu", "driver", "cuda", "torch", "commit"}
 
@@ -83,12 +84,12 @@ def test_the_command_fails_where_a_kernel_is_wrong_and_says_what_no_family_has(
     said = capsys.readouterr()
     assert "wrong: 3 of 9 elements differ" in said.out
     assert "cutlass 256x1280x1280 nnt s8: the family has no tile for it" in said.out
-    assert "WRONG qcut_mma" in said.err
+    assert "WRONG qcut_int8_mma" in said.err
 
 
 def test_the_command_merges_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tile = TileConfig((128, 128, 64), (64, 64, 64), 4)
-    slow = tuned.Row("mma", "s8", "tnt", 64, 1280, 1280, tile, 5.0)
+    slow = tuned.Row("int8_mma", "s8", "tnt", 64, 1280, 1280, tile, 5.0)
     fast, other = replace(slow, time_us=4.0), replace(slow, m=16)
     paths = [tmp_path / f"{i}.json" for i in range(3)]
     for path, row in zip(paths, (slow, fast, other), strict=True):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qcut.cuda import attention as attention_cuda
 from qcut.cuda.attention import Counters
-from qcut.dispatch.gemm import Target
+from qcut.dispatch.gpus import Target
 from qcut.ops.attention import AppendAttention, AppendKv, DecodeAttention
 from tests.support.launches import A100, H200, Launches, note_launches
 

@@ -12,7 +12,7 @@ from qcut.codebooks import tokens as rotated_tokens
 from qcut.codebooks.products import pack_book
 from qcut.cuda import codebook as codebook_cuda
 from qcut.cuda.codebook import CodebookLayer, has_kernel
-from qcut.dispatch.gemm import Target
+from qcut.dispatch.gpus import Target
 from qcut.layers.codebook import CodebookLinear
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
 from tests.support.launches import A100, H200, Launches, note_launches

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qcut.cuda import activation, embed, next_token, norm
-from qcut.emitters.decoder.transformer import MANY_ROWS
+from qcut.emitters.decoder.norm import MANY_ROWS
 from qcut.ops.activation import GeluTanh, SiluMul
 from qcut.ops.embed import EmbedRows
 from qcut.ops.next_token import Advance, Argmax

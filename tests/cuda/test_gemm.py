@@ -20,7 +20,8 @@ from qcut.cuda.gemm import Operand, Product, chosen_spec
 from qcut.cuda.linear import linear_problem
 from qcut.cuda.plans import LaunchPlan, PlanCache
 from qcut.dispatch import gemm as dispatch
-from qcut.dispatch.gemm import Choice, Target
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.problem import GemmProblem
@@ -208,7 +209,7 @@ def test_a_plan_serves_calls_that_differ_in_nothing_it_assumes(cuda: Cuda) -> No
     cuda(a[:20], b)  # the same bucket of rows
     cuda(s8(32, 80)[:, :64], b)  # another leading dimension
     assert len(cuda.plans) == 1
-    choice = Choice("mma", None)
+    choice = Choice("int8_mma", None)
     others = (
         lambda: cuda(stored(32, 64, False), b),
         lambda: cuda(a, stored(48, 64, False)),
@@ -246,8 +247,8 @@ def test_refused_before_any_plan_is_made(cuda: Cuda) -> None:
 
 
 def test_a_launch_covers_the_result() -> None:
-    tile = dispatch.family("mma").menu(GemmProblem(), "sm_90a")[0]
-    spec = chosen_spec(Choice("mma", tile), GemmProblem(), 96, Target("sm_90a", 132, "NVIDIA H200"))
+    tile = dispatch.family("int8_mma").menu(GemmProblem(), "sm_90a")[0]
+    spec = chosen_spec(Choice("int8_mma", tile), GemmProblem(), 96, Target("sm_90a", 132, "NVIDIA H200"))
     launches: list[Any] = []
 
     class Kernel:

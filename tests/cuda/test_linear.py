@@ -8,9 +8,10 @@ import torch
 from qcut.cuda import gemm as gemm_cuda
 from qcut.cuda import linear as linear_cuda
 from qcut.cuda.linear import Int8Layer, LinearLayer, linear_problem, sources
-from qcut.cuda.plans import Grid, m_bucket
+from qcut.cuda.plans import m_bucket
 from qcut.dispatch import gemm as dispatch
-from qcut.dispatch.gemm import Target
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
 
 H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")

@@ -25,7 +25,8 @@ from qcut.cuda import linear as linear_cuda
 from qcut.cuda import native as _native
 from qcut.cuda import plans
 from qcut.cuda.linear import LinearLayer, LinearPlan
-from qcut.cuda.plans import Grid, LaunchPlan, PlanCache, m_bucket
+from qcut.cuda.plans import LaunchPlan, PlanCache, m_bucket
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import Param
 from qcut.emitters.decoder.quantize import (
     QuantizePerTensor,

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
-from qcut.cuda.plans import Grid, PlanCache
-from qcut.emitters.core.source import DType
+import pytest
+
+from qcut.cuda.plans import LaunchSpec, PlanCache
+from qcut.emitters.core.family import Grid
+from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.quantize import QuantizePerTensor, QuantizePerToken
 from qcut.emitters.gemm import mma as mma_gemm
+from qcut.errors import LaunchError
 
 
 def test_a_plan_is_made_once_whoever_asks_first() -> None:
@@ -71,3 +76,11 @@ def test_grid_repeats_that_of_one_row() -> None:
     for tile in mma_gemm.default_tiles("sm_80"):
         grid = Grid(tile.threadblock_shape[0], mma_gemm.grid(tile, 1, 1000))
         assert [grid(m) for m in range(1, 300)] == [mma_gemm.grid(tile, m, 1000) for m in range(1, 300)]
+
+
+def test_a_kernel_that_does_not_wait_is_not_launched_before_its_predecessor_ends() -> None:
+    source = KernelSource("hasty", "", "hasty", (), "sm_90a")
+    LaunchSpec(source, Grid(1, (1, 1, 1)))
+    with pytest.raises(LaunchError, match="kernel hasty: never waits"):
+        LaunchSpec(source, Grid(1, (1, 1, 1)), pdl=True)
+    LaunchSpec(replace(source, waits=True), Grid(1, (1, 1, 1)), pdl=True)

@@ -10,11 +10,14 @@ import pytest
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.config import Codebook
 from qcut.dispatch import codebook as codebook_dispatch
-from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, bucket, problem_of, select, select_rotation
-from qcut.dispatch.cost_model import Target
+from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, bucket, emit_rotation, problem_of, select, select_rotation
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.precompile import codebook_sources
 from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.codebook.rotate import RotateTokens, RotateTokensDense, emit_rotate, padded_columns
-from qcut.emitters.core.source import ARCHITECTURES, DType
+from qcut.emitters.codebook.rotate import RotateTokens, padded_columns
+from qcut.emitters.codebook.rotate_dense import RotateTokensDense
+from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.emitters.core.source import DType
 
 H200 = Target("sm_90a", 132, "NVIDIA H200")
 A100 = Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
@@ -85,16 +88,19 @@ def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(tar
         choice = select(asked, m, n, units, target)
         source = codebook_dispatch.emit(choice, asked, target.arch)  # which validates the tile
         assert source.arch == target.arch
-        ctas, *rest = codebook_dispatch.grid(choice, m, n, target.sm_count)  # which refuses more tokens than it takes
+        grid = codebook_dispatch.grid(choice, n, target.sm_count)
+        ctas, *rest = grid(m)
         assert ctas >= 1
         assert rest == [1, 1]
         tile = choice.tile
-        if choice.family == "decode":
+        if "stream" in choice.family:
+            assert grid.rows >= m
+        if choice.family == "codebook_stream":
             assert tile.capacity >= units
             assert ctas // tile.splits * tile.row_tiles * 16 >= n
-        elif choice.family == "decode_wgmma":
+        elif choice.family == "codebook_stream_wgmma":
             assert ctas // tile.splits * tile.groups * 64 >= n
-        elif choice.family == "mma":
+        elif choice.family == "codebook_mma":
             assert ctas * tile.threadblock_shape[0] * tile.threadblock_shape[1] >= m * n
 
 
@@ -113,13 +119,13 @@ def test_families_by_architecture_and_tokens():
     def families(target: Target, n: int = 4096, units: int = 32) -> list[str]:
         return [select(problem(DType.F16), m, n, units, target).family for m in (1, 8, 16, 17, 64, 65, 4096)]
 
-    assert families(A100, 1280, 10) == ["decode"] * 3 + ["mma"] * 4
+    assert families(A100, 1280, 10) == ["codebook_stream"] * 3 + ["codebook_mma"] * 4
     hopper = families(H200)
-    assert hopper[:2] == ["decode"] * 2
-    assert hopper[4:] == ["decode_wgmma", "prompt", "prompt"]
+    assert hopper[:2] == ["codebook_stream"] * 2
+    assert hopper[4:] == ["codebook_stream_wgmma", "codebook_wgmma", "codebook_wgmma"]
     # K so long that no warps hold the tokens of all of it.
-    assert families(A100, 64, 4000)[:3] == ["mma"] * 3
-    assert families(H200, 64, 4000)[:3] == ["decode_wgmma"] * 3
+    assert families(A100, 64, 4000)[:3] == ["codebook_mma"] * 3
+    assert families(H200, 64, 4000)[:3] == ["codebook_stream_wgmma"] * 3
 
 
 def test_a_choice_depends_on_sizes_and_gpu_alone():
@@ -134,7 +140,7 @@ def test_a_choice_depends_on_sizes_and_gpu_alone():
 def test_rotations(target: Target):
     def select_kinds(kind: str, out: DType) -> list[type]:
         found = select_rotation(kind, DType.F16, out, 16, 640, 128, 2, target)
-        assert all(emit_rotate(one).arch == target.arch for one in found)
+        assert all(emit_rotation(one).arch == target.arch for one in found)
         assert all(one.out is (out if one is found[-1] else DType.F32) for one in found)
         return [type(one) for one in found]
 
@@ -174,7 +180,7 @@ def test_padding_is_that_of_the_layout():
 
 @pytest.mark.parametrize("target", [A100, H200], ids=lambda target: target.arch)
 def test_precompiled_are_the_kernels_that_layers_ask_for(target: Target):
-    sources = codebook_dispatch.precompile_sources(target.arch, LAYERS)
+    sources = codebook_sources(target.arch, LAYERS)
     names = [source.name for source in sources]
     assert len(set(names)) == len(names)
     assert {source.toolchain for source in sources} == {"nvrtc"}
@@ -189,5 +195,5 @@ def test_precompiled_are_the_kernels_that_layers_ask_for(target: Target):
         choice = select(asked, bucket(m), n, geometry.units, target)
         wanted.add(codebook_dispatch.emit(choice, asked, target.arch).name)
         for one in select_rotation(scheme.rotation, DType.F16, tokens, bucket(m), k, size, 1, target):
-            wanted.add(emit_rotate(one).name)
+            wanted.add(emit_rotation(one).name)
     assert wanted == set(names)

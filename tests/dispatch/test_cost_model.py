@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from qcut.dispatch import cost_model as gemm_model
-from qcut.dispatch.cost_model import Target, estimate, occupancy, target_named
-from qcut.emitters.gemm.families import family
+from qcut.dispatch.cost_model import estimate, occupancy
+from qcut.dispatch.gpus import Target, target_named
+from qcut.emitters.families import family
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
 H200 = target_named("NVIDIA H200")
@@ -32,8 +33,8 @@ def test_occupancy(arch: str, threads: int, registers: int, smem_bytes: int, cta
     assert occupancy(arch, threads, registers, smem_bytes) == ctas
 
 
-def raw(tile: TileConfig, m: int, n: int, k: int, target: Target = H200, name: str = "mma") -> gemm_model.Estimate:
-    kind = family("mma")
+def raw(tile: TileConfig, m: int, n: int, k: int, target: Target = H200, name: str = "int8_mma") -> gemm_model.Estimate:
+    kind = family("int8_mma")
     threads, smem_bytes = kind.threads(tile), kind.smem_bytes(GemmProblem(), tile)
     return estimate(name, GemmProblem(), tile, m, n, k, target, threads=threads, smem_bytes=smem_bytes)
 
@@ -54,7 +55,7 @@ def test_the_model_orders_what_everybody_would() -> None:
     # A deeper pipeline hides more.
     assert raw(small, 16, 4096, 4096).cycles <= raw(replace(small, stages=2), 16, 4096, 4096).cycles
     # wmma's loads cost it some of mma's rate.
-    assert raw(large, 4096, 4096, 4096).cycles < raw(large, 4096, 4096, 4096, name="wmma").cycles
+    assert raw(large, 4096, 4096, 4096).cycles < raw(large, 4096, 4096, 4096, name="int8_wmma").cycles
 
 
 def test_the_last_wave_counts() -> None:
@@ -73,10 +74,10 @@ def test_memory_bounds_the_time_and_not_the_order() -> None:
 
 
 def test_dp4a_is_slower_than_tensor_cores_where_products_count() -> None:
-    simt = family("simt")
+    simt = family("int8_dp4a")
     best = min(
-        estimate("simt", GemmProblem(), tile, 4096, 4096, 4096, H200, threads=tile.threads, smem_bytes=0).cycles
-        for tile in simt.default_tiles("sm_90a")
+        estimate("int8_dp4a", GemmProblem(), tile, 4096, 4096, 4096, H200, threads=tile.threads, smem_bytes=0).cycles
+        for tile in simt.default_tiles(GemmProblem(), "sm_90a")
     )
     mma = raw(TileConfig((128, 128, 64), (64, 64, 64), 4), 4096, 4096, 4096).cycles
     assert 3 * mma < best

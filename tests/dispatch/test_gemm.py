@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
@@ -18,11 +19,16 @@ from qcut.cuda.plans import m_bucket
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.cost_model import tile_cycles
-from qcut.dispatch.gemm import SM80_MENU, SM90_MENU, Choice, Target, select_gemm
+from qcut.dispatch.gemm import Choice, select_gemm
+from qcut.dispatch.gpus import Target, target_for, target_named
+from qcut.dispatch.precompile import precompile_sources
 from qcut.dispatch.tables import Row, Table
+from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
-from qcut.emitters.core.source import ARCHITECTURES, DType
-from qcut.emitters.gemm.families import FAMILIES, family
+from qcut.emitters.core.family import Grid
+from qcut.emitters.core.source import DType
+from qcut.emitters.families import FAMILIES, family
+from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.errors import ConfigError, DeviceError, UnsupportedError
 
@@ -49,7 +55,7 @@ def shipped_rows() -> list[dict]:
 
 def test_every_row_of_the_shipped_table_is_legal_and_every_cutlass_row_is_found_again():
     rows = shipped_rows()
-    assert sum(row["family"] == "cutlass" for row in rows) >= 76
+    assert sum(row["family"] == "int8_cutlass" for row in rows) >= 76
     for row in rows:
         problem = dispatch.problem_of(row["m"], row["n"], row["k"], layouts=row["layouts"], out=row["out"])
         tile = tuned.tile_from_json(row["family"], row["tile"])
@@ -58,7 +64,7 @@ def test_every_row_of_the_shipped_table_is_legal_and_every_cutlass_row_is_found_
         choice = select_gemm(problem, row["m"], row["n"], row["k"], H200)
         same = [r for r in rows if all(r[key] == row[key] for key in ("out", "layouts", "m", "n", "k"))]
         fastest = min(same, key=lambda r: r["time_us"])
-        if row["family"] == "simt" and len(same) == 1:
+        if row["family"] == "int8_dp4a" and len(same) == 1:
             choice = select_gemm(problem, row["m"], row["n"], row["k"], H200, tensor_cores=False)
         elif row != fastest:
             continue
@@ -73,27 +79,27 @@ def write_user_rows(target: Target, *rows: Row) -> None:
     tuned.write(path, Table(target.name, rows))
 
 
-MMA = family("mma").default_tiles("sm_80")[3]
-WMMA = family("wmma").default_tiles("sm_80")[0]
-SIMT = family("simt").default_tiles("sm_80")[0]
+MMA = family("int8_mma").default_tiles(GemmProblem(), "sm_80")[3]
+WMMA = family("int8_wmma").default_tiles(GemmProblem(), "sm_80")[0]
+SIMT = family("int8_dp4a").default_tiles(GemmProblem(), "sm_80")[0]
 
 
 def test_of_several_tuned_families_the_fastest_that_can_serve_wins():
     sizes = (256, 1280, 1280)
     rows = [
-        Row("cutlass", "f16", "tnt", *sizes, SM80_MENU[0], 9.0),
-        Row("mma", "f16", "tnt", *sizes, MMA, 8.0),
-        Row("wmma", "f16", "tnt", *sizes, WMMA, 7.0),
-        Row("simt", "f16", "tnt", *sizes, SIMT, 30.0),
+        Row("int8_cutlass", "f16", "tnt", *sizes, SM80_MENU[0], 9.0),
+        Row("int8_mma", "f16", "tnt", *sizes, MMA, 8.0),
+        Row("int8_wmma", "f16", "tnt", *sizes, WMMA, 7.0),
+        Row("int8_dp4a", "f16", "tnt", *sizes, SIMT, 30.0),
     ]
     write_user_rows(A100, *rows)
     choice = select_gemm(DYNAMIC, *sizes, A100)
-    assert choice == Choice("wmma", WMMA, reason="tuned", tuned_us=7.0)
+    assert choice == Choice("int8_wmma", WMMA, reason="tuned", tuned_us=7.0)
     assert select_gemm(DYNAMIC, *sizes, A100, tensor_cores=False).tile == SIMT
     assert select_gemm(DYNAMIC, *sizes, A100, tensor_cores=False).reason.startswith("tuned")
     write_user_rows(A100, replace(rows[0], time_us=1.0), *rows[1:])
-    assert select_gemm(DYNAMIC, *sizes, A100).family == "cutlass"
-    assert select_gemm(DYNAMIC, *sizes, A100, cutlass=False).family == "wmma"
+    assert select_gemm(DYNAMIC, *sizes, A100).family == "int8_cutlass"
+    assert select_gemm(DYNAMIC, *sizes, A100, cutlass=False).family == "int8_wmma"
     # Float outputs of other types share the rows of f16; int8 and other layouts have none.
     for out, layouts, reason in (("bf16", "tnt", "tuned"), ("s8", "tnt", "model"), ("f16", "ttt", "model")):
         problem = dispatch.problem_of(*sizes, out=out, layouts=layouts)
@@ -102,22 +108,22 @@ def test_of_several_tuned_families_the_fastest_that_can_serve_wins():
 
 def test_simt_rows_do_not_speak_against_tensor_cores_that_nobody_measured():
     sizes = (256, 1280, 1280)
-    write_user_rows(A100, Row("simt", "f16", "tnt", *sizes, SIMT, 30.0))
+    write_user_rows(A100, Row("int8_dp4a", "f16", "tnt", *sizes, SIMT, 30.0))
     assert select_gemm(DYNAMIC, *sizes, A100).reason == "model"
-    assert select_gemm(DYNAMIC, *sizes, A100).family != "simt"
+    assert select_gemm(DYNAMIC, *sizes, A100).family != "int8_dp4a"
     assert select_gemm(DYNAMIC, *sizes, A100, tensor_cores=False).tuned_us == 30.0
 
 
 def test_the_nearest_tuned_m_is_taken_and_times_compare_per_row():
     write_user_rows(
         A100,
-        Row("mma", "f16", "tnt", 256, 1280, 1280, MMA, 10.0),
-        Row("mma", "f16", "tnt", 224, 1280, 1280, replace(MMA, stages=3), 9.0),
-        Row("wmma", "f16", "tnt", 256, 1280, 1280, WMMA, 9.5),
+        Row("int8_mma", "f16", "tnt", 256, 1280, 1280, MMA, 10.0),
+        Row("int8_mma", "f16", "tnt", 224, 1280, 1280, replace(MMA, stages=3), 9.0),
+        Row("int8_wmma", "f16", "tnt", 256, 1280, 1280, WMMA, 9.5),
     )
     # At 200 rows the 224 of mma stand for it: 9.0/224 is more than wmma's 9.5/256.
-    assert select_gemm(DYNAMIC, 200, 1280, 1280, A100).family == "wmma"
-    write_user_rows(A100, Row("mma", "f16", "tnt", 224, 1280, 1280, MMA, 8.0))
+    assert select_gemm(DYNAMIC, 200, 1280, 1280, A100).family == "int8_wmma"
+    write_user_rows(A100, Row("int8_mma", "f16", "tnt", 224, 1280, 1280, MMA, 8.0))
     assert select_gemm(DYNAMIC, 200, 1280, 1280, A100).tuned_us == 8.0
     assert select_gemm(DYNAMIC, 230, 1280, 1280, A100).reason == "model"
 
@@ -140,10 +146,10 @@ def test_menus_are_legal_for_every_output(menu: tuple[TileConfig, ...]):
         for out in (DType.F16, DType.BF16, DType.F32, DType.S8):
             arches = ["sm_90a"] if menu is SM90_MENU else ["sm_80", "sm_86", "sm_89", "sm_100", "sm_120"]
             problem = replace(DYNAMIC, epilogue=replace(DYNAMIC.epilogue, out=out))
-            legal = [arch for arch in arches if family("cutlass").is_legal(problem, tile, arch)]
+            legal = [arch for arch in arches if family("int8_cutlass").is_legal(problem, tile, arch)]
             # A 256-wide tile of three stages does not fit where a CTA has 99 KB.
             assert legal == arches or tile.threadblock_shape == (128, 256, 64)
-    assert family("cutlass").menu(DYNAMIC, "sm_89")
+    assert family("int8_cutlass").menu(DYNAMIC, "sm_89")
 
 
 def test_the_model_prefers_whole_waves_and_grows_with_the_work():
@@ -167,11 +173,11 @@ def test_few_rows_get_small_tiles_and_many_rows_large_ones():
 @pytest.mark.parametrize(
     ("n", "cutlass", "name", "reason"),
     [
-        (1280, True, "cutlass", "tuned"),
-        (1281, True, "mma", "model; not cutlass: rows of D unaligned"),
-        (1284, True, "mma", "model; not cutlass: rows of D unaligned"),
-        (1288, True, "cutlass", "model"),
-        (1280, False, "mma", "model; not cutlass: no nvcc or g++"),
+        (1280, True, "int8_cutlass", "tuned"),
+        (1281, True, "int8_mma", "model; not cutlass: rows of D unaligned"),
+        (1284, True, "int8_mma", "model; not cutlass: rows of D unaligned"),
+        (1288, True, "int8_cutlass", "model"),
+        (1280, False, "int8_mma", "model; not cutlass: no nvcc or g++"),
     ],
 )
 def test_family_and_its_reason(n: int, cutlass: bool, name: str, reason: str):
@@ -191,26 +197,26 @@ def test_family_and_its_reason(n: int, cutlass: bool, name: str, reason: str):
 @pytest.mark.parametrize("layouts", LAYOUTS)
 @pytest.mark.parametrize("out", ["f16", "s8", "s32"])
 def test_there_is_a_kernel_for_everything(arch: str, layouts: str, out: str):
-    gpu = dispatch.target_named(arch)
+    gpu = target_named(arch)
     for sizes in ((1, 1, 1), (1, 4096, 4096), (17, 1283, 100), (64, 64, 65536), (65536, 16, 128), (1024, 1024, 1024)):
         problem = dispatch.problem_of(*sizes, layouts=layouts, out=out)
         for tensor_cores in (True, False):
             choice = select_gemm(problem, *sizes, gpu, tensor_cores=tensor_cores)
             family(choice.family).validate(problem, choice.tile, arch)
-            assert tensor_cores or choice.family == "simt"
-            assert min(dispatch.grid(choice, sizes[0], sizes[1])) >= 1
+            assert tensor_cores or choice.family == "int8_dp4a"
+            assert min(dispatch.grid(choice, sizes[1], 132)(sizes[0])) >= 1
             if layouts != "tnt" or out == "s32":
-                assert choice.family != "cutlass"
+                assert choice.family != "int8_cutlass"
                 assert "not cutlass" in choice.reason
 
 
 def test_large_products_take_tensor_cores():
     for arch in ARCHITECTURES:
-        gpu = dispatch.target_named(arch)
+        gpu = target_named(arch)
         for layouts in LAYOUTS:
             problem = dispatch.problem_of(4096, 4096, 4096, layouts=layouts)
             choice = select_gemm(problem, 4096, 4096, 4096, gpu)
-            assert choice.family == ("cutlass" if layouts == "tnt" else "mma")
+            assert choice.family == ("int8_cutlass" if layouts == "tnt" else "int8_mma")
 
 
 def test_few_rows_of_long_k_are_split_where_clusters_exist():
@@ -223,14 +229,14 @@ def test_few_rows_of_long_k_are_split_where_clusters_exist():
 def test_the_raw_families_need_no_alignment():
     problem = replace(dispatch.problem_of(64, 1280, 1296), alignment_k=1)
     choice = select_gemm(problem, 64, 1280, 1296, H200)
-    assert choice.family != "cutlass"
+    assert choice.family != "int8_cutlass"
     assert choice.reason == "model; not cutlass: rows of A and B unaligned"
 
 
 def test_grids_are_the_familys():
-    mma = Choice("mma", TileConfig((128, 64, 64), (64, 32, 64), 4))
-    assert dispatch.grid(mma, 129, 65) == (4, 1, 1)
-    assert dispatch.grid(Choice("cutlass", SM90_MENU[0]), 129, 65) == (1, 1, 1)
+    mma = Choice("int8_mma", TileConfig((128, 64, 64), (64, 32, 64), 4))
+    assert dispatch.grid(mma, 65, 132)(129) == (4, 1, 1)
+    assert dispatch.grid(Choice("int8_cutlass", SM90_MENU[0]), 65, 132) == Grid(1, (1, 1, 1))
 
 
 @pytest.mark.parametrize("gpu", [H200, A100], ids=lambda gpu: gpu.arch)
@@ -239,16 +245,16 @@ def test_weight_only_kernels_by_tokens(gpu: Target):
     for m in (1, 8, 16, 32, 33, 64, 4096):
         for n, k in ((1, 1), (1280, 1280), (14336, 4096), (4096, 14336)):
             choice = dispatch.select_weight_only(problem, m, n, k, gpu)
-            assert choice.family == ("weight_only_decode" if m <= 32 else "weight_only")
+            assert choice.family == ("w8a16_stream" if m <= 32 else "w8a16_mma")
             assert dispatch.emit(choice, problem, gpu.arch).arch == gpu.arch  # which validates the tile
-            rows = dispatch.tile_rows(choice)
-            x, y, z = dispatch.grid(choice, m, n)
+            grid = dispatch.grid(choice, n, gpu.sm_count)
+            x, y, z = grid(m)
             assert (y, z) == (1, 1)
             if m <= 32:
-                assert rows >= m
+                assert grid.rows >= m
                 assert x // choice.tile.splits * 16 * choice.tile.row_tiles >= n
             else:
-                assert x * rows * choice.tile.threadblock_shape[1] >= m * n
+                assert x * grid.rows * choice.tile.threadblock_shape[1] >= m * n
 
 
 # ── explain ──────────────────────────────────────────────────────────────────────────────────────
@@ -256,17 +262,16 @@ def test_weight_only_kernels_by_tokens(gpu: Target):
 
 def test_explain_names_kernel_reason_model_and_table():
     text = str(qcut.explain(4096, 4096, 4096, gpu="NVIDIA H200"))
-    assert (
-        "4096x4096x4096 on NVIDIA H200 (132 SMs): qcut_cutlass_sm90a_s8xs8_f16_zm_sm_sn_b_128x128x128_pingpong" in text
-    )
+    assert text.startswith("4096x4096x4096 on NVIDIA H200 (132 SMs): qcut_int8_cutlass_sm90a_s8xs8_f16_zm_sm_sn_b_")
+    assert "_128x128x128_pingpong" in text.splitlines()[0]
     assert "Why: tuned. Its row says 105.85 us." in text
-    assert "Others by the model: mma " in text
+    assert "Others by the model: int8_mma " in text
     assert "shipped nvidia_h200.json: " in text
     text = str(qcut.explain(4096, 4096, 4096, gpu="sm_80", layouts="nnn", out="s32"))
     assert "its kernels take layouts tnt, these are nnn" in text
     assert "Tables: none for this GPU." in text
     simt = qcut.explain(64, 64, 64, gpu="sm_80", tensor_cores=False)
-    assert simt.choice.family == "simt"
+    assert simt.choice.family == "int8_dp4a"
     assert simt.others == ()
     fused = Epilogue(DType.F32, bias=True)
     assert "_f32_b_" in qcut.explain(64, 64, 64, gpu="sm_80", epilogue=fused).kernel
@@ -324,13 +329,13 @@ def test_alignment_divides(size: int):
     ],
 )
 def test_architectures(capability: tuple[int, int], arch: str):
-    assert dispatch.target_for(capability, 100, "GPU").arch == arch
+    assert target_for(capability, 100, "GPU").arch == arch
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (6, 1), (11, 0)])
 def test_gpus_without_kernels_are_refused_by_name(capability: tuple[int, int]):
     with pytest.raises(UnsupportedError, match=rf"GPU Old One has compute capability {capability[0]}\.{capability[1]}"):
-        dispatch.target_for(capability, 100, "Old One")
+        target_for(capability, 100, "Old One")
 
 
 def test_buckets_hold_their_rows_and_are_few():
@@ -348,9 +353,10 @@ def test_buckets_hold_their_rows_and_are_few():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_precompile_covers_both_toolchains_and_every_family(arch: str):
-    sources = dispatch.precompile_sources(arch)
-    codebook = {"cbdecode", "codebook", "rotate"} | ({"cbdecodew"} if arch == "sm_90a" else set())
-    assert {source.name.split("_")[1] for source in sources} == {*FAMILIES, "wo", *codebook}
+    sources = precompile_sources(arch)
+    wanted = {*FAMILIES, "w8a16_mma", "w8a16_stream", "codebook_stream", "rotate"}
+    wanted |= {"codebook_stream_wgmma", "codebook_wgmma"} if arch == "sm_90a" else {"codebook_mma"}
+    assert {re.split("_sm[0-9]", source.name)[0].removeprefix("qcut_") for source in sources} == wanted
     assert len({source.name for source in sources}) == len(sources)
     assert {source.toolchain for source in sources} == {"nvrtc", "nvcc"}
     assert {source.arch for source in sources} == {arch}
@@ -358,7 +364,7 @@ def test_precompile_covers_both_toolchains_and_every_family(arch: str):
 
 @pytest.mark.parametrize("gpu", [A100, H200], ids=lambda gpu: gpu.arch)
 def test_precompiled_weight_only_kernels_are_those_that_layers_ask_for(gpu: Target):
-    names = {source.name for source in dispatch.precompile_sources(gpu.arch)}
+    names = {source.name for source in precompile_sources(gpu.arch)}
     for n, k, bias, activation in (
         (3840, 1280, True, "none"),
         (5120, 1280, True, "gelu_tanh"),

@@ -14,7 +14,7 @@ import pytest
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.tables import Row, Table
 from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
-from qcut.emitters.gemm.families import FAMILIES, VERSIONS, family
+from qcut.emitters.families import FAMILIES, INT8_MMA, family
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.errors import ConfigError
 from qcut.jit.build import header_digests
@@ -22,7 +22,7 @@ from tests.support import GOLDEN
 
 GPU = "NVIDIA Test 1"
 TILE = TileConfig((128, 128, 64), (64, 64, 64), 4)
-ROW = Row("mma", "s8", "tnt", 64, 1280, 1280, TILE, 5.0)
+ROW = Row("int8_mma", "s8", "tnt", 64, 1280, 1280, TILE, 5.0)
 DIGESTS = GOLDEN / "family_digests.json"
 
 
@@ -41,10 +41,10 @@ def path() -> Path:
 
 
 def test_tables_survive_the_file() -> None:
-    simt = family("simt").default_tiles("sm_80")[0]
+    simt = family("int8_dp4a").default_tiles(GemmProblem(), "sm_80")[0]
     rows = (
         ROW,
-        replace(ROW, family="simt", layouts="ntn", tile=simt),
+        replace(ROW, family="int8_dp4a", layouts="ntn", tile=simt),
         replace(ROW, m=16, tile=replace(TILE, splits=4)),
     )
     table = Table(GPU, rows, {"driver": "1"})
@@ -83,19 +83,26 @@ def test_the_users_rows_lie_over_the_shipped_ones() -> None:
 
 
 def test_rows_of_another_version_are_ignored_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    cutlass = Row("cutlass", "f16", "tnt", 64, 1280, 1280, TileConfig((128, 128, 128), schedule="pingpong"), 4.0, 2, 1)
+    tile = TileConfig((128, 128, 128), schedule="pingpong")
+    cutlass = Row("int8_cutlass", "f16", "tnt", 64, 1280, 1280, tile, 4.0, 2, 1)
     tuned.write(path(), Table(GPU, (ROW, cutlass)))
     now = tuned.versions()
-    monkeypatch.setattr(tuned, "versions", lambda: {**now, "mma": "99"})
+    monkeypatch.setattr(tuned, "versions", lambda: {**now, "int8_mma": "99"})
     tuned.forget()
     table = tuned.table_for(GPU)
     assert table.rows == (cutlass,)
     assert table.partial
-    assert f"ignored 1 rows of mma: tuned for {now['mma']}, this is 99" in " ".join(table.notes)
-    monkeypatch.setattr(tuned, "versions", lambda: {**now, "cutlass": "1, nvidia-cutlass 5.0"})
+    assert f"ignored 1 rows of int8_mma: tuned for {now['int8_mma']}, this is 99" in " ".join(table.notes)
+    monkeypatch.setattr(tuned, "versions", lambda: {**now, "int8_cutlass": "1, nvidia-cutlass 5.0"})
     tuned.forget()
     assert tuned.table_for(GPU).rows == (ROW,)
     assert "nvidia-cutlass 5.0" in " ".join(tuned.table_for(GPU).notes)
+
+
+def test_tables_of_before_families_had_one_name_are_read() -> None:
+    text = tuned.to_text(Table(GPU, (ROW,)))
+    assert '"int8_mma"' in text
+    assert tuned.parse(text.replace('"int8_mma"', '"mma"'), "old.json").rows == (ROW,)
 
 
 def test_rows_of_another_version_may_hold_tiles_that_no_longer_exist() -> None:
@@ -130,8 +137,8 @@ def damaged(**changes: object) -> str:
         (damaged(time_us=float("nan")), "time_us is a positive number"),
         (damaged(out="f64"), "out is one of"),
         (damaged(layouts="tt"), "layouts one of"),
-        (damaged(tile={"threadblock_shape": [1, 2, 3], "depth": 4}), "no tile of family 'mma'"),
-        (damaged(tile=[]), "no tile of family 'mma'"),
+        (damaged(tile={"threadblock_shape": [1, 2, 3], "depth": 4}), "no tile of family 'int8_mma'"),
+        (damaged(tile=[]), "no tile of family 'int8_mma'"),
         (damaged(versions=[]), "not a table of tuned kernels"),
     ],
 )
@@ -221,17 +228,17 @@ def code_digest(source: KernelSource) -> str:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_change_of_device_code_is_a_decision_about_its_tables(name: str) -> None:
     kind = family(name)
-    digest = code_digest(kind.emit(GemmProblem(), kind.default_tiles("sm_90a")[-1], "sm_90a"))
+    digest = code_digest(kind.emit(GemmProblem(), kind.default_tiles(GemmProblem(), "sm_90a")[-1], "sm_90a"))
     stated = json.loads(DIGESTS.read_text())[name]
-    assert stated == {"version": VERSIONS[name], "digest": digest}, (
+    assert stated == {"version": kind.version, "digest": digest}, (
         f"the device code of {name} changed. If that can move which of its tiles is fastest, raise its number in "
-        f"emitters/gemm/families.py: tables measured before are then ignored. Either way write "
-        f'"{name}": {json.dumps({"version": VERSIONS[name], "digest": digest})} into {DIGESTS.name}'
+        f"emitters/families.py: tables measured before are then ignored. Either way write "
+        f'"{name}": {json.dumps({"version": kind.version, "digest": digest})} into {DIGESTS.name}'
     )
 
 
 def test_the_digest_ignores_comments_and_sees_code() -> None:
-    source = family("mma").emit(GemmProblem(), family("mma").default_tiles("sm_90a")[0], "sm_90a")
+    source = INT8_MMA.emit(GemmProblem(), TILE, "sm_90a")
     digest = code_digest(source)
     assert code_digest(replace(source, text="// why\n/* more\n */\n" + source.text + "\n\n")) == digest
     assert code_digest(replace(source, text=source.text + "int x;")) != digest

@@ -7,21 +7,22 @@ from dataclasses import replace
 
 import pytest
 
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import mma_tile
 from qcut.emitters.codebook.mma import (
     CONSTRAINTS,
     default_tiles,
     emit_codebook_mma,
-    for_shape,
     grid,
     smem_bytes,
     validate,
 )
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.gemm.problem import TileConfig
-from tests.support.compiled import build
+from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
 HALF = CodebookProblem(epilogue=Epilogue(col_scale="per_channel", bias=True))
@@ -58,7 +59,7 @@ def test_text_instantiates_the_header():
         "#include <qcut/codebook/mma.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(128)\n'
         "qcut_codebook_mma_sm80_s8xc3s2_bf16_sm_sn_n2_16x64x128_w16x16_s6_multistage(\n"
-        "    const int8_t* x, const char* units, const char* norms, const float* fold, __nv_bfloat16* d, int m, int n, "
+        "    const char* x, const char* units, const char* norms, const float* fold, __nv_bfloat16* d, int m, int n, "
         "int units_k, int ldd, int book0, int book1, int book2, int book3, int book4, int book5, int book6, int book7, "
         "const float* row_scale, const float* col_scale) {\n"
         "  using Tile = qcut::Tile<16, 64, 128, 16, 16, 6, 1>;\n"
@@ -78,16 +79,6 @@ def test_names_are_unique_and_text_repeats():
     first, second = ([s for arch in ("sm_80", "sm_90a") for s in sources(arch)] for _ in range(2))
     assert first == second
     assert len({s.name for s in first}) == len({s.text for s in first}) == len(first)
-
-
-@pytest.mark.parametrize("source", sources("sm_90a"), ids=lambda s: s.name)
-def test_parameters_are_the_signature(source: KernelSource):
-    match = re.search(re.escape(source.entry) + r"\(([^)]*)\)", source.text)
-    assert match is not None
-    found = [argument.strip().rsplit(" ", 1) for argument in match.group(1).split(",")]
-    assert [(name, "ptr" if kind.endswith("*") else "i32") for kind, name in found] == [
-        (p.name, p.kind) for p in source.params
-    ]
 
 
 REFUSALS = {
@@ -123,22 +114,22 @@ def test_illegal_tile_is_refused_by_name(name: str):
 # ── choice ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("arch", SMEM_LIMIT)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("problem", [HALF, INT8], ids=lambda p: p.name)
 def test_every_shape_has_a_legal_tile(problem: CodebookProblem, arch: str):
     for m in (1, 17, 64, 300, 4096):
         for n in (1, 1280, 14336):
-            validate(problem, for_shape(problem, arch, m, n, 132), arch)
+            validate(problem, mma_tile(problem, m, n, Target(arch, 132)), arch)
 
 
 def test_few_tokens_take_flat_tiles_and_prompts_square_ones():
-    assert for_shape(HALF, "sm_80", 8, 4096, 108).threadblock_shape[0] == 16
-    assert for_shape(HALF, "sm_80", 4096, 4096, 108).threadblock_shape[0] >= 128
+    assert mma_tile(HALF, 8, 4096, Target("sm_80", 108)).threadblock_shape[0] == 16
+    assert mma_tile(HALF, 4096, 4096, Target("sm_80", 108)).threadblock_shape[0] >= 128
 
 
 def test_what_no_tile_can_build_is_refused():
     with pytest.raises(EmitError, match="alignment_n"):
-        for_shape(replace(HALF, alignment_n=0), "sm_80", 1, 16, 108)
+        mma_tile(replace(HALF, alignment_n=0), 1, 16, Target("sm_80", 108))
 
 
 def test_grid_is_one_cta_per_tile():
@@ -155,18 +146,19 @@ def test_a_stage_holds_tokens_units_and_norms():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles_without_spills(arch: str):
-    texts = list(dict.fromkeys(sources(arch) + menu_sources(arch)))
+    texts = in_turns(lambda arch: list(dict.fromkeys(sources(arch) + menu_sources(arch))), arch)
     for source, binary in zip(texts, build(*texts), strict=True):
         resources = binary.resources
         assert resources is not None, source.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
-        assert source.smem_bytes + resources.smem_bytes <= SMEM_LIMIT[arch]
+        assert source.smem_bytes + resources.smem_bytes <= architecture(arch).smem_bytes
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_binaries_hold_the_instructions_they_were_written_for(arch: str):
     product = {"_f16xc": "HMMA.16816.F32", "_bf16xc": "HMMA.16816.F32.BF16", "_s8xc": "IMMA.16832.S8.S8"}
-    for source, binary in zip(sources(arch), build(*sources(arch)), strict=True):
+    texts = in_turns(sources, arch)
+    for source, binary in zip(texts, build(*texts), strict=True):
         [wanted] = [name for x, name in product.items() if x in source.name]
         found = instructions(binary.cubin)
         assert {"LDSM.16.M88.4", "PRMT", "LDS.128", wanted} <= found, source.name

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from qcut import jit
 from qcut.codebooks import layout as codebook_layout
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import wgmma_cycles, wgmma_tile
 from qcut.emitters.codebook import wgmma as codebook_prompt
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.wgmma import (
@@ -22,18 +24,17 @@ from qcut.emitters.codebook.wgmma import (
     buffers,
     default_tiles,
     emit_codebook_prompt,
-    estimated_cycles,
-    for_shape,
     grid,
     smem_bytes,
     stage_bytes,
 )
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from tests.support.sass import find_nvdisasm, instructions
 
 ARCH = "sm_90a"
+H200 = Target(ARCH, 132)
 INT8 = CodebookProblem(DType.S8, epilogue=Epilogue(row_scale="per_token", col_scale="per_channel", bias=True))
 HALF = CodebookProblem(DType.F16)
 BRAIN = CodebookProblem(
@@ -53,7 +54,7 @@ def sources() -> list[KernelSource]:
     for bits, slots in ((2, 1), (2, 4), (3, 2), (4, 4)):
         for problem in (INT8, HALF):
             other = replace(problem, bits=bits, slots=slots)
-            pairs.append((other, for_shape(other, 4096, 4096, 32, 132)))
+            pairs.append((other, wgmma_tile(other, 4096, 4096, 32, H200)))
     full = replace(INT8.epilogue, activation=Activation.SILU, residual=True)
     pairs += [
         (BRAIN, replace(DEEP, tokens=128)),
@@ -69,13 +70,13 @@ def sources() -> list[KernelSource]:
 
 def test_text_instantiates_the_header():
     source = emit_codebook_prompt(INT8, PAIR, ARCH)
-    name = "qcut_codebook_prompt_sm90a_s8xc4s1_f16_sm_sn_b_n8_128x256_c2_s5_l2"
+    name = "qcut_codebook_wgmma_sm90a_s8xc4s1_f16_sm_sn_b_n8_128x256_c2_s5_l2"
     words = ", ".join(f"static_cast<uint32_t>(book{i})" for i in range(8))
     assert source.text == (
         "#include <qcut/codebook/wgmma.cuh>\n\n"
         'extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)\n'
         f"{name}(\n"
-        "    const int8_t* x, const char* units, const __half* norms, const float* fold, __half* d, int m, int n, "
+        "    const char* x, const char* units, const char* norms, const float* fold, __half* d, int m, int n, "
         f"int units_k, int ldd, {', '.join(f'int book{i}' for i in range(8))}, const float* row_scale, "
         "const float* col_scale, const float* bias) {\n"
         "  using Tile = qcut::PromptTile<int8_t, 4, 1, 256, 5, 2, 2, 1, 4>;\n"
@@ -129,7 +130,7 @@ def test_every_constraint_is_refused_below():
 def test_illegal_kernel_is_refused_by_name(name: str):
     [constraint] = [c for c in CONSTRAINTS if c.name == name]
     with pytest.raises(
-        EmitError, match=f"^qcut_codebook_prompt_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"
+        EmitError, match=f"^qcut_codebook_wgmma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"
     ):
         emit_codebook_prompt(*REFUSALS[name])
 
@@ -155,25 +156,25 @@ def test_menu_is_legal_and_holds_a_tile_for_every_shape(problem: CodebookProblem
     for tile in menu:
         codebook_prompt.validate(problem, tile, ARCH)
         deeper = replace(tile, stages=tile.stages + 1)
-        fits = smem_bytes(problem, deeper) <= SMEM_LIMIT[ARCH]
+        fits = smem_bytes(problem, deeper) <= architecture(ARCH).smem_bytes
         assert tile.stages == 8 or not fits or buffers(problem, deeper) < buffers(problem, tile)
     for m, n, units in ((1, 1, 1), (64, 1280, 10), (256, 4096, 112), (8192, 14336, 32)):
-        assert for_shape(problem, m, n, units, 132) in menu
+        assert wgmma_tile(problem, m, n, units, H200) in menu
 
 
 def test_large_prompts_take_the_large_tile_and_few_tiles_split_k():
-    assert (for_shape(INT8, 4096, 14336, 32, 132).tokens, for_shape(INT8, 4096, 14336, 32, 132).cluster) == (256, 2)
-    assert for_shape(HALF, 4096, 14336, 32, 132).tokens == 256
-    assert for_shape(HALF, 64, 4096, 112, 132).splits > 1
-    assert estimated_cycles(HALF, DEEP, 4096, 4096, 32, 132) > estimated_cycles(INT8, DEEP, 4096, 4096, 32, 132)
+    assert (wgmma_tile(INT8, 4096, 14336, 32, H200).tokens, wgmma_tile(INT8, 4096, 14336, 32, H200).cluster) == (256, 2)
+    assert wgmma_tile(HALF, 4096, 14336, 32, H200).tokens == 256
+    assert wgmma_tile(HALF, 64, 4096, 112, H200).splits > 1
+    assert wgmma_cycles(HALF, DEEP, 4096, 4096, 32, 132) > wgmma_cycles(INT8, DEEP, 4096, 4096, 32, 132)
 
 
 def test_grid_is_persistent_but_for_splits():
-    assert grid(PAIR, 4096, 14336, 132) == (132, 1, 1)
-    assert grid(PAIR, 256, 14336, 132) == (112, 1, 1)
-    assert grid(PAIR, 1, 129, 133) == (2, 1, 1)
-    assert grid(PAIR, 1, 257, 1) == (2, 1, 1)
-    assert grid(replace(SPLIT, splits=8), 65, 300, 4) == (2 * 3 * 8, 1, 1)
+    assert grid(PAIR, 14336, 132)(4096) == (132, 1, 1)
+    assert grid(PAIR, 14336, 132)(256) == (112, 1, 1)
+    assert grid(PAIR, 129, 133)(1) == (2, 1, 1)
+    assert grid(PAIR, 257, 1)(1) == (2, 1, 1)
+    assert grid(replace(SPLIT, splits=8), 300, 4)(65) == (2 * 3 * 8, 1, 1)
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────

@@ -26,16 +26,6 @@ SM90_TILE = TileConfig((128, 128, 128), cluster_shape=(2, 1), schedule="pingpong
 KERNELS = {
     "sm80_s8_gelu": (replace(FULL, out=DType.S8, activation=Activation.GELU_TANH), SM80_TILE, "sm_80"),
     "sm90_f16": (FULL, SM90_TILE, "sm_90a"),
-    "sm90_bf16_residual": (
-        Epilogue(DType.BF16, "per_token", "per_channel", residual=True),
-        TileConfig((128, 256, 128), cluster_shape=(2, 1), schedule="cooperative", epilogue_tile=(128, 64)),
-        "sm_90a",
-    ),
-    "sm90_stream_k": (
-        Epilogue(DType.S8, "none", "per_tensor"),
-        TileConfig((128, 64, 128), schedule="stream_k"),
-        "sm_90a",
-    ),
 }
 
 
@@ -101,7 +91,6 @@ def test_every_epilogue_emits_on_both_architectures_under_its_own_name():
             count += 1
             assert source.params == (*GemmProblem(epilogue=epilogue).params(), *LAUNCH_PARAMS)
             assert source.host_text is not None
-            assert "@" not in source.host_text.split("#include <cstdint>")[0] + source.host_text[-2000:]
             for param in epilogue.params():
                 assert f"a.{param.name}" in source.host_text, f"{source.name} does not pass {param.name}"
     assert len(names) == count

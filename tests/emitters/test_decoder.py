@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from qcut import jit
+from qcut.dispatch.attention import emit_attention, estimated_cycles, select_attention
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.decoder import transformer
+from qcut.emitters.decoder import activate, append, argmax, norm
+from qcut.emitters.decoder.activate import ActivateRows, emit_activation
+from qcut.emitters.decoder.append import RotateAndAppend, emit_append
+from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention import mma as attention_mma
 from qcut.emitters.decoder.attention import simt as attention
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
-from qcut.emitters.decoder.attention.choice import emit_attention, estimated_cycles, select_attention
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
-from qcut.emitters.decoder.transformer import (
-    ActivateRows,
-    ArgmaxRows,
-    NormRows,
-    RotateAndAppend,
-    emit_activation,
-    emit_append,
-    emit_argmax,
-    emit_norm,
-)
-from tests.support.compiled import build
+from qcut.emitters.decoder.norm import NormRows, emit_norm
+from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
+H200 = Target("sm_90a", 132)
 F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
 WIDE = AttentionDecode(F16, F16, 128, 4, "sm_90a")
 MMA = AttentionMma(F16, F16, 128, 4, "sm_90a", cluster=8)
@@ -93,25 +87,10 @@ def test_names_spell_the_kernel() -> None:
     assert replace(APPEND, rotary="interleaved").name == "qcut_append_sm90a_f16_f16_h128_rope_pairs"
 
 
-@pytest.mark.parametrize("source", sources("sm_90a"), ids=lambda s: s.name)
-def test_parameters_are_the_signature(source: KernelSource) -> None:
-    match = re.search(re.escape(source.entry) + r"\(([^)]*)\)", source.text)
-    assert match is not None
-    kinds = {"int": "i32", "long long": "i64", "float": "f32"}
-    found = []
-    for argument in match.group(1).split(", "):
-        kind, name = argument.rsplit(" ", 1)
-        found.append((name, kinds.get(kind, "ptr")))
-        assert (found[-1][1] == "ptr") == kind.endswith("*")
-    assert found == [(p.name, p.kind) for p in source.params]
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles_without_spills(arch: str) -> None:
-    built = jit.build_many(sources(arch), progress=False)
-    for source in sources(arch):
-        binary = built[source.name]
-        assert isinstance(binary, jit.Binary), binary
+    texts = in_turns(sources, arch)
+    for source, binary in zip(texts, build(*texts), strict=True):
         resources = binary.resources
         assert resources is not None
         assert resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
@@ -192,17 +171,17 @@ def test_halves_attend_on_tensor_cores(head: int, queries: int) -> None:
     for x, cache in ((F16, F16), (BF16, BF16), (BF16, S8)):
         desc = AttentionMma.for_shape(x, cache, head, queries, "sm_80")
         assert desc.grid(3, 2, queries, 5) == (5, 2 * -(-queries // 8), 3)
-        sizes = {"batch": 3, "kv_heads": 2, "context": 700, "sm_count": 108}
-        chosen, parts = select_attention(x, cache, head, queries, "sm_80", **sizes)
+        sizes = {"batch": 3, "kv_heads": 2, "context": 700}
+        chosen, parts = select_attention(x, cache, head, queries, Target("sm_80", 108), **sizes)
         assert (chosen, 1 <= parts <= 21) == (desc, True)
     for x, head in ((F32, 128), (F16, 8)):
-        assert isinstance(select_attention(x, x, head, queries, "sm_90a", **sizes)[0], AttentionDecode)
+        assert isinstance(select_attention(x, x, head, queries, Target("sm_90a", 108), **sizes)[0], AttentionDecode)
 
 
 def test_parts_meet_in_a_cluster_where_reading_is_short() -> None:
     def chosen(batch: int, kv_heads: int, context: int, arch: str = "sm_90a") -> tuple[int, int]:
-        sizes = {"batch": batch, "kv_heads": kv_heads, "context": context, "sm_count": 132}
-        desc, parts = select_attention(F16, F16, 128, 4, arch, **sizes)
+        sizes = {"batch": batch, "kv_heads": kv_heads, "context": context}
+        desc, parts = select_attention(F16, F16, 128, 4, Target(arch, 132), **sizes)
         assert isinstance(desc, AttentionMma)
         assert desc.cluster in (1, parts)
         return desc.cluster, parts
@@ -217,12 +196,12 @@ def test_parts_meet_in_a_cluster_where_reading_is_short() -> None:
 
 def test_estimates_follow_the_bytes() -> None:
     alone = replace(MMA, cluster=1)
-    short, long, longer = (estimated_cycles(alone, 1, 64, context, 132) for context in (32, 512, 2048))
+    short, long, longer = (estimated_cycles(alone, 1, 64, context, H200) for context in (32, 512, 2048))
     assert longer == pytest.approx(4 * long, rel=0.1)
     assert long / 12 < short < long / 4  # what it waits for at first
     four = replace(MMA, cluster=4)
-    assert estimated_cycles(alone, 4, 60, 8192, 132) > estimated_cycles(four, 4, 60, 8192, 132)
-    assert estimated_cycles(alone, 4, 64, 8192, 132) < estimated_cycles(four, 4, 64, 8192, 132)  # four clusters wait
+    assert estimated_cycles(alone, 4, 60, 8192, H200) > estimated_cycles(four, 4, 60, 8192, H200)
+    assert estimated_cycles(alone, 4, 64, 8192, H200) < estimated_cycles(four, 4, 64, 8192, H200)  # four clusters wait
     assert replace(MMA, cluster=4).workspace_floats(2, 8, 4, 4) == alone.workspace_floats(2, 8, 4, 1) == 0
     assert alone.workspace_floats(2, 8, 4, 3) == 2 * 8 * 3 * 4 * 132
 
@@ -272,10 +251,10 @@ def test_illegal_attention_on_tensor_cores_is_refused_by_name(name: str) -> None
 def test_every_constraint_is_refused_below() -> None:
     assert [c.name for c in attention_mma.CONSTRAINTS] == list(MMA_REFUSALS)
     assert [c.name for c in attention.CONSTRAINTS] == list(REFUSALS)
-    assert [c.name for c in transformer.NORM_CONSTRAINTS] == ["x", "threads", "vectors"]
-    assert [c.name for c in transformer.ROPE_CONSTRAINTS] == ["x", "cache", "head", "rotary"]
-    assert [c.name for c in transformer.ACTIVATION_CONSTRAINTS] == ["kind", "x"]
-    assert [c.name for c in transformer.ARGMAX_CONSTRAINTS] == ["x"]
+    assert [c.name for c in norm.CONSTRAINTS] == ["x", "threads", "vectors"]
+    assert [c.name for c in append.CONSTRAINTS] == ["x", "cache", "head", "rotary"]
+    assert [c.name for c in activate.CONSTRAINTS] == ["kind", "x"]
+    assert [c.name for c in argmax.CONSTRAINTS] == ["x"]
 
 
 @pytest.mark.parametrize("name", REFUSALS)

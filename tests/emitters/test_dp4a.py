@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from qcut import jit
+from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.gemm import dp4a as simt_gemm
 from qcut.emitters.gemm.dp4a import CONSTRAINTS, SimtTile, emit_simt_gemm, search_space, smem_bytes
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.gemm.problem import GemmProblem
-from tests.support.compiled import build
+from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
 REQUANTIZE = Epilogue(DType.S8, "per_token", "per_channel", bias=True)
@@ -57,7 +57,7 @@ def test_text_instantiates_the_header():
     assert source.text == (
         "#include <qcut/gemm/dp4a.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(256, 2)\n'
-        "qcut_simt_sm80_s8xs8_s8_st_ntn_k4n12_128x128x32_w64x32_i1_t8x8(\n"
+        "qcut_int8_dp4a_sm80_s8xs8_s8_st_ntn_k4n12_128x128x32_w64x32_i1_t8x8(\n"
         "    const int8_t* a, const int8_t* b, int8_t* d, int m, int n, int k, int lda, int ldb, int ldd, "
         "float col_scale, float out_inv_scale, float out_zero_point) {\n"
         "  using Tile = qcut::SimtTile<128, 128, 32, 64, 32, 1, 8, 8>;\n"
@@ -118,7 +118,7 @@ def test_illegal_gemm_is_refused_by_name(name: str):
     broken = [c.name for c in CONSTRAINTS[: list(REFUSALS).index(name) + 1] if not c.holds(problem, tile, arch)]
     assert broken == [name]
     [constraint] = [c for c in CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_simt_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
+    with pytest.raises(EmitError, match=f"^qcut_int8_dp4a_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
         emit_simt_gemm(problem, tile, arch)
 
 
@@ -132,7 +132,7 @@ def test_sizes_are_refused_before_anything_divides_by_them(field: str, size: int
 # ── search space ─────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("arch", SMEM_LIMIT)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_search_space_is_what_is_legal_of_the_product(arch: str):
     blocks, warps, lanes = (64, 128, 256), (32, 64, 128, 256), (4, 8, 16, 32)
     sizes = product(blocks, blocks, (8, 16, 32, 64), warps, warps, (1, 2, 4, 8), lanes, lanes)
@@ -152,7 +152,7 @@ def test_legal_tiles_are_covered_exactly():
         assert 32 <= tile.threads <= 1024
 
 
-@pytest.mark.parametrize("arch", SMEM_LIMIT)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_menu_is_legal(arch: str):
     tiles = simt_gemm.default_tiles(arch)
     assert {16, 128} <= {t.bm for t in tiles}
@@ -251,7 +251,7 @@ def test_a_sample_of_legal_tiles_compiles_without_spills():
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_layouts_and_epilogues_compile_without_spills(arch: str):
-    for binary in build(*layout_sources(arch)):
+    for binary in build(*in_turns(layout_sources, arch)):
         check_registers(binary)
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.decoder.quantize import (
@@ -23,10 +24,10 @@ from qcut.emitters.decoder.quantize import (
 )
 from qcut.emitters.gemm import mma as mma_gemm
 from qcut.emitters.gemm import w8a16 as weight_only_gemm
-from qcut.emitters.gemm.mma import SMEM_LIMIT, emit_mma_gemm, smem_bytes
+from qcut.emitters.gemm.mma import emit_mma_gemm, smem_bytes
 from qcut.emitters.gemm.problem import GemmProblem, Layout, TileConfig
 from qcut.emitters.gemm.w8a16 import emit_weight_only_gemm
-from tests.support.compiled import build
+from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
 DYNAMIC = Epilogue(row_scale="per_token", col_scale="per_channel", bias=True)
@@ -124,7 +125,7 @@ def test_gemm_text_sets_exactly_the_epilogue_it_names():
     assert source.text == (
         "#include <qcut/gemm/mma.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(128)\n'
-        "qcut_mma_sm80_s8xs8_s8_zt_st_silu_16x64x128_w16x16_s5_multistage(\n"
+        "qcut_int8_mma_sm80_s8xs8_s8_zt_st_silu_16x64x128_w16x16_s5_multistage(\n"
         "    const int8_t* a, const int8_t* b, int8_t* d, int m, int n, int k, int lda, int ldb, int ldd, "
         "int zero_point, const int32_t* colsum, float col_scale, float out_inv_scale, float out_zero_point) {\n"
         "  using Tile = qcut::Tile<16, 64, 128, 16, 16, 5, 1>;\n"
@@ -192,19 +193,6 @@ def test_names_are_unique_and_text_repeats():
     assert len({s.name for s in first}) == len({s.text for s in first}) == len(first)
 
 
-@pytest.mark.parametrize("source", all_sources("sm_90a"), ids=lambda s: s.name)
-def test_parameters_are_the_signature(source: KernelSource):
-    match = re.search(re.escape(source.entry) + r"\(([^)]*)\)", source.text)
-    assert match is not None
-    found = []
-    for argument in match.group(1).split(","):
-        kind, name = argument.strip().rsplit(" ", 1)
-        found.append((name, {"int": "i32", "long long": "i64", "float": "f32"}.get(kind, "ptr")))
-        assert (found[-1][1] == "ptr") == kind.endswith("*")
-    assert found == [(p.name, p.kind) for p in source.params]
-    assert f"__launch_bounds__({source.block})" in source.text
-
-
 # ── layout choices ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -236,7 +224,7 @@ def test_elementwise_grid_covers_the_matrix(m: int, k: int):
         assert k <= columns * desc.row_elements < k + desc.row_elements
 
 
-@pytest.mark.parametrize("arch", SMEM_LIMIT)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_menus_are_legal(arch: str):
     for problem, family in ((GemmProblem(), mma_gemm), (GemmProblem(a=DType.BF16), weight_only_gemm)):
         tiles = family.default_tiles(arch)
@@ -300,7 +288,7 @@ def test_every_constraint_is_refused_below():
 @pytest.mark.parametrize("name", REFUSALS)
 def test_illegal_int8_gemm_is_refused_by_name(name: str):
     [constraint] = [c for c in mma_gemm.CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_mma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
+    with pytest.raises(EmitError, match=f"^qcut_int8_mma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
         emit_mma_gemm(*REFUSALS[name])
 
 
@@ -336,7 +324,7 @@ def test_edges_of_constraints_are_refused(problem: GemmProblem, tile: TileConfig
     ],
 )
 def test_illegal_weight_only_gemm_is_refused_by_name(problem: GemmProblem, tile: TileConfig, name: str):
-    with pytest.raises(EmitError, match=f"^qcut_wo_[a-z0-9_]+: {name}: "):
+    with pytest.raises(EmitError, match=f"^qcut_w8a16_mma_[a-z0-9_]+: {name}: "):
         emit_weight_only_gemm(problem, tile, "sm_90a")
 
 
@@ -371,12 +359,12 @@ def test_illegal_quantize_layout_is_refused(make: Callable[[], object], why: str
     ids=lambda f: f.__name__,
 )
 def test_compiles_without_spills(sources: Callable[[str], list[KernelSource]], arch: str):
-    texts = sources(arch)
+    texts = in_turns(sources, arch)
     for source, binary in zip(texts, build(*texts), strict=True):
         resources = binary.resources
         assert resources is not None, source.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
-        assert source.smem_bytes + resources.smem_bytes <= SMEM_LIMIT[arch]
+        assert source.smem_bytes + resources.smem_bytes <= architecture(arch).smem_bytes
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -385,12 +373,12 @@ def test_large_tiles_fit_their_occupancy(arch: str):
     [binary] = build(emit_mma_gemm(problem, LARGE, arch))
     assert binary.resources is not None
     assert binary.resources.registers * 256 <= 65536
-    assert 2 * smem_bytes(problem, MIDDLE) <= SMEM_LIMIT[arch]
+    assert 2 * smem_bytes(problem, MIDDLE) <= architecture(arch).smem_bytes
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_every_tile_of_the_menu_uses_the_tensor_core(arch: str):
-    for binary in build(*menu_sources(arch)):
+    for binary in build(*in_turns(menu_sources, arch)):
         found = instructions(binary.cubin)
         assert {"IMMA.16832.S8.S8", "LDSM.16.M88.4"} <= found, binary.name
         assert any(name.startswith("LDGSTS.E.BYPASS") for name in found), binary.name

@@ -6,10 +6,12 @@ import random
 
 import pytest
 
-from qcut import jit
 from qcut.codebooks.layout import Geometry
-from qcut.emitters.codebook.rotate import RotateTokens, RotateTokensDense, emit_rotate
+from qcut.dispatch.codebook import emit_rotation
+from qcut.emitters.codebook.rotate import Kind, RotateTokens
+from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.source import DType, EmitError, KernelSource
+from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
 F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
@@ -22,48 +24,45 @@ def sources(arch: str) -> list[KernelSource]:
     shapes = ((1, 4096, 128), (4096, 1280, 32), (4096, 16384, 16384), (1, 20480, 4096), (8, 40, 2))
     for i, (x, out) in enumerate(CONVERSIONS):
         for j, (m, k, group) in enumerate(shapes):
-            norm = ("none", "layer", "rms")[(i + j) % 3]
-            options = {"aligned": i != 3, "norm": norm}
-            desc = RotateTokens.for_shape(x, out, "hadamard", arch, m, k, group, passes=1 + (i + j) % 2, **options)
-            plain = RotateTokens.for_shape(x, out, "none", arch, m, k, (96, 128)[i % 2], **options)
+            aligned, passes = i != 3, 1 + (i + j) % 2
+            desc = RotateTokens.for_shape(x, out, "hadamard", arch, m, k, group, passes=passes, aligned=aligned)
+            plain = RotateTokens.for_shape(x, out, "none", arch, m, k, (96, 128)[i % 2], aligned=aligned)
             found[desc.name] = desc
             if i == j or j == 0:
                 found[plain.name] = plain
     # Registers are scarcest here.
     for desc in (
-        RotateTokens.for_shape(F32, S8, "hadamard", arch, 1, 16384, 16384, passes=2, norm="layer"),
-        RotateTokens.for_shape(F32, S8, "hadamard", arch, 1, 20480, 4096, passes=2, norm="layer"),
-        RotateTokens.for_shape(F16, S8, "hadamard", arch, 1, 14336, 128, passes=2, norm="rms"),
+        RotateTokens.for_shape(F32, S8, "hadamard", arch, 1, 16384, 16384, passes=2),
+        RotateTokens.for_shape(F32, S8, "hadamard", arch, 1, 20480, 4096, passes=2),
+        RotateTokens.for_shape(F16, S8, "hadamard", arch, 1, 14336, 128, passes=2),
     ):
         found[desc.name] = desc
     for x in (F16, BF16):
         for out, m, group in ((x, 1, 128), (x, 64, 200), (F32, 32, 20), (F32, 130, 1024), (x, 8, 32)):
             dense = RotateTokensDense.for_shape(x, out, arch, m, 4096, group, passes=2, aligned=x is F16)
             found[dense.name] = dense
-    return [emit_rotate(desc) for desc in found.values()]
+    return [emit_rotation(desc) for desc in found.values()]
 
 
 def test_text_instantiates_the_header():
-    source = emit_rotate(RotateTokens(F16, S8, "hadamard", 128, "sm_90a", 2, 96, norm="rms"))
+    source = emit_rotation(RotateTokens(F16, S8, "hadamard", 128, "sm_90a", 2, 96))
     assert source.text == (
         "#include <qcut/codebook/rotate.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(96)\n'
-        "qcut_rotate_sm90a_f16tos8_hadamard128p2_t96r1_rms("
-        "const __half* x, void* y, float* scale, const uint32_t* signs, const __half* norm_weight, "
-        "long long x_stride, int m, int k, int k_padded, float eps) {\n"
-        "  qcut::RowRotation<__half, int8_t, true, 128, 128, 2, 96, 1, true, true, qcut::Norm::kRms>::run("
-        "x, y, scale, signs, norm_weight, nullptr, x_stride, m, k, k_padded, eps, 0x1.6a09e60000000p-4f);\n"
+        "qcut_rotate_sm90a_f16tos8_hadamard128p2_t96r1("
+        "const __half* x, void* y, float* scale, const uint32_t* signs, "
+        "long long x_stride, int m, int k, int k_padded) {\n"
+        "  qcut::RowRotation<__half, int8_t, true, 128, 128, 2, 96, 1, true, true>::run("
+        "x, y, scale, signs, x_stride, m, k, k_padded, 0x1.6a09e60000000p-4f);\n"
         "}\n"
     )
-    assert [p.name for p in source.params] == [
-        *("x", "y", "scale", "signs", "norm_weight", "x_stride", "m", "k", "k_padded", "eps"),
-    ]
-    assert (source.block, source.smem_bytes, source.struct_format) == (96, 0, "@PPPPPqiiif")
+    assert [p.name for p in source.params] == ["x", "y", "scale", "signs", "x_stride", "m", "k", "k_padded"]
+    assert (source.block, source.smem_bytes, source.struct_format) == (96, 0, "@PPPPqiii")
 
 
 def test_text_of_a_dense_rotation():
     desc = RotateTokensDense(BF16, F32, 100, "sm_80", 1, 16, False)
-    source = emit_rotate(desc)
+    source = emit_rotation(desc)
     assert source.text == (
         "#include <qcut/codebook/rotate_dense.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(128)\n'
@@ -95,8 +94,8 @@ def test_heuristics_cover_every_row():
         k = group * gen.randrange(1, 60) + (2 ** gen.randrange(group.bit_length()) if gen.random() < 0.5 else 0)
         m = gen.choice((1, 2, 16, 200, 4096))
         x, out = gen.choice(CONVERSIONS)
-        kind, norm = gen.choice((("hadamard", "none"), ("hadamard", "rms"), ("none", "layer"), ("none", "none")))
-        desc = RotateTokens.for_shape(x, out, kind, "sm_90a", m, k, group, norm=norm)
+        kind: Kind = gen.choice(("hadamard", "none"))
+        desc = RotateTokens.for_shape(x, out, kind, "sm_90a", m, k, group)
         k_padded = Geometry(k, group).k_padded
         along_m, pieces, _ = desc.grid(m, k_padded)
         assert m <= along_m * desc.rows < m + desc.rows
@@ -134,7 +133,6 @@ def test_without_a_rotation_unpadded_groups_share_a_kernel():
         ({"group": 96}, "hadamard_group: is a power of two up to 16384"),
         ({"group": 32768}, "hadamard_group: "),
         ({"passes": 3}, "passes: "),
-        ({"norm": "batch"}, "norm: "),
         ({"threads": 48}, "threads: "),
         ({"threads": 512, "rows": 4}, "rows: "),
         ({"held": False}, "held: "),
@@ -175,17 +173,18 @@ def test_grid_refuses_what_does_not_fit():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_compiles_without_spills(arch: str):
     """But for a word or two where 1024 threads hold two passes of a row."""
-    for source in sources(arch):
-        resources = jit.build(source).resources
+    texts = in_turns(sources, arch)
+    for source, binary in zip(texts, build(*texts), strict=True):
+        resources = binary.resources
         allowed = 16 if source.block == 1024 and "p2" in source.name else 0
         assert resources.stack_bytes <= allowed, source.name
         assert max(resources.spill_store_bytes, resources.spill_load_bytes) <= allowed, source.name
 
 
 def test_instructions():
-    rows = instructions(jit.build(emit_rotate(RotateTokens(F16, S8, "hadamard", 1024, "sm_90a", threads=64))).cubin)
+    rows = instructions(build(emit_rotation(RotateTokens(F16, S8, "hadamard", 1024, "sm_90a", threads=64)))[0].cubin)
     assert {"SHFL.BFLY", "LDG.E.128", "STG.E.128", "STS.128", "LDS.128"} <= rows
-    dense = instructions(jit.build(emit_rotate(RotateTokensDense(BF16, BF16, 128, "sm_90a"))).cubin)
+    dense = instructions(build(emit_rotation(RotateTokensDense(BF16, BF16, 128, "sm_90a")))[0].cubin)
     assert "HMMA.16816.F32.BF16" in dense
     assert any(name.startswith("LDGSTS") for name in dense)
     assert any(name.startswith("LDSM") for name in dense)

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import is_wgmma_better, stream_tile, stream_wgmma_tile
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.stream import codebook as codebook_decode
 from qcut.emitters.stream import codebook_wgmma as codebook_decode_wgmma
 from qcut.emitters.stream.codebook import CodebookDecodeTile, emit_codebook_decode
 from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile, emit_codebook_decode_wgmma
+from qcut.jit import Binary
 from tests.support.compiled import build
 from tests.support.sass import instructions
 
+H200 = Target("sm_90a", 132)
 HALF = CodebookProblem()
 BRAIN = CodebookProblem(DType.BF16, 3, 4, Epilogue(DType.BF16, col_scale="per_channel", bias=True))
 INT8 = CodebookProblem(DType.S8, 2, 2, Epilogue(row_scale="per_token", col_scale="per_channel", residual=True))
@@ -69,24 +76,11 @@ def test_text_is_deterministic_and_names_are_unique():
 
 def test_names_spell_the_kernel():
     name = emit_codebook_decode(HALF, CLUSTER, "sm_90a").name
-    assert name == "qcut_cbdecode_sm90a_f16xc4s1_f16_sn_n8_t8_r9_w28_u1_k4_p1"
+    assert name == "qcut_codebook_stream_sm90a_f16xc4s1_f16_sn_n8_t8_r9_w28_u1_k4_p1"
     name = emit_codebook_decode(ROTATES, WIDE, "sm_90a").name
-    assert name == "qcut_cbdecode_sm90a_f16hxc4s1_f16_sn_n8_t1_r7_w32_u1_k1_p1"
+    assert name == "qcut_codebook_stream_sm90a_f16hxc4s1_f16_sn_n8_t1_r7_w32_u1_k1_p1"
     name = emit_codebook_decode_wgmma(INT8, WGMMA, "sm_90a").name
-    assert name == "qcut_cbdecodew_sm90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
-
-
-@pytest.mark.parametrize("source", [*mma_sources("sm_90a"), *wgmma_sources()], ids=lambda s: s.name)
-def test_parameters_are_the_signature(source: KernelSource):
-    match = re.search(re.escape(source.entry) + r"\(\s*([^)]*)\)", source.text)
-    assert match is not None
-    found = []
-    for argument in match.group(1).split(","):
-        kind, name = argument.strip().rsplit(" ", 1)
-        found.append((name, {"int": "i32", "float": "f32"}.get(kind, "ptr")))
-        assert (found[-1][1] == "ptr") == kind.endswith("*")
-    assert found == [(p.name, p.kind) for p in source.params]
-    assert f"__launch_bounds__({source.block}, 1)" in source.text
+    assert name == "qcut_codebook_stream_wgmma_sm90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
 
 
 def test_splits_are_a_cluster():
@@ -95,13 +89,13 @@ def test_splits_are_a_cluster():
     assert "__cluster_dims__" not in emit_codebook_decode(HALF, WIDE, "sm_90a").text
 
 
-@pytest.mark.parametrize("n", [1, 15, 16, 17, 112, 113, 4096])
-def test_grid_covers_the_rows(n: int):
-    for tile, rows in ((WIDE, 112), (CLUSTER, 144)):
-        ctas = codebook_decode.grid(tile, 1, n)[0] // tile.splits
-        assert (ctas - 1) * rows < n <= ctas * rows
-    ctas = codebook_decode_wgmma.grid(WGMMA, 1, n)[0] // WGMMA.splits
-    assert (ctas - 1) * 256 < n <= ctas * 256
+def test_grid_covers_the_rows():
+    for n in (1, 15, 16, 17, 112, 113, 4096):
+        for tile, rows in ((WIDE, 112), (CLUSTER, 144)):
+            ctas = codebook_decode.grid(tile, 1, n)[0] // tile.splits
+            assert (ctas - 1) * rows < n <= ctas * rows
+        ctas = codebook_decode_wgmma.grid(WGMMA, 1, n)[0] // WGMMA.splits
+        assert (ctas - 1) * 256 < n <= ctas * 256
 
 
 @pytest.mark.parametrize("m", [0, 65])
@@ -116,14 +110,13 @@ def test_grid_refuses_other_numbers_of_tokens(m: int):
 
 
 @pytest.mark.parametrize("problem", [HALF, BRAIN, INT8], ids=lambda p: p.name)
-@pytest.mark.parametrize(("n", "units"), SHAPES)
-def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem, n: int, units: int):
-    for m in (1, 2, 8, 9, 16, 17, 32, 33, 64):
-        wide = codebook_decode_wgmma.for_shape(problem, n, units, m, 132)
+def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem):
+    for (n, units), m in product(SHAPES, (1, 2, 8, 9, 16, 17, 32, 33, 64)):
+        wide = stream_wgmma_tile(problem, m, n, units, H200)
         codebook_decode_wgmma.validate(problem, wide, "sm_90a")
         assert m <= wide.tokens
-        if not codebook_decode_wgmma.is_better(problem, n, units, m, 132):
-            tile = codebook_decode.for_shape(problem, n, units, m, 132)
+        if not is_wgmma_better(problem, m, n, units, H200):
+            tile = stream_tile(problem, m, n, units, H200)
             codebook_decode.validate(problem, tile, "sm_90a")
             assert m <= tile.tokens
             assert units <= tile.capacity
@@ -132,14 +125,14 @@ def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem, n: int, un
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_120"])
 def test_other_architectures_have_tiles(arch: str):
     for m in (1, 8):
-        tile = codebook_decode.for_shape(HALF, 1280, 10, m, 108, arch)
+        tile = stream_tile(HALF, m, 1280, 10, Target(arch, 108))
         codebook_decode.validate(HALF, tile, arch)
         assert tile.splits == 1
 
 
 def test_long_sums_need_clusters():
     with pytest.raises(EmitError, match="no tile for 112 units of K, 4096 rows and 1 tokens on sm_80"):
-        codebook_decode.for_shape(HALF, 4096, 112, 1, 108, "sm_80")
+        stream_tile(HALF, 1, 4096, 112, Target("sm_80", 108))
 
 
 @pytest.mark.parametrize(
@@ -155,8 +148,8 @@ def test_long_sums_need_clusters():
     ],
 )
 def test_measured_shapes_have_their_best_tile(n: int, units: int, m: int, name: str):
-    assert not codebook_decode_wgmma.is_better(HALF, n, units, m, 132)
-    assert codebook_decode.for_shape(HALF, n, units, m, 132).name == name
+    assert not is_wgmma_better(HALF, m, n, units, H200)
+    assert stream_tile(HALF, m, n, units, H200).name == name
 
 
 @pytest.mark.parametrize(
@@ -164,16 +157,16 @@ def test_measured_shapes_have_their_best_tile(n: int, units: int, m: int, name: 
     [(14336, 32, 32, 4, 2), (4096, 112, 16, 5, 8), (4096, 32, 64, 3, 4), (5120, 10, 32, 2, 2)],
 )
 def test_measured_shapes_have_their_best_wgmma_tile(n: int, units: int, m: int, groups: int, splits: int):
-    assert codebook_decode_wgmma.is_better(HALF, n, units, m, 132)
-    tile = codebook_decode_wgmma.for_shape(HALF, n, units, m, 132)
+    assert is_wgmma_better(HALF, m, n, units, H200)
+    tile = stream_wgmma_tile(HALF, m, n, units, H200)
     assert (tile.groups, tile.splits) == (groups, splits)
 
 
 def test_too_many_tokens_have_no_tile():
     with pytest.raises(EmitError, match=r"m is 33; allowed: 1 to 32"):
-        codebook_decode.for_shape(HALF, 64, 1, 33, 132)
+        stream_tile(HALF, 33, 64, 1, H200)
     with pytest.raises(EmitError, match=r"m is 65; allowed: 1 to 64"):
-        codebook_decode_wgmma.for_shape(HALF, 64, 1, 65, 132)
+        stream_wgmma_tile(HALF, 65, 64, 1, H200)
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────
@@ -206,62 +199,60 @@ WGMMA_REFUSALS = {
 }
 
 
-def test_every_constraint_is_refused_below():
-    assert [c.name for c in codebook_decode.CONSTRAINTS] == list(REFUSALS)
-    assert [c.name for c in codebook_decode_wgmma.CONSTRAINTS] == list(WGMMA_REFUSALS)
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_illegal_tile_is_refused_by_name(name: str):
-    [constraint] = [c for c in codebook_decode.CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_cbdecode_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
-        emit_codebook_decode(*REFUSALS[name])
-
-
-@pytest.mark.parametrize("name", WGMMA_REFUSALS)
-def test_illegal_wgmma_tile_is_refused_by_name(name: str):
-    [constraint] = [c for c in codebook_decode_wgmma.CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_cbdecodew_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
-        emit_codebook_decode_wgmma(*WGMMA_REFUSALS[name])
+@pytest.mark.parametrize(
+    ("family", "emit", "refusals"),
+    [
+        (codebook_decode, emit_codebook_decode, REFUSALS),
+        (codebook_decode_wgmma, emit_codebook_decode_wgmma, WGMMA_REFUSALS),
+    ],
+    ids=["mma", "wgmma"],
+)
+def test_illegal_tiles_are_refused_by_name(family: Any, emit: Callable[..., KernelSource], refusals: dict[str, Any]):
+    assert [constraint.name for constraint in family.CONSTRAINTS] == list(refusals)
+    for constraint in family.CONSTRAINTS:
+        message = f"{constraint.name}: {constraint.reason}"
+        with pytest.raises(EmitError, match=f"^qcut_{family.FAMILY}_sm[a-z0-9_]+: {re.escape(message)}$"):
+            emit(*refusals[constraint.name])
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_compiles_without_spills(arch: str):
-    sources = mma_sources(arch) + (wgmma_sources() if arch == "sm_90a" else [])
-    for source, binary in zip(sources, build(*sources), strict=True):
-        resources = binary.resources
-        assert resources is not None, source.name
-        assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
-        assert resources.registers * source.block <= 65_536, source.name
-        assert source.smem_bytes + resources.smem_bytes <= SMEM_LIMIT[arch]
+def assert_fits(source: KernelSource, binary: Binary) -> None:
+    resources = binary.resources
+    assert resources is not None, source.name
+    assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
+    assert resources.registers * source.block <= 65_536, source.name
+    assert source.smem_bytes + resources.smem_bytes <= architecture(source.arch).smem_bytes, source.name
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_mma_binaries_hold_their_instructions(arch: str):
-    for source, binary in zip(mma_sources(arch), build(*mma_sources(arch)), strict=True):
-        found = instructions(binary.cubin)
-        product = {"s8x": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
+    texts = mma_sources(arch)
+    for source, binary in zip(texts, build(*texts), strict=True):
+        assert_fits(source, binary)
+        names = instructions(binary.cubin)
+        multiply = {"s8x": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
         kind = source.name.split(f"{arch.replace('_', '')}_")[1][:3]
-        assert {product[kind], "LDSM.16.M88.4", "PRMT"} <= found, source.name
+        assert {multiply[kind], "LDSM.16.M88.4", "PRMT"} <= names, source.name
         rotates = any(p.name == "signs" for p in source.params)
-        assert ("SHFL.BFLY" in found) == rotates, source.name
+        assert ("SHFL.BFLY" in names) == rotates, source.name
         stream = r"LDG\.E\.NA\.LTC(128|256)B\.128\.CONSTANT"
-        assert any(re.match(stream, name) for name in found), source.name
-        assert any(name.startswith("LDGSTS.E.BYPASS") for name in found) != rotates, source.name
-        assert ("ACQBULK" in found) == (arch == "sm_90a"), source.name
-        assert any(name.startswith("UCGABAR") for name in found) == ("__cluster_dims__" in source.text), source.name
+        assert any(re.match(stream, name) for name in names), source.name
+        assert any(name.startswith("LDGSTS.E.BYPASS") for name in names) != rotates, source.name
+        assert ("ACQBULK" in names) == (arch == "sm_90a"), source.name
+        assert any(name.startswith("UCGABAR") for name in names) == ("__cluster_dims__" in source.text), source.name
 
 
 def test_wgmma_binaries_hold_their_instructions():
-    for source, binary in zip(wgmma_sources(), build(*wgmma_sources()), strict=True):
-        found = instructions(binary.cubin)
+    texts = wgmma_sources()
+    for source, binary in zip(texts, build(*texts), strict=True):
+        assert_fits(source, binary)
+        names = instructions(binary.cubin)
         tokens = re.search(r"_t(\d+)_g", source.name)
         assert tokens is not None
         kind = {"s8x": ("IGMMA", "x32.S8.S8"), "f16": ("HGMMA", "x16.F32"), "bf1": ("HGMMA", "x16.F32.BF16")}
         name, shape = kind[source.name.split("sm90a_")[1][:3]]
-        assert f"{name}.64x{tokens.group(1)}{shape}" in found, source.name
-        assert any(i.startswith("UBLKCP") for i in found), source.name
-        assert {"ACQBULK", "WARPGROUP.DEPBAR.LE"} <= found, source.name
+        assert f"{name}.64x{tokens.group(1)}{shape}" in names, source.name
+        assert any(i.startswith("UBLKCP") for i in names), source.name
+        assert {"ACQBULK", "WARPGROUP.DEPBAR.LE"} <= names, source.name

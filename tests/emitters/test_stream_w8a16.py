@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.stream import w8a16_tile
+from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.int8 import grid
 from qcut.emitters.stream.w8a16 import (
     CONSTRAINTS,
     MAX_TOKENS,
     WeightOnlyTile,
     emit_weight_only_decode,
-    for_shape,
-    grid,
     smem_bytes,
     validate,
 )
@@ -33,7 +35,7 @@ SHAPES = [(14336, 4096), (4096, 14336), (4096, 4096), (1280, 1280), (5120, 1280)
 
 def sources(arch: str) -> list[KernelSource]:
     full = Epilogue(DType.BF16, col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
-    found = [
+    kernels = [
         emit_weight_only_decode(HALF, ONE, arch),
         emit_weight_only_decode(HALF, MANY, arch),
         emit_weight_only_decode(HALF, WeightOnlyTile(7, 8, 2, 2, 32), arch),
@@ -44,9 +46,9 @@ def sources(arch: str) -> list[KernelSource]:
         emit_weight_only_decode(replace(HALF, epilogue=Epilogue(DType.F32)), WeightOnlyTile(2, 16, 1, 1, 32), arch),
     ]
     if arch == "sm_90a":
-        found.append(emit_weight_only_decode(HALF, WeightOnlyTile(9, 28, splits=4), arch))
-        found.append(emit_weight_only_decode(replace(HALF, a=DType.BF16), WeightOnlyTile(3, 10, 1, 3, 32, 2), arch))
-    return found
+        kernels.append(emit_weight_only_decode(HALF, WeightOnlyTile(9, 28, splits=4), arch))
+        kernels.append(emit_weight_only_decode(replace(HALF, a=DType.BF16), WeightOnlyTile(3, 10, 1, 3, 32, 2), arch))
+    return kernels
 
 
 def test_text_instantiates_the_header():
@@ -55,7 +57,7 @@ def test_text_instantiates_the_header():
     assert source.text == (
         "#include <qcut/stream/w8a16.cuh>\n\n"
         'extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(896)\n'
-        "qcut_wo_decode_sm90a_f16xs8_bf16_m8_r9_w28_u1_p1_k4(\n"
+        "qcut_w8a16_stream_sm90a_f16xs8_bf16_m8_r9_w28_u1_p1_k4(\n"
         "    const __half* a, const int8_t* b, __nv_bfloat16* d, int m, int n, int k, int lda, int ldb, int ldd) {\n"
         "  using Tile = qcut::WeightOnlyTile<9, 28, 1, 1, 8, 4>;\n"
         "  using Epilogue = qcut::Epilogue<__nv_bfloat16, qcut::ZeroPoint::kNone, false, qcut::ColScale::kNone, false, "
@@ -70,17 +72,6 @@ def test_names_are_unique_and_text_repeats():
     first, second = ([s for arch in ("sm_80", "sm_90a") for s in sources(arch)] for _ in range(2))
     assert first == second
     assert len({s.name for s in first}) == len({s.text for s in first}) == len(first)
-
-
-@pytest.mark.parametrize("source", sources("sm_90a"), ids=lambda s: s.name)
-def test_parameters_are_the_signature(source: KernelSource):
-    match = re.search(re.escape(source.entry) + r"\(([^)]*)\)", source.text)
-    assert match is not None
-    found = [argument.strip().rsplit(" ", 1) for argument in match.group(1).split(",")]
-    assert [name for _, name in found] == [p.name for p in source.params]
-    assert ["ptr" if kind.endswith("*") else {"int": "i32", "float": "f32"}[kind] for kind, _ in found] == [
-        p.kind for p in source.params
-    ]
 
 
 def test_only_whole_vectors_are_read_as_such():
@@ -117,62 +108,51 @@ def test_every_constraint_is_refused_below():
     assert [c.name for c in CONSTRAINTS] == list(REFUSALS)
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_illegal_tile_is_refused_by_name(name: str):
-    [constraint] = [c for c in CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_wo_decode_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
-        emit_weight_only_decode(*REFUSALS[name])
+def test_illegal_kernels_are_refused_by_name():
+    for constraint in CONSTRAINTS:
+        message = f"{constraint.name}: {constraint.reason}"
+        with pytest.raises(EmitError, match=f"^qcut_w8a16_stream_[a-z0-9_]+: {re.escape(message)}$"):
+            emit_weight_only_decode(*REFUSALS[constraint.name])
 
 
 # ── choice ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("arch", SMEM_LIMIT)
-@pytest.mark.parametrize("m", [1, 8, 9, 16, 17, 32])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_every_shape_has_a_tile(n: int, k: int, m: int, arch: str):
-    tile = for_shape(HALF, arch, m, n, k, 132)
-    validate(HALF, tile, arch)
-    assert m <= tile.tokens < max(9, 2 * m)
-    assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_shape_has_a_tile(arch: str):
+    for (n, k), m in product(SHAPES, (1, 8, 9, 16, 17, 32)):
+        tile = w8a16_tile(HALF, m, n, k, Target(arch, 132))
+        validate(HALF, tile, arch)
+        assert m <= tile.tokens < max(9, 2 * m)
+        assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
 
 
 @pytest.mark.parametrize("m", [1, 16])
 @pytest.mark.parametrize(("n", "k"), [(14336, 4096), (4096, 4096), (4096, 14336)])
 def test_large_layers_are_one_wave_with_enough_in_flight(n: int, k: int, m: int):
-    tile = for_shape(HALF, "sm_90a", m, n, k, 132)
+    tile = w8a16_tile(HALF, m, n, k, Target("sm_90a", 132))
     assert 0.85 * 132 <= grid(tile, m, n)[0] <= 132
     assert 2048 * tile.warps * tile.units * tile.prefetch >= 48 * 1024
 
 
 @pytest.mark.parametrize("m", [0, MAX_TOKENS + 1])
 def test_other_numbers_of_tokens_are_refused(m: int):
-    with pytest.raises(EmitError, match=f"weight_only_decode: {m} tokens; allowed are 1 to 32"):
-        for_shape(HALF, "sm_90a", m, 4096, 4096, 132)
+    with pytest.raises(EmitError, match=f"w8a16_stream: {m} tokens; allowed are 1 to 32"):
+        w8a16_tile(HALF, m, 4096, 4096, Target("sm_90a", 132))
 
 
 def test_a_problem_it_cannot_build_is_refused():
     with pytest.raises(EmitError, match="operands"):
-        for_shape(GemmProblem(epilogue=BIAS), "sm_80", 1, 4096, 4096, 132)
+        w8a16_tile(GemmProblem(epilogue=BIAS), 1, 4096, 4096, Target("sm_80", 132))
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_compiles_without_spills(arch: str):
-    texts = sources(arch)
-    for source, binary in zip(texts, build(*texts), strict=True):
-        resources = binary.resources
-        assert resources is not None, source.name
-        assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
-        assert source.smem_bytes + resources.smem_bytes <= SMEM_LIMIT[arch]
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_chosen_tiles_do_not_spill(arch: str):
     problems = [HALF, replace(HALF, a=DType.BF16)]
-    tiles = {for_shape(HALF, arch, m, n, k, 132) for n, k in SHAPES[:6] for m in (1, 16, 32)}
+    tiles = {w8a16_tile(HALF, m, n, k, Target(arch, 132)) for n, k in SHAPES[:6] for m in (1, 16, 32)}
     for binary in build(*[emit_weight_only_decode(p, t, arch) for p in problems for t in sorted(tiles, key=str)]):
         assert binary.resources is not None, binary.name
         assert binary.resources.spill_store_bytes == binary.resources.stack_bytes == 0, binary.name
@@ -180,13 +160,18 @@ def test_chosen_tiles_do_not_spill(arch: str):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_binaries_stream_weights_into_the_tensor_core(arch: str):
-    for source, binary in zip(sources(arch), build(*sources(arch)), strict=True):
-        found = instructions(binary.cubin)
-        assert f"LDG.E.NA.LTC{256 if arch == 'sm_90a' else 128}B.128.CONSTANT" in found, source.name
-        assert ("HMMA.16816.F32.BF16" if "_bf16xs8_" in source.name else "HMMA.16816.F32") in found, source.name
-        assert any(name.startswith("UCGABAR") for name in found) == ("__cluster_dims__" in source.text), source.name
-        assert ("ACQBULK" in found) == (arch == "sm_90a"), source.name
-        assert not any(name.startswith(("LDL", "STL")) for name in found), source.name
+    texts = sources(arch)
+    for source, binary in zip(texts, build(*texts), strict=True):
+        resources = binary.resources
+        assert resources is not None, source.name
+        assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
+        assert source.smem_bytes + resources.smem_bytes <= architecture(arch).smem_bytes
+        names = instructions(binary.cubin)
+        assert f"LDG.E.NA.LTC{256 if arch == 'sm_90a' else 128}B.128.CONSTANT" in names, source.name
+        assert ("HMMA.16816.F32.BF16" if "_bf16xs8_" in source.name else "HMMA.16816.F32") in names, source.name
+        assert any(name.startswith("UCGABAR") for name in names) == ("__cluster_dims__" in source.text), source.name
+        assert ("ACQBULK" in names) == (arch == "sm_90a"), source.name
+        assert not any(name.startswith(("LDL", "STL")) for name in names), source.name
 
 
 def test_shared_memory_holds_every_warps_sums():

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.stream import int8_tile
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.gemm.problem import K_MAX
+from qcut.emitters.stream.int8 import grid, register_limit
 from qcut.emitters.stream.w8a8 import (
     CONSTRAINTS,
     MAX_TOKENS,
@@ -19,14 +22,11 @@ from qcut.emitters.stream.w8a8 import (
     W8A8Problem,
     W8A8Tile,
     emit_w8a8_decode,
-    for_shape,
-    grid,
     is_legal,
     registers,
     smem_bytes,
     validate,
 )
-from qcut.emitters.stream.w8a16 import register_limit
 from tests.support.compiled import build
 from tests.support.sass import listing
 
@@ -49,12 +49,12 @@ def problem_of(
 
 
 def chosen(problem: W8A8Problem, arch: str, m: int, n: int, k: int) -> KernelSource:
-    return emit_w8a8_decode(problem, for_shape(problem, arch, m, n, k, SM_COUNT[arch]), arch)
+    return emit_w8a8_decode(problem, int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch])), arch)
 
 
 def sources(arch: str) -> list[KernelSource]:
     """Every kind of tokens and type, in tiles of 1 to 32 warps, of 1 to 8 tokens."""
-    found = [
+    kernels = [
         chosen(problem_of("none", BF16), arch, 8, 4096, 14336),
         chosen(problem_of("given", F16, activation=Activation.GELU_TANH, absmax=True), arch, 8, 5120, 1280),
         chosen(problem_of("given", F32, bias=False), arch, 2, 33, 80),
@@ -68,10 +68,10 @@ def sources(arch: str) -> list[KernelSource]:
         chosen(problem_of("rows", F32, aligned=False, activation=Activation.SILU), arch, 8, 4096, 14336),
     ]
     if arch == "sm_90a":
-        found.append(emit_w8a8_decode(problem_of("none"), W8A8Tile(4, 28, splits=2), arch))
-        found.append(emit_w8a8_decode(problem_of("rows", absmax=True), W8A8Tile(2, 4, 1, 2, 4, 8), arch))
-    found.append(emit_w8a8_decode(problem_of("given"), W8A8Tile(3, 10, 1, 3, 8), arch))
-    return found
+        kernels.append(emit_w8a8_decode(problem_of("none"), W8A8Tile(4, 28, splits=2), arch))
+        kernels.append(emit_w8a8_decode(problem_of("rows", absmax=True), W8A8Tile(2, 4, 1, 2, 4, 8), arch))
+    kernels.append(emit_w8a8_decode(problem_of("given"), W8A8Tile(3, 10, 1, 3, 8), arch))
+    return kernels
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────
@@ -82,7 +82,7 @@ def test_text_instantiates_the_header() -> None:
     assert source.text == (
         "#include <qcut/stream/w8a8.cuh>\n\n"
         'extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(640, 1)\n'
-        "qcut_w8a8_decode_sm90a_rows_bf16_bf16_sm_sn_b_absmax_m4_r9_w20_u1_p2_k4(\n"
+        "qcut_int8_stream_sm90a_rows_bf16_bf16_sm_sn_b_absmax_m4_r9_w20_u1_p2_k4(\n"
         "    const void* a, const int8_t* b, __nv_bfloat16* d, int m, int n, int k, int lda, int ldb, int ldd, "
         "const float* a_absmax, const float* col_scale, const float* bias, float* absmax) {\n"
         "  using Tile = qcut::W8A8Tile<__nv_bfloat16, qcut::Tokens::kRows, 9, 20, 1, 2, 4, 4>;\n"
@@ -110,20 +110,7 @@ def test_names_spell_the_kernel() -> None:
     assert TILE.name == "m8_r2_w10_u1_p2"
     assert W8A8Tile(4, 28, 2, 1, 1, splits=2).name == "m1_r4_w28_u2_p1_k2"
     source = emit_w8a8_decode(ROWS, TILE, "sm_80")
-    assert source.name == source.entry == "qcut_w8a8_decode_sm80_rows_f16_f16_sm_sn_b_m8_r2_w10_u1_p2"
-
-
-@pytest.mark.parametrize("source", sources("sm_90a"), ids=lambda s: s.name)
-def test_parameters_are_the_signature(source: KernelSource) -> None:
-    match = re.search(re.escape(source.entry) + r"\(([^)]*)\)", source.text)
-    assert match is not None
-    kinds = {"int": "i32"}
-    found = []
-    for argument in match.group(1).split(","):
-        kind, name = argument.strip().rsplit(" ", 1)
-        found.append((name, kinds.get(kind, "ptr")))
-        assert (found[-1][1] == "ptr") == kind.endswith("*")
-    assert found == [(p.name, p.kind) for p in source.params]
+    assert source.name == source.entry == "qcut_int8_stream_sm80_rows_f16_f16_sm_sn_b_m8_r2_w10_u1_p2"
 
 
 def test_rows_come_with_their_largest_magnitudes_instead_of_scales() -> None:
@@ -161,7 +148,7 @@ REFUSALS: dict[str, tuple[W8A8Problem, W8A8Tile, str]] = {
 
 def refused(name: str, *arguments: Any) -> None:
     [constraint] = [c for c in CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_w8a8_decode_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
+    with pytest.raises(EmitError, match=f"^qcut_int8_stream_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
         emit_w8a8_decode(*arguments)
 
 
@@ -169,9 +156,9 @@ def test_every_constraint_is_refused_below() -> None:
     assert [c.name for c in CONSTRAINTS] == list(REFUSALS)
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_illegal_kernels_are_refused_by_name(name: str) -> None:
-    refused(name, *REFUSALS[name])
+def test_illegal_kernels_are_refused_by_name() -> None:
+    for name, arguments in REFUSALS.items():
+        refused(name, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +188,10 @@ def test_every_shape_has_a_tile(tokens: Tokens, x: DType, arch: str) -> None:
     for n, k in GPT2 + LLAMA + LLAMA2C + ODD:
         for m in (1, 2, 3, 8):
             assert is_legal(problem, m, k, arch)
-            tile = for_shape(problem, arch, m, n, k, SM_COUNT[arch])
+            tile = int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch]))
             validate(problem, tile, arch)
             assert registers(problem, tile) <= register_limit(tile.warps) <= 65_536 // (32 * tile.warps)
-            assert smem_bytes(tile) <= SMEM_LIMIT[arch]
+            assert smem_bytes(tile) <= architecture(arch).smem_bytes
             assert m <= tile.tokens < 2 * m
             assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
             rows = grid(tile, m, n)[0] // tile.splits * 16 * tile.row_tiles
@@ -215,48 +202,43 @@ def test_every_shape_has_a_tile(tokens: Tokens, x: DType, arch: str) -> None:
 def test_small_gpus_have_tiles(sm_count: int) -> None:
     for tokens, m, k in (("none", 8, 28672), ("given", 8, 4096), ("rows", 2, 14336)):
         problem = problem_of(tokens)
-        validate(problem, for_shape(problem, "sm_90a", m, 4096, k, sm_count), "sm_90a")
+        validate(problem, int8_tile(problem, m, 4096, k, Target("sm_90a", sm_count)), "sm_90a")
 
 
 @pytest.mark.parametrize("m", [0, MAX_TOKENS + 1])
 def test_other_numbers_of_tokens_are_refused(m: int) -> None:
     assert not is_legal(NONE, m, 4096, "sm_90a")
-    with pytest.raises(EmitError, match=f"w8a8_decode: {m} tokens; allowed are 1 to 8"):
-        for_shape(NONE, "sm_90a", m, 4096, 4096, 132)
+    with pytest.raises(EmitError, match=f"int8_stream: {m} tokens; allowed are 1 to 8"):
+        int8_tile(NONE, m, 4096, 4096, Target("sm_90a", 132))
 
 
 @pytest.mark.parametrize("k", [0, K_MAX + 1])
 def test_sums_beyond_int32_are_refused(k: int) -> None:
     assert not is_legal(NONE, 1, k, "sm_90a")
-    with pytest.raises(EmitError, match=f"w8a8_decode: K is {k}; allowed is 1 to {K_MAX}"):
-        for_shape(NONE, "sm_90a", 1, 4096, k, 132)
+    with pytest.raises(EmitError, match=f"int8_stream: K is {k}; allowed is 1 to {K_MAX}"):
+        int8_tile(NONE, 1, 4096, k, Target("sm_90a", 132))
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_compiles_to_what_the_model_of_its_resources_says(arch: str) -> None:
+def test_binaries_stream_weights_into_the_tensor_core(arch: str) -> None:
+    """Within the registers of the model, without spills, and with the loads, products and barriers of the header."""
+    weights = f"LDG.E.NA.LTC{256 if arch == 'sm_90a' else 128}B.128.CONSTANT"
     texts = sources(arch)
     for source, binary in zip(texts, build(*texts), strict=True):
         resources = binary.resources
         assert resources is not None, source.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, source.name
         assert resources.registers <= register_limit(source.block // 32), source.name
-        assert source.smem_bytes + resources.smem_bytes <= SMEM_LIMIT[arch], source.name
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_binaries_stream_weights_into_the_tensor_core(arch: str) -> None:
-    weights = f"LDG.E.NA.LTC{256 if arch == 'sm_90a' else 128}B.128.CONSTANT"
-    texts = sources(arch)
-    for source, binary in zip(texts, build(*texts), strict=True):
-        found = listing(binary.cubin)
-        assert weights in found, source.name
-        assert "IMMA.16832.S8.S8" in found, source.name
-        assert any(name.startswith("UCGABAR") for name in found) == ("__cluster_dims__" in source.text), source.name
-        assert not any(name.startswith(("LDL", "STL")) for name in found), source.name
-        assert ("ACQBULK" in found) == (arch == "sm_90a"), source.name
+        assert source.smem_bytes + resources.smem_bytes <= architecture(arch).smem_bytes, source.name
+        names = listing(binary.cubin)
+        assert weights in names, source.name
+        assert "IMMA.16832.S8.S8" in names, source.name
+        assert any(name.startswith("UCGABAR") for name in names) == ("__cluster_dims__" in source.text), source.name
+        assert not any(name.startswith(("LDL", "STL")) for name in names), source.name
+        assert ("ACQBULK" in names) == (arch == "sm_90a"), source.name
         if arch == "sm_90a":  # the wait for the kernel before: a GEMM's b may be what that writes
-            waits = found.index("ACQBULK") < found.index(weights)
+            waits = names.index("ACQBULK") < names.index(weights)
             assert waits == ("Tokens::kNone" in source.text), source.name

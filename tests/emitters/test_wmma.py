@@ -8,13 +8,14 @@ from typing import get_args
 
 import pytest
 
+from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.gemm import mma as mma_gemm
 from qcut.emitters.gemm import wmma as wmma_gemm
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.wmma import SharedLayout, emit_wmma_gemm, smem_bytes
-from tests.support.compiled import build
+from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
 STATIC = Epilogue(DType.S8, col_scale="per_channel", bias=True)
@@ -49,8 +50,9 @@ def variant_sources(arch: str) -> list[KernelSource]:
 
 def test_text_is_mmas_with_another_core():
     wmma, mma = emit_wmma_gemm(INT8, SMALL, "sm_80"), mma_gemm.emit_mma_gemm(INT8, SMALL, "sm_80")
-    renamed = wmma.text.replace("qcut_wmma_", "qcut_mma_").replace("wmma_gemm", "mma_gemm")
-    assert renamed.replace("qcut::BlockedLayout, ", "").replace("gemm/wmma.cuh", "gemm/mma.cuh") == mma.text
+    renamed = wmma.text.replace("int8_wmma_", "int8_mma_").replace("gemm/wmma.cuh", "gemm/mma.cuh")
+    renamed = renamed.replace("wmma_gemm", "mma_gemm")
+    assert renamed.replace("qcut::BlockedLayout, ", "") == mma.text
     assert (wmma.params, wmma.block) == (mma.params, mma.block)
 
 
@@ -94,7 +96,7 @@ def test_constraints_are_those_of_mma():
 )
 def test_illegal_gemm_is_refused_by_name(problem: GemmProblem, tile: TileConfig, name: str):
     [constraint] = [c for c in wmma_gemm.CONSTRAINTS if c.name == name]
-    with pytest.raises(EmitError, match=f"^qcut_wmma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
+    with pytest.raises(EmitError, match=f"^qcut_int8_wmma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
         emit_wmma_gemm(problem, tile, "sm_80")
 
 
@@ -105,7 +107,7 @@ def test_padding_counts_against_shared_memory():
         emit_wmma_gemm(INT8, tile, "sm_80", shared="padded")
 
 
-@pytest.mark.parametrize("arch", mma_gemm.SMEM_LIMIT)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_menu_is_legal_and_in_the_search_space(arch: str):
     tiles = wmma_gemm.default_tiles(arch)
     assert {16, 128} <= {t.threadblock_shape[0] for t in tiles}
@@ -119,7 +121,7 @@ def test_menu_is_legal_and_in_the_search_space(arch: str):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_every_tile_of_the_menu_compiles_for_the_tensor_core(arch: str):
-    for binary in build(*menu_sources(arch)):
+    for binary in build(*in_turns(menu_sources, arch)):
         resources = binary.resources
         assert resources is not None, binary.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, binary.name
@@ -131,7 +133,7 @@ def test_every_tile_of_the_menu_compiles_for_the_tensor_core(arch: str):
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_layouts_and_epilogues_compile_without_spills(arch: str):
-    for binary in build(*variant_sources(arch)):
+    for binary in build(*in_turns(variant_sources, arch)):
         resources = binary.resources
         assert resources is not None, binary.name
         assert resources.stack_bytes == resources.spill_store_bytes == resources.spill_load_bytes == 0, binary.name

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from qcut.emitters.core.source import ARCHITECTURES, KernelSource, Param
+from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.emitters.core.source import KernelSource, Param
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import Binary, Resources, build, build_many, cache, compilers, toolchain
 
@@ -32,7 +33,7 @@ HOST_TEXT = """#include <cuda.h>
 extern "C" int qcut_launch(const void* args, void*, void*, int flags) { return *(const int*)args + flags; }
 extern "C" long qcut_query(int what, const void*) { return what + CUTLASS_MAJOR; }
 """
-RAW = KernelSource("scale", TEXT, "scale", (Param("x", "ptr"), Param("n", "i32")), "sm_80", block=64)
+RAW = KernelSource("scale", TEXT, "scale", (Param("x", "ptr", "float*"), Param("n", "i32")), "sm_80", block=64)
 HOSTED = replace(RAW, name="hosted", toolchain="nvcc", host_text=HOST_TEXT, includes=("qcut", "cutlass"))
 
 
@@ -146,7 +147,7 @@ CHANGES = {
     "name": {"name": "other"},
     "text": {"text": TEXT + " "},
     "entry": {"entry": "other"},
-    "params": {"params": (Param("x", "ptr"),)},
+    "params": {"params": (Param("x", "ptr", "float*"),)},
     "arch": {"arch": "sm_86"},
     "toolchain": {"toolchain": "nvrtc", "host_text": None},
     "block": {"block": 128},

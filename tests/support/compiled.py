@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from qcut import jit
@@ -17,3 +18,22 @@ def build(*sources: KernelSource) -> list[jit.Binary]:
         if isinstance(result, Exception):
             raise result
     return [result for result in built.values() if isinstance(result, jit.Binary)]
+
+
+def in_turns(sources: Callable[[str], list[KernelSource]], arch: str) -> list[KernelSource]:
+    """The share of sm_80, or of sm_90a, where each kernel is to be compiled for either of the two.
+
+    Kernels take turns in their order. A kernel that exists on one of the two alone is in its share.
+
+    Args:
+        sources: kernels of an architecture.
+        arch: sm_80 or sm_90a.
+    """
+
+    def by_common_name(other: str) -> dict[str, KernelSource]:
+        return {source.name.replace(other.replace("_", ""), ""): source for source in sources(other)}
+
+    mine, other = by_common_name(arch), by_common_name({"sm_80": "sm_90a", "sm_90a": "sm_80"}[arch])
+    shared = [name for name in mine if name in other]
+    turn = set(sorted(shared)[arch == "sm_90a" :: 2])
+    return [source for name, source in mine.items() if name in turn or name not in other]

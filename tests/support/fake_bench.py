@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from qcut.dispatch.cost_model import Target, target_named
+from qcut.dispatch.gpus import Target, target_named
 from qcut.emitters.core.source import KernelSource
 from qcut.errors import LaunchError
 from qcut.jit import Binary, Resources
@@ -14,7 +14,7 @@ from qcut.tuning.timing import CheckError, Variant
 
 H200 = target_named("NVIDIA H200")
 A100 = target_named("sm_80")
-TASK = Task("mma", "s8", "tnt", 256, 1280, 1280)
+TASK = Task("int8_mma", "s8", "tnt", 256, 1280, 1280)
 GOOD = Resources(128, 0, 0, 0, 0)
 
 

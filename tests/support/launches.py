@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qcut.cuda.plans import PlanCache
-from qcut.dispatch.gemm import Target
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import KernelSource
 
 H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from qcut.dispatch import tables as tuned
-from qcut.dispatch.cost_model import Target
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import KernelSource
-from qcut.emitters.gemm.families import FAMILIES, family
+from qcut.emitters.families import FAMILIES, INT8_MMA, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import BuildError, ConfigError, DeviceError
 from qcut.jit import Binary, Resources, build_many
@@ -67,7 +67,7 @@ def shape_of(tile: object) -> tuple[int, ...]:
 
 
 def test_a_large_space_is_cut_to_the_models_best_and_a_sample_of_the_rest() -> None:
-    task = replace(TASK, family="simt", m=4096)
+    task = replace(TASK, family="int8_dp4a", m=4096)
     everything = candidates(task, H200, 10**6)
     some = candidates(task, H200, 40)
     assert len(everything) > 100
@@ -87,8 +87,8 @@ def test_a_large_space_is_cut_to_the_models_best_and_a_sample_of_the_rest() -> N
 
 
 def test_families_have_no_tiles_for_what_they_cannot_do() -> None:
-    assert candidates(replace(TASK, family="cutlass", layouts="ntn"), H200) == []
-    assert candidates(replace(TASK, family="cutlass", n=1281), H200) == []
+    assert candidates(replace(TASK, family="int8_cutlass", layouts="ntn"), H200) == []
+    assert candidates(replace(TASK, family="int8_cutlass", n=1281), H200) == []
     assert candidates(replace(TASK, layouts="ntn", n=1281), H200)
 
 
@@ -104,22 +104,22 @@ def test_families_have_no_tiles_for_what_they_cannot_do() -> None:
     ],
 )
 def test_binaries_are_pruned_by_what_they_use(resources: Resources | None, reason: str) -> None:
-    tile = family("mma").default_tiles("sm_90a")[0]
-    source = family("mma").emit(GemmProblem(), tile, "sm_90a")
+    tile = INT8_MMA.menu(GemmProblem(), "sm_90a")[0]
+    source = INT8_MMA.emit(GemmProblem(), tile, "sm_90a")
     binary = Binary(source.name, source.entry, source.arch, "", b"", None, "", resources)
     assert reason in tuning.unfit(binary, source)
     assert bool(reason) == bool(tuning.unfit(binary, source))
 
 
 def test_a_kernel_of_too_many_registers_does_not_fit() -> None:
-    source = replace(family("mma").emit(GemmProblem(), family("mma").default_tiles("sm_80")[0], "sm_80"), block=512)
+    source = replace(INT8_MMA.emit(GemmProblem(), INT8_MMA.menu(GemmProblem(), "sm_80")[0], "sm_80"), block=512)
     binary = fake_build([source], resources=replace(GOOD, registers=168))[source.name]
     assert "512 threads of 168 registers" in tuning.unfit(binary, source)
 
 
 def test_real_binaries_are_judged_by_what_the_compiler_says() -> None:
-    tile = family("mma").default_tiles("sm_80")[0]
-    source = family("mma").emit(GemmProblem(), tile, "sm_80")
+    tile = INT8_MMA.menu(GemmProblem(), "sm_80")[0]
+    source = INT8_MMA.emit(GemmProblem(), tile, "sm_80")
     binary = build_many([source], progress=False)[source.name]
     assert isinstance(binary, Binary)
     assert binary.resources is not None
@@ -152,7 +152,7 @@ def test_the_fastest_tile_wins_and_everything_was_measured_once(folder: Path) ->
 
 def test_cutlass_finalists_try_every_walk(folder: Path) -> None:
     bench = FakeBench(cost=lambda name: 5.0 if name.endswith("swizzle 4 raster 2") else 9.0 + len(name) / 100)
-    (result,) = run(bench, folder, tasks=(replace(TASK, family="cutlass"),))
+    (result,) = run(bench, folder, tasks=(replace(TASK, family="int8_cutlass"),))
     assert result.row is not None
     assert (result.row.swizzle, result.row.raster) == (4, 2)
     finals = tuning.FINALISTS * (1 + len(tuning.WALKS))
@@ -181,7 +181,7 @@ def test_what_does_not_compile_spills_or_is_wrong_is_never_timed(folder: Path) -
     assert result.left_out[broken].startswith("does not compile")
     assert result.wrong == (wrong,)
     assert len(said) == 1
-    assert said[0].startswith("WRONG qcut_mma_")
+    assert said[0].startswith("WRONG qcut_int8_mma_")
     assert {name.split()[0] for name in bench.launched} == set(tiles) - {broken, spilling}
     (again,) = run(FakeBench(), folder, build=build)
     assert (again.left_out, again.wrong, again.measured) == (result.left_out, result.wrong, 0)
@@ -200,7 +200,7 @@ def test_a_kernel_that_takes_the_gpu_along_stops_the_run_and_is_left_out_of_the_
 
 def test_time_that_runs_out_leaves_a_provisional_row_and_the_rest_for_later(folder: Path) -> None:
     ticks = iter(range(10**6))
-    tasks = (replace(TASK, family="simt", m=4096), TASK)
+    tasks = (replace(TASK, family="int8_dp4a", m=4096), TASK)
     bench = FakeBench()
     results = run(bench, folder, tasks=tasks, deadline=4, now=lambda: next(ticks))
     assert [result.complete for result in results] == [False]
@@ -258,7 +258,7 @@ bench = t.FakeBench(pause_s=0.01)
 for result in t.run(bench, Path(sys.argv[2]), tasks=t.KILLED):
     print(result.measured, result.row, flush=True)
 """
-KILLED = (replace(TASK, family="simt", m=4096), TASK)
+KILLED = (replace(TASK, family="int8_dp4a", m=4096), TASK)
 
 
 def test_a_run_that_is_killed_loses_nothing_and_repeats_nothing(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """One step of a decoder between its projections in one launch: rotary positions, the cache's new row, attention.
 
-Device code: ``include/qcut/decoder/attention_append.cuh``. `qcut.emitters.decoder.transformer.RotateAndAppend`, then
+Device code: ``include/qcut/decoder/attention/append.cuh``. `qcut.emitters.decoder.append.RotateAndAppend`, then
 `qcut.emitters.decoder.attention.mma.AttentionMma`.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcut.emitters.core.source import DType, KernelSource, Param
-from qcut.emitters.decoder.attention.mma import AttentionMma, launch_bounds
+from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+from qcut.emitters.decoder.attention.mma import AttentionMma
 
 FAMILY = "attention_append"
 
@@ -33,8 +34,9 @@ class AttentionAppend:
 
     @property
     def name(self) -> str:
-        """``qcut_attention_append_{arch}_...`` as the attention's, ``_rope`` where positions are rotary."""
-        return self.attention.name.replace("attention_mma", FAMILY) + ("_rope" if self.rotary else "")
+        """``qcut_attention_append_{arch}_{shape}`` with the attention's, and ``_rope`` where positions are rotary."""
+        arch = self.attention.arch.replace("_", "")
+        return f"qcut_{FAMILY}_{arch}_{self.attention.shape}{'_rope' if self.rotary else ''}"
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
@@ -44,10 +46,21 @@ class AttentionAppend:
         largest magnitude of its row of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``,
         ``queries`` of each, ``context``, ``scale * log2(e)``.
         """
-        names = ["q", "k", "v", *["cos", "sin"] * self.rotary, "positions", "slots", "keys", "values"]
-        names += ["key_scales", "value_scales"] * (self.attention.cache is DType.S8)
+        x, cache = f"const {self.attention.x.cpp}*", f"{self.attention.cache.cpp}*"
+        tables = (Param("cos", "ptr", x), Param("sin", "ptr", x))
+        scales = (Param("key_scales", "ptr", "float*"), Param("value_scales", "ptr", "float*"))
         return (
-            *(Param(name, "ptr") for name in (*names, "out", "workspace", "counters", "absmax")),
+            *(Param(name, "ptr", x) for name in ("q", "k", "v")),
+            *(tables if self.rotary else ()),
+            Param("positions", "ptr", "const int*"),
+            Param("slots", "ptr", "const int*"),
+            Param("keys", "ptr", cache),
+            Param("values", "ptr", cache),
+            *(scales if self.attention.cache is DType.S8 else ()),
+            Param("out", "ptr", f"{self.attention.x.cpp}*"),
+            Param("workspace", "ptr", "float*"),
+            Param("counters", "ptr", "unsigned*"),
+            Param("absmax", "ptr", "float*"),
             *(Param(name, "i64") for name in ("q_stride", "kv_stride", "batch_stride")),
             *(Param(name, "i32") for name in ("kv_heads", "queries", "context")),
             Param("scale", "f32"),
@@ -57,29 +70,17 @@ class AttentionAppend:
 def emit_attention_append(desc: AttentionAppend) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     attention, params = desc.attention, desc.params()
-    x, cache = attention.x.cpp, attention.cache.cpp
-    types = dict.fromkeys(("q", "k", "v", "cos", "sin"), f"const {x}*") | {"out": f"{x}*", "counters": "unsigned*"}
-    types |= dict.fromkeys(("positions", "slots"), "const int*") | dict.fromkeys(("keys", "values"), f"{cache}*")
-    types |= dict.fromkeys(("key_scales", "value_scales", "workspace", "absmax"), "float*") | {"scale": "float"}
-    types |= dict.fromkeys(("q_stride", "kv_stride", "batch_stride"), "long long")
-    names = {p.name for p in params}
-    signature = ", ".join(f"{types.get(p.name, 'int')} {p.name}" for p in params)
-    order = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values", "key_scales", "value_scales")
-    given = ", ".join(name if name in names else "nullptr" for name in order)
-    text = (
-        "#include <qcut/decoder/attention_append.cuh>\n\n"
-        f'extern "C" __global__ void {launch_bounds(attention)}\n'
-        f"{desc.name}({signature}) {{\n"
-        f"  qcut::AppendAttention<{attention.template}, {str(desc.rotary).lower()}>::run({given}, out,\n"
-        "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=desc.name,
-        text=text,
-        entry=desc.name,
-        params=params,
-        arch=attention.arch,
+    pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values", "key_scales", "value_scales")
+    given = call_arguments(pointers, params)
+    return kernel_source(
+        desc.name,
+        attention.arch,
+        params,
+        f"qcut::AppendAttention<{attention.template}, {flag(desc.rotary)}>::run({given}, out,\n"
+        "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale);",
+        device_code=include("decoder/attention/append.cuh"),
         block=attention.block,
-        includes=("qcut", "cuda"),
+        ctas_per_sm=attention.resident,
+        waits=True,
+        cluster=attention.cluster,
     )

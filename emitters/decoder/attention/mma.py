@@ -1,6 +1,6 @@
 """Attention of one new token of each sequence to what a cache holds, on tensor cores.
 
-Device code: ``include/qcut/decoder/attention_mma.cuh``. What `qcut.emitters.decoder.attention.simt.AttentionDecode`
+Device code: ``include/qcut/decoder/attention/mma.cuh``. What `qcut.emitters.decoder.attention.simt.AttentionDecode`
 computes, for 16-bit queries: keys and values are the rows of ``mma.sync.m16n8k16``, up to eight queries that share them
 its columns.
 """
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
-from qcut.emitters.decoder.attention.simt import attention_params, attention_source
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES
+from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.decoder.attention.simt import attention_call, attention_params
 
 FAMILY = "attention_mma"
 MAX_GROUP = 8
@@ -141,11 +142,14 @@ class AttentionMma:
 
     @property
     def name(self) -> str:
-        """``qcut_attention_mma_{arch}_{x}_{cache}_h{head}g{group}_w{warps}t{tiles}``, ``_c{cluster}`` with one."""
-        return (
-            f"qcut_{FAMILY}_{self.arch.replace('_', '')}_{self.x.value}_{self.cache.value}_h{self.head}g{self.group}"
-            f"_w{self.warps}t{self.tiles}{f'_c{self.cluster}' if self.cluster > 1 else ''}"
-        )
+        """``qcut_attention_mma_{arch}_{shape}``."""
+        return f"qcut_{FAMILY}_{self.arch.replace('_', '')}_{self.shape}"
+
+    @property
+    def shape(self) -> str:
+        """``{x}_{cache}_h{head}g{group}_w{warps}t{tiles}``, ``_c{cluster}`` with one."""
+        cluster = f"_c{self.cluster}" if self.cluster > 1 else ""
+        return f"{self.x.value}_{self.cache.value}_h{self.head}g{self.group}_w{self.warps}t{self.tiles}{cluster}"
 
     @property
     def template(self) -> str:
@@ -183,15 +187,20 @@ class AttentionMma:
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `qcut.emitters.decoder.attention.simt.attention_params`."""
-        return attention_params(self.cache)
-
-
-def launch_bounds(desc: AttentionMma) -> str:
-    """What stands before the name of a kernel of this form: its cluster, threads, and CTAs of an SM."""
-    cluster = f"__cluster_dims__({desc.cluster}, 1, 1) " if desc.cluster > 1 else ""
-    return f"{cluster}__launch_bounds__({desc.block}, {desc.resident})"
+        return attention_params(self.x, self.cache)
 
 
 def emit_attention_mma(desc: AttentionMma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
-    return attention_source(desc, "decoder/attention_mma", f"TensorAttention<{desc.template}>", launch_bounds(desc))
+    params = desc.params()
+    return kernel_source(
+        desc.name,
+        desc.arch,
+        params,
+        attention_call(f"TensorAttention<{desc.template}>", params),
+        device_code=include("decoder/attention/mma.cuh"),
+        block=desc.block,
+        ctas_per_sm=desc.resident,
+        waits=True,
+        cluster=desc.cluster,
+    )

@@ -1,20 +1,20 @@
 """Attention of one new token of each sequence to what a cache holds, split over the context.
 
-Device code: ``include/qcut/decoder/attention.cuh``. A key serves all queries that share it, so that the cache is read
-once; with few sequences parts of the context fill the GPU, and the CTA that finishes last adds them up.
+Device code: ``include/qcut/decoder/attention/simt.cuh``. A key serves all queries that share it, so that the cache is
+read once; with few sequences parts of the context fill the GPU, and the CTA that finishes last adds them up.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from qcut.emitters.core.constraints import Constraint, check
-from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource, Param
+from qcut.emitters.core.text import call_arguments, include, kernel_source
 
 FAMILY = "attention_decode"
 _SMEM_STATIC = 48 * 1024
-_FLOATS = (DType.F16, DType.BF16, DType.F32)
 
 
 def _vector(cache: DType) -> int:
@@ -40,7 +40,7 @@ def _registers(kernel: AttentionDecode) -> int:
 
 
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in _FLOATS),
+    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
     Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
     Constraint(
         "head",
@@ -106,10 +106,7 @@ class AttentionDecode:
         group = next((g for g in (1, 2, 4) if g >= queries), 8)
         for unroll in (4, 2):
             for size in (group, min(group, 4), min(group, 2)):
-                probe = object.__new__(cls)
-                for name, value in zip(cls.__dataclass_fields__, (x, cache, head, size, arch, 4, unroll), strict=True):
-                    object.__setattr__(probe, name, value)
-                if all(c.holds(probe) for c in CONSTRAINTS):
+                with suppress(EmitError):
                     return cls(x, cache, head, size, arch, 4, unroll)
         return cls(x, cache, head, 1, arch, 4, 1)
 
@@ -147,20 +144,26 @@ class AttentionDecode:
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `attention_params`."""
-        return attention_params(self.cache)
+        return attention_params(self.x, self.cache)
 
 
-def attention_params(cache: DType) -> tuple[Param, ...]:
+def attention_params(x: DType, cache: DType) -> tuple[Param, ...]:
     """Arguments of every form of attention, in order.
 
     ``q, keys, values``; ``key_scales, value_scales`` (s8 alone); ``positions`` int32 ``[B]``; ``out, workspace,
     counters`` (uint32, one for each CTA of a part, 0 before the first launch, and again after each); strides of q
     and of the cache between sequences; ``kv_heads``, ``queries`` of each, ``context``, ``scale * log2(e)``.
     """
-    scales = ("key_scales", "value_scales") if cache is DType.S8 else ()
-    pointers = ("q", "keys", "values", *scales, "positions", "out", "workspace", "counters")
+    scales = (Param("key_scales", "ptr", "const float*"), Param("value_scales", "ptr", "const float*"))
     return (
-        *(Param(name, "ptr") for name in pointers),
+        Param("q", "ptr", f"const {x.cpp}*"),
+        Param("keys", "ptr", f"const {cache.cpp}*"),
+        Param("values", "ptr", f"const {cache.cpp}*"),
+        *(scales if cache is DType.S8 else ()),
+        Param("positions", "ptr", "const int*"),
+        Param("out", "ptr", f"{x.cpp}*"),
+        Param("workspace", "ptr", "float*"),
+        Param("counters", "ptr", "unsigned*"),
         Param("q_stride", "i64"),
         Param("batch_stride", "i64"),
         Param("kv_heads", "i32"),
@@ -173,49 +176,22 @@ def attention_params(cache: DType) -> tuple[Param, ...]:
 def emit_attention_decode(desc: AttentionDecode) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     tile = f"{desc.x.cpp}, {desc.cache.cpp}, {desc.head}, {desc.group}, {desc.warps}, {desc.unroll}"
-    return attention_source(desc, "decoder/attention", f"DecodeAttention<{tile}>", f"__launch_bounds__({desc.block})")
-
-
-class _Described(Protocol):
-    """What `attention_source` needs of a description."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def x(self) -> DType: ...
-    @property
-    def cache(self) -> DType: ...
-    @property
-    def arch(self) -> str: ...
-    @property
-    def block(self) -> int: ...
-    def params(self) -> tuple[Param, ...]: ...
-
-
-def attention_source(desc: _Described, header: str, function: str, bounds: str) -> KernelSource:
-    """The text: ``function::run`` gets the arguments, null pointers for scales that there are not."""
-    types = {"q": f"const {desc.x.cpp}*", "out": f"{desc.x.cpp}*", "workspace": "float*", "counters": "unsigned*"}
-    types |= dict.fromkeys(("keys", "values"), f"const {desc.cache.cpp}*")
-    types |= dict.fromkeys(("key_scales", "value_scales"), "const float*")
-    types |= {"positions": "const int*", "scale": "float", "q_stride": "long long", "batch_stride": "long long"}
     params = desc.params()
-    signature = ", ".join(f"{types.get(p.name, 'int')} {p.name}" for p in params)
-    names = {p.name for p in params}
-    scales = ", ".join(name if name in names else "nullptr" for name in ("key_scales", "value_scales"))
-    text = (
-        f"#include <qcut/{header}.cuh>\n\n"
-        f'extern "C" __global__ void {bounds}\n'
-        f"{desc.name}({signature}) {{\n"
-        f"  qcut::{function}::run(q, keys, values, {scales}, positions, out, workspace, counters,\n"
-        "      q_stride, batch_stride, kv_heads, queries, context, scale);\n"
-        "}\n"
-    )
-    return KernelSource(
-        name=desc.name,
-        text=text,
-        entry=desc.name,
-        params=params,
-        arch=desc.arch,
+    return kernel_source(
+        desc.name,
+        desc.arch,
+        params,
+        attention_call(f"DecodeAttention<{tile}>", params),
+        device_code=include("decoder/attention/simt.cuh"),
         block=desc.block,
-        includes=("qcut", "cuda"),
+        waits=True,
+    )
+
+
+def attention_call(function: str, params: tuple[Param, ...]) -> str:
+    """The statement that passes `attention_params` to ``function::run``, null pointers for scales if there are none."""
+    scales = call_arguments(("key_scales", "value_scales"), params)
+    return (
+        f"qcut::{function}::run(q, keys, values, {scales}, positions, out, workspace, counters,\n"
+        "      q_stride, batch_stride, kv_heads, queries, context, scale);"
     )

@@ -12,19 +12,22 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import require
 from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource, Param
 from qcut.emitters.gemm.cutlass import compat as cutlass_compat
 from qcut.emitters.gemm.cutlass.compat import DequantizeTag, FunctorTag
 from qcut.emitters.gemm.cutlass.launcher import emit_launcher
-from qcut.emitters.gemm.problem import GemmProblem, TileConfig, procedural_name, require
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
 LAUNCH_PARAMS = (
     Param("sm_count", "i32"),
     Param("swizzle", "i32"),
     Param("raster", "i32"),
     Param("splits", "i32"),
-    Param("workspace", "ptr"),
+    Param("workspace", "ptr", "void*"),
 )
 """Run-time choices of a CUTLASS launch, after the problem's own arguments.
 
@@ -33,9 +36,7 @@ CUTLASS choose, 1 walks along M first, 2 along N. ``splits``: parts K is cut int
 1 lets the scheduler decide). ``workspace``: device memory of `qcut_query`'s size, or null.
 """
 
-SMEM_BYTES = {80: 163 * 1024, 90: 227 * 1024}
-"""Dynamic shared memory a CTA can have (sm_86 and sm_89 have 99 KB: `validate` looks at the arch)."""
-_SMEM_BY_ARCH = {"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100": 227, "sm_120": 99}
+FAMILY = "int8_cutlass"
 
 _ACTIVATION_FUNCTORS = {
     Activation.RELU: "qcut::Relu",
@@ -53,7 +54,7 @@ def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
     Raises:
         EmitError: names the kernel and the first constraint it breaks.
     """
-    name = procedural_name("cutlass", arch, problem, tile)
+    name = procedural_name(FAMILY, arch, problem, tile)
     m, n, k = tile.threadblock_shape
     require(problem.a is DType.S8 and problem.b is DType.S8, name, "operands are s8 x s8")
     require(problem.layouts == "tnt", name, "A and B are contiguous along K, D is row-major (tnt)")
@@ -68,10 +69,10 @@ def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
         require(wm % 16 == 0 and wn % 8 == 0 and wk % 32 == 0, name, "warp_shape is a multiple of 16x8x32")
         require(m // wm * (n // wn) in (1, 2, 4, 8), name, "1, 2, 4 or 8 warps")
         require(tile.stages >= 3, name, "a multistage pipeline has at least 3 stages")
-        require((m + n) * k * tile.stages <= _SMEM_BY_ARCH[arch] * 1024, name, "operand stages fit shared memory")
+        require((m + n) * k * tile.stages <= architecture(arch).smem_bytes, name, "operand stages fit shared memory")
         require(tile.cluster_shape == (1, 1), name, "clusters exist from sm_90 on")
         return
-    require(arch == "sm_90a", name, f"schedule {tile.schedule} exists on sm_90a alone")
+    require(architecture(arch).wgmma, name, f"schedule {tile.schedule} exists on sm_90a alone")
     require(not any(tile.warp_shape), name, "the schedule fixes the warp shape on sm_90a")
     require(m in (64, 128, 256) and n in _WGMMA_N and k in (64, 128, 256), name, "M is 64, 128 or 256, N a wgmma width")
     cooperative = tile.schedule in ("cooperative", "stream_k")
@@ -80,7 +81,7 @@ def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
     require(m * n // (128 * consumers) <= 192, name, "accumulators leave registers for the epilogue")
     cm, cn = tile.cluster_shape
     require(cm in (1, 2, 4) and cn in (1, 2, 4) and cm * cn <= 8, name, "cluster sides are 1, 2 or 4")
-    require((m + n) * k * 2 <= SMEM_BYTES[90], name, "two operand stages fit shared memory")
+    require((m + n) * k * 2 <= architecture(arch).smem_bytes, name, "two operand stages fit shared memory")
     if any(tile.epilogue_tile):
         em, en = tile.epilogue_tile
         require(n % en == 0 and em == 64 * consumers, name, "epilogue_tile is 64 rows per consumer and divides N")
@@ -103,7 +104,7 @@ def emit_cutlass_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> Kern
     """
     validate(problem, tile, arch)
     cutlass_compat.cppgen()
-    name = procedural_name("cutlass", arch, problem, tile)
+    name = procedural_name(FAMILY, arch, problem, tile)
     sm90 = tile.schedule != "multistage"
     graph = _EpilogueGraph(problem.epilogue, sm90)
     text, emitted_name = _device_text(problem, tile, sm90, graph)
@@ -131,6 +132,7 @@ def emit_cutlass_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> Kern
         host_text=host_text,
         defines=_sm90_defines(tile) if sm90 else (),
         includes=("qcut", "cutlass", "cuda"),
+        waits=sm90 and tile.schedule != "stream_k",
     )
 
 

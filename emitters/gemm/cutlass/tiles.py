@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError
 from qcut.emitters.gemm.cutlass.gemm import validate
 from qcut.emitters.gemm.problem import GemmProblem, Schedule, TileConfig
-
-FAMILY = "cutlass"
 
 
 def tile(schedule: Schedule, spec: str) -> TileConfig:
@@ -61,7 +60,7 @@ SM90_SPACE: dict[Schedule, tuple[str, ...]] = {
 
 def default_tiles(arch: str) -> tuple[TileConfig, ...]:
     """The menu of an architecture. What of it takes a problem, `qcut.emitters.gemm.cutlass.gemm.validate` knows."""
-    return SM90_MENU if arch == "sm_90a" else SM80_MENU
+    return SM90_MENU if architecture(arch).wgmma else SM80_MENU
 
 
 def search_space(problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
@@ -69,7 +68,7 @@ def search_space(problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
 
     Those have warps of 32 or 64 a side, 64 or 128 columns of K and 3 to 5 stages.
     """
-    for candidate in _sm90_space() if arch == "sm_90a" else _multistage_space():
+    for candidate in _sm90_space() if architecture(arch).wgmma else _multistage_space():
         try:
             validate(problem, candidate, arch)
         except EmitError:

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from qcut.cli.gemm.report import Baseline, Report, Request
 from qcut.dispatch import gemm as dispatch
-from qcut.dispatch.gemm import Choice, Target
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.family import Family
 from qcut.emitters.core.source import DType
-from qcut.emitters.gemm.families import Family, family
+from qcut.emitters.families import INT8_DP4A, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import ConfigError, DeviceError
 from qcut.ops.gemm import GemmS8, gemm_s8
@@ -164,7 +166,7 @@ def select(request: Request, problem: GemmProblem, rows: int, target: Target, cu
         EmitError: the family cannot serve the problem.
     """
     sizes = (rows, request.n, request.k)
-    tensor_cores = request.tensor_cores and request.family != "simt"
+    tensor_cores = request.tensor_cores and request.family != INT8_DP4A.name
     chosen = dispatch.select_gemm(problem, *sizes, target, cutlass=cutlass, tensor_cores=tensor_cores)
     if request.family is None:
         return chosen
@@ -175,7 +177,7 @@ def select(request: Request, problem: GemmProblem, rows: int, target: Target, cu
         return chosen
     menu = wanted.menu(problem, target.arch)
     if not menu:
-        wanted.validate(problem, wanted.default_tiles(target.arch)[0], target.arch)
+        wanted.validate(problem, next(iter(wanted.default_tiles(problem, target.arch))), target.arch)
 
     def cycles(tile: Any) -> float:
         return dispatch.expected(Choice(wanted.name, tile), problem, *sizes, target).cycles
@@ -183,14 +185,14 @@ def select(request: Request, problem: GemmProblem, rows: int, target: Target, cu
     return Choice(wanted.name, min(menu, key=cycles), reason="family asked for, tile by model")
 
 
-def find_tile(wanted: Family, name: str, problem: GemmProblem, arch: str) -> Any:
+def find_tile(wanted: Family[Any, Any], name: str, problem: GemmProblem, arch: str) -> Any:
     """The tile of that name in a family's menu or search space.
 
     Raises:
         ConfigError: there is none; the message lists some that exist.
     """
     names: dict[str, None] = {}
-    for tile in chain(wanted.default_tiles(arch), wanted.search_space(problem, arch)):
+    for tile in chain(wanted.default_tiles(problem, arch), wanted.search_space(problem, arch)):
         if tile.name == name:
             return tile
         names[tile.name] = None

@@ -9,7 +9,7 @@ from typing import Any
 
 from qcut.cli.arguments import positive, positive_float
 from qcut.cli.gemm.report import Request
-from qcut.emitters.gemm.families import FAMILIES
+from qcut.emitters.families import SPELLINGS
 
 USAGE = "qcut gemm M N K [transA transB transC] [use_tensor_cores] [options]"
 _ROW_MAJOR, _COLUMN_MAJOR = ("T", "1"), ("N", "0")
@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
         parser.add_argument(name, type=positive, metavar=name.upper(), help=text)
     parser.add_argument("flags", nargs="*", action=_Flags, metavar="flag", help="see above")
     parser.add_argument(
-        "--kernel", choices=("auto", *FAMILIES), default="auto", help="family (default: dispatch's choice)"
+        "--kernel", choices=("auto", *SPELLINGS), default="auto", help="family (default: dispatch's choice)"
     )
     parser.add_argument("--tile", metavar="NAME", help="tile of that family, as its kernels' names have it")
     parser.add_argument(
@@ -98,7 +98,7 @@ def add_parser(commands: Any) -> None:
 
 def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
     if arguments.tile and arguments.kernel == "auto":
-        parser.error(f"--tile needs --kernel, one of {', '.join(FAMILIES)}: families have tiles of their own")
+        parser.error(f"--tile needs --kernel, one of {', '.join(SPELLINGS)}: families have tiles of their own")
     if not arguments.tensor_cores and arguments.kernel not in ("auto", "simt"):
         parser.error(f"--kernel {arguments.kernel} runs on tensor cores, use_tensor_cores is 0; allowed: auto, simt")
     if arguments.mode == "wrap" and arguments.scale is not None:
@@ -112,7 +112,7 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             k=arguments.k,
             layouts=arguments.layouts,
             tensor_cores=arguments.tensor_cores,
-            family=None if arguments.kernel == "auto" else arguments.kernel,
+            family=SPELLINGS.get(arguments.kernel),
             tile=arguments.tile,
             wrap=arguments.mode == "wrap",
             scale=arguments.scale,

@@ -12,9 +12,10 @@ from qcut import errors
 from qcut.cli.gemm import check
 from qcut.cli.gemm.report import Request
 from qcut.dispatch import gemm as dispatch
-from qcut.dispatch.gemm import Choice, Target
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import EmitError
-from qcut.emitters.gemm.families import FAMILIES, family
+from qcut.emitters.families import FAMILIES, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.tuning import cublaslt
 
@@ -82,7 +83,7 @@ def test_tiles_are_found_by_the_names_they_print(name: str, arch: str) -> None:
         assert tile.name in wanted.emit(problem, found, arch).name
     with pytest.raises(errors.ConfigError, match=f"tile '7x7x7' is none of the .* {name} tiles on {arch}: ") as caught:
         check.find_tile(wanted, "7x7x7", problem, arch)
-    assert wanted.default_tiles(arch)[0].name in str(caught.value)
+    assert wanted.default_tiles(GemmProblem(), arch)[0].name in str(caught.value)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -112,7 +113,7 @@ def test_what_dispatch_chose_of_the_family_is_kept() -> None:
 
 def test_a_family_that_cannot_serve_says_why() -> None:
     with pytest.raises(EmitError, match="tnt"):
-        check.select(Request(4, 4, 4, family="cutlass"), GemmProblem(layout_a="column"), 16, H200, True)
+        check.select(Request(4, 4, 4, family="int8_cutlass"), GemmProblem(layout_a="column"), 16, H200, True)
 
 
 # ── cuBLASLt's terms ─────────────────────────────────────────────────────────────────────────────

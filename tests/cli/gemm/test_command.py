@@ -14,8 +14,10 @@ from torch import Tensor
 from qcut.cli import main as cli
 from qcut.cli.gemm import check
 from qcut.cli.gemm.report import Report, Request
-from qcut.dispatch.gemm import Choice, Target
-from qcut.emitters.gemm.families import family
+from qcut.dispatch.gemm import Choice
+from qcut.dispatch.gpus import Target
+from qcut.emitters.families import family
+from qcut.emitters.gemm.problem import GemmProblem
 from qcut.ops.gemm import GemmS8
 from qcut.tuning.cublaslt import CublasLtError
 
@@ -75,7 +77,7 @@ def test_options(asked: list[Request]) -> None:
     command = "gemm 3 4 5 1 0 0 0 --kernel simt --tile t --no-check --scale 0.5 --seed 7 --compare none"
     assert cli.main(command.split()) == 0
     assert cli.main(["gemm", "--mode", "wrap", "3", "4", "5"]) == 0
-    expected = Request(3, 4, 5, "tnn", False, "simt", "t", scale=0.5, seed=7, check=False, compare=False)
+    expected = Request(3, 4, 5, "tnn", False, "int8_dp4a", "t", scale=0.5, seed=7, check=False, compare=False)
     assert asked == [expected, Request(3, 4, 5, wrap=True)]
 
 
@@ -265,11 +267,11 @@ def test_figures(gpu_of_torch: GpuOfTorch, layouts: str, mode: str, capsys: pyte
 
 
 def test_figures_as_text(gpu_of_torch: GpuOfTorch, capsys: pytest.CaptureFixture[str]) -> None:
-    name = family("mma").default_tiles("sm_90a")[1].name
+    name = family("int8_mma").default_tiles(GemmProblem(), "sm_90a")[1].name
     assert cli.main(["gemm", "64", "32", "48", "--kernel", "mma", "--tile", name]) == 0
     out = capsys.readouterr().out
     assert f"_{name}\n" in out
-    assert "chosen    mma: asked for" in out
+    assert "chosen    int8_mma: asked for" in out
     assert "checked   all 2048 elements equal the exact result" in out
     assert "TOPS, " in out
     assert "qcut has 1.00x its speed" in out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers)
 from qcut.emitters.core.source import DType
-from qcut.emitters.decoder.transformer import MANY_TOKENS, ROTARY, Rotary, RotateAndAppend, emit_append
+from qcut.emitters.decoder.append import MANY_TOKENS, ROTARY, Rotary, RotateAndAppend, emit_append
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same

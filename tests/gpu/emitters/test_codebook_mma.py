@@ -12,11 +12,13 @@ from torch import Tensor
 from qcut import jit
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks.layout import Geometry
-from qcut.emitters.codebook.mma import default_tiles, emit_codebook_mma, for_shape, grid, smem_bytes
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import mma_tile
+from qcut.emitters.codebook.mma import default_tiles, emit_codebook_mma, grid, smem_bytes
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
-from qcut.emitters.gemm.mma import SMEM_LIMIT
 from qcut.emitters.gemm.problem import TileConfig
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp
@@ -119,7 +121,7 @@ def run(
 
 
 def require(problem: CodebookProblem, tile: TileConfig) -> None:
-    if smem_bytes(problem, tile) > SMEM_LIMIT[arch()]:
+    if smem_bytes(problem, tile) > architecture(arch()).smem_bytes:
         pytest.skip(f"{tile.name} needs more shared memory than {arch()} has")
 
 
@@ -261,4 +263,4 @@ def test_the_chosen_tile(m: int) -> None:
         (CodebookProblem(epilogue=BIAS), check_float),
         (CodebookProblem(DType.S8, epilogue=INT8_BIAS), check_int8),
     ):
-        check(problem, for_shape(problem, arch(), m, 1280, sms), m, 1280, 1280, pdl=True)
+        check(problem, mma_tile(problem, m, 1280, Target(arch(), sms)), m, 1280, 1280, pdl=True)

@@ -149,7 +149,7 @@ class Case:
         for _ in range(2):
             d = Guarded(m, ldd, TORCH_DTYPE[problem.epilogue.out])
             on_device["d"] = d.tensor
-            launch(source, grid(tile, m, n, sm_count), *(on_device[p.name] for p in problem.params()), pdl=pdl)
+            launch(source, grid(tile, n, sm_count)(m), *(on_device[p.name] for p in problem.params()), pdl=pdl)
             results.append(d.take(n))
         assert_same(results[0], results[1])
         return results[0]

@@ -10,19 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qcut.dispatch.attention import Attention, emit_attention, select_attention
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import DType
-from qcut.emitters.decoder.attention.choice import Attention, emit_attention, select_attention
+from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
+from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.attention.simt import AttentionDecode
-from qcut.emitters.decoder.transformer import (
-    ACTIVATIONS,
-    ActivateRows,
-    ArgmaxRows,
-    NormRows,
-    emit_activation,
-    emit_argmax,
-    emit_norm,
-)
+from qcut.emitters.decoder.norm import NormRows, emit_norm
 from qcut.numerics import int8 as numerics
 from qcut.numerics import sampling
 from tests.gpu.support.launching import Guarded, arch, launch
@@ -187,7 +182,7 @@ def test_attention_on_tensor_cores_of_small_and_large_scales(value_size: float) 
 
 
 def test_chosen_attention_of_a_long_context() -> None:
-    desc, parts = select_attention(F16, F16, 128, 4, arch(), batch=1, kv_heads=1, context=8192, sm_count=132)
+    desc, parts = select_attention(F16, F16, 128, 4, Target(arch(), 132), batch=1, kv_heads=1, context=8192)
     assert isinstance(desc, AttentionMma)
     attend(desc, 4, [8190], context=8192, kv_heads=1, parts=parts)
 

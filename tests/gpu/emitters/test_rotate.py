@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from qcut.codebooks.layout import Geometry, from_blocks
 from qcut.codebooks.tokens import operands, rotate_tokens
-from qcut.emitters.codebook.rotate import RotateTokens, RotateTokensDense, emit_rotate
+from qcut.dispatch.codebook import emit_rotation
+from qcut.emitters.codebook.rotate import RotateTokens
+from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.source import DType
 from tests.gpu.support.launching import SENTINEL, Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, half_ulp
@@ -33,7 +33,6 @@ SHAPES = (
     (4096, 4096),
     (2560, 2048),
 )
-EPS = 1e-5
 
 
 def tokens(m: int, k: int, dtype: DType, seed: int = 0) -> Tensor:
@@ -60,7 +59,6 @@ def run(
     x: Tensor,
     geometry: Geometry,
     seeds: tuple[int, ...],
-    norm: tuple[Tensor, ...] = (),
     *,
     offset: int = 0,
     pad: int = 0,
@@ -77,7 +75,6 @@ def run(
     if dense or desc.kind == "hadamard":
         kind = "qr" if dense else "hadamard"
         extra.append(operands(kind, geometry.full, k, seeds, x.dtype, DEVICE))
-    extra += [v.to(DEVICE) for v in norm]
     blocked = not (dense and desc.out is F32)
     columns = len(seeds) * geometry.k_padded
     per_block = 128 // dtype.itemsize
@@ -87,8 +84,8 @@ def run(
         out = Guarded(columns // per_block * m8 * 8, per_block, dtype) if blocked else Guarded(m, columns, dtype)
         scale = Guarded(1, m, torch.float32)
         args = [on_gpu, out.tensor] + ([scale.tensor] if desc.out is S8 else []) + extra
-        sizes = [stride, m, k, geometry.k_padded, *([EPS] if norm else [])]
-        launch(emit_rotate(desc), desc.grid(m, geometry.k_padded), *args, *sizes, pdl=pdl)
+        sizes = [stride, m, k, geometry.k_padded]
+        launch(emit_rotation(desc), desc.grid(m, geometry.k_padded), *args, *sizes, pdl=pdl)
         got = out.take(per_block if blocked else columns)
         if blocked:
             blocks = got.view(-1, m8, 8, per_block)
@@ -104,7 +101,7 @@ def run(
 
 
 def check(desc: RotateTokens, x: Tensor, group_size: int, *, offset: int = 0, pad: int = 0, pdl: bool = False) -> None:
-    """Hold a kernel without a norm to the reference, bitwise."""
+    """Hold a kernel to the reference, bitwise."""
     seeds = SEEDS[: desc.passes]
     geometry = Geometry(x.shape[1], group_size)
     got, scale = run(desc, x, geometry, seeds, offset=offset, pad=pad, pdl=pdl)
@@ -176,67 +173,6 @@ def test_tokens_are_independent(out: DType):
     assert_same(alone[0], together[70])
     if scale is not None:
         assert_same(alone_scale[0], scale[70])
-
-
-def normalized(x: Tensor, norm: str, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The float64 norm, and a bound on float32's error.
-
-    A thread adds at most 16 values a piece and 5 pieces, and 10 levels of shuffles follow: sums are off by at most
-    2**-17 of the sum of magnitudes, which the mean, and half of which the root, inherit. Five more roundings of 2**-24
-    each follow, and the bias's.
-    """
-    x, weight, bias = x.double(), weight.double(), bias.double()
-    mean = x.mean(1, keepdim=True) if norm == "layer" else torch.zeros(())
-    inv = (((x - mean) ** 2).mean(1, keepdim=True) + EPS).rsqrt()
-    exact = (x - mean) * inv * weight + (bias if norm == "layer" else 0.0)
-    slack = 2.0**-16 * (x.abs() + x.abs().mean(1, keepdim=True)) * inv * weight.abs() + 2.0**-22 * exact.abs()
-    return exact, slack
-
-
-def norm_arguments(k: int, norm: str, dtype: DType) -> tuple[Tensor, ...]:
-    gen = torch.Generator().manual_seed(k)
-    weight = 1 + torch.randn(k, generator=gen) / 4
-    bias = torch.randn(k, generator=gen)
-    return tuple(v.to(TORCH_DTYPE[dtype]) for v in ((weight, bias) if norm == "layer" else (weight,)))
-
-
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-@pytest.mark.parametrize(("x", "out"), [(F16, F16), (BF16, BF16), (F32, F16)])
-@pytest.mark.parametrize(("k", "threads"), [(1280, 0), (100, 0), (4096, 0), (1280, 32), (20480, 0)])
-def test_norm(k: int, threads: int, x: DType, out: DType, norm: str):
-    m = 9
-    tensor = (torch.randn(m, k, generator=torch.Generator().manual_seed(k)) + 0.5).to(TORCH_DTYPE[x])
-    tensor[1] *= 100
-    tensor[2] = 0
-    args = norm_arguments(k, norm, x)
-    aligned = k * x.bits % 128 == 0
-    desc = RotateTokens.for_shape(x, out, "none", arch(), m, k, k, aligned=aligned, norm=norm)
-    if threads:
-        desc = replace(desc, threads=threads, held=False)
-    got, _ = run(desc, tensor, Geometry(k, k), (0,), args)
-    exact, slack = normalized(tensor, norm, args[0], args[-1])
-    error = (got[:, :k].double() - exact).abs()
-    assert bool((error <= slack + half_ulp(exact.abs() + slack, got.dtype)).all())
-    assert bool((got[:, k:] == 0).all())
-
-
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-@pytest.mark.parametrize("out", [F16, S8])
-@pytest.mark.parametrize(("k", "group", "threads"), [(1280, 128, 96), (4096, 4096, 256), (1280, 128, 32)])
-def test_norm_before_a_rotation(k: int, group: int, threads: int, out: DType, norm: str):
-    """The rotation sees what the norm's kernel returns: both add in the same order."""
-    x = tokens(4, k, F16)[:3]
-    args = norm_arguments(k, norm, F16)
-    held = threads * 16 >= k
-    geometry = Geometry(k, group)
-    plain = RotateTokens(F16, F16, "none", 128, arch(), 1, threads, 1, held, True, norm)
-    between, _ = run(plain, x, geometry, (0,), args)
-    fused = RotateTokens(F16, out, "hadamard", group, arch(), 2, threads, 1, held, True, norm)
-    got, scale = run(fused, x, geometry, SEEDS, args)
-    rows, expected_scale = rotate_tokens(between[:, :k], "hadamard", group, SEEDS, TORCH_DTYPE[out])
-    assert_same(got, rows)
-    if scale is not None:
-        assert_same(scale, expected_scale)
 
 
 def dense_product(x: Tensor, geometry: Geometry, seeds: tuple[int, ...]) -> tuple[Tensor, Tensor]:

@@ -13,10 +13,12 @@ from torch import Tensor
 from qcut import jit
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks.layout import Geometry
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import is_wgmma_better, stream_tile, stream_wgmma_tile
 from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES, SMEM_LIMIT
 from qcut.emitters.stream import codebook as codebook_decode
 from qcut.emitters.stream import codebook_wgmma as codebook_decode_wgmma
 from qcut.emitters.stream.codebook import CodebookDecodeTile, emit_codebook_decode
@@ -27,6 +29,7 @@ from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, full_ran
 
 Tile = CodebookDecodeTile | CodebookDecodeWgmmaTile
 
+H200 = Target("sm_90a", 132)
 PLAIN = Epilogue(DType.F32, col_scale="per_channel")
 BASE = CodebookProblem(epilogue=PLAIN, alignment_n=1)
 TILES: tuple[Tile, ...] = (
@@ -65,7 +68,7 @@ def has_tile(tile: Tile) -> bool:
         return arch() == "sm_90a"
     if tile.splits > 1 and arch() not in CLUSTER_ARCHITECTURES:
         return False
-    return codebook_decode.smem_bytes(BASE, tile) <= SMEM_LIMIT[arch()]
+    return codebook_decode.smem_bytes(BASE, tile) <= architecture(arch()).smem_bytes
 
 
 def emit(problem: CodebookProblem, tile: Tile) -> KernelSource:
@@ -106,11 +109,11 @@ def chosen_cases() -> Iterator[tuple[CodebookProblem, Tile, int, int, int]]:
         for m in (1, 16, 33):
             if arch() != "sm_90a":
                 if m <= 16:
-                    yield problem, codebook_decode.for_shape(problem, n, units, m, 132, arch()), m, n, units
-            elif codebook_decode_wgmma.is_better(problem, n, units, m, 132):
-                yield problem, codebook_decode_wgmma.for_shape(problem, n, units, m, 132), m, n, units
+                    yield problem, stream_tile(problem, m, n, units, Target(arch(), 132)), m, n, units
+            elif is_wgmma_better(problem, m, n, units, H200):
+                yield problem, stream_wgmma_tile(problem, m, n, units, H200), m, n, units
             else:
-                yield problem, codebook_decode.for_shape(problem, n, units, m, 132), m, n, units
+                yield problem, stream_tile(problem, m, n, units, H200), m, n, units
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from qcut import jit
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.stream import w8a16_tile
+from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
-from qcut.emitters.gemm.mma import CLUSTER_ARCHITECTURES, SMEM_LIMIT
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream.w8a16 import WeightOnlyTile, emit_weight_only_decode, for_shape, grid, smem_bytes
+from qcut.emitters.stream.int8 import grid
+from qcut.emitters.stream.w8a16 import WeightOnlyTile, emit_weight_only_decode, smem_bytes
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp
 
@@ -42,14 +45,14 @@ MIDDLE = WeightOnlyTile(4, 16, 2, 1, 16)
 def require(tile: WeightOnlyTile) -> None:
     if tile.splits > 1 and arch() not in CLUSTER_ARCHITECTURES:
         pytest.skip(f"{tile.name} needs thread-block clusters; {arch()} has none")
-    if smem_bytes(GemmProblem(a=DType.F16), tile) > SMEM_LIMIT[arch()]:
+    if smem_bytes(GemmProblem(a=DType.F16), tile) > architecture(arch()).smem_bytes:
         pytest.skip(f"{tile.name} needs more shared memory than {arch()} has")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
     tiles = [t for t in TILES if t.splits == 1 or arch() in CLUSTER_ARCHITECTURES]
-    tiles = [t for t in tiles if smem_bytes(GemmProblem(a=DType.F16), t) <= SMEM_LIMIT[arch()]]
+    tiles = [t for t in tiles if smem_bytes(GemmProblem(a=DType.F16), t) <= architecture(arch()).smem_bytes]
     sources = [emit_weight_only_decode(GemmProblem(a=DType.F16, epilogue=BIAS), tile, arch()) for tile in tiles]
     sources += [emit_weight_only_decode(GemmProblem(a=DType.F16, epilogue=e), MIDDLE, arch()) for e in EPILOGUES]
     errors = [r for r in jit.build_many(sources, progress=False).values() if isinstance(r, Exception)]
@@ -180,6 +183,6 @@ def test_a_row_does_not_depend_on_the_others(tile: WeightOnlyTile) -> None:
 @pytest.mark.parametrize(("n", "k"), [(1280, 1280), (768, 5120), (5003, 2064)])
 def test_the_chosen_tile(n: int, k: int, m: int) -> None:
     problem = GemmProblem(a=DType.F16, epilogue=BIAS, alignment_n=1)
-    tile = for_shape(problem, arch(), m, n, k, torch.cuda.get_device_properties(0).multi_processor_count)
+    tile = w8a16_tile(problem, m, n, k, Target(arch(), torch.cuda.get_device_properties(0).multi_processor_count))
     gemm = small_integers(m, n, k, BIAS)
     gemm.check(run(gemm, problem, tile, gemm.a.half(), pdl=True))

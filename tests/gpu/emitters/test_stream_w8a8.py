@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from qcut.config import padded_k
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.stream import int8_tile
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
-from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile, emit_w8a8_decode, for_shape, grid
+from qcut.emitters.stream.int8 import grid
+from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile, emit_w8a8_decode
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range
@@ -67,7 +70,7 @@ class Case:
 
 def tile_of(problem: W8A8Problem, m: int, n: int, k: int) -> W8A8Tile:
     """What the model of the memory chooses, for two SMs: several row tiles for each."""
-    return for_shape(problem, arch(), m, n, k, 2)
+    return int8_tile(problem, m, n, k, Target(arch(), 2))
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8])

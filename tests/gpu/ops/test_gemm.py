@@ -21,7 +21,7 @@ from qcut.cuda.plans import m_bucket, target
 from qcut.dispatch.gemm import Choice
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm.families import FAMILIES, family
+from qcut.emitters.families import FAMILIES, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.ops.gemm import GemmS8
 from tests.gpu.support.oracles import DEVICE, assert_same, full_range, pattern

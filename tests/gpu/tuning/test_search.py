@@ -14,7 +14,7 @@ from qcut.cuda.plans import target
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.gemm import Choice
-from qcut.emitters.gemm.families import family
+from qcut.emitters.families import family
 from qcut.tuning import search as tuning
 from qcut.tuning.bench import CudaBench
 from qcut.tuning.journal import Journal
@@ -22,12 +22,12 @@ from qcut.tuning.search import Task
 from qcut.tuning.timing import CheckError
 
 TASKS = (
-    Task("mma", "s8", "tnt", 64, 384, 512),
-    Task("mma", "f16", "ntn", 64, 384, 512),
-    Task("wmma", "f16", "tnt", 64, 384, 512),
-    Task("simt", "s8", "nnt", 64, 384, 512),
-    Task("simt", "f16", "ttn", 33, 129, 257),
-    Task("cutlass", "s8", "tnt", 64, 384, 512),
+    Task("int8_mma", "s8", "tnt", 64, 384, 512),
+    Task("int8_mma", "f16", "ntn", 64, 384, 512),
+    Task("int8_wmma", "f16", "tnt", 64, 384, 512),
+    Task("int8_dp4a", "s8", "nnt", 64, 384, 512),
+    Task("int8_dp4a", "f16", "ttn", 33, 129, 257),
+    Task("int8_cutlass", "s8", "tnt", 64, 384, 512),
 )
 LIMIT = 3
 
@@ -81,7 +81,7 @@ def test_dispatch_runs_what_was_tuned(bench: CudaBench, tmp_path: Path, monkeypa
     assert result.row is not None
     tuned.write(path, tuned.Table(bench.target.name, (result.row,)))
     choice = dispatch.select_gemm(task.problem, task.m, task.n, task.k, target(torch.cuda.current_device()))
-    assert (choice.family, choice.tile, choice.tuned_us) == ("mma", result.row.tile, round(result.row.time_us, 3))
+    assert (choice.family, choice.tile, choice.tuned_us) == ("int8_mma", result.row.tile, round(result.row.time_us, 3))
 
 
 @pytest.mark.usefixtures("built")
@@ -132,7 +132,8 @@ def test_the_command_tunes_and_writes_the_users_table(
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     name = torch.cuda.get_device_name()
-    rows = [row for row in tuned.table_for(name).rows if (row.family, row.m, row.n, row.k) == ("mma", 64, 256, 256)]
+    wanted = ("int8_mma", 64, 256, 256)
+    rows = [row for row in tuned.table_for(name).rows if (row.family, row.m, row.n, row.k) == wanted]
     assert len(rows) == 1
     assert rows[0].tile.name in said
     assert math.isfinite(rows[0].time_us)

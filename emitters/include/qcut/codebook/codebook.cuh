@@ -1,19 +1,21 @@
 // Codebook weights: units of 16 rows x 128 columns of indices, their decoding, and tokens in blocks.
 //
-// Memory is laid out as qcut/codebook_layout.py says. Whatever its width, a lane's part of a unit becomes
+// Memory is laid out as qcut/codebooks/layout.py says. Whatever its width, a lane's part of a unit becomes
 // eight words of eight 4-bit indices: byte b of word i holds columns 16i + 8(b & 1) + 2t and the next
 // one, of row g + 8(b >> 1), lane = 4g + t. So one word gives the four registers of a 16-bit m16n8k16
-// first operand, and two words those of an int8 m16n8k32 one.
+// first operand, and two words the four registers of an int8 m16n8k32 one.
 //
 // Three ways from indices to values. PairTable: shared memory, one entry for each byte (two indices) and
-// lane: one PRMT and one LDS without bank conflicts give two 16-bit values; for few tokens, when the
-// decoding itself is what takes time. RegisterBook: PRMT alone, no memory; where the tensor cores are
+// lane: one PRMT and one LDS without bank conflicts give two 16-bit values; for few tokens, where
+// decoding takes most of the time. RegisterBook: PRMT alone, no memory; where the tensor cores are
 // busy for longer. RowBook: int8 values of one row, its norm folded in: q = rne(value * (norm * fold)).
 //
 // Source: PTX ISA, "prmt", "Matrix Fragments for mma.m16n8k16 / mma.m16n8k32".
 #pragma once
 
 #include <qcut/core/mma.cuh>
+#include <qcut/core/quantize.cuh>
+#include <qcut/core/streaming.cuh>
 
 namespace qcut {
 
@@ -22,57 +24,6 @@ constexpr int kUnitColumns = 128;
 
 template <int kBits>
 constexpr int kUnitBytes = kUnitRows * kUnitColumns * kBits / 8;
-
-// Weights are read once: they skip the L1, and the L2 fetches 256 bytes at a time. They are constant, so
-// these loads may precede the wait for the previous kernel.
-__device__ __forceinline__ void load_stream_16(uint32_t (&w)[4], const void* p) {
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-               : "l"(p));
-}
-__device__ __forceinline__ void load_stream_8(uint32_t (&w)[2], const void* p) {
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p));
-}
-__device__ __forceinline__ uint32_t load_stream_4(const void* p) {
-  uint32_t w;
-  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(w) : "l"(p));
-  return w;
-}
-
-// The same where `wanted`; registers else keep what they have. Predicated, not branched over, so that the compiler may
-// ask for the next weights as soon as their registers are free, while it still multiplies.
-__device__ __forceinline__ void load_stream_16_if(uint32_t (&w)[4], const void* p, bool wanted) {
-  const int loaded = wanted;
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %5, 0;\n\t"
-      "@p ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];\n\t}"
-      : "+r"(w[0]), "+r"(w[1]), "+r"(w[2]), "+r"(w[3])
-      : "l"(p), "r"(loaded));
-}
-__device__ __forceinline__ void load_stream_8_if(uint32_t (&w)[2], const void* p, bool wanted) {
-  const int loaded = wanted;
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %3, 0;\n\t"
-      "@p ld.global.nc.L1::no_allocate.L2::256B.v2.u32 {%0, %1}, [%2];\n\t}"
-      : "+r"(w[0]), "+r"(w[1])
-      : "l"(p), "r"(loaded));
-}
-__device__ __forceinline__ void load_stream_4_if(uint32_t& w, const void* p, bool wanted) {
-  const int loaded = wanted;
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p ld.global.nc.L1::no_allocate.u32 %0, [%1];\n\t}"
-      : "+r"(w)
-      : "l"(p), "r"(loaded));
-}
-
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
-// Keeps the compiler from using a value above this line.
-template <int kWords>
-__device__ __forceinline__ void pin(uint32_t (&w)[kWords]) {
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) asm volatile("" : "+r"(w[i]));
-}
 
 // A lane's part of one unit. `mine` is where its first 16 bytes are: 16 lane from the unit's start.
 template <int kBits>
@@ -132,7 +83,7 @@ struct UnitWords<3> {
   }
 };
 
-// PRMT as it is: __byte_perm would first clear the upper bits of each selector, which are clear here.
+// The instruction PRMT itself: __byte_perm would first clear the upper bits of each selector, which are clear here.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(selector));
@@ -223,10 +174,9 @@ struct RowBook {
   // `factor` is norm * fold of the row that all four lanes of a quad share. Adding 1.5 * 2^23 rounds the
   // exact product once, to the integer in the low byte.
   __device__ __forceinline__ void build(const QuarterBook& book, float factor) {
-    constexpr float kMagic = 12582912.0f;
     uint32_t q[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) q[i] = __float_as_uint(fmaf(book.value[i], factor, kMagic));
+    for (int i = 0; i < 4; ++i) q[i] = __float_as_uint(fmaf(book.value[i], factor, kRoundingBias));
     const uint32_t mine = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
 #pragma unroll
     for (int i = 0; i < 4; ++i) table[i] = __shfl_sync(0xffffffffu, mine, i, 4);
@@ -260,7 +210,8 @@ template <>
 struct NormScale<__half> {
   __half2 row, row8;
   __device__ __forceinline__ explicit NormScale(uint32_t w)
-      : row(__low2half2(*reinterpret_cast<const __half2*>(&w))), row8(__high2half2(*reinterpret_cast<const __half2*>(&w))) {}
+      : row(__low2half2(*reinterpret_cast<const __half2*>(&w))),
+        row8(__high2half2(*reinterpret_cast<const __half2*>(&w))) {}
   __device__ __forceinline__ void apply(uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

@@ -1,4 +1,4 @@
-// Tokens x codebook weights on mma.sync, any number of tokens: what serves where wgmma is not.
+// Tokens x codebook weights on mma.sync, for any number of tokens on architectures without wgmma.
 //
 // A cp.async pipeline brings blocks of tokens and units of weights, 128 columns at a time, to shared
 // memory as they lie in global memory: tokens are swizzled for ldmatrix there already, and a lane's part
@@ -73,7 +73,7 @@ __device__ __forceinline__ void for_each_chunk(const F& f) {
   }
 }
 
-// What the pipeline brings for one unit of K: blocks of tokens, units of weights, norms.
+// A stage of the pipeline: blocks of tokens, units of weights and norms of one unit of K.
 template <class Tile, class T, int kBits, int kSlots>
 struct CodebookStage {
   static constexpr int kKBlocks = sizeof(T);  // of 128 bytes, in 128 columns
@@ -87,9 +87,9 @@ struct CodebookStage {
   const char *x, *units, *norms;
   int m_blocks, m_block0, units_k, tiles_left;
 
-  __device__ __forceinline__ CodebookStage(const T* x, const char* units, const char* norms, int m, int n, int units_k,
-                                           int m0, int n0)
-      : x(reinterpret_cast<const char*>(x)), m_blocks((m + 7) / 8), m_block0(m0 / 8), units_k(units_k) {
+  __device__ __forceinline__ CodebookStage(const char* x, const char* units, const char* norms, int m, int n,
+                                           int units_k, int m0, int n0)
+      : x(x), m_blocks((m + 7) / 8), m_block0(m0 / 8), units_k(units_k) {
     const int tile0 = n0 / kUnitRows;
     this->units = units + static_cast<long long>(tile0) * units_k * kUnitBytes<kBits>;
     this->norms = norms + static_cast<long long>(tile0) * units_k * kNormBytes;
@@ -124,7 +124,7 @@ struct CodebookStage {
 
 // kAlignD bytes divide every row of D, see TileWriter. `fold` is read for int8 tokens alone.
 template <class Tile, class T, int kBits, int kSlots, class E, int kAlignD>
-__device__ __forceinline__ void codebook_mma(const T* x, const char* units, const char* norms, const float* fold,
+__device__ __forceinline__ void codebook_mma(const char* x, const char* units, const char* norms, const float* fold,
                                              typename E::Out* d, int m, int n, int units_k, int ldd, const Book& book,
                                              const typename E::Args& args) {
   using Decoder = UnitDecoder<T, kBits>;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void codebook_mma(const T* x, const char* units, cons
   constexpr int kSteps = Decoder::kSteps;
   constexpr int kTokenTiles = Tile::kWarpM / 8;
   constexpr int kRowTiles = Tile::kWarpN / kUnitRows;
-  static_assert(Tile::kBlockK == kUnitColumns && Tile::kSplits == 1, "see emitters/codebook_mma.py");
+  static_assert(Tile::kBlockK == kUnitColumns && Tile::kSplits == 1, "a tile of one unit, and no splits");
   extern __shared__ __align__(128) char shared[];
   const uint32_t base = shared_address(shared);
 

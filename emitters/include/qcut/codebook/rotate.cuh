@@ -1,23 +1,22 @@
-// Tokens into rotated blocks: walsh_hadamard(x * signs) * factor for each group of columns, or x as it is, after an
-// optional norm; written in the 16-bit type or as int8 with a scale for each token.
+// Tokens into rotated blocks: walsh_hadamard(x * signs) * factor for each group of columns, or x as it is, written in
+// the 16-bit type or as int8 with a scale for each token.
 //
 // A thread holds 16 neighbouring columns of memory's order (a group and its padding), which is one 16-byte chunk of
-// int8 tokens or two of 16-bit ones. Butterflies over 1 to 8 columns stay in its registers, those over 16 to 256 are
-// shuffles, wider ones go through shared memory: the order of qcut.rotation.walsh_hadamard, so that results are equal
-// bitwise. A group that is shorter than the others leaves out the butterflies that it does not have.
+// int8 tokens or two chunks of 16-bit ones. Butterflies over 1 to 8 columns stay in the thread's registers, butterflies
+// over 16 to 256 columns are shuffles, wider ones go through shared memory. The order is that of
+// qcut.codebooks.rotation.walsh_hadamard: results are equal bitwise. A group that is shorter than the others leaves out
+// the widest butterflies.
 //
-// Memory is laid out as qcut/codebook_layout.py says.
+// Memory is laid out as qcut/codebooks/layout.py says.
 #pragma once
 
 #include <qcut/codebook/codebook.cuh>
-#include <qcut/decoder/quantize.cuh>
+#include <qcut/core/quantize.cuh>
 
 namespace qcut {
 
 constexpr int kLaneColumns = 16;
 constexpr int kWarpColumns = 32 * kLaneColumns;
-
-enum class Norm { kNone, kRms, kLayer };
 
 // Butterflies of a group of `size` columns, a power of two up to kGroup. `thread` counts within the row; `exchange` is
 // this row's part of shared memory, kStride threads wide, for groups beyond a warp's columns.
@@ -49,7 +48,7 @@ __device__ __forceinline__ void butterflies(float (&r)[kLaneColumns], int size, 
 #pragma unroll 1
   for (int half = kWarpColumns; half < kGroup; half *= 2) {
     const float sign = thread & half / kLaneColumns ? -1.0f : 1.0f;
-    __syncthreads();  // what was there before has been read
+    __syncthreads();  // all threads have read the exchange before
 #pragma unroll
     for (int i = 0; i < kLaneColumns / 4; ++i) {
       exchange[i * kStride + thread] = make_float4(r[4 * i], r[4 * i + 1], r[4 * i + 2], r[4 * i + 3]);
@@ -76,10 +75,10 @@ __device__ __forceinline__ void store_chunk(char* y, int row, int m8, int column
 }
 
 // kThreads threads own a row, kRows rows share a CTA. kHeld: threads hold all columns that the CTA writes, which
-// blockIdx.y chooses; otherwise the CTA goes over its rows again for every sum or maximum. kPaddedGroup: columns
+// blockIdx.y chooses; otherwise the CTA goes over its rows again after their maximum. kPaddedGroup: columns
 // of a group in memory. x rows start at multiples of 16 bytes, and groups of them too, if kAligned.
 template <class T, class Out, bool kHadamard, int kGroup, int kPaddedGroup, int kPasses, int kThreads, int kRows,
-          bool kHeld, bool kAligned, Norm kNorm>
+          bool kHeld, bool kAligned>
 struct RowRotation {
   static constexpr int kSize = Vector<T>::kSize;
   static constexpr int kVecs = kLaneColumns / kSize;
@@ -91,19 +90,14 @@ struct RowRotation {
   struct Columns {
     int source, count, size;
   };
-  struct Raw {
-    Vector<T> v[kVecs];
-  };
 
   const T* x_row;
-  const T* norm_weight;
-  const T* norm_bias;
   const uint32_t* signs;
   char* y;
-  float* partial;  // a float for each warp
+  uint32_t* partial;  // a word for each warp
   float4* exchange;
   int row, m8, k, k_padded, thread, local_row;
-  float factor, mean, inv_deviation;
+  float factor;
 
   __device__ __forceinline__ Columns columns(int place) const {
     const int group = place / kPaddedGroup;
@@ -112,17 +106,13 @@ struct RowRotation {
     return {group * kGroup + offset, min(max(size - offset, 0), kLaneColumns), size};
   }
 
-  __device__ __forceinline__ Raw load(const T* from, const Columns& c) const {
-    Raw raw;
-    load_vectors<T, kVecs, kAligned>(raw.v, from + c.source, 0, kSize, c.count);
-    return raw;
-  }
-
-  static __device__ __forceinline__ void widen(const Raw& raw, float (&f)[kLaneColumns]) {
+  __device__ __forceinline__ void load(float (&f)[kLaneColumns], const Columns& c) const {
+    Vector<T> raw[kVecs];
+    load_vectors<T, kVecs, kAligned>(raw, x_row + c.source, 0, kSize, c.count);
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
       float part[kSize];
-      raw.v[i].to_float(part);
+      raw[i].to_float(part);
 #pragma unroll
       for (int j = 0; j < kSize; ++j) f[i * kSize + j] = part[j];
     }
@@ -148,58 +138,14 @@ struct RowRotation {
     }
   }
 
-  // A value of each warp of the row, in lane w % 32 of all of them; `rest` in the other lanes.
-  __device__ __forceinline__ float gather(float v, float rest) const {
-    if constexpr (kWarps == 1) return threadIdx.x % 32 ? rest : v;
+  // The largest of a word of each thread of the row, in every thread.
+  __device__ __forceinline__ uint32_t row_max(uint32_t v) const {
+    v = warp_max(v);
+    if constexpr (kWarps == 1) return v;
     const int lane = threadIdx.x % 32;
-    __syncthreads();  // the previous values have been read
     if (lane == 0) partial[threadIdx.x / 32] = v;
     __syncthreads();
-    return lane < kWarps ? partial[local_row * kWarps + lane] : rest;
-  }
-
-  static __device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-    for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
-    return v;
-  }
-
-  __device__ __forceinline__ float row_sum(float v) const { return warp_sum(gather(warp_sum(v), 0.0f)); }
-  __device__ __forceinline__ uint32_t row_max(uint32_t v) const {
-    return warp_max(__float_as_uint(gather(__uint_as_float(warp_max(v)), 0.0f)));
-  }
-
-  static __device__ __forceinline__ float sum(const float (&f)[kLaneColumns]) {
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kLaneColumns; ++i) total += f[i];
-    return total;
-  }
-  __device__ __forceinline__ float square_sum(const float (&f)[kLaneColumns], int count) const {
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kLaneColumns; ++i) {
-      const float centered = f[i] - mean;
-      if (i < count) total = fmaf(centered, centered, total);
-    }
-    return total;
-  }
-  __device__ __forceinline__ void set_deviation(float square_total, float eps, int row_columns) {
-    inv_deviation = __frsqrt_rn(__fdiv_rn(square_total, static_cast<float>(row_columns)) + eps);
-  }
-
-  // The norm of 16 columns, rounded to T as between two layers.
-  __device__ __forceinline__ void normalize(float (&f)[kLaneColumns], const Raw& weight, const Raw& bias,
-                                            int count) const {
-    float w[kLaneColumns];
-    float b[kLaneColumns] = {};
-    widen(weight, w);
-    if constexpr (kNorm == Norm::kLayer) widen(bias, b);
-#pragma unroll
-    for (int i = 0; i < kLaneColumns; ++i) {
-      const float v = fmaf((f[i] - mean) * inv_deviation, w[i], b[i]);
-      f[i] = i < count ? to_float(from_float<T>(v)) : 0.0f;
-    }
+    return warp_max(lane < kWarps ? partial[local_row * kWarps + lane] : 0u);
   }
 
   static __device__ __forceinline__ uint32_t abs_max(const float (&r)[kLaneColumns], uint32_t peak) {
@@ -208,7 +154,7 @@ struct RowRotation {
     return peak;
   }
 
-  // 16-bit: lanes 2i and 2i + 1 exchange a chunk, so that they write 32 contiguous bytes at once.
+  // Stores 16-bit results. Lanes 2i and 2i + 1 exchange a chunk, so that each writes 32 contiguous bytes at once.
   __device__ __forceinline__ void store(const float (&r)[kLaneColumns], int pass, int place) const {
     const bool odd = thread % 2;
     uint32_t first[4];
@@ -227,59 +173,41 @@ struct RowRotation {
     store_chunk(y, row, m8, column_bytes + (odd ? 16 : 32), second);
   }
 
-  // int8, columns permuted within 16: word i has columns 2i, 2i + 1, 8 + 2i, 9 + 2i. Two words at a time, for the sake
-  // of registers.
-  __device__ __forceinline__ void store_quantized(const float (&r)[kLaneColumns], int pass, int place, float s,
-                                                  float inv, bool finite) const {
+  // Stores int8 results, columns permuted within 16: word i has columns 2i, 2i + 1, 8 + 2i, 9 + 2i. Two words at a time
+  // take fewer registers.
+  __device__ __forceinline__ void store(const float (&r)[kLaneColumns], int pass, int place,
+                                        const QuantizedRow& quantized) const {
     if (place >= k_padded) return;
-    uint32_t packed[4] = {};
-    if (finite) {
+    uint32_t packed[4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float f[8] = {r[4 * i],     r[4 * i + 1], r[4 * i + 8],  r[4 * i + 9],
-                            r[4 * i + 2], r[4 * i + 3], r[4 * i + 10], r[4 * i + 11]};
-        float t[8];
-        round_quotients(f, s, inv, 127.0f, t);
-        packed[2 * i] = pack_low_bytes(t[0], t[1], t[2], t[3]);
-        packed[2 * i + 1] = pack_low_bytes(t[4], t[5], t[6], t[7]);
-      }
+    for (int i = 0; i < 4; i += 2) {
+      const float f[8] = {r[2 * i],     r[2 * i + 1], r[2 * i + 8],  r[2 * i + 9],
+                          r[2 * i + 2], r[2 * i + 3], r[2 * i + 10], r[2 * i + 11]};
+      uint32_t words[2];
+      quantized.quantize(f, words);
+      packed[i] = words[0];
+      packed[i + 1] = words[1];
     }
     store_chunk(y, row, m8, pass * k_padded + place, packed);
   }
 
-  // Sets the row's scale of the largest magnitude; false where that is no finite number.
-  __device__ __forceinline__ bool set_scale(uint32_t peak, float* scale, float& s) const {
-    const bool finite = peak < 0x7f800000u;
-    s = __fdiv_rn(__uint_as_float(peak), 127.0f);
-    if (s == 0.0f) s = 1.0f;
-    if (thread == 0 && x_row) scale[row] = finite ? s : __uint_as_float(0x7fc00000u);
-    return finite;
+  // Chooses the row's quantization and stores its scale.
+  __device__ __forceinline__ QuantizedRow quantize(uint32_t peak, float* scale) const {
+    const QuantizedRow quantized(row_max(peak));
+    if (thread == 0 && x_row) scale[row] = quantized.scale();
+    return quantized;
   }
 
-  __device__ __forceinline__ void run_held(float* scale, float eps, int row_columns) {
+  __device__ __forceinline__ void run_held(float* scale) {
     const int place = (blockIdx.y * kThreads + thread) * kLaneColumns;
     const Columns c = columns(place);
     uint32_t flip[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) flip[pass] = flips(pass, place);
-    Raw weight;
-    Raw bias;
-    const auto load_norm = [&] {
-      if constexpr (kNorm != Norm::kNone) weight = load(norm_weight, c);
-      if constexpr (kNorm == Norm::kLayer) bias = load(norm_bias, c);
-    };
-    constexpr bool kEarly = kThreads <= 512;  // more threads lack the registers to keep them meanwhile
-    if constexpr (kEarly) load_norm();
     wait_for_dependencies();
 
     float f[kLaneColumns];
-    widen(load(x_row, c), f);
-    if constexpr (kNorm == Norm::kLayer) mean = __fdiv_rn(row_sum(sum(f)), static_cast<float>(row_columns));
-    if constexpr (kNorm != Norm::kNone) {
-      set_deviation(row_sum(square_sum(f, c.count)), eps, row_columns);
-      if constexpr (!kEarly) load_norm();
-      normalize(f, weight, bias, c.count);
-    }
+    load(f, c);
     float r[kPasses][kLaneColumns];
     uint32_t peak = 0;
 #pragma unroll
@@ -294,26 +222,11 @@ struct RowRotation {
       }
     }
     if constexpr (kQuantized) {
-      float s;
-      const bool finite = set_scale(row_max(peak), scale, s);
+      const QuantizedRow quantized = quantize(peak, scale);
       if (!x_row) return;
-      const float inv = __frcp_rn(s);
 #pragma unroll
-      for (int pass = 0; pass < kPasses; ++pass) store_quantized(r[pass], pass, place, s, inv, finite);
+      for (int pass = 0; pass < kPasses; ++pass) store(r[pass], pass, place, quantized);
     }
-  }
-
-  // Sums `value(floats, count)` over the row.
-  template <class Value>
-  __device__ __forceinline__ float sum_over_row(const Value& value) const {
-    float total = 0.0f;
-    for (int place = thread * kLaneColumns; place < k_padded; place += kStep) {
-      const Columns c = columns(place);
-      float f[kLaneColumns];
-      widen(load(x_row, c), f);
-      total += value(f, c.count);
-    }
-    return row_sum(total);
   }
 
   // Hands every rotated piece of the row to `take(floats, pass, place)`. All threads take part in all of them.
@@ -323,10 +236,7 @@ struct RowRotation {
       const int place = first + thread * kLaneColumns;
       const Columns c = columns(place);
       float f[kLaneColumns];
-      widen(load(x_row, c), f);
-      if constexpr (kNorm != Norm::kNone) {
-        normalize(f, load(norm_weight, c), load(kNorm == Norm::kLayer ? norm_bias : norm_weight, c), c.count);
-      }
+      load(f, c);
 #pragma unroll
       for (int pass = 0; pass < kPasses; ++pass) {
         float r[kLaneColumns];
@@ -338,45 +248,26 @@ struct RowRotation {
     }
   }
 
-  __device__ __forceinline__ void run_over(float* scale, float eps, int row_columns) {
+  __device__ __forceinline__ void run_over(float* scale) {
+    static_assert(kQuantized, "only the row's maximum takes more than the CTA's own columns");
     wait_for_dependencies();
-    if constexpr (kNorm == Norm::kLayer) {
-      const float total = sum_over_row([](const float(&f)[kLaneColumns], int) { return sum(f); });
-      mean = __fdiv_rn(total, static_cast<float>(row_columns));
-    }
-    if constexpr (kNorm != Norm::kNone) {
-      const float total =
-          sum_over_row([this](const float(&f)[kLaneColumns], int count) { return square_sum(f, count); });
-      set_deviation(total, eps, row_columns);
-    }
-    if constexpr (kQuantized) {
-      uint32_t peak = 0;
-      for_rotated([&](const float(&r)[kLaneColumns], int, int) { peak = abs_max(r, peak); });
-      float s;
-      const bool finite = set_scale(row_max(peak), scale, s);
-      const float inv = __frcp_rn(s);
-      for_rotated([&](const float(&r)[kLaneColumns], int pass, int place) {
-        if (x_row) store_quantized(r, pass, place, s, inv, finite);
-      });
-    } else {
-      for_rotated([&](const float(&r)[kLaneColumns], int pass, int place) {
-        if (x_row) store(r, pass, place);
-      });
-    }
+    uint32_t peak = 0;
+    for_rotated([&](const float(&r)[kLaneColumns], int, int) { peak = abs_max(r, peak); });
+    const QuantizedRow quantized = quantize(peak, scale);
+    for_rotated([&](const float(&r)[kLaneColumns], int pass, int place) {
+      if (x_row) store(r, pass, place, quantized);
+    });
   }
 
   static __device__ __forceinline__ void run(const T* x, void* y, float* scale, const uint32_t* signs,
-                                             const T* norm_weight, const T* norm_bias, long long x_stride, int m, int k,
-                                             int k_padded, float eps, float factor) {
+                                             long long x_stride, int m, int k, int k_padded, float factor) {
     extern __shared__ float4 exchange[];
-    __shared__ float partial[kRows * kWarps];
+    __shared__ uint32_t partial[kRows * kWarps];
     launch_dependents();
     const int local_row = threadIdx.x / kThreads;
     const int row = blockIdx.x * kRows + local_row;
     const bool live = row < m;  // the CTA's other rows still need this one at their barriers
     RowRotation self{live ? x + row * x_stride : nullptr,
-                     norm_weight,
-                     norm_bias,
                      signs,
                      static_cast<char*>(y),
                      partial,
@@ -387,13 +278,11 @@ struct RowRotation {
                      k_padded,
                      static_cast<int>(threadIdx.x % kThreads),
                      local_row,
-                     factor,
-                     0.0f,
-                     0.0f};
+                     factor};
     if constexpr (kHeld) {
-      self.run_held(scale, eps, k);
+      self.run_held(scale);
     } else {
-      self.run_over(scale, eps, k);
+      self.run_over(scale);
     }
   }
 };

@@ -204,7 +204,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
 
 // `fold` is read for int8 tokens alone. kAlign bytes divide every row of D, see TileWriter.
 template <class T, class E, int kAlign>
-__device__ __forceinline__ void codebook_prompt(const typename T::X* x, const char* units, const __half* norms,
+__device__ __forceinline__ void codebook_prompt(const char* x, const char* units, const char* norms,
                                                 const float* fold, typename E::Out* d, int m, int n, int units_k,
                                                 int ldd, const Book& book, const typename E::Args& args) {
   extern __shared__ __align__(1024) char shared[];
@@ -228,7 +228,7 @@ __device__ __forceinline__ void codebook_prompt(const typename T::X* x, const ch
   if (threadIdx.x >= T::kThreads) {
     give_registers<T::kFetchRegisters>();
     if (threadIdx.x < T::kThreads + 32) {
-      fetch_prompt<T>(PromptWork<T>(m, n, units_k), reinterpret_cast<const char*>(x), base);
+      fetch_prompt<T>(PromptWork<T>(m, n, units_k), x, base);
     } else if constexpr (T::kHasTables) {
       build_tables<T>(PromptWork<T>(m, n, units_k), reinterpret_cast<const uint32_t*>(norms), fold, book, base);
     }
@@ -238,8 +238,7 @@ __device__ __forceinline__ void codebook_prompt(const typename T::X* x, const ch
     }
   } else {
     take_registers<T::kRegisters>();
-    multiply_prompt<T, E, kAlign>(PromptWork<T>(m, n, units_k), units, reinterpret_cast<const char*>(norms), d, n, ldd,
-                                  book, args, base);
+    multiply_prompt<T, E, kAlign>(PromptWork<T>(m, n, units_k), units, norms, d, n, ldd, book, args, base);
   }
   // No CTA leaves while others copy to it, arrive at its barriers or read its sums.
   if constexpr (T::kCtas > 1) {

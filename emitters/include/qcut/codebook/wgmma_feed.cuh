@@ -1,17 +1,18 @@
-// What feeds the tensor core in codebook_prompt.cuh: the tile and its memory, tokens by bulk copies, tables of int8
+// The tensor core's supply in codebook/wgmma.cuh: the tile and its memory, tokens by bulk copies, tables of int8
 // values, and a warp's own indices, decoded.
 #pragma once
 
 #include <qcut/codebook/codebook.cuh>
-#include <qcut/gemm/gemm.cuh>
+#include <qcut/core/barrier.cuh>
 #include <qcut/core/wgmma.cuh>
+#include <qcut/gemm/gemm.cuh>
 
 namespace qcut {
 
-// A value that the compiler keeps in a register: it would else read the thread's index again in each loop.
+// Keeps a value in a register: the compiler would else read the thread's index again in each loop.
 __device__ __forceinline__ int keep(int v) { return __shfl_xor_sync(0xffffffffu, v, 0); }
 
-// Shared memory: tokens and tables of all stages, staging, barriers (emitters/codebook_prompt.py).
+// Shared memory: tokens and tables of all stages, staging, barriers (emitters/codebook/wgmma.py).
 template <class X_, int kBits_, int kSlots_, int kTokens_, int kStages_, int kLead_, int kCluster_, int kSplits_,
           int kBuffers_>
 struct PromptTile {
@@ -47,7 +48,7 @@ struct PromptTile {
   static constexpr int kFetchRegisters = !kHasTables ? 40 : kTokens == 256 && kSlots == 1 ? 56 : 72;
   static constexpr int kRegisters = (3 * 168 - kFetchRegisters) / 2;
 
-  static_assert(kTokens == 64 || kTokens == 128 || kTokens == 256, "see emitters/codebook_prompt.py");
+  static_assert(kTokens == 64 || kTokens == 128 || kTokens == 256, "see emitters/codebook/wgmma.py");
   static_assert(kCluster == 1 || kSplits == 1, "a cluster shares tokens or K");
 };
 
@@ -225,7 +226,6 @@ __device__ __forceinline__ void build_tables(const PromptWork<T>& work, const ui
     values[2 * i] = pair.x;
     values[2 * i + 1] = pair.y;
   }
-  constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23, as RowBook::build adds it
   // Row g of a row tile is in the lower half of word g of its norms, row g + 8 in the upper one.
   const auto build = [&](int stage, int row, const uint32_t(&row_norms)[T::kSlots], float row_fold) {
     const uint32_t table = base + T::kTables + stage * T::kTableBytes + 16 * row;
@@ -238,7 +238,7 @@ __device__ __forceinline__ void build_tables(const PromptWork<T>& work, const ui
       for (int i = 0; i < 4; ++i) {
         uint32_t q[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) q[j] = __float_as_uint(fmaf(values[4 * i + j], factor, kMagic));
+        for (int j = 0; j < 4; ++j) q[j] = __float_as_uint(fmaf(values[4 * i + j], factor, kRoundingBias));
         w[i] = permute_bytes(permute_bytes(q[0], q[1], 0x0040), permute_bytes(q[2], q[3], 0x0040), 0x5410);
       }
       store_shared_16(table + s * (16 * T::kRows), w);

@@ -7,6 +7,8 @@
 // Source: CUDA C++ Programming Guide, mathematical functions; Hendrycks & Gimpel 2016 (GELU).
 #pragma once
 
+#include <qcut/core/rounding.cuh>
+
 #if defined(__CUDACC__)
 #define QCUT_HD __host__ __device__ __forceinline__
 #else
@@ -37,12 +39,11 @@ QCUT_HD float gelu_tanh(float v) {
 QCUT_HD float silu(float v) { return sigmoid_times(v, v); }
 
 // rne(v * inv_scale) + zero_point as a float that holds an integer; the conversion to int8 that
-// follows saturates, which makes it clamp(..., -128, 127), and turns NaN into 0. Adding 1.5 * 2^23
+// follows saturates, which makes it clamp(..., -128, 127), and turns NaN into 0. Adding kRoundingBias
 // inside the fused product rounds the exact v * inv_scale once, to an integer, ties to even, where
 // rintf takes a slower unit; beyond 2^22 the sum is inexact but far outside int8.
 QCUT_HD float requantize(float v, float inv_scale, float zero_point) {
-  const float kRound = 12582912.f;
-  return fmaf(v, inv_scale, kRound) + (zero_point - kRound);
+  return fmaf(v, inv_scale, kRoundingBias) + (zero_point - kRoundingBias);
 }
 
 }  // namespace qcut

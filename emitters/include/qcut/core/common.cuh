@@ -1,4 +1,4 @@
-// What every qcut kernel uses: integer names under NVRTC, 16-byte vectors of T, warp and PDL helpers.
+// The tools of every kernel: integer names under NVRTC, 16-byte vectors of T, dependent launch, sums over a warp.
 //
 // Source: PTX ISA 8.x, "griddepcontrol", "redux.sync", "max" (.NaN), "prmt".
 #pragma once
@@ -16,28 +16,47 @@ typedef unsigned int uint32_t;
 
 namespace qcut {
 
-// Programmatic dependent launch (sm_90): the next kernel may be scheduled now; it waits for this
-// grid's memory itself. Both are no-ops in a launch without the attribute.
+// Programmatic dependent launch (sm_90 and later). From here on the next kernel may be scheduled; that kernel waits for
+// this grid's memory by itself. Neither function does anything in a launch without the attribute, or on an older
+// architecture.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Must come before the first access to anything the previous kernel wrote or still reads. Loads that
-// follow it are plain ld.global: an ld.global.nc may be hoisted over the wait.
+// The wait for the previous kernel: comes before the first access to memory that the previous kernel wrote or still
+// reads. Loads after the wait are plain ld.global: the compiler may hoist an ld.global.nc over the wait.
 __device__ __forceinline__ void wait_for_dependencies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The largest of 32 unsigned words. Bits of non-negative floats order as unsigned integers, and a
-// NaN's are above Inf's, so this is also a maximum of absolute values that keeps NaN.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// The largest of 32 lanes' words, in every lane. The bits of non-negative floats order as unsigned integers, and those
+// of NaN are above those of Inf: the function is also a maximum of absolute values that keeps NaN.
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) {
   uint32_t out;
   asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(v));
   return out;
+}
+
+__device__ __forceinline__ unsigned long long warp_max(unsigned long long v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v = max(v, __shfl_xor_sync(0xffffffffu, v, offset));
+  return v;
+}
+
+// The sum of 32 lanes' values, in every lane. The order of the additions is fixed: lanes 16 apart come first.
+template <class T>
+__device__ __forceinline__ T warp_sum(T v) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
+  return v;
 }
 
 // 16 bytes of T as words, and its elements as float32 (all exact).
@@ -184,8 +203,8 @@ struct Vector<int8_t> {
 };
 
 // Vectors first, first + step, ... of a row of `k` elements; elements past the end are zero. kAligned
-// promises that the row starts at a multiple of 16 bytes. The partial vector at the end of a row is a
-// second loop, so that the first is nothing but predicated 16-byte loads in flight together.
+// promises that the row starts at a multiple of 16 bytes. A second loop loads the partial vector at the
+// end of a row, so that the first loop has nothing but predicated 16-byte loads in flight together.
 template <class T, int kVecs, bool kAligned>
 __device__ __forceinline__ void load_vectors(Vector<T> (&v)[kVecs], const T* row, int first, int step, int k) {
   constexpr int kSize = Vector<T>::kSize;

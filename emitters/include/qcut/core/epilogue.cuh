@@ -1,11 +1,12 @@
-// The GEMM epilogue of emitters/epilogue.py, and how a warp writes its tile of D.
+// The GEMM epilogue of emitters/core/epilogue.py, and how a warp writes its tile of D.
 //
-// Every operation is one float32 operation in the order of that file (compiled with --fmad=false), so
-// that none and relu agree bitwise with the CPU reference. An output of raw accumulators stays int32.
+// Every operation is one float32 operation in the order of that file (compiled with --fmad=false): the activations none
+// and relu agree bitwise with the CPU reference. An output of raw accumulators stays int32.
 // Source: schemes.md sections 1 and 2; Hendrycks & Gimpel 2016 (GELU).
 #pragma once
 
 #include <qcut/core/activation.cuh>
+#include <qcut/core/cluster.cuh>
 #include <qcut/core/mma.cuh>
 
 namespace qcut {
@@ -29,7 +30,7 @@ __device__ __forceinline__ float activate(float v) {
   }
 }
 
-// What the epilogue reads; a kernel sets the fields its template arguments name.
+// The epilogue's arguments. A kernel sets the fields that its template arguments name.
 template <class Out>
 struct EpilogueArgs {
   int zero_point;                      // ZeroPoint::kPerTensor
@@ -110,7 +111,7 @@ struct Epilogue {
     }
   }
 
-  // What D takes, before `convert`.
+  // The value of an element of D, before `convert`.
   static __device__ __forceinline__ Value finish(Value v, float residual, const Args& args) {
     if constexpr (kResidual) v = v + residual;
     if constexpr (!kRaw && sizeof(Out) == 1) v = requantize(v, args.out_inv_scale, args.out_zero_point);
@@ -159,7 +160,7 @@ struct LaneColumns {
 // offset(r, c) ^ offset(0, c') is offset(r, c ^ c').
 template <class Out, int kWidth>
 struct SwizzledStage {
-  static_assert(kWidth == 16 || kWidth == 32 || kWidth == 64, "see emitters/mma_gemm.py");
+  static_assert(kWidth == 16 || kWidth == 32 || kWidth == 64, "widths that offset() knows");
   static constexpr int kBytes = 16 * 4 * kWidth;
   static __device__ __forceinline__ int offset(int row, int chunk) {
     constexpr int kChunks = LaneColumns<Out, kWidth>::kChunks;
@@ -214,7 +215,7 @@ __device__ __forceinline__ void load_piece(uint32_t (&w)[4], const char* p, int 
   }
 }
 
-// A sum over the CTAs of a cluster, in their order, of the accumulators all of them hold at `shared`.
+// Sums accumulators over the CTAs of a cluster, in the order of their ranks. All CTAs hold theirs at `shared`.
 template <class Acc, int kCtas>
 __device__ __forceinline__ void load_sum_16(uint32_t (&w)[4], uint32_t shared) {
   if constexpr (kCtas == 1) {

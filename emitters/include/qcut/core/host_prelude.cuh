@@ -1,7 +1,7 @@
-// What a host compiler lacks when it reads CUTLASS's headers for their types alone.
+// Names that a host compiler lacks when it reads CUTLASS's headers for their types alone.
 //
-// A launcher needs the parameter block of a kernel, not its code. nvcc's host pass takes 20 s over it,
-// g++ takes 4 s, given the few device names that the headers use outside of templates.
+// A launcher needs the parameter block of a kernel, not its code. nvcc's host pass takes 20 s over these headers, g++
+// takes 4 s, given the few device names that the headers use outside of templates.
 #pragma once
 
 #define __CUDACC_VER_MAJOR__ 13

@@ -1,7 +1,7 @@
-// The instructions of the raw GEMMs: cp.async, ldmatrix, mma.sync, clusters, and int8 -> 16-bit float.
+// The instructions of the raw GEMMs: cp.async, ldmatrix, mma.sync, and int8 -> 16-bit float.
 //
 // Source: PTX ISA 8.x, "cp.async" (ignore-src), "ldmatrix", "Matrix Fragments for
-// mma.m16n8k32 / mma.m16n8k16", "prmt", "fma" (.bf16x2), "mapa", "barrier.cluster".
+// mma.m16n8k32 / mma.m16n8k16", "prmt", "fma" (.bf16x2).
 //
 // Fragment ownership, lane = 4 * g + t:
 //   m16n8k32 s8   A a0 (g, 4t..4t+3)  a1 (g+8, 4t..)  a2 (g, 16+4t..)  a3 (g+8, 16+4t..)
@@ -15,12 +15,8 @@
 
 namespace qcut {
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-// Copies kSize bytes, or zeroes them and reads nothing. `.cg` skips the L1, where tiles would be of no use;
-// copies of less than 16 bytes have `.ca` alone.
+// Copies kSize bytes or, where `zero`, reads nothing and writes zeros. `.cg` skips the L1, where tiles would be of no
+// use; copies of less than 16 bytes have `.ca` alone.
 template <int kSize>
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool zero) {
   static_assert(kSize == 4 || kSize == 8 || kSize == 16, "what cp.async copies");
@@ -87,7 +83,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "memory");
 }
 
-// Two of them; lanes 16..31 supply no address.
+// Two matrices; lanes 16..31 supply no address.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[2], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(r[0]), "=r"(r[1])
@@ -102,33 +98,8 @@ __device__ __forceinline__ void mma_s8(int (&c)[4], const uint32_t (&a)[4], uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A barrier of all threads of the cluster: what a thread did before it arrived is done for those that waited.
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
-
-// Sixteen bytes at this CTA's shared address `shared`, but in the CTA of that rank.
-__device__ __forceinline__ void load_cluster_16(uint32_t (&w)[4], uint32_t shared, int rank) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-               : "r"(there)
-               : "memory");
-#endif
-}
-
-// What W8A16 needs of its float type: the product, and exact conversion of four int8 (one word) to
-// two words of two T each, in order.
+// The operations of a 16-bit float type: the product, and the exact conversion of four int8 (one word)
+// to two words of two T each, in order.
 template <class T>
 struct Float16;
 

@@ -1,39 +1,35 @@
-// Hopper's asynchronous instructions: warpgroup products, transaction barriers, bulk copies. sm_90a alone.
+// Hopper's products of a warpgroup, and registers that warpgroups pass on: sm_90a alone.
+//
+// There is no guard for other architectures: a kernel that needs these there does not compile.
 //
 // A product of a warpgroup takes 64 rows from registers (A) and kTokens rows from shared memory (B), both
 // along K. Warp w of the group has rows 16w..16w+15; its A registers are those of mma.sync m16n8k16 (16-bit)
 // or m16n8k32 (int8), and accumulator 4j + e of lane 4g + t is row g + 8(e >> 1), token 8j + 2t + (e & 1).
 // B: blocks of 8 rows x 128 bytes, 1,024 bytes apart, 16-byte chunk c of row r at place c ^ (r % 8).
 //
-// Source: PTX ISA 8.x, "wgmma.mma_async", "Matrix Descriptor Format", "mbarrier", "cp.async.bulk".
+// Source: PTX ISA 8.x, "wgmma.mma_async", "Matrix Descriptor Format", "setmaxnreg".
 #pragma once
 
-#include <qcut/core/mma.cuh>
+#include <qcut/core/common.cuh>
 
 namespace qcut {
 
-// Before the first product of a group: registers written so far are seen by it.
+// Before the first product of a group: the product sees the registers written so far.
 __device__ __forceinline__ void wgmma_fence() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
 }
 
 __device__ __forceinline__ void wgmma_commit() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
 }
 
 // Waits until all but the last kPending groups have read their operands and written their accumulators.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-#endif
 }
 
-// Accumulators in flight: their values are there after the wait that this follows, and nothing made of them before.
+// Keeps the compiler from using an accumulator before the wait that precedes this line.
 __device__ __forceinline__ void pin(float& v) { asm volatile("" : "+f"(v)::"memory"); }
 __device__ __forceinline__ void pin(int& v) { asm volatile("" : "+r"(v)::"memory"); }
 
@@ -69,15 +65,11 @@ template <class T, int kTokens>
 struct Wgmma;
 
 // c += a b, or c = a b where `accumulate` is 0. Between wgmma_fence and wgmma_commit.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define QCUT_WGMMA_ISSUE(tokens, words, shape, k, tail, a0, a1, a2, a3, b, p)                                         \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " p ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #tokens shape    \
                " {" QCUT_LIST##words "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", p" tail ";\n\t}"                   \
                : QCUT_REGS##words(k, 0)                                                                               \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor), "r"(accumulate))
-#else
-#define QCUT_WGMMA_ISSUE(...) (void)0
-#endif
 
 #define QCUT_WGMMA(T, AccType, tokens, words, shape, k, tail, ...)                                                \
   template <>                                                                                                     \
@@ -117,100 +109,14 @@ QCUT_WGMMA_TYPES(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 #undef QCUT_REGS64
 #undef QCUT_REGS128
 
-// Barriers of this CTA's shared memory that count arrivals, and bytes of copies.
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-// After the last barrier_init, by the thread that made them, before the CTA's or cluster's barrier.
-__device__ __forceinline__ void barrier_init_fence() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives, and lets the phase also wait for so many bytes.
-__device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-#endif
-}
-
-// Until the phase of that parity, 0 for the first, is complete.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tAGAIN:\n\t"
-      "mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n\t"
-      "@p bra.uni DONE;\n\tbra.uni AGAIN;\n\tDONE:\n\t}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-#endif
-}
-
-// Copies a multiple of 16 bytes between 16-byte boundaries; the barrier counts them. One thread issues it.
-__device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-      "l"(global), "r"(bytes), "r"(barrier)
-      : "memory");
-#endif
-}
-
-// A named barrier of kThreads threads; 0 is __syncthreads'.
-template <int kThreads>
-__device__ __forceinline__ void named_barrier_sync(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
-}
-template <int kThreads>
-__device__ __forceinline__ void named_barrier_arrive(int id) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
-}
-
 // Takes registers for the warpgroup, or gives them back.
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-#endif
 }
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-#endif
-}
-
-// Where the CTA of that rank has what this one has at `shared`.
-__device__ __forceinline__ uint32_t map_to_rank(uint32_t shared, int rank) {
-  uint32_t there = shared;
-#if __CUDA_ARCH__ >= 900
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
-#endif
-  return there;
-}
-__device__ __forceinline__ void barrier_arrive_cluster(uint32_t mapped) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
-#endif
-}
-
-// copy_bulk to the same address in every CTA of the cluster that `ranks` has a bit for; each one's own
-// barrier at that address counts the bytes.
-__device__ __forceinline__ void copy_bulk_multicast(uint32_t shared, const void* global, int bytes, uint32_t barrier,
-                                                    int ranks) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(shared),
-      "l"(global), "r"(bytes), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
-      : "memory");
-#endif
 }
 
 }  // namespace qcut

@@ -4,6 +4,7 @@
 #include "cute/tensor.hpp"
 
 #include <qcut/cutlass/epilogue.cuh>
+#include "cutlass/arch/grid_dependency_control.h"
 #include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
 
 namespace qcut {
@@ -93,6 +94,8 @@ struct Sm90Dequantize {
 
     CUTLASS_DEVICE void begin() {
       using namespace cute;
+      // CUTLASS lets the producer warps alone wait for the previous kernel, which may have written these vectors.
+      cutlass::arch::wait_on_dependent_grids();
       float v[kChannelVectors > 0 ? kChannelVectors : 1][kLoads];
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kLoads; ++i) {

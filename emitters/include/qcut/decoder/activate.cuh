@@ -1,4 +1,4 @@
-// What stands between an MLP's projections, where no GEMM's epilogue takes it over.
+// The activation between an MLP's projections, where no GEMM's epilogue computes it.
 #pragma once
 
 #include <qcut/core/activation.cuh>
@@ -6,9 +6,9 @@
 
 namespace qcut {
 
-// kGated: y = rne(rne(silu(x)) * up); else y = rne(gelu_tanh(x)). CTA (row, part) has kThreads vectors of a row; rows of
-// x are x_stride elements apart, of up up_stride, those of y lie close. absmax, where there is one, [m], is raised to the
-// largest magnitude of each row of y.
+// kGated: y = rne(rne(silu(x)) * up); else y = rne(gelu_tanh(x)). CTA (row, part) has kThreads vectors of a row; rows
+// of x are x_stride elements apart, of up up_stride, those of y lie close. absmax, where there is one, [m], is raised
+// to the largest magnitude of each row of y.
 template <class T, bool kGated, int kThreads, bool kAligned>
 __device__ __forceinline__ void activate_rows(const T* x, const T* up, T* y, float* absmax, long long x_stride,
                                               long long up_stride, int columns) {

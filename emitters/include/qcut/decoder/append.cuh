@@ -1,12 +1,12 @@
 // Rotary positions for queries and keys, and keys and values into the cache, in one launch: of one token of each
 // sequence, or of many.
 //
-// A thread has the same columns of kHeads heads of one token, so that the places and the tables' rows it reads serve all
-// of them; and both columns of every pair, so that queries are rotated in place. Roundings are those of rope.cuh.
+// A thread has the same columns of kHeads heads of one token, so that the places and the tables' rows it reads serve
+// all of them; and both columns of every pair, so that queries are rotated in place. Roundings are those of rope.cuh.
 // Source: Su et al., "RoFormer", arXiv 2104.09864, section 3.4.2, pairs neighbours; GPT-NeoX and Llama pair halves.
 #pragma once
 
-#include <qcut/decoder/quantize.cuh>
+#include <qcut/core/quantize.cuh>
 #include <qcut/decoder/rope.cuh>
 
 namespace qcut {
@@ -84,8 +84,8 @@ __device__ constexpr int lanes_of(int shares) {
   return lanes;
 }
 
-// A lane's columns of a head of a token: kVec and as many kApart further on, kPieces times. Those are halves of the head
-// apart, but for single columns whose neighbours they are paired with.
+// A lane's columns of a head of a token: kVec and as many kApart further on, kPieces times. Those are halves of the
+// head apart, but for single columns whose neighbours they are paired with.
 template <class T, int kHead, Pairs kPairs, int kVec>
 struct HeadShare {
   static constexpr bool kSingle = kPairs == Pairs::kNeighbours && kVec == 1;
@@ -145,22 +145,22 @@ struct HeadShare {
 
   // Bits of the head's largest element, in each of its lanes; all lanes of the warp must come.
   __device__ __forceinline__ uint32_t peak() const {
-    uint32_t found = 0;
+    uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       float a[kVec], b[kVec];
       low[i].get(a), high[i].get(b);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        found = max(found, max(__float_as_uint(a[j]) & 0x7fffffffu, __float_as_uint(b[j]) & 0x7fffffffu));
+        largest = max(largest, max(__float_as_uint(a[j]) & 0x7fffffffu, __float_as_uint(b[j]) & 0x7fffffffu));
       }
     }
-    if constexpr (kLanes == 32) return warp_max(found);
+    if constexpr (kLanes == 32) return warp_max(largest);
 #pragma unroll
     for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-      found = max(found, __shfl_xor_sync(0xffffffffu, found, offset));
+      largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, offset));
     }
-    return found;
+    return largest;
   }
 
   __device__ __forceinline__ void store(int8_t* to, const QuantizedRow& quantized, int lane) const {
@@ -186,11 +186,11 @@ struct HeadShare {
   }
 };
 
-// q [tokens, heads, kHead], k and v [tokens, kv_heads, kHead], rows of tokens q_stride and kv_stride elements apart; q is
-// rotated in place. `length` tokens of each sequence follow one another. cos, sin [context, kHead] in T, at a column what
-// rotates it. C: of the cache, T, or int8 with a scale for each token and head. Caches [sequences, kv_heads, context,
-// kHead], batch_stride elements between sequences. kVec: elements that are read at once; rows, tables and caches start at
-// multiples of as many. A CTA has kTokens tokens, and kHeads heads for each of its threads.
+// q [tokens, heads, kHead], k and v [tokens, kv_heads, kHead], rows of tokens q_stride and kv_stride elements apart; q
+// is rotated in place. `length` tokens of each sequence follow one another. cos, sin [context, kHead] in T, at a column
+// what rotates it. C: of the cache, T, or int8 with a scale for each token and head. Caches [sequences, kv_heads,
+// context, kHead], batch_stride elements between sequences. kVec: elements that are read at once; rows, tables and
+// caches start at multiples of as many. A CTA has kTokens tokens, and kHeads heads for each of its threads.
 template <class T, class C, int kHead, Pairs kPairs, int kVec, int kTokens, int kHeads, int kThreads>
 __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, const T* cos, const T* sin,
                                                   const int* positions, const int* slots, C* keys, C* values,

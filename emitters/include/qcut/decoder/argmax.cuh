@@ -27,9 +27,9 @@ __device__ __forceinline__ void argmax_rows(const T* x, long long* best, int* po
   const int vectors = (columns - lead) / kSize;
   const int tail = lead + vectors * kSize;
   const int thread = threadIdx.x;
-  unsigned long long found = 0;
-  if (thread < lead) found = argmax_key(to_float(row[thread]), thread);
-  if (thread < columns - tail) found = max(found, argmax_key(to_float(row[tail + thread]), tail + thread));
+  unsigned long long best_key = 0;
+  if (thread < lead) best_key = argmax_key(to_float(row[thread]), thread);
+  if (thread < columns - tail) best_key = max(best_key, argmax_key(to_float(row[tail + thread]), tail + thread));
   const uint4* body = reinterpret_cast<const uint4*>(row + lead);
   for (int first = thread; first < vectors; first += kThreads * kUnroll) {
     uint4 raw[kUnroll];
@@ -44,20 +44,18 @@ __device__ __forceinline__ void argmax_rows(const T* x, long long* best, int* po
       float f[kSize];
       Vector<T>{raw[u].x, raw[u].y, raw[u].z, raw[u].w}.to_float(f);
 #pragma unroll
-      for (int j = 0; j < kSize; ++j) found = max(found, argmax_key(f[j], lead + vector * kSize + j));
+      for (int j = 0; j < kSize; ++j) best_key = max(best_key, argmax_key(f[j], lead + vector * kSize + j));
     }
   }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) found = max(found, __shfl_xor_sync(0xffffffffu, found, offset));
-  if (thread % 32 == 0) partial[thread / 32] = found;
+  best_key = warp_max(best_key);
+  if (thread % 32 == 0) partial[thread / 32] = best_key;
   __syncthreads();
   if (thread >= 32) return;
-  found = thread < kWarps ? partial[thread] : 0;
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) found = max(found, __shfl_xor_sync(0xffffffffu, found, offset));
+  best_key = thread < kWarps ? partial[thread] : 0;
+  best_key = warp_max(best_key);
   // A row of NaN alone has its first element's key, as every element's upper half is 0.
   if (thread == 0) {
-    best[blockIdx.x] = static_cast<int>(~static_cast<uint32_t>(found));
+    best[blockIdx.x] = static_cast<int>(~static_cast<uint32_t>(best_key));
     if constexpr (kAdvances) {
       positions[blockIdx.x] = min(positions[blockIdx.x] + 1, context - 1);
       slots[blockIdx.x] = min(slots[blockIdx.x] + 1, context);

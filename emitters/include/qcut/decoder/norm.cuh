@@ -4,18 +4,13 @@
 // sum with the residual is rounded to T, an RMS-normalized value too before its weight multiplies it.
 #pragma once
 
-#include <qcut/decoder/quantize.cuh>
+#include <qcut/core/quantize.cuh>
 
 namespace qcut {
 
-__device__ __forceinline__ float warp_total(float v) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) v += __shfl_xor_sync(0xffffffffu, v, offset);
-  return v;
-}
-
-// The sum of a row's chunks, neighbours first, then neighbouring sums: zeros past the row's end change nothing, so that it
-// is the same however many chunks the CTA has. Up to 32 each thread adds up by itself, in fewer cycles than shuffles take.
+// The sum of a row's chunks, neighbours first, then neighbouring sums. Zeros past the row's end change nothing: the sum
+// is the same however many chunks the CTA has. Each thread adds up to 32 chunks by itself, in fewer cycles than
+// shuffles take.
 template <int kCount>
 __device__ __forceinline__ float chunk_total(const float* chunks) {
   if constexpr (kCount <= 32) {
@@ -37,13 +32,13 @@ __device__ __forceinline__ float chunk_total(const float* chunks) {
   }
 }
 
-// The sum of a CTA's row, in chunks of 32 vectors, the same whoever does it. Each thread has kVecs vectors, kWarps chunks
-// apart; these are their elements' sums.
+// The sum of a CTA's row, in chunks of 32 vectors, in every thread. Each thread has kVecs vectors, kWarps chunks apart;
+// `sums` are the sums of their elements.
 template <int kVecs, int kWarps>
 __device__ __forceinline__ float row_total(const float (&sums)[kVecs], float* chunks) {
 #pragma unroll
   for (int i = 0; i < kVecs; ++i) {
-    const float sum = warp_total(sums[i]);
+    const float sum = warp_sum(sums[i]);
     if (threadIdx.x % 32 == 0) chunks[i * kWarps + threadIdx.x / 32] = sum;
   }
   __syncthreads();
@@ -61,12 +56,12 @@ __device__ __forceinline__ float normalized(float v, float mean, float inv, floa
   return to_float(from_float<T>(kLayer ? fmaf(scaled, weight, bias) : to_float(from_float<T>(scaled)) * weight));
 }
 
-// kLayer: LayerNorm, with `bias` where it is not null. kResidual: adds `residual` and writes the sum to `sum`, which may
-// be x or the residual itself. kQuantized: y is int8 [m, k_padded] with `scale`, as quantize_per_token makes it of the
-// norm rounded to T; else T [m, k]. Rows of x, residual and sum are x_stride elements apart; those of y lie close.
+// kLayer: LayerNorm, with `bias` where it is not null. kResidual: adds `residual` and writes the sum to `sum`, which
+// may be x or the residual itself. kQuantized: y is int8 [m, k_padded] with `scale`, as quantize_per_token makes it of
+// the norm rounded to T; else T [m, k]. Rows of x, residual and sum are x_stride elements apart; those of y lie close.
 template <class T, bool kLayer, bool kResidual, bool kQuantized, int kVecs, int kThreads, bool kAligned>
-__device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum, const T* weight, const T* bias, void* y,
-                                          float* scale, long long x_stride, int k, int k_padded, float eps) {
+__device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum, const T* weight, const T* bias,
+                                          void* y, float* scale, long long x_stride, int k, int k_padded, float eps) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kStep = kThreads * kSize;
   constexpr int kWarps = kThreads / 32;

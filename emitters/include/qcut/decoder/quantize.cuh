@@ -5,48 +5,9 @@
 // division's rounding from a product with the reciprocal); PTX ISA "div.rn", "rcp.rn", "dp4a".
 #pragma once
 
-#include <qcut/core/common.cuh>
+#include <qcut/core/quantize.cuh>
 
 namespace qcut {
-
-// Adding 1.5 * 2^23 rounds |v| < 2^22 to the nearest integer, ties to even, and leaves that integer's
-// two's complement in the low byte of the sum's bits.
-constexpr float kMagic = 12582912.0f;
-
-// How near to a tie x * inv must be for the division to be redone exactly. With inv = rn(1/s) and
-// |x/s| <= 256: |x * inv - x/s| <= 256 * 2^-24 = 2^-16 (the product is exact inside the FMA), and
-// |rn(x/s) - x/s| <= 2^-16, the FMA that forms the distance errs by 2^-25. Unless a half-integer lies
-// within 2^-14 of x * inv, all three round to the same integer.
-constexpr float kNearTie = 0.5f - 0x1p-14f;
-
-// Outside this range of scales the reciprocal is infinite, subnormal or inexact beyond 2^-24.
-constexpr float kScaleMin = 0x1p-120f;
-constexpr float kScaleMax = 0x1p+122f;
-
-__device__ __forceinline__ uint32_t pack_low_bytes(float a, float b, float c, float d) {
-  const uint32_t ab = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x0040);
-  const uint32_t cd = __byte_perm(__float_as_uint(c), __float_as_uint(d), 0x0040);
-  return __byte_perm(ab, cd, 0x5410);
-}
-
-// The integers rne(f / scale), each as float + kMagic. kLimit bounds their size: larger quotients
-// come out as some integer of at least that size (or exactly that size) with the right sign.
-template <int kSize>
-__device__ __forceinline__ void round_quotients(const float (&f)[kSize], float scale, float inv, float limit,
-                                                float (&t)[kSize]) {
-  bool near_tie = scale < kScaleMin || scale > kScaleMax;
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    t[i] = fmaf(f[i], inv, kMagic);
-    near_tie |= !(fabsf(fmaf(f[i], inv, kMagic - t[i])) <= kNearTie);
-  }
-  if (near_tie) {
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      t[i] = fminf(fmaxf(__fdiv_rn(f[i], scale), -limit), limit) + kMagic;
-    }
-  }
-}
 
 template <int kBytes, bool kAligned>
 __device__ __forceinline__ void store_bytes(int8_t* row, int col, int columns, const uint32_t* packed) {
@@ -63,32 +24,6 @@ __device__ __forceinline__ void store_bytes(int8_t* row, int col, int columns, c
     }
   }
 }
-
-// How a row whose largest element has these bits is quantized: scale = peak / 127 (1 where that is 0), and
-// q = clamp(rne(x / scale), -127, 127). A row that holds NaN or Inf gets scale NaN and q = 0.
-struct QuantizedRow {
-  float s, inv;
-  bool finite;
-
-  __device__ __forceinline__ explicit QuantizedRow(uint32_t peak)
-      : s(__fdiv_rn(__uint_as_float(peak), 127.0f)), finite(peak < 0x7f800000u) {
-    if (s == 0.0f) s = 1.0f;
-    inv = __frcp_rn(s);
-  }
-  __device__ __forceinline__ float scale() const { return finite ? s : __uint_as_float(0x7fc00000u); }
-  template <int kSize>
-  __device__ __forceinline__ void quantize(const float (&f)[kSize], uint32_t (&packed)[kSize / 4]) const {
-    float t[kSize];
-#pragma unroll
-    for (int i = 0; i < kSize / 4; ++i) packed[i] = 0;
-    if (!finite) return;
-    round_quotients(f, s, inv, 127.0f, t);
-#pragma unroll
-    for (int i = 0; i < kSize / 4; ++i) {
-      packed[i] = pack_low_bytes(t[4 * i], t[4 * i + 1], t[4 * i + 2], t[4 * i + 3]);
-    }
-  }
-};
 
 // scale[m] = max_k |x[m, k]| / 127 (1 where that is 0), q = clamp(rne(x / scale), -127, 127), columns
 // k..k_padded of q are 0. See QuantizedRow.
@@ -193,8 +128,8 @@ __device__ __forceinline__ void quantize_per_tensor(const T* x, int8_t* q, long 
     round_quotients(f, scale, inv, kLimit, t);
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      const float r = fminf(fmaxf(t[j] - kMagic + zero, -128.0f), 127.0f);
-      t[j] = (col + j < k ? r : 0.0f) + kMagic;
+      const float r = fminf(fmaxf(t[j] - kRoundingBias + zero, -128.0f), 127.0f);
+      t[j] = (col + j < k ? r : 0.0f) + kRoundingBias;
     }
 #pragma unroll
     for (int j = 0; j < kSize / 4; ++j) {
@@ -271,8 +206,7 @@ __device__ __forceinline__ void colsum(const int8_t* q, int32_t* out, long long 
   for (; col < k; col += 512) {
     for (int i = col; i < min(col + 16, k); ++i) sum += q_row[i];
   }
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  sum = warp_sum(sum);
   if (lane == 0) out[row] = sum;
 }
 

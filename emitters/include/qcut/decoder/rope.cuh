@@ -3,7 +3,7 @@
 // Rotary products and their sum are rounded to T one by one, as an eager model does in T.
 #pragma once
 
-#include <qcut/core/common.cuh>
+#include <qcut/core/quantize.cuh>
 
 namespace qcut {
 
@@ -12,7 +12,7 @@ __device__ __forceinline__ float rounded(float v) {
   return to_float(from_float<T>(v));
 }
 
-// Columns a and b of a pair, and what the tables have for each.
+// Rotates columns a and b of a pair, with the tables' cosine and sine for each.
 template <class T>
 __device__ __forceinline__ void turn(float& a, float& b, float cos_a, float sin_a, float cos_b, float sin_b) {
   const float x = a, y = b;
@@ -20,7 +20,7 @@ __device__ __forceinline__ void turn(float& a, float& b, float cos_a, float sin_
   b = rounded<T>(rounded<T>(y * cos_b) + rounded<T>(x * sin_b));
 }
 
-// A row of a head as it lies in memory, a warp's: loads that nobody waits for yet.
+// A warp's row of a head as it lies in memory: loads in flight.
 template <class T, int kHead>
 struct StoredRow {
   static constexpr int kHalf = kHead / 2;
@@ -71,16 +71,14 @@ struct HeadRow {
     }
   }
 
-  // What it is stored with as int8, in every lane: NaN where the row is not finite.
+  // The scale of the row as int8, in every lane: NaN where the row holds NaN or Inf.
   __device__ __forceinline__ float scale() const {
     uint32_t peak = 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       peak = max(peak, max(__float_as_uint(low[i]) & 0x7fffffffu, __float_as_uint(high[i]) & 0x7fffffffu));
     }
-    peak = warp_max(peak);
-    const float s = __fdiv_rn(__uint_as_float(peak), 127.0f);
-    return peak >= 0x7f800000u ? __uint_as_float(0x7fc00000u) : s == 0.0f ? 1.0f : s;
+    return QuantizedRow(warp_max(peak)).scale();
   }
 
   // Divided by scale(); zeros where that is NaN.

@@ -24,7 +24,7 @@ struct SimtTile {
   static constexpr int kWarpsN = kBlockN / kWarpN;
   static constexpr int kThreads = 32 * (kBlockM / kWarpM) * kWarpsN;
   static constexpr int kRows = kWmIter * kTm, kColumns = kWnIter * kTn;  // of a thread
-  static_assert((kSubM / kTm) * kLanesN == 32 && kTm % 4 == 0 && kTn % 4 == 0, "see emitters/simt_gemm.py");
+  static_assert((kSubM / kTm) * kLanesN == 32 && kTm % 4 == 0 && kTn % 4 == 0, "see emitters/gemm/dp4a.py");
 };
 
 // Words moved together.

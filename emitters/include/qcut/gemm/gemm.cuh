@@ -54,7 +54,7 @@ struct Tile {
   static constexpr int kWarps = (kBlockM / kWarpM) * kWarpsN;
   static constexpr int kThreads = 32 * kWarps;
   static_assert(kBlockM % kWarpM == 0 && kBlockN % kWarpN == 0, "whole warps");
-  static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0 && kBlockK % 64 == 0 && kStages >= 2, "see emitters/mma_gemm.py");
+  static_assert(kWarpM % 16 == 0 && kWarpN % 16 == 0 && kBlockK % 64 == 0 && kStages >= 2, "see emitters/gemm/mma.py");
 };
 
 enum class Major { kK, kRows };

@@ -1,16 +1,21 @@
 // Products of up to 32 rotated tokens with codebook weights: weights go from memory to tensor cores through registers.
 //
-// A CTA has kRowTiles tiles of 16 rows, and a cluster of kSplits CTAs all of K: each warp has kUnits units of
-// 128 columns of every tile. So a warp reads its tokens once and keeps them in registers as the second operand
-// of mma.sync, while tile after tile of weights streams past: kPrefetch tiles are in flight, the first of them
-// before the previous kernel has finished. The CTA's stream is contiguous in memory. Many warps with little in
-// flight each hide latency better than few with much, and fill the LSU, which the decoding keeps busy.
+// A CTA has kRowTiles tiles of 16 rows, and a cluster of kSplits CTAs has all of K: each warp has kUnits units of
+// 128 columns of every tile. A warp reads its tokens once and keeps them in registers as the second operand of
+// mma.sync, while tile after tile of weights streams past. kPrefetch tiles are in flight, the first of them before the
+// previous kernel has finished. The CTA's stream is contiguous in memory. Many warps with little in flight each hide
+// latency better than few warps with much in flight, and fill the LSU, which decoding keeps busy.
 //
-// Sums: 16-bit products of a slot are added by the tensor core, in two chains where it would else wait;
-// slots, warps and CTAs follow in their order in float32. Int8 products are added in int32.
+// The tensor core adds the 16-bit products of a slot, in two chains where one chain would make the tensor core wait.
+// Sums of slots, warps and CTAs are added in their order in float32. Int8 products are added in int32.
 //
-// Shared memory: the table of pairs; a region for each warp, which stages its tokens and later its sums; what
-// other CTAs of the cluster send; the vectors of the epilogue.
+// Shared memory: the table of pairs; a region for each warp, which stages the warp's tokens and later its sums; the
+// sums that other CTAs of the cluster send; the vectors of the epilogue.
+//
+// The walk down the rows is not that of int8.cuh, because decoding leaves no issue slots for that one. On sm_90a a
+// warp's unit takes 99 instructions here (f16, one token): 32 PRMT, 32 LDS and 8 HMMA decode and multiply, 3 LDG and 2
+// STS move data, 22 walk. The walk of int8.cuh, with rounds over K and rows past the last one, takes 63 (W8A8, eight
+// tokens). Warps' sums also meet in another order, which float32 results show.
 #pragma once
 
 #include <qcut/stream/codebook_tokens.cuh>
@@ -18,17 +23,8 @@
 
 namespace qcut {
 
-// A word at this CTA's shared address `shared`, but in the CTA of that rank.
-__device__ __forceinline__ void store_cluster_4(uint32_t shared, int rank, uint32_t w) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared), "r"(rank));
-  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(there), "r"(w) : "memory");
-#endif
-}
-
-// Fills a PairTable; a barrier must follow. All warps of the CTA take the same way, and PRMT chooses each lane's
-// value: an index that the compiler does not know would put the book into local memory.
+// Fills a PairTable; a barrier must follow. All warps of the CTA take the same branches, and PRMT chooses each lane's
+// value: indexing the book with a lane's number would put the book into local memory.
 template <int kWarps>
 __device__ __forceinline__ void fill_pair_table(char* table, const Book& book) {
   const int warp = threadIdx.x / 32;
@@ -58,7 +54,7 @@ __device__ __forceinline__ void store_shared_4_if(uint32_t shared, uint32_t w, b
                : "memory");
 }
 
-// `count` floats into shared memory, by all of the CTA's kThreads threads; kMost is the largest count.
+// Copies `count` floats, kMost at most, into shared memory, with all kThreads threads of the CTA.
 template <int kThreads, int kMost>
 __device__ __forceinline__ void copy_floats(float* shared, const float* global, int count) {
 #pragma unroll
@@ -66,13 +62,6 @@ __device__ __forceinline__ void copy_floats(float* shared, const float* global, 
     const int i = first + static_cast<int>(threadIdx.x);
     copy_async_if<4>(shared_address(shared + i), global + i, i < count, false);
   }
-}
-
-// Arrives at the cluster's barrier without a word about memory: what this thread loaded, it has used.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-#endif
 }
 
 __device__ __forceinline__ void pin(UnitWords<4>& w) {
@@ -85,20 +74,20 @@ __device__ __forceinline__ void pin(UnitWords<3>& w) {
 }
 __device__ __forceinline__ void pin(UnitWords<2>& w) { pin(w.packed); }
 
-// A lane's part of a unit and of its norms: rows g and g + 8.
+// A lane's part of a unit and of the unit's norms: rows g and g + 8.
 template <int kBits, int kSlots>
 struct WeightUnit {
   UnitWords<kBits> words;
   uint32_t norms[kSlots];
 
-  // `unit` and `unit_norms` are where the unit's begin.
+  // unit, unit_norms: where the unit and its norms begin.
   __device__ __forceinline__ void load(const char* unit, const char* unit_norms) {
     const int lane = threadIdx.x % 32;
     words.load(unit, lane);
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) norms[s] = load_stream_4(unit_norms + 32 * s + lane / 4 * 4);
   }
-  // `mine`, `my_norms`: where the lane's part begins.
+  // mine, my_norms: where the lane's part of them begins.
   __device__ __forceinline__ void load_if(const char* mine, const char* my_norms, bool wanted) {
     words.load_if(mine, threadIdx.x % 32, wanted);
 #pragma unroll
@@ -127,8 +116,8 @@ struct RowFold<int8_t> {
   }
 };
 
-// Adds the products of a unit's 16 rows with the warp's tokens. `b`: the tokens' chunks of 16 bytes, each a matrix
-// of 8 tokens.
+// Adds the products of a unit's 16 rows with the warp's tokens. b: chunks of 16 bytes of eight tokens, each chunk one
+// matrix.
 template <class T>
 struct UnitProduct {
   using Acc = float;
@@ -139,8 +128,8 @@ struct UnitProduct {
       : table(table), lane4(4 * (threadIdx.x % 32)) {}
 
   template <int kBits, int kSlots, int kTokenTiles>
-  __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots>& unit, const RowFold<T>&,
-                                      const uint32_t (&b)[kTokenTiles][16]) const {
+  __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots>& unit,
+                                      const RowFold<T>&, const uint32_t (&b)[kTokenTiles][16]) const {
     constexpr int kSteps = 8 / kSlots;  // of 16 columns
     constexpr bool kTwoChains = kTokenTiles == 1 && kSteps > 2;
 #pragma unroll
@@ -199,7 +188,7 @@ struct UnitProduct<int8_t> {
   }
 };
 
-// Writes one element of D. Vectors of columns are in shared memory, from column `col0` on, as is that of rows.
+// Writes one element of D. The epilogue's vectors are in shared memory, those of columns from column col0 on.
 template <class E, class Acc>
 __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int col0, typename E::Out* d, int m, int n,
                                                int ldd, const typename E::Args& args) {
@@ -210,7 +199,7 @@ __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int 
   d[at] = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), added, args));
 }
 
-// The kernel. units_k <= kSplits * kWarps * kUnits; m <= kTokens; a grid of a cluster for each kRowTiles tiles. `x`:
+// The kernel. units_k <= kSplits * kWarps * kUnits; m <= kTokens; the grid has a cluster for every kRowTiles tiles. x:
 // BlockTokens or RowToken.
 template <class T, int kBits, int kSlots, class Tile, class E, class X>
 __device__ __forceinline__ void codebook_decode(X x, const char* units, const char* norms, const float* fold,
@@ -233,11 +222,11 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
   const int cta_first = rank * Tile::kWarps * kUnits;
   const int first = cta_first + warp * kUnits;
 
-  // Units past the last stay zero, as their tokens are. No warp goes another way than the others: the table's address
-  // stays in a uniform register, which spares an addition for every two weights.
+  // Units past the last stay zero, as their tokens are. All warps take the same branches: the table's address then
+  // stays in a uniform register, which saves an addition for every two weights.
   WeightUnit<kBits, kSlots> weights[Tile::kPrefetch][kUnits] = {};
   RowFold<T> folds[Tile::kPrefetch];
-  // This lane's part of the next tile's unit k0; addresses are ready when registers are.
+  // This lane's part of the next tile's unit k0: addresses are ready before registers are free.
   const int k0 = min(first, units_k - 1);
   const long long unit0 = static_cast<long long>(tile0) * units_k + k0;
   const char* next_unit = units + unit0 * kUnitBytes<kBits> + 16 * lane;
@@ -256,14 +245,16 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
     folds[s].load_if(fold, tile0 + s, s == 0 || s < tiles);
     next_tile();
   }
-  // No register is free for the tile after these, but the L2 is: it is asked for while the table is filled and tokens
-  // are on their way. A second one, one for each tile later on, or the last of two, only delays those in front.
+  // No register is free for the tile after these, but the L2 has room: that tile is asked for while the table is filled
+  // and tokens are on their way. Asking for more, for one in every later round, or for the last of two tiles only
+  // delays the tiles in front.
   if (!kIsInt8<T> && Tile::kPrefetch + 1 < tiles) {
     constexpr int kLines = kUnitBytes<kBits> / 128;
     const int lines = min(kUnits, units_k - k0) * kLines;
 #pragma unroll
     for (int i = 0; i < kUnits * kLines; i += 32) {
-      if (i + lane < lines) prefetch_l2(next_unit + (128 * i + 112 * lane));  // it is 16 lane from the unit's start
+      // next_unit is 16 lane past the unit's start.
+      if (i + lane < lines) prefetch_l2(next_unit + (128 * i + 112 * lane));
     }
     if (lane == 31) prefetch_l2(next_norms);
   }
@@ -303,7 +294,7 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
   }
   const Product product(book, shared);
   uint32_t mine = region + 4 * (2 * (lane % 4) * kPitch + lane / 4);
-  asm volatile("" : "+r"(mine));  // or the compiler computes it anew for every tile
+  asm volatile("" : "+r"(mine));  // keeps the compiler from computing the address anew for every tile
 #pragma unroll 1
   for (int tile = 0; tile < tiles; tile += Tile::kPrefetch) {
 #pragma unroll
@@ -334,7 +325,7 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
   __syncthreads();
   const auto sum_of_warps = [&](int token, int row) {
     const Acc* at = reinterpret_cast<const Acc*>(shared + Shared::kRegions) + token * kPitch + row;
-    constexpr int kChains = 4;  // of additions: one after the other would take as long as the loads
+    constexpr int kChains = 4;  // one chain of additions would take as long as the loads
     Acc sum[kChains] = {};
 #pragma unroll
     for (int w = 0; w < Tile::kWarps; ++w) sum[w % kChains] += at[w * (Shared::kRegionBytes / 4)];
@@ -347,7 +338,7 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
       if (col0 + row < n) finish_element<E>(sum_of_warps(token, row), token, row, col0, d, m, n, ldd, args);
     }
   } else {
-    // Each CTA sends its sums to the one that writes them, and adds what it is sent in the order of the CTAs.
+    // Each CTA sends its sums to the CTA that writes them. A CTA adds the sums that arrive in the order of the CTAs.
     const uint32_t inbox = shared_address(shared) + Shared::kInbox;
     cluster_wait();  // all CTAs of the cluster run
     for (int i = threadIdx.x; i < Tile::kRows * m; i += kThreads) {

@@ -1,7 +1,8 @@
-// Few tokens on their way to a decode kernel: its tile and shared memory, and where tokens come from.
+// The tokens of codebook.cuh, with the kernel's tile and shared memory.
 //
-// BlockTokens are those that a kernel before rotated. RowToken is one token that this kernel rotates itself. Either is
-// staged in shared memory, and TokenFragments are a warp's part of it in registers, as second operands of mma.sync.
+// BlockTokens are tokens that the kernel before rotated. RowToken is one token that this kernel rotates itself. Tokens
+// of either kind are staged in shared memory. TokenFragments hold a warp's part of the staged tokens in registers, as
+// second operands of mma.sync.
 #pragma once
 
 #include <qcut/codebook/codebook.cuh>
@@ -46,9 +47,9 @@ struct DecodeShared {
   static constexpr int kBytes = kRowScale + 4 * Tile::kTokens;
 };
 
-// Where `wanted`, copies kSize bytes or, where `zero`, reads nothing and zeroes them. Predicated, not branched over:
-// after a branch that threads take on their own, shared addresses are no longer kept in uniform registers, and the
-// decoding then takes one more addition for every two weights.
+// Where `wanted`, copies kSize bytes or, where `zero`, reads nothing and writes zeros. The copy is predicated, not
+// branched over: after a branch that threads take on their own, the compiler no longer keeps shared addresses in
+// uniform registers, and decoding takes one more addition for every two weights.
 template <int kSize>
 __device__ __forceinline__ void copy_async_if(uint32_t shared, const void* global, bool wanted, bool zero) {
   const int copied = wanted;
@@ -68,15 +69,15 @@ __device__ __forceinline__ void copy_async_if(uint32_t shared, const void* globa
   }
 }
 
-// Tokens as the rotation left them, in blocks. Each warp stages those of its own units in its region; the CTA's units
-// begin at `cta_first`.
+// Tokens in blocks, as the rotation left them. Each warp stages the columns of its own units in its region of shared
+// memory; the CTA's units begin at cta_first.
 template <class T, class Tile>
 struct BlockTokens {
   using Shared = DecodeShared<T, Tile>;
   const char* x;
 
   __device__ __forceinline__ void begin(int, int) {}
-  // Units past the last are zero. Tokens past m are not read: their columns of the products are garbage, and nobody's.
+  // Units past the last are zero. Tokens past m are not read: nobody reads their columns of the products.
   __device__ __forceinline__ void request(uint32_t regions, int m, int cta_first, int units_k) const {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -101,9 +102,10 @@ struct BlockTokens {
   __device__ __forceinline__ void finish(uint32_t) const {}
 };
 
-// One token as the model has it: the CTA rotates its columns, in groups of kGroup, as rotate.cuh does and bitwise alike,
-// and stages them. That takes less than a kernel before this one; a norm or a gate in here takes more, as its latencies
-// are longer than a dependent launch. A thread has 16 columns, so that a quarter of the warps is busy with it.
+// One token as the model has it. The CTA rotates the token's columns in groups of kGroup, bitwise as
+// codebook/rotate.cuh does, and stages them: this takes less time than a kernel before this one. A norm or a gate in
+// here would take more, since their latencies are longer than a dependent launch. A thread has 16 columns: a quarter of
+// the warps is busy.
 template <class T, class Tile, int kGroup>
 struct RowToken {
   static_assert(Tile::kTokens == 1 && !kIsInt8<T> && kGroup >= kLaneColumns && kGroup <= kUnitColumns);
@@ -120,7 +122,7 @@ struct RowToken {
   __device__ __forceinline__ RowToken(const T* x, const uint32_t* signs, int k, int units_pass, float factor)
       : x(x), signs(signs), k(k), units_pass(units_pass), factor(factor) {}
 
-  // Of a thread's 16 columns: the unit within the CTA, and the place within that.
+  // Of a thread's 16 columns: their unit within the CTA, and their first column within the unit.
   static __device__ __forceinline__ int unit(int round) {
     return (round * 32 * Tile::kWarps + static_cast<int>(threadIdx.x)) / kThreadsPerUnit;
   }
@@ -170,7 +172,7 @@ struct RowToken {
   }
 };
 
-// A warp's tokens as second operands: matrices of what is staged in `region`.
+// A warp's tokens as second operands of mma.sync, from the warp's region of shared memory.
 template <class T, class Tile>
 struct TokenFragments {
   using Shared = DecodeShared<T, Tile>;
@@ -180,7 +182,7 @@ struct TokenFragments {
 
   __device__ __forceinline__ void load(uint32_t region) {
     const int lane = threadIdx.x % 32;
-    const int row = lane % kRows;  // the rows there are stand for those there are not
+    const int row = lane % kRows;  // staged tokens stand in for those past the last
     const uint32_t at = region + 128 * row;
     const int chunk = lane / 8 ^ row;
 #pragma unroll

@@ -1,16 +1,17 @@
 // Products of up to 64 rotated tokens with codebook weights: decoded weights are wgmma's operand in registers.
 //
-// A warpgroup has 64 rows, a cluster of kSplits CTAs all of K, each a contiguous part of it. Weights stream from
-// memory through registers, kPrefetch units a warp ahead, are decoded and multiplied by their norms. Tokens lie in
-// memory as wgmma reads them: one bulk copy brings those of a unit into a stage of shared memory. A stage is filled
-// anew once all warps are past it; where there are as many stages as units, never.
+// A warpgroup has 64 rows. A cluster of kSplits CTAs has all of K, each CTA a contiguous part. Weights stream from
+// memory through registers, kPrefetch units of a warp ahead, are decoded and multiplied by their norms. Tokens lie in
+// memory as wgmma reads them: one bulk copy brings the tokens of a unit into a stage of shared memory. A stage is
+// filled anew once all warps have read it, or never where there are as many stages as units.
 //
 // The tensor core adds up a CTA's part of K; the CTAs of a cluster read each other's sums and add them in order.
 //
-// Shared memory: the table of pairs and the stages, whose place the sums take; barriers; the epilogue's vectors.
+// Shared memory: the table of pairs and the stages, whose place the sums take later; barriers; the epilogue's vectors.
 #pragma once
 
 #include <qcut/stream/codebook.cuh>
+#include <qcut/core/barrier.cuh>
 #include <qcut/core/wgmma.cuh>
 
 namespace qcut {
@@ -89,7 +90,7 @@ struct HalfUnit<int8_t> {
   }
 };
 
-// Writes four neighbours of a row of D. kAlign bytes divide D's rows; vectors of columns start at `col0`.
+// Writes four neighbours of a row of D. kAlign bytes divide D's rows; the epilogue's vectors of columns start at col0.
 template <class E, int kAlign, class Acc>
 __device__ __forceinline__ void finish_quad(const uint32_t (&sums)[4], int token, int row, int col0,
                                             typename E::Out* d, int m, int n, int ldd, const typename E::Args& args) {
@@ -127,7 +128,7 @@ __device__ __forceinline__ void finish_quad(const uint32_t (&sums)[4], int token
   }
 }
 
-// The kernel. m <= kTokens; a grid of a cluster for each kRows rows.
+// The kernel. m <= kTokens; the grid has a cluster for every kRows rows.
 template <class T, int kBits, int kSlots, class Tile, class E, int kAlign>
 __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char* units, const char* norms,
                                                       const float* fold, typename E::Out* d, int m, int n,
@@ -145,7 +146,7 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
   const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % Tile::kSplits;
   const int col0 = static_cast<int>(blockIdx.x) / Tile::kSplits * Tile::kRows;
-  // Warpgroups past the last read the last rows that there are; nobody stores their sums.
+  // Warpgroups past the last row read the last rows again; nobody stores their sums.
   const int tile = min(col0 / kUnitRows + warp, (n + 63) / 64 * 4 - 1);
   const int part = (units_k + Tile::kSplits - 1) / Tile::kSplits;
   const int first = rank * part;
@@ -153,7 +154,7 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
 
   WeightUnit<kBits, kSlots> weights[Tile::kPrefetch];
   RowFold<T> row_fold;
-  const int index = tile * units_k + first;  // of the first unit among all: fewer registers than addresses
+  const int index = tile * units_k + first;  // of the first unit: an index takes fewer registers than an address
   const auto load_unit = [&](WeightUnit<kBits, kSlots>& unit, int u) {
     const long long at = index + u;
     unit.load(units + at * kUnitBytes<kBits>, norms + at * (32 * kSlots));
@@ -205,8 +206,8 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
   Half half(book, stages, row_fold);
   Acc sum[Tile::kTokens / 2] = {};
   uint32_t a[2][Half::kSteps][4] = {};  // one half of a unit is multiplied while the next is decoded
-  // Products in flight read their first operand's registers: it lives until the wait that says they are done, or the
-  // compiler gives them away.
+  // Products in flight read the registers of their first operand. Using the operand after the wait for these products
+  // keeps the compiler from giving the registers to other values before.
   const auto keep = [&](uint32_t(&part)[Half::kSteps][4]) {
 #pragma unroll
     for (int i = 0; i < Half::kSteps; ++i) pin(part[i]);
@@ -229,7 +230,7 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
       barrier_wait(full + 8 * stage, parity);
       const uint32_t staged = __shfl_sync(0xffffffffu, base + Shared::kStaged + stage * Shared::kStageBytes, 0);
       const unsigned long long b = wgmma_descriptor(staged);
-      // Of the second half: 16-bit tokens have a block of their own for it.
+      // The second half's columns: 16-bit tokens have them in a block of their own.
       const unsigned long long b_high = kIsInt8<T> ? b + 2 * kWgmmaStep : b + 64 * m8;
 
       half.template decode<0>(a[0], weights[s]);
@@ -258,7 +259,7 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
   wgmma_wait<0>();
   keep(a[1]);
 #pragma unroll
-  for (int i = 0; i < Tile::kTokens / 2; ++i) pin(sum[i]);  // nor are sums to be read, in whatever form, before
+  for (int i = 0; i < Tile::kTokens / 2; ++i) pin(sum[i]);  // no sum is read before the wait
   copy_async_wait<0>();
   __syncthreads();  // table and stages have been read
 
@@ -292,8 +293,9 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
     finish_quad<E, kAlign, Acc>(sums, token, row, col0, d, m, n, ldd, args);
   }
   if constexpr (Tile::kSplits > 1) {
-    cluster_arrive_relaxed();
-    cluster_wait();  // the others have read this CTA's sums
+    // No CTA leaves while others read its sums.
+    cluster_arrive();
+    cluster_wait();
   }
 }
 

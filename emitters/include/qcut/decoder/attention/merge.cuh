@@ -1,49 +1,19 @@
 // The end of attention over a cache that many warps share: their maxima, sums and weighted values become results.
 //
 // Warps of a CTA meet in shared memory. Parts of the context, CTAs along x, meet in the shared memory of their cluster,
-// where each adds up a share of the columns; without one in a workspace, where the CTA that comes last adds them up.
-// All of that in a fixed order.
+// where each CTA adds up a share of the columns. Without a cluster they meet in a workspace, where the CTA that comes
+// last adds them up. The order is fixed.
 //
-// Source: PTX ISA 8.x, "st.async", "mbarrier.try_wait", "barrier.cluster", "atom" (.acq_rel); Dao et al., "Flash-Decoding" (2023).
+// Source: PTX ISA 8.x, "atom" (.acq_rel); Dao et al., "Flash-Decoding" (2023).
 #pragma once
 
-#include <qcut/decoder/softmax.cuh>
-#include <qcut/core/wgmma.cuh>
+#include <qcut/core/barrier.cuh>
+#include <qcut/decoder/attention/softmax.cuh>
 
 namespace qcut {
 
-// Words to this CTA's shared address `shared`, but in the CTA of that rank, whose barrier counts their bytes.
-__device__ __forceinline__ void store_async(uint32_t shared, uint32_t barrier, int rank, const float4& v) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-          map_to_rank(shared, rank)),
-      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(map_to_rank(barrier, rank))
-      : "memory");
-}
-
-__device__ __forceinline__ void store_async(uint32_t shared, uint32_t barrier, int rank, const float2& v) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-          map_to_rank(shared, rank)),
-      "f"(v.x), "f"(v.y), "r"(map_to_rank(barrier, rank))
-      : "memory");
-}
-
-// Until the first phase is complete, whoever in the cluster wrote what it counts.
-__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier) {
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tAGAIN:\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], 0;\n\t"
-      "@p bra.uni DONE;\n\tbra.uni AGAIN;\n\tDONE:\n\t}" ::"r"(barrier)
-      : "memory");
-}
-
-// cluster_arrive() for who has nothing to show but barriers.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-}
-
-// Counts to `last` and starts again; what the CTA did before its barrier is done for whoever counts later.
+// Counts to `last` and starts again at 0. Everything that the CTA did before its barrier is done for CTAs that count
+// later.
 __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
   unsigned before;
   asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
@@ -82,10 +52,10 @@ struct AttentionMerge {
     Combined sum{peak, 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 #pragma unroll 8
     for (int i = 0; i < count; ++i) {
-      const float2 of = part(i);
+      const float2 state = part(i);
       const float4 v = value(i);
-      const float weight = power(of.x - peak);
-      sum.weights = fmaf(weight, of.y, sum.weights);
+      const float weight = power(state.x - peak);
+      sum.weights = fmaf(weight, state.y, sum.weights);
       sum.value.x = fmaf(weight, v.x, sum.value.x);
       sum.value.y = fmaf(weight, v.y, sum.value.y);
       sum.value.z = fmaf(weight, v.z, sum.value.z);
@@ -103,7 +73,8 @@ struct AttentionMerge {
     return Vector<T>{low, high, 0, 0}.abs_max();
   }
 
-  // Before anything else: of a cluster all CTAs must have begun when the first of them sends. `mine`: queries that exist.
+  // Comes before anything else: all CTAs of a cluster must have begun when the first of them sends. mine: queries of
+  // the CTA that exist.
   static __device__ __forceinline__ void begin(Shared& shared, int mine) {
     if constexpr (kCluster > 1) {
       if (threadIdx.x == 0) {
@@ -116,10 +87,10 @@ struct AttentionMerge {
     }
   }
 
-  // Records of all warps are in shared memory, and the CTA knows it. Out: queries of the CTA, four columns at a
+  // Comes after a barrier that shows the records of all warps to the CTA. Out: queries of the CTA, four columns at a
   // multiple of 8 bytes. Workspace: a record of every part and query; counters, one for each CTA of a
   // part, are 0 before the first launch and after every one. A cluster touches neither. Absmax, where there is one, is
-  // raised to the largest magnitude of what the CTA stores.
+  // raised to the largest magnitude that the CTA stores.
   static __device__ __forceinline__ void run(Shared& shared, T* out, int mine, float* workspace, unsigned* counters,
                                              float* absmax = nullptr) {
     uint32_t peak = 0;
@@ -176,7 +147,7 @@ struct AttentionMerge {
     if (threadIdx.x == 0) shared.last = count_up(counters + place, parts - 1) == static_cast<unsigned>(parts - 1);
     __syncthreads();
     if (!shared.last) return;
-    // Past the L1, which knows nothing of what other multiprocessors wrote.
+    // These loads skip the L1, which does not see writes of other multiprocessors.
     for (int i = threadIdx.x; i < parts * mine; i += kThreads) {
       const float* const from = records + (i / mine * kGroup + i % mine) * kRecord + kHead;
       shared.parts[i / mine][i % mine] = __ldcg(reinterpret_cast<const float2*>(from));

@@ -1,11 +1,11 @@
-// What forms of attention share: powers of two, and the maximum that a running softmax begins with.
+// Shared by all forms of attention: powers of two, and the maximum that a running softmax begins with.
 #pragma once
 
 #include <qcut/core/common.cuh>
 
 namespace qcut {
 
-// Below any score: exp2 of its distance to one is 0.
+// Less than any score: exp2 of the distance to a score is 0.
 constexpr float kNoScore = -1e30f;
 
 // 2^v within 2 ulp; 0 where that is subnormal.

@@ -6,11 +6,12 @@
 // by shuffles, then warps in shared memory, then the parts of the context in a workspace, where the CTA that comes last
 // adds them up. All of that in a fixed order, which the length and the number of parts decide.
 //
-// Source: Dao et al., "Flash-Decoding" (2023); Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+// Source: Dao et al., "Flash-Decoding" (2023); Milakov and Gimelshein, "Online normalizer calculation for softmax"
+// (2018).
 #pragma once
 
 #include <qcut/core/mma.cuh>
-#include <qcut/decoder/softmax.cuh>
+#include <qcut/decoder/attention/softmax.cuh>
 
 namespace qcut {
 
@@ -44,7 +45,7 @@ struct CacheVector<int8_t> {
 
 __device__ constexpr int next_power_of_two(int v) { return v <= 1 ? 1 : 2 * next_power_of_two((v + 1) / 2); }
 
-// T: of queries and results. C: of the cache, T or int8_t. See AttentionDecode in emitters/attention.py.
+// T: of queries and results. C: of the cache, T or int8_t. See AttentionDecode in emitters/decoder/attention/simt.py.
 template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kUnroll_>
 struct DecodeAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kUnroll = kUnroll_;
@@ -88,16 +89,16 @@ struct DecodeAttention {
     }
   }
 
-  // Adds up `count` states in order, for one column; `of(i, j)` is word j of the i-th.
-  template <class Of>
-  static __device__ __forceinline__ Combined combined(int count, int column, const Of& of) {
+  // Adds up `count` states in order, for one column; `word(i, j)` is word j of state i.
+  template <class Word>
+  static __device__ __forceinline__ Combined combined(int count, int column, const Word& word) {
     float peak = kNoScore;
-    for (int i = 0; i < count; ++i) peak = fmaxf(peak, of(i, kHead));
+    for (int i = 0; i < count; ++i) peak = fmaxf(peak, word(i, kHead));
     Combined sum{peak, 0.0f, 0.0f};
     for (int i = 0; i < count; ++i) {
-      const float weight = power(of(i, kHead) - peak);
-      sum.value = fmaf(weight, of(i, column), sum.value);
-      sum.weights = fmaf(weight, of(i, kHead + 1), sum.weights);
+      const float weight = power(word(i, kHead) - peak);
+      sum.value = fmaf(weight, word(i, column), sum.value);
+      sum.weights = fmaf(weight, word(i, kHead + 1), sum.weights);
     }
     return sum;
   }
@@ -283,7 +284,7 @@ struct DecodeAttention {
     for (int i = threadIdx.x; i < mine * kHead; i += kThreads) {
       const int g = i / kHead;
       const int column = i % kHead;
-      // Past the L1, which knows nothing of what other multiprocessors wrote.
+      // These loads skip the L1, which does not see writes of other multiprocessors.
       const auto word = [&](int p, int j) { return __ldcg(mine0 + (p * kGroup + g) * kRecord + j); };
       const Combined sum = combined(parts, column, word);
       out[(batch * static_cast<long long>(kv_heads) * queries + head0 + g) * kHead + column] =

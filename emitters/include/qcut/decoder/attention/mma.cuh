@@ -10,15 +10,17 @@
 //                  2t + 9, and pairs keys byte by byte. P^T is S^T transposed 8 x 8 within the warp.
 //
 // Tiles of 16 keys are dealt to the parts of the context in turn, and within a part to its warps; a warp has kTiles of
-// them in hand. Their keys are replaced by the next tiles' as soon as scores are known, their values as soon as they are
-// added up, so that all but what is being multiplied is on its way. Warps meet in shared memory, parts in the shared
-// memory of a cluster, or else in a workspace, where the CTA that comes last adds them up: always in the same order.
+// them in hand. Their keys are replaced by the next tiles' as soon as scores are known, their values as soon as they
+// are added up, so that all but what is being multiplied is on its way. Warps meet in shared memory, parts in the
+// shared memory of a cluster, or else in a workspace, where the CTA that comes last adds them up: always in the same
+// order.
 //
 // Source: PTX ISA 8.x, "Matrix Fragments for mma.m16n8k16", "movmatrix"; Dao et al., "Flash-Decoding" (2023);
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 #pragma once
 
-#include <qcut/decoder/attention_merge.cuh>
+#include <qcut/core/mma.cuh>
+#include <qcut/decoder/attention/merge.cuh>
 
 namespace qcut {
 
@@ -43,7 +45,7 @@ __device__ __forceinline__ float log2_approx(float v) {
   return d;
 }
 
-// T: of queries and results. C: of the cache, T or int8_t. See AttentionMma in emitters/attention_mma.py.
+// T: of queries and results. C: of the cache, T or int8_t. See AttentionMma in emitters/decoder/attention/mma.py.
 template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kTiles_, int kCluster_>
 struct TensorAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kTiles = kTiles_, kCluster = kCluster_;

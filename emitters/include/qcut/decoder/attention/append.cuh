@@ -1,17 +1,17 @@
 // One step of a decoder between its projections: rotary positions, the new keys and values into the cache, and
-// attention over it, in one launch: rotate_and_append of append.cuh, then TensorAttention.
+// attention over it, in one launch: rotate_and_append of decoder/append.cuh, then TensorAttention.
 //
 // Nobody reads the new row of the cache back. Every CTA rotates its queries into shared memory; the CTA whose part has
 // the new row's slot also keeps the new key and value there, in the cache's form, and they take the place of what it
 // fetched from the slot. One of the CTAs that share the head of keys writes them to the cache.
 #pragma once
 
-#include <qcut/decoder/attention_mma.cuh>
+#include <qcut/decoder/attention/mma.cuh>
 #include <qcut/decoder/rope.cuh>
 
 namespace qcut {
 
-// See AttentionAppend in emitters/attention_append.py.
+// See AttentionAppend in emitters/decoder/attention/append.py.
 template <class T, class C, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary>
 struct AppendAttention {
   using Attention = TensorAttention<T, C, kHead, kGroup, kWarps, kTiles, kCluster>;

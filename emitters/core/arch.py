@@ -1,0 +1,58 @@
+"""The architectures that kernels are compiled for, and what each of them gives a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One real architecture.
+
+    Attributes:
+        name: as compilers spell it. ``sm_90a`` alone unlocks ``wgmma`` and ``setmaxnreg``.
+        smem_bytes: dynamic shared memory that one CTA may use.
+        sm_smem_bytes: shared memory of a multiprocessor; each of its CTAs takes 1 KiB beside its own.
+        clusters: whether there are thread-block clusters.
+        wgmma: whether there are ``wgmma`` and ``setmaxnreg``.
+        pdl: whether kernels are launched before their predecessors end (programmatic dependent launch). sm_100 and
+            sm_120 have the instructions; launches there stay plain until they are measured.
+        registers: 32-bit registers of a multiprocessor.
+
+    Source: CUDA C++ Programming Guide, "Compute Capabilities".
+    """
+
+    name: str
+    smem_bytes: int
+    sm_smem_bytes: int
+    clusters: bool = False
+    wgmma: bool = False
+    pdl: bool = False
+    registers: int = 65_536
+
+
+_TABLE = (
+    Architecture("sm_80", 163 << 10, 164 << 10),
+    Architecture("sm_86", 99 << 10, 100 << 10),
+    Architecture("sm_89", 99 << 10, 100 << 10),
+    Architecture("sm_90a", 227 << 10, 228 << 10, clusters=True, wgmma=True, pdl=True),
+    Architecture("sm_100", 227 << 10, 228 << 10, clusters=True),
+    Architecture("sm_120", 99 << 10, 100 << 10, clusters=True),
+)
+_BY_NAME = {architecture.name: architecture for architecture in _TABLE}
+
+ARCHITECTURES = tuple(_BY_NAME)
+"""Names of the architectures, the oldest first."""
+CLUSTER_ARCHITECTURES = tuple(architecture.name for architecture in _TABLE if architecture.clusters)
+"""Names of those with thread-block clusters."""
+SMEM_LIMITS = ", ".join(f"{architecture.smem_bytes} bytes on {architecture.name}" for architecture in _TABLE)
+"""What each architecture gives a CTA, for messages."""
+
+
+def architecture(name: str) -> Architecture:
+    """The architecture of that name.
+
+    Raises:
+        KeyError: the name is none of `ARCHITECTURES`.
+    """
+    return _BY_NAME[name]

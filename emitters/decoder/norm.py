@@ -1,0 +1,152 @@
+"""RMSNorm and LayerNorm of a decoder's rows, after a residual is added, and with their int8 quantization.
+
+Device code: ``include/qcut/decoder/norm.cuh``.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
+from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
+
+_MAX_VECTORS = 4
+
+_MANY_VECTORS = 5
+MANY_ROWS = 1024
+"""From so many rows on an SM has several at once."""
+CONSTRAINTS = (
+    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    Constraint("threads", "are 32 to 1024, a multiple of 32", lambda k: k.threads in range(32, 1025, 32)),
+    Constraint(
+        "vectors",
+        f"of a thread are 1 to {_MAX_VECTORS}, or {_MANY_VECTORS} where a CTA has 512 threads at most",
+        lambda k: 1 <= k.vectors <= (_MANY_VECTORS if k.threads <= 512 else _MAX_VECTORS),
+    ),
+)
+"""What `NormRows` can be."""
+
+
+@dataclass(frozen=True)
+class NormRows:
+    """RMSNorm or LayerNorm of rows ``[m, k]`` that a CTA's threads hold.
+
+    ``s = x``, or ``rne(x + residual)``, which is written too. In float32, rounded to x's type where eager models do::
+
+        rms    y = rne(rne(s * rsqrt(mean(s**2) + eps)) * weight)
+        layer  y = rne((s - mean(s)) * rsqrt(mean((s - mean(s))**2) + eps) * weight + bias)
+
+    With ``quantized`` y becomes int8 with a scale for each row, bitwise as
+    `qcut.emitters.decoder.quantize.QuantizePerToken` does of y.
+
+    Attributes:
+        x: element type.
+        layer: LayerNorm instead of RMSNorm; its bias may be a null pointer.
+        arch: real architecture.
+        residual: add one before.
+        quantized: write int8 and scales.
+        threads: of a row.
+        vectors: of 16 bytes that a thread holds.
+        aligned: rows, weight and bias start at multiples of 16 bytes. False loads single elements.
+
+    Exactness: sums in a fixed order, with error at most ``k * 2**-24`` of the sum of their terms' sizes.
+    """
+
+    x: DType
+    layer: bool
+    arch: str
+    residual: bool = False
+    quantized: bool = False
+    threads: int = 256
+    vectors: int = 1
+    aligned: bool = True
+
+    def __post_init__(self) -> None:
+        check(self.name, CONSTRAINTS, self)
+
+    @classmethod
+    def for_shape(
+        cls,
+        x: DType,
+        layer: bool,
+        arch: str,
+        k: int,
+        *,
+        many: bool = False,
+        residual: bool = False,
+        quantized: bool = False,
+        aligned: bool = True,
+    ) -> NormRows:
+        """The kernel for rows of k columns.
+
+        A thread has one vector, so that a row takes no longer than it must; with ``many`` rows up to five, so that an
+        SM has several rows on their way. Results are the same.
+
+        Raises:
+            EmitError: rows longer than 1024 threads hold; see `CONSTRAINTS`.
+        """
+        vectors = -(-k * x.bits // 128)
+        each = -(-vectors // 1024)
+        if many:
+            each = max(each, min(_MANY_VECTORS, -(-vectors // 32)))
+        threads = min(1024, math.ceil(vectors / each / 32) * 32)
+        each = -(-vectors // threads)
+        return cls(x, layer, arch, residual, quantized, threads, each, aligned)
+
+    @property
+    def name(self) -> str:
+        """``qcut_norm_{arch}_{x}_{kind}``, ``_r``, ``_q``, ``_t{threads}v{vectors}``, and ``_u`` where unaligned."""
+        kind = "layer" if self.layer else "rms"
+        flags = "_r" * self.residual + "_q" * self.quantized
+        return (
+            f"qcut_norm_{self.arch.replace('_', '')}_{self.x.value}_{kind}{flags}_t{self.threads}v{self.vectors}"
+            f"{'' if self.aligned else '_u'}"
+        )
+
+    @property
+    def block(self) -> int:
+        """Threads of a CTA."""
+        return self.threads
+
+    def grid(self, m: int) -> tuple[int, int, int]:
+        """CTAs for m rows."""
+        return (m, 1, 1)
+
+    def params(self) -> tuple[Param, ...]:
+        """Arguments, in order.
+
+        ``x``; ``residual, sum`` (with one); ``weight``; ``bias`` (layer alone); ``y``; ``scale`` (quantized alone);
+        ``x_stride`` in elements, ``k``, ``k_padded``, a multiple of 16 (quantized alone), ``eps``.
+        """
+        x = self.x.cpp
+        names = ["x", *["residual", "sum"] * self.residual, "weight", *["bias"] * self.layer, "y"]
+        names += ["scale"] * self.quantized
+        types = {"sum": f"{x}*", "y": "void*", "scale": "float*"}
+        padded = (Param("k_padded", "i32"),) * self.quantized
+        return (
+            *(Param(name, "ptr", types.get(name, f"const {x}*")) for name in names),
+            Param("x_stride", "i64"),
+            Param("k", "i32"),
+            *padded,
+            Param("eps", "f32"),
+        )
+
+
+def emit_norm(desc: NormRows) -> KernelSource:
+    """Text of one kernel; arguments are ``desc.params()``. Weight and bias may be read before the last one ends."""
+    params = desc.params()
+    flags = ", ".join(map(flag, (desc.layer, desc.residual, desc.quantized)))
+    pointers = call_arguments(("x", "residual", "sum", "weight", "bias", "y", "scale"), params)
+    k_padded = call_arguments(("k_padded",), params, absent="0")
+    return kernel_source(
+        desc.name,
+        desc.arch,
+        params,
+        f"qcut::norm_rows<{desc.x.cpp}, {flags}, {desc.vectors}, {desc.threads}, {flag(desc.aligned)}>"
+        f"({pointers}, x_stride, k, {k_padded}, eps);",
+        device_code=include("decoder/norm.cuh"),
+        block=desc.block,
+        waits=True,
+    )

@@ -1,0 +1,164 @@
+"""All families of products side by side, each under the name that its kernels have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qcut.emitters.codebook import mma as codebook_mma
+from qcut.emitters.codebook import wgmma as codebook_wgmma
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.family import Family, Grid
+from qcut.emitters.core.source import EmitError
+from qcut.emitters.gemm import dp4a, mma, w8a16, wmma
+from qcut.emitters.gemm.cutlass import gemm as cutlass_gemm
+from qcut.emitters.gemm.cutlass import tiles as cutlass_tiles
+from qcut.emitters.gemm.dp4a import SimtTile
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.emitters.stream import codebook as codebook_stream
+from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
+from qcut.emitters.stream import int8 as int8_cut
+from qcut.emitters.stream import w8a8 as int8_stream
+from qcut.emitters.stream import w8a16 as w8a16_stream
+from qcut.emitters.stream.codebook import CodebookDecodeTile
+from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile
+from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
+from qcut.emitters.stream.w8a16 import WeightOnlyTile
+
+INT8_CUTLASS: Family[GemmProblem, TileConfig] = Family(
+    cutlass_gemm.FAMILY,
+    TileConfig,
+    cutlass_gemm.validate,
+    cutlass_gemm.emit_cutlass_gemm,
+    grid=None,
+    threads=lambda tile: 0,
+    smem_bytes=lambda problem, tile: 0,
+    default_tiles=lambda problem, arch: cutlass_tiles.default_tiles(arch),
+    search_space=cutlass_tiles.search_space,
+)
+INT8_MMA: Family[GemmProblem, TileConfig] = Family(
+    mma.FAMILY,
+    TileConfig,
+    mma.validate,
+    mma.emit_mma_gemm,
+    grid=lambda tile, n, sm_count: Grid(tile.threadblock_shape[0], mma.grid(tile, 1, n)),
+    threads=lambda tile: tile.threads,
+    smem_bytes=mma.smem_bytes,
+    default_tiles=lambda problem, arch: mma.default_tiles(arch),
+    search_space=mma.search_space,
+)
+INT8_WMMA: Family[GemmProblem, TileConfig] = Family(
+    wmma.FAMILY,
+    TileConfig,
+    wmma.validate,
+    wmma.emit_wmma_gemm,
+    grid=lambda tile, n, sm_count: Grid(tile.threadblock_shape[0], wmma.grid(tile, 1, n)),
+    threads=lambda tile: tile.threads,
+    smem_bytes=wmma.smem_bytes,
+    default_tiles=lambda problem, arch: wmma.default_tiles(arch),
+    search_space=wmma.search_space,
+)
+INT8_DP4A: Family[GemmProblem, SimtTile] = Family(
+    dp4a.FAMILY,
+    SimtTile,
+    dp4a.validate,
+    dp4a.emit_simt_gemm,
+    grid=lambda tile, n, sm_count: Grid(tile.bm, dp4a.grid(tile, 1, n)),
+    threads=lambda tile: tile.threads,
+    smem_bytes=dp4a.smem_bytes,
+    default_tiles=lambda problem, arch: dp4a.default_tiles(arch),
+    search_space=dp4a.search_space,
+)
+INT8_STREAM: Family[W8A8Problem, W8A8Tile] = Family(
+    int8_stream.FAMILY,
+    W8A8Tile,
+    int8_stream.validate,
+    int8_stream.emit_w8a8_decode,
+    grid=lambda tile, n, sm_count: Grid(tile.tokens, int8_cut.grid(tile, 1, n)),
+    threads=lambda tile: 32 * tile.warps,
+    smem_bytes=lambda problem, tile: int8_stream.smem_bytes(tile),
+)
+W8A16_MMA: Family[GemmProblem, TileConfig] = Family(
+    w8a16.FAMILY,
+    TileConfig,
+    w8a16.validate,
+    w8a16.emit_weight_only_gemm,
+    grid=lambda tile, n, sm_count: Grid(tile.threadblock_shape[0], w8a16.grid(tile, 1, n)),
+    threads=lambda tile: tile.threads,
+    smem_bytes=mma.smem_bytes,
+    default_tiles=lambda problem, arch: w8a16.default_tiles(arch),
+)
+W8A16_STREAM: Family[GemmProblem, WeightOnlyTile] = Family(
+    w8a16_stream.FAMILY,
+    WeightOnlyTile,
+    w8a16_stream.validate,
+    w8a16_stream.emit_weight_only_decode,
+    grid=lambda tile, n, sm_count: Grid(tile.tokens, int8_cut.grid(tile, 1, n)),
+    threads=lambda tile: 32 * tile.warps,
+    smem_bytes=w8a16_stream.smem_bytes,
+)
+CODEBOOK_STREAM: Family[CodebookProblem, CodebookDecodeTile] = Family(
+    codebook_stream.FAMILY,
+    CodebookDecodeTile,
+    codebook_stream.validate,
+    codebook_stream.emit_codebook_decode,
+    grid=lambda tile, n, sm_count: Grid(tile.tokens, codebook_stream.grid(tile, 1, n)),
+    threads=lambda tile: 32 * tile.warps,
+    smem_bytes=codebook_stream.smem_bytes,
+)
+CODEBOOK_STREAM_WGMMA: Family[CodebookProblem, CodebookDecodeWgmmaTile] = Family(
+    codebook_stream_wgmma.FAMILY,
+    CodebookDecodeWgmmaTile,
+    codebook_stream_wgmma.validate,
+    codebook_stream_wgmma.emit_codebook_decode_wgmma,
+    grid=lambda tile, n, sm_count: Grid(tile.tokens, codebook_stream_wgmma.grid(tile, 1, n)),
+    threads=lambda tile: 128 * tile.groups,
+    smem_bytes=codebook_stream_wgmma.smem_bytes,
+)
+CODEBOOK_WGMMA: Family[CodebookProblem, codebook_wgmma.CodebookPromptTile] = Family(
+    codebook_wgmma.FAMILY,
+    codebook_wgmma.CodebookPromptTile,
+    codebook_wgmma.validate,
+    codebook_wgmma.emit_codebook_prompt,
+    grid=codebook_wgmma.grid,
+    threads=lambda tile: codebook_wgmma.THREADS,
+    smem_bytes=codebook_wgmma.smem_bytes,
+    default_tiles=lambda problem, arch: codebook_wgmma.default_tiles(problem),
+)
+CODEBOOK_MMA: Family[CodebookProblem, TileConfig] = Family(
+    codebook_mma.FAMILY,
+    TileConfig,
+    codebook_mma.validate,
+    codebook_mma.emit_codebook_mma,
+    grid=lambda tile, n, sm_count: Grid(tile.threadblock_shape[0], codebook_mma.grid(tile, 1, n)),
+    threads=lambda tile: tile.threads,
+    smem_bytes=codebook_mma.smem_bytes,
+    default_tiles=codebook_mma.default_tiles,
+)
+
+_TUNED: tuple[Family[Any, Any], ...] = (INT8_CUTLASS, INT8_MMA, INT8_WMMA, INT8_DP4A)
+_OTHERS: tuple[Family[Any, Any], ...] = (
+    INT8_STREAM,
+    W8A16_MMA,
+    W8A16_STREAM,
+    CODEBOOK_MMA,
+    CODEBOOK_STREAM,
+    CODEBOOK_STREAM_WGMMA,
+    CODEBOOK_WGMMA,
+)
+_BY_NAME = {kind.name: kind for kind in (*_TUNED, *_OTHERS)}
+FAMILIES = tuple(kind.name for kind in _TUNED)
+"""Names of the int8 families that compete for a GEMM of many tokens, the usually faster first."""
+SPELLINGS = {"cutlass": "int8_cutlass", "mma": "int8_mma", "wmma": "int8_wmma", "simt": "int8_dp4a"}
+"""What command lines, and tables of tuned kernels written before families had one name each, call `FAMILIES`."""
+
+
+def family(name: str) -> Family[Any, Any]:
+    """The family of that name, or of its spelling on command lines.
+
+    Raises:
+        EmitError: there is none.
+    """
+    kind = _BY_NAME.get(SPELLINGS.get(name, name))
+    if kind is None:
+        raise EmitError(f"family {name!r} does not exist; there are {', '.join(FAMILIES)}")
+    return kind

@@ -1,0 +1,174 @@
+"""What the raw tensor-core GEMMs share: limits of their tiles, the launch grid, the text.
+
+Device code: ``include/qcut/gemm/gemm.cuh`` (tiles, pipeline) and ``include/qcut/core/epilogue.cuh``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import gcd
+
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, holds
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.text import flag, include, kernel_source
+from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+
+_OTHER_REGISTERS = 40
+"""What a thread needs beside accumulators and fragments: addresses, counters, bounds."""
+
+
+def registers(tile: TileConfig) -> int:
+    """About what a thread needs: 32-bit accumulators, two buffers of fragments 32 columns deep, and the rest."""
+    wm, wn, _ = tile.warp_shape
+    return wm * wn // 32 + (wm + wn) // 2 + _OTHER_REGISTERS
+
+
+def _whole_warps(problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
+    pairs = zip(tile.threadblock_shape[:2], tile.warp_shape[:2], strict=True)
+    return all(warp > 0 and warp % 16 == 0 and block % warp == 0 for block, warp in pairs)
+
+
+def _contiguous_warp(problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
+    return tile.warp_shape[1 if problem.layout_d == "row" else 0] in (16, 32, 64)
+
+
+def _copies_whole_runs(problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
+    bm, bn, _ = tile.threadblock_shape
+    extents = [bm] * (problem.layout_a == "column") + [bn] * (problem.layout_b == "row")
+    return all(extent & (extent - 1) == 0 and tile.threads >= extent // 2 for extent in extents)
+
+
+def _fits_registers(problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
+    return registers(tile) <= min(255, 65_536 // tile.threads)
+
+
+TILE_CONSTRAINTS = (
+    ARCHITECTURE,
+    Constraint("alignments", "are at least 1", lambda p, t, arch: min(p.alignment_k, p.alignment_n) >= 1),
+    Constraint("schedule", "raw GEMMs are multistage", lambda p, t, arch: t.schedule == "multistage"),
+    Constraint("cluster_shape", "is (1, 1): raw GEMMs share no loads", lambda p, t, arch: t.cluster_shape == (1, 1)),
+    Constraint("epilogue_tile", "is (0, 0): a warp writes its own tile", lambda p, t, arch: t.epilogue_tile == (0, 0)),
+    Constraint(
+        "block_k",
+        "is 64 or 128: rows of 4 or 8 chunks of 16 bytes, which the swizzle spreads over all banks",
+        lambda p, t, arch: t.threadblock_shape[2] in (64, 128),
+    ),
+    Constraint(
+        "warp_k",
+        "is 0 or the block's: warps do not split K",
+        lambda p, t, arch: t.warp_shape[2] in (0, t.threadblock_shape[2]),
+    ),
+    Constraint("warp_shape", "is a multiple of 16, the product's rows, and divides the block", _whole_warps),
+    Constraint(
+        "contiguous_warp",
+        "along D's contiguous dimension a warp has 16, 32 or 64 elements: its lanes cover whole rows",
+        _contiguous_warp,
+    ),
+    Constraint(
+        "warps",
+        "are 2, 4, 8 or 16: copies give each thread the same part of every row",
+        lambda p, t, arch: t.threads in (64, 128, 256, 512),
+    ),
+    Constraint("stages", "are 2 to 5: one to read and one to fill at least", lambda p, t, arch: 2 <= t.stages <= 5),
+    Constraint(
+        "registers",
+        f"accumulators, two buffers of fragments and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
+        _fits_registers,
+    ),
+    Constraint(
+        "copy_runs",
+        "an operand not contiguous along K has a tile of a power of two rows, two for each thread at most: a step of "
+        "the copy is then 8 columns of K or more, after which the swizzle repeats",
+        _copies_whole_runs,
+    ),
+    SPLITS,
+    CLUSTERS,
+)
+"""Tile rules of the raw tensor-core families, on (problem, tile, arch)."""
+
+SHARED_MEMORY = "pipeline and staging of a CTA fit what the architecture gives one"
+"""Reason of the families' limit of shared memory."""
+
+
+def staging_bytes(problem: GemmProblem, tile: TileConfig, padding: int = 0) -> int:
+    """Accumulators in shared memory: 16 rows of each warp at a time, or all where CTAs sum each other's.
+
+    ``padding`` words follow each row.
+    """
+    rows, width, _ = tile.warp_shape if problem.layout_d == "row" else (tile.warp_shape[1], tile.warp_shape[0], 0)
+    return tile.threads // 32 * (16 if tile.splits == 1 else rows) * (width + padding) * 4
+
+
+def grid(tile: TileConfig, m: int, n: int) -> tuple[int, int, int]:
+    """CTAs of a launch, one per tile of D and part of K in one dimension (the kernel orders them for the L2)."""
+    bm, bn, _ = tile.threadblock_shape
+    return (-(-m // bm) * -(-n // bn) * tile.splits, 1, 1)
+
+
+def legal_tiles(constraints: tuple[Constraint, ...], problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
+    """Tiles of powers of two that keep all constraints."""
+    blocks = (16, 32, 64, 128, 256)
+    for bm, bn, bk, wm, wn in product(blocks, blocks, (64, 128), (16, 32, 64, 128), (16, 32, 64, 128)):
+        for stages, splits in product(range(2, 6), (1, 2, 4, 8)):
+            tile = TileConfig((bm, bn, bk), (wm, wn, bk), stages, splits=splits)
+            if holds(constraints, problem, tile, arch):
+                yield tile
+
+
+def gemm_source(
+    name: str,
+    problem: GemmProblem,
+    tile: TileConfig,
+    arch: str,
+    *,
+    header: str,
+    function: str,
+    smem_bytes: int,
+    first: str = "",
+) -> KernelSource:
+    """A kernel that fills the epilogue's arguments and calls ``qcut::{function}`` of ``gemm/{header}.cuh``.
+
+    Column-major D is row-major ``D^T = B^T A^T``: the same function with the operands and their sizes swapped.
+    ``first`` precedes the function's template arguments.
+    """
+    swapped = problem.layout_d == "column"
+    (bm, bn, bk), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
+    shape = (bn, bm, bk, wn, wm) if swapped else (bm, bn, bk, wm, wn)
+    operands, call = ("B, A", "b, a, d, n, m, k, ldb, lda") if swapped else ("A, B", "a, b, d, m, n, k, lda, ldb")
+    align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
+    params = problem.params()
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"using Tile = qcut::Tile<{', '.join(map(str, shape))}, {tile.stages}, {tile.splits}>;",
+        *operand_types(problem),
+        *problem.epilogue.statements(params),
+        f"qcut::{function}<{first}Tile, {operands}, Epilogue, {align_d}, {flag(swapped)}>({call}, ldd, args);",
+        device_code=include(f"gemm/{header}.cuh"),
+        block=tile.threads,
+        waits=True,
+        smem_bytes=smem_bytes,
+        cluster=tile.splits,
+    )
+
+
+def operand_types(problem: GemmProblem) -> tuple[str, str]:
+    """C++ that names the types of A and B: element, contiguous dimension, and bytes that a copy may take at once."""
+
+    def declared(name: str, dtype: DType, by_k: bool) -> str:
+        major = "kK" if by_k else "kRows"
+        bytes_at_once = copy_bytes(dtype, problem.alignment_k)
+        return f"using {name} = qcut::Operand<{dtype.cpp}, qcut::Major::{major}, {bytes_at_once}>;"
+
+    return (
+        declared("A", problem.a, problem.layout_a == "row"),
+        declared("B", problem.b, problem.layout_b == "column"),
+    )
+
+
+def copy_bytes(dtype: DType, alignment: int) -> int:
+    """Largest asynchronous copy, 16, 8 or 4 bytes, that so many elements allow; 1 where there is none."""
+    size = gcd(alignment * dtype.bits // 8, 16)
+    return size if size >= 4 else 1

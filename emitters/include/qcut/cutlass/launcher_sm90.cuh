@@ -1,0 +1,73 @@
+// Launches of CUTLASS's warp-specialized kernels of sm_90a.
+//
+// Source: CUTLASS 4.2.0, cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp (Arguments, Params).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <optional>
+
+#include "launcher.cuh"
+
+namespace qcut {
+
+template <class Call>
+struct Launcher {
+  using Kernel = typename Call::Kernel;
+  using Scheduler = typename Kernel::TileScheduler;
+
+  static typename Kernel::Arguments arguments(Call const& a) {
+    using Raster = typename Scheduler::RasterOrderOptions;
+    Raster raster = a.raster == 1 ? Raster::AlongM : a.raster == 2 ? Raster::AlongN : Raster::Heuristic;
+    typename Kernel::Arguments arguments{
+        cutlass::gemm::GemmUniversalMode::kGemm,
+        {a.m, a.n, a.k, 1},
+        {(int8_t const*)a.a, {int64_t(a.lda), {}, {}}, (int8_t const*)a.b, {int64_t(a.ldb), {}, {}}},
+        {Call::epilogue(a), (typename Kernel::ElementC const*)Call::residual_of(a), {int64_t(a.ldd), {}, {}},
+         (typename Kernel::ElementD*)a.d, {int64_t(a.ldd), {}, {}}}};
+    arguments.hw_info.sm_count = a.sm_count;
+    if constexpr (Call::kStreamK) {
+      arguments.scheduler = {a.splits, a.swizzle, raster, Scheduler::DecompositionMode::Heuristic};
+    } else {
+      arguments.scheduler = {a.swizzle, raster};
+    }
+    return arguments;
+  }
+
+  static int launch(void const* args, void* function, void* stream, int flags) {
+    // Encoding three tensor maps costs more than the launch, and steady loops repeat their addresses.
+    static thread_local Call last;
+    static thread_local std::optional<typename Kernel::Params> params;
+    static thread_local size_t workspace_bytes;
+    Call const& a = *static_cast<Call const*>(args);
+    if (!params || std::memcmp(&last, &a, sizeof a) != 0) {
+      auto filled = arguments(a);
+      workspace_bytes = Kernel::get_workspace_size(filled);
+      params.emplace(Kernel::to_underlying_arguments(filled, a.workspace));
+      std::memcpy(&last, &a, sizeof a);
+    }
+    if (workspace_bytes > 0) {
+      // Stream-K's barriers count up from zero within one launch.
+      if (a.workspace == nullptr) return CUDA_ERROR_INVALID_VALUE;
+      int status = cuMemsetD8Async(CUdeviceptr(a.workspace), 0, workspace_bytes, static_cast<CUstream>(stream));
+      if (status != CUDA_SUCCESS) return status;
+    }
+    typename Kernel::DispatchPolicy::ClusterShape cluster;
+    return qcut::launch(function, Kernel::get_grid_shape(*params),
+                        dim3(cute::size<0>(cluster), cute::size<1>(cluster), 1), Kernel::MaxThreadsPerBlock,
+                        Kernel::SharedStorageSize, stream, flags & 1, &*params);
+  }
+
+  static long query(int what, void const* args) {
+    switch (what) {
+      case 0: return Kernel::SharedStorageSize;
+      case 1: return sizeof(typename Kernel::Params);
+      case 2: return long(Kernel::get_workspace_size(arguments(*static_cast<Call const*>(args))));
+      case 3: return Kernel::MaxThreadsPerBlock;
+      case 4: return Kernel::can_implement(arguments(*static_cast<Call const*>(args)));
+      default: return -1;
+    }
+  }
+};
+
+}  // namespace qcut

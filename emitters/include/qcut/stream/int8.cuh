@@ -1,0 +1,232 @@
+// Products of few tokens with int8 weights as their rows lie, at the speed of memory: D = epilogue(A B^T).
+//
+// A CTA takes 16 kRowTiles rows of weights. Its warps divide K among them, and each warp keeps the tokens of its
+// columns in registers while it walks down the rows. Weights go from global memory to registers: a sum over K does not
+// depend on which column sits where, if both operands agree, so lane 4g + t reads 16 bytes each of rows g and g + 8,
+// columns 16t .. 16t + 15 of 64. Bytes in flight bound the kernel, so there are many warps with one or two units of
+// each on their way; the first units are asked for before the wait for the previous kernel.
+//
+// The warps' sums meet in shared memory. Where the CTAs of a cluster divide K too, their sums meet in each other's
+// shared memory. Both are added in a fixed order.
+//
+// A kernel chooses its tokens (w8a8.cuh, w8a16.cuh): a class with the accumulators' type `Acc` and
+//   begin(column)            asks for the tokens of the warp's first columns
+//   settle()                 makes these tokens the second operand of the products, once they have arrived
+//   next(column)             does both for the columns of a later round
+//   multiply(acc, unit, u)   adds the products of unit u of a row tile
+// Shared memory of a Tile: scales and biases of rows, then from Tile::kSums on the sums of warps.
+//
+// Codebook weights have a kernel of their own: see codebook.cuh.
+//
+// Source: PTX ISA "Matrix Fragments for mma.m16n8k16 / mma.m16n8k32", "griddepcontrol", "barrier.cluster".
+#pragma once
+
+#include <qcut/core/epilogue.cuh>
+#include <qcut/core/streaming.cuh>
+
+namespace qcut {
+
+// A lane's part of 16 rows x 128 columns of weights: [64 columns][row g, g + 8][16 bytes].
+using Int8Unit = uint32_t[2][2][4];
+
+// How a CTA cuts the product; emitters/stream/w8a16.py says what the sizes mean.
+template <int kRowTiles_, int kWarps_, int kUnits_, int kPrefetch_, int kTokens_, int kSplits_>
+struct Int8StreamTile {
+  static constexpr int kRowTiles = kRowTiles_, kWarps = kWarps_, kUnits = kUnits_, kPrefetch = kPrefetch_;
+  static constexpr int kTokens = kTokens_, kSplits = kSplits_;
+  static constexpr int kTokenTiles = (kTokens + 7) / 8;
+  static constexpr int kUnitColumns = 128;
+  static constexpr int kRows = 16 * kRowTiles;
+  static constexpr int kSpan = kUnitColumns * kUnits;  // columns of a warp
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kVectorBytes = 8 * kRows;  // scales and biases
+  // Of a token's sums: four more words than rows make its stores miss those of the other tokens.
+  static constexpr int kPitch = kRows + 4;
+};
+
+// The kernel: 1 <= m <= kTokens, and a grid of kSplits CTAs for every kRows rows. absmax, [m], with kAbsmax: raised to
+// the largest magnitude of each row of D.
+template <class Tile, bool kAbsmax, class E, class Tokens>
+__device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, typename E::Out* d, float* absmax, int m,
+                                            int n, int k, int ldb, int ldd, const typename E::Args& args) {
+  using Acc = typename Tokens::Acc;
+  extern __shared__ __align__(16) char shared[];
+  float* const scales = reinterpret_cast<float*>(shared);
+  float* const biases = scales + Tile::kRows;
+  Acc* const sums = reinterpret_cast<Acc*>(shared + Tile::kSums);  // [warp][token][row]
+  unsigned* peaks = nullptr;                                       // of D's rows
+  if constexpr (kAbsmax) peaks = reinterpret_cast<unsigned*>(shared + Tile::kPeaks);
+
+  const int warp = threadIdx.x / 32;
+  const int g = threadIdx.x % 32 / 4;
+  const int t = threadIdx.x % 4;
+  const int rank = blockIdx.x % Tile::kSplits;
+  const int n0 = blockIdx.x / Tile::kSplits * Tile::kRows;
+  const int tiles = min(Tile::kRowTiles, (n - n0 + 15) / 16);
+
+  // Where K is longer than all warps together, they come round for more: kStride columns further on.
+  constexpr int kStride = Tile::kSplits * Tile::kWarps * Tile::kSpan;
+  const int rank_first = rank * Tile::kWarps * Tile::kSpan;
+  const int first = rank_first + warp * Tile::kSpan;
+  const int rounds = first < k ? (k - first + kStride - 1) / kStride : 0;
+
+  // Rows past n repeat the last one and are not stored; columns past k meet zero tokens, and repeat the last 16.
+  Int8Unit w[Tile::kPrefetch][Tile::kUnits];
+  const int last_column = (k - 1) / 16 * 16;
+  const auto load = [&](Int8Unit& unit, int tile, int column) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int8_t* row = b + static_cast<long long>(min(n0 + 16 * tile + g + 8 * i, n - 1)) * ldb;
+#pragma unroll
+      for (int p = 0; p < 2; ++p) load_stream_16(unit[p][i], row + min(column + 64 * p + 16 * t, last_column));
+    }
+  };
+  if constexpr (Tile::kWaitsFirst) wait_for_dependencies();
+#pragma unroll
+  for (int s = 0; s < Tile::kPrefetch; ++s) {
+    if (s >= tiles || rounds == 0) break;
+#pragma unroll
+    for (int u = 0; u < Tile::kUnits; ++u) load(w[s][u], s, first + Tile::kUnitColumns * u);
+  }
+  // The next tile goes to the L2 meanwhile, a row's 128 bytes for each lane. The last of two tiles does not: it would
+  // delay the first by more than it gains.
+  if (Tile::kPrefetchesL2 && Tile::kPrefetch + 1 < tiles && first < k) {
+#pragma unroll
+    for (int i = 0; i < 16 * Tile::kUnits; i += 32) {
+      const int row = n0 + 16 * Tile::kPrefetch + threadIdx.x % 16;
+      const int unit = i / 16 + threadIdx.x % 32 / 16;
+      if (unit < Tile::kUnits) {
+        const int column = min(first + Tile::kUnitColumns * unit, last_column);
+        prefetch_l2(b + static_cast<long long>(min(row, n - 1)) * ldb + column);
+      }
+    }
+  }
+  launch_dependents();
+
+  constexpr int kVectors = (Tile::kRows + Tile::kThreads - 1) / Tile::kThreads;
+  typename E::Column columns[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int row = threadIdx.x + i * Tile::kThreads;
+    columns[i] = E::column(args, row < Tile::kRows ? n0 + row : n, n);
+  }
+  if constexpr (!Tile::kWaitsFirst) wait_for_dependencies();
+
+  tokens.begin(first);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int row = threadIdx.x + i * Tile::kThreads;
+    if (row < Tile::kRows) {
+      scales[row] = columns[i].scale;
+      biases[row] = columns[i].bias;
+    }
+  }
+  if (kAbsmax && threadIdx.x < Tile::kTokens) peaks[threadIdx.x] = 0;
+  tokens.settle();
+
+  // Accumulators hold rows g and g + 8 of tokens 2t and 2t + 1 of each tile of eight, of this round and those before
+  // it.
+  Acc* const own = sums + (warp * Tile::kTokens + 2 * t) * Tile::kPitch + g;
+  const auto place = [](int c) { return (c / 4 * 8 + c % 2) * Tile::kPitch + c / 2 % 2 * 8; };
+  const auto counts = [&](int c) { return Tile::kTokens % 8 == 0 || 2 * t + c % 2 < Tile::kTokens; };
+  for (int round = 0; round < rounds; ++round) {
+    const int column = first + round * kStride;
+#pragma unroll 1
+    for (int tile0 = 0; tile0 < tiles; tile0 += Tile::kPrefetch) {
+#pragma unroll
+      for (int s = 0; s < Tile::kPrefetch; ++s) {
+        const int tile = tile0 + s;
+        if (tile >= tiles) break;
+        // Registers s take the tile kPrefetch further down or, below the last one, tile s of the next round.
+        const bool down = tile + Tile::kPrefetch < tiles;
+        const int next_tile = down ? tile + Tile::kPrefetch : s;
+        const int next_column = down ? column : column + kStride;
+        Acc* const mine = own + 16 * tile;
+        Acc acc[Tile::kTokenTiles][4] = {};
+        if (round > 0) {
+#pragma unroll
+          for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) acc[c / 4][c % 4] = counts(c) ? mine[place(c)] : Acc(0);
+        }
+#pragma unroll
+        for (int u = 0; u < Tile::kUnits; ++u) {
+          tokens.multiply(acc, w[s][u], u);
+          if (down || round + 1 < rounds) load(w[s][u], next_tile, next_column + Tile::kUnitColumns * u);
+        }
+#pragma unroll
+        for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) {
+          if (counts(c)) mine[place(c)] = acc[c / 4][c % 4];
+        }
+      }
+    }
+    if (round + 1 < rounds) tokens.next(column + kStride);
+  }
+  __syncthreads();
+
+  const int warps = min(Tile::kWarps, max(0, k - rank_first + Tile::kSpan - 1) / Tile::kSpan);  // those with columns
+  const auto sum_warps = [&](int token, int row) {
+    Acc sum = 0;
+#pragma unroll
+    for (int i = 0; i < Tile::kWarps; ++i) {
+      if (i < warps) sum += sums[(i * Tile::kTokens + token) * Tile::kPitch + row];
+    }
+    return sum;
+  };
+  const auto residual_at = [&](int token, int row) {
+    if constexpr (E::kHasResidual) {
+      if (n0 + row < n) return to_float(args.residual[static_cast<long long>(token) * ldd + n0 + row]);
+    }
+    return 0.0f;
+  };
+  // Stores a result, and returns the bits of its magnitude.
+  const auto write = [&](int token, int row, Acc sum, float residual) -> uint32_t {
+    if (n0 + row >= n) return 0;
+    const typename E::Column column{0, scales[row], biases[row]};
+    const typename E::Out y = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), residual, args));
+    d[static_cast<long long>(token) * ldd + n0 + row] = y;
+    return __float_as_uint(to_float(y)) & 0x7fffffffu;
+  };
+  if constexpr (Tile::kSplits == 1) {
+    for (int i = threadIdx.x; i < Tile::kRows * m; i += Tile::kThreads) {
+      const int token = i / Tile::kRows;
+      const int row = i % Tile::kRows;
+      const float residual = residual_at(token, row);
+      uint32_t peak = write(token, row, sum_warps(token, row), residual);
+      if constexpr (kAbsmax) {
+        peak = __reduce_max_sync(0xffffu << (threadIdx.x & 16), peak);  // sixteen rows of one token
+        if (threadIdx.x % 16 == 0) atomicMax(peaks + token, peak);
+      }
+    }
+  } else {
+    // A CTA's own sums take the place of its first warp's; four rows at a time are then summed over the cluster.
+    for (int i = threadIdx.x; i < Tile::kRows * m; i += Tile::kThreads) {
+      const int token = i / Tile::kRows;
+      const int row = i % Tile::kRows;
+      sums[token * Tile::kPitch + row] = sum_warps(token, row);
+    }
+    cluster_arrive();
+    cluster_wait();
+    constexpr int kQuads = Tile::kRows / 4;
+    for (int i = rank * Tile::kThreads + threadIdx.x; i < kQuads * m; i += Tile::kSplits * Tile::kThreads) {
+      const int token = i / kQuads;
+      const int row = i % kQuads * 4;
+      float residual[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) residual[j] = residual_at(token, row + j);
+      uint32_t total[4];
+      load_sum_16<Acc, Tile::kSplits>(total, shared_address(sums + token * Tile::kPitch + row));
+      uint32_t peak = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) peak = max(peak, write(token, row + j, from_bits<Acc>(total[j]), residual[j]));
+      if constexpr (kAbsmax) atomicMax(peaks + token, peak);
+    }
+    // No CTA leaves while others read its sums.
+    cluster_arrive();
+    cluster_wait();
+  }
+  if constexpr (kAbsmax) {
+    __syncthreads();
+    if (threadIdx.x < m) atomicMax(reinterpret_cast<unsigned*>(absmax) + threadIdx.x, peaks[threadIdx.x]);
+  }
+}
+
+}  // namespace qcut

@@ -1,0 +1,71 @@
+"""How the kernels of few tokens cut a product with int8 weights up: `qcut.emitters.stream.w8a8` and ``w8a16``.
+
+Device code: ``include/qcut/stream/int8.cuh``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcut.emitters.core.constraints import Constraint
+
+UNIT_COLUMNS = 128
+"""Columns of 16 rows of weights that a warp reads at a time: a unit."""
+
+
+@dataclass(frozen=True)
+class Int8StreamTile:
+    """How one kernel cuts the product up.
+
+    A CTA computes ``16 * row_tiles`` columns of D. K is divided among ``splits * warps`` warps, ``128 * units`` columns
+    each. Where K is longer, the warps come round again.
+
+    Attributes:
+        row_tiles: tiles of 16 weight rows that a CTA takes, one after the other.
+        warps: warps of a CTA.
+        units: units of 128 columns that a warp takes at a time.
+        prefetch: row tiles that a warp has in flight.
+        tokens: rows of a that the kernel holds; a launch may have fewer.
+        splits: CTAs of a cluster, which divide K further (sm_90 and later).
+    """
+
+    row_tiles: int
+    warps: int
+    units: int = 1
+    prefetch: int = 1
+    tokens: int = 8
+    splits: int = 1
+
+    @property
+    def name(self) -> str:
+        """``m{tokens}_r{row_tiles}_w{warps}_u{units}_p{prefetch}`` and the splits where there are any."""
+        splits = f"_k{self.splits}" if self.splits > 1 else ""
+        return f"m{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_p{self.prefetch}{splits}"
+
+    @property
+    def sizes(self) -> str:
+        """The device tile's template arguments."""
+        return f"{self.row_tiles}, {self.warps}, {self.units}, {self.prefetch}, {self.tokens}, {self.splits}"
+
+
+def grid(tile: Int8StreamTile, m: int, n: int) -> tuple[int, int, int]:
+    """CTAs of a launch, ``splits`` for each ``16 * row_tiles`` columns of D, in one dimension; m does not matter."""
+    return (-(-n // (16 * tile.row_tiles)) * tile.splits, 1, 1)
+
+
+def register_limit(warps: int) -> int:
+    """Registers of a thread, in eights, where a CTA of so many warps has the SM's four quarters to itself."""
+    return min(255, 16_384 // (32 * -(-warps // 4)) // 8 * 8)
+
+
+CUT_CONSTRAINTS = (
+    Constraint("row_tiles", "are at least 1", lambda p, t, arch: t.row_tiles >= 1),
+    Constraint("warps", "are 1 to 32, what a CTA may have", lambda p, t, arch: 1 <= t.warps <= 32),
+    Constraint("units", "are at least 1", lambda p, t, arch: t.units >= 1),
+    Constraint(
+        "prefetch",
+        "is 1 to row_tiles: the first tiles of a round fill it",
+        lambda p, t, arch: 1 <= t.prefetch <= t.row_tiles,
+    ),
+)
+"""What a cut can be, on (problem, tile, arch)."""

@@ -1,0 +1,77 @@
+"""The kernels that a first model is likely to need, for ``qcut precompile``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
+
+from qcut.dispatch import codebook, gemm
+from qcut.dispatch.gpus import target_named
+from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA, W8A16_MMA, family
+from qcut.emitters.gemm.problem import GemmProblem
+
+LAYERS = (
+    (3840, 1280, True, "none"),
+    (1280, 1280, True, "none"),
+    (5120, 1280, True, "gelu_tanh"),
+    (1280, 5120, True, "none"),
+    (4096, 4096, False, "none"),
+    (1024, 4096, False, "none"),
+    (14336, 4096, False, "none"),
+    (4096, 14336, False, "none"),
+)
+"""N, K, bias and activation of GPT-2 Large's layers and of Llama 3 8B's."""
+_FEW_TOKENS = (8, 16, 32)
+_CODEBOOK_TOKENS = (1, 8, 16, 64, 4096)
+_GROUP = 128
+
+
+def precompile_sources(arch: str) -> list[KernelSource]:
+    """The kernels that a first model is likely to need on an architecture.
+
+    Every CUTLASS tile of the architecture's menu with the epilogues of `qcut.Linear` in float16 (dynamic W8A8 with a
+    bias, without, and with GELU), the menu of ``int8_mma`` with the first of them, and the tile of ``int8_wmma`` and
+    ``int8_dp4a`` that the model prefers at 4096 cubed. Then W8A16's menu for prompts; and for the layers of GPT-2 Large
+    and Llama 3 8B, whose kernels depend on their sizes, W8A16 for few tokens and ``codebook4``.
+    """
+    base = Epilogue(out=DType.F16, row_scale="per_token", col_scale="per_channel", bias=True)
+    epilogues = (base, replace(base, bias=False), replace(base, activation=Activation.GELU_TANH))
+    problems = [GemmProblem(epilogue=epilogue) for epilogue in epilogues]
+    sources = [INT8_CUTLASS.emit(p, tile, arch) for p in problems for tile in INT8_CUTLASS.menu(p, arch)]
+    sources += [INT8_MMA.emit(problems[0], tile, arch) for tile in INT8_MMA.menu(problems[0], arch)]
+    gpu = target_named(arch)
+    for name in (INT8_WMMA.name, INT8_DP4A.name):
+        tile = gemm.best_tile(name, problems[0], 4096, 4096, 4096, gpu)
+        sources.append(family(name).emit(problems[0], tile, arch))
+    weight_only = GemmProblem(a=DType.F16, epilogue=replace(base, row_scale="none"), alignment_k=8)
+    sources += [W8A16_MMA.emit(weight_only, tile, arch) for tile in W8A16_MMA.menu(weight_only, arch)]
+    few: dict[str, KernelSource] = {}
+    for (n, k, bias, activation), m in product(LAYERS, _FEW_TOKENS):
+        epilogue = replace(weight_only.epilogue, bias=bias, activation=Activation(activation))
+        problem = replace(weight_only, epilogue=epilogue)
+        source = gemm.emit(gemm.select_weight_only(problem, m, n, k, gpu), problem, arch)
+        few[source.name] = source
+    return [*sources, *few.values(), *codebook_sources(arch, LAYERS)]
+
+
+def codebook_sources(arch: str, layers: Iterable[tuple[int, int, bool, str]]) -> list[KernelSource]:
+    """The kernels of ``codebook4`` for layers on an architecture, in float16, with float16 and with int8 products.
+
+    For one token, a few, some, and a prompt, rotations included.
+
+    Args:
+        arch: real architecture.
+        layers: N and K, multiples of 128, whether there is a bias, and the activation.
+    """
+    gpu = target_named(arch)
+    sources: dict[str, KernelSource] = {}
+    for (n, k, bias, activation), tokens, m in product(layers, (DType.F16, DType.S8), _CODEBOOK_TOKENS):
+        problem = codebook.problem_of(tokens, 4, 1, DType.F16, bias, activation, False, 16)
+        rotations = codebook.select_rotation("hadamard", DType.F16, tokens, m, k, _GROUP, 1, gpu)
+        kernels = [codebook.emit_rotation(rotation) for rotation in rotations]
+        kernels.append(codebook.emit(codebook.select(problem, m, n, k // 128, gpu), problem, arch))
+        sources |= {source.name: source for source in kernels}
+    return list(sources.values())

@@ -1,0 +1,204 @@
+"""Tiles of products with codebook weights, each family's by a model of its kernel's time.
+
+Source: measured on an H200; the weights agree with the best variants of `benchmarks/NOTES.md` on 14336x4096,
+4096x14336, 4096x4096, 1280x1280 and 5120x1280.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from qcut.dispatch.cost_model import MACHINES
+from qcut.dispatch.gpus import Target
+from qcut.emitters.codebook import mma, wgmma
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.codebook.wgmma import CodebookPromptTile
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import holds
+from qcut.emitters.core.source import DType, EmitError
+from qcut.emitters.gemm.problem import TileConfig
+from qcut.emitters.stream import codebook as stream
+from qcut.emitters.stream import codebook_wgmma as stream_wgmma
+from qcut.emitters.stream.codebook import MAX_ROW_TILES, ROW_TILE, CodebookDecodeTile
+from qcut.emitters.stream.codebook_wgmma import GROUP_ROWS, CodebookDecodeWgmmaTile
+
+_SM_SMEM = architecture("sm_90a").sm_smem_bytes
+
+# ── few tokens: costs in units of weights that an SM reads ───────────────────────────────────────
+
+_LATENCY = 6.0  # of an SM with one warp, over the warps that it has
+_MORE_UNITS = 0.06  # of a warp, each beyond its first
+_SUMS = 55  # of a token and row tile that a warp adds in the time of a unit
+_EXCHANGE = 4  # of a cluster, for each of its CTAs
+_TABLE = 8  # that a CTA fills
+_WAVE = 100  # after the first
+
+
+def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookDecodeTile:
+    """The tile of ``codebook_stream`` for m tokens, n rows of weights and so many units along K.
+
+    The model weighs the units that an SM reads against too few warps to hide latency, sums of many warps, the exchange
+    of a cluster, the table that each CTA fills, and waves after the first.
+
+    Raises:
+        EmitError: m is not 1 to 32, or no tile of the family fits the shape.
+    """
+    if not 1 <= m <= 32:
+        raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 32")
+    machine, arch = MACHINES[target.arch], target.arch
+    tokens = next(t for t in (1, 8, 16, 24, 32) if t >= m)
+    row_tiles = -(-n // ROW_TILE)
+    best: tuple[float, CodebookDecodeTile] | None = None
+    sizes = machine.clusters if architecture(arch).clusters else (1,)
+    for splits, units, ctas in product(sizes, (1, 2, 4), (1, 2, 3)):
+        warps = -(-units_k // (splits * units))
+        if warps * ctas > 32 or (splits > 1 and ctas > 1) or splits > units_k:
+            continue
+        slots = max(1, machine.clusters_at_once(splits, target.sm_count)) * ctas
+        wanted = min(-(-row_tiles // slots), MAX_ROW_TILES)
+        tile = _largest(problem, CodebookDecodeTile(tokens, wanted, warps, units, splits), arch)
+        if tile is None or not _fit_together(problem, tile, ctas):
+            continue
+        waves = -(-row_tiles // (tile.row_tiles * slots))
+        read = ctas * tile.row_tiles * warps * units * (1 + _LATENCY / (warps * ctas) + _MORE_UNITS * (units - 1))
+        sums = ctas * warps * m * tile.row_tiles / _SUMS
+        exchange = _EXCHANGE * splits if splits > 1 else 0
+        cost = waves * (read + sums + exchange + _TABLE * ctas) + _WAVE * (waves - 1)
+        if best is None or cost < best[0]:
+            best = cost, tile
+    if best is None:
+        raise EmitError(f"codebook decode: no tile for {units_k} units of K, {n} rows and {m} tokens on {arch}")
+    return best[1]
+
+
+def _largest(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> CodebookDecodeTile | None:
+    """The tile with as many row tiles, and as much in flight, as fit; None where even one does not."""
+    prefetch = max(1, min(3, 32 // (tile.warps * tile.units)))
+    for row_tiles in range(tile.row_tiles, 0, -1):
+        for ahead in range(min(prefetch, row_tiles), 0, -1):
+            smaller = replace(tile, row_tiles=row_tiles, prefetch=ahead)
+            if holds(stream.CONSTRAINTS, problem, smaller, arch):
+                return smaller
+    return None
+
+
+def _fit_together(problem: CodebookProblem, tile: CodebookDecodeTile, ctas: int) -> bool:
+    """Whether an SM runs so many CTAs at once; each takes 1 KB of shared memory more."""
+    return ctas == 1 or (
+        ctas * (stream.smem_bytes(problem, tile) + 1024) <= _SM_SMEM
+        and ctas * 32 * tile.warps * (stream.registers(problem, tile) + 8) <= 65_536
+    )
+
+
+def stream_wgmma_tile(
+    problem: CodebookProblem, m: int, n: int, units_k: int, target: Target
+) -> CodebookDecodeWgmmaTile:
+    """The tile of ``codebook_stream_wgmma``: least of an SM's work, a warp's chain of units and a cluster's exchange.
+
+    Raises:
+        EmitError: m is not 1 to 64.
+    """
+    if not 1 <= m <= 64:
+        raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 64")
+    machine = MACHINES[target.arch]
+    tokens = next(t for t in (8, 16, 32, 64) if t >= m)
+    row_groups = -(-n // GROUP_ROWS)
+
+    def is_legal(tile: CodebookDecodeWgmmaTile) -> bool:
+        return holds(stream_wgmma.CONSTRAINTS, problem, tile, target.arch)
+
+    def cost(groups: int, splits: int) -> float:
+        chain = -(-units_k // splits)
+        clusters = -(-row_groups // groups)
+        waves = -(-clusters // max(1, machine.clusters_at_once(splits, target.sm_count)))
+        return waves * (groups * chain + 2 * chain + 3.5 * splits) + 40 * (waves - 1)
+
+    groups, splits = min(
+        (
+            (g, s)
+            for g in range(1, 6)
+            for s in machine.clusters
+            if s <= units_k and is_legal(CodebookDecodeWgmmaTile(tokens, g, s, 3, 1))
+        ),
+        key=lambda choice: cost(*choice),
+    )
+    chain = -(-units_k // splits)
+    tile = CodebookDecodeWgmmaTile(tokens, groups, splits, max(3, min(chain, 16)), min(4, chain))
+    while not is_legal(replace(tile, stages=3)):
+        tile = replace(tile, prefetch=tile.prefetch - 1)
+    while not is_legal(tile):
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile
+
+
+def is_wgmma_better(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> bool:
+    """Whether ``codebook_stream_wgmma`` is faster than ``codebook_stream`` on sm_90a.
+
+    From 9 tokens on where the latter would take a cluster, from 17 on where its CTA has several tiles of rows, from 33
+    on.
+    """
+    if m <= 8:
+        return False
+    if m > 32:
+        return True
+    try:
+        tile = stream_tile(problem, m, n, units_k, target)
+    except EmitError:
+        return True
+    return tile.splits > 1 or (m > 16 and tile.row_tiles > 1)
+
+
+# ── prompts ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def wgmma_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookPromptTile:
+    """The tile of ``codebook_wgmma``'s menu with the least `wgmma_cycles`."""
+    tiles = wgmma.default_tiles(problem)
+    return min(tiles, key=lambda tile: wgmma_cycles(problem, tile, m, n, units_k, target.sm_count))
+
+
+def wgmma_cycles(
+    problem: CodebookProblem, tile: CodebookPromptTile, m: int, n: int, units_k: int, sm_count: int
+) -> float:
+    """About how long a launch of ``codebook_wgmma`` takes, in cycles of an SM.
+
+    A unit takes what the slower of two takes: decoding and multiplying it, and tokens from the L2, which all SMs share.
+
+    Source: measured on an H200 at 14336x4096, one wave of 64, 128 and 256 tokens.
+    """
+    s8 = problem.x is DType.S8
+    chain = 1000 + 1.6 * tile.tokens if s8 else 1260 + 5.0 * tile.tokens
+    chain += 60 * (problem.slots - 1)
+    tiles = -(-m // tile.tokens) * -(-n // (wgmma.ROWS * tile.cluster))
+    at_once = max(1, sm_count // (tile.cluster * tile.splits))
+    busy = min(1.0, tiles / at_once)
+    traffic = 128 * problem.x.bits // 8 * tile.tokens / tile.cluster / 22 * busy
+    units = -(-units_k // tile.splits)
+    tile_cycles = units * max(chain, traffic) + 3000 + 10 * tile.tokens + 1500 * (tile.cluster - 1)
+    if tile.splits > 1:
+        tile_cycles += 3000 + 10 * tile.tokens
+    return -(-tiles // at_once) * tile_cycles
+
+
+def mma_tile(problem: CodebookProblem, m: int, n: int, target: Target) -> TileConfig:
+    """The tile of ``codebook_mma``'s menu with the least work for the busiest SM, products and decoding counted.
+
+    Raises:
+        EmitError: the family's constraints refuse the problem.
+    """
+
+    def work(tile: TileConfig) -> tuple[float, int]:
+        (bm, bn, _), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
+        warps = bm // wm * (bn // wn)
+        # In products of 16 x 8: a warp's decoding of 16 rows takes about as long as three of them; tokens and
+        # weights come from the L2 at the rate of the tile's sides.
+        products = bn // 16 * (bm // 8) + 3 * bn // 16 * (bm // wm) + (bm + bn) / 8
+        slowdown = 1.0 if warps >= 8 else 1.15 if warps >= 4 else 2.0
+        waves = -(-mma.grid(tile, m, n)[0] // target.sm_count)
+        return waves * products * slowdown, tile.stages
+
+    tiles = mma.default_tiles(problem, target.arch)
+    if not tiles:
+        mma.validate(problem, TileConfig((16, 64, 128), (16, 16, 128), 2), target.arch)
+    return min(tiles, key=work)

@@ -1,0 +1,134 @@
+"""Tiles of few tokens with int8 weights, by a model of the memory: one wave of CTAs, few rounds, much in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from qcut.dispatch.cost_model import MACHINES, Streaming
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.source import EmitError
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream import w8a8, w8a16
+from qcut.emitters.stream.int8 import UNIT_COLUMNS, register_limit
+from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
+from qcut.emitters.stream.w8a16 import WeightOnlyTile
+
+_ROUND_NS = 300.0
+"""Reading the tokens of other columns."""
+_CTA_NS = 300.0
+"""Summing the warps and writing, where another CTA follows on the SM."""
+_CLUSTER_NS = 700.0
+"""Summing over a cluster's CTAs."""
+
+
+class Cut(NamedTuple):
+    """How weights are divided: see `qcut.emitters.stream.int8.Int8StreamTile`."""
+
+    row_tiles: int
+    warps: int
+    units: int
+    prefetch: int
+    splits: int
+
+
+def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W8A8Tile:
+    """The tile of ``int8_stream`` for m tokens and weights ``[n, k]``.
+
+    Raises:
+        EmitError: m is more than `qcut.emitters.stream.w8a8.MAX_TOKENS`, K beyond the exact range, or the family's
+            constraints refuse the problem.
+    """
+    tokens = w8a8.tokens_of(m, k)
+
+    def tile_of(cut: Cut) -> W8A8Tile:
+        return W8A8Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)
+
+    def fits(cut: Cut, ctas: int) -> bool:
+        tile = tile_of(cut)
+        smem = ctas * w8a8.smem_bytes(tile)
+        registers = w8a8.registers(problem, tile)
+        return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
+
+    tile = tile_of(_best_cut(n, k, target, fits))
+    w8a8.validate(problem, tile, target.arch)
+    return tile
+
+
+def w8a16_tile(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> WeightOnlyTile:
+    """The tile of ``w8a16_stream`` for m tokens and weights ``[n, k]``.
+
+    Raises:
+        EmitError: m is more than `qcut.emitters.stream.w8a16.MAX_TOKENS`, or the family's constraints refuse the
+            problem.
+    """
+    if not 1 <= m <= w8a16.MAX_TOKENS:
+        raise EmitError(f"{w8a16.FAMILY}: {m} tokens; allowed are 1 to {w8a16.MAX_TOKENS}")
+    tokens = next(size for size in w8a16.TOKENS if m <= size)
+
+    def tile_of(cut: Cut) -> WeightOnlyTile:
+        return WeightOnlyTile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)
+
+    def fits(cut: Cut, ctas: int) -> bool:
+        tile = tile_of(cut)
+        smem = ctas * w8a16.smem_bytes(problem, tile)
+        registers = w8a16.registers(tile)
+        return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
+
+    tile = tile_of(_best_cut(n, k, target, fits))
+    w8a16.validate(problem, tile, target.arch)
+    return tile
+
+
+def _best_cut(n: int, k: int, target: Target, fits: Callable[[Cut, int], bool]) -> Cut:
+    """The cut of weights ``[n, k]`` that a model of the memory takes for the fastest.
+
+    Two CTAs that an SM has at once hide each other's start and end; they are taken where each reads its K in one round.
+    ``fits`` says whether registers and shared memory hold a cut, in so many CTAs.
+    """
+    machine = MACHINES[target.arch]
+    best, best_ns = Cut(1, 1, 1, 1, 1), float("inf")
+    for splits in machine.clusters if architecture(target.arch).clusters else (1,):
+        at_once = machine.clusters_at_once(splits, target.sm_count)
+        for units in (1, 2):
+            for ctas in (1, 2) if splits == 1 else (1,):
+                if not at_once or (one := _one_cut(n, k, splits, units, ctas, at_once, machine.memory, fits)) is None:
+                    continue
+                cut, ns = one
+                if ns < best_ns:
+                    best, best_ns = cut, ns
+    return best
+
+
+def _one_cut(
+    n: int,
+    k: int,
+    splits: int,
+    units: int,
+    ctas: int,
+    at_once: int,
+    memory: Streaming,
+    fits: Callable[[Cut, int], bool],
+) -> tuple[Cut, float] | None:
+    """`_best_cut` for some splits, units and CTAs of an SM, and its nanoseconds; None where two CTAs are not taken."""
+    units_k, tiles_n = -(-k // UNIT_COLUMNS), -(-n // 16)
+    most = max((w for w in range(1, 33) if fits(Cut(1, w, units, 1, splits), ctas)), default=1)
+    wanted = -(-units_k // (splits * units))
+    warps = -(-wanted // -(-wanted // most))  # in equal rounds
+    rounds = -(-units_k // (splits * warps * units))
+    if ctas > 1 and rounds > 1:
+        return None
+    for waves in range(1, 1 + tiles_n):
+        row_tiles = -(-tiles_n // (waves * at_once * ctas))
+        prefetch = min(row_tiles, -(-memory.units_in_flight // (warps * units * ctas)))
+        while prefetch > 1 and not fits(Cut(row_tiles, warps, units, prefetch, splits), ctas):
+            prefetch -= 1
+        cut = Cut(row_tiles, warps, units, prefetch, splits)
+        if fits(cut, ctas):
+            break
+    unit_bytes = 16 * UNIT_COLUMNS
+    of_an_sm = waves * ctas * row_tiles * rounds * units * min(warps, wanted) * unit_bytes
+    together_ns = tiles_n * units_k * unit_bytes / (memory.bytes_per_ns * at_once * splits)
+    read_ns = max(together_ns, of_an_sm / memory.sm_bytes_per_ns)
+    return cut, read_ns + waves * (rounds * _ROUND_NS + _CTA_NS) / ctas + _CLUSTER_NS * (splits > 1)

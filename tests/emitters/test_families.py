@@ -1,0 +1,70 @@
+"""What all families of kernels keep: names of their own, and the truth about whether they wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.ladder.kernels import NAIVE, emit_ladder_gemm
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.family import Grid
+from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.families import FAMILIES, SPELLINGS, family
+from qcut.emitters.gemm import dp4a, mma, w8a16, wmma
+from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
+from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU, tile
+from qcut.emitters.gemm.problem import GemmProblem
+from tests.support.compiled import build
+from tests.support.sass import instructions
+
+ARCH = "sm_90a"
+SCALED = Epilogue(DType.S8, col_scale="per_channel", bias=True)
+INT8 = GemmProblem(epilogue=SCALED)
+HALF = GemmProblem(a=DType.F16, epilogue=Epilogue(col_scale="per_channel", bias=True))
+
+
+def raw_kernels() -> list[KernelSource]:
+    return [
+        mma.emit_mma_gemm(INT8, mma.default_tiles(ARCH)[0], ARCH),
+        wmma.emit_wmma_gemm(INT8, wmma.default_tiles(ARCH)[0], ARCH),
+        dp4a.emit_simt_gemm(INT8, dp4a.default_tiles(ARCH)[0], ARCH),
+        w8a16.emit_weight_only_gemm(HALF, w8a16.default_tiles(ARCH)[0], ARCH),
+        emit_argmax(ArgmaxRows(DType.F16, ARCH)),
+        emit_ladder_gemm(INT8, NAIVE, ARCH),
+    ]
+
+
+def test_a_kernel_waits_for_its_predecessor_where_its_source_says_so():
+    sources = raw_kernels()
+    assert [source.waits for source in sources] == [True] * 5 + [False]
+    for source, binary in zip(sources, build(*sources), strict=True):
+        # ACQBULK is griddepcontrol.wait.
+        assert ("ACQBULK" in instructions(binary.cubin)) == source.waits, source.name
+
+
+def test_cutlass_waits_but_in_multistage_and_stream_k_kernels():
+    tiles = (*SM90_MENU, *SM80_MENU, tile("stream_k", "128x64x128"))
+    for choice in tiles:
+        waits = choice.schedule not in ("multistage", "stream_k")
+        source = emit_cutlass_gemm(INT8, choice, ARCH)
+        assert source.waits == waits == ("CUTLASS_ENABLE_GDC_FOR_SM90" in source.defines), source.name
+
+
+def test_families_are_found_by_name_and_by_the_command_lines_spelling():
+    for spelling, name in SPELLINGS.items():
+        assert family(spelling) is family(name)
+    assert tuple(SPELLINGS.values()) == FAMILIES
+    with pytest.raises(EmitError, match="family 'tpu' does not exist"):
+        family("tpu")
+
+
+def test_a_grid_grows_with_rows_up_to_its_most():
+    assert [Grid(64, (3, 1, 1))(m) for m in (1, 64, 65)] == [(3, 1, 1), (3, 1, 1), (6, 1, 1)]
+    assert [Grid(64, (4, 1, 1), most=6)(m) for m in (1, 65, 4096)] == [(4, 1, 1), (6, 1, 1), (6, 1, 1)]
+
+
+def test_a_pointer_without_its_type_is_refused():
+    with pytest.raises(EmitError, match="parameter 'x'"):
+        Param("x", "ptr")
+    with pytest.raises(EmitError, match="parameter 'n'"):
+        Param("n", "i32", "float*")

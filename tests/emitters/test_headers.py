@@ -1,0 +1,41 @@
+"""Device headers: which folder includes which, and barriers on every architecture that has clusters."""
+
+from __future__ import annotations
+
+import re
+
+from qcut.emitters.core.source import INCLUDE_DIR, DType
+from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.decoder.attention.mma import AttentionMma, emit_attention_mma
+from tests.support.compiled import build
+from tests.support.sass import instructions
+
+BELOW = {
+    "core": {"core"},
+    "gemm": {"core", "gemm"},
+    "codebook": {"core", "gemm", "codebook"},
+    "stream": {"core", "codebook", "stream"},
+    "decoder": {"core", "decoder"},
+    "cutlass": {"core", "cutlass"},
+}
+"""Folders that a folder's headers may include."""
+
+
+def test_headers_include_their_own_folder_and_those_below() -> None:
+    headers = {path.relative_to(INCLUDE_DIR).as_posix(): path.read_text() for path in INCLUDE_DIR.rglob("*.cuh")}
+    assert {name.split("/")[1] for name in headers} == set(BELOW)
+    for name, text in headers.items():
+        for included in re.findall(r"#include <(qcut/[^>]+)>", text):
+            assert included in headers, name
+            assert included.split("/")[1] in BELOW[name.split("/")[1]], f"{name} includes {included}"
+
+
+def test_a_barrier_that_is_waited_for_is_told_what_to_expect() -> None:
+    descs = [AttentionMma.for_shape(DType.F16, DType.F16, 128, 4, arch, 8) for arch in ("sm_90a", "sm_100", "sm_120")]
+    sources = [
+        source for d in descs for source in (emit_attention_mma(d), emit_attention_append(AttentionAppend(d, True)))
+    ]
+    for source, binary in zip(sources, build(*sources), strict=True):
+        names = instructions(binary.cubin)
+        assert "SYNCS.PHASECHK.TRANS64.TRYWAIT" in names, source.name  # mbarrier.try_wait
+        assert "SYNCS.ARRIVE.TRANS64" in names, source.name  # mbarrier.arrive.expect_tx
