@@ -171,7 +171,7 @@ class Llama2cTokenizer:
         return bytes([int(raw[1], 16)]) if raw else piece
 
     def printed_piece(self, previous: int, token: int) -> bytes:
-        """The bytes that run.c prints of a token: its `piece`, but no single byte beyond printable ASCII and white space.
+        """The bytes that run.c prints of a token: its `piece`; of single bytes, printable ASCII and white space alone.
 
         A character of several bytes without a token of its own is lost there; `decode` keeps it.
 
