@@ -1,7 +1,7 @@
 """What every kernel on codebook weights shares: the problem, its arguments, its name.
 
 ``D = act((sum_k x[m, k] * norm[n, slot(k)] * book[idx[n, k]]) * col_scale[n] + bias[n]) (+ residual)``, x the rotated
-tokens. Weights, norms and tokens lie in memory as ``qcut/codebook_layout.py`` describes. Device code that all families
+tokens. Weights, norms and tokens lie in memory as `qcut.codebooks.layout` describes. Device code that all families
 include: ``include/qcut/codebook/codebook.cuh``.
 """
 

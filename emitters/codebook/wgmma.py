@@ -156,12 +156,12 @@ def emit_codebook_prompt(problem: CodebookProblem, tile: CodebookPromptTile, arc
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order; m, n, units_k >= 1 and 16-byte alignment of x, units and norms. Memory
-    is laid out as ``qcut/codebook_layout.py`` describes. Launch it on `grid`. D is stored in pieces of up to 16
+    is laid out as `qcut.codebooks.layout` describes. Launch it on `grid`. D is stored in pieces of up to 16
     bytes that ``problem.alignment_n`` elements allow; the residual has D's leading dimension. Weights, norms, fold,
     col_scale and bias are read before the previous kernel is done (programmatic dependent launch), x, row_scale and
     the residual are not.
 
-    Exactness: s8 is bitwise equal to ``qcut.numerics.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight`` for
+    Exactness: s8 is bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight`` for
     activations none and relu. For 16-bit tokens ``norm * value`` is rounded to the tokens' type (bf16: the norm, too),
     products are exact, and the tensor core adds them in float32 in an order fixed by K and the splits. A token's
     result does not depend on the other tokens; the same inputs give the same bits.

@@ -46,7 +46,7 @@ class RotateAndAppend:
         aligned: rows of q, k and v, tables and caches start at multiples of `vector` elements. False reads single ones.
 
     Exactness: bitwise the eager arithmetic in x's type, each product and the sum rounded; s8 as
-    ``qcut.numerics.quantize_per_token_ref`` of a head.
+    ``qcut.numerics.int8.quantize_per_token_ref`` of a head.
     """
 
     x: DType

@@ -102,7 +102,7 @@ class QuantizePerToken(_RowKernel):
 
     With ``vectors > 0`` the row stays in registers: k_padded <= `row_elements`.
 
-    Exactness: bitwise equal to ``qcut.numerics.quantize_per_token_ref`` (IEEE division, ties to even).
+    Exactness: bitwise equal to ``qcut.numerics.int8.quantize_per_token_ref`` (IEEE division, ties to even).
     """
 
     _kind = "quantize_per_token"
@@ -141,7 +141,7 @@ class QuantizePerTensor(_RowKernel):
     x and q as in `QuantizePerToken`; columns beyond k are 0 (not zero_point: padded weights and their colsum hold no
     such column). NaN becomes zero_point, infinities saturate. scale must be positive.
 
-    Exactness: bitwise equal to ``qcut.numerics.quantize_per_tensor_ref``.
+    Exactness: bitwise equal to ``qcut.numerics.int8.quantize_per_tensor_ref``.
     """
 
     _kind = "quantize_per_tensor"
@@ -159,7 +159,7 @@ class Dequantize(_RowKernel):
 
     q ``[rows, columns]`` int8 with a row stride; scale ``[rows]`` float32; out ``[rows, columns]``, contiguous.
 
-    Exactness: bitwise equal to ``qcut.numerics.dequantize_ref``.
+    Exactness: bitwise equal to ``qcut.numerics.int8.dequantize_ref``.
     """
 
     _kind = "dequantize"

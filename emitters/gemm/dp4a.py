@@ -232,8 +232,8 @@ def emit_simt_gemm(problem: GemmProblem, tile: SimtTile, arch: str) -> KernelSou
     is a multiple of 4 or 8 elements, so are D's, and four or eight neighbours are stored at once. The residual has D's
     layout and leading dimension.
 
-    Exactness: bitwise equal to ``qcut.numerics.gemm_s8_ref`` for activations none and relu; the others differ by the
-    ulps of CUDA's erff, tanhf and expf. Independent of the grid, the tile and the other rows.
+    Exactness: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` for activations none and relu; the others differ by
+    the ulps of CUDA's erff, tanhf and expf. Independent of the grid, the tile and the other rows.
 
     Raises:
         EmitError: see `validate`.

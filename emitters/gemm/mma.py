@@ -119,8 +119,8 @@ def emit_mma_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSo
     pieces of up to 16 bytes that ``problem.alignment_n`` elements allow. The residual has D's layout and leading
     dimension.
 
-    Exactness: bitwise equal to ``qcut.numerics.gemm_s8_ref`` for activations none and relu; the others differ by the
-    ulps of CUDA's erff, tanhf and expf. Independent of the grid, the tile, the splits and the other rows.
+    Exactness: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` for activations none and relu; the others differ by
+    the ulps of CUDA's erff, tanhf and expf. Independent of the grid, the tile, the splits and the other rows.
 
     Raises:
         EmitError: see `validate`.

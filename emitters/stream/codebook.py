@@ -138,8 +138,8 @@ def emit_codebook_decode(problem: CodebookProblem, tile: CodebookDecodeTile, arc
     D is stored element by element: any ``alignment_n`` will do. ``x``, ``row_scale`` and the residual are read after
     the previous kernel's end, everything else may be read before.
 
-    Exactness: int8 tokens: bitwise equal to ``qcut.numerics.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight`` for
-    activations none and relu. 16-bit tokens: products are exact, sums float32 in an order that the tile and units_k
+    Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight``
+    for activations none and relu. 16-bit tokens: products are exact, sums float32 in an order that the tile and units_k
     fix, with error at most ``(128 * units_k + 4) * 2**-23 * sum_k |x * w|`` before the channel's scale. A token's
     result does not depend on the others; the same inputs give the same bits.
 

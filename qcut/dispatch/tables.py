@@ -45,7 +45,7 @@ class Row:
         k: summed over.
         tile: the family's tile.
         time_us: its median time.
-        swizzle: as `qcut.dispatch.Choice`.
+        swizzle: as `qcut.dispatch.gemm.Choice`.
         raster: likewise.
         splits: likewise.
     """

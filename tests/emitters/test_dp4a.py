@@ -7,7 +7,6 @@ import re
 from dataclasses import astuple, replace
 from itertools import product
 
-import numpy as np
 import pytest
 
 from qcut import jit
@@ -15,7 +14,7 @@ from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.gemm import dp4a as simt_gemm
-from qcut.emitters.gemm.dp4a import CONSTRAINTS, SimtTile, emit_simt_gemm, search_space, smem_bytes
+from qcut.emitters.gemm.dp4a import CONSTRAINTS, SimtTile, emit_simt_gemm, search_space
 from qcut.emitters.gemm.problem import GemmProblem
 from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
@@ -162,62 +161,6 @@ def test_menu_is_legal(arch: str):
 
 def test_nothing_is_searched_for_what_cannot_be_built():
     assert not list(search_space(replace(INT8, a=DType.BF16), "sm_90a"))
-
-
-# ── shared memory, restated from simt_gemm.cuh ───────────────────────────────────────────────────
-
-
-def stores(rows: int, bk: int, threads: int, along_k: bool) -> tuple[int, np.ndarray]:
-    """Rows of words in shared memory are `pitch` apart; the words of every store: [step, store, thread, words]."""
-    thread, words = np.arange(threads), min(4, bk // 4)
-    if along_k:
-        pair = 2 if bk >= 32 else 1
-        pitch, count = rows + (4 if pair == 2 else 0), rows * bk // 4 // words
-        row, word = thread // pair % rows, words * (thread % pair + thread // (pair * rows) * pair)
-    else:
-        pitch, count = rows, rows // 4 * bk // 4
-        row, word = 4 * (thread % (rows // 4)), thread // (rows // 4)
-    steps = []
-    for start in range(0, count, threads):
-        if along_k:
-            down, on = start // pair % rows, start // (pair * rows) * pair * words
-            step = [((word + on + i) * pitch + row + down)[:, None] for i in range(words)]
-        else:
-            step = [((word + start // (rows // 4)) * pitch + row)[:, None] + np.arange(4)]
-        steps.append([at[:count] for at in step])
-    return pitch, np.array(steps)
-
-
-def wavefronts(words: np.ndarray) -> int:
-    """Shared-memory cycles of a warp's access [lane, words]: 32 different banks in each."""
-    groups = words.reshape(words.shape[1], -1)
-    return sum(max(np.bincount(np.unique(group) % 32)) for group in groups)
-
-
-OPERANDS = sorted({(size, t.bk, t.threads) for t in search_space(INT8, "sm_80") for size in (t.bm, t.bn)})
-
-
-@pytest.mark.parametrize("along_k", [True, False])
-def test_copies_cover_the_tile_once_without_bank_conflicts(along_k: bool):
-    for rows, bk, threads in OPERANDS:
-        pitch, at = stores(rows, bk, threads, along_k)
-        expected = np.arange(bk // 4)[:, None] * pitch + np.arange(rows)
-        assert (np.sort(at.ravel()) == expected.ravel()).all(), (rows, bk, threads)
-        for access in at.reshape(-1, at.shape[2], at.shape[3]):
-            for warp in range(0, len(access) // 32 * 32, 32):
-                assert wavefronts(access[warp : warp + 32]) == access.shape[1], (rows, bk, threads)
-        buffers = replace(LARGE, bm=rows, bn=rows, bk=bk)
-        problem = INT8 if along_k else GemmProblem(**NTN)
-        assert smem_bytes(problem, buffers) == 2 * 2 * 4 * pitch * bk // 4
-
-
-@pytest.mark.parametrize("tile", simt_gemm.default_tiles("sm_80"), ids=lambda t: t.name)
-def test_fragment_loads_of_the_menu_have_no_bank_conflicts(tile: SimtTile):
-    """16 bytes a lane: 8 lanes a cycle at worst, which read each word of a bank once."""
-    lane = np.arange(32)
-    lanes_n = tile.wn // tile.wniter // tile.tn
-    for first in (lane // lanes_n * tile.tm, lane % lanes_n * tile.tn):
-        assert wavefronts(first[:, None] + np.arange(4)) == 4
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
