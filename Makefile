@@ -2,13 +2,14 @@
 # make test   the test suite, side by side on all cores (GPU tests skip themselves without a GPU)
 # make lint   ruff and mypy
 # make docs   the site, in build/docs/index.html; a link that leads nowhere is an error
+# make test-gpu   the GPU tests alone, 14 at a time
 # make sanitize   the GPU tests under compute-sanitizer: memory errors, then races in shared memory
 # Each of them first creates .venv; a stamp makes the second run immediate.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test sanitize lint format docs clean help
+.PHONY: demo test test-gpu sanitize lint format docs clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -29,6 +30,10 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses auto $(TEST_ARGS)
+
+# Few tests at a time to a worker: some build kernels for a minute, most take a blink.
+test-gpu: $(READY)
+	@$(BIN)/python -m pytest tests/gpu --numprocesses 14 --maxschedchunk 4 $(TEST_ARGS)
 
 # The driver is asked for one parameter more than a kernel has, to compare signatures: that error is meant.
 sanitize: $(READY)

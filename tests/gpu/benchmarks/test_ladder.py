@@ -48,7 +48,7 @@ def check(case: Case, gemm: Gemm, extra: int = 0) -> None:
     gemm.check(launch_gemm(gemm, GemmProblem(epilogue=case[0]), source(case), ctas, extra=extra))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     gpu = target(torch.cuda.current_device())
     steps = [c.source for s in STEPS if not is_cutlass(s) for c in s.candidates(256, 256, 256, gpu)]

@@ -38,7 +38,7 @@ INT8_EPILOGUES = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     """The menus, which most tests share, in parallel."""
     problems = (CodebookProblem(epilogue=BIAS), CodebookProblem(DType.S8, epilogue=INT8_BIAS))

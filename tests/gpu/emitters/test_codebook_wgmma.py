@@ -202,7 +202,7 @@ def aligned(problem: CodebookProblem, n: int) -> CodebookProblem:
     return replace(problem, alignment_n=8 if n % 8 == 0 else 1)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     pairs = [(problem, tile) for problem in (INT8, HALF) for tile in TILES]
     pairs += [(aligned(problem, 1), tile) for problem in (INT8, HALF) for tile in (MIDDLE, TILES[6])]

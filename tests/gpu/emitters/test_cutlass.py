@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from qcut import jit
-from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem, TileConfig
 from qcut.jit.launch import QUERY_CAN_IMPLEMENT, QUERY_WORKSPACE_BYTES
 from tests.gpu.support.launching import Guarded, arch, strided
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, pattern
-from tests.gpu.support.problems import DYNAMIC, GEMM_EPILOGUES, STATIC
+from tests.gpu.support.problems import DYNAMIC, STATIC
 
 SM80_TILE = TileConfig((128, 128, 64), (64, 64, 64), stages=4)
 SM80_TILES = (SM80_TILE, TileConfig((64, 64, 64), (32, 32, 64), stages=3), TileConfig((32, 64, 128), (32, 32, 128), 5))
@@ -30,6 +30,19 @@ SM90_TILES = (
     TileConfig((128, 256, 128), cluster_shape=(1, 2), schedule="cooperative"),
     TileConfig((128, 64, 128), schedule="stream_k"),
 )
+SM80_EPILOGUES = (
+    DYNAMIC,
+    STATIC,
+    Epilogue(DType.F32),
+    Epilogue(DType.S8),
+    Epilogue(DType.S8, "per_token", "per_channel", "per_token", bias=True),
+    Epilogue(DType.S8, "per_token", "per_channel", bias=True, activation=Activation.GELU_TANH),
+    Epilogue(row_scale="per_token", col_scale="per_channel", bias=True, activation=Activation.RELU),
+    Epilogue(row_scale="per_token", col_scale="per_channel", bias=True, activation=Activation.GELU_ERF),
+    Epilogue(DType.BF16, "per_token", "per_channel", "per_token", True, Activation.SILU, residual=True),
+)
+"""Every output type, and every part of an epilogue at least once; the operators' tests have more of them on SM90."""
+
 ACCUMULATE = Epilogue(DType.F32, "per_token", "per_channel", residual=True)
 SHAPES = ((1, 16, 16), (127, 336, 272), (129, 144, 1040), (300, 720, 512))
 """(M, N, K) below, at and beyond a tile, with and without a whole number of K tiles."""
@@ -47,13 +60,13 @@ def cases() -> Iterator[KernelSource]:
     for tile in tiles():
         yield emit_cutlass_gemm(GemmProblem(epilogue=DYNAMIC), tile, arch())
         yield emit_cutlass_gemm(GemmProblem(epilogue=Epilogue(DType.F32)), tile, arch())
-    for epilogue in (*GEMM_EPILOGUES, STATIC):
+    for epilogue in SM80_EPILOGUES:
         yield emit_cutlass_gemm(GemmProblem(epilogue=epilogue), SM80_TILE, arch())
     for tile in accumulating_tiles():
         yield emit_cutlass_gemm(GemmProblem(epilogue=ACCUMULATE), tile, arch())
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     built = jit.build_many(cases(), progress=False)
     errors = [result for result in built.values() if isinstance(result, Exception)]
@@ -109,7 +122,7 @@ def test_extremes(tile: TileConfig, kind: str) -> None:
         gemm.check(run(gemm, tile))
 
 
-@pytest.mark.parametrize("epilogue", [*GEMM_EPILOGUES, STATIC], ids=lambda e: e.name)
+@pytest.mark.parametrize("epilogue", SM80_EPILOGUES, ids=lambda e: e.name)
 def test_sm80_epilogues(epilogue: Epilogue) -> None:
     for m, extra in ((1, 0), (129, 16)):
         gemm = Gemm.random(epilogue, m, 336, 272, seed=m)

@@ -100,7 +100,7 @@ def check(case: Case, gemm: Gemm, extra: int = 0, offset: int = 0, pdl: bool = F
     gemm.check(launch_gemm(gemm, case[0], source(case), ctas, extra=extra, offset=offset, pdl=pdl))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     groups = (tile_cases(), *map(layout_cases, (16, 1)), partly_aligned_cases(), epilogue_cases(), raw_cases())
     built = jit.build_many([source(case) for group in (*groups, per_tensor_cases()) for case in group], progress=False)

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 
 from qcut import jit
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm import mma as mma_gemm
@@ -52,7 +53,7 @@ class Case:
     @property
     def is_buildable(self) -> bool:
         """Whether the GPU at hand has what it takes: clusters, for a split K."""
-        return self.tile.splits == 1 or arch() in mma_gemm.CLUSTER_ARCHITECTURES
+        return self.tile.splits == 1 or architecture(arch()).clusters
 
     def source(self) -> KernelSource:
         """Its text."""
@@ -119,7 +120,7 @@ def all_cases() -> list[Case]:
     return cases + [case for group in groups for case in group()]
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     built = jit.build_many([case.source() for case in all_cases() if case.is_buildable], progress=False)
     errors = [result for result in built.values() if isinstance(result, Exception)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qcut import jit
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm import mma as mma_gemm
@@ -64,7 +65,7 @@ def weight_only_cases(arch: str) -> Iterator[KernelSource]:
             yield emit_weight_only_gemm(GemmProblem(a=a, epilogue=WEIGHT_ONLY, **UNALIGNED), tile, arch)
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     built = jit.build_many([*int8_cases(arch()), *weight_only_cases(arch())], progress=False)
     errors = [result for result in built.values() if isinstance(result, Exception)]
@@ -93,9 +94,9 @@ def tiles(family: Any) -> list[TileConfig]:
 
 
 def require_tile(family: Any, problem: GemmProblem, tile: TileConfig) -> None:
-    if mma_gemm.smem_bytes(problem, tile) > mma_gemm.SMEM_LIMIT[arch()]:
+    if mma_gemm.smem_bytes(problem, tile) > architecture(arch()).smem_bytes:
         pytest.skip(f"{tile.name} needs more shared memory than {arch()} has")
-    if tile.splits > 1 and arch() not in mma_gemm.CLUSTER_ARCHITECTURES:
+    if tile.splits > 1 and not architecture(arch()).clusters:
         pytest.skip(f"{tile.name} needs thread-block clusters; {arch()} has none")
     family.validate(problem, tile, arch())
 

@@ -116,7 +116,7 @@ def chosen_cases() -> Iterator[tuple[CodebookProblem, Tile, int, int, int]]:
                 yield problem, stream_tile(problem, m, n, units, H200), m, n, units
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     cases = [(BASE, tile) for tile in TILES]
     cases += [*format_cases(), *epilogue_cases(), *((p, t) for p, t, *_ in chosen_cases())]

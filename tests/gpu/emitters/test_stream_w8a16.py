@@ -49,7 +49,7 @@ def require(tile: WeightOnlyTile) -> None:
         pytest.skip(f"{tile.name} needs more shared memory than {arch()} has")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     tiles = [t for t in TILES if t.splits == 1 or arch() in CLUSTER_ARCHITECTURES]
     tiles = [t for t in tiles if smem_bytes(GemmProblem(a=DType.F16), t) <= architecture(arch()).smem_bytes]

@@ -98,7 +98,7 @@ CASES = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     """Builds what the cases reach, in parallel."""
     sources = {source.name: source for source in (case.source() for case in CASES)}
