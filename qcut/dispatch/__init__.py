@@ -1,1 +1,1 @@
-"""Which kernel runs which product: sizes in, descriptions out, no tensors."""
+"""Chooses the kernel of a product from sizes, types and the GPU. No module here takes a tensor."""

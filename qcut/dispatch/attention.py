@@ -1,4 +1,4 @@
-"""Which form of attention over a cache serves a shape, and in how many parts of the context."""
+"""Chooses the form of attention over a cache for a shape, and the number of parts that divide the context."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention
 Attention = AttentionDecode | AttentionMma
 
 _START_CYCLES = 1000
-"""Of a CTA, before its first loads."""
+"""Cycles of a CTA before its first loads."""
 _CLUSTER_CYCLES = 1000
-"""A cluster adding up its parts."""
+"""Cycles in which a cluster adds up its parts."""
 _WORKSPACE_CYCLES = 4000
-"""Parts meeting in a workspace, and then some for each of them."""
+"""Cycles in which parts meet in a workspace, before the cycles that each part adds."""
 _PART_CYCLES = 20
 
 
 def emit_attention(desc: Attention) -> KernelSource:
-    """Text of one kernel of either form; their arguments are the same."""
+    """Text of an attention kernel of either form. Kernels of both forms take the same arguments."""
     return emit_attention_mma(desc) if isinstance(desc, AttentionMma) else emit_attention_decode(desc)
 
 
@@ -36,20 +36,22 @@ def select_attention(
     kv_heads: int,
     context: int,
 ) -> tuple[Attention, int]:
-    """The kernel of a shape, on tensor cores where those take x and the head, and its parts, by `estimated_cycles`.
+    """Choose the kernel of a shape and its number of parts by `estimated_cycles`.
+
+    The kernel uses tensor cores where these take the queries' type and the head's size.
 
     Args:
         x: element type of queries.
-        cache: of keys and values.
+        cache: element type of keys and values.
         head: columns of a head.
-        queries: of each head of keys.
+        queries: query heads for each head of keys.
         target: the GPU.
-        batch: sequences.
-        kv_heads: heads of keys.
+        batch: number of sequences.
+        kv_heads: number of heads of keys.
         context: tokens that the cache has room for.
 
     Raises:
-        EmitError: what neither form can be.
+        EmitError: neither form serves the shape.
     """
     arch, sm_count = target.arch, target.sm_count
     if not AttentionMma.is_legal(x, cache, head, 1, arch):
@@ -70,11 +72,11 @@ def select_attention(
 
 
 def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, target: Target) -> float:
-    """About how long a launch takes, in cycles, where all sequences fill the context.
+    """Estimated cycles of a launch where all sequences fill the context.
 
-    A closed system: what is on its way comes back after the latency, or when the memory, or the SMs that ask it, have
-    given what was asked before. CTAs that find no place come when the first ones are done. `places` are the CTAs of a
-    part.
+    The model is a closed system: loads return after the latency, or when the memory, or the SMs that ask for them,
+    have served the loads before. CTAs that find no room start when the first CTAs are done. ``places`` is the number
+    of CTAs of a part.
     """
     machine, sm_count = MACHINES[target.arch], target.sm_count
     memory = machine.memory

@@ -1,4 +1,7 @@
-"""Which kernels rotate tokens and multiply them with codebook weights: pure functions of sizes, types and the GPU."""
+"""Chooses the kernels that rotate tokens and multiply them with codebook weights.
+
+All choices are pure functions of sizes, types and the GPU.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +27,9 @@ from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile
 Rotation = RotateTokens | RotateTokensDense
 
 FEW_TOKENS = 16
-"""Up to so many, ``codebook_stream`` serves GPUs without wgmma."""
+"""Most tokens for which ``codebook_stream`` serves GPUs without wgmma."""
 DECODE_TOKENS = 64
-"""Up to so many, weights stream past all tokens at once on sm_90a."""
+"""Most tokens for which weights stream past all tokens at once on sm_90a."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class CodebookChoice:
     Attributes:
         family: ``codebook_stream`` (few tokens), ``codebook_stream_wgmma`` and ``codebook_wgmma`` (sm_90a), or
             ``codebook_mma`` (every GPU).
-        tile: how it cuts the problem.
+        tile: the tiles that the kernel cuts the problem into.
     """
 
     family: str
@@ -66,16 +69,16 @@ def select_rotation(
     *,
     aligned: bool = True,
 ) -> tuple[Rotation, ...]:
-    """Choose what rotates tokens: one kernel, or for dense rotations to int8 two, through float32 rows.
+    """Choose the kernels that rotate tokens: two, with float32 rows between, for dense rotations to int8; else one.
 
     Args:
         kind: hadamard, qr or none.
         x: type of the tokens: f16, bf16, or f32 where the rotation is not qr.
         out: type of the blocks: s8 or x's.
-        m: tokens.
-        k: columns.
+        m: number of tokens.
+        k: number of columns.
         group_size: columns of a group.
-        passes: rotations of the same tokens.
+        passes: number of rotations of the same tokens.
         target: the GPU.
         aligned: whether rows start at multiples of 16 bytes.
 
@@ -84,7 +87,7 @@ def select_rotation(
     """
     arch, sms = target.arch, target.sm_count
     if kind != "qr":
-        checked = cast("Kind", kind)  # by the kernel's constraints
+        checked = cast("Kind", kind)  # the kernel's constraints check the value
         one = RotateTokens.for_shape(
             x, out, checked, arch, m, k, group_size, passes=passes, aligned=aligned, sm_count=sms
         )
@@ -116,17 +119,17 @@ def problem_of(
     alignment_n: int,
     rotates: bool = False,
 ) -> CodebookProblem:
-    """What a product asks of its kernel.
+    """The description of a product with codebook weights that kernels are chosen and emitted by.
 
     Args:
         x: type of the tokens: f16, bf16 or s8.
-        bits: of an index.
-        slots: norms of 128 columns.
+        bits: bits of an index.
+        slots: norms per 128 columns.
         out: type of the result.
-        bias: whether one is added.
-        activation: after the bias.
-        residual: whether one is added.
-        alignment_n: elements that divide the result's rows.
+        bias: whether a bias is added.
+        activation: activation after the bias.
+        residual: whether a residual is added.
+        alignment_n: number of elements that divides the length of the result's rows.
         rotates: whether the kernel rotates the token.
 
     Raises:
@@ -148,9 +151,9 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target)
 
     Args:
         problem: types, widths and epilogue.
-        m: tokens.
-        n: output channels.
-        units: of 128 columns along K, those of all passes.
+        m: number of tokens.
+        n: number of output channels.
+        units: units of 128 columns along K, all passes together.
         target: the GPU.
 
     Raises:
@@ -162,7 +165,7 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target)
         if m > DECODE_TOKENS:
             return CodebookChoice(CODEBOOK_WGMMA.name, tiles.wgmma_tile(problem, m, n, units, target))
         if not tiles.is_wgmma_better(problem, m, n, units, target):
-            # Its warps hold the tokens of all K, so that there is a longest.
+            # The kernel's warps hold the tokens of all K, so a long K has no such kernel.
             with suppress(EmitError):
                 return _stream(problem, m, n, units, target)
         return CodebookChoice(CODEBOOK_STREAM_WGMMA.name, tiles.stream_wgmma_tile(problem, m, n, units, target))
@@ -183,5 +186,5 @@ def emit(choice: CodebookChoice, problem: CodebookProblem, arch: str) -> KernelS
 
 
 def grid(choice: CodebookChoice, n: int, sm_count: int) -> Grid:
-    """CTAs of a launch by tokens."""
+    """Returns the grid of a launch as a function of the number of tokens."""
     return family(choice.family).grid_of(choice.tile, n, sm_count)

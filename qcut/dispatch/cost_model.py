@@ -1,7 +1,7 @@
-"""What a GEMM costs, estimated from its tile: occupancy, waves, products, loads. Orders candidates; measures nothing.
+"""Estimates the time of a GEMM from its tile: occupancy, waves, products, loads. Estimates only order candidates.
 
 Pure functions of sizes and the GPU. The figures of an architecture are its instruction rates (CUDA C++ Programming
-Guide, arithmetic throughput), its limits (compute capabilities), and round numbers for what nobody specifies.
+Guide, arithmetic throughput), its limits (compute capabilities), and round numbers where nothing is specified.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Streaming:
     """Rates at which an SM reads memory.
 
     Attributes:
-        bytes_per_ns: of weights, where all SMs ask for them.
-        sm_bytes_per_ns: of weights, where few SMs do.
-        bytes_per_cycle: of a cache of keys and values, the GPU's over its SMs.
-        sm_bytes_per_cycle: of such a cache, what one SM takes at most.
-        latency_cycles: from a warp's loads to its next ones, of a GPU that does nothing else: 800 until data comes,
-            then products.
-        units_in_flight: units of weights that keep the memory busy.
+        bytes_per_ns: bytes of weights per ns for each SM, where all SMs read.
+        sm_bytes_per_ns: bytes of weights per ns for one SM, where few SMs read.
+        bytes_per_cycle: bytes of a key-value cache per cycle for each SM, where all SMs read.
+        sm_bytes_per_cycle: bytes of a key-value cache per cycle that one SM reads at most.
+        latency_cycles: cycles from a warp's loads to its next loads on an idle GPU: 800 until data arrive, then
+            products.
+        units_in_flight: units of weights on their way that keep the memory busy.
     """
 
     bytes_per_ns: float
@@ -41,7 +41,7 @@ class Streaming:
     units_in_flight: int
 
 
-# 4.43 TB/s over 132 SMs. Kernels of few tokens have been measured on an H200 alone, which stands for every GPU.
+# 4.43 TB/s over 132 SMs. Kernels for few tokens were measured on an H200 only; its figures stand for every GPU.
 _H200_MEMORY = Streaming(33.5, 70.0, 20, 44, 1400, 40)
 
 
@@ -51,13 +51,13 @@ class Machine:
 
     Attributes:
         tensor_macs: dense int8 multiply-accumulates a cycle of the fastest tensor-core instruction qcut emits.
-        shares: what of it the instructions of a family reach.
-        threads: at most resident.
-        ctas: at most resident.
-        dram_bytes: memory bandwidth of the whole GPU, bytes a cycle.
-        ghz: clock under load.
-        memory: what an SM gets of the memory where few tokens stream weights or a cache.
-        clusters: by their size, clusters that 132 SMs hold at once: some SMs of a GPC find no partners.
+        shares: share of ``tensor_macs`` that the instructions of each family reach.
+        threads: most resident threads.
+        ctas: most resident CTAs.
+        dram_bytes: memory bandwidth of the whole GPU in bytes per cycle.
+        ghz: clock under load in GHz.
+        memory: rates at which an SM reads weights or a cache for few tokens.
+        clusters: by cluster size, the clusters that 132 SMs hold at once; some SMs of a GPC find no partners.
     """
 
     tensor_macs: int
@@ -70,7 +70,7 @@ class Machine:
     clusters: Mapping[int, int] = field(default_factory=lambda: {1: 132, 2: 66, 4: 30, 8: 15})
 
     def clusters_at_once(self, size: int, sm_count: int) -> int:
-        """Clusters of that size which a GPU of so many SMs runs at once."""
+        """Clusters of ``size`` CTAs that a GPU with ``sm_count`` SMs runs at once."""
         return sm_count * self.clusters[size] // 132
 
 
@@ -85,31 +85,31 @@ MACHINES = {
     "sm_100": Machine(2048, _AMPERE, 2048, 32, 4000, 1.85),
     "sm_120": Machine(1024, _AMPERE, 1536, 24, 750, 2.40),
 }
-"""By architecture."""
+"""The multiprocessor of each architecture."""
 DP4A_MACS = 256
-"""64 dp4a a cycle and multiprocessor, four products each, on every architecture from sm_80 on."""
+"""Products per cycle of a multiprocessor with dp4a: 64 instructions of four products, from sm_80 on."""
 
 _L2_BYTES = 32.0  # per multiprocessor and cycle
-_TMA_BYTES = 40.0  # the same, where the TMA loads (8192×1280×5120, tiles of 128×160)
+_TMA_BYTES = 40.0  # per multiprocessor and cycle, where the TMA loads (8192×1280×5120, tiles of 128×160)
 _START_CYCLES = 1200
 _EPILOGUE_BYTES = 16.0  # per multiprocessor and cycle
 _LATENCY_CYCLES = 700  # of a load that misses the L2
 _SATURATING_WARPS = 8  # two for each scheduler
 _CLUSTER_CYCLES = 1500  # two barriers of a cluster, and the way there
 _STEP_CYCLES = 8.0  # a warp's addresses, bounds and barrier in each step along K, over four schedulers
-_STAGING_CYCLES = 1 / 256  # a byte's way through registers into shared memory: load, permute, store
-_CONTENTION = 0.15  # how much of what is hidden behind something longer shows all the same
+_STAGING_CYCLES = 1 / 256  # per byte that passes through registers into shared memory: load, permute, store
+_CONTENTION = 0.15  # share of a hidden cost that shows nevertheless
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the model expects of one kernel on one problem.
+    """The model's estimate for one kernel on one problem.
 
     Attributes:
-        cycles: of the multiprocessors, as if memory were no limit: what candidates are ordered by.
-        time_us: the larger of that and of reading and writing everything once, at the architecture's clock.
-        ctas_per_sm: that fit one multiprocessor.
-        waves: CTAs over what all multiprocessors hold at once.
+        cycles: cycles of the multiprocessors, as if memory were no limit; candidates are ordered by this figure.
+        time_us: the longer of ``cycles`` at the architecture's clock, and reading and writing everything once, in µs.
+        ctas_per_sm: CTAs that fit one multiprocessor.
+        waves: number of CTAs, divided by the CTAs that all multiprocessors hold at once.
     """
 
     cycles: float
@@ -119,17 +119,17 @@ class Estimate:
 
 
 def occupancy(arch: str, threads: int, registers: int, smem_bytes: int) -> int:
-    """CTAs that one multiprocessor holds: the least of what threads, registers and shared memory allow.
+    """CTAs that one multiprocessor holds, as threads, registers and shared memory allow.
 
     Args:
         arch: architecture.
-        threads: per CTA.
-        registers: per thread.
+        threads: threads per CTA.
+        registers: registers per thread.
         smem_bytes: static and dynamic shared memory of a CTA.
     """
     machine, limits = MACHINES[arch], architecture(arch)
     warps = -(-threads // 32)
-    per_warp = -(-registers * 32 // 256) * 256  # handed out to warps in 256s
+    per_warp = -(-registers * 32 // 256) * 256  # warps get registers in multiples of 256
     by_registers = limits.registers // max(1, per_warp * warps)
     by_memory = limits.sm_smem_bytes // (smem_bytes + 1024)
     return min(machine.ctas, machine.threads // (warps * 32), by_registers, by_memory)
@@ -158,9 +158,9 @@ def estimate(
         n: columns of B and D.
         k: summed over.
         target: the GPU.
-        threads: per CTA; unused for ``int8_cutlass``, one CTA of which fills a multiprocessor.
-        smem_bytes: of a CTA, likewise.
-        registers: per thread as built; 0 where nothing has been built, and they are guessed from the accumulators.
+        threads: threads per CTA; unused for ``int8_cutlass``, where one CTA fills a multiprocessor.
+        smem_bytes: shared memory of a CTA; unused for ``int8_cutlass``.
+        registers: registers per thread of the built kernel; 0 guesses their number from the accumulators.
     """
     bits = problem.epilogue.out.bits
     if family == INT8_CUTLASS.name:
@@ -192,7 +192,7 @@ def _raw_cycles(
     ctas: int,
     ctas_per_sm: int,
 ) -> float:
-    """Waves of CTAs of which several share a multiprocessor; the last wave may leave it to fewer."""
+    """Cycles where several CTAs share a multiprocessor; in the last wave fewer CTAs may share it."""
     bm, bn, bk = tile.threadblock_shape
     splits, stages = (tile.splits, max(2, tile.stages)) if isinstance(tile, TileConfig) else (1, 2)
     steps = math.ceil(math.ceil(k / bk) / splits)
@@ -221,7 +221,7 @@ def _raw_cycles(
     return _START_CYCLES + full * together(ctas_per_sm) + (together(-(-rest // target.sm_count)) if rest else 0.0)
 
 
-# Operands pass from shared memory to registers once per tile of a warp, or of a thread: small ones ask more of it.
+# Operands pass from shared memory to registers once per tile of a warp, or of a thread: small tiles read more bytes.
 
 
 def _warp_perimeter(tile: TileConfig) -> float:

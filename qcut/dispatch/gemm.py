@@ -1,6 +1,6 @@
-"""Which kernel runs which problem: tuned choices first, a cost model for the rest.
+"""Chooses the kernel of an int8 GEMM: a tuned choice where there is one, a cost model for the rest.
 
-Pure functions of sizes, types and the GPU: no tensor, no compiler, no launch.
+All functions are pure, of sizes, types and the GPU: they take no tensor, compile nothing and launch nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qcut.emitters.stream.w8a16 import WeightOnlyTile
 from qcut.errors import ConfigError
 
 MODEL_ERROR = 1.5
-"""A raw kernel is taken where CUTLASS could serve if the model says that it is faster by more than this."""
+"""Where CUTLASS could serve, a raw kernel is chosen only if the model expects CUTLASS to take this times as long."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Choice:
 
     Attributes:
         family: name of an int8 or a W8A16 family of `qcut.emitters.families`.
-        tile: how it cuts the problem.
+        tile: the tiles that the kernel cuts the problem into.
         swizzle: stripe width of the tile walk (CUTLASS).
-        raster: 0 CUTLASS's choice, 1 along M first, 2 along N (CUTLASS).
-        splits: parts K is cut into (CUTLASS's stream-K kernels; raw tiles have theirs).
-        reason: ``tuned`` or ``model``, and why CUTLASS's kernels were left out, where they were.
-        tuned_us: time of the tuned row it was taken from.
+        raster: order of the tile walk (CUTLASS): 0 as CUTLASS chooses, 1 along M first, 2 along N first.
+        splits: parts that K is cut into (CUTLASS's stream-K kernels; tiles of raw kernels state their own).
+        reason: ``tuned`` or ``model``, and the reason if CUTLASS's kernels were left out.
+        tuned_us: time in µs of the tuned row that the choice was taken from, or None.
     """
 
     family: str
@@ -58,14 +58,14 @@ def select_gemm(
 ) -> Choice:
     """Choose the kernel of an int8 GEMM.
 
-    A tuned row for these N, K and layouts at a nearby M decides (of several the fastest); families that nobody
-    measured there do not compete. Without one, the model decides among the menus of all families.
+    A tuned row for the same N, K and layouts at a nearby M decides, the fastest where there are several; families
+    that were not measured there do not compete. Without a tuned row the model decides among the menus of all families.
 
     Args:
         problem: types, layouts, alignments and epilogue.
         m: rows of A and D.
         n: columns of B and D.
-        k: summed over; as padded, where the operands are.
+        k: summed over, with the operands' padding.
         target: the GPU.
         cutlass: whether nvcc and g++ are there; without them the raw families serve.
         tensor_cores: False takes the ``int8_dp4a`` family.
@@ -76,9 +76,9 @@ def select_gemm(
     why_not = _why_not_cutlass(problem, cutlass, tensor_cores)
     suffix = f"; not cutlass: {why_not}" if why_not else ""
     families = _families(why_not, tensor_cores)
-    found = _tuned(problem, m, n, k, target, families)
-    if found is not None:
-        return replace(found, reason=found.reason + suffix)
+    tuned = _tuned(problem, m, n, k, target, families)
+    if tuned is not None:
+        return replace(tuned, reason=tuned.reason + suffix)
     best = {name: tile for name in families if (tile := best_tile(name, problem, m, n, k, target)) is not None}
 
     def cost(name: str) -> float:
@@ -96,7 +96,7 @@ def _families(why_not_cutlass: str, tensor_cores: bool) -> tuple[str, ...]:
 
 
 def _why_not_cutlass(problem: GemmProblem, available: bool, tensor_cores: bool) -> str:
-    """What keeps CUTLASS's kernels from a problem, whatever its size; empty where nothing does."""
+    """The reason why CUTLASS's kernels cannot serve a problem of any size; empty where they can."""
     if not tensor_cores:
         return "no tensor cores wanted"
     if problem.layouts != "tnt":
@@ -111,10 +111,10 @@ def _why_not_cutlass(problem: GemmProblem, available: bool, tensor_cores: bool) 
 
 
 def _tuned(problem: GemmProblem, m: int, n: int, k: int, target: Target, families: tuple[str, ...]) -> Choice | None:
-    """The fastest tuned kernel for this (N, K) at the nearest M, where the two fill the GPU alike.
+    """The fastest tuned kernel for this (N, K) at the nearest tuned M that fills the GPU alike, or None.
 
-    A tile's count of waves changes by less than the gap between two tuned sizes when M moves by a
-    quarter; beyond that the model decides. dp4a's rows speak where dp4a is asked for, or beside a tensor-core row.
+    When M moves by a quarter, a tile's count of waves changes by less than between two tuned sizes; beyond a
+    quarter the model decides. Rows of dp4a count where dp4a is asked for, or beside a tensor-core row.
     """
     out = "s8" if problem.epilogue.out is DType.S8 else "f16"
     nearest: dict[str, tables.Row] = {}
@@ -126,7 +126,7 @@ def _tuned(problem: GemmProblem, m: int, n: int, k: int, target: Target, familie
             nearest[row.family] = row
     if not nearest or (set(nearest) == {INT8_DP4A.name} and len(families) > 1):
         return None
-    # Rows at different M compare by time per row of D; up to 64 of them cost the same.
+    # Rows at different M compare by time per row of D; up to 64 rows of D take the same time.
     row = min(nearest.values(), key=lambda row: row.time_us / max(64, row.m))
     return Choice(row.family, row.tile, row.swizzle, row.raster, row.splits, "tuned", row.time_us)
 
@@ -159,7 +159,7 @@ def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, targe
 
 
 def select_weight_only(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice:
-    """Choose the kernel of a GEMM with 16-bit activations and int8 weights: for few tokens one that memory bounds."""
+    """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own."""
     if m <= w8a16_stream.MAX_TOKENS:
         return Choice(W8A16_STREAM.name, w8a16_tile(problem, m, n, k, target))
     bits = problem.epilogue.out.bits
@@ -173,12 +173,12 @@ def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
 
 
 def grid(choice: Choice, n: int, sm_count: int) -> Grid:
-    """CTAs of a launch by rows of D; a host launcher computes its own and ignores them."""
+    """Returns the grid of a launch as a function of the rows of D; host launchers ignore this grid."""
     return family(choice.family).grid_of(choice.tile, n, sm_count)
 
 
 def alignment_of(size: int) -> int:
-    """Largest of 16, 8, 4, 2, 1 that divides a size: what a kernel may assume of it."""
+    """The alignment that a kernel may assume of a size: the largest of 16, 8, 4, 2, 1 that divides the size."""
     return math.gcd(size, 16)
 
 
@@ -187,16 +187,16 @@ def alignment_of(size: int) -> int:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What would run a problem, and why. ``str`` of it is a paragraph.
+    """The kernel that would run a problem, and why. ``str`` of an explanation is a paragraph.
 
     Attributes:
         kernel: procedural name, as in the cache, the profiler and the benchmarks.
         choice: family, tile, and reason.
-        estimate: what the cost model expects of it.
-        others: for each other family that could serve, its best tile and estimate.
+        estimate: the cost model's estimate for the kernel.
+        others: best tile and estimate of each other family that could serve.
         target: the GPU.
         sizes: M, N and K.
-        tables: which tables were read, and what of them was ignored and why.
+        tables: which tables were read, and which parts of them were ignored and why.
     """
 
     kernel: str
@@ -227,7 +227,7 @@ class Explanation:
 def explain(
     problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = True, tensor_cores: bool = True
 ) -> Explanation:
-    """Say what `select_gemm` chooses, and what it was chosen from. Arguments as there."""
+    """Explain the choice of `select_gemm`, with the alternatives. Arguments are those of `select_gemm`."""
     choice = select_gemm(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
     others = []
     for name in _families(_why_not_cutlass(problem, cutlass, tensor_cores), tensor_cores):
@@ -247,7 +247,7 @@ def explain(
 def problem_of(
     m: int, n: int, k: int, *, layouts: str = "tnt", out: str = "f16", epilogue: Epilogue | None = None
 ) -> GemmProblem:
-    """An int8 GEMM of dense operands, as `qcut.explain` and the tuner name it.
+    """The description of an int8 GEMM of dense operands, from the names that `qcut.explain` and the tuner use.
 
     Args:
         m: rows of A and D.
@@ -255,8 +255,8 @@ def problem_of(
         k: summed over.
         layouts: of A, B and D: ``t`` is row-major, ``n`` column-major.
         out: type of D: f16, bf16, f32, s8 or s32.
-        epilogue: what is fused; None takes the whole dequantization (zero point, both scales, bias), or nothing
-            where ``out`` is s32. Its own output type wins over ``out``.
+        epilogue: the fused epilogue, whose output type wins over ``out``; None takes the whole dequantization (zero
+            point, both scales, bias), or no epilogue where ``out`` is s32.
 
     Raises:
         ConfigError: layouts or an output that do not exist, or a size below 1.

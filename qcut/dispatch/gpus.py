@@ -1,4 +1,4 @@
-"""GPUs as dispatch sees them: by compute capability, or by name without asking a driver."""
+"""Describes GPUs for dispatch, from a compute capability, or from a name without asking a driver."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Target:
     Attributes:
         arch: architecture kernels are compiled for.
         sm_count: multiprocessors.
-        name: the driver's name of it, which selects the tuned table.
+        name: the GPU's name as the driver reports it, which selects the tuned table.
     """
 
     arch: str
@@ -40,7 +40,7 @@ GPUS = (
     Target("sm_100", 148, "NVIDIA B200"),
     Target("sm_120", 170, "NVIDIA GeForce RTX 5090"),
 )
-"""GPUs whose number of multiprocessors is known here, so that questions about them need none of them."""
+"""Known GPUs with their numbers of multiprocessors, so that dispatch can be asked about them on any machine."""
 
 
 def target_for(capability: tuple[int, int], sm_count: int, name: str = "") -> Target:
@@ -59,10 +59,10 @@ def target_for(capability: tuple[int, int], sm_count: int, name: str = "") -> Ta
 
 
 def target_named(name: str) -> Target:
-    """The GPU of that name, or for an architecture the first GPU of it.
+    """The GPU of a name, or the first known GPU of an architecture.
 
     Raises:
-        UnsupportedError: the name is neither.
+        UnsupportedError: ``name`` is neither a known GPU nor an architecture.
     """
     for gpu in GPUS:
         if name.strip().lower() == gpu.name.lower():

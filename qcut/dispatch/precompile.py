@@ -23,7 +23,7 @@ LAYERS = (
     (14336, 4096, False, "none"),
     (4096, 14336, False, "none"),
 )
-"""N, K, bias and activation of GPT-2 Large's layers and of Llama 3 8B's."""
+"""N, K, bias and activation of the layers of GPT-2 Large and Llama 3 8B."""
 _FEW_TOKENS = (8, 16, 32)
 _CODEBOOK_TOKENS = (1, 8, 16, 64, 4096)
 _GROUP = 128
@@ -32,10 +32,10 @@ _GROUP = 128
 def precompile_sources(arch: str) -> list[KernelSource]:
     """The kernels that a first model is likely to need on an architecture.
 
-    Every CUTLASS tile of the architecture's menu with the epilogues of `qcut.Linear` in float16 (dynamic W8A8 with a
-    bias, without, and with GELU), the menu of ``int8_mma`` with the first of them, and the tile of ``int8_wmma`` and
-    ``int8_dp4a`` that the model prefers at 4096 cubed. Then W8A16's menu for prompts; and for the layers of GPT-2 Large
-    and Llama 3 8B, whose kernels depend on their sizes, W8A16 for few tokens and ``codebook4``.
+    The list holds every CUTLASS tile of the architecture's menu with the epilogues of `qcut.Linear` in float16 (dynamic
+    W8A8 with a bias, without, and with GELU), the menu of ``int8_mma`` with the first of these epilogues, and the tiles
+    of ``int8_wmma`` and ``int8_dp4a`` that the model prefers at 4096 cubed; W8A16's menu for prompts; and kernels that
+    depend on sizes, W8A16 for few tokens and ``codebook4``, for the layers of GPT-2 Large and Llama 3 8B.
     """
     base = Epilogue(out=DType.F16, row_scale="per_token", col_scale="per_channel", bias=True)
     epilogues = (base, replace(base, bias=False), replace(base, activation=Activation.GELU_TANH))
@@ -60,7 +60,7 @@ def precompile_sources(arch: str) -> list[KernelSource]:
 def codebook_sources(arch: str, layers: Iterable[tuple[int, int, bool, str]]) -> list[KernelSource]:
     """The kernels of ``codebook4`` for layers on an architecture, in float16, with float16 and with int8 products.
 
-    For one token, a few, some, and a prompt, rotations included.
+    Kernels for one token, for a few, for some and for a prompt are listed, rotations included.
 
     Args:
         arch: real architecture.

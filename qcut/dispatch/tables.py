@@ -1,9 +1,9 @@
 """Tables of tuned kernels: which tile was fastest for which GEMM on which GPU.
 
-One JSON file per GPU: those shipped with qcut, and over them the user's own, ``$QCUT_CACHE_DIR/tuned/{gpu}.json``. A
-table states for which version of each family it was measured; rows of another version, and files that cannot be read,
-are ignored with a reason that `Table.notes` holds. Writing loses nothing: a file is renamed into place, and what it
-replaces is kept beside it where it was not understood.
+A GPU has one JSON file shipped with qcut, and over it the user's own, ``$QCUT_CACHE_DIR/tuned/{gpu}.json``. A table
+states for which version of each family it was measured; rows of another version, and files that cannot be read, are
+ignored, and `Table.notes` holds the reason. Writing loses nothing: a new file is renamed into place, and an old file
+that was not understood is kept beside it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Row:
         n: columns of B and D.
         k: summed over.
         tile: the family's tile.
-        time_us: its median time.
-        swizzle: as `qcut.dispatch.gemm.Choice`.
-        raster: likewise.
-        splits: likewise.
+        time_us: the kernel's median time in µs.
+        swizzle: see `qcut.dispatch.gemm.Choice`.
+        raster: see `qcut.dispatch.gemm.Choice`.
+        splits: see `qcut.dispatch.gemm.Choice`.
     """
 
     family: str
@@ -64,19 +64,19 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What of a row another one replaces it for."""
+        """The fields that identify a row: of two rows with the same key, one replaces the other."""
         return (self.family, self.out, self.layouts, self.m, self.n, self.k)
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of one GPU that this qcut believes.
+    """The tuned rows of one GPU that are valid for this version of qcut.
 
     Attributes:
-        gpu: the driver's name of it.
-        rows: at most one per `Row.key`.
-        environment: what they were measured with: driver, CUDA, torch, commit.
-        notes: what was read, and what was ignored and why; one line each.
+        gpu: the GPU's name as the driver reports it.
+        rows: rows, at most one per `Row.key`.
+        environment: versions with which the rows were measured: driver, CUDA, torch, commit.
+        notes: one line for each file that was read and each part that was ignored, with the reason.
         partial: whether something was ignored.
     """
 
@@ -89,7 +89,7 @@ class Table:
 
 @cache
 def versions() -> dict[str, str]:
-    """What a family's rows depend on, as text: its own version, for CUTLASS kernels the package's too."""
+    """By family, the version that its rows depend on: its own, and for CUTLASS kernels the CUTLASS package's too."""
     stated = {name: str(family(name).version) for name in FAMILIES}
     try:
         stated[INT8_CUTLASS.name] += f", nvidia-cutlass {metadata.version('nvidia-cutlass')}"
@@ -115,7 +115,7 @@ def tile_from_json(family_name: str, data: Mapping[str, Any]) -> Any:
     """Read what `tile_to_json` wrote.
 
     Raises:
-        ConfigError: no such family, or no tile of it.
+        ConfigError: there is no such family, or the data are not a tile of the family.
     """
     try:
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
@@ -128,14 +128,14 @@ def parse(text: str, where: str) -> Table:
     """Read a table.
 
     Args:
-        text: of the file.
-        where: its path, for messages.
+        text: contents of the file.
+        where: path of the file, for messages.
 
     Returns:
-        The rows this qcut believes, and notes on the others.
+        The valid rows, and notes on the others.
 
     Raises:
-        ConfigError: not JSON, or not a table of this schema.
+        ConfigError: the text is not JSON, or not a table of this schema.
     """
     try:
         data = json.loads(text)
@@ -144,7 +144,7 @@ def parse(text: str, where: str) -> Table:
         stated = {_family_name(name): str(version) for name, version in data["versions"].items()}
         gpu, environment = str(data["gpu"]), {str(k): str(v) for k, v in data.get("environment", {}).items()}
         families = [_family_name(row["family"]) for row in data["choices"]]
-        # Rows of another version may describe tiles that no longer exist: they are counted, not read.
+        # Rows of another version may describe tiles that no longer exist, so they are only counted.
         current = {name for name, version in versions().items() if stated.get(name) == version}
         rows = [_row(row) for row, name in zip(data["choices"], families, strict=True) if name in current]
     except ConfigError as error:
@@ -161,7 +161,7 @@ def parse(text: str, where: str) -> Table:
 
 
 def _family_name(name: Any) -> str:
-    """Tables written before families had one name each spell some of them as command lines do."""
+    """The family's name; old tables spell some families as command lines do."""
     return SPELLINGS.get(str(name), str(name))
 
 
@@ -181,7 +181,7 @@ def _row(data: Mapping[str, Any]) -> Row:
 
 
 def to_text(table: Table) -> str:
-    """A table as JSON, one row a line, so that versions of it can be compared."""
+    """A table as JSON with one row per line, so that two versions of a table can be compared by line."""
 
     def line(row: Row) -> str:
         head = {key: getattr(row, key) for key in ("family", "out", "layouts", "m", "n", "k")}
@@ -199,7 +199,7 @@ def read(path: Path) -> Table:
     """Read a table from a file.
 
     Raises:
-        ConfigError: there is no such file, or see `parse`.
+        ConfigError: there is no such file, or it is no table (see `parse`).
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -212,7 +212,7 @@ def write(path: Path, table: Table) -> Path | None:
     """Write a table under a temporary name and rename it into place.
 
     Returns:
-        Where the file that lay there was moved to, if it was not understood, wholly or partly; else None.
+        The new path of the old file, if that was not fully understood and was kept; else None.
 
     Raises:
         ConfigError: the directory cannot be written.
@@ -241,14 +241,14 @@ def _is_understood(path: Path) -> bool:
 
 
 def overlay(base: Table, over: Table) -> Table:
-    """The rows of two tables; where both have one, that of the second."""
+    """The rows of two tables; where both have a row with the same key, the row of ``over``."""
     rows = {row.key: row for row in (*base.rows, *over.rows)}
     notes, environment = (*base.notes, *over.notes), over.environment or base.environment
     return Table(over.gpu, tuple(rows.values()), environment, notes, base.partial or over.partial)
 
 
 def merge(tables: Iterable[Table]) -> Table:
-    """The rows of several tables of one GPU; of rows with one key the fastest, of equals the first.
+    """The rows of several tables of one GPU; of rows with the same key the fastest, of equally fast rows the first.
 
     Raises:
         ConfigError: there is no table, or they are of different GPUs.
@@ -304,9 +304,10 @@ def _believed(gpu: str, load: Callable[[], Table]) -> Table:
 
 @cache
 def table_for(gpu: str) -> Table:
-    """What dispatch goes by on a GPU: the shipped table, and the user's over it. Read once per process; see `forget`.
+    """The table that dispatch uses on a GPU: the shipped table with the user's rows over it.
 
-    Never raises: a file that cannot be used is a note.
+    Files are read once per process; `forget` makes the next call read them again. A file that cannot be used raises
+    nothing and becomes a note.
     """
     return overlay(shipped(gpu), users(gpu))
 
@@ -314,14 +315,14 @@ def table_for(gpu: str) -> Table:
 @cache
 def rows_for(gpu: str) -> dict[tuple[str, str, int, int], tuple[Row, ...]]:
     """The rows of `table_for` by (out, layouts, N, K)."""
-    found: dict[tuple[str, str, int, int], tuple[Row, ...]] = {}
+    rows: dict[tuple[str, str, int, int], tuple[Row, ...]] = {}
     for row in table_for(gpu).rows:
         key = (row.out, row.layouts, row.n, row.k)
-        found[key] = (*found.get(key, ()), row)
-    return found
+        rows[key] = (*rows.get(key, ()), row)
+    return rows
 
 
 def forget() -> None:
-    """Let the next question read the files again."""
+    """Forget all tables, so that the next call reads the files again."""
     table_for.cache_clear()
     rows_for.cache_clear()

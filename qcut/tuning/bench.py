@@ -26,15 +26,15 @@ _SENTINEL = 77
 
 @dataclass
 class Operands:
-    """Full-range operands of one GEMM, its weights in copies, and the exact result of the first.
+    """Full-range operands of one GEMM: A, copies of B, and the exact result for the first copy.
 
     Attributes:
         a: A as it lies in memory.
         b: copies of B as they lie in memory.
         vectors: zero_point, colsum, row_scale, col_scale, bias, in the order of `Epilogue.params`.
         lds: leading dimensions of A, B and D.
-        d: where every candidate writes.
-        expected: what d must hold.
+        d: memory that every candidate writes its result to.
+        expected: the exact result.
     """
 
     a: Tensor
@@ -46,7 +46,7 @@ class Operands:
 
     @classmethod
     def of(cls, task: Task) -> Operands:
-        """Random ones, seeded by the sizes. The sums are float64's, exact for every K that is allowed."""
+        """Random operands, seeded by the sizes. The exact sums are computed in float64, which every allowed K fits."""
         m, n, k = task.m, task.n, task.k
         generator = torch.Generator("cuda").manual_seed(m * 31 + n * 7 + k)
 
@@ -82,7 +82,7 @@ class Operands:
 
 @dataclass
 class CudaBench:
-    """The current CUDA device, as `qcut.tuning.Bench`. Operands stay until the next task's are asked for."""
+    """The current CUDA device as a `qcut.tuning.search.Bench`. Operands are kept until another task needs its own."""
 
     device: int = field(default_factory=lambda: torch.cuda.current_device())
 
@@ -102,7 +102,7 @@ class CudaBench:
     def variant(
         self, task: Task, name: str, choice: Choice, source: KernelSource, binary: jit.Binary
     ) -> timing.Variant:
-        """The kernel on the task's operands. Its check compares every element bitwise."""
+        """The kernel on the task's operands, as a variant whose check compares every element bitwise."""
         x = self._for(task)
         kernel = jit.load(binary, source, self.device)
         grid = dispatch.grid(choice, task.n, self.target.sm_count)(task.m)

@@ -1,7 +1,7 @@
-"""cuBLASLt's int8 GEMM through ctypes: the baseline that int8 kernels are held against.
+"""cuBLASLt's int8 GEMM through ctypes, the baseline for int8 kernels.
 
-``torch._int_mm`` takes the first heuristic and writes int32; this takes the best of eight and writes
-int8, which is the most that cuBLASLt can do.
+``torch._int_mm`` takes cuBLASLt's first heuristic and writes int32. `Int8Matmul` takes the best of eight
+heuristics and writes int8, which is the best that cuBLASLt can do.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _load() -> ctypes.CDLL:
 
 
 def column_major(m: int, n: int, k: int, layouts: str) -> tuple[tuple[int, int], tuple[tuple[int, int], ...], bool]:
-    """A product in cuBLAS's terms.
+    """Translate a product with row- or column-major operands to cuBLAS's column-major terms.
 
     Returns:
         The operations on the left and right operands; (rows, columns) of left, right and result as column-major
@@ -146,7 +146,7 @@ class Int8Matmul:
             ctypes.c_size_t(8),
         )
         results = (HeuristicResult * requested)()
-        found = ctypes.c_int()
+        returned = ctypes.c_int()
         self._call(
             "cublasLtMatmulAlgoGetHeuristic",
             self._handle,
@@ -158,10 +158,10 @@ class Int8Matmul:
             preference,
             requested,
             results,
-            ctypes.byref(found),
+            ctypes.byref(returned),
         )
         self._call("cublasLtMatmulPreferenceDestroy", preference)
-        usable = [results[i] for i in range(found.value) if results[i].state == 0]
+        usable = [results[i] for i in range(returned.value) if results[i].state == 0]
         if not usable:
             raise CublasLtError(f"no int8 algorithm{self._problem()}")
         return usable
@@ -204,7 +204,7 @@ class Int8Matmul:
         return "cublaslt_" + "_".join(parts)
 
     def best(self, time_us: Callable[[int], float]) -> int:
-        """Number of the algorithm for which ``time_us`` is least; those that cannot run are passed over."""
+        """Number of the algorithm with the least ``time_us``; algorithms that cannot run are passed over."""
         timed = []
         for number in range(len(self.algorithms)):
             try:

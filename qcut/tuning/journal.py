@@ -1,6 +1,6 @@
-"""What a tuner has measured so far: JSON lines, each on disk before the next is measured.
+"""A journal of a tuner's measurements: JSON lines, each written to disk before the next measurement.
 
-A run that is killed loses the measurement it was in the middle of. The next one reads the journal and repeats nothing.
+A run that is killed loses the measurement in progress. The next run reads the journal and repeats no measurement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Journal:
 
     Args:
         path: created if missing.
-        fresh: start anew; what was there is kept beside it, as ``{name}.old``.
+        fresh: start a new file; an old file is kept as ``{name}.old``.
 
     Attributes:
         skipped: lines that were not understood; a half-written last line, cut off, counts as one.
@@ -78,7 +78,7 @@ class Journal:
         return len(self._facts)
 
     def get(self, key: str) -> Mapping[str, Any] | None:
-        """What was recorded last under a key."""
+        """The facts recorded last under a key, or None."""
         return self._facts.get(key)
 
     def add(self, key: str, **facts: Any) -> None:
@@ -90,7 +90,7 @@ class Journal:
         self._facts[key] = fact
 
     def close(self) -> None:
-        """Let another process have the file."""
+        """Close the file, so that another process may open it."""
         with contextlib.suppress(OSError):
             self._file.close()
 

@@ -1,9 +1,9 @@
 """Finds the fastest tile of a family for a GEMM, on the real GPU.
 
-Candidates are the family's legal tiles. A model of occupancy and waves says which are worth a build; the binary's
-registers and spills say which are worth a launch; a check against exact sums says which may be timed. The best few are
-then timed once more, together, with every tile walk. Whatever was measured is in the journal before the next
-measurement starts.
+Candidates are the family's legal tiles. A model of occupancy and waves picks the tiles worth a build; registers and
+spills of the binaries pick the tiles worth a launch; a check against exact sums picks the tiles to time. The few
+fastest tiles are then timed once more, together, with every tile walk. Each measurement is in the journal before
+the next starts.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from qcut.tuning import timing
 from qcut.tuning.journal import Journal
 
 KEEP_WITHIN = 2.0
-"""Tiles whose model is this many times the best one's are not built."""
+"""Tiles are built if the model expects at most this many times the cycles of the best tile."""
 DEFAULT_LIMIT = 48
-"""Tiles built for one GEMM."""
+"""Most tiles built for one GEMM and one family."""
 SAMPLED = 0.25
-"""What share of the limit is drawn at random from what the model ranks below: the model is no measurement."""
+"""Share of the limit that is drawn at random from tiles that the model ranks lower, since the model may be wrong."""
 PER_SHAPE = 3
-"""Of the others, how many may cut D into the same tiles of CTAs and warps: the model hardly tells them apart."""
+"""Most tiles, of those the model ranks first, with the same CTA and warp tiles, which the model hardly tells apart."""
 BATCH = 8
-"""Variants that take turns, and are written to the journal together."""
+"""Number of variants that take turns and go to the journal together."""
 FINALISTS = 4
 SCREEN_ROUNDS, FINAL_ROUNDS = 4, 7
 GRAPH_US = 300.0
@@ -62,17 +62,17 @@ class Task:
 
     @property
     def problem(self) -> GemmProblem:
-        """The whole dequantization fused: what the published figures are of."""
+        """The GEMM with the whole dequantization fused, which published figures are measured on."""
         return problem_of(self.m, self.n, self.k, layouts=self.layouts, out=self.out)
 
     @property
     def name(self) -> str:
-        """For people and for the journal's keys."""
+        """Name of the task, for messages and for keys of the journal."""
         return f"{self.family} {self.m}x{self.n}x{self.k} {self.layouts} {self.out}"
 
 
 class Bench(Protocol):
-    """Where kernels run; the tests have one that needs no GPU."""
+    """Runs kernels; tests have a bench that needs no GPU."""
 
     target: Target
     clock: timing.Clock
@@ -81,21 +81,21 @@ class Bench(Protocol):
         """A kernel on a task's operands, its check included. Raises LaunchError where it cannot be loaded."""
 
     def is_alive(self) -> bool:
-        """Whether the device still answers: a kernel that went astray takes its context along."""
+        """Whether the device still answers; a kernel that fails may destroy the CUDA context."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a task.
+    """The result of tuning a task.
 
     Attributes:
         task: the task.
         row: the fastest kernel; None where nothing could be timed.
         complete: False where time ran out before everything was measured.
-        tiles: how many were candidates.
-        measured: how many measurements this run made; the others were in the journal.
-        left_out: why candidates were not timed, by tile name.
-        wrong: names of the tiles that computed something wrong.
+        tiles: number of candidates.
+        measured: number of measurements in this run; other measurements came from the journal.
+        left_out: by tile name, the reason why a candidate was not timed.
+        wrong: names of tiles whose result was wrong.
     """
 
     task: Task
@@ -116,16 +116,17 @@ class _OutOfTime(Exception):
 
 @cache
 def _space(family_name: str, problem: GemmProblem, arch: str) -> tuple[Any, ...]:
-    kind = family(family_name)
-    # The menu too: what is tuned shall never be slower than what is not.
-    return tuple(dict.fromkeys([*kind.search_space(problem, arch), *kind.menu(problem, arch)]))
+    searched = family(family_name)
+    # The menu is searched too, so that a tuned choice is never slower than an untuned one.
+    return tuple(dict.fromkeys([*searched.search_space(problem, arch), *searched.menu(problem, arch)]))
 
 
 def candidates(task: Task, target: Target, limit: int = DEFAULT_LIMIT) -> list[Any]:
-    """The tiles worth a build, those the model likes best first.
+    """The tiles worth a build, in the model's order.
 
-    All within `KEEP_WITHIN` of the best; where these are more than ``limit``, three quarters of it by the model, but
-    no more than `PER_SHAPE` that cut D alike, and a sample of the others, the same in every run.
+    These are all tiles within `KEEP_WITHIN` of the best. If they are more than ``limit``, three quarters of the limit
+    are the tiles that the model ranks first, at most `PER_SHAPE` of the same CTA and warp tiles, and the rest is a
+    random sample of the others, the same in every run.
     """
     problem = task.problem
 
@@ -145,28 +146,32 @@ def candidates(task: Task, target: Target, limit: int = DEFAULT_LIMIT) -> list[A
 def _varied(ranked: Sequence[Any], count: int) -> dict[Any, None]:
     """The first tiles, passing over those whose CTA and warp tiles were taken `PER_SHAPE` times already."""
     taken: Counter[Any] = Counter()
-    found: dict[Any, None] = {}
+    varied: dict[Any, None] = {}
     for tile in ranked:
         warp = tile.warp_shape if hasattr(tile, "warp_shape") else (tile.wm, tile.wn)
         shape = (*tile.threadblock_shape[:2], *warp[:2])
-        if len(found) < count and taken[shape] < PER_SHAPE:
+        if len(varied) < count and taken[shape] < PER_SHAPE:
             taken[shape] += 1
-            found[tile] = None
-    return found
+            varied[tile] = None
+    return varied
 
 
 def unfit(binary: Binary, source: KernelSource) -> str:
-    """Why a binary is not worth a launch: spills, local memory, more than a multiprocessor has. Empty where it is."""
-    found = binary.resources
-    if found is None:
+    """The reason not to launch a binary: spills, local memory, or more resources than an SM has; empty where none."""
+    resources = binary.resources
+    if resources is None:
         return ""
-    if spilled := found.spill_store_bytes + found.spill_load_bytes:
+    if spilled := resources.spill_store_bytes + resources.spill_load_bytes:
         return f"spills {spilled} bytes a thread"
-    if found.stack_bytes:
-        return f"{found.stack_bytes} bytes of local memory a thread"
-    # A host launcher's block and shared memory are known once it is loaded.
-    if source.block and not occupancy(source.arch, source.block, found.registers, found.smem_bytes + source.smem_bytes):
-        return f"{source.block} threads of {found.registers} registers and {source.smem_bytes} bytes do not fit an SM"
+    if resources.stack_bytes:
+        return f"{resources.stack_bytes} bytes of local memory a thread"
+    # Block and shared memory of a kernel with a host launcher are known only after loading.
+    if source.block and not occupancy(
+        source.arch, source.block, resources.registers, resources.smem_bytes + source.smem_bytes
+    ):
+        return (
+            f"{source.block} threads of {resources.registers} registers and {source.smem_bytes} bytes do not fit an SM"
+        )
     return ""
 
 
@@ -249,22 +254,22 @@ class _Search:
         return (PLAIN_WALK, *WALKS) if walks else (PLAIN_WALK,)
 
     def _times(self, trials: Iterable[_Trial]) -> dict[_Trial, float]:
-        """The trials that were timed, now or earlier; takes note of the reasons of the others."""
-        found = {}
+        """Times in µs of the trials that the journal has times for; notes the reasons why others were left out."""
+        times = {}
         for trial in trials:
             fact = self._journal.get(trial.key)
             if fact is None:
                 continue
             if "us" in fact:
-                found[trial] = float(fact["us"])
+                times[trial] = float(fact["us"])
                 continue
             self.left_out[trial.tile.name] = fact["left_out"]
             if fact.get("wrong") and trial.tile.name not in self.wrong:
                 self.wrong.append(trial.tile.name)
-        return found
+        return times
 
     def _measure(self, trials: Sequence[_Trial], rounds: int) -> None:
-        """Time what the journal does not have."""
+        """Time the trials that the journal does not hold."""
         missing = [trial for trial in trials if self._journal.get(trial.key) is None]
         if not missing:
             return
@@ -316,7 +321,7 @@ class _Search:
         self.measured += len(times)
 
     def _checked(self, trial: _Trial, binary: Binary | BuildError) -> timing.Variant | None:
-        """The variant, if it computes the right thing; else its reason goes to the journal."""
+        """The variant of a trial if its result is right, else None, with the reason in the journal."""
         assert isinstance(binary, Binary)
         swizzle, raster = trial.walk
         choice = Choice(self.task.family, trial.tile, swizzle, raster, reason="tuner")
@@ -362,21 +367,21 @@ def tune(
     Args:
         tasks: worked off in order.
         bench: the GPU and its clock.
-        journal: what was measured already, and where new measurements go.
+        journal: holds earlier measurements, and takes new ones.
         limit: tiles built for a task; see `candidates`.
-        deadline: on the scale of ``now``; after it nothing new is started.
+        deadline: time on the clock ``now`` after which no measurement starts.
         jobs: compilers at a time.
         progress: show bars on stderr.
         build: makes binaries of sources, as `qcut.jit.build_many`.
         now: the host's clock.
         report: told of kernels that are wrong, as they are found.
-        done: told of each result, to write it down.
+        done: called with each result as soon as it is known.
 
     Returns:
         One result per task that was begun.
 
     Raises:
-        DeviceError: a kernel left the GPU unusable. The journal knows it: tuning again goes on behind it.
+        DeviceError: a kernel left the GPU unusable. The journal holds the kernel, and the next run leaves it out.
         ToolchainError: the family's compiler is missing.
     """
     from tqdm import tqdm

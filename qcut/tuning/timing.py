@@ -1,4 +1,4 @@
-"""Device time of kernels: rotation, CUDA graphs, interleaving, statistics, and what it was measured with.
+"""Measures the device time of kernels, and describes the environment of a measurement.
 
 A figure is a median over replays of one CUDA graph that holds many calls. The calls walk over copies of the
 weights that together are larger than the L2, the L2 is flushed before each replay, and the variants of a shape
@@ -24,15 +24,15 @@ from qcut.errors import QcutError
 
 _ROOT = Path(__file__).resolve().parents[2]
 ROTATE_BYTES = 256 << 20
-"""Weight copies add up to at least this much: over four times the L2 of an H200."""
+"""Least size of all copies of a weight together, in bytes: over four times the L2 of an H200."""
 MAX_COPIES = 256
 MAX_CALLS = 400
 TARGET_US = 2000.0
-"""Length a graph aims at, so that one launch and two events cost it nothing."""
+"""Duration of a graph to aim at, in µs, long enough that one launch and two events do not matter."""
 
 
 class CheckError(QcutError):
-    """A variant computed something wrong; it is reported and never timed."""
+    """A variant's result is wrong. The variant is reported and never timed."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class Variant:
 
 
 class Clock(Protocol):
-    """What times a body of work; the tests have one that needs no GPU."""
+    """Measures the time of a body of work; tests have a clock that needs no GPU."""
 
     def warm_up(self, body: Callable[[], object]) -> None:
         """Run ``body`` once, outside any measurement, and wait for it."""
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        """Record ``body`` and return what replays it; raises RuntimeError where it cannot be recorded."""
+        """Record ``body`` and return a function that replays it; raise RuntimeError where this is impossible."""
 
     def time_us(self, replay: Callable[[], object]) -> float:
         """Device microseconds of one replay."""
@@ -110,7 +110,7 @@ class CudaClock:
         torch.cuda.synchronize()
 
     def capture(self, body: Callable[[], object]) -> Callable[[], object]:
-        """Record ``body`` in a CUDA graph. Raises RuntimeError where it does something no graph can hold."""
+        """Record ``body`` in a CUDA graph. Raises RuntimeError where no graph can hold ``body``."""
         # torch.cuda.graph() would collect garbage and empty the allocator's cache on every capture.
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
@@ -130,9 +130,9 @@ class CudaClock:
         return graph.replay
 
     def time_us(self, replay: Callable[[], object]) -> float:
-        """Event time around one replay, the L2 full of something else before it."""
+        """Time between events around one replay, in µs, after the L2 has been filled with other data."""
         with torch.cuda.stream(self._stream):
-            # Also keeps the GPU busy while the CPU launches the graph: its latency stays outside.
+            # Keeps the GPU busy while the CPU launches the graph, so the launch latency is not measured.
             self._flush.zero_()
             self._start.record()
             replay()
@@ -149,7 +149,7 @@ def rotation(weight_bytes: int, total: int = ROTATE_BYTES) -> int:
 def plan_calls(estimate_us: float, copies: int, target_us: float = TARGET_US) -> int:
     """Calls per graph: at least one for every copy, and about ``target_us`` of work.
 
-    A multiple of ``copies``, so that each copy is read equally often.
+    The number is a multiple of ``copies``, so that each copy is read equally often.
     """
     wanted = min(MAX_CALLS, math.ceil(target_us / max(estimate_us, 1e-3)))
     return copies * max(1, round(wanted / copies))
@@ -171,7 +171,7 @@ def measure(
 
     Args:
         variants: the ways to compute one shape; each was checked already.
-        clock: where time comes from.
+        clock: measures device time.
         rounds: samples per variant; fewer, but at least ``min_rounds``, once ``deadline`` has passed.
         min_rounds: see ``rounds``.
         target_us: length of a graph to aim at.
@@ -229,10 +229,10 @@ def _prepare(
 
 
 def checked(variants: Iterable[Variant], report: Callable[[str], None]) -> tuple[list[Variant], list[str]]:
-    """Keep the variants that compute the right thing.
+    """Keep the variants whose result is right.
 
     Returns:
-        Those to time, and the names of those whose check failed (``report`` got the reason).
+        The variants to time, and the names of variants whose check failed (``report`` gets the reason).
     """
     good, wrong = [], []
     for variant in variants:
@@ -249,7 +249,7 @@ def checked(variants: Iterable[Variant], report: Callable[[str], None]) -> tuple
 
 @dataclass(frozen=True)
 class Environment:
-    """What a figure depends on besides the kernels."""
+    """The versions and hardware that a figure depends on, besides the kernels."""
 
     gpu: str
     driver: str
@@ -259,9 +259,9 @@ class Environment:
 
 
 def environment(gpu: str | None = None) -> Environment:
-    """GPU (the current one unless named), driver, CUDA, torch and commit.
+    """Describe the environment: GPU (the current one unless named), driver, CUDA, torch and commit.
 
-    The commit is ``QCUT_COMMIT``, or that of the checkout this package lies in.
+    The commit is ``QCUT_COMMIT``, or the commit of the checkout that this package lies in.
     """
     if gpu is None:
         gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"

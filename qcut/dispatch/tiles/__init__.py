@@ -1,1 +1,1 @@
-"""Tiles that a shape is given by a model of their cost, where a family has too many for a menu."""
+"""Chooses tiles by a cost model, for families with too many tiles for a menu."""

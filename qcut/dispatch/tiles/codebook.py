@@ -1,4 +1,4 @@
-"""Tiles of products with codebook weights, each family's by a model of its kernel's time.
+"""Chooses the tiles of products with codebook weights, by a model of each family's time.
 
 Source: measured on an H200; the weights agree with the best variants of `benchmarks/NOTES.md` on 14336x4096,
 4096x14336, 4096x4096, 1280x1280 and 5120x1280.
@@ -27,12 +27,12 @@ _SM_SMEM = architecture("sm_90a").sm_smem_bytes
 
 # ── few tokens: costs in units of weights that an SM reads ───────────────────────────────────────
 
-_LATENCY = 6.0  # of an SM with one warp, over the warps that it has
-_MORE_UNITS = 0.06  # of a warp, each beyond its first
-_SUMS = 55  # of a token and row tile that a warp adds in the time of a unit
-_EXCHANGE = 4  # of a cluster, for each of its CTAs
-_TABLE = 8  # that a CTA fills
-_WAVE = 100  # after the first
+_LATENCY = 6.0  # latency of an SM with one warp; divided by the number of its warps
+_MORE_UNITS = 0.06  # share by which each unit of a warp after the first adds to the time
+_SUMS = 55  # sums, one per token and row tile, that take the time of a unit
+_EXCHANGE = 4  # exchange in a cluster, for each of its CTAs
+_TABLE = 8  # filling the table of a CTA
+_WAVE = 100  # each wave after the first
 
 
 def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookDecodeTile:
@@ -73,7 +73,7 @@ def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: 
 
 
 def _largest(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> CodebookDecodeTile | None:
-    """The tile with as many row tiles, and as much in flight, as fit; None where even one does not."""
+    """The tile with the most row tiles, and the most loads in flight, that fits; None where none fits."""
     prefetch = max(1, min(3, 32 // (tile.warps * tile.units)))
     for row_tiles in range(tile.row_tiles, 0, -1):
         for ahead in range(min(prefetch, row_tiles), 0, -1):
@@ -84,7 +84,7 @@ def _largest(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> C
 
 
 def _fit_together(problem: CodebookProblem, tile: CodebookDecodeTile, ctas: int) -> bool:
-    """Whether an SM runs so many CTAs at once; each takes 1 KB of shared memory more."""
+    """Whether an SM runs ``ctas`` CTAs at once. Each CTA takes 1 KB of shared memory more than the tile's."""
     return ctas == 1 or (
         ctas * (stream.smem_bytes(problem, tile) + 1024) <= _SM_SMEM
         and ctas * 32 * tile.warps * (stream.registers(problem, tile) + 8) <= 65_536
@@ -94,7 +94,9 @@ def _fit_together(problem: CodebookProblem, tile: CodebookDecodeTile, ctas: int)
 def stream_wgmma_tile(
     problem: CodebookProblem, m: int, n: int, units_k: int, target: Target
 ) -> CodebookDecodeWgmmaTile:
-    """The tile of ``codebook_stream_wgmma``: least of an SM's work, a warp's chain of units and a cluster's exchange.
+    """The tile of ``codebook_stream_wgmma`` with the least cost.
+
+    The cost adds the work of an SM, the chain of units of a warp, and the exchange in a cluster.
 
     Raises:
         EmitError: m is not 1 to 64.
@@ -135,8 +137,8 @@ def stream_wgmma_tile(
 def is_wgmma_better(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> bool:
     """Whether ``codebook_stream_wgmma`` is faster than ``codebook_stream`` on sm_90a.
 
-    From 9 tokens on where the latter would take a cluster, from 17 on where its CTA has several tiles of rows, from 33
-    on.
+    The wgmma kernel is faster from 9 tokens on where ``codebook_stream`` would take a cluster, from 17 tokens on where
+    a CTA of ``codebook_stream`` has several row tiles, and from 33 tokens on everywhere.
     """
     if m <= 8:
         return False
@@ -161,9 +163,10 @@ def wgmma_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: T
 def wgmma_cycles(
     problem: CodebookProblem, tile: CodebookPromptTile, m: int, n: int, units_k: int, sm_count: int
 ) -> float:
-    """About how long a launch of ``codebook_wgmma`` takes, in cycles of an SM.
+    """Estimated time of a launch of ``codebook_wgmma``, in cycles of an SM.
 
-    A unit takes what the slower of two takes: decoding and multiplying it, and tokens from the L2, which all SMs share.
+    The time of a unit is the longer of two: decoding and multiplying the unit, and loading its tokens from the L2,
+    which all SMs share.
 
     Source: measured on an H200 at 14336x4096, one wave of 64, 128 and 256 tokens.
     """

@@ -1,4 +1,7 @@
-"""Tiles of few tokens with int8 weights, by a model of the memory: one wave of CTAs, few rounds, much in flight."""
+"""Chooses tiles for few tokens and int8 weights by a model of the memory.
+
+The model prefers one wave of CTAs, few rounds of loads, and many loads in flight.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
 from qcut.emitters.stream.w8a16 import WeightOnlyTile
 
 _ROUND_NS = 300.0
-"""Reading the tokens of other columns."""
+"""Time in ns of a round: reading the tokens of other columns."""
 _CTA_NS = 300.0
-"""Summing the warps and writing, where another CTA follows on the SM."""
+"""Time in ns to sum over warps and write, where another CTA follows on the SM."""
 _CLUSTER_NS = 700.0
-"""Summing over a cluster's CTAs."""
+"""Time in ns to sum over a cluster's CTAs."""
 
 
 class Cut(NamedTuple):
@@ -82,10 +85,10 @@ def w8a16_tile(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> 
 
 
 def _best_cut(n: int, k: int, target: Target, fits: Callable[[Cut, int], bool]) -> Cut:
-    """The cut of weights ``[n, k]`` that a model of the memory takes for the fastest.
+    """The cut of weights ``[n, k]`` that the model expects to be fastest.
 
-    Two CTAs that an SM has at once hide each other's start and end; they are taken where each reads its K in one round.
-    ``fits`` says whether registers and shared memory hold a cut, in so many CTAs.
+    Two CTAs on one SM hide each other's start and end; they are used where each reads its part of K in one round.
+    ``fits`` says whether registers and shared memory of an SM hold a given number of CTAs with a cut.
     """
     machine = MACHINES[target.arch]
     best, best_ns = Cut(1, 1, 1, 1, 1), float("inf")
