@@ -1,1 +1,1 @@
-"""What serves the operators on CUDA: plans and launches."""
+"""The operators on CUDA: choosing, loading and launching kernels."""

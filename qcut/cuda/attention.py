@@ -43,7 +43,7 @@ def _append(call: AppendKv) -> None:
         k, v = k.contiguous(), v.contiguous()
     tables = [table.contiguous() for table in tokens.rotary]
     rotary: Rotary = "none" if not tables else "interleaved" if call.interleaved else "half"
-    queries = heads if tables else 0  # without rotary positions queries have nothing to do
+    queries = heads if tables else 0  # without rotary positions the kernel leaves queries alone
     size, many = q.element_size(), count >= MANY_TOKENS
     vector = RotateAndAppend.widest(head, size)
     rows = q.data_ptr() | k.data_ptr() | v.data_ptr() | (q.stride(0) | k.stride(0)) * size
@@ -81,7 +81,7 @@ def _plan_append(
 
 
 class Counters:
-    """Zeros with which an attention kernel counts its finished CTAs, and which the kernel leaves zero.
+    """Counters, zero before and after each launch, with which attention kernels count their finished CTAs.
 
     Launches on one stream follow one another and share a tensor. A CUDA graph gets a tensor of its own, whose memory
     belongs to the graph and which each replay sets to zero first: a graph can be replayed on any stream, before or
@@ -97,7 +97,7 @@ class Counters:
         self._kept: dict[tuple[int, int], Tensor] = {}
 
     def take(self, count: int, like: Tensor) -> Tensor:
-        """At least ``count`` zeros, int32, on the device of a tensor, for one launch on the current stream."""
+        """Int32 zeros ``[count]`` or more on the device of ``like``, for one launch on the current stream."""
         if self._is_capturing():
             return like.new_zeros(count, dtype=torch.int32)
         device = like.get_device()
@@ -119,8 +119,9 @@ class AttentionPlan:
 
     Attributes:
         kernel: the launch.
-        workspace_floats: float32 in which CTAs leave their parts of the context; 0: they meet without memory.
-        counters: zeros that it counts with; 0 without a workspace.
+        workspace_floats: number of float32 values in which CTAs leave their parts of the result; 0 for a kernel that
+            needs no workspace.
+        counters: number of zeros that the kernel counts with; 0 without a workspace.
         appends: whether the kernel fills the cache too.
     """
 
@@ -194,7 +195,7 @@ def _launch(
 
 
 def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionPlan:
-    """The plan for the call's shape: batch and context too decide the kernel, and in how many parts it reads."""
+    """The plan for the call's shape, in which batch and context too decide the kernel and its number of parts."""
     q, keys = call.q, call.keys
     key = (form, q.dtype, keys.dtype, q.shape, keys.shape[1:3], q.get_device())
     return _attention_plans.get(key) or _attention_plans.make(key, lambda: _plan_attention(*key))

@@ -1,9 +1,9 @@
 """`qcut.ops.codebook` on CUDA.
 
 A call is a dictionary look-up, the allocation of its results and one launch on the current stream (two where dense
-rotations end as int8, or where no kernel rotates a token itself); a miss makes a plan first. `Rotation` and `Product`
-are what chooses kernels: calls look their plans up by them, and `CodebookLayer` lists those of a layer's call before
-there is one.
+rotations end as int8, or where no kernel rotates a token itself); a miss makes a plan first. A `Rotation` or a
+`Product` holds all that chooses a kernel and is the key of its plan; `CodebookLayer` lists the kernels of a layer
+before its first call.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from qcut.ops.registry import serves
 
 
 class Rotation(NamedTuple):
-    """The rotation of up to so many tokens.
+    """The rotation of up to ``rows`` tokens: all that chooses its kernels.
 
     Attributes:
         kind: ``hadamard``, ``qr`` or ``none``.
         x: dtype of the tokens.
         out: dtype of the blocks.
         rows: tokens that the kernels are chosen for, a `qcut.dispatch.codebook.bucket`.
-        k: columns.
+        k: number of columns.
         group_size: columns of a group.
-        passes: rotations of the same tokens.
+        passes: number of rotations of the same tokens.
         aligned: whether rows start at multiples of 16 bytes.
     """
 
@@ -57,7 +57,7 @@ class Rotation(NamedTuple):
     aligned: bool = True
 
     def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
-        """The launches, one after the other: one, or for dense rotations to int8 two."""
+        """The launches in order: two for dense rotations to int8, else one."""
         kernels = dispatch.select_rotation(
             self.kind,
             DTYPES[self.x],
@@ -80,19 +80,19 @@ class Rotation(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The product of up to so many tokens with a codebook weight.
+    """The product of up to ``rows`` tokens with a codebook weight: all that chooses its kernel.
 
     Attributes:
         x: dtype of the tokens.
         rows: tokens that the kernel is chosen for, a `qcut.dispatch.codebook.bucket`.
-        n: output channels.
-        units: of 128 columns along K, those of all passes.
-        bits: of an index.
-        slots: norms of 128 columns.
+        n: number of output channels.
+        units: units of 128 columns along K, all passes together.
+        bits: bits of an index.
+        slots: norms per 128 columns.
         out: dtype of the result.
-        bias: whether one is added.
-        activation: after the bias.
-        residual: whether one is added.
+        bias: whether a bias is added.
+        activation: activation after the bias.
+        residual: whether a residual is added.
         rotates: whether the kernel rotates its one token.
     """
 
@@ -133,15 +133,15 @@ class Product(NamedTuple):
 
 
 def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target, *, early: bool = True) -> LaunchSpec:
-    """Launch of a product of up to m tokens, on dispatch's choice of kernel.
+    """The launch of a product of up to m tokens, on the kernel that dispatch chooses.
 
-    ``early`` lets the kernel begin before its predecessor has ended, where the GPU can.
+    ``early`` lets the kernel begin before its predecessor has ended, where the GPU supports this.
 
     Raises:
         EmitError: no kernel takes the product on this GPU.
     """
     choice = dispatch.select(problem, m, n, units, gpu)
-    # codebook_mma goes without, as w8a16_mma must; not measured for itself.
+    # codebook_mma starts late, as w8a16_mma must; an early start was not measured.
     early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
     source, grid = dispatch.emit(choice, problem, gpu.arch), dispatch.grid(choice, n, gpu.sm_count)
     return LaunchSpec(source, grid, pdl=early)
@@ -149,7 +149,7 @@ def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target,
 
 @lru_cache(maxsize=4096)
 def has_kernel(product: Product, gpu: Target) -> bool:
-    """Whether a kernel takes the product: one that rotates its token holds only so many columns."""
+    """Whether a kernel takes the product: kernels that rotate their token take a limited number of columns."""
     try:
         dispatch.select(product.problem, product.rows, product.n, product.units, gpu)
     except EmitError:
@@ -163,16 +163,16 @@ class CodebookLayer:
 
     Attributes:
         rows: tokens of a call.
-        n: output channels.
+        n: number of output channels.
         k: columns of the input.
-        dtype: of input and output.
-        bits: of an index.
-        passes: of the weight.
-        kind: of the rotation: ``hadamard``, ``qr`` or ``none``.
+        dtype: dtype of input and output.
+        bits: bits of an index.
+        passes: number of passes of the weight.
+        kind: kind of the rotation: ``hadamard``, ``qr`` or ``none``.
         group_size: columns of a group.
-        int8: whether products are of int8.
-        bias: whether one is added.
-        activation: after the bias.
+        int8: whether products are int8.
+        bias: whether a bias is added.
+        activation: activation after the bias.
     """
 
     rows: int
@@ -189,7 +189,7 @@ class CodebookLayer:
 
     @property
     def rotation(self) -> Rotation:
-        """What `rotate_tokens` looks up for the layer."""
+        """The rotation whose plan `rotate_tokens` uses for the layer."""
         return Rotation(
             kind=self.kind,
             x=self.dtype,
@@ -202,7 +202,7 @@ class CodebookLayer:
 
     @property
     def product(self) -> Product:
-        """What `codebook_gemm` looks up for the layer."""
+        """The product whose plan `codebook_gemm` uses for the layer."""
         geometry = Geometry(self.k, self.group_size)
         return Product(
             x=self.tokens,
@@ -218,11 +218,11 @@ class CodebookLayer:
 
     @property
     def tokens(self) -> torch.dtype:
-        """dtype of rotated tokens."""
+        """Dtype of the rotated tokens."""
         return torch.int8 if self.int8 else self.dtype
 
     def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
-        """The launches of a call, one after the other."""
+        """The launches of a call, in order."""
         if self.rows == 1 and not self.int8 and can_rotate(self.kind, self.group_size, self.k):
             whole = self.product._replace(rotates=True)
             if has_kernel(whole, gpu):
@@ -265,7 +265,7 @@ def _rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
     scales = (scale.data_ptr(),) if call.out_dtype is torch.int8 else ()
     matrices = (call.operands.data_ptr(),) if call.kind != "none" else ()
     if len(plans) == 1:
-        # Dense kernels have no scale, and Hadamard ones read their signs after it.
+        # Dense kernels take no scale; Hadamard kernels take the signs after the scale.
         plans[0].launch(m, (x.data_ptr(), blocks.data_ptr(), *scales, *matrices, stride, m, k, k_padded), stream)
         return blocks, scale
     width = passes * k_padded
@@ -293,7 +293,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
         return y
     product = _product_of(call, dispatch.bucket(m))
     plan = _plan(product, call.x.get_device())
-    # Named, so that copies live until the launch.
+    # A list keeps copies alive until the launch.
     tensors = [dense(t) for t in (call.x, call.units, call.norms, call.fold) if t is not None]
     vectors = [dense(t) for t in (call.row_scale, call.col_scale, call.bias, call.residual) if t is not None]
     sizes = (m, product.n, product.units, product.n)

@@ -25,15 +25,16 @@ def explain(
 ) -> Explanation:
     """Say which kernel `qcut.gemm_s8` would run, and why.
 
-    Reads tables and a cost model: builds nothing, launches nothing, and needs no GPU where one is named.
+    The answer comes from tables and a cost model. Nothing is built or launched, and no GPU is needed if ``gpu`` names
+    one.
 
     Args:
         m: rows of A and D.
         n: columns of B and D.
         k: summed over.
-        layouts: of A ``[M, K]``, B ``[K, N]`` and D: ``t`` is row-major, ``n`` column-major.
+        layouts: memory orders of A ``[M, K]``, B ``[K, N]`` and D: ``t`` is row-major, ``n`` column-major.
         out: type of D: f16, bf16, f32, s8 or s32.
-        epilogue: what is fused; None takes the whole dequantization.
+        epilogue: the fused epilogue; None takes the whole dequantization.
         tensor_cores: False asks for the dp4a kernels.
         gpu: a name such as ``NVIDIA H200``, or an architecture such as ``sm_80``; None takes the current device.
 
@@ -41,8 +42,8 @@ def explain(
         The `qcut.dispatch.Explanation`; print it. CUTLASS counts as available where this machine can build its kernels.
 
     Raises:
-        ConfigError: layouts, an output or sizes that do not exist.
-        DeviceError: no GPU is named, and there is none.
+        ConfigError: layouts, an output type or a size that is not allowed.
+        DeviceError: ``gpu`` is None, and there is no GPU.
         UnsupportedError: the GPU has no kernels, or is not known by that name.
 
     Example::

@@ -1,4 +1,4 @@
-"""`qcut.ops.gemm` on CUDA, and the kernels of int8 products that linear layers take as well."""
+"""`qcut.ops.gemm` on CUDA, and the choice of kernels for int8 products, which linear layers share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from qcut.ops.gemm import GemmS8
 from qcut.ops.registry import serves
 
 TMA_ROWS = 64
-"""Rows a layer's int8 operands have at least on sm_90a: a TMA box that hangs over the edge of A loads slower."""
+"""Least rows of a layer's int8 operands on sm_90a: a TMA box that hangs over the edge of A loads slower."""
 
 _plans: PlanCache[LaunchPlan] = PlanCache()
 
@@ -35,7 +35,7 @@ _plans: PlanCache[LaunchPlan] = PlanCache()
 
 @cache
 def has_cutlass() -> bool:
-    """Whether CUTLASS's kernels can be built here; warns, once, where they cannot."""
+    """Whether CUTLASS's kernels can be built here. Warns once where they cannot."""
     available = jit.is_toolchain_available("nvcc")
     if not available:
         warnings.warn(
@@ -48,13 +48,13 @@ def has_cutlass() -> bool:
 
 
 class Product(NamedTuple):
-    """An int8 product of up to so many rows: all that chooses its kernel.
+    """An int8 product of up to ``rows`` rows: all that chooses its kernel.
 
     Attributes:
         problem: types, layouts, alignments and epilogue.
-        rows: of A and D.
+        rows: rows of A and D.
         n: columns of B and D.
-        k: summed over; as padded, where the operands are.
+        k: summed over, with the operands' padding.
         tensor_cores: False asks for the dp4a kernels.
     """
 
@@ -76,13 +76,13 @@ class Product(NamedTuple):
     def stream_spec(
         self, tokens: stream.Tokens, gpu: Target, *, aligned: bool = True, absmax: bool = False
     ) -> LaunchSpec | None:
-        """The launch of the kernel that streams weights past few tokens, where it serves this product.
+        """The launch of the kernel that streams weights past few tokens, or None where it does not serve the product.
 
         Args:
-            tokens: what the kernel knows of them, see `qcut.emitters.stream.w8a8`.
+            tokens: how tokens are given and quantized, see `qcut.emitters.stream.w8a8`.
             gpu: the GPU.
             aligned: whether rows of tokens start at multiples of 16 bytes.
-            absmax: whether the kernel notes the largest magnitudes of its result.
+            absmax: whether the kernel also computes the largest magnitude of each row of its result.
         """
         problem = self.problem
         if self.rows > stream.MAX_TOKENS or problem.layouts != "tnt" or problem.alignment_k % 16:
@@ -96,12 +96,12 @@ class Product(NamedTuple):
 
 
 def weight_only_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
-    """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` lets it begin before its predecessor ends."""
+    """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
     return chosen_spec(dispatch.select_weight_only(problem, rows, n, k, gpu), problem, n, gpu, pdl=pdl)
 
 
 def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
-    """The launch of a given kernel."""
+    """The launch of the kernel that ``choice`` names; ``pdl`` lets it begin before its predecessor ends."""
     source = dispatch.emit(choice, problem, gpu.arch)
     # Started early, w8a16_mma took 1.7 to 2.4 times as long (14336×4096, M = 64).
     pdl = pdl and has_pdl(gpu) and source.waits and choice.family != W8A16_MMA.name
@@ -120,7 +120,7 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
 
 
 def plan_for(product: Product, choice: Choice | None, device: int) -> LaunchPlan:
-    """The launch plan of a product on a device, on the given kernel or on dispatch's choice."""
+    """The launch plan of a product on a device, with the kernel ``choice``; None lets dispatch choose."""
     gpu = target(device)
     if choice is None:
         return product.spec(gpu, cutlass=has_cutlass()).load(device)
@@ -134,10 +134,10 @@ class Operand(NamedTuple):
     """An int8 matrix ``[rows, K]`` as kernels take it.
 
     Attributes:
-        q: the matrix, or a copy of one that is contiguous along neither side.
-        along_k: whether runs of contiguous elements go along K; otherwise along the rows' index.
-        ld: elements from one run to the next.
-        alignment: 16, 8, 4, 2 or 1: all runs start and end at multiples of so many bytes.
+        q: the matrix, or a contiguous copy where the matrix is contiguous along neither side.
+        along_k: whether contiguous elements run along K; otherwise they run along the rows' index.
+        ld: leading dimension: elements from one run to the next.
+        alignment: bytes, 16, 8, 4, 2 or 1, of which all runs start and end at multiples.
     """
 
     q: Tensor
@@ -147,7 +147,7 @@ class Operand(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor) -> Operand:
-        """A matrix with any strides."""
+        """The operand of a matrix with any strides."""
         (rows, k), (row_stride, k_stride) = q.shape, q.stride()
         sides = ((True, k_stride, k, row_stride, rows), (False, row_stride, rows, k_stride, k))
         for along_k, step, run, ld, runs in sides:
@@ -158,7 +158,7 @@ class Operand(NamedTuple):
 
 
 def gemm_problem(a: Tensor, b: Tensor, epilogue: Epilogue, out_layout: Literal["row", "column"]) -> GemmProblem:
-    """What the product of these operands asks of a kernel; D is contiguous."""
+    """The description of the product of two operands with a contiguous D, by which kernels are chosen and emitted."""
     return _problem(Operand.of(a), Operand.of(b), epilogue, out_layout)
 
 
@@ -191,7 +191,7 @@ def _epilogue(call: GemmS8) -> Epilogue:
 
 @serves(GemmS8)
 def gemm_s8(call: GemmS8, choice: Choice | None = None) -> Tensor:
-    """The operator; with ``choice``, on that kernel whatever dispatch thinks of it."""
+    """Compute the operator, with the kernel ``choice`` where one is given, else with the one dispatch chooses."""
     call.check()
     (m, k), n, device = call.a.shape, call.b.shape[0], call.a.get_device()
     out = call.fake()

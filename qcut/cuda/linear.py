@@ -35,14 +35,14 @@ from qcut.ops.registry import serves
 def linear_problem(
     dtype: DType, n: int, k: int, bias: bool, activation: str, scheme: str, *, aligned: bool = True
 ) -> GemmProblem:
-    """What a linear layer asks of its product.
+    """The description of a linear layer's product, by which kernels are chosen and emitted.
 
     Args:
-        dtype: of tokens and result.
-        n: output channels.
+        dtype: type of tokens and result.
+        n: number of output channels.
         k: columns of the tokens.
-        bias: whether there is one.
-        activation: after the bias.
+        bias: whether a bias is added.
+        activation: activation after the bias.
         scheme: ``w8a8``, ``w8a8_static`` or ``w8a16``.
         aligned: whether rows of tokens start at multiples of 16 bytes.
     """
@@ -61,16 +61,16 @@ def linear_problem(
 
 
 class LinearLayer(NamedTuple):
-    """A layer with int8 weights at up to so many rows: all that chooses its kernels.
+    """A layer with int8 weights at up to ``rows`` tokens: all that chooses its kernels.
 
     Attributes:
         scheme: ``w8a8``, ``w8a8_static`` or ``w8a16``.
-        dtype: of tokens and result.
-        rows: tokens, a `qcut.cuda.plans.m_bucket`.
-        n: output channels.
+        dtype: dtype of tokens and result.
+        rows: number of tokens, a `qcut.cuda.plans.m_bucket`.
+        n: number of output channels.
         k: columns of the tokens.
-        bias: whether there is one.
-        activation: after the bias.
+        bias: whether a bias is added.
+        activation: activation after the bias.
         aligned: whether rows of tokens start at multiples of 16 bytes.
     """
 
@@ -84,12 +84,12 @@ class LinearLayer(NamedTuple):
     aligned: bool
 
     def problem(self) -> GemmProblem:
-        """What the layer asks of its product."""
+        """The description of the layer's product."""
         dtype = DTYPES[self.dtype]
         return linear_problem(dtype, self.n, self.k, self.bias, self.activation, self.scheme, aligned=self.aligned)
 
     def specs(self, device: int) -> tuple[LaunchSpec | None, LaunchSpec]:
-        """The launches of a call: of the kernel that quantizes tokens, None without one, and of the product."""
+        """The launches of a call: the kernel that quantizes tokens, or None where none is needed, and the product."""
         gpu, dtype, k = target(device), DTYPES[self.dtype], padded_k(self.k)
         problem = self.problem()
         if self.scheme == "w8a16":
@@ -115,9 +115,9 @@ class LinearPlan(NamedTuple):
     """Launch plans of a layer at one bucket of rows.
 
     Attributes:
-        quantize: None where the product takes tokens as they are.
-        product: its ``min_rows`` are what int8 tokens and the result have.
-        n: output channels.
+        quantize: launch that quantizes tokens; None where the product takes floating-point tokens.
+        product: launch of the product; int8 tokens and the result have at least its ``min_rows`` rows.
+        n: number of output channels.
         k_padded: columns of the weight.
     """
 
@@ -136,9 +136,9 @@ class LinearPlan(NamedTuple):
 
 
 _plans: PlanCache[LinearPlan] = PlanCache()
-"""By layer and device: layers of one kind share a plan."""
+"""Plans by layer description and device: layers of the same description share a plan."""
 _called: PlanCache[LinearPlan] = PlanCache(on_clear=native.clear)
-"""By everything that a call's checks read, so that a hit needs none; tensors by address, dtype, shape and strides."""
+"""Plans by all that a call's checks read, so that a hit needs no checks. Tensors count by address, dtype and layout."""
 
 
 def plan_for(layer: LinearLayer, device: int) -> LinearPlan:
@@ -240,7 +240,7 @@ def _linear(
 
 
 def _shared(layer: LinearLayer, device: int, parameters: Sequence[Tensor | None]) -> LinearPlan:
-    """The plan of a layer, which C++ has from now on for these parameters."""
+    """The plan of a layer, handed to C++ for calls with these parameters."""
     plan = plan_for(layer, device)
     library, launches = native.library(), plan.for_native()
     if library is not None and launches is not None:
@@ -252,7 +252,7 @@ def _shared(layer: LinearLayer, device: int, parameters: Sequence[Tensor | None]
 
 
 def _result(x: Tensor, m: int, rows: int, n: int) -> tuple[Tensor, Tensor]:
-    """The result ``[..., n]``, and the memory of at least ``rows`` rows it lies in."""
+    """A tensor for the result, ``[..., n]``, and the memory of at least ``rows`` rows that holds it."""
     shape = (*x.shape[:-1], n)
     if rows == m:
         y = x.new_empty(shape)
@@ -265,16 +265,16 @@ def _result(x: Tensor, m: int, rows: int, n: int) -> tuple[Tensor, Tensor]:
 
 
 class Int8Layer(NamedTuple):
-    """A W8A8 layer at up to so many rows of int8: all that chooses its kernel.
+    """A W8A8 layer at up to ``rows`` tokens that are int8 already: all that chooses its kernel.
 
     Attributes:
-        dtype: of the result.
-        rows: tokens, a `qcut.cuda.plans.m_bucket`.
-        n: output channels.
+        dtype: dtype of the result.
+        rows: number of tokens, a `qcut.cuda.plans.m_bucket`.
+        n: number of output channels.
         k: columns of the tokens, a multiple of 16.
-        bias: whether there is one.
-        activation: after the bias.
-        absmax: whether the largest magnitudes of the result's rows are wanted.
+        bias: whether a bias is added.
+        activation: activation after the bias.
+        absmax: whether the caller wants the largest magnitude of each row of the result.
     """
 
     dtype: torch.dtype
@@ -286,7 +286,7 @@ class Int8Layer(NamedTuple):
     absmax: bool
 
     def spec(self, device: int) -> tuple[LaunchSpec, bool]:
-        """The launch, and whether its kernel raises the magnitudes that are wanted."""
+        """The launch, and whether its kernel computes the largest magnitudes."""
         gpu = target(device)
         problem = linear_problem(DTYPES[self.dtype], self.n, self.k, self.bias, self.activation, "w8a8")
         product = Product(problem, self.rows, self.n, self.k)
@@ -297,7 +297,7 @@ class Int8Layer(NamedTuple):
 
 
 class Int8Plan(NamedTuple):
-    """Launch plan of a layer of int8 tokens, and whether its kernel raises the largest magnitudes."""
+    """Launch plan of a layer with int8 tokens, and whether its kernel computes the largest magnitudes."""
 
     product: LaunchPlan
     raises_absmax: bool
@@ -335,7 +335,7 @@ def int8_linear(call: Int8Linear) -> Tensor:
     layer = Int8Layer(call.dtype, m_bucket(m), n, k, bias is not None, call.activation, absmax is not None)
     key = (layer, device)
     plan = _int8_plans.get(key) or _int8_plans.make(key, lambda: _load_int8(layer, device))
-    # Kept until the launch is queued.
+    # A list keeps copies alive until the launch is queued.
     tensors = [dense(t) for t in (q, call.qweight, call.q_scale, call.weight_scale, bias) if t is not None]
     a, b, *epilogue = (t.data_ptr() for t in tensors)
     if absmax is not None and plan.raises_absmax:

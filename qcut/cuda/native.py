@@ -29,7 +29,7 @@ from qcut.jit.launch import load_shared
 
 SOURCE = Path(__file__).with_name("linear_ops.cpp")
 SCHEMES = ("w8a8", "w8a8_static", "w8a16")
-"""In the order of ``Op`` in the source."""
+"""Schemes in the order of ``Op`` in ``linear_ops.cpp``."""
 OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear")
 """The operators of `SCHEMES`."""
 
@@ -53,7 +53,7 @@ class Key(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    """``Launch`` of the source: a kernel and what of its launch does not depend on the call."""
+    """``Launch`` of the source: a kernel and the arguments of its launch that are the same for every call."""
 
     _fields_ = [
         ("function", ctypes.c_void_p),
@@ -80,7 +80,7 @@ def key(
     device: int,
     aligned: bool,
 ) -> Key:
-    """Key of a layer at one bucket of rows; addresses of weight, scale, colsum and bias, 0 for none."""
+    """Key of a layer at one bucket of rows; ``addresses`` are those of weight, scale, colsum and bias, or 0."""
     code = SCHEMES.index(scheme), _SCALAR_TYPES[dtype], device, aligned
     return Key(*addresses, n, k, rows, activation.encode(), *code)
 
@@ -142,7 +142,7 @@ _settled = False
 
 
 def library() -> Library | None:
-    """The library, in front of ``torch.ops.qcut`` on CUDA; None where it cannot be had. The first call may compile."""
+    """The library, registered for ``torch.ops.qcut`` on CUDA; None where there is none. May compile."""
     global _library, _settled
     if not _settled:
         with _lock:
@@ -152,7 +152,7 @@ def library() -> Library | None:
 
 
 def clear() -> None:
-    """Forget all plans, if there is a library that has them."""
+    """Forget all plans of the library, if it is loaded."""
     if _library is not None:
         _library.clear()
 
@@ -172,7 +172,7 @@ def _activate() -> Library | None:
 
 
 def load() -> Library | None:
-    """Load a new copy, compiled first if it must be; None, with a warning where the compiler failed."""
+    """Load a new copy of the library, compiled unless cached; None where it cannot be built or loaded."""
     if (code := build()) is None:
         return None
     try:
@@ -189,7 +189,7 @@ def load() -> Library | None:
 
 @cache
 def build() -> bytes | None:
-    """The shared object, from disk or from g++; None where there is no g++, no header, or a compiler error (warns)."""
+    """The shared object, from disk or from g++; None without g++ or headers, or, with a warning, if g++ fails."""
     if problem() is not None:
         return None
     digest = fingerprint()
@@ -206,7 +206,7 @@ def build() -> bytes | None:
 
 
 def problem() -> str | None:
-    """What keeps the C++ code from being compiled here, in words; None if nothing is known to."""
+    """The reason why the C++ code cannot be compiled here, in words; None where no reason is known."""
     try:
         toolchain.find_gxx()
     except ToolchainError as error:

@@ -29,7 +29,7 @@ def advance(call: Advance) -> None:
 
 
 def _launch(logits: Tensor, written: tuple[Tensor, ...], *context: int) -> None:
-    """Write the likeliest tokens, and with a context the places that follow."""
+    """Write the likeliest tokens and, where a context is given, their positions and slots."""
     rows, columns = logits.shape
     if rows == 0:
         return

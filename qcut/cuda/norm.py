@@ -32,7 +32,7 @@ def add_norm_int8(call: AddNormInt8) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _launch(call: AddNorm | AddNormInt8, y: Tensor, scale: Tensor | None) -> Tensor:
-    """Write the norm to y, and its scales where it is int8; return the sum."""
+    """Write the norm to y, and the scales of an int8 norm to ``scale``; return the sum."""
     given, residual, weight, bias, layer, eps = call[:6]
     (m, k), dtype, device = given.shape, given.dtype, given.get_device()
     total = torch.empty(given.shape if residual is not None else (0,), dtype=dtype, device=given.device)

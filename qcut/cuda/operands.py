@@ -1,4 +1,4 @@
-"""Tensors as kernels read them."""
+"""Aligned and row-major tensors, as kernels read them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 
 
 def dense(t: Tensor) -> Tensor:
-    """The tensor itself where vector loads may read it, else a copy: a view can start anywhere."""
+    """The tensor itself where it is contiguous and aligned for vector loads, else a copy."""
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
 def row_major(x: Tensor) -> tuple[Tensor, int]:
-    """x ``[..., K]`` as rows with unit stride along K, and the stride between rows; a copy where no such view is."""
+    """x ``[..., K]`` as rows with unit stride along K, copied where no view has it, and the stride between rows."""
     if not x.is_contiguous():
         if x.dim() == 2 and x.stride(1) == 1:
             return x, x.stride(0)

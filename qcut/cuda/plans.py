@@ -1,4 +1,4 @@
-"""Launch plans: kernels that are built, loaded and ready to launch, found again by what chose them.
+"""Launch plans: kernels that are built, loaded and ready to launch, kept by the sizes and types that chose them.
 
 A family of operators describes a kernel as a `LaunchSpec`, loads the spec on a device, and keeps the `LaunchPlan` in a
 `PlanCache`, so that the calls that follow neither choose nor build.
@@ -32,17 +32,17 @@ DTYPES = {
     torch.int8: DType.S8,
     torch.int32: DType.S32,
 }
-"""Types of elements as emitters name them."""
+"""The emitters' name of each torch dtype."""
 
 MAX_PLANS = 1 << 16
-"""Plans that a `PlanCache` holds. Keys with addresses never end in a process that loads model after model."""
+"""Most plans in a `PlanCache`. Keys hold addresses, so loading model after model makes ever more plans."""
 
 P = TypeVar("P")
 _lock = threading.RLock()
 
 
 class PlanCache(Generic[P]):
-    """The plans of one family of operators, by what chooses them; threads share it::
+    """The plans of one family of operators, by the keys that choose them; threads may share a cache::
 
         plan = plans.get(key) or plans.make(key, lambda: ...)
 
@@ -50,7 +50,7 @@ class PlanCache(Generic[P]):
     be made of another family's. A full cache is emptied.
 
     Args:
-        limit: plans to hold.
+        limit: most plans to hold.
         on_clear: called when the plans are forgotten.
 
     Attributes:
@@ -60,13 +60,13 @@ class PlanCache(Generic[P]):
     def __init__(self, limit: int = MAX_PLANS, on_clear: Callable[[], None] | None = None) -> None:
         self._plans: dict[Hashable, P] = {}
         self._limit, self._on_clear = limit, on_clear
-        self.get: Callable[[Hashable], P | None] = self._plans.get  # the dictionary's own: calls pay for nothing else
+        self.get: Callable[[Hashable], P | None] = self._plans.get  # the dictionary's own method, the fastest look-up
 
     def __len__(self) -> int:
         return len(self._plans)
 
     def make(self, key: Hashable, make: Callable[[], P]) -> P:
-        """The plan of a key, made unless another thread was first."""
+        """The plan of a key, made by ``make`` unless another thread has made it."""
         with _lock:
             plan = self._plans.get(key)
             if plan is None:
@@ -85,24 +85,24 @@ class PlanCache(Generic[P]):
 
 @cache
 def target(device: int) -> Target:
-    """The GPU behind a CUDA ordinal, as dispatch sees it."""
+    """Dispatch's description of the GPU with a CUDA ordinal."""
     properties = torch.cuda.get_device_properties(device)
     return target_for((properties.major, properties.minor), properties.multi_processor_count, properties.name)
 
 
 def has_pdl(gpu: Target) -> bool:
-    """Whether a GPU's kernels are launched so that they may begin before their predecessor ends (dependent launch)."""
+    """Whether kernels of a GPU may begin before their predecessor ends (programmatic dependent launch)."""
     return architecture(gpu.arch).pdl
 
 
 def pdl(device: int) -> bool:
-    """`has_pdl` of the GPU behind a CUDA ordinal."""
+    """`has_pdl` of the GPU with a CUDA ordinal."""
     return has_pdl(target(device))
 
 
 @lru_cache(maxsize=1 << 12)  # every call asks
 def m_bucket(m: int) -> int:
-    """Rows up to which one launch plan serves: 1, 8, 16, 32, 64, then four steps an octave.
+    """The most rows that the launch plan for m rows serves: 1, 8, 16, 32, 64, then four steps per octave.
 
     Every m in a bucket runs the same kernel, so that nearby batch sizes neither build nor choose anew.
     """
@@ -116,12 +116,12 @@ def load(source: KernelSource, device: int) -> jit.Kernel:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A kernel's text, and how it is launched: a launch plan before anything is built.
+    """A kernel's text and the way to launch it: a launch plan before anything is built.
 
     Attributes:
-        source: the text.
-        grid: CTAs for a number of rows; a host launcher computes its own and ignores them.
-        tail: arguments that follow a call's, before the workspace (kernels with a host launcher).
+        source: the kernel's text.
+        grid: returns the CTAs for a number of rows; a host launcher ignores this grid and computes its own.
+        tail: arguments after those of a call and before the workspace (kernels with a host launcher).
         needs_workspace: whether a launch must be given device memory.
         pdl: whether the kernel may begin before its predecessor on the stream ends.
         min_rows: rows that the operands of a linear layer must have at least.
@@ -142,7 +142,7 @@ class LaunchSpec:
             raise LaunchError(f"kernel {self.source.name}: never waits for its predecessor, and cannot start before")
 
     def load(self, device: int) -> LaunchPlan:
-        """The plan on a device, its kernel built unless it is in the cache."""
+        """Load the kernel on a device, built unless it is in the cache, and return its plan."""
         return LaunchPlan(
             load(self.source, device),
             self.grid,
@@ -183,11 +183,11 @@ class LaunchPlan:
         return self._kernel.name
 
     def workspace_bytes(self, args: tuple[int | float, ...]) -> int:
-        """Device memory that a launch with these arguments needs."""
+        """Bytes of device memory that a launch with these arguments needs."""
         return self._kernel.query(QUERY_WORKSPACE_BYTES, (*args, *self._tail, 0))
 
     def for_native(self) -> native.Launch | None:
-        """The plan for C++; None where a launch needs a workspace, or a grid that C++ does not compute."""
+        """The plan for C++; None where a launch needs a workspace, or a grid that C++ cannot compute."""
         grid, kernel = self._grid, self._kernel
         if self.needs_workspace or not isinstance(grid, Grid) or grid.one[2] != 1 or grid.most is not None:
             return None

@@ -1,4 +1,4 @@
-"""The kernels of layers, built before a layer is called."""
+"""Builds the kernels of layers before their first call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from qcut.emitters.core.source import KernelSource
 
 
 def prebuild(layers: Collection[LinearLayer | CodebookLayer], device: int, progress: bool = True) -> None:
-    """Build, in parallel, what calls of these layers launch, and C++ where a layer is called by it, unless cached.
+    """Build the kernels that calls of layers launch, in parallel, and the C++ operators where layers use them.
+
+    Kernels in the cache are not built again.
 
     Args:
-        layers: each at one number of rows.
+        layers: layers, each with a number of rows.
         device: CUDA ordinal.
         progress: show a progress bar, if a terminal is there.
 

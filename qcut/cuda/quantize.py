@@ -23,11 +23,11 @@ _plans: PlanCache[LaunchPlan] = PlanCache()
 
 
 def per_token_spec(dtype: DType, rows: int, k_padded: int, gpu: Target, *, aligned: bool) -> LaunchSpec:
-    """The kernel that quantizes up to so many tokens with a scale each.
+    """The launch of the kernel that quantizes up to ``rows`` tokens with a scale each.
 
     Args:
-        dtype: of the tokens.
-        rows: tokens.
+        dtype: type of the tokens.
+        rows: number of tokens.
         k_padded: columns of the result.
         gpu: the GPU.
         aligned: whether rows, of tokens and of the result, start at multiples of 16 bytes.
@@ -38,7 +38,7 @@ def per_token_spec(dtype: DType, rows: int, k_padded: int, gpu: Target, *, align
 
 
 def per_tensor_spec(dtype: DType, k_padded: int, gpu: Target, *, aligned: bool) -> LaunchSpec:
-    """The kernel that quantizes all tokens with one scale and zero point; arguments as `per_token_spec`'s."""
+    """The launch of the kernel that quantizes all tokens with one scale and zero point. Args: see `per_token_spec`."""
     kernel = kernels.QuantizePerTensor.for_shape(dtype, gpu.arch, 1, k_padded, aligned=aligned)
     grid = Grid(kernel.rows, kernel.grid(1, k_padded))
     return LaunchSpec(emit_quantize_per_tensor(kernel), grid, pdl=has_pdl(gpu))

@@ -1,4 +1,4 @@
-"""CUDA streams: by number, as kernels are launched on them, and as torch has them for work beside the current one."""
+"""CUDA streams: the handles that kernels are launched on, and torch streams for work beside the current stream."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def _no_stream(device: int) -> int:
 
 
 current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_stream)
-"""The current ``CUstream`` of a CUDA ordinal."""
+"""Returns the current ``CUstream`` of a CUDA ordinal as an integer."""
 
 
 def stream_state(device: torch.device) -> tuple[int, int] | None:
-    """The current stream of the current CUDA device, and which graph it is being captured into (0 for none).
+    """The current stream of the current CUDA device, and the number of the graph that captures it (0 for none).
 
-    None on another device than the current one.
+    Returns None if ``device`` is not the current CUDA device.
     """
     if device.index != torch.cuda.current_device():
         return None
@@ -32,7 +32,7 @@ def stream_state(device: torch.device) -> tuple[int, int] | None:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """A new stream that is the current one inside: it waits for the stream outside, which then waits for it."""
+    """Make a new stream current within a block. It first waits for the outer stream, which waits for it afterwards."""
     outside, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
     stream.wait_stream(outside)
     with torch.cuda.stream(stream):
@@ -41,7 +41,7 @@ def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 def recorded_event(device: torch.device) -> torch.cuda.Event:
-    """An event behind all that is queued on the device's current stream."""
+    """Record an event after all work that is queued on the device's current stream."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event

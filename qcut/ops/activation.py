@@ -1,4 +1,4 @@
-"""The activations of a decoder's MLP, which note the largest magnitude of each row for the product that follows."""
+"""The activations of a decoder's MLP, which also compute the largest magnitude of each row for the next product."""
 
 from __future__ import annotations
 

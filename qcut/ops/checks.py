@@ -14,9 +14,9 @@ _F32_TINY, _F32_MAX = 2.0**-149, (2 - 2.0**-23) * 2.0**127
 
 
 def check_dtype(op: str, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
-    """Raises `DtypeError` unless the dtype is one of those allowed."""
+    """Raises `DtypeError` unless the dtype is one of the allowed dtypes."""
     if dtype not in allowed:
-        names = [str(d).removeprefix("torch.") for d in (dtype, *allowed)]
+        names = [str(t).removeprefix("torch.") for t in (dtype, *allowed)]
         raise DtypeError(f"qcut::{op}: {name} is {names[0]}; allowed: {', '.join(names[1:])}")
 
 
@@ -29,7 +29,7 @@ def check_tensor(
     device: torch.device,
 ) -> None:
     """Raises `DtypeError`, `ShapeError` or `DeviceError` unless the tensor is as the operator takes it."""
-    if tensor.dtype not in dtypes:  # a call for each tensor would cost more than the comparison
+    if tensor.dtype not in dtypes:  # a function call for each tensor would cost more than the comparison
         check_dtype(op, name, tensor.dtype, dtypes)
     if tensor.shape != shape:
         raise ShapeError(f"qcut::{op}: {name} has shape {list(tensor.shape)}; allowed: {list(shape)}")
@@ -38,7 +38,7 @@ def check_tensor(
 
 
 def check_absmax(op: str, name: str, absmax: Tensor | None, rows: Tensor) -> None:
-    """Raises as `check_tensor`, or `ShapeError`, unless there is none or float32 ``[M]``, close together."""
+    """Raises as `check_tensor` does unless absmax is None or float32 ``[M]``; `ShapeError` unless it is contiguous."""
     if absmax is None:
         return
     check_tensor(op, name, absmax, F32, (rows.shape[0],), rows.device)

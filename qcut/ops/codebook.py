@@ -1,8 +1,8 @@
 """The operators on codebook weights: rotate tokens, multiply them, do both for one token, and a whole layer.
 
-A codebook weight lies in memory as *units* of 16 rows and 128 columns, see `qcut.codebooks.layout`. Its columns are
-rotated group by group, and the operators rotate tokens alike. Two passes over a weight lie behind one another along
-the columns.
+A codebook weight lies in memory as *units* of 16 rows and 128 columns, see `qcut.codebooks.layout`. Columns of the
+weight are rotated group by group, and the operators rotate tokens in the same way. The second pass of a weight follows
+the first along the columns.
 """
 
 from __future__ import annotations
@@ -237,11 +237,11 @@ class CodebookGemv(NamedTuple):
 
     @property
     def rotation(self) -> RotateTokens:
-        """The first of the two operators that compute the same."""
+        """The rotation, first of the two operators that together compute the same."""
         return RotateTokens(self.x, self.operands, "hadamard", self.group_size, self.seeds, self.x.dtype)
 
     def product(self, blocks: Tensor) -> CodebookGemm:
-        """The second of the two operators that compute the same, of the first one's blocks."""
+        """The product of the rotation's blocks, second of the two operators that together compute the same."""
         return CodebookGemm(blocks, None, 1, self.units, self.norms, None, *self[6:])
 
     def check(self) -> None:
@@ -287,7 +287,7 @@ class CodebookLinear(NamedTuple):
         norms: float16 or float32 ``[N, passes * groups]``, as they were quantized, read with float32 products.
         codebooks: of each set, float32 ``[2**bits]``.
         bias: float32 ``[N]``; None: none is added.
-        bits: of each set: of an index.
+        bits: of each set, the bits of an index.
         kind: ``hadamard``, ``qr`` or ``none``.
         group_size: columns of a group; K or more takes whole rows.
         seeds: one for each pass.

@@ -86,7 +86,7 @@ class GemmS8(NamedTuple):
         check_zero_point(op, "out_zero_point", self.out_zero_point)
 
     def fused(self) -> list[str]:
-        """The arguments that ask for more than the sums."""
+        """Names of the arguments that ask for an epilogue."""
         asked = {
             "zero_point": self.zero_point is not None,
             "colsum": self.colsum is not None,
@@ -145,7 +145,7 @@ def gemm_s8(
 ) -> Tensor:
     """int8 GEMM with int32 sums and everything that follows them in one kernel.
 
-    What is None is left out of::
+    Terms whose tensor is None are left out of::
 
         acc = sum_k a[m, k] * b[n, k]                # int32, exact
         v = f32(acc - zero_point[m] * colsum[n])     # the subtraction in int32

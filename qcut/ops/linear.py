@@ -1,7 +1,8 @@
-"""The operators that are a whole linear layer with int8 weights, one for each scheme and for each kind of tokens.
+"""The operators that compute a whole linear layer with int8 weights, one for each scheme and each kind of tokens.
 
 A layer's weight, scales, sums and bias are constants: on CUDA, a kernel may read them before the kernel queued just
-before on the stream has ended. To multiply by what a kernel just before writes, use `qcut.gemm_s8`.
+before on the stream has ended. For weights that the kernel just before writes, use
+`qcut.gemm_s8`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from qcut.ops.quantize import flat
 from qcut.ops.registry import MUTATED, operator
 
 FEW_ROWS = 8
-"""Rows up to which a product's own CUDA kernel quantizes tokens by given magnitudes, and notes those of its result."""
+"""Most rows whose product, on CUDA, quantizes tokens by given magnitudes and computes those of its result."""
 FEW_ELEMENTS = 16_384
-"""Elements of all tokens up to which that pays: every CTA of the product quantizes all of them."""
+"""Most elements of all tokens for which this pays, since every CTA of the product quantizes all tokens."""
 
 
 def _check_layer(
@@ -60,7 +61,7 @@ def _like_tokens(x: Tensor, qweight: Tensor) -> Tensor:
 
 
 def _by_rows(reference: Callable[..., Tensor], x: Tensor, qweight: Tensor, *rest: Any) -> Tensor:
-    """A reference of ``[M, K]`` on tokens ``[..., K]``."""
+    """Apply a reference for tokens ``[M, K]`` to tokens ``[..., K]``."""
     return reference(flat(x), qweight, *rest).view(*x.shape[:-1], qweight.shape[0])
 
 

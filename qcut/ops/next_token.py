@@ -1,4 +1,4 @@
-"""The end of a greedy step: the likeliest token, and the place where it goes."""
+"""The end of a greedy step: choosing the likeliest token, and the place of that token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The norms between a decoder's layers, which add the residual first."""
+"""The norms between a decoder's layers, each of the sum of a layer's output and the residual."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AddNorm(NamedTuple):
         residual: as x; None: none is added.
         weight: ``[K]`` of x's type.
         bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
-        layer: a LayerNorm; else an RMSNorm.
+        layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
 
     Returns:
@@ -56,7 +56,7 @@ class AddNorm(NamedTuple):
         return self.x.new_empty(self.x.shape if self.residual is not None else (0,)), self.x.new_empty(self.x.shape)
 
     def cpu(self) -> tuple[Tensor, Tensor]:
-        x = self.x.contiguous()  # results are, on every device
+        x = self.x.contiguous()  # results are contiguous on every device
         total = x.new_empty(0) if self.residual is None else x + self.residual.contiguous()
         s = x if self.residual is None else total
         if self.layer:
@@ -77,7 +77,7 @@ class AddNormInt8(NamedTuple):
         residual: as x; None: none is added.
         weight: ``[K]`` of x's type.
         bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
-        layer: a LayerNorm; else an RMSNorm.
+        layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
         k_padded: columns of q, a multiple of 16, K or more; those past K are 0.
 

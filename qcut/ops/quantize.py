@@ -108,7 +108,7 @@ class QuantizePerTensor(NamedTuple):
 
 @operator("dequantize", returns="Tensor")
 class Dequantize(NamedTuple):
-    """``dtype(f32(q[m, k]) * scale[m])``.
+    """Scales int8 rows back: ``dtype(f32(q[m, k]) * scale[m])``.
 
     Args:
         q: int8 ``[M, K]``, K >= 1, any strides.

@@ -1,8 +1,8 @@
-"""How an operator of ``torch.ops.qcut`` is made: one class holds its arguments, checks, fake and CPU implementation.
+"""Makes operators of ``torch.ops.qcut``: one class holds an operator's arguments, checks, fake and CPU function.
 
 The class is a `NamedTuple` of the arguments, in the schema's order, with three methods: ``check`` raises on wrong
-arguments, ``fake`` makes results without values, ``cpu`` computes them. `operator` derives the schema from the fields
-and registers the class; `serves` marks the function in `qcut.cuda` that computes the same on a GPU::
+arguments, ``fake`` makes results without values, ``cpu`` computes results. `operator` derives the schema from the
+fields and registers the class; `serves` marks the function in `qcut.cuda` that computes the same on a GPU::
 
     @operator("silu_mul", returns="Tensor")
     class SiluMul(NamedTuple):
@@ -66,7 +66,7 @@ _served: dict[type, Callable[[Any], Any]] = {}
 
 
 def schema_of(name: str, call: type, returns: str, positional: int | None = None) -> str:
-    """The schema of an operator from the fields of its class; fields after ``positional`` go by name alone."""
+    """The schema of an operator from the fields of its class; those after ``positional`` are keyword-only."""
     hints, mutable, arguments = get_type_hints(call, include_extras=True), iter(ascii_lowercase), []
     defaults: dict[str, Any] = call._field_defaults  # type: ignore[attr-defined]
     for i, (field, hint) in enumerate(hints.items()):
@@ -88,11 +88,12 @@ def operator(
     """Register a class as the operator ``torch.ops.qcut.<name>``.
 
     Args:
-        name: of the operator.
-        returns: what its schema returns, as ``Tensor`` or ``(Tensor, Tensor)``.
+        name: name of the operator.
+        returns: return type in the schema, such as ``Tensor`` or ``(Tensor, Tensor)``.
         positional: how many arguments may be given by position; None: all.
-        composed: ``cpu`` calls other operators alone, and serves CUDA too.
-        native: C++ serves CUDA before Python does (`qcut.cuda.native`); under a leading underscore, Python alone does.
+        composed: ``cpu`` calls only other operators, and serves CUDA too.
+        native: C++ serves CUDA before Python does (`qcut.cuda.native`). The same name with a leading underscore is
+            served by Python alone.
     """
 
     def register(call: type[C]) -> type[C]:
@@ -113,7 +114,7 @@ def operator(
         def on_cuda(*args: Any, **kwargs: Any) -> Any:
             nonlocal serve
             if serve is None:
-                import_module("qcut.cuda.operators")  # at the first CUDA call: nothing below qcut.cuda may know it
+                import_module("qcut.cuda.operators")  # at the first CUDA call, since qcut.ops may not import qcut.cuda
                 serve = _served[call]
             return serve(call(*args, **kwargs))
 
