@@ -63,7 +63,7 @@ def compile_text(source: KernelSource, *, device: bool = True) -> tuple[bytes, b
 
 def device_flags(source: KernelSource) -> list[str]:
     """Options of the device compiler, without paths. Contraction is off: every operation of an epilogue rounds once."""
-    flags = ["-std=c++17", "--fmad=false", "-DNDEBUG", *(f"-D{d}" for d in source.defines)]
+    flags = ["-std=c++17", "--fmad=false", "-DNDEBUG", *(f"-D{define}" for define in source.defines)]
     if source.toolchain == "nvcc":
         number = source.arch.removeprefix("sm_")
         flags += ["-O3", "-cubin", f"-gencode=arch=compute_{number},code={source.arch}", "--expt-relaxed-constexpr"]
@@ -77,7 +77,7 @@ def host_flags(source: KernelSource) -> list[str]:
     the launchers' template statics together across shared objects. g++ reads
     CUTLASS's device code for its types alone, so errors that ``-fpermissive`` allows, and all warnings, are off.
     """
-    defines = ["-DNDEBUG", *(f"-D{d}" for d in source.defines)]
+    defines = ["-DNDEBUG", *(f"-D{define}" for define in source.defines)]
     return [
         "-std=c++17",
         "-O2",

@@ -146,9 +146,9 @@ def find_nvcc() -> Tool:
             problems.append(f"{path} has no cicc: pip install nvidia-nvvm=={release.group(1)}")
             continue
         return Tool("nvcc", path, release.group(1), root)
-    found = f" ({'; '.join(problems)})" if problems else ""
+    tried = f" ({'; '.join(problems)})" if problems else ""
     raise ToolchainError(
-        f"no working nvcc{found}; CUTLASS kernels need it: pip install nvidia-cuda-nvcc==13.0.88 "
+        f"no working nvcc{tried}; CUTLASS kernels need it: pip install nvidia-cuda-nvcc==13.0.88 "
         "nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*', "
         "or set CUDA_HOME"
     )

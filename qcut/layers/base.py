@@ -76,10 +76,10 @@ class Linear(nn.Module):
         """
         scheme = parse_scheme(scheme)
         known = Linear._subclasses
-        found = known.get(scheme) or known.get(type(scheme))
-        if found is None:
+        subclass = known.get(scheme) or known.get(type(scheme))
+        if subclass is None:
             raise ConfigError(f"qcut.Linear has no scheme {scheme.name!r}; {ALLOWED_SCHEMES}")
-        return found
+        return subclass
 
     def __new__(
         cls,
