@@ -1,1 +1,1 @@
-"""Decoder-only models with memory for their context allocated once."""
+"""Runs decoder-only models: prompts, steps and generation, with memory for the context allocated once."""

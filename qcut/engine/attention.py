@@ -1,4 +1,4 @@
-"""Attention over an engine's cache: of whole prompts, and of one new token of each sequence."""
+"""Attention over an engine's cache, for whole prompts and for one new token of each sequence."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from qcut.engine.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class PromptAttention:
-    """Tokens of prompts look back on their own prompt, which fills the cache from its start.
+    """Attention of prompts: tokens attend to their own prompt, whose keys and values fill the cache from the start.
 
     Attributes:
         cache: keeps keys and values.
-        cos: ``[context, D]`` in the activations' dtype, or None without rotations.
+        cos: ``[context, D]`` in the activations' dtype, or None without rotary positions.
         sin: as ``cos``.
-        positions: of every token, int32 ``[batch T]``: 0 to T - 1, for each sequence.
-        batch: sequences.
-        first: place of the first of them in the cache.
+        positions: position of every token, int32 ``[batch T]``: 0 to T - 1 for each sequence.
+        batch: number of sequences.
+        first: index of the first of these sequences in the cache.
     """
 
     raises_absmax: ClassVar[bool] = False
@@ -48,15 +48,17 @@ class PromptAttention:
 
 @dataclass(frozen=True)
 class StepAttention:
-    """One token of each sequence looks back on all of the sequence; one kernel rotates, keeps and attends.
+    """Attention of steps: one token of each sequence attends to the whole sequence, in one kernel.
+
+    The kernel rotates queries and keys, stores keys and values in the cache, and attends.
 
     Attributes:
         cache: keeps keys and values.
-        cos: ``[context, D]`` in the activations' dtype, or None without rotations.
+        cos: ``[context, D]`` in the activations' dtype, or None without rotary positions.
         sin: as ``cos``.
-        positions: of the tokens, int32 ``[B]``.
-        slots: places in the cache where the tokens' keys and values go, int32 ``[B]``.
-        counters: zeros, int32 ``[B queries]``, which every launch leaves as zeros.
+        positions: position of each token, int32 ``[B]``.
+        slots: place in the cache for each token's keys and values, int32 ``[B]``.
+        counters: int32 ``[B queries]``, zero before and after every launch.
     """
 
     raises_absmax: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Steps of a batch of sequences, whose tokens and positions stay on the device; as a CUDA graph where one is wanted."""
+"""Decodes a batch of sequences step by step, with tokens and positions on the device, optionally as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from torch import Tensor
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 
 Read = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Logits ``[B, vocabulary]`` of tokens (int64), positions and slots (int32), all ``[B]``."""
+"""A step: takes tokens (int64), positions and slots (int32), all ``[B]``, and returns logits ``[B, vocabulary]``."""
 _WARM_UPS = 2
 """Runs before a capture: kernels are built and loaded, and memory that outlives a step is allocated."""
 
 
 class DecodeLoop:
-    """Reads one token of each sequence at a time, and takes the likeliest as the next unless told otherwise.
+    """Reads one token of each sequence per step; the likeliest token comes next, unless `choose` names another.
 
-    Nothing of a step waits for the device. Sequences that are full go on at the context's last position, and their keys
-    and values go to the slot after it.
+    No step waits for the device. Full sequences stay at the context's last position, and their keys and values go to
+    the slot after the context.
 
     Args:
-        read: computes a step; a capture takes the function as it is now: weights that move later are read where they
-            were.
-        size: sequences of a step; fewer may be used.
+        read: computes a step. A captured graph reads weights at the addresses that they have now.
+        size: most sequences in a step.
         context: positions of a sequence.
-        device: of everything.
-        pool: memory for a CUDA graph (``torch.cuda.graph_pool_handle``), which is captured here; None captures none.
+        device: device of all tensors.
+        pool: memory pool for a CUDA graph (``torch.cuda.graph_pool_handle``), captured here; None captures no graph.
 
     Raises:
         RuntimeError: torch's, where the step cannot be captured. Nothing is left behind.
@@ -47,7 +46,7 @@ class DecodeLoop:
         return self._tokens[: self._used]
 
     def start(self, tokens: Tensor, positions: Tensor) -> None:
-        """Go on from n tokens at these positions; int64 and int32 ``[n]``."""
+        """Start with n tokens, int64 ``[n]``, at positions int32 ``[n]``."""
         n = self._used = len(tokens)
         self._tokens[:n].copy_(tokens, non_blocking=True)
         self._slots[:n].copy_(positions, non_blocking=True)
@@ -55,11 +54,11 @@ class DecodeLoop:
         torch.clamp(self._slots, max=self._context - 1, out=self._positions)
 
     def choose(self, tokens: Tensor) -> None:
-        """Read these tokens next, int64 ``[n]`` on the device."""
+        """Set the tokens that the next step reads, int64 ``[n]`` on the device."""
         self.tokens.copy_(tokens)
 
     def step(self) -> Tensor:
-        """Read the tokens; their logits ``[n, vocabulary]``, in memory that the next step may overwrite."""
+        """Read the tokens and return logits ``[n, vocabulary]``, in memory that the next step may overwrite."""
         if self._graph is None:
             logits = self._run()
         else:
@@ -85,7 +84,7 @@ class DecodeLoop:
 
 
 class Fetched:
-    """Tokens on their way to the host, behind the work that makes them and before the work that is queued later."""
+    """Tokens on their way to the host, copied after the work that makes them and before work queued later."""
 
     def __init__(self, tokens: Tensor) -> None:
         self._event = None
@@ -98,7 +97,7 @@ class Fetched:
             self._event = recorded_event(tokens.device)
 
     def wait(self) -> list[int]:
-        """The tokens."""
+        """Wait for the copy and return the tokens."""
         if self._event is not None:
             self._event.synchronize()
         tokens: list[int] = self._tokens.tolist()

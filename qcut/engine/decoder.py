@@ -1,8 +1,8 @@
-"""A decoder-only transformer as data, and the way of a token through it: from its id, block by block, to logits.
+"""A decoder-only transformer: its parts as data, and the computation from token ids through blocks to logits.
 
-A `Decoder` holds the modules of a Hugging Face model by what they do; `qcut.engine.families` makes it. Linear layers
-are called. Kernels of qcut stand for norms, activations and embeddings, and read the modules' weights. Attention is an
-argument: `qcut.engine.attention` has one for prompts and one for steps.
+A `Decoder` holds the modules of a Hugging Face model by their role; `qcut.engine.families` makes decoders. Linear
+layers are called as modules. Norms, activations and embeddings are computed by qcut's kernels from the modules'
+weights. Attention is an argument: `qcut.engine.attention` has one class for prompts and one for steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
 
 
 class Int8Rows(NamedTuple):
-    """Rows of ``dtype`` as `torch.ops.qcut.quantize_per_token` gives them, int8 ``[R, K_padded]``, float32 ``[R]``."""
+    """Rows quantized by `torch.ops.qcut.quantize_per_token`: int8 ``[R, K_padded]``, scales float32 ``[R]``."""
 
     q: Tensor
     scale: Tensor
@@ -48,7 +48,7 @@ def takes_int8(module: nn.Module) -> TypeGuard[W8A8Linear]:
 
 
 def takes_absmax(module: nn.Module, rows: int) -> bool:
-    """Whether a module that is given so many rows with their largest magnitudes quantizes them as it reads them."""
+    """Whether a module quantizes ``rows`` rows in its product, by their largest magnitudes."""
     return takes_int8(module) and rows <= FEW_ROWS and rows * module.in_features <= FEW_ELEMENTS
 
 
@@ -56,9 +56,9 @@ def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tens
     """Apply a linear layer to rows.
 
     Args:
-        module: a linear layer; rows other than a tensor are for those that `takes_int8`.
+        module: a linear layer. Rows other than a plain tensor need a layer for which `takes_int8` holds.
         rows: R rows of K elements.
-        absmax: float32 ``[R]``, raised to the largest magnitudes of the result; with `Int8Rows` alone.
+        absmax: float32 ``[R]``, raised to the largest magnitude of each row of the result; only with `Int8Rows`.
 
     Returns:
         ``[R, N]``.
@@ -79,8 +79,8 @@ class AddNorm:
 
     Attributes:
         norm: RMSNorm or LayerNorm.
-        module: has the weight, and the bias if there is one.
-        eps: under the root.
+        module: holds the weight, and the bias if there is one.
+        eps: added under the root.
         k_padded: columns of the normalized rows in int8, where all linear layers that read them take int8; else None.
     """
 
@@ -91,16 +91,16 @@ class AddNorm:
 
     @classmethod
     def rms(cls, module: nn.Module, eps: float, readers: Sequence[nn.Module] = ()) -> AddNorm:
-        """With an RMSNorm; ``readers`` are all linear layers that read the result."""
+        """An AddNorm with an RMSNorm; ``readers`` are all linear layers that read the result."""
         return cls("rms", module, eps, _int8_columns(readers))
 
     @classmethod
     def layer(cls, module: nn.LayerNorm, readers: Sequence[nn.Module] = ()) -> AddNorm:
-        """With a LayerNorm; ``readers`` are all linear layers that read the result."""
+        """An AddNorm with a LayerNorm; ``readers`` are all linear layers that read the result."""
         return cls("layer", module, module.eps, _int8_columns(readers))
 
     def __call__(self, x: Tensor, unadded: Tensor | None) -> tuple[Tensor, Rows]:
-        """``x + unadded``, or x where there is nothing to add, and the norm of that; ``[R, hidden]`` each."""
+        """The sum ``x + unadded``, or x where ``unadded`` is None, and the norm of the sum; ``[R, hidden]`` each."""
         weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
         given = (x, unadded, weight, bias, self.norm == "layer", self.eps)
         rows: Rows
@@ -121,8 +121,8 @@ class Heads(NamedTuple):
     """Heads of a token.
 
     Attributes:
-        queries: their number.
-        keys: the number of keys, and of values; each serves ``queries / keys`` queries.
+        queries: number of query heads.
+        keys: number of key heads and of value heads; each serves ``queries / keys`` query heads.
         size: elements of a head.
     """
 
@@ -149,10 +149,10 @@ class SelfAttention:
     """Projections to queries, keys and values, attention over them, and a projection of its heads.
 
     Attributes:
-        projections: to queries, keys and values: three modules, or one whose result is all of them.
-        output: of the heads, side by side.
-        heads: of a token.
-        scaling: of the scores.
+        projections: three modules for queries, keys and values, or one module whose result holds all three.
+        output: the projection of the heads, side by side.
+        heads: heads of a token.
+        scaling: factor of the scores.
     """
 
     projections: tuple[nn.Module, ...]
@@ -168,7 +168,7 @@ class SelfAttention:
 
 
 _KERNELS_STAND_FOR = {False: ("NewGELUActivation", "GELUTanh"), True: ("SiLUActivation", "SiLU")}
-"""Classes of activations that ``gelu_tanh`` computes of the projection up, and ``silu_mul`` of gate and up."""
+"""By ``MLP.gated``: names of activation classes that the kernels ``gelu_tanh`` and ``silu_mul`` compute."""
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,9 @@ class MLP:
     """Projections up, an activation, a projection down.
 
     Attributes:
-        projections: up; of a gated MLP gate and up, or one module whose result is both.
-        activation: of the projection up, or of the gate, which then multiplies up.
-        down: back to the hidden size.
+        projections: the projection up; in a gated MLP gate and up, or one module whose result holds both.
+        activation: applied to the projection up, or to the gate, by which up is then multiplied.
+        down: the projection back to the hidden size.
         gated: whether there is a gate.
     """
 
@@ -190,13 +190,13 @@ class MLP:
     def __call__(self, rows: Rows, absmax: Tensor | None) -> Tensor:
         """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``down`` the largest magnitudes of the rows that it reads.
 
-        A model's configuration does not say what its activation is: a quantized projection may compute it, and leaves
-        ``nn.Identity`` in its place.
+        The activation's module decides what is computed, not the model's configuration: a quantized projection may
+        compute the activation, and ``nn.Identity`` then stands in its place.
         """
         by_kernel = type(self.activation).__name__ in _KERNELS_STAND_FOR[self.gated]
         by_projection = isinstance(self.activation, nn.Identity) and isinstance(rows, Int8Rows) and not self.gated
         if not (by_kernel or by_projection):
-            absmax = None  # nobody takes note of the magnitudes
+            absmax = None  # no kernel computes the magnitudes
         parts = [project(up, rows, absmax if by_projection else None) for up in self.projections]
         if self.gated:
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
@@ -208,11 +208,11 @@ class MLP:
 
 
 class BlockAbsmax(NamedTuple):
-    """Zeros ``[R]``, raised to the largest magnitudes of rows that a projection reads, or None where it has no use.
+    """Zeros ``[R]`` to be raised to the largest magnitudes of rows, or None where the projection does not use them.
 
     Attributes:
-        attention: of the rows that ``attention.output`` reads.
-        mlp: of the rows that ``mlp.down`` reads.
+        attention: for the rows that ``attention.output`` reads.
+        mlp: for the rows that ``mlp.down`` reads.
     """
 
     attention: Tensor | None
@@ -226,7 +226,7 @@ _NO_ABSMAX = BlockAbsmax(None, None)
 class Block:
     """One layer of a decoder: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
-    The last sum of a block is left to the first norm of the next.
+    The first norm of the next block computes the last sum of a block.
     """
 
     attention_norm: AddNorm
@@ -258,11 +258,11 @@ class Attention(Protocol):
         """Keep a layer's new keys and values, and mix the values of all tokens up to each query's own.
 
         Args:
-            layer: its index.
+            layer: index of the layer.
             q: ``[R, queries, D]``, before rotations; may be overwritten.
             k: ``[R, keys, D]``, before rotations.
             v: ``[R, keys, D]``.
-            scaling: of the scores.
+            scaling: factor of the scores.
             absmax: float32 ``[R]``, raised to the largest magnitudes of the result, or None.
 
         Returns:
@@ -279,16 +279,16 @@ class Decoder:
         architecture: name of the model's class.
         tokens: embedding of token ids.
         positions: embedding of positions, or None.
-        rotary: module that gives cosines and sines ``[1, T, D]`` of positions, or None.
-        blocks: in order.
-        norm: after the last block.
-        head: from the last norm to logits.
-        heads: of a token.
+        rotary: module that returns cosines and sines ``[1, T, D]`` of positions, or None.
+        blocks: the blocks in order.
+        norm: the norm after the last block.
+        head: the projection from the last norm's result to logits.
+        heads: heads of a token.
         vocabulary: number of token ids.
         context: most tokens that the model was made for.
-        window: most tokens that attention looks back on, or None.
-        dtype: of activations.
-        device: of the weights.
+        window: most tokens that attention reaches back, or None for no limit.
+        dtype: dtype of activations.
+        device: device of the weights.
     """
 
     architecture: str
@@ -309,10 +309,10 @@ class Decoder:
         """Read tokens.
 
         Args:
-            ids: int64 ``[R]``, R = batch T, a sequence's after another's, each in the vocabulary.
+            ids: int64 ``[R]``, R = batch T, sequence after sequence, each id in the vocabulary.
             positions: int32 ``[R]``.
-            batch: sequences.
-            attention: looks back from these positions.
+            batch: number of sequences.
+            attention: attention of all layers at these positions.
 
         Returns:
             Two summands of the last block's result, ``[R, hidden]`` each; `logits` takes them.
@@ -381,7 +381,7 @@ class Decoder:
         return replace(self, blocks=tuple(blocks))
 
     def _absmax(self, rows: int) -> list[BlockAbsmax]:
-        """Zeros for each block, one allocation for all."""
+        """Zeros for each block, all from one allocation."""
         wanted = [[takes_absmax(m, rows) for m in (b.attention.output, b.mlp.down)] for b in self.blocks]
         if not any(map(any, wanted)):
             return [_NO_ABSMAX] * len(wanted)

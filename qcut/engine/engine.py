@@ -1,6 +1,6 @@
 """`Engine`: a decoder-only model with memory for its context allocated once, and generation on top.
 
-`qcut.engine.decoder` has the arithmetic, `qcut.engine.decode_loop` the steps.
+`qcut.engine.decoder` computes the model, `qcut.engine.decode_loop` runs the steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from qcut.models.evaluation import token_nll
 from qcut.numerics.sampling import Sampling, sample
 
 DEFAULT_CONTEXT = 4096
-"""Tokens that an engine has memory for unless told otherwise, where the model was made for more."""
+"""Default context in tokens of an engine whose model was made for more."""
 
 Prompts = Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]
@@ -33,8 +33,9 @@ class Generated:
     """The continuation of a prompt.
 
     Attributes:
-        tokens: ids, the stop token included.
-        reason: why there are no more: ``stop``, a stop token; ``length``, ``max_new_tokens``; ``context``, no room.
+        tokens: ids of the new tokens, a stop token included.
+        reason: why generation ended: ``stop`` at a stop token, ``length`` at ``max_new_tokens``, ``context`` where the
+            context was full.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -46,13 +47,13 @@ class _Running:
 
     Args:
         length: tokens of the prompt.
-        context: tokens that there is room for; the last new token is not read and takes none.
+        context: tokens that the cache has room for. The last new token is not read and needs no room.
         max_new_tokens: most new tokens, or None.
         stops: ids that end the sequence.
 
     Attributes:
-        tokens: new ids.
-        reason: why there will be no more; None while the sequence goes on.
+        tokens: ids of the new tokens.
+        reason: why the sequence ended; None while it goes on.
     """
 
     def __init__(self, length: int, context: int, max_new_tokens: int | None, stops: frozenset[int]) -> None:
@@ -109,8 +110,8 @@ class Engine:
         batch: most sequences at once.
         context: most tokens of a sequence.
         cache: keys and values.
-        prompt_rows: tokens of prompts, whole sequences, that go through a layer at once; they bound the memory of its
-            results. May be changed between calls.
+        prompt_rows: most tokens of prompts that a layer computes at once, in whole sequences, which bounds the memory
+            of its results. May be changed between calls.
 
     Raises:
         UnsupportedError: another architecture; the message names it.
@@ -161,25 +162,25 @@ class Engine:
             kv_dtype=kv_cache,
         )
         self._cos, self._sin = decoder.rotary_tables(context)
-        # The engine's own: graphs of two engines may run at once, on streams that nobody knew when they were captured.
+        # Each engine has counters of its own, since graphs of two engines may run at once.
         self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
         self._lengths: list[int] = []
         self._captures = graphs and device.type == "cuda"
-        # Graphs know addresses, and another engine may stack what this one did not.
+        # Graphs hold addresses, and another engine may move weights that this one did not stack.
         self._held = [t.detach() for t in (*model.parameters(), *model.buffers())] if self._captures else []
         self._loops: dict[int, DecodeLoop] = {}
         self._pool: Any = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens in the cache, of each sequence."""
+        """Number of tokens in the cache for each sequence."""
         return tuple(self._lengths)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def prefill(self, prompts: Prompts) -> Tensor:
-        """Forget everything, and read a prompt for each sequence.
+        """Empty the cache and read a prompt for each sequence.
 
         Args:
             prompts: token ids, of any lengths from 1 up; a tensor has one length for all.
@@ -188,7 +189,7 @@ class Engine:
             Logits ``[B, vocabulary]`` of each prompt's last token, in the model's dtype.
 
         Raises:
-            ContextError: more prompts than the batch, or a prompt longer than the context. What was there stays.
+            ContextError: more prompts than the batch, or a prompt longer than the context. The cache stays as it was.
             ShapeError: no prompt, an empty one, or a tensor that is not ``[B, T]``.
             DtypeError: ids that are no integers.
             ConfigError: an id outside of the vocabulary.
@@ -203,7 +204,7 @@ class Engine:
 
     @torch.no_grad()
     def score(self, prompts: Prompts) -> list[Tensor]:
-        """Forget everything, read a prompt for each sequence, and score its tokens, with the logits of all in memory.
+        """Empty the cache, read a prompt for each sequence, and score its tokens. All logits are in memory.
 
         Args:
             prompts: see `prefill`.
@@ -294,7 +295,7 @@ class Engine:
 
         arriving = Fetched(loop.tokens)
         while True:
-            # The device computes while the host waits; in vain where stop tokens end all sequences.
+            # The device computes the next step while the host waits; wasted where stop tokens end all sequences.
             ahead = advance() if device.type == "cuda" and any(s.may_want_two for s in running) else None
             for i, token in enumerate(arriving.wait()):
                 sequence = running[i]
@@ -308,7 +309,7 @@ class Engine:
             arriving = ahead or advance()
 
     def _loop_from(self, tokens: Tensor) -> DecodeLoop:
-        """Steps that read these tokens next, one of each sequence, by their graph where there are any."""
+        """The decode loop for as many sequences as tokens, started at these tokens; with a graph where graphs are used."""
         n, device = len(self._lengths), self.decoder.device
         if not self._captures:
             loop = DecodeLoop(self._step, n, self.context, device)

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far, in memory that is allocated once."""
+"""The cache of keys and values of earlier tokens, allocated once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qcut.errors import ConfigError
 KVDtype = Literal["auto", "int8"]
 KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8")
 Memory = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Keys, values and, of int8, their scales."""
+"""Keys, values, and the scales of keys and values, None unless the cache is int8."""
 
 
 class KVCache:
@@ -23,13 +23,13 @@ class KVCache:
     elements. Attention reads ``q * scale`` in the activations' dtype, for prompts as for single tokens.
 
     Args:
-        layers: of the model.
-        batch: sequences.
-        kv_heads: of a token.
+        layers: number of layers.
+        batch: number of sequences.
+        kv_heads: key heads of a token.
         context: tokens of a sequence.
         head_size: elements of a key.
-        dtype: of activations.
-        device: of the memory.
+        dtype: dtype of activations.
+        device: device of the memory.
         kv_dtype: ``auto`` keeps keys and values in the activations' dtype, ``int8`` quantizes them.
 
     Raises:
@@ -55,7 +55,7 @@ class KVCache:
         stored = torch.int8 if kv_dtype == "int8" else dtype
         self._values = torch.zeros((*shape, head_size), dtype=stored, device=device)
         self._scales = torch.zeros(shape, dtype=torch.float32, device=device) if kv_dtype == "int8" else None
-        # Views are made once: one takes longer than the kernel that it is for.
+        # Views are made once: making a view takes longer than the kernel that reads it.
         scales = [(None, None)] * layers if self._scales is None else [(s[0], s[1]) for s in self._scales]
         self._layers: list[Memory] = [(v[0], v[1], *s) for v, s in zip(self._values, scales, strict=True)]
 
@@ -68,8 +68,8 @@ class KVCache:
         """A layer's memory: keys, values ``[batch, kv_heads, context, D]`` and, of int8, their scales.
 
         Args:
-            index: of the layer.
-            first: sequence; those before it are left out.
+            index: index of the layer.
+            first: index of the first sequence; earlier sequences are left out.
         """
         if first == 0:
             return self._layers[index]

@@ -15,11 +15,11 @@ FAMILIES: dict[str, Callable[[Any], Decoder]] = {
     "gpt2": gpt2.decoder,
     **dict.fromkeys(("llama", "mistral", "qwen2"), llama.decoder),
 }
-"""What takes a model apart, by ``model_type`` of its configuration."""
+"""By ``model_type`` of a model's configuration, the function that makes its decoder."""
 
 
 def decoder_of(model: nn.Module) -> Decoder:
-    """Take a Hugging Face causal language model apart.
+    """Make the decoder of a Hugging Face causal language model.
 
     Args:
         model: of a type in `FAMILIES`; its linear layers and embeddings quantized or not.
