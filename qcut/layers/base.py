@@ -43,8 +43,7 @@ class Linear(nn.Module):
     Attributes:
         bias: float32 ``[N]`` or None.
         k_max: the largest K whose products are exact, or None where any is.
-        block_rows: rows of the weight that memory keeps together; weights of whole blocks can be put behind one
-            another.
+        block_rows: rows of the weight that memory keeps together; weights of whole blocks can be concatenated.
 
     Raises:
         ConfigError: an unknown scheme or activation, or the scheme ``fp16``, which leaves layers alone.
@@ -61,8 +60,8 @@ class Linear(nn.Module):
         """Registers a subclass.
 
         Args:
-            schemes: what the subclass computes: scheme objects, or classes for all their objects.
-            **kwargs: for other bases.
+            schemes: schemes that the subclass computes: scheme objects, or scheme classes for all their objects.
+            **kwargs: arguments for other bases.
         """
         super().__init_subclass__(**kwargs)
         Linear._subclasses.update(dict.fromkeys(schemes, cls))
@@ -72,7 +71,7 @@ class Linear(nn.Module):
         """The class of a scheme's layers.
 
         Raises:
-            ConfigError: an unknown scheme, or one without layers, such as ``fp16``.
+            ConfigError: the scheme is unknown, or has no layers, such as ``fp16``.
         """
         scheme = parse_scheme(scheme)
         known = Linear._subclasses
@@ -222,7 +221,7 @@ class Linear(nn.Module):
         raise NotImplementedError
 
     def row_buffers(self) -> dict[str, Tensor]:
-        """The buffers whose first dimension is N, or tiles of N; all others hold for every row."""
+        """The buffers whose first dimension is N, or tiles of N; all other buffers are shared by all rows."""
         return {key: buffer for key, buffer in self._buffers.items() if buffer is not None}
 
     def stored(self) -> dict[str, StateEntry]:
@@ -252,7 +251,7 @@ class Linear(nn.Module):
         raise NotImplementedError
 
     def _product(self, x: Tensor) -> Tensor:
-        """`forward`, x having K columns."""
+        """Compute `forward` for x with K columns."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

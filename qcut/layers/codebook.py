@@ -77,8 +77,8 @@ def execution_path(name: str) -> Iterator[None]:
 class CodebookLinear(Linear, schemes=[Codebook]):
     """``y = act(x @ W.T + b)``, W the sum of one or two passes of rotated codebook weights.
 
-    Arguments are those of `Linear`. Passes of one width lie behind one another along
-    K, as one *set*; passes of two widths are two sets, and two products. Inference only. ``.to(dtype)``, ``.half()``
+    Arguments are those of `Linear`. Passes of one width follow one another along K as one
+    *set*; passes of two widths are two sets, and two products. Inference only. ``.to(dtype)``, ``.half()``
     and the like leave all buffers as they are; ``.to(device)`` moves them.
 
     Attributes:
@@ -90,8 +90,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             rotation) and, with int8 products, over ``fold``.
         fold: float32 ``[16 T]``, which makes int8 of a row's weights; None but for int8 products.
         bias: float32 ``[N]`` or None.
-        residual_units, residual_packed_norms, residual_codebook, residual_col_scale, residual_fold: of the second
-            set, where there is one.
+        residual_units, residual_packed_norms, residual_codebook, residual_col_scale, residual_fold: the same buffers
+            of the second set, where there is one.
 
     The state dict is in plain order: ``indices`` packed by `qcut.codebooks.packing.pack`, ``norms`` ``[N, G]``,
     ``codebook``, the same with ``residual_`` in front for a second pass, and ``bias``.
@@ -103,7 +103,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     Exactness: that of ``qcut.codebooks.products.codebook_linear_ref``, or ``codebook_linear_s8_ref`` with int8
     products. Kernels of 16-bit products may round ``value * norm`` to 16 bits, once.
 
-    Source: schemes.md, section 4.
+    Source: docs/schemes.md, section 4.
     """
 
     units: Tensor
@@ -210,7 +210,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     def rows(self, ids: Tensor) -> Tensor:
         """See `Linear.rows`; bitwise, but for the rotation ``qr``: its float32 products depend on device and R."""
         geometry = self.geometry
-        # First, since it refuses ids out of range: packed weights have rows that are padding.
+        # This look-up comes first, since it refuses ids out of range; packed weights have rows of padding.
         norms = self.norms.index_select(0, ids).float()
         ids = ids.long()
         total: Tensor | None = None
@@ -219,7 +219,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             lookup = lookup_for(self.kind, self.group_size, self.in_features, seed, ids.device)
             indices = codebook_layout.unpack_rows(part.units, bits, ids)
             indices = indices[:, units.start * UNIT_COLUMNS : units.stop * UNIT_COLUMNS]
-            # Groups that fill their slots lie in order.
+            # Groups that fill their slots need no reordering.
             in_order = geometry.padded_group == geometry.full
             indices = indices[:, : geometry.k] if in_order else indices.index_select(1, lookup.places)
             values = part.codebook[indices.int()]
@@ -299,7 +299,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             whole = units, norms, b["fold"], col_scale, books[0][halves]
             y = _GEMM(blocks, scale, m, *whole, bias, self.set_bits[0], self.activation, None, dtype)
             return y.view(*rest, self.out_features)
-        # Two products, of the blocks of each set: the second adds the first, and the activation comes last.
+        # One product for each set: the second adds the result of the first, and the activation comes last.
         sets = self.sets()
         counts = [part.units.shape[1] * UNIT_COLUMNS * tokens.itemsize // 128 for part in sets]
         total: Tensor | None = None
@@ -310,7 +310,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         return apply_activation(cast(Tensor, total), self.activation).to(dtype).view(*rest, self.out_features)
 
     def _read_books(self) -> list[dict[torch.dtype, tuple[int, ...]]]:
-        """Codebooks in 16 bits on the host, where launches take them from."""
+        """The codebooks as 16-bit values on the host, from which launches take them."""
         self._books = [{dtype: products.pack_book(part.codebook, dtype) for dtype in _HALVES} for part in self.sets()]
         return self._books
 

@@ -42,7 +42,7 @@ class Embedding(nn.Module):
 
     Exactness: rows are those of the layer's `dequantized_weight`; see `forward`.
 
-    Source: schemes.md, sections 3 and 4.
+    Source: docs/schemes.md, sections 3 and 4.
     """
 
     def __init__(self, linear: Linear, dtype: torch.dtype = torch.float32, *, tied: bool = False) -> None:
@@ -126,12 +126,12 @@ class Embedding(nn.Module):
 
     @property
     def scheme(self) -> Scheme:
-        """The layer's."""
+        """The layer's scheme."""
         return self.linear.scheme
 
     @property
     def weight(self) -> Tensor:
-        """The layer's: model code reads the device here."""
+        """The layer's weight. Model code reads the device here."""
         return self.linear.weight
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def check_table(module: nn.Module, name: str | None = None) -> nn.Embedding:
 
 
 class Table(NamedTuple):
-    """What `torch.ops.qcut.embed_rows` reads of a module: rows, the scales of int8 ones, and what it returns."""
+    """The arguments of `torch.ops.qcut.embed_rows` for a module: rows, scales of int8 rows, and the returned dtype."""
 
     rows: Tensor
     scale: Tensor | None
@@ -198,9 +198,9 @@ class Table(NamedTuple):
 
 
 def table_of(module: nn.Module) -> Table | None:
-    """The table of a module that looks up rows, plain or int8, and does nothing else.
+    """The table of a module that only looks up rows, in floating point or int8, or None.
 
-    None where it does, or has codebooks: hooks, another forward, ``max_norm``, weights of a class of their own.
+    None is returned for codebooks, hooks, a forward of its own, ``max_norm``, and weights of a tensor subclass.
     """
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return None

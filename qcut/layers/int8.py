@@ -44,7 +44,7 @@ class Int8Linear(Linear):
         return numerics.dequantize_ref(self.weight.index_select(0, ids), self.weight_scale[ids])
 
     def _get_name(self) -> str:
-        return "Linear"  # as the scheme stands in the representation, the class would say the same twice
+        return "Linear"  # the representation shows the scheme, which the class name would repeat
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
         n = self.out_features
@@ -64,7 +64,7 @@ class Int8Linear(Linear):
 
 
 class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
-    """Each token quantized by its own largest magnitude; int32 sums.
+    """A W8A8 layer that quantizes each token by the token's own largest magnitude; sums are int32.
 
     Exactness: that of `qcut.numerics.int8.w8a8_linear_ref`, bitwise.
     """
@@ -107,7 +107,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
 
 
 class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
-    """All tokens quantized with one calibrated scale and zero point; int32 sums.
+    """A W8A8 layer that quantizes all tokens with one calibrated scale and zero point; sums are int32.
 
     Attributes:
         col_scale: float32 ``[N]``, ``input_scale * weight_scale`` rounded.
@@ -162,12 +162,12 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
         super()._load_from_state_dict(*args, **kwargs)
         self._input_qparams = None
         if not self.input_scale.is_meta:
-            # Now, and not at the first call: reading a tensor would break a compiled graph.
+            # Read here, since reading a tensor at the first call would break a compiled graph.
             _ = self.input_qparams
 
 
 class W8A16Linear(Int8Linear, schemes=[W8A16()]):
-    """Weights dequantized in registers, tokens in their own 16-bit type; float32 sums.
+    """A layer with weights dequantized in registers and tokens in their own 16-bit type; sums are float32.
 
     Exactness: that of `qcut.numerics.int8.w8a16_linear_ref`.
     """

@@ -1,4 +1,4 @@
-"""Constants that rows of a codebook weight are looked up with, on the device and made once."""
+"""Constants for looking up rows of a codebook weight, made once for each device."""
 
 from __future__ import annotations
 

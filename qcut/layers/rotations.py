@@ -1,4 +1,4 @@
-"""Rotations of tokens that layers share: q, k and v, or gate and up, read the same tensor and rotate it alike."""
+"""Rotations of tokens that layers share: q, k and v, or gate and up, rotate the same tensor in the same way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class RotationSpec(NamedTuple):
-    """What a layer's rotation is.
+    """The parameters of a layer's rotation.
 
     Attributes:
         kind: hadamard, qr or none.
@@ -44,7 +44,7 @@ class Rotation:
         self._operands: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     def operands(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """What the kernel reads besides tokens of a dtype; see `qcut.codebooks.tokens.operands`."""
+        """The tensors that the kernel reads besides tokens of a dtype; see `qcut.codebooks.tokens.operands`."""
         # Matrices are of the tokens' type; signs are the same for all.
         matrices = dtype if self.spec.kind == "qr" and dtype in _HALVES else torch.float16
         made = self._operands.get((matrices, device))
@@ -66,7 +66,7 @@ _rotations: weakref.WeakValueDictionary[RotationSpec, Rotation] = weakref.WeakVa
 
 
 def rotation_for(spec: RotationSpec) -> Rotation:
-    """The rotation of all layers that rotate so; to be held by each of them."""
+    """The rotation object that all layers with this specification share; each layer holds it."""
     return _rotations.setdefault(spec, Rotation(spec))
 
 
@@ -139,7 +139,7 @@ def _streams() -> ModuleType:
 
 
 shared = SharedRotations()
-"""Of the process."""
+"""The shared rotations of the process."""
 
 
 def _rotate(spec: RotationSpec, x: Tensor, tokens: torch.dtype, operands: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""One product of modules that read the same rows: q, k and v, or gate and up.
+"""Stacks modules that read the same rows (q, k and v, or gate and up) into one module, one product.
 
-Their weights are put behind one another along N, and the modules' own tensors become views of their rows: there is no
-second copy, and the modules go on working. What writes into a tensor of theirs writes into the stack; what replaces it,
-moving the model or loading codebooks, parts it from the stack, which keeps what it has. The storage of a stack lives as
-long as one of its views.
+Weights of the modules are concatenated along N in a stack, and the modules' own tensors become views of the stack: no
+weight is in memory twice, and the modules go on working. Writing into a module's tensor writes into the stack.
+Replacing the tensor, by moving the model or loading codebooks, parts it from the stack, which keeps the old values. The
+storage of a stack lives as long as one of its views.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from qcut.layers.base import Linear
 from qcut.models.modules import tensor_key
 
-_ALIGNMENT_BYTES = 16  # of vector loads: kernels copy what starts elsewhere
+_ALIGNMENT_BYTES = 16  # alignment of vector loads: kernels copy tensors that start elsewhere
 
 
 class Stacker:
     """Stacks modules of a model.
 
     Args:
-        model: shows which modules and weights have other users; as it is now.
+        model: the model as it is now, which shows the other users of modules and weights.
 
     Attributes:
-        moved_bytes: of the weights that were not where their stack is.
+        moved_bytes: bytes of the weights that were moved into a stack.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -142,7 +142,7 @@ def _signature(module: nn.Module) -> tuple[Any, ...] | None:
 
 
 def _fit(siblings: Sequence[nn.Module]) -> bool:
-    """Whether packed rows lie behind one another as if packed together, and what holds for all rows is equal."""
+    """Whether concatenated packed rows equal rows packed together, and buffers shared by all rows are equal."""
     first = siblings[0]
     if not isinstance(first, Linear):
         return True
@@ -153,7 +153,7 @@ def _fit(siblings: Sequence[nn.Module]) -> bool:
 
 
 def _adjoining(tensors: list[Tensor]) -> Tensor | None:
-    """All of them as one view, where each begins in memory where the one before it ends."""
+    """All tensors as one view, if each begins in memory where the one before ends; else None."""
     first, end = tensors[0], tensors[0].storage_offset()
     for t in tensors:
         if _storage(t) != _storage(first) or t.storage_offset() != end:
