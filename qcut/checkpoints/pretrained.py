@@ -1,4 +1,4 @@
-"""A causal language model and its tokenizer, from wherever they lie: for the commands."""
+"""Loads a causal language model and its tokenizer from a directory or the hub, for qcut's commands."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, prog
 
     Args:
         name: a directory, which never touches the network, or a model's name on the hub.
-        dtype: of floating parameters.
-        device: where the model shall be.
+        dtype: dtype of floating-point parameters.
+        device: device of the model.
         progress: show a progress bar, for directories of qcut.
 
     Returns:
@@ -29,7 +29,7 @@ def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, prog
 
     Raises:
         UnsupportedError: transformers is not installed.
-        CheckpointError: nothing there, or nothing that qcut or transformers reads; see `qcut.load`.
+        CheckpointError: ``name`` names nothing that qcut or transformers can read; see `qcut.load`.
     """
     try:
         import transformers
@@ -74,7 +74,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def device_of(name: str) -> torch.device:
-    """``auto``: a GPU where there is one.
+    """The device of ``--device``; ``auto`` is a GPU where there is one, else the CPU.
 
     Raises:
         UnsupportedError: ``cuda`` where torch finds none.
@@ -86,7 +86,7 @@ def device_of(name: str) -> torch.device:
 
 
 def dtype_for(name: str, device: torch.device) -> torch.dtype:
-    """``auto``: float16 on a GPU, float32 on a CPU."""
+    """The dtype of ``--dtype``; ``auto`` is float16 on a GPU, float32 on a CPU."""
     if name == "auto":
         return torch.float16 if device.type == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)

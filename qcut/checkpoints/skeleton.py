@@ -1,4 +1,4 @@
-"""The model that a checkpoint fills, without memory, and what its files must hold to fill it."""
+"""Builds the model that a checkpoint fills, without memory, and checks the files' headers against the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the inputs of a model's linear layers look like over real batches.
+"""Statistics of the inputs of a model's linear layers over real batches.
 
 `calibrate` runs the model and keeps, per layer, the exact minimum and maximum of every input channel and a bounded
 uniform sample of tokens. From these come the static ranges (three methods), the per-channel magnitudes that smoothing

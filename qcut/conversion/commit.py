@@ -1,4 +1,4 @@
-"""Changing a model all at once or not at all."""
+"""Changes a model all at once or not at all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from qcut.models.modules import FusedActivation
 
 
 class Change(NamedTuple):
-    """An assignment and its reverse, which also does no harm where the assignment was not made."""
+    """An assignment and its reverse; the reverse does no harm where the assignment was not made."""
 
     apply: Callable[[], None]
     undo: Callable[[], None]
 
 
 def commit(changes: Iterable[Change]) -> None:
-    """Makes all changes in order; where one raises, an interrupt included, undoes those made and raises it again."""
+    """Makes all changes in order. If one raises, an interrupt included, undoes them and raises the exception again."""
     undo: list[Callable[[], None]] = []
     try:
         for change in changes:
@@ -45,10 +45,10 @@ def changes_of(
 
     Args:
         model: stays as it is.
-        replacements: new modules by the ids of those whose places they take, wherever these are registered.
-        fused: activations that a layer has taken over: function by the module's name.
-        updates: parameters that stay, and the values that they get.
-        device: where the parameters and buffers that stay go; None leaves them.
+        replacements: new modules by the id of the module that each replaces, wherever that is registered.
+        fused: activations that layers compute: function by the name of the activation's module.
+        updates: parameters that stay, with their new values.
+        device: new device of parameters and buffers that stay; None leaves them where they are.
     """
     kept = [module for module in model.modules() if id(module) not in replacements]
     if device is not None:

@@ -61,9 +61,9 @@ def quantize(
         scheme: one for all layers (``w8a8``, ``w8a8_static``, ``w8a16``, ``codebook4`` and the like, see
             `qcut.Codebook`), or a `Plan`.
         calibration: `qcut.calibrate` of this model. ``w8a8_static`` and ``smooth`` need it; with it, the report
-            states each layer's output error. It is not changed.
+            states each layer's output error. The calibration is not changed.
         second_moments: of the layers' inputs by name, `qcut.collect_second_moments` of this model: codebook layers
-            are then fitted to them, in place of rounding to the nearest. Other schemes do not look at it.
+            are then fitted to them, in place of rounding to the nearest. Other schemes ignore second moments.
         smooth: SmoothQuant's alpha, to migrate outliers into the weights first; see `qcut.smooth`. Not with a plan,
             whose ranges hold for the model it was made on: call `qcut.smooth` before `qcut.plan`.
         include: globs of layers to quantize; None takes all (of the plan).
@@ -72,11 +72,11 @@ def quantize(
         embeddings: scheme of the tables of tokens (`qcut.layers.embedding.token_tables`), which become
             `qcut.Embedding`, and of the classifier, tied to one or not, whatever ``include`` and ``skip`` say; None
             leaves them as they are otherwise. Tables of positions stay.
-        device: where the model shall be afterwards; None leaves it.
-        fuse: let a quantized layer compute the activation that follows it, in float32, before its result is rounded;
-            where one is known to follow: see `qcut.models.modules.fusible_activations`.
-        prebuild: token counts (batch times length) whose CUDA kernels are built now, in parallel; others are built
-            when they are first met, half a minute each. Of no effect on the CPU.
+        device: device of the model afterwards; None leaves the model where it is.
+        fuse: let a quantized layer compute the activation that follows, in float32, before rounding its result. The
+            activations are those of `qcut.models.modules.fusible_activations`.
+        prebuild: token counts (batch times length) whose CUDA kernels are built now, in parallel. Other kernels are
+            built at their first use, which takes half a minute each. Of no effect on the CPU.
         progress: show a progress bar.
 
     Returns:
@@ -97,7 +97,7 @@ def quantize(
     Exactness: deterministic. Int8 weights are the same on every device (`qcut.numerics`); an index of a codebook may
     differ where a rotated value lies within rounding of a midpoint (`qcut.codebooks.quantizer.quantize`).
 
-    Source: schemes.md, sections 2 to 4; SmoothQuant, see `qcut.smooth`.
+    Source: docs/schemes.md, sections 2 to 4; SmoothQuant, see `qcut.smooth`.
     """
     smoothing, calibration = _smoothing(model, scheme, calibration, smooth)
     work = _prepare(model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse)
@@ -123,13 +123,13 @@ def model_bytes(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """What becomes of a model, decided and checked before anything is made.
+    """All changes of a model, decided and checked before any layer is made.
 
     Attributes:
-        tasks: of the linear layers, by name.
-        skipped: layers that stay, with the reason.
-        tables: embeddings that become quantized ones, by name.
-        fused: activations that layers take over: function by name.
+        tasks: tasks of the linear layers, by name.
+        skipped: layers that stay in float, with the reason.
+        tables: embeddings to quantize, by name.
+        fused: activations that layers will compute: function by name.
     """
 
     tasks: dict[str, Task]
@@ -141,7 +141,7 @@ class _Work:
 def _smoothing(
     model: nn.Module, scheme: str | Scheme | Plan, calibration: Calibration | None, alpha: float | None
 ) -> tuple[Smoothing | None, Calibration | None]:
-    """What smoothing would do, and the calibration of the smoothed model."""
+    """The smoothing to apply, or None, and the calibration of the smoothed model."""
     if alpha is None:
         return None, calibration
     if isinstance(scheme, Plan):
@@ -225,7 +225,7 @@ def _make_tables(
 def _float_updates(
     model: nn.Module, smoothing: Smoothing, layers: Mapping[str, Linear]
 ) -> list[tuple[nn.Parameter, Tensor]]:
-    """What smoothing makes of norms and of the layers that stay."""
+    """New values that smoothing gives to norms and to layers that stay in float."""
     updates: list[tuple[nn.Parameter, Tensor]] = []
     for migration in smoothing.migrations:
         updates += norm_updates(model, migration)

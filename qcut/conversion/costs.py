@@ -1,4 +1,4 @@
-"""What a layer costs under each scheme: the numbers a plan minimizes. Replace them by your own measurements."""
+"""The cost of a layer under each scheme, which a plan minimizes. Measurements of your own can replace it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from qcut.layers.base import Linear
 
 @dataclass(frozen=True)
 class LayerSize:
-    """What a cost model may know about a layer.
+    """The facts about a layer that a cost model may use.
 
     Attributes:
         name: the layer.
         out_features: N.
         in_features: K.
-        bias: whether it has one.
-        float_bytes: of its parameters as they are now.
+        bias: whether the layer has a bias.
+        float_bytes: bytes of the layer's parameters as they are now.
     """
 
     name: str
@@ -47,12 +47,12 @@ class TimeCost:
 
     Bytes are those of the weight (int8, 2 a value, or a codebook's indices and norms), of the input (int8 products:
     one byte a value, and 8 a token for dynamic scales) and of the output (2 a value); a second pass of a codebook
-    reads and multiplies the input again. Not counted is what fusion and CUDA graphs take away: launches, and a
-    separate pass that quantizes or rotates the input. The defaults are what an H200 sustains; only the ratios between
-    schemes matter to a plan.
+    reads and multiplies the input again. Launches, and separate passes that quantize or rotate the
+    input, are not counted, since fusion and CUDA graphs remove them. The defaults are rates that an H200 sustains;
+    only the ratios between schemes matter to a plan.
 
     Attributes:
-        tokens: M, the tokens of a call: prompts by default. With few tokens the bytes decide, and so will the plan.
+        tokens: M, the tokens of a call; the default is a prompt's. With few tokens, bytes decide the time and the plan.
         int8_tops: 10¹² int8 operations a second.
         fp16_tflops: 10¹² float16 operations a second.
         bandwidth: 10¹² bytes a second.

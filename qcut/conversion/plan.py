@@ -20,14 +20,14 @@ class LayerPlan:
     """One layer of a plan.
 
     Attributes:
-        scheme: ``w8a8_static``, ``w8a8``, ``w8a16``, ``fp16`` or a codebook's name. Edit this one.
+        scheme: ``w8a8_static``, ``w8a8``, ``w8a16``, ``fp16`` or a codebook's name. Users may edit this field.
         in_features: K.
         out_features: N.
-        static_range: what ``w8a8_static`` quantizes the input with; present for any layer that could use it.
-        range_method: how that range was derived.
-        sensitivity: the loss by scheme, this layer alone quantized; in the unit of `Plan.metric`.
-        cost: by scheme, in the unit of `Plan.objective`: µs or bytes.
-        reason: why the layer is not on the fastest scheme; empty where it is.
+        static_range: the range with which ``w8a8_static`` quantizes the input, for every layer that could use it.
+        range_method: the method that derived ``static_range``.
+        sensitivity: by scheme, the loss with only this layer quantized, in the unit of `Plan.metric`.
+        cost: by scheme, the cost in the unit of `Plan.objective`: µs or bytes.
+        reason: why the layer does not have the cheapest scheme; empty where it has.
     """
 
     scheme: str
@@ -45,14 +45,14 @@ class Plan:
     """Schemes for a model's layers, to read, edit, save and pass to `qcut.quantize`.
 
     Attributes:
-        layers: `LayerPlan` by layer name. Layers that are not in it stay as they are.
+        layers: `LayerPlan` by layer name. Layers without an entry stay as they are.
         budget: the loss that was allowed, in the unit of `metric`.
-        metric: what loss means here; see `qcut.plan`.
-        objective: ``time``, ``memory``, or ``custom``: what the costs count.
-        predicted: sum of the layers' sensitivities; None where those are not in the unit of the metric.
+        metric: the meaning of the loss; see `qcut.plan`.
+        objective: the meaning of the costs: ``time``, ``memory`` or ``custom``.
+        predicted: sum of the layers' sensitivities; None where sensitivities have another unit than the metric.
         measured: the loss of the whole plan, measured on the model.
-        start: the same with every layer on its cheapest scheme.
-        tokens: how many tokens it was measured on.
+        start: the measured loss with every layer on its cheapest scheme.
+        tokens: number of tokens that the losses were measured on.
     """
 
     layers: dict[str, LayerPlan]
@@ -175,7 +175,7 @@ def _layer(data: dict[str, Any]) -> LayerPlan:
 
 
 def _finite(data: Any) -> Any:
-    """JSON has no infinity: a scheme that breaks the model has the sensitivity null."""
+    """Replace infinities, which JSON lacks, by null: the sensitivity of a scheme that breaks the model."""
     if isinstance(data, dict):
         return {k: _finite(v) for k, v in data.items()}
     return None if isinstance(data, float) and not math.isfinite(data) else data

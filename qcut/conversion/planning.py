@@ -1,4 +1,4 @@
-"""`plan`: find out which layers tolerate which scheme, and spend a quality budget where it saves most."""
+"""`plan`: measures which layers tolerate which scheme, and spends a quality budget where it saves most."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def plan(
     3. All layers start on their cheapest scheme. Moves to dearer ones are ordered by sensitivity saved per cost added.
        The shortest run of moves whose loss, measured on the model with all of them made, is within the budget is found
        by bisection: errors of layers do not add up, so sums of sensitivities decide the order and nothing else.
-    4. Every move is then tried back, those that save most first, and stays undone where the measured loss allows it.
-       (Not tried: moves whose own sensitivity is more than twice what is left of the budget.)
+    4. Every move is then undone on trial, the moves that save most first, and stays undone where the measured loss is
+       within the budget. Moves whose own sensitivity is more than twice the rest of the budget are not tried.
 
     The loss is the relative increase of perplexity for language models, and the relative squared error of the output
     for others; see `qcut.conversion.sensitivity.Judge`. To use smoothing, call `qcut.smooth(model, calibration)` first
@@ -65,7 +65,7 @@ def plan(
         objective: minimize ``time`` or ``memory`` (`qcut.conversion.costs`).
         candidates: schemes that may be used: names or objects, codebooks too.
         calibration: of this model as it is now; by default the batches are used for it.
-        measure: see above.
+        measure: the sensitivity of step 2: ``model`` or ``layer``.
         cost: a cost model of your own, instead of the objective's.
         sensitivity_batches: how many of the batches step 2 uses (None: all); steps 3 and 4 use all of them.
         include: globs of layers to plan for; None takes every linear layer.

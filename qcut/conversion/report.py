@@ -1,4 +1,4 @@
-"""What `qcut.quantize` did to a model, layer by layer."""
+"""The report of `qcut.quantize`, layer by layer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class LayerReport:
         scheme: its scheme.
         in_features: K.
         out_features: N.
-        bytes_before: of its parameters.
-        bytes_after: of its buffers; shared ones count in every layer that holds them.
+        bytes_before: bytes of the layer's parameters.
+        bytes_after: bytes of the quantized layer's buffers; shared buffers count in every layer that holds them.
         weight_error: ``‖W − Ŵ‖ / ‖W‖`` (Frobenius).
         output_sqnr_db: signal over quantization noise of its output on calibration tokens, or None without calibration.
         tied_to: the layer whose quantized weight it shares, or None.
@@ -42,14 +42,14 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """What `quantize` did.
+    """The changes that `qcut.quantize` made to a model.
 
     Attributes:
         layers: the quantized layers, in model order.
         skipped: linear layers left in floating point, with the reason.
-        bytes_before: of the model's parameters and buffers, shared ones once.
-        bytes_after: the same afterwards.
-        smoothing: what was migrated, or None.
+        bytes_before: bytes of the float model's parameters and buffers, shared tensors once.
+        bytes_after: bytes of the quantized model's parameters and buffers, shared tensors once.
+        smoothing: the smoothing that was applied, or None.
     """
 
     layers: tuple[LayerReport, ...]

@@ -47,11 +47,11 @@ class Search:
     """Steps 3 and 4 of `qcut.plan`.
 
     Args:
-        groups: with costs and sensitivities.
-        loss: of the model with some layers replaced, which are given by name; and the number of the measurement.
-        budget: the loss allowed.
-        metric: what a loss is, for error messages.
-        additive: sensitivities are losses too.
+        groups: groups of tied layers, with costs and sensitivities.
+        loss: returns the loss of the model, given replaced layers by name and the number of the measurement.
+        budget: the largest allowed loss.
+        metric: the loss in words, for error messages.
+        additive: whether sensitivities have the unit of the loss.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Search:
         self.seen: dict[Choice, float] = {}
 
     def loss(self, choice: Choice) -> float:
-        """Measured, of the model with all layers of the choice in place."""
+        """The measured loss of the model with all layers of a choice in place."""
         if choice not in self.seen:
             variant = {
                 name: layer

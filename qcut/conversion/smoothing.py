@@ -1,4 +1,4 @@
-"""Moving outliers from activations into weights, exactly.
+"""Moves outliers from activations into weights, exactly.
 
 Where linear layers alone read a norm's output, channel j of that output may be divided by ``s[j]`` (in the norm's
 weight and bias) and column j of those layers' weights multiplied by it. With powers of two nothing is rounded on
@@ -40,7 +40,7 @@ class Migration:
 
 @dataclass(frozen=True)
 class Smoothing:
-    """What `smooth` did.
+    """The changes that `smooth` made.
 
     Attributes:
         migrations: the norms rescaled.
@@ -71,7 +71,7 @@ class Smoothing:
 def migrations_for(model: nn.Module, calibration: Calibration, alpha: float = 0.5, *, exact: bool = True) -> Smoothing:
     """Choose the scales of `smooth` without touching the model.
 
-    Args, Raises: those of `smooth`.
+    Args and Raises: see `smooth`.
     """
     if not 0.0 <= alpha <= 1.0:
         raise ConfigError(f"smooth: found alpha = {alpha}; allowed is 0 <= alpha <= 1")

@@ -17,7 +17,7 @@ from qcut.models.modules import DEFAULT_SKIP, is_linear, matches, tensor_key, we
 
 
 def classifier_tasks(model: nn.Module, tables: dict[str, nn.Embedding], embeddings: str | Scheme) -> dict[str, Task]:
-    """What becomes of the classifier, and of all linear layers that are tied to a table of tokens.
+    """Tasks for the classifier and for all linear layers that are tied to a table of tokens.
 
     Raises:
         ConfigError: an unknown scheme, or one that tables cannot have.
@@ -57,7 +57,7 @@ def quantized_table(
 
 
 def table_report(name: str, module: nn.Embedding, made: Embedding, layers: dict[str, Linear]) -> LayerReport:
-    """What became of a table; ``layers`` are the quantized ones, by name."""
+    """The report on a quantized table; ``layers`` are the quantized layers by name."""
     weight = module.weight.detach().float()
     norm = weight.double().norm().item()
     difference = made.dequantized_weight() - weight.to(made.weight.device)

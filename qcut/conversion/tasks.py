@@ -1,4 +1,4 @@
-"""What `qcut.quantize` makes of each layer, decided before it begins."""
+"""Decides, before `qcut.quantize` begins, how each layer will be quantized."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from qcut.models.modules import DEFAULT_SKIP, find_layers, is_linear, matches, t
 
 @dataclass
 class Task:
-    """What one layer becomes.
+    """How one layer will be quantized.
 
     Attributes:
         module: the layer.
         scheme: its new scheme.
-        static_range: of its input, for schemes that need one.
-        activation: computed with it.
+        static_range: calibrated range of the layer's input, for schemes that need one.
+        activation: activation that the layer computes after its bias.
         second_moment: ``E[x x^T]`` of its input ``[K, K]``, which a codebook is fitted to.
         scale: float32 ``[K]``, what smoothing multiplies the weight's columns by and divides the input by; or None.
     """
@@ -119,7 +119,7 @@ def add_second_moments(tasks: dict[str, Task], moments: Mapping[str, Tensor], op
     """Give each scheme that takes one the second moment of its layer's input; optional layers may have none.
 
     Raises:
-        CalibrationError: a layer has none, or one of another size (named).
+        CalibrationError: a layer has no second moment, or one of another size (named).
     """
     for name, task in tasks.items():
         if not task.scheme.takes_second_moments:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("<7i")
 _MAGIC = 0x616B3432
-"""Of later versions of the format, where dim is in this one."""
+"""First int32 in files of later versions of the format; version 0 begins with dim instead."""
 _THETA, _EPS = 10000.0, 1e-5
 
 
@@ -109,8 +109,8 @@ def load_llama2c(
 
     Args:
         path: the file.
-        dtype: of the weights: float16, bfloat16, float32 or float64.
-        device: where they shall be.
+        dtype: dtype of the weights: float16, bfloat16, float32 or float64.
+        device: device of the weights.
 
     Returns:
         A model of seq_len positions, its classifier tied to the embedding where the file's is. BOS is 1, EOS 2.

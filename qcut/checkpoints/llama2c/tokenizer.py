@@ -17,7 +17,7 @@ _CHARACTER = re.compile(rb"[\x00-\xff][\x80-\xbf]{0,3}")
 _RAW_BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = frozenset(b"\t\n\v\f\r") | frozenset(range(0x20, 0x7F))
 _LOWEST_SCORE = -1e10
-"""run.c merges what has a better one."""
+"""run.c merges neighbours only if their token has a better score."""
 
 
 class Llama2cTokenizer:
