@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qcut.config import parse_scheme
 from qcut.cuda import gemm as gemm_cuda
 from qcut.cuda import linear as linear_cuda
 from qcut.cuda.linear import Int8Layer, LinearLayer, linear_problem
@@ -13,6 +14,7 @@ from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
+from qcut.layers.base import Linear
 
 H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
 
@@ -26,6 +28,14 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Targ
 
 def layer(scheme: str, m: int, *, aligned: bool = True) -> LinearLayer:
     return LinearLayer(scheme, torch.float16, m_bucket(m), 1280, 640, True, "none", aligned)
+
+
+def test_the_class_of_a_layer_describes_its_calls() -> None:
+    for scheme in ("w8a8", "w8a8_static", "w8a16"):
+        describe, call = Linear.subclass_for(scheme).cuda_calls, layer(scheme, 63)
+        wanted = {"dtype": torch.float16, "rows": 63, "n": 1280, "bias": True, "activation": "none"}
+        assert describe(parse_scheme(scheme), k=640, **wanted) == [call]
+        assert describe(parse_scheme(scheme), k=636, **wanted) == [call._replace(k=636, aligned=False)]
 
 
 def test_a_call_of_w8a8_quantizes_and_multiplies(gpu: Target) -> None:
