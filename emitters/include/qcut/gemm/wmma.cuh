@@ -33,7 +33,7 @@ struct PaddedLayout : RowMajorThreads<kChunks_> {
 
 // The 256 bytes of a fragment, 16 runs of one chunk, side by side: nothing is wasted, fragments start at
 // multiples of 256 bytes, and their loads meet no bank conflict. The copy does: the chunks of a run, which a
-// line of global memory brings together, go to the same banks (benchmarks/LADDER.md).
+// line of global memory brings together, go to the same banks (docs/kernel-notes/ladder.md).
 template <int kChunks_>
 struct BlockedLayout {
   static constexpr int kChunks = kChunks_;
