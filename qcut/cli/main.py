@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: arguments without the program's name; the process's own by default.
+        argv: arguments without the program's name; None takes those of the process.
 
     Returns:
         Exit status: 0 on success, 1 if something is missing or failed, 2 for a wrong command line.
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser(
         "doctor",
-        help="show what was found on this machine and what to do about what is missing",
+        help="check GPUs, driver, compilers and cache of this machine, and advise where one is missing",
         description="Looks at GPUs, driver, compilers, headers and the kernel cache, and compiles a probe with each "
         "toolchain. Exit status 1 if anything but a GPU is missing.",
     )
