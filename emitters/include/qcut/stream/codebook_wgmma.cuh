@@ -7,9 +7,9 @@
 // of a unit into a stage of shared memory. A stage is filled again once all warps have read it, unless there are as
 // many stages as units.
 //
-// Exactness: int8 products are added in int32. 16-bit weights times their norms are rounded once (bfloat16: the norms, too);
-// the tensor core adds the products of a CTA's part of K in float32, and the CTAs of a cluster add each other's sums in
-// the order of their ranks.
+// Exactness: int8 products are added in int32. 16-bit weights times their norms are rounded once (bfloat16: the norms,
+// too); the tensor core adds the products of a CTA's part of K in float32, and the CTAs of a cluster add each other's
+// sums in the order of their ranks.
 //
 // Shared memory: the table of pairs and the stages, whose place the sums take later; barriers; the epilogue's vectors.
 #pragma once
