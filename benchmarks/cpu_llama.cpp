@@ -1,11 +1,12 @@
-// Greedy float32 decoding of a llama2.c checkpoint (version 0) on the CPU: the plain program that an engine is held
-// against. qcut/llama2c.py describes the file.
+// Greedy float32 decoding of a llama2.c checkpoint (version 0) on the CPU: the plain program with which
+// benchmarks/bench_compare.py compares qcut.Engine. qcut/checkpoints/llama2c/files.py describes the file.
 //
 //     g++ -std=c++17 -O3 -march=native -fopenmp cpu_llama.cpp -o cpu_llama
 //     ./cpu_llama FILE NEW_TOKENS ID...
 //
-// Prints "tokens" and the new ids, then "tokens_s" and the rate of all of them but the first, whose step reads the last
-// of the prompt, then "threads" and their number. Exits with 1 and a line on stderr where the file or an id is wrong.
+// Prints "tokens" and the new ids; then "tokens_s" and the rate of all new tokens but the first, whose step reads the
+// prompt's last token; then "threads" and their number. Exits with 1 and a line on stderr if the file or an id is
+// wrong.
 
 #include <omp.h>
 
@@ -36,7 +37,7 @@ struct Shape {
   int64_t kv() const { return kv_heads * head(); }
 };
 
-/// Tensors of the file, one layer after the other where there are several.
+/// The tensors of the file. A tensor of all layers holds one layer after the other.
 struct Weights {
   const float *embedding, *attention_norm, *wq, *wk, *wv, *wo, *mlp_norm, *gate, *down, *up, *norm, *classifier;
 };
@@ -83,7 +84,7 @@ Checkpoint read_checkpoint(const std::string& path) {
                            s.layers * s.dim * s.hidden,
                            s.layers * s.hidden * s.dim,
                            s.dim,
-                           s.context * s.head(),  // cosines and sines, which nothing reads any more
+                           s.context * s.head(),  // cosines and sines, which are not used
                            s.tied ? 0 : table};
   int64_t count = 0;
   for (int64_t size : sizes) count += size;
@@ -150,7 +151,7 @@ class Model {
     values_.resize(s_.layers * s_.context * s_.kv());
   }
 
-  /// Reads a token; the likeliest next one.
+  /// Reads a token and returns the likeliest next token.
   int64_t step(int64_t token, int64_t position) {
     std::copy_n(w_.embedding + token * s_.dim, s_.dim, x_.data());
     for (int64_t layer = 0; layer < s_.layers; ++layer) {

@@ -1,7 +1,10 @@
-// Four int8 GEMMs to read before the others: each removes one thing that held the last one back.
+// Four short int8 GEMMs, from one thread per element to the tensor core. Each removes the bottleneck of the previous
+// one.
 //
-// D = epilogue(A B^T), A [m, k], B [n, k], D [m, n], all row-major. To stay short they take whole tiles alone:
-// m, n and k are multiples of what a CTA covers. blockIdx.x counts tiles of n, blockIdx.y tiles of m.
+// D = epilogue(A B^T) with A [m, k], B [n, k], D [m, n], all row-major. To stay short, the kernels take whole tiles
+// alone: m, n and k are multiples of a CTA's tile. blockIdx.x counts tiles of n, blockIdx.y tiles of m.
+//
+// Exactness: integer sums are exact; all kernels give the same bits.
 //
 // Source: CUDA C++ Programming Guide, "Shared Memory" and "Warp Matrix Functions"; schemes.md section 1.
 #include <mma.h>
@@ -13,7 +16,7 @@ namespace ladder {
 
 namespace wmma = nvcuda::wmma;
 
-// kCount neighbours of a row of D from their sums, in pieces of up to 8 bytes.
+// Writes kCount neighbouring elements of a row of D from their sums, in pieces of up to 8 bytes.
 template <class E, int kCount>
 __device__ __forceinline__ void store_run(typename E::Out* d, const int (&sums)[kCount], int row, int col, int m, int n,
                                           int ldd, const typename E::Args& args) {
@@ -34,17 +37,17 @@ __device__ __forceinline__ void store_run(typename E::Out* d, const int (&sums)[
   }
 }
 
-// One product of two bytes. In assembly, because the compiler knows dp4a too: of four products in a row it
-// makes one, a step before its time.
+// One product of two bytes, in assembly: the compiler would merge four products into a dp4a, which a later kernel
+// introduces.
 __device__ __forceinline__ int multiply_add(int8_t x, int8_t y, int sum) {
   int out;
   asm("mad.lo.s32 %0, %1, %2, %3;" : "=r"(out) : "r"(static_cast<int>(x)), "r"(static_cast<int>(y)), "r"(sum));
   return out;
 }
 
-// One thread, one element of D: two bytes from global memory for every product. Neighbouring threads share
-// a row of A but each has a row of B of its own, so that a warp's load of B touches as many cache lines as
-// it has columns.
+// One thread computes one element of D and loads two bytes from global memory for every product. Neighbouring
+// threads share a row of A, but each has its own row of B, so that a warp's load of B touches as many cache lines
+// as the warp has columns.
 template <class E>
 __device__ __forceinline__ void naive_gemm(const int8_t* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
                                            int lda, int ldb, int ldd, const typename E::Args& args) {
@@ -57,10 +60,10 @@ __device__ __forceinline__ void naive_gemm(const int8_t* a, const int8_t* b, typ
   store_run<E>(d, sum, row, col, m, n, ldd, args);
 }
 
-// The CTA's 32 rows of A and of B, 32 columns of K at a time, pass through shared memory: each byte is read
-// from global memory once by the CTA and 32 times from shared memory. B is transposed on the way, so that a
-// warp reads 32 neighbouring bytes; its rows are 36 bytes apart, so that the stores, which go down a column,
-// meet 32 different banks.
+// The CTA's 32 rows of A and of B pass through shared memory, 32 columns of K at a time: the CTA reads each byte
+// once from global memory and 32 times from shared memory. B is transposed on the way, so that a warp reads 32
+// neighbouring bytes. The rows of the transposed tile are 36 bytes apart, so that the stores, which go down a
+// column, go to 32 different banks.
 template <class E>
 __device__ __forceinline__ void shared_gemm(const int8_t* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
                                             int lda, int ldb, int ldd, const typename E::Args& args) {
@@ -79,14 +82,15 @@ __device__ __forceinline__ void shared_gemm(const int8_t* a, const int8_t* b, ty
     __syncthreads();  // the tile is complete
 #pragma unroll
     for (int i = 0; i < 32; ++i) sum[0] = multiply_add(a_tile[y][i], b_tile[i][x], sum[0]);
-    __syncthreads();  // nobody reads it any more
+    __syncthreads();  // all threads have read the tile
   }
   store_run<E>(d, sum, row, col, m, n, ldd, args);
 }
 
-// Each of 256 threads owns 8 x 8 elements of a tile of 128 x 128: 16 bytes from shared memory serve 64
-// products, where the step before read two for one. Both operands lie with K first, so that a thread's 8
-// rows, or columns, are neighbours: one load of 8 bytes. A thread copies 32 bytes of one row, a whole sector.
+// Each of 256 threads computes 8 x 8 elements of a tile of 128 x 128: 16 bytes from shared memory serve 64
+// products, whereas the previous kernel reads two bytes for one product. Both tiles are transposed, so that a
+// thread's 8 rows, or columns, are neighbours, which one load of 8 bytes reads. A thread copies 32 bytes of one
+// row, a whole sector.
 template <class E>
 __device__ __forceinline__ void registers_gemm(const int8_t* a, const int8_t* b, typename E::Out* d, int m, int n,
                                                int k, int lda, int ldb, int ldd, const typename E::Args& args) {
@@ -129,14 +133,15 @@ __device__ __forceinline__ void registers_gemm(const int8_t* a, const int8_t* b,
   for (int i = 0; i < 8; ++i) store_run<E>(d, sums[i], m0 + y + i, n0 + x, m, n, ldd, args);
 }
 
-// Four warps on the tensor core, a quarter of a tile of 128 x 128 each: 16 products of 16 x 16 x 16 at a time.
-// One buffer: the copy waits for the products and the products for the copy. Rows of the tile lie one after
-// the other, 64 bytes each, so that the 8 rows of a fragment that are read together meet in two groups of banks.
+// Four warps use the tensor core, each for a quarter of a tile of 128 x 128: 16 products of 16 x 16 x 16 at a
+// time. There is one buffer: the copy waits for the products, and the products wait for the copy. Rows of the tile
+// lie one after the other, 64 bytes each, so that the 8 rows of a fragment that are read together conflict in two
+// groups of banks.
 template <class E>
 __device__ __forceinline__ void wmma_gemm(const int8_t* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
                                           int lda, int ldb, int ldd, const typename E::Args& args) {
   __shared__ __align__(128) int8_t tiles[2][128][64];  // A and B, [row][k]
-  __shared__ __align__(128) int staged[4][16][16];     // of each warp
+  __shared__ __align__(128) int staged[4][16][16];     // a fragment of each warp
   const int m0 = blockIdx.y * 128;
   const int n0 = blockIdx.x * 128;
   const int warp = threadIdx.x / 32;
@@ -169,7 +174,7 @@ __device__ __forceinline__ void wmma_gemm(const int8_t* a, const int8_t* b, type
     }
     __syncthreads();
   }
-  // Which lane holds which element is the library's secret: sums become rows through shared memory.
+  // The library does not document which lane holds which element: sums become rows through shared memory.
 #pragma unroll
   for (int p = 0; p < 16; ++p) {
     wmma::store_matrix_sync(&staged[warp][0][0], sums[p / 4][p % 4], 16, wmma::mem_row_major);

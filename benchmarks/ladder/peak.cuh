@@ -1,8 +1,8 @@
-// What a multiprocessor can multiply at best: nothing but independent products from registers.
+// The peak rate of a multiprocessor's products: kernels that do nothing but independent products from registers.
 //
-// Each thread (of dp4a) or warp (of mma.sync) keeps kChains sums, so that no product waits for the last one.
-// The sums are written, so that none can be left out. One CTA to a multiprocessor: its cycles are those
-// between two barriers.
+// Each thread (dp4a) or warp (mma.sync) keeps kChains independent sums, so that no product waits for the previous
+// one. The kernels write the sums, so that the compiler cannot remove a product. A multiprocessor runs one CTA,
+// which counts the cycles between two barriers.
 //
 // Source: PTX ISA "dp4a", "mma.sync.m16n8k32"; CUDA C++ Programming Guide, "Arithmetic Instructions".
 #include <qcut/core/mma.cuh>
@@ -20,7 +20,7 @@ __device__ __forceinline__ void measure_cycles(long long* cycles, int rounds, co
   if (threadIdx.x == 0) cycles[blockIdx.x] = clock64() - start;
 }
 
-// x and y are four factors each; sums[t] is of all chains of thread t, modulo 2**32.
+// The dp4a kernel. x and y hold four int8 factors each; sums[t] adds up all chains of thread t, modulo 2**32.
 template <int kChains>
 __device__ __forceinline__ void dp4a_peak(int* sums, long long* cycles, int rounds, int x, int y) {
   int chains[kChains];
@@ -36,7 +36,8 @@ __device__ __forceinline__ void dp4a_peak(int* sums, long long* cycles, int roun
   sums[blockIdx.x * blockDim.x + threadIdx.x] = sum;
 }
 
-// The same with x, y all over both fragments: an element of a product is eight times their dot product.
+// The mma.sync kernel. All words of the fragments are x or y, so that an element of a product is eight times their dot
+// product.
 template <int kChains>
 __device__ __forceinline__ void mma_peak(int* sums, long long* cycles, int rounds, int x, int y) {
   const uint32_t a[4] = {bits(x), bits(x), bits(x), bits(x)};

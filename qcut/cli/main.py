@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -28,9 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        return int(arguments.command(arguments))
+        status = int(arguments.command(arguments))
+        sys.stdout.flush()
+        return status
     except (QcutError, EmitError) as error:
         print(f"qcut: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # a reader such as `head` has seen enough; Python flushes once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("qcut: interrupted", file=sys.stderr)
@@ -56,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     precompile = commands.add_parser(
         "precompile",
         help="build the kernels of an architecture into the cache; needs no GPU",
-        description="Builds every kernel that dispatch may choose on an architecture into $QCUT_CACHE_DIR "
+        description="Builds the kernels that a first model is likely to need on an architecture into $QCUT_CACHE_DIR "
         "(default ~/.cache/qcut). Exit status 1 if one fails.",
     )
     precompile.add_argument(

@@ -309,7 +309,7 @@ class Engine:
             arriving = ahead or advance()
 
     def _loop_from(self, tokens: Tensor) -> DecodeLoop:
-        """The decode loop for as many sequences as there are, started at these tokens; captured where graphs are used."""
+        """The decode loop for all sequences, started at these tokens; captured in a graph where graphs are used."""
         n, device = len(self._lengths), self.decoder.device
         if not self._captures:
             loop = DecodeLoop(self._step, n, self.context, device)

@@ -76,7 +76,7 @@ def find_nvrtc() -> Tool:
         program_class()
     except Exception as error:  # each package and version of it has its own exception for "not found"
         raise ToolchainError(
-            f"NVRTC cannot be loaded ({type(error).__name__}: {error}); raw kernels need it: "
+            f"NVRTC cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}); raw kernels need it: "
             "pip install 'nvidia-cuda-nvrtc==13.0.*' 'cuda-python>=13,<14' cuda-core"
         ) from error
     path = Path(library.abs_path or "libnvrtc.so").resolve()

@@ -220,7 +220,7 @@ class _Leaf:
 class _EpilogueGraph:
     """An `Epilogue` as nvidia-cutlass's visitor graph, and as the initializer of its arguments.
 
-    On SM90 everything up to the bias is one node of ours (see ``cutlass_sm90_dequantize.cuh``), on
+    On SM90 everything up to the bias is one node of ours (see ``cutlass/sm90_dequantize.cuh``), on
     SM80 each operation is a node.
     """
 

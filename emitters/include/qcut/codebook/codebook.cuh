@@ -1,14 +1,16 @@
 // Codebook weights: units of 16 rows x 128 columns of indices, their decoding, and tokens in blocks.
 //
-// Memory is laid out as qcut/codebooks/layout.py says. Whatever its width, a lane's part of a unit becomes
-// eight words of eight 4-bit indices: byte b of word i holds columns 16i + 8(b & 1) + 2t and the next
-// one, of row g + 8(b >> 1), lane = 4g + t. So one word gives the four registers of a 16-bit m16n8k16
-// first operand, and two words the four registers of an int8 m16n8k32 one.
+// qcut/codebooks/layout.py describes the layout in global memory. Whatever the width of an index, a lane's
+// part of a unit becomes eight words of eight 4-bit indices: byte b of word i of lane 4g + t holds columns
+// 16i + 8(b & 1) + 2t and 16i + 8(b & 1) + 2t + 1 of row g + 8(b >> 1). One word thus gives the four
+// registers of the first operand of a 16-bit m16n8k16, and two words give those of an int8 m16n8k32.
 //
-// Three ways from indices to values. PairTable: shared memory, one entry for each byte (two indices) and
-// lane: one PRMT and one LDS without bank conflicts give two 16-bit values; for few tokens, where
-// decoding takes most of the time. RegisterBook: PRMT alone, no memory; where the tensor cores are
-// busy for longer. RowBook: int8 values of one row, its norm folded in: q = rne(value * (norm * fold)).
+// Indices become values in three ways:
+//   PairTable     a table in shared memory with an entry for each byte (two indices) and lane. One PRMT and
+//                 one LDS without bank conflicts give two 16-bit values. For few tokens, where decoding takes
+//                 most of the time.
+//   RegisterBook  PRMT alone, without memory. For many tokens, where the tensor cores take most of the time.
+//   RowBook       int8 values of one row, with the row's norm folded in: q = rne(value * (norm * fold)).
 //
 // Source: PTX ISA, "prmt", "Matrix Fragments for mma.m16n8k16 / mma.m16n8k32".
 #pragma once
@@ -25,7 +27,8 @@ constexpr int kUnitColumns = 128;
 template <int kBits>
 constexpr int kUnitBytes = kUnitRows * kUnitColumns * kBits / 8;
 
-// A lane's part of one unit. `mine` is where its first 16 bytes are: 16 lane from the unit's start.
+// A lane's part of one unit. `mine` is the address of the part's first 16 bytes, 16 * lane bytes past the
+// unit's start.
 template <int kBits>
 struct UnitWords;
 
@@ -45,7 +48,7 @@ struct UnitWords<4> {
     load_shared_16(low, unit + 16 * lane);
     load_shared_16(high, unit + 512 + 16 * lane);
   }
-  // Word i of eight 4-bit indices; i is known to the compiler.
+  // Word i, with eight 4-bit indices. i is a constant after unrolling.
   __device__ __forceinline__ uint32_t word(int i) const { return i < 4 ? low[i] : high[i - 4]; }
 };
 
@@ -90,19 +93,18 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
   return d;
 }
 
-// Sixteen values of 16 bits as a kernel's arguments bring them, two to a word.
+// Sixteen values of 16 bits as a kernel's argument, two to a word.
 struct Book {
   uint32_t w[8];
 };
 
-// Four bytes of a table of sixteen, chosen by the nibbles of `low` (their lower three bits, the upper one
-// clear) and, where a value is in the table's upper half, by the 4s in `half`, whose nibbles are else
-// 3, 2, 1, 0 from the top.
+// Selects four bytes of a table of sixteen. Each nibble of `low` is the lower three bits of an index. Nibble i
+// of `half`, i counted from the lowest, is i, plus 4 if the value lies in the table's upper half.
 __device__ __forceinline__ uint32_t select_4_of_16(const uint32_t (&table)[4], uint32_t low, uint32_t half) {
   return permute_bytes(permute_bytes(table[0], table[1], low), permute_bytes(table[2], table[3], low), half);
 }
 
-// The selector `half` of a word of indices, in one LOP3, where the compiler would make two.
+// The selector `half` of a word of indices, by one LOP3; the compiler would use two.
 __device__ __forceinline__ uint32_t half_selector(uint32_t word) {
   uint32_t d;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(word >> 1), "r"(0x44444444u), "r"(0x32103210u));
@@ -120,7 +122,7 @@ struct RegisterBook {
     }
   }
 
-  // A word of indices to the registers of m16n8k16's first operand.
+  // Decodes a word of indices to the registers of m16n8k16's first operand.
   __device__ __forceinline__ void decode(uint32_t (&a)[4], uint32_t word) const {
     uint32_t index = word & 0x77777777u;
     uint32_t half = half_selector(word);
@@ -136,8 +138,8 @@ struct RegisterBook {
   }
 };
 
-// 64 KB of shared memory: entry v of lane l at 256 v + 4 l, so that one PRMT builds the address. The other
-// half of each 256 bytes is free.
+// A table of 64 KB in shared memory. The entry of byte v for lane l lies at 256 v + 4 l, so that one PRMT
+// builds the address. The other half of each 256 bytes is free for other data.
 struct PairTable {
   static constexpr int kBytes = 65536;
 
@@ -149,7 +151,7 @@ struct PairTable {
   }
 };
 
-// The part of the codebook that lane 4g + t turns into int8: values 4t..4t+3.
+// The part of the codebook that lane 4g + t converts to int8: values 4t..4t+3.
 struct QuarterBook {
   float value[4];
 
@@ -167,12 +169,12 @@ struct QuarterBook {
   }
 };
 
-// Sixteen int8 values of one row and slot.
+// The sixteen int8 values of one row and slot.
 struct RowBook {
   uint32_t table[4];
 
-  // `factor` is norm * fold of the row that all four lanes of a quad share. Adding 1.5 * 2^23 rounds the
-  // exact product once, to the integer in the low byte.
+  // `factor` is norm * fold of the row that the four lanes of a quad share. The fused addition of 1.5 * 2^23
+  // rounds the exact product once, to an integer in the sum's low byte.
   __device__ __forceinline__ void build(const QuarterBook& book, float factor) {
     uint32_t q[4];
 #pragma unroll
@@ -183,8 +185,8 @@ struct RowBook {
   }
 };
 
-// Two words of indices (32 columns) to the registers of an int8 m16n8k32 first operand: columns 16i of
-// rows g and g + 8, then columns 16i + 16 of both. Tokens are permuted to match.
+// Decodes two words of indices (32 columns) to the registers of an int8 m16n8k32 first operand: columns from 16i
+// on of rows g and g + 8, then columns from 16i + 16 on of both rows. Tokens are permuted to match.
 __device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint32_t word1, const RowBook& row,
                                           const RowBook& row8) {
 #pragma unroll
@@ -197,12 +199,12 @@ __device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint
   }
 }
 
-// The norms of rows g (x) and g + 8 (y) of a slot: two float16 in a word.
+// The norms of rows g (x) and g + 8 (y) of a slot, from a word of two float16.
 __device__ __forceinline__ float2 norm_pair(uint32_t w) {
   return __half22float2(*reinterpret_cast<const __half2*>(&w));
 }
 
-// Multiplies decoded 16-bit weights by their rows' norms, rounding once (bfloat16: the norms, too).
+// Multiplies decoded 16-bit weights by their rows' norms and rounds the products once (bfloat16: the norms, too).
 template <class T>
 struct NormScale;
 
@@ -238,8 +240,8 @@ struct NormScale<__nv_bfloat16> {
   }
 };
 
-// Tokens: blocks of 8 tokens x 128 bytes, [blocks of K][ceil(m / 8)][8][128 bytes], 16-byte chunk c of
-// token r at place c ^ (r % 8).
+// The offset of a chunk in a block of tokens. Tokens lie in blocks of 8 tokens x 128 bytes,
+// [blocks of K][ceil(m / 8)][8][128 bytes]; the 16-byte chunk c of token r lies at c ^ (r % 8).
 __device__ __forceinline__ uint32_t token_chunk_offset(int row, int chunk) {
   return 128 * (row % 8) + 16 * (chunk ^ (row % 8));
 }

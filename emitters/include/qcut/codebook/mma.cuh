@@ -1,12 +1,13 @@
-// Tokens x codebook weights on mma.sync, for any number of tokens on architectures without wgmma.
+// D = epilogue(X W^T) of any number of rotated tokens X and codebook weights W on mma.sync, for every architecture.
 //
-// A cp.async pipeline brings blocks of tokens and units of weights, 128 columns at a time, to shared
-// memory as they lie in global memory: tokens are swizzled for ldmatrix there already, and a lane's part
-// of a unit is contiguous. Weights are the product's first operand (16 rows of N) and tokens its second
-// (8 rows of M): indices become the first operand's registers by PRMT alone. A warp's tile should be tall
-// in M, because each warp decodes the rows it multiplies.
+// A CTA computes a tile of D. A cp.async pipeline copies blocks of tokens and units of weights, 128 columns
+// at a time, to shared memory without reordering: tokens are swizzled for ldmatrix in global memory already,
+// and a lane's part of a unit is contiguous. Weights are the product's first operand (16 rows of N) and
+// tokens the second (8 rows of M). Indices become the first operand's registers by PRMT alone. A warp's tile
+// should be tall in M, because each warp decodes the weights that it multiplies.
 //
-// Norms: 16-bit weights are multiplied by them and rounded once; int8 ones are made with them (RowBook).
+// Exactness: 16-bit weights times their norms are rounded once (bfloat16: the norms, too), and float32 sums are
+// added in a fixed order. The norms are folded into int8 weights (RowBook), whose products are added in int32.
 //
 // Source: PTX ISA "cp.async", "ldmatrix", "Matrix Fragments for mma.m16n8k16 / mma.m16n8k32".
 #pragma once
@@ -45,7 +46,7 @@ struct UnitDecoder<int8_t, kBits> {
   RowBook row, row8;
   float fold, fold8;
 
-  // `fold` is that of row g.
+  // `fold_g` is the address of row g's fold.
   __device__ __forceinline__ void init(const float* fold_g) {
     fold = fold_g[0];
     fold8 = fold_g[8];
@@ -76,11 +77,11 @@ __device__ __forceinline__ void for_each_chunk(const F& f) {
 // A stage of the pipeline: blocks of tokens, units of weights and norms of one unit of K.
 template <class Tile, class T, int kBits, int kSlots>
 struct CodebookStage {
-  static constexpr int kKBlocks = sizeof(T);  // of 128 bytes, in 128 columns
+  static constexpr int kKBlocks = sizeof(T);  // blocks of 128 bytes in 128 columns of a token
   static constexpr int kKBlockBytes = 128 * Tile::kBlockM;
   static constexpr int kRowTiles = Tile::kBlockN / kUnitRows;
   static constexpr int kNormBytes = 4 * 8 * kSlots;
-  static constexpr int kUnits = kKBlocks * kKBlockBytes;  // where units start, and norms
+  static constexpr int kUnits = kKBlocks * kKBlockBytes;  // offsets of units and norms
   static constexpr int kNorms = kUnits + kRowTiles * kUnitBytes<kBits>;
   static constexpr int kBytes = kNorms + kRowTiles * kNormBytes;
 
@@ -93,7 +94,7 @@ struct CodebookStage {
     const int tile0 = n0 / kUnitRows;
     this->units = units + static_cast<long long>(tile0) * units_k * kUnitBytes<kBits>;
     this->norms = norms + static_cast<long long>(tile0) * units_k * kNormBytes;
-    tiles_left = (n + 63) / 64 * 4 - tile0;  // memory has whole 64 rows
+    tiles_left = (n + 63) / 64 * 4 - tile0;  // memory holds a multiple of 64 rows
   }
 
   __device__ __forceinline__ void fetch_tokens(uint32_t stage, int unit) const {
@@ -110,7 +111,7 @@ struct CodebookStage {
     fetch_rows<kNormBytes>(stage + kNorms, norms, unit);
   }
 
-  // kSize bytes of each row tile.
+  // Copies kSize bytes of each row tile.
   template <int kSize>
   __device__ __forceinline__ void fetch_rows(uint32_t to, const char* from, int unit) const {
     constexpr int kChunks = kSize / 16;
@@ -122,7 +123,8 @@ struct CodebookStage {
   }
 };
 
-// kAlignD bytes divide every row of D, see TileWriter. `fold` is read for int8 tokens alone.
+// The kernel. kAlignD is the alignment of D's rows in bytes (kAlign of TileWriter). `fold` is read for int8 tokens
+// alone.
 template <class Tile, class T, int kBits, int kSlots, class E, int kAlignD>
 __device__ __forceinline__ void codebook_mma(const char* x, const char* units, const char* norms, const float* fold,
                                              typename E::Out* d, int m, int n, int units_k, int ldd, const Book& book,
@@ -145,7 +147,7 @@ __device__ __forceinline__ void codebook_mma(const char* x, const char* units, c
   const int n0 = tile.y * Tile::kBlockN;
   const Fetch fetch(x, units, norms, m, n, units_k, m0, n0);
 
-  // Weights do not depend on the previous kernel. They all belong to the first group of copies.
+  // Weights do not depend on the previous kernel. The copies of all stages' weights belong to the first group.
 #pragma unroll
   for (int s = 0; s < kStages - 1; ++s) {
     if (s < units_k) fetch.fetch_weights(base + s * Fetch::kBytes, s);
@@ -159,7 +161,7 @@ __device__ __forceinline__ void codebook_mma(const char* x, const char* units, c
   Decoder rows[kRowTiles];
 #pragma unroll
   for (int j = 0; j < kRowTiles; ++j) {
-    // Rows past those in memory repeat the last ones.
+    // Rows past the rows in memory repeat the last ones.
     rows[j].init(fold + min(n0 + warp_n + kUnitRows * j, (n + 63) / 64 * 64 - kUnitRows) + lane / 4);
   }
   wait_for_dependencies();
@@ -172,15 +174,15 @@ __device__ __forceinline__ void codebook_mma(const char* x, const char* units, c
   Acc acc[kRowTiles][kTokenTiles][4];
 #pragma unroll
   for (int i = 0; i < kRowTiles * kTokenTiles * 4; ++i) acc[i / (4 * kTokenTiles)][i / 4 % kTokenTiles][i % 4] = 0;
-  // Of ldmatrix: lanes 0-7 and 8-15 give the rows of two neighbouring chunks of 8 tokens, the others of the next 8.
-  // A step moves two chunks on, which is an XOR because the swizzle is one.
+  // For ldmatrix, lanes 0-7 and 8-15 address the rows of two neighbouring chunks of 8 tokens, lanes 16-31 those of the
+  // next 8 tokens. A step moves on by two chunks, by an XOR, because the swizzle is an XOR.
   const uint32_t token_offset = 128 * (warp_m + lane / 16 * 8) + token_chunk_offset(lane % 8, lane / 8 % 2);
   int empty = kStages - 1;
   int full = 0;
 #pragma unroll 1
   for (int unit = 0; unit < units_k; ++unit) {
-    // This unit is the newest but kStages - 2; the barrier shows every thread's part of it to all, and ends the
-    // reads of the stage that is filled now.
+    // All but the newest kStages - 2 groups of copies are complete: this unit has arrived. The barrier makes every
+    // thread's part of the unit visible to all, and ends the reads of the stage that is filled now.
     copy_async_wait<kStages - 2>();
     __syncthreads();
     if (unit + kStages - 1 < units_k) {
@@ -218,7 +220,7 @@ __device__ __forceinline__ void codebook_mma(const char* x, const char* units, c
         for (int i = 0; i < kTokenTiles; ++i) {
           const uint32_t(&pair)[4] = tokens[i / 2];
           Decoder::mma(acc[j][i], weights, pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
-          // As soon as the last row tile has read them, the next step's take their place.
+          // As soon as the last row tile has used these tokens, the next step's tokens take their registers.
           if (j == kRowTiles - 1 && i % 2 == 1 && step + 1 < kSteps) load_pair(i / 2, step + 1);
         }
       }

@@ -1,13 +1,15 @@
-// Tokens into rotated blocks: walsh_hadamard(x * signs) * factor for each group of columns, or x as it is, written in
-// the 16-bit type or as int8 with a scale for each token.
+// Rotates tokens and stores them in blocks: walsh_hadamard(x * signs) * factor for each group of columns, or x itself,
+// in the 16-bit type or as int8 with a scale for each token.
 //
-// A thread holds 16 neighbouring columns of memory's order (a group and its padding), which is one 16-byte chunk of
-// int8 tokens or two chunks of 16-bit ones. Butterflies over 1 to 8 columns stay in the thread's registers, butterflies
-// over 16 to 256 columns are shuffles, wider ones go through shared memory. The order is that of
-// qcut.codebooks.rotation.walsh_hadamard: results are equal bitwise. A group that is shorter than the others leaves out
-// the widest butterflies.
+// A thread holds 16 neighbouring columns of a group with its padding: one 16-byte chunk of int8 tokens, or two chunks
+// of 16-bit tokens. Butterflies over 1 to 8 columns stay in the thread's registers, butterflies over 16 to 256 columns
+// are shuffles, wider ones go through shared memory. A group that is shorter than the others skips the widest
+// butterflies.
 //
-// Memory is laid out as qcut/codebooks/layout.py says.
+// Exactness: the order of the butterflies is that of qcut.codebooks.rotation.walsh_hadamard, and results are equal
+// bitwise.
+//
+// qcut/codebooks/layout.py describes the layout of blocks, groups and padding in memory.
 #pragma once
 
 #include <qcut/codebook/codebook.cuh>
@@ -18,8 +20,8 @@ namespace qcut {
 constexpr int kLaneColumns = 16;
 constexpr int kWarpColumns = 32 * kLaneColumns;
 
-// Butterflies of a group of `size` columns, a power of two up to kGroup. `thread` counts within the row; `exchange` is
-// this row's part of shared memory, kStride threads wide, for groups beyond a warp's columns.
+// The butterflies of a group of `size` columns, a power of two up to kGroup. `thread` counts the row's threads.
+// `exchange` is the row's part of shared memory, kStride threads wide, for groups wider than a warp's columns.
 template <int kGroup, int kStride>
 __device__ __forceinline__ void butterflies(float (&r)[kLaneColumns], int size, int thread, float4* exchange) {
 #pragma unroll
@@ -35,7 +37,7 @@ __device__ __forceinline__ void butterflies(float (&r)[kLaneColumns], int size, 
       }
     }
   }
-  // fma(own, +-1, other) is own + other, or other - own in the upper half, with the same rounding.
+  // fma(own, +-1, other) is own + other, or other - own in the upper half, rounded as the sum or difference is.
 #pragma unroll
   for (int half = kLaneColumns; half < kWarpColumns && half < kGroup; half *= 2) {
     const float sign = thread & half / kLaneColumns ? -1.0f : 1.0f;
@@ -48,7 +50,7 @@ __device__ __forceinline__ void butterflies(float (&r)[kLaneColumns], int size, 
 #pragma unroll 1
   for (int half = kWarpColumns; half < kGroup; half *= 2) {
     const float sign = thread & half / kLaneColumns ? -1.0f : 1.0f;
-    __syncthreads();  // all threads have read the exchange before
+    __syncthreads();  // all threads have read the previous exchange
 #pragma unroll
     for (int i = 0; i < kLaneColumns / 4; ++i) {
       exchange[i * kStride + thread] = make_float4(r[4 * i], r[4 * i + 1], r[4 * i + 2], r[4 * i + 3]);
@@ -74,9 +76,9 @@ __device__ __forceinline__ void store_chunk(char* y, int row, int m8, int column
       make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// kThreads threads own a row, kRows rows share a CTA. kHeld: threads hold all columns that the CTA writes, which
-// blockIdx.y chooses; otherwise the CTA goes over its rows again after their maximum. kPaddedGroup: columns
-// of a group in memory. x rows start at multiples of 16 bytes, and groups of them too, if kAligned.
+// kThreads threads own a row; kRows rows share a CTA. With kHeld, threads hold all columns that the CTA writes, which
+// blockIdx.y chooses; otherwise the CTA goes over its rows a second time once their maximum is known. kPaddedGroup is
+// the number of columns of a group in memory. With kAligned, rows of x and their groups start at multiples of 16 bytes.
 template <class T, class Out, bool kHadamard, int kGroup, int kPaddedGroup, int kPasses, int kThreads, int kRows,
           bool kHeld, bool kAligned>
 struct RowRotation {
@@ -86,7 +88,7 @@ struct RowRotation {
   static constexpr int kStep = kThreads * kLaneColumns;
   static constexpr bool kQuantized = sizeof(Out) == 1;
 
-  // Where 16 columns of memory come from: `count` of them exist, from column `source` of x on; their group has `size`.
+  // The source of 16 columns of a block: `count` columns of x from column `source` on, in a group of `size` columns.
   struct Columns {
     int source, count, size;
   };
@@ -118,7 +120,7 @@ struct RowRotation {
     }
   }
 
-  // Bits that flip the signs of 16 columns in a pass.
+  // The bits that flip the signs of 16 columns in a pass.
   __device__ __forceinline__ uint32_t flips(int pass, int place) const {
     if (!kHadamard || place >= k_padded) return 0;
     return signs[(pass * k_padded + place) / 32] >> place % 32;
@@ -131,14 +133,14 @@ struct RowRotation {
         r[i] = __uint_as_float(__float_as_uint(r[i]) ^ (flip << (31 - i) & 0x80000000u));
       }
       butterflies<kGroup, kThreads * kRows>(r, size, thread, exchange);
-      // Both are powers of two: the product with their ratio is exact.
+      // kGroup and size are powers of two: the product with their ratio is exact.
       const float scaled = factor * static_cast<float>(kGroup >> (31 - __clz(max(size, 1))));
 #pragma unroll
       for (int i = 0; i < kLaneColumns; ++i) r[i] *= scaled;
     }
   }
 
-  // The largest of a word of each thread of the row, in every thread.
+  // The largest word of the row's threads, in each of them.
   __device__ __forceinline__ uint32_t row_max(uint32_t v) const {
     v = warp_max(v);
     if constexpr (kWarps == 1) return v;
@@ -154,7 +156,7 @@ struct RowRotation {
     return peak;
   }
 
-  // Stores 16-bit results. Lanes 2i and 2i + 1 exchange a chunk, so that each writes 32 contiguous bytes at once.
+  // Stores 16-bit results. Lanes 2i and 2i + 1 exchange a chunk, so that the pair writes 32 contiguous bytes at once.
   __device__ __forceinline__ void store(const float (&r)[kLaneColumns], int pass, int place) const {
     const bool odd = thread % 2;
     uint32_t first[4];
@@ -173,8 +175,8 @@ struct RowRotation {
     store_chunk(y, row, m8, column_bytes + (odd ? 16 : 32), second);
   }
 
-  // Stores int8 results, columns permuted within 16: word i has columns 2i, 2i + 1, 8 + 2i, 9 + 2i. Two words at a time
-  // take fewer registers.
+  // Stores int8 results with the columns of each 16 permuted: word i has columns 2i, 2i + 1, 8 + 2i, 9 + 2i. Two words
+  // at a time take fewer registers than four.
   __device__ __forceinline__ void store(const float (&r)[kLaneColumns], int pass, int place,
                                         const QuantizedRow& quantized) const {
     if (place >= k_padded) return;
@@ -191,7 +193,7 @@ struct RowRotation {
     store_chunk(y, row, m8, pass * k_padded + place, packed);
   }
 
-  // Chooses the row's quantization and stores its scale.
+  // Returns the row's quantization and stores the row's scale.
   __device__ __forceinline__ QuantizedRow quantize(uint32_t peak, float* scale) const {
     const QuantizedRow quantized(row_max(peak));
     if (thread == 0 && x_row) scale[row] = quantized.scale();
@@ -229,7 +231,7 @@ struct RowRotation {
     }
   }
 
-  // Hands every rotated piece of the row to `take(floats, pass, place)`. All threads take part in all of them.
+  // Calls `take(floats, pass, place)` with every rotated piece of the row. All threads take part in every piece.
   template <class Take>
   __device__ __forceinline__ void for_rotated(const Take& take) const {
     for (int first = 0; first < k_padded; first += kStep) {
@@ -266,7 +268,7 @@ struct RowRotation {
     launch_dependents();
     const int local_row = threadIdx.x / kThreads;
     const int row = blockIdx.x * kRows + local_row;
-    const bool live = row < m;  // the CTA's other rows still need this one at their barriers
+    const bool live = row < m;  // threads of a row past m still take part in the CTA's barriers
     RowRotation self{live ? x + row * x_stride : nullptr,
                      signs,
                      static_cast<char*>(y),

@@ -1,9 +1,11 @@
-// Tokens times a dense rotation of each group, on mma.sync.m16n8k16: r[m, j] = sum_i x[m, i] * q[j, i], into blocks of
-// 16-bit tokens or rows of float32.
+// Tokens times a dense rotation of each group, on mma.sync.m16n8k16: r[m, j] = sum_i x[m, i] * q[j, i]. Results are
+// blocks of 16-bit tokens or rows of float32.
 //
-// A CTA makes kM tokens x kN columns of one group (columns in memory's order, padding included). Both operands come in
-// pieces of 64 columns through two stages of shared memory, rows of 128 bytes whose 16-byte chunk c lies at
-// c ^ (row % 8), which ldmatrix reads without bank conflicts; the result goes the same way.
+// A CTA computes kM tokens x kN columns of one group, whose padding in memory counts as columns. Both operands pass
+// through two stages of shared memory in pieces of 64 columns. A staged row has 128 bytes, whose 16-byte chunk c lies
+// at c ^ (row % 8), so that ldmatrix reads the rows without bank conflicts. Results are staged in shared memory, too.
+//
+// Exactness: products are exact in float32; the tensor core adds them in a fixed order.
 //
 // Source: PTX ISA, "Matrix Fragments for mma.m16n8k16", "ldmatrix", "cp.async".
 #pragma once
@@ -12,16 +14,16 @@
 
 namespace qcut {
 
-constexpr int kDenseColumns = 64;  // of a stage
+constexpr int kDenseColumns = 64;  // columns of a stage
 constexpr int kDenseRowBytes = 2 * kDenseColumns;
 
 __device__ __forceinline__ int dense_offset(int row, int chunk) {
   return kDenseRowBytes * row + 16 * (chunk ^ (row % 8));
 }
 
-// Matrices of q are [passes][groups][kSide][kSide], kSide = kGroup rounded up to 16, zero beyond a group's columns.
-// blockIdx: tile of tokens, tile of columns, pass. kAligned: rows of x, and groups of them, start at multiples of
-// 16 bytes.
+// The kernel. The matrices q are [passes][groups][kSide][kSide] with kSide = kGroup rounded up to 16; elements beyond a
+// group's columns are zero. blockIdx is (tile of tokens, tile of columns, pass). With kAligned, rows of x and their
+// groups start at multiples of 16 bytes.
 template <class T, class Out, int kGroup, int kPaddedGroup, int kM, int kN, bool kAligned>
 __device__ __forceinline__ void rotate_dense(const T* x, void* y, const T* q, long long x_stride, int m, int k,
                                              int k_padded) {
@@ -38,7 +40,7 @@ __device__ __forceinline__ void rotate_dense(const T* x, void* y, const T* q, lo
   const int first_token = blockIdx.x * kM;
   const int first_place = blockIdx.y * kN;
   const int group = first_place / kPaddedGroup;
-  const int first_row = first_place % kPaddedGroup;  // of q
+  const int first_row = first_place % kPaddedGroup;  // row of q
   const int size = min(kGroup, k - group * kGroup);
   const int pieces = first_row < size ? (size + kDenseColumns - 1) / kDenseColumns : 0;  // none for padding
   const int groups = (k + kGroup - 1) / kGroup;
@@ -74,7 +76,7 @@ __device__ __forceinline__ void rotate_dense(const T* x, void* y, const T* q, lo
     }
   };
 
-  // The matrices are constant: two stages of them may come before what the previous kernel writes.
+  // The matrices are constant: two stages of them are copied before the wait for the previous kernel.
   if (pieces > 0) load_q(0);
   if (pieces > 1) load_q(1);
   wait_for_dependencies();
@@ -113,7 +115,7 @@ __device__ __forceinline__ void rotate_dense(const T* x, void* y, const T* q, lo
     __syncthreads();
   }
 
-  // Lane 4g + t has columns 2t and 2t + 1 of rows g and g + 8; padding is 0, whatever the token holds.
+  // Lane 4g + t has columns 2t and 2t + 1 of rows g and g + 8. Padding is 0 even if the token holds NaN or Inf.
 #pragma unroll
   for (int n = 0; n < kWarpN / 8; ++n) {
     const int column = warp_column + 8 * n + lane % 4 * 2;

@@ -1,21 +1,26 @@
-// Prompts on codebook weights (sm_90a): D^T = W X^T, decoded weights as wgmma's register operand.
+// D^T = epilogue(W X^T) of a prompt's rotated tokens X and codebook weights W (sm_90a). Decoded weights are the
+// operand of wgmma that lies in registers.
 //
-// A CTA has 128 rows of weights and kTokens tokens: two warpgroups of 64 rows each, and a third one, which
-// leaves its registers to them. One of its warps fetches tokens, which the previous kernel left in memory as
-// wgmma reads them, so that plain bulk copies do; a stage holds those of one unit of K, 128 columns. Indices,
-// too small for bulk copies, go from global memory to the registers of the warp that decodes them, a unit ahead,
-// and so do norms. For int8, the third warpgroup's other warps turn norms into the int8 codebook of each row.
-// While the tensor core multiplies one half of a unit, a warp decodes the other, all of it at once: one product's
-// weights alone are a chain of latencies that nothing hides.
+// A CTA computes tiles of 128 rows of weights x kTokens tokens with three warpgroups. Two of them multiply 64 rows
+// each; the third gives its registers to these two. One warp of the third warpgroup copies tokens to shared
+// memory. The previous kernel has stored the tokens as wgmma reads them, so that plain bulk copies suffice; a
+// stage holds the tokens of one unit of K, 128 columns. Indices and norms are too small for bulk copies: each
+// multiplying warp loads its own to registers, a unit ahead, and decodes them. For int8, the other warps of the
+// third warpgroup compute the int8 codebook of each row from its norms. While the tensor core multiplies one half
+// of a unit, a warp decodes the other half as a whole; decoding the weights of a single product would be a chain
+// of latencies that nothing hides.
 //
-// kCluster CTAs along N share their tokens: each fetches a part and multicasts it. CTAs are persistent, the
-// fetching warp runs ahead into the next tile, and the first warpgroup is kLead units ahead of the second:
-// each writes its part of D while the other has the tensor core to itself. kSplits CTAs, one cluster, share
-// the units of one tile instead, and add their sums in order of rank.
+// kCluster CTAs along N share their tokens: each CTA fetches a part and multicasts it to all. CTAs are
+// persistent, and the fetching warp runs ahead into the next tile. The first warpgroup is kLead units ahead of
+// the second: each writes its part of D while the other has the tensor core to itself. With kSplits > 1, the CTAs
+// of a cluster share the units of one tile instead.
 //
-// Accumulators have neighbouring tokens in a lane and D neighbouring channels: kBatch times 16 tokens go through
-// shared memory at a time, staged as raw sums, and of each 16 the four warps of a group write four rows of 64
-// channels each.
+// Each lane's accumulators are of neighbouring tokens, whereas neighbouring channels are contiguous in D: raw
+// sums of kBatch times 16 tokens at a time are staged in shared memory. Of each 16 tokens, every warp of a
+// warpgroup writes four rows of 64 channels.
+//
+// Exactness: int8 products are added in int32. 16-bit weights times their norms are rounded once (bfloat16: the
+// norms, too), and float32 sums are added in a fixed order, those of splits in the order of their ranks.
 //
 // Source: PTX ISA 8.x, "wgmma.mma_async", "cp.async.bulk" (.multicast::cluster), "mbarrier", "barrier".
 #pragma once
@@ -24,7 +29,7 @@
 
 namespace qcut {
 
-// Sixteen tokens of a warp's accumulators, in the order of staged_token: even tokens, then odd ones.
+// Stages sixteen tokens of a warp's accumulators in the order of staged_token: of each eight, the even ones come first.
 template <class Stage, class Acc>
 __device__ __forceinline__ void stage_tokens(const Acc* acc, uint32_t shared, int warp) {
   const int g = threadIdx.x % 32 / 4;
@@ -37,7 +42,7 @@ __device__ __forceinline__ void stage_tokens(const Acc* acc, uint32_t shared, in
   }
 }
 
-// Two warpgroups that multiply, each writing its 64 channels.
+// The work of the two multiplying warpgroups, each of which writes its 64 channels of D.
 template <class T, class E, int kAlign>
 __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const char* units, const char* norms,
                                                 typename E::Out* d, int n, int ldd, const Book& book,
@@ -46,7 +51,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
   using Stage = typename T::Stage;
   using Decoder = typename Either<T::kHasTables, PromptTableDecoder<T>, PromptDecoder<T>>::Type;
   constexpr int kSteps = Decoder::kSteps;
-  constexpr int kBatch = kSteps / 2;  // products whose weights are decoded together: one alone is a chain of latencies
+  constexpr int kBatch = kSteps / 2;  // products whose weights are decoded together, to hide latencies
   constexpr int kLeadBarrier = 1, kGroupBarrier = 2;
   const int lane = keep(threadIdx.x % 32);
   const int warp = keep(threadIdx.x / 32);
@@ -72,14 +77,14 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
   UnitStream<T> stream(units, norms);
   const auto begin_tile = [&](int tile) {
     if (tile >= work.count() || work.units == 0) return;
-    // Warps past the last rows read those that there are; nobody stores their sums.
+    // Warps past the last row read the last rows again; their sums are not stored.
     const long long row_tile = min(work.tile(tile).y + warp, work.row_tiles - 1);
     stream.begin(units, norms, row_tile * work.units_k + work.first_unit, lane);
   };
   begin_tile(work.first());
   wait_for_dependencies();
   uint32_t a[2][kBatch][4] = {};
-  // Products in flight read these registers: they live until the wait that says they are done.
+  // Products in flight read these registers, which must therefore live until the wait for these products.
   const auto keep_operands = [](uint32_t(&batch)[kBatch][4]) {
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) pin(batch[i]);
@@ -108,7 +113,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
       for (int half = 0; half < 2; ++half) {
         wgmma_wait<1>();
         keep_operands(a[half]);
-        if (half == 1 && u > 0) release(previous);  // the unit before has been multiplied
+        if (half == 1 && u > 0) release(previous);  // the previous unit has been multiplied
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           decoder.fetch(half * kBatch + i, stage);
@@ -118,7 +123,8 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           const int step = half * kBatch + i;
-          // 16-bit tokens have two blocks of 128 bytes, four products each, int8 ones one.
+          // A unit of 16-bit tokens has two blocks of 128 bytes, a unit of int8 tokens one; a block feeds four
+          // products.
           const uint32_t at = tokens + step / 4 * (8 * T::kTokens) + step % 4 * static_cast<uint32_t>(kWgmmaStep);
           T::Product::issue(acc, a[half][i], tokens0 >> 32 << 32 | at, 1);
         }
@@ -130,9 +136,9 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
     begin_tile(tile + work.step());
 
     if constexpr (T::kSplits == 1) {
-      // A warp writes four of sixteen tokens, as a CTA of a cluster of four would.
+      // A warp writes four of sixteen tokens, as a CTA of a cluster of four does.
       using Writer = TileWriter<E, kAlign, false, Acc, 64, Stage, 4>;
-      constexpr int kAhead = (E::kHasResidual ? 2 : 4) / Writer::kPasses;  // rounds whose vectors are on their way
+      constexpr int kAhead = (E::kHasResidual ? 2 : 4) / Writer::kPasses;  // rounds whose vectors are in flight
       const Writer writer(d, at.x, channel0, work.m, n, ldd, args, warp % 4);
       typename Writer::Rows rows[kAhead];
 #pragma unroll
@@ -148,7 +154,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
       for (int i = 0; i < T::kRounds; i += T::kBatch) {
         if (at.x + 16 * i >= work.m) break;
         const uint32_t to = staging + buffer * (T::kBatch * Stage::kBytes);
-        // With two batches of buffers, the barrier of the batch in between says that all have read this one.
+        // With two batches of buffers, all warps have read this buffer at the barrier of the batch in between.
         buffer = T::kBuffers > 1 ? buffer ^ 1 : 0;
         if constexpr (T::kBuffers == 1) named_barrier_sync<128>(kGroupBarrier + group);
 #pragma unroll
@@ -202,7 +208,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
   }
 }
 
-// `fold` is read for int8 tokens alone. kAlign bytes divide every row of D, see TileWriter.
+// The kernel. `fold` is read for int8 tokens alone. kAlign is the alignment of D's rows in bytes, as in TileWriter.
 template <class T, class E, int kAlign>
 __device__ __forceinline__ void codebook_prompt(const char* x, const char* units, const char* norms,
                                                 const float* fold, typename E::Out* d, int m, int n, int units_k,
@@ -232,7 +238,7 @@ __device__ __forceinline__ void codebook_prompt(const char* x, const char* units
     } else if constexpr (T::kHasTables) {
       build_tables<T>(PromptWork<T>(m, n, units_k), reinterpret_cast<const uint32_t*>(norms), fold, book, base);
     }
-    if constexpr (T::kSplits > 1) {  // the barrier before the sums are read
+    if constexpr (T::kSplits > 1) {  // matches the cluster's barrier before the sums are read
       cluster_arrive();
       cluster_wait();
     }
@@ -240,7 +246,7 @@ __device__ __forceinline__ void codebook_prompt(const char* x, const char* units
     take_registers<T::kRegisters>();
     multiply_prompt<T, E, kAlign>(PromptWork<T>(m, n, units_k), units, norms, d, n, ldd, book, args, base);
   }
-  // No CTA leaves while others copy to it, arrive at its barriers or read its sums.
+  // No CTA exits while other CTAs copy to its memory, arrive at its barriers or read its sums.
   if constexpr (T::kCtas > 1) {
     cluster_arrive();
     cluster_wait();

@@ -1,5 +1,5 @@
-// The tensor core's supply in codebook/wgmma.cuh: the tile and its memory, tokens by bulk copies, tables of int8
-// values, and a warp's own indices, decoded.
+// The supply of operands for codebook/wgmma.cuh: the tile and its shared memory, bulk copies of tokens, tables of int8
+// values, and the loading and decoding of a warp's own indices.
 #pragma once
 
 #include <qcut/codebook/codebook.cuh>
@@ -9,10 +9,10 @@
 
 namespace qcut {
 
-// Keeps a value in a register: the compiler would else read the thread's index again in each loop.
+// Keeps a value in a register; otherwise the compiler reads the thread's index again in each loop.
 __device__ __forceinline__ int keep(int v) { return __shfl_xor_sync(0xffffffffu, v, 0); }
 
-// Shared memory: tokens and tables of all stages, staging, barriers (emitters/codebook/wgmma.py).
+// The tile of emitters/codebook/wgmma.py and its shared memory: tokens and tables of all stages, staging, barriers.
 template <class X_, int kBits_, int kSlots_, int kTokens_, int kStages_, int kLead_, int kCluster_, int kSplits_,
           int kBuffers_>
 struct PromptTile {
@@ -23,12 +23,12 @@ struct PromptTile {
   static constexpr int kBits = kBits_, kSlots = kSlots_, kTokens = kTokens_;
   static constexpr int kStages = kStages_, kLead = kLead_, kCluster = kCluster_, kSplits = kSplits_;
   static constexpr int kCtas = kCluster * kSplits;
-  static constexpr int kBuffers = kBuffers_;                      // of 16 staged tokens, for each warpgroup
-  static constexpr int kBatch = kBuffers > 1 ? kBuffers / 2 : 1;  // of them between two barriers
-  static constexpr int kWarps = 8;                                // that multiply
+  static constexpr int kBuffers = kBuffers_;                      // buffers of 16 staged tokens of each warpgroup
+  static constexpr int kBatch = kBuffers > 1 ? kBuffers / 2 : 1;  // buffers filled between two barriers
+  static constexpr int kWarps = 8;                                // warps that multiply
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRows = 16 * kWarps;
-  static constexpr int kBlocks = sizeof(X);  // of 128 bytes of a token, in a unit
+  static constexpr int kBlocks = sizeof(X);  // blocks of 128 bytes of a token in a unit
   static constexpr int kRounds = kTokens / 16;
 
   static constexpr int kTokenBytes = 128 * kBlocks * kTokens;
@@ -36,15 +36,15 @@ struct PromptTile {
   static constexpr bool kHasTables = sizeof(X) == 1;
   static constexpr int kTableBytes = kHasTables ? 16 * kRows * kSlots : 0;  // [slot][row][16 int8]
   static constexpr int kOperandBytes = kTables + kStages * kTableBytes;
-  // Splits stage all sums, where the operands were.
+  // Splits stage all sums in the place of the operands.
   static constexpr int kSumBytes = kSplits > 1 ? 2 * kRounds * Stage::kBytes : 0;
   static constexpr int kStaging = kOperandBytes > kSumBytes ? kOperandBytes : kSumBytes;
-  // Of each stage: filled, read, and tables built.
+  // Three barriers of each stage: filled, read, and tables built.
   static constexpr int kFull = kStaging + 2 * kBuffers * Stage::kBytes;
   static constexpr int kEmpty = kFull + 8 * kStages;
   static constexpr int kBuilt = kEmpty + 8 * kStages;
   static constexpr int kTableWarps = 3;
-  // Of 168 a thread at launch, times three warpgroups.
+  // The registers of a thread after setmaxnreg. A launch gives each thread of the three warpgroups 168.
   static constexpr int kFetchRegisters = !kHasTables ? 40 : kTokens == 256 && kSlots == 1 ? 56 : 72;
   static constexpr int kRegisters = (3 * 168 - kFetchRegisters) / 2;
 
@@ -52,19 +52,19 @@ struct PromptTile {
   static_assert(kCluster == 1 || kSplits == 1, "a cluster shares tokens or K");
 };
 
-// A warp's units of 16 rows, from global memory to registers, one ahead of their turn: they are too small for
-// bulk copies, of which sixteen a unit took longer than the products.
+// Loads a warp's units of 16 rows from global memory to registers, one unit ahead. The units are too small for bulk
+// copies: sixteen copies for each unit of K took longer than the products.
 template <class T>
 struct UnitStream {
   static constexpr bool kHasNorms = !T::kHasTables;
   UnitWords<T::kBits> words, next;
   uint32_t norms[T::kSlots], next_norms[T::kSlots];
-  const char* units;  // of what is loaded next
+  const char* units;  // the unit that is loaded next
   const char* unit_norms;
 
   __device__ __forceinline__ UnitStream(const char* units, const char* norms) : units(units), unit_norms(norms) {}
 
-  // Starts at a unit among all.
+  // Starts at unit `index` of all units.
   __device__ __forceinline__ void begin(const char* all_units, const char* all_norms, long long index, int lane) {
     units = all_units + index * kUnitBytes<T::kBits>;
     unit_norms = all_norms + index * (32 * T::kSlots) + lane / 4 * 4;
@@ -89,15 +89,15 @@ struct UnitStream {
   }
 };
 
-// Decodes a warp's unit, product by product. What `decode` of a step takes from shared memory, `fetch` of that step has
-// read; it may run once the step before is decoded.
+// Decodes a warp's unit, product by product. `fetch` of a step reads from shared memory the values that `decode` of the
+// step uses, and may run once the previous step is decoded.
 template <class T>
 struct PromptDecoder {
   static constexpr int kSteps = 8;
   RegisterBook book;
 
   // The compiler would keep tables made of kernel arguments in uniform registers and copy them before each
-  // PRMT; words that come from the lanes of a quad are not uniform to it.
+  // PRMT. Words that are exchanged between the lanes of a quad are not uniform to the compiler.
   __device__ __forceinline__ PromptDecoder(const Book& values, uint32_t, int, int lane) : book(values) {
     const int t = lane % 4;
     uint32_t low = book.low[0], high = book.high[0];
@@ -122,7 +122,7 @@ struct PromptDecoder {
 template <class T>
 struct PromptTableDecoder {
   static constexpr int kSteps = 4;
-  static constexpr int kSlotSteps = kSteps / T::kSlots;  // products of 32 columns that share a norm
+  static constexpr int kSlotSteps = kSteps / T::kSlots;  // products that share a norm
   RowBook row, row8;
   uint32_t my_tables;
 
@@ -140,7 +140,7 @@ struct PromptTableDecoder {
   }
 };
 
-// The tiles of D that a cluster has, in order, and this CTA's units of each.
+// The tiles of D that a cluster computes, in order, and this CTA's units of each tile.
 template <class T>
 struct PromptWork {
   int m, units_k, tiles_m, tiles_n, row_tiles, rank, first_unit, units;
@@ -159,7 +159,7 @@ struct PromptWork {
   __device__ __forceinline__ int first() const { return blockIdx.x / T::kCtas; }
   __device__ __forceinline__ int step() const { return gridDim.x / T::kCtas; }
   __device__ __forceinline__ int count() const { return tiles_m * tiles_n; }
-  // The first token (x) and the first row tile of 16 (y).
+  // The first token (x) and the first tile of 16 rows (y) of a tile of D.
   __device__ __forceinline__ int2 tile(int i) const {
     const int2 at = tile_of_block(i, tiles_m, tiles_n);
     const int across = T::kCluster > 1 ? at.y * T::kCluster + rank : at.y;
@@ -167,7 +167,7 @@ struct PromptWork {
   }
 };
 
-// Where a ring of stages is: `parity` is that of the current round's phase.
+// The position in a ring of stages. `parity` is the parity of the current round's phase.
 template <int kStages>
 struct RingPlace {
   int stage = 0, parity = 0;
@@ -179,10 +179,10 @@ struct RingPlace {
   }
 };
 
-// The fetching warp.
+// The work of the fetching warp: bulk copies of tokens into the stages.
 template <class T>
 __device__ __forceinline__ void fetch_prompt(const PromptWork<T>& work, const char* x, uint32_t base) {
-  constexpr int kPart = T::kTokens / 8 / T::kCluster;  // this CTA's blocks of tokens, for all of the cluster
+  constexpr int kPart = T::kTokens / 8 / T::kCluster;  // blocks of tokens that this CTA copies for the cluster
   const int lane = threadIdx.x % 32;
   const int token_blocks = (work.m + 7) / 8;
   const int begin = T::kCluster > 1 ? work.rank * kPart : 0;
@@ -212,8 +212,8 @@ __device__ __forceinline__ void fetch_prompt(const PromptWork<T>& work, const ch
   }
 }
 
-// The warps that build, of each row and slot of a stage, the table of q = rne(value * (norm * fold)). Each has 32 rows,
-// and in turn the last 32.
+// The work of the three warps that build the table of q = rne(value * (norm * fold)) for each row and slot of a stage.
+// Each warp builds the tables of 32 rows; the warps take turns with the last 32 rows.
 template <class T>
 __device__ __forceinline__ void build_tables(const PromptWork<T>& work, const uint32_t* norms, const float* fold,
                                              const Book& book, uint32_t base) {
@@ -226,7 +226,7 @@ __device__ __forceinline__ void build_tables(const PromptWork<T>& work, const ui
     values[2 * i] = pair.x;
     values[2 * i + 1] = pair.y;
   }
-  // Row g of a row tile is in the lower half of word g of its norms, row g + 8 in the upper one.
+  // The norm of row g of a row tile is the lower half of word g of the tile's norms, that of row g + 8 the upper half.
   const auto build = [&](int stage, int row, const uint32_t(&row_norms)[T::kSlots], float row_fold) {
     const uint32_t table = base + T::kTables + stage * T::kTableBytes + 16 * row;
 #pragma unroll
@@ -256,7 +256,7 @@ __device__ __forceinline__ void build_tables(const PromptWork<T>& work, const ui
     const auto fold_of = [&](int row) {
       return first_tile + row / 16 < work.row_tiles ? fold[16 * first_tile + row] : 0.0f;
     };
-    int mine_at = norms_of(mine), last_at = norms_of(last);  // of the next unit
+    int mine_at = norms_of(mine), last_at = norms_of(last);  // offsets for the next unit
     const float mine_fold = fold_of(mine), last_fold = fold_of(last);
     uint32_t mine_norms[T::kSlots], last_norms[T::kSlots];
     const auto load = [&] {

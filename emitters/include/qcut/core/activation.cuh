@@ -1,9 +1,11 @@
 // Elementwise functions of the GEMM epilogues, float32 in and out.
 //
 // gelu_tanh and silu are written through exp: x * sigmoid(u) costs one ex2 and one reciprocal where
-// tanhf takes a branch, and keeps its accuracy for large negative x. Each is within 2**-21 |x| of the
-// exact function: erff is within 2 ulp; __expf errs by 2**-22 + 2**-24 |u| relative, which reaches
-// the result times e^-u / (1 + e^-u) <= 1, with |u| e^-|u| <= 0.37, and __fdividef by 2 ulp.
+// tanhf takes a branch, and stays accurate for large negative x.
+//
+// Exactness: GELU and SiLU are within 2**-21 |x| of the exact functions on the GPU. erff and __fdividef are
+// within 2 ulp. __expf has a relative error of 2**-22 + 2**-24 |u|; the result inherits this error times
+// e^-u / (1 + e^-u) <= 1, and |u| e^-|u| <= 0.37.
 // Source: CUDA C++ Programming Guide, mathematical functions; Hendrycks & Gimpel 2016 (GELU).
 #pragma once
 
@@ -38,10 +40,10 @@ QCUT_HD float gelu_tanh(float v) {
 
 QCUT_HD float silu(float v) { return sigmoid_times(v, v); }
 
-// rne(v * inv_scale) + zero_point as a float that holds an integer; the conversion to int8 that
-// follows saturates, which makes it clamp(..., -128, 127), and turns NaN into 0. Adding kRoundingBias
-// inside the fused product rounds the exact v * inv_scale once, to an integer, ties to even, where
-// rintf takes a slower unit; beyond 2^22 the sum is inexact but far outside int8.
+// Returns rne(v * inv_scale) + zero_point as a float that holds an integer. The conversion to int8 that
+// follows saturates to -128 .. 127 and turns NaN into 0. The fused addition of kRoundingBias rounds the
+// exact product v * inv_scale once, to an integer, ties to even; rintf would take a slower unit. Beyond
+// 2^22 the sum is inexact, but such a sum is far outside int8.
 QCUT_HD float requantize(float v, float inv_scale, float zero_point) {
   return fmaf(v, inv_scale, kRoundingBias) + (zero_point - kRoundingBias);
 }

@@ -1,7 +1,7 @@
 // Barriers in shared memory that count arrivals and bytes, and the bulk copies that they count (sm_90 and later).
 //
-// There is no guard for older architectures: a kernel that needs these there does not compile. An empty body in their
-// place would leave other threads waiting for ever.
+// The functions have no guard for older architectures: a kernel that calls one of them there does not compile. An empty
+// body would leave other threads waiting for ever.
 // Source: PTX ISA 8.x, "mbarrier", "cp.async.bulk", "st.async", "barrier".
 #pragma once
 
@@ -9,12 +9,13 @@
 
 namespace qcut {
 
-// Makes a barrier in this CTA's shared memory. Its phases end after so many arrivals.
+// Makes a barrier in this CTA's shared memory. Each phase of the barrier ends after `arrivals` arrivals.
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Shows the barriers that this thread made to the cluster. The CTA's or the cluster's barrier must follow.
+// Makes the barriers that this thread initialized visible to the cluster. __syncthreads or the cluster's barrier must
+// follow.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -23,12 +24,12 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives, and makes the phase also wait for so many bytes.
+// Arrives, and makes the current phase wait for `bytes` more bytes.
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits until the phase of that parity, 0 for the first, is complete.
+// Waits until the phase of the given parity is complete. The first phase has parity 0.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
   asm volatile(
       "{\n\t.reg .pred p;\n\tAGAIN:\n\t"
@@ -38,7 +39,8 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Copies a multiple of 16 bytes between 16-byte boundaries. The barrier counts the bytes. One thread issues the copy.
+// Copies `bytes`, a multiple of 16, from global to shared memory; both addresses are multiples of 16. The barrier
+// counts the bytes. One thread issues the copy.
 __device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, int bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
@@ -46,13 +48,13 @@ __device__ __forceinline__ void copy_bulk(uint32_t shared, const void* global, i
       : "memory");
 }
 
-// Arrives at a barrier of any CTA of the cluster: `mapped` is the address that map_to_rank gave.
+// Arrives at a barrier of any CTA of the cluster. `mapped` is the barrier's address as map_to_rank returns it.
 __device__ __forceinline__ void barrier_arrive_cluster(uint32_t mapped) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
 }
 
-// copy_bulk to the same address in every CTA of the cluster that `ranks` has a bit for. The barrier at that address in
-// each of these CTAs counts the bytes.
+// The same copy as copy_bulk, to the address `shared` of every CTA of the cluster whose rank has a bit in `ranks`. In
+// each of these CTAs the barrier at the address `barrier` counts the bytes.
 __device__ __forceinline__ void copy_bulk_multicast(uint32_t shared, const void* global, int bytes, uint32_t barrier,
                                                     int ranks) {
   asm volatile(
@@ -62,7 +64,8 @@ __device__ __forceinline__ void copy_bulk_multicast(uint32_t shared, const void*
       : "memory");
 }
 
-// Stores to this CTA's shared address `shared`, but in the CTA of that rank, whose barrier counts the bytes.
+// Stores `v` at the shared address `shared` of the CTA of rank `rank`, whose barrier at the address `barrier` counts
+// the bytes.
 __device__ __forceinline__ void store_async(uint32_t shared, uint32_t barrier, int rank, const float4& v) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
@@ -88,7 +91,7 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier) {
       : "memory");
 }
 
-// A named barrier of kThreads threads; 0 is __syncthreads'.
+// A named barrier of kThreads threads. __syncthreads uses the barrier of number 0.
 template <int kThreads>
 __device__ __forceinline__ void named_barrier_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");

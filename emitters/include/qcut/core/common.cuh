@@ -1,4 +1,4 @@
-// The tools of every kernel: integer names under NVRTC, 16-byte vectors of T, dependent launch, sums over a warp.
+// Tools of all kernels: integer names under NVRTC, dependent launch, sums over a warp, 16-byte vectors, conversions.
 //
 // Source: PTX ISA 8.x, "griddepcontrol", "redux.sync", "max" (.NaN), "prmt".
 #pragma once
@@ -16,17 +16,17 @@ typedef unsigned int uint32_t;
 
 namespace qcut {
 
-// Programmatic dependent launch (sm_90 and later). From here on the next kernel may be scheduled; that kernel waits for
-// this grid's memory by itself. Neither function does anything in a launch without the attribute, or on an older
-// architecture.
+// Programmatic dependent launch (sm_90 and later): after this call the GPU may schedule the next kernel, which calls
+// wait_for_dependencies before it touches this grid's memory. Both functions do nothing in a launch without the
+// attribute, and on older architectures.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// The wait for the previous kernel: comes before the first access to memory that the previous kernel wrote or still
-// reads. Loads after the wait are plain ld.global: the compiler may hoist an ld.global.nc over the wait.
+// Waits for the previous kernel. The call comes before the first access to memory that the previous kernel wrote or
+// still reads. Loads after the call are plain ld.global, because the compiler may hoist an ld.global.nc over the wait.
 __device__ __forceinline__ void wait_for_dependencies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -37,8 +37,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// The largest of 32 lanes' words, in every lane. The bits of non-negative floats order as unsigned integers, and those
-// of NaN are above those of Inf: the function is also a maximum of absolute values that keeps NaN.
+// The largest word of the warp's 32 lanes, in every lane. The bits of non-negative floats are ordered as unsigned
+// integers are, and NaN's bits are above Inf's: the function therefore also gives the maximum of absolute values, which
+// is NaN if one of them is NaN.
 __device__ __forceinline__ uint32_t warp_max(uint32_t v) {
   uint32_t out;
   asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(out) : "r"(v));
@@ -51,7 +52,7 @@ __device__ __forceinline__ unsigned long long warp_max(unsigned long long v) {
   return v;
 }
 
-// The sum of 32 lanes' values, in every lane. The order of the additions is fixed: lanes 16 apart come first.
+// The sum of the 32 lanes' values, in every lane. The order of the additions is fixed: lanes 16 apart are added first.
 template <class T>
 __device__ __forceinline__ T warp_sum(T v) {
 #pragma unroll
@@ -59,7 +60,7 @@ __device__ __forceinline__ T warp_sum(T v) {
   return v;
 }
 
-// 16 bytes of T as words, and its elements as float32 (all exact).
+// Sixteen bytes of T as four words, and the elements of T as float32. The conversions to float32 are exact.
 template <class T>
 struct Vector;
 
@@ -73,7 +74,7 @@ struct Vector<float> {
 #pragma unroll
     for (int i = 0; i < 4; ++i) f[i] = __uint_as_float(w[i]);
   }
-  // Bits of max|v[i]| as float32; NaN wins.
+  // The bits of max|v[i]| as float32; NaN if an element is NaN.
   __device__ __forceinline__ uint32_t abs_max() const {
     uint32_t peak = 0;
 #pragma unroll
@@ -137,7 +138,8 @@ struct Vector<__nv_bfloat16> {
   }
 };
 
-// Conversions to and from float32: rounded to nearest even; an int8 saturates, and is 0 for NaN.
+// Conversions from and to float32. A conversion from float32 rounds to nearest even; a conversion to int8 also
+// saturates and turns NaN into 0.
 template <class T>
 __device__ __forceinline__ T from_float(float v);
 template <>
@@ -164,7 +166,7 @@ __device__ __forceinline__ float to_float(T v) {
   return static_cast<float>(v);
 }
 
-// Two 16-bit floats in a word, `low` in the lower half.
+// Two floats rounded to T in one word, `low` in the lower half.
 template <class T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high);
 template <>
@@ -191,7 +193,7 @@ __device__ __forceinline__ int from_bits<int>(uint32_t w) {
   return static_cast<int>(w);
 }
 
-// Sixteen bytes as int8, for copies alone.
+// Sixteen int8 elements, for copies only.
 template <>
 struct Vector<int8_t> {
   static constexpr int kSize = 16;
@@ -202,9 +204,9 @@ struct Vector<int8_t> {
   }
 };
 
-// Vectors first, first + step, ... of a row of `k` elements; elements past the end are zero. kAligned
-// promises that the row starts at a multiple of 16 bytes. A second loop loads the partial vector at the
-// end of a row, so that the first loop has nothing but predicated 16-byte loads in flight together.
+// Loads the vectors first, first + step, ... of a row of `k` elements; elements past the end are zero. With
+// kAligned the row starts at a multiple of 16 bytes. A second loop loads the partial vector at the end of a
+// row, so that the first loop consists of predicated 16-byte loads alone, which are in flight together.
 template <class T, int kVecs, bool kAligned>
 __device__ __forceinline__ void load_vectors(Vector<T> (&v)[kVecs], const T* row, int first, int step, int k) {
   constexpr int kSize = Vector<T>::kSize;
@@ -229,7 +231,7 @@ __device__ __forceinline__ void load_vectors(Vector<T> (&v)[kVecs], const T* row
   }
 }
 
-// Writes a vector, or the part of it before column k.
+// Writes the elements of a vector that lie before column k.
 template <class T, bool kAligned>
 __device__ __forceinline__ void store_vector(T* row, int col, int k, const float (&f)[Vector<T>::kSize]) {
   constexpr int kSize = Vector<T>::kSize;

@@ -1,7 +1,8 @@
-// The GEMM epilogue of emitters/core/epilogue.py, and how a warp writes its tile of D.
+// The GEMM epilogue of emitters/core/epilogue.py, and TileWriter, by which a warp writes its tile of D.
 //
-// Every operation is one float32 operation in the order of that file (compiled with --fmad=false): the activations none
-// and relu agree bitwise with the CPU reference. An output of raw accumulators stays int32.
+// Exactness: every product and sum is one float32 operation, in the order that emitters/core/epilogue.py states
+// (kernels are compiled with --fmad=false). With the activations none and relu, results agree bitwise with the CPU
+// reference. Raw accumulators stay int32 up to D.
 // Source: schemes.md sections 1 and 2; Hendrycks & Gimpel 2016 (GELU).
 #pragma once
 
@@ -67,10 +68,10 @@ struct Epilogue {
   using Args = EpilogueArgs<Out>;
   static constexpr bool kHasResidual = kResidual;
   static constexpr bool kRaw = kWrap || kIsInt32<Out>;
-  // Between the accumulator and D: float32, or the accumulator itself where D takes its bits.
+  // The type of an element between the accumulator and D: float32, or int where D takes the accumulator's bits.
   using Value = typename Either<kRaw, int, float>::Type;
 
-  // The vectors of one column and of one row of D.
+  // The elements of the epilogue's vectors for one column and for one row of D.
   struct Column {
     int colsum;
     float scale, bias;
@@ -111,14 +112,14 @@ struct Epilogue {
     }
   }
 
-  // The value of an element of D, before `convert`.
+  // Completes the value of an element of D; `convert` then rounds the value.
   static __device__ __forceinline__ Value finish(Value v, float residual, const Args& args) {
     if constexpr (kResidual) v = v + residual;
     if constexpr (!kRaw && sizeof(Out) == 1) v = requantize(v, args.out_inv_scale, args.out_zero_point);
     return v;
   }
 
-  // To D's type: a raw int8 is the low byte, every other one rounds and saturates.
+  // Converts to D's type. A raw int8 is the accumulator's low byte; other values are rounded, and saturate as int8.
   static __device__ __forceinline__ Out convert(Value v) {
     if constexpr (kRaw) {
       return static_cast<Out>(v);
@@ -127,7 +128,7 @@ struct Epilogue {
     }
   }
 
-  // kCount neighbours of D as words, in order.
+  // Converts kCount neighbouring elements of D and packs them into words, in order.
   template <int kCount>
   static __device__ __forceinline__ void pack(uint32_t (&w)[kCount * sizeof(Out) / 4], const Value (&v)[kCount]) {
 #pragma unroll
@@ -145,7 +146,7 @@ struct Epilogue {
   }
 };
 
-// How many columns of D a lane owns: up to 16 bytes, and at least two lanes to a row.
+// The columns of D that a lane owns: up to 16 bytes, and at most half a row of the warp's tile.
 template <class Out, int kWidth>
 struct LaneColumns {
   static constexpr int kColumns = 16 / sizeof(Out) < kWidth / 2 ? 16 / sizeof(Out) : kWidth / 2;
@@ -153,10 +154,10 @@ struct LaneColumns {
   static constexpr int kLanes = kWidth / kColumns;
 };
 
-// Where the sixteen rows of a warp's tile that pass through shared memory at a time lie, in chunks of
-// 16 bytes. A row keeps the j-th chunks of all lanes together, so that lanes of a 16-byte load are
-// neighbours, and the XORs bring 8-byte stores to 4 rows of 2 chunks, 16-byte stores to 2 rows of 4, and
-// loads to 8 different bank groups each. Every term is linear in the bits of row and chunk:
+// The layout in shared memory of sixteen staged rows of a warp's tile, in chunks of 16 bytes. Within a row,
+// the j-th chunks of all lanes lie together, so that the lanes of a 16-byte load read neighbours. The XORs
+// bring the 8-byte stores of 4 rows of 2 chunks, the 16-byte stores of 2 rows of 4 chunks, and the loads to
+// 8 different bank groups each. Every term is linear in the bits of row and chunk:
 // offset(r, c) ^ offset(0, c') is offset(r, c ^ c').
 template <class Out, int kWidth>
 struct SwizzledStage {
@@ -177,7 +178,7 @@ struct SwizzledStage {
   }
 };
 
-// One row after the other, for stores that take a pitch.
+// The layout of staged rows one after the other, for stores that take a pitch.
 template <int kWidth>
 struct PaddedStage {
   static constexpr int kPitch = kWidth + 8;
@@ -215,7 +216,7 @@ __device__ __forceinline__ void load_piece(uint32_t (&w)[4], const char* p, int 
   }
 }
 
-// Sums accumulators over the CTAs of a cluster, in the order of their ranks. All CTAs hold theirs at `shared`.
+// Sums accumulators over the CTAs of a cluster, in the order of their ranks. Each CTA has its accumulators at `shared`.
 template <class Acc, int kCtas>
 __device__ __forceinline__ void load_sum_16(uint32_t (&w)[4], uint32_t shared) {
   if constexpr (kCtas == 1) {
@@ -234,13 +235,14 @@ __device__ __forceinline__ void load_sum_16(uint32_t (&w)[4], uint32_t shared) {
   }
 }
 
-// Writes a warp's tile of D, kWidth columns from col0 on, sixteen staged rows at a time: fragments
-// become rows. Each lane owns up to 16 bytes of neighbouring columns, the same ones in every row, reads
-// their vectors once, and moves residual and D in pieces of up to 16 bytes, whole sectors a warp.
+// Writes a warp's tile of D, kWidth columns from col0 on, from accumulators that are staged in shared memory
+// sixteen rows at a time. Each lane owns up to 16 bytes of neighbouring columns, the same columns in every
+// row. The lane reads these columns' elements of the epilogue's vectors once, and moves residual and D in
+// pieces of up to 16 bytes, so that a warp touches whole sectors.
 //
-// kAlign bytes divide every row of D: its address, its length and its leading dimension. kSwapped:
-// rows are D's columns, which column-major D keeps contiguous. Of sixteen rows a CTA writes 16 / kCtas,
-// those its rank in the cluster gives it.
+// kAlign divides the address, the length and the leading dimension of D's rows, in bytes. With kSwapped the
+// rows here are D's columns, which are contiguous in column-major D. Each CTA of a cluster of kCtas writes
+// 16 / kCtas of the sixteen rows, chosen by the CTA's rank.
 template <class E, int kAlign, bool kSwapped, class Acc, int kWidth, class Stage, int kCtas>
 struct TileWriter {
   using Out = typename E::Out;
@@ -255,7 +257,7 @@ struct TileWriter {
   static constexpr int kPieces = kColumns * kSize / kPiece;
   static_assert(32 % kLanes == 0 && kPiece >= kSize, "a warp's lanes cover whole rows, a piece whole elements");
 
-  // What varies along a lane's columns and what varies from row to row.
+  // Along: the elements of the epilogue's vectors that vary along a lane's columns. Across: those that vary by row.
   using Along = typename Either<kSwapped, typename E::Row, typename E::Column>::Type;
   using Across = typename Either<kSwapped, typename E::Column, typename E::Row>::Type;
 
@@ -280,7 +282,7 @@ struct TileWriter {
     }
   }
 
-  // Of sixteen staged rows, those this lane writes: accumulators, and what else their elements take.
+  // The accumulators of the staged rows that this lane writes, and these rows' residuals and vector elements.
   using Sums = uint32_t[kPasses][kChunks][4];
   struct Rows {
     int at[kPasses];
@@ -288,7 +290,7 @@ struct TileWriter {
     uint32_t residual[kPasses][4];
   };
 
-  // Reads accumulators staged at `shared`, summed over the cluster.
+  // Reads the accumulators staged at `shared` and sums them over the cluster.
   __device__ __forceinline__ void load(Sums& sums, uint32_t shared) const {
 #pragma unroll
     for (int p = 0; p < kPasses; ++p) {
@@ -300,7 +302,7 @@ struct TileWriter {
     }
   }
 
-  // Rows 16 * group .. of the warp's tile; `row_of` gives the row that a staged one is.
+  // Handles the rows from 16 * group on of the warp's tile; `row_of` maps a staged row to its row of the tile.
   template <class RowOf>
   __device__ __forceinline__ void fetch(Rows& rows, int group, const RowOf& row_of) const {
 #pragma unroll

@@ -1,7 +1,7 @@
-// Names that a host compiler lacks when it reads CUTLASS's headers for their types alone.
+// Declarations of device names for a host compiler that reads CUTLASS's headers for their types alone.
 //
-// A launcher needs the parameter block of a kernel, not its code. nvcc's host pass takes 20 s over these headers, g++
-// takes 4 s, given the few device names that the headers use outside of templates.
+// A launcher needs a kernel's parameter block and not its code. nvcc's host pass takes 20 s to read CUTLASS's headers.
+// g++ takes 4 s, but lacks the few device names that the headers use outside of templates: they are declared here.
 #pragma once
 
 #define __CUDACC_VER_MAJOR__ 13

@@ -1,9 +1,9 @@
-// The instructions of the raw GEMMs: cp.async, ldmatrix, mma.sync, and int8 -> 16-bit float.
+// Instructions of the raw GEMMs: cp.async, ldmatrix, mma.sync, and the exact conversion of int8 to 16-bit floats.
 //
 // Source: PTX ISA 8.x, "cp.async" (ignore-src), "ldmatrix", "Matrix Fragments for
 // mma.m16n8k32 / mma.m16n8k16", "prmt", "fma" (.bf16x2).
 //
-// Fragment ownership, lane = 4 * g + t:
+// The elements of a fragment that lane 4g + t holds, as (row, column):
 //   m16n8k32 s8   A a0 (g, 4t..4t+3)  a1 (g+8, 4t..)  a2 (g, 16+4t..)  a3 (g+8, 16+4t..)
 //                 B b0 (4t..4t+3, g)  b1 (16+4t.., g)
 //   m16n8k16 f16  A a0 (g, 2t..2t+1)  a1 (g+8, 2t..)  a2 (g, 8+2t..)   a3 (g+8, 8+2t..)
@@ -15,8 +15,8 @@
 
 namespace qcut {
 
-// Copies kSize bytes or, where `zero`, reads nothing and writes zeros. `.cg` skips the L1, where tiles would be of no
-// use; copies of less than 16 bytes have `.ca` alone.
+// Copies kSize bytes from global to shared memory. With `zero` the copy reads nothing and writes zeros. Copies of 16
+// bytes skip the L1 (`.cg`), in which tiles would be of no use; shorter copies exist as `.ca` alone.
 template <int kSize>
 __device__ __forceinline__ void copy_async(uint32_t shared, const void* global, bool zero) {
   static_assert(kSize == 4 || kSize == 8 || kSize == 16, "what cp.async copies");
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_shared_8(uint32_t (&w)[2], uint32_t shared)
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(shared) : "memory");
 }
 
-// Four 8 x 16-byte matrices; lane l supplies the address of row l % 8 of matrix l / 8.
+// Loads four matrices of 8 rows x 16 bytes. Lane l supplies the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -75,7 +75,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t shared)
                : "memory");
 }
 
-// The same, each matrix transposed as 8 x 8 pairs of bytes: lane 4g + t receives pair g of rows 2t and 2t + 1.
+// Loads four such matrices, each transposed as 8 x 8 pairs of bytes: lane 4g + t receives pair g of rows 2t and 2t + 1.
 __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -83,7 +83,7 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint3
                : "memory");
 }
 
-// Two matrices; lanes 16..31 supply no address.
+// Loads two such matrices. Lanes 16..31 supply no address.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[2], uint32_t shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
                : "=r"(r[0]), "=r"(r[1])
@@ -98,8 +98,8 @@ __device__ __forceinline__ void mma_s8(int (&c)[4], const uint32_t (&a)[4], uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The operations of a 16-bit float type: the product, and the exact conversion of four int8 (one word)
-// to two words of two T each, in order.
+// Operations of a 16-bit float type: the tensor core's product, and the exact conversion of a word of four
+// int8 to two words of two T each, in order.
 template <class T>
 struct Float16;
 
@@ -133,9 +133,10 @@ struct Float16<__nv_bfloat16> {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
 
-  // A bfloat16 has 7 fraction bits, so the sign goes its own way: 0x4300 | (q & 0x7f) is 128 plus the
-  // low bits, 0x4300 | (q & 0x80) is 128, or 256 for negative q; the difference is q, exactly. It is
-  // an FMA with -1 because sm_80 has no bfloat16 subtraction.
+  // A bfloat16 has 7 fraction bits, too few for all 8 bits of q. The low bits and the sign bit therefore
+  // become two numbers: 0x4300 | (q & 0x7f) is 128 plus the low bits, and 0x4300 | (q & 0x80) is 128, or
+  // 256 for negative q. Their difference is exactly q. sm_80 has no bfloat16 subtraction: the difference
+  // is an FMA with -1.
   static __device__ __forceinline__ uint32_t pair(uint32_t q, uint32_t selector) {
     const uint32_t spread = __byte_perm(q, 0x43434343u, selector);
     const uint32_t low = spread & 0xff7fff7fu;

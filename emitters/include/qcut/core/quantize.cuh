@@ -1,4 +1,7 @@
-// How float32 numbers become int8 ones: quotients rounded as the IEEE division rounds them, without dividing.
+// Quantization of float32 values to int8: rne(x / scale), by a product with the reciprocal of the scale.
+//
+// Exactness: every integer equals the rounded IEEE quotient, bitwise. Where the product could decide the rounding
+// differently, the division is carried out.
 //
 // Source: Markstein, "IA-64 and Elementary Functions", ch. 8 (deciding a division's rounding from a product with the
 // reciprocal); PTX ISA "div.rn", "rcp.rn".
@@ -9,13 +12,13 @@
 
 namespace qcut {
 
-// How near to a tie x * inv must be for the division to be redone exactly. With inv = rn(1/s) and
-// |x/s| <= 256: |x * inv - x/s| <= 256 * 2^-24 = 2^-16 (the product is exact inside the FMA), and
-// |rn(x/s) - x/s| <= 2^-16, the FMA that forms the distance errs by 2^-25. Unless a half-integer lies
-// within 2^-14 of x * inv, all three round to the same integer.
+// The distance of x * inv from the nearest integer beyond which the division is carried out. With inv = rn(1/s)
+// and |x/s| <= 256: |x * inv - x/s| <= 256 * 2^-24 = 2^-16 (the product is exact inside the FMA) and
+// |rn(x/s) - x/s| <= 2^-16; the FMA that forms the distance errs by 2^-25. Unless a half-integer lies within
+// 2^-14 of x * inv, the values x * inv, x/s and rn(x/s) round to the same integer.
 constexpr float kNearTie = 0.5f - 0x1p-14f;
 
-// Outside this range of scales the reciprocal is infinite, subnormal or inexact beyond 2^-24.
+// Outside this range of scales the reciprocal is infinite or subnormal, or its relative error exceeds 2^-24.
 constexpr float kScaleMin = 0x1p-120f;
 constexpr float kScaleMax = 0x1p+122f;
 
@@ -25,8 +28,8 @@ __device__ __forceinline__ uint32_t pack_low_bytes(float a, float b, float c, fl
   return __byte_perm(ab, cd, 0x5410);
 }
 
-// The integers rne(f / scale), each as float + kRoundingBias. kLimit bounds their size: larger quotients
-// come out as some integer of at least that size (or exactly that size) with the right sign.
+// The integers rne(f / scale), each as a float to which kRoundingBias is added. A quotient of magnitude above
+// `limit` becomes some integer of its sign and of magnitude at least `limit`.
 template <int kSize>
 __device__ __forceinline__ void round_quotients(const float (&f)[kSize], float scale, float inv, float limit,
                                                 float (&t)[kSize]) {
@@ -44,8 +47,8 @@ __device__ __forceinline__ void round_quotients(const float (&f)[kSize], float s
   }
 }
 
-// How a row whose largest element has these bits is quantized: scale = peak / 127 (1 where that is 0), and
-// q = clamp(rne(x / scale), -127, 127). A row that holds NaN or Inf gets scale NaN and q = 0.
+// The quantization of a row, from the bits `peak` of its largest magnitude: scale = peak / 127, or 1 if this is 0,
+// and q = clamp(rne(x / scale), -127, 127). A row that holds NaN or Inf gets scale NaN and q = 0.
 struct QuantizedRow {
   float s, inv;
   bool finite;

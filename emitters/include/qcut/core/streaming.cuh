@@ -1,4 +1,4 @@
-// Loads of weights, which a kernel reads once: from global memory past the L1 to registers.
+// Loads of weights, which a kernel reads once: from global memory to registers, without a place in the L1.
 //
 // Source: PTX ISA 8.x, "ld.global.nc", "prefetch".
 #pragma once
@@ -23,8 +23,8 @@ __device__ __forceinline__ uint32_t load_stream_4(const void* p) {
   return w;
 }
 
-// The same loads where `wanted`; else registers keep their values. The load is predicated, not branched over: the
-// compiler may place the load right after the last use of its registers, among the products.
+// The same loads if `wanted`; otherwise the registers keep their values. The load is predicated instead of branched
+// over, so that the compiler may place it right after the last use of its registers, among the products.
 __device__ __forceinline__ void load_stream_16_if(uint32_t (&w)[4], const void* p, bool wanted) {
   const int loaded = wanted;
   asm volatile(
@@ -51,7 +51,7 @@ __device__ __forceinline__ void load_stream_4_if(uint32_t& w, const void* p, boo
 
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// Keeps the compiler from using a value above this line.
+// Keeps the compiler from moving a use of these words above the call.
 template <int kWords>
 __device__ __forceinline__ void pin(uint32_t (&w)[kWords]) {
 #pragma unroll

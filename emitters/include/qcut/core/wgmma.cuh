@@ -1,11 +1,11 @@
-// Hopper's products of a warpgroup, and registers that warpgroups pass on: sm_90a alone.
+// Hopper's products of a warpgroup (wgmma), and registers passed between warpgroups (setmaxnreg): sm_90a alone.
 //
-// There is no guard for other architectures: a kernel that needs these there does not compile.
+// The functions have no guard for other architectures: a kernel that calls one of them there does not compile.
 //
-// A product of a warpgroup takes 64 rows from registers (A) and kTokens rows from shared memory (B), both
-// along K. Warp w of the group has rows 16w..16w+15; its A registers are those of mma.sync m16n8k16 (16-bit)
-// or m16n8k32 (int8), and accumulator 4j + e of lane 4g + t is row g + 8(e >> 1), token 8j + 2t + (e & 1).
-// B: blocks of 8 rows x 128 bytes, 1,024 bytes apart, 16-byte chunk c of row r at place c ^ (r % 8).
+// A product of a warpgroup takes 64 rows of A from registers and kTokens rows of B from shared memory; both are
+// contiguous along K. Warp w of the group has rows 16w..16w+15. Its registers of A are those of mma.sync m16n8k16
+// (16-bit types) or m16n8k32 (int8). Accumulator 4j + e of lane 4g + t is row g + 8(e >> 1), token 8j + 2t + (e & 1).
+// B consists of blocks of 8 rows x 128 bytes, 1,024 bytes apart; the 16-byte chunk c of row r lies at c ^ (r % 8).
 //
 // Source: PTX ISA 8.x, "wgmma.mma_async", "Matrix Descriptor Format", "setmaxnreg".
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace qcut {
 
-// Before the first product of a group: the product sees the registers written so far.
+// Comes before the first product of a group, so that the product sees the registers written so far.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -29,12 +29,12 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from using an accumulator before the wait that precedes this line.
+// Keeps the compiler from using an accumulator before the wait that precedes the call.
 __device__ __forceinline__ void pin(float& v) { asm volatile("" : "+f"(v)::"memory"); }
 __device__ __forceinline__ void pin(int& v) { asm volatile("" : "+r"(v)::"memory"); }
 
-// B at a shared address that is a multiple of 1,024. A product takes 32 bytes of each row: add
-// kWgmmaStep for the next ones.
+// The descriptor of B at a shared address that is a multiple of 1,024. A product takes 32 bytes of each row;
+// the descriptor plus kWgmmaStep is that of the next 32 bytes.
 constexpr unsigned long long kWgmmaStep = 2;
 __device__ __forceinline__ unsigned long long wgmma_descriptor(uint32_t shared) {
   constexpr unsigned long long kSwizzle128 = 1ull << 62;
@@ -64,7 +64,7 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(uint32_t shared) 
 template <class T, int kTokens>
 struct Wgmma;
 
-// c += a b, or c = a b where `accumulate` is 0. Between wgmma_fence and wgmma_commit.
+// Issues c += a b, or c = a b if `accumulate` is 0. The call stands between wgmma_fence and wgmma_commit.
 #define QCUT_WGMMA_ISSUE(tokens, words, shape, k, tail, a0, a1, a2, a3, b, p)                                         \
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " p ", 0;\n\twgmma.mma_async.sync.aligned.m64n" #tokens shape    \
                " {" QCUT_LIST##words "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " b ", p" tail ";\n\t}"                   \
@@ -109,7 +109,7 @@ QCUT_WGMMA_TYPES(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 #undef QCUT_REGS64
 #undef QCUT_REGS128
 
-// Takes registers for the warpgroup, or gives them back.
+// Raises the warpgroup's registers to kRegisters a thread (take), or lowers them to kRegisters (give).
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

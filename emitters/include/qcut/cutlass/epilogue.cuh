@@ -1,7 +1,7 @@
-// Epilogue pieces that CUTLASS's visitor trees do not have.
+// Elementwise nodes of the epilogue that CUTLASS's visitor trees do not have.
 //
-// The stock SM90 tree reads every per-channel vector with a node of its own, one global load after the
-// other; Sm90Dequantize issues all loads together. benchmarks/bench_epilogue.py measures what it is worth.
+// Exactness: each arithmetic node is one rounded operation, as emitters/core/epilogue.py states; activations are those
+// of core/activation.cuh.
 //
 // Source: visitor concept of cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp, 4.2.0.
 #pragma once
@@ -39,7 +39,7 @@ struct Identity {
   CUTLASS_HOST_DEVICE Array operator()(Array const& x) const { return x; }
 };
 
-// Plain integer and float arithmetic for the SM80 tree, where a node is one operation.
+// Integer and float arithmetic for the SM80 tree, in which a node is one operation.
 template <class Array, class Fn>
 CUTLASS_HOST_DEVICE Array zip(Array const& a, Array const& b, Fn fn) {
   Array y;
@@ -60,7 +60,7 @@ QCUT_BINARY_FUNCTOR(Subtract, -)
 QCUT_BINARY_FUNCTOR(Add, +)
 #undef QCUT_BINARY_FUNCTOR
 
-// Left as floats that hold integers: the conversion to int8 that follows is exact and saturates.
+// Requantizes to floats that hold integers. The conversion to int8 that follows is exact for them and saturates.
 template <class Array>
 struct Requantize {
   CUTLASS_HOST_DEVICE Array operator()(Array const& v, Array const& inv_scale, Array const& zero_point) const {

@@ -1,7 +1,7 @@
-// Host side of a CUTLASS kernel's launch: one driver call.
+// The host side of a CUTLASS kernel's launch: one driver call.
 //
-// A launcher's text defines `Call`: the arguments of a launch as flat fields, the kernel's type and its epilogue's
-// arguments. launcher_sm90.cuh and launcher_sm80.cuh turn a Call into CUTLASS's parameter block.
+// The emitted text of a launcher defines `Call`: the arguments of a launch as flat fields, the kernel's type and the
+// epilogue's arguments. launcher_sm90.cuh and launcher_sm80.cuh turn a Call into CUTLASS's parameter block.
 //
 // Source: CUDA driver API, "cuLaunchKernelEx".
 #pragma once

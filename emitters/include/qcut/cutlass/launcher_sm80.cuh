@@ -1,4 +1,4 @@
-// Launches of CUTLASS's multistage kernels of sm_80.
+// The parameter block and the launch of CUTLASS's multistage kernels of sm_80.
 //
 // Source: CUTLASS 4.2.0, cutlass/gemm/kernel/gemm_universal_with_visitor.h (Arguments, Params).
 #pragma once

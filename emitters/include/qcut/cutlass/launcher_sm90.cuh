@@ -1,4 +1,4 @@
-// Launches of CUTLASS's warp-specialized kernels of sm_90a.
+// The parameter block and the launch of CUTLASS's warp-specialized kernels of sm_90a.
 //
 // Source: CUTLASS 4.2.0, cutlass/gemm/kernel/sm90_gemm_tma_warpspecialized*.hpp (Arguments, Params).
 #pragma once
@@ -35,7 +35,8 @@ struct Launcher {
   }
 
   static int launch(void const* args, void* function, void* stream, int flags) {
-    // Encoding three tensor maps costs more than the launch, and steady loops repeat their addresses.
+    // The last call's parameters are kept: encoding three tensor maps takes longer than the launch, and loops repeat
+    // their addresses.
     static thread_local Call last;
     static thread_local std::optional<typename Kernel::Params> params;
     static thread_local size_t workspace_bytes;
@@ -47,7 +48,7 @@ struct Launcher {
       std::memcpy(&last, &a, sizeof a);
     }
     if (workspace_bytes > 0) {
-      // Stream-K's barriers count up from zero within one launch.
+      // Stream-K counts up its barriers from zero in each launch.
       if (a.workspace == nullptr) return CUDA_ERROR_INVALID_VALUE;
       int status = cuMemsetD8Async(CUdeviceptr(a.workspace), 0, workspace_bytes, static_cast<CUstream>(stream));
       if (status != CUDA_SUCCESS) return status;

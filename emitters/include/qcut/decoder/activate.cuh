@@ -1,4 +1,7 @@
-// The activation between an MLP's projections, where no GEMM's epilogue computes it.
+// The activation between an MLP's projections, for layers whose GEMM epilogue does not compute the activation.
+//
+// Each thread computes 16 bytes of a row; a row may need several CTAs. Exactness: core/activation.cuh, then rounding to
+// T.
 #pragma once
 
 #include <qcut/core/activation.cuh>
@@ -6,9 +9,9 @@
 
 namespace qcut {
 
-// kGated: y = rne(rne(silu(x)) * up); else y = rne(gelu_tanh(x)). CTA (row, part) has kThreads vectors of a row; rows
-// of x are x_stride elements apart, of up up_stride, those of y lie close. absmax, where there is one, [m], is raised
-// to the largest magnitude of each row of y.
+// The kernel: y = rne(rne(silu(x)) * up) with kGated, y = rne(gelu_tanh(x)) without. CTA (row, part) has kThreads
+// vectors of a row. Rows of x and up are x_stride and up_stride elements apart; y is contiguous. If absmax [m] is not
+// null, each of its elements is raised to the largest magnitude of the row of y.
 template <class T, bool kGated, int kThreads, bool kAligned>
 __device__ __forceinline__ void activate_rows(const T* x, const T* up, T* y, float* absmax, long long x_stride,
                                               long long up_stride, int columns) {

@@ -1,8 +1,11 @@
-// Rotary positions for queries and keys, and keys and values into the cache, in one launch: of one token of each
-// sequence, or of many.
+// Applies rotary positions to queries and keys and appends keys and values to the cache, in one launch, for one token
+// of each sequence or for many.
 //
-// A thread has the same columns of kHeads heads of one token, so that the places and the tables' rows it reads serve
-// all of them; and both columns of every pair, so that queries are rotated in place. Roundings are those of rope.cuh.
+// A thread has the same columns of kHeads heads of one token: the thread reads positions, slots and rows of the tables
+// once for all of these heads. The thread has both columns of every rotated pair, so that queries are rotated in place.
+//
+// Exactness: products and sums are rounded as in rope.cuh, int8 keys and values as in core/quantize.cuh.
+//
 // Source: Su et al., "RoFormer", arXiv 2104.09864, section 3.4.2, pairs neighbours; GPT-NeoX and Llama pair halves.
 #pragma once
 
@@ -11,7 +14,7 @@
 
 namespace qcut {
 
-// kBytes, 1 to 16, read or written at once; fewer than four are the low ones of a word.
+// Reads or writes kBytes bytes, 1 to 16, at once. Fewer than four bytes are the low bytes of a word.
 template <int kBytes>
 __device__ __forceinline__ void read_words(uint32_t* w, const void* from) {
   if constexpr (kBytes == 16) {
@@ -42,7 +45,7 @@ __device__ __forceinline__ void write_words(void* to, const uint32_t* w) {
   }
 }
 
-// kCount elements of T that lie side by side.
+// kCount contiguous elements of T.
 template <class T, int kCount>
 struct Piece {
   static constexpr int kBytes = kCount * sizeof(T);
@@ -74,18 +77,18 @@ struct Piece {
   }
 };
 
-// Columns that are rotated together: none; i and i + kHead / 2; 2 i and 2 i + 1.
+// The columns that are rotated together: none; i and i + kHead / 2; 2 i and 2 i + 1.
 enum class Pairs { kNone, kHalves, kNeighbours };
 
-// Lanes that a head's shares are spread over: a power of two, for reductions.
+// The number of lanes that hold a head's shares: a power of two, for reductions.
 __device__ constexpr int lanes_of(int shares) {
   int lanes = 1;
   while (lanes < shares && lanes < 32) lanes *= 2;
   return lanes;
 }
 
-// A lane's columns of a head of a token: kVec and as many kApart further on, kPieces times. Those are halves of the
-// head apart, but for single columns whose neighbours they are paired with.
+// A lane's columns of a head of a token: kPieces times kVec columns and the kVec columns that lie kApart further on.
+// kApart is half the head, or 1 for single columns that are paired with their neighbours.
 template <class T, int kHead, Pairs kPairs, int kVec>
 struct HeadShare {
   static constexpr bool kSingle = kPairs == Pairs::kNeighbours && kVec == 1;
@@ -102,7 +105,7 @@ struct HeadShare {
     return (lane + piece * kLanes) * (kSingle ? 2 : kVec);
   }
 
-  // Zeros where there is nothing.
+  // Loads the lane's columns; columns that do not exist are zero.
   __device__ __forceinline__ void load(const T* row, int lane, bool live) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
@@ -113,7 +116,7 @@ struct HeadShare {
     }
   }
 
-  // By the position's rows of the tables.
+  // Rotates by the rows of the tables for the token's position.
   __device__ __forceinline__ void rotate(const HeadShare& cos, const HeadShare& sin) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
@@ -143,7 +146,7 @@ struct HeadShare {
     }
   }
 
-  // Bits of the head's largest element, in each of its lanes; all lanes of the warp must come.
+  // The bits of the head's largest magnitude, in each of the head's lanes. All lanes of the warp must call.
   __device__ __forceinline__ uint32_t peak() const {
     uint32_t largest = 0;
 #pragma unroll
@@ -186,11 +189,11 @@ struct HeadShare {
   }
 };
 
-// q [tokens, heads, kHead], k and v [tokens, kv_heads, kHead], rows of tokens q_stride and kv_stride elements apart; q
-// is rotated in place. `length` tokens of each sequence follow one another. cos, sin [context, kHead] in T, at a column
-// what rotates it. C: of the cache, T, or int8 with a scale for each token and head. Caches [sequences, kv_heads,
-// context, kHead], batch_stride elements between sequences. kVec: elements that are read at once; rows, tables and
-// caches start at multiples of as many. A CTA has kTokens tokens, and kHeads heads for each of its threads.
+// The kernel. q [tokens, heads, kHead] is rotated in place; k and v are [tokens, kv_heads, kHead]. Tokens are q_stride
+// and kv_stride elements apart; the `length` tokens of a sequence follow one another. cos and sin [context, kHead] hold
+// the factors of each column in T. C is the cache's type: T, or int8 with a scale for each token and head. Caches are
+// [sequences, kv_heads, context, kHead], batch_stride elements between sequences. kVec elements are read at once: rows,
+// tables and caches start at multiples of kVec elements. A CTA has kTokens tokens; each thread has kHeads heads.
 template <class T, class C, int kHead, Pairs kPairs, int kVec, int kTokens, int kHeads, int kThreads>
 __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, const T* cos, const T* sin,
                                                   const int* positions, const int* slots, C* keys, C* values,
@@ -200,7 +203,7 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
   using Share = HeadShare<T, kHead, kPairs, kVec>;
   constexpr bool kRotary = kPairs != Pairs::kNone;
   constexpr int kGroups = kThreads / Share::kLanes;
-  constexpr int kAtOnce = kGroups / kTokens;  // heads
+  constexpr int kAtOnce = kGroups / kTokens;  // heads of a token at a time
   static_assert(kAtOnce * kTokens == kGroups, "every group of lanes has a token");
   const int lane = threadIdx.x % Share::kLanes, group = threadIdx.x / Share::kLanes;
   const int token = blockIdx.x * kTokens + group % kTokens;
@@ -235,7 +238,7 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
       if (head < rotated) rows[i].rotate(cosines, sines);
       if (head < heads && live) rows[i].store(query + head * kHead, lane);
     }
-    if (kAtOnce == 1 && head < heads) continue;  // it is the whole CTA's
+    if (kAtOnce == 1 && head < heads) continue;  // uniform over the CTA: every group has this query
     const bool is_key = head < rotated, kept = live && head >= heads && head < total;
     const int mine = head - (is_key ? heads : rotated);
     const long long place = static_cast<long long>(mine) * context + slot;

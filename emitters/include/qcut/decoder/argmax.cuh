@@ -1,19 +1,23 @@
-// The largest element of rows.
+// The index of the largest element of each row; of equal elements, the lowest index.
+//
+// A CTA has a row. Its threads read 16-byte vectors and keep the largest key, an integer that orders elements and their
+// indices. Exactness: comparisons alone.
 #pragma once
 
 #include <qcut/core/common.cuh>
 
 namespace qcut {
 
-// Larger for larger values and the lower of equal ones' indices; -0 is 0, NaN below everything.
+// A key that is larger for larger values and, among equal values, for lower indices. -0 equals 0; NaN is below all
+// other values.
 __device__ __forceinline__ unsigned long long argmax_key(float v, int index) {
   const uint32_t bits = __float_as_uint(v + 0.0f);
   const uint32_t ordered = v != v ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
   return static_cast<unsigned long long>(ordered) << 32 | static_cast<uint32_t>(~index);
 }
 
-// A CTA has a row of `columns` elements, wherever it starts; rows are `stride` elements apart. kAdvances: each row's
-// position and slot go on by one, up to context - 1 and context.
+// The kernel. Rows of `columns` elements are `stride` elements apart and may start at any element. With kAdvances, each
+// row's position and slot are raised by one, up to context - 1 and context.
 template <class T, bool kAdvances, int kThreads, int kUnroll>
 __device__ __forceinline__ void argmax_rows(const T* x, long long* best, int* positions, int* slots, long long stride,
                                             int columns, int context) {
@@ -53,7 +57,7 @@ __device__ __forceinline__ void argmax_rows(const T* x, long long* best, int* po
   if (thread >= 32) return;
   best_key = thread < kWarps ? partial[thread] : 0;
   best_key = warp_max(best_key);
-  // A row of NaN alone has its first element's key, as every element's upper half is 0.
+  // If all elements are NaN, the upper half of every key is 0, and the first element has the largest key.
   if (thread == 0) {
     best[blockIdx.x] = static_cast<int>(~static_cast<uint32_t>(best_key));
     if constexpr (kAdvances) {

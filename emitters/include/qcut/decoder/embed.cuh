@@ -1,14 +1,15 @@
-// Rows of a table of embeddings, dequantized where they are int8, and those of a table of positions added.
+// Gathers rows of a table of embeddings, dequantizes int8 rows, and adds rows of a table of positions.
 //
-// Roundings are those of eager modules: a row is T before a position's is added, and the sum is rounded.
+// A thread computes 16 bytes of the result. Exactness: as eager modules do, a row is rounded to T before a position's
+// row is added, and the sum is rounded.
 #pragma once
 
 #include <qcut/core/common.cuh>
 
 namespace qcut {
 
-// Elements col, col + 1, ... of a row of k as float32; kAligned promises that they are all there, and side by side in
-// memory that is aligned to them.
+// Loads kSize elements from column col on, of a row of k elements, as float32. With kAligned, all kSize elements exist
+// and start at a multiple of their size in bytes.
 template <class T, int kSize, bool kAligned>
 __device__ __forceinline__ void load_floats(float (&f)[kSize], const T* row, int col, int k) {
   if constexpr (!kAligned) {
@@ -31,9 +32,10 @@ __device__ __forceinline__ void load_floats(float (&f)[kSize], const T* row, int
   }
 }
 
-// y [rows, k] = T(table[ids]), times scale[ids] where Q is int8, plus place_table[places] where kPlaces. Tables have
-// `count` and `place_count` rows, `stride` and `place_stride` elements apart; indices beyond them read the nearest row.
-// A thread has 16 bytes of y, which with kAligned lie in all rows at multiples of as many elements.
+// The kernel: y [rows, k] = T(table[ids]), times scale[ids] if Q is int8, plus place_table[places] with kPlaces. The
+// tables have `count` and `place_count` rows, `stride` and `place_stride` elements apart; an index beyond a table reads
+// the table's nearest row. With kAligned, rows of y and of the tables start at multiples of as many elements as 16
+// bytes of y hold.
 template <class T, class Q, bool kPlaces, int kThreads, bool kAligned>
 __device__ __forceinline__ void embed_rows(const long long* ids, const Q* table, const float* scale, const int* places,
                                            const T* place_table, T* y, long long stride, long long place_stride,
@@ -62,7 +64,7 @@ __device__ __forceinline__ void embed_rows(const long long* ids, const Q* table,
 #pragma unroll
     for (int i = 0; i < kSize; ++i) f[i] += added[i];
   }
-  const int end = kAligned ? col + kSize : k;  // of all that are stored
+  const int end = kAligned ? col + kSize : k;  // end of the columns that are stored
   store_vector<T, kAligned>(y + static_cast<long long>(row) * k, col, end, f);
 }
 

@@ -1,16 +1,17 @@
-// RMSNorm and LayerNorm of rows, the residual added before and the result quantized after where that is wanted.
+// RMSNorm or LayerNorm of rows, with an optional residual that is added before and an optional quantization after.
 //
-// A CTA has a row, which its threads hold in registers. Roundings are those of the eager model between its modules: the
-// sum with the residual is rounded to T, an RMS-normalized value too before its weight multiplies it.
+// A CTA has a row, which its threads hold in registers. Exactness: values are rounded to T wherever the eager model
+// stores them. The sum with the residual is rounded, and so is an RMS-normalized value before its weight multiplies it.
+// Sums over a row are added in float32 in a fixed order.
 #pragma once
 
 #include <qcut/core/quantize.cuh>
 
 namespace qcut {
 
-// The sum of a row's chunks, neighbours first, then neighbouring sums. Zeros past the row's end change nothing: the sum
-// is the same however many chunks the CTA has. Each thread adds up to 32 chunks by itself, in fewer cycles than
-// shuffles take.
+// The sum of a row's chunks: neighbouring chunks are added first, then neighbouring sums. Zeros past the row's end do
+// not change the sum, which therefore does not depend on the number of chunks. Each thread adds up to 32 chunks by
+// itself, which takes fewer cycles than shuffles.
 template <int kCount>
 __device__ __forceinline__ float chunk_total(const float* chunks) {
   if constexpr (kCount <= 32) {
@@ -32,8 +33,8 @@ __device__ __forceinline__ float chunk_total(const float* chunks) {
   }
 }
 
-// The sum of a CTA's row, in chunks of 32 vectors, in every thread. Each thread has kVecs vectors, kWarps chunks apart;
-// `sums` are the sums of their elements.
+// The sum of the CTA's row, in every thread. A chunk is 32 vectors, one per lane. Each thread has kVecs vectors, kWarps
+// chunks apart; `sums` holds the sum of the elements of each.
 template <int kVecs, int kWarps>
 __device__ __forceinline__ float row_total(const float (&sums)[kVecs], float* chunks) {
 #pragma unroll
@@ -49,16 +50,17 @@ __device__ __forceinline__ float inverse_root(float squares, float columns, floa
   return __frsqrt_rn(__fdiv_rn(squares, columns) + eps);
 }
 
-// An element of the norm, rounded to T.
+// One element of the norm, rounded to T.
 template <class T, bool kLayer>
 __device__ __forceinline__ float normalized(float v, float mean, float inv, float weight, float bias) {
   const float scaled = (v - mean) * inv;
   return to_float(from_float<T>(kLayer ? fmaf(scaled, weight, bias) : to_float(from_float<T>(scaled)) * weight));
 }
 
-// kLayer: LayerNorm, with `bias` where it is not null. kResidual: adds `residual` and writes the sum to `sum`, which
-// may be x or the residual itself. kQuantized: y is int8 [m, k_padded] with `scale`, as quantize_per_token makes it of
-// the norm rounded to T; else T [m, k]. Rows of x, residual and sum are x_stride elements apart; those of y lie close.
+// The kernel. With kLayer, LayerNorm with `bias` if it is not null; otherwise RMSNorm. With kResidual, the kernel adds
+// `residual` and writes the sum to `sum`, which may be x or the residual itself. With kQuantized, y is int8
+// [m, k_padded] with `scale`, as quantize_per_token computes them from the norm rounded to T; otherwise y is T [m, k].
+// Rows of x, residual and sum are x_stride elements apart; y is contiguous.
 template <class T, bool kLayer, bool kResidual, bool kQuantized, int kVecs, int kThreads, bool kAligned>
 __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum, const T* weight, const T* bias,
                                           void* y, float* scale, long long x_stride, int k, int k_padded, float eps) {

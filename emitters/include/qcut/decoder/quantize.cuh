@@ -1,6 +1,8 @@
-// float -> int8 quantization per token and per tensor, int8 -> float, and column sums of weights.
+// Quantization of floats to int8 per token and per tensor, dequantization of int8, and column sums of weights.
 //
-// Results equal qcut.numerics bitwise: every quotient that decides a rounding is the IEEE division.
+// kThreads threads have a row, in 16-byte vectors of floats; kRows rows share a CTA. Exactness: results equal
+// qcut.numerics bitwise, because every quotient that decides a rounding is the IEEE division.
+//
 // Source: schemes.md section 2; Markstein, "IA-64 and Elementary Functions", ch. 8 (deciding a
 // division's rounding from a product with the reciprocal); PTX ISA "div.rn", "rcp.rn", "dp4a".
 #pragma once
@@ -25,11 +27,11 @@ __device__ __forceinline__ void store_bytes(int8_t* row, int col, int columns, c
   }
 }
 
-// scale[m] = max_k |x[m, k]| / 127 (1 where that is 0), q = clamp(rne(x / scale), -127, 127), columns
+// scale[m] = max_k |x[m, k]| / 127, or 1 if this is 0; q = clamp(rne(x / scale), -127, 127); columns
 // k..k_padded of q are 0. See QuantizedRow.
 //
-// kThreads threads own a row, kRows rows share a CTA. kVecs > 0 keeps the row in registers between
-// the two passes (kVecs * kThreads vectors cover k_padded); kVecs = 0 reads it twice, for any k.
+// With kVecs > 0, threads keep the row in registers between the two passes, and kVecs * kThreads vectors cover
+// k_padded. With kVecs = 0, threads read the row twice, for any k.
 template <class T, int kThreads, int kRows, int kVecs, bool kAligned>
 __device__ __forceinline__ void quantize_per_token(const T* x, int8_t* q, float* scale, long long x_stride, int m,
                                                    int k, int k_padded) {
@@ -42,7 +44,7 @@ __device__ __forceinline__ void quantize_per_token(const T* x, int8_t* q, float*
   const int local_row = threadIdx.x / kThreads;
   const int thread = threadIdx.x % kThreads;
   const long long row = static_cast<long long>(blockIdx.x) * kRows + local_row;
-  const bool live = row < m;  // the other rows of the CTA still need this one at the barrier
+  const bool live = row < m;  // threads of a row past m still take part in the CTA's barrier
   const int columns = live ? k : 0;
   const T* x_row = x + row * x_stride;
   int8_t* q_row = q + row * k_padded;
@@ -94,13 +96,13 @@ __device__ __forceinline__ void quantize_per_token(const T* x, int8_t* q, float*
   }
 }
 
-// q = clamp(rne(x / scale) + zero_point, -128, 127) with one scale; NaN gives zero_point, +-Inf
-// saturate, columns k..k_padded are 0. blockIdx.y walks the columns, kVecs vectors per thread.
+// q = clamp(rne(x / scale) + zero_point, -128, 127) with one scale. NaN becomes zero_point, +-Inf
+// saturate, columns k..k_padded are 0. blockIdx.y counts parts of a row, kVecs vectors per thread.
 template <class T, int kThreads, int kRows, int kVecs, bool kAligned>
 __device__ __forceinline__ void quantize_per_tensor(const T* x, int8_t* q, long long x_stride, int m, int k,
                                                     int k_padded, float scale, int zero_point) {
   constexpr int kSize = Vector<T>::kSize;
-  constexpr float kLimit = 512.0f;  // beyond 255 every quotient saturates, whatever the zero point
+  constexpr float kLimit = 512.0f;  // quotients beyond 255 saturate with every zero point
   launch_dependents();
   wait_for_dependencies();
 
@@ -139,7 +141,7 @@ __device__ __forceinline__ void quantize_per_tensor(const T* x, int8_t* q, long 
   }
 }
 
-// out = T(f32(q) * scale[row]), q [rows, columns] with row stride q_stride, out contiguous.
+// out = T(f32(q) * scale[row]) with q [rows, columns], rows q_stride elements apart, and a contiguous out.
 template <class T, int kThreads, int kRows, int kVecs, bool kAligned>
 __device__ __forceinline__ void dequantize(const int8_t* q, const float* scale, T* out, long long q_stride, int rows,
                                            int columns) {
@@ -181,7 +183,7 @@ __device__ __forceinline__ void dequantize(const int8_t* q, const float* scale, 
   }
 }
 
-// colsum[n] = sum_k q[n, k] in int32 (exact for k < 2^24), one warp per row.
+// colsum[n] = sum_k q[n, k] in int32, exact for k < 2^24. A warp sums a row.
 template <int kRows, bool kAligned>
 __device__ __forceinline__ void colsum(const int8_t* q, int32_t* out, long long q_stride, int n, int k) {
   launch_dependents();

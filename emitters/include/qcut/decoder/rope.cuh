@@ -1,6 +1,6 @@
-// Rotary positions, and a head of a token that a warp has: columns i and i + kHead / 2 lie in the same lane.
+// Rotary positions, and a head of a token in a warp's registers: columns i and i + kHead / 2 lie in the same lane.
 //
-// Rotary products and their sum are rounded to T one by one, as an eager model does in T.
+// Exactness: the products of a rotation and their sum are each rounded to T, as in an eager model in T.
 #pragma once
 
 #include <qcut/core/quantize.cuh>
@@ -12,7 +12,7 @@ __device__ __forceinline__ float rounded(float v) {
   return to_float(from_float<T>(v));
 }
 
-// Rotates columns a and b of a pair, with the tables' cosine and sine for each.
+// Rotates a pair of columns a and b, each with its own cosine and sine from the tables.
 template <class T>
 __device__ __forceinline__ void turn(float& a, float& b, float cos_a, float sin_a, float cos_b, float sin_b) {
   const float x = a, y = b;
@@ -20,11 +20,11 @@ __device__ __forceinline__ void turn(float& a, float& b, float cos_a, float sin_
   b = rounded<T>(rounded<T>(y * cos_b) + rounded<T>(x * sin_b));
 }
 
-// A warp's row of a head as it lies in memory: loads in flight.
+// A lane's columns of a head in the type of memory, so that loads stay in flight until HeadRow uses them.
 template <class T, int kHead>
 struct StoredRow {
   static constexpr int kHalf = kHead / 2;
-  static constexpr int kPairs = (kHalf + 31) / 32;  // of a lane
+  static constexpr int kPairs = (kHalf + 31) / 32;  // pairs of a lane
   T low[kPairs], high[kPairs];
 
   __device__ __forceinline__ void load(const T* row, int lane) {
@@ -37,7 +37,7 @@ struct StoredRow {
   }
 };
 
-// A head of a token in a warp's registers.
+// A head of a token in a warp's registers, as float32.
 template <class T, int kHead>
 struct HeadRow {
   using Stored = StoredRow<T, kHead>;
@@ -52,7 +52,7 @@ struct HeadRow {
     }
   }
 
-  // By the position's rows of the tables.
+  // Rotates by the rows of the tables for the token's position.
   __device__ __forceinline__ void rotate(const Stored& cos, const Stored& sin) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -71,7 +71,7 @@ struct HeadRow {
     }
   }
 
-  // The scale of the row as int8, in every lane: NaN where the row holds NaN or Inf.
+  // The scale of the head as int8, in every lane; NaN if the head holds NaN or Inf.
   __device__ __forceinline__ float scale() const {
     uint32_t peak = 0;
 #pragma unroll
@@ -81,9 +81,9 @@ struct HeadRow {
     return QuantizedRow(warp_max(peak)).scale();
   }
 
-  // Divided by scale(); zeros where that is NaN.
+  // Stores the head as int8, divided by `scale`; zeros if the scale is NaN.
   __device__ __forceinline__ void store(int8_t* to, float scale, int lane) const {
-    // |v / scale| is at most 127 before rounding: saturation never decides.
+    // |v / scale| is at most 127 before rounding: the conversion never saturates.
     const auto quantize = [&](float v) { return from_float<int8_t>(scale == scale ? __fdiv_rn(v, scale) : 0.0f); };
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {

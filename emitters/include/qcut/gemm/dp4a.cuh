@@ -1,11 +1,13 @@
-// int8 x int8 -> int32 GEMM on dp4a, for GPUs or calls without tensor cores; any m, n, k, every layout.
+// D = epilogue(A B) with int8 operands and int32 sums on dp4a, for GPUs or calls without tensor cores; any m, n and k,
+// every layout.
 //
 // A CTA's tile of D is cut into warp tiles, a warp tile into subtiles, and a subtile into kTm x kTn elements
-// for each lane, whose sums stay in registers. Shared memory holds words of four products, word k / 4 of row
-// i at [k / 4][i]: a word is an operand of dp4a, and a lane's rows are neighbours, loaded 16 bytes at a time.
-// Two buffers alternate: the next tile travels to registers while this one is multiplied.
+// for each lane, whose sums stay in registers. Shared memory holds words of four int8 along K, an operand of
+// dp4a each; word k / 4 of row i lies at [k / 4][i], so that a lane's rows are neighbours, which the lane loads
+// 16 bytes at a time. Two buffers alternate: the next tile is loaded to registers while the current one is
+// multiplied.
 //
-// Each element is summed by one thread in a fixed order: the result depends on nothing else.
+// Exactness: integer sums are exact. One thread computes each element.
 // Source: PTX ISA "dp4a", "prmt"; schemes.md section 1.
 #pragma once
 
@@ -23,11 +25,11 @@ struct SimtTile {
   static constexpr int kLanesN = kSubN / kTn;
   static constexpr int kWarpsN = kBlockN / kWarpN;
   static constexpr int kThreads = 32 * (kBlockM / kWarpM) * kWarpsN;
-  static constexpr int kRows = kWmIter * kTm, kColumns = kWnIter * kTn;  // of a thread
+  static constexpr int kRows = kWmIter * kTm, kColumns = kWnIter * kTn;  // of a lane
   static_assert((kSubM / kTm) * kLanesN == 32 && kTm % 4 == 0 && kTn % 4 == 0, "see emitters/gemm/dp4a.py");
 };
 
-// Words moved together.
+// kCount words that are loaded or stored together.
 template <int kCount>
 struct alignas(kCount > 4 ? 16 : 4 * kCount) Words {
   uint32_t w[kCount];
@@ -35,12 +37,12 @@ struct alignas(kCount > 4 ? 16 : 4 * kCount) Words {
 
 // Copies the tiles of an operand that is contiguous along K, in pieces of up to 16 bytes of one row.
 //
-// Two neighbouring lanes take 32 bytes of one row where there are as many: with 4 words between the rows of
-// shared memory the two, four words of K apart, then store to the two halves of the banks.
+// Where a row of the tile has 32 bytes, two neighbouring lanes copy them. The two pieces lie four words of K
+// apart in shared memory, whose padding of 4 words brings their stores to the two halves of the banks.
 template <int kRows, int kBlockK, int kThreads, int kAlign>
 struct AlongK {
   static constexpr int kWordsK = kBlockK / 4;
-  static constexpr int kWords = kWordsK < 4 ? kWordsK : 4;  // of a piece
+  static constexpr int kWords = kWordsK < 4 ? kWordsK : 4;  // words of a piece
   static constexpr int kPair = kWordsK > 4 ? 2 : 1;
   static constexpr int kPitch = kRows + (kPair == 2 ? 4 : 0);
   static constexpr int kPieces = kRows * kWordsK / kWords;
@@ -57,7 +59,7 @@ struct AlongK {
     k_left = k - 4 * word;
   }
 
-  // Rows and words of K from a thread's first piece to its piece of a step.
+  // The distance in rows, and in words of K, from a thread's first piece to the thread's piece of a step.
   static __device__ __forceinline__ constexpr int row_of(int step) { return step * kThreads / kPair % kRows; }
   static __device__ __forceinline__ constexpr int word_of(int step) {
     return step * kThreads / (kPair * kRows) * kPair * kWords;
@@ -97,8 +99,8 @@ struct AlongK {
   }
 };
 
-// Copies the tiles of an operand that is contiguous along its rows' index, in pieces of 4 rows by 4 of K: a
-// word from each of four runs, transposed on the way to shared memory. Neighbouring lanes store neighbouring
+// Copies the tiles of an operand that is contiguous along its rows' index, in pieces of 4 rows x 4 columns of K.
+// A piece is a word from each of four runs and is transposed in registers. Neighbouring lanes store neighbouring
 // 16 bytes.
 template <int kRows, int kBlockK, int kThreads, int kAlign>
 struct AlongRows {
@@ -108,7 +110,7 @@ struct AlongRows {
   static constexpr int kPieces = kAcross * kBlockK / 4;
 
   const int8_t* base;
-  long long first;  // of this thread's elements
+  long long first;  // offset of the thread's first element
   int row, word, ld, rows_left, k_left;
 
   __device__ __forceinline__ AlongRows(const int8_t* base, int first_row, int rows, int ld, int k)
@@ -144,7 +146,7 @@ struct AlongRows {
 
   __device__ __forceinline__ void next() {
     first += static_cast<long long>(kBlockK) * ld;
-    asm("" : "+l"(first));  // or the compiler gives each load of the loop a pointer of its own
+    asm("" : "+l"(first));  // keeps the compiler from giving each load a pointer of its own
     k_left -= kBlockK;
   }
 
@@ -157,8 +159,9 @@ struct AlongRows {
   }
 };
 
-// One operand's way to shared memory: `fetch` starts the loads of the next tile, `store` ends them. A thread
-// past the last piece loads nothing, as past the last row: a branch around both would bring them together.
+// The copy of one operand to shared memory: `fetch` starts the loads of the next tile to registers, `store` writes them
+// to shared memory. The loads of threads past the last piece are predicated off, as past the last row: with a branch
+// around loads and stores, the compiler would move them together.
 template <class P, int kThreads>
 struct StagedCopy {
   static constexpr int kSteps = (P::kPieces + kThreads - 1) / kThreads;
@@ -183,7 +186,7 @@ struct StagedCopy {
   }
 };
 
-// kCount neighbouring elements of D, moved in words.
+// kCount neighbouring elements of D, which are loaded and stored as words.
 template <class E, int kCount>
 struct Neighbours {
   using Out = typename E::Out;
@@ -201,9 +204,9 @@ struct Neighbours {
   }
 };
 
-// Writes the kTm x kTn sums of one lane, which lie at (i0, j0) of `acc` and at (row0, col0) of D, four or eight
-// neighbours at a time along D's contiguous side: that size, ldd, d and residual are multiples of kAlignD
-// elements, 4 or 8, or else of nothing and neighbours move one by one.
+// Writes the kTm x kTn sums of one lane, from (i0, j0) of `acc` on, to D from (row0, col0) on. With kAlignD 4 or 8, as
+// many neighbours along D's contiguous side are written at once, and the size of this side, ldd and the addresses of D
+// and residual are multiples of as many elements; otherwise elements are written one by one.
 template <class E, int kAlignD, bool kColumnD, int kTm, int kTn, int kRows, int kColumns>
 __device__ __forceinline__ void write_lane(const int (&acc)[kRows][kColumns], int i0, int j0, int row0, int col0,
                                            int m, int n, int ldd, typename E::Out* d, const typename E::Args& args) {
@@ -265,7 +268,7 @@ __device__ __forceinline__ void write_lane(const int (&acc)[kRows][kColumns], in
   }
 }
 
-// How an operand of gemm.cuh is copied.
+// The copy for an Op of gemm.cuh.
 template <class Op, int kRows, int kBlockK, int kThreads>
 using Pieces = typename Either<Op::kMajor == Major::kK, AlongK<kRows, kBlockK, kThreads, Op::kAlign>,
                                AlongRows<kRows, kBlockK, kThreads, Op::kAlign>>::Type;
@@ -306,13 +309,13 @@ __device__ __forceinline__ void simt_gemm(const int8_t* a, const int8_t* b, type
   copy_b.store(words + kWordsA);
   __syncthreads();
   for (int k_tile = 0; k_tile < k_tiles; ++k_tile) {
-    // Also past the end, where nothing is loaded: see StagedCopy.
+    // Past the last tile the call loads nothing, but avoids a branch: see StagedCopy.
     copy_a.fetch();
     copy_b.fetch();
     const uint32_t* shared_a = words + k_tile % 2 * kBuffer + lane_m;
     const uint32_t* shared_b = words + k_tile % 2 * kBuffer + kWordsA + lane_n;
-    // Rounds of few words: within one block of code the compiler would move the loads above down to their use, or
-    // the transposition below up to them.
+    // The loop is kept in rounds of few words: within one basic block the compiler would move the loads above down to
+    // their use, or the transposition below up to the loads.
 #pragma unroll 1
     for (int round = 0; round < kWordsK / kUnroll; ++round) {
 #pragma unroll
@@ -340,7 +343,7 @@ __device__ __forceinline__ void simt_gemm(const int8_t* a, const int8_t* b, type
       shared_a += kUnroll * PiecesA::kPitch;
       shared_b += kUnroll * PiecesB::kPitch;
     }
-    // The other buffer was last read before the previous barrier.
+    // All reads of the other buffer ended before the previous barrier.
     uint32_t* other = words + (k_tile + 1) % 2 * kBuffer;
     copy_a.store(other);
     copy_b.store(other + kWordsA);

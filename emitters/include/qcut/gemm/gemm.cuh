@@ -1,10 +1,11 @@
 // The skeleton of the raw GEMMs: tiles in shared memory, a cp.async pipeline, one main loop.
 //
-// A kernel supplies a Core: how operands lie in shared memory, how a warp reads its fragments of
-// kStepK columns of K and multiplies them. D = epilogue(A B^T), A [m, k], B [n, k], D [m, n] row-major;
-// for a column-major D the emitter swaps A and B, m and n, and says kSwapped. Each operand is contiguous
-// along K or along its rows. Integer sums are exact and float ones are added in a fixed order: the
-// result depends on nothing else.
+// D = epilogue(A B^T) with A [m, k], B [n, k] and row-major D [m, n]. For a column-major D the emitter swaps A and B,
+// m and n, and sets kSwapped. Each operand is contiguous along K or along its rows' index. A CTA computes a tile of D;
+// with kSplits > 1, the CTAs of a cluster divide the tile's K. A kernel supplies a Core: the layout of operands in
+// shared memory, and how a warp reads and multiplies its fragments of kStepK columns of K.
+//
+// Exactness: integer sums are exact; float sums are added in an order that the tile and K fix.
 //
 // Source: PTX ISA "cp.async"; the order of barrier, copy and product follows the multistage main loop
 // described in the CUTLASS documentation (efficient_gemm.md, "software pipelining").
@@ -14,14 +15,14 @@
 
 namespace qcut {
 
-// Which of sixteen tokens, or of a multiple, is staged at a place where even tokens come before odd ones of eight.
+// The token at a place of a staging buffer, in which the even tokens of each eight come before the odd ones.
 __device__ __forceinline__ int staged_token(int staged) {
   return 2 * (staged % 4) + staged / 4 % 2 + staged / 8 * 8;
 }
 
-// Accumulators are [row tile][8 tokens][4], transposed: lane (g, t) holds channels g and g + 8 of tokens 2t and
-// 2t + 1. Sixteen tokens' go to shared memory so that a warp's 4-byte stores, to 8 channels of tokens 0, 2, 4 and 6,
-// miss each other: those become neighbours.
+// Stages the accumulators of sixteen tokens, which are transposed, [row tile][8 tokens][4]: lane (g, t) holds channels
+// g and g + 8 of tokens 2t and 2t + 1. Tokens 0, 2, 4 and 6 become neighbours, so that a warp's 4-byte stores to 8
+// channels of these tokens go to different banks.
 template <class Stage, class Acc, int kRowTiles, int kTokenTiles>
 __device__ __forceinline__ void stage_transposed(const Acc (&acc)[kRowTiles][kTokenTiles][4], int group,
                                                  uint32_t shared) {
@@ -45,7 +46,7 @@ __device__ __forceinline__ void stage_transposed(const Acc (&acc)[kRowTiles][kTo
 
 constexpr int kGroupM = 8;
 
-// CTA tile, warp tile, depth of the pipeline, CTAs of a cluster that share K. kBlockK counts elements.
+// The CTA tile, the warp tile, the depth of the pipeline, and the CTAs of a cluster that share K. Sizes in elements.
 template <int kBlockM_, int kBlockN_, int kBlockK_, int kWarpM_, int kWarpN_, int kStages_, int kSplits_>
 struct Tile {
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kBlockK = kBlockK_;
@@ -59,9 +60,10 @@ struct Tile {
 
 enum class Major { kK, kRows };
 
-// An operand in global memory: its elements, what they are contiguous along, and what divides the address
-// and the length of each run in bytes: 16, 8 or 4, else it is read element by element. (Where only one
-// operand is zero past K, runs of the other must still be readable up to a multiple.)
+// An operand in global memory: its element type, the dimension along which its runs are contiguous, and the
+// alignment of their addresses and lengths in bytes. With an alignment of 16, 8 or 4, runs are copied in pieces of
+// as many bytes; otherwise element by element. If only one operand is zero past K, the runs of the other operand
+// must be readable up to a multiple of a piece.
 template <class Element_, Major kMajor_, int kAlign_>
 struct Operand {
   using Element = Element_;
@@ -69,8 +71,8 @@ struct Operand {
   static constexpr int kAlign = kAlign_;
 };
 
-// kGroupM tiles of M and all of N make a group, walked with M fastest: the CTAs that run together
-// share few rows of A and few of B in the L2.
+// The tile of D of a block. kGroupM tiles of M by all tiles of N make a group, in which M runs fastest: CTAs that
+// run at the same time then share few rows of A and few of B in the L2.
 __device__ __forceinline__ int2 tile_of_block(int block, int tiles_m, int tiles_n) {
   const int group = block / (kGroupM * tiles_n);
   const int first = group * kGroupM;
@@ -79,9 +81,9 @@ __device__ __forceinline__ int2 tile_of_block(int block, int tiles_m, int tiles_
   return make_int2(first + inside % height, inside / height);
 }
 
-// A layout says where chunk c (16 bytes) of run r of a tile lies in shared memory, which of them a
-// thread copies first, and which run of global memory r is. Threads copy kRowStep runs at a time, and
-// offsets repeat with it: offset(r + i * kRowStep, c) is offset(r, c) + offset(i * kRowStep, 0).
+// A layout gives the place of chunk c (16 bytes) of run r of a tile in shared memory, the chunk that a thread
+// copies first, and the run of global memory that becomes run r. Threads copy kRowStep runs at a time, and
+// offsets repeat with them: offset(r + i * kRowStep, c) is offset(r, c) + offset(i * kRowStep, 0).
 
 // Neighbouring threads copy neighbouring chunks of a run.
 template <int kChunks>
@@ -93,8 +95,8 @@ struct RowMajorThreads {
   static __host__ __device__ constexpr int bytes(int runs) { return 16 * kChunks * runs; }
 };
 
-// The 8 runs of an ldmatrix read the same chunk: spread them over all 8 bank groups. Where several
-// short runs share 128 bytes, their upper bits decide.
+// A layout for ldmatrix, which reads the same chunk of 8 runs: these chunks lie in 8 different bank groups. Where
+// several short runs share 128 bytes, the upper bits of the run's number choose the bank group.
 template <int kChunks>
 struct MatrixSwizzle : RowMajorThreads<kChunks> {
   static constexpr int kPeriod = 8;
@@ -103,7 +105,7 @@ struct MatrixSwizzle : RowMajorThreads<kChunks> {
   }
 };
 
-// One operand's tile, kRuns runs of kChunks chunks: what lies past the operand becomes zero.
+// The copies of one operand's tiles of kRuns runs of kChunks chunks. Elements past the operand become zero.
 template <class Op, int kRuns, int kChunks, class Layout, int kThreads>
 struct TileCopy {
   using T = typename Op::Element;
@@ -117,7 +119,7 @@ struct TileCopy {
   int ld, runs_left, bytes_left;
   uint32_t offset;
 
-  // Rows first_row .. of `rows`, columns first_k .. of k.
+  // Starts at row first_row of `rows` rows and at column first_k of k columns.
   __device__ __forceinline__ TileCopy(const T* base, int first_row, int rows, int ld, int first_k, int k) : ld(ld) {
     const int place = Layout::run(threadIdx.x);
     const int chunk = Layout::chunk(threadIdx.x);
@@ -130,7 +132,7 @@ struct TileCopy {
     offset = Layout::offset(place, chunk);
   }
 
-  // Copies the tile and moves to the next one of K.
+  // Copies the tile and moves on to the next tile along K.
   __device__ __forceinline__ void load(uint32_t stage) {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
@@ -163,7 +165,7 @@ struct TileCopy {
   }
 };
 
-// The products of part of K, from operands already positioned: leaves nothing in flight.
+// Multiplies a part of K, from the positions of the copies on. No copy is in flight afterwards.
 template <class Core>
 __device__ __forceinline__ void multiply_tiles(typename Core::Accumulators& acc, typename Core::CopyA copy_a,
                                                typename Core::CopyB copy_b, uint32_t base, int k_tiles) {
@@ -174,8 +176,8 @@ __device__ __forceinline__ void multiply_tiles(typename Core::Accumulators& acc,
   const uint32_t end = base + T::kStages * kStageBytes;
   const auto next = [&](uint32_t stage) { return stage + kStageBytes == end ? base : stage + kStageBytes; };
 
-  // A group is committed for every tile, also for the empty ones past the end: so the count of
-  // groups in flight says which tile has arrived, for any number of tiles.
+  // A group is committed for every tile, also for the empty ones past the end, so that the number of
+  // groups in flight tells which tile has arrived, for any number of tiles.
   uint32_t empty = base;
   int to_fetch = k_tiles;
   const auto fetch = [&] {
@@ -204,8 +206,9 @@ __device__ __forceinline__ void multiply_tiles(typename Core::Accumulators& acc,
 #pragma unroll
     for (int step = 1; step < kSteps; ++step) {
       if (step == kSteps - 1) {
-        // The next tile is the newest but kStages - 2. The barrier makes every thread's part of it
-        // visible, and ends all reads of this tile's stage, which the next fetch overwrites.
+        // All but the newest kStages - 2 groups are complete: the next tile has arrived. The barrier makes every
+        // thread's part of this tile visible, and ends all reads of the current stage, which the next fetch
+        // overwrites.
         copy_async_wait<T::kStages - 2>();
         __syncthreads();
         full = next(full);
@@ -218,7 +221,7 @@ __device__ __forceinline__ void multiply_tiles(typename Core::Accumulators& acc,
   __syncthreads();
 }
 
-// kAlignD bytes divide every run of D, see TileWriter.
+// The kernel. kAlignD is the alignment of D's runs in bytes, kAlign of TileWriter.
 template <class Core, class E, int kAlignD, bool kSwapped>
 __device__ __forceinline__ void gemm(const typename Core::A* a, const typename Core::B* b, typename E::Out* d, int m,
                                      int n, int k, int lda, int ldb, int ldd, const typename E::Args& args) {
@@ -234,7 +237,7 @@ __device__ __forceinline__ void gemm(const typename Core::A* a, const typename C
   const int2 tile = tile_of_block(blockIdx.x / T::kSplits, tiles_m, tiles_n);
   const int m0 = tile.x * T::kBlockM;
   const int n0 = tile.y * T::kBlockN;
-  // Whole tiles of K, in order of the CTA's rank in its cluster; the last ones may get fewer, or none.
+  // Each CTA of a cluster has whole tiles of K, in the order of ranks; the last CTAs may have fewer tiles, or none.
   const int rank = blockIdx.x % T::kSplits;
   const int k_tiles = (k + T::kBlockK - 1) / T::kBlockK;
   const int part = (k_tiles + T::kSplits - 1) / T::kSplits;
@@ -274,7 +277,8 @@ __device__ __forceinline__ void gemm(const typename Core::A* a, const typename C
     cluster_wait();
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) writer.load(sums[i], at + i * Stage::kBytes);
-    // No CTA leaves while others read its sums. Arriving waits for memory: before D is written.
+    // No CTA exits while other CTAs read its sums. The arrival comes before the stores to D, because an arrival waits
+    // for earlier stores.
     cluster_arrive();
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {

@@ -1,5 +1,7 @@
-// int8 x int8 -> int32 GEMM on mma.sync.m16n8k32, any m, n and k, every layout.
+// D = epilogue(A B^T) with int8 operands and int32 sums on mma.sync.m16n8k32, on the skeleton of gemm.cuh; any m, n and
+// k, every layout.
 //
+// Exactness: integer sums are exact.
 // Source: PTX ISA "ldmatrix" and "Matrix Fragments for mma.m16n8k32"; schemes.md sections 1 and 2.
 #pragma once
 
@@ -7,9 +9,9 @@
 
 namespace qcut {
 
-// A tile whose runs are columns of K, for ldmatrix with transposition: see FragmentS8. Its 32 places a
-// step hold, eight by eight, the runs whose pairs of bytes a register takes: K = 0, 1, 4, 5, 8, 9, 12, 13,
-// then the same + 2, then both + 16.
+// The layout of a tile whose runs are columns of K, for the transposing ldmatrix of FragmentS8. The 32 places of
+// a step hold, eight by eight, the runs whose pairs of bytes go to one register: columns 0, 1, 4, 5, 8, 9, 12, 13,
+// then these + 2, then these sixteen + 16.
 template <int kChunks>
 struct TransposeSwizzle : MatrixSwizzle<kChunks> {
   static __host__ __device__ constexpr int source(int place) {
@@ -17,13 +19,14 @@ struct TransposeSwizzle : MatrixSwizzle<kChunks> {
   }
 };
 
-// One operand of a warp: kWarpRows of the CTA's kRows rows, 16 of them and 32 columns of K at a time, in
-// four registers: row g or g + 8, columns 4t .. 4t + 3 or 16 + 4t .. (lane 4g + t), in the order in which mma
-// wants them: rows first for its 16 rows of A, columns first for two times its 8 columns of B.
+// One operand of a warp: kWarpRows of the CTA's kRows rows. Four registers of lane 4g + t hold 16 rows x 32
+// columns of K: row g or g + 8, columns 4t .. 4t + 3 or 16 + 4t .. 16 + 4t + 3. Their order is that of the
+// instruction: rows first for the 16 rows of A, columns first for two operands B of 8 columns each.
 //
-// Contiguous along K, that is one ldmatrix. Contiguous along the rows, a transposing ldmatrix gives pairs
-// of rows 2g and 2g + 1, of two columns of K; two of them, and a permutation of bytes, give four columns
-// of rows 2g, and four of rows 2g + 1. Those take the places of g and g + 8, until the epilogue.
+// If the operand is contiguous along K, one ldmatrix loads these registers. If the operand is contiguous along its
+// rows, a transposing ldmatrix gives pairs of rows 2g and 2g + 1, of two columns of K. Two such loads and a
+// permutation of bytes give four columns of row 2g and four of row 2g + 1, which stand in the places of rows g
+// and g + 8 up to the epilogue.
 template <class Op, bool kRowsFirst, int kRows, int kWarpRows, int kBlockK, int kThreads>
 struct FragmentS8 {
   static constexpr bool kByK = Op::kMajor == Major::kK;
@@ -35,8 +38,8 @@ struct FragmentS8 {
   static constexpr int kCount = kWarpRows / 16;
   using Registers = uint32_t[kCount][4];
 
-  // Of this lane at step 0. What moves along a run (a step along K, or 16 rows) moves whole chunks: an XOR
-  // of its own bits, because the swizzle is an XOR too.
+  // This lane's offset at step 0. A step along a run (along K, or 16 rows) moves by whole chunks: the step is an
+  // XOR with the chunk's bits, because the swizzle is an XOR, too.
   uint32_t offset;
 
   __device__ __forceinline__ explicit FragmentS8(int warp_row) {
@@ -118,7 +121,8 @@ struct CoreS8 {
     }
   }
 
-  // The row of 16 that a staged one is, and rows 16 * group .. of the warp's tile to shared memory.
+  // The row of 16 that is staged as row `staged`. `stage` writes rows 16 * group .. of the warp's tile to shared
+  // memory.
   static __device__ __forceinline__ int row_of(int staged) {
     return FragmentA::kByK ? staged : 2 * (staged % 8) + staged / 8;
   }
@@ -140,7 +144,7 @@ struct CoreS8 {
         if constexpr (FragmentB::kByK) {
           store_shared_8(row + (mine ^ Stage::offset(0, 2 * j)), c0, c1);
           store_shared_8(row + (mine ^ Stage::offset(0, 2 * j + 2)), e0, e1);
-        } else {  // even columns of 16 are in the first product, odd ones in the second
+        } else {  // the even columns of 16 are in the first product, the odd ones in the second
           store_shared_16(row + (mine ^ Stage::offset(0, 2 * j)), {c0, e0, c1, e1});
         }
       }

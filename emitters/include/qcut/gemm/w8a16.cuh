@@ -1,11 +1,14 @@
-// W8A16: float16 or bfloat16 tokens x int8 weights, float32 sums, any m, n, k.
+// W8A16: D = epilogue(A B^T) of float16 or bfloat16 tokens A and int8 weights B with float32 sums, on the skeleton of
+// gemm.cuh; any m, n and k.
 //
-// Weights stay int8 in global and shared memory and become T in registers, exactly. They are the
-// product's first operand (16 rows of N) and tokens its second (8 rows of M), so that a fragment's
-// registers come straight from one load or one conversion. An ldmatrix of int8 gives lane t of a row
-// the columns 4t..4t+3 of 16, where the product wants 2t, 2t+1, 8+2t and 9+2t; but a sum over K does
-// not care which column of K sits where, if both operands agree. So tokens are read by 8-byte loads,
-// columns 4t..4t+3 again, and no byte moves between lanes.
+// Weights stay int8 in global and shared memory and are converted to T in registers. Weights are the
+// product's first operand (16 rows of N) and tokens the second (8 rows of M), so that one load or one
+// conversion yields a fragment's registers. An ldmatrix of int8 gives lane t of a row the columns 4t..4t+3
+// of 16, whereas the instruction places columns 2t, 2t+1, 8+2t and 9+2t there. A sum over K does not depend on
+// the places of its columns if both operands agree: tokens are read by 8-byte loads of columns 4t..4t+3, too,
+// and no byte moves between lanes.
+//
+// Exactness: conversions and products are exact; the tensor core adds products in float32 in a fixed order.
 //
 // Source: PTX ISA "ldmatrix" and "Matrix Fragments for mma.m16n8k16"; schemes.md section 3.
 #pragma once
@@ -14,8 +17,8 @@
 
 namespace qcut {
 
-// Sixteen lanes of an 8-byte read cover 2 chunks of four rows: the rows take different quarters of
-// the 128 bytes that one access can serve.
+// The layout of tokens. Sixteen lanes of an 8-byte read cover 2 chunks of four rows; the rows lie in different
+// quarters of the 128 bytes that one access serves.
 template <int kChunks>
 struct TokenSwizzle : RowMajorThreads<kChunks> {
   static constexpr int kPeriod = 4;
@@ -38,7 +41,7 @@ struct CoreW8A16 {
   static constexpr int kBBytes = Tile::kBlockN * Tile::kBlockK;
   static constexpr int kMTiles = Tile::kWarpM / 8;
   static constexpr int kNTiles = Tile::kWarpN / 16;
-  static constexpr int kMatrices = kNTiles == 1 ? 2 : 4;  // of 8 weight rows, per ldmatrix
+  static constexpr int kMatrices = kNTiles == 1 ? 2 : 4;  // matrices of 8 weight rows per ldmatrix
   using Accumulators = float[kNTiles][kMTiles][4];
   using WeightSwizzle = MatrixSwizzle<kBChunks>;
   using TokenLayout = TokenSwizzle<kAChunks>;
@@ -52,7 +55,7 @@ struct CoreW8A16 {
     uint32_t weights[2 * kNTiles / kMatrices][kMatrices];  // still int8
   };
 
-  // Addresses of this lane's rows at step 0; as in FragmentS8, a step is an XOR of chunk bits.
+  // The offsets of this lane's rows at step 0. As in FragmentS8, a step is an XOR of chunk bits.
   uint32_t a_offset, b_offset;
 
   static __device__ __forceinline__ void clear(Accumulators& acc) {

@@ -1,7 +1,10 @@
-// int8 x int8 -> int32 GEMM on wmma::mma_sync m16n16k16, any m, n and k, every layout.
+// D = epilogue(A B^T) with int8 operands and int32 sums on wmma::mma_sync m16n16k16, on the skeleton of gemm.cuh; any
+// m, n and k, every layout.
 //
-// The tensor core as CUDA C++ offers it: fragments are opaque, loaded from shared memory and stored to it
-// by the library, 16 x 16 at a time. What is left to choose is where operands lie in shared memory.
+// CUDA C++'s own interface to the tensor core: the library loads and stores opaque fragments of 16 x 16 elements.
+// The layout of operands in shared memory remains the kernel's choice.
+//
+// Exactness: integer sums are exact.
 //
 // Source: CUDA C++ Programming Guide, "Warp Matrix Functions"; schemes.md sections 1 and 2.
 #pragma once
@@ -14,7 +17,8 @@ namespace qcut {
 
 namespace wmma = nvcuda::wmma;
 
-// Runs one after the other: 8 runs of a fragment start in one or two bank groups, and take turns.
+// Runs one after the other. Loads conflict: the 8 runs of a fragment that are read together start in one or two bank
+// groups.
 template <int kChunks_>
 struct LinearLayout : RowMajorThreads<kChunks_> {
   static constexpr int kChunks = kChunks_;
@@ -22,7 +26,7 @@ struct LinearLayout : RowMajorThreads<kChunks_> {
   static __host__ __device__ constexpr int offset(int run, int chunk) { return kPitch * run + 16 * chunk; }
 };
 
-// A chunk more for each run: an odd number of chunks brings 8 runs to 8 bank groups.
+// Runs one after the other, padded to an odd number of chunks, which brings 8 runs to 8 bank groups.
 template <int kChunks_>
 struct PaddedLayout : RowMajorThreads<kChunks_> {
   static constexpr int kChunks = kChunks_;
@@ -31,9 +35,9 @@ struct PaddedLayout : RowMajorThreads<kChunks_> {
   static __host__ __device__ constexpr int bytes(int runs) { return kPitch * runs; }
 };
 
-// The 256 bytes of a fragment, 16 runs of one chunk, side by side: nothing is wasted, fragments start at
-// multiples of 256 bytes, and their loads meet no bank conflict. The copy does: the chunks of a run, which a
-// line of global memory brings together, go to the same banks (benchmarks/LADDER.md).
+// The 256 bytes of a fragment, 16 runs of one chunk, side by side. The layout has no padding, fragments start at
+// multiples of 256 bytes, and their loads are free of bank conflicts. The copy has conflicts: the chunks of a run,
+// which a line of global memory brings together, go to the same banks (docs/kernel-notes/ladder.md).
 template <int kChunks_>
 struct BlockedLayout {
   static constexpr int kChunks = kChunks_;
@@ -48,7 +52,7 @@ struct BlockedLayout {
   static __host__ __device__ constexpr int bytes(int runs) { return 16 * kChunks * runs; }
 };
 
-// One operand of a warp. Runs along K are the rows of A or the columns of B; else it is the other way round.
+// One operand of a warp. The library calls an operand row-major if A's runs lie along K, or if B's runs do not.
 template <class Use, bool kRowMajor, class Op, int kRows, int kWarpRows, int kBlockK, int kThreads,
           template <int> class LayoutOf>
 struct FragmentWmma {
@@ -61,7 +65,7 @@ struct FragmentWmma {
   using Order = typename Either<kRowMajor, wmma::row_major, wmma::col_major>::Type;
   using Registers = wmma::fragment<Use, 16, 16, 16, signed char, Order>[kCount];
 
-  // Where the warp's first fragment lies in a stage; then fragments of one step, from there.
+  // The offset in a stage of the warp's first fragment. The other fragments of a step lie relative to this one.
   static __device__ __forceinline__ uint32_t first(int warp_row) {
     return kByK ? Layout::offset(warp_row, 0) : Layout::offset(0, warp_row / 16);
   }
@@ -136,7 +140,7 @@ struct CoreWmma {
     }
   }
 
-  // The library takes pointers; derived from the array, they are known to be shared.
+  // The library takes pointers. The compiler knows a pointer derived from the array to be one to shared memory.
   template <class T>
   static __device__ __forceinline__ T* shared_pointer(uint32_t address) {
     extern __shared__ __align__(128) char shared[];

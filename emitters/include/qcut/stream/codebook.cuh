@@ -1,21 +1,23 @@
-// Products of up to 32 rotated tokens with codebook weights: weights go from memory to tensor cores through registers.
+// D = epilogue(X W^T) of up to 32 rotated tokens X and codebook weights W. Indices of weights go from memory to
+// registers, where they are decoded into the first operand of mma.sync.
 //
-// A CTA has kRowTiles tiles of 16 rows, and a cluster of kSplits CTAs has all of K: each warp has kUnits units of
-// 128 columns of every tile. A warp reads its tokens once and keeps them in registers as the second operand of
-// mma.sync, while tile after tile of weights streams past. kPrefetch tiles are in flight, the first of them before the
-// previous kernel has finished. The CTA's stream is contiguous in memory. Many warps with little in flight each hide
-// latency better than few warps with much in flight, and fill the LSU, which decoding keeps busy.
+// A CTA computes kRowTiles tiles of 16 rows of W. The CTAs of a cluster (kSplits) divide K among their warps: each warp
+// has kUnits units of 128 columns of every tile. A warp reads the tokens of its columns once and keeps them in
+// registers as the second operand, while it walks down the tiles of weights. The units of kPrefetch tiles are in
+// flight; the first loads come before the wait for the previous kernel. A CTA's weights are contiguous in memory. Many
+// warps with few loads in flight each hide latency better than few warps with many loads, and keep the load-store unit
+// busy, through which decoding reads the table.
 //
-// The tensor core adds the 16-bit products of a slot, in two chains where one chain would make the tensor core wait.
-// Sums of slots, warps and CTAs are added in their order in float32. Int8 products are added in int32.
+// Exactness: int8 products are added in int32. 16-bit products of a slot are added by the tensor core, in two chains
+// where one chain would make the tensor core wait; sums of slots, warps and CTAs are added in float32 in a fixed order.
 //
 // Shared memory: the table of pairs; a region for each warp, which stages the warp's tokens and later its sums; the
 // sums that other CTAs of the cluster send; the vectors of the epilogue.
 //
-// The walk down the rows is not that of int8.cuh, because decoding leaves no issue slots for that one. On sm_90a a
-// warp's unit takes 99 instructions here (f16, one token): 32 PRMT, 32 LDS and 8 HMMA decode and multiply, 3 LDG and 2
-// STS move data, 22 walk. The walk of int8.cuh, with rounds over K and rows past the last one, takes 63 (W8A8, eight
-// tokens). Warps' sums also meet in another order, which float32 results show.
+// int8.cuh walks down the rows in another way, for which decoding leaves no issue slots. On sm_90a a warp's unit takes
+// 99 instructions here (f16, one token): 32 PRMT, 32 LDS and 8 HMMA decode and multiply, 3 LDG and 2 STS move data, 22
+// walk. The walk of int8.cuh, with rounds over K and rows past the last one, takes 63 (W8A8, eight tokens). int8.cuh
+// also adds the warps' sums in another order, which would change float32 results.
 #pragma once
 
 #include <qcut/stream/codebook_tokens.cuh>
@@ -23,8 +25,8 @@
 
 namespace qcut {
 
-// Fills a PairTable; a barrier must follow. All warps of the CTA take the same branches, and PRMT chooses each lane's
-// value: indexing the book with a lane's number would put the book into local memory.
+// Fills a PairTable; a barrier must follow. All warps of the CTA take the same branches. PRMT chooses each lane's
+// value, because an index that depends on the lane would put the book into local memory.
 template <int kWarps>
 __device__ __forceinline__ void fill_pair_table(char* table, const Book& book) {
   const int warp = threadIdx.x / 32;
@@ -54,7 +56,7 @@ __device__ __forceinline__ void store_shared_4_if(uint32_t shared, uint32_t w, b
                : "memory");
 }
 
-// Copies `count` floats, kMost at most, into shared memory, with all kThreads threads of the CTA.
+// Copies `count` floats, at most kMost, into shared memory. All kThreads threads of the CTA take part.
 template <int kThreads, int kMost>
 __device__ __forceinline__ void copy_floats(float* shared, const float* global, int count) {
 #pragma unroll
@@ -74,20 +76,20 @@ __device__ __forceinline__ void pin(UnitWords<3>& w) {
 }
 __device__ __forceinline__ void pin(UnitWords<2>& w) { pin(w.packed); }
 
-// A lane's part of a unit and of the unit's norms: rows g and g + 8.
+// The part of a unit and of the unit's norms that lane 4g + t holds: rows g and g + 8.
 template <int kBits, int kSlots>
 struct WeightUnit {
   UnitWords<kBits> words;
   uint32_t norms[kSlots];
 
-  // unit, unit_norms: where the unit and its norms begin.
+  // Loads from the addresses of a unit and of the unit's norms.
   __device__ __forceinline__ void load(const char* unit, const char* unit_norms) {
     const int lane = threadIdx.x % 32;
     words.load(unit, lane);
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) norms[s] = load_stream_4(unit_norms + 32 * s + lane / 4 * 4);
   }
-  // mine, my_norms: where the lane's part of them begins.
+  // Loads from the addresses of the lane's part of a unit and of the unit's norms.
   __device__ __forceinline__ void load_if(const char* mine, const char* my_norms, bool wanted) {
     words.load_if(mine, threadIdx.x % 32, wanted);
 #pragma unroll
@@ -95,7 +97,7 @@ struct WeightUnit {
   }
 };
 
-// The factors that make int8 of rows g and g + 8; nothing for 16-bit products.
+// The factors by which the weights of rows g and g + 8 become int8; empty for 16-bit products.
 template <class T>
 struct RowFold {
   __device__ __forceinline__ void load(const float*, int) {}
@@ -105,7 +107,7 @@ struct RowFold {
 template <>
 struct RowFold<int8_t> {
   float row, row8;
-  // `tile`: of 16 rows, among all.
+  // `tile` counts tiles of 16 rows of W.
   __device__ __forceinline__ void load(const float* fold, int tile) {
     const float* at = fold + kUnitRows * tile + threadIdx.x % 32 / 4;
     row = __uint_as_float(load_stream_4(at));
@@ -116,8 +118,8 @@ struct RowFold<int8_t> {
   }
 };
 
-// Adds the products of a unit's 16 rows with the warp's tokens. b: chunks of 16 bytes of eight tokens, each chunk one
-// matrix.
+// Adds the products of a unit's 16 rows with the warp's tokens. b holds chunks of 16 bytes of eight tokens; each chunk
+// is one 8 x 8 matrix of the second operand.
 template <class T>
 struct UnitProduct {
   using Acc = float;
@@ -188,7 +190,7 @@ struct UnitProduct<int8_t> {
   }
 };
 
-// Writes one element of D. The epilogue's vectors are in shared memory, those of columns from column col0 on.
+// Writes one element of D. The epilogue's vectors are in shared memory; the vectors of columns start at column col0.
 template <class E, class Acc>
 __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int col0, typename E::Out* d, int m, int n,
                                                int ldd, const typename E::Args& args) {
@@ -199,8 +201,8 @@ __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int 
   d[at] = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), added, args));
 }
 
-// The kernel. units_k <= kSplits * kWarps * kUnits; m <= kTokens; the grid has a cluster for every kRowTiles tiles. x:
-// BlockTokens or RowToken.
+// The kernel. units_k <= kSplits * kWarps * kUnits, m <= kTokens. The grid has a cluster for every kRowTiles tiles. x
+// is a BlockTokens or a RowToken.
 template <class T, int kBits, int kSlots, class Tile, class E, class X>
 __device__ __forceinline__ void codebook_decode(X x, const char* units, const char* norms, const float* fold,
                                                 typename E::Out* d, int m, int n, int units_k, int ldd,
@@ -222,11 +224,11 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
   const int cta_first = rank * Tile::kWarps * kUnits;
   const int first = cta_first + warp * kUnits;
 
-  // Units past the last stay zero, as their tokens are. All warps take the same branches: the table's address then
-  // stays in a uniform register, which saves an addition for every two weights.
+  // Units past the last one stay zero, and so do their tokens. All warps take the same branches: the table's address
+  // then stays in a uniform register, which saves an addition for every two weights.
   WeightUnit<kBits, kSlots> weights[Tile::kPrefetch][kUnits] = {};
   RowFold<T> folds[Tile::kPrefetch];
-  // This lane's part of the next tile's unit k0: addresses are ready before registers are free.
+  // The address of this lane's part of unit k0 of the next tile, computed before the tile's registers are free.
   const int k0 = min(first, units_k - 1);
   const long long unit0 = static_cast<long long>(tile0) * units_k + k0;
   const char* next_unit = units + unit0 * kUnitBytes<kBits> + 16 * lane;
@@ -245,15 +247,15 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
     folds[s].load_if(fold, tile0 + s, s == 0 || s < tiles);
     next_tile();
   }
-  // No register is free for the tile after these, but the L2 has room: that tile is asked for while the table is filled
-  // and tokens are on their way. Asking for more, for one in every later round, or for the last of two tiles only
-  // delays the tiles in front.
+  // No register is free for the tile after the kPrefetch tiles in flight, but the L2 has room: this tile is prefetched
+  // while the table is filled and the tokens arrive. Prefetching more tiles, one in every later round, or the last of
+  // two tiles would only delay the tiles in flight.
   if (!kIsInt8<T> && Tile::kPrefetch + 1 < tiles) {
     constexpr int kLines = kUnitBytes<kBits> / 128;
     const int lines = min(kUnits, units_k - k0) * kLines;
 #pragma unroll
     for (int i = 0; i < kUnits * kLines; i += 32) {
-      // next_unit is 16 lane past the unit's start.
+      // next_unit points 16 * lane bytes past the unit's start.
       if (i + lane < lines) prefetch_l2(next_unit + (128 * i + 112 * lane));
     }
     if (lane == 31) prefetch_l2(next_norms);
@@ -280,7 +282,7 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
   args.bias = bias;
   args.row_scale = row_scale;
   x.finish(regions);
-  __syncthreads();  // the table is whole
+  __syncthreads();  // the table is complete
   copy_async_wait<1>();
   __syncwarp();
 
@@ -338,9 +340,9 @@ __device__ __forceinline__ void codebook_decode(X x, const char* units, const ch
       if (col0 + row < n) finish_element<E>(sum_of_warps(token, row), token, row, col0, d, m, n, ldd, args);
     }
   } else {
-    // Each CTA sends its sums to the CTA that writes them. A CTA adds the sums that arrive in the order of the CTAs.
+    // Each CTA sends its sums to the CTA that writes their elements of D. The receiver adds them in the order of ranks.
     const uint32_t inbox = shared_address(shared) + Shared::kInbox;
-    cluster_wait();  // all CTAs of the cluster run
+    cluster_wait();  // all CTAs of the cluster have started
     for (int i = threadIdx.x; i < Tile::kRows * m; i += kThreads) {
       const int token = i / Tile::kRows;
       const int row = i % Tile::kRows;

@@ -1,8 +1,10 @@
-// The tokens of codebook.cuh, with the kernel's tile and shared memory.
+// The tokens, the tile and the layout of shared memory of stream/codebook.cuh.
 //
-// BlockTokens are tokens that the kernel before rotated. RowToken is one token that this kernel rotates itself. Tokens
-// of either kind are staged in shared memory. TokenFragments hold a warp's part of the staged tokens in registers, as
-// second operands of mma.sync.
+// BlockTokens are tokens that an earlier kernel has rotated. RowToken is one token that the product's kernel rotates
+// itself. Tokens of either kind are staged in shared memory: each warp stages the columns of its own units.
+// TokenFragments holds a warp's staged tokens in registers, as second operands of mma.sync.
+//
+// Exactness: staging copies bits; the rotation of RowToken equals that of codebook/rotate.cuh bitwise.
 #pragma once
 
 #include <qcut/codebook/codebook.cuh>
@@ -28,11 +30,12 @@ constexpr bool kIsInt8 = sizeof(T) == 1;
 // Byte offsets in shared memory.
 template <class T, class Tile>
 struct DecodeShared {
-  static constexpr int kBlocks = sizeof(T);  // of 128 bytes of each token, in a unit
+  static constexpr int kBlocks = sizeof(T);  // blocks of 128 bytes of each token, in a unit
   static constexpr int kStagedRows = Tile::kTokens < 8 ? Tile::kTokens : 8;
   static constexpr int kBlockBytes = 128 * kStagedRows;
   static constexpr int kStagedBytes = Tile::kUnits * kBlocks * Tile::kTokenTiles * kBlockBytes;
-  // Sums of a warp: [token][row]; the padding sends the stores of a warp, 8 rows of 4 tokens, to 32 banks.
+  // The words between the sums of two tokens, [token][row]. The padding brings the stores of a warp, 8 rows of 4
+  // tokens, to 32 different banks.
   static constexpr int kPitch = Tile::kRows + 4;
   static constexpr int kSumBytes = 4 * Tile::kTokens * kPitch;
   static constexpr int kRegionBytes = kStagedBytes > kSumBytes ? kStagedBytes : kSumBytes;
@@ -47,9 +50,9 @@ struct DecodeShared {
   static constexpr int kBytes = kRowScale + 4 * Tile::kTokens;
 };
 
-// Where `wanted`, copies kSize bytes or, where `zero`, reads nothing and writes zeros. The copy is predicated, not
-// branched over: after a branch that threads take on their own, the compiler no longer keeps shared addresses in
-// uniform registers, and decoding takes one more addition for every two weights.
+// If `wanted`, copies kSize bytes, or with `zero` writes zeros and reads nothing. The copy is predicated instead of
+// branched over: after a divergent branch the compiler no longer keeps shared addresses in uniform registers, and
+// decoding takes one more addition for every two weights.
 template <int kSize>
 __device__ __forceinline__ void copy_async_if(uint32_t shared, const void* global, bool wanted, bool zero) {
   const int copied = wanted;
@@ -69,15 +72,15 @@ __device__ __forceinline__ void copy_async_if(uint32_t shared, const void* globa
   }
 }
 
-// Tokens in blocks, as the rotation left them. Each warp stages the columns of its own units in its region of shared
-// memory; the CTA's units begin at cta_first.
+// Tokens in blocks, as the rotation's kernel has stored them. Each warp stages the columns of its own units in its
+// region of shared memory; the CTA's first unit is cta_first.
 template <class T, class Tile>
 struct BlockTokens {
   using Shared = DecodeShared<T, Tile>;
   const char* x;
 
   __device__ __forceinline__ void begin(int, int) {}
-  // Units past the last are zero. Tokens past m are not read: nobody reads their columns of the products.
+  // Units past the last one are zero. Tokens past m are not loaded, because their columns of the products are not used.
   __device__ __forceinline__ void request(uint32_t regions, int m, int cta_first, int units_k) const {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -102,10 +105,10 @@ struct BlockTokens {
   __device__ __forceinline__ void finish(uint32_t) const {}
 };
 
-// One token as the model has it. The CTA rotates the token's columns in groups of kGroup, bitwise as
-// codebook/rotate.cuh does, and stages them: this takes less time than a kernel before this one. A norm or a gate in
-// here would take more, since their latencies are longer than a dependent launch. A thread has 16 columns: a quarter of
-// the warps is busy.
+// One token as the model stores it. The CTA rotates the token's columns in groups of kGroup, bitwise as
+// codebook/rotate.cuh does, and stages them. Rotating here takes less time than a kernel of its own. A norm or a gate
+// computed here would take more time, since its latency exceeds that of a dependent launch. A thread rotates 16
+// columns, which keeps a quarter of the warps busy.
 template <class T, class Tile, int kGroup>
 struct RowToken {
   static_assert(Tile::kTokens == 1 && !kIsInt8<T> && kGroup >= kLaneColumns && kGroup <= kUnitColumns);
@@ -114,7 +117,7 @@ struct RowToken {
   static constexpr int kRounds = (kCtaUnits * kThreadsPerUnit + 32 * Tile::kWarps - 1) / (32 * Tile::kWarps);
   const T* x;
   const uint32_t* signs;
-  int k, units_pass;  // units of a pass
+  int k, units_pass;  // columns of the token, units of a pass
   float factor;       // 1 / sqrt(kGroup)
   uint32_t flips[kRounds];
   uint4 raw[kRounds][2];
@@ -122,7 +125,7 @@ struct RowToken {
   __device__ __forceinline__ RowToken(const T* x, const uint32_t* signs, int k, int units_pass, float factor)
       : x(x), signs(signs), k(k), units_pass(units_pass), factor(factor) {}
 
-  // Of a thread's 16 columns: their unit within the CTA, and their first column within the unit.
+  // The unit of a thread's 16 columns within the CTA; the next function gives their first column within the unit.
   static __device__ __forceinline__ int unit(int round) {
     return (round * 32 * Tile::kWarps + static_cast<int>(threadIdx.x)) / kThreadsPerUnit;
   }
@@ -172,17 +175,17 @@ struct RowToken {
   }
 };
 
-// A warp's tokens as second operands of mma.sync, from the warp's region of shared memory.
+// A warp's tokens as second operands of mma.sync, loaded from the warp's region of shared memory.
 template <class T, class Tile>
 struct TokenFragments {
   using Shared = DecodeShared<T, Tile>;
-  static constexpr int kChunks = 8 * Shared::kBlocks;  // of a unit
+  static constexpr int kChunks = 8 * Shared::kBlocks;  // chunks of 16 bytes of a token in a unit
   static constexpr int kRows = Shared::kStagedRows;
   uint32_t b[Tile::kUnits][Tile::kTokenTiles][kChunks];
 
   __device__ __forceinline__ void load(uint32_t region) {
     const int lane = threadIdx.x % 32;
-    const int row = lane % kRows;  // staged tokens stand in for those past the last
+    const int row = lane % kRows;  // rows past the staged tokens repeat them
     const uint32_t at = region + 128 * row;
     const int chunk = lane / 8 ^ row;
 #pragma unroll

@@ -1,11 +1,15 @@
-// Products of up to 64 rotated tokens with codebook weights: decoded weights are wgmma's operand in registers.
+// D = epilogue(X W^T) of up to 64 rotated tokens X and codebook weights W. Decoded weights are the operand of wgmma
+// that lies in registers.
 //
-// A warpgroup has 64 rows. A cluster of kSplits CTAs has all of K, each CTA a contiguous part. Weights stream from
-// memory through registers, kPrefetch units of a warp ahead, are decoded and multiplied by their norms. Tokens lie in
-// memory as wgmma reads them: one bulk copy brings the tokens of a unit into a stage of shared memory. A stage is
-// filled anew once all warps have read it, or never where there are as many stages as units.
+// A warpgroup computes 64 rows of W, a CTA kGroups of them. The CTAs of a cluster (kSplits) divide K into contiguous
+// parts. Each warp loads the indices of its 16 rows to registers, kPrefetch units of 128 columns ahead, decodes them
+// and multiplies the values by their norms. Tokens lie in memory as wgmma reads them: one bulk copy brings the tokens
+// of a unit into a stage of shared memory. A stage is filled again once all warps have read it, unless there are as
+// many stages as units.
 //
-// The tensor core adds up a CTA's part of K; the CTAs of a cluster read each other's sums and add them in order.
+// Exactness: int8 products are added in int32. 16-bit weights times their norms are rounded once (bfloat16: the norms,
+// too); the tensor core adds the products of a CTA's part of K in float32, and the CTAs of a cluster add each other's
+// sums in the order of their ranks.
 //
 // Shared memory: the table of pairs and the stages, whose place the sums take later; barriers; the epilogue's vectors.
 #pragma once
@@ -30,9 +34,9 @@ struct DecodeWgmmaTile {
 // Byte offsets in shared memory.
 template <class T, class Tile>
 struct DecodeWgmmaShared {
-  static constexpr int kBlocks = sizeof(T);  // of 128 bytes of each token, in a unit
+  static constexpr int kBlocks = sizeof(T);  // blocks of 128 bytes of each token, in a unit
   static constexpr int kStageBytes = 128 * kBlocks * Tile::kTokens;
-  static constexpr int kPitch = Tile::kRows + 4;  // of sums, [token][row]
+  static constexpr int kPitch = Tile::kRows + 4;  // words between the sums of two tokens, [token][row]
   static constexpr int kSumBytes = 4 * Tile::kTokens * kPitch;
   static constexpr int kStaged = kIsInt8<T> ? 0 : PairTable::kBytes;
   static constexpr int kStagedEnd = kStaged + Tile::kStages * kStageBytes;
@@ -44,7 +48,7 @@ struct DecodeWgmmaShared {
   static constexpr int kBytes = kRowScale + 4 * Tile::kTokens;
 };
 
-// Half a unit, 64 columns, as first operands: of four 16-bit products, or of two int8 ones.
+// Half a unit, 64 columns, decoded to the first operands of four 16-bit products or of two int8 products.
 template <class T>
 struct HalfUnit {
   static constexpr int kSteps = 4;
@@ -70,7 +74,7 @@ struct HalfUnit<int8_t> {
   static constexpr int kSteps = 2;
   QuarterBook quarter;
   RowFold<int8_t> fold;
-  RowBook row, row8;  // of the last slot seen
+  RowBook row, row8;  // the books of rows g and g + 8 for the slot decoded last
 
   __device__ __forceinline__ HalfUnit(const Book& book, const char*, const RowFold<int8_t>& fold)
       : quarter(book), fold(fold) {}
@@ -90,7 +94,8 @@ struct HalfUnit<int8_t> {
   }
 };
 
-// Writes four neighbours of a row of D. kAlign bytes divide D's rows; the epilogue's vectors of columns start at col0.
+// Writes four neighbouring elements of a row of D. kAlign divides the address and the leading dimension of D, in bytes.
+// The epilogue's vectors of columns are in shared memory and start at column col0.
 template <class E, int kAlign, class Acc>
 __device__ __forceinline__ void finish_quad(const uint32_t (&sums)[4], int token, int row, int col0,
                                             typename E::Out* d, int m, int n, int ldd, const typename E::Args& args) {
@@ -146,7 +151,7 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
   const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % Tile::kSplits;
   const int col0 = static_cast<int>(blockIdx.x) / Tile::kSplits * Tile::kRows;
-  // Warpgroups past the last row read the last rows again; nobody stores their sums.
+  // Warpgroups past the last row read the last rows again; their sums are not stored.
   const int tile = min(col0 / kUnitRows + warp, (n + 63) / 64 * 4 - 1);
   const int part = (units_k + Tile::kSplits - 1) / Tile::kSplits;
   const int first = rank * part;
@@ -154,7 +159,7 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
 
   WeightUnit<kBits, kSlots> weights[Tile::kPrefetch];
   RowFold<T> row_fold;
-  const int index = tile * units_k + first;  // of the first unit: an index takes fewer registers than an address
+  const int index = tile * units_k + first;  // the first unit's index, which takes fewer registers than its address
   const auto load_unit = [&](WeightUnit<kBits, kSlots>& unit, int u) {
     const long long at = index + u;
     unit.load(units + at * kUnitBytes<kBits>, norms + at * (32 * kSlots));
@@ -199,15 +204,15 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
   args.col_scale_per_channel = col_scale;
   args.bias = bias;
   args.row_scale = row_scale;
-  __syncthreads();  // the table is whole, the barriers are ready
+  __syncthreads();  // the table is complete and the barriers are initialized
 
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) pin(weights[s].words);
   Half half(book, stages, row_fold);
   Acc sum[Tile::kTokens / 2] = {};
-  uint32_t a[2][Half::kSteps][4] = {};  // one half of a unit is multiplied while the next is decoded
-  // Products in flight read the registers of their first operand. Using the operand after the wait for these products
-  // keeps the compiler from giving the registers to other values before.
+  uint32_t a[2][Half::kSteps][4] = {};  // one half of a unit is multiplied while the next half is decoded
+  // Products in flight read the registers of their first operand. A use of the operand after the wait for these
+  // products keeps the compiler from giving the registers to other values earlier.
   const auto keep = [&](uint32_t(&part)[Half::kSteps][4]) {
 #pragma unroll
     for (int i = 0; i < Half::kSteps; ++i) pin(part[i]);
@@ -221,7 +226,8 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
     for (int s = 0; s < Tile::kPrefetch; ++s) {
       const int u = u0 + s;
       if (s > 0 && u >= count) break;
-      // All warps finish unit u - 2 before they finish u - 1, which this thread has: the wait is short.
+      // This thread has finished unit u - 1. The other warps are close behind and need only have finished unit u - 2:
+      // the wait is short.
       if (threadIdx.x == 0 && u >= 2 && u - 2 + kStages < count) {
         const int free = stage >= 2 ? stage - 2 : stage - 2 + kStages;
         barrier_wait(empty + 8 * free, stage >= 2 ? parity : parity ^ 1);
@@ -230,7 +236,7 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
       barrier_wait(full + 8 * stage, parity);
       const uint32_t staged = __shfl_sync(0xffffffffu, base + Shared::kStaged + stage * Shared::kStageBytes, 0);
       const unsigned long long b = wgmma_descriptor(staged);
-      // The second half's columns: 16-bit tokens have them in a block of their own.
+      // The second half's columns, which lie in a block of their own for 16-bit tokens.
       const unsigned long long b_high = kIsInt8<T> ? b + 2 * kWgmmaStep : b + 64 * m8;
 
       half.template decode<0>(a[0], weights[s]);
@@ -293,7 +299,7 @@ __device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char*
     finish_quad<E, kAlign, Acc>(sums, token, row, col0, d, m, n, ldd, args);
   }
   if constexpr (Tile::kSplits > 1) {
-    // No CTA leaves while others read its sums.
+    // No CTA exits while other CTAs read its sums.
     cluster_arrive();
     cluster_wait();
   }

@@ -1,22 +1,23 @@
-// Products of few tokens with int8 weights as their rows lie, at the speed of memory: D = epilogue(A B^T).
+// D = epilogue(A B^T) of few tokens A and int8 weights B in row-major order, at the speed of memory.
 //
-// A CTA takes 16 kRowTiles rows of weights. Its warps divide K among them, and each warp keeps the tokens of its
-// columns in registers while it walks down the rows. Weights go from global memory to registers: a sum over K does not
-// depend on which column sits where, if both operands agree, so lane 4g + t reads 16 bytes each of rows g and g + 8,
-// columns 16t .. 16t + 15 of 64. Bytes in flight bound the kernel, so there are many warps with one or two units of
-// each on their way; the first units are asked for before the wait for the previous kernel.
+// A CTA computes 16 kRowTiles rows of weights. Its warps divide K, and each warp keeps the tokens of its columns in
+// registers while it walks down the rows. Weights go from global memory straight to registers: lane 4g + t reads 16
+// bytes each of rows g and g + 8, columns 16t .. 16t + 15 of 64. This places other columns of K in the fragment than
+// the instruction names; the products' sum is the same, because tokens are placed in the same way. The bytes in flight
+// bound the kernel's speed: there are many warps, each with one or two units in flight, and the first units are loaded
+// before the wait for the previous kernel.
 //
-// The warps' sums meet in shared memory. Where the CTAs of a cluster divide K too, their sums meet in each other's
-// shared memory. Both are added in a fixed order.
+// Exactness: the sums of the warps are added in shared memory, and the sums of a cluster's CTAs, which may divide K
+// further, in each other's shared memory. The order of both is fixed.
 //
-// A kernel chooses its tokens (w8a8.cuh, w8a16.cuh): a class with the accumulators' type `Acc` and
-//   begin(column)            asks for the tokens of the warp's first columns
+// A kernel chooses its tokens (w8a8.cuh, w8a16.cuh) by a class with the accumulators' type `Acc` and four functions:
+//   begin(column)            starts the loads of the tokens of the warp's first columns
 //   settle()                 makes these tokens the second operand of the products, once they have arrived
-//   next(column)             does both for the columns of a later round
+//   next(column)             loads and settles the tokens of the columns of a later round
 //   multiply(acc, unit, u)   adds the products of unit u of a row tile
-// Shared memory of a Tile: scales and biases of rows, then from Tile::kSums on the sums of warps.
+// Shared memory of a Tile: scales and biases of rows; from Tile::kSums on, the sums of warps.
 //
-// Codebook weights have a kernel of their own: see codebook.cuh.
+// Codebook weights have a kernel of their own in codebook.cuh.
 //
 // Source: PTX ISA "Matrix Fragments for mma.m16n8k16 / mma.m16n8k32", "griddepcontrol", "barrier.cluster".
 #pragma once
@@ -29,7 +30,7 @@ namespace qcut {
 // A lane's part of 16 rows x 128 columns of weights: [64 columns][row g, g + 8][16 bytes].
 using Int8Unit = uint32_t[2][2][4];
 
-// How a CTA cuts the product; emitters/stream/w8a16.py says what the sizes mean.
+// How a CTA divides the product. Int8StreamTile in emitters/stream/int8.py describes the sizes.
 template <int kRowTiles_, int kWarps_, int kUnits_, int kPrefetch_, int kTokens_, int kSplits_>
 struct Int8StreamTile {
   static constexpr int kRowTiles = kRowTiles_, kWarps = kWarps_, kUnits = kUnits_, kPrefetch = kPrefetch_;
@@ -37,14 +38,15 @@ struct Int8StreamTile {
   static constexpr int kTokenTiles = (kTokens + 7) / 8;
   static constexpr int kUnitColumns = 128;
   static constexpr int kRows = 16 * kRowTiles;
-  static constexpr int kSpan = kUnitColumns * kUnits;  // columns of a warp
+  static constexpr int kSpan = kUnitColumns * kUnits;  // columns of a warp in one round
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kVectorBytes = 8 * kRows;  // scales and biases
-  // Of a token's sums: four more words than rows make its stores miss those of the other tokens.
+  // The words between the sums of two tokens. Four more words than rows bring the stores of different tokens to
+  // different banks.
   static constexpr int kPitch = kRows + 4;
 };
 
-// The kernel: 1 <= m <= kTokens, and a grid of kSplits CTAs for every kRows rows. absmax, [m], with kAbsmax: raised to
+// The kernel: 1 <= m <= kTokens. The grid has kSplits CTAs for every kRows rows. With kAbsmax, absmax [m] is raised to
 // the largest magnitude of each row of D.
 template <class Tile, bool kAbsmax, class E, class Tokens>
 __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, typename E::Out* d, float* absmax, int m,
@@ -54,7 +56,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   float* const scales = reinterpret_cast<float*>(shared);
   float* const biases = scales + Tile::kRows;
   Acc* const sums = reinterpret_cast<Acc*>(shared + Tile::kSums);  // [warp][token][row]
-  unsigned* peaks = nullptr;                                       // of D's rows
+  unsigned* peaks = nullptr;                                       // bits of the largest magnitudes of D's rows
   if constexpr (kAbsmax) peaks = reinterpret_cast<unsigned*>(shared + Tile::kPeaks);
 
   const int warp = threadIdx.x / 32;
@@ -64,13 +66,14 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   const int n0 = blockIdx.x / Tile::kSplits * Tile::kRows;
   const int tiles = min(Tile::kRowTiles, (n - n0 + 15) / 16);
 
-  // Where K is longer than all warps together, they come round for more: kStride columns further on.
+  // If K is longer than the columns of all warps together, each warp goes on in a further round, kStride columns later.
   constexpr int kStride = Tile::kSplits * Tile::kWarps * Tile::kSpan;
   const int rank_first = rank * Tile::kWarps * Tile::kSpan;
   const int first = rank_first + warp * Tile::kSpan;
   const int rounds = first < k ? (k - first + kStride - 1) / kStride : 0;
 
-  // Rows past n repeat the last one and are not stored; columns past k meet zero tokens, and repeat the last 16.
+  // Rows past n repeat the last row and are not stored. Columns past k repeat the last 16 columns and are multiplied
+  // by zero tokens.
   Int8Unit w[Tile::kPrefetch][Tile::kUnits];
   const int last_column = (k - 1) / 16 * 16;
   const auto load = [&](Int8Unit& unit, int tile, int column) {
@@ -88,8 +91,8 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
 #pragma unroll
     for (int u = 0; u < Tile::kUnits; ++u) load(w[s][u], s, first + Tile::kUnitColumns * u);
   }
-  // The next tile goes to the L2 meanwhile, a row's 128 bytes for each lane. The last of two tiles does not: it would
-  // delay the first by more than it gains.
+  // Meanwhile the next tile is prefetched to the L2; each lane prefetches 128 bytes of a row. The last of two tiles is
+  // not prefetched, because it would delay the first tile by more than it gains.
   if (Tile::kPrefetchesL2 && Tile::kPrefetch + 1 < tiles && first < k) {
 #pragma unroll
     for (int i = 0; i < 16 * Tile::kUnits; i += 32) {
@@ -124,8 +127,8 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   if (kAbsmax && threadIdx.x < Tile::kTokens) peaks[threadIdx.x] = 0;
   tokens.settle();
 
-  // Accumulators hold rows g and g + 8 of tokens 2t and 2t + 1 of each tile of eight, of this round and those before
-  // it.
+  // Accumulators hold rows g and g + 8 of tokens 2t and 2t + 1 of each tile of eight tokens, summed over the rounds so
+  // far.
   Acc* const own = sums + (warp * Tile::kTokens + 2 * t) * Tile::kPitch + g;
   const auto place = [](int c) { return (c / 4 * 8 + c % 2) * Tile::kPitch + c / 2 % 2 * 8; };
   const auto counts = [&](int c) { return Tile::kTokens % 8 == 0 || 2 * t + c % 2 < Tile::kTokens; };
@@ -137,7 +140,8 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
       for (int s = 0; s < Tile::kPrefetch; ++s) {
         const int tile = tile0 + s;
         if (tile >= tiles) break;
-        // Registers s take the tile kPrefetch further down or, below the last one, tile s of the next round.
+        // Registers s take the tile that is kPrefetch tiles further down or, after the last tile, tile s of the next
+        // round.
         const bool down = tile + Tile::kPrefetch < tiles;
         const int next_tile = down ? tile + Tile::kPrefetch : s;
         const int next_column = down ? column : column + kStride;
@@ -162,7 +166,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   }
   __syncthreads();
 
-  const int warps = min(Tile::kWarps, max(0, k - rank_first + Tile::kSpan - 1) / Tile::kSpan);  // those with columns
+  const int warps = min(Tile::kWarps, max(0, k - rank_first + Tile::kSpan - 1) / Tile::kSpan);  // warps with columns
   const auto sum_warps = [&](int token, int row) {
     Acc sum = 0;
 #pragma unroll
@@ -177,7 +181,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
     }
     return 0.0f;
   };
-  // Stores a result, and returns the bits of its magnitude.
+  // Stores an element of D and returns the bits of its magnitude.
   const auto write = [&](int token, int row, Acc sum, float residual) -> uint32_t {
     if (n0 + row >= n) return 0;
     const typename E::Column column{0, scales[row], biases[row]};
@@ -197,7 +201,8 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
       }
     }
   } else {
-    // A CTA's own sums take the place of its first warp's; four rows at a time are then summed over the cluster.
+    // The CTA's sums over its warps replace the sums of its first warp. Four rows at a time are then summed over the
+    // cluster.
     for (int i = threadIdx.x; i < Tile::kRows * m; i += Tile::kThreads) {
       const int token = i / Tile::kRows;
       const int row = i % Tile::kRows;
@@ -219,7 +224,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
       for (int j = 0; j < 4; ++j) peak = max(peak, write(token, row + j, from_bits<Acc>(total[j]), residual[j]));
       if constexpr (kAbsmax) atomicMax(peaks + token, peak);
     }
-    // No CTA leaves while others read its sums.
+    // No CTA exits while other CTAs read its sums.
     cluster_arrive();
     cluster_wait();
   }

@@ -1,7 +1,10 @@
-// W8A16 for few tokens: float16 or bfloat16 tokens, int8 weights that become floats in registers, float32 sums.
+// W8A16 for few tokens, on the skeleton of stream/int8.cuh: float16 or bfloat16 tokens, int8 weights that are converted
+// to the tokens' type in registers, float32 sums.
 //
-// Of a lane's 16 columns of weights, 16t .. 16t + 15 of 64, the four from 4s on serve product s. The lane's part of a
-// token is then 32 contiguous bytes.
+// Lane 4g + t holds columns 16t .. 16t + 15 of 64 of its rows of weights. Columns 4s .. 4s + 3 of these 16 belong to
+// product s, so that the lane's part of a token is 32 contiguous bytes.
+//
+// Exactness: conversions and products are exact; the tensor core adds products in float32 in a fixed order.
 //
 // Source: PTX ISA "Matrix Fragments for mma.m16n8k16".
 #pragma once
@@ -10,7 +13,8 @@
 
 namespace qcut {
 
-// See WeightOnlyTile in emitters/stream/w8a16.py. The previous kernel writes tokens alone.
+// WeightOnlyTile in emitters/stream/w8a16.py describes the sizes. The previous kernel may write the tokens alone, so
+// that weights are read before the wait.
 template <int kRowTiles, int kWarps, int kUnits, int kPrefetch, int kTokens, int kSplits>
 struct WeightOnlyTile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTokens, kSplits> {
   static constexpr bool kWaitsFirst = false;
@@ -18,7 +22,8 @@ struct WeightOnlyTile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTo
   static constexpr int kSums = WeightOnlyTile::kVectorBytes;
 };
 
-// Eight elements of a row from column `col` on, those past k zero. kAligned: k and the row are aligned to them.
+// Loads eight elements of a row from column `col` on; elements past k are zero. With kAligned, k is a multiple of eight
+// and the row starts at a multiple of 16 bytes.
 template <class T, bool kAligned>
 __device__ __forceinline__ void load_8(uint32_t (&w)[4], const T* row, int col, int k) {
   Vector<T> v{};
@@ -37,7 +42,7 @@ __device__ __forceinline__ void load_8(uint32_t (&w)[4], const T* row, int col, 
   for (int i = 0; i < 4; ++i) w[i] = v.w[i];
 }
 
-// Rows of T, lda elements apart. Tokens past m repeat the last one, and are not stored.
+// Tokens as rows of T, lda elements apart. Tokens past m repeat the last token, and their results are not stored.
 template <class Tile, class T, bool kAligned>
 struct FloatTokens {
   using Acc = float;
@@ -77,7 +82,8 @@ struct FloatTokens {
   }
 };
 
-// kAligned: tokens are read 16 bytes at a time.
+// The kernel: D [m, n] = epilogue(A B^T), A [m, k] of T, B [n, k] of int8. With kAligned, tokens are read 16 bytes at a
+// time.
 template <class Tile, class T, bool kAligned, class E>
 __device__ __forceinline__ void weight_only_decode(const T* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
                                                    int lda, int ldb, int ldd, const typename E::Args& args) {

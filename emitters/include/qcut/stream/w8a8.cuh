@@ -1,8 +1,12 @@
-// W8A8 for few tokens: int8 tokens, or rows of floats that are quantized as they are loaded, with integer sums.
+// W8A8 for few tokens, on the skeleton of stream/int8.cuh: int8 tokens, or rows of floats that are quantized as they
+// are loaded, int8 weights, int32 sums.
 //
-// A dynamic quantization needs a row's largest magnitude before its first product. The kernel that makes the row knows
-// this magnitude: it raises one word of a token by an atomic maximum, which is exact in any order, and the next kernel
-// quantizes the elements that it loads. No kernel stands between the two, and no CTA reads a row twice.
+// Dynamic quantization needs the largest magnitude of a row before the row's first product. The kernel that writes the
+// row knows this magnitude and raises one word per token by an atomic maximum. The kernel here reads the word and
+// quantizes the elements that it loads: no kernel stands between the two, and no CTA reads a row twice.
+//
+// Exactness: integer sums are exact, and so is the maximum, in any order; the quantization equals that of
+// decoder/quantize.cuh bitwise.
 //
 // Source: PTX ISA "Matrix Fragments for mma.m16n8k32".
 #pragma once
@@ -12,11 +16,11 @@
 
 namespace qcut {
 
-// kNone, kGiven: int8 with their scales; with kNone the previous kernel may have written the weights too. kRows: of a
-// floating type, with their largest magnitudes.
+// The form of the tokens. kNone, kGiven: int8 with a scale for each token; with kNone the previous kernel may also have
+// written the weights. kRows: rows of a floating type, with their largest magnitudes.
 enum class Tokens { kNone, kGiven, kRows };
 
-// See W8A8Tile in emitters/stream/w8a8.py. T: of the tokens where they are kRows.
+// W8A8Tile in emitters/stream/w8a8.py describes the sizes. T is the tokens' type for kRows.
 template <class T_, Tokens kFrom, int kRowTiles, int kWarps, int kUnits, int kPrefetch, int kTokens, int kSplits>
 struct W8A8Tile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTokens, kSplits> {
   using T = T_;
@@ -30,7 +34,7 @@ struct W8A8Tile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTokens, 
   static_assert(kTokens <= 8, "one tile of the second operand");
 };
 
-// Adds the products of a unit of weights with a lane's part of token g: [64 columns][16 bytes].
+// Adds the products of a unit of weights with eight tokens. x is lane 4g + t's part of token g: [64 columns][16 bytes].
 __device__ __forceinline__ void multiply_int8(int (&acc)[4], const Int8Unit& unit, const uint32_t (&x)[2][4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -40,7 +44,7 @@ __device__ __forceinline__ void multiply_int8(int (&acc)[4], const Int8Unit& uni
   }
 }
 
-// int8 tokens, lda elements apart; k is a multiple of 16. Columns past k are zero.
+// Tokens as int8 rows, lda elements apart. k is a multiple of 16. Columns past k are zero.
 template <class Tile>
 struct Int8Tokens {
   using Acc = int;
@@ -70,9 +74,10 @@ struct Int8Tokens {
   }
 };
 
-// Rows of T, lda elements apart, quantized on the way; columns past k are zero. Fragments of fewer than eight tokens
-// have lanes to spare: a token's words are quantized by all lanes that have its number modulo kTokens, and dealt out.
-// absmax: the rows' largest magnitudes. scales: the tokens' scales go there. kAligned: rows are multiples of 16 bytes.
+// Tokens as rows of T, lda elements apart, which are quantized as they are loaded. Columns past k are zero. A fragment
+// holds eight tokens: with fewer tokens, all lanes whose g is a token's number modulo kTokens share the quantization
+// of the token's words and then exchange them. `absmax` holds the rows' largest magnitudes; `scales` receives the
+// tokens' scales. With kAligned, rows start at multiples of 16 bytes.
 template <class Tile, bool kAligned>
 struct RowTokens {
   using Acc = int;
@@ -159,8 +164,9 @@ struct RowTokens {
   }
 };
 
-// a: tokens, lda elements apart, int8 or T; a_absmax: their largest magnitudes where they are T. kAligned: rows of T
-// are multiples of 16 bytes. absmax, where there is one, [m], is raised to the largest magnitude of each row of D.
+// The kernel: D [m, n] = epilogue(A B^T), A [m, k], B [n, k] of int8. `a` holds the tokens as int8 or T, lda elements
+// apart; `a_absmax` holds the largest magnitudes of rows of T. With kAligned, rows of T start at multiples of 16 bytes.
+// With kAbsmax, `absmax` [m] is raised to the largest magnitude of each row of D.
 template <class Tile, bool kAligned, bool kAbsmax, class E>
 __device__ __forceinline__ void w8a8_decode(const void* a, const float* a_absmax, const int8_t* b, typename E::Out* d,
                                             float* absmax, int m, int n, int k, int lda, int ldb, int ldd,

@@ -1,9 +1,11 @@
-// One step of a decoder between its projections: rotary positions, the new keys and values into the cache, and
-// attention over it, in one launch: rotate_and_append of decoder/append.cuh, then TensorAttention.
+// The attention of a decoder's step in one launch: rotary positions, the new key and value of each sequence to the
+// cache, and attention over the cache. The results are those of rotate_and_append (decoder/append.cuh) followed by
+// TensorAttention (mma.cuh).
 //
-// Nobody reads the new row of the cache back. Every CTA rotates its queries into shared memory; the CTA whose part has
-// the new row's slot also keeps the new key and value there, in the cache's form, and they take the place of what it
-// fetched from the slot. One of the CTAs that share the head of keys writes them to the cache.
+// No CTA reads the new row of the cache back. Every CTA rotates its queries into shared memory. A CTA whose part of the
+// context contains the new row's slot also puts the new key and value into shared memory, in the cache's type. They
+// replace the data that the CTA has loaded from the slot. One of the CTAs that share the head of keys writes them to
+// the cache.
 #pragma once
 
 #include <qcut/decoder/attention/mma.cuh>
@@ -11,7 +13,7 @@
 
 namespace qcut {
 
-// See AttentionAppend in emitters/decoder/attention/append.py.
+// AttentionAppend in emitters/decoder/attention/append.py describes the sizes.
 template <class T, class C, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary>
 struct AppendAttention {
   using Attention = TensorAttention<T, C, kHead, kGroup, kWarps, kTiles, kCluster>;
@@ -20,7 +22,7 @@ struct AppendAttention {
   using Rows = typename Attention::Rows;
   using Stored = StoredRow<T, kHead>;
   static constexpr bool kScaled = sizeof(C) == 1;
-  static constexpr int kItems = (kGroup + 2 + kWarps - 1) / kWarps;  // of a warp: queries, key, value
+  static constexpr int kItems = (kGroup + 2 + kWarps - 1) / kWarps;  // rows of a warp: queries, key, value
 
   struct Shared {
     typename Merge::Shared merge;
@@ -29,7 +31,7 @@ struct AppendAttention {
     float scales[2];
   };
 
-  // A warp's share of the token on its way: of the queries, then the key and the value, every kWarps-th.
+  // Starts the loads of a warp's share of the token: every kWarps-th row of the queries, the key and the value.
   static __device__ __forceinline__ void fetch(Stored (&rows)[kItems], const T* q, const T* k, const T* v, int mine) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -39,8 +41,8 @@ struct AppendAttention {
     }
   }
 
-  // What has arrived, rotated, to shared memory: queries, and where the CTA has the slot its key and value, which go to
-  // the cache where it `writes`.
+  // Rotates the loaded rows and writes them to shared memory: queries, and if the CTA has the slot, key and value. With
+  // `writes`, key and value also go to the cache.
   static __device__ __forceinline__ void prepare(Shared& shared, const Stored (&rows)[kItems], const Stored& cosines,
                                                  const Stored& sines, const Rows& cache, int mine, int slot,
                                                  bool has_slot, bool writes) {
@@ -71,7 +73,7 @@ struct AppendAttention {
     }
   }
 
-  // What a lane has of the slot, for the real key and for those past the end that stand in for it.
+  // Replaces a lane's share of the slot's key and value, also in the places past the end that repeat the last key.
   static __device__ __forceinline__ void replace(Tile& into, const Shared& shared, const Rows& rows, int tile, int slot,
                                                  int g, int t) {
     const auto copy = [](uint32_t (&to)[4], const C* from) {
@@ -102,8 +104,8 @@ struct AppendAttention {
     }
   }
 
-  // As rotate_and_append and TensorAttention::run have them; q stays as it is. Absmax, where there is one, [batch], is
-  // raised to the largest magnitude of each sequence's row of out.
+  // The kernel. The arguments are those of rotate_and_append and TensorAttention::run, but q is not written. If absmax
+  // [batch] is not null, each of its elements is raised to the largest magnitude of the sequence's row of out.
   static __device__ __forceinline__ void run(const T* q, const T* k, const T* v, const T* cos, const T* sin,
                                              const int* positions, const int* slots, C* keys, C* values,
                                              float* key_scales, float* value_scales, T* out, float* workspace,
@@ -121,7 +123,7 @@ struct AppendAttention {
 
     const int position = positions[place.batch], slot = slots[place.batch];
     rows.length = position + 1;
-    // All small loads before the large ones, in whose shadow they are put to use.
+    // The small loads are issued before the large ones, and used while the large ones are in flight.
     Stored token[kItems], cosines{}, sines{};
     const long long at = place.batch * kv_stride + static_cast<long long>(place.kv) * kHead;
     fetch(token, q + place.batch * q_stride + place.head * kHead, k + at, v + at, place.mine);

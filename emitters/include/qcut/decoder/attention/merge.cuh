@@ -1,8 +1,11 @@
-// The end of attention over a cache that many warps share: their maxima, sums and weighted values become results.
+// The last step of attention over a cache that many warps share: the warps' maxima, sums of weights and weighted values
+// become results.
 //
-// Warps of a CTA meet in shared memory. Parts of the context, CTAs along x, meet in the shared memory of their cluster,
-// where each CTA adds up a share of the columns. Without a cluster they meet in a workspace, where the CTA that comes
-// last adds them up. The order is fixed.
+// The warps of a CTA are combined in shared memory. Parts of the context, which are CTAs along x, are combined in the
+// shared memory of their cluster, where each CTA adds up a share of the columns; without a cluster, they are combined
+// in a workspace by the CTA that finishes last.
+//
+// Exactness: float32 sums in a fixed order.
 //
 // Source: PTX ISA 8.x, "atom" (.acq_rel); Dao et al., "Flash-Decoding" (2023).
 #pragma once
@@ -12,21 +15,21 @@
 
 namespace qcut {
 
-// Counts to `last` and starts again at 0. Everything that the CTA did before its barrier is done for CTAs that count
-// later.
+// Counts up to `last`, then starts again at 0, and returns the count before. The CTA's memory accesses before its
+// barrier are visible to the CTAs that count later.
 __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
   unsigned before;
   asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(last) : "memory");
   return before;
 }
 
-// T: of results. begin() comes first, run() last.
+// T is the type of results. A kernel calls begin() first and run() last.
 template <class T, int kHead, int kGroup, int kWarps, int kCluster>
 struct AttentionMerge {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRecord = kHead + 4;                            // weighted values, maximum, sum
-  static constexpr int kVectors = kGroup * kHead / 4;                  // of a record
-  static constexpr int kShare = (kVectors + kCluster - 1) / kCluster;  // of a CTA of the cluster
+  static constexpr int kVectors = kGroup * kHead / 4;                  // vectors of a CTA's records
+  static constexpr int kShare = (kVectors + kCluster - 1) / kCluster;  // vectors of a CTA of the cluster
   static constexpr int kMaxParts = kCluster > 1 ? kCluster : 64;
   static_assert(kHead % 4 == 0, "heads are whole vectors");
 
@@ -34,7 +37,7 @@ struct AttentionMerge {
     alignas(16) float records[kWarps][kGroup][kRecord];
     alignas(16) float4 received[kCluster > 1 ? kCluster * kShare : 1];
     float2 parts[kMaxParts][kGroup];  // maximum and sum
-    alignas(8) unsigned long long barrier;  // of what other CTAs send
+    alignas(8) unsigned long long barrier;  // counts the bytes that other CTAs send
     bool last;
   };
 
@@ -43,7 +46,8 @@ struct AttentionMerge {
     float4 value;
   };
 
-  // Adds up `count` states in order, for four columns: `part(i)` is the i-th's maximum and sum, `value(i)` its values.
+  // Adds up `count` states in order, for four columns. `part(i)` is the maximum and the sum of state i, `value(i)` its
+  // weighted values.
   template <class Part, class Value>
   static __device__ __forceinline__ Combined combined(int count, const Part& part, const Value& value) {
     float peak = kNoScore;
@@ -64,7 +68,7 @@ struct AttentionMerge {
     return sum;
   }
 
-  // Returns the bits of the largest magnitude stored.
+  // Stores four columns and returns the bits of their largest magnitude.
   static __device__ __forceinline__ uint32_t store(T* out, const Combined& sum) {
     const float4& v = sum.value;
     const uint32_t low = pack_pair<T>(__fdiv_rn(v.x, sum.weights), __fdiv_rn(v.y, sum.weights));
@@ -73,8 +77,7 @@ struct AttentionMerge {
     return Vector<T>{low, high, 0, 0}.abs_max();
   }
 
-  // Comes before anything else: all CTAs of a cluster must have begun when the first of them sends. mine: queries of
-  // the CTA that exist.
+  // Comes first: all CTAs of a cluster must have started before one of them sends. `mine` counts the CTA's queries.
   static __device__ __forceinline__ void begin(Shared& shared, int mine) {
     if constexpr (kCluster > 1) {
       if (threadIdx.x == 0) {
@@ -87,10 +90,10 @@ struct AttentionMerge {
     }
   }
 
-  // Comes after a barrier that shows the records of all warps to the CTA. Out: queries of the CTA, four columns at a
-  // multiple of 8 bytes. Workspace: a record of every part and query; counters, one for each CTA of a
-  // part, are 0 before the first launch and after every one. A cluster touches neither. Absmax, where there is one, is
-  // raised to the largest magnitude that the CTA stores.
+  // Comes after a barrier that makes the records of all warps visible to the CTA. `out` is the result of the CTA's
+  // first query; four columns lie at a multiple of 8 bytes. The workspace holds a record for every part and query.
+  // Counters, one for each CTA of a part, are 0 before the first launch and after every launch. A cluster uses neither.
+  // If absmax is not null, its element is raised to the largest magnitude that the CTA stores.
   static __device__ __forceinline__ void run(Shared& shared, T* out, int mine, float* workspace, unsigned* counters,
                                              float* absmax = nullptr) {
     uint32_t peak = 0;
@@ -147,7 +150,7 @@ struct AttentionMerge {
     if (threadIdx.x == 0) shared.last = count_up(counters + place, parts - 1) == static_cast<unsigned>(parts - 1);
     __syncthreads();
     if (!shared.last) return;
-    // These loads skip the L1, which does not see writes of other multiprocessors.
+    // These loads skip the L1, which is not coherent with stores of other multiprocessors.
     for (int i = threadIdx.x; i < parts * mine; i += kThreads) {
       const float* const from = records + (i / mine * kGroup + i % mine) * kRecord + kHead;
       shared.parts[i / mine][i % mine] = __ldcg(reinterpret_cast<const float2*>(from));

@@ -1,19 +1,20 @@
 // Attention of one new token to the keys and values in a cache on tensor cores: softmax(scale q K^T) V.
 //
-// A CTA has a sequence, a head of keys, up to eight of the queries that share it, and a part of the context. Both
-// products have the cache as their A operand, straight from global memory in the registers that the fragments want, and
-// the queries as their eight columns:
+// A CTA has a sequence, a head of keys, up to eight of the queries that share this head, and a part of the context.
+// The cache is the A operand of both products: each lane loads keys and values from global memory straight to its
+// registers of the fragments. The queries are the eight columns of both products:
 //
-//   S^T = K Q^T    rows are 16 keys. Lane 4g + t loads pieces of 16 bytes t, t + 4, ... of keys g and g + 8: their order
-//                  along a row is not the instruction's, but the queries' is the same.
-//   O^T = V^T P^T  rows are 16 columns of the head. The lane loads pieces g, g + 8, ... of keys 2t, 2t + 1, 2t + 8 and
-//                  2t + 9, and pairs keys byte by byte. P^T is S^T transposed 8 x 8 within the warp.
+//   S^T = K Q^T    The rows are 16 keys. Lane 4g + t loads pieces of 16 bytes t, t + 4, ... of keys g and g + 8. This
+//                  places other columns in the fragment than the instruction names; queries are placed in the same way.
+//   O^T = V^T P^T  The rows are 16 columns of the head. The lane loads pieces g, g + 8, ... of the values 2t, 2t + 1,
+//                  2t + 8 and 2t + 9, and pairs values byte by byte. P^T is S^T transposed 8 x 8 within the warp.
 //
-// Tiles of 16 keys are dealt to the parts of the context in turn, and within a part to its warps; a warp has kTiles of
-// them in hand. Their keys are replaced by the next tiles' as soon as scores are known, their values as soon as they
-// are added up, so that all but what is being multiplied is on its way. Warps meet in shared memory, parts in the
-// shared memory of a cluster, or else in a workspace, where the CTA that comes last adds them up: always in the same
-// order.
+// Tiles of 16 keys are dealt in turn to the parts of the context, and the tiles of a part to the part's warps. A warp
+// holds kTiles tiles. As soon as the scores of a tile are known, the next tile's keys replace its keys; as soon as the
+// values are added up, the next tile's values replace them. All tiles but the one being multiplied are thus in flight.
+//
+// Exactness: queries, keys and weights are multiplied in T and added in float32. Warps are combined in shared memory,
+// parts of the context in the shared memory of a cluster or in a workspace (merge.cuh); the order is fixed.
 //
 // Source: PTX ISA 8.x, "Matrix Fragments for mma.m16n8k16", "movmatrix"; Dao et al., "Flash-Decoding" (2023);
 // Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
@@ -24,7 +25,7 @@
 
 namespace qcut {
 
-// Sixteen bytes that are read once.
+// Loads sixteen bytes that are read once.
 __device__ __forceinline__ void load_streamed(uint32_t (&w)[4], const void* p) {
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
@@ -32,7 +33,7 @@ __device__ __forceinline__ void load_streamed(uint32_t (&w)[4], const void* p) {
                : "memory");
 }
 
-// An 8 x 8 matrix of 16-bit elements, of which lane 4g + t has (g, 2t) and (g, 2t + 1).
+// Transposes an 8 x 8 matrix of 16-bit elements, of which lane 4g + t holds (g, 2t) and (g, 2t + 1).
 __device__ __forceinline__ uint32_t transposed(uint32_t w) {
   uint32_t d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(w));
@@ -45,16 +46,17 @@ __device__ __forceinline__ float log2_approx(float v) {
   return d;
 }
 
-// T: of queries and results. C: of the cache, T or int8_t. See AttentionMma in emitters/decoder/attention/mma.py.
+// T is the type of queries and results; C is the cache's type, T or int8_t. AttentionMma in
+// emitters/decoder/attention/mma.py describes the sizes.
 template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kTiles_, int kCluster_>
 struct TensorAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kTiles = kTiles_, kCluster = kCluster_;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr bool kScaled = sizeof(C) == 1;
   static constexpr int kSize = 16 / sizeof(C);             // columns of a piece
-  static constexpr int kPieces = kHead / kSize;            // of a row
-  static constexpr int kKeyPieces = (kPieces + 3) / 4;     // of a lane and key
-  static constexpr int kValuePieces = (kPieces + 7) / 8;   // of a lane and value
+  static constexpr int kPieces = kHead / kSize;            // pieces of a row
+  static constexpr int kKeyPieces = (kPieces + 3) / 4;     // a lane's pieces of a key
+  static constexpr int kValuePieces = (kPieces + 7) / 8;   // a lane's pieces of a value
   static constexpr int kSteps = kKeyPieces * kSize / 4;    // products of S: 16 columns each
   static constexpr int kRows = kValuePieces * kSize / 2;   // products of O: 16 columns each
   using Merge = AttentionMerge<T, kHead, kGroup, kWarps, kCluster>;
@@ -62,17 +64,17 @@ struct TensorAttention {
   static_assert(kHead % kSize == 0 && kHead % 8 == 0, "heads are whole pieces");
   static_assert(1 <= kGroup && kGroup <= 8, "queries are the columns of a product");
 
-  // Where the rows of a sequence and head are, and how many count.
+  // The addresses of the keys and values of a sequence and head, and their number.
   struct Rows {
     const C *keys, *values;
     const float *key_scales, *value_scales;
     int length;
   };
 
-  // Which sequence, head of keys and queries a CTA has.
+  // The sequence, the head of keys and the queries of a CTA.
   struct Place {
-    long long batch, heads, head;  // of all queries, and the CTA's first
-    int kv_heads, kv, first, mine;  // the CTA's first of the queries that share the head of keys
+    long long batch, heads, head;  // sequence, heads of all queries, the CTA's first head of queries
+    int kv_heads, kv, first, mine;  // heads of keys, the CTA's head, its first query of this head, its queries
 
     __device__ __forceinline__ Place(int kv_heads_, int queries)
         : batch(blockIdx.z), heads(static_cast<long long>(kv_heads_) * queries), kv_heads(kv_heads_) {
@@ -84,7 +86,7 @@ struct TensorAttention {
     }
 
     __device__ __forceinline__ long long first_out() const { return batch * heads + head; }
-    // Rows of the sequence and head, of no length yet.
+    // The rows of the CTA's sequence and head; the length is still to be set.
     __device__ __forceinline__ Rows rows(const C* keys, const C* values, const float* key_scales,
                                          const float* value_scales, long long batch_stride, int context) const {
       const long long at = batch * batch_stride + static_cast<long long>(kv) * context * kHead;
@@ -94,15 +96,15 @@ struct TensorAttention {
     }
   };
 
-  // A lane's share of 16 keys, and of 16 values.
+  // A lane's share of 16 keys and 16 values.
   struct Tile {
     uint32_t keys[2][kKeyPieces][4];
     uint32_t values[4][kValuePieces][4];
     float key_scale[2], value_scale[2];
   };
 
-  // Of queries 2t and 2t + 1: the largest score so far, in powers of two and with the size of its value's scale; this
-  // lane's part of the sum of weights; and values weighted with 2^-peak.
+  // The state of queries 2t and 2t + 1: the largest score so far, as an exponent of 2 that includes the scale of the
+  // score's value; this lane's part of the sum of weights; and the sum of weighted values, relative to 2^peak.
   struct State {
     float peak[2], sum[2], values[kRows][4];
   };
@@ -111,7 +113,8 @@ struct TensorAttention {
     return 16 * tile + 2 * t + row % 2 + row / 2 * 8;
   }
 
-  // Past the end the last row again, with no weight: what lies there may be NaN.
+  // Loads the lane's share of 16 keys. Keys past the end repeat the last key and get no weight: memory past the end may
+  // hold NaN.
   static __device__ __forceinline__ void load_keys(Tile& into, const Rows& rows, int tile, int g, int t) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -144,7 +147,7 @@ struct TensorAttention {
     }
   }
 
-  // 16 of a lane's columns of keys g and g + 8.
+  // The A operand of one product of S, from the lane's columns of keys g and g + 8.
   static __device__ __forceinline__ void key_fragment(uint32_t (&a)[4], const Tile& tile, int step) {
     const int i = step / (kSize / 4), word = step % (kSize / 4);
     if constexpr (kScaled) {
@@ -156,7 +159,7 @@ struct TensorAttention {
     }
   }
 
-  // Of a piece of 16 values its columns 2 * pair, in row g, and 2 * pair + 1, in row g + 8.
+  // The A operand of one product of O, from piece i of 16 values: column 2 * pair in row g, 2 * pair + 1 in row g + 8.
   static __device__ __forceinline__ void value_fragment(uint32_t (&a)[4], const Tile& tile, int i, int pair) {
 #pragma unroll
     for (int j = 0; j < 4; j += 2) {
@@ -172,8 +175,8 @@ struct TensorAttention {
     }
   }
 
-  // The queries as S's other operand, in the order of the keys' pieces; zero past the head and past the last query.
-  // `aligned`: the row starts at a multiple of 16 bytes.
+  // Loads the queries as the B operand of S, in the order of the keys' pieces; columns past the head and queries past
+  // the last one are zero. With `aligned`, the row starts at a multiple of 16 bytes.
   static __device__ __forceinline__ void load_queries(uint32_t (&query)[kSteps][2], const T* row, bool aligned,
                                                       bool there, int t) {
 #pragma unroll
@@ -197,17 +200,18 @@ struct TensorAttention {
     }
   }
 
-  // Scores of a warp's tiles become weights under a common maximum, as P's operand. `partial`: some are past the end.
+  // Turns the scores of a warp's tiles into weights relative to a common maximum, the B operand of O. With `partial`,
+  // some keys lie past the end.
   static __device__ __forceinline__ void soften(State& state, const Tile (&tiles)[kTiles], float (&score)[kTiles][4],
                                                 uint32_t (&weight)[kTiles][2], const int (&tile)[kTiles], int length,
                                                 bool partial, float scale, int g) {
-    float size[kTiles][2];  // of values: what a weight is multiplied by
+    float size[kTiles][2];  // log2 of the values' scales, which multiply the weights
     float top[2] = {state.peak[0], state.peak[1]};
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        // A scale of 0, or as good as 0, leaves its weight in the sum finite.
+        // The bound keeps a weight in the sum finite if its scale is 0 or tiny.
         size[u][r] = kScaled ? fmaxf(log2_approx(tiles[u].value_scale[r]), -100.0f) : 0.0f;
         const bool there = !partial || 16 * tile[u] + g + 8 * r < length;
 #pragma unroll
@@ -248,7 +252,7 @@ struct TensorAttention {
         }
         const uint32_t pair = pack_pair<T>(w[0], w[1]);
         if constexpr (!kScaled) {
-          // What the product takes, so that its rounding leaves a mean of the values.
+          // The sum adds the rounded weights that the product uses: the result is then a mean of the values.
           const Vector<T> rounded{pair};
           float f[8];
           rounded.to_float(f);
@@ -260,7 +264,7 @@ struct TensorAttention {
     }
   }
 
-  // A warp's state to shared memory.
+  // Writes a warp's state to shared memory.
   static __device__ __forceinline__ void record(float (&to)[kGroup][Merge::kRecord], State& state, int g, int t) {
 #pragma unroll
     for (int offset = 4; offset < 32; offset *= 2) {
@@ -283,7 +287,7 @@ struct TensorAttention {
     }
   }
 
-  // The warp's first tiles, on their way.
+  // Starts the loads of the warp's first tiles.
   static __device__ __forceinline__ void fetch(Tile (&tiles)[kTiles], int (&tile)[kTiles], const Rows& rows, int first,
                                                int stride, int g, int t) {
 #pragma unroll
@@ -296,7 +300,8 @@ struct TensorAttention {
     }
   }
 
-  // Those tiles, and every stride-th after them. `arrived(tiles[u], tile[u])` sees each before it is used.
+  // Processes these tiles and every stride-th tile after them. `arrived(tiles[u], tile[u])` is called before a tile is
+  // used.
   template <class Arrived>
   static __device__ __forceinline__ void attend(State& state, Tile (&tiles)[kTiles], int (&tile)[kTiles],
                                                 const uint32_t (&query)[kSteps][2], const Rows& rows, int stride,
@@ -320,7 +325,7 @@ struct TensorAttention {
       for (int u = 0; u < kTiles; ++u) {
         if (tile[u] + kTiles * stride < count) load_keys(tiles[u], rows, tile[u] + kTiles * stride, g, t);
       }
-      // The context's last tile is the only one that may be partial; those after it are not there, and have old values.
+      // Only the context's last tile may be partial. Tiles after it do not exist; their registers hold old values.
       const bool partial = 16 * (tile[kTiles - 1] + 1) > rows.length;
       uint32_t weight[kTiles][2];
       soften(state, tiles, score, weight, tile, rows.length, partial, scale, g);
@@ -341,8 +346,8 @@ struct TensorAttention {
     }
   }
 
-  // `queries`: those that exist. Strides in elements; scales have one for each token and head. Results, workspace and
-  // counters: see AttentionMerge.
+  // The kernel. `queries` counts the queries of a head of keys. Strides are in elements; each token and head of an int8
+  // cache has a scale. AttentionMerge describes results, workspace and counters.
   static __device__ __forceinline__ void run(const T* q, const C* keys, const C* values, const float* key_scales,
                                              const float* value_scales, const int* positions, T* out, float* workspace,
                                              unsigned* counters, long long q_stride, long long batch_stride,

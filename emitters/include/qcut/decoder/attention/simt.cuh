@@ -1,10 +1,12 @@
 // Attention of one new token to the keys and values in a cache: softmax(scale q K^T) V, in float32.
 //
-// A CTA has a sequence, a head of keys, up to kGroup of the queries that share it, and a part of the context. A key
-// lies in kLanes lanes, 16 bytes and kChunks times as many each; a warp has several keys side by side, and kUnroll of
-// those sets on their way at once. Every set of lanes keeps maximum, sum and weighted values of its own keys; they meet
-// by shuffles, then warps in shared memory, then the parts of the context in a workspace, where the CTA that comes last
-// adds them up. All of that in a fixed order, which the length and the number of parts decide.
+// A CTA has a sequence, a head of keys, up to kGroup of the queries that share this head, and a part of the context. A
+// key lies in a set of kLanes lanes, kChunks chunks of 16 bytes each. A warp reads one key for each of its sets of
+// lanes at a time, and has kUnroll such reads in flight. Every set of lanes keeps the maximum, the sum of weights and
+// the weighted values of its own keys. Sets of a warp are combined by shuffles, warps in shared memory, and parts of
+// the context in a workspace, whose records the last CTA adds up.
+//
+// Exactness: float32, with exponentials of 2 ulp. The order of all sums is fixed by the length and the number of parts.
 //
 // Source: Dao et al., "Flash-Decoding" (2023); Milakov and Gimelshein, "Online normalizer calculation for softmax"
 // (2018).
@@ -15,7 +17,7 @@
 
 namespace qcut {
 
-// 16 bytes of a cache as float32.
+// The elements of 16 bytes of a cache, as float32.
 template <class C>
 struct CacheVector {
   static constexpr int kSize = Vector<C>::kSize;
@@ -45,23 +47,25 @@ struct CacheVector<int8_t> {
 
 __device__ constexpr int next_power_of_two(int v) { return v <= 1 ? 1 : 2 * next_power_of_two((v + 1) / 2); }
 
-// T: of queries and results. C: of the cache, T or int8_t. See AttentionDecode in emitters/decoder/attention/simt.py.
+// T is the type of queries and results; C is the cache's type, T or int8_t. AttentionDecode in
+// emitters/decoder/attention/simt.py describes the sizes.
 template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kUnroll_>
 struct DecodeAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kUnroll = kUnroll_;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr bool kScaled = sizeof(C) == 1;
   static constexpr int kSize = CacheVector<C>::kSize;
-  static constexpr int kVectors = kHead / kSize;  // of a key
+  static constexpr int kVectors = kHead / kSize;  // vectors of a key
   static constexpr int kLanes = kVectors < 32 ? next_power_of_two(kVectors) : 32;
   static constexpr int kChunks = (kVectors + kLanes - 1) / kLanes;
   static constexpr int kSlots = 32 / kLanes;           // keys side by side
-  static constexpr int kStep = kSlots * kUnroll;       // of a warp
-  static constexpr int kElements = kChunks * kSize;    // of a lane
+  static constexpr int kStep = kSlots * kUnroll;       // keys of a warp in flight
+  static constexpr int kElements = kChunks * kSize;    // columns of a lane
   static constexpr int kRecord = kHead + 2;            // weighted values, maximum, sum
   static_assert(kHead % kSize == 0, "heads are whole vectors of 16 bytes");
 
-  // Of one query: the largest score, in powers of two, the sum of weights under it, and values so weighted.
+  // The state of each query: the largest score, as an exponent of 2; the sum of weights relative to this score; and the
+  // sum of values with the same weights.
   struct State {
     float peak[kGroup], sum[kGroup], values[kGroup][kElements];
   };
@@ -103,8 +107,9 @@ struct DecodeAttention {
     return sum;
   }
 
-  // `queries`: those that exist. Strides in elements; scales have one for each token and head. Workspace: a record of
-  // every part, query and head; counters are 0 before the first launch and after every one.
+  // The kernel. `queries` counts the queries of a head of keys. Strides are in elements; each token and head of an int8
+  // cache has a scale. The workspace holds a record for every part and query; counters are 0 before the first launch
+  // and after every launch.
   static __device__ __forceinline__ void run(const T* q, const C* keys, const C* values, const float* key_scales,
                                              const float* value_scales, const int* positions, T* out, float* workspace,
                                              unsigned* counters, long long q_stride, long long batch_stride,
@@ -162,7 +167,7 @@ struct DecodeAttention {
       float key_scale[kUnroll], value_scale[kUnroll];
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
-        // Past the end the last one again, with no weight.
+        // Keys past the end repeat the last key and get no weight.
         const int key = min(base + u * kSlots + slot, end - 1);
         load(raw_keys[u], key_rows + static_cast<long long>(key) * kHead, lane);
         load(raw_values[u], value_rows + static_cast<long long>(key) * kHead, lane);
@@ -217,7 +222,7 @@ struct DecodeAttention {
       }
     }
 
-    // Sets of lanes of a warp.
+    // Combines the sets of lanes of a warp.
 #pragma unroll
     for (int offset = kLanes; offset < 32; offset *= 2) {
 #pragma unroll
@@ -284,7 +289,7 @@ struct DecodeAttention {
     for (int i = threadIdx.x; i < mine * kHead; i += kThreads) {
       const int g = i / kHead;
       const int column = i % kHead;
-      // These loads skip the L1, which does not see writes of other multiprocessors.
+      // These loads skip the L1, which is not coherent with stores of other multiprocessors.
       const auto word = [&](int p, int j) { return __ldcg(mine0 + (p * kGroup + g) * kRecord + j); };
       const Combined sum = combined(parts, column, word);
       out[(batch * static_cast<long long>(kv_heads) * queries + head0 + g) * kHead + column] =
