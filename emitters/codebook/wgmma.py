@@ -155,9 +155,9 @@ def _deepest(problem: CodebookProblem, tokens: int, cluster: int, splits: int) -
 def emit_codebook_prompt(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` in order; m, n, units_k >= 1 and 16-byte alignment of x, units and norms. Memory
-    is laid out as `qcut.codebooks.layout` describes. The kernel is launched on `grid`. D is stored in pieces of up to 16
-    bytes that ``problem.alignment_n`` allows; the residual has D's leading dimension. Weights, norms, fold,
+    Arguments are ``problem.params()`` in order; m, n, units_k >= 1 and 16-byte alignment of x, units and norms.
+    `qcut.codebooks.layout` describes the layout in memory. The kernel is launched on `grid`. D is stored in pieces of
+    up to 16 bytes that ``problem.alignment_n`` allows; the residual has D's leading dimension. Weights, norms, fold,
     col_scale and bias may be read before the previous kernel's end (programmatic dependent launch); x, row_scale and
     the residual are read after it.
 
