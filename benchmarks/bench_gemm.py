@@ -23,7 +23,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
-from benchmarks import harness, kernels, plots
+from benchmarks import device_kernels, harness, plots
 from benchmarks.harness import CheckError, Timing, Variant
 from benchmarks.shapes import CLAIM_MIN_TOKENS, Shape, gemm_shapes
 from qcut.emitters.core.epilogue import Epilogue
@@ -251,7 +251,7 @@ def run(options: argparse.Namespace, outputs: list[str]) -> int:
     """Measure, print and write everything."""
     results = harness.Results("bench_gemm", harness.environment())
     shapes = gemm_shapes(options.quick)
-    chosen = kernels.prebuild((EPILOGUES[o], s.m, s.n, s.k) for s in shapes for o in outputs)
+    chosen = device_kernels.prebuild((EPILOGUES[o], s.m, s.n, s.k) for s in shapes for o in outputs)
     clock = harness.CudaClock()
     deadline = time.monotonic() + options.time_budget
     ratios: dict[Shape, dict[str, float]] = {}
@@ -280,7 +280,9 @@ def run(options: argparse.Namespace, outputs: list[str]) -> int:
     path = results.write_csv(options.out)
     if not options.no_names:
         for shape in ratios:
-            kernels.name_rows(results, shape, library_variants(shape, Operands.random(shape, copies=1), copies=1))
+            device_kernels.name_rows(
+                results, shape, library_variants(shape, Operands.random(shape, copies=1), copies=1)
+            )
         results.write_csv(options.out)
     plots.ratios(
         options.out / "bench_gemm",

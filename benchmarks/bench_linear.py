@@ -21,7 +21,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import qcut
-from benchmarks import harness, kernels, peers, plots
+from benchmarks import device_kernels, harness, peers, plots
 from benchmarks.bench_gemm import require_close
 from benchmarks.harness import Timing, Variant
 from benchmarks.shapes import GPT2_LARGE_NK, GPT2_LARGE_TOKENS, Shape, linear_shapes
@@ -142,8 +142,8 @@ def run(options: argparse.Namespace) -> int:
     built = {} if options.no_peers else peers.installed()
     missing = sorted({package for package, *_ in peers.PEERS.values()} - {peers.PEERS[name][0] for name in built})
     shapes = linear_shapes(options.quick)
-    chosen = kernels.prebuild((e, s.m, s.n, s.k) for s in shapes for e in EPILOGUES.values())
-    chosen |= kernels.prebuild(((W8A16_EPILOGUE, s.m, s.n, s.k) for s in shapes), DType.F16)
+    chosen = device_kernels.prebuild((e, s.m, s.n, s.k) for s in shapes for e in EPILOGUES.values())
+    chosen |= device_kernels.prebuild(((W8A16_EPILOGUE, s.m, s.n, s.k) for s in shapes), DType.F16)
     clock = harness.CudaClock()
     deadline = time.monotonic() + options.time_budget
     measured: dict[Shape, dict[str, Timing]] = {}
@@ -170,7 +170,7 @@ def run(options: argparse.Namespace) -> int:
     path = results.write_csv(options.out)
     if not options.no_names:
         for shape in measured:
-            kernels.name_rows(results, shape, variants_of(shape, built, most=1)[0])
+            device_kernels.name_rows(results, shape, variants_of(shape, built, most=1)[0])
         results.write_csv(options.out)
     plots.ratios(
         options.out / "bench_linear",

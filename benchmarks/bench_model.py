@@ -22,7 +22,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import qcut
-from benchmarks import harness, kernels
+from benchmarks import device_kernels, harness
 from benchmarks.bench_linear import EPILOGUES
 from benchmarks.harness import CheckError, Variant
 from benchmarks.shapes import GPT2_LARGE_NK
@@ -136,7 +136,7 @@ def run(options: argparse.Namespace, schemes: list[str]) -> int:
     deadline = time.monotonic() + options.time_budget
     epilogues = [EPILOGUES[s] for s in schemes if s in EPILOGUES]
     sizes = (1, 32, MEMORY_TOKENS, 2 * MEMORY_TOKENS, BATCH * PROMPT)
-    kernels.prebuild((e, m, n, k) for e in epilogues for m in sizes for n, k in GPT2_LARGE_NK)
+    device_kernels.prebuild((e, m, n, k) for e in epilogues for m in sizes for n, k in GPT2_LARGE_NK)
     results = harness.Results("bench_model", harness.environment())
     memory: dict[str, dict[str, float]] = {}
     speed: dict[tuple[str, str, str], float] = {}

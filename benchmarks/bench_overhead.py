@@ -21,7 +21,7 @@ from torch import Tensor, nn
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import harness, kernels
+from benchmarks import device_kernels, harness
 from benchmarks.bench_linear import EPILOGUES
 from benchmarks.harness import Timing, cpu_us
 from qcut import jit
@@ -149,7 +149,7 @@ def measure_parts(rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print and write everything."""
-    kernels.prebuild([(EPILOGUES["w8a8"], M, N, K)])
+    device_kernels.prebuild([(EPILOGUES["w8a8"], M, N, K)])
     timings, parts = measure_parts(10 if options.quick else 25)
     results = harness.Results("bench_overhead", harness.environment())
     for name, timing in timings.items():

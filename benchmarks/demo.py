@@ -385,6 +385,10 @@ def print_table(rows: list[Result], gpu: bool) -> None:
     for line in (head, *cells):
         texts = [text.rjust(width) for text, width in zip(line[1:-1], widths[1:-1], strict=True)]
         print("  ".join([line[0].ljust(widths[0]), *texts, line[-1]]))
+    print()
+    for row in rows:
+        if row.scheme in SCHEMES:
+            print(f"{row.scheme:14} {SCHEMES[row.scheme]}")
     print(f"\npeak MB is {PEAK_LABEL[gpu]}")
 
 

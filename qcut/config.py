@@ -16,16 +16,16 @@ from qcut.errors import ConfigError
 K_MAX = 131_071
 """Largest K whose int8 products cannot overflow int32: 2**14 * K < 2**31."""
 K_MAX_ZERO_POINT = 66_311
-"""The same where a zero point makes one factor span 255: 255 * 127 * K < 2**31."""
+"""Largest K whose int8 products cannot overflow int32 with a zero point, which widens one factor to 255 steps."""
 K_ALIGNMENT = 16
-"""int8 rows are zero padded to a multiple of this many columns (bytes): one 16-byte vector load."""
+"""Rows of int8 are zero padded to a multiple of this many columns, 16 bytes: one vector load."""
 
 ACTIVATIONS = ("none", "relu", "gelu_erf", "gelu_tanh", "silu")
 """Names of the elementwise functions a layer can fuse after its bias."""
 
 
 def padded_k(k: int) -> int:
-    """Columns of an int8 operand that holds `k` values: k rounded up to `K_ALIGNMENT`."""
+    """Columns of an int8 operand whose rows hold ``k`` values: k rounded up to a multiple of `K_ALIGNMENT`."""
     return (k + K_ALIGNMENT - 1) // K_ALIGNMENT * K_ALIGNMENT
 
 
@@ -40,8 +40,8 @@ class Scheme(ABC):
     """How one layer computes. Subclasses are frozen dataclasses: hashable, comparable, plain data.
 
     Attributes:
-        kind: names the class in JSON files; a subclass that has a kind of its own is registered under it.
-        usual: names of the class's schemes for lists that users read; of the only ones, or of some.
+        kind: name of the class in JSON files. A subclass that defines a kind is registered under it.
+        usual: scheme names that lists for users show: all names of the class, or examples where there are many.
     """
 
     kind: ClassVar[str]
@@ -55,7 +55,7 @@ class Scheme(ABC):
     @classmethod
     @abstractmethod
     def from_name(cls, name: str) -> Scheme | None:
-        """The scheme of this class that has the name, or None."""
+        """The scheme of this class called ``name``, or None."""
 
     @property
     @abstractmethod
@@ -65,11 +65,11 @@ class Scheme(ABC):
     @property
     @abstractmethod
     def int8_products(self) -> bool:
-        """Whether activations are quantized, so that products are of int8 on both sides."""
+        """Whether activations are quantized too, so that both factors of every product are int8."""
 
     @property
     def is_float(self) -> bool:
-        """Whether layers stay as they are."""
+        """Whether the scheme leaves layers in floating point."""
         return False
 
     @property
@@ -84,12 +84,12 @@ class Scheme(ABC):
 
     @property
     def passes(self) -> int:
-        """How often a product reads its input."""
+        """How many times a product reads its input."""
         return 1
 
     @abstractmethod
     def weight_bytes(self, n: int, k: int) -> float:
-        """Bytes that a product reads of a weight ``[N, K]``, but for padding and what is there once a row."""
+        """Bytes of a weight ``[N, K]`` that a product reads, without padding and without values stored once per row."""
 
     def to_json(self) -> dict[str, Any]:
         """``{"kind": …}`` and every field, plain data for a JSON file; `scheme_from_json` reads it back."""
@@ -211,26 +211,26 @@ class Codebook(Scheme):
     """Indices into a codebook, a norm for each row and group of columns, and a rotation for each group.
 
     Attributes:
-        bits: of an index: 2, 3 or 4.
-        residual_bits: of a second pass, which holds what the first leaves; None for one pass.
-        group_size: columns of a group, the last may have fewer; None for whole rows.
+        bits: bits of an index: 2, 3 or 4.
+        residual_bits: bits of an index in a second pass, which quantizes the error of the first; None for one pass.
+        group_size: columns of a group, of which the last may have fewer; None for whole rows.
         rotation: ``hadamard`` (every group a power of two), ``qr`` (any size) or ``none``.
-        seed: of the first pass's rotations.
-        residual_seed: of the second pass's.
-        activation: what products are made of: ``fp16``, the input's own 16-bit type, or ``int8``, quantized by token
-            after the rotation.
+        seed: seed of the first pass's rotations.
+        residual_seed: seed of the second pass's rotations.
+        activation: type of the activations in products: ``fp16`` keeps the input's own 16-bit type, ``int8`` quantizes
+            each token after its rotation.
         norm_dtype: how norms are stored: ``fp16`` or ``fp32``. Kernels read float16 either way.
-        uniform: a codebook of equal steps, the integers from ``-2**(bits - 1)`` to ``2**(bits - 1) - 1``, in place of
-            the one for normally distributed values. Symmetric: a group's largest magnitude is quantized to the
-            largest of them, so that the least is not used. Takes the rotation ``none`` and no second pass.
+        uniform: use a codebook of equal steps, the integers from ``-2**(bits - 1)`` to ``2**(bits - 1) - 1``, in place
+            of the one for normally distributed values. Quantizing is symmetric: a group's largest magnitude becomes
+            ``2**(bits - 1) - 1``, so the least integer is not used. Needs the rotation ``none`` and a single pass.
 
     Raises:
-        ConfigError: a value that is not allowed.
+        ConfigError: a value is not allowed.
 
-    Exactness: of quantizing, see `qcut.codebooks.quantizer.quantize`; of computing,
-    `qcut.layers.codebook.CodebookLinear`.
+    Exactness: see `qcut.codebooks.quantizer.quantize` for quantizing, `qcut.layers.codebook.CodebookLinear` for
+    computing.
 
-    Source: schemes.md, section 4.
+    Source: docs/schemes.md, section 4.
     """
 
     bits: int = 4
@@ -296,10 +296,11 @@ class Codebook(Scheme):
 
     @property
     def name(self) -> str:
-        """Such as ``codebook4``, ``codebook4+4_int8``, ``codebook3_g64_qr_seed7`` or ``int4``.
+        """The name, such as ``codebook4``, ``codebook4+4_int8``, ``codebook3_g64_qr_seed7`` or ``int4``.
 
-        ``codebook{bits}[+{residual bits}]``, or ``int{bits}`` for equal steps, then what differs from the defaults, in
-        this order: ``_g{group size}`` or ``_rows``, ``_qr`` or ``_none``, ``_seed{seed}``,
+        A name begins with ``codebook{bits}[+{residual bits}]``, or with ``int{bits}`` for equal steps. Options that
+        differ from the defaults follow in this order: ``_g{group size}`` or ``_rows``, ``_qr`` or ``_none``,
+        ``_seed{seed}``,
         ``_residual_seed{residual seed}``, ``_fp32norms``, ``_int8``.
         """
         residual = "" if self.residual_bits is None else f"+{self.residual_bits}"
@@ -329,7 +330,7 @@ class Codebook(Scheme):
         return (self.seed,) if self.residual_bits is None else (self.seed, self.residual_seed)
 
     def group_columns(self, k: int) -> int:
-        """Columns of a full group of a row with k columns, k itself for whole rows."""
+        """Columns of a full group in a row of k columns; k itself where a group is a whole row."""
         return k if self.group_size is None else self.group_size
 
     @property
@@ -339,7 +340,7 @@ class Codebook(Scheme):
 
     @property
     def takes_second_moments(self) -> bool:
-        """Whether weights are rotated: without a rotation they are rounded to the nearest."""
+        """Whether weights are rotated: only rotated weights can be fitted."""
         return self.rotation != "none"
 
     @property
@@ -354,7 +355,7 @@ class Codebook(Scheme):
 
 
 SCHEME_NAMES = tuple(name for cls in Scheme._classes.values() for name in cls.usual)
-"""The names that `parse_scheme` knows; of codebooks the usual ones, see `Codebook.name` for all."""
+"""Names for lists that users read. `parse_scheme` knows more names of codebooks: see `Codebook.name`."""
 ALLOWED_SCHEMES = "use w8a8, w8a8_static, w8a16 or a codebook such as codebook4"
 """The end of messages about a scheme that quantizes nothing."""
 
@@ -363,7 +364,7 @@ def parse_scheme(scheme: str | Scheme) -> Scheme:
     """The scheme object for a name; a scheme object passes through.
 
     Raises:
-        ConfigError: the name does not exist; the message lists those that do.
+        ConfigError: the name does not exist; the message lists names that do.
     """
     if isinstance(scheme, Scheme):
         return scheme

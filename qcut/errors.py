@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def layer_prefix(name: str | None) -> str:
-    """What a message about a layer begins with; nothing where its name is not known."""
+    """The beginning of a message about a layer: its name, or nothing where the name is not known."""
     return f"layer {name!r}: " if name else ""
 
 
@@ -33,7 +33,7 @@ class QuantizationError(QcutError, ValueError):
         self.layer = layer
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default would call __init__ with the prefixed message and lose the layer.
+        # Exception.__reduce__ would call __init__ with the prefixed message and lose the layer.
         return _rebuild, (type(self), self.args, self.__dict__.copy())
 
 

@@ -203,7 +203,7 @@ def grid(tile: SimtTile, m: int, n: int) -> tuple[int, int, int]:
 
 
 def default_tiles(arch: str) -> tuple[SimtTile, ...]:
-    """Return tiles for few rows to many, legal on every architecture."""
+    """A menu from few rows to many, legal on every architecture."""
     return (
         SimtTile(16, 64, 64, 16, 32, 1, 4, 4),
         SimtTile(32, 64, 64, 32, 16, 1, 4, 4),

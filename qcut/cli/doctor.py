@@ -39,10 +39,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        topic: what was looked for.
+        topic: the thing that was looked for, such as ``nvcc``.
         state: ``ok``; ``warn`` (works, with a restriction); ``missing``.
-        text: what was found.
-        advice: what to do about it; empty where there is nothing to do.
+        text: the version, path or error that was found.
+        advice: how to mend the problem; empty where there is none.
     """
 
     topic: str
@@ -59,8 +59,8 @@ def examine(compile_probe: bool = True) -> list[Finding]:
     """Look at packages, GPUs, driver, compilers, headers and the cache.
 
     Args:
-        compile_probe: also compile one small kernel with each toolchain, which takes a few seconds and
-            finds what file names cannot: a compiler that is there and does not work.
+        compile_probe: also compile one small kernel with each toolchain, which takes a few seconds and finds
+            compilers that are installed and do not work.
 
     Returns:
         The findings, in reading order. Never raises for something that is missing.
@@ -90,7 +90,7 @@ def is_healthy(findings: list[Finding]) -> bool:
 
 
 def report(findings: list[Finding]) -> str:
-    """Return the findings as text, ending with what this machine can do."""
+    """Return the findings as text; the last line says what this machine can do."""
     missing = {finding.topic for finding in findings if finding.state == "missing"}
     if missing & {"NVRTC", "CUDA headers", "raw kernels"}:
         verdict = "CUDA kernels cannot be built here; on the CPU the reference arithmetic runs."
@@ -195,7 +195,7 @@ def _probe(topic: str, kind: Literal["nvrtc", "nvcc"], gpus: list[device.Device]
 
 
 def probe_source(kind: Literal["nvrtc", "nvcc"], cc: tuple[int, int] | None) -> KernelSource:
-    """Return an empty kernel that needs the headers real ones need.
+    """Return an empty kernel that includes the same headers as real kernels.
 
     Args:
         kind: toolchain to exercise.

@@ -13,10 +13,11 @@ from qcut.cli.arguments import positive
 from qcut.cli.generate import add_model_options
 
 _DESCRIPTION = """\
-Perplexity over windows that do not overlap: each starts afresh and predicts its tokens from those before them.
+Computes the perplexity of a model on a text. The text is cut into windows that do not overlap; the model predicts each
+token of a window from the tokens before it in the same window.
 
-MODEL is a directory of Hugging Face, of qcut or of the turboquant-model package, or a model's name on the hub: GPT-2 or
-of Llama's shape.
+MODEL is a directory written by Hugging Face, qcut or the turboquant-model package, or the name of a model on the hub.
+The model is a GPT-2, Llama, Mistral or Qwen2.
 """
 
 
@@ -30,16 +31,18 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="a directory, or a name on the hub")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")
-    parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens of a window (default: 512)")
-    parser.add_argument("--max-windows", type=positive, metavar="N", help="use so many windows at most (default: all)")
-    parser.add_argument("--batch", type=positive, default=8, metavar="N", help="windows at a time (default: 8)")
+    parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens in a window (default: 512)")
+    parser.add_argument("--max-windows", type=positive, metavar="N", help="use only the first N windows (default: all)")
+    parser.add_argument(
+        "--batch", type=positive, default=8, metavar="N", help="windows computed at a time (default: 8)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_model_options(parser)
     parser.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the command."""
+    """Run the command; return its exit status."""
     import torch
     from tqdm import tqdm
 

@@ -1,4 +1,4 @@
-"""``qcut generate``: text that a model continues, alone on standard output."""
+"""``qcut generate``: continues a prompt and writes the text, and nothing else, to standard output."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from qcut.cli.arguments import positive
 
 _DESCRIPTION = """\
-Continues a prompt and writes the text as it comes: alone on standard output, everything else on standard error.
+Continues a prompt. The text goes to standard output token by token; messages go to standard error.
 
-MODEL is a directory of Hugging Face, of qcut or of the turboquant-model package, or a model's name on the hub: GPT-2 or
-of Llama's shape. --llama2c takes a checkpoint of llama2.c instead, with its tokenizer; it runs in float32 and counts
-steps as llama2.c does, those of the prompt included.
+MODEL is a directory written by Hugging Face, qcut or the turboquant-model package, or the name of a model on the hub.
+The model is a GPT-2, Llama, Mistral or Qwen2. --llama2c takes a llama2.c checkpoint and its tokenizer instead; the
+model then runs in float32, and --steps counts the tokens of the prompt too, as llama2.c does.
 """
 
 _NEXT_TEXT = 1
-"""The token that ends a text of llama2.c: the start of the next."""
+"""Token that ends a text of llama2.c: the token with which the next text starts."""
 
 
 def add_parser(commands: Any) -> None:
@@ -32,20 +32,49 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="a directory, or a name on the hub")
     parser.add_argument("--llama2c", metavar="FILE", help="a checkpoint of llama2.c")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer of --llama2c")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what to continue (default: the start of a text)")
-    parser.add_argument("--steps", type=positive, default=256, metavar="N", help="new tokens at most (default: 256)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest (default)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="of the K likeliest; 0 for all (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest that make up P")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws (default: 0)")
+    parser.add_argument(
+        "--prompt", default="", metavar="TEXT", help="text to continue (default: none, a new text begins)"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=256, metavar="N", help="at most this many new tokens (default: 256)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="divide logits by T and draw tokens at random; 0 always takes the likeliest token (default: 0)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="draw from the K likeliest tokens only; 0 draws from all (default: 0)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="draw from the smallest set of likeliest tokens whose probabilities sum to P or more (default: 1, all)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random draws (default: 0)")
     add_model_options(parser)
     parser.set_defaults(command=run)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that runs a model."""
-    parser.add_argument("--scheme", metavar="NAME", help="quantize the model first: w8a8, codebook4, …")
-    parser.add_argument("--kv-cache", choices=("auto", "int8"), default="auto", help="how keys and values are kept")
+    """Add the options that every command which runs a model has."""
+    parser.add_argument(
+        "--scheme", metavar="NAME", help="quantize the model first, with w8a8, codebook4, … (default: no)"
+    )
+    parser.add_argument(
+        "--kv-cache",
+        choices=("auto", "int8"),
+        default="auto",
+        help="type of cached keys and values: auto keeps the model's own, int8 quantizes (default: auto)",
+    )
     parser.add_argument(
         "--device", default="auto", metavar="D", help="auto (a GPU where there is one), cpu or cuda[:N]"
     )
@@ -53,12 +82,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "float16", "bfloat16", "float32"),
         default="auto",
-        help="of what is not quantized (default: float16 on a GPU, float32 on a CPU)",
+        help="type of activations and of weights that are not quantized (default: float16 on a GPU, float32 on a CPU)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the command; 2 for a wrong command line."""
+    """Run the command; return its exit status, 2 for a wrong command line."""
     sources = [arguments.model, arguments.llama2c]
     if sum(source is not None for source in sources) != 1 or (arguments.llama2c is None) != (
         arguments.tokenizer is None
@@ -83,7 +112,7 @@ def _write(text: str | bytes) -> None:
 
 
 def _prepare(model: Any, arguments: argparse.Namespace) -> Any:
-    """An engine for one sequence on the model, quantized if asked for."""
+    """An engine for one sequence, on the model quantized as ``--scheme`` says."""
     import qcut
     from qcut.engine.engine import Engine
 
@@ -146,11 +175,11 @@ def _llama2c(arguments: argparse.Namespace, sampling: Any) -> None:
 
 
 class TextPieces:
-    """Text of tokens as they come, where one character may take several tokens.
+    """Turns tokens into text one by one, and holds text back while a character of several tokens is incomplete.
 
     Args:
-        decode: text of token ids.
-        prompt: ids before the first piece, which decide on spaces; their text is not repeated.
+        decode: returns the text of token ids.
+        prompt: ids before the first new token. They decide whether a space comes first; their text is left out.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]) -> None:
@@ -158,7 +187,7 @@ class TextPieces:
         self._shown = len(decode(self._ids))
 
     def add(self, token: int) -> str:
-        """The text that a token adds; none while its last character is incomplete."""
+        """The text that a token adds; empty while the last character is incomplete."""
         self._ids.append(token)
         text = self._decode(self._ids)
         if text.endswith("\ufffd"):
@@ -166,7 +195,7 @@ class TextPieces:
         return self._take(text)
 
     def rest(self) -> str:
-        """The text left at the end, incomplete characters too."""
+        """The text held back so far, incomplete characters included."""
         return self._take(self._decode(self._ids))
 
     def _take(self, text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,16 +22,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: arguments without the program's name; the process's own by default.
+        argv: arguments without the program's name; None takes those of the process.
 
     Returns:
         Exit status: 0 on success, 1 if something is missing or failed, 2 for a wrong command line.
     """
     arguments = _parser().parse_args(argv)
     try:
-        return int(arguments.command(arguments))
+        status = int(arguments.command(arguments))
+        sys.stdout.flush()
+        return status
     except (QcutError, EmitError) as error:
         print(f"qcut: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # a reader such as `head` has seen enough; Python flushes once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("qcut: interrupted", file=sys.stderr)
@@ -46,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = commands.add_parser(
         "doctor",
-        help="show what was found on this machine and what to do about what is missing",
+        help="check GPUs, driver, compilers and cache of this machine, and advise where one is missing",
         description="Looks at GPUs, driver, compilers, headers and the kernel cache, and compiles a probe with each "
         "toolchain. Exit status 1 if anything but a GPU is missing.",
     )
@@ -56,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     precompile = commands.add_parser(
         "precompile",
         help="build the kernels of an architecture into the cache; needs no GPU",
-        description="Builds every kernel that dispatch may choose on an architecture into $QCUT_CACHE_DIR "
+        description="Builds the kernels that a first model is likely to need on an architecture into $QCUT_CACHE_DIR "
         "(default ~/.cache/qcut). Exit status 1 if one fails.",
     )
     precompile.add_argument(

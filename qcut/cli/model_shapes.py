@@ -1,4 +1,4 @@
-"""The linear layers of a model as (N, K), from a preset's name or a checkpoint directory; no weights are read."""
+"""Sizes (N, K) of a model's linear layers, from a preset's name or a checkpoint directory. No weights are read."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PRESETS: dict[str, tuple[tuple[int, int], ...]] = {
     "llama-3-8b": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
     "mistral-7b": ((4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)),
 }
-"""out_features and in_features of a block's layers. The head, which qcut leaves in float, is not among them."""
+"""(out_features, in_features) of the layers in one block; the head, which qcut leaves in float, is left out."""
 
 
 def layer_shapes(model: str, skip: tuple[str, ...] = ("lm_head",)) -> list[tuple[int, int]]:
-    """(N, K) of a model's linear layers, each once, K as padded.
+    """The distinct sizes (N, padded K) of a model's linear layers.
 
     Args:
         model: a name of `PRESETS`, or a directory with a Hugging Face ``config.json``.
-        skip: layers whose dotted name is or ends with one of these are left out.
+        skip: names to leave out: a layer's whole dotted name, or the end of it.
 
     Raises:
-        ConfigError: neither a preset nor a directory.
+        ConfigError: ``model`` is neither a preset nor a directory.
         CheckpointError: the directory's model cannot be made, or has no linear layer.
     """
     if model in PRESETS:

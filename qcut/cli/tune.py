@@ -1,4 +1,4 @@
-"""``qcut tune``: measure tiles on this GPU, write the table that dispatch reads, merge tables."""
+"""``qcut tune``: measures tiles on this GPU, writes the table that dispatch reads, and merges tables."""
 
 from __future__ import annotations
 
@@ -29,37 +29,52 @@ def add_parser(commands: Any) -> None:
         "tune",
         help="find the fastest tile for given GEMMs on this GPU, and write the table that dispatch reads",
         description="Builds a family's promising tiles, checks each bitwise, times them in turns, and writes the "
-        "fastest to $QCUT_CACHE_DIR/tuned/GPU.json (default ~/.cache/qcut). What is measured is never measured again: "
-        "a run that was stopped goes on where it was. Exit status 1 if a kernel computed something wrong.",
+        "fastest to $QCUT_CACHE_DIR/tuned/GPU.json (default ~/.cache/qcut). Measurements are kept in a journal: a run "
+        "that was stopped goes on where it was. Exit status 1 if a kernel computed something wrong.",
     )
     parser.add_argument(
         "--family",
         action="append",
         choices=tuple(SPELLINGS),
-        help="may be repeated; default: each that can be built here",
+        help="kernel family to tune; may be repeated (default: every family that can be built here)",
     )
     parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="MxNxK", help="sizes of GEMMs")
     parser.add_argument(
-        "--model", action="append", default=[], metavar="DIR", help="a checkpoint directory or a preset"
+        "--model",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="tune for the layers of a checkpoint directory or a preset",
     )
     parser.add_argument(
-        "--tokens", nargs="+", type=positive, default=_TOKENS, metavar="M", help="M of --model's layers"
+        "--tokens",
+        nargs="+",
+        type=positive,
+        default=_TOKENS,
+        metavar="M",
+        help="numbers of tokens M to tune --model's layers for",
     )
     parser.add_argument(
-        "--layouts", nargs="+", type=_layouts, default=["tnt"], help="of A, B, D: t row-major, n column-major [tnt]"
+        "--layouts",
+        nargs="+",
+        type=_layouts,
+        default=["tnt"],
+        help="memory orders of A, B, D: t row-major, n column-major [tnt]",
     )
-    parser.add_argument("--out", nargs="+", choices=("f16", "s8"), default=["f16", "s8"], help="types of D")
-    parser.add_argument("--limit", type=positive, metavar="N", help="tiles built for a GEMM and a family [48]")
+    parser.add_argument("--out", nargs="+", choices=("f16", "s8"), default=["f16", "s8"], help="element types of D")
     parser.add_argument(
-        "--time-budget", type=positive_float, default=math.inf, metavar="S", help="seconds of measuring"
+        "--limit", type=positive, metavar="N", help="build at most N tiles for each GEMM and family [48]"
+    )
+    parser.add_argument(
+        "--time-budget", type=positive_float, default=math.inf, metavar="S", help="stop measuring after S seconds"
     )
     parser.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per core)")
     journal = parser.add_mutually_exclusive_group()
     journal.add_argument("--resume", action="store_true", help="use what earlier runs measured (the default)")
     journal.add_argument("--fresh", action="store_true", help="measure everything anew")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the table to update instead of the user's")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="update this table instead of the user's own")
     parser.add_argument(
-        "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="tables whose rows to take in"
+        "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="take in the rows of these tables"
     )
     parser.set_defaults(command=run)
 
@@ -83,8 +98,8 @@ def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None)
     """Run the command.
 
     Args:
-        arguments: parsed.
-        bench: makes the GPU to measure on; None takes the current CUDA device.
+        arguments: the parsed command line.
+        bench: makes the bench that measures; None measures on the current CUDA device.
 
     Returns:
         Exit status.
@@ -129,7 +144,7 @@ def _cuda_bench() -> Bench:
 
 
 class _Book:
-    """The table being written: rows are on disk as soon as they are known."""
+    """The table being written. Every row goes to disk as soon as it is known."""
 
     def __init__(self, path: Path, gpu: str) -> None:
         from qcut.dispatch import tables as tuned
@@ -158,7 +173,7 @@ class _Book:
         print(f"{changed} rows taken into {self._path}, which has {len(self._table.rows)}")
 
     def put(self, result: Result, environment: dict[str, str]) -> None:
-        """Replace a row by what was just measured; where time ran out, only by something faster."""
+        """Replace a row by a result. A result cut short by the time budget replaces only a slower row."""
         from qcut.dispatch import tables as tuned
 
         if result.row is not None:
@@ -216,7 +231,7 @@ def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], dev
 def _tasks(
     arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], target: Target
 ) -> tuple[list[Task], list[str]]:
-    """The GEMMs to tune, and a line for each combination that a family has no tile for."""
+    """The GEMMs to tune, and a message for each combination for which a family has no tile."""
     from qcut import jit
     from qcut.tuning import search as tuning
 

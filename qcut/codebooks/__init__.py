@@ -1,1 +1,1 @@
-"""Rotated codebook weights: levels, rotations, fits, layouts and products, as plain torch."""
+"""Rotated codebook weights in plain torch: levels, rotations, fits, layouts and products."""

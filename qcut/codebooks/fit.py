@@ -1,11 +1,12 @@
-"""Codebook weights fitted to what their layer reads: a better choice of indices and norms than rounding.
+"""Fits codebook weights to the inputs of their layer, which loses less than rounding to the nearest value.
 
-Rounding minimizes ``||W - W'||``, which is what matters where all inputs are alike. With H, the second moment of a
-layer's inputs, the expected squared error of an output is ``e H e^T``, e the row of ``W - W'``. H is rotated as the
-weights are, damped, and factored ``H = M M^T``, M upper triangular, so that the error is ``||e M||^2`` and its j-th
-term ``M[j, j] * (e[j] + sum_{i < j} e[i] M[i, j] / M[j, j])``. Columns are quantized in order, each to the value
-nearest to what cancels the errors before it; every term is then as small as the codebook allows. Norms come last, by
-least squares under H. The result has the form of `qcut.codebooks.quantizer.quantize`: nothing downstream can tell.
+Rounding minimizes ``||W - W'||``, which is best where all input channels are alike and independent. With H, the second
+moment of a layer's inputs, the expected squared error of an output is ``e H e^T``, where e is a row of ``W - W'``. H is
+rotated as the weights are, damped, and factored ``H = M M^T``, M upper triangular, so that the error is ``||e M||^2``;
+its j-th term is the square of ``M[j, j] * (e[j] + sum_{i < j} e[i] M[i, j] / M[j, j])``. Columns are quantized in
+order, each to the codebook value that best cancels the errors of the columns before, so that every term is as small as
+the codebook allows. Norms are chosen last, by least squares under H. The result has the same form as that of
+`qcut.codebooks.quantizer.quantize`.
 
 Source: Frantar et al., "GPTQ" (2022), section 3; Chee et al., "QuIP" (2023), section 3 (LDLQ, the form used here).
 """
@@ -23,10 +24,10 @@ from qcut.codebooks.quantizer import RotatedCodebook, check_weight, row_chunks, 
 from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 
 DAMPING = 0.1
-"""Of H's mean diagonal: the inputs of another text than the calibration's."""
+"""Share of H's mean diagonal that is added to the diagonal, for texts other than the one H was collected on."""
 
-_BLOCK = 128  # columns whose errors are passed on one by one; beyond them by a product
-_CHUNK_ELEMENTS = 1 << 26  # rows are independent; more of them at once are fewer launches for each column
+_BLOCK = 128  # errors pass from column to column within a block, and by one product to later blocks
+_CHUNK_ELEMENTS = 1 << 26  # rows are independent: larger chunks take fewer launches for each column
 _NORM_FACTORS = tuple(0.85 + 0.025 * i for i in range(11))
 _MAX_DAMPING = 1.0
 _RIDGE = 1e-6
@@ -46,37 +47,37 @@ def fit(
     damping: float = DAMPING,
     refit: bool = True,
 ) -> RotatedCodebook:
-    """Quantize a weight so that its layer's output changes little on inputs like those that were seen.
+    """Quantize a weight so that the layer's output changes little on inputs like the calibration's.
 
     Args:
         weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
-        second_moment: ``[K, K]``, floating point: the mean of ``x^T x`` over the layer's inputs, in any scale; see
-            `qcut.collect_second_moments`. Moved to the weight's device.
+        second_moment: floating-point ``[K, K]``: the mean of ``x^T x`` over the layer's inputs, times any factor; see
+            `qcut.collect_second_moments`. The tensor is moved to the weight's device.
         bits: 1 to 4.
-        before: rotated passes of the same weight: the rest they leave is fitted. A pass that another one follows is
-            better rounded to nearest (`qcut.codebooks.quantizer.quantize`): error feedback leaves a rest that is small
-            under H, but large.
+        before: earlier rotated passes of the same weight, whose remaining error is fitted. Earlier passes are better
+            rounded to nearest (`qcut.codebooks.quantizer.quantize`): error feedback leaves an error that is small
+            under H, but large in itself.
         group_size: columns of a group; K or more takes whole rows.
-        kind: rotation; a Hadamard group, the shorter last one too, is a power of two.
-        seed: of the group at column 0.
+        kind: kind of the rotation. A Hadamard group, the shorter last one too, is a power of two.
+        seed: seed of the rotation of the group at column 0.
         norm_dtype: float16 or float32.
         layer: name for error messages.
-        damping: this times the mean of H's diagonal is added to the diagonal, and ten times more as often as H stays
-            without a factorization in float32.
-        refit: choose norms too: at a group's first column the multiple of its norm that rounds it best, in the end
-            those of the row that leave the least error under H, where that is less. Otherwise a norm is that of its
-            group once the errors before it are passed on.
+        damping: the mean of H's diagonal, times this factor, is added to the diagonal. The factor is raised tenfold as
+            long as float32 cannot factor H.
+        refit: choose norms too. At a group's first column, take the multiple of the group's norm that rounds the group
+            best; in the end, take the row's norms with the least error under H, where these lower the error. Without
+            refit, a norm is the group's own, after the errors of earlier columns have been passed on.
 
     Returns:
         Tensors on the weight's device.
 
     Raises:
-        ShapeError: no matrix, or an empty one; a second moment of another shape.
-        DtypeError: another dtype of weight or norms.
-        QuantizationError: NaN or Inf, a norm beyond float16, or a second moment without a factorization.
+        ShapeError: the weight is no matrix or empty, or the second moment is not ``[K, K]``.
+        DtypeError: the dtype of weight or norms is another.
+        QuantizationError: NaN or Inf, a norm beyond float16, or a second moment that cannot be factored.
         ConfigError: another number of bits, a group that the rotation cannot take, or a negative damping.
 
-    Exactness: float32, with the precision that torch is set to use for products of matrices. Deterministic; the number
+    Exactness: float32, with the precision that torch is set to use for matrix products. Deterministic; the number
     of rows may change an index where a value lies within rounding of a midpoint.
     """
     check_weight(weight, norm_dtype, layer)
@@ -132,7 +133,7 @@ def _metric(
     while True:
         h.diagonal().add_((damping - added) * mean)
         added = damping
-        # The factor of H read backwards, read backwards: upper instead of lower.
+        # Reversing rows and columns before and after the factorization gives an upper factor instead of a lower one.
         lower, failed = torch.linalg.cholesky_ex(h.flip(0, 1))
         if not int(failed):
             break
@@ -149,14 +150,14 @@ def _feed_back(
     """uint8 ``[R, K]`` indices and float32 ``[R, G]`` scales (norms over sqrt(d)) of rotated rows ``[R, K]``."""
     edges = lloyd_max.boundaries(values)
     factor = metric.factor
-    # Columns are rows here: one of them is contiguous.
+    # Transposed, so that a column of the weight is contiguous.
     error = torch.zeros(w.shape[1], w.shape[0], device=w.device)
     indices = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     scales = torch.empty((len(w), len(parts)), device=w.device)
     for g, (first, d) in enumerate(parts):
         group = slice(first, first + d)
         fed = factor[:first, group].t() @ error[:first]
-        # What the group should be, could it be any real numbers: then no term of the error is left.
+        # The real numbers with which the group would leave no error.
         wanted = torch.linalg.solve_triangular(factor[group, group].t(), fed, upper=False, unitriangular=True)
         wanted = (wanted + w[:, group].t()).contiguous()
         scale = torch.linalg.vector_norm(wanted, dim=0) * d**-0.5
@@ -182,7 +183,7 @@ def _feed_back(
 
 
 def _best_scale(w: Tensor, scale: Tensor, values: Tensor, edges: Tensor) -> Tensor:
-    """``[R]``: of the multiples of a scale, the one that rounds columns ``[d, R]`` with the least squared error."""
+    """``[R]``: the multiple of each scale that rounds columns ``[d, R]`` with the least squared error."""
     best, least = scale, torch.full_like(scale, torch.inf)
     for factor in _NORM_FACTORS:
         tried = scale * factor

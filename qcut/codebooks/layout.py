@@ -1,22 +1,22 @@
-"""The memory layout of codebook weights and rotated tokens on GPUs, and the way there and back, in plain torch.
+"""The memory layout of codebook weights and rotated tokens on GPUs: packing and unpacking in plain torch.
 
-Columns. Every group is padded to whole *slots* of 32, 64 or 128 columns (`Geometry.slot`), one norm to a slot, and the
-whole to *units* of 128 columns. A residual pass lies behind the first along K, as if K were longer.
+Columns. Every group is padded to whole *slots* of 32, 64 or 128 columns (`Geometry.slot`), each with one norm, and
+every row to whole *units* of 128 columns. A residual pass follows the first pass along K, as if K were longer.
 
 Weights. A unit holds 16 rows x 128 columns as the tensor core's first operand wants them (PTX ISA, "Matrix Fragments
 for mma.m16n8k16"): lane ``4g + t`` keeps eight 32-bit words of eight 4-bit indices; byte b of word i has columns
 ``16i + 8(b & 1) + 2t`` (low half) and the next one, of row ``g + 8(b >> 1)``. Words 0 to 3 of all lanes come first,
-then words 4 to 7: two loads of 16 bytes a lane, 512 contiguous bytes a warp. Two bits: word j is
-``w[2j] | w[2j + 1] << 2``, one load. Three bits: the lower two as above, then two words a lane of the upper bits,
-``sum (w[4q + j] >> 2) << j``.
+then words 4 to 7: a lane loads twice 16 bytes, a warp 512 contiguous bytes each time. With two bits, word j is
+``w[2j] | w[2j + 1] << 2``, and a lane loads once. With three bits, the lower two bits are stored so, followed by two
+words for each lane that hold the upper bits, ``sum (w[4q + j] >> 2) << j``.
 
-Norms. float16, relative to a power of two for each row, so that 16-bit products keep their precision; that power, and
-``1 / sqrt(group size)``, are in a float32 factor for each output channel.
+Norms. Norms are float16, divided by a power of two for each row, so that 16-bit products keep their precision. That
+power and ``1 / sqrt(group size)`` are multiplied into a float32 factor for each output channel.
 
-Tokens. Blocks of 8 tokens x 128 bytes, 16-byte chunk c of token r at place ``c ^ (r % 8)``: shared memory's 128-byte
-swizzle, so that a plain bulk copy brings what ``wgmma`` and ``ldmatrix`` read without bank conflicts. Columns of int8
-tokens are permuted within 16, so that a word of indices serves both products: place ``4t + e`` has column
-``8(e >> 1) + 2t + (e & 1)``.
+Tokens. A block holds 8 tokens x 128 bytes, with 16-byte chunk c of token r at place ``c ^ (r % 8)``: the 128-byte
+swizzle of shared memory, so that ``wgmma`` and ``ldmatrix`` read a plain bulk copy without bank conflicts. Columns of
+int8 tokens are permuted within 16, so that one order of indices serves int8 and 16-bit products: place ``4t + e`` has
+column ``8(e >> 1) + 2t + (e & 1)``.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from qcut.errors import ConfigError, ShapeError
 
 UNIT_ROWS, UNIT_COLUMNS = 16, 128
 ROW_ALIGNMENT = 64
-"""Rows of weights are padded to this many: one ``wgmma``."""
+"""Rows of weights are padded to a multiple of this many, the rows of one ``wgmma``."""
 _BITS = (2, 3, 4)
-_CHUNK_TILES = 256  # of 16 rows: the words of larger weights are put together piece by piece
+_CHUNK_TILES = 256  # tiles of 16 rows whose words are packed at a time
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the columns of a weight with K columns in groups go.
+    """Maps the columns of a weight, grouped, to their places in memory.
 
     Attributes:
         k: columns of the weight.
-        group_size: columns of a group; the last may have fewer.
+        group_size: columns of a group; the last group may have fewer.
     """
 
     k: int
@@ -53,7 +53,7 @@ class Geometry:
 
     @property
     def full(self) -> int:
-        """Columns of a full group: the group size, or K where that is less."""
+        """Columns of a full group: the group size, or K where K is less."""
         return min(self.group_size, self.k)
 
     @property
@@ -64,7 +64,7 @@ class Geometry:
 
     @property
     def padded_group(self) -> int:
-        """Columns that a full group takes, its padding included."""
+        """Columns that a full group takes in memory, padding included."""
         return -(-self.full // self.slot) * self.slot
 
     @property
@@ -75,7 +75,7 @@ class Geometry:
     @property
     def k_padded(self) -> int:
         """Columns in memory, a multiple of 128."""
-        full, slot = self.full, self.slot  # once: a call of an operator asks for this
+        full, slot = self.full, self.slot  # read once: every call of an operator asks for k_padded
         before = (self.k - 1) // full
         used = before * (-(-full // slot) * slot) + -(-(self.k - before * full) // slot) * slot
         return -(-used // UNIT_COLUMNS) * UNIT_COLUMNS
@@ -91,37 +91,37 @@ class Geometry:
         return column // self.full * self.padded_group + column % self.full
 
     def slot_groups(self, device: torch.device | str | None = None) -> Tensor:
-        """int64 ``[k_padded / slot]``: the group of each slot; slots of pure padding name the last group."""
+        """int64 ``[k_padded / slot]``: the group of each slot; slots that are all padding belong to the last group."""
         slots = torch.arange(self.k_padded // self.slot, device=device)
         return (slots * self.slot // self.padded_group).clamp(max=self.groups - 1)
 
 
 def row_tiles(n: int) -> int:
-    """Tiles of 16 rows that n rows take, a multiple of 4."""
+    """Number of 16-row tiles that n rows take, a multiple of 4."""
     return -(-n // ROW_ALIGNMENT) * (ROW_ALIGNMENT // UNIT_ROWS)
 
 
 def unit_bytes(bits: int) -> int:
-    """Bytes of a unit: 512, 768 or 1,024."""
+    """Bytes of a unit of 2-bit, 3-bit or 4-bit indices: 512, 768 or 1,024."""
     if bits not in _BITS:
         raise ConfigError(f"indices of {bits} bits; allowed: 2, 3, 4")
     return UNIT_ROWS * UNIT_COLUMNS * bits // 8
 
 
 def pack_units(indices: Tensor, bits: int, geometry: Geometry) -> Tensor:
-    """Indices as the kernels read them.
+    """Pack indices in the order in which kernels read them.
 
     Args:
         indices: uint8 ``[N, K]``, each below ``2**bits``.
         bits: 2, 3 or 4.
-        geometry: of the weight.
+        geometry: the weight's geometry.
 
     Returns:
         uint8 ``[row_tiles(N), units, unit_bytes(bits)]``; padding is 0.
 
     Raises:
         ShapeError: K differs from the geometry's.
-        ConfigError: other widths.
+        ConfigError: ``bits`` is not 2, 3 or 4.
     """
     n, k = indices.shape
     size = unit_bytes(bits)
@@ -142,8 +142,8 @@ def unpack_units(units: Tensor, bits: int, n: int, geometry: Geometry) -> Tensor
     """uint8 ``[n, K]``: the indices that `pack_units` packed.
 
     Raises:
-        ShapeError: units of another shape than n rows, the bits and the geometry take.
-        ConfigError: other widths.
+        ShapeError: the shape of ``units`` does not fit n rows, the bits and the geometry.
+        ConfigError: ``bits`` is not 2, 3 or 4.
     """
     expected = (row_tiles(n), geometry.units, unit_bytes(bits))
     if units.shape != expected:
@@ -157,7 +157,7 @@ def unpack_units(units: Tensor, bits: int, n: int, geometry: Geometry) -> Tensor
 
 
 def unpack_rows(units: Tensor, bits: int, rows: Tensor) -> Tensor:
-    """The indices of single rows of a packed weight; the other rows are not unpacked.
+    """Unpack the indices of single rows of a packed weight.
 
     Args:
         units: uint8 ``[T, U, unit_bytes(bits)]``, contiguous.
@@ -165,7 +165,7 @@ def unpack_rows(units: Tensor, bits: int, rows: Tensor) -> Tensor:
         rows: int64 ``[R]``, each at least 0 and below 16 T.
 
     Returns:
-        uint8 ``[R, 128 U]``, columns in memory's order; see `Geometry.columns`.
+        uint8 ``[R, 128 U]``, columns in the order of memory; see `Geometry.columns`.
     """
     tile, r8, g = rows // UNIT_ROWS, rows % UNIT_ROWS // 8, rows % 8
     words = _words([part[tile, r8, g] for part in _bytes_by_row(units, bits)])
@@ -173,7 +173,7 @@ def unpack_rows(units: Tensor, bits: int, rows: Tensor) -> Tensor:
 
 
 def _all_rows(units: Tensor, bits: int) -> Tensor:
-    """uint8 ``[16 T, 128 U]``: the indices of every row, columns in memory's order."""
+    """uint8 ``[16 T, 128 U]``: the indices of every row, columns in the order of memory."""
     words = _words(_bytes_by_row(units, bits))
     return torch.stack((words & 15, words >> 4), -1).reshape(len(units) * UNIT_ROWS, -1)
 
@@ -231,7 +231,7 @@ def _pack_words(nibbles: Tensor, bits: int) -> Tensor:
 
 
 def row_exponents(norms: Tensor) -> Tensor:
-    """float32 ``[N]``: the least power of two that no norm of the row exceeds, 1 for a row of zeros.
+    """float32 ``[N]``: for each row the least power of two that no norm exceeds; 1 for a row of zeros.
 
     Args:
         norms: ``[N, G]``, finite and at least 0.
@@ -244,19 +244,19 @@ def row_exponents(norms: Tensor) -> Tensor:
 
 
 def pack_norms(norms: Tensor, exponents: Tensor, geometry: Geometry) -> Tensor:
-    """Norms as the kernels read them, divided by their row's power of two.
+    """Pack norms in the order in which kernels read them, divided by their row's power of two.
 
     Args:
         norms: float16 or float32 ``[N, G]``.
         exponents: float32 ``[N]``, `row_exponents` of these norms or, for a residual pass, of the first pass.
-        geometry: of the weight.
+        geometry: the weight's geometry.
 
     Returns:
-        float16 ``[row_tiles(N), units, slots per unit, 8, 2]``: rows g and g + 8 of each slot side by side; padding
+        float16 ``[row_tiles(N), units, slots per unit, 8, 2]``: for each slot, rows g and g + 8 side by side; padding
         is 0.
 
-    Exactness: exact for float16 norms, but for those below ``2**-14`` of the row's power, which lose bits as
-    subnormals; float32 norms are rounded.
+    Exactness: float16 norms are exact, except norms below ``2**-14`` of the row's power, which lose bits as
+    subnormals; float32 norms are rounded once.
     """
     n = len(norms)
     relative = (norms.float() / exponents[:, None]).half()
@@ -267,22 +267,22 @@ def pack_norms(norms: Tensor, exponents: Tensor, geometry: Geometry) -> Tensor:
 
 
 def unpack_norms(packed: Tensor) -> Tensor:
-    """float16 ``[16 row tiles, slots]``: the relative norm of each row and slot."""
+    """float16 ``[16 row tiles, slots]``: the norm of each row and slot, relative to the row's power of two."""
     t, u, s = packed.shape[:3]
     return packed.permute(0, 4, 3, 1, 2).reshape(t * UNIT_ROWS, u * s)
 
 
 def fold_scales(packed_norms: Tensor, values: Tensor) -> Tensor:
-    """``127 / (max |value| * the row's largest relative norm)``: makes int8 of a row's weights.
+    """The scale from a row's weights to int8: ``127 / (max |value| * the row's largest relative norm)``.
 
     Args:
-        packed_norms: `pack_norms`, of all passes.
+        packed_norms: result of `pack_norms` for all passes.
         values: float16 ``[16]``, the codebook.
 
     Returns:
         float32 ``[16 row tiles]``; 0 for rows whose norms are 0.
 
-    Exactness: two float32 operations: a product that is exact, and the division.
+    Exactness: two float32 operations, an exact product and a division rounded once.
     """
     largest = unpack_norms(packed_norms).float().amax(1) * values.float().abs().max()
     scale = torch.full((), 127.0, device=largest.device) / largest
@@ -290,17 +290,17 @@ def fold_scales(packed_norms: Tensor, values: Tensor) -> Tensor:
 
 
 def int8_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tensor, fold: Tensor) -> Tensor:
-    """The integers that int8 products are made of: ``q = rne(value * f32(norm * fold))``.
+    """The int8 weights of int8 products: ``q = rne(value * f32(norm * fold))``.
 
     Args:
-        units: `pack_units`.
-        bits: of the indices.
-        packed_norms: `pack_norms`.
-        values: float16 ``[2**bits]`` or longer.
-        fold: `fold_scales`.
+        units: result of `pack_units`.
+        bits: bits of an index.
+        packed_norms: result of `pack_norms`.
+        values: float16 ``[2**bits]`` or longer, the codebook.
+        fold: result of `fold_scales`.
 
     Returns:
-        int8 ``[16 row tiles, 128 units]`` in [-127, 127], columns in memory's order before any permutation.
+        int8 ``[16 row tiles, 128 units]`` in [-127, 127], columns in the order of `Geometry.columns`.
 
     Exactness: bitwise; the product of a float16 and a float32 is exact in float64 and rounded once, to an integer.
     """
@@ -318,7 +318,7 @@ def rotated_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tenso
 
 
 def token_order(columns: int, dtype: torch.dtype) -> Tensor:
-    """int64 ``[columns]``: the column at each place of a row of tokens, before the swizzle."""
+    """int64 ``[columns]``: the column at each place in a row of tokens, before the swizzle."""
     place = torch.arange(columns)
     if dtype is not torch.int8:
         return place
@@ -328,7 +328,7 @@ def token_order(columns: int, dtype: torch.dtype) -> Tensor:
 
 
 def to_blocks(x: Tensor) -> Tensor:
-    """Rotated, padded tokens as the kernels read them.
+    """Arrange rotated, padded tokens in the blocks that kernels read.
 
     Args:
         x: float16, bfloat16 or int8 ``[M, Kp]``, Kp a multiple of 128.

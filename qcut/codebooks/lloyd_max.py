@@ -21,7 +21,7 @@ _MAX_STEPS = 10_000  # 16 levels take 1,080
 def levels(bits: int) -> tuple[float, ...]:
     """The ``2**bits`` values that represent N(0, 1) with the least mean squared error, ascending.
 
-    Each is the mean of the normal distribution over the interval between the midpoints to its neighbours.
+    Each value is the mean of the normal distribution over the interval between the midpoints to its neighbours.
 
     Args:
         bits: 1 to 4.
@@ -48,7 +48,7 @@ def levels(bits: int) -> tuple[float, ...]:
 
 
 def centroids(edges: Iterable[float]) -> list[float]:
-    """The mean of N(0, 1) over each interval between ascending edges; with `midpoints`, a step of Lloyd's method I."""
+    """The mean of N(0, 1) over each interval between ascending edges: half a step of Lloyd's method I."""
     return [(_density(low) - _density(high)) / (_below(high) - _below(low)) for low, high in pairwise(edges)]
 
 
@@ -58,7 +58,7 @@ def midpoints(values: Sequence[float]) -> list[float]:
 
 
 def codebook(bits: int, device: torch.device | str | None = None) -> Tensor:
-    """float32 ``[2**bits]``: `levels`, rounded."""
+    """float32 ``[2**bits]``: `levels`, each rounded once."""
     return torch.tensor(levels(bits), dtype=torch.float32, device=device)
 
 

@@ -11,14 +11,14 @@ BITS = (2, 3, 4)
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that ``count`` indices of 2, 3 or 4 bits take: whole bytes, 3-bit indices in groups of eight."""
+    """Bytes that ``count`` indices of 2, 3 or 4 bits take, rounded up; eight 3-bit indices fill three bytes."""
     if bits == 3:
         return -(-count // 8) * 3
     return -(-count * bits // 8)
 
 
 def pack(indices: Tensor, bits: int) -> Tensor:
-    """Packs the last dimension, the first index in the lowest bits.
+    """Packs indices along the last dimension, the first index in the lowest bits of a byte.
 
     Args:
         indices: uint8 ``[..., K]``, each below ``2**bits``.
@@ -28,9 +28,9 @@ def pack(indices: Tensor, bits: int) -> Tensor:
         uint8 ``[..., packed_bytes(K, bits)]``, zero beyond the last index.
 
     Raises:
-        ConfigError: other widths.
-        DtypeError: indices of another dtype.
-        ShapeError: an index of ``2**bits`` or more.
+        ConfigError: ``bits`` is not 2, 3 or 4.
+        DtypeError: the indices are not uint8.
+        ShapeError: an index is ``2**bits`` or more.
     """
     _check_bits(bits)
     if indices.dtype is not torch.uint8:
@@ -51,14 +51,14 @@ def unpack(packed: Tensor, bits: int, k: int) -> Tensor:
     Args:
         packed: uint8 ``[..., packed_bytes(k, bits)]``.
         bits: 2, 3 or 4.
-        k: indices of a row.
+        k: number of indices in a row.
 
     Returns:
         uint8 ``[..., k]``.
 
     Raises:
-        ConfigError: other widths.
-        ShapeError: fewer or more bytes than k indices take.
+        ConfigError: ``bits`` is not 2, 3 or 4.
+        ShapeError: a row has fewer or more bytes than k indices take.
     """
     _check_bits(bits)
     if packed.shape[-1] != packed_bytes(k, bits):
@@ -71,7 +71,7 @@ def unpack(packed: Tensor, bits: int, k: int) -> Tensor:
 
 
 def _group(bits: int) -> tuple[int, int]:
-    """The fewest indices that fill whole bytes, and those bytes."""
+    """The fewest indices that fill whole bytes, and the number of these bytes."""
     return (8, 3) if bits == 3 else (8 // bits, 1)
 
 

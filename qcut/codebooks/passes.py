@@ -1,4 +1,4 @@
-"""The passes of a codebook scheme: made of a weight, and read back as a scheme."""
+"""Quantizes a weight in the passes of a codebook scheme, and derives a scheme from given passes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NORM_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 def quantize_weight(
     weight: Tensor, scheme: Codebook, *, second_moment: Tensor | None = None, layer: str | None = None
 ) -> list[RotatedCodebook]:
-    """The passes of a weight ``[N, K]`` under a scheme.
+    """Quantize a weight ``[N, K]`` in the passes of a scheme.
 
     Args:
         weight: float16, bfloat16, float32 or float64, any strides.
-        scheme: a codebook's.
-        second_moment: ``E[x x^T]`` of the layer's input, ``[K, K]``: indices and norms are then fitted with it.
+        scheme: a codebook scheme.
+        second_moment: ``E[x x^T]`` of the layer's input, ``[K, K]``, to fit indices and norms; None rounds to nearest.
         layer: name for error messages.
 
     Raises:
@@ -48,7 +48,7 @@ def quantize_weight(
         elif second_moment is not None and len(passes) + 1 == len(scheme.widths):
             q = fit(weight, second_moment, bits, before=passes, kind=scheme.rotation, seed=seed, **common)
         else:
-            # A pass that a fitted one follows has the norms that leave least.
+            # A pass before a fitted one takes the norms with the least squared error.
             refit = second_moment is not None
             q = quantize(weight, bits, before=passes, kind=scheme.rotation, seed=seed, refit=refit, **common)
         passes.append(q)
@@ -56,10 +56,10 @@ def quantize_weight(
 
 
 def codebook_scheme(scheme: str | Scheme, name: str | None) -> Codebook:
-    """The scheme, if it is a codebook's.
+    """Return a scheme if it is a codebook scheme.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the scheme is another.
     """
     scheme = parse_scheme(scheme)
     if not isinstance(scheme, Codebook):
@@ -70,11 +70,11 @@ def codebook_scheme(scheme: str | Scheme, name: str | None) -> Codebook:
 
 
 def scheme_of(passes: Sequence[RotatedCodebook], scheme: str | Scheme, name: str | None) -> Codebook:
-    """The scheme that passes have: theirs in width, groups, rotation, seeds and norms, the given one in all else.
+    """The scheme of given passes: width, groups, rotation, seeds and norms are the passes', all else is ``scheme``'s.
 
     Raises:
-        ConfigError: passes that do not go together, more than two, or a codebook of another width.
-        ShapeError: norms of another shape than the indices ask for.
+        ConfigError: the passes do not go together, are more than two, or have a codebook of another width.
+        ShapeError: the shape of the norms does not fit the indices.
     """
     scheme = codebook_scheme(scheme, name)
     where = layer_prefix(name)
@@ -110,10 +110,10 @@ def scheme_of(passes: Sequence[RotatedCodebook], scheme: str | Scheme, name: str
 
 
 def check_values(passes: Sequence[RotatedCodebook], name: str | None) -> None:
-    """Check codebooks.
+    """Check the codebooks of passes.
 
     Raises:
-        ConfigError: values that do not ascend, or two passes of one width with different codebooks.
+        ConfigError: values do not ascend, or two passes of one width have different codebooks.
     """
     where = layer_prefix(name)
     for q in passes:
@@ -126,10 +126,10 @@ def check_values(passes: Sequence[RotatedCodebook], name: str | None) -> None:
 
 
 def check_norms(norms: Tensor, name: str | None) -> None:
-    """Check norms.
+    """Check the norms of a pass.
 
     Raises:
-        QuantizationError: one is negative, NaN or Inf.
+        QuantizationError: a norm is negative, NaN or Inf.
     """
     if not (norms.isfinite() & (norms >= 0)).all():
         raise QuantizationError("norms hold NaN, Inf or a negative number; allowed: finite, 0 and more", name)

@@ -1,4 +1,4 @@
-"""Products with codebook weights as plain torch: the definition that kernels are held to.
+"""Products with codebook weights in plain torch: the definition that kernels are compared with.
 
 `codebook_gemm_ref` is one kernel's product: rotated tokens in 16 or 8 bits, norms relative to their row's power of two,
 the codebook in 16 bits. `codebook_linear_ref` is a whole layer on any device, with the float32 codebook and the norms
@@ -22,18 +22,18 @@ from qcut.codebooks.tokens import rotate_tokens
 from qcut.errors import ShapeError
 from qcut.numerics import int8
 
-_CHUNK_ELEMENTS = 1 << 22  # weights are unpacked in pieces: no float copy of a whole one exists
+_CHUNK_ELEMENTS = 1 << 22  # weights are unpacked in pieces, so that no float copy of a whole weight exists
 
 
 def pack_book(values: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
-    """A codebook as kernels take it: 16 values of a 16-bit type, zeros behind the last, two to a signed 32-bit word.
+    """Pack a codebook as kernels take it: 16 values of a 16-bit type, padded with zeros, two to a signed 32-bit word.
 
     Args:
-        values: float32 ``[2**bits]``; read on the host.
+        values: float32 ``[2**bits]``; the host reads the values.
         dtype: float16, or bfloat16 for bfloat16 tokens.
 
     Returns:
-        8 integers, the first value of each in its lower half.
+        8 integers, each with the first of its two values in the lower half.
     """
     padded = torch.zeros(16, dtype=dtype)
     padded[: len(values)] = values.detach().cpu().to(dtype)
@@ -76,9 +76,9 @@ def codebook_gemm_ref(
         norms: float16 ``[row_tiles(N), units, slots, 8, 2]``.
         fold: float32 ``[16 row_tiles(N)]`` with int8 tokens, else None.
         col_scale: float32 ``[N]``.
-        values: 16 of them, in float16 or x's dtype.
+        values: the codebook, ``[16]``, in float16 or x's dtype.
         bias: float32 ``[N]``.
-        bits: of an index.
+        bits: bits of an index.
         activation: see `qcut.config.ACTIVATIONS`.
         residual: ``out_dtype`` ``[M, N]``.
         out_dtype: float16, bfloat16 or float32.
@@ -86,8 +86,9 @@ def codebook_gemm_ref(
     Returns:
         ``out_dtype`` ``[M, N]``.
 
-    Exactness: bitwise with int8 tokens and the activations ``none`` and ``relu``; with 16-bit tokens acc is the
-    float64 sum rounded once, and kernels are within float32 summation and one 16-bit rounding of each weight of it.
+    Exactness: bitwise with int8 tokens and the activations ``none`` and ``relu``. With 16-bit tokens acc is the
+    float64 sum rounded once; kernels differ from acc by the error of float32 sums and by one 16-bit rounding of each
+    weight.
     """
     m, n = len(x), len(col_scale)
     out = torch.empty((m, n), dtype=out_dtype, device=x.device)
@@ -135,20 +136,20 @@ def codebook_linear_ref(
 
     Args:
         x: ``[M, K]`` float16, bfloat16 or float32.
-        units: uint8, of each set of passes: one with all passes along K, or one a pass.
+        units: for each set, uint8 units; a set holds all passes along K, or one pass.
         norms: float16 or float32 ``[N, passes * G]``, as stored.
-        codebooks: float32, of each set.
+        codebooks: for each set, float32 ``[2**bits]``.
         bias: float32 ``[N]``.
-        bits: of each set.
-        kind: of the rotation.
+        bits: for each set, the bits of an index.
+        kind: kind of the rotation.
         group_size: columns of a group.
-        seeds: of each pass.
+        seeds: a seed for each pass.
         activation: see `qcut.config.ACTIVATIONS`.
 
     Returns:
         ``[M, N]`` of x's dtype.
 
-    Exactness: float32; within ``1e-4`` of the same in float64, relative to the largest output.
+    Exactness: float32; within ``1e-4`` of a float64 computation, relative to the largest output.
     """
     m, k = x.shape
     n, geometry = len(norms), Geometry(k, group_size)
@@ -185,16 +186,16 @@ def codebook_linear_s8_ref(
 
     Args:
         x: ``[M, K]`` float16, bfloat16 or float32.
-        units: uint8, of each set of passes: one with all passes along K, or one a pass.
-        packed_norms: float16, of each set; see `qcut.codebooks.layout.pack_norms`.
-        fold: float32, of each set; see `qcut.codebooks.layout.fold_scales`.
-        col_scale: float32 ``[N]``, of each set.
-        codebooks: float32, of each set.
+        units: for each set, uint8 units; a set holds all passes along K, or one pass.
+        packed_norms: for each set, float16; see `qcut.codebooks.layout.pack_norms`.
+        fold: for each set, float32; see `qcut.codebooks.layout.fold_scales`.
+        col_scale: for each set, float32 ``[N]``.
+        codebooks: for each set, float32 ``[2**bits]``.
         bias: float32 ``[N]``.
-        bits: of each set.
-        kind: of the rotation.
+        bits: for each set, the bits of an index.
+        kind: kind of the rotation.
         group_size: columns of a group.
-        seeds: of each pass.
+        seeds: a seed for each pass.
         activation: see `qcut.config.ACTIVATIONS`.
 
     Returns:
@@ -203,7 +204,7 @@ def codebook_linear_s8_ref(
     Raises:
         ShapeError: no set of passes.
 
-    Exactness: with one set, and the activations ``none`` and ``relu``, bitwise that of the kernels.
+    Exactness: with one set and the activations ``none`` and ``relu``, the result equals the kernels' bitwise.
     """
     rows, row_scale = rotate_tokens(x, kind, group_size, tuple(seeds), torch.int8)
     last = len(units) - 1
@@ -232,7 +233,7 @@ def codebook_linear_s8_ref(
 
 
 def _tile_chunks(n: int, columns: int) -> Iterator[tuple[slice, slice]]:
-    """Tiles of 16 rows, and the rows they hold, in pieces of whole blocks of 64 rows."""
+    """Slices of 16-row tiles, and of the rows they hold, in pieces of whole 64-row blocks."""
     step = max(1, _CHUNK_ELEMENTS // (columns * layout.ROW_ALIGNMENT)) * layout.ROW_ALIGNMENT
     for first in range(0, n, step):
         rows = slice(first, min(first + step, n))

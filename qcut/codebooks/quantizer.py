@@ -7,9 +7,9 @@ Per output row n and group g of d columns, Pi the group's rotation::
     idx[n, g, j] = searchsorted(midpoints of the codebook, r[j])
     W'[n, g] = norm[n, g] / sqrt(d) * codebook[idx[n, g]] Pi
 
-Without a rotation the norms are plain scales: ``W'[n, g] = norm[n, g] * codebook[idx[n, g]]``. A residual pass is the
-same of what the first pass left, ``W - W'``, with a seed, a codebook and norms of its own; the weight is the sum of the
-passes. `qcut.codebooks.fit` chooses indices and norms with calibration data instead.
+Without a rotation the norms are plain scales: ``W'[n, g] = norm[n, g] * codebook[idx[n, g]]``. A residual pass
+quantizes the error of the first pass, ``W - W'``, in the same way, with a seed, a codebook and norms of its own; the
+weight is the sum of the passes. `qcut.codebooks.fit` chooses indices and norms with calibration data instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qcut.models.modules import WEIGHT_DTYPES
 
 NORM_DTYPES = (torch.float16, torch.float32)
 
-_CHUNK_ELEMENTS = 1 << 24  # weights are read in pieces: no float32 copy of a whole one exists
+_CHUNK_ELEMENTS = 1 << 24  # weights are read in pieces, so that no float32 copy of a whole weight exists
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class RotatedCodebook:
         indices: uint8 ``[N, K]``, not packed.
         norms: float16 or float32 ``[N, G]``.
         values: float32 ``[2**bits]``, ascending.
-        group_size: columns of a group; the last may have fewer.
-        rotation: see `qcut.codebooks.rotation.rotate`; `NO_ROTATION` for plain scales.
-        seed: of the group at column 0; that of another is ``seed`` plus its first column.
+        group_size: columns of a group; the last group may have fewer.
+        rotation: kind of the rotation, see `qcut.codebooks.rotation.rotate`; `NO_ROTATION` for plain scales.
+        seed: seed of the group at column 0; the seed of any group is ``seed`` plus the group's first column.
     """
 
     indices: Tensor
@@ -63,19 +63,20 @@ def quantize(
     layer: str | None = None,
     refit: bool = False,
 ) -> RotatedCodebook:
-    """Quantize a weight, or what earlier passes left of one, to the nearest codebook values of its rotated groups.
+    """Quantize a weight, or the error that earlier passes left, to the nearest codebook values of its rotated groups.
 
     Args:
         weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
         bits: 1 to 4.
-        before: rotated passes of the same weight; they are subtracted in float32, one after the other.
+        before: earlier rotated passes of the same weight, subtracted in float32, one after the other.
         group_size: columns of a group; K or more takes whole rows.
-        kind: rotation; a Hadamard group, the shorter last one too, is a power of two.
-        seed: see `RotatedCodebook`.
+        kind: kind of the rotation. A Hadamard group, the shorter last one too, is a power of two.
+        seed: seed of the group at column 0; see `RotatedCodebook`.
         norm_dtype: float16 or float32. The indices do not depend on it.
         layer: name for error messages.
         refit: store, for the same indices, the norm that leaves the least squared error in its group,
-            ``norm * <r, c> / <c, c>`` with c the codebook values chosen. It is no longer the group's norm.
+            ``norm * <r, c> / <c, c>`` with c the chosen codebook values. The stored number is then no longer the
+            Euclidean norm of the group.
 
     Returns:
         Tensors on the weight's device.
@@ -99,7 +100,7 @@ def quantize(
     for rows in row_chunks(n, k):
         left = rows_left(weight, before, rows, layer)
         exact = torch.stack([torch.linalg.vector_norm(left[:, first : first + d], dim=1) for first, d in parts], 1)
-        # A zero row stays zero: its norm is.
+        # A row of zeros stays zero, because its norm is 0.
         rotated = rotation.rotate_groups(
             left / per_column(torch.where(exact > 0, exact, 1.0), parts), kind, group_size, seed
         )
@@ -126,18 +127,18 @@ def quantize_plain(
     norm_dtype: torch.dtype = torch.float16,
     layer: str | None = None,
 ) -> RotatedCodebook:
-    """Quantize a weight, or what earlier passes left of one, without a rotation.
+    """Quantize a weight, or the error that earlier passes left, without a rotation.
 
-    Equal steps: values ``c = -2**(b - 1) … 2**(b - 1) - 1``, ``norm = max |W[n, g]| / (2**(b - 1) - 1)`` rounded to
-    its dtype, ``idx = clamp(rne(W / norm)) + 2**(b - 1)``. Otherwise the Lloyd-Max codebook, ``norm`` the root of the
-    group's mean square, the nearest of the values to ``W / norm``.
+    With equal steps the values are ``c = -2**(b - 1) … 2**(b - 1) - 1``, ``norm = max |W[n, g]| / (2**(b - 1) - 1)``
+    rounded to its dtype, and ``idx = clamp(rne(W / norm)) + 2**(b - 1)``. With the Lloyd-Max codebook, ``norm`` is the
+    root of the group's mean square, and idx is the index of the value nearest to ``W / norm``.
 
     Args:
         weight: ``[N, K]`` float16, bfloat16, float32 or float64, any strides.
         bits: 2, 3 or 4.
-        before: passes of the same weight; they are subtracted in float32, one after the other.
+        before: earlier passes of the same weight, subtracted in float32, one after the other.
         group_size: columns of a group; K or more takes whole rows.
-        uniform: equal steps.
+        uniform: use equal steps instead of the Lloyd-Max codebook.
         norm_dtype: float16 or float32.
         layer: name for error messages.
 
@@ -176,10 +177,10 @@ def quantize_plain(
 
 
 def dequantize(q: RotatedCodebook | Sequence[RotatedCodebook]) -> Tensor:
-    """float32 ``[N, K]``: the weight that the indices stand for; of several passes, their sum in order.
+    """The weight that indices stand for, float32 ``[N, K]``; several passes are added in order.
 
     Raises:
-        ShapeError: norms or indices that do not fit each other or the codebook, passes of different shapes, or none.
+        ShapeError: norms and indices do not fit each other or the codebook, passes differ in shape, or there is none.
         ConfigError: see `quantize`.
     """
     passes = (q,) if isinstance(q, RotatedCodebook) else tuple(q)
@@ -198,22 +199,22 @@ def dequantize(q: RotatedCodebook | Sequence[RotatedCodebook]) -> Tensor:
 
 
 def dequantize_rows(q: RotatedCodebook, rows: slice) -> Tensor:
-    """float32 ``[R, K]``: some rows of `dequantize` of one pass, unchecked."""
+    """float32 ``[R, K]``: some rows of the weight that one pass stands for, without checks."""
     values = q.values[q.indices[rows].int()]
     scales = column_scales(q.norms[rows], q.indices.shape[1], q.group_size, q.rotation)
     if q.rotation == NO_ROTATION:
-        return values.mul_(scales).add_(0.0)  # in groups of zeros too, 0 is positive
+        return values.mul_(scales).add_(0.0)  # makes -0 a 0 in groups of zeros
     return rotation.rotate_groups_back(values, q.rotation, q.group_size, q.seed).mul_(scales)
 
 
 def column_scales(norms: Tensor, k: int, group_size: int, kind: Kind) -> Tensor:
-    """float32 ``[R, K]``: the factor of the codebook's value in each column.
+    """The factor of the codebook value in each column, float32 ``[R, K]``.
 
     Args:
         norms: float16 or float32 ``[R, G]``.
-        k: columns.
+        k: number of columns.
         group_size: columns of a group.
-        kind: of the rotation; norms of rotated groups are divided by the root of the group's columns.
+        kind: kind of the rotation; norms of rotated groups are divided by the root of the group's columns.
     """
     parts = rotation.groups(k, group_size)
     scales = norms.float()
@@ -238,7 +239,7 @@ def check_weight(weight: Tensor, norm_dtype: torch.dtype, layer: str | None) -> 
 
 
 def rows_left(weight: Tensor, before: Sequence[RotatedCodebook], rows: slice, layer: str | None) -> Tensor:
-    """float32 ``[R, K]``: some rows of a weight, less what passes before stand for.
+    """float32 ``[R, K]``: some rows of a weight, minus the weights that the passes ``before`` stand for.
 
     Raises:
         QuantizationError: NaN or Inf in the weight.
@@ -262,10 +263,10 @@ def finite_rows(weight: Tensor, rows: slice, layer: str | None) -> Tensor:
 
 
 def stored_norms(norms: Tensor, dtype: torch.dtype, layer: str | None) -> Tensor:
-    """Norms in the dtype they are stored in.
+    """Convert norms to the dtype they are stored in.
 
     Raises:
-        QuantizationError: one is beyond float16.
+        QuantizationError: a norm is beyond float16.
     """
     largest = float(norms.abs().max())
     if largest > torch.finfo(dtype).max:
@@ -274,7 +275,7 @@ def stored_norms(norms: Tensor, dtype: torch.dtype, layer: str | None) -> Tensor
 
 
 def row_chunks(n: int, k: int, elements: int | None = None) -> Iterator[slice]:
-    """The rows of ``[n, k]`` in pieces of at most so many elements, or single rows."""
+    """Slices of the rows of ``[n, k]``, each of at most ``elements`` elements or of a single row."""
     rows = max(1, (_CHUNK_ELEMENTS if elements is None else elements) // k)
     return (slice(first, min(first + rows, n)) for first in range(0, n, rows))
 

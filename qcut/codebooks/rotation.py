@@ -1,8 +1,9 @@
-"""Random rotations of groups of columns: they leave products alone and make weights look normally distributed.
+"""Random rotations of groups of columns, which make weights look normally distributed.
 
-Rotations are orthogonal and follow from a seed, the same on every device: they are drawn on the CPU. `rotate` applies
+Rotations are orthogonal, so rotating weights and tokens alike leaves their products unchanged. A rotation follows from
+a seed and is drawn on the CPU, the same for every device. `rotate` applies
 ``x Pi^T`` to the last dimension, `rotate_back` the inverse; `rotate_groups` and `rotate_groups_back` do so group by
-group. `back_operands` and `rotate_groups_back_by` part the drawing from the product, for callers that rotate often.
+group. `back_operands` draws the inverse once, and `rotate_groups_back_by` applies it, for callers that rotate often.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ KINDS = ("hadamard", "qr")
 NO_ROTATION: Final = "none"
 """The kind of weights that are quantized as they are."""
 
-_HAAR_BYTES = 1 << 29  # a matrix of 8192 columns takes half of it, 128 columns of it 8192 times
+_HAAR_BYTES = 1 << 29  # a matrix of 8192 columns takes half of the cache
 _haar_cache: dict[tuple[int, int], Tensor] = {}
 
 
@@ -44,7 +45,7 @@ def check_groups(k: int, group_size: int, kind: str, layer: str | None = None) -
 
 
 def check_group_size(k: int, group_size: int, kind: str, layer: str | None = None) -> None:
-    """Check that a rotation takes k columns in such groups: a Hadamard group is a power of two, the last too.
+    """Check that a rotation takes k columns in groups: a Hadamard group, the last one too, is a power of two.
 
     Args:
         k: columns.
@@ -71,9 +72,9 @@ def check_group_size(k: int, group_size: int, kind: str, layer: str | None = Non
 
 
 def haar(d: int, seed: int) -> Tensor:
-    """float32 ``[d, d]``: a rotation of Haar measure, the Q of a Gaussian matrix with R's diagonal made positive.
+    """A random rotation of Haar measure, float32 ``[d, d]``: Q of a Gaussian matrix's QR, with R's diagonal positive.
 
-    Not to be written to: calls share it, within half a gigabyte of them.
+    Calls share the tensor, which must not be written to. A cache keeps the matrices used last, up to half a gigabyte.
 
     Exactness: that of LAPACK's QR in float32; two builds of torch may differ in the last bits.
 
@@ -89,13 +90,13 @@ def haar(d: int, seed: int) -> Tensor:
             if held + rotation.nbytes <= _HAAR_BYTES:
                 break
             held -= _haar_cache.pop(key).nbytes
-    _haar_cache[d, seed] = rotation  # the last entry is the one used last
+    _haar_cache[d, seed] = rotation  # the dictionary's last entry is the matrix used last
     return rotation
 
 
 @lru_cache(maxsize=1024)
 def signs(d: int, seed: int) -> Tensor:
-    """float32 ``[d]`` of +1 and -1. Not to be written to: calls share it."""
+    """Random signs +1 and -1, float32 ``[d]``. Calls share the tensor, which must not be written to."""
     return torch.randint(0, 2, (d,), generator=torch.Generator().manual_seed(seed)).float() * 2 - 1
 
 
@@ -106,7 +107,7 @@ def walsh_hadamard(x: Tensor) -> Tensor:
         x: floating point ``[..., d]``, d a power of two.
 
     Raises:
-        ConfigError: d is no power of two.
+        ConfigError: d is not a power of two.
 
     Exactness: additions in the order of the fast transform's butterflies, d log2 d of them.
     """
@@ -128,10 +129,10 @@ def rotate(x: Tensor, kind: Kind, seed: int) -> Tensor:
     Args:
         x: ``[..., d]``, floating point.
         kind: ``hadamard``: ``Pi = H D / sqrt(d)``, D of `signs`, d a power of two; ``qr``: ``Pi`` is `haar`.
-        seed: of this group: the layer's plus the group's first column.
+        seed: seed of this group: the layer's seed plus the group's first column.
 
     Raises:
-        ConfigError: another kind, or a Hadamard group whose size is no power of two.
+        ConfigError: another kind, or a Hadamard group whose size is not a power of two.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     d = x.shape[-1]
@@ -152,15 +153,15 @@ def rotate_back(x: Tensor, kind: Kind, seed: int) -> Tensor:
 
 
 def rotate_groups(x: Tensor, kind: Kind, group_size: int, seed: int, *, as_full: bool = False) -> Tensor:
-    """`rotate` on every group of the last dimension, a group's seed being ``seed`` plus its first column.
+    """Apply `rotate` to every group of the last dimension; a group's seed is ``seed`` plus its first column.
 
     Args:
         x: ``[..., K]``, floating point.
         kind: see `rotate`.
         group_size: columns of a group; the last may have fewer.
         seed: of the group at column 0.
-        as_full: multiply a last group of d columns by ``sqrt(columns of a full group / d)``, so that a product divided
-            by the root of a full group's columns serves all groups.
+        as_full: multiply a last group of d columns by ``sqrt(columns of a full group / d)``, so that products of all
+            groups can be divided by the root of a full group's columns.
 
     Returns:
         ``[..., K]`` in float32 or x's wider dtype.
@@ -168,8 +169,8 @@ def rotate_groups(x: Tensor, kind: Kind, group_size: int, seed: int, *, as_full:
     Raises:
         ConfigError: see `check_groups`.
 
-    Exactness: bitwise that of `rotate` per group; with ``as_full`` the factor of a Hadamard group is rounded once, that
-    of ``qr`` is a second product.
+    Exactness: bitwise `rotate` of each group. With ``as_full``, the factor of a Hadamard group is rounded once; ``qr``
+    multiplies by the factor in a second product.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     k = x.shape[-1]
@@ -207,19 +208,19 @@ def back_operands(
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, ...]:
-    """The tensors that `rotate_groups_back_by` multiplies by; constant, to be kept by the caller.
+    """The tensors that `rotate_groups_back_by` multiplies by. They are constant; the caller keeps them.
 
     Args:
         k: columns.
         kind: of the rotation.
         group_size: columns of a group.
         seed: of the group at column 0.
-        device: of the result. A CUDA graph can be captured once the tensors are there.
-        dtype: of the result: that of the columns, float32 or float64.
+        device: device of the result. A CUDA graph can be captured once the tensors exist.
+        dtype: dtype of the result and of the columns: float32 or float64.
 
     Returns:
-        - hadamard: ``[K]``, a column's sign times ``1 / sqrt(columns of its group)``.
-        - qr: the matrices ``[full groups, d, d]``, and the last group's.
+        - hadamard: ``[K]``, each column's sign times ``1 / sqrt(columns of its group)``.
+        - qr: the matrices of full groups ``[groups, d, d]``, and the matrix of a shorter last group.
         - none: no tensor.
     """
     parts = groups(k, group_size)
@@ -234,7 +235,7 @@ def back_operands(
 
 
 def rotate_groups_back_by(x: Tensor, kind: Kind, group_size: int, operands: tuple[Tensor, ...]) -> Tensor:
-    """`rotate_groups_back` with the operands given, and nothing checked.
+    """`rotate_groups_back` with given operands and without checks.
 
     Args:
         x: ``[R, K]`` of the operands' dtype, on their device.
@@ -245,7 +246,7 @@ def rotate_groups_back_by(x: Tensor, kind: Kind, group_size: int, operands: tupl
     Returns:
         ``[R, K]``.
 
-    Exactness: hadamard: bitwise `rotate_groups_back`. qr: products in the order of the device's batched product.
+    Exactness: ``hadamard`` is bitwise `rotate_groups_back`; ``qr`` sums in the order of the device's batched product.
     """
     if kind == "hadamard":
         return _walsh_hadamard_groups(x, group_size) * operands[0]
@@ -259,18 +260,18 @@ def rotate_groups_back_by(x: Tensor, kind: Kind, group_size: int, operands: tupl
 
 
 def group_signs(k: int, group_size: int, seed: int) -> Tensor:
-    """float32 ``[K]`` of +1 and -1: `signs` of each group."""
+    """float32 ``[K]`` of +1 and -1: the `signs` of all groups, side by side."""
     return torch.cat([signs(d, seed + first) for first, d in groups(k, group_size)])
 
 
 def per_column(per_group: Tensor, parts: list[tuple[int, int]]) -> Tensor:
-    """``[..., K]``: a value of each group, ``[..., G]``, at each of its columns; ``parts`` as `groups` has them."""
+    """Repeat a value per group ``[..., G]`` at each column of the group: ``[..., K]``. ``parts`` are the `groups`."""
     sizes = torch.tensor([d for _, d in parts], device=per_group.device)
     return per_group.repeat_interleave(sizes, -1, output_size=parts[-1][0] + parts[-1][1])
 
 
 def _walsh_hadamard_groups(x: Tensor, group_size: int) -> Tensor:
-    """`walsh_hadamard` of each group: the full ones together, then a shorter last one."""
+    """`walsh_hadamard` of each group: all full groups at once, then a shorter last group."""
     d = min(group_size, x.shape[-1])
     whole = x.shape[-1] // d * d
     out = walsh_hadamard(x[..., :whole].unflatten(-1, (-1, d))).flatten(-2)

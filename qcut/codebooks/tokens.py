@@ -1,13 +1,13 @@
-"""Rotated tokens as codebook products take them: the reference in plain torch, and what the kernels read.
+"""Rotates tokens for codebook products: the reference in plain torch, and the operands that kernels read.
 
-Per group g of d_g columns, d those of a full group, in float32::
+For each group g of d_g columns, where a full group has d columns, in float32::
 
     hadamard  r[g] = walsh_hadamard(x[g] * signs(d_g, seed + first column)) * f32(sqrt(d) / d_g)
     qr        r[g] = (x[g] @ haar(d_g, seed + first column)^T) * f32(sqrt(d / d_g))
     none      r[g] = x[g]
 
-So the product with the codebook values is divided by ``sqrt(d)`` for all groups, a shorter last one too. Passes, each
-with a seed of its own, follow one another along K.
+The product with the codebook values is then divided by ``sqrt(d)`` for all groups, the shorter last one too. Passes,
+each with a seed of its own, follow one another along K.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qcut.numerics.int8 import quantize_per_token_ref
 
 _INPUTS = (torch.float16, torch.bfloat16, torch.float32)
 _OUTPUTS = (*_INPUTS, torch.int8)
-_TILE = 16  # sides of the matrices that tensor cores multiply by
+_TILE = 16  # sides of qr's matrices are padded to the tile of a tensor core
 
 
 def rotate_tokens(
@@ -39,21 +39,21 @@ def rotate_tokens(
         kind: hadamard, qr or none.
         group_size: columns of a group; K or more takes whole rows. Hadamard groups, the shorter last one too, are
             powers of two.
-        seeds: one for each pass. Without a rotation their number alone counts.
-        out: float16, bfloat16, float32, or int8: `qcut.numerics.int8.quantize_per_token_ref` of a row, all
-            its passes.
+        seeds: a seed for each pass. Without a rotation only the number of seeds counts.
+        out: float16, bfloat16, float32 or int8. With int8, `qcut.numerics.int8.quantize_per_token_ref` quantizes each
+            row, all passes together.
 
     Returns:
-        ``[M, passes * k_padded]`` (see `qcut.codebooks.layout.Geometry`), padding 0, before `to_blocks`; and the scale,
-        float32 ``[M]``, with int8.
+        ``[M, passes * k_padded]`` (see `qcut.codebooks.layout.Geometry`), zero padded, not yet in the order of
+        `to_blocks`; and the scales, float32 ``[M]`` with int8, else None.
 
     Raises:
-        ShapeError: no matrix, or one without columns.
-        DtypeError: other dtypes.
+        ShapeError: x is not a matrix, or has no columns.
+        DtypeError: another dtype of x or ``out``.
         ConfigError: another kind, a group that the rotation cannot take, no seed.
 
-    Exactness: hadamard and none: bitwise defined, one rounding after the last product. qr: float32 products in the
-    order of the device's matrix product.
+    Exactness: ``hadamard`` and ``none`` are defined bitwise, with one rounding after the last product; ``qr`` sums
+    float32 products in the order of the device's matrix product.
     """
     if x.dim() != 2 or x.shape[1] < 1:
         raise ShapeError(f"tokens are {list(x.shape)}; allowed: [M, K] with K of 1 and more")
@@ -81,25 +81,25 @@ def operands(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The operands that the rotation's kernel reads besides tokens; constant, to be kept by the caller.
+    """The operands that a rotation's kernel reads besides tokens. They are constant; the caller keeps them.
 
     Args:
         kind: hadamard, qr or none.
         group_size: see `rotate_tokens`.
-        k: columns.
-        seeds: one for each pass.
-        dtype: of qr's matrices: float16 or bfloat16, that of the tokens.
-        device: of the result.
+        k: number of columns.
+        seeds: a seed for each pass.
+        dtype: dtype of the tokens and of qr's matrices: float16 or bfloat16.
+        device: device of the result.
 
     Returns:
-        - hadamard: int32 ``[passes, k_padded / 32]``, bit j of word w set where column ``32 w + j`` of memory changes
-          its sign; padding is 0.
+        - hadamard: int32 ``[passes, k_padded / 32]``; bit j of word w is set where column ``32 w + j`` in memory
+          changes its sign; padding is 0.
         - qr: ``[passes, groups, d, d]`` of dtype, d the columns of a full group rounded up to a multiple of 16:
           ``haar * sqrt(d / d_g)`` rounded once, 0 beyond a group's columns.
         - none: an empty int32 tensor.
 
     Raises:
-        DtypeError: matrices of another dtype.
+        DtypeError: another dtype for qr's matrices.
         ConfigError: see `rotate_tokens`.
     """
     geometry = _geometry(k, kind, group_size, seeds)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from qcut.config import Codebook
 from qcut.conversion.tasks import Task
 from qcut.errors import ConfigError
+from qcut.layers.base import Linear
 from qcut.models.modules import weight_nk
 
 
@@ -25,12 +25,9 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         ConfigError: float32 weights of a layer whose kernels take 16-bit tokens.
         BuildError: the first kernel that does not compile.
     """
-    from qcut.cuda.codebook import CodebookLayer
-    from qcut.cuda.linear import LinearLayer
-    from qcut.cuda.plans import m_bucket
-    from qcut.cuda.prebuild import prebuild
+    from qcut.cuda.prebuild import LayerCall, prebuild
 
-    layers: dict[int, set[LinearLayer | CodebookLayer]] = {}
+    calls: dict[int, set[LayerCall]] = {}
     for name, task in tasks.items():
         weight, scheme = weight_nk(task.module), task.scheme
         home = device or weight.device
@@ -44,37 +41,10 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         n, k = weight.shape
         bias = task.module._parameters.get("bias") is not None
         index = home.index if home.index is not None else torch.cuda.current_device()
-        of_device = layers.setdefault(index, set())
-        if not isinstance(scheme, Codebook):
+        describe, of_device = Linear.subclass_for(scheme).cuda_calls, calls.setdefault(index, set())
+        for m in rows:
             of_device.update(
-                LinearLayer(
-                    scheme=scheme.name,
-                    dtype=weight.dtype,
-                    rows=m_bucket(m),
-                    n=n,
-                    k=k,
-                    bias=bias,
-                    activation=task.activation,
-                    aligned=k * weight.element_size() % 16 == 0,
-                )
-                for m in rows
+                describe(scheme, dtype=weight.dtype, rows=m, n=n, k=k, bias=bias, activation=task.activation)
             )
-        elif len(set(scheme.widths)) == 1:  # kernels of two widths are built when they are met
-            of_device.update(
-                CodebookLayer(
-                    rows=m,
-                    n=n,
-                    k=k,
-                    dtype=weight.dtype,
-                    bits=scheme.bits,
-                    passes=scheme.passes,
-                    kind=scheme.rotation,
-                    group_size=scheme.group_columns(k),
-                    int8=scheme.int8_products,
-                    bias=bias,
-                    activation=task.activation,
-                )
-                for m in rows
-            )
-    for index, wanted in layers.items():
+    for index, wanted in calls.items():
         prebuild(sorted(wanted, key=str), index, progress)

@@ -229,10 +229,14 @@ class CodebookLayer:
                 return (whole.spec(gpu),)
         return *self.rotation.specs(gpu), self.product.spec(gpu)
 
+    def sources(self, device: int) -> list[KernelSource]:
+        """The kernels that a call launches on a device."""
+        return [spec.source for spec in self.specs(target(device))]
 
-def sources(layer: CodebookLayer, device: int) -> list[KernelSource]:
-    """The kernels that a call of the layer launches on a device."""
-    return [spec.source for spec in layer.specs(target(device))]
+    @property
+    def calls_native(self) -> bool:
+        """Whether C++ serves calls: never."""
+        return False
 
 
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────

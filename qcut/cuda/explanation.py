@@ -38,7 +38,8 @@ def explain(
         gpu: a name such as ``NVIDIA H200``, or an architecture such as ``sm_80``; None takes the current device.
 
     Returns:
-        The `qcut.dispatch.Explanation`; print it. CUTLASS counts as available where this machine can build its kernels.
+        The `qcut.dispatch.gemm.Explanation`; print it. CUTLASS counts as available where this machine can build its
+        kernels.
 
     Raises:
         ConfigError: layouts, an output or sizes that do not exist.

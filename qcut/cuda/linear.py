@@ -102,10 +102,14 @@ class LinearLayer(NamedTuple):
         few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu)
         return quantize, few or many.spec(gpu, cutlass=has_cutlass())
 
+    def sources(self, device: int) -> list[KernelSource]:
+        """The kernels that a call launches on a device."""
+        return [spec.source for spec in self.specs(device) if spec is not None]
 
-def sources(layer: LinearLayer, device: int) -> list[KernelSource]:
-    """The kernels that a call of the layer launches on a device."""
-    return [spec.source for spec in layer.specs(device) if spec is not None]
+    @property
+    def calls_native(self) -> bool:
+        """Whether C++ serves calls: always."""
+        return True
 
 
 # ── plans ────────────────────────────────────────────────────────────────────────────────────────
@@ -142,7 +146,7 @@ _called: PlanCache[LinearPlan] = PlanCache(on_clear=native.clear)
 
 
 def plan_for(layer: LinearLayer, device: int) -> LinearPlan:
-    """The plan of a layer on a device: `sources` of the same layer are its kernels."""
+    """The plan of a layer on a device, made of the layer's `sources`."""
     return _plans.get((layer, device)) or _plans.make((layer, device), lambda: _load(layer, device))
 
 

@@ -1,15 +1,5 @@
 """Everything that serves an operator on CUDA. Importing this module registers all of it."""
 
-from qcut.cuda import activation, attention, codebook, embed, gemm, linear, next_token, norm, quantize
+from qcut.ops.registry import import_modules
 
-__all__ = [
-    "activation",
-    "attention",
-    "codebook",
-    "embed",
-    "gemm",
-    "linear",
-    "next_token",
-    "norm",
-    "quantize",
-]
+import_modules("qcut.cuda")

@@ -5,31 +5,38 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from qcut import jit
-from qcut.cuda import codebook, linear, native
-from qcut.cuda.codebook import CodebookLayer
-from qcut.cuda.linear import LinearLayer
+from qcut.cuda import native
 from qcut.emitters.core.source import KernelSource
 
 
-def prebuild(layers: Collection[LinearLayer | CodebookLayer], device: int, progress: bool = True) -> None:
-    """Build, in parallel, what calls of these layers launch, and C++ where a layer is called by it, unless cached.
+class LayerCall(Protocol):
+    """A call of a layer at one number of rows: all that chooses its kernels."""
+
+    def sources(self, device: int) -> list[KernelSource]:
+        """The kernels that the call launches on a device."""
+
+    @property
+    def calls_native(self) -> bool:
+        """Whether `qcut.cuda.native`, in C++, serves the call."""
+
+
+def prebuild(calls: Collection[LayerCall], device: int, progress: bool = True) -> None:
+    """Build, in parallel, the kernels of these calls, and C++ where it serves one of them, unless cached.
 
     Args:
-        layers: each at one number of rows.
+        calls: of layers.
         device: CUDA ordinal.
         progress: show a progress bar, if a terminal is there.
 
     Raises:
         BuildError: the first kernel that does not compile.
     """
-    sources: dict[str, KernelSource] = {}
-    for layer in layers:
-        wanted = codebook.sources(layer, device) if isinstance(layer, CodebookLayer) else linear.sources(layer, device)
-        sources |= {source.name: source for source in wanted}
+    sources = {source.name: source for call in calls for source in call.sources(device)}
     with ThreadPoolExecutor(1, thread_name_prefix="qcut-build") as pool:
-        if any(isinstance(layer, LinearLayer) for layer in layers):
+        if any(call.calls_native for call in calls):
             pool.submit(native.build)
         results = jit.build_many(sources.values(), progress=progress and sys.stderr.isatty())
     for result in results.values():

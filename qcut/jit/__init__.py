@@ -1,4 +1,4 @@
-"""Builds, caches and launches kernels: integers in (pointers, sizes, a stream), never a tensor.
+"""Builds, caches and launches kernels. Arguments are integers (pointers, sizes, a stream), never tensors.
 
 Importing this package finds no compiler, loads no driver and makes no CUDA context.
 """

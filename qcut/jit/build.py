@@ -1,7 +1,7 @@
-"""Turns a `KernelSource` into a `Binary`: memory, then disk, then a compiler.
+"""Turns a `KernelSource` into a `Binary`, taken from memory, from disk, or from a compiler.
 
-Nothing is built twice: the key of a kernel is a digest of everything its binary depends on. The cubin
-and the host launcher have a key each, so that a cubin built on one machine serves another one whose C
+No kernel is built twice: the key of a kernel is a digest of everything its binary depends on. The cubin
+and the host launcher have a key each, so that a cubin built on one machine serves another machine whose C
 library or g++ differ. Building never launches, never sees a tensor and needs no GPU.
 """
 
@@ -25,7 +25,7 @@ from qcut.jit.compilers import Resources, compile_text, device_flags, headers, h
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
 _COMMENT_LINE = re.compile(rb"^[ \t]*//.*(?<!\\)\n", re.MULTILINE)
-# Variables that make nvcc or g++ produce something else from the same command line.
+# Environment variables that change what nvcc or g++ produces from the same command line.
 _COMPILER_ENVIRONMENT = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "CPLUS_INCLUDE_PATH", "GCC_EXEC_PREFIX")
 _BYTES_PER_JOB = 3 << 29
 
@@ -41,8 +41,8 @@ class Binary:
         key: digest of everything that went into it.
         cubin: device code.
         host_so: shared object of the host launcher, or None for a raw kernel.
-        log: what the compilers said.
-        resources: what ptxas said, or None if its report was not understood.
+        log: output of the compilers.
+        resources: registers and memory as ptxas reported them, or None if the report was not understood.
     """
 
     name: str
@@ -103,15 +103,15 @@ def rebuild(source: KernelSource) -> Binary:
 def build_many(
     sources: Iterable[KernelSource], jobs: int | None = None, progress: bool = True
 ) -> dict[str, Binary | BuildError]:
-    """Build kernels in parallel; one that fails does not stop the others.
+    """Build kernels in parallel. A kernel that fails to build does not stop the others.
 
     Args:
-        sources: kernels; two of one name are one kernel.
-        jobs: compilers at a time; by default one per core, fewer where memory is short.
+        sources: kernels; sources of the same name are one kernel.
+        jobs: compilers to run at a time; None runs one per core, fewer where memory is short.
         progress: show a bar on stderr while something compiles.
 
     Returns:
-        Name → binary, or the error its build ended with, in the order of ``sources``.
+        Binaries by kernel name, or the error with which a build ended, in the order of ``sources``.
     """
     wanted = {source.name: source for source in sources}
     results: dict[str, Binary | BuildError] = {}
@@ -137,7 +137,7 @@ def _build_missing(sources: list[KernelSource], jobs: int, progress: bool) -> di
     results: dict[str, Binary | BuildError] = {}
     pool = ThreadPoolExecutor(min(jobs, len(sources)), thread_name_prefix="qcut-build")
     try:
-        # CUTLASS kernels take longest: started first, they do not end up alone at the end.
+        # CUTLASS kernels take longest, so they start first.
         ordered = sorted(sources, key=lambda s: s.toolchain != "nvcc")
         futures = {pool.submit(build, source): source.name for source in ordered}
         with tqdm(total=len(futures), desc="building kernels", unit="kernel", disable=not progress) as bar:
@@ -153,7 +153,7 @@ def _build_missing(sources: list[KernelSource], jobs: int, progress: bool) -> di
 
 
 def fingerprint(source: KernelSource) -> str:
-    """Digest of everything the binary depends on: that of its cubin and that of its host launcher.
+    """Digest of everything a kernel's binary, cubin and host launcher together, depends on.
 
     Raises:
         ToolchainError: a compiler or its headers are missing.
@@ -166,9 +166,9 @@ def fingerprint(source: KernelSource) -> str:
 def device_fingerprint(source: KernelSource) -> str:
     """Digest of everything the cubin depends on.
 
-    The cache's schema, the source without its launcher, the qcut headers it includes (transitively), the
-    versions of compiler, CUDA headers and CUTLASS, flags, architecture, and the compiler's environment
-    variables. Paths are not part of it: one cache serves several virtual environments.
+    The digest covers the cache's schema, the source without its launcher, the qcut headers it includes (transitively),
+    the versions of compiler, CUDA headers and CUTLASS, flags, architecture, and the compiler's environment
+    variables. Paths are left out: one cache serves several virtual environments.
 
     Raises:
         ToolchainError: the compiler or its headers are missing.
@@ -204,9 +204,9 @@ def _digest(facts: object) -> str:
 
 
 def header_digests(source: KernelSource) -> dict[str, str]:
-    """SHA-256 of every qcut header the texts include, directly or through another, but for its comment lines.
+    """SHA-256 of every qcut header that a kernel's texts include, directly or through another header.
 
-    Conditional includes count as taken; an include through a macro is not seen.
+    Comment lines are left out. Conditional includes count as taken; an include through a macro is not seen.
     """
     digests: dict[str, str] = {}
     pending = [(INCLUDE_DIR, name) for name in _INCLUDE.findall(source.text + "\n" + (source.host_text or ""))]
@@ -265,11 +265,11 @@ def _to_entries(binary: Binary, source: KernelSource) -> list[tuple[str, cache.E
 
 
 def compile_source(source: KernelSource, device: cache.Entry | None = None) -> Binary:
-    """Compile a kernel, whatever memory and disk hold, and store it in neither.
+    """Compile a kernel without reading or writing memory or the disk cache.
 
     Args:
         source: text, target and toolchain.
-        device: an entry that holds the cubin already: the launcher alone is compiled.
+        device: an entry that holds the cubin already: only the host launcher is compiled; None compiles both.
 
     Raises:
         BuildError: as `build`.
@@ -293,7 +293,7 @@ def is_toolchain_available(kind: str) -> bool:
     """Whether kernels of a toolchain can be built here.
 
     Args:
-        kind: ``nvrtc`` (raw kernels) or ``nvcc`` (CUTLASS kernels: nvcc, g++, CUTLASS headers).
+        kind: ``nvrtc`` for raw kernels, or ``nvcc`` for CUTLASS kernels, which need nvcc, g++ and CUTLASS headers.
     """
     try:
         if kind == "nvrtc":

@@ -1,9 +1,9 @@
 """The kernel cache on disk: one file per kernel, verified when read, never half written.
 
 ``$QCUT_CACHE_DIR``, or else the user's cache folder (``~/.cache/qcut``), holds ``kernels/{name}-{key}.qcut``. A file
-is renamed into place, so a reader sees all of it or none; a SHA-256 over its content turns whatever a crash or a bad
-disk left behind into a miss. A lock per key lets the second process wait for the first one's build instead of repeating
-it. A cache that cannot be written costs one warning, never a result.
+is renamed into place, so a reader sees the whole file or none; a SHA-256 over the content makes a file that a crash or
+a bad disk damaged count as missing. A lock per key makes a second process wait for the first process's build instead
+of repeating it. A cache that cannot be written costs one warning, never a result.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def directory() -> Path | None:
 
 
 def entry_path(name: str, key: str) -> Path | None:
-    """Return where the entry of a kernel lies, whether it exists or not.
+    """Return the path of a kernel's entry, whether the file exists or not.
 
     Args:
         name: procedural name; its first 120 characters make the file recognisable.
@@ -69,7 +69,7 @@ def read(name: str, key: str) -> Entry | None:
     """Read an entry.
 
     Returns:
-        The entry, or None if there is none, or it is truncated, corrupt, foreign or unreadable.
+        The entry, or None where the file is missing, truncated, corrupt, foreign or unreadable.
     """
     path = entry_path(name, key)
     if path is None:
@@ -93,10 +93,10 @@ def read(name: str, key: str) -> Entry | None:
 
 
 def write(name: str, key: str, entry: Entry) -> bool:
-    """Write an entry, or replace it; the caller holds the key (`locked`).
+    """Write or replace an entry. The caller holds the key's lock (`locked`).
 
     Returns:
-        Whether it is on disk. A read-only directory or a full disk warns once and returns False.
+        Whether the entry is on disk. A read-only directory or a full disk warns once and returns False.
     """
     path = entry_path(name, key)
     if path is None:
@@ -117,7 +117,7 @@ def write(name: str, key: str, entry: Entry) -> bool:
 
 
 def discard(name: str, key: str) -> None:
-    """Remove an entry, so that the next build is a real one. Not being able to is no error."""
+    """Remove an entry, so that the next build compiles. An entry that cannot be removed is no error."""
     if path := entry_path(name, key):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
@@ -125,7 +125,7 @@ def discard(name: str, key: str) -> None:
 
 @contextlib.contextmanager
 def locked(key: str) -> Iterator[None]:
-    """Hold a key against the other threads and processes that want to build it.
+    """Hold a key's lock, so that no other thread or process builds the key meanwhile.
 
     Where no lock file can be made, or another process holds one longer than `LOCK_TIMEOUT_S`, the block
     runs unlocked: two builds of one key are a waste, not an error.

@@ -25,11 +25,11 @@ class Resources:
     """Registers and memory of a kernel, as ptxas reports them.
 
     Attributes:
-        registers: per thread.
+        registers: registers per thread.
         smem_bytes: static shared memory per CTA.
-        stack_bytes: local memory per thread; anything but 0 deserves a look.
-        spill_store_bytes: bytes per thread stored to local memory for want of registers.
-        spill_load_bytes: the same, loaded.
+        stack_bytes: local memory per thread; more than 0 deserves a look.
+        spill_store_bytes: bytes that a thread stores to local memory for want of registers.
+        spill_load_bytes: bytes that a thread loads from local memory for want of registers.
     """
 
     registers: int
@@ -47,7 +47,7 @@ def compile_text(source: KernelSource, *, device: bool = True) -> tuple[bytes, b
         device: False compiles the host launcher alone; the cubin is then empty.
 
     Returns:
-        The cubin, the host launcher's shared object (None for a raw kernel), what the compilers said.
+        The cubin, the host launcher's shared object (None for a raw kernel), and the compilers' output.
 
     Raises:
         BuildError: a compiler failed; carries its command and log.
@@ -62,7 +62,7 @@ def compile_text(source: KernelSource, *, device: bool = True) -> tuple[bytes, b
 
 
 def device_flags(source: KernelSource) -> list[str]:
-    """Options of the device compiler, without paths. Contraction is off: epilogues are exact per operation."""
+    """Options of the device compiler, without paths. Contraction is off: every operation of an epilogue rounds once."""
     flags = ["-std=c++17", "--fmad=false", "-DNDEBUG", *(f"-D{d}" for d in source.defines)]
     if source.toolchain == "nvcc":
         number = source.arch.removeprefix("sm_")
@@ -74,8 +74,8 @@ def host_flags(source: KernelSource) -> list[str]:
     """Options of the host compiler, without paths.
 
     Driver symbols stay undefined: libcuda is loaded before the launcher is. GNU unique symbols would tie
-    the launchers' template statics together across shared objects. CUTLASS's device code is read for its
-    types alone: what of it only a device compiler understands is let pass, without a word.
+    the launchers' template statics together across shared objects. g++ reads
+    CUTLASS's device code for its types alone, so errors that ``-fpermissive`` allows, and all warnings, are off.
     """
     defines = ["-DNDEBUG", *(f"-D{d}" for d in source.defines)]
     return [
@@ -92,7 +92,7 @@ def host_flags(source: KernelSource) -> list[str]:
 
 
 def headers(source: KernelSource) -> list[toolchain.Headers]:
-    """Find the header sets a source needs besides qcut's own.
+    """Find the header sets that a source needs besides qcut's own headers.
 
     Raises:
         BuildError: the source names an include root that does not exist.

@@ -1,4 +1,4 @@
-"""The few driver calls that are not a launch: devices, contexts, error texts."""
+"""Driver calls other than launches: devices, contexts, capture of graphs, error texts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def driver_version() -> str:
 
 @cache
 def primary_context(ordinal: int) -> int:
-    """Retain the primary context of a device: the one PyTorch uses. It is kept until the process ends.
+    """Retain the primary context of a device, which PyTorch uses too, until the process ends.
 
     Raises:
         DeviceError: there is no such device, or its context cannot be made.
@@ -126,7 +126,7 @@ def capture_tolerated() -> Iterator[None]:
 
 
 def capture_id(stream: int) -> int:
-    """Return the number of the graph that a stream is being captured into, 0 if it is not.
+    """Return the number of the graph that a stream is being captured into; 0 for a stream that is not captured.
 
     Raises:
         DeviceError: the driver does not know the stream.

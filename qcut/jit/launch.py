@@ -1,8 +1,8 @@
 """Loads binaries onto a device and launches them through the driver API.
 
-Whatever can be done once is done by `load`; `Kernel.launch` packs the arguments into a buffer of the
-calling thread and makes one foreign call. It neither allocates device memory nor synchronises, so it
-works inside a CUDA graph capture.
+`load` does all work that is done once; `Kernel.launch` packs the arguments into a buffer of the calling
+thread and makes one foreign call. A launch neither allocates device memory nor synchronises, so a CUDA
+graph can capture it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def load(binary: Binary, source: KernelSource, device: int) -> Kernel:
     A stored binary that does not load is compiled again, once.
 
     Args:
-        binary: what `build` made of the source.
-        source: its parameters, block and shared memory.
+        binary: the binary that `build` made of the source.
+        source: states the kernel's parameters, block and shared memory.
         device: CUDA ordinal.
 
     Returns:
@@ -87,7 +87,7 @@ def load(binary: Binary, source: KernelSource, device: int) -> Kernel:
 
 
 class _UnusableBinaryError(LaunchError):
-    """Code that does not load: worth one rebuild, for a cache may come from another machine."""
+    """Code does not load. One rebuild is worth a try, since a cache may come from another machine."""
 
 
 class _Buffers(threading.local):
@@ -124,7 +124,7 @@ class Kernel:
         device: CUDA ordinal.
         block: threads per CTA.
         smem_bytes: dynamic shared memory per CTA in bytes.
-        resources: what ptxas said, or None.
+        resources: registers and memory as ptxas reported them, or None.
     """
 
     def __init__(self, binary: Binary, source: KernelSource, device: int) -> None:
@@ -158,7 +158,7 @@ class Kernel:
         """Queue the kernel on a stream of its device.
 
         Args:
-            grid: CTAs in x, y, z. A host launcher computes its own and ignores it.
+            grid: CTAs in x, y, z. A host launcher ignores this argument and computes its own grid.
             args: one number per parameter of the source, in order: addresses, sizes, float32 scalars.
             stream: ``CUstream`` as an integer; 0 is the legacy default stream.
             pdl: programmatic dependent launch: the kernel may start before its predecessor on the
@@ -201,7 +201,7 @@ class Kernel:
         """Ask the host launcher a question (``qcut_query``).
 
         Args:
-            what: one of the ``QUERY_*`` codes, or one that the launcher's emitter defines.
+            what: one of the ``QUERY_*`` codes, or a code that the launcher's emitter defines.
             args: numbers as for `launch`, for questions that depend on the problem.
 
         Raises:
@@ -219,7 +219,7 @@ class Kernel:
         return int(self._host.qcut_query(what, block_ref))
 
     def _recover(self, status: int, again: Callable[[], int], grid: tuple[int, int, int] | None = None) -> None:
-        """Launch again under the kernel's own context if another or none was current; else raise."""
+        """Launch again under the kernel's own context if that was not the current one; otherwise raise."""
         if status in _WRONG_CONTEXT and _device.current_context() != self._context:
             with _device.using(self._context):
                 status = again()
@@ -237,7 +237,7 @@ class Kernel:
         )
 
     def _check_signature(self, lib: ctypes.CDLL, offsets: Sequence[int]) -> None:
-        """Compare the kernel's parameters with what will be packed: a mismatch would corrupt memory."""
+        """Compare the kernel's parameters with the packed arguments: a mismatch would corrupt memory."""
         actual: list[tuple[int, int]] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         queried = ctypes.byref(offset), ctypes.byref(size)
@@ -287,17 +287,17 @@ def _load_host(binary: Binary) -> ctypes.CDLL:
 
 
 def load_shared(name: str, code: bytes) -> ctypes.CDLL:
-    """Load a shared object from memory: no file that a full disk or a noexec mount could spoil.
+    """Load a shared object from memory, so that neither a full disk nor a noexec mount can stop the load.
 
     Args:
-        name: what debuggers and profilers call it.
-        code: the ELF file.
+        name: the name that debuggers and profilers show.
+        code: contents of the ELF file.
 
     Raises:
         OSError: the loader refuses it.
     """
-    # The descriptor stays open, for the loader knows libraries by path, and a number used again would name the
-    # wrong one.
+    # The descriptor stays open: the loader knows libraries by path, and a descriptor number used again would name
+    # another library.
     fd = os.memfd_create(name[:200], os.MFD_CLOEXEC)
     try:
         with os.fdopen(fd, "wb", closefd=False) as file:

@@ -1,7 +1,7 @@
 """Finds compilers, headers and the driver: PyPI packages first, then ``CUDA_HOME``, then ``PATH``.
 
-Nothing is searched, loaded or run at import. Every ``find_*`` remembers what it found for the life of
-the process and raises `ToolchainError`, saying what to install, when there is nothing to find.
+Nothing is searched, loaded or run at import. Every ``find_*`` function remembers its result for the life of
+the process, and raises `ToolchainError`, which says what to install, where nothing is found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qcut.errors import DeviceError, ToolchainError
 LIBCUDA = "libcuda.so.1"
 SYSTEM_CUDA = Path("/usr/local/cuda")
 
-# Each wheel brings one of these; only all of them together make an include path that compiles.
+# Each wheel brings one of these headers; only all of them together make an include path that compiles.
 _CUDA_HEADERS = {
     "cuda_fp16.h": "nvidia-cuda-runtime",
     "crt/host_defines.h": "nvidia-cuda-crt",
@@ -38,8 +38,8 @@ class Tool:
     Attributes:
         name: ``nvrtc``, ``nvcc`` or ``g++``.
         path: the executable or shared library.
-        version: as precise as the tool tells; part of the cache key.
-        root: the CUDA installation it belongs to, if it belongs to one.
+        version: version as precise as the tool reports it; part of the cache key.
+        root: the CUDA installation that the tool belongs to, or None.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Headers:
-    """A set of include directories of one version, in search order."""
+    """A set of headers: its include directories in search order, and its version."""
 
     name: str
     paths: tuple[Path, ...]
@@ -76,7 +76,7 @@ def find_nvrtc() -> Tool:
         program_class()
     except Exception as error:  # each package and version of it has its own exception for "not found"
         raise ToolchainError(
-            f"NVRTC cannot be loaded ({type(error).__name__}: {error}); raw kernels need it: "
+            f"NVRTC cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}); raw kernels need it: "
             "pip install 'nvidia-cuda-nvrtc==13.0.*' 'cuda-python>=13,<14' cuda-core"
         ) from error
     path = Path(library.abs_path or "libnvrtc.so").resolve()
@@ -100,7 +100,7 @@ def find_gxx() -> Tool:
         The program and its version.
 
     Raises:
-        ToolchainError: there is none, or it does not run.
+        ToolchainError: there is no g++, or it does not run.
     """
     tried = []
     for name in (os.environ.get("CXX", ""), "g++"):
@@ -118,13 +118,13 @@ def find_gxx() -> Tool:
 
 @cache
 def find_nvcc() -> Tool:
-    """Find nvcc: the PyPI packages, ``$CUDA_HOME``, ``$CUDA_PATH``, ``PATH``, ``/usr/local/cuda``.
+    """Find nvcc in the PyPI packages, ``$CUDA_HOME``, ``$CUDA_PATH``, ``PATH`` or ``/usr/local/cuda``, in this order.
 
     Returns:
         The program, its full version and its installation root.
 
     Raises:
-        ToolchainError: there is none, or what was found is incomplete.
+        ToolchainError: there is no nvcc, or its installation is incomplete.
     """
     problems = []
     on_path = shutil.which("nvcc")
@@ -165,7 +165,7 @@ def find_cuda_include(root: Path | None = None) -> Headers:
         Include directories and the runtime's version. One complete installation wins over a mixture.
 
     Raises:
-        ToolchainError: a header is nowhere; the message names its package.
+        ToolchainError: a header is missing; the message names its package.
     """
     roots = [*([root] if root else []), *_pypi_roots(), *_env_roots()]
     on_path = shutil.which("nvcc")
@@ -267,7 +267,7 @@ def _nvrtc_patch_version(path: Path, version: str) -> str:
 
 
 def _run(command: list[str]) -> str:
-    """Output of a short probe, both streams; empty when it cannot run."""
+    """Output of a short command, both streams together; empty where the command cannot run."""
     try:
         done = subprocess.run(
             command,

@@ -1,8 +1,9 @@
 """Quantized modules in place of ``nn.Linear`` and ``nn.Embedding``.
 
-The imports register the layers: `qcut.layers.base.Linear` finds the class of a scheme in a table that they fill.
+Importing this package imports its modules: `qcut.layers.base.Linear` finds the class of a scheme in a table that they
+fill.
 """
 
-from qcut.layers import codebook, int8
+from qcut.ops.registry import import_modules
 
-__all__ = ["codebook", "int8"]
+import_modules(__name__)

@@ -6,7 +6,7 @@ One subclass computes one scheme, or all schemes of one class, and names them wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -20,6 +20,8 @@ from qcut.models.modules import float_bias, float_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from qcut.cuda.prebuild import LayerCall
 
 
 class Linear(nn.Module):
@@ -170,6 +172,26 @@ class Linear(nn.Module):
         if bias is not None:
             layer.bias = float_bias(bias, name)
         return layer.train(module.training)
+
+    @classmethod
+    def cuda_calls(
+        cls, scheme: Scheme, *, dtype: torch.dtype, rows: int, n: int, k: int, bias: bool, activation: str
+    ) -> Sequence[LayerCall]:
+        """Describes a call on CUDA, so that its kernels can be built before there is a layer.
+
+        Args:
+            scheme: one that the class computes.
+            dtype: of tokens and result.
+            rows: number of tokens.
+            n: output channels.
+            k: columns of the tokens.
+            bias: whether there is one.
+            activation: after the bias.
+
+        Returns:
+            Descriptions for `qcut.cuda.prebuild`; none where kernels are built when the layer is called first.
+        """
+        return ()
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer.

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from qcut.layers.stored import StateEntry
 from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.int8 import apply_activation
 from qcut.ops.codebook import can_rotate
+
+if TYPE_CHECKING:
+    from qcut.cuda.prebuild import LayerCall
 
 _GEMM = torch.ops.qcut.codebook_gemm.default
 _GEMV = torch.ops.qcut.codebook_gemv.default
@@ -114,6 +117,31 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     scheme: Codebook
 
     block_rows = codebook_layout.ROW_ALIGNMENT
+
+    @classmethod
+    def cuda_calls(
+        cls, scheme: Scheme, *, dtype: torch.dtype, rows: int, n: int, k: int, bias: bool, activation: str
+    ) -> Sequence[LayerCall]:
+        """See `Linear.cuda_calls`; there are none of passes of two widths."""
+        from qcut.cuda.codebook import CodebookLayer
+
+        scheme = cast(Codebook, scheme)
+        if len(set(scheme.widths)) > 1:
+            return ()
+        call = CodebookLayer(
+            rows=rows,
+            n=n,
+            k=k,
+            dtype=dtype,
+            bits=scheme.bits,
+            passes=scheme.passes,
+            kind=scheme.rotation,
+            group_size=scheme.group_columns(k),
+            int8=scheme.int8_products,
+            bias=bias,
+            activation=activation,
+        )
+        return [call]
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
         scheme, k, n = self.scheme, self.in_features, self.out_features

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from qcut.config import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, StaticRange, padded_k
+from qcut.config import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Scheme, StaticRange, padded_k
 from qcut.errors import ConfigError, layer_prefix
 from qcut.layers.base import Linear
 from qcut.numerics import int8 as numerics
+
+if TYPE_CHECKING:
+    from qcut.cuda.prebuild import LayerCall
 
 _W8A8 = torch.ops.qcut.w8a8_linear.default
 _INT8 = torch.ops.qcut.int8_linear.default
@@ -42,6 +46,17 @@ class Int8Linear(Linear):
     def rows(self, ids: Tensor) -> Tensor:
         """See `Linear.rows`; bitwise the rows of `dequantized_weight`."""
         return numerics.dequantize_ref(self.weight.index_select(0, ids), self.weight_scale[ids])
+
+    @classmethod
+    def cuda_calls(
+        cls, scheme: Scheme, *, dtype: torch.dtype, rows: int, n: int, k: int, bias: bool, activation: str
+    ) -> Sequence[LayerCall]:
+        """See `Linear.cuda_calls`; rows of tokens are taken to lie one behind another."""
+        from qcut.cuda.linear import LinearLayer
+        from qcut.cuda.plans import m_bucket
+
+        aligned = k * dtype.itemsize % 16 == 0
+        return [LinearLayer(scheme.name, dtype, m_bucket(rows), n, k, bias, activation, aligned)]
 
     def _get_name(self) -> str:
         return "Linear"  # as the scheme stands in the representation, the class would say the same twice

@@ -1,1 +1,1 @@
-"""A float model as torch has it: its linear layers, its norms, its quality on a text."""
+"""Float models as torch modules: finding their linear layers and norms, measuring their quality on a text."""

@@ -1,4 +1,4 @@
-"""How good a causal language model is on a text: one measure that plans, examples and benchmarks share."""
+"""Perplexity of a causal language model on a text, as plans, examples and benchmarks measure it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qcut.models.modules import evaluating, forward, model_device, output_tensor
 
 
 def windows_of(token_ids: Tensor, window: int = 512, max_windows: int | None = None) -> Tensor:
-    """Cut a token stream into non-overlapping windows; the incomplete last one is dropped.
+    """Cut a token stream into non-overlapping windows; an incomplete last window is dropped.
 
     Args:
         token_ids: integer tensor ``[T]``.
@@ -26,7 +26,7 @@ def windows_of(token_ids: Tensor, window: int = 512, max_windows: int | None = N
 
     Raises:
         DtypeError: the ids are not integers.
-        ShapeError: not one-dimensional, a window under 2 tokens, or fewer tokens than one window.
+        ShapeError: the ids are not one-dimensional or fewer than one window, or a window has fewer than 2 tokens.
     """
     if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
         raise DtypeError(f"token_ids: found {token_ids.dtype}; token ids are integers")
@@ -75,11 +75,11 @@ def perplexity(
 ) -> float:
     """Perplexity over non-overlapping windows: ``exp(sum of nll / number of predicted tokens)``.
 
-    Each window starts afresh and predicts its tokens ``1 .. window - 1`` from those before them, as the shift of
-    Hugging Face's loss does. Token losses are float32, their sum is float64.
+    The model predicts tokens ``1 .. window - 1`` of each window from the tokens before them in the same window, as
+    Hugging Face's shifted loss does. Token losses are float32, their sum is float64.
 
     Args:
-        model: returns logits ``[B, T, V]``, itself or as ``.logits`` or as the first element.
+        model: returns logits ``[B, T, V]``, or an output with ``.logits``, or a tuple that begins with the logits.
         token_ids: integer tensor ``[T]`` on any device; windows are moved to the model's.
         window: tokens per window.
         batch_size: windows per forward call.
@@ -87,7 +87,7 @@ def perplexity(
         max_windows: evaluate at most this many windows, from the start.
 
     Returns:
-        The perplexity; NaN or infinite where the model's logits are.
+        The perplexity; NaN or infinite where logits are NaN or infinite.
 
     Raises:
         DtypeError: the ids are not integers.

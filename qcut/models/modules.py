@@ -1,4 +1,4 @@
-"""Walking a model: which layers qcut can quantize, how to call the model, what it returns."""
+"""Walks a model: finds the layers that qcut can quantize, calls the model, reads its output, replaces modules."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch.utils import _pytree as pytree
 from qcut.errors import DtypeError, QuantizationError, UnsupportedError, layer_prefix
 
 DEFAULT_SKIP = ("lm_head",)
-"""Left in float unless asked for: the classifier is tied to the embedding in most models, and sensitive."""
+"""Layers left in float by default: most models tie the classifier to the embedding, and the classifier is sensitive."""
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of the float weights that qcut quantizes, and of the rows that its embeddings return."""
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' ``Conv1D`` (a linear layer whose weight is stored ``[K, N]``)."""
+    """Whether a module is transformers' ``Conv1D``, a linear layer whose weight is stored as ``[K, N]``."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether qcut can replace this module: ``nn.Linear`` or ``Conv1D``, with the forward and the weight of the class.
+    """Whether qcut can replace a module: an ``nn.Linear`` or ``Conv1D`` with the forward and the weight of that class.
 
-    A subclass with a forward of its own (an adapter), a parametrized weight, and the projection that
-    ``nn.MultiheadAttention`` reads without calling it are other things, and are left alone.
+    qcut leaves three kinds of module alone: subclasses with a forward of their own (adapters), modules with a
+    parametrized weight, and the projection that ``nn.MultiheadAttention`` reads without calling it.
     """
     if module._parameters.get("weight") is None or type(module).__name__ == "NonDynamicallyQuantizableLinear":
         return False
@@ -44,15 +44,15 @@ def weight_nk(module: nn.Module) -> Tensor:
 
 
 def float_weight(module: nn.Module, name: str | None = None) -> Tensor:
-    """The weight of a layer to quantize as ``[N, K]``, a view without gradient, whichever way the module stores it.
+    """The weight of a layer to quantize as ``[N, K]``, a view without gradient, for either storage order.
 
     Args:
-        module: ``nn.Linear`` or ``Conv1D``; one with a forward of its own counts too.
+        module: ``nn.Linear`` or ``Conv1D``, subclasses with a forward of their own included.
         name: name of the layer, for error messages.
 
     Raises:
-        UnsupportedError: another kind of module, or a weight on the meta device.
-        DtypeError: a weight of another dtype than `WEIGHT_DTYPES`.
+        UnsupportedError: the module is of another kind, or its weight is on the meta device.
+        DtypeError: the weight's dtype is not one of `WEIGHT_DTYPES`.
     """
     where = layer_prefix(name)
     weight = getattr(module, "weight", None)
@@ -69,10 +69,10 @@ def float_weight(module: nn.Module, name: str | None = None) -> Tensor:
 
 
 def float_bias(bias: Tensor, name: str | None = None) -> Tensor:
-    """A bias as float32 ``[N]``, a copy.
+    """A copy of a bias as float32 ``[N]``.
 
     Raises:
-        QuantizationError: NaN or Inf.
+        QuantizationError: the bias holds NaN or Inf.
     """
     bias = bias.detach().to(torch.float32, copy=True)
     if not bias.isfinite().all():
@@ -81,17 +81,17 @@ def float_bias(bias: Tensor, name: str | None = None) -> Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Such as ``float16``."""
+    """The name of a dtype without ``torch.``, such as ``float16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def weight_dtype_names() -> str:
-    """`WEIGHT_DTYPES` for error messages."""
+    """The names of `WEIGHT_DTYPES`, for error messages."""
     return ", ".join(map(dtype_name, WEIGHT_DTYPES))
 
 
 def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors exactly if they are the same memory seen the same way: tied weights."""
+    """A key that is equal for tied tensors: two tensors with the same memory, shape and strides."""
     pointer = 0 if tensor.is_meta else tensor.untyped_storage().data_ptr()
     if pointer == 0:
         return (id(tensor),)
@@ -116,9 +116,9 @@ def weight_of(module: nn.Module) -> nn.Parameter:
 
 
 def tied_elsewhere(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Those of the layers whose weight a module outside of them holds too, with that module's name.
+    """The layers whose weight a module outside ``layers`` holds too, with that module's name.
 
-    Such a layer stays in float: a quantized copy beside the embedding it is tied to would cost memory, not save it.
+    Such a layer stays in float: a quantized copy beside the embedding of the same weight would cost memory.
     """
     holders = weight_holders(model)
     outside = {name: set(holders[tensor_key(weight_of(module))]) - set(layers) for name, module in layers.items()}
@@ -136,9 +136,9 @@ def find_layers(
     """The linear layers of a model, by name, in the order of ``named_modules``.
 
     Args:
-        model: the model; a module registered under several names counts once, under the first.
-        include: globs (see `matches`); None takes every layer. A glob that matches no layer is an error.
-        skip: globs of layers to leave out; ``include`` does not overrule it. These may match nothing.
+        model: the model. A module registered under several names counts once, under its first name.
+        include: globs (see `matches`) of layers to take; None takes every layer. A glob must match a layer.
+        skip: globs of layers to leave out, even where ``include`` names them. A glob may match nothing.
 
     Raises:
         QuantizationError: a glob of ``include`` matches nothing, or no layer is left.
@@ -183,18 +183,18 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it moved to the device; any mapping becomes a dict."""
+    """Move every tensor of a batch to the device; mappings become dicts."""
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     return pytree.tree_map_only(Tensor, lambda t: t.to(device), batch)
 
 
 def forward(model: nn.Module, batch: Any) -> Any:
-    """Call a model on one batch: a tensor is its first argument, a tuple or list its arguments, a mapping its keywords.
+    """Call a model on one batch: a tensor is the first argument, a tuple or list all arguments, a mapping the keywords.
 
     A Hugging Face model is told not to build a key-value cache.
 
     Raises:
-        DtypeError: the batch is none of these.
+        DtypeError: the batch is of another type.
     """
     extra = {"use_cache": False} if getattr(getattr(model, "config", None), "use_cache", False) else {}
     if isinstance(batch, Tensor):
@@ -209,10 +209,10 @@ def forward(model: nn.Module, batch: Any) -> Any:
 
 
 def output_tensor(output: Any) -> Tensor:
-    """The logits of a model's output: itself, its ``logits``, or the first floating tensor in it.
+    """The logits in a model's output: the output itself, its ``logits``, or its first floating-point tensor.
 
     Raises:
-        DtypeError: there is no floating tensor in it.
+        DtypeError: the output holds no floating-point tensor.
     """
     logits = getattr(output, "logits", None)
     for leaf in [logits, *pytree.tree_leaves(output), *pytree.tree_leaves(getattr(output, "__dict__", None))]:
@@ -222,7 +222,7 @@ def output_tensor(output: Any) -> Tensor:
 
 
 def input_ids_of(batch: Any) -> Tensor | None:
-    """The integer ``[B, T]`` token ids of a batch, or None where it holds none."""
+    """The token ids of a batch, an integer tensor ``[B, T]``, or None where the batch has none."""
     if isinstance(batch, Mapping):
         ids = batch.get("input_ids")
     else:
@@ -232,13 +232,13 @@ def input_ids_of(batch: Any) -> Tensor | None:
 
 
 def as_given(x: Tensor, module: nn.Module) -> Tensor:
-    """Sampled inputs of a layer in the dtype it meets them in: what its CUDA kernels are built for."""
+    """Sampled inputs of a layer, in the dtype that the layer gets from its model and that its CUDA kernels take."""
     weight = weight_of(module)
     return x.to(weight.device, weight.dtype) if weight.is_cuda else x
 
 
 def replace_modules(model: nn.Module, new: dict[int, nn.Module]) -> None:
-    """Put modules in the place of others, by id, wherever these are registered."""
+    """Replace modules, given by id, wherever the model registers them."""
     for parent in list(model.modules()):
         for key, child in parent._modules.items():
             if child is not None and id(child) in new:
@@ -246,24 +246,24 @@ def replace_modules(model: nn.Module, new: dict[int, nn.Module]) -> None:
 
 
 class FusedActivation(nn.Identity):
-    """Stands where an activation stood that the linear layer before it now computes."""
+    """Takes the place of an activation that the linear layer before it computes."""
 
     def __init__(self, activation: str = "none") -> None:
         super().__init__()
         self.activation = activation
 
     def extra_repr(self) -> str:
-        """Which one, for ``print(model)``."""
+        """The activation's name, for ``print(model)``."""
         return self.activation
 
 
 def fusible_activations(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """Activations that nothing but one linear layer feeds, by the name of that layer.
+    """Activations whose only input is the result of one linear layer, by the name of that layer.
 
-    Known places: the MLP of GPT-2 (``c_fc`` then ``act``), and neighbours in an ``nn.Sequential``.
+    Two places are known: the MLP of GPT-2 (``c_fc``, then ``act``), and neighbours in an ``nn.Sequential``.
 
     Returns:
-        Layer name → (name of the activation module, name of the function as `qcut.Linear` calls it).
+        By layer name: the name of the activation module, and its function's name in `qcut.config.ACTIVATIONS`.
     """
     fusible = {}
     for name, module in model.named_modules():

@@ -1,8 +1,8 @@
-"""Finding norms whose output channels can be rescaled without changing the model.
+"""Finds norms whose output channels can be rescaled without changing the model.
 
-That is so where (1) the norm's output is proportional to its weight and bias, and (2) linear layers are the only
-readers of that output. Both are established by watching one forward call, not by names: any plain PyTorch model will
-do, and a Gemma-style ``(1 + w)`` norm fails the first test by measurement.
+A norm can be rescaled where (1) its output is proportional to its weight and bias, and (2) linear layers are the only
+readers of that output. The tracer watches one forward call for both, and goes by no names: any plain PyTorch model
+will do, and a Gemma-style ``(1 + w)`` norm fails the first test by measurement.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NormPair:
         """Read what `to_json` wrote.
 
         Raises:
-            CalibrationError: not a norm's name and a list of layers' names.
+            CalibrationError: the data are not a norm's name and a list of layers' names.
         """
         norm, layers = data["norm"], data["layers"]
         if not (isinstance(norm, str) and isinstance(layers, list) and all(isinstance(n, str) for n in layers)):
@@ -45,19 +45,20 @@ class NormPair:
 
 
 def trace_norms(model: nn.Module, call: Callable[[], Any]) -> tuple[list[NormPair], dict[str, str]]:
-    """Run one forward call and say which norms may be rescaled.
+    """Run one forward call and find the norms that may be rescaled.
 
     A norm here is a childless module with a one-dimensional ``weight`` of K values whose output ends in K channels.
     Readers are recognized by the identity of the tensor: every torch function that takes the norm's output, outside a
-    linear layer it was passed to, is another reader (a residual, a view, an unquantized module), unless no tensor
-    comes of it (``x.shape``). So is the model's caller, where the tensor is part of the model's output.
+    linear layer it was passed to, is another reader (a residual, a view, an unquantized module), unless the
+    function returns no tensor (``x.shape``). The model's caller is a reader too, of all that the model returns.
 
     Args:
         model: in evaluation mode.
         call: runs the model once, under ``torch.no_grad()``.
 
     Returns:
-        The pairs in the order the norms ran, and the other norms with the reason why not.
+        The norms that may be rescaled, with their readers, in the order the norms ran; and by name the reason why
+        another norm may not.
     """
     tracer = _Tracer(model)
     try:
@@ -173,7 +174,7 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 
 def _harmless(func: Any, tensor: Tensor, result: Any) -> bool:
-    """Whether a call leaves the norm's output unread and unchanged: no tensor comes of it, or the very same tensor."""
+    """Whether a call neither reads nor changes the norm's output: the call returns no tensor, or the same tensor."""
     name = getattr(func, "__name__", "")
     if result is tensor:
         return not (name.endswith("_") and not name.endswith("__"))

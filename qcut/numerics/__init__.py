@@ -1,1 +1,1 @@
-"""All quantization mathematics, as plain torch: the definitions that kernels are held to."""
+"""Int8 arithmetic and sampling in plain torch: the definitions that kernels are compared with."""

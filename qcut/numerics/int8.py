@@ -1,10 +1,10 @@
-"""All quantization mathematics, as plain torch: the definition that every kernel is held to.
+"""Int8 quantization and products in plain torch: the definition that every int8 kernel is compared with.
 
 Float arithmetic is float32, one rounded operation at a time, in the order the formulas are written;
 ``rne`` rounds half to even. GPU kernels compute the same operations without contraction, so that
-integers agree bitwise, and so do floats where the activation is ``none`` or ``relu``. Scales are
-the smallest numbers that make the largest magnitude fit; a scale that would be 0 is 1. "Bitwise"
-holds on every device.
+integers agree bitwise, and so do floats where the activation is ``none`` or ``relu``. A scale is the
+smallest number with which the largest magnitude fits; a scale that would be 0 is 1. "Bitwise" below
+means on every device.
 
 Source: docs/schemes.md, sections 2 (W8A8) and 3 (W8A16).
 """
@@ -20,11 +20,11 @@ from torch import Tensor
 from qcut.config import StaticRange, check_activation
 from qcut.errors import ConfigError, QuantizationError
 
-_CHUNK_ELEMENTS = 1 << 24  # weights are read in pieces: no float32 copy of a whole one exists
+_CHUNK_ELEMENTS = 1 << 24  # weights are read in pieces, so that no float32 copy of a whole weight exists
 
 
 def _divide(numerator: Tensor, divisor: float) -> Tensor:
-    # A Python scalar would do here, but CUDA then multiplies by its rounded reciprocal.
+    # CUDA would multiply by the rounded reciprocal of a Python scalar.
     return numerator / torch.full((), divisor, dtype=torch.float32, device=numerator.device)
 
 
@@ -85,7 +85,7 @@ def quantize_weight(w: Tensor, *, layer: str | None = None) -> tuple[Tensor, Ten
 
 
 def dequantize_ref(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``dtype(f32(q[r, c]) * scale[r])``.
+    """Dequantizes rows: ``dtype(f32(q[r, c]) * scale[r])``.
 
     Args:
         q: int8 ``[R, C]``.
@@ -101,7 +101,7 @@ def dequantize_ref(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32)
 
 
 def colsum_ref(q: Tensor) -> Tensor:
-    """``colsum[n] = sum_k q[n, k]`` in int32: what a zero point of the other operand multiplies.
+    """``colsum[n] = sum_k q[n, k]`` in int32, which a product multiplies by the other operand's zero point.
 
     Args:
         q: int8 ``[N, K]``.
@@ -120,8 +120,8 @@ def quantize_per_token_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
     ``scale[m] = max_k |f32(x[m, k])| / 127`` (1 where that is 0),
     ``q = clamp(rne(f32(x) / scale[m]), -127, 127)``.
 
-    A row that holds NaN or Inf gets the scale NaN and zeros, so that its output row is NaN: a bad
-    token propagates and leaves the others alone.
+    A row that holds NaN or Inf gets the scale NaN and zeros, so that its output row is NaN: one bad
+    token does not change the others.
 
     Args:
         x: ``[M, K]`` float16, bfloat16 or float32; M may be 0.
@@ -169,10 +169,10 @@ def static_qparams(lo: float, hi: float) -> tuple[float, int]:
 
 
 def quantize_per_tensor_ref(x: Tensor, scale: float, zero_point: int, k_padded: int) -> Tensor:
-    """Quantizes with calibrated parameters.
+    """Quantizes all tokens with one calibrated scale and zero point.
 
-    ``q = clamp(rne(f32(x) / f32(scale)) + zero_point, -128, 127)``; NaN becomes ``zero_point`` (there
-    is no scale to carry it), and ±Inf saturates.
+    ``q = clamp(rne(f32(x) / f32(scale)) + zero_point, -128, 127)``; NaN becomes ``zero_point``, and ±Inf
+    saturates.
 
     Args:
         x: ``[M, K]`` float16, bfloat16 or float32; M may be 0.
@@ -191,10 +191,10 @@ def quantize_per_tensor_ref(x: Tensor, scale: float, zero_point: int, k_padded: 
 
 
 def is_raw_output(out_dtype: torch.dtype, wrap: bool) -> bool:
-    """Whether a GEMM returns its accumulators, or their low bits, as they are.
+    """Whether a GEMM returns its int32 accumulators, or with ``wrap`` their low eight bits, without an epilogue.
 
     Raises:
-        ConfigError: ``wrap`` with another dtype than int8.
+        ConfigError: ``wrap`` is set with another dtype than int8.
     """
     if wrap and out_dtype is not torch.int8:
         name = str(out_dtype).removeprefix("torch.")
@@ -203,10 +203,10 @@ def is_raw_output(out_dtype: torch.dtype, wrap: bool) -> bool:
 
 
 def raise_absmax(absmax: Tensor | None, rows: Tensor) -> None:
-    """``absmax[m] = max(absmax[m], max |f32(rows[m])|)``, in place; NaN is the largest. Nothing to do for None.
+    """Raises absmax in place: ``absmax[m] = max(absmax[m], max |f32(rows[m])|)``, where NaN counts as the largest.
 
     Args:
-        absmax: float32 ``[M]``.
+        absmax: float32 ``[M]``; None: nothing happens.
         rows: ``[M, ...]`` float16, bfloat16 or float32.
     """
     if absmax is not None and rows.numel():
@@ -231,7 +231,7 @@ def gemm_s8_ref(
 ) -> Tensor:
     """int8 GEMM with the epilogue of `qcut.emitters.core.epilogue`.
 
-    What is None is left out of::
+    Terms whose tensor is None are left out of::
 
         acc = sum_k a[m, k] * b[n, k]                # int32, exact
         v = f32(acc - zero_point[m] * colsum[n])     # the subtraction in int32
@@ -240,7 +240,8 @@ def gemm_s8_ref(
         v = v + f32(residual[m, n])
         D = out_dtype(v)                             # int8: clamp(rne(v * out_inv_scale) + out_zero_point)
 
-    An int32 result is ``acc`` itself, and an int8 result with ``wrap`` its low eight bits: they fuse nothing.
+    An int32 result is ``acc`` itself, and an int8 result with ``wrap`` is the low eight bits of ``acc``; neither takes
+    an epilogue.
 
     Args:
         a: int8 ``[M, K]``; M may be 0.
@@ -292,7 +293,7 @@ def gemm_s8_ref(
             raise ConfigError("gemm_s8: a residual cannot be added to an int8 result")
         v += residual.float()
     if out_dtype is torch.int8:
-        # The product of two float32 is exact in float64: it is rounded once, to an integer.
+        # The product of two float32 is exact in float64, so rounding to an integer is the only rounding.
         inv_scale = torch.tensor(out_inv_scale, dtype=torch.float32, device=v.device).double()
         v = v.double().mul_(inv_scale).round_().add_(out_zero_point).clamp_(-128, 127)
         return v.nan_to_num_(nan=0.0).to(torch.int8)
@@ -300,7 +301,7 @@ def gemm_s8_ref(
 
 
 def w8a8_linear_ref(x: Tensor, qweight: Tensor, weight_scale: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on dynamically quantized tokens.
+    """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on tokens quantized with a scale each.
 
     Args:
         x: ``[M, K]`` float16, bfloat16 or float32.
@@ -379,7 +380,7 @@ def apply_activation(v: Tensor, activation: str) -> Tensor:
 
     Exactness: ``none`` and ``relu`` bitwise; the others within 4 ulp of ``max(|v|, |act(v)|)``.
     """
-    # Spelled out: the fused functions of torch differ in the last bit with an element's position.
+    # Written as single operations: torch's fused functions differ in the last bit with an element's position.
     match check_activation(activation):
         case "relu":
             return torch.relu(v)
@@ -411,7 +412,7 @@ def _matmul_s8(a: Tensor, b: Tensor) -> Tensor:
     if a.device.type != "cpu":
         return (a.double() @ b.double().t()).to(torch.int32)
     if a.shape[1] >= 16 and _int_mm_is_exact():
-        # torch 2.13 takes the stride of an extent of 1 at its word, and contiguous() leaves it as it is.
+        # torch 2.13 reads the stride of a dimension of size 1, which contiguous() does not mend.
         a, b = (q.reshape(-1).view(q.shape) for q in (a, b))
         return torch._int_mm(a, b.t())
     # Sums of 1024 products are at most 2**24, so float32 holds every partial sum in any order.

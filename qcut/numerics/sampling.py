@@ -1,9 +1,9 @@
-"""Choosing the next token from logits, as plain torch: the definition that a kernel is held to, token for token.
+"""Chooses the next token from logits, in plain torch: the definition that a kernel equals token for token.
 
-A draw depends on the seed, the sequence and the position alone. Probabilities are integers once the exponential is
-taken, so that sums are exact in every order, and the exponential is spelled out in float32 operations, each rounded
-by itself: tokens agree bitwise on every device and in every batch (under ``torch.compile``, which contracts float
-operations, they need not). No function reads a tensor on the host, so that a CUDA graph can capture each.
+A draw depends on the seed, the sequence and the position alone. The exponential is written as float32 operations, each
+rounded by itself, and its results are made integers, whose sums are exact in every order. Tokens are therefore the same
+on every device and in every batch, except under ``torch.compile``, which contracts float operations. No function reads
+a tensor on the host, so that a CUDA graph can capture each function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from qcut.errors import ConfigError, DeviceError, DtypeError, ShapeError
 
 MAX_VOCABULARY = 1 << 22
-"""Most logits of a row: so many weights of 2**40 add up to 2**62, which int64 holds."""
+"""Most logits in a row: 2**22 weights of at most 2**40 add up to 2**62, which int64 holds."""
 
 _MASK32, _MASK24 = 0xFFFF_FFFF, 0xFF_FFFF
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 2.0**-126, float.fromhex("0x1.fffffep+127")  # float32's normal numbers
@@ -30,16 +30,17 @@ _EXP_TERMS = tuple(1 / math.factorial(k) for k in range(7, -1, -1))
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings by which a token is drawn.
+    """The settings by which a token is chosen.
 
     Attributes:
-        temperature: 0 chooses the largest logit; logits are divided by any other, a normal number of float32.
-        top_k: how many of the largest logits are kept; 0 keeps all.
-        top_p: share of the probability that the kept tokens reach, in (0, 1], to 24 bits; 1 keeps all.
+        temperature: divisor of the logits, a positive normal number of float32; 0 always chooses the largest logit.
+        top_k: number of largest logits to draw from; 0 keeps all.
+        top_p: the draw is from the fewest likeliest tokens whose probabilities sum to this or more, in (0, 1], rounded
+            to 24 bits; 1 keeps all.
         seed: key of the random draws, in [0, 2**64).
 
     Raises:
-        ConfigError: a value is not as above; 0 is the least temperature and top_k.
+        ConfigError: a value lies outside its range, or is negative.
     """
 
     temperature: float = 0.0
@@ -115,7 +116,9 @@ def uniform(seed: int, sequence: Tensor, position: Tensor) -> Tensor:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """The largest logit of each row, the lowest index among equals (-0 and 0 too); NaN only where all are: index 0.
+    """The index of each row's largest logit: of equal logits (-0 and 0 too) the first. NaN is never the largest.
+
+    A row of NaN alone gives index 0.
 
     Args:
         logits: ``[B, V]`` of any floating-point dtype, compared as float32; B may be 0, V is 1 to 2**22.
@@ -134,7 +137,7 @@ def argmax(logits: Tensor) -> Tensor:
         raise ShapeError(f"logits: found shape {tuple(logits.shape)}; allowed: [B, V], V in [1, {MAX_VOCABULARY}]")
     x, columns = logits.detach().float(), logits.shape[1]
     largest = x.masked_fill(x.isnan(), -math.inf).amax(1, keepdim=True)
-    # torch's own argmax prefers NaN. A row of NaN alone equals nothing: its index is `columns`, and becomes 0.
+    # torch's own argmax prefers NaN. In a row of NaN alone no element equals the largest: `columns` becomes 0.
     return torch.arange(columns, device=x.device).masked_fill(x != largest, columns).amin(1) % columns
 
 
@@ -174,7 +177,7 @@ def sample(logits: Tensor, sampling: Sampling, sequence: Tensor, position: Tenso
     _check_places(sequence, position, best.shape, best.device)
     if sampling.greedy:
         return best
-    x = logits.detach().float() + 0.0  # makes -0 a 0: a sort may compare bits
+    x = logits.detach().float() + 0.0  # -0 becomes 0, since a sort may compare bits
     x, token = x.masked_fill_(x.isnan(), -math.inf).sort(dim=1, descending=True, stable=True)
     if sampling.top_k:
         x, token = x[:, : sampling.top_k], token[:, : sampling.top_k]
@@ -208,7 +211,7 @@ def _share(total: Tensor, parts: Tensor | int, rounding: int = 0) -> Tensor:
 
 
 def _wide_product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a product of 32-bit numbers, by halves of one: the whole would leave int64."""
+    """High and low 32 bits of the product of two 32-bit numbers, computed by halves so that int64 does not overflow."""
     low = (word & 0xFFFF) * multiplier
     high = (word >> 16) * multiplier + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF

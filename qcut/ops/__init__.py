@@ -6,16 +6,6 @@ class holds its arguments, checks, fake and CPU implementation (`qcut.ops.regist
 same name for CUDA, imported at the first CUDA call.
 """
 
-from qcut.ops import activation, attention, codebook, embed, gemm, linear, next_token, norm, quantize
+from qcut.ops.registry import import_modules
 
-__all__ = [
-    "activation",
-    "attention",
-    "codebook",
-    "embed",
-    "gemm",
-    "linear",
-    "next_token",
-    "norm",
-    "quantize",
-]
+import_modules(__name__)

@@ -98,7 +98,7 @@ class AppendKv(NamedTuple):
         DtypeError, ShapeError, DeviceError: a tensor is not as above, or ``length`` does not divide T.
         ConfigError: cosines without sines, or scales that do not go with the cache's type.
 
-    Exactness: bitwise; int8 rows and scales are `qcut.numerics.quantize_per_token_ref` of a head.
+    Exactness: bitwise; int8 rows and scales are `qcut.numerics.int8.quantize_per_token_ref` of a head.
     """
 
     q: Annotated[Tensor, MUTATED]

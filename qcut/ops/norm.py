@@ -89,7 +89,7 @@ class AddNormInt8(NamedTuple):
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: an RMSNorm is given a bias.
 
-    Exactness: q and scale are bitwise `qcut.numerics.quantize_per_token_ref` of `AddNorm`'s y on the same device.
+    Exactness: q and scale are bitwise `qcut.numerics.int8.quantize_per_token_ref` of `AddNorm`'s y on the same device.
     """
 
     x: Tensor

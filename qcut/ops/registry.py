@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from pkgutil import iter_modules
 from string import ascii_lowercase
 from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
@@ -138,3 +139,9 @@ def serves(call: type) -> Callable[[F], F]:
         return function
 
     return register
+
+
+def import_modules(package: str) -> None:
+    """Import all modules of a package, each of which may register something."""
+    for module in iter_modules(import_module(package).__path__):
+        import_module(f"{package}.{module.name}")

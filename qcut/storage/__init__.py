@@ -1,1 +1,1 @@
-"""Files that a crash cannot half write."""
+"""Files and tensor files that are replaced whole: a crash leaves the old contents or the new ones."""

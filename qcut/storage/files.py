@@ -1,4 +1,4 @@
-"""Files written so that a crash leaves the old contents or the new ones, never a mixture; text and JSON read back."""
+"""Replaces files so that a crash leaves the old contents or the new ones, never a mixture; reads JSON back."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def replacing(*paths: Path) -> Iterator[list[Path]]:
         paths: the files to replace, renamed in this order; they need not exist.
 
     Yields:
-        The new files. The block may write them in place or replace them by others.
+        The paths of the new files. The block may write these files in place or replace them by others.
 
     Raises:
-        OSError: a file cannot be created, flushed or renamed. Files renamed before stay renamed.
+        OSError: a file cannot be created, flushed or renamed. Files that were renamed before the failure stay renamed.
     """
     beside = [path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in paths]
     modes = []
@@ -89,7 +89,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Replace a file by indented JSON, as `replacing` does.
 
     Raises:
-        ValueError: the data hold NaN or Inf, which JSON has no words for.
+        ValueError: the data hold NaN or Inf, which JSON cannot express.
         OSError: see `replacing`.
     """
     write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
@@ -100,10 +100,10 @@ def read_json(path: Path, error: type[QcutError]) -> dict[str, Any]:
 
     Args:
         path: the file.
-        error: the class of what is raised.
+        error: class of the exception to raise.
 
     Raises:
-        QcutError: of the class given, where the file is missing, unreadable, not JSON, or not an object.
+        QcutError: of class ``error``, where the file is missing, unreadable, not JSON, or not an object.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

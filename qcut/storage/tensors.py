@@ -1,8 +1,8 @@
-"""Tensors in safetensors files beside a JSON file that names them, so that a crash loses nothing.
+"""Saves tensors in safetensors files beside a JSON file that names them, so that a crash loses nothing.
 
-A directory holds any number of data files and one JSON file that names the ones in use. Data files get fresh names,
-the JSON is renamed into place last: that rename is the commit. Until then the old contents are whole and in use;
-other people's files in the directory are never touched.
+A directory holds any number of data files and one JSON file, which names the data files in use. New data files get
+fresh names, and the new JSON file is renamed into place last: that rename is the commit. Until the commit the old
+files are whole and in use. Other files in the directory are never touched.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TENSOR_DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-"""Torch's dtypes by the codes in the headers of safetensors files."""
+"""Torch dtypes by the codes that the headers of safetensors files use."""
 
 
 class TensorFiles:
@@ -73,11 +73,11 @@ class TensorFiles:
         write_json(self.directory / self.index, data)
         for path in self.directory.iterdir():
             if self._ours.fullmatch(path.name) and path.name not in self.written:
-                with contextlib.suppress(OSError):  # Nothing refers to it, and the save has succeeded.
+                with contextlib.suppress(OSError):  # The save has succeeded, and nothing names the old file.
                     path.unlink()
 
     def abandon(self) -> None:
-        """Delete what `add` wrote, unless the JSON already refers to it (an interrupt just after the rename)."""
+        """Delete the data files that `add` wrote, unless the JSON file names them already (after an interrupt)."""
         index = self.directory / self.index
         if index.exists() and self._stem in index.read_text(encoding="utf-8"):
             return
@@ -86,10 +86,10 @@ class TensorFiles:
 
 
 def open_tensors(path: Path, error: type[QcutError]) -> Any:
-    """A safetensors file opened for reading; its header has been checked against its size.
+    """Open a safetensors file for reading, after checking its header against the file's size.
 
     Raises:
-        QcutError: of the class given, where the file is missing, truncated or not safetensors.
+        QcutError: of class ``error``, where the file is missing, truncated or not safetensors.
     """
     if not path.is_file():
         raise error(f"{path}: there is no such file")
@@ -100,7 +100,7 @@ def open_tensors(path: Path, error: type[QcutError]) -> Any:
 
 
 def plain_name(name: object, path: Path, error: type[QcutError]) -> str:
-    """A file name read from JSON, refused where it could lead out of the directory."""
+    """Return a file name read from JSON, or raise ``error`` where the name could lead out of the directory."""
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
         raise error(f"{path}: found the file name {name!r}; a .safetensors file in the same directory is needed")
     return name

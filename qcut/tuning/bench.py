@@ -82,7 +82,7 @@ class Operands:
 
 @dataclass
 class CudaBench:
-    """The current CUDA device, as `qcut.tuning.Bench`. Operands stay until the next task's are asked for."""
+    """The current CUDA device, as `qcut.tuning.search.Bench`. Operands stay until the next task's are asked for."""
 
     device: int = field(default_factory=lambda: torch.cuda.current_device())
 

@@ -16,8 +16,8 @@ from benchmarks import (
     bench_linear,
     bench_model,
     bench_overhead,
+    device_kernels,
     harness,
-    kernels,
     peers,
     plots,
     shapes,
@@ -189,12 +189,14 @@ def test_csv_rows_carry_the_environment(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_kernel_names_fill_only_empty_cells_of_their_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "kernel_names", lambda calls: {name: f"ran_{call()}" for name, call in calls.items()})
+    monkeypatch.setattr(
+        device_kernels, "kernel_names", lambda calls: {name: f"ran_{call()}" for name, call in calls.items()}
+    )
     results = harness.Results("bench", harness.environment())
     for m, name, kernel in ((1, "ours", "known"), (1, "theirs", ""), (2, "theirs", "")):
         results.add(Timing.of([1.0]), m=m, n=1, k=1, variant=name, kernel=kernel)
     variants = [Variant(name, lambda i: i) for name in ("ours", "theirs", "not timed")]
-    kernels.name_rows(results, shapes.Shape(1, 1, 1), variants)
+    device_kernels.name_rows(results, shapes.Shape(1, 1, 1), variants)
     assert [row["kernel"] for row in results.rows] == ["known", "ran_0", ""]
 
 

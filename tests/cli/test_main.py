@@ -192,6 +192,15 @@ def test_precompile_lists(menu: list[str], folder: Path, capsys: pytest.CaptureF
     assert not folder.exists()
 
 
+def test_a_reader_that_closes_its_end_is_answered_with_silence() -> None:
+    command = [sys.executable, "-m", "qcut", "precompile", "--arch", "sm_80", "--list"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as qcut:
+        assert qcut.stdout is not None
+        qcut.stdout.close()
+        _, errors = qcut.communicate()
+    assert (qcut.returncode, errors) == (1, b"")
+
+
 def test_precompile_reports_failures_and_builds_the_rest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

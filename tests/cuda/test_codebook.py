@@ -23,19 +23,17 @@ LONG = 1 << 18
 
 
 def described(layer: CodebookLinear, rows: int) -> CodebookLayer:
-    return CodebookLayer(
+    (call,) = type(layer).cuda_calls(
+        layer.scheme,
+        dtype=HALF,
         rows=rows,
         n=layer.out_features,
         k=layer.in_features,
-        dtype=HALF,
-        bits=layer.scheme.bits,
-        passes=len(layer.scheme.widths),
-        kind=layer.kind,
-        group_size=layer.group_size,
-        int8=layer.int8,
         bias=layer.bias is not None,
         activation=layer.activation,
     )
+    assert isinstance(call, CodebookLayer)
+    return call
 
 
 @pytest.fixture(params=[H200, A100], ids=lambda gpu: gpu.arch)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qcut.config import parse_scheme
 from qcut.cuda import gemm as gemm_cuda
 from qcut.cuda import linear as linear_cuda
-from qcut.cuda.linear import Int8Layer, LinearLayer, linear_problem, sources
+from qcut.cuda.linear import Int8Layer, LinearLayer, linear_problem
 from qcut.cuda.plans import m_bucket
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
+from qcut.layers.base import Linear
 
 H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
 
@@ -28,10 +30,18 @@ def layer(scheme: str, m: int, *, aligned: bool = True) -> LinearLayer:
     return LinearLayer(scheme, torch.float16, m_bucket(m), 1280, 640, True, "none", aligned)
 
 
+def test_the_class_of_a_layer_describes_its_calls() -> None:
+    for scheme in ("w8a8", "w8a8_static", "w8a16"):
+        describe, call = Linear.subclass_for(scheme).cuda_calls, layer(scheme, 63)
+        wanted = {"dtype": torch.float16, "rows": 63, "n": 1280, "bias": True, "activation": "none"}
+        assert describe(parse_scheme(scheme), k=640, **wanted) == [call]
+        assert describe(parse_scheme(scheme), k=636, **wanted) == [call._replace(k=636, aligned=False)]
+
+
 def test_a_call_of_w8a8_quantizes_and_multiplies(gpu: Target) -> None:
     for m in (1, 8, 9, 64, 65, 4096):
         for scheme in ("w8a8", "w8a8_static"):
-            quantize, product = sources(layer(scheme, m), 0)
+            quantize, product = layer(scheme, m).sources(0)
             assert quantize.name.startswith("qcut_quantize_per_t")
             problem = linear_problem(DType.F16, 1280, 640, True, "none", scheme)
             choice = dispatch.select_gemm(problem, max(m_bucket(m), 64), 1280, 640, gpu, cutlass=False)
@@ -41,7 +51,7 @@ def test_a_call_of_w8a8_quantizes_and_multiplies(gpu: Target) -> None:
 
 def test_a_call_of_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
     for m in (1, 16, 17, 512):
-        (product,) = sources(layer("w8a16", m), 0)
+        (product,) = layer("w8a16", m).sources(0)
         problem = linear_problem(DType.F16, 1280, 640, True, "none", "w8a16")
         choice = dispatch.select_weight_only(problem, m_bucket(m), 1280, 640, gpu)
         assert product.name == dispatch.emit(choice, problem, gpu.arch).name
@@ -49,7 +59,7 @@ def test_a_call_of_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
 
 def test_unaligned_tokens_are_read_by_other_kernels(gpu: Target) -> None:
     for scheme in ("w8a8", "w8a8_static", "w8a16"):
-        first, other = sources(layer(scheme, 32), 0)[0], sources(layer(scheme, 32, aligned=False), 0)[0]
+        first, other = layer(scheme, 32).sources(0)[0], layer(scheme, 32, aligned=False).sources(0)[0]
         assert first.name != other.name
 
 

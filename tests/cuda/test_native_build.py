@@ -7,14 +7,15 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from qcut.cuda import native as _native
-from qcut.cuda import prebuild
-from qcut.cuda.linear import LinearLayer
+from qcut.cuda.prebuild import prebuild
+from qcut.emitters.core.source import KernelSource
 from qcut.errors import ToolchainError
 from qcut.jit import cache as disk
 from qcut.jit import toolchain
@@ -96,12 +97,22 @@ def test_fingerprint_covers_source_torch_and_compiler(empty_cache: Path, monkeyp
     assert len(prints) == 6
 
 
-def test_prebuild_compiles_it_beside_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@dataclass
+class KernellessCall:
+    """A layer's call that launches nothing."""
+
+    calls_native: bool
+
+    def sources(self, device: int) -> list[KernelSource]:
+        return []
+
+
+def test_prebuild_compiles_it_where_a_call_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[str] = []
     monkeypatch.setattr(_native, "build", lambda: built.append("C++"))
-    monkeypatch.setattr(prebuild.jit, "build_many", lambda sources, progress: {})
-    monkeypatch.setattr(prebuild.linear, "sources", lambda layer, device: [])
-    prebuild.prebuild([LinearLayer("w8a8", torch.float16, 64, 128, 128, True, "none", True)], 0)
+    prebuild([KernellessCall(False)], 0)
+    assert not built
+    prebuild([KernellessCall(False), KernellessCall(True)], 0)
     assert built == ["C++"]
 
 

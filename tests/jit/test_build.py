@@ -156,6 +156,7 @@ CHANGES = {
     "defines": {"defines": ("A=1",)},
     "includes": {"includes": ("qcut",)},
     "libraries": {"libraries": ("-lm",)},
+    "waits": {"waits": True},
 }
 
 

@@ -49,7 +49,7 @@ def near_ties() -> torch.Tensor:
 
 
 def epilogue_oracle(acc, zp, colsum, row, col, bias, act, residual, dtype, inv, out_zp):
-    """The formulas of emitters/epilogue.py on numpy float32: one rounding an operation."""
+    """The formulas of emitters/core/epilogue.py on numpy float32: one rounding an operation."""
     if zp is not None:
         zp = zp.numpy().astype(np.int64)[:, None] if torch.is_tensor(zp) else zp
         acc = acc - zp * colsum.numpy().astype(np.int64)

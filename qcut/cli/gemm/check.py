@@ -1,6 +1,6 @@
-"""One int8 product of given sizes and layouts: made, checked against exact sums, timed beside cuBLASLt.
+"""Computes one int8 product on random operands, checks it against exact sums, and times it beside cuBLASLt.
 
-Operands are uniform over all of int8.
+Operands are uniform over all 256 values of int8.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Gpu:
         has_cutlass: whether nvcc and g++ are there.
         gemm_s8: computes a product with a kernel.
         clock: times replays.
-        copies: how many copies of an operand of so many bytes exceed the L2 together.
+        copies: takes an operand's bytes; returns how many copies of the operand exceed the L2 together.
         matmul: cuBLASLt's int8 product.
-        device: where operands lie.
+        device: the torch device of the operands.
     """
 
     target: Target
@@ -57,7 +57,7 @@ class Gpu:
 
 
 def current_gpu() -> Gpu | None:
-    """The current CUDA device, or None without one."""
+    """The current CUDA device, or None where there is no GPU."""
     if not torch.cuda.is_available():
         return None
     from qcut.cuda.gemm import gemm_s8, has_cutlass
@@ -67,7 +67,7 @@ def current_gpu() -> Gpu | None:
 
 
 def run(request: Request) -> Report:
-    """Compute, check and time a request on the current GPU, or without one on the CPU, where nothing is timed.
+    """Compute, check and time a request on the current GPU; without a GPU, compute and check it on the CPU.
 
     Raises:
         QcutError: the GPU or a tile's name is unknown, its memory does not suffice, or the kernel cannot be built.
@@ -127,7 +127,7 @@ def _on_gpu(request: Request, gpu: Gpu) -> Report:
 
 
 def operands(request: Request, device: str) -> tuple[Tensor, Tensor]:
-    """A ``[M, K]`` and B's transpose ``[N, K]``, each with the memory order that the layouts ask for."""
+    """Random int8 operands: A ``[M, K]`` and B's transpose ``[N, K]``, in the memory order that the layouts name."""
     generator = torch.Generator(device).manual_seed(request.seed)
 
     def matrix(rows: int, along_k: bool) -> Tensor:
@@ -139,7 +139,7 @@ def operands(request: Request, device: str) -> tuple[Tensor, Tensor]:
 
 
 def product(request: Request, a: Tensor, b: Tensor, kernel: Callable[[GemmS8], Tensor] | None = None) -> Tensor:
-    """C by `qcut.gemm_s8`, or by the kernel given."""
+    """The result C, int8 ``[M, N]``, computed by `qcut.gemm_s8`, or by ``kernel`` where one is given."""
     options: dict[str, Any] = {
         "out_dtype": torch.int8,
         "out_inv_scale": request.factor,
@@ -152,12 +152,12 @@ def product(request: Request, a: Tensor, b: Tensor, kernel: Callable[[GemmS8], T
 
 
 def select(request: Request, problem: GemmProblem, rows: int, target: Target, cutlass: bool) -> Choice:
-    """The kernel that a request asks for, or dispatch's.
+    """The kernel that a request names, or the one dispatch chooses where the request names none.
 
     Args:
-        request: family and tile.
-        problem: what the operands ask of a kernel.
-        rows: M, as launch plans round it up.
+        request: names the family and the tile, or leaves them open.
+        problem: types, layouts, alignments and epilogue of the product.
+        rows: M, rounded up as launch plans round it.
         target: the GPU.
         cutlass: whether nvcc and g++ are there.
 
@@ -186,10 +186,10 @@ def select(request: Request, problem: GemmProblem, rows: int, target: Target, cu
 
 
 def find_tile(wanted: Family[Any, Any], name: str, problem: GemmProblem, arch: str) -> Any:
-    """The tile of that name in a family's menu or search space.
+    """The tile called ``name`` in a family's menu or search space.
 
     Raises:
-        ConfigError: there is none; the message lists some that exist.
+        ConfigError: the family has no such tile; the message lists some that exist.
     """
     names: dict[str, None] = {}
     for tile in chain(wanted.default_tiles(problem, arch), wanted.search_space(problem, arch)):
@@ -204,9 +204,9 @@ def find_tile(wanted: Family[Any, Any], name: str, problem: GemmProblem, arch: s
 
 
 def exact_blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks of ``a @ b.T`` that fit memory: rows, columns and the sums, exact integers in float64.
+    """Computes ``a @ b.T`` in blocks that fit memory; yields rows, columns and the block's sums.
 
-    Any order of summation is exact there: a sum is an integer of at most ``2**14 K < 2**31``.
+    The sums are exact integers in float64: each is at most ``2**14 K < 2**31``, so any order of summation is exact.
     """
     extent = max(1, min(_MAX_BLOCK, _BLOCK_BYTES // (8 * a.shape[1])))
     for column in range(0, len(b), extent):
@@ -218,13 +218,16 @@ def exact_blocks(a: Tensor, b: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def wrong_elements(got: Tensor, a: Tensor, b: Tensor, request: Request) -> int:
-    """Number of elements of C other than ``clamp(rne(f32(sum) * scale), -128, 127)``, or than the sums' low bits."""
+    """Counts the elements of C that differ from the exact result.
+
+    The exact result is ``clamp(rne(f32(sum) * scale), -128, 127)``, or with ``wrap`` the low eight bits of the sum.
+    """
     wrong = torch.zeros((), dtype=torch.int64, device=got.device)
     for rows, columns, sums in exact_blocks(a, b):
         if request.wrap:
             expected = (sums.long() + 128) % 256 - 128
         else:
-            # A product of two float32 is exact in float64, so that this rounds once.
+            # The product of two float32 is exact in float64, so the only rounding is round_().
             expected = (sums.float().double() * request.factor).round_().clamp_(-128, 127)
         wrong += (got[rows, columns] != expected).sum()
     return int(wrong)
@@ -236,7 +239,7 @@ def wrong_elements(got: Tensor, a: Tensor, b: Tensor, request: Request) -> int:
 def _cublaslt(
     request: Request, a: Tensor, copies: list[Tensor], gpu: Gpu, note: Callable[[str], object]
 ) -> tuple[Variant, str, str] | None:
-    """The fastest of cuBLASLt's algorithms, its description and layouts; None, and a note, where it has none."""
+    """The fastest cuBLASLt algorithm, its description and its layouts; None, after a note, where cuBLASLt has none."""
     failure = ""
     for layouts in dict.fromkeys((request.layouts, "tnt")):
         try:
@@ -261,7 +264,7 @@ def _cublaslt_variant(request: Request, layouts: str, a: Tensor, copies: list[Te
         gemm.run(a, copies[i], memory, alpha, number)
 
     def time_us(number: int) -> float:
-        run_algorithm(number, 0)  # one that cannot run says so here
+        run_algorithm(number, 0)  # raises here if the algorithm cannot run
         candidate = Variant("algorithm", lambda i: run_algorithm(number, i), len(copies))
         return timing.measure([candidate], gpu.clock, rounds=5, target_us=500)["algorithm"].median_us
 

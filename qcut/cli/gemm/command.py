@@ -73,9 +73,9 @@ def add_parser(commands: Any) -> None:
         parser.add_argument(name, type=positive, metavar=name.upper(), help=text)
     parser.add_argument("flags", nargs="*", action=_Flags, metavar="flag", help="see above")
     parser.add_argument(
-        "--kernel", choices=("auto", *SPELLINGS), default="auto", help="family (default: dispatch's choice)"
+        "--kernel", choices=("auto", *SPELLINGS), default="auto", help="kernel family (default: dispatch chooses)"
     )
-    parser.add_argument("--tile", metavar="NAME", help="tile of that family, as its kernels' names have it")
+    parser.add_argument("--tile", metavar="NAME", help="tile of the --kernel family, spelled as in kernel names")
     parser.add_argument(
         "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with the exact reference"
     )
@@ -83,14 +83,19 @@ def add_parser(commands: Any) -> None:
         "--mode",
         choices=("saturate", "wrap"),
         default="saturate",
-        help="clamp(rne(scale * sum), -128, 127) or the low eight bits of the sum (default: saturate)",
+        help="C is clamp(rne(scale * sum), -128, 127), or the low eight bits of the sum (default: saturate)",
     )
     parser.add_argument(
-        "--scale", type=positive_float, help="of saturate (default: one that gives results a deviation of 40)"
+        "--scale",
+        type=positive_float,
+        help="factor of the sums with --mode saturate (default: gives C a standard deviation of 40)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the data (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random data (default: 0)")
     parser.add_argument(
-        "--compare", choices=("cublas", "none"), default="cublas", help="what to time beside it (default: cublas)"
+        "--compare",
+        choices=("cublas", "none"),
+        default="cublas",
+        help="library to time beside the kernel (default: cublas)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=lambda arguments: _run(parser, arguments))

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from qcut.tuning.timing import Timing
 
 UNIFORM_VARIANCE = (256**2 - 1) / 12
-"""Of a uniform int8 value, whose mean of -1/2 is left aside: a sum of K products deviates by this times sqrt(K)."""
+"""Variance of a uniform int8 value. A sum of K products of two such values deviates by about this times sqrt(K)."""
 DEVIATION = 40.0
-"""Standard deviation of results at the default scale."""
+"""Standard deviation of the results at the default scale, in steps of int8."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Request:
         m: rows of A and C.
         n: columns of B and C.
         k: columns of A, rows of B.
-        layouts: of A, B and C, as `GemmProblem.layouts`.
-        tensor_cores: whether dispatch may take kernels that use them.
-        family: of the kernel; None leaves it to dispatch.
-        tile: its tile's name; None takes the family's best by the model.
-        wrap: results are the low eight bits of the sums, not scaled and saturated.
-        scale: of the results; None takes one that gives them the standard deviation `DEVIATION`.
-        seed: of the data.
+        layouts: memory orders of A, B and C, as in `GemmProblem.layouts`.
+        tensor_cores: whether dispatch may choose kernels that use tensor cores.
+        family: the kernel's family; None lets dispatch choose.
+        tile: name of the kernel's tile; None takes the tile that the cost model expects to be fastest.
+        wrap: results are the low eight bits of the sums, instead of scaled and saturated sums.
+        scale: factor of the sums; None takes the factor that gives results the standard deviation `DEVIATION`.
+        seed: seed of the random data.
         check: whether to compare with exact sums.
         compare: whether to time cuBLASLt as well.
     """
@@ -51,14 +51,14 @@ class Request:
 
     @property
     def factor(self) -> float:
-        """The float32 that sums are multiplied by; 1 for ``wrap``."""
+        """The factor of the sums, a float32 value; 1 for ``wrap``."""
         if self.wrap:
             return 1.0
         return ctypes.c_float(self.scale or self.default_scale).value
 
     @property
     def default_scale(self) -> float:
-        """Gives results the standard deviation `DEVIATION`: they spread over int8, and a few in a thousand saturate."""
+        """The scale that gives results the standard deviation `DEVIATION`: a few in a thousand saturate."""
         return DEVIATION / (UNIFORM_VARIANCE * math.sqrt(self.k))
 
     @property
@@ -87,8 +87,8 @@ class Report:
         choice: family, tile and reason; None on the CPU.
         wrong: elements that differ from the exact result; None where nothing was checked.
         timing: time per call; None where nothing was timed.
-        baseline: cuBLASLt's; None where it was not timed.
-        notes: what a reader has to know besides.
+        baseline: cuBLASLt's figures; None where cuBLASLt was not timed.
+        notes: remarks for the reader, such as why nothing was timed.
     """
 
     request: Request
@@ -114,11 +114,11 @@ class Report:
 
     @property
     def x_cublaslt(self) -> float | None:
-        """cuBLASLt's time over this one's: above 1, the kernel is faster."""
+        """cuBLASLt's time divided by the kernel's: the kernel is faster where this is above 1."""
         return self.baseline.timing.median_us / self.timing.median_us if self.timing and self.baseline else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; keys are always the same, and null where there is nothing to say."""
+        """Plain data for JSON. Every report has the same keys; values that are not known are null."""
         r, choice, baseline = self.request, self.choice, self.baseline
         return {
             "m": r.m,

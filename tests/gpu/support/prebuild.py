@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.kernels import prebuild
+from benchmarks.device_kernels import prebuild
 from qcut import jit
 from tests.gpu.emitters.test_cutlass import cases
 from tests.gpu.support.problems import gpu_test_calls
