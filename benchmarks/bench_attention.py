@@ -40,10 +40,10 @@ class Problem:
 
     Attributes:
         q: ``[batch, heads, D]``.
-        kv: for each copy keys and values ``[2, batch, kv_heads, context, D]``.
-        stored: for each copy the same in int8 and their scales; of fewer bytes, so of no fewer copies.
-        positions: the last of each sequence, int32.
-        counters: zeros, int32, one for each query: without them a graph would set its own to zero at each launch.
+        kv: keys and values of each copy, ``[2, batch, kv_heads, context, D]``.
+        stored: int8 keys and values of each copy, and their scales. They have fewer bytes and at least as many copies.
+        positions: the last position of each sequence, int32.
+        counters: zeros, int32, one for each query. Without counters a graph would zero its own at each launch.
     """
 
     q: Tensor
@@ -98,7 +98,7 @@ def ours_int8(problem: Problem, i: int) -> Tensor:
 
 
 def sdpa(problem: Problem, i: int) -> Tensor:
-    """torch's own, of which every token is the last."""
+    """Run torch's scaled dot product attention for one query after the whole context."""
     keys, values = problem.kv[i]
     return F.scaled_dot_product_attention(problem.q[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
 
@@ -112,7 +112,7 @@ def naive(problem: Problem, i: int) -> Tensor:
 
 
 def checked(name: str, call: functools.partial[Tensor], problem: Problem) -> None:
-    """Raise `CheckError` unless a result is near float64's; NaN never is."""
+    """Raise `CheckError` unless a result is near that of float64; NaN raises."""
     keys, values = problem.kv[0].double()
     if name == "qcut int8":
         keys, values = problem.stored[0][0].double() * problem.stored[0][1][..., None].double()
@@ -199,7 +199,7 @@ def report(
     times: dict[tuple[int, int], dict[str, Timing]],
     shares: dict[tuple[int, int, str], float],
 ) -> None:
-    """The table, the plot, and whether the mark is reached."""
+    """Print the table and whether the target is reached, and draw the plot."""
     rows = []
     for (batch, context), found in times.items():
         cells = [found[n].median_us if n in found else math.nan for n in NAMES]

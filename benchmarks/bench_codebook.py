@@ -1,10 +1,10 @@
 """4-bit codebook layers and few-token W8A16, kernel by kernel and whole, against float16 ``nn.Linear``.
 
-``kernel`` rows time the product alone, on rotated tokens; ``layer`` and ``prompt`` rows time `qcut.Linear` whole, its
-rotation included. All run in CUDA graphs over copies of the weights that together exceed the L2. ``plain`` launches
-one kernel after the other; ``pdl`` lets a kernel begin before its predecessor has ended (programmatic dependent
-launch), which is how the layers launch. Results are held to a float64 product of the same indices before anything is
-timed. Prompts reach the GPU's power limit: there each variant runs by itself until its clock has settled.
+``kernel`` rows time the product alone, on rotated tokens; ``layer`` and ``prompt`` rows time a whole `qcut.Linear`,
+with its rotation. All variants run in CUDA graphs over copies of the weights that together exceed the L2. A ``plain``
+kernel starts after its predecessor has ended; a ``pdl`` kernel may start before (programmatic dependent launch), as
+kernels of layers do. Results are compared with a float64 product of the same indices before anything is timed. Prompts
+reach the GPU's power limit: each variant of a prompt runs by itself until the GPU's clock has settled.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ CUDA graphs over copies of the weights, as here.
 
 
 def target_us(part: str, variant: str, shape: Shape) -> float:
-    """Microseconds to reach, or NaN: a few-token layer of 4 bits shall at least beat every other library's."""
+    """Target in microseconds, or NaN. A 4-bit layer on few tokens should beat the layers of all other libraries."""
     scheme, _, launch = variant.partition(":")
     key = (scheme, shape.m, shape.n, shape.k)
     if part == "kernel":
@@ -109,7 +109,7 @@ def float_layer(n: int, k: int) -> nn.Linear:
 
 
 def copies_of(layer: nn.Module, nbytes: float) -> list[Any]:
-    """The layer and as many copies as rotate past the L2."""
+    """Return the layer and as many copies as together exceed the L2."""
     return [layer, *(copy.deepcopy(layer) for _ in range(harness.rotation(int(nbytes)) - 1))]
 
 
@@ -139,7 +139,7 @@ def product_variants(layers: list[Any], x: Tensor, reference: Tensor, tolerance:
 
 
 def rotated(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens as the layer's product takes them."""
+    """Return the tokens in the form that the layer's product reads."""
     spec = RotationSpec(layer.kind, layer.group_size, layer.in_features, layer.scheme.seeds)
     tokens = torch.int8 if layer.int8 else x.dtype
     operands = rotation_for(spec).operands(x.dtype, x.device)
@@ -176,14 +176,14 @@ def _book(layer: Any, tokens: torch.dtype) -> tuple[int, ...]:
 
 
 def codebook_problem(layer: Any, bias: bool, rotates: bool = False) -> Any:
-    """What a layer asks of its product on float16 tokens, rotated or not."""
+    """Return the problem of a layer's product on float16 tokens, rotated by the kernel or beforehand."""
     x = DType.S8 if layer.scheme.activation == "int8" else DType.F16
     slots, alignment = layer.packed_norms.shape[2], dispatch.alignment_of(layer.out_features)
     return codebook_dispatch.problem_of(x, layer.scheme.bits, slots, DType.F16, bias, "none", False, alignment, rotates)
 
 
 def weight_only_problem(n: int, k: int, bias: bool) -> Any:
-    """What a W8A16 layer asks of its product on float16 tokens."""
+    """Return the problem of a W8A16 layer's product on float16 tokens."""
     from qcut.cuda.linear import linear_problem
 
     return linear_problem(DType.F16, n, k, bias, "none", "w8a16")
@@ -317,7 +317,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def calls(layers: list[Any], x: Tensor) -> Callable[[int], Tensor]:
-    """Each layer on a tensor of its own: of one tensor, layers would share the rotation."""
+    """Return a call per layer, each on its own tensor: layers share the rotation of a common tensor."""
     tokens = [x.clone() for _ in layers]
 
     def call(i: int) -> Tensor:

@@ -1,10 +1,10 @@
 """One sequence, one llama2.c file, four ways to run it: `qcut.Engine`, transformers eager and compiled, plain C++.
 
-Files of the shapes of llama2.c's small models, with random weights, are written by `qcut.save_llama2c`; ``--files``
-adds others. Nothing is timed before its tokens are right: the C++ program (``cpu_llama.cpp``, built here by g++) has to
-give those of the engine in float32, and every other way tokens that transformers in float32, with the same weights and
-reading the same tokens, holds for the likeliest, or nearly so in 16 bits. A token's time is the difference between
-generating many and one, divided.
+`qcut.save_llama2c` writes files of random weights in the shapes of llama2.c's small models; ``--files`` adds others.
+Tokens are checked before anything is timed. The C++ program (``cpu_llama.cpp``, built here by g++) must generate the
+tokens of the engine in float32. For every other way, transformers in float32, with the same weights and the same tokens
+read, must rate each token as the likeliest, or nearly so in 16 bits. The time of a token is the time of generating many
+tokens less that of one, divided by the number of further tokens.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ CASES = {
 def write_random(case: Case, path: Path) -> None:
     """Write a file of random weights.
 
-    Their spread keeps activations as large as they are, layer after layer: what a token attends to then decides what
-    follows, and a wrong cache is found out. Tied to the table, the classifier would repeat the last token.
+    The weights' spread keeps the size of activations from layer to layer: the tokens that a token attends to then
+    decide the next token, and a wrong cache changes the result. A classifier tied to the table would repeat the last
+    token.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -96,14 +97,14 @@ def write_random(case: Case, path: Path) -> None:
 
 
 class Loop:
-    """Greedy decoding by transformers' model, as an engine: a prompt read at once, then a token a step.
+    """Greedy decoding by transformers' model with the interface of an engine: a prompt at once, then a token a step.
 
     Tokens stay on the device until all are there.
 
     Args:
         model: of transformers.
         context: most tokens of a sequence; its keys and values then have fixed memory. None: memory that grows.
-        compile_step: what makes the step faster, or None.
+        compile_step: function that compiles the step, or None.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Loop:
         self._step = compile_step(self._next) if compile_step else self._next
 
     def generate(self, prompts: Prompts, max_new_tokens: int) -> list[Generated]:
-        """As `qcut.Engine.generate`."""
+        """Generate tokens as `qcut.Engine.generate` does."""
         from transformers import DynamicCache
 
         ids = torch.as_tensor(prompts, device=self._model.device)
@@ -148,7 +149,7 @@ def compiled(step: Callable[[Tensor], Tensor]) -> Any:
 
 
 def shortfall(reference: Any, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-    """How far the logit of a token lies below the likeliest, at most, in standard deviations; 0 of greedy tokens.
+    """Return the largest distance of a token's logit below the largest logit, in standard deviations; 0 if greedy.
 
     Args:
         reference: transformers' model.
@@ -174,7 +175,7 @@ def check(reference: Any, prompt: Sequence[int], tokens: Sequence[int], new: int
 
 
 def widened(quantized: Any, model: Any) -> Any:
-    """A copy of a float32 model, with the weights that its quantized version stands for."""
+    """Return a copy of a float32 model with the dequantized weights of its quantized version."""
     model = copy.deepcopy(model)
     tables = {name for name, module in quantized.named_modules() if isinstance(module, qcut.Embedding)}
     for name, module in quantized.named_modules():

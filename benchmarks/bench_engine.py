@@ -1,7 +1,8 @@
 """`qcut.Engine` on models of known shapes with random weights: prompts, single tokens, and where a token's time goes.
 
-Decoding is timed whole, as a user gets it: the difference between generating many tokens and one, divided. The floor is
-what has to be read for one step, weights and the cache at half of the new tokens, at the GPU's measured bandwidth.
+Decoding is timed as a user sees it: the time of generating many tokens less that of one, divided by the number of
+further tokens. The floor of a step is the time to read the weights, and the cache at half of the new tokens, at the
+GPU's measured bandwidth.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ CASES = {
 
 
 def build(case: Case, device: str) -> Any:
-    """The model: one layer is quantized and copied, so that a large one takes no longer than a small one."""
+    """Build the model: one layer is quantized and copied, so that a large model takes no longer than a small one."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -133,7 +134,7 @@ def layers_of(model: Any) -> nn.ModuleList:
 
 
 def read_bytes(model: Any) -> int:
-    """Bytes of weights that one step reads: all but tables of which it takes a row."""
+    """Bytes of weights that one step reads: all weights except tables of which a step reads a row."""
     head = {id(t) for t in (*model.lm_head.parameters(), *model.lm_head.buffers())}
     body = model.transformer if hasattr(model, "transformer") else model.model
     tables = [m for name in ("wte", "wpe", "embed_tokens") if (m := getattr(body, name, None)) is not None]
@@ -150,7 +151,7 @@ def prompts_of(vocabulary: int, batch: int, length: int) -> list[list[int]]:
 
 
 def check(engine: qcut.Engine, model: Any, prompts: list[list[int]]) -> None:
-    """Raise `CheckError` unless prompt and step say what transformers says of the same modules; NaN never passes."""
+    """Raise `CheckError` unless prompt and step give the logits of transformers on the same modules; NaN raises."""
     ids = torch.tensor(prompts, device=next(model.parameters()).device)
     engine.prefill(ids[:, :-1])
     for got, length in ((engine.prefill(ids[:, :-1]), -1), (engine.decode(ids[:, -1]), ids.shape[1])):
@@ -173,12 +174,12 @@ def theirs(model: Any, ids: torch.Tensor, attention: str) -> torch.Tensor:
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of the rows that are least alike."""
+    """Return the smallest cosine of corresponding rows."""
     return nn.functional.cosine_similarity(a.double(), b.double()).min().item()
 
 
 def wall_us(call: Callable[[], object], rounds: int) -> list[float]:
-    """Microseconds of each call, the device's work included; one before is not counted."""
+    """Microseconds of each call, including the device's work; a first call is not counted."""
     samples = []
     for _ in range(rounds + 1):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What one visitor node is worth: the SM90 epilogue with ``qcut::Sm90Dequantize`` against CUTLASS's stock visitors.
+"""The gain of one visitor node: the SM90 epilogue with ``qcut::Sm90Dequantize`` against CUTLASS's stock visitors.
 
 Both kernels have the same tile, schedule, cluster and tile walk and compute the same function, rounding by rounding.
 The stock tree fetches every vector with a node of its own (``Sm90RowBroadcast``, ``Sm90ColBroadcast``) and has one
@@ -120,7 +120,7 @@ def require_same_bits(got: Tensor, want: Tensor) -> None:
 
 
 def kernel_variants(case: Case, binaries: dict[str, jit.Binary], data: Operands, gpu: Target) -> list[Variant]:
-    """Both kernels of a case, launched directly; each is checked bit by bit, and so against the other."""
+    """Return both kernels of a case, launched directly; each is checked bitwise against the expected result."""
     want = expected(data, case.output)
     m, n, k = case.shape.m, case.shape.n, case.shape.k
     tensors = {name: getattr(data, name) for name in ("a", "zero_point", "colsum", "row_scale", "col_scale", "bias")}

@@ -1,9 +1,9 @@
 """From a thread per element to wgmma: one int8 GEMM, step by step, each step checked, timed and explained.
 
 ``D = clamp(rne(acc * col_scale[n] * out_inv_scale) + out_zero_point)`` of square matrices, the same arithmetic in every
-kernel; cuBLASLt multiplies by one number. A step with several kernels is its fastest. Beside them stand the products
-that a multiprocessor makes of registers alone, with dp4a and with mma.sync. ``docs/kernel-notes/ladder.md`` says what
-each step removes. Counters of ncu take ``--ncu``.
+kernel; cuBLASLt multiplies by one number. A step with several kernels is represented by its fastest. Two further rows
+measure the peak rate of products from registers alone, with dp4a and with mma.sync. ``docs/kernel-notes/ladder.md``
+names the bottleneck that each step removes. ``--ncu`` adds ncu's hardware counters.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def build(sources: Iterable[KernelSource]) -> dict[str, jit.Binary]:
 def add_rows(
     results: harness.Results, sizes: tuple[int, int, int], steps: list[Measured], timings: dict[str, Timing]
 ) -> None:
-    """A row for each step: beside time and rate the share of peaks, the gain over the step before, and what it takes.
+    """Add a row for each step: time, rate, share of the peaks, gain over the previous step, resources of the kernel.
 
     The rows of peaks must be there already.
     """
@@ -127,7 +127,7 @@ def add_peaks(results: harness.Results, peaks: list[PeakRun], timings: dict[str,
 
 
 def add_counters(results: harness.Results, size: int) -> None:
-    """Launch each step's kernel once more under ncu and add the counters to its row; or say why not."""
+    """Launch each step's kernel once more under ncu and add the counters to its row, or print why ncu failed."""
     rows = {str(row["kernel"]).split()[0]: row for row in results.rows if row["step"] in NAMES}
     program = [sys.executable, str(Path(__file__).resolve()), "--size", str(size), "--profile", ",".join(rows)]
     try:

@@ -1,6 +1,6 @@
-"""`qcut.Linear` whole, activation quantization included, against float16 ``nn.Linear`` and other libraries.
+"""`qcut.Linear` with its activation quantization, against float16 ``nn.Linear`` and other libraries.
 
-The layers have a bias, the tokens are float16. Peers that are not installed are named and left out.
+The layers have a bias, the tokens are float16. Other libraries that are not installed are named and left out.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def variant(name: str, layers: list[Callable[[Tensor], Tensor]], x: Tensor, refe
 def variants_of(
     shape: Shape, built: dict[str, tuple[peers.Builder, bool]], most: int = harness.MAX_COPIES
 ) -> tuple[list[Variant], list[str]]:
-    """Every variant of a shape, in at most so many copies; and why a peer could not be built."""
+    """Return every variant of a shape in a limited number of copies, and why a peer could not be built."""
     m, n, k = shape.m, shape.n, shape.k
     linear = nn.Linear(k, n, dtype=torch.float16, device="cuda")
     nn.init.normal_(linear.weight, std=k**-0.5)
@@ -107,7 +107,7 @@ def add_rows(results: harness.Results, shape: Shape, timings: dict[str, Timing],
 
 
 def summary(measured: dict[Shape, dict[str, Timing]]) -> str:
-    """The figures to reach, beside what was measured."""
+    """Return the targets beside the measured figures."""
     lines = []
     shape, limit = HEADLINE
     if "qcut_w8a8" in measured.get(shape, {}):

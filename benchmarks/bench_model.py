@@ -1,7 +1,7 @@
 """GPT-2 Large with random weights, its linear layers swapped by `qcut.quantize`: prefill speed and peak memory.
 
-Speed does not depend on the weights' values. Both models run eagerly through transformers, as a user
-calls them; nothing is downloaded.
+Weights are random, because speed does not depend on their values; nothing is downloaded. Both models run
+eagerly through transformers, as a user calls them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def quantized(model: nn.Module, scheme: str) -> nn.Module:
 
 
 def check_logits(reference: Tensor, got: Tensor, bits: int = 8) -> None:
-    """Raise `CheckError` unless the logits point the same way; NaN never passes."""
+    """Raise `CheckError` unless the logits' cosine is near 1; NaN raises."""
     cosine = nn.functional.cosine_similarity(reference.double().flatten(), got.double().flatten(), dim=0).item()
     if not cosine > MIN_COSINE[bits]:
         raise CheckError(f"logits have cosine {cosine:.4f} with float16's; allowed above {MIN_COSINE[bits]}")
@@ -124,7 +124,7 @@ def prefill(model: Any, ids: Tensor, keep: int, _: int = 0) -> Tensor:
 
 
 def verdict(figure: float, limit: float | None, *, at_least: bool) -> str:
-    """Whether a figure is reached; nothing where none is set."""
+    """Return whether a target is reached; nothing if there is no target."""
     if limit is None:
         return ""
     reached = figure >= limit if at_least else figure <= limit

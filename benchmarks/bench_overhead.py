@@ -1,7 +1,7 @@
-"""CPU cost of one ``torch.ops.qcut.w8a8_linear`` call on the hot path, in C++ and in Python, and where it goes.
+"""CPU cost of one ``torch.ops.qcut.w8a8_linear`` call on the hot path, in C++ and in Python, and the cost of its parts.
 
-The parts are differences between the whole call and the call without one of them, so they add up. The
-host's clock runs over a batch of calls that the GPU finishes behind it.
+A part's cost is the difference between the whole call and the call without this part, so that the costs add up. The
+host's clock measures a batch of calls, which the GPU finishes later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ M, N, K = 16, 1280, 1280
 
 @contextmanager
 def without_launches() -> Iterator[list[Any]]:
-    """Inside, kernels are not launched; the list collects which ones would have been."""
+    """Replace launches in the context by a list that collects the kernels."""
     seen: list[Any] = []
 
     def launch(kernel: jit.Kernel, *_: Any) -> None:
@@ -50,7 +50,7 @@ def without_launches() -> Iterator[list[Any]]:
 
 @contextmanager
 def without_driver(launched: list[Any]) -> Iterator[None]:
-    """Inside, arguments are packed, but the foreign function that launches is not called."""
+    """Pack arguments in the context without calling the foreign function that launches."""
     calls = [kernel._call for kernel in launched]
     try:
         for kernel in launched:
@@ -65,7 +65,7 @@ def without_driver(launched: list[Any]) -> Iterator[None]:
 def without_native_launches(
     library: _native.Library, entries: list[tuple[_native.Key, _native.Plan]]
 ) -> Iterator[None]:
-    """Inside, C++ packs the arguments of these plans and launches nothing."""
+    """Make C++ pack the arguments of these plans in the context without launching."""
     try:
         for key, plan in entries:
             idle = _native.Plan.from_buffer_copy(plan)

@@ -1,7 +1,8 @@
-"""How long a model takes to quantize, and how much memory: blocks of a Llama's linear layers with random weights.
+"""Time and memory of quantizing a model: blocks of a Llama's linear layers with random weights.
 
 ``nearest`` rounds; ``fitted`` takes second moments of the inputs (here of random tokens) and feeds errors back. Peak
-memory is what `qcut.quantize` allocates beyond the float model, the quantized one included: both exist until the end.
+memory is the memory that `qcut.quantize` allocates beyond the float model. The quantized model counts: both models
+exist until the end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MOMENT_TOKENS = 4096
 
 
 class Block(nn.Module):
-    """The linear layers of one decoder block; its forward is nobody's."""
+    """The linear layers of one decoder block, which is never called."""
 
     def __init__(self, width: int, hidden: int, dtype: torch.dtype, device: str) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Block(nn.Module):
 
 
 def moments_of(model: nn.Module) -> dict[str, Tensor]:
-    """A second moment for every layer, one matrix for all of a width."""
+    """Return a second moment for every layer; layers of one width share a matrix."""
     shared: dict[int, Tensor] = {}
     found = {}
     for name, module in model.named_modules():

@@ -2,10 +2,10 @@
 
     python benchmarks/codebook_quality.py --models-dir DIR --text FILE
 
-The weights of the attention and MLP layers are replaced by their dequantized values: the model computes in float32, and
-what is measured is the loss of the weights alone. Embeddings and the LM head stay as they are. The calibrated fits see
-text that the model itself writes, sampled token by token: none of the evaluated text, and nearer to what the model
-reads than a text of another kind (``--calibration reference`` takes the Python language reference instead).
+The weights of the attention and MLP layers are replaced by their dequantized values, and the model computes in float32:
+the rows show the loss by the weights alone. Embeddings and the LM head stay in float. Calibrated fits see text that the
+model itself writes, sampled token by token. This text contains none of the evaluated text and is nearer to the model's
+inputs than a text of another kind (``--calibration reference`` takes the Python language reference instead).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 @torch.no_grad()
 def own_text(model: torch.nn.Module, count: int, length: int, vocabulary: int, seed: int = 0) -> Tensor:
-    """int64 ``[count, length]``: what a model continues random tokens with, sampled at temperature 1."""
+    """Return a model's continuations of random tokens, sampled at temperature 1, int64 ``[count, length]``."""
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     ids = torch.randint(0, vocabulary, (count, 1), generator=generator)

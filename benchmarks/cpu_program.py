@@ -20,7 +20,7 @@ def build_cpp(folder: Path) -> Path:
 
     Raises:
         ToolchainError: there is no g++.
-        BuildError: it fails; with its output.
+        BuildError: g++ fails; the message has its output.
     """
     compiler = shutil.which("g++")
     if compiler is None:
@@ -34,10 +34,10 @@ def build_cpp(folder: Path) -> Path:
 
 
 def run_cpp(program: Path, file: Path, prompt: Sequence[int], new: int, threads: int) -> tuple[list[int], float]:
-    """New tokens, and how many a second after the first.
+    """Return the new tokens, and the tokens per second after the first one.
 
     Raises:
-        QcutError: the program refused the file or an id; what it said.
+        QcutError: the program refused the file or an id; the message has its output.
     """
     command = [str(program), str(file), str(new), *map(str, prompt)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)})
@@ -48,13 +48,13 @@ def run_cpp(program: Path, file: Path, prompt: Sequence[int], new: int, threads:
 
 
 def thread_counts() -> list[int]:
-    """One, four, and all cores: small products may lose by more threads."""
+    """Return one, four, and the number of cores: more threads may slow small products down."""
     cores = len(os.sched_getaffinity(0))
     return sorted({1, min(4, cores), cores})
 
 
 def cpu_name() -> str:
-    """As /proc/cpuinfo has it, and how many cores may be used."""
+    """Return the CPU's name in /proc/cpuinfo and the number of usable cores."""
     names = [line.split(":", 1)[1].strip() for line in _lines(Path("/proc/cpuinfo")) if line.startswith("model name")]
     return f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 

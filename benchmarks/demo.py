@@ -4,8 +4,8 @@
     python benchmarks/demo.py --model openai-community/gpt2-large --text book.txt --json result.json
     python benchmarks/demo.py --schemes codebook4+4_int8            # any codebook that qcut.Codebook can name
 
-The first windows of the text are held out for perplexity, and the ranges of the static schemes and the hybrid
-plan, and what codebooks are fitted to, come from windows after them. Every variant starts from the same float model.
+Perplexity is measured on the first windows of the text. The ranges of static schemes, the hybrid plan and the fit of
+codebooks come from later windows. Every variant starts from the same float model.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ RELATIVE_COST = {"w8a8_static": 1.0, "w8a8": 1.05, "w8a16": 2.0, "fp16": 2.1}
 
 
 def int8_first(layer: LayerSize, scheme: str) -> float:
-    """Cost model of a plan that keeps all it can on the int8 path, whatever the size of the layers.
+    """Cost model of a plan that keeps as many layers as possible on the int8 path, whatever their size.
 
-    Multiplications, at twice the price off the int8 tensor cores: the times of layers large enough to fill a GPU.
-    Layers as small as the embedded checkpoint's are nothing but launches and traffic, and by time (`--objective time`)
-    they would all stay in float.
+    The cost of a layer is its multiplications, doubled without int8 tensor cores: the ratio of layers that fill a GPU.
+    The time of layers as small as the embedded checkpoint's is launches and traffic alone; by time
+    (`--objective time`), all of them would stay in float.
     """
     return layer.out_features * layer.in_features * RELATIVE_COST[scheme]
 
 
 class DemoError(Exception):
-    """What the user can put right: a missing file, package or argument."""
+    """An error that the user can correct: a missing file, package or argument."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of everything is measured."""
+    """The amounts of text, tokens and repetitions that are measured."""
 
     eval_windows: int
     calibration_windows: int
@@ -107,7 +107,7 @@ class Result:
 
 @dataclass
 class Setup:
-    """What every variant shares."""
+    """The model, text and settings that all variants share."""
 
     name: str
     text: str
@@ -213,14 +213,14 @@ def median_seconds(function: Callable[[], object], device: torch.device, repeats
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start a new memory peak; the process's own, where Linux lets it, when there is no GPU."""
+    """Start a new memory peak: the GPU's, or without a GPU the process's, if Linux permits."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return
     with contextlib.suppress(OSError, AttributeError):
-        # What glibc keeps of freed tensors would be counted against the next model.
+        # Memory of freed tensors that glibc keeps would count for the next model.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -1,4 +1,4 @@
-"""Which kernels run: those qcut would choose, built ahead in parallel, and those a call launched."""
+"""The kernels of a benchmark: qcut's choices, built ahead in parallel, and those that a call launched.
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def prebuild(calls: Iterable[Call], a: DType = DType.S8) -> dict[Call, str]:
 
 
 def name_rows(results: Results, shape: Shape, variants: Iterable[Variant]) -> None:
-    """Fill the kernel column of a shape's rows where it is empty. After all timing: the profiler slows what it sees."""
+    """Fill the empty kernel columns of a shape's rows, after all timing: the profiler slows calls down."""
     rows = {
         str(row["variant"]): row
         for row in results.rows
@@ -72,7 +72,7 @@ def name_rows(results: Results, shape: Shape, variants: Iterable[Variant]) -> No
 def kernel_names(calls: Mapping[str, Callable[[], object]]) -> dict[str, str]:
     """Which device kernels each call launches, in order, joined by ``+``.
 
-    The profiler is the witness. A call that copies or fills memory lists that too.
+    The names come from the profiler. Copies and fills of memory are listed, too.
     """
     for call in calls.values():
         call()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the measuring core of `qcut.tuning.timing`, ceilings, rows, CSV, tables, options."""
+"""Common parts of the benchmarks: the measuring core of `qcut.tuning.timing`, ceilings, rows, CSV, tables, options."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Ceiling:
     read_bytes: float
 
     def floor_us(self, ops: float, bytes_moved: float, bits: int = 8) -> float:
-        """The least time for so much arithmetic and so much memory traffic."""
+        """Return the least time for an amount of arithmetic and of memory traffic."""
         return max(ops / (self.int8_ops if bits == 8 else self.f16_ops), bytes_moved / self.read_bytes) * 1e6
 
 

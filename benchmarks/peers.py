@@ -3,9 +3,9 @@
 Each builder turns a float16 ``nn.Linear`` on the GPU into that library's layer. Versions the builders
 were written for: bitsandbytes 0.50.2, torchao 0.18.0, gemlite 0.6.0.post2, humming-kernels 0.1.19.
 
-torchao's layers are compiled, as it means them to be used: eagerly every call copies or converts the
-weight, and no CUDA graph holds the W8A8 one. gemlite tunes its kernels, and torch.compile the int8
-product, for every new shape: minutes where no cache is warm.
+torchao's layers are compiled, as torchao recommends: an eager call copies or converts the weight, and a CUDA
+graph cannot hold the eager W8A8 layer. gemlite tunes its kernels, and torch.compile the int8 product, for every
+new shape, which takes minutes without a warm cache.
 """
 
 from __future__ import annotations

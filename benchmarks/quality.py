@@ -2,10 +2,10 @@
 
     python benchmarks/quality.py --models-dir DIR --text FILE
 
-Baseline: the same model in float16 (float32 without a GPU). Ranges and plans come from another text than the one
-evaluated: the Python language reference. The outlier experiment multiplies the gain (and bias) of three channels of
-every norm by 60 and divides the columns that read them by 60: in exact arithmetic the model stays the same, while
-its activations now have the outliers that per-token int8 suffers from.
+Baseline: the same model in float16 (float32 without a GPU). Ranges and plans come from the Python language reference,
+which is not the evaluated text. The outlier experiment multiplies the gain (and bias) of three channels of every norm
+by 60 and divides the weights' columns that read these channels by 60. In exact arithmetic the model stays the same, but
+its activations then have outliers, by which per-token int8 loses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The experiment report: `results/report.md` and its plots, from the rows that the benchmarks leave.
+"""The experiment report: `results/report.md` and its plots, from the rows that the benchmarks write.
 
     python benchmarks/report.py                     # render what rows there are; no GPU
     python benchmarks/report.py --run a,c,d         # measure these parts first, then render
 
 Parts: (a) weight quantization, (b) the matmul by kernel generation, (c) attention, (d) the engine against others.
-Nothing stands in the report that is not in a row; a part without rows says that it was not measured.
+Every figure of the report comes from a row. A part without rows says that it was not measured.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def write(folder: Path) -> Path:
 
 
 def runs(options: argparse.Namespace) -> Mapping[str, Sequence[tuple[str, list[str]]]]:
-    """By part: modules of benchmarks, and what their ``main`` gets."""
+    """Return the benchmark modules of each part, with the arguments of their ``main``."""
     shared = ["--out", str(options.out), *(["--quick"] if options.quick else [])]
     device = ["--device", options.device]
     quality = ["--models", *map(str, options.models), "--window", str(options.window)]
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measure(bench: str, arguments: list[str]) -> int:
-    """Run a benchmark in a process of its own: none leaves memory or settings to the next."""
+    """Run a benchmark in its own process, so that the next one inherits neither memory nor settings."""
     script = harness.ROOT / "benchmarks" / f"{bench}.py"
     return subprocess.run([sys.executable, str(script), *arguments]).returncode
 

@@ -1,10 +1,10 @@
-"""What schemes cost and save: perplexity through `qcut.Engine`, bytes of the weights, a layer's time on few tokens.
+"""Costs and savings of schemes: perplexity through `qcut.Engine`, bytes of weights, a layer's time on few tokens.
 
     python benchmarks/report_quality.py --models DIR DIR --text FILE
 
-Perplexity is measured of the layers that would serve, in their own arithmetic (float16 on a GPU, float32 without one),
-and of some schemes a second time with keys and values in int8, so that what the cache costs stands by itself. Fits see
-text that the model itself writes, none of the text that they are measured on. Times need a GPU.
+Perplexity is measured with the layers that would serve, in their own arithmetic (float16 on a GPU, float32 without
+one). Some schemes are measured a second time with int8 keys and values, which shows the cost of the cache alone. Fits
+see text that the model itself writes, and none of the evaluated text. Times need a GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ GROUP = 128
 
 
 def tensor_bytes(layers: Iterable[nn.Module]) -> int:
-    """Bytes that layers keep, biases included; what they share counts once."""
+    """Bytes that layers keep, with their biases; a shared tensor counts once."""
     tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
     return sum({tensor_key(t): t.nbytes for t in tensors}.values())
 
@@ -83,13 +83,13 @@ def int4_bytes(layer: nn.Module) -> int:
 
 @dataclass
 class Subject:
-    """A float model, and what is measured on it.
+    """A float model with the text of its measurements.
 
     Attributes:
-        name: of its folder.
-        model: in the dtype that it is measured in.
-        windows: of the text, int64 ``[windows, tokens]``.
-        moments: of its layers' inputs; empty where nothing is fitted.
+        name: name of the model's folder.
+        model: the model in the dtype of the measurements.
+        windows: windows of the text, int64 ``[windows, tokens]``.
+        moments: second moments of the layers' inputs; empty if nothing is fitted.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Subject:
         return cls(path.name, model, windows, moments)
 
     def quantized(self, scheme: str) -> tuple[Any, int]:
-        """A copy, and the bytes of its linear layers."""
+        """Return a quantized copy, and the bytes of its linear layers."""
         model = copy.deepcopy(self.model)
         layers = find_layers(model)
         if scheme == "float":
@@ -131,7 +131,7 @@ class Subject:
         return model, tensor_bytes(map(model.get_submodule, layers))
 
     def perplexity(self, model: nn.Module, kv_cache: KVDtype) -> tuple[float, float]:
-        """Of all windows, each by itself; and the cache's bytes for a token."""
+        """Return the perplexity of all windows, each by itself, and the cache's bytes per token."""
         window = self.windows.shape[1]
         engine = qcut.Engine(model, batch=BATCH, context=window, kv_cache=kv_cache)
         total = sum(float(nll.double().sum()) for batch in self.windows.split(BATCH) for nll in engine.score(batch))
@@ -139,7 +139,7 @@ class Subject:
 
 
 def measure_quality(path: Path, options: argparse.Namespace, results: Results) -> None:
-    """One model: as it is and under every scheme, a row for each cache."""
+    """Measure one model in float and under every scheme, with a row for each cache."""
     subject = Subject.load(path, options)
     dtype = str(subject.model.dtype).removeprefix("torch.")
     weights = sum(weight_nk(layer).numel() for layer in find_layers(subject.model).values())
@@ -182,7 +182,7 @@ def measure_quality(path: Path, options: argparse.Namespace, results: Results) -
 
 
 def measure_layers(options: argparse.Namespace, results: Results) -> int:
-    """Time whole layers on few tokens, float16 beside every scheme; how many were wrong."""
+    """Time whole layers on few tokens, float16 beside every scheme, and return the number of wrong results."""
     torch.manual_seed(0)
     clock, failures = harness.CudaClock(), 0
     layers: dict[str, nn.ModuleList] = {}

@@ -2,8 +2,8 @@
 
     python benchmarks/tables.py
 
-A page marks each place with a pair of comments, ``<!-- measured: name -->`` and ``<!-- end -->``: what stands between
-the two is written by the function of `MEASURED` under that name. A test holds the pages to the rows.
+A page marks each place with a pair of comments, ``<!-- measured: name -->`` and ``<!-- end -->``. The function of this
+name in `MEASURED` writes the text between the two. A test checks that the pages agree with the rows.
 """
 
 from __future__ import annotations
@@ -420,10 +420,10 @@ _PLACE = re.compile(r"<!-- measured: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.
 
 
 def filled(page: str, rows: Rows) -> str:
-    """A page with what the rows say in its marked places.
+    """Return a page whose marked places are filled from the rows.
 
     Raises:
-        KeyError: a place of a name that `MEASURED` has not.
+        KeyError: `MEASURED` lacks the name of a place.
     """
 
     def written(place: re.Match[str]) -> str:

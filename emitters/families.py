@@ -1,4 +1,4 @@
-"""All families of products side by side, each under the name that its kernels have."""
+"""All families of products, each under the name that its kernels carry."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ SPELLINGS = {"cutlass": "int8_cutlass", "mma": "int8_mma", "wmma": "int8_wmma", 
 
 
 def family(name: str) -> Family[Any, Any]:
-    """The family of that name, or of its spelling on command lines.
+    """Return the family of a name, or of the name's spelling on command lines.
 
     Raises:
         EmitError: there is none.

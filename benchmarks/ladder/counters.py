@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class CountersError(Exception):
-    """ncu is missing, not allowed, or said nothing; the message is its own."""
+    """ncu is missing, not allowed, or without output; the message is ncu's own."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Counter:
 
     Attributes:
         column: its name.
-        metrics: ncu's names for it; chips differ, the first that has a value is taken.
+        metrics: ncu's names of the counter. Chips differ: the first name with a value counts.
     """
 
     column: str
@@ -75,13 +75,13 @@ def find() -> str:
 
 
 def command(ncu: str, metrics: Sequence[str], log: Path, program: Sequence[str]) -> list[str]:
-    """How ``program`` is profiled: its launches between cudaProfilerStart and cudaProfilerStop, at whatever clock."""
+    """Return ncu's command line: launches between cudaProfilerStart and cudaProfilerStop, without clock control."""
     options = ["--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base"]
     return [ncu, *options, "--metrics", ",".join(metrics), "--log-file", str(log), *program]
 
 
 def profile(program: Sequence[str], timeout: float = 300.0) -> dict[str, dict[str, float]]:
-    """Run a program under ncu, without the metrics that it says it does not know.
+    """Run a program under ncu, without the metrics that ncu does not know.
 
     Args:
         program: its command line.
@@ -114,7 +114,7 @@ def profile(program: Sequence[str], timeout: float = 300.0) -> dict[str, dict[st
 
 
 def without_unknown(metrics: Sequence[str], said: str) -> tuple[str, ...]:
-    """The metrics of which ncu did not say that it fails to find them; it names them with or without a suffix."""
+    """Return the metrics that ncu does not report as unknown; ncu names them with or without a suffix."""
     unknown = set(re.findall(r"Failed to find metric (?:regex:\^)?(\w+)", said))
     return tuple(metric for metric in metrics if metric.split(".")[0] not in unknown)
 
@@ -158,6 +158,6 @@ def _number(text: str | None) -> float | None:
 
 
 def _reason(said: str) -> str:
-    """What ncu complains of first, or the last line of all."""
+    """Return ncu's first complaint, or the last line of its output."""
     lines = [line for line in said.splitlines() if line.strip()]
     return next((line for line in lines if line.startswith("==ERROR==")), lines[-1] if lines else "")

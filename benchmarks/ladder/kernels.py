@@ -1,7 +1,7 @@
-"""Short int8 GEMMs for readers, one idea each, and kernels that measure what a multiprocessor can multiply.
+"""Short int8 GEMMs for readers, one idea each, and kernels that measure the peak rate of a multiprocessor's products.
 
 ``D = epilogue(A B)`` of whole tiles alone. Device code: ``ladder.cuh`` and ``peak.cuh`` beside this file.
-Dispatch knows none of them: ``benchmarks/bench_ladder.py`` climbs from them to the families that serve.
+Dispatch never chooses these kernels: they are the first steps of ``benchmarks/bench_ladder.py``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _device_code(header: str) -> str:
 
 @dataclass(frozen=True)
 class LadderTile:
-    """One of the kernels; its sizes are those that ``ladder.cuh`` has.
+    """One of the kernels, with the sizes that it has in ``ladder.cuh``.
 
     Attributes:
         step: name of the kernel.
@@ -84,7 +84,7 @@ def emit_ladder_gemm(problem: GemmProblem, tile: LadderTile, arch: str) -> Kerne
     Arguments are ``problem.params()`` in order, sizes as `grid` says; rows of A and B start at multiples of 16 bytes,
     rows of D at multiples of 8.
 
-    Exactness: that of `qcut.emitters.gemm.mma.emit_mma_gemm`, whose epilogue it shares.
+    Exactness: that of `qcut.emitters.gemm.mma.emit_mma_gemm`, which has the same epilogue.
 
     Raises:
         EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
@@ -106,13 +106,13 @@ def emit_ladder_gemm(problem: GemmProblem, tile: LadderTile, arch: str) -> Kerne
 
 @dataclass(frozen=True)
 class Peak:
-    """How the kernel of `emit_peak` loads one unit.
+    """How the kernel of `emit_peak` keeps one arithmetic unit busy.
 
     Attributes:
         threads: of a CTA, of which each multiprocessor gets one.
         chains: independent sums of a thread (dp4a) or warp (mma).
         sums: 32-bit sums that a thread keeps.
-        factor: what a product adds to each of them, over the dot product of x and y.
+        factor: the addition of a product to each sum, as a multiple of the dot product of x and y.
         macs: multiply-adds of all threads in one round.
     """
 

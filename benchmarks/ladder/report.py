@@ -66,7 +66,7 @@ def _counted(results: harness.Results) -> list[dict[str, object]]:
 
 
 def text_table(results: harness.Results) -> str:
-    """What was measured, and the counters where there are any."""
+    """Return the measured figures, with the counters if there are any."""
     tables = [harness.table(list(COLUMNS.values()), _cells(results.rows, list(COLUMNS)))]
     if counted := _counted(results):
         tables.append(harness.table(list(COUNTER_COLUMNS.values()), _cells(counted, list(COUNTER_COLUMNS))))
@@ -74,7 +74,7 @@ def text_table(results: harness.Results) -> str:
 
 
 def write_markdown(path: Path, results: harness.Results) -> Path:
-    """Write the same as a page: aside first."""
+    """Write the figures as a Markdown page, to a temporary file that then replaces the page."""
 
     def rows(columns: dict[str, str], cells: list[list[object]]) -> str:
         lines: list[list[object]] = [[*columns.values()], ["---", *["---:"] * (len(columns) - 1)], *cells]
@@ -99,7 +99,7 @@ def write_markdown(path: Path, results: harness.Results) -> Path:
 
 
 def summary(results: harness.Results) -> str:
-    """The figures to reach, and what came out."""
+    """Return the targets and the measured figures."""
     rows = {str(row["step"]): row for row in results.rows}
     lines = []
     for step, column, least, unit in TARGETS:

@@ -1,4 +1,4 @@
-"""The steps of the ladder as data: which kernels each may be, on an architecture, for a size."""
+"""The steps of the ladder as data: the candidate kernels of each step for an architecture and a size."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Step:
     """One step.
 
     Attributes:
-        name: in rows and files.
-        title: in tables, for readers.
+        name: name in rows and files.
+        title: name in tables, for readers.
         candidates: of (m, n, k) on a GPU; the fastest is the step. Empty where the GPU has none.
-        unit: whose measured peak it is held against.
+        unit: the arithmetic unit whose measured peak the step is compared with.
     """
 
     name: str
@@ -64,7 +64,7 @@ def _rung(tile: LadderTile) -> Callable[[int, int, int, Target], Iterator[Candid
 
 
 def _large(tiles: tuple[Any, ...]) -> Iterator[Any]:
-    """Of a menu what suits large products."""
+    """Return the tiles of a menu that suit large products."""
     for tile in tiles:
         bm, bn, _ = tile.threadblock_shape
         if bm * bn >= 128 * 128 and getattr(tile, "splits", 1) == 1:

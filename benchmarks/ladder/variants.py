@@ -1,4 +1,4 @@
-"""What the ladder times: operands with their exact results, kernels, cuBLASLt, peaks; each with its check."""
+"""The variants that the ladder times: kernels, cuBLASLt and peaks, each with a check against exact results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Operands:
         return (*self.d.shape, self.a.shape[1])
 
     def check(self) -> None:
-        """Hold d to the epilogue on the exact sums, one float32 operation at a time, bitwise."""
+        """Compare d bitwise with the epilogue of the exact sums, one float32 operation at a time."""
         v = (self.acc.float() * self.col_scale).double() * OUT_INV_SCALE
         wrong = int((self.d != (v.round() + OUT_ZERO_POINT).clamp(-128, 127)).sum())
         if wrong:
@@ -67,7 +67,7 @@ class Operands:
 
 @dataclass
 class Measured:
-    """A step that can be timed, and what its row says besides."""
+    """A step that can be timed, and the other columns of its row."""
 
     step: str
     title: str
@@ -78,7 +78,7 @@ class Measured:
 
 
 def kernel_variant(candidate: Candidate, binary: jit.Binary, data: Operands) -> tuple[Variant, dict[str, object]]:
-    """One kernel on the operands, and what it occupies."""
+    """Return one kernel on the operands, with the resources that it occupies."""
     device = torch.cuda.current_device()
     kernel = jit.load(binary, candidate.source, device)
     m, n, k = data.sizes
@@ -117,9 +117,9 @@ def occupied(arch: str, kernel: jit.Kernel) -> dict[str, object]:
 def fastest(
     variants: list[Variant], clock: harness.Clock, report: Callable[[str], None]
 ) -> tuple[Variant | None, list[str]]:
-    """The fastest of those that are right, and the names of the others.
+    """Return the fastest kernel with a correct result, and the names of the kernels with a wrong one.
 
-    One that is slow keeps a single copy of the operands.
+    A slow kernel keeps a single copy of the operands.
     """
     good, wrong = harness.checked(variants, report)
     if len(good) > 1:

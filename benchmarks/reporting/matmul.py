@@ -1,4 +1,4 @@
-"""Part (b): what each generation of kernels buys, at a few tokens and at prompts."""
+"""Part (b): the gain by each generation of kernels, on few tokens and on prompts."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Table:
 
     Attributes:
         title: heading.
-        about: what the figures are.
-        bench: whose rows.
+        about: description of the figures.
+        bench: the benchmark whose rows the table shows.
         variants: columns.
-        speeds: reads them.
+        speeds: function that reads the speeds.
     """
 
     title: str

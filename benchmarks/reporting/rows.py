@@ -25,7 +25,7 @@ class Rows:
         self.folder = folder
 
     def of(self, bench: str, **wanted: str) -> list[Row]:
-        """Rows of one benchmark whose columns are as wanted; none where there is no file."""
+        """Return the rows of a benchmark with the given values of columns; none if there is no file."""
         path = self.folder / f"{bench}.csv"
         if not path.is_file():
             return []
@@ -34,7 +34,7 @@ class Rows:
 
 
 def provenance(bench: str, rows: Iterable[Row]) -> str:
-    """Where rows come from, and what they were measured with."""
+    """Return the file of the rows, and the hardware and software of their measurement."""
     columns = ("gpu", "driver", "cuda", "torch", "commit")
     found = dict.fromkeys(tuple(row[c] for c in columns) for row in rows)
     machines = "; ".join(
@@ -45,7 +45,7 @@ def provenance(bench: str, rows: Iterable[Row]) -> str:
 
 
 def missing(*benches: str) -> str:
-    """What a part says that has no rows."""
+    """Return the text of a part without rows."""
     return f"Not measured: there are no rows in {' and '.join(f'`{bench}.csv`' for bench in benches)}."
 
 
@@ -58,7 +58,7 @@ def speeds(rows: Iterable[tuple[str, Row]], baseline: str) -> Speeds:
     """Speeds of named rows over the baseline's at the same shape.
 
     Args:
-        rows: what each row's variant shall be called, and the row.
+        rows: the variant's name in the table, and the row, for each row.
         baseline: one of those names; shapes without it count for nothing.
     """
     times: dict[tuple[int, int, int], dict[str, float]] = {}

@@ -1,7 +1,7 @@
 """Tokens x codebook weights on ``mma.sync``: for every architecture, any number of tokens.
 
-``D = epilogue(x W^T)`` of `qcut.emitters.codebook.problem.CodebookProblem`. It serves machines without ``wgmma``, and
-prompts of any length; few tokens have a kernel of their own. Device code: ``include/qcut/codebook/mma.cuh``.
+``D = epilogue(x W^T)`` of `qcut.emitters.codebook.problem.CodebookProblem`. The family serves GPUs without ``wgmma``
+and prompts of any length; few tokens have kernels of their own. Device code: ``include/qcut/codebook/mma.cuh``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def smem_bytes(problem: CodebookProblem, tile: TileConfig) -> int:
 
 
 def registers(problem: CodebookProblem, tile: TileConfig) -> int:
-    """About what a thread needs: accumulators, tokens, indices of its row tiles, and the rest."""
+    """Estimate a thread's registers: accumulators, tokens, indices of its row tiles, and the rest."""
     wm, wn, _ = tile.warp_shape
     decoder = 2 * problem.bits + (10 if problem.x is DType.S8 else 1)
     return wm * wn // 32 + wm // 4 + wn // 16 * decoder + _OTHER_REGISTERS
@@ -74,10 +74,10 @@ CONSTRAINTS = (
 
 
 def validate(problem: CodebookProblem, tile: TileConfig, arch: str) -> None:
-    """Check that this family can build the pair.
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
-        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
@@ -98,7 +98,7 @@ _MENU = (
 
 
 def default_tiles(problem: CodebookProblem, arch: str) -> tuple[TileConfig, ...]:
-    """A menu from few tokens to long prompts, all legal for the problem on `arch`."""
+    """Return tiles from few tokens to long prompts, all legal for the problem on `arch`."""
     tiles = (TileConfig((*block, _UNIT_COLUMNS), (*warp, _UNIT_COLUMNS), stages) for block, warp, stages in _MENU)
     return tuple(t for t in tiles if holds(CONSTRAINTS, problem, t, arch))
 
@@ -106,8 +106,8 @@ def default_tiles(problem: CodebookProblem, arch: str) -> tuple[TileConfig, ...]
 def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` in order; m, n, units_k >= 1, everything as `qcut.emitters.codebook.problem`
-    says. Weights, norms and ``fold`` are read before the kernel waits for its predecessor.
+    Arguments are ``problem.params()`` in order; m, n, units_k >= 1. `qcut.emitters.codebook.problem` describes the
+    arguments. Weights, norms and ``fold`` are read before the kernel waits for its predecessor.
 
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight``
     for activations none and relu. 16-bit tokens: value times norm is rounded once to the tokens' type (with bfloat16

@@ -1,4 +1,4 @@
-"""What every kernel on codebook weights shares: the problem, its arguments, its name.
+"""The problem of all kernels on codebook weights, with its arguments and its name.
 
 ``D = act((sum_k x[m, k] * norm[n, slot(k)] * book[idx[n, k]]) * col_scale[n] + bias[n]) (+ residual)``, x the rotated
 tokens. Weights, norms and tokens lie in memory as `qcut.codebooks.layout` describes. Device code that all families
@@ -27,8 +27,8 @@ class CodebookProblem:
         slots: norms of a unit's row, 1, 2 or 4: one for each 128, 64 or 32 columns.
         epilogue: f16, bf16 or f32 output with per-channel scale; a row scale with s8 alone.
         alignment_n: elements that divide D's rows: its address, its leading dimension and n.
-        rotates: x is one token as the model has it, which the kernel rotates itself: Hadamard groups of a slot's
-            columns, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` does.
+        rotates: whether x is one token as the model stores it, which the kernel rotates itself in Hadamard groups of a
+            slot's columns, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` does.
     """
 
     x: DType = DType.F16
@@ -56,17 +56,17 @@ class CodebookProblem:
 
     @property
     def name(self) -> str:
-        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``, ``h`` after x where the kernel rotates."""
+        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``, with ``h`` after x if the kernel rotates."""
         x = self.x.value + "h" * self.rotates
         return f"{x}xc{self.bits}s{self.slots}_{self.epilogue.name}_n{self.alignment_n}"
 
     def params(self) -> tuple[Param, ...]:
         """Arguments of a kernel, in order.
 
-        ``x``: token blocks; of a kernel that rotates, k elements that start at a multiple of 16 bytes, and ``signs`` of
-        `qcut.codebooks.tokens.operands`. ``units``, ``norms``: the weight. ``fold``: float32 of all padded rows (s8
-        tokens alone). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K, of which a pass that
-        the kernel rotates for has ``units_pass``. Then the codebook and the epilogue's own.
+        ``x``: token blocks; if the kernel rotates, k elements that start at a multiple of 16 bytes, and ``signs`` of
+        `qcut.codebooks.tokens.operands`. ``units``, ``norms``: the weight. ``fold``: float32 for each padded row (s8
+        tokens alone). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K; if the kernel rotates,
+        ``units_pass`` of them belong to a pass. The codebook and the epilogue's arguments follow.
         """
         fold = (Param("fold", "ptr", "const float*"),) if self.x is DType.S8 else ()
         signs = (Param("signs", "ptr", "const uint32_t*"),) if self.rotates else ()

@@ -1,10 +1,10 @@
-"""Kernels that rotate tokens by Hadamard matrices, and write them as the codebook products read them.
+"""Kernels that rotate tokens by Hadamard matrices and store them in the layout of the codebook products.
 
-``r[g] = Pi_g x[g] * sqrt(d / d_g)`` for group g, which has d_g columns where full groups have d: products divide all
-groups by ``sqrt(d)``. Several passes have rotations of their own and lie behind one another along K. Memory:
-`qcut.codebooks.layout`.
+``r[g] = Pi_g x[g] * sqrt(d / d_g)`` for group g of d_g columns, where full groups have d columns and products divide
+all groups by ``sqrt(d)``. Each pass has its own rotation; passes follow one another along K.
+`qcut.codebooks.layout` describes the layout in memory.
 
-Rotations by other matrices are `qcut.emitters.codebook.rotate_dense`'s. Device code:
+`qcut.emitters.codebook.rotate_dense` rotates by other matrices. Device code:
 ``include/qcut/codebook/rotate.cuh``.
 """
 
@@ -34,13 +34,13 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def padded_group(group: int) -> int:
-    """Columns that a full group of that size takes in memory: whole slots of 32, 64 or 128."""
+    """Columns that a full group of this size takes in memory: whole slots of 32, 64 or 128."""
     slot = 32 if group <= 32 else 64 if group <= 64 else 128
     return _ceil_div(group, slot) * slot
 
 
 def groups_aligned(group: int, x: DType) -> bool:
-    """Whether groups of so many columns start at multiples of 16 bytes where rows do."""
+    """Whether groups of this size start at multiples of 16 bytes if rows do."""
     return group * x.bits % 128 == 0
 
 
@@ -102,19 +102,20 @@ class RotateTokens:
 
     Output: blocks of 8 tokens x 128 bytes of r rounded once, or of ``q = clamp(rne(r / scale), -127, 127)`` with
     ``scale[m] = max|r| / 127`` over the row's passes (1 where that is 0; NaN and q = 0 where a row holds NaN or Inf).
-    Padding is 0. What follows row m in the last block of 8 is left alone.
+    Padding is 0. Rows from m on in the last block of 8 are not written.
 
     Attributes:
         x: element type of the input.
         out: s8, or a 16-bit float.
         kind: hadamard or none.
-        group: columns of a full group (the row's, where that has fewer). The last may have fewer, for hadamard again a
-            power of two.
+        group: columns of a full group, or of the row if the row is shorter. The last group may have fewer columns; for
+            hadamard their number is a power of two, too.
         arch: real architecture.
         passes: rotations of the same columns, 1 or 2.
-        threads: threads that share a row, or a part of one where rows are spread over CTAs; each holds 16 columns.
+        threads: threads that share a row, or a part of a row if rows are spread over CTAs; each holds 16 columns.
         rows: rows of a CTA.
-        held: the threads hold all the columns that their CTA writes; False reads longer rows again after their maximum.
+        held: whether the threads hold all the columns that their CTA writes. False: the CTA reads longer rows again
+            after their maximum is known.
         aligned: rows of x, and groups of them, start at multiples of 16 bytes. False loads single elements.
 
     Exactness: bitwise `qcut.codebooks.tokens.rotate_tokens`.
@@ -163,8 +164,8 @@ class RotateTokens:
             k: columns.
             group_size: columns of a group; k or more takes whole rows.
             passes: see `RotateTokens`.
-            aligned: rows start at multiples of 16 bytes; groups are looked at here.
-            sm_count: of the device.
+            aligned: rows start at multiples of 16 bytes; the function itself checks groups.
+            sm_count: multiprocessors of the device.
 
         Raises:
             EmitError: see `CONSTRAINTS`.
@@ -258,7 +259,8 @@ class RotateTokens:
 def emit_rotate(desc: RotateTokens) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``.
 
-    x may come from the kernel before, in a programmatic dependent launch; all other inputs are constants, read earlier.
+    The previous kernel may write x (programmatic dependent launch). All other inputs are constants and are read before
+    the previous kernel's end.
     """
     params = desc.params()
     flags = ", ".join(map(flag, (desc.held, desc.aligned)))

@@ -1,7 +1,7 @@
-"""Kernels that rotate tokens by dense matrices, and write them as the codebook products read them.
+"""Kernels that rotate tokens by dense matrices and store them in the layout of the codebook products.
 
-``r[g] = Pi_g x[g] * sqrt(d / d_g)`` for group g, which has d_g columns where full groups have d, as
-`qcut.emitters.codebook.rotate` has it. Tokens that are to be int8 take two launches: `RotateTokensDense` with float32
+``r[g] = Pi_g x[g] * sqrt(d / d_g)`` for group g of d_g columns, where full groups have d columns, as in
+`qcut.emitters.codebook.rotate`. int8 tokens take two launches: `RotateTokensDense` with float32
 output, then `qcut.emitters.codebook.rotate.RotateTokens` of kind ``none`` on those rows. Device code:
 ``include/qcut/codebook/rotate_dense.cuh``.
 """
@@ -44,8 +44,8 @@ class RotateTokensDense:
     ``r[m, j] = sum_i x[m, i] * q[pass, g, j, i]`` for each group g of x ``[m, k]`` (a row stride in elements), q the
     16-bit matrices of `qcut.codebooks.tokens.operands`, which hold the factor ``sqrt(d / d_g)``. Sums are float32.
 
-    Output: blocks of 8 tokens x 128 bytes of r rounded once, the padding 0, what follows row m in the last block of 8
-    left alone; or rows ``[m, passes * k_padded]`` of float32.
+    Output: blocks of 8 tokens x 128 bytes of r rounded once, or rows ``[m, passes * k_padded]`` of float32. In blocks,
+    padding is 0, and rows from m on in the last block of 8 are not written.
 
     Attributes:
         x: f16 or bf16, also q's type.
@@ -128,7 +128,8 @@ class RotateTokensDense:
 def emit_rotate_dense(desc: RotateTokensDense) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``.
 
-    x may come from the kernel before, in a programmatic dependent launch; q is constant, and read earlier.
+    The previous kernel may write x (programmatic dependent launch). q is constant and is read before the previous
+    kernel's end.
     """
     sizes = f"{desc.group}, {desc.padded_group}, {desc.tokens}, {desc.columns}, {flag(desc.aligned)}"
     return kernel_source(

@@ -2,7 +2,7 @@
 
 ``D = act((sum_k x[m, k] * norm[n, slot(k)] * book[idx[n, k]]) * col_scale[n] + bias[n]) (+ residual)``. Device code:
 ``include/qcut/codebook/wgmma.cuh``. A CTA computes 128 channels x ``tokens`` tokens at a time and goes on to the
-next tile; a cluster shares its tokens by multicast, or K. Raw CUDA: NVRTC alone.
+next tile. The CTAs of a cluster share tokens by multicast, or divide K. The kernels need NVRTC alone.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _STAGES = (4, 8)
 
 @dataclass(frozen=True)
 class CodebookPromptTile:
-    """How one kernel cuts the problem up.
+    """How one kernel divides the problem.
 
     Attributes:
-        tokens: of a CTA's tile: 64, 128 or 256.
+        tokens: tokens of a CTA's tile: 64, 128 or 256.
         stages: units of K in shared memory.
         cluster: CTAs along N that share their tokens, 1 or 2.
         splits: CTAs, one cluster, that share K: 1, 2, 4 or 8.
@@ -62,7 +62,7 @@ def stage_bytes(problem: CodebookProblem, tokens: int) -> int:
 
 
 def buffers(problem: CodebookProblem, tile: CodebookPromptTile) -> int:
-    """Sixteen tokens on their way to D that a warpgroup has room for: as many of `_BUFFERS` as fit, at least one."""
+    """Staging buffers of sixteen tokens for each warpgroup: the largest of `_BUFFERS` that fits, at least one."""
     if tile.splits > 1:
         return 0
     free = _SMEM_BYTES - _operand_bytes(problem, tile)
@@ -118,10 +118,10 @@ CONSTRAINTS = (
 
 
 def validate(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> None:
-    """Check that this family can build the pair.
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
-        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
@@ -135,7 +135,7 @@ def grid(tile: CodebookPromptTile, n: int, sm_count: int) -> Grid:
 
 
 def default_tiles(problem: CodebookProblem) -> tuple[CodebookPromptTile, ...]:
-    """A menu, as deep as shared memory allows: each width of tokens alone, in pairs, and with K split."""
+    """Return tiles of each width of tokens, for one CTA, for two CTAs, and with K split, with as many stages as fit."""
     shapes = ((1, 1), (2, 1), (1, 2), (1, 4), (1, 8))
     tiles = (_deepest(problem, tokens, *shape) for tokens in (64, 128, 256) for shape in shapes)
     return tuple(tile for tile in tiles if holds(CONSTRAINTS, problem, tile, "sm_90a"))
@@ -155,11 +155,11 @@ def _deepest(problem: CodebookProblem, tokens: int, cluster: int, splits: int) -
 def emit_codebook_prompt(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` in order; m, n, units_k >= 1 and 16-byte alignment of x, units and norms. Memory
-    is laid out as `qcut.codebooks.layout` describes. Launch it on `grid`. D is stored in pieces of up to 16
-    bytes that ``problem.alignment_n`` elements allow; the residual has D's leading dimension. Weights, norms, fold,
-    col_scale and bias are read before the previous kernel is done (programmatic dependent launch), x, row_scale and
-    the residual are not.
+    Arguments are ``problem.params()`` in order; m, n, units_k >= 1 and 16-byte alignment of x, units and norms.
+    `qcut.codebooks.layout` describes the layout in memory. The kernel is launched on `grid`. D is stored in pieces of
+    up to 16 bytes that ``problem.alignment_n`` allows; the residual has D's leading dimension. Weights, norms, fold,
+    col_scale and bias may be read before the previous kernel's end (programmatic dependent launch); x, row_scale and
+    the residual are read after it.
 
     Exactness: s8 is bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight`` for
     activations none and relu. For 16-bit tokens ``norm * value`` is rounded to the tokens' type (bf16: the norm, too),

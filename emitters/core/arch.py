@@ -50,7 +50,7 @@ SMEM_LIMITS = ", ".join(f"{architecture.smem_bytes} bytes on {architecture.name}
 
 
 def architecture(name: str) -> Architecture:
-    """The architecture of that name.
+    """Return the architecture of a name.
 
     Raises:
         KeyError: the name is none of `ARCHITECTURES`.

@@ -15,9 +15,9 @@ class Constraint:
     """One limit.
 
     Attributes:
-        name: what a refusal calls it.
-        reason: what is allowed, and why.
-        holds: whether it is kept, of the arguments a family checks its kernels by.
+        name: the constraint's name in a refusal.
+        reason: the allowed values, and the reason for the limit.
+        holds: whether the arguments of a family's check keep the constraint.
     """
 
     name: str
@@ -26,10 +26,11 @@ class Constraint:
 
 
 def check(kernel: str, constraints: Sequence[Constraint], *arguments: object) -> None:
-    """Hold a description to a family's constraints, in order: a later one may rely on an earlier one.
+    """Check a description against a family's constraints, in order: a later constraint may rely on earlier ones.
 
     Raises:
-        EmitError: naming the kernel, which spells its sizes, and the first constraint it breaks.
+        EmitError: a constraint is broken. The message has the kernel's name, which spells the sizes, and the first
+            broken constraint.
     """
     for constraint in constraints:
         if not constraint.holds(*arguments):
@@ -64,8 +65,8 @@ def shared_memory(needs: str, smem_bytes: Callable[[Any, Any], int]) -> Constrai
     """The limit of a CTA's dynamic shared memory, on (problem, tile, arch).
 
     Args:
-        needs: what takes the memory, as the refusal says.
-        smem_bytes: how many bytes, of (problem, tile).
+        needs: the use of the memory, for the refusal's message.
+        smem_bytes: (problem, tile) → bytes of the kernel's shared memory.
     """
     return Constraint(
         "shared_memory",

@@ -158,7 +158,7 @@ class Epilogue:
         """C++ that declares the type ``Epilogue`` and fills its ``args`` from the kernel's parameters.
 
         Args:
-            params: of the kernel. What of the epilogue's arguments is not among them, the kernel fills itself.
+            params: the kernel's parameters. The kernel itself fills arguments of the epilogue that are not among them.
         """
         given = {param.name for param in params}
         return (

@@ -18,8 +18,8 @@ class Grid:
 
     Attributes:
         rows: of D that one row of CTAs computes.
-        one: CTAs of up to ``rows`` rows in x, y, z; further rows add as many along x.
-        most: CTAs along x at most, which go from tile to tile; None: one for each tile.
+        one: CTAs along x, y, z for up to ``rows`` rows of D. Each further ``rows`` rows add ``one[0]`` CTAs along x.
+        most: largest number of CTAs along x, which then go from tile to tile; None: one CTA for each tile.
     """
 
     rows: int
@@ -42,13 +42,13 @@ class Family(Generic[Problem, Tile]):
         tile_type: class of its tiles.
         validate: raises `EmitError` where the family cannot build (problem, tile, arch).
         emit: (problem, tile, arch) → text.
-        grid: (tile, n, sm_count) → CTAs by rows of D; None where a host launcher computes its own.
+        grid: (tile, n, sm_count) → CTAs by rows of D; None if a host launcher computes the grid.
         threads: of a CTA; 0 where the host launcher knows.
         smem_bytes: dynamic shared memory of a CTA, of (problem, tile); 0 where the host launcher knows.
         default_tiles: tiles of (problem, arch) to choose from; none where dispatch makes a tile for each shape.
         search_space: every tile of (problem, arch) that a tuner may try, legal or not; none where nothing is tuned.
-        version: of the device code, as far as speed goes: rows that were measured under another one are not believed.
-            A change that can move which tile is fastest raises it.
+        version: version of the device code's speed. A change that can make another tile the fastest raises the
+            version. Rows that were measured under another version are not used.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Family(Generic[Problem, Tile]):
         return Grid(1, (1, 1, 1)) if self.grid is None else self.grid(tile, n, sm_count)
 
     def is_legal(self, problem: Problem, tile: Tile, arch: str) -> bool:
-        """Whether the family can build the three together."""
+        """Whether the family can build a kernel for the problem with this tile on this architecture."""
         try:
             self.validate(problem, tile, arch)
         except EmitError:
@@ -75,5 +75,5 @@ class Family(Generic[Problem, Tile]):
         return True
 
     def menu(self, problem: Problem, arch: str) -> list[Tile]:
-        """What of `default_tiles` can be built for a problem."""
+        """Return the tiles of `default_tiles` that the family can build for a problem."""
         return [tile for tile in self.default_tiles(problem, arch) if self.is_legal(problem, tile, arch)]

@@ -1,4 +1,4 @@
-"""Procedural names: what a kernel is called in the cache, in logs, in tables and in benchmarks."""
+"""Procedural names: the names of kernels in the cache, in logs, in tables and in benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Named(Protocol):
 
     @property
     def name(self) -> str:
-        """Its part of a kernel's name."""
+        """The problem's or the tile's part of a kernel's name."""
 
 
 def procedural_name(family: str, arch: str, problem: Named, tile: Named) -> str:

@@ -1,4 +1,4 @@
-"""What an emitter returns: kernels as text, their parameters, and the element types of all families."""
+"""The results of emitters: kernels as text with their parameters, and the element types of all families."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class KernelSource:
             ``int qcut_launch(const void* args, void* function, void* stream, int flags)`` and
             ``long qcut_query(int what, const void* args)``.
         defines: extra ``-D`` options, without the dash.
-        includes: which include roots the text needs: ``qcut``, ``cutlass``, ``cccl``.
+        includes: include roots that the text needs: ``qcut``, ``cutlass``, ``cccl``.
         libraries: link options of the host launcher (never libcudart: the driver API is resolved
             by `qcut.jit`).
         waits: the kernel executes ``griddepcontrol.wait`` before it touches what the kernel before may write. Only

@@ -27,12 +27,12 @@ def kernel_source(
     """A raw kernel: one ``extern "C"`` function over device code that lies in headers.
 
     Args:
-        name: procedural name, also that of the function.
+        name: procedural name, which is also the function's name.
         arch: real architecture.
         params: arguments, in order, with their C++ types.
         statements: C++ of the body, one for each line that is indented by two spaces; a further line within a
             statement brings its own indent.
-        device_code: what precedes the function, such as an `include`.
+        device_code: text that precedes the function, such as an `include`.
         block: threads per CTA.
         waits: see `KernelSource`.
         smem_bytes: dynamic shared memory per CTA.
@@ -42,7 +42,7 @@ def kernel_source(
     bounds = str(block) if ctas_per_sm is None else f"{block}, {ctas_per_sm}"
     dims = f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else ""
     signature = ", ".join(param.declaration for param in params)
-    # A body of one call stands below a signature of one line; a longer one has its parameters on their own.
+    # If the body is one call, the signature is one line; otherwise the parameters stand on a line of their own.
     opening = "(\n    " if len(statements) > 1 else "("
     body = "".join(f"  {statement}\n" for statement in statements)
     return KernelSource(
@@ -63,7 +63,7 @@ def kernel_source(
 
 
 def call_arguments(names: Iterable[str], params: Iterable[Param], absent: str = "nullptr") -> str:
-    """Arguments of a call, by name; ``absent`` stands for those that are no parameters of the kernel."""
+    """Arguments of a call, by name. An argument that is no parameter of the kernel becomes ``absent``."""
     given = {param.name for param in params}
     return ", ".join(name if name in given else absent for name in names)
 

@@ -1,1 +1,1 @@
-"""What lies between a decoder's projections."""
+"""Kernels between a decoder's projections: norms, activations, attention, quantization, embeddings, argmax."""

@@ -1,4 +1,4 @@
-"""What stands between an MLP's projections: a gated SiLU, or GELU.
+"""The activation between an MLP's projections: a gated SiLU, or GELU.
 
 Device code: ``include/qcut/decoder/activate.cuh``.
 """
@@ -23,7 +23,7 @@ CONSTRAINTS = (
 
 @dataclass(frozen=True)
 class ActivateRows:
-    """What stands between an MLP's projections, of rows ``[m, columns]``; float32, rounded to x's type::
+    """The activation between an MLP's projections, of rows ``[m, columns]``, in float32 and rounded to x's type::
 
         silu_mul   y = rne(rne(x / (1 + exp(-x))) * up)
         gelu_tanh  y = rne(x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x**3))))

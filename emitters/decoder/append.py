@@ -32,9 +32,9 @@ class RotateAndAppend:
     """Rotary positions for queries, in place, and keys; keys and values of new tokens into the cache.
 
     q ``[tokens, heads, head]``, k and v ``[tokens, kv_heads, head]``, with strides between tokens; cos and sin
-    ``[context, head]`` of x's type, at a column what rotates it: both of a pair have the same. Token i is sequence
-    ``i // length``'s, at ``positions[i]`` of the tables and ``slots[i]`` of the cache
-    ``[sequences, kv_heads, context, head]``.
+    ``[context, head]`` of x's type hold the factors of each column, equal for both columns of a pair. Token i belongs
+    to sequence ``i // length``; its row of the tables is ``positions[i]``, its row of the cache ``[sequences, kv_heads,
+    context, head]`` is ``slots[i]``.
 
     Attributes:
         x: element type of queries, keys, values and tables.
@@ -42,11 +42,11 @@ class RotateAndAppend:
         head: columns of a head.
         rotary: see `ROTARY`; with none, keys and values are only stored.
         arch: real architecture.
-        many: for `MANY_TOKENS` and more; results are the same.
+        many: whether the kernel is meant for `MANY_TOKENS` tokens and more; results are the same.
         aligned: rows of q, k and v, tables and caches start at multiples of `vector` elements. False reads single ones.
 
-    Exactness: bitwise the eager arithmetic in x's type, each product and the sum rounded; s8 as
-    ``qcut.numerics.int8.quantize_per_token_ref`` of a head.
+    Exactness: bitwise equal to eager arithmetic in x's type, which rounds each product and the sum; s8 is bitwise
+    ``qcut.numerics.int8.quantize_per_token_ref`` of each head.
     """
 
     x: DType
@@ -84,26 +84,26 @@ class RotateAndAppend:
 
     @property
     def thread_heads(self) -> int:
-        """Of a thread: as many as its registers hold with the tables' rows."""
+        """Heads of a thread: as many as the thread's registers hold beside the tables' rows."""
         return max(1, 64 // self.x.bits // -(-self._shares // 32)) if self.many else 1
 
     @property
     def cta_tokens(self) -> int:
-        """Of a CTA: with many each group of lanes has its own, so that what they store lies side by side."""
+        """Tokens of a CTA. With ``many``, each group of lanes has its own token, so that stores are contiguous."""
         return self._groups if self.many else 1
 
     @property
     def _groups(self) -> int:
-        """Of a CTA, each with a head at a time: the lanes of one are a power of two."""
+        """Groups of lanes of a CTA, each with a head at a time. The lanes of a group are a power of two."""
         return self.block // min(32, 1 << (self._shares - 1).bit_length())
 
     @property
     def _shares(self) -> int:
-        """Of a head, each of two vectors."""
+        """Shares of a head, each of two vectors."""
         return self.head // 2 // self.vector
 
     def grid(self, tokens: int, heads: int, kv_heads: int) -> tuple[int, int, int]:
-        """CTAs of a launch. Without rotary positions queries have nothing to do: pass 0 heads, to the kernel too."""
+        """CTAs of a launch. Without rotary positions queries stay as they are: pass 0 heads here and to the kernel."""
         each = self._groups // self.cta_tokens * self.thread_heads
         return (-(-tokens // self.cta_tokens), -(-(heads + 2 * kv_heads) // each), 1)
 

@@ -25,7 +25,8 @@ class ArgmaxRows:
     Attributes:
         x: element type of rows ``[m, columns]``, which may start anywhere.
         arch: real architecture.
-        advances: each row's position and slot go on by one, up to ``context - 1`` and ``context``: a step's end.
+        advances: whether each row's position and slot are raised by one, up to ``context - 1`` and ``context``, at the
+            end of a decoder's step.
 
     Exactness: bitwise.
     """

@@ -26,7 +26,7 @@ class EmbedRows:
         y[r] = x(f32(table[ids[r]]) * scale[ids[r]])          of int8 rows, each with a float32 scale
         y[r] = rne(y[r] + place_table[places[r]])             with places
 
-    Ids and places beyond the tables read their nearest rows: nothing outside of a table is read.
+    An id or place beyond a table reads the table's nearest row: the kernel reads nothing outside of the tables.
 
     Attributes:
         x: element type of the result and of the positions.
@@ -36,7 +36,7 @@ class EmbedRows:
         aligned: rows of x start at multiples of 16 bytes, those of s8 at multiples of as many elements. False reads
             single elements.
 
-    Exactness: bitwise eager modules'.
+    Exactness: bitwise equal to eager modules.
     """
 
     x: DType

@@ -33,13 +33,14 @@ CONSTRAINTS = (
 class NormRows:
     """RMSNorm or LayerNorm of rows ``[m, k]`` that a CTA's threads hold.
 
-    ``s = x``, or ``rne(x + residual)``, which is written too. In float32, rounded to x's type where eager models do::
+    ``s = x``, or ``rne(x + residual)``, which the kernel also writes. The kernel computes in float32 and rounds to x's
+    type where eager models do::
 
         rms    y = rne(rne(s * rsqrt(mean(s**2) + eps)) * weight)
         layer  y = rne((s - mean(s)) * rsqrt(mean((s - mean(s))**2) + eps) * weight + bias)
 
-    With ``quantized`` y becomes int8 with a scale for each row, bitwise as
-    `qcut.emitters.decoder.quantize.QuantizePerToken` does of y.
+    With ``quantized``, y becomes int8 with a scale for each row, bitwise as
+    `qcut.emitters.decoder.quantize.QuantizePerToken` quantizes y.
 
     Attributes:
         x: element type.
@@ -81,8 +82,8 @@ class NormRows:
     ) -> NormRows:
         """The kernel for rows of k columns.
 
-        A thread has one vector, so that a row takes no longer than it must; with ``many`` rows up to five, so that an
-        SM has several rows on their way. Results are the same.
+        A thread has one vector, for the shortest time of a row; with ``many`` rows a thread has up to five vectors, so
+        that an SM has several rows in flight. Results are the same.
 
         Raises:
             EmitError: rows longer than 1024 threads hold; see `CONSTRAINTS`.

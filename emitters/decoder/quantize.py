@@ -114,8 +114,9 @@ class QuantizePerToken(_RowKernel):
     ) -> QuantizePerToken:
         """The layout for m rows of k_padded columns.
 
-        Few rows: as many threads as the row has vectors, since latency rules. Many rows: up to five vectors per
-        thread, enough bytes in flight per SM with a barrier over fewer warps, or none for rows of up to 160 vectors.
+        Few rows: as many threads as the row has vectors, because latency bounds the time. Many rows: up to five
+        vectors per thread, which keeps enough bytes in flight per SM and needs a barrier over fewer warps, or no
+        barrier for rows of up to 160 vectors.
         """
         vectors = max(1, _ceil_div(k_padded * x.bits // 8, _VECTOR_BYTES))
         per_thread = 5 if m >= 4 * sm_count else 1

@@ -1,7 +1,7 @@
-"""Raw int8 GEMM on ``dp4a``: no tensor cores, needs NVRTC alone, takes any M, N, K and layout.
+"""Raw int8 GEMM on ``dp4a`` for any M, N, K and layout. The kernels need no tensor cores, and NVRTC alone.
 
-``D = epilogue(A B)``, for GPUs or calls without tensor cores. Device code: ``include/qcut/gemm/dp4a.cuh``, with the
-tile order of ``gemm.cuh`` and the arithmetic of ``epilogue.cuh``.
+``D = epilogue(A B)``. Device code: ``include/qcut/gemm/dp4a.cuh``, with the tile order of ``gemm.cuh`` and the
+arithmetic of ``epilogue.cuh``.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _SPACE = {
 
 @dataclass(frozen=True)
 class SimtTile:
-    """How one kernel cuts the problem up: CTA, warp, subtile, thread. Sizes in elements.
+    """How one kernel divides the problem among CTAs, warps, subtiles and lanes. Sizes in elements.
 
     A warp covers its tile in ``wmiter x wniter`` subtiles, one after another; in each, its 32 lanes own ``tm x tn``
     neighbouring elements of D.
 
     Attributes:
         bm: rows of a CTA's tile.
-        bn: its columns.
-        bk: of K, in one buffer of shared memory.
+        bn: columns of a CTA's tile.
+        bk: columns of K in one buffer of shared memory.
         wm: rows of a warp's tile.
-        wn: its columns.
+        wn: columns of a warp's tile.
         wniter: subtiles of a warp along N.
         tm: rows of a lane in a subtile.
-        tn: its columns.
+        tn: columns of a lane in a subtile.
     """
 
     bm: int
@@ -78,38 +78,38 @@ class SimtTile:
 
     @property
     def threads(self) -> int:
-        """Of a CTA: 32 for each warp tile."""
+        """Threads of a CTA: 32 for each warp tile."""
         return 32 * (self.bm // self.wm) * (self.bn // self.wn)
 
     @property
     def wmiter(self) -> int:
-        """Subtiles of a warp along M: what the other sizes leave."""
+        """Subtiles of a warp along M, as the other sizes determine them."""
         return self.wm * self.wn // (32 * self.tm * self.tn * self.wniter)
 
     @property
     def accumulators(self) -> int:
-        """Sums a thread keeps."""
+        """Sums that a thread keeps."""
         return self.wm * self.wn // 32
 
 
 def _registers(tile: SimtTile) -> int:
-    """Estimate of a thread's: sums, one word of K of each of its rows and columns, the next tile, the rest."""
+    """Estimate a thread's registers: sums, a word of K for each of its rows and columns, the next tile, the rest."""
     operands = tile.wmiter * tile.tm + tile.wniter * tile.tn
     staged = sum(max(4, size * tile.bk // 4 // tile.threads) for size in (tile.bm, tile.bn))
     return tile.accumulators + operands + staged + _OTHER_REGISTERS
 
 
 def _ctas(tile: SimtTile) -> int:
-    """CTAs that the registers of an SM should hold: the compiler keeps to it, where one too many may cost half of them.
+    """CTAs that the registers of an SM should hold. The bound keeps the compiler from using one register too many.
 
-    Each quarter of the SM has a quarter of the registers, and hands them to its warps by eights to a thread.
+    Each quarter of the SM has a quarter of the registers and gives them to its warps in steps of eight to a thread.
     """
     warps = 4 * (REGISTER_FILE // 4 // 32 // (-(-_registers(tile) // 8) * 8))
     return max(1, min(16, 32 * warps // tile.threads))
 
 
 def smem_bytes(problem: GemmProblem, tile: SimtTile) -> int:
-    """Dynamic shared memory of a CTA: two buffers of both operands, where they are contiguous along K padded."""
+    """Dynamic shared memory of a CTA: two buffers of both operands, padded if they are contiguous along K."""
     along_k = (problem.layout_a == "row", problem.layout_b == "column")
     pitches = (size + 4 * (k and tile.bk >= 32) for size, k in zip((tile.bm, tile.bn), along_k, strict=True))
     return 2 * tile.bk * sum(pitches)
@@ -189,10 +189,10 @@ CONSTRAINTS = (
 
 
 def validate(problem: GemmProblem, tile: SimtTile, arch: str) -> None:
-    """Check that this family can build the three together.
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
-        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 

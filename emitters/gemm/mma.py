@@ -1,8 +1,8 @@
-"""Raw int8 GEMM on ``mma.sync.m16n8k32``: needs NVRTC alone, takes any M, N, K and layout.
+"""Raw int8 GEMM on ``mma.sync.m16n8k32`` for any M, N, K and layout. The kernels need NVRTC alone.
 
 ``D = epilogue(A B)``, A ``[M, K]`` and B ``[K, N]`` int8. Device code: ``include/qcut/gemm/mma.cuh`` over ``gemm.cuh``
-(tiles, pipeline) and ``epilogue.cuh``. It serves machines without nvcc or g++, and what the CUTLASS kernels do not
-take: other layouts, odd sizes, raw accumulators.
+(tiles, pipeline) and ``epilogue.cuh``. The family serves machines without nvcc or g++, and problems that the CUTLASS
+kernels do not take: other layouts, odd sizes, raw accumulators.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ CONSTRAINTS = (
 
 
 def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
-    """Check that this family can build the pair.
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
-        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
@@ -95,9 +95,9 @@ _SPLIT_MENU = (
 
 
 def default_tiles(arch: str) -> tuple[TileConfig, ...]:
-    """A menu from decode (16 rows) to prompts, all legal on `arch`; dispatch or a tuner chooses.
+    """Return tiles from decode (16 rows) to prompts, all legal on `arch`; dispatch or a tuner chooses.
 
-    Where there are clusters it goes on with tiles whose K several CTAs share.
+    On architectures with clusters, tiles whose K several CTAs share come last.
     """
     tiles = [TileConfig(block, (*warp, block[2]), stages) for block, warp, stages in _MENU]
     tiles += [TileConfig(block, (*warp, block[2]), stages, splits=k) for block, warp, stages, k in _SPLIT_MENU]

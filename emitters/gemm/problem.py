@@ -1,4 +1,4 @@
-"""What every GEMM family shares: the problem and the tile.
+"""The problem and the tile of all GEMM families.
 
 ``D = epilogue(A B)``, A ``[M, K]``, B ``[K, N]``, D ``[M, N]``, each row-major or column-major. Unless a problem
 says otherwise operands are TN in BLAS terms: A row-major, B column-major (``[N, K]`` in memory, as weights are), so
@@ -34,9 +34,9 @@ class GemmProblem:
             along it) are multiples of this many elements.
         alignment_n: address, leading dimension and contiguous size of D (N, where it is row-major) are multiples of
             this many elements.
-        layout_a: of A ``[M, K]``: ``row`` is contiguous along K.
-        layout_b: of B ``[K, N]``: ``column`` is contiguous along K.
-        layout_d: of D ``[M, N]`` and the residual.
+        layout_a: layout of A ``[M, K]``; ``row`` is contiguous along K.
+        layout_b: layout of B ``[K, N]``; ``column`` is contiguous along K.
+        layout_d: layout of D ``[M, N]`` and of the residual.
     """
 
     a: DType = DType.S8
@@ -78,7 +78,7 @@ class GemmProblem:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How one kernel cuts the problem up.
+    """How one kernel divides the problem.
 
     Attributes:
         threadblock_shape: CTA tile (m, n, k) in elements.
@@ -108,7 +108,7 @@ class TileConfig:
 
     @property
     def name(self) -> str:
-        """``{m}x{n}x{k}`` and whatever differs from the defaults, in a fixed order."""
+        """``{m}x{n}x{k}``, then the attributes that differ from the defaults, in a fixed order."""
         parts = ["x".join(map(str, self.threadblock_shape))]
         if any(self.warp_shape):
             parts.append("w" + "x".join(map(str, self.warp_shape[:2])))

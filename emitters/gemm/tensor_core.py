@@ -1,4 +1,4 @@
-"""What the raw tensor-core GEMMs share: limits of their tiles, the launch grid, the text.
+"""Common parts of the raw tensor-core GEMMs: limits of their tiles, the launch grid, the text.
 
 Device code: ``include/qcut/gemm/gemm.cuh`` (tiles, pipeline) and ``include/qcut/core/epilogue.cuh``.
 """
@@ -19,7 +19,7 @@ _OTHER_REGISTERS = 40
 
 
 def registers(tile: TileConfig) -> int:
-    """About what a thread needs: 32-bit accumulators, two buffers of fragments 32 columns deep, and the rest."""
+    """Estimate a thread's registers: 32-bit accumulators, two buffers of fragments 32 columns deep, and the rest."""
     wm, wn, _ = tile.warp_shape
     return wm * wn // 32 + (wm + wn) // 2 + _OTHER_REGISTERS
 
@@ -92,7 +92,7 @@ SHARED_MEMORY = "pipeline and staging of a CTA fit what the architecture gives o
 
 
 def staging_bytes(problem: GemmProblem, tile: TileConfig, padding: int = 0) -> int:
-    """Accumulators in shared memory: 16 rows of each warp at a time, or all where CTAs sum each other's.
+    """Bytes of staged accumulators: 16 rows of each warp at a time, or all rows if CTAs of a cluster share K.
 
     ``padding`` words follow each row.
     """
@@ -107,7 +107,7 @@ def grid(tile: TileConfig, m: int, n: int) -> tuple[int, int, int]:
 
 
 def legal_tiles(constraints: tuple[Constraint, ...], problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
-    """Tiles of powers of two that keep all constraints."""
+    """Return the tiles with power-of-two sizes that keep all constraints."""
     blocks = (16, 32, 64, 128, 256)
     for bm, bn, bk, wm, wn in product(blocks, blocks, (64, 128), (16, 32, 64, 128), (16, 32, 64, 128)):
         for stages, splits in product(range(2, 6), (1, 2, 4, 8)):
@@ -127,10 +127,10 @@ def gemm_source(
     smem_bytes: int,
     first: str = "",
 ) -> KernelSource:
-    """A kernel that fills the epilogue's arguments and calls ``qcut::{function}`` of ``gemm/{header}.cuh``.
+    """Emit a kernel that fills the epilogue's arguments and calls ``qcut::{function}`` of ``gemm/{header}.cuh``.
 
-    Column-major D is row-major ``D^T = B^T A^T``: the same function with the operands and their sizes swapped.
-    ``first`` precedes the function's template arguments.
+    A column-major D is the row-major ``D^T = B^T A^T``: the kernel calls the same function with the operands and their
+    sizes swapped. The text ``first`` precedes the function's other template arguments.
     """
     swapped = problem.layout_d == "column"
     (bm, bn, bk), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
@@ -169,6 +169,6 @@ def operand_types(problem: GemmProblem) -> tuple[str, str]:
 
 
 def copy_bytes(dtype: DType, alignment: int) -> int:
-    """Largest asynchronous copy, 16, 8 or 4 bytes, that so many elements allow; 1 where there is none."""
+    """Largest asynchronous copy that an alignment in elements allows: 16, 8 or 4 bytes; 1 if there is none."""
     size = gcd(alignment * dtype.bits // 8, 16)
     return size if size >= 4 else 1

@@ -35,16 +35,16 @@ CONSTRAINTS = (
 
 
 def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
-    """Check that this family can build the pair.
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
-        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
 def default_tiles(arch: str) -> tuple[TileConfig, ...]:
-    """A menu from decode (16 rows, many CTAs along N) to prompts, all legal on `arch`."""
+    """Return tiles from decode (16 rows, many CTAs along N) to prompts, all legal on `arch`."""
     shapes = (
         ((16, 32, 128), (16, 16), 5),
         ((16, 64, 128), (16, 16), 5),

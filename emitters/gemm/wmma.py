@@ -1,7 +1,6 @@
-"""Raw int8 GEMM on ``wmma::mma_sync`` m16n16k16: the tensor core as CUDA C++ offers it, any M, N, K and layout.
+"""Raw int8 GEMM on ``wmma::mma_sync`` m16n16k16, CUDA C++'s interface to the tensor core; any M, N, K and layout.
 
-``D = epilogue(A B)``, as `qcut.emitters.gemm.mma`. Device code:
-``include/qcut/gemm/wmma.cuh``.
+``D = epilogue(A B)``, as in `qcut.emitters.gemm.mma`. Device code: ``include/qcut/gemm/wmma.cuh``.
 """
 
 from __future__ import annotations
@@ -54,10 +53,10 @@ CONSTRAINTS = (*_TILE_CONSTRAINTS, _fits("blocked"))
 
 
 def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
-    """Check that this family can build the pair.
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
-        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
@@ -73,7 +72,7 @@ def smem_bytes(problem: GemmProblem, tile: TileConfig, shared: SharedLayout = "b
 
 
 def default_tiles(arch: str) -> tuple[TileConfig, ...]:
-    """A menu from decode (16 rows) to prompts, all legal on `arch`; dispatch or a tuner chooses."""
+    """Return tiles from decode (16 rows) to prompts, all legal on `arch`; dispatch or a tuner chooses."""
     shapes = (
         ((16, 64, 128), (16, 16), 5),
         ((32, 64, 128), (16, 32), 5),
@@ -104,11 +103,11 @@ def emit_wmma_gemm(
 
     Args:
         problem: types, layouts and epilogue.
-        tile: how it is cut up.
+        tile: how the kernel divides the problem.
         arch: real architecture.
-        shared: how operands lie in shared memory. ``blocked``: each 16 x 16 fragment by itself, so that its load
-            meets no bank conflict; ``padded``: rows of the tile, 16 bytes apart;
-            ``linear``: rows of the tile, whose fragments conflict. Where an operand is not contiguous along K, the
+        shared: layout of operands in shared memory. ``blocked``: each 16 x 16 fragment is contiguous, so that its load
+            is free of bank conflicts; ``padded``: rows of the tile with 16 bytes of padding; ``linear``: rows of the
+            tile without padding, so that loads of fragments conflict. If an operand is not contiguous along K, the
             library loads fragments byte by byte, with conflicts in every layout.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Products of up to 32 rotated tokens with codebook weights on ``mma.sync``: decode, where weights are the traffic.
+"""Products of up to 32 rotated tokens with codebook weights on ``mma.sync``: decode, bound by the weights' traffic.
 
-Device code: ``include/qcut/stream/codebook.cuh``. Weights are the tensor core's first operand and tokens its second,
-which each warp keeps in registers; warps and the CTAs of a cluster share K. From about 16 tokens on,
+Device code: ``include/qcut/stream/codebook.cuh``. Weights are the tensor core's first operand, tokens the second. Each
+warp keeps its tokens in registers; the warps of a cluster's CTAs divide K. From about 16 tokens on,
 `qcut.emitters.stream.codebook_wgmma` is faster for large products.
 """
 
@@ -54,7 +54,7 @@ class CodebookDecodeTile:
 
 
 def registers(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
-    """Registers of a thread, about: tokens, weights in flight, accumulators, decoded operands, and the rest."""
+    """Estimate a thread's registers: tokens, weights in flight, accumulators, decoded operands, and the rest."""
     token_tiles = -(-tile.tokens // 8)
     int8 = problem.x is DType.S8
     tokens = tile.units * token_tiles * (8 if int8 else 16)
@@ -69,7 +69,7 @@ def register_limit(tile: CodebookDecodeTile) -> int:
 
 
 def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
-    """Dynamic shared memory of a CTA; the kernel's text holds it to the device code's own count."""
+    """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same."""
     blocks, rows = problem.x.bits // 8, ROW_TILE * tile.row_tiles
     staged = tile.units * blocks * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
     sums = 4 * tile.tokens * (rows + 4)
@@ -112,10 +112,10 @@ CONSTRAINTS = (
 
 
 def validate(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> None:
-    """Check that this family can build the pair.
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
-        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
@@ -135,8 +135,8 @@ def emit_codebook_decode(problem: CodebookProblem, tile: CodebookDecodeTile, arc
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order: n >= 1, 1 <= m <= ``tile.tokens``, 1 <= units_k <= ``tile.capacity``.
-    D is stored element by element: any ``alignment_n`` will do. ``x``, ``row_scale`` and the residual are read after
-    the previous kernel's end, everything else may be read before.
+    D is stored element by element, with any ``alignment_n``. ``x``, ``row_scale`` and the residual are read after
+    the previous kernel's end; all other arguments may be read before.
 
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight``
     for activations none and relu. 16-bit tokens: products are exact, sums float32 in an order that the tile and units_k
@@ -187,18 +187,18 @@ def decode_source(
     smem_bytes: int,
     cluster: int,
 ) -> KernelSource:
-    """A kernel of few tokens with codebook weights, which calls ``qcut::{function}`` of ``stream/{header}.cuh``.
+    """Emit a kernel of few tokens with codebook weights that calls ``qcut::{function}`` of ``stream/{header}.cuh``.
 
     Args:
         name: procedural name.
         problem: types, widths and epilogue.
         arch: real architecture.
         header: the header's stem.
-        function: of device code.
+        function: name of the device code's function.
         tile: C++ type of the tile.
         shared: C++ template whose ``kBytes`` are the shared memory.
         tokens: first argument of the function.
-        last: what follows the function's template arguments.
+        last: text that follows the function's template arguments.
         block: threads per CTA.
         smem_bytes: dynamic shared memory per CTA.
         cluster: CTAs that share K.

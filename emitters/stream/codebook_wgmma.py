@@ -1,7 +1,7 @@
-"""Products of some rotated tokens (8 to 64) with codebook weights on ``wgmma``: decode with batches, sm_90a.
+"""Products of 8 to 64 rotated tokens with codebook weights on ``wgmma``: decode with batches, sm_90a.
 
-Device code: ``include/qcut/stream/codebook_wgmma.cuh``. Decoded weights, their norms folded in, are the operand in
-registers; tokens come by bulk copies. A cluster shares K. One kernel serves all K.
+Device code: ``include/qcut/stream/codebook_wgmma.cuh``. Decoded weights, multiplied by their norms, are the operand in
+registers; bulk copies bring the tokens to shared memory. The CTAs of a cluster divide K. One kernel serves all K.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _register_limit(tile: CodebookDecodeWgmmaTile) -> int:
 
 
 def registers(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile) -> int:
-    """Registers of a thread, about: accumulators, two halves of a decoded unit, weights in flight, and the rest."""
+    """Estimate a thread's registers: accumulators, two halves of a decoded unit, weights in flight, and the rest."""
     int8 = problem.x is DType.S8
     weights = tile.prefetch * (2 * problem.bits + problem.slots)
     return tile.tokens // 2 + (16 if int8 else 32) + weights + (32 if int8 else 21)
@@ -83,16 +83,16 @@ CONSTRAINTS = (
 
 
 def validate(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str) -> None:
-    """Check that this family can build the pair.
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
-        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
 def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile) -> int:
-    """Dynamic shared memory of a CTA; the kernel's text holds it to the device code's own count."""
+    """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same."""
     rows = GROUP_ROWS * tile.groups
     table = 0 if problem.x is DType.S8 else PAIR_TABLE_BYTES
     staged = table + tile.stages * 16 * problem.x.bits * tile.tokens
@@ -116,7 +116,7 @@ def emit_codebook_decode_wgmma(problem: CodebookProblem, tile: CodebookDecodeWgm
 
     Arguments are ``problem.params()`` in order: n, units_k >= 1, 1 <= m <= ``tile.tokens``. ``x`` starts at a multiple
     of 16 bytes. D is stored in pieces of up to four elements that ``problem.alignment_n`` allows. ``x``, ``row_scale``
-    and the residual are read after the previous kernel's end, everything else may be read before.
+    and the residual are read after the previous kernel's end; all other arguments may be read before.
 
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight``
     for activations none and relu. 16-bit tokens: each weight ``value * norm`` is rounded once, to within ``2**-11`` of

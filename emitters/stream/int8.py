@@ -1,4 +1,4 @@
-"""How the kernels of few tokens cut a product with int8 weights up: `qcut.emitters.stream.w8a8` and ``w8a16``.
+"""The tile of the kernels of few tokens with int8 weights, `qcut.emitters.stream.w8a8` and ``w8a16``.
 
 Device code: ``include/qcut/stream/int8.cuh``.
 """
@@ -15,10 +15,10 @@ UNIT_COLUMNS = 128
 
 @dataclass(frozen=True)
 class Int8StreamTile:
-    """How one kernel cuts the product up.
+    """How one kernel divides the product.
 
     A CTA computes ``16 * row_tiles`` columns of D. K is divided among ``splits * warps`` warps, ``128 * units`` columns
-    each. Where K is longer, the warps come round again.
+    each. If K is longer, the warps go on in further rounds.
 
     Attributes:
         row_tiles: tiles of 16 weight rows that a CTA takes, one after the other.
@@ -38,7 +38,7 @@ class Int8StreamTile:
 
     @property
     def name(self) -> str:
-        """``m{tokens}_r{row_tiles}_w{warps}_u{units}_p{prefetch}`` and the splits where there are any."""
+        """``m{tokens}_r{row_tiles}_w{warps}_u{units}_p{prefetch}``, then the splits if K is split."""
         splits = f"_k{self.splits}" if self.splits > 1 else ""
         return f"m{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_p{self.prefetch}{splits}"
 
@@ -49,12 +49,12 @@ class Int8StreamTile:
 
 
 def grid(tile: Int8StreamTile, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch, ``splits`` for each ``16 * row_tiles`` columns of D, in one dimension; m does not matter."""
+    """CTAs of a launch in one dimension: ``splits`` for each ``16 * row_tiles`` columns of D, for every m."""
     return (-(-n // (16 * tile.row_tiles)) * tile.splits, 1, 1)
 
 
 def register_limit(warps: int) -> int:
-    """Registers of a thread, in eights, where a CTA of so many warps has the SM's four quarters to itself."""
+    """Registers of a thread, in steps of eight, if a CTA of this many warps has the SM's four quarters to itself."""
     return min(255, 16_384 // (32 * -(-warps // 4)) // 8 * 8)
 
 

@@ -24,7 +24,7 @@ _OTHER_REGISTERS = 24
 
 
 class WeightOnlyTile(Int8StreamTile):
-    """A cut whose ``tokens`` are 8, 16 or 32."""
+    """An `Int8StreamTile` whose ``tokens`` are 8, 16 or 32."""
 
 
 def smem_bytes(problem: GemmProblem, tile: WeightOnlyTile) -> int:
@@ -34,7 +34,7 @@ def smem_bytes(problem: GemmProblem, tile: WeightOnlyTile) -> int:
 
 
 def registers(tile: WeightOnlyTile) -> int:
-    """Registers of a thread, about: weights in flight, tokens, sums, and the rest."""
+    """Estimate a thread's registers: weights in flight, tokens, sums, and the rest."""
     return 16 * tile.units * (tile.prefetch + tile.tokens // 8) + tile.tokens // 2 + _OTHER_REGISTERS
 
 
@@ -64,10 +64,10 @@ CONSTRAINTS = (
 
 
 def validate(problem: GemmProblem, tile: WeightOnlyTile, arch: str) -> None:
-    """Check that this family can build the pair.
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
-        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
@@ -76,8 +76,8 @@ def emit_weight_only_decode(problem: GemmProblem, tile: WeightOnlyTile, arch: st
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``, n, k >= 1. b: int8 ``[n, ldb]``, 16-byte
-    aligned, ldb a multiple of 16 and at least k. a: where ``problem.alignment_k`` is a multiple of 8, k is one too and
-    rows start at multiples of 16 bytes; otherwise rows are read element by element, for any lda >= k. D is stored
+    aligned, ldb a multiple of 16 and at least k. a: if ``problem.alignment_k`` is a multiple of 8, so is k, and rows
+    start at multiples of 16 bytes; otherwise rows are read element by element, for any lda >= k. D is stored
     element by element. b and the vectors of n are read before the kernel waits for its predecessor.
 
     Exactness: int8 to float is exact and every product is exact in float32; products are added in an order that K and

@@ -1,7 +1,7 @@
-"""W8A8 for few tokens, bound by memory, on ``mma.sync.m16n8k32`` with the weights of the int8 GEMMs as they are.
+"""W8A8 for few tokens, bound by memory, on ``mma.sync.m16n8k32``, with int8 weights in the layout of the int8 GEMMs.
 
-Tokens are int8, or rows of floats whose largest magnitudes the kernel before has noted. The kernel quantizes such rows
-as it loads them. Device code: ``include/qcut/stream/w8a8.cuh``.
+Tokens are int8, or rows of floats whose largest magnitudes the previous kernel has stored. The kernel quantizes such
+rows as it loads them. Device code: ``include/qcut/stream/w8a8.cuh``.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ _OTHER_REGISTERS = 36
 
 @dataclass(frozen=True)
 class W8A8Problem:
-    """What a kernel computes; sizes are known at launch.
+    """The types, tokens and epilogue of one product; sizes are known at launch.
 
     Attributes:
-        tokens: ``none``: int8 ``a`` and ``row_scale``. ``given``: the same, with weights that the kernel just before
-            does not write. ``rows``: rows of type x with their largest magnitudes ``a_absmax``, quantized as
-            `qcut.emitters.decoder.quantize.QuantizePerToken` does, with weights as for ``given``.
+        tokens: ``none``: int8 ``a`` and ``row_scale``. ``given``: int8 ``a`` and ``row_scale``, and weights that the
+            previous kernel does not write. ``rows``: rows of type x with their largest magnitudes ``a_absmax``, which
+            the kernel quantizes as `qcut.emitters.decoder.quantize.QuantizePerToken` does, with weights as for
+            ``given``.
         x: element type of rows.
         epilogue: one with a scale for each token and each channel.
         aligned: addresses and strides of rows are multiples of 16 bytes.
-        absmax: ``absmax``, float32 ``[m]``, is raised to the largest magnitude of each row of D; NaN is the largest.
+        absmax: whether ``absmax``, float32 ``[m]``, is raised to the largest magnitude of each row of D; NaN counts
+            as the largest.
     """
 
     tokens: Tokens
@@ -74,7 +76,7 @@ class W8A8Problem:
 
 
 class W8A8Tile(Int8StreamTile):
-    """A cut whose ``tokens`` are 1, 2, 4 or 8."""
+    """An `Int8StreamTile` whose ``tokens`` are 1, 2, 4 or 8."""
 
 
 def smem_bytes(tile: W8A8Tile) -> int:
@@ -84,8 +86,8 @@ def smem_bytes(tile: W8A8Tile) -> int:
 
 
 def registers(problem: W8A8Problem, tile: W8A8Tile) -> int:
-    """Registers of a thread, about: weights in flight, tokens, sums, and the rest."""
-    # Rows of 16 bits become tokens in the registers they came in.
+    """Estimate a thread's registers: weights in flight, tokens, sums, and the rest."""
+    # Rows of 16-bit floats are quantized in the registers into which they were loaded.
     tokens = (16 if problem.tokens == "rows" and problem.x is DType.F32 else 8) * tile.units
     return 16 * tile.units * tile.prefetch + tokens + 4 + _OTHER_REGISTERS
 
@@ -119,16 +121,16 @@ CONSTRAINTS = (
 
 
 def validate(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> None:
-    """Check that this family can build the pair.
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
-        EmitError: naming the kernel and the first of `CONSTRAINTS` it breaks.
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
     """
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
 def tokens_of(m: int, k: int) -> int:
-    """Tokens that a tile holds for m of them, of k columns.
+    """Tokens that a tile holds for m tokens of k columns.
 
     Raises:
         EmitError: m is more than `MAX_TOKENS`, or K beyond the exact range.
@@ -141,7 +143,7 @@ def tokens_of(m: int, k: int) -> int:
 
 
 def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
-    """Whether there is a kernel for so many tokens of so many columns, whatever N and the GPU's size."""
+    """Whether there is a kernel for m tokens of k columns, with any N and on a GPU of any size."""
     try:
         validate(problem, W8A8Tile(1, 1, tokens=tokens_of(m, k)), arch)
     except EmitError:
@@ -152,9 +154,10 @@ def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
 def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k is a multiple of 16 but for rows. b: int8
-    ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero from k on. D is stored element by element.
-    But for ``none``, b and the vectors of n are read before the kernel waits for its predecessor.
+    Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k is a multiple of 16 unless tokens are
+    ``rows``. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero from k on. D is stored
+    element by element. Unless tokens are ``none``, b and the vectors of n are read before the kernel waits for its
+    predecessor.
 
     Exactness: integer sums are exact, and the epilogue is that of the other int8 GEMMs, bitwise.
 

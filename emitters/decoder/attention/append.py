@@ -1,7 +1,7 @@
-"""One step of a decoder between its projections in one launch: rotary positions, the cache's new row, attention.
+"""The attention of a decoder's step in one launch: rotary positions, the cache's new row, attention.
 
-Device code: ``include/qcut/decoder/attention/append.cuh``. `qcut.emitters.decoder.append.RotateAndAppend`, then
-`qcut.emitters.decoder.attention.mma.AttentionMma`.
+Device code: ``include/qcut/decoder/attention/append.cuh``. A kernel does the work of
+`qcut.emitters.decoder.append.RotateAndAppend` and then of `qcut.emitters.decoder.attention.mma.AttentionMma`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ FAMILY = "attention_append"
 class AttentionAppend:
     """``RotateAndAppend`` of a token of each sequence, and ``AttentionMma`` over the cache with it.
 
-    Operands as the two have them, but q stays as it is. A new row goes to its slot of the cache, and is read where that
-    is one of ``0`` to ``positions[b]``.
+    Operands are those of the two kernels, but q is not written. A new row goes to its slot of the cache and takes part
+    in the attention if the slot is one of ``0`` to ``positions[b]``.
 
     Attributes:
         attention: the form of attention.
         rotary: whether there are rotary positions.
 
-    Exactness: bitwise what the two kernels store and return.
+    Exactness: results and cache are bitwise those of the two kernels.
     """
 
     attention: AttentionMma

@@ -1,8 +1,8 @@
-"""Attention of one new token of each sequence to what a cache holds, on tensor cores.
+"""Attention of one new token of each sequence to the keys and values in a cache, on tensor cores.
 
-Device code: ``include/qcut/decoder/attention/mma.cuh``. What `qcut.emitters.decoder.attention.simt.AttentionDecode`
-computes, for 16-bit queries: keys and values are the rows of ``mma.sync.m16n8k16``, up to eight queries that share them
-its columns.
+Device code: ``include/qcut/decoder/attention/mma.cuh``. The kernels compute the function of
+`qcut.emitters.decoder.attention.simt.AttentionDecode` for 16-bit queries: keys and values are the rows of
+``mma.sync.m16n8k16``, and up to eight queries that share them are its columns.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _SMEM_STATIC = 48 * 1024
 
 
 def _columns(cache: DType) -> int:
-    """Of 16 bytes."""
+    """Columns in 16 bytes."""
     return 128 // cache.bits
 
 
 def _tile_registers(cache: DType, head: int) -> int:
-    """Of a lane, for 16 keys and values: rows of 4 pieces a key, of 8 a value, as `TensorAttention` has them."""
+    """Registers of a lane for 16 keys and values: 4 lanes share a key and 8 share a value, as in `TensorAttention`."""
     pieces = head // _columns(cache)
     return 8 * -(-pieces // 4) + 16 * -(-pieces // 8)
 
 
 def _registers(kernel: AttentionMma) -> int:
-    """About what a thread needs: keys, values and scores, queries, weighted values, and the rest."""
+    """Estimate a thread's registers: keys, values and scores, queries, weighted values, and the rest."""
     pieces, columns = kernel.head // _columns(kernel.cache), _columns(kernel.cache)
     tile = _tile_registers(kernel.cache, kernel.head) + (12 if kernel.cache is DType.S8 else 8)
     queries = -(-pieces // 4) * columns // 2
@@ -84,7 +84,7 @@ CONSTRAINTS = (
 class AttentionMma:
     """``out[b, h] = softmax_t(scale * q[b, h] . K[b, h / queries, t]) . V[b, h / queries, t]``, t to ``positions[b]``.
 
-    Operands as `qcut.emitters.decoder.attention.simt.AttentionDecode` has them; out starts at a multiple of 8 bytes.
+    Operands are those of `qcut.emitters.decoder.attention.simt.AttentionDecode`; out starts at a multiple of 8 bytes.
 
     Attributes:
         x: element type of queries and results, f16 or bf16.
@@ -93,9 +93,9 @@ class AttentionMma:
         group: queries of a CTA, of those that share a head of keys.
         arch: real architecture.
         warps: of a CTA.
-        tiles: of 16 keys that a warp has in hand.
-        cluster: parts of the context, which add up their results in the shared memory of a cluster; 1: any number of
-            parts, which do so in a workspace.
+        tiles: tiles of 16 keys that a warp holds.
+        cluster: parts of the context whose results are added up in the shared memory of a cluster; 1: any number of
+            parts, whose results are added up in a workspace.
 
     Exactness: scores and sums are float32, in an order that the length and the number of parts fix; exponentials have
     4 ulp. A weight ``2**(score - largest)``, with s8 times its value's scale and relative to the largest product of
@@ -119,7 +119,7 @@ class AttentionMma:
 
     @classmethod
     def for_shape(cls, x: DType, cache: DType, head: int, queries: int, arch: str, cluster: int = 1) -> AttentionMma:
-        """The kernel for so many queries to a head of keys, with as much on its way as registers allow.
+        """Return the kernel for a number of queries per head of keys, with as many loads in flight as registers allow.
 
         Raises:
             EmitError: see `CONSTRAINTS`.
@@ -169,7 +169,7 @@ class AttentionMma:
 
     @property
     def flight_bytes(self) -> int:
-        """Of keys and values that a CTA has on their way."""
+        """Bytes of keys and values that a CTA has in flight."""
         return self.warps * self.tiles * TILE * self.head * 2 * self.cache.bits // 8
 
     def places(self, batch: int, kv_heads: int, queries: int) -> int:
@@ -177,7 +177,7 @@ class AttentionMma:
         return batch * kv_heads * -(-queries // self.group)
 
     def grid(self, batch: int, kv_heads: int, queries: int, parts: int) -> tuple[int, int, int]:
-        """CTAs of a launch; with a cluster, parts are its size."""
+        """CTAs of a launch; with a cluster, ``parts`` is the cluster's size."""
         return (parts, kv_heads * -(-queries // self.group), batch)
 
     def workspace_floats(self, batch: int, kv_heads: int, queries: int, parts: int) -> int:

@@ -1,7 +1,8 @@
-"""Attention of one new token of each sequence to what a cache holds, split over the context.
+"""Attention of one new token of each sequence to the keys and values in a cache, split over the context.
 
 Device code: ``include/qcut/decoder/attention/simt.cuh``. A key serves all queries that share it, so that the cache is
-read once; with few sequences parts of the context fill the GPU, and the CTA that finishes last adds them up.
+read once. With few sequences, the context is split into parts that fill the GPU, and the CTA that finishes last adds
+up the parts.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ def _lanes(kernel: AttentionDecode) -> int:
 
 
 def _elements(kernel: AttentionDecode) -> int:
-    """Columns of a key that a lane has."""
+    """Columns of a key in a lane."""
     vectors = kernel.head // _vector(kernel.cache)
     return -(-vectors // _lanes(kernel)) * _vector(kernel.cache)
 
 
 def _registers(kernel: AttentionDecode) -> int:
-    """About what a thread needs: a query and its values, keys and values on their way, one widened, and the rest."""
+    """Estimate a thread's registers: a query, its values, keys and values in flight, one widened, and the rest."""
     elements = _elements(kernel)
     on_their_way = 2 * kernel.unroll * elements * kernel.cache.bits // 32
     return 2 * kernel.group * elements + on_their_way + elements + kernel.unroll * kernel.group + 40
@@ -79,7 +80,7 @@ class AttentionDecode:
         group: queries of a CTA, of those that share a head of keys.
         arch: real architecture.
         warps: of a CTA.
-        unroll: sets of keys that a warp has on their way.
+        unroll: sets of keys that a warp has in flight.
 
     Exactness: float32, with exponentials of 2 ulp; sums in an order that the length and the number of parts fix. A
     sequence's result does not depend on the others. NaN in a key or value that is read, or in q, reaches its results.
@@ -98,7 +99,7 @@ class AttentionDecode:
 
     @classmethod
     def for_shape(cls, x: DType, cache: DType, head: int, queries: int, arch: str) -> AttentionDecode:
-        """The kernel for so many queries to a head of keys, with as much on its way as registers allow.
+        """Return the kernel for a number of queries per head of keys, with as many loads in flight as registers allow.
 
         Raises:
             EmitError: see `CONSTRAINTS`.

@@ -1,8 +1,8 @@
 """Every work-around for nvidia-cutlass 4.2, and nothing else.
 
-The package is used as a source of text only: it is imported without a GPU, its option registry and
-its own compile-and-run path are never reached, and what it emits is edited in the few places that
-its Python interface cannot reach.
+qcut uses the package as a source of text only. The package is imported without a GPU, and its option registry and
+its compile-and-run path are never reached. This module edits the emitted text in the few places that the package's
+Python interface cannot reach.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class DequantizeTag(FunctorTag):
 
 
 def edit_sm90_text(text: str, epilogue_tile: tuple[int, int]) -> str:
-    """Give the collective epilogue an explicit tile, which the Python interface has no word for."""
+    """Give the collective epilogue an explicit tile, for which the Python interface has no argument."""
     auto = "cutlass::epilogue::collective::EpilogueTileAuto"
     if any(epilogue_tile):
         text = text.replace(auto, "cute::Shape<cute::_{}, cute::_{}>".format(*epilogue_tile))

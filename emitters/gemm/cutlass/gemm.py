@@ -137,7 +137,7 @@ def emit_cutlass_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> Kern
 
 
 def _sm90_defines(tile: TileConfig) -> tuple[str, ...]:
-    """What of CUTLASS a tile needs switched on.
+    """Return the macros that switch on the parts of CUTLASS that a tile needs.
 
     Without the extended shapes a tile of 160 columns is cut into wgmma instructions of 32, at half the rate. The
     stream-K scheduler of 4.2 does not compile with programmatic dependent launch.
@@ -149,7 +149,7 @@ def _sm90_defines(tile: TileConfig) -> tuple[str, ...]:
 
 
 def _device_text(problem: GemmProblem, tile: TileConfig, sm90: bool, graph: _EpilogueGraph) -> tuple[str, str]:
-    """Drive nvidia-cutlass's emitter; returns its text and the kernel name it chose."""
+    """Run nvidia-cutlass's emitter and return its text and the kernel's name in this text."""
     library = importlib.import_module("cutlass_library")
     backend = importlib.import_module("cutlass_cppgen.backend.library")
     gemm_operation = importlib.import_module("cutlass_cppgen.backend.gemm_operation")
@@ -181,7 +181,7 @@ def _device_text(problem: GemmProblem, tile: TileConfig, sm90: bool, graph: _Epi
         [*tile.cluster_shape, 1],
         *schedules,
     )
-    # The package divides an SM90 tile by the cluster, as Blackwell wants it.
+    # The package divides an SM90 tile by the cluster, which is right for Blackwell alone.
     description.blackwell_threadblock_shape = [m, n, k]
     row, column = library.LayoutType.RowMajor, library.LayoutType.ColumnMajor
     element_c = _element(problem.epilogue.out) if problem.epilogue.residual or not sm90 else library.DataType.void
@@ -220,7 +220,7 @@ class _Leaf:
 class _EpilogueGraph:
     """An `Epilogue` as nvidia-cutlass's visitor graph, and as the initializer of its arguments.
 
-    On SM90 everything up to the bias is one node of ours (see ``cutlass/sm90_dequantize.cuh``), on
+    On SM90 one node of qcut computes everything up to the bias (``include/qcut/cutlass/sm90_dequantize.cuh``); on
     SM80 each operation is a node.
     """
 

@@ -1,4 +1,4 @@
-"""Which CUTLASS tiles there are to choose from: a short menu for sizes nobody tuned, and what a tuner tries."""
+"""The menus of CUTLASS tiles: a short one for sizes that are not tuned, and the tiles that a tuner tries."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ SM90_SPACE: dict[Schedule, tuple[str, ...]] = {
 
 
 def default_tiles(arch: str) -> tuple[TileConfig, ...]:
-    """The menu of an architecture. What of it takes a problem, `qcut.emitters.gemm.cutlass.gemm.validate` knows."""
+    """Return an architecture's menu. `qcut.emitters.gemm.cutlass.gemm.validate` tells which tiles suit a problem."""
     return SM90_MENU if architecture(arch).wgmma else SM80_MENU
 
 
 def search_space(problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
-    """Every tile a tuner may try for a problem: on sm_90a `SM90_SPACE`, elsewhere the multistage tiles.
+    """Return every tile a tuner may try for a problem: on sm_90a `SM90_SPACE`, elsewhere the multistage tiles.
 
-    Those have warps of 32 or 64 a side, 64 or 128 columns of K and 3 to 5 stages.
+    Multistage tiles have warps of 32 or 64 a side, 64 or 128 columns of K and 3 to 5 stages.
     """
     for candidate in _sm90_space() if architecture(arch).wgmma else _multistage_space():
         try:
