@@ -1,4 +1,4 @@
-"""The kernels of a benchmark: qcut's choices, built ahead in parallel, and those that a call launched.
+"""The kernels of a benchmark: qcut's choices, built ahead in parallel, and those that a call launched."""
 
 from __future__ import annotations
 
