@@ -25,6 +25,7 @@ from qcut.emitters.families import FAMILIES, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.ops.gemm import GemmS8
 from tests.gpu.support.oracles import DEVICE, assert_same, full_range, pattern
+from tests.gpu.support.pools import guard_pool
 
 LAYOUTS = tuple("".join(flags) for flags in itertools.product("tn", repeat=3))
 """Of A, B and D, t row-major and n column-major, as `GemmProblem.layouts`."""
@@ -148,8 +149,7 @@ def test_writes_every_element_and_no_other(case: Case) -> None:
     qcut.gemm_s8(*operands, **case.options)  # builds the kernel
     size = m * n * EPILOGUES[case.out].out.bits // 8
     assert size % 512 == 0
-    pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pool):
+    with torch.cuda.use_mem_pool(guard_pool()):
         before, slot, after = (torch.full((size,), 0x5A, dtype=torch.uint8, device=DEVICE) for _ in range(3))
         address = slot.data_ptr()
         del slot
@@ -158,7 +158,6 @@ def test_writes_every_element_and_no_other(case: Case) -> None:
         assert_same(out.cpu(), qcut.gemm_s8(a, b, **case.options))
         assert (before == 0x5A).all()
         assert (after == 0x5A).all()
-        del before, after, out  # before their pool
 
 
 def test_everything_fused_into_a_column_major_result() -> None:

@@ -22,6 +22,7 @@ from tests.gpu.support.oracles import (
     pattern,
     relayout,
 )
+from tests.gpu.support.pools import guard_pool
 from tests.gpu.support.problems import ALIGNED_SHAPES, DYNAMIC, EPILOGUE_SHAPE, GEMM_EPILOGUES, GUARD_SHAPE, ODD_SHAPES
 
 pytestmark = pytest.mark.usefixtures("prebuilt")
@@ -109,8 +110,7 @@ def test_writes_every_element_and_no_other(epilogue: Epilogue) -> None:
     a, b = gemm.a.to(DEVICE), gemm.b.to(DEVICE)
     size = m * n * epilogue.out.bits // 8
     assert size % 512 == 0
-    pool = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pool):
+    with torch.cuda.use_mem_pool(guard_pool()):
         before, slot, after = (torch.full((size,), 0xFF, dtype=torch.uint8, device=DEVICE) for _ in range(3))
         place = slot.data_ptr()
         del slot
@@ -120,7 +120,6 @@ def test_writes_every_element_and_no_other(epilogue: Epilogue) -> None:
         gemm.check(out.cpu())
         assert (before == 0xFF).all()
         assert (after == 0xFF).all()
-        del before, after, out  # before their pool
 
 
 @pytest.mark.parametrize("layout", ["row_stride", "column_stride", "transposed", "offset_1", "offset_16"])
