@@ -45,7 +45,7 @@ def pair(request: pytest.FixtureRequest, model: nn.Module, ids: Tensor) -> tuple
         calibration = qcut.calibrate(model, [ids], progress=False)
     cpu, gpu = copy.deepcopy(model), copy.deepcopy(model).to(DEVICE)
     for each in (cpu, gpu):
-        qcut.quantize(each, request.param, calibration=calibration, progress=False)
+        qcut.quantize(each, request.param, calibration=calibration, prebuild=(512,), progress=False)
     return cpu, gpu
 
 
@@ -114,7 +114,7 @@ def test_saved_on_the_gpu_and_loaded_again(pair: tuple[nn.Module, nn.Module], id
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_model_generates(model: nn.Module, ids: Tensor, dtype: torch.dtype) -> None:
     half = copy.deepcopy(model).to(DEVICE, dtype)
-    qcut.quantize(half, "w8a8", progress=False)
+    qcut.quantize(half, "w8a8", prebuild=(128,), progress=False)
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
         first, second = (half.generate(ids[:2, :64].to(DEVICE), **options) for _ in range(2))

@@ -24,5 +24,5 @@ def llama(scheme: str | None = None, dtype: torch.dtype = torch.float16, device:
                 parameter.mul_(3)
     model.to(device, dtype).eval()
     if scheme is not None:
-        qcut.quantize(model, scheme, progress=False)
+        qcut.quantize(model, scheme, prebuild=(64,), progress=False)
     return model

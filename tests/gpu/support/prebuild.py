@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+import torch
+
 from benchmarks.device_kernels import prebuild
 from qcut import jit
+from qcut.cuda.linear import LinearLayer
+from qcut.cuda.plans import m_bucket
+from qcut.cuda.prebuild import prebuild as prebuild_layers
 from tests.gpu.emitters.test_cutlass import cases
+from tests.gpu.layers.test_stacking import ROWS, K
 from tests.gpu.support.problems import gpu_test_calls
 
+
+def stacked_layers() -> list[LinearLayer]:
+    """The int8 layers of `tests.gpu.layers.test_stacking`, alone and stacked, at numbers of tokens for CUTLASS."""
+    options = product((torch.float16, torch.float32), map(m_bucket, (9, 130)), (*ROWS, sum(ROWS)), (False, True))
+    return [LinearLayer("w8a8", dtype, rows, n, K, bias, "none", True) for dtype, rows, n, bias in options]
+
+
 if __name__ == "__main__":
+    prebuild_layers(stacked_layers(), torch.cuda.current_device(), progress=False)  # the tests that run first
     prebuild(gpu_test_calls())
     jit.build_many(cases(), progress=False)
