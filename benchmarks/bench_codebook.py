@@ -182,7 +182,7 @@ def codebook_problem(layer: Any, bias: bool, rotates: bool = False) -> Any:
     return codebook_dispatch.problem_of(x, layer.scheme.bits, slots, DType.F16, bias, "none", False, alignment, rotates)
 
 
-def weight_only_problem(n: int, k: int, bias: bool) -> Any:
+def w8a16_problem(n: int, k: int, bias: bool) -> Any:
     """Return the problem of a W8A16 layer's product on float16 tokens."""
     from qcut.cuda.linear import linear_problem
 
@@ -200,18 +200,18 @@ def _plan(problem: Any, m: int, n: int, units: int, pdl: bool) -> Any:
 
 @functools.cache
 def _w8a16_plan(problem: Any, m: int, n: int, k: int, pdl: bool) -> Any:
-    from qcut.cuda.gemm import weight_only_spec
+    from qcut.cuda.gemm import w8a16_spec
     from qcut.cuda.plans import target
 
     device = torch.cuda.current_device()
-    return weight_only_spec(problem, m, n, k, target(device), pdl=pdl).load(device)
+    return w8a16_spec(problem, m, n, k, target(device), pdl=pdl).load(device)
 
 
 def _w8a16_launch(layer: Any, out: Tensor, pdl: bool, *, x: Tensor) -> Callable[[], None]:
     from qcut.cuda.plans import m_bucket
 
     (m, k), n = x.shape, layer.out_features
-    plan = _w8a16_plan(weight_only_problem(n, k, bias=False), m_bucket(m), n, k, pdl)
+    plan = _w8a16_plan(w8a16_problem(n, k, bias=False), m_bucket(m), n, k, pdl)
     args = (x.data_ptr(), layer.qweight.data_ptr(), out.data_ptr(), m, n, k, k, layer.qweight.shape[1], n)
     return _launcher(plan, m, (*args, layer.weight_scale.data_ptr()), [x, layer, out])
 
@@ -227,10 +227,8 @@ def kernel_name(layer: Any, m: int, *, whole: bool) -> str:
 
     gpu, n, k = target(torch.cuda.current_device()), layer.out_features, layer.in_features
     if layer.scheme.name == "w8a16":
-        weight_only = weight_only_problem(n, k, whole)
-        return dispatch.emit(
-            dispatch.select_weight_only(weight_only, m_bucket(m), n, k, gpu), weight_only, gpu.arch
-        ).name
+        w8a16 = w8a16_problem(n, k, whole)
+        return dispatch.emit(dispatch.select_w8a16(w8a16, m_bucket(m), n, k, gpu), w8a16, gpu.arch).name
     problem = codebook_problem(layer, whole, whole and m == 1 and layer._rotates_one)
     choice = codebook_dispatch.select(problem, codebook_dispatch.bucket(m), n, layer.units.shape[1], gpu)
     return codebook_dispatch.emit(choice, problem, gpu.arch).name

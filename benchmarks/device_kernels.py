@@ -49,7 +49,7 @@ def prebuild(calls: Iterable[Call], a: DType = DType.S8) -> dict[Call, str]:
             choice = dispatch.select_gemm(problem, m_bucket(m), n, k, gpu, cutlass=cutlass)
         else:
             problem = replace(problem, alignment_k=8 if k % 8 == 0 else 1)
-            choice = dispatch.select_weight_only(problem, m_bucket(m), n, k, gpu)
+            choice = dispatch.select_w8a16(problem, m_bucket(m), n, k, gpu)
         sources[epilogue, m, n, k] = dispatch.emit(choice, problem, gpu.arch)
     for result in jit.build_many(sources.values(), progress=sys.stderr.isatty()).values():
         if isinstance(result, Exception):

@@ -12,17 +12,17 @@ from qcut.emitters.core.source import EmitError
 from qcut.emitters.gemm import dp4a, mma, w8a16, wmma
 from qcut.emitters.gemm.cutlass import gemm as cutlass_gemm
 from qcut.emitters.gemm.cutlass import tiles as cutlass_tiles
-from qcut.emitters.gemm.dp4a import SimtTile
+from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.stream import codebook as codebook_stream
 from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
 from qcut.emitters.stream import int8 as int8_cut
 from qcut.emitters.stream import w8a8 as int8_stream
 from qcut.emitters.stream import w8a16 as w8a16_stream
-from qcut.emitters.stream.codebook import CodebookDecodeTile
-from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile
+from qcut.emitters.stream.codebook import CodebookStreamTile
+from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
-from qcut.emitters.stream.w8a16 import WeightOnlyTile
+from qcut.emitters.stream.w8a16 import W8A16Tile
 
 INT8_CUTLASS: Family[GemmProblem, TileConfig] = Family(
     cutlass_gemm.FAMILY,
@@ -57,11 +57,11 @@ INT8_WMMA: Family[GemmProblem, TileConfig] = Family(
     default_tiles=lambda problem, arch: wmma.default_tiles(arch),
     search_space=wmma.search_space,
 )
-INT8_DP4A: Family[GemmProblem, SimtTile] = Family(
+INT8_DP4A: Family[GemmProblem, Dp4aTile] = Family(
     dp4a.FAMILY,
-    SimtTile,
+    Dp4aTile,
     dp4a.validate,
-    dp4a.emit_simt_gemm,
+    dp4a.emit_dp4a_gemm,
     grid=lambda tile, n, sm_count: Grid(tile.bm, dp4a.grid(tile, 1, n)),
     threads=lambda tile: tile.threads,
     smem_bytes=dp4a.smem_bytes,
@@ -72,7 +72,7 @@ INT8_STREAM: Family[W8A8Problem, W8A8Tile] = Family(
     int8_stream.FAMILY,
     W8A8Tile,
     int8_stream.validate,
-    int8_stream.emit_w8a8_decode,
+    int8_stream.emit_int8_stream,
     grid=lambda tile, n, sm_count: Grid(tile.tokens, int8_cut.grid(tile, 1, n)),
     threads=lambda tile: 32 * tile.warps,
     smem_bytes=lambda problem, tile: int8_stream.smem_bytes(tile),
@@ -81,44 +81,44 @@ W8A16_MMA: Family[GemmProblem, TileConfig] = Family(
     w8a16.FAMILY,
     TileConfig,
     w8a16.validate,
-    w8a16.emit_weight_only_gemm,
+    w8a16.emit_w8a16_mma,
     grid=lambda tile, n, sm_count: Grid(tile.threadblock_shape[0], w8a16.grid(tile, 1, n)),
     threads=lambda tile: tile.threads,
     smem_bytes=mma.smem_bytes,
     default_tiles=lambda problem, arch: w8a16.default_tiles(arch),
 )
-W8A16_STREAM: Family[GemmProblem, WeightOnlyTile] = Family(
+W8A16_STREAM: Family[GemmProblem, W8A16Tile] = Family(
     w8a16_stream.FAMILY,
-    WeightOnlyTile,
+    W8A16Tile,
     w8a16_stream.validate,
-    w8a16_stream.emit_weight_only_decode,
+    w8a16_stream.emit_w8a16_stream,
     grid=lambda tile, n, sm_count: Grid(tile.tokens, int8_cut.grid(tile, 1, n)),
     threads=lambda tile: 32 * tile.warps,
     smem_bytes=w8a16_stream.smem_bytes,
 )
-CODEBOOK_STREAM: Family[CodebookProblem, CodebookDecodeTile] = Family(
+CODEBOOK_STREAM: Family[CodebookProblem, CodebookStreamTile] = Family(
     codebook_stream.FAMILY,
-    CodebookDecodeTile,
+    CodebookStreamTile,
     codebook_stream.validate,
-    codebook_stream.emit_codebook_decode,
+    codebook_stream.emit_codebook_stream,
     grid=lambda tile, n, sm_count: Grid(tile.tokens, codebook_stream.grid(tile, 1, n)),
     threads=lambda tile: 32 * tile.warps,
     smem_bytes=codebook_stream.smem_bytes,
 )
-CODEBOOK_STREAM_WGMMA: Family[CodebookProblem, CodebookDecodeWgmmaTile] = Family(
+CODEBOOK_STREAM_WGMMA: Family[CodebookProblem, CodebookStreamWgmmaTile] = Family(
     codebook_stream_wgmma.FAMILY,
-    CodebookDecodeWgmmaTile,
+    CodebookStreamWgmmaTile,
     codebook_stream_wgmma.validate,
-    codebook_stream_wgmma.emit_codebook_decode_wgmma,
+    codebook_stream_wgmma.emit_codebook_stream_wgmma,
     grid=lambda tile, n, sm_count: Grid(tile.tokens, codebook_stream_wgmma.grid(tile, 1, n)),
     threads=lambda tile: 128 * tile.groups,
     smem_bytes=codebook_stream_wgmma.smem_bytes,
 )
-CODEBOOK_WGMMA: Family[CodebookProblem, codebook_wgmma.CodebookPromptTile] = Family(
+CODEBOOK_WGMMA: Family[CodebookProblem, codebook_wgmma.CodebookWgmmaTile] = Family(
     codebook_wgmma.FAMILY,
-    codebook_wgmma.CodebookPromptTile,
+    codebook_wgmma.CodebookWgmmaTile,
     codebook_wgmma.validate,
-    codebook_wgmma.emit_codebook_prompt,
+    codebook_wgmma.emit_codebook_wgmma,
     grid=codebook_wgmma.grid,
     threads=lambda tile: codebook_wgmma.THREADS,
     smem_bytes=codebook_wgmma.smem_bytes,

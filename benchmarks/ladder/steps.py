@@ -11,7 +11,7 @@ from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm import dp4a as simt_gemm
+from qcut.emitters.gemm import dp4a as dp4a_gemm
 from qcut.emitters.gemm import mma as mma_gemm
 from qcut.emitters.gemm import wmma as wmma_gemm
 from qcut.emitters.gemm.cutlass import tiles as cutlass_tiles
@@ -72,8 +72,8 @@ def _large(tiles: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _dp4a(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:
-    for tile in _large(simt_gemm.default_tiles(gpu.arch)):
-        yield Candidate(simt_gemm.emit_simt_gemm(PROBLEM, tile, gpu.arch), simt_gemm.grid(tile, m, n))
+    for tile in _large(dp4a_gemm.default_tiles(gpu.arch)):
+        yield Candidate(dp4a_gemm.emit_dp4a_gemm(PROBLEM, tile, gpu.arch), dp4a_gemm.grid(tile, m, n))
 
 
 def _wmma_double(m: int, n: int, k: int, gpu: Target) -> Iterator[Candidate]:

@@ -34,7 +34,7 @@ def int8_prompt_speeds(rows: Rows) -> Speeds:
     return {m: of for m, of in found.items() if m >= PROMPT_TOKENS}
 
 
-def codebook_prompt_speeds(rows: Rows) -> Speeds:
+def codebook_wgmma_speeds(rows: Rows) -> Speeds:
     """Codebook layers over the float16 layer, on prompts."""
     return speeds(((row["variant"], row) for row in rows.of("bench_codebook", part="prompt")), "fp16")
 
@@ -85,7 +85,7 @@ TABLES = (
         "Whole layers over the float16 layer, each at the clock that it settles on; geometric mean over layer shapes.",
         "bench_codebook",
         ("codebook4", "codebook4_int8"),
-        codebook_prompt_speeds,
+        codebook_wgmma_speeds,
     ),
     Table(
         "Products alone",

@@ -31,7 +31,7 @@ _STAGES = (4, 8)
 
 
 @dataclass(frozen=True)
-class CodebookPromptTile:
+class CodebookWgmmaTile:
     """How one kernel divides the problem.
 
     Attributes:
@@ -61,7 +61,7 @@ def stage_bytes(problem: CodebookProblem, tokens: int) -> int:
     return 128 * problem.x.bits // 8 * tokens + tables
 
 
-def buffers(problem: CodebookProblem, tile: CodebookPromptTile) -> int:
+def buffers(problem: CodebookProblem, tile: CodebookWgmmaTile) -> int:
     """Staging buffers of sixteen tokens for each warpgroup: the largest of `_BUFFERS` that fits, at least one."""
     if tile.splits > 1:
         return 0
@@ -69,12 +69,12 @@ def buffers(problem: CodebookProblem, tile: CodebookPromptTile) -> int:
     return next((count for count in _BUFFERS if 2 * count * _STAGED_BYTES <= free), 1)
 
 
-def smem_bytes(problem: CodebookProblem, tile: CodebookPromptTile) -> int:
+def smem_bytes(problem: CodebookProblem, tile: CodebookWgmmaTile) -> int:
     """Dynamic shared memory of a CTA."""
     return _operand_bytes(problem, tile) + 2 * buffers(problem, tile) * _STAGED_BYTES
 
 
-def _operand_bytes(problem: CodebookProblem, tile: CodebookPromptTile) -> int:
+def _operand_bytes(problem: CodebookProblem, tile: CodebookWgmmaTile) -> int:
     """Stages, or the sums that take their place, and the barriers of each stage."""
     sums = 2 * (tile.tokens // 16) * _STAGED_BYTES if tile.splits > 1 else 0
     return max(tile.stages * stage_bytes(problem, tile.tokens), sums) + _barrier_bytes(problem) * tile.stages
@@ -117,7 +117,7 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> None:
+def validate(problem: CodebookProblem, tile: CodebookWgmmaTile, arch: str) -> None:
     """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
@@ -126,7 +126,7 @@ def validate(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> N
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def grid(tile: CodebookPromptTile, n: int, sm_count: int) -> Grid:
+def grid(tile: CodebookWgmmaTile, n: int, sm_count: int) -> Grid:
     """CTAs of a launch: no more than the GPU has SMs, each going from tile to tile; with splits, one for each part."""
     columns = -(-n // (ROWS * tile.cluster))
     if tile.splits > 1:
@@ -134,14 +134,14 @@ def grid(tile: CodebookPromptTile, n: int, sm_count: int) -> Grid:
     return Grid(tile.tokens, (columns * tile.cluster, 1, 1), most=max(1, sm_count // tile.cluster) * tile.cluster)
 
 
-def default_tiles(problem: CodebookProblem) -> tuple[CodebookPromptTile, ...]:
+def default_tiles(problem: CodebookProblem) -> tuple[CodebookWgmmaTile, ...]:
     """Return tiles of each width of tokens, for one CTA, for two CTAs, and with K split, with as many stages as fit."""
     shapes = ((1, 1), (2, 1), (1, 2), (1, 4), (1, 8))
     tiles = (_deepest(problem, tokens, *shape) for tokens in (64, 128, 256) for shape in shapes)
     return tuple(tile for tile in tiles if holds(CONSTRAINTS, problem, tile, "sm_90a"))
 
 
-def _deepest(problem: CodebookProblem, tokens: int, cluster: int, splits: int) -> CodebookPromptTile:
+def _deepest(problem: CodebookProblem, tokens: int, cluster: int, splits: int) -> CodebookWgmmaTile:
     enough, most = _STAGES
     stages = 0
     for count in (0,) if splits > 1 else _BUFFERS:
@@ -149,10 +149,10 @@ def _deepest(problem: CodebookProblem, tokens: int, cluster: int, splits: int) -
         stages = min(free // (stage_bytes(problem, tokens) + _barrier_bytes(problem)), most)
         if stages >= enough:
             break
-    return CodebookPromptTile(tokens, stages, cluster, splits, lead=max(1, stages // 2))
+    return CodebookWgmmaTile(tokens, stages, cluster, splits, lead=max(1, stages // 2))
 
 
-def emit_codebook_prompt(problem: CodebookProblem, tile: CodebookPromptTile, arch: str) -> KernelSource:
+def emit_codebook_wgmma(problem: CodebookProblem, tile: CodebookWgmmaTile, arch: str) -> KernelSource:
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order; m, n, units_k >= 1 and 16-byte alignment of x, units and norms.
@@ -180,10 +180,10 @@ def emit_codebook_prompt(problem: CodebookProblem, tile: CodebookPromptTile, arc
         name,
         arch,
         params,
-        f"using Tile = qcut::PromptTile<{problem.x.cpp}, {', '.join(map(str, shape))}, {buffers(problem, tile)}>;",
+        f"using Tile = qcut::WgmmaTile<{problem.x.cpp}, {', '.join(map(str, shape))}, {buffers(problem, tile)}>;",
         *problem.epilogue.statements(params),
         BOOK,
-        f"qcut::codebook_prompt<Tile, Epilogue, {align_d}>(x, units, norms, {problem.fold}, d, m, n, "
+        f"qcut::codebook_wgmma<Tile, Epilogue, {align_d}>(x, units, norms, {problem.fold}, d, m, n, "
         "units_k, ldd, book, args);",
         device_code=include("codebook/wgmma.cuh"),
         block=THREADS,

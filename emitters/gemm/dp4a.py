@@ -40,7 +40,7 @@ _SPACE = {
 
 
 @dataclass(frozen=True)
-class SimtTile:
+class Dp4aTile:
     """How one kernel divides the problem among CTAs, warps, subtiles and lanes. Sizes in elements.
 
     A warp covers its tile in ``wmiter x wniter`` subtiles, one after another; in each, its 32 lanes own ``tm x tn``
@@ -92,14 +92,14 @@ class SimtTile:
         return self.wm * self.wn // 32
 
 
-def _registers(tile: SimtTile) -> int:
+def _registers(tile: Dp4aTile) -> int:
     """Estimate a thread's registers: sums, a word of K for each of its rows and columns, the next tile, the rest."""
     operands = tile.wmiter * tile.tm + tile.wniter * tile.tn
     staged = sum(max(4, size * tile.bk // 4 // tile.threads) for size in (tile.bm, tile.bn))
     return tile.accumulators + operands + staged + _OTHER_REGISTERS
 
 
-def _ctas(tile: SimtTile) -> int:
+def _ctas(tile: Dp4aTile) -> int:
     """CTAs that the registers of an SM should hold. The bound keeps the compiler from using one register too many.
 
     Each quarter of the SM has a quarter of the registers and gives them to its warps in steps of eight to a thread.
@@ -108,7 +108,7 @@ def _ctas(tile: SimtTile) -> int:
     return max(1, min(16, 32 * warps // tile.threads))
 
 
-def smem_bytes(problem: GemmProblem, tile: SimtTile) -> int:
+def smem_bytes(problem: GemmProblem, tile: Dp4aTile) -> int:
     """Dynamic shared memory of a CTA: two buffers of both operands, padded if they are contiguous along K."""
     along_k = (problem.layout_a == "row", problem.layout_b == "column")
     pitches = (size + 4 * (k and tile.bk >= 32) for size, k in zip((tile.bm, tile.bn), along_k, strict=True))
@@ -188,7 +188,7 @@ CONSTRAINTS = (
 """What a kernel of this family must keep, checked in this order on (problem, tile, architecture)."""
 
 
-def validate(problem: GemmProblem, tile: SimtTile, arch: str) -> None:
+def validate(problem: GemmProblem, tile: Dp4aTile, arch: str) -> None:
     """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
@@ -197,32 +197,32 @@ def validate(problem: GemmProblem, tile: SimtTile, arch: str) -> None:
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def grid(tile: SimtTile, m: int, n: int) -> tuple[int, int, int]:
+def grid(tile: Dp4aTile, m: int, n: int) -> tuple[int, int, int]:
     """CTAs of a launch, one per tile of D in one dimension (the kernel orders them for the L2)."""
     return (-(-m // tile.bm) * -(-n // tile.bn), 1, 1)
 
 
-def default_tiles(arch: str) -> tuple[SimtTile, ...]:
+def default_tiles(arch: str) -> tuple[Dp4aTile, ...]:
     """A menu from few rows to many, legal on every architecture."""
     return (
-        SimtTile(16, 64, 64, 16, 32, 1, 4, 4),
-        SimtTile(32, 64, 64, 32, 16, 1, 4, 4),
-        SimtTile(64, 64, 32, 32, 32, 1, 8, 4),
-        SimtTile(64, 128, 32, 64, 32, 1, 8, 8),
-        SimtTile(128, 128, 32, 64, 32, 1, 8, 8),
-        SimtTile(128, 128, 32, 64, 64, 2, 8, 8),
+        Dp4aTile(16, 64, 64, 16, 32, 1, 4, 4),
+        Dp4aTile(32, 64, 64, 32, 16, 1, 4, 4),
+        Dp4aTile(64, 64, 32, 32, 32, 1, 8, 4),
+        Dp4aTile(64, 128, 32, 64, 32, 1, 8, 8),
+        Dp4aTile(128, 128, 32, 64, 32, 1, 8, 8),
+        Dp4aTile(128, 128, 32, 64, 64, 2, 8, 8),
     )
 
 
-def search_space(problem: GemmProblem, arch: str) -> Iterator[SimtTile]:
+def search_space(problem: GemmProblem, arch: str) -> Iterator[Dp4aTile]:
     """Every legal tile that a tuner may try, in a fixed order."""
     for sizes in product(*_SPACE.values()):
-        tile = SimtTile(**dict(zip(_SPACE, sizes, strict=True)))
+        tile = Dp4aTile(**dict(zip(_SPACE, sizes, strict=True)))
         if all(constraint.holds(problem, tile, arch) for constraint in CONSTRAINTS):
             yield tile
 
 
-def emit_simt_gemm(problem: GemmProblem, tile: SimtTile, arch: str) -> KernelSource:
+def emit_dp4a_gemm(problem: GemmProblem, tile: Dp4aTile, arch: str) -> KernelSource:
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order; m, n, k >= 1. A leading dimension is the distance between contiguous
@@ -248,10 +248,10 @@ def emit_simt_gemm(problem: GemmProblem, tile: SimtTile, arch: str) -> KernelSou
         name,
         arch,
         params,
-        f"using Tile = qcut::SimtTile<{', '.join(map(str, astuple(tile)))}>;",
+        f"using Tile = qcut::Dp4aTile<{', '.join(map(str, astuple(tile)))}>;",
         *operand_types(problem),
         *problem.epilogue.statements(params),
-        f"qcut::simt_gemm<Tile, A, B, Epilogue, {align_d}, {flag(problem.layout_d == 'column')}>(\n"
+        f"qcut::dp4a_gemm<Tile, A, B, Epilogue, {align_d}, {flag(problem.layout_d == 'column')}>(\n"
         "      a, b, d, m, n, k, lda, ldb, ldd, args);",
         device_code=include("gemm/dp4a.cuh"),
         block=tile.threads,

@@ -16,7 +16,7 @@ from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, TILE_CONSTRAINTS, gemm
 
 FAMILY = "w8a16_mma"
 
-__all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_weight_only_gemm", "grid", "validate"]
+__all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_w8a16_mma", "grid", "validate"]
 
 CONSTRAINTS = (
     Constraint(
@@ -60,7 +60,7 @@ def default_tiles(arch: str) -> tuple[TileConfig, ...]:
     return tuple(t for t in tiles if smem_bytes(problem, t) <= architecture(arch).smem_bytes)
 
 
-def emit_weight_only_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
+def emit_w8a16_mma(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at
@@ -80,5 +80,5 @@ def emit_weight_only_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> 
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
     return gemm_source(
-        name, problem, tile, arch, header="w8a16", function="weight_only_gemm", smem_bytes=smem_bytes(problem, tile)
+        name, problem, tile, arch, header="w8a16", function="w8a16_mma", smem_bytes=smem_bytes(problem, tile)
     )

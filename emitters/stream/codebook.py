@@ -23,7 +23,7 @@ MAX_ROW_TILES = 64
 
 
 @dataclass(frozen=True)
-class CodebookDecodeTile:
+class CodebookStreamTile:
     """How a CTA and its cluster share a product.
 
     Attributes:
@@ -53,7 +53,7 @@ class CodebookDecodeTile:
         return self.units * self.warps * self.splits
 
 
-def registers(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
+def registers(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
     """Estimate a thread's registers: tokens, weights in flight, accumulators, decoded operands, and the rest."""
     token_tiles = -(-tile.tokens // 8)
     int8 = problem.x is DType.S8
@@ -63,12 +63,12 @@ def registers(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
     return tokens + weights + sums + (28 + 8 * (tile.units > 1) if int8 else 20)
 
 
-def register_limit(tile: CodebookDecodeTile) -> int:
+def register_limit(tile: CodebookStreamTile) -> int:
     """Registers that the register file has for a thread of the CTA, in steps of 8."""
     return min(255, 65_536 // (32 * tile.warps) // 8 * 8)
 
 
-def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeTile) -> int:
+def smem_bytes(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
     """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same."""
     blocks, rows = problem.x.bits // 8, ROW_TILE * tile.row_tiles
     staged = tile.units * blocks * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
@@ -111,7 +111,7 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> None:
+def validate(problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> None:
     """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
@@ -120,7 +120,7 @@ def validate(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> N
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def grid(tile: CodebookDecodeTile, m: int, n: int) -> tuple[int, int, int]:
+def grid(tile: CodebookStreamTile, m: int, n: int) -> tuple[int, int, int]:
     """CTAs of a launch: a cluster for every ``16 * row_tiles`` rows of the weight.
 
     Raises:
@@ -131,7 +131,7 @@ def grid(tile: CodebookDecodeTile, m: int, n: int) -> tuple[int, int, int]:
     return (-(-n // (ROW_TILE * tile.row_tiles)) * tile.splits, 1, 1)
 
 
-def emit_codebook_decode(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> KernelSource:
+def emit_codebook_stream(problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> KernelSource:
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order: n >= 1, 1 <= m <= ``tile.tokens``, 1 <= units_k <= ``tile.capacity``.
@@ -156,9 +156,9 @@ def emit_codebook_decode(problem: CodebookProblem, tile: CodebookDecodeTile, arc
         problem,
         arch,
         header="codebook",
-        function="codebook_decode",
-        tile=f"qcut::DecodeTile<{', '.join(map(str, sizes))}>",
-        shared="qcut::DecodeShared",
+        function="codebook_stream",
+        tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
+        shared="qcut::StreamShared",
         tokens=_row_token(problem) if problem.rotates else f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
         block=32 * tile.warps,
         smem_bytes=smem_bytes(problem, tile),

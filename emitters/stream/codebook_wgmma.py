@@ -23,7 +23,7 @@ GROUP_ROWS = 4 * ROW_TILE
 
 
 @dataclass(frozen=True)
-class CodebookDecodeWgmmaTile:
+class CodebookStreamWgmmaTile:
     """How a CTA and its cluster share a product.
 
     Attributes:
@@ -46,11 +46,11 @@ class CodebookDecodeWgmmaTile:
         return f"t{self.tokens}_g{self.groups}_k{self.splits}_s{self.stages}_p{self.prefetch}"
 
 
-def _register_limit(tile: CodebookDecodeWgmmaTile) -> int:
+def _register_limit(tile: CodebookStreamWgmmaTile) -> int:
     return min(255, 65_536 // (128 * tile.groups) // 8 * 8)
 
 
-def registers(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile) -> int:
+def registers(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     """Estimate a thread's registers: accumulators, two halves of a decoded unit, weights in flight, and the rest."""
     int8 = problem.x is DType.S8
     weights = tile.prefetch * (2 * problem.bits + problem.slots)
@@ -82,7 +82,7 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str) -> None:
+def validate(problem: CodebookProblem, tile: CodebookStreamWgmmaTile, arch: str) -> None:
     """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
@@ -91,7 +91,7 @@ def validate(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str)
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile) -> int:
+def smem_bytes(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same."""
     rows = GROUP_ROWS * tile.groups
     table = 0 if problem.x is DType.S8 else PAIR_TABLE_BYTES
@@ -100,7 +100,7 @@ def smem_bytes(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile) -> int:
     return max(staged, sums) + 16 * tile.stages + 8 * rows + 4 * tile.tokens
 
 
-def grid(tile: CodebookDecodeWgmmaTile, m: int, n: int) -> tuple[int, int, int]:
+def grid(tile: CodebookStreamWgmmaTile, m: int, n: int) -> tuple[int, int, int]:
     """CTAs of a launch: a cluster for every ``64 * groups`` rows of the weight.
 
     Raises:
@@ -111,7 +111,7 @@ def grid(tile: CodebookDecodeWgmmaTile, m: int, n: int) -> tuple[int, int, int]:
     return (-(-n // (GROUP_ROWS * tile.groups)) * tile.splits, 1, 1)
 
 
-def emit_codebook_decode_wgmma(problem: CodebookProblem, tile: CodebookDecodeWgmmaTile, arch: str) -> KernelSource:
+def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgmmaTile, arch: str) -> KernelSource:
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order: n, units_k >= 1, 1 <= m <= ``tile.tokens``. ``x`` starts at a multiple
@@ -137,9 +137,9 @@ def emit_codebook_decode_wgmma(problem: CodebookProblem, tile: CodebookDecodeWgm
         problem,
         arch,
         header="codebook_wgmma",
-        function="codebook_decode_wgmma",
-        tile=f"qcut::DecodeWgmmaTile<{', '.join(map(str, sizes))}>",
-        shared="qcut::DecodeWgmmaShared",
+        function="codebook_stream_wgmma",
+        tile=f"qcut::StreamWgmmaTile<{', '.join(map(str, sizes))}>",
+        shared="qcut::StreamWgmmaShared",
         last=f", {gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)}",
         block=128 * tile.groups,
         smem_bytes=smem_bytes(problem, tile),

@@ -23,17 +23,17 @@ _OTHER_REGISTERS = 24
 """Registers of a thread for addresses, counters and bounds."""
 
 
-class WeightOnlyTile(Int8StreamTile):
+class W8A16Tile(Int8StreamTile):
     """An `Int8StreamTile` whose ``tokens`` are 8, 16 or 32."""
 
 
-def smem_bytes(problem: GemmProblem, tile: WeightOnlyTile) -> int:
+def smem_bytes(problem: GemmProblem, tile: W8A16Tile) -> int:
     """Dynamic shared memory of a CTA: the sums of every warp, and scale and bias of each row."""
     rows = 16 * tile.row_tiles
     return 4 * (tile.warps * tile.tokens * (rows + 4) + 2 * rows)
 
 
-def registers(tile: WeightOnlyTile) -> int:
+def registers(tile: W8A16Tile) -> int:
     """Estimate a thread's registers: weights in flight, tokens, sums, and the rest."""
     return 16 * tile.units * (tile.prefetch + tile.tokens // 8) + tile.tokens // 2 + _OTHER_REGISTERS
 
@@ -63,7 +63,7 @@ CONSTRAINTS = (
 """What this family can build, on (problem, tile, arch)."""
 
 
-def validate(problem: GemmProblem, tile: WeightOnlyTile, arch: str) -> None:
+def validate(problem: GemmProblem, tile: W8A16Tile, arch: str) -> None:
     """Check that this family can build a kernel for the problem with this tile on this architecture.
 
     Raises:
@@ -72,7 +72,7 @@ def validate(problem: GemmProblem, tile: WeightOnlyTile, arch: str) -> None:
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def emit_weight_only_decode(problem: GemmProblem, tile: WeightOnlyTile, arch: str) -> KernelSource:
+def emit_w8a16_stream(problem: GemmProblem, tile: W8A16Tile, arch: str) -> KernelSource:
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``, n, k >= 1. b: int8 ``[n, ldb]``, 16-byte
@@ -97,9 +97,9 @@ def emit_weight_only_decode(problem: GemmProblem, tile: WeightOnlyTile, arch: st
         name,
         arch,
         params,
-        f"using Tile = qcut::WeightOnlyTile<{tile.sizes}>;",
+        f"using Tile = qcut::W8A16Tile<{tile.sizes}>;",
         *problem.epilogue.statements(params),
-        f"qcut::weight_only_decode<Tile, {problem.a.cpp}, {aligned}, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);",
+        f"qcut::w8a16_stream<Tile, {problem.a.cpp}, {aligned}, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);",
         device_code=include("stream/w8a16.cuh"),
         block=32 * tile.warps,
         waits=True,

@@ -151,7 +151,7 @@ def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
     return True
 
 
-def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelSource:
+def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelSource:
     """Text of one kernel.
 
     Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k is a multiple of 16 unless tokens are
@@ -178,7 +178,7 @@ def emit_w8a8_decode(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
         params,
         f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {tile.sizes}>;",
         *problem.epilogue.statements(params),
-        f"qcut::w8a8_decode<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
+        f"qcut::int8_stream<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
         f"      a, {a_absmax}, b, d, {absmax}, m, n, k, lda, ldb, ldd, args);",
         device_code=include("stream/w8a8.cuh"),
         block=32 * tile.warps,

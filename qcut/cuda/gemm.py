@@ -95,9 +95,9 @@ class Product(NamedTuple):
         return LaunchSpec(source, grid, pdl=has_pdl(gpu))
 
 
-def weight_only_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
+def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
     """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
-    return chosen_spec(dispatch.select_weight_only(problem, rows, n, k, gpu), problem, n, gpu, pdl=pdl)
+    return chosen_spec(dispatch.select_w8a16(problem, rows, n, k, gpu), problem, n, gpu, pdl=pdl)
 
 
 def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from qcut.config import padded_k
 from qcut.cuda import native
-from qcut.cuda.gemm import TMA_ROWS, Product, has_cutlass, weight_only_spec
+from qcut.cuda.gemm import TMA_ROWS, Product, has_cutlass, w8a16_spec
 from qcut.cuda.operands import dense, row_major
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, m_bucket, target
 from qcut.cuda.quantize import per_tensor_spec, per_token_spec
@@ -93,7 +93,7 @@ class LinearLayer(NamedTuple):
         gpu, dtype, k = target(device), DTYPES[self.dtype], padded_k(self.k)
         problem = self.problem()
         if self.scheme == "w8a16":
-            return None, weight_only_spec(problem, self.rows, self.n, self.k, gpu)
+            return None, w8a16_spec(problem, self.rows, self.n, self.k, gpu)
         many = Product(problem, max(self.rows, TMA_ROWS), self.n, k)
         if self.scheme == "w8a8_static":
             quantize = per_tensor_spec(dtype, k, gpu, aligned=self.aligned)

@@ -14,15 +14,15 @@ from qcut.dispatch.tiles import codebook as tiles
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import Kind, RotateTokens, emit_rotate, padded_columns
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense, emit_rotate_dense
-from qcut.emitters.codebook.wgmma import CodebookPromptTile
+from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREAM_WGMMA, CODEBOOK_WGMMA, family
 from qcut.emitters.gemm.problem import TileConfig
-from qcut.emitters.stream.codebook import CodebookDecodeTile
-from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile
+from qcut.emitters.stream.codebook import CodebookStreamTile
+from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 
 Rotation = RotateTokens | RotateTokensDense
 
@@ -43,7 +43,7 @@ class CodebookChoice:
     """
 
     family: str
-    tile: CodebookDecodeTile | CodebookDecodeWgmmaTile | CodebookPromptTile | TileConfig
+    tile: CodebookStreamTile | CodebookStreamWgmmaTile | CodebookWgmmaTile | TileConfig
 
 
 def bucket(m: int) -> int:

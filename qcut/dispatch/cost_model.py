@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.families import INT8_CUTLASS
-from qcut.emitters.gemm.dp4a import SimtTile
+from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
-GemmTile = TileConfig | SimtTile
+GemmTile = TileConfig | Dp4aTile
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,9 @@ def _raw_cycles(
     if isinstance(tile, TileConfig):
         rate, feeding = machine.tensor_macs * machine.shares[family], 1.0 + 8.0 * _warp_perimeter(tile)
     else:
-        rate, feeding = DP4A_MACS, 1.0 + _simt_perimeter(tile)
+        rate, feeding = DP4A_MACS, 1.0 + _dp4a_perimeter(tile)
     products = bm * bn * bk * steps / rate * feeding + threads / 32 * steps * _STEP_CYCLES
-    if isinstance(tile, SimtTile):
+    if isinstance(tile, Dp4aTile):
         products += (bm + bn) * bk * steps * _STAGING_CYCLES
     loads = (bm + bn) * bk * steps / _L2_BYTES
     if problem.layouts[:2] != "tn":
@@ -229,7 +229,7 @@ def _warp_perimeter(tile: TileConfig) -> float:
     return 1 / wm + 1 / wn
 
 
-def _simt_perimeter(tile: SimtTile) -> float:
+def _dp4a_perimeter(tile: Dp4aTile) -> float:
     columns = tile.wniter * tile.tn
     return 1 / columns + columns / (tile.wm * tile.wn / 32)
 

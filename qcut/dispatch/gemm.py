@@ -20,7 +20,7 @@ from qcut.emitters.families import FAMILIES, INT8_CUTLASS, INT8_DP4A, W8A16_MMA,
 from qcut.emitters.gemm import w8a16
 from qcut.emitters.gemm.problem import GemmProblem, Layout
 from qcut.emitters.stream import w8a16 as w8a16_stream
-from qcut.emitters.stream.w8a16 import WeightOnlyTile
+from qcut.emitters.stream.w8a16 import W8A16Tile
 from qcut.errors import ConfigError
 
 MODEL_ERROR = 1.5
@@ -42,7 +42,7 @@ class Choice:
     """
 
     family: str
-    tile: GemmTile | WeightOnlyTile
+    tile: GemmTile | W8A16Tile
     swizzle: int = 1
     raster: int = 0
     splits: int = 1
@@ -143,7 +143,7 @@ def best_tile(name: str, problem: GemmProblem, m: int, n: int, k: int, target: T
 
 def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Estimate:
     """What the cost model expects of a choice on an int8 GEMM."""
-    assert not isinstance(choice.tile, WeightOnlyTile), "an int8 GEMM"
+    assert not isinstance(choice.tile, W8A16Tile), "an int8 GEMM"
     kind = family(choice.family)
     return estimate(
         choice.family,
@@ -158,7 +158,7 @@ def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, targe
     )
 
 
-def select_weight_only(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice:
+def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice:
     """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own."""
     if m <= w8a16_stream.MAX_TOKENS:
         return Choice(W8A16_STREAM.name, w8a16_tile(problem, m, n, k, target))

@@ -46,13 +46,13 @@ def precompile_sources(arch: str) -> list[KernelSource]:
     for name in (INT8_WMMA.name, INT8_DP4A.name):
         tile = gemm.best_tile(name, problems[0], 4096, 4096, 4096, gpu)
         sources.append(family(name).emit(problems[0], tile, arch))
-    weight_only = GemmProblem(a=DType.F16, epilogue=replace(base, row_scale="none"), alignment_k=8)
-    sources += [W8A16_MMA.emit(weight_only, tile, arch) for tile in W8A16_MMA.menu(weight_only, arch)]
+    w8a16 = GemmProblem(a=DType.F16, epilogue=replace(base, row_scale="none"), alignment_k=8)
+    sources += [W8A16_MMA.emit(w8a16, tile, arch) for tile in W8A16_MMA.menu(w8a16, arch)]
     few: dict[str, KernelSource] = {}
     for (n, k, bias, activation), m in product(LAYERS, _FEW_TOKENS):
-        epilogue = replace(weight_only.epilogue, bias=bias, activation=Activation(activation))
-        problem = replace(weight_only, epilogue=epilogue)
-        source = gemm.emit(gemm.select_weight_only(problem, m, n, k, gpu), problem, arch)
+        epilogue = replace(w8a16.epilogue, bias=bias, activation=Activation(activation))
+        problem = replace(w8a16, epilogue=epilogue)
+        source = gemm.emit(gemm.select_w8a16(problem, m, n, k, gpu), problem, arch)
         few[source.name] = source
     return [*sources, *few.values(), *codebook_sources(arch, LAYERS)]
 

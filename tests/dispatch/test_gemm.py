@@ -106,7 +106,7 @@ def test_of_several_tuned_families_the_fastest_that_can_serve_wins():
         assert select_gemm(problem, *sizes, A100).reason.startswith(reason)
 
 
-def test_simt_rows_do_not_speak_against_tensor_cores_that_nobody_measured():
+def test_dp4a_rows_do_not_speak_against_tensor_cores_that_nobody_measured():
     sizes = (256, 1280, 1280)
     write_user_rows(A100, Row("int8_dp4a", "f16", "tnt", *sizes, SIMT, 30.0))
     assert select_gemm(DYNAMIC, *sizes, A100).reason == "model"
@@ -240,11 +240,11 @@ def test_grids_are_the_familys():
 
 
 @pytest.mark.parametrize("gpu", [H200, A100], ids=lambda gpu: gpu.arch)
-def test_weight_only_kernels_by_tokens(gpu: Target):
+def test_w8a16_kernels_by_tokens(gpu: Target):
     problem = GemmProblem(a=DType.F16, epilogue=Epilogue(DType.F16, "none", "per_channel", bias=True), alignment_k=8)
     for m in (1, 8, 16, 32, 33, 64, 4096):
         for n, k in ((1, 1), (1280, 1280), (14336, 4096), (4096, 14336)):
-            choice = dispatch.select_weight_only(problem, m, n, k, gpu)
+            choice = dispatch.select_w8a16(problem, m, n, k, gpu)
             assert choice.family == ("w8a16_stream" if m <= 32 else "w8a16_mma")
             assert dispatch.emit(choice, problem, gpu.arch).arch == gpu.arch  # which validates the tile
             grid = dispatch.grid(choice, n, gpu.sm_count)
@@ -363,7 +363,7 @@ def test_precompile_covers_both_toolchains_and_every_family(arch: str):
 
 
 @pytest.mark.parametrize("gpu", [A100, H200], ids=lambda gpu: gpu.arch)
-def test_precompiled_weight_only_kernels_are_those_that_layers_ask_for(gpu: Target):
+def test_precompiled_w8a16_kernels_are_those_that_layers_ask_for(gpu: Target):
     names = {source.name for source in precompile_sources(gpu.arch)}
     for n, k, bias, activation in (
         (3840, 1280, True, "none"),
@@ -372,8 +372,8 @@ def test_precompiled_weight_only_kernels_are_those_that_layers_ask_for(gpu: Targ
     ):
         problem = linear_problem(DType.F16, n, k, bias, activation, "w8a16")
         for m in (1, 16, 20):
-            choice = dispatch.select_weight_only(problem, m_bucket(m), n, k, gpu)
+            choice = dispatch.select_w8a16(problem, m_bucket(m), n, k, gpu)
             assert dispatch.emit(choice, problem, gpu.arch).name in names
     prompt = linear_problem(DType.F16, 1280, 1280, True, "none", "w8a16")
-    choice = dispatch.select_weight_only(prompt, 4096, 1280, 1280, gpu)
+    choice = dispatch.select_w8a16(prompt, 4096, 1280, 1280, gpu)
     assert dispatch.emit(choice, prompt, gpu.arch).name in names

@@ -16,14 +16,14 @@ from qcut import jit
 from qcut.codebooks import layout as codebook_layout
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.codebook import wgmma_cycles, wgmma_tile
-from qcut.emitters.codebook import wgmma as codebook_prompt
+from qcut.emitters.codebook import wgmma as codebook_wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.wgmma import (
     CONSTRAINTS,
-    CodebookPromptTile,
+    CodebookWgmmaTile,
     buffers,
     default_tiles,
-    emit_codebook_prompt,
+    emit_codebook_wgmma,
     grid,
     smem_bytes,
     stage_bytes,
@@ -43,9 +43,9 @@ BRAIN = CodebookProblem(
     slots=4,
     epilogue=Epilogue(DType.BF16, col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True),
 )
-PAIR = CodebookPromptTile(256, 5, 2, lead=2)
-DEEP = CodebookPromptTile(256, 3, 2)
-SPLIT = CodebookPromptTile(64, 4, 1, 4, lead=2)
+PAIR = CodebookWgmmaTile(256, 5, 2, lead=2)
+DEEP = CodebookWgmmaTile(256, 3, 2)
+SPLIT = CodebookWgmmaTile(64, 4, 1, 4, lead=2)
 
 
 def sources() -> list[KernelSource]:
@@ -62,14 +62,14 @@ def sources() -> list[KernelSource]:
         (replace(INT8, epilogue=replace(full, out=DType.F32), alignment_n=1), PAIR),
         (replace(INT8, epilogue=full, alignment_n=4), PAIR),
     ]
-    return [emit_codebook_prompt(problem, tile, ARCH) for problem, tile in pairs]
+    return [emit_codebook_wgmma(problem, tile, ARCH) for problem, tile in pairs]
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_text_instantiates_the_header():
-    source = emit_codebook_prompt(INT8, PAIR, ARCH)
+    source = emit_codebook_wgmma(INT8, PAIR, ARCH)
     name = "qcut_codebook_wgmma_sm90a_s8xc4s1_f16_sm_sn_b_n8_128x256_c2_s5_l2"
     words = ", ".join(f"static_cast<uint32_t>(book{i})" for i in range(8))
     assert source.text == (
@@ -79,7 +79,7 @@ def test_text_instantiates_the_header():
         "    const char* x, const char* units, const char* norms, const float* fold, __half* d, int m, int n, "
         f"int units_k, int ldd, {', '.join(f'int book{i}' for i in range(8))}, const float* row_scale, "
         "const float* col_scale, const float* bias) {\n"
-        "  using Tile = qcut::PromptTile<int8_t, 4, 1, 256, 5, 2, 2, 1, 4>;\n"
+        "  using Tile = qcut::WgmmaTile<int8_t, 4, 1, 256, 5, 2, 2, 1, 4>;\n"
         "  using Epilogue = qcut::Epilogue<__half, qcut::ZeroPoint::kNone, true, qcut::ColScale::kPerChannel, true, "
         "qcut::Activation::kNone, false>;\n"
         "  Epilogue::Args args{};\n"
@@ -87,12 +87,12 @@ def test_text_instantiates_the_header():
         "  args.col_scale_per_channel = col_scale;\n"
         "  args.bias = bias;\n"
         f"  const qcut::Book book{{{{{words}}}}};\n"
-        "  qcut::codebook_prompt<Tile, Epilogue, 16>(x, units, norms, fold, d, m, n, units_k, ldd, book, args);\n"
+        "  qcut::codebook_wgmma<Tile, Epilogue, 16>(x, units, norms, fold, d, m, n, units_k, ldd, book, args);\n"
         "}\n"
     )
     assert (source.name, source.entry, source.block) == (name, name, 384)
     assert source.params == INT8.params()
-    assert emit_codebook_prompt(INT8, PAIR, ARCH) == source
+    assert emit_codebook_wgmma(INT8, PAIR, ARCH) == source
 
 
 def test_names_differ_with_everything_that_matters():
@@ -101,7 +101,7 @@ def test_names_differ_with_everything_that_matters():
 
 
 def test_float_tokens_take_no_fold():
-    text = emit_codebook_prompt(HALF, SPLIT, ARCH).text
+    text = emit_codebook_wgmma(HALF, SPLIT, ARCH).text
     assert "nullptr" in text
     assert "fold" not in text
     assert "__cluster_dims__(4, 1, 1)" in text
@@ -132,7 +132,7 @@ def test_illegal_kernel_is_refused_by_name(name: str):
     with pytest.raises(
         EmitError, match=f"^qcut_codebook_wgmma_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"
     ):
-        emit_codebook_prompt(*REFUSALS[name])
+        emit_codebook_wgmma(*REFUSALS[name])
 
 
 def test_shared_memory_counts_stages_barriers_and_staging():
@@ -145,7 +145,7 @@ def test_shared_memory_counts_stages_barriers_and_staging():
     assert smem_bytes(HALF, DEEP) == 3 * (stage_bytes(HALF, 256) + 16) + 4 * 4608
     # The sums of two warpgroups outgrow two stages.
     assert smem_bytes(INT8, replace(SPLIT, stages=2, lead=1)) == 8 * 4608 + 2 * 24
-    wide = CodebookPromptTile(256, 2, 1, 4, lead=1)
+    wide = CodebookWgmmaTile(256, 2, 1, 4, lead=1)
     assert smem_bytes(INT8, wide) == 32 * 4608 + 2 * 24
 
 
@@ -154,7 +154,7 @@ def test_menu_is_legal_and_holds_a_tile_for_every_shape(problem: CodebookProblem
     menu = default_tiles(problem)
     assert {t.tokens for t in menu} == {64, 128, 256} - ({256} if problem.slots == 4 else set())
     for tile in menu:
-        codebook_prompt.validate(problem, tile, ARCH)
+        codebook_wgmma.validate(problem, tile, ARCH)
         deeper = replace(tile, stages=tile.stages + 1)
         fits = smem_bytes(problem, deeper) <= architecture(ARCH).smem_bytes
         assert tile.stages == 8 or not fits or buffers(problem, deeper) < buffers(problem, tile)
@@ -213,7 +213,7 @@ def test_weights_are_decoded_between_products(problem: CodebookProblem, tmp_path
     if tool is None or not jit.is_toolchain_available("nvrtc"):
         pytest.skip("needs nvdisasm and NVRTC")
     file = tmp_path / "kernel.cubin"
-    file.write_bytes(jit.build(emit_codebook_prompt(problem, DEEP, ARCH)).cubin)
+    file.write_bytes(jit.build(emit_codebook_wgmma(problem, DEEP, ARCH)).cubin)
     text = subprocess.run([tool, str(file)], capture_output=True, text=True, check=True).stdout
     between = re.split(r"[HI]GMMA\.64x256x", text)[1:-1]
     assert len(between) == (3 if problem is INT8 else 7)
@@ -232,7 +232,7 @@ def staged_token(staged: int) -> int:
     return 2 * (staged % 4) + staged // 4 % 2 + staged // 8 * 8
 
 
-def fetched_tokens(blocks: Bytes, m: int, token0: int, unit: int, tile: CodebookPromptTile, kb: int) -> Bytes:
+def fetched_tokens(blocks: Bytes, m: int, token0: int, unit: int, tile: CodebookWgmmaTile, kb: int) -> Bytes:
     """A stage's tokens, fetched in parts by the CTAs of a cluster; what nobody fetched is 0x7f."""
     count = -(-m // 8)
     stage = np.full(kb * 128 * tile.tokens, 0x7F, np.uint8)
@@ -321,7 +321,7 @@ def test_table_warps_build_every_row_of_a_unit_once(slots: int):
 def test_index_arithmetic(dtype: torch.dtype, cluster: int, out_columns: int):
     """Copies, fragments, descriptors, staging and stores of a whole product give X W^T."""
     m, n, bits, units_k = 77, 200, 4, 2
-    tile = CodebookPromptTile(64, 4, cluster)
+    tile = CodebookWgmmaTile(64, 4, cluster)
     kb = dtype.itemsize
     geometry = codebook_layout.Geometry(128 * units_k, 128)
     gen = torch.Generator().manual_seed(cluster)

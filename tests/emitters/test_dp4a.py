@@ -13,8 +13,8 @@ from qcut import jit
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.gemm import dp4a as simt_gemm
-from qcut.emitters.gemm.dp4a import CONSTRAINTS, SimtTile, emit_simt_gemm, search_space
+from qcut.emitters.gemm import dp4a as dp4a_gemm
+from qcut.emitters.gemm.dp4a import CONSTRAINTS, Dp4aTile, emit_dp4a_gemm, search_space
 from qcut.emitters.gemm.problem import GemmProblem
 from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
@@ -24,9 +24,9 @@ EVERYTHING = Epilogue(
     DType.BF16, "per_token", "per_channel", "per_token", bias=True, activation=Activation.GELU_ERF, residual=True
 )
 INT8 = GemmProblem(epilogue=REQUANTIZE)
-LARGE = SimtTile(128, 128, 32, 64, 32, 1, 8, 8)
-SMALL = SimtTile(16, 64, 64, 16, 32, 1, 4, 4)
-SHALLOW = SimtTile(64, 128, 8, 32, 64, 2, 4, 8)
+LARGE = Dp4aTile(128, 128, 32, 64, 32, 1, 8, 8)
+SMALL = Dp4aTile(16, 64, 64, 16, 32, 1, 4, 4)
+SHALLOW = Dp4aTile(64, 128, 8, 32, 64, 2, 4, 8)
 NTN = {"layout_a": "column", "layout_b": "row", "layout_d": "column"}
 
 
@@ -36,15 +36,15 @@ def layout_sources(arch: str) -> list[KernelSource]:
         problem = GemmProblem(epilogue=EVERYTHING, layout_a=a, layout_b=b, layout_d=d)
         for align in (16, 4, 1):
             aligned = replace(problem, alignment_k=align, alignment_n=align)
-            sources += [emit_simt_gemm(aligned, tile, arch) for tile in (LARGE, SHALLOW)]
+            sources += [emit_dp4a_gemm(aligned, tile, arch) for tile in (LARGE, SHALLOW)]
     for epilogue in (Epilogue(DType.S32), Epilogue(DType.S8, wrap=True), Epilogue(DType.F32, residual=True)):
-        sources.append(emit_simt_gemm(GemmProblem(epilogue=epilogue), LARGE, arch))
-        sources.append(emit_simt_gemm(GemmProblem(epilogue=epilogue, **NTN), LARGE, arch))
+        sources.append(emit_dp4a_gemm(GemmProblem(epilogue=epilogue), LARGE, arch))
+        sources.append(emit_dp4a_gemm(GemmProblem(epilogue=epilogue, **NTN), LARGE, arch))
     return sources
 
 
 def menu_sources(arch: str) -> list[KernelSource]:
-    return [emit_simt_gemm(INT8, tile, arch) for tile in simt_gemm.default_tiles(arch)]
+    return [emit_dp4a_gemm(INT8, tile, arch) for tile in dp4a_gemm.default_tiles(arch)]
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────
@@ -52,14 +52,14 @@ def menu_sources(arch: str) -> list[KernelSource]:
 
 def test_text_instantiates_the_header():
     problem = GemmProblem(epilogue=Epilogue(DType.S8, col_scale="per_tensor"), alignment_k=4, alignment_n=12, **NTN)
-    source = emit_simt_gemm(problem, LARGE, "sm_80")
+    source = emit_dp4a_gemm(problem, LARGE, "sm_80")
     assert source.text == (
         "#include <qcut/gemm/dp4a.cuh>\n\n"
         'extern "C" __global__ void __launch_bounds__(256, 2)\n'
         "qcut_int8_dp4a_sm80_s8xs8_s8_st_ntn_k4n12_128x128x32_w64x32_i1_t8x8(\n"
         "    const int8_t* a, const int8_t* b, int8_t* d, int m, int n, int k, int lda, int ldb, int ldd, "
         "float col_scale, float out_inv_scale, float out_zero_point) {\n"
-        "  using Tile = qcut::SimtTile<128, 128, 32, 64, 32, 1, 8, 8>;\n"
+        "  using Tile = qcut::Dp4aTile<128, 128, 32, 64, 32, 1, 8, 8>;\n"
         "  using A = qcut::Operand<int8_t, qcut::Major::kRows, 4>;\n"
         "  using B = qcut::Operand<int8_t, qcut::Major::kRows, 4>;\n"
         "  using Epilogue = qcut::Epilogue<int8_t, qcut::ZeroPoint::kNone, false, qcut::ColScale::kPerTensor, false, "
@@ -68,7 +68,7 @@ def test_text_instantiates_the_header():
         "  args.col_scale = col_scale;\n"
         "  args.out_inv_scale = out_inv_scale;\n"
         "  args.out_zero_point = out_zero_point;\n"
-        "  qcut::simt_gemm<Tile, A, B, Epilogue, 4, true>(\n"
+        "  qcut::dp4a_gemm<Tile, A, B, Epilogue, 4, true>(\n"
         "      a, b, d, m, n, k, lda, ldb, ldd, args);\n"
         "}\n"
     )
@@ -82,8 +82,8 @@ def test_names_are_unique_and_text_repeats():
 
 
 def test_grid_is_one_cta_per_tile():
-    assert simt_gemm.grid(LARGE, 129, 257) == (6, 1, 1)
-    assert simt_gemm.grid(SMALL, 1, 64) == (1, 1, 1)
+    assert dp4a_gemm.grid(LARGE, 129, 257) == (6, 1, 1)
+    assert dp4a_gemm.grid(SMALL, 1, 64) == (1, 1, 1)
 
 
 # ── constraints ──────────────────────────────────────────────────────────────────────────────────
@@ -94,16 +94,16 @@ REFUSALS = {
     "architecture": (INT8, LARGE, "sm_75"),
     "power_of_two": (INT8, replace(LARGE, bn=96), "sm_80"),
     "block_k": (INT8, replace(LARGE, bk=128), "sm_80"),
-    "thread_tile": (INT8, SimtTile(128, 128, 32, 64, 32, 1, 16, 2), "sm_80"),
+    "thread_tile": (INT8, Dp4aTile(128, 128, 32, 64, 32, 1, 16, 2), "sm_80"),
     "warp_m": (INT8, replace(LARGE, bm=32), "sm_80"),
     "warp_n": (INT8, replace(LARGE, bn=16), "sm_80"),
     "threads": (INT8, replace(LARGE, bm=256, bn=512), "sm_80"),
     "wniter": (INT8, replace(LARGE, wniter=8), "sm_80"),
     "wmiter": (INT8, replace(LARGE, wniter=2, tm=16), "sm_80"),
-    "lanes": (INT8, SimtTile(64, 256, 32, 32, 256, 1, 4, 4), "sm_80"),
+    "lanes": (INT8, Dp4aTile(64, 256, 32, 32, 256, 1, 4, 4), "sm_80"),
     "accumulators": (INT8, replace(LARGE, wm=128, wn=64), "sm_80"),
-    "registers": (INT8, SimtTile(64, 64, 64, 64, 64, 1, 16, 8), "sm_80"),
-    "shared_memory": (INT8, SimtTile(1024, 16, 64, 128, 16, 1, 8, 8), "sm_86"),
+    "registers": (INT8, Dp4aTile(64, 64, 64, 64, 64, 1, 16, 8), "sm_80"),
+    "shared_memory": (INT8, Dp4aTile(1024, 16, 64, 128, 16, 1, 8, 8), "sm_86"),
 }
 
 
@@ -118,14 +118,14 @@ def test_illegal_gemm_is_refused_by_name(name: str):
     assert broken == [name]
     [constraint] = [c for c in CONSTRAINTS if c.name == name]
     with pytest.raises(EmitError, match=f"^qcut_int8_dp4a_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
-        emit_simt_gemm(problem, tile, arch)
+        emit_dp4a_gemm(problem, tile, arch)
 
 
 @pytest.mark.parametrize("field", ["bm", "bn", "bk", "wm", "wn", "wniter", "tm", "tn"])
 @pytest.mark.parametrize("size", [-8, 0, 12])
 def test_sizes_are_refused_before_anything_divides_by_them(field: str, size: int):
     with pytest.raises(EmitError, match=": power_of_two: "):
-        emit_simt_gemm(INT8, replace(LARGE, **{field: size}), "sm_90a")
+        emit_dp4a_gemm(INT8, replace(LARGE, **{field: size}), "sm_90a")
 
 
 # ── search space ─────────────────────────────────────────────────────────────────────────────────
@@ -135,7 +135,7 @@ def test_sizes_are_refused_before_anything_divides_by_them(field: str, size: int
 def test_search_space_is_what_is_legal_of_the_product(arch: str):
     blocks, warps, lanes = (64, 128, 256), (32, 64, 128, 256), (4, 8, 16, 32)
     sizes = product(blocks, blocks, (8, 16, 32, 64), warps, warps, (1, 2, 4, 8), lanes, lanes)
-    legal = [t for t in (SimtTile(*s) for s in sizes) if all(c.holds(INT8, t, arch) for c in CONSTRAINTS)]
+    legal = [t for t in (Dp4aTile(*s) for s in sizes) if all(c.holds(INT8, t, arch) for c in CONSTRAINTS)]
     assert list(search_space(INT8, arch)) == legal
     assert len(legal) == 2044
 
@@ -153,10 +153,10 @@ def test_legal_tiles_are_covered_exactly():
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_menu_is_legal(arch: str):
-    tiles = simt_gemm.default_tiles(arch)
+    tiles = dp4a_gemm.default_tiles(arch)
     assert {16, 128} <= {t.bm for t in tiles}
     for tile in tiles:
-        simt_gemm.validate(INT8, tile, arch)
+        dp4a_gemm.validate(INT8, tile, arch)
 
 
 def test_nothing_is_searched_for_what_cannot_be_built():
@@ -185,7 +185,7 @@ def test_menu_compiles_for_dp4a(arch: str):
 
 def test_a_sample_of_legal_tiles_compiles_without_spills():
     tiles = random.Random(3).sample(list(search_space(INT8, "sm_90a")), 12)
-    for binary in build(*(emit_simt_gemm(INT8, tile, "sm_90a") for tile in tiles)):
+    for binary in build(*(emit_dp4a_gemm(INT8, tile, "sm_90a") for tile in tiles)):
         check_registers(binary)
         found = instructions(binary.cubin)
         assert "IDP.4A.S8.S8" in found, binary.name
@@ -200,7 +200,7 @@ def test_layouts_and_epilogues_compile_without_spills(arch: str):
 
 def test_pieces_are_as_wide_as_the_alignment_allows():
     wide, far, narrow, single = (
-        instructions(build(emit_simt_gemm(problem, LARGE, "sm_90a"))[0].cubin)
+        instructions(build(emit_dp4a_gemm(problem, LARGE, "sm_90a"))[0].cubin)
         for problem in (
             INT8,
             replace(INT8, **NTN),
@@ -216,7 +216,7 @@ def test_pieces_are_as_wide_as_the_alignment_allows():
 
 
 def test_tiles_are_described_by_their_sizes():
-    tile = SimtTile(64, 128, 8, 32, 64, 2, 4, 8)
+    tile = Dp4aTile(64, 128, 8, 32, 64, 2, 4, 8)
     assert astuple(tile) == (64, 128, 8, 32, 64, 2, 4, 8)
     assert tile.name == "64x128x8_w32x64_i2_t4x8"
     assert (tile.threadblock_shape, tile.threads, tile.wmiter) == ((64, 128, 8), 128, 1)

@@ -27,8 +27,8 @@ def raw_kernels() -> list[KernelSource]:
     return [
         mma.emit_mma_gemm(INT8, mma.default_tiles(ARCH)[0], ARCH),
         wmma.emit_wmma_gemm(INT8, wmma.default_tiles(ARCH)[0], ARCH),
-        dp4a.emit_simt_gemm(INT8, dp4a.default_tiles(ARCH)[0], ARCH),
-        w8a16.emit_weight_only_gemm(HALF, w8a16.default_tiles(ARCH)[0], ARCH),
+        dp4a.emit_dp4a_gemm(INT8, dp4a.default_tiles(ARCH)[0], ARCH),
+        w8a16.emit_w8a16_mma(HALF, w8a16.default_tiles(ARCH)[0], ARCH),
         emit_argmax(ArgmaxRows(DType.F16, ARCH)),
         emit_ladder_gemm(INT8, NAIVE, ARCH),
     ]

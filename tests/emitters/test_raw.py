@@ -23,10 +23,10 @@ from qcut.emitters.decoder.quantize import (
     emit_quantize_per_token,
 )
 from qcut.emitters.gemm import mma as mma_gemm
-from qcut.emitters.gemm import w8a16 as weight_only_gemm
+from qcut.emitters.gemm import w8a16 as w8a16_mma
 from qcut.emitters.gemm.mma import emit_mma_gemm, smem_bytes
 from qcut.emitters.gemm.problem import GemmProblem, Layout, TileConfig
-from qcut.emitters.gemm.w8a16 import emit_weight_only_gemm
+from qcut.emitters.gemm.w8a16 import emit_w8a16_mma
 from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
@@ -89,20 +89,20 @@ def int8_sources(arch: str) -> list[KernelSource]:
     ]
 
 
-def weight_only_sources(arch: str) -> list[KernelSource]:
+def w8a16_sources(arch: str) -> list[KernelSource]:
     half = GemmProblem(a=DType.F16, epilogue=WEIGHT_ONLY)
     brain = GemmProblem(a=DType.BF16, epilogue=replace(EVERYTHING, zero_point="none", row_scale="none"))
     return [
-        emit_weight_only_gemm(half, LARGE, arch),
-        emit_weight_only_gemm(half, SMALL, arch),
-        emit_weight_only_gemm(replace(half, alignment_k=1, alignment_n=1), MIDDLE, arch),
-        emit_weight_only_gemm(brain, LARGE, arch),
-        emit_weight_only_gemm(brain, SMALL, arch),
+        emit_w8a16_mma(half, LARGE, arch),
+        emit_w8a16_mma(half, SMALL, arch),
+        emit_w8a16_mma(replace(half, alignment_k=1, alignment_n=1), MIDDLE, arch),
+        emit_w8a16_mma(brain, LARGE, arch),
+        emit_w8a16_mma(brain, SMALL, arch),
     ]
 
 
 def all_sources(arch: str) -> list[KernelSource]:
-    return quantize_sources(arch) + int8_sources(arch) + weight_only_sources(arch)
+    return quantize_sources(arch) + int8_sources(arch) + w8a16_sources(arch)
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────
@@ -226,7 +226,7 @@ def test_elementwise_grid_covers_the_matrix(m: int, k: int):
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_menus_are_legal(arch: str):
-    for problem, family in ((GemmProblem(), mma_gemm), (GemmProblem(a=DType.BF16), weight_only_gemm)):
+    for problem, family in ((GemmProblem(), mma_gemm), (GemmProblem(a=DType.BF16), w8a16_mma)):
         tiles = family.default_tiles(arch)
         assert {16, 128} <= {t.threadblock_shape[0] for t in tiles}
         for tile in tiles:
@@ -236,7 +236,7 @@ def test_menus_are_legal(arch: str):
 def test_grid_is_one_cta_per_tile_and_part_of_k():
     assert mma_gemm.grid(LARGE, 129, 257) == (4, 1, 1)
     assert mma_gemm.grid(SPLIT, 17, 65) == (16, 1, 1)
-    assert weight_only_gemm.grid(SMALL, 1, 64) == (1, 1, 1)
+    assert w8a16_mma.grid(SMALL, 1, 64) == (1, 1, 1)
 
 
 def test_menus_split_k_only_in_clusters():
@@ -323,9 +323,9 @@ def test_edges_of_constraints_are_refused(problem: GemmProblem, tile: TileConfig
         (HALF, TileConfig((128, 256, 128), (64, 64, 128), 4), "shared_memory"),
     ],
 )
-def test_illegal_weight_only_gemm_is_refused_by_name(problem: GemmProblem, tile: TileConfig, name: str):
+def test_illegal_w8a16_mma_is_refused_by_name(problem: GemmProblem, tile: TileConfig, name: str):
     with pytest.raises(EmitError, match=f"^qcut_w8a16_mma_[a-z0-9_]+: {name}: "):
-        emit_weight_only_gemm(problem, tile, "sm_90a")
+        emit_w8a16_mma(problem, tile, "sm_90a")
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_illegal_quantize_layout_is_refused(make: Callable[[], object], why: str
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize(
     "sources",
-    [quantize_sources, int8_sources, menu_sources, layout_sources, weight_only_sources],
+    [quantize_sources, int8_sources, menu_sources, layout_sources, w8a16_sources],
     ids=lambda f: f.__name__,
 )
 def test_compiles_without_spills(sources: Callable[[str], list[KernelSource]], arch: str):
@@ -390,9 +390,9 @@ def test_binaries_hold_the_instructions_they_were_written_for(arch: str):
     common = {"LDGSTS.E.BYPASS.LTC128B.128", "LDSM.16.M88.4"}
     int8 = instructions(build(int8_sources(arch)[0])[0].cubin)
     assert common | {"IMMA.16832.S8.S8"} <= int8
-    half = instructions(build(weight_only_sources(arch)[0])[0].cubin)
+    half = instructions(build(w8a16_sources(arch)[0])[0].cubin)
     assert common | {"HMMA.16816.F32", "PRMT", "LDS.64"} <= half
-    brain = instructions(build(weight_only_sources(arch)[3])[0].cubin)
+    brain = instructions(build(w8a16_sources(arch)[3])[0].cubin)
     assert common | {"HMMA.16816.F32.BF16", "HFMA2.BF16_V2"} <= brain
     token = instructions(build(emit_quantize_per_token(QuantizePerToken(DType.F16, arch, 32, 6)))[0].cubin)
     assert any(name.startswith("LDG.E.128") for name in token)

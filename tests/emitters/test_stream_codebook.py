@@ -16,10 +16,10 @@ from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.stream import codebook as codebook_decode
-from qcut.emitters.stream import codebook_wgmma as codebook_decode_wgmma
-from qcut.emitters.stream.codebook import CodebookDecodeTile, emit_codebook_decode
-from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile, emit_codebook_decode_wgmma
+from qcut.emitters.stream import codebook as codebook_stream
+from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
+from qcut.emitters.stream.codebook import CodebookStreamTile, emit_codebook_stream
+from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile, emit_codebook_stream_wgmma
 from qcut.jit import Binary
 from tests.support.compiled import build
 from tests.support.sass import instructions
@@ -30,10 +30,10 @@ BRAIN = CodebookProblem(DType.BF16, 3, 4, Epilogue(DType.BF16, col_scale="per_ch
 INT8 = CodebookProblem(DType.S8, 2, 2, Epilogue(row_scale="per_token", col_scale="per_channel", residual=True))
 GELU = Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
 ROTATES = replace(HALF, rotates=True)
-WIDE = CodebookDecodeTile(1, 7, 32)
-SMALL = CodebookDecodeTile(16, 2, 8, 2)
-CLUSTER = CodebookDecodeTile(8, 9, 28, 1, 4)
-WGMMA = CodebookDecodeWgmmaTile(64, 4, 2, 8, 4)
+WIDE = CodebookStreamTile(1, 7, 32)
+SMALL = CodebookStreamTile(16, 2, 8, 2)
+CLUSTER = CodebookStreamTile(8, 9, 28, 1, 4)
+WGMMA = CodebookStreamWgmmaTile(64, 4, 2, 8, 4)
 SHAPES = (
     (14336, 32),
     (4096, 112),
@@ -51,18 +51,18 @@ SHAPES = (
 
 def mma_sources(arch: str) -> list[KernelSource]:
     """Kernels near their register limit, and one of each type of token."""
-    tiles = [(HALF, WIDE), (replace(HALF, epilogue=GELU), CodebookDecodeTile(8, 2, 32)), (HALF, SMALL)]
-    tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=True), CodebookDecodeTile(1, 3, 10, 2))]
-    tiles += [(BRAIN, WIDE), (BRAIN, CodebookDecodeTile(32, 1, 10)), (INT8, CodebookDecodeTile(16, 2, 32))]
+    tiles = [(HALF, WIDE), (replace(HALF, epilogue=GELU), CodebookStreamTile(8, 2, 32)), (HALF, SMALL)]
+    tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=True), CodebookStreamTile(1, 3, 10, 2))]
+    tiles += [(BRAIN, WIDE), (BRAIN, CodebookStreamTile(32, 1, 10)), (INT8, CodebookStreamTile(16, 2, 32))]
     if arch == "sm_90a":
-        tiles += [(HALF, CLUSTER), (INT8, CodebookDecodeTile(8, 4, 28, 2, 2))]
-    return [emit_codebook_decode(problem, tile, arch) for problem, tile in tiles]
+        tiles += [(HALF, CLUSTER), (INT8, CodebookStreamTile(8, 4, 28, 2, 2))]
+    return [emit_codebook_stream(problem, tile, arch) for problem, tile in tiles]
 
 
 def wgmma_sources() -> list[KernelSource]:
-    tiles = [(HALF, WGMMA), (HALF, CodebookDecodeWgmmaTile(64, 5, 8, 10, 1)), (INT8, WGMMA)]
-    tiles += [(BRAIN, CodebookDecodeWgmmaTile(32, 2, 2, 5, 4)), (INT8, CodebookDecodeWgmmaTile(8, 1, 1, 3, 2))]
-    return [emit_codebook_decode_wgmma(problem, tile, "sm_90a") for problem, tile in tiles]
+    tiles = [(HALF, WGMMA), (HALF, CodebookStreamWgmmaTile(64, 5, 8, 10, 1)), (INT8, WGMMA)]
+    tiles += [(BRAIN, CodebookStreamWgmmaTile(32, 2, 2, 5, 4)), (INT8, CodebookStreamWgmmaTile(8, 1, 1, 3, 2))]
+    return [emit_codebook_stream_wgmma(problem, tile, "sm_90a") for problem, tile in tiles]
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────
@@ -75,35 +75,35 @@ def test_text_is_deterministic_and_names_are_unique():
 
 
 def test_names_spell_the_kernel():
-    name = emit_codebook_decode(HALF, CLUSTER, "sm_90a").name
+    name = emit_codebook_stream(HALF, CLUSTER, "sm_90a").name
     assert name == "qcut_codebook_stream_sm90a_f16xc4s1_f16_sn_n8_t8_r9_w28_u1_k4_p1"
-    name = emit_codebook_decode(ROTATES, WIDE, "sm_90a").name
+    name = emit_codebook_stream(ROTATES, WIDE, "sm_90a").name
     assert name == "qcut_codebook_stream_sm90a_f16hxc4s1_f16_sn_n8_t1_r7_w32_u1_k1_p1"
-    name = emit_codebook_decode_wgmma(INT8, WGMMA, "sm_90a").name
+    name = emit_codebook_stream_wgmma(INT8, WGMMA, "sm_90a").name
     assert name == "qcut_codebook_stream_wgmma_sm90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
 
 
 def test_splits_are_a_cluster():
-    assert "__cluster_dims__(4, 1, 1)" in emit_codebook_decode(HALF, CLUSTER, "sm_90a").text
-    assert "__cluster_dims__(2, 1, 1)" in emit_codebook_decode_wgmma(HALF, WGMMA, "sm_90a").text
-    assert "__cluster_dims__" not in emit_codebook_decode(HALF, WIDE, "sm_90a").text
+    assert "__cluster_dims__(4, 1, 1)" in emit_codebook_stream(HALF, CLUSTER, "sm_90a").text
+    assert "__cluster_dims__(2, 1, 1)" in emit_codebook_stream_wgmma(HALF, WGMMA, "sm_90a").text
+    assert "__cluster_dims__" not in emit_codebook_stream(HALF, WIDE, "sm_90a").text
 
 
 def test_grid_covers_the_rows():
     for n in (1, 15, 16, 17, 112, 113, 4096):
         for tile, rows in ((WIDE, 112), (CLUSTER, 144)):
-            ctas = codebook_decode.grid(tile, 1, n)[0] // tile.splits
+            ctas = codebook_stream.grid(tile, 1, n)[0] // tile.splits
             assert (ctas - 1) * rows < n <= ctas * rows
-        ctas = codebook_decode_wgmma.grid(WGMMA, 1, n)[0] // WGMMA.splits
+        ctas = codebook_stream_wgmma.grid(WGMMA, 1, n)[0] // WGMMA.splits
         assert (ctas - 1) * 256 < n <= ctas * 256
 
 
 @pytest.mark.parametrize("m", [0, 65])
 def test_grid_refuses_other_numbers_of_tokens(m: int):
     with pytest.raises(EmitError, match=rf"m is {m}; tile t1_r7_w32_u1_k1_p1 takes 1 to 1 tokens"):
-        codebook_decode.grid(WIDE, m, 64)
+        codebook_stream.grid(WIDE, m, 64)
     with pytest.raises(EmitError, match=rf"m is {m}; tile t64_g4_k2_s8_p4 takes 1 to 64 tokens"):
-        codebook_decode_wgmma.grid(WGMMA, m, 64)
+        codebook_stream_wgmma.grid(WGMMA, m, 64)
 
 
 # ── choices ──────────────────────────────────────────────────────────────────────────────────────
@@ -113,11 +113,11 @@ def test_grid_refuses_other_numbers_of_tokens(m: int):
 def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem):
     for (n, units), m in product(SHAPES, (1, 2, 8, 9, 16, 17, 32, 33, 64)):
         wide = stream_wgmma_tile(problem, m, n, units, H200)
-        codebook_decode_wgmma.validate(problem, wide, "sm_90a")
+        codebook_stream_wgmma.validate(problem, wide, "sm_90a")
         assert m <= wide.tokens
         if not is_wgmma_better(problem, m, n, units, H200):
             tile = stream_tile(problem, m, n, units, H200)
-            codebook_decode.validate(problem, tile, "sm_90a")
+            codebook_stream.validate(problem, tile, "sm_90a")
             assert m <= tile.tokens
             assert units <= tile.capacity
 
@@ -126,7 +126,7 @@ def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem):
 def test_other_architectures_have_tiles(arch: str):
     for m in (1, 8):
         tile = stream_tile(HALF, m, 1280, 10, Target(arch, 108))
-        codebook_decode.validate(HALF, tile, arch)
+        codebook_stream.validate(HALF, tile, arch)
         assert tile.splits == 1
 
 
@@ -182,8 +182,8 @@ REFUSALS = {
     "splits": (HALF, replace(SMALL, splits=3), "sm_90a"),
     "rotates": (ROTATES, SMALL, "sm_80"),
     "clusters": (HALF, CLUSTER, "sm_80"),
-    "registers": (HALF, CodebookDecodeTile(16, 1, 32), "sm_90a"),
-    "shared_memory": (HALF, CodebookDecodeTile(8, 12, 32), "sm_90a"),
+    "registers": (HALF, CodebookStreamTile(16, 1, 32), "sm_90a"),
+    "shared_memory": (HALF, CodebookStreamTile(8, 12, 32), "sm_90a"),
 }
 WGMMA_REFUSALS = {
     "architecture": (HALF, WGMMA, "sm_100"),
@@ -202,8 +202,8 @@ WGMMA_REFUSALS = {
 @pytest.mark.parametrize(
     ("family", "emit", "refusals"),
     [
-        (codebook_decode, emit_codebook_decode, REFUSALS),
-        (codebook_decode_wgmma, emit_codebook_decode_wgmma, WGMMA_REFUSALS),
+        (codebook_stream, emit_codebook_stream, REFUSALS),
+        (codebook_stream_wgmma, emit_codebook_stream_wgmma, WGMMA_REFUSALS),
     ],
     ids=["mma", "wgmma"],
 )

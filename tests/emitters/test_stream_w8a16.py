@@ -18,8 +18,8 @@ from qcut.emitters.stream.int8 import grid
 from qcut.emitters.stream.w8a16 import (
     CONSTRAINTS,
     MAX_TOKENS,
-    WeightOnlyTile,
-    emit_weight_only_decode,
+    W8A16Tile,
+    emit_w8a16_stream,
     smem_bytes,
     validate,
 )
@@ -28,42 +28,42 @@ from tests.support.sass import instructions
 
 BIAS = Epilogue(col_scale="per_channel", bias=True)
 HALF = GemmProblem(a=DType.F16, epilogue=BIAS)
-ONE = WeightOnlyTile(7, 32)
-MANY = WeightOnlyTile(7, 16, 2, 1, 16)
+ONE = W8A16Tile(7, 32)
+MANY = W8A16Tile(7, 16, 2, 1, 16)
 SHAPES = [(14336, 4096), (4096, 14336), (4096, 4096), (1280, 1280), (5120, 1280), (50257, 1280), (1, 1), (17, 40)]
 
 
 def sources(arch: str) -> list[KernelSource]:
     full = Epilogue(DType.BF16, col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
     kernels = [
-        emit_weight_only_decode(HALF, ONE, arch),
-        emit_weight_only_decode(HALF, MANY, arch),
-        emit_weight_only_decode(HALF, WeightOnlyTile(7, 8, 2, 2, 32), arch),
-        emit_weight_only_decode(HALF, WeightOnlyTile(3, 10, 1, 3), arch),
-        emit_weight_only_decode(replace(HALF, a=DType.BF16), ONE, arch),
-        emit_weight_only_decode(GemmProblem(a=DType.BF16, epilogue=full), MANY, arch),
-        emit_weight_only_decode(replace(HALF, alignment_k=1, alignment_n=1), WeightOnlyTile(2, 8, 1, 2), arch),
-        emit_weight_only_decode(replace(HALF, epilogue=Epilogue(DType.F32)), WeightOnlyTile(2, 16, 1, 1, 32), arch),
+        emit_w8a16_stream(HALF, ONE, arch),
+        emit_w8a16_stream(HALF, MANY, arch),
+        emit_w8a16_stream(HALF, W8A16Tile(7, 8, 2, 2, 32), arch),
+        emit_w8a16_stream(HALF, W8A16Tile(3, 10, 1, 3), arch),
+        emit_w8a16_stream(replace(HALF, a=DType.BF16), ONE, arch),
+        emit_w8a16_stream(GemmProblem(a=DType.BF16, epilogue=full), MANY, arch),
+        emit_w8a16_stream(replace(HALF, alignment_k=1, alignment_n=1), W8A16Tile(2, 8, 1, 2), arch),
+        emit_w8a16_stream(replace(HALF, epilogue=Epilogue(DType.F32)), W8A16Tile(2, 16, 1, 1, 32), arch),
     ]
     if arch == "sm_90a":
-        kernels.append(emit_weight_only_decode(HALF, WeightOnlyTile(9, 28, splits=4), arch))
-        kernels.append(emit_weight_only_decode(replace(HALF, a=DType.BF16), WeightOnlyTile(3, 10, 1, 3, 32, 2), arch))
+        kernels.append(emit_w8a16_stream(HALF, W8A16Tile(9, 28, splits=4), arch))
+        kernels.append(emit_w8a16_stream(replace(HALF, a=DType.BF16), W8A16Tile(3, 10, 1, 3, 32, 2), arch))
     return kernels
 
 
 def test_text_instantiates_the_header():
-    tile = WeightOnlyTile(9, 28, splits=4)
-    source = emit_weight_only_decode(replace(HALF, epilogue=Epilogue(DType.BF16)), tile, "sm_90a")
+    tile = W8A16Tile(9, 28, splits=4)
+    source = emit_w8a16_stream(replace(HALF, epilogue=Epilogue(DType.BF16)), tile, "sm_90a")
     assert source.text == (
         "#include <qcut/stream/w8a16.cuh>\n\n"
         'extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(896)\n'
         "qcut_w8a16_stream_sm90a_f16xs8_bf16_m8_r9_w28_u1_p1_k4(\n"
         "    const __half* a, const int8_t* b, __nv_bfloat16* d, int m, int n, int k, int lda, int ldb, int ldd) {\n"
-        "  using Tile = qcut::WeightOnlyTile<9, 28, 1, 1, 8, 4>;\n"
+        "  using Tile = qcut::W8A16Tile<9, 28, 1, 1, 8, 4>;\n"
         "  using Epilogue = qcut::Epilogue<__nv_bfloat16, qcut::ZeroPoint::kNone, false, qcut::ColScale::kNone, false, "
         "qcut::Activation::kNone, false>;\n"
         "  Epilogue::Args args{};\n"
-        "  qcut::weight_only_decode<Tile, __half, true, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);\n"
+        "  qcut::w8a16_stream<Tile, __half, true, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);\n"
         "}\n"
     )
 
@@ -76,13 +76,13 @@ def test_names_are_unique_and_text_repeats():
 
 def test_only_whole_vectors_are_read_as_such():
     for alignment, aligned in ((16, "true"), (8, "true"), (4, "false"), (1, "false")):
-        text = emit_weight_only_decode(replace(HALF, alignment_k=alignment), ONE, "sm_80").text
-        assert f"qcut::weight_only_decode<Tile, __half, {aligned}, Epilogue>" in text
+        text = emit_w8a16_stream(replace(HALF, alignment_k=alignment), ONE, "sm_80").text
+        assert f"qcut::w8a16_stream<Tile, __half, {aligned}, Epilogue>" in text
 
 
 def test_grid_is_a_cluster_for_each_row_of_tiles():
     assert grid(ONE, 1, 14336) == (128, 1, 1)
-    assert grid(WeightOnlyTile(2, 8, splits=4), 32, 33) == (8, 1, 1)
+    assert grid(W8A16Tile(2, 8, splits=4), 32, 33) == (8, 1, 1)
 
 
 REFUSALS = {
@@ -96,7 +96,7 @@ REFUSALS = {
     "row_tiles": (HALF, replace(ONE, row_tiles=0), "sm_80"),
     "warps": (HALF, replace(ONE, warps=33), "sm_80"),
     "units": (HALF, replace(ONE, units=0), "sm_80"),
-    "prefetch": (HALF, WeightOnlyTile(2, 4, prefetch=3), "sm_80"),
+    "prefetch": (HALF, W8A16Tile(2, 4, prefetch=3), "sm_80"),
     "registers": (HALF, replace(ONE, prefetch=2), "sm_80"),
     "splits": (HALF, replace(ONE, splits=3), "sm_90a"),
     "clusters": (HALF, replace(ONE, splits=2), "sm_89"),
@@ -112,7 +112,7 @@ def test_illegal_kernels_are_refused_by_name():
     for constraint in CONSTRAINTS:
         message = f"{constraint.name}: {constraint.reason}"
         with pytest.raises(EmitError, match=f"^qcut_w8a16_stream_[a-z0-9_]+: {re.escape(message)}$"):
-            emit_weight_only_decode(*REFUSALS[constraint.name])
+            emit_w8a16_stream(*REFUSALS[constraint.name])
 
 
 # ── choice ───────────────────────────────────────────────────────────────────────────────────────
@@ -153,7 +153,7 @@ def test_a_problem_it_cannot_build_is_refused():
 def test_chosen_tiles_do_not_spill(arch: str):
     problems = [HALF, replace(HALF, a=DType.BF16)]
     tiles = {w8a16_tile(HALF, m, n, k, Target(arch, 132)) for n, k in SHAPES[:6] for m in (1, 16, 32)}
-    for binary in build(*[emit_weight_only_decode(p, t, arch) for p in problems for t in sorted(tiles, key=str)]):
+    for binary in build(*[emit_w8a16_stream(p, t, arch) for p in problems for t in sorted(tiles, key=str)]):
         assert binary.resources is not None, binary.name
         assert binary.resources.spill_store_bytes == binary.resources.stack_bytes == 0, binary.name
 

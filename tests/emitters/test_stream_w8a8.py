@@ -21,7 +21,7 @@ from qcut.emitters.stream.w8a8 import (
     Tokens,
     W8A8Problem,
     W8A8Tile,
-    emit_w8a8_decode,
+    emit_int8_stream,
     is_legal,
     registers,
     smem_bytes,
@@ -49,7 +49,7 @@ def problem_of(
 
 
 def chosen(problem: W8A8Problem, arch: str, m: int, n: int, k: int) -> KernelSource:
-    return emit_w8a8_decode(problem, int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch])), arch)
+    return emit_int8_stream(problem, int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch])), arch)
 
 
 def sources(arch: str) -> list[KernelSource]:
@@ -68,9 +68,9 @@ def sources(arch: str) -> list[KernelSource]:
         chosen(problem_of("rows", F32, aligned=False, activation=Activation.SILU), arch, 8, 4096, 14336),
     ]
     if arch == "sm_90a":
-        kernels.append(emit_w8a8_decode(problem_of("none"), W8A8Tile(4, 28, splits=2), arch))
-        kernels.append(emit_w8a8_decode(problem_of("rows", absmax=True), W8A8Tile(2, 4, 1, 2, 4, 8), arch))
-    kernels.append(emit_w8a8_decode(problem_of("given"), W8A8Tile(3, 10, 1, 3, 8), arch))
+        kernels.append(emit_int8_stream(problem_of("none"), W8A8Tile(4, 28, splits=2), arch))
+        kernels.append(emit_int8_stream(problem_of("rows", absmax=True), W8A8Tile(2, 4, 1, 2, 4, 8), arch))
+    kernels.append(emit_int8_stream(problem_of("given"), W8A8Tile(3, 10, 1, 3, 8), arch))
     return kernels
 
 
@@ -78,7 +78,7 @@ def sources(arch: str) -> list[KernelSource]:
 
 
 def test_text_instantiates_the_header() -> None:
-    source = emit_w8a8_decode(problem_of("rows", BF16, absmax=True), W8A8Tile(9, 20, 1, 2, 4, 4), "sm_90a")
+    source = emit_int8_stream(problem_of("rows", BF16, absmax=True), W8A8Tile(9, 20, 1, 2, 4, 4), "sm_90a")
     assert source.text == (
         "#include <qcut/stream/w8a8.cuh>\n\n"
         'extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(640, 1)\n'
@@ -91,7 +91,7 @@ def test_text_instantiates_the_header() -> None:
         "  Epilogue::Args args{};\n"
         "  args.col_scale_per_channel = col_scale;\n"
         "  args.bias = bias;\n"
-        "  qcut::w8a8_decode<Tile, true, true, Epilogue>(\n"
+        "  qcut::int8_stream<Tile, true, true, Epilogue>(\n"
         "      a, a_absmax, b, d, absmax, m, n, k, lda, ldb, ldd, args);\n"
         "}\n"
     )
@@ -109,7 +109,7 @@ def test_names_spell_the_kernel() -> None:
     assert problem_of("rows", F32, aligned=False).name == "rows_f32_f32_sm_sn_b_u"
     assert TILE.name == "m8_r2_w10_u1_p2"
     assert W8A8Tile(4, 28, 2, 1, 1, splits=2).name == "m1_r4_w28_u2_p1_k2"
-    source = emit_w8a8_decode(ROWS, TILE, "sm_80")
+    source = emit_int8_stream(ROWS, TILE, "sm_80")
     assert source.name == source.entry == "qcut_int8_stream_sm80_rows_f16_f16_sm_sn_b_m8_r2_w10_u1_p2"
 
 
@@ -149,7 +149,7 @@ REFUSALS: dict[str, tuple[W8A8Problem, W8A8Tile, str]] = {
 def refused(name: str, *arguments: Any) -> None:
     [constraint] = [c for c in CONSTRAINTS if c.name == name]
     with pytest.raises(EmitError, match=f"^qcut_int8_stream_[a-z0-9_]+: {re.escape(f'{name}: {constraint.reason}')}$"):
-        emit_w8a8_decode(*arguments)
+        emit_int8_stream(*arguments)
 
 
 def test_every_constraint_is_refused_below() -> None:

@@ -13,15 +13,15 @@ from qcut.dispatch.cost_model import MACHINES
 from qcut.dispatch.gpus import Target
 from qcut.emitters.codebook import mma, wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
-from qcut.emitters.codebook.wgmma import CodebookPromptTile
+from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import holds
 from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.stream import codebook as stream
 from qcut.emitters.stream import codebook_wgmma as stream_wgmma
-from qcut.emitters.stream.codebook import MAX_ROW_TILES, ROW_TILE, CodebookDecodeTile
-from qcut.emitters.stream.codebook_wgmma import GROUP_ROWS, CodebookDecodeWgmmaTile
+from qcut.emitters.stream.codebook import MAX_ROW_TILES, ROW_TILE, CodebookStreamTile
+from qcut.emitters.stream.codebook_wgmma import GROUP_ROWS, CodebookStreamWgmmaTile
 
 _SM_SMEM = architecture("sm_90a").sm_smem_bytes
 
@@ -35,7 +35,7 @@ _TABLE = 8  # filling the table of a CTA
 _WAVE = 100  # each wave after the first
 
 
-def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookDecodeTile:
+def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookStreamTile:
     """The tile of ``codebook_stream`` for m tokens, n rows of weights and so many units along K.
 
     The model weighs the units that an SM reads against too few warps to hide latency, sums of many warps, the exchange
@@ -49,7 +49,7 @@ def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: 
     machine, arch = MACHINES[target.arch], target.arch
     tokens = next(t for t in (1, 8, 16, 24, 32) if t >= m)
     row_tiles = -(-n // ROW_TILE)
-    best: tuple[float, CodebookDecodeTile] | None = None
+    best: tuple[float, CodebookStreamTile] | None = None
     sizes = machine.clusters if architecture(arch).clusters else (1,)
     for splits, units, ctas in product(sizes, (1, 2, 4), (1, 2, 3)):
         warps = -(-units_k // (splits * units))
@@ -57,7 +57,7 @@ def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: 
             continue
         slots = max(1, machine.clusters_at_once(splits, target.sm_count)) * ctas
         wanted = min(-(-row_tiles // slots), MAX_ROW_TILES)
-        tile = _largest(problem, CodebookDecodeTile(tokens, wanted, warps, units, splits), arch)
+        tile = _largest(problem, CodebookStreamTile(tokens, wanted, warps, units, splits), arch)
         if tile is None or not _fit_together(problem, tile, ctas):
             continue
         waves = -(-row_tiles // (tile.row_tiles * slots))
@@ -72,7 +72,7 @@ def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: 
     return best[1]
 
 
-def _largest(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> CodebookDecodeTile | None:
+def _largest(problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> CodebookStreamTile | None:
     """The tile with the most row tiles, and the most loads in flight, that fits; None where none fits."""
     prefetch = max(1, min(3, 32 // (tile.warps * tile.units)))
     for row_tiles in range(tile.row_tiles, 0, -1):
@@ -83,7 +83,7 @@ def _largest(problem: CodebookProblem, tile: CodebookDecodeTile, arch: str) -> C
     return None
 
 
-def _fit_together(problem: CodebookProblem, tile: CodebookDecodeTile, ctas: int) -> bool:
+def _fit_together(problem: CodebookProblem, tile: CodebookStreamTile, ctas: int) -> bool:
     """Whether an SM runs ``ctas`` CTAs at once. Each CTA takes 1 KB of shared memory more than the tile's."""
     return ctas == 1 or (
         ctas * (stream.smem_bytes(problem, tile) + 1024) <= _SM_SMEM
@@ -93,7 +93,7 @@ def _fit_together(problem: CodebookProblem, tile: CodebookDecodeTile, ctas: int)
 
 def stream_wgmma_tile(
     problem: CodebookProblem, m: int, n: int, units_k: int, target: Target
-) -> CodebookDecodeWgmmaTile:
+) -> CodebookStreamWgmmaTile:
     """The tile of ``codebook_stream_wgmma`` with the least cost.
 
     The cost adds the work of an SM, the chain of units of a warp, and the exchange in a cluster.
@@ -107,7 +107,7 @@ def stream_wgmma_tile(
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
     row_groups = -(-n // GROUP_ROWS)
 
-    def is_legal(tile: CodebookDecodeWgmmaTile) -> bool:
+    def is_legal(tile: CodebookStreamWgmmaTile) -> bool:
         return holds(stream_wgmma.CONSTRAINTS, problem, tile, target.arch)
 
     def cost(groups: int, splits: int) -> float:
@@ -121,12 +121,12 @@ def stream_wgmma_tile(
             (g, s)
             for g in range(1, 6)
             for s in machine.clusters
-            if s <= units_k and is_legal(CodebookDecodeWgmmaTile(tokens, g, s, 3, 1))
+            if s <= units_k and is_legal(CodebookStreamWgmmaTile(tokens, g, s, 3, 1))
         ),
         key=lambda choice: cost(*choice),
     )
     chain = -(-units_k // splits)
-    tile = CodebookDecodeWgmmaTile(tokens, groups, splits, max(3, min(chain, 16)), min(4, chain))
+    tile = CodebookStreamWgmmaTile(tokens, groups, splits, max(3, min(chain, 16)), min(4, chain))
     while not is_legal(replace(tile, stages=3)):
         tile = replace(tile, prefetch=tile.prefetch - 1)
     while not is_legal(tile):
@@ -154,14 +154,14 @@ def is_wgmma_better(problem: CodebookProblem, m: int, n: int, units_k: int, targ
 # ── prompts ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def wgmma_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookPromptTile:
+def wgmma_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookWgmmaTile:
     """The tile of ``codebook_wgmma``'s menu with the least `wgmma_cycles`."""
     tiles = wgmma.default_tiles(problem)
     return min(tiles, key=lambda tile: wgmma_cycles(problem, tile, m, n, units_k, target.sm_count))
 
 
 def wgmma_cycles(
-    problem: CodebookProblem, tile: CodebookPromptTile, m: int, n: int, units_k: int, sm_count: int
+    problem: CodebookProblem, tile: CodebookWgmmaTile, m: int, n: int, units_k: int, sm_count: int
 ) -> float:
     """Estimated time of a launch of ``codebook_wgmma``, in cycles of an SM.
 

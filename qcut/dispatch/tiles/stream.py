@@ -16,7 +16,7 @@ from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream import w8a8, w8a16
 from qcut.emitters.stream.int8 import UNIT_COLUMNS, register_limit
 from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
-from qcut.emitters.stream.w8a16 import WeightOnlyTile
+from qcut.emitters.stream.w8a16 import W8A16Tile
 
 _ROUND_NS = 300.0
 """Time in ns of a round: reading the tokens of other columns."""
@@ -59,7 +59,7 @@ def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W
     return tile
 
 
-def w8a16_tile(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> WeightOnlyTile:
+def w8a16_tile(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> W8A16Tile:
     """The tile of ``w8a16_stream`` for m tokens and weights ``[n, k]``.
 
     Raises:
@@ -70,8 +70,8 @@ def w8a16_tile(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> 
         raise EmitError(f"{w8a16.FAMILY}: {m} tokens; allowed are 1 to {w8a16.MAX_TOKENS}")
     tokens = next(size for size in w8a16.TOKENS if m <= size)
 
-    def tile_of(cut: Cut) -> WeightOnlyTile:
-        return WeightOnlyTile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)
+    def tile_of(cut: Cut) -> W8A16Tile:
+        return W8A16Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)
 
     def fits(cut: Cut, ctas: int) -> bool:
         tile = tile_of(cut)

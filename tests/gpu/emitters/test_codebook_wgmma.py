@@ -14,7 +14,7 @@ from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks import lloyd_max
 from qcut.codebooks.layout import Geometry
 from qcut.emitters.codebook.problem import BOOK_PARAMS, CodebookProblem
-from qcut.emitters.codebook.wgmma import CodebookPromptTile, default_tiles, emit_codebook_prompt, grid
+from qcut.emitters.codebook.wgmma import CodebookWgmmaTile, default_tiles, emit_codebook_wgmma, grid
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
 from tests.gpu.support.launching import Guarded, arch, launch, strided
@@ -27,19 +27,19 @@ PLAIN = Epilogue(col_scale="per_channel", bias=True)
 INT8 = CodebookProblem(DType.S8, epilogue=replace(PLAIN, row_scale="per_token"))
 HALF = CodebookProblem(DType.F16, epilogue=PLAIN)
 BRAIN = CodebookProblem(DType.BF16, epilogue=replace(PLAIN, out=DType.BF16))
-SHALLOW = CodebookPromptTile(64, 2, 2, lead=1)
-WIDE = CodebookPromptTile(256, 3, 2, lead=1)
-MIDDLE = CodebookPromptTile(128, 3, 2, lead=2)
+SHALLOW = CodebookWgmmaTile(64, 2, 2, lead=1)
+WIDE = CodebookWgmmaTile(256, 3, 2, lead=1)
+MIDDLE = CodebookWgmmaTile(128, 3, 2, lead=2)
 TILES = (
     SHALLOW,
-    CodebookPromptTile(64, 5, 1, lead=4),
+    CodebookWgmmaTile(64, 5, 1, lead=4),
     MIDDLE,
-    CodebookPromptTile(128, 2, 1, lead=1),
+    CodebookWgmmaTile(128, 2, 1, lead=1),
     WIDE,
-    CodebookPromptTile(256, 2, 1, lead=1),
-    CodebookPromptTile(64, 3, 1, splits=4),
-    CodebookPromptTile(128, 3, 1, splits=2),
-    CodebookPromptTile(256, 2, 1, splits=8),
+    CodebookWgmmaTile(256, 2, 1, lead=1),
+    CodebookWgmmaTile(64, 3, 1, splits=4),
+    CodebookWgmmaTile(128, 3, 1, splits=2),
+    CodebookWgmmaTile(256, 2, 1, splits=8),
 )
 SHAPES = (
     (1, 16, 1),
@@ -114,13 +114,13 @@ class Case:
             gemm.args["col_scale"] = (torch.rand(n, generator=gen) + 0.5) / geometry.k**0.5
         return cls(problem, x, n, units, packed, values, gemm)
 
-    def run(self, tile: CodebookPromptTile, sm_count: int | None = None, pdl: bool = False) -> Tensor:
+    def run(self, tile: CodebookWgmmaTile, sm_count: int | None = None, pdl: bool = False) -> Tensor:
         """Launch twice into guarded memory; both results must agree.
 
         Rows of the last block of tokens that are none hold NaN; so do the codebook's values that no index names.
         """
         problem, m, n = self.problem, len(self.x), self.n
-        source = emit_codebook_prompt(problem, tile, arch())
+        source = emit_codebook_wgmma(problem, tile, arch())
         if sm_count is None:
             sm_count = torch.cuda.get_device_properties(0).multi_processor_count
         x = codebook_layout.to_blocks(self.x)
@@ -207,14 +207,14 @@ def _built() -> None:
     pairs = [(problem, tile) for problem in (INT8, HALF) for tile in TILES]
     pairs += [(aligned(problem, 1), tile) for problem in (INT8, HALF) for tile in (MIDDLE, TILES[6])]
     pairs += [(of_tokens(problem, epilogue), MIDDLE) for problem in (INT8, HALF) for epilogue in EPILOGUES]
-    built = jit.build_many([emit_codebook_prompt(*pair, arch()) for pair in pairs], progress=False)
+    built = jit.build_many([emit_codebook_wgmma(*pair, arch()) for pair in pairs], progress=False)
     errors = [result for result in built.values() if isinstance(result, Exception)]
     assert not errors, errors[0]
 
 
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: t.name)
 @pytest.mark.parametrize("problem", [INT8, HALF], ids=lambda p: p.x.value)
-def test_tiles(problem: CodebookProblem, tile: CodebookPromptTile) -> None:
+def test_tiles(problem: CodebookProblem, tile: CodebookWgmmaTile) -> None:
     for m, n, units_k in SHAPES:
         case = Case.random(problem, m, n, units_k, seed=m)
         case.check(case.run(tile))
@@ -222,7 +222,7 @@ def test_tiles(problem: CodebookProblem, tile: CodebookPromptTile) -> None:
 
 @pytest.mark.parametrize("tile", [MIDDLE, TILES[6]], ids=lambda t: t.name)
 @pytest.mark.parametrize("problem", [INT8, HALF], ids=lambda p: p.x.value)
-def test_unaligned_channels(problem: CodebookProblem, tile: CodebookPromptTile) -> None:
+def test_unaligned_channels(problem: CodebookProblem, tile: CodebookWgmmaTile) -> None:
     for m, n, units_k in ((1, 1, 1), (9, 63, 3), (64, 65, 2), (130, 130, 4), (17, 257, 5)):
         case = Case.random(aligned(problem, 1), m, n, units_k, seed=n)
         case.check(case.run(tile))
@@ -253,7 +253,7 @@ def test_formats(problem: CodebookProblem, bits: int, slots: int) -> None:
 
 @pytest.mark.parametrize("tile", [MIDDLE, WIDE, TILES[6]], ids=lambda t: t.name)
 @pytest.mark.parametrize("problem", [HALF, BRAIN], ids=lambda p: p.x.value)
-def test_identity_gives_the_weights(problem: CodebookProblem, tile: CodebookPromptTile) -> None:
+def test_identity_gives_the_weights(problem: CodebookProblem, tile: CodebookWgmmaTile) -> None:
     """Each token picks one column: what comes out is the weight as the tensor core took it, bit by bit."""
     problem = replace(problem, slots=2, epilogue=Epilogue(DType.F32, col_scale="per_channel"))
     case = Case.random(problem, 384, 200, 3)
@@ -277,7 +277,7 @@ def test_epilogues(problem: CodebookProblem, epilogue: Epilogue) -> None:
 
 @pytest.mark.parametrize("tile", [SHALLOW, MIDDLE, WIDE], ids=lambda t: t.name)
 @pytest.mark.parametrize("problem", [INT8, HALF], ids=lambda p: p.x.value)
-def test_ctas_go_from_tile_to_tile(problem: CodebookProblem, tile: CodebookPromptTile) -> None:
+def test_ctas_go_from_tile_to_tile(problem: CodebookProblem, tile: CodebookWgmmaTile) -> None:
     """Any number of CTAs gives the same bits: rings, leads and staging carry over from one tile to the next."""
     for m, n, units_k in ((700, 1160, 2), (520, 520, 1), (300, 2056, 7)):
         case = Case.random(problem, m, n, units_k, seed=m)
@@ -296,7 +296,7 @@ def test_every_tile_of_the_menu(problem: CodebookProblem) -> None:
 
 @pytest.mark.parametrize("tile", [MIDDLE, TILES[6]], ids=lambda t: t.name)
 @pytest.mark.parametrize("problem", [INT8, HALF], ids=lambda p: p.x.value)
-def test_tokens_are_independent(problem: CodebookProblem, tile: CodebookPromptTile) -> None:
+def test_tokens_are_independent(problem: CodebookProblem, tile: CodebookWgmmaTile) -> None:
     case = Case.random(problem, 137, 264, 6)
     whole = case.run(tile)
     for i in (0, 7, 8, 63, 64, 128, 136):
@@ -307,6 +307,6 @@ def test_tokens_are_independent(problem: CodebookProblem, tile: CodebookPromptTi
 
 @pytest.mark.parametrize("tile", [MIDDLE, WIDE, TILES[6]], ids=lambda t: t.name)
 @pytest.mark.parametrize("problem", [INT8, HALF], ids=lambda p: p.x.value)
-def test_dependent_launch_gives_the_same(problem: CodebookProblem, tile: CodebookPromptTile) -> None:
+def test_dependent_launch_gives_the_same(problem: CodebookProblem, tile: CodebookWgmmaTile) -> None:
     case = Case.random(problem, 257, 520, 9)
     assert_same(case.run(tile, pdl=True), case.run(tile))

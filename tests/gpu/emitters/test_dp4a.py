@@ -12,16 +12,16 @@ import pytest
 from qcut import jit
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.gemm import dp4a as simt_gemm
-from qcut.emitters.gemm.dp4a import SimtTile, emit_simt_gemm, grid
+from qcut.emitters.gemm import dp4a as dp4a_gemm
+from qcut.emitters.gemm.dp4a import Dp4aTile, emit_dp4a_gemm, grid
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem, Layout
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import Gemm, pattern
 from tests.gpu.support.problems import DYNAMIC, GEMM_EPILOGUES, STATIC
 
-SMALL = SimtTile(16, 64, 64, 16, 32, 1, 4, 4)
-LARGE = SimtTile(128, 128, 32, 64, 32, 1, 8, 8)
-SHALLOW = SimtTile(64, 128, 8, 32, 64, 2, 4, 8)
+SMALL = Dp4aTile(16, 64, 64, 16, 32, 1, 4, 4)
+LARGE = Dp4aTile(128, 128, 32, 64, 32, 1, 8, 8)
+SHALLOW = Dp4aTile(64, 128, 8, 32, 64, 2, 4, 8)
 LAYOUTS: tuple[tuple[Layout, Layout, Layout], ...] = tuple(product(("row", "column"), repeat=3))
 TNT, NTN = LAYOUTS[2], LAYOUTS[5]
 """The default, and its opposite: nothing contiguous along K, D column-major."""
@@ -34,7 +34,7 @@ ALIGNED = ((16, 16, 16), (112, 144, 80), (144, 112, 272), (272, 304, 1040))
 ODD = ((1, 1, 1), (1, 67, 131), (63, 65, 127), (15, 17, 31), (127, 129, 257), (129, 131, 509), (257, 33, 67))
 """One, primes, tile - 1 and tile + 1."""
 
-Case = tuple[GemmProblem, SimtTile]
+Case = tuple[GemmProblem, Dp4aTile]
 
 
 def problem(epilogue: Epilogue, layouts: tuple[Layout, Layout, Layout] = TNT, align: int = 16) -> GemmProblem:
@@ -43,10 +43,10 @@ def problem(epilogue: Epilogue, layouts: tuple[Layout, Layout, Layout] = TNT, al
 
 
 @cache
-def sampled_tiles() -> tuple[SimtTile, ...]:
+def sampled_tiles() -> tuple[Dp4aTile, ...]:
     """24 of the tiles that are legal everywhere, and the menu."""
-    legal = list(simt_gemm.search_space(GemmProblem(), "sm_86"))
-    return (*random.Random(0).sample(legal, 24), *simt_gemm.default_tiles("sm_86"))
+    legal = list(dp4a_gemm.search_space(GemmProblem(), "sm_86"))
+    return (*random.Random(0).sample(legal, 24), *dp4a_gemm.default_tiles("sm_86"))
 
 
 def tile_cases() -> Iterator[Case]:
@@ -86,7 +86,7 @@ def per_tensor_cases() -> Iterator[Case]:
 
 
 def source(case: Case) -> KernelSource:
-    return emit_simt_gemm(*case, arch())
+    return emit_dp4a_gemm(*case, arch())
 
 
 def name(case: Case) -> str:

@@ -15,10 +15,10 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm import mma as mma_gemm
-from qcut.emitters.gemm import w8a16 as weight_only_gemm
+from qcut.emitters.gemm import w8a16 as w8a16_mma
 from qcut.emitters.gemm.mma import emit_mma_gemm, grid
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem, TileConfig
-from qcut.emitters.gemm.w8a16 import emit_weight_only_gemm
+from qcut.emitters.gemm.w8a16 import emit_w8a16_mma
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp, pattern
 from tests.gpu.support.problems import DYNAMIC, GEMM_EPILOGUES, STATIC
@@ -53,21 +53,21 @@ def int8_cases(arch: str) -> Iterator[KernelSource]:
         yield emit_mma_gemm(GemmProblem(epilogue=DYNAMIC, **UNALIGNED), tile, arch)
 
 
-def weight_only_cases(arch: str) -> Iterator[KernelSource]:
+def w8a16_cases(arch: str) -> Iterator[KernelSource]:
     for a in (DType.F16, DType.BF16):
-        for tile in (*weight_only_gemm.default_tiles(arch), SHALLOW):
-            yield emit_weight_only_gemm(GemmProblem(a=a, epilogue=WEIGHT_ONLY), tile, arch)
+        for tile in (*w8a16_mma.default_tiles(arch), SHALLOW):
+            yield emit_w8a16_mma(GemmProblem(a=a, epilogue=WEIGHT_ONLY), tile, arch)
     for epilogue in WEIGHT_ONLY_EPILOGUES:
         for tile in (SMALL, LARGE):
-            yield emit_weight_only_gemm(GemmProblem(a=DType.F16, epilogue=epilogue), tile, arch)
+            yield emit_w8a16_mma(GemmProblem(a=DType.F16, epilogue=epilogue), tile, arch)
     for a in (DType.F16, DType.BF16):
         for tile in (SMALL, LARGE):
-            yield emit_weight_only_gemm(GemmProblem(a=a, epilogue=WEIGHT_ONLY, **UNALIGNED), tile, arch)
+            yield emit_w8a16_mma(GemmProblem(a=a, epilogue=WEIGHT_ONLY, **UNALIGNED), tile, arch)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
-    built = jit.build_many([*int8_cases(arch()), *weight_only_cases(arch())], progress=False)
+    built = jit.build_many([*int8_cases(arch()), *w8a16_cases(arch())], progress=False)
     errors = [result for result in built.values() if isinstance(result, Exception)]
     assert not errors, errors[0]
 
@@ -76,7 +76,7 @@ def run(
     gemm: Gemm, problem: GemmProblem, tile: TileConfig, *, x: Tensor | None = None, extra: int = 0, offset: int = 0
 ) -> Tensor:
     """`launch_gemm` of the family that takes the operand: ``x``, or int8."""
-    emit = emit_mma_gemm if x is None else emit_weight_only_gemm
+    emit = emit_mma_gemm if x is None else emit_w8a16_mma
     ctas = grid(tile, gemm.a.shape[0], gemm.b.shape[0])
     return launch_gemm(gemm, problem, emit(problem, tile, arch()), ctas, x=x, extra=extra, offset=offset)
 
@@ -174,10 +174,10 @@ def test_bad_tokens_stay_in_their_rows() -> None:
 
 
 @pytest.mark.parametrize("a", [DType.F16, DType.BF16], ids=lambda a: a.value)
-@pytest.mark.parametrize("tile", tiles(weight_only_gemm), ids=lambda t: t.name)
-def test_weight_only_tiles(tile: TileConfig, a: DType) -> None:
+@pytest.mark.parametrize("tile", tiles(w8a16_mma), ids=lambda t: t.name)
+def test_w8a16_tiles(tile: TileConfig, a: DType) -> None:
     problem = GemmProblem(a=a, epilogue=WEIGHT_ONLY)
-    require_tile(weight_only_gemm, problem, tile)
+    require_tile(w8a16_mma, problem, tile)
     for n, k in ((16, 16), (304, 272), (272, 1040)):
         for m in (*ROWS, 257):
             gemm = small_integers(m, n, k, WEIGHT_ONLY)
@@ -186,7 +186,7 @@ def test_weight_only_tiles(tile: TileConfig, a: DType) -> None:
 
 @pytest.mark.parametrize("tile", [SMALL, LARGE], ids=lambda t: t.name)
 @pytest.mark.parametrize("epilogue", WEIGHT_ONLY_EPILOGUES, ids=lambda e: e.name)
-def test_weight_only_epilogues(epilogue: Epilogue, tile: TileConfig) -> None:
+def test_w8a16_epilogues(epilogue: Epilogue, tile: TileConfig) -> None:
     for m in ROWS:
         gemm = small_integers(m, 336, 400, epilogue)
         gemm.check(run(gemm, GemmProblem(a=DType.F16, epilogue=epilogue), tile, x=gemm.a.half(), extra=16))
@@ -194,7 +194,7 @@ def test_weight_only_epilogues(epilogue: Epilogue, tile: TileConfig) -> None:
 
 @pytest.mark.parametrize("a", [DType.F16, DType.BF16], ids=lambda a: a.value)
 @pytest.mark.parametrize("tile", [SMALL, LARGE], ids=lambda t: t.name)
-def test_weight_only_unaligned(tile: TileConfig, a: DType) -> None:
+def test_w8a16_unaligned(tile: TileConfig, a: DType) -> None:
     problem = GemmProblem(a=a, epilogue=WEIGHT_ONLY, **UNALIGNED)
     for m, n, k, extra, offset in ((1, 1, 1, 0, 1), (15, 33, 37, 1, 3), (33, 65, 129, 0, 0), (129, 127, 500, 5, 7)):
         gemm = small_integers(m, n, k, WEIGHT_ONLY)
@@ -213,7 +213,7 @@ def test_every_weight_converts_exactly(a: DType) -> None:
 
 @pytest.mark.parametrize("a", [DType.F16, DType.BF16], ids=lambda a: a.value)
 @pytest.mark.parametrize("tile", [SMALL, LARGE], ids=lambda t: t.name)
-def test_weight_only_rounding(tile: TileConfig, a: DType) -> None:
+def test_w8a16_rounding(tile: TileConfig, a: DType) -> None:
     """Real tokens against float64.
 
     The tensor core rounds or truncates each addition to 24 bits: K * 2**-23 * sum |x q| bounds the sum's

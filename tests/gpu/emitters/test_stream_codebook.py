@@ -19,38 +19,38 @@ from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.stream import codebook as codebook_decode
-from qcut.emitters.stream import codebook_wgmma as codebook_decode_wgmma
-from qcut.emitters.stream.codebook import CodebookDecodeTile, emit_codebook_decode
-from qcut.emitters.stream.codebook_wgmma import CodebookDecodeWgmmaTile, emit_codebook_decode_wgmma
+from qcut.emitters.stream import codebook as codebook_stream
+from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
+from qcut.emitters.stream.codebook import CodebookStreamTile, emit_codebook_stream
+from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile, emit_codebook_stream_wgmma
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, full_range, half_ulp, smooth
 
-Tile = CodebookDecodeTile | CodebookDecodeWgmmaTile
+Tile = CodebookStreamTile | CodebookStreamWgmmaTile
 
 H200 = Target("sm_90a", 132)
 PLAIN = Epilogue(DType.F32, col_scale="per_channel")
 BASE = CodebookProblem(epilogue=PLAIN, alignment_n=1)
 TILES: tuple[Tile, ...] = (
-    CodebookDecodeTile(1, 7, 32),
-    CodebookDecodeTile(1, 4, 4, 1, 1, 2),
-    CodebookDecodeTile(2, 1, 1, 1, 8),
-    CodebookDecodeTile(4, 2, 4, 2, 2),
-    CodebookDecodeTile(8, 2, 32),
-    CodebookDecodeTile(8, 3, 10, 1, 1, 3),
-    CodebookDecodeTile(8, 5, 10, 1, 4),
-    CodebookDecodeTile(16, 7, 16, 2),
-    CodebookDecodeTile(24, 2, 5, 3, 1, 2),
-    CodebookDecodeTile(32, 1, 10),
-    CodebookDecodeWgmmaTile(8, 1, 1, 3, 1),
-    CodebookDecodeWgmmaTile(16, 2, 2, 5, 4),
-    CodebookDecodeWgmmaTile(32, 3, 4, 8, 4),
-    CodebookDecodeWgmmaTile(64, 4, 2, 8, 4),
-    CodebookDecodeWgmmaTile(64, 5, 8, 4, 1),
+    CodebookStreamTile(1, 7, 32),
+    CodebookStreamTile(1, 4, 4, 1, 1, 2),
+    CodebookStreamTile(2, 1, 1, 1, 8),
+    CodebookStreamTile(4, 2, 4, 2, 2),
+    CodebookStreamTile(8, 2, 32),
+    CodebookStreamTile(8, 3, 10, 1, 1, 3),
+    CodebookStreamTile(8, 5, 10, 1, 4),
+    CodebookStreamTile(16, 7, 16, 2),
+    CodebookStreamTile(24, 2, 5, 3, 1, 2),
+    CodebookStreamTile(32, 1, 10),
+    CodebookStreamWgmmaTile(8, 1, 1, 3, 1),
+    CodebookStreamWgmmaTile(16, 2, 2, 5, 4),
+    CodebookStreamWgmmaTile(32, 3, 4, 8, 4),
+    CodebookStreamWgmmaTile(64, 4, 2, 8, 4),
+    CodebookStreamWgmmaTile(64, 5, 8, 4, 1),
 )
-MMA = CodebookDecodeTile(16, 2, 4, 2, 1, 1)
-WGMMA = CodebookDecodeWgmmaTile(16, 2, 2, 4, 3)
+MMA = CodebookStreamTile(16, 2, 4, 2, 1, 1)
+WGMMA = CodebookStreamWgmmaTile(16, 2, 2, 4, 3)
 FORMATS = ((2, 4), (3, 2), (4, 1))
 """(bits, slots)."""
 DTYPES = (DType.F16, DType.BF16, DType.S8)
@@ -64,17 +64,17 @@ SHAPES = ((1280, 10), (448, 112))
 
 def has_tile(tile: Tile) -> bool:
     """Whether the GPU at hand can run a tile."""
-    if isinstance(tile, CodebookDecodeWgmmaTile):
+    if isinstance(tile, CodebookStreamWgmmaTile):
         return arch() == "sm_90a"
     if tile.splits > 1 and arch() not in CLUSTER_ARCHITECTURES:
         return False
-    return codebook_decode.smem_bytes(BASE, tile) <= architecture(arch()).smem_bytes
+    return codebook_stream.smem_bytes(BASE, tile) <= architecture(arch()).smem_bytes
 
 
 def emit(problem: CodebookProblem, tile: Tile) -> KernelSource:
-    if isinstance(tile, CodebookDecodeWgmmaTile):
-        return emit_codebook_decode_wgmma(problem, tile, arch())
-    return emit_codebook_decode(problem, tile, arch())
+    if isinstance(tile, CodebookStreamWgmmaTile):
+        return emit_codebook_stream_wgmma(problem, tile, arch())
+    return emit_codebook_stream(problem, tile, arch())
 
 
 def problem_of(
@@ -190,7 +190,7 @@ class Product:
             ``[M, N]`` on the CPU.
         """
         m, e = len(self.x), self.problem.epilogue
-        family = codebook_decode_wgmma if isinstance(tile, CodebookDecodeWgmmaTile) else codebook_decode
+        family = codebook_stream_wgmma if isinstance(tile, CodebookStreamWgmmaTile) else codebook_stream
         ldd = -(-self.n // self.problem.alignment_n) * self.problem.alignment_n + extra
         fold = codebook_layout.fold_scales(self.norms, self.values)
         words = self.values.view(torch.int32).tolist()
@@ -235,7 +235,7 @@ class Product:
         x, scale = self.x.double(), self.args["col_scale"].double()
         sizes = x.abs() @ w.abs().t()
         slack = sizes * ((x.shape[1] + 4) * 2.0**-23)
-        if isinstance(tile, CodebookDecodeWgmmaTile):
+        if isinstance(tile, CodebookStreamWgmmaTile):
             if self.problem.x is DType.F16:
                 slack = slack + sizes * 2.0**-11 + x.abs().sum(1, keepdim=True) * 2.0**-25
             else:
@@ -265,7 +265,7 @@ def require(tile: Tile) -> None:
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: t.name)
 def test_tiles(tile: Tile) -> None:
     require(tile)
-    most = min(tile.capacity, 40) if isinstance(tile, CodebookDecodeTile) else 40
+    most = min(tile.capacity, 40) if isinstance(tile, CodebookStreamTile) else 40
     counts = sorted({1, max(1, most // 2), max(1, most - 1), most})
     for i, n in enumerate((1, 15, 17, 63, 65, 130, 657)):
         for units in (counts[i % len(counts)], most):

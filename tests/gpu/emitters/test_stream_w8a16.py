@@ -16,7 +16,7 @@ from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream.int8 import grid
-from qcut.emitters.stream.w8a16 import WeightOnlyTile, emit_weight_only_decode, smem_bytes
+from qcut.emitters.stream.w8a16 import W8A16Tile, emit_w8a16_stream, smem_bytes
 from tests.gpu.support.launching import arch, launch_gemm
 from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, full_range, half_ulp
 
@@ -29,20 +29,20 @@ EPILOGUES = (
     Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True),
 )
 TILES = (
-    WeightOnlyTile(7, 32),
-    WeightOnlyTile(3, 10, 1, 3),
-    WeightOnlyTile(2, 3, 2, 2),
-    WeightOnlyTile(4, 16, 2, 1, 16),
-    WeightOnlyTile(5, 4, 1, 3, 32),
-    WeightOnlyTile(2, 2, splits=2),
-    WeightOnlyTile(3, 3, 1, 2, 16, 4),
-    WeightOnlyTile(1, 2, 2, 1, 32, 8),
+    W8A16Tile(7, 32),
+    W8A16Tile(3, 10, 1, 3),
+    W8A16Tile(2, 3, 2, 2),
+    W8A16Tile(4, 16, 2, 1, 16),
+    W8A16Tile(5, 4, 1, 3, 32),
+    W8A16Tile(2, 2, splits=2),
+    W8A16Tile(3, 3, 1, 2, 16, 4),
+    W8A16Tile(1, 2, 2, 1, 32, 8),
 )
-SPLIT = WeightOnlyTile(3, 3, 1, 2, 16, 4)
-MIDDLE = WeightOnlyTile(4, 16, 2, 1, 16)
+SPLIT = W8A16Tile(3, 3, 1, 2, 16, 4)
+MIDDLE = W8A16Tile(4, 16, 2, 1, 16)
 
 
-def require(tile: WeightOnlyTile) -> None:
+def require(tile: W8A16Tile) -> None:
     if tile.splits > 1 and arch() not in CLUSTER_ARCHITECTURES:
         pytest.skip(f"{tile.name} needs thread-block clusters; {arch()} has none")
     if smem_bytes(GemmProblem(a=DType.F16), tile) > architecture(arch()).smem_bytes:
@@ -53,8 +53,8 @@ def require(tile: WeightOnlyTile) -> None:
 def _built() -> None:
     tiles = [t for t in TILES if t.splits == 1 or arch() in CLUSTER_ARCHITECTURES]
     tiles = [t for t in tiles if smem_bytes(GemmProblem(a=DType.F16), t) <= architecture(arch()).smem_bytes]
-    sources = [emit_weight_only_decode(GemmProblem(a=DType.F16, epilogue=BIAS), tile, arch()) for tile in tiles]
-    sources += [emit_weight_only_decode(GemmProblem(a=DType.F16, epilogue=e), MIDDLE, arch()) for e in EPILOGUES]
+    sources = [emit_w8a16_stream(GemmProblem(a=DType.F16, epilogue=BIAS), tile, arch()) for tile in tiles]
+    sources += [emit_w8a16_stream(GemmProblem(a=DType.F16, epilogue=e), MIDDLE, arch()) for e in EPILOGUES]
     errors = [r for r in jit.build_many(sources, progress=False).values() if isinstance(r, Exception)]
     assert not errors, errors[0]
 
@@ -62,14 +62,14 @@ def _built() -> None:
 def run(
     gemm: Gemm,
     problem: GemmProblem,
-    tile: WeightOnlyTile,
+    tile: W8A16Tile,
     x: Tensor,
     *,
     extra: int = 0,
     offset: int = 0,
     pdl: bool = False,
 ) -> Tensor:
-    source = emit_weight_only_decode(problem, tile, arch())
+    source = emit_w8a16_stream(problem, tile, arch())
     ctas = grid(tile, len(x), len(gemm.b))
     return launch_gemm(gemm, problem, source, ctas, x=x, extra=extra, offset=offset, pdl=pdl)
 
@@ -81,14 +81,14 @@ def small_integers(m: int, n: int, k: int, epilogue: Epilogue) -> Gemm:
     return Gemm.of(epilogue, a, full_range(n, k, seed=n))
 
 
-def counts(tile: WeightOnlyTile) -> list[int]:
+def counts(tile: W8A16Tile) -> list[int]:
     """Numbers of tokens around the tile's eights."""
     return [m for m in (1, 2, 7, 8, 9, 15, 16, 17, 31, 32) if m <= tile.tokens]
 
 
 @pytest.mark.parametrize("pdl", [False, True], ids=["plain", "pdl"])
 @pytest.mark.parametrize("tile", TILES, ids=lambda t: t.name)
-def test_tiles(tile: WeightOnlyTile, pdl: bool) -> None:
+def test_tiles(tile: W8A16Tile, pdl: bool) -> None:
     """Less than a warp's columns, whole rounds, several rounds, ragged; rows inside a tile and over several."""
     require(tile)
     problem = GemmProblem(a=DType.F16, epilogue=BIAS)
@@ -106,7 +106,7 @@ def test_epilogues(epilogue: Epilogue) -> None:
 
 
 @pytest.mark.parametrize("tile", [MIDDLE, SPLIT], ids=lambda t: t.name)
-def test_residual_over_a_cluster(tile: WeightOnlyTile) -> None:
+def test_residual_over_a_cluster(tile: W8A16Tile) -> None:
     require(tile)
     epilogue = EPILOGUES[2]
     problem = GemmProblem(a=DType.BF16, epilogue=epilogue, alignment_n=1)
@@ -117,7 +117,7 @@ def test_residual_over_a_cluster(tile: WeightOnlyTile) -> None:
 
 @pytest.mark.parametrize("a", [DType.F16, DType.BF16], ids=lambda a: a.value)
 def test_unaligned_tokens(a: DType) -> None:
-    tile = WeightOnlyTile(2, 4, 1, 2, 16)
+    tile = W8A16Tile(2, 4, 1, 2, 16)
     problem = GemmProblem(a=a, epilogue=BIAS, alignment_k=1, alignment_n=1)
     for m, n, k, extra, offset in ((1, 1, 1, 0, 1), (15, 33, 37, 1, 3), (9, 65, 129, 0, 0), (16, 127, 1500, 5, 7)):
         gemm = small_integers(m, n, k, BIAS)
@@ -137,7 +137,7 @@ def test_every_weight_converts_exactly(a: DType) -> None:
     epilogue = Epilogue(DType.F32)
     weights = (torch.arange(256)[:, None] + torch.arange(128)).to(torch.uint8).view(torch.int8)
     problem = GemmProblem(a=a, epilogue=epilogue)
-    tile = WeightOnlyTile(5, 4, 1, 3, 32)
+    tile = W8A16Tile(5, 4, 1, 3, 32)
     for first in range(0, 128, 32):
         x = torch.eye(128, dtype=torch.int8)[first : first + 32]
         gemm = Gemm.of(epilogue, x, weights)
@@ -146,7 +146,7 @@ def test_every_weight_converts_exactly(a: DType) -> None:
 
 @pytest.mark.parametrize("a", [DType.F16, DType.BF16], ids=lambda a: a.value)
 @pytest.mark.parametrize("tile", [MIDDLE, SPLIT], ids=lambda t: t.name)
-def test_rounding(tile: WeightOnlyTile, a: DType) -> None:
+def test_rounding(tile: W8A16Tile, a: DType) -> None:
     """Real tokens against float64.
 
     The tensor core and the sums over warps and CTAs round or truncate each addition to 24 bits: K * 2**-23 * sum |x q|
@@ -166,7 +166,7 @@ def test_rounding(tile: WeightOnlyTile, a: DType) -> None:
 
 
 @pytest.mark.parametrize("tile", [MIDDLE, SPLIT], ids=lambda t: t.name)
-def test_a_row_does_not_depend_on_the_others(tile: WeightOnlyTile) -> None:
+def test_a_row_does_not_depend_on_the_others(tile: W8A16Tile) -> None:
     require(tile)
     x = torch.randn(16, 1040, generator=torch.Generator().manual_seed(2)).half()
     x[7, 100] = float("nan")

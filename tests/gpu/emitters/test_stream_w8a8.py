@@ -14,7 +14,7 @@ from qcut.dispatch.tiles.stream import int8_tile
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.stream.int8 import grid
-from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile, emit_w8a8_decode
+from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile, emit_int8_stream
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range
@@ -58,7 +58,7 @@ class Case:
             absmax.tensor.fill_(start)
             on_device |= {"d": d.tensor, "absmax": absmax.tensor}
             arguments = [on_device[p.name] for p in problem.params()]
-            launch(emit_w8a8_decode(problem, tile, arch()), grid(tile, self.m, self.n), *arguments, pdl=pdl)
+            launch(emit_int8_stream(problem, tile, arch()), grid(tile, self.m, self.n), *arguments, pdl=pdl)
             results.append(d.take(self.n))
             noted = torch.full((self.m,), start)
             if problem.absmax:

@@ -210,7 +210,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
 
 // The kernel. `fold` is read for int8 tokens alone. kAlign is the alignment of D's rows in bytes, as in TileWriter.
 template <class T, class E, int kAlign>
-__device__ __forceinline__ void codebook_prompt(const char* x, const char* units, const char* norms,
+__device__ __forceinline__ void codebook_wgmma(const char* x, const char* units, const char* norms,
                                                 const float* fold, typename E::Out* d, int m, int n, int units_k,
                                                 int ldd, const Book& book, const typename E::Args& args) {
   extern __shared__ __align__(1024) char shared[];

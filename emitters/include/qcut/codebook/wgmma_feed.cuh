@@ -15,7 +15,7 @@ __device__ __forceinline__ int keep(int v) { return __shfl_xor_sync(0xffffffffu,
 // The tile of emitters/codebook/wgmma.py and its shared memory: tokens and tables of all stages, staging, barriers.
 template <class X_, int kBits_, int kSlots_, int kTokens_, int kStages_, int kLead_, int kCluster_, int kSplits_,
           int kBuffers_>
-struct PromptTile {
+struct WgmmaTile {
   using X = X_;
   using Product = Wgmma<X, kTokens_>;
   using Acc = typename Product::Acc;

@@ -16,7 +16,7 @@
 namespace qcut {
 
 template <int kBlockM_, int kBlockN_, int kBlockK_, int kWarpM_, int kWarpN_, int kWnIter_, int kTm_, int kTn_>
-struct SimtTile {
+struct Dp4aTile {
   static constexpr int kBlockM = kBlockM_, kBlockN = kBlockN_, kBlockK = kBlockK_;
   static constexpr int kWarpM = kWarpM_, kWarpN = kWarpN_, kTm = kTm_, kTn = kTn_;
   static constexpr int kWnIter = kWnIter_;
@@ -274,7 +274,7 @@ using Pieces = typename Either<Op::kMajor == Major::kK, AlongK<kRows, kBlockK, k
                                AlongRows<kRows, kBlockK, kThreads, Op::kAlign>>::Type;
 
 template <class T, class OperandA, class OperandB, class E, int kAlignD, bool kColumnD>
-__device__ __forceinline__ void simt_gemm(const int8_t* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
+__device__ __forceinline__ void dp4a_gemm(const int8_t* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
                                           int lda, int ldb, int ldd, const typename E::Args& args) {
   constexpr int kThreads = T::kThreads;
   using PiecesA = Pieces<OperandA, T::kBlockM, T::kBlockK, kThreads>;

@@ -103,7 +103,7 @@ struct CoreW8A16 {
 };
 
 template <class TileType, class OpA, class OpB, class E, int kAlignD, bool kSwapped>
-__device__ __forceinline__ void weight_only_gemm(const typename OpA::Element* a, const int8_t* b, typename E::Out* d,
+__device__ __forceinline__ void w8a16_mma(const typename OpA::Element* a, const int8_t* b, typename E::Out* d,
                                                  int m, int n, int k, int lda, int ldb, int ldd,
                                                  const typename E::Args& args) {
   static_assert(!kSwapped, "tokens are the first operand");

@@ -204,10 +204,10 @@ __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int 
 // The kernel. units_k <= kSplits * kWarps * kUnits, m <= kTokens. The grid has a cluster for every kRowTiles tiles. x
 // is a BlockTokens or a RowToken.
 template <class T, int kBits, int kSlots, class Tile, class E, class X>
-__device__ __forceinline__ void codebook_decode(X x, const char* units, const char* norms, const float* fold,
+__device__ __forceinline__ void codebook_stream(X x, const char* units, const char* norms, const float* fold,
                                                 typename E::Out* d, int m, int n, int units_k, int ldd,
                                                 const Book& book, typename E::Args args) {
-  using Shared = DecodeShared<T, Tile>;
+  using Shared = StreamShared<T, Tile>;
   using Product = UnitProduct<T>;
   using Acc = typename Product::Acc;
   constexpr int kThreads = 32 * Tile::kWarps;

@@ -13,7 +13,7 @@
 namespace qcut {
 
 template <int kTokens_, int kRowTiles_, int kWarps_, int kUnits_, int kSplits_, int kPrefetch_>
-struct DecodeTile {
+struct StreamTile {
   static constexpr int kTokens = kTokens_;  // at most; m of a launch may be less
   static constexpr int kTokenTiles = (kTokens + 7) / 8;
   static constexpr int kRowTiles = kRowTiles_;
@@ -29,7 +29,7 @@ constexpr bool kIsInt8 = sizeof(T) == 1;
 
 // Byte offsets in shared memory.
 template <class T, class Tile>
-struct DecodeShared {
+struct StreamShared {
   static constexpr int kBlocks = sizeof(T);  // blocks of 128 bytes of each token, in a unit
   static constexpr int kStagedRows = Tile::kTokens < 8 ? Tile::kTokens : 8;
   static constexpr int kBlockBytes = 128 * kStagedRows;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void copy_async_if(uint32_t shared, const void* globa
 // region of shared memory; the CTA's first unit is cta_first.
 template <class T, class Tile>
 struct BlockTokens {
-  using Shared = DecodeShared<T, Tile>;
+  using Shared = StreamShared<T, Tile>;
   const char* x;
 
   __device__ __forceinline__ void begin(int, int) {}
@@ -162,7 +162,7 @@ struct RowToken {
         r[j] = __uint_as_float(__float_as_uint(to_float(loaded[j])) ^ (flips[i] << (31 - j) & 0x80000000u));
       }
       butterflies<kGroup, 1>(r, kGroup, threadIdx.x, nullptr);
-      const uint32_t at = regions + unit(i) / Tile::kUnits * DecodeShared<T, Tile>::kRegionBytes +
+      const uint32_t at = regions + unit(i) / Tile::kUnits * StreamShared<T, Tile>::kRegionBytes +
                           256 * (unit(i) % Tile::kUnits) + 2 * column();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -178,7 +178,7 @@ struct RowToken {
 // A warp's tokens as second operands of mma.sync, loaded from the warp's region of shared memory.
 template <class T, class Tile>
 struct TokenFragments {
-  using Shared = DecodeShared<T, Tile>;
+  using Shared = StreamShared<T, Tile>;
   static constexpr int kChunks = 8 * Shared::kBlocks;  // chunks of 16 bytes of a token in a unit
   static constexpr int kRows = Shared::kStagedRows;
   uint32_t b[Tile::kUnits][Tile::kTokenTiles][kChunks];

@@ -21,7 +21,7 @@
 namespace qcut {
 
 template <int kTokens_, int kGroups_, int kSplits_, int kStages_, int kPrefetch_>
-struct DecodeWgmmaTile {
+struct StreamWgmmaTile {
   static constexpr int kTokens = kTokens_;  // at most; m of a launch may be less
   static constexpr int kGroups = kGroups_;  // warpgroups
   static constexpr int kRows = 64 * kGroups;
@@ -33,7 +33,7 @@ struct DecodeWgmmaTile {
 
 // Byte offsets in shared memory.
 template <class T, class Tile>
-struct DecodeWgmmaShared {
+struct StreamWgmmaShared {
   static constexpr int kBlocks = sizeof(T);  // blocks of 128 bytes of each token, in a unit
   static constexpr int kStageBytes = 128 * kBlocks * Tile::kTokens;
   static constexpr int kPitch = Tile::kRows + 4;  // words between the sums of two tokens, [token][row]
@@ -135,10 +135,10 @@ __device__ __forceinline__ void finish_quad(const uint32_t (&sums)[4], int token
 
 // The kernel. m <= kTokens; the grid has a cluster for every kRows rows.
 template <class T, int kBits, int kSlots, class Tile, class E, int kAlign>
-__device__ __forceinline__ void codebook_decode_wgmma(const char* x, const char* units, const char* norms,
+__device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char* units, const char* norms,
                                                       const float* fold, typename E::Out* d, int m, int n,
                                                       int units_k, int ldd, const Book& book, typename E::Args args) {
-  using Shared = DecodeWgmmaShared<T, Tile>;
+  using Shared = StreamWgmmaShared<T, Tile>;
   using Product = Wgmma<T, Tile::kTokens>;
   using Acc = typename Product::Acc;
   using Half = HalfUnit<T>;

@@ -13,13 +13,13 @@
 
 namespace qcut {
 
-// WeightOnlyTile in emitters/stream/w8a16.py describes the sizes. The previous kernel may write the tokens alone, so
+// W8A16Tile in emitters/stream/w8a16.py describes the sizes. The previous kernel may write the tokens alone, so
 // that weights are read before the wait.
 template <int kRowTiles, int kWarps, int kUnits, int kPrefetch, int kTokens, int kSplits>
-struct WeightOnlyTile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTokens, kSplits> {
+struct W8A16Tile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTokens, kSplits> {
   static constexpr bool kWaitsFirst = false;
   static constexpr bool kPrefetchesL2 = true;
-  static constexpr int kSums = WeightOnlyTile::kVectorBytes;
+  static constexpr int kSums = W8A16Tile::kVectorBytes;
 };
 
 // Loads eight elements of a row from column `col` on; elements past k are zero. With kAligned, k is a multiple of eight
@@ -85,7 +85,7 @@ struct FloatTokens {
 // The kernel: D [m, n] = epilogue(A B^T), A [m, k] of T, B [n, k] of int8. With kAligned, tokens are read 16 bytes at a
 // time.
 template <class Tile, class T, bool kAligned, class E>
-__device__ __forceinline__ void weight_only_decode(const T* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
+__device__ __forceinline__ void w8a16_stream(const T* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
                                                    int lda, int ldb, int ldd, const typename E::Args& args) {
   stream_int8<Tile, false, E>(FloatTokens<Tile, T, kAligned>(a, m, k, lda), b, d, nullptr, m, n, k, ldb, ldd, args);
 }

@@ -168,7 +168,7 @@ struct RowTokens {
 // apart; `a_absmax` holds the largest magnitudes of rows of T. With kAligned, rows of T start at multiples of 16 bytes.
 // With kAbsmax, `absmax` [m] is raised to the largest magnitude of each row of D.
 template <class Tile, bool kAligned, bool kAbsmax, class E>
-__device__ __forceinline__ void w8a8_decode(const void* a, const float* a_absmax, const int8_t* b, typename E::Out* d,
+__device__ __forceinline__ void int8_stream(const void* a, const float* a_absmax, const int8_t* b, typename E::Out* d,
                                             float* absmax, int m, int n, int k, int lda, int ldb, int ldd,
                                             typename E::Args args) {
   if constexpr (Tile::kQuantizes) {
