@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from qcut.checkpoints.skeleton import (
     activation_parent,
@@ -27,6 +26,7 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.layers.stored import StateEntry
 from qcut.models.modules import FusedActivation, replace_modules
+from qcut.progress import progress_bar, with_progress
 from qcut.storage.files import read_json, write_json
 from qcut.storage.tensors import TensorFiles, open_tensors, plain_name
 
@@ -91,11 +91,11 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
 def _write_shards(files: TensorFiles, tensors: dict[str, StateEntry], limit: int, progress: bool) -> dict[str, str]:
     """Write the tensors, and return which file holds each."""
     weight_map: dict[str, str] = {}
-    with tqdm(total=len(tensors), desc="save", unit="tensor", disable=not progress, leave=False) as bar:
+    with progress_bar(len(tensors), "save", "tensor", shown=progress) as advance:
         for names in _shards(tensors, limit):
             file = files.add({name: tensors[name].read().detach().cpu().contiguous() for name in names})
             weight_map |= dict.fromkeys(names, file)
-            bar.update(len(names))
+            advance(len(names))
     return weight_map
 
 
@@ -304,7 +304,7 @@ def _fill(
     modules = dict(model.named_modules(remove_duplicate=False))
     owners = set(saved.tied.values())
     state: dict[str, dict[str, Tensor]] = {}
-    for name in tqdm(wanted, desc="load", unit="tensor", disable=not progress, leave=False):
+    for name in with_progress(wanted, "load", "tensor", shown=progress):
         owner = saved.tied.get(name, name)
         tensor = held.get(owner)
         if tensor is None:

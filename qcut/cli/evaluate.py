@@ -44,13 +44,13 @@ def add_parser(commands: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     import torch
-    from tqdm import tqdm
 
     import qcut
     from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained
     from qcut.engine.engine import Engine
     from qcut.errors import CheckpointError
     from qcut.models.evaluation import windows_of
+    from qcut.progress import with_progress
 
     try:
         text = arguments.text.read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         qcut.quantize(model, arguments.scheme, progress=bar)
     engine = Engine(model, batch=arguments.batch, context=arguments.window, kv_cache=arguments.kv_cache)
     total = 0.0
-    for batch in tqdm(windows.split(arguments.batch), desc="perplexity", unit="batch", disable=not bar, leave=False):
+    for batch in with_progress(windows.split(arguments.batch), "perplexity", "batch", shown=bar):
         total += sum(float(scores.double().sum()) for scores in engine.score(batch))
     value = math.exp(total / (len(windows) * (arguments.window - 1)))
     if arguments.json:

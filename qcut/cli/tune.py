@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qcut.cli.arguments import positive, positive_float
 from qcut.emitters.families import FAMILIES, INT8_CUTLASS, SPELLINGS
 from qcut.errors import ConfigError, DeviceError
+from qcut.progress import print_above
 
 if TYPE_CHECKING:
     from qcut.dispatch.gpus import Target
@@ -192,8 +193,6 @@ class _Book:
 
 
 def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], device: Bench, book: _Book) -> int:
-    from tqdm import tqdm
-
     from qcut.dispatch import tables as tuned
     from qcut.tuning import search as tuning
     from qcut.tuning import timing
@@ -217,7 +216,7 @@ def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], dev
             deadline=time.monotonic() + arguments.time_budget,
             jobs=arguments.jobs,
             progress=sys.stderr.isatty(),
-            report=lambda line: tqdm.write(line, file=sys.stderr),
+            report=print_above,
             done=lambda result: book.put(result, facts),
         )
     print(_summary(results))

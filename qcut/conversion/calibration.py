@@ -16,13 +16,13 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from qcut.config import StaticRange
 from qcut.errors import CalibrationError, ConfigError
 from qcut.models.modules import DEFAULT_SKIP, evaluating, find_layers, forward, model_device, to_device, weight_nk
 from qcut.models.tracing import NormPair, trace_norms
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
+from qcut.progress import with_progress
 from qcut.storage.files import read_json
 from qcut.storage.tensors import TensorFiles, open_tensors, plain_name
 
@@ -376,7 +376,7 @@ def calibrate(
             observers[name] = _Observer(name, max(1, sample_size // columns), columns, seed)
             handles.append(module.register_forward_pre_hook(_observe(observers[name], counter), with_kwargs=True))
         with evaluating(model), torch.no_grad():
-            for batch in tqdm(batches, desc="calibrate", unit="batch", disable=not progress, leave=False):
+            for batch in with_progress(batches, "calibrate", "batch", shown=progress):
                 batch = to_device(batch, device)
                 if counter[0] == 0:
                     pairs, refused = trace_norms(model, partial(forward, model, batch))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from qcut.config import Scheme
 from qcut.conversion.calibration import Calibration
@@ -24,6 +23,7 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, token_tables
 from qcut.models.modules import as_given, fusible_activations, tensor_key, weight_nk, weight_of
 from qcut.numerics.int8 import apply_activation, sqnr_db
+from qcut.progress import with_progress
 
 _ERROR_ROWS = 64
 """Calibration tokens that a layer's output error is measured on."""
@@ -193,7 +193,7 @@ def _make_layers(
     layers: dict[str, Linear] = {}
     reports = []
     owners: dict[tuple[Any, ...], str] = {}
-    for name, task in tqdm(tasks.items(), desc="quantize", unit="layer", disable=not progress, leave=False):
+    for name, task in with_progress(tasks.items(), "quantize", "layer", shown=progress):
         source = _source(task, device)
         layer = Linear.from_float(
             source,

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from torch import nn
-from tqdm import tqdm
 
 from qcut.config import Scheme, StaticRange, parse_scheme
 from qcut.conversion.calibration import Calibration, calibrate
@@ -18,6 +17,7 @@ from qcut.conversion.sensitivity import Judge, best_range, output_error
 from qcut.errors import CalibrationError, ConfigError, PlanError
 from qcut.layers.base import Linear
 from qcut.models.modules import DEFAULT_SKIP, find_layers, tensor_key, tied_elsewhere, weight_nk, weight_of
+from qcut.progress import with_progress
 
 __all__ = ["Plan", "plan"]
 
@@ -99,7 +99,7 @@ def plan(
     judge = Judge(model, batches, progress)
     groups = _groups(modules)
     ranges: dict[str, tuple[StaticRange, str]] = {}
-    for group in tqdm(groups, desc="quantize candidates", unit="layer", disable=not progress, leave=False):
+    for group in with_progress(groups, "quantize candidates", "layer", shown=progress):
         _quantize_candidates(group, modules, schemes, calibration, cost, ranges)
     if measure == "model":
         _measure_alone(groups, judge, sensitivity_batches)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from qcut.errors import CalibrationError
 from qcut.models.modules import DEFAULT_SKIP, evaluating, find_layers, forward, model_device, to_device
+from qcut.progress import with_progress
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def collect_second_moments(
         for name, module in chosen.items():
             handles.append(module.register_forward_pre_hook(collector.hook(name), with_kwargs=True))
         with evaluating(model):
-            for batch in tqdm(batches, desc="second moments", unit="batch", disable=not progress, leave=False):
+            for batch in with_progress(batches, "second moments", "batch", shown=progress):
                 forward(model, to_device(batch, device))
                 collector.release()
                 count += 1

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from qcut.config import Scheme, StaticRange
 from qcut.conversion.calibration import METHODS, Calibration, Method
@@ -25,6 +24,7 @@ from qcut.models.modules import (
     to_device,
     weight_nk,
 )
+from qcut.progress import progress_bar
 
 Metric = Literal["perplexity", "output error"]
 
@@ -91,8 +91,8 @@ class Judge:
         error = [0.0] * len(variants)
         total, self.tokens = 0.0, 0
         batches = self.batches[:max_batches]
-        bar = tqdm(total=len(variants) * len(batches), desc=what, disable=not self.progress, leave=False)
-        with evaluating(self.model), torch.no_grad(), bar:
+        bar = progress_bar(len(variants) * len(batches), what, "pass", shown=self.progress)
+        with evaluating(self.model), torch.no_grad(), bar as advance:
             for batch in batches:
                 batch = to_device(batch, model_device(self.model))
                 y = output_tensor(forward(self.model, batch))
@@ -104,7 +104,7 @@ class Judge:
                     with swapped(self.model, variant):
                         got = output_tensor(forward(self.model, batch))
                     error[i] += self._divergence(y, got, keep)
-                    bar.update()
+                    advance(1)
         if self.metric == "output error":
             return [_or_inf(e / total if total else e) for e in error]
         means = [e / max(1, self.tokens) for e in error]

@@ -22,6 +22,7 @@ from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import cache, toolchain
 from qcut.jit.compilers import Resources, compile_text, device_flags, headers, host_flags, parse_resources
+from qcut.progress import progress_bar
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
 _COMMENT_LINE = re.compile(rb"^[ \t]*//.*(?<!\\)\n", re.MULTILINE)
@@ -132,21 +133,19 @@ def build_many(
 
 
 def _build_missing(sources: list[KernelSource], jobs: int, progress: bool) -> dict[str, Binary | BuildError]:
-    from tqdm import tqdm
-
     results: dict[str, Binary | BuildError] = {}
     pool = ThreadPoolExecutor(min(jobs, len(sources)), thread_name_prefix="qcut-build")
     try:
         # CUTLASS kernels take longest, so they start first.
         ordered = sorted(sources, key=lambda s: s.toolchain != "nvcc")
         futures = {pool.submit(build, source): source.name for source in ordered}
-        with tqdm(total=len(futures), desc="building kernels", unit="kernel", disable=not progress) as bar:
+        with progress_bar(len(futures), "building kernels", "kernel", shown=progress) as advance:
             for future in as_completed(futures):
                 try:
                     results[futures[future]] = future.result()
                 except BuildError as error:
                     results[futures[future]] = error
-                bar.update()
+                advance(1)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return results

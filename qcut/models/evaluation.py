@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from qcut.errors import DtypeError, ShapeError
 from qcut.models.modules import evaluating, forward, model_device, output_tensor
+from qcut.progress import with_progress
 
 
 def windows_of(token_ids: Tensor, window: int = 512, max_windows: int | None = None) -> Tensor:
@@ -101,7 +101,7 @@ def perplexity(
         raise ShapeError(f"batch_size: found {batch_size}; at least 1 is allowed")
     device = model_device(model)
     total = 0.0
-    batches = tqdm(windows.split(batch_size), desc="perplexity", unit="batch", disable=not progress, leave=False)
+    batches = with_progress(windows.split(batch_size), "perplexity", "batch", shown=progress)
     with evaluating(model), torch.no_grad():
         for batch in batches:
             ids = batch.to(device)

@@ -29,6 +29,7 @@ from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import BuildError, DeviceError
 from qcut.jit import Binary, build_many
 from qcut.jit.build import fingerprint
+from qcut.progress import progress_bar, with_progress
 from qcut.tuning import timing
 from qcut.tuning.journal import Journal
 
@@ -276,14 +277,12 @@ class _Search:
         self._stop_if_late()
         built = self._build([t.source for t in missing], jobs=self._jobs, progress=self._progress)
         ready = [trial for trial in missing if self._is_fit(trial, built[trial.source.name])]
-        from tqdm import tqdm
-
-        with tqdm(total=len(ready), desc=self.task.name, unit="kernel", disable=not self._progress, leave=False) as bar:
+        with progress_bar(len(ready), self.task.name, "kernel", shown=self._progress) as advance:
             for start in range(0, len(ready), BATCH):
                 self._stop_if_late()
                 batch = ready[start : start + BATCH]
                 self._time(batch, built, rounds)
-                bar.update(len(batch))
+                advance(len(batch))
 
     def _stop_if_late(self) -> None:
         if self._is_late():
@@ -384,10 +383,8 @@ def tune(
         DeviceError: a kernel left the GPU unusable. The journal holds the kernel, and the next run leaves it out.
         ToolchainError: the family's compiler is missing.
     """
-    from tqdm import tqdm
-
     results = []
-    for task in tqdm(tasks, desc="tuning", unit="GEMM", disable=not progress):
+    for task in with_progress(tasks, "tuning", "GEMM", shown=progress):
         if now() > deadline:
             break
         search = _Search(

@@ -13,7 +13,7 @@ import qcut
 from tests.support import ROOT
 
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"errors"}),
+    frozenset({"errors", "progress"}),
     frozenset({"storage"}),
     frozenset({"config"}),
     frozenset({"models", "jit"}),
@@ -29,7 +29,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 
 KNOW_EMITTERS = {"jit", "dispatch", "cuda", "tuning", "cli"}
 KNOW_POINTERS = {"cuda", "tuning"}
-WITHOUT_TORCH = {"errors", "config", "jit", "dispatch"}
+WITHOUT_TORCH = {"errors", "progress", "config", "jit", "dispatch"}
 
 
 def files(folder: str = "") -> list[Path]:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from qcut.checkpoints.skeleton import check_no_meta
 from qcut.checkpoints.turboquant.format import Config, pass_seeds
@@ -31,6 +30,7 @@ from qcut.config import Codebook
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
 from qcut.models.modules import is_linear, replace_modules
+from qcut.progress import progress_bar
 from qcut.storage.files import read_json
 from qcut.storage.tensors import TENSOR_DTYPES, open_tensors
 
@@ -97,17 +97,17 @@ def load(
     rest = _check_rest(headers[REST_NAME], model, set(names.values()), directory / REST_NAME)
 
     layers: dict[int, nn.Module] = {}
-    with tqdm(total=len(names) + len(rest), desc="load", unit="tensor", disable=not progress, leave=False) as bar:
+    with progress_bar(len(names) + len(rest), "load", "tensor", shown=progress) as advance:
         for index, (stem, name) in enumerate(names.items()):
             module = linears[name]
             read = readers[QUANTIZED_NAME]
             layer = _read_layer(read, stem, name, module.in_features, config, index, device, path)
             layers[id(module)] = layer.train(False)
-            bar.update()
+            advance(1)
         replace_modules(model, layers)
         for stored, holders in rest.items():
             _fill(model, holders, readers[REST_NAME].get_tensor(stored), device, dtype)
-            bar.update()
+            advance(1)
     check_no_meta(dict(model.named_modules()), directory)
     return model.eval()
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from qcut.checkpoints.turboquant.format import STRATEGIES, Config, pass_seeds, quantize
 from qcut.checkpoints.turboquant.reader import (
@@ -29,6 +28,7 @@ from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import is_conv1d, replace_modules, weight_nk
+from qcut.progress import with_progress
 from qcut.storage.files import replacing
 
 
@@ -219,8 +219,7 @@ def quantize_model(model: nn.Module, config: Config | None = None, *, progress: 
     if not chosen:
         raise QuantizationError(f"{type(model).__name__}: no nn.Linear to quantize")
     made: dict[int, nn.Module] = {}
-    bar = tqdm(chosen.items(), desc="quantize", unit="layer", disable=not progress, leave=False)
-    for index, (name, module) in enumerate(bar):
+    for index, (name, module) in enumerate(with_progress(chosen.items(), "quantize", "layer", shown=progress)):
         passes = quantize(weight_nk(module), config, index, layer=name)
         bias = module._parameters.get("bias")
         held = None if bias is None else bias.detach().to(torch.float32, copy=True)

@@ -1,0 +1,61 @@
+"""Progress bars on standard error. One that is not shown is no bar at all: it takes no lock and starts no thread."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@functools.cache
+def _bar_class() -> type[Any]:
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0
+
+    # tqdm's own lock is shared with forked processes, and stays taken where one of them dies with it.
+    Bar.set_lock(threading.RLock())
+    return Bar
+
+
+@contextlib.contextmanager
+def progress_bar(total: int | None, what: str, unit: str, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Show how much of a piece of work is done, until the block ends.
+
+    Args:
+        total: how much there is to do; None: nobody knows.
+        what: the work, in a word or two.
+        unit: what is counted.
+        shown: False: nothing is printed, and tqdm is not touched.
+
+    Yields:
+        A function that adds to what is done.
+    """
+    if not shown:
+        yield lambda done: None
+        return
+    with _bar_class()(total=total, desc=what, unit=unit, leave=False) as bar:
+        yield bar.update
+
+
+def with_progress(items: Iterable[T], what: str, unit: str, *, shown: bool) -> Iterator[T]:
+    """Yield the items, and show how many are done; see `progress_bar`."""
+    total = len(items) if isinstance(items, Sized) else None
+    with progress_bar(total, what, unit, shown=shown) as advance:
+        for item in items:
+            yield item
+            advance(1)
+
+
+def print_above(line: str) -> None:
+    """Print a line on standard error, above the bars that are shown."""
+    if sys.stderr.isatty():
+        _bar_class().write(line, file=sys.stderr)
+    else:
+        print(line, file=sys.stderr)
