@@ -1,4 +1,4 @@
-"""Locks of keys: they exclude threads and processes, die with their holder, and nobody waits for one that stands still."""
+"""Locks of keys: they exclude threads and processes, die with their holder, and nobody waits for a stopped one."""
 
 from __future__ import annotations
 
