@@ -6,10 +6,9 @@ A family of operators describes a kernel as a `LaunchSpec`, loads the spec on a 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Generic, TypeVar
 
 import torch
@@ -24,6 +23,7 @@ from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.errors import LaunchError
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
+from qcut.storage.locks import Lock, once
 
 DTYPES = {
     torch.float16: DType.F16,
@@ -38,7 +38,7 @@ MAX_PLANS = 1 << 16
 """Most plans in a `PlanCache`. Keys hold addresses, so loading model after model makes ever more plans."""
 
 P = TypeVar("P")
-_lock = threading.RLock()
+_lock = Lock()
 
 
 class PlanCache(Generic[P]):
@@ -83,7 +83,7 @@ class PlanCache(Generic[P]):
                 self._on_clear()
 
 
-@cache
+@once
 def target(device: int) -> Target:
     """Dispatch's description of the GPU with a CUDA ordinal."""
     properties = torch.cuda.get_device_properties(device)

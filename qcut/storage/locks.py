@@ -1,0 +1,92 @@
+"""Locks that a fork leaves free, and functions that threads compute once."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Generic, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_locks: weakref.WeakSet[Lock]
+
+
+class Lock:
+    """A reentrant lock of threads, with the methods of `threading.RLock`.
+
+    In a forked child the lock is free, whichever thread held it; but a thread that forks while it holds the lock holds
+    it in the child too.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        _locks.add(self)
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """See `threading.RLock`."""
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        """See `threading.RLock`."""
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _after_fork(self) -> None:
+        # The threads that held it do not exist in the child, and would never let go of it.
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+        else:
+            self._lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    for lock in list(_locks):
+        lock._after_fork()
+
+
+_locks = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class Once(Generic[P, R]):
+    """A function made by `once`."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self._function, self._lock = function, Lock()
+        self._results: dict[Hashable, R] = {}
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The remembered result, or the function's."""
+        key = (args, tuple(kwargs.items())) if kwargs else args
+        try:
+            return self._results[key]
+        except KeyError:
+            pass
+        with self._lock:
+            if key not in self._results:
+                self._results[key] = self._function(*args, **kwargs)
+            return self._results[key]
+
+    def cache_clear(self) -> None:
+        """Forget the results, so that the next call computes again."""
+        with self._lock:
+            self._results.clear()
+
+
+def once(function: Callable[P, R]) -> Once[P, R]:
+    """Decorate a function of hashable arguments: it computes once for each, and remembers the result.
+
+    Other than under `functools.cache`, threads that ask at the same time wait for one computation. A call that raises
+    is not remembered. ``cache_clear`` forgets all results.
+    """
+    return Once(function)
