@@ -19,6 +19,8 @@ LEAST_PARTS = 1024
 COUNT = 1 << 20
 """Other numbers of things that a configuration may state: heads, labels, groups."""
 MODULES_PER_TENSOR = 16
+_NAME = 100
+"""The beginning of a name that is looked at: no configuration has names as long."""
 _PARTS = re.compile(r"layer|block|depth|expert|stage")
 _COUNTS = re.compile(r"^n_|num_|heads?|labels?|groups?|_count")
 _NO_COUNT = re.compile(r"position|ctx|vocab|inner|embd|size|token|_id")
@@ -34,6 +36,7 @@ def check_counts(config: Any, tensors: int, path: Path) -> None:
     pending: list[tuple[str, Any]] = [("", config)]
     while pending:
         name, value = pending.pop()
+        name = name[:_NAME]
         if isinstance(value, Mapping):
             pending += [(str(key), one) for key, one in value.items()]
         elif isinstance(value, (list, tuple)):
