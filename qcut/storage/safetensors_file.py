@@ -151,8 +151,8 @@ class TensorFile:
                     f"{self.path}: tensor {name!r} is damaged: found the SHA-256 {found[:16]}…, "
                     f"{expected[:16]}… was written"
                 )
-        if header.dtype is torch.bool and max(data, default=0) > 1:
-            raise self._error(f"{self.path}: tensor {name!r}: found the byte {max(data)}; a BOOL is 0 or 1")
+        if header.dtype is torch.bool and tensor.numel() and (most := int(tensor.view(torch.uint8).max())) > 1:
+            raise self._error(f"{self.path}: tensor {name!r}: found the byte {most}; a BOOL is 0 or 1")
         return tensor
 
     def close(self) -> None:
@@ -259,4 +259,4 @@ def write_tensors(
 
 
 def _data(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data

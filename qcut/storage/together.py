@@ -56,20 +56,20 @@ def replacing_together(
     created = make_directory(directory)
     try:
         with writing(directory, key):
-            _finish(directory, key, error)
+            _finish(directory, key, _renames(directory, key, error))
             _remove_leftovers(directory, names)
             revision = secrets.token_hex(4)
             renames = {f".{name}.{revision}.new": name for name in names}
             try:
                 with ExitStack() as stack:
-                    files = [stack.enter_context(open(directory / new, "xb")) for new in renames]
+                    files: list[BinaryIO] = [stack.enter_context(open(directory / new, "xb")) for new in renames]
                     yield files
                     for file in files:
                         file.flush()
                         os.fsync(file.fileno())
                 flush_directory(directory)
                 write_json(record_path(directory, key), {"format": _FORMAT, "renames": renames})
-                _finish(directory, key, error)
+                _finish(directory, key, renames)
             except BaseException:
                 _withdraw(directory, key, renames)
                 raise
@@ -79,9 +79,8 @@ def replacing_together(
                 folder.rmdir()
 
 
-def _finish(directory: Path, key: str, error: type[QcutError]) -> None:
-    """Do the renames that a record lists, if there is one."""
-    renames = _renames(directory, key, error)
+def _finish(directory: Path, key: str, renames: dict[str, str] | None) -> None:
+    """Do the renames of a record, if there is one."""
     if renames is None:
         return
     for new, name in renames.items():
