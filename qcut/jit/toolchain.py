@@ -19,7 +19,7 @@ from pathlib import Path
 
 from qcut.errors import DeviceError, ToolchainError
 from qcut.jit.scratch import environment, scratch_folder, unsafe_character
-from qcut.storage.locks import once
+from qcut.storage.locks import imports_once, once
 
 LIBCUDA = "libcuda.so.1"
 SYSTEM_CUDA = Path("/usr/local/cuda")
@@ -59,7 +59,7 @@ class Headers:
     version: str
 
 
-@once
+@imports_once
 def find_nvrtc() -> Tool:
     """Load NVRTC, the compiler of raw kernels.
 
@@ -84,12 +84,12 @@ def find_nvrtc() -> Tool:
     return Tool("nvrtc", path, _nvrtc_patch_version(path, f"{major}.{minor}"))
 
 
-@once
+@imports_once
 def program_class() -> tuple[type, type]:
     """Return ``Program`` and ``ProgramOptions`` of whichever cuda-core is installed (0.3 to 1.x)."""
     from cuda import core
 
-    if not hasattr(core, "Program"):
+    if not hasattr(core, "Program") and importlib.util.find_spec("cuda.core.experimental"):
         from cuda.core import experimental as core
     return core.Program, core.ProgramOptions
 
@@ -190,7 +190,7 @@ def find_cuda_include(root: Path | None = None) -> Headers:
     raise ToolchainError(f"CUDA headers not found: {', '.join(missing)}; pip install {packages}, or set CUDA_HOME")
 
 
-@once
+@imports_once
 def find_cutlass_include() -> Headers:
     """Find the CUTLASS headers that nvidia-cutlass carries.
 
@@ -210,7 +210,7 @@ def find_cutlass_include() -> Headers:
     raise ToolchainError("CUTLASS headers not found: pip install nvidia-cutlass==4.2.0.0")
 
 
-@once
+@imports_once
 def driver() -> ctypes.CDLL:
     """Load the CUDA driver library, with its symbols visible to host launchers.
 

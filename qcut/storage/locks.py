@@ -11,7 +11,9 @@ from typing import Generic, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_locks: weakref.WeakSet[Lock]
+
+FORK_TIMEOUT_S = 60.0
+"""Seconds that a fork waits for locks with ``fork_waits``."""
 
 
 class Lock:
@@ -19,10 +21,15 @@ class Lock:
 
     In a forked child the lock is free, whichever thread held it; but a thread that forks while it holds the lock holds
     it in the child too.
+
+    Args:
+        fork_waits: a fork waits until no other thread holds the lock: for work that a child can neither continue nor
+            begin anew, such as an import.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
+    def __init__(self, *, fork_waits: bool = False) -> None:
+        self._lock, self._held_for_fork = threading.RLock(), False
+        self._fork_waits = fork_waits
         _locks.add(self)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -39,7 +46,17 @@ class Lock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def _before_fork(self) -> None:
+        if self._fork_waits:
+            self._held_for_fork = self._lock.acquire(timeout=FORK_TIMEOUT_S)
+
     def _after_fork(self) -> None:
+        if self._held_for_fork:
+            self._held_for_fork = False
+            self._lock.release()
+
+    def _in_child(self) -> None:
+        self._after_fork()
         # The threads that held it do not exist in the child, and would never let go of it.
         if self._lock.acquire(blocking=False):
             self._lock.release()
@@ -47,21 +64,28 @@ class Lock:
             self._lock = threading.RLock()
 
 
-def _after_fork() -> None:
-    for lock in list(_locks):
-        lock._after_fork()
+_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
-_locks = weakref.WeakSet()
+def _each(step: Callable[[Lock], None]) -> Callable[[], None]:
+    def run() -> None:
+        for lock in list(_locks):
+            step(lock)
+
+    return run
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(
+        before=_each(Lock._before_fork), after_in_parent=_each(Lock._after_fork), after_in_child=_each(Lock._in_child)
+    )
 
 
 class Once(Generic[P, R]):
     """A function made by `once`."""
 
-    def __init__(self, function: Callable[P, R]) -> None:
-        self._function, self._lock = function, Lock()
+    def __init__(self, function: Callable[P, R], *, fork_waits: bool = False) -> None:
+        self._function, self._lock = function, Lock(fork_waits=fork_waits)
         self._results: dict[Hashable, R] = {}
         functools.update_wrapper(self, function)
 
@@ -90,3 +114,11 @@ def once(function: Callable[P, R]) -> Once[P, R]:
     is not remembered. ``cache_clear`` forgets all results.
     """
     return Once(function)
+
+
+def imports_once(function: Callable[P, R]) -> Once[P, R]:
+    """Decorate as `once` a function that imports modules or loads libraries: a fork waits until it has ended.
+
+    A child that is forked in the middle of another thread's import would wait for that import for ever.
+    """
+    return Once(function, fork_waits=True)
