@@ -123,9 +123,11 @@ def _refusing(name: str) -> Iterator[None]:
     """
     try:
         yield
-    except QcutError:
-        raise
-    except Exception as error:
+    except BaseException as error:
+        # A panic in the Rust of tokenizers is no Exception.
+        is_panic = type(error).__module__ == "pyo3_runtime"
+        if isinstance(error, QcutError) or not (isinstance(error, Exception) or is_panic):
+            raise
         text = str(error)
         raise CheckpointError(f"{name}: {'' if text else type(error).__name__}{text[:2000]}") from error
 

@@ -26,7 +26,7 @@ from qcut.checkpoints.turboquant.format import Config as TurboquantConfig
 from qcut.checkpoints.turboquant.writer import quantize_model, save_turboquant
 from qcut.conversion.calibration import Calibration
 from qcut.conversion.plan import LayerPlan, Plan
-from qcut.dispatch import tables
+from qcut.dispatch import gemm, gpus, tables
 from qcut.emitters.core.source import KernelSource, Param
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.errors import QcutError
@@ -422,6 +422,7 @@ def _same_plan(stated: Any, found: Any) -> bool:
 # ── what tuning and the kernel cache keep ────────────────────────────────────────────────────────
 
 GPU = "NVIDIA Test 1"
+TARGET = gpus.Target("sm_80", 108, GPU)
 
 
 def build_journal(folder: Path) -> None:
@@ -470,9 +471,14 @@ def build_table(folder: Path) -> None:
 
 
 def read_table(folder: Path) -> Read:
+    """What the table says, after every use of it: choosing, explaining and writing the kernels of its sizes."""
     tables.forget()
     found = tables.table_for(GPU)
-    dict(tables.rows_for(GPU))
+    for m, n, k, out in ((1, 1280, 1280, "s8"), (40, 1280, 1280, "s8"), (1, 64, 64, "f16")):
+        for tensor_cores in (True, False):
+            problem = gemm.problem_of(m, n, k, out=out)
+            choice = gemm.explain(problem, m, n, k, TARGET, cutlass=False, tensor_cores=tensor_cores).choice
+            gemm.emit(choice, problem, TARGET.arch)
     return Read((found.gpu, dict(found.environment), {row.key: row for row in found.rows}), ignored=found.partial)
 
 
@@ -481,19 +487,17 @@ def table_agrees(folder: Path, state: State) -> bool:
     if not state[2]:
         return True
     (path,) = (folder / "tuned").glob("*.json")
-    stated = readers.document(path)
-    rows = [
-        json.loads(line.rstrip(","))
-        for line in tables.to_text(tables.Table(GPU, tuple(state[2].values()))).splitlines()[6:-2]
-    ]
+    choices = readers.document(path)["choices"]
 
-    def said(row: dict[str, Any], choice: dict[str, Any]) -> bool:
-        return all(
-            abs(value - choice[key]) < 1e-3 if key == "time_us" else value == choice[key] for key, value in row.items()
-        )
+    def said(row: tables.Row, choice: dict[str, Any]) -> bool:
+        if choice["family"] != row.family:
+            return False
+        facts = {key: getattr(row, key) for key in choice if key != "tile"}
+        tile = {key: getattr(row.tile, key) for key in choice["tile"]}
+        lists = {key: list(value) if isinstance(value, tuple) else value for key, value in tile.items()}
+        return bool(facts | {"tile": lists} == choice)
 
-    choices = [choice for choice in stated["choices"] if isinstance(choice, dict)]
-    return all(any(said(row, choice) for choice in choices if row.keys() <= choice.keys()) for row in rows)
+    return all(any(said(row, choice) for choice in choices) for row in state[2].values())
 
 
 def mend_table(folder: Path) -> None:

@@ -31,7 +31,7 @@ TIME_LIMIT_S = 10.0
 """For one case: the largest files take some milliseconds."""
 STUCK_S = 40.0
 """A process that has not heeded `TIME_LIMIT_S` after this long is in a call that cannot be interrupted."""
-MEMORY_CONSTANT = 48 << 20
+MEMORY_CONSTANT = 64 << 20
 """What a case may take beside twice the bytes of its folder."""
 ADDRESS_SPACE = 1 << 30
 """More of it than at the start, a process gets none."""
