@@ -20,8 +20,10 @@ from qcut.errors import QcutError
 from tests.kills.writers import VERSIONS, Writer
 from tests.support.folders import scratch
 
+MOST_WRITES = 5
+"""A writer is killed after as many finished writes at most, and thus often in its first one."""
 LONGEST_S = 0.25
-"""A writer is killed after this long at most: thus often in its first writes, into a folder where much is new."""
+"""And no longer after that."""
 LIMIT_S = 60.0
 
 
@@ -45,9 +47,9 @@ class Tally:
 def run(writer: Writer, kills: int, seed: int, first: int = 0) -> Tally:
     """Kill a writer at seeded moments.
 
-    Each time, a forked process writes one version after the other, until it is killed with signal 9 after a random
-    time. Whatever was written when it died, a reader must find the last version that was finished, or the next one,
-    whole. Then this process writes once more, and the folder must hold no file that a folder without kills does not.
+    Each time, a forked process writes one version after the other, and is killed with signal 9 a random time after a
+    random number of them. Whatever was written when it died, a reader must find the last version that was finished, or
+    the next one, whole. Then this process writes once more, and the folder must hold no file that a folder without kills does not.
 
     Args:
         writer: whom to kill.
@@ -65,9 +67,9 @@ def run(writer: Writer, kills: int, seed: int, first: int = 0) -> Tally:
             rng = Random(f"{writer.name} {seed} {number}")
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            delay = rng.uniform(0, min(LONGEST_S, 8 * typical))
+            after, delay = rng.randint(0, MOST_WRITES), rng.uniform(0, min(LONGEST_S, 1.5 * typical))
             try:
-                _kill(writer, folder, delay, expected, tally)
+                _kill(writer, folder, after, delay, expected, tally)
             except Exception:
                 repeat = f"python -m tests.kills --writer '{writer.name}' --kills 1 --first {number} --seed {seed}"
                 tally.failures.append(f"{repeat}\n{traceback.format_exc()}")
@@ -75,16 +77,16 @@ def run(writer: Writer, kills: int, seed: int, first: int = 0) -> Tally:
 
 
 def _typical_seconds(writer: Writer, folder: Path) -> float:
-    """Write each version once, so that libraries are loaded and models made before processes fork."""
-    begin = time.perf_counter()
-    for i in range(1, VERSIONS + 1):
+    """Write each version, so that libraries are loaded and models made before processes fork; time of a write."""
+    seconds = []
+    for i in range(1, 2 * VERSIONS + 1):
         begin = time.perf_counter()
         writer.write(folder, i)
-    seconds = time.perf_counter() - begin
+        seconds.append(time.perf_counter() - begin)
     writer.end()
-    assert writer.found(folder) == writer.version(VERSIONS), f"{writer.name}: what is written is not what is read"
+    assert writer.found(folder) == writer.version(2 * VERSIONS), f"{writer.name}: what is written is not what is read"
     assert writer.version(1) != writer.version(2) != writer.version(3)
-    return seconds
+    return min(seconds)
 
 
 def _write_on(writer: Writer, folder: Path, done: Any, begun: Any) -> None:
@@ -105,12 +107,15 @@ def _write_once(writer: Writer, folder: Path, i: int) -> None:
     assert child.exitcode == 0, f"the next writer ended with {child.exitcode}"
 
 
-def _kill(writer: Writer, folder: Path, delay: float, expected: list[str], tally: Tally) -> None:
+def _kill(writer: Writer, folder: Path, after: int, delay: float, expected: list[str], tally: Tally) -> None:
     context = multiprocessing.get_context("fork")
     done, begun = context.Value("l", 0, lock=False), context.Event()
     child = context.Process(target=_write_on, args=(writer, folder, done, begun), daemon=True)
     child.start()
     assert begun.wait(LIMIT_S), "the writer does not begin"
+    end = time.monotonic() + LIMIT_S
+    while done.value < after and child.is_alive() and time.monotonic() < end:
+        time.sleep(0.0005)
     time.sleep(delay)
     child.kill()
     child.join(LIMIT_S)

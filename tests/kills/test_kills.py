@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from tests.kills.harness import run
 from tests.kills.writers import WRITERS
 
-KILLS, SEED = 15, 1
+KILLS, SEED = 10, 1
 
 pytest.importorskip("transformers")
 
@@ -38,7 +39,7 @@ def test_a_writer_that_writes_in_place_is_found_out() -> None:
 
 def test_a_writer_that_never_clears_up_is_found_out() -> None:
     def write(folder: Path, i: int) -> None:
-        new = folder / f"{i}.tmp"
+        new = folder / f"{i}-{os.getpid()}.tmp"
         new.write_text(str(i) * 100_000)
         new.replace(folder / "file")
 
