@@ -49,7 +49,8 @@ def run(writer: Writer, kills: int, seed: int, first: int = 0) -> Tally:
 
     Each time, a forked process writes one version after the other, and is killed with signal 9 a random time after a
     random number of them. Whatever was written when it died, a reader must find the last version that was finished, or
-    the next one, whole. Then this process writes once more, and the folder must hold no file that a folder without kills does not.
+    the next one, whole. Then another process writes once more, and the folder must hold no file that a folder without
+    kills does not.
 
     Args:
         writer: whom to kill.
