@@ -161,7 +161,10 @@ def _cpp_operators() -> Finding:
 
 
 def _table(gpu: str) -> Finding:
-    table = tuned.table_for(gpu)
+    try:
+        table = tuned.table_for(gpu)
+    except ConfigError as error:
+        return Finding("tuned table", "missing", str(error))
     text = "; ".join(table.notes) or f"none for {gpu}: a cost model chooses its kernels"
     if table.partial:
         return Finding("tuned table", "warn", text, "`qcut tune` on this GPU measures what is ignored again")
@@ -171,7 +174,7 @@ def _table(gpu: str) -> Finding:
 def _attempt(topic: str, find: Callable[[], str]) -> Finding:
     try:
         return Finding(topic, "ok", find())
-    except BuildError as error:
+    except (BuildError, ConfigError) as error:
         return Finding(topic, "missing", str(error))
 
 
@@ -181,7 +184,7 @@ def _probe(topic: str, kind: Literal["nvrtc", "nvcc"], gpus: list[device.Device]
     start = time.perf_counter()
     try:
         binary = compile_source(source)
-    except BuildError as error:
+    except (BuildError, ConfigError) as error:
         return [Finding(topic, "missing", f"a probe does not compile: {error}")]
     text = f"compiled a probe for {source.arch} in {time.perf_counter() - start:.1f} s"
     findings = [Finding(topic, "ok", text)]
