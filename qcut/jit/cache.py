@@ -207,7 +207,7 @@ def _replace(folder: int, name: str, pieces: Iterable[bytes]) -> None:
 def _new_file(folder: int, name: str) -> tuple[str, int]:
     """Make a temporary file, locked as long as it is open: one without a lock was left by a process that died."""
     while True:
-        temporary = f".{name[-60:]}.{secrets.token_hex(4)}.tmp"
+        temporary = f".{name[-60:]}.{folders.host_tag()}.{secrets.token_hex(4)}.tmp"
         # Never for others to write, whatever the umask is.
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=folder)
         with contextlib.suppress(OSError):  # some file systems have no locks
@@ -224,8 +224,8 @@ def _remove_leftovers(folder: int) -> None:
             with contextlib.suppress(OSError):
                 file = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
                 try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    os.unlink(name, dir_fd=folder)
+                    if folders.left_behind(name, os.fstat(file), file):
+                        os.unlink(name, dir_fd=folder)
                 finally:
                     os.close(file)
 

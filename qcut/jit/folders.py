@@ -7,14 +7,21 @@ group nor others may write it.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import os
+import platform
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import platformdirs
 
 from qcut.errors import ConfigError
+
+LEFTOVER_AGE_S = 86400.0
+"""Seconds after which what another machine left unfinished counts as left by a dead process."""
 
 
 class DistrustedError(PermissionError):
@@ -68,6 +75,28 @@ def distrust(path: Path | str, status: os.stat_result, *, sticky: bool = False) 
         mend = "chmod -R go-w" if stat.S_ISDIR(status.st_mode) else "chmod go-w"
         return DistrustedError(f"{path} can be written by others (mode {mode:04o}; {mend} mends this)")
     return None
+
+
+def host_tag() -> str:
+    """Eight characters for this machine, in names of unfinished files: locks may not reach beyond a machine."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def left_behind(name: str, status: os.stat_result, descriptor: int) -> bool:
+    """Whether nobody works any more on an unfinished file, which its writer keeps locked.
+
+    Args:
+        name: holds the writer's `host_tag`.
+        status: of the file.
+        descriptor: of the file, open for writing; locked where the answer is True.
+    """
+    if f".{host_tag()}." not in name and time.time() - status.st_mtime < LEFTOVER_AGE_S:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def make_directory(path: Path) -> None:

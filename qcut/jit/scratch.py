@@ -17,7 +17,7 @@ from qcut.jit import folders
 
 # nvcc puts paths between double quotes into commands for a shell, which still acts on these characters.
 _UNSAFE = re.compile(r'["$`\\\x00-\x1f\x7f]')
-_NAME = re.compile(r"qcut-build-[0-9a-f]{16}")
+_NAME = re.compile(r"qcut-build\.[0-9a-f]{8}\.[0-9a-f]{16}")
 _LOCK = "lock"
 _ADVICE = "set TMPDIR to a directory in which compilers can work"
 
@@ -100,7 +100,7 @@ def _in_cache(unsafe: Path, kernel: str | None) -> Path:
 def _make(base: Path) -> tuple[Path, int]:
     """Make a folder with a locked file in it: a folder whose file nobody has locked was left by a dead process."""
     while True:
-        folder = base / f"qcut-build-{secrets.token_hex(8)}"
+        folder = base / f"qcut-build.{folders.host_tag()}.{secrets.token_hex(8)}"
         os.mkdir(folder, 0o700)
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -122,7 +122,8 @@ def _remove_leftovers(base: Path) -> None:
     for name in names:
         folder = base / name
         with contextlib.suppress(OSError):
-            if folder.lstat().st_uid != os.geteuid():
+            status = folder.lstat()
+            if status.st_uid != os.geteuid():
                 continue
             try:
                 lock = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -130,7 +131,7 @@ def _remove_leftovers(base: Path) -> None:
                 os.rmdir(folder)  # no more than empty ones
                 continue
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
+                if folders.left_behind(name, status, lock):
+                    shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(lock)

@@ -23,13 +23,13 @@ class Lock:
     it in the child too.
 
     Args:
-        fork_waits: a fork waits until no other thread holds the lock: for work that a child can neither continue nor
-            begin anew, such as an import.
+        fork_waits: a fork waits until no other thread holds the lock, a minute at most: for work that a child can
+            neither continue nor begin anew, such as an import.
     """
 
     def __init__(self, *, fork_waits: bool = False) -> None:
-        self._lock, self._held_for_fork = threading.RLock(), False
-        self._fork_waits = fork_waits
+        self._lock, self._fork_waits = threading.RLock(), fork_waits
+        self._forking: int | None = None  # the thread that holds the lock while it forks
         _locks.add(self)
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
@@ -47,12 +47,12 @@ class Lock:
         self.release()
 
     def _before_fork(self) -> None:
-        if self._fork_waits:
-            self._held_for_fork = self._lock.acquire(timeout=FORK_TIMEOUT_S)
+        if self._fork_waits and self._lock.acquire(timeout=FORK_TIMEOUT_S):
+            self._forking = threading.get_ident()
 
     def _after_fork(self) -> None:
-        if self._held_for_fork:
-            self._held_for_fork = False
+        if self._forking == threading.get_ident():
+            self._forking = None
             self._lock.release()
 
     def _in_child(self) -> None:
@@ -84,8 +84,8 @@ if hasattr(os, "register_at_fork"):
 class Once(Generic[P, R]):
     """A function made by `once`."""
 
-    def __init__(self, function: Callable[P, R], *, fork_waits: bool = False) -> None:
-        self._function, self._lock = function, Lock(fork_waits=fork_waits)
+    def __init__(self, function: Callable[P, R], lock: Lock) -> None:
+        self._function, self._lock = function, lock
         self._results: dict[Hashable, R] = {}
         functools.update_wrapper(self, function)
 
@@ -113,7 +113,10 @@ def once(function: Callable[P, R]) -> Once[P, R]:
     Other than under `functools.cache`, threads that ask at the same time wait for one computation. A call that raises
     is not remembered. ``cache_clear`` forgets all results.
     """
-    return Once(function)
+    return Once(function, Lock())
+
+
+_imports = Lock(fork_waits=True)  # one for all, which call each other: a fork could not take several in their order
 
 
 def imports_once(function: Callable[P, R]) -> Once[P, R]:
@@ -121,4 +124,4 @@ def imports_once(function: Callable[P, R]) -> Once[P, R]:
 
     A child that is forked in the middle of another thread's import would wait for that import for ever.
     """
-    return Once(function, fork_waits=True)
+    return Once(function, _imports)

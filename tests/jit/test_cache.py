@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ import pytest
 
 from qcut.emitters.core.source import KernelSource
 from qcut.errors import ConfigError
-from qcut.jit import cache
+from qcut.jit import cache, folders
 from tests.support import ROOT
 
 KEY = "ab" * 32
@@ -202,6 +203,23 @@ def test_killed_before_the_rename(tmp_path: Path) -> None:
     assert {path.suffix for path in kernels.iterdir()} == {".qcut"}
 
 
+def test_unfinished_files_of_the_dead_are_removed_and_those_of_the_living_are_not(folder: Path) -> None:
+    cache.write("kernel", KEY, ENTRY)
+    here, elsewhere = (folder / "kernels" / f".x.{tag}.0123abcd.tmp" for tag in (folders.host_tag(), "0" * 8))
+    for path in (here, elsewhere):
+        path.touch()
+    with here.open("rb+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        cache.write("kernel", KEY, ENTRY)
+        assert here.exists()
+    cache.write("kernel", KEY, ENTRY)
+    assert not here.exists()
+    assert elsewhere.exists()  # another machine's, whose locks may not reach here
+    os.utime(elsewhere, (time.time() - 2 * 86400,) * 2)
+    cache.write("kernel", KEY, ENTRY)
+    assert not elsewhere.exists()
+
+
 @pytest.fixture
 def public() -> Iterator[Path]:
     """A folder that an unprivileged user can reach (pytest's own are private)."""
@@ -367,7 +385,7 @@ def test_random_damage_under_a_right_digest(folder: Path) -> None:
 
 _DYING = """
 import os, signal, sys
-from qcut.jit import cache
+from qcut.jit import cache, folders
 KEY = "ab" * 32
 def entry(which):
     return cache.Entry({"log": which}, {"cubin": which.encode() * 1000})

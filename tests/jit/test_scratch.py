@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from qcut.errors import BuildError, ToolchainError
-from qcut.jit import build, scratch, toolchain
+from qcut.jit import build, folders, scratch, toolchain
 from tests.jit.test_build import HOSTED
 from tests.support import ROOT
 
@@ -173,10 +174,17 @@ def test_leftovers_of_dead_processes_are_removed_and_those_of_the_living_are_not
     assert folder.exists()
     with scratch.scratch_folder() as mine:
         assert sorted(path.name for path in tmp_path.iterdir()) == sorted([mine.name, "qcut-model"])
-    (tmp_path / "qcut-build-0123456789abcdef").mkdir()  # killed before the lock was made
+    (tmp_path / f"qcut-build.{folders.host_tag()}.0123456789abcdef").mkdir()  # killed before the lock was made
     with scratch.scratch_folder():
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["qcut-model"]
+    elsewhere = tmp_path / "qcut-build.00000000.0123456789abcdef"  # another machine's, whose locks may not reach here
+    elsewhere.mkdir()
+    (elsewhere / "lock").touch()
+    for age, remains in ((3600, True), (2 * 86400, False)):
+        os.utime(elsewhere, (time.time() - age,) * 2)
+        with scratch.scratch_folder():
+            assert elsewhere.exists() == remains
 
 
 def test_a_compiler_that_writes_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

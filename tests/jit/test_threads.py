@@ -55,7 +55,8 @@ def result_of(script: str, tmp_path: Path) -> Any:
     """What a fresh process prints as JSON. Its warnings are errors."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "QCUT_CACHE_DIR": str(tmp_path / "cache")}
     (tmp_path / "log").touch()
-    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", PRELUDE + script, str(tmp_path / "log")]
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", PRELUDE + script]
+    command += [str(tmp_path / "log"), str(tmp_path / "cache" / "kernels")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -138,6 +139,29 @@ print(json.dumps([codes, time.monotonic() - start < 20, compilations()]))
     assert codes == [-9, 0, 0]
     assert soon
     assert compiled == {f"k{i}": 2 for i in range(3)}  # by the victim, and once by the others
+
+
+def test_a_stopped_builder_is_not_waited_for_and_harms_nobody_when_it_goes_on(tmp_path: Path) -> None:
+    script = """
+keylocks = import_module("qcut.jit.keylocks")
+keylocks.PATIENCE_S = 0.5
+warnings.simplefilter("ignore")  # the waiter's own; its text is tested with the locks
+def slowly():
+    counted(0.5)
+    build(source("a"))
+builder_ = forked(slowly)
+while not compilations():
+    time.sleep(0.02)
+os.kill(builder_, signal.SIGSTOP)
+counted()
+waiter = ended(forked(lambda: build(source("a"))))
+first = cache.read("a", builder.device_fingerprint(source("a")))
+os.kill(builder_, signal.SIGCONT)
+codes = [waiter, ended(builder_)]
+second = cache.read("a", builder.device_fingerprint(source("a")))
+print(json.dumps([codes, compilations(), first.blobs == second.blobs, len(os.listdir(sys.argv[2]))]))
+"""
+    assert result_of(script, tmp_path) == [[0, 0], {"a": 2}, True, 1]
 
 
 def test_a_child_forked_while_threads_build_can_build(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from qcut.storage.locks import Lock, once
+from qcut.storage.locks import Lock, imports_once, once
 
 
 def in_child(run: Callable[[], bool]) -> bool:
@@ -108,3 +108,46 @@ def test_once_forgets_a_failure() -> None:
     with pytest.raises(ValueError, match="not yet"):
         fail_first()
     assert fail_first() == fail_first() == 2
+
+
+def test_a_fork_waits_for_functions_that_import_and_call_each_other() -> None:
+    begun, order = threading.Event(), []
+
+    @imports_once
+    def inner() -> None:
+        order.append("inner")
+
+    @imports_once
+    def outer() -> None:
+        begun.set()
+        time.sleep(0.2)
+        inner()
+        order.append("outer")
+
+    thread = threading.Thread(target=outer)
+    thread.start()
+    begun.wait(30)
+    start = time.monotonic()
+
+    def both_are_done() -> bool:
+        outer()
+        inner()
+        return order == ["inner", "outer"]
+
+    assert in_child(both_are_done)
+    assert time.monotonic() - start < 20
+    thread.join()
+
+
+def test_threads_fork_at_the_same_time() -> None:
+    results: list[bool] = []
+    threads = [threading.Thread(target=lambda: results.append(in_child(lambda: True))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 6
+    child = threading.Thread(target=lambda: results.append(in_child(lambda: True)))
+    child.start()
+    child.join(20)
+    assert len(results) == 7
