@@ -255,7 +255,8 @@ def turboquant_agrees(folder: Path, state: State) -> bool:
 def config_agrees(folder: Path, state: State) -> bool:
     """Whether the fields of ``config.json`` that transformers kept are as the file has them."""
     stated = readers.document(folder / "config.json")
-    return all(state["config"][key] == value for key, value in stated.items() if key in PLAIN and key in stated)
+    # null asks for what transformers takes where nothing is stated
+    return all(state["config"][key] == value for key, value in stated.items() if key in PLAIN and value is not None)
 
 
 PLAIN = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
