@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints.huggingface import causal_class, model_of
 from qcut.checkpoints.skeleton import check_no_meta
 from qcut.checkpoints.turboquant.format import Config, pass_seeds
 from qcut.codebooks import packing
@@ -124,23 +125,11 @@ def _read_config(path: Path) -> Config:
 
 def _skeleton(path: Path) -> nn.Module:
     """An empty causal language model of a class that transformers itself defines."""
-    data = read_json(path, CheckpointError)
+    config = read_json(path, CheckpointError)
     try:
-        import transformers
-    except ImportError:
-        raise CheckpointError(f"{path}: the model is one of transformers: pip install transformers") from None
-    kind = data.get("model_type")
-    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-        raise CheckpointError(f"{path}: model_type is {kind!r}; one that transformers knows is needed, or model=")
-    try:
-        config = transformers.CONFIG_MAPPING[kind].from_dict(data)
-        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise CheckpointError(f"{path}: transformers has no causal language model of type {kind!r}; pass model=")
-        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    except CheckpointError:
-        raise
-    except Exception as exc:
-        raise CheckpointError(f"{path}: a {kind!r} cannot be built from it: {exc}") from exc
+        return model_of(causal_class(config, str(path)), config, str(path))
+    except CheckpointError as exc:
+        raise CheckpointError(f"{exc}; or pass model=") from exc
 
 
 def _open(directory: Path, name: str) -> Any:
