@@ -218,11 +218,11 @@ def _at_most(parts: int, where: str) -> Iterator[None]:
         yield
 
 
-def causal_model(config: dict[str, Any], where: str) -> nn.Module:
+def causal_model(config: dict[str, Any], where: str, tensors: int | None = None) -> nn.Module:
     """The causal language model of a configuration on the meta device: its sizes, without memory.
 
     Raises:
         CheckpointError, UnsupportedError: see `model_of` and `causal_class`.
     """
     with torch.device("meta"):
-        return model_of(causal_class(config, where), config, where)
+        return model_of(causal_class(config, where), config, where, tensors=tensors)
