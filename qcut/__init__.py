@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qcut.versions import require
+
 if TYPE_CHECKING:
     from qcut import errors as errors
     from qcut import ops as ops
@@ -77,6 +79,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"qcut.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'qcut' has no attribute {name!r}")
+    require("torch")
     value = getattr(import_module(f"qcut.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -25,6 +25,9 @@ from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin, get_
 import torch
 from torch import Tensor
 
+from qcut.versions import require
+
+require("torch")
 library = torch.library.Library("qcut", "DEF")
 
 MUTATED = "mutated"

@@ -92,10 +92,13 @@ def pipe(folder: Path) -> None:
     [
         (
             drop("model.layers.0.mlp.up_proj.weight"),
-            r"1 tensors of LlamaForCausalLM are missing .*layers.0.mlp.up_proj",
+            r"1 missing tensors; first .*layers.0.mlp.up_proj",
         ),
-        (edit("config.json", lambda d: d.pop("num_hidden_layers")), "tensors of LlamaForCausalLM are missing"),
-        (edit("config.json", lambda d: d.update(num_hidden_layers=10**9)), r"config.json: num_hidden_layers is 10+ in"),
+        (edit("config.json", lambda d: d.pop("num_hidden_layers")), "missing tensors; first"),
+        (
+            edit("config.json", lambda d: d.update(num_hidden_layers=10**9)),
+            r"config.json: config.num_hidden_layers is 10+; allowed",
+        ),
         (edit("config.json", lambda d: d.update(intermediate_size=None)), "intermediate_size"),
         (edit("tokenizer.json", lambda d: d.update(added_tokens=[{"id": "x"}])), "expected u32"),
         (edit("tokenizer_config.json", lambda d: d.update(model_max_length="x")), "'>' not supported"),

@@ -102,7 +102,7 @@ def test_the_command_merges_without_a_gpu(tmp_path: Path, capsys: pytest.Capture
     assert set(tuned.table_for("NVIDIA Test").rows) == {fast, other}
     with pytest.raises(ConfigError, match="nothing to do"):
         command()
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="there is no such file"):
         command("--merge", str(tmp_path / "none.json"))
 
 
@@ -135,7 +135,7 @@ def test_models_give_shapes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there is no config\.json"):
         model_shapes.layer_shapes(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "unheard of"}')
-    with pytest.raises(CheckpointError, match="cannot be made"):
+    with pytest.raises(CheckpointError, match="no causal language model"):
         model_shapes.layer_shapes(str(tmp_path))
 
 
