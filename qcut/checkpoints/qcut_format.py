@@ -358,7 +358,7 @@ def _fill(
 
 
 def _load_layer(layer: Linear, state: dict[str, Tensor], name: str, saved: _Index, path: Path) -> None:
-    if problem := layer.state_problem(state):
+    if not any(t.is_meta for t in state.values()) and (problem := layer.state_problem(state)):
         key, what = problem
         tensor = f"{name}.{key}" if name else key
         where = path.parent / saved.weight_map[saved.tied.get(tensor, tensor)]

@@ -24,7 +24,7 @@ _LAYER = schema.record(
         "static_range": (schema.nothing_or(_RANGE), None),
         "range_method": (schema.text(), ""),
         "sensitivity": (_BY_SCHEME, {}),
-        "cost": (schema.table(schema.nothing_or(schema.number(least=0.0))), {}),
+        "cost": (_BY_SCHEME, {}),
         "reason": (schema.text(most=1 << 16), ""),
     },
 )
@@ -179,7 +179,7 @@ class Plan:
         """
         try:
             write_json(Path(path), _finite(self.to_json()))
-        except (OSError, TypeError) as exc:
+        except (OSError, ValueError, TypeError) as exc:
             raise PlanError(f"{path}: cannot be written: {exc}") from exc
 
     @classmethod

@@ -266,8 +266,8 @@ def write(path: Path, table: Table) -> Path | None:
             aside = next(p for i in range(10**6) if not (p := path.with_name(f"{path.name}.kept{i}")).exists())
             path.replace(aside)
         write_text(path, to_text(table))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
     forget()
     return aside
 

@@ -20,7 +20,7 @@ def out_of_range(t: Tensor, least: float = -math.inf, most: float = math.inf, *,
     Returns:
         The value and its place, or None where all values are allowed.
     """
-    if t.numel() == 0:
+    if t.numel() == 0 or t.is_meta:
         return None
     if t.dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.bool):
         t = t.float()

@@ -69,6 +69,14 @@ def read_up_to(file: BinaryIO, count: int) -> bytes:
     return b"".join(pieces)
 
 
+def read_into(file: BinaryIO, buffer: memoryview) -> int:
+    """Fill a buffer of bytes from the file's position on; returns how many there were."""
+    done = 0
+    while done < len(buffer) and (count := file.readinto(buffer[done:])):  # type: ignore[attr-defined]
+        done += count
+    return done
+
+
 def read_bytes(path: Path, limit: int, error: type[QcutError]) -> bytes:
     """Read a whole file.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from qcut.errors import QcutError
 from qcut.storage import schema
 from qcut.storage.digests import HEX, bytes_digest, tensor_digest
-from qcut.storage.reading import file_size, open_regular, parse_json, read_up_to
+from qcut.storage.reading import file_size, open_regular, parse_json, read_into, read_up_to
 
 TENSOR_DTYPES = {
     "F64": torch.float64,
@@ -136,9 +136,7 @@ class TensorFile:
             tensor = torch.empty(header.shape, dtype=header.dtype, device="cpu")
             data = _data(tensor)
             self._file.seek(header.start)
-            done = 0
-            while done < header.nbytes and (count := self._file.readinto(data[done : done + (1 << 30)])):  # type: ignore[attr-defined]
-                done += count
+            done = read_into(self._file, data)
         except (OSError, RuntimeError, MemoryError) as exc:
             raise self._error(f"{self.path}: tensor {name!r}: cannot be read: {exc}") from exc
         if done < header.nbytes:
@@ -230,7 +228,7 @@ def write_tensors(
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: a dtype that safetensors does not have.
+        ValueError: a dtype that safetensors does not have, or a header beyond `HEADER_BYTES`.
     """
     header: dict[str, Any] = {}
     noted: dict[str, str] = {}
@@ -251,6 +249,8 @@ def write_tensors(
         metadata[_OURS] = json.dumps({**(facts or {}), "digests": noted})
     text = json.dumps({_METADATA: metadata, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_BYTES:
+        raise ValueError(f"{len(tensors)} tensors need a header of {len(text)} bytes; at most {HEADER_BYTES} are read")
     head = _LENGTH.pack(len(text)) + text
     file.write(head)
     for name in order:

@@ -12,6 +12,7 @@ unseen.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -104,11 +105,13 @@ class TensorFiles:
 
         Raises:
             OSError: see `qcut.storage.files.replacing`.
-            ValueError: see `qcut.storage.files.json_bytes`.
+            ValueError: see `qcut.storage.files.json_bytes`; or the index would be larger than readers take.
         """
         whole = {**data, "headers": self._headers}
         contents = {name: json_bytes(one) for name, one in (beside or {}).items()}
         contents[self.index] = json_bytes({**whole, "digest": json_digest(whole)})
+        if (size := len(contents[self.index])) > JSON_BYTES:
+            raise ValueError(f"{self.index} would have {size} bytes; at most {JSON_BYTES} are read")
         with replacing(*(self.directory / name for name in contents)) as files:
             for file, text in zip(files, contents.values(), strict=True):
                 file.write(text)
@@ -116,12 +119,11 @@ class TensorFiles:
 
     def _in_use(self) -> set[str]:
         """Data files that the index names; all of them where it cannot be read."""
+        index = self.directory / self.index
         try:
-            text = (self.directory / self.index).read_text(encoding="utf-8", errors="replace")
-        except FileNotFoundError:
-            return set()
-        except OSError:
-            return {path.name for path in self.directory.iterdir()}
+            text = read_bytes(index, JSON_BYTES, QcutError).decode("utf-8", "replace")
+        except QcutError:
+            return {path.name for path in self.directory.iterdir()} if os.path.lexists(index) else set()
         return {match for match in self._ours.findall(text) if not match.startswith(".")}
 
     def _remove_all_but(self, kept: set[str]) -> None:

@@ -26,7 +26,14 @@ JOURNAL_BYTES = 256 << 20
 _LINE_BYTES = 1 << 20
 _CHECKSUM = "crc32"
 _FACT = schema.record(
-    {"key": schema.text(most=_LINE_BYTES)}, {_CHECKSUM: (schema.integer(0, (1 << 32) - 1), None)}, more=True
+    {"key": schema.text(most=_LINE_BYTES)},
+    {
+        _CHECKSUM: (schema.integer(0, (1 << 32) - 1), None),
+        "us": (schema.number(least=0.0), None),
+        "left_out": (schema.text(most=_LINE_BYTES), None),
+        "wrong": (schema.boolean(), None),
+    },
+    more=True,
 )
 
 
@@ -54,12 +61,11 @@ class Journal:
             make_directory(path.parent)
             self._handle = self._open(fresh)
             self._read()
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
-        except BaseException:
-            self.close()
-            raise
+            if isinstance(error, ConfigError) or not isinstance(error, (OSError, ValueError)):
+                raise
+            raise ConfigError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
     def _open(self, fresh: bool) -> int:
         handle = self._locked()
@@ -114,11 +120,12 @@ class Journal:
     def _parse(self, line: bytes) -> dict[str, Any]:
         if len(line) > _LINE_BYTES:
             raise ConfigError(f"{self.path}: a line of {len(line)} bytes; allowed: {_LINE_BYTES}")
-        fact = schema.conform(parse_json(line, self.path, ConfigError), _FACT, self.path, ConfigError)
-        checksum = fact.pop(_CHECKSUM)
-        if checksum is not None and checksum != _checksum(fact):
+        fact: dict[str, Any] = parse_json(line, self.path, ConfigError)
+        schema.conform(fact, _FACT, self.path, ConfigError)
+        checksum = fact.pop(_CHECKSUM, None)
+        if (checksum is not None and checksum != _checksum(fact)) or not fact.keys() & {"us", "left_out"}:
             raise ConfigError(f"{self.path}: a damaged line of {fact['key']!r}")
-        return dict(fact)
+        return fact
 
     def __len__(self) -> int:
         return len(self._facts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,17 @@ def test_an_index_that_changes_for_ever_is_an_error(tmp_path: Path, monkeypatch:
     next(tmp_path.glob("data-*")).unlink()
     with pytest.raises(CheckpointError, match="replaced 100 times while it was read"):
         read(tmp_path)
+
+
+def test_an_index_that_cannot_be_read_costs_no_file(tmp_path: Path) -> None:
+    """Whatever lies there is no proof that a data file is a leftover."""
+    save(tmp_path, 1)
+    index = tmp_path / "index.json"
+    kept = index.rename(tmp_path / "kept")
+    os.mkfifo(index)
+    interrupted(tmp_path, commit=False)
+    kept.rename(index)
+    assert read(tmp_path) == 1
 
 
 def test_every_byte_is_under_a_digest(tmp_path: Path) -> None:

@@ -93,9 +93,10 @@ def test_damaged_lines_are_measured_again(tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     deep, infinite = b'{"key": ' + b"[" * 100_000 + b"\n", b'{"key": "key 9", "us": 1e999}\n'
     changed = lines[1].replace(b"1.0", b"7.0")
-    path.write_bytes(lines[0] + changed + deep + infinite + b"\xff\n" + lines[2])
+    foreign = b'{"key": "key 7", "us": "abc"}\n{"key": "key 8"}\n{"key": "key 8", "left_out": 3}\n'
+    path.write_bytes(lines[0] + changed + deep + infinite + foreign + b"\xff\n" + lines[2])
     with Journal(path) as book:
-        assert (len(book), book.skipped) == (2, 4)
+        assert (len(book), book.skipped) == (2, 7)
         assert book.get("key 1") is None
         assert book.get("key 2") == {"key": "key 2", "us": 2.0, "kernel": "k"}
 

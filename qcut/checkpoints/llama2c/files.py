@@ -30,7 +30,7 @@ from qcut.layers.embedding import Embedding, is_table
 from qcut.models.modules import WEIGHT_DTYPES, is_linear, tensor_key, weight_nk
 from qcut.numerics.checks import out_of_range
 from qcut.storage.files import write_bytes
-from qcut.storage.reading import file_size, read_up_to, reading
+from qcut.storage.reading import file_size, read_into, read_up_to, reading
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -196,7 +196,7 @@ def _skeleton(header: _Header, path: Path) -> Any:
 
 def _read(file: BinaryIO, entry: _Entry, dtype: torch.dtype, device: torch.device | str, path: Path) -> Tensor:
     values = np.empty(math.prod(entry.shape), "<f4")
-    if file.readinto(values.data.cast("B")) < values.nbytes:  # type: ignore[attr-defined]
+    if read_into(file, values.data.cast("B")) < values.nbytes:
         raise CheckpointError(f"{path}: the file ends in tensor {entry.label}")
     tensor = torch.from_numpy(values.astype(np.float32, copy=False)).to(dtype).view(entry.shape)
     if found := out_of_range(tensor):
