@@ -19,10 +19,12 @@ from qcut.cuda import native
 from qcut.cuda.streams import current_stream
 from qcut.dispatch.codebook import bucket
 from qcut.dispatch.gpus import Target, target_for
+from qcut.dispatch.machines import Rates
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.errors import LaunchError
+from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
 
 DTYPES = {
@@ -87,7 +89,8 @@ class PlanCache(Generic[P]):
 def target(device: int) -> Target:
     """Dispatch's description of the GPU with a CUDA ordinal."""
     properties = torch.cuda.get_device_properties(device)
-    return target_for((properties.major, properties.minor), properties.multi_processor_count, properties.name)
+    capability = (properties.major, properties.minor)
+    return target_for(capability, properties.multi_processor_count, properties.name, lambda: Rates.of(**rates(device)))
 
 
 def has_pdl(gpu: Target) -> bool:
