@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from qcut.cuda import clusters
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
-from qcut.dispatch.attention import emit_attention, select_attention
+from qcut.dispatch.attention import Attention, emit_attention, select_attention
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.mma import AttentionMma
@@ -206,16 +207,23 @@ def _plan_attention(
 ) -> AttentionPlan:
     (batch, heads, head), (kv_heads, context), gpu = q, stored, target(device)
     queries = heads // kv_heads
-    desc, parts = select_attention(
-        DTYPES[dtype],
-        DTYPES[cache],
-        head,
-        queries,
-        gpu,
-        batch=batch,
-        kv_heads=kv_heads,
-        context=context,
-    )
+
+    def select(with_clusters: bool) -> tuple[Attention, int]:
+        return select_attention(
+            DTYPES[dtype],
+            DTYPES[cache],
+            head,
+            queries,
+            gpu,
+            batch=batch,
+            kv_heads=kv_heads,
+            context=context,
+            clusters=with_clusters,
+        )
+
+    desc, parts = select(True)
+    if isinstance(desc, AttentionMma) and desc.cluster > 1 and not clusters.are_usable(gpu, device, desc.cluster):
+        desc, parts = select(False)
     if appends := form != "read" and isinstance(desc, AttentionMma):
         source = emit_attention_append(AttentionAppend(desc, form == "rotate_and_append"))
     else:
