@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from qcut.cuda.plans import load, target
+from qcut.cuda.plans import load
 from qcut.dispatch.gpus import Target
 from qcut.emitters.decoder.attention.cluster_probe import EXCHANGED, OUTCOMES, ClusterProbe, emit_cluster_probe
+from qcut.emitters.decoder.attention.mma import CLUSTERS
 from qcut.errors import QcutError
 from qcut.jit import cache
 from qcut.jit.build import fingerprint
@@ -28,6 +29,8 @@ MEASURED = ("sm_90a",)
 LIMIT_NS = 1_000_000_000
 """Time after which the probe gives up by itself."""
 _PATIENCE_S = 5.0
+SIZES = tuple(size for size in CLUSTERS if size > 1)
+"""CTAs of the clusters that attention may use."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +46,25 @@ class Outcome:
     text: str
 
 
-def probe(device: int, cluster: int, *, silent: int = -1, limit_ns: int = LIMIT_NS) -> Outcome:
+def probe_all(device: int, arch: str) -> list[Outcome]:
+    """Run the probe kernel for every size of clusters that attention may use."""
+    return [probe(device, size, arch) for size in SIZES]
+
+
+def probe(device: int, cluster: int, arch: str, *, silent: int = -1, limit_ns: int = LIMIT_NS) -> Outcome:
     """Run the probe kernel, and wait for it.
 
     Args:
         device: CUDA ordinal.
         cluster: CTAs of the cluster: 2, 4 or 8.
+        arch: architecture of the device.
         silent: rank of a CTA that sends nothing, so that the probe must fail; -1: none.
         limit_ns: time after which the kernel gives up.
 
     Returns:
         The outcome. A kernel that cannot be built or launched, or that does not end, is one that failed.
     """
-    desc = ClusterProbe(target(device).arch, cluster)
+    desc = ClusterProbe(arch, cluster)
     source = emit_cluster_probe(desc)
     try:
         kernel = load(source, device)
@@ -122,7 +131,7 @@ def _remembered(gpu: Target, device: int, cluster: int) -> Outcome:
     stored = cache.read(name, key)
     if stored is not None:
         return Outcome(True, str(stored.meta["text"]))
-    found = probe(device, cluster)
+    found = probe(device, cluster, gpu.arch)
     if found.works:
         with cache.locked(key):
             cache.write(name, key, cache.Entry({"text": found.text}, {}))

@@ -7,10 +7,11 @@ A family of operators describes a kernel as a `LaunchSpec`, loads the spec on a 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -41,6 +42,8 @@ MAX_PLANS = 1 << 16
 
 P = TypeVar("P")
 _lock = threading.RLock()
+_caches: list[PlanCache[Any]] = []
+_watchers: list[list[str]] = []
 
 
 class PlanCache(Generic[P]):
@@ -63,6 +66,7 @@ class PlanCache(Generic[P]):
         self._plans: dict[Hashable, P] = {}
         self._limit, self._on_clear = limit, on_clear
         self.get: Callable[[Hashable], P | None] = self._plans.get  # the dictionary's own method, the fastest look-up
+        _caches.append(self)
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -112,8 +116,28 @@ def m_bucket(m: int) -> int:
     return bucket(max(1, m))
 
 
+def forget_plans() -> None:
+    """Forget the plans of all families: the next calls choose and load their kernels anew."""
+    with _lock:
+        for plans in _caches:
+            plans.clear()
+
+
+@contextmanager
+def watched_loads() -> Iterator[list[str]]:
+    """Note the names of the kernels that plans load within a block, in any thread."""
+    names: list[str] = []
+    _watchers.append(names)
+    try:
+        yield names
+    finally:
+        _watchers.remove(names)
+
+
 def load(source: KernelSource, device: int) -> jit.Kernel:
     """Build a kernel unless it is cached, and load it."""
+    for names in _watchers:
+        names.append(source.name)
     return jit.load(jit.build(source), source, device)
 
 

@@ -30,7 +30,8 @@ class Probe:
         self.outcome = outcome
         self.asked: list[tuple[int, int]] = []
 
-    def __call__(self, device: int, cluster: int, **options: Any) -> Outcome:
+    def __call__(self, device: int, cluster: int, arch: str) -> Outcome:
+        assert arch == B200.arch
         self.asked.append((device, cluster))
         return self.outcome
 
@@ -157,7 +158,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             writes.append((grid, limit_ns, silent, stream))
 
     monkeypatch.setattr(clusters, "load", lambda source, device: Kernel())
-    monkeypatch.setattr(clusters, "target", lambda device: B200)
     monkeypatch.setattr(clusters, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(torch.cuda, "device", lambda device: warnings.catch_warnings())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: warnings.catch_warnings())
@@ -182,7 +182,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 )
 def test_one_cta_that_fails_is_a_failure(launched: list[Any], written: list[int], works: bool, says: str) -> None:
     launched.append(written)
-    found = clusters.probe(0, 4)
+    found = clusters.probe(0, 4, B200.arch)
     assert (found.works, says in found.text) == (works, True), found
     assert launched[1] == ((4, 1, 1), clusters.LIMIT_NS, -1, 7)
 
@@ -190,7 +190,7 @@ def test_one_cta_that_fails_is_a_failure(launched: list[Any], written: list[int]
 def test_a_kernel_that_does_not_end_is_given_up(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     launched.append([1] * 4)
     monkeypatch.setattr(Event, "ends", False)
-    assert clusters.probe(0, 4, limit_ns=1000) == Outcome(False, "the probe kernel did not end")
+    assert clusters.probe(0, 4, B200.arch, limit_ns=1000) == Outcome(False, "the probe kernel did not end")
 
 
 def test_a_device_error_is_a_failure(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ def test_a_device_error_is_a_failure(launched: list[Any], monkeypatch: pytest.Mo
 
     launched.append([1] * 4)
     monkeypatch.setattr(Event, "query", fails)
-    assert clusters.probe(0, 4) == Outcome(False, "CUDA error: an illegal instruction was encountered")
+    assert clusters.probe(0, 4, B200.arch) == Outcome(False, "CUDA error: an illegal instruction was encountered")
 
 
 # ── attention ────────────────────────────────────────────────────────────────────────────────────
