@@ -159,16 +159,34 @@ def with_rates(ghz: float, gb_s: float) -> Target:
     return Target("sm_90a", 132, "NVIDIA Unknown", Rates(ghz / 0.9, gb_s, 50 << 20))
 
 
-def test_slower_memory_takes_longer_and_fewer_parts():
-    """Reading takes longer, so that what does not depend on the memory counts less, never more."""
+def test_slower_memory_takes_longer_and_wants_less_at_once():
+    """Reading takes longer; as fewer bytes on their way keep the memory busy, fewer parts and loads are asked for."""
     desc = AttentionMma.for_shape(DType.F16, DType.F16, 128, 4, "sm_90a", 1)
-    times = [estimated_cycles(desc, 16, 8, 8192, with_rates(1.75, gb_s)) for gb_s in (8000, 4800, 2400, 1200)]
+    problem = W8A8Problem("rows", DType.F16, Epilogue(DType.F16, "per_token", "per_channel", bias=True))
+    times, parts, prefetch = [], [], []
+    for gb_s in (8000, 4800, 2400, 1200, 600):
+        gpu = with_rates(1.75, gb_s)
+        times.append(estimated_cycles(desc, 16, 8, 8192, gpu))
+        parts.append(select_attention(DType.F16, DType.F16, 256, 4, gpu, batch=1, kv_heads=1, context=2048)[1])
+        prefetch.append(int8_tile(problem, 1, 50257, 1280, gpu).prefetch)
     assert times == sorted(times)
-    # Halving the memory's rate is no reason for a launch of more waves of the few-token kernel.
+    assert (parts, prefetch) == (sorted(parts, reverse=True), sorted(prefetch, reverse=True))
+    assert parts[0] > parts[-1]
+    assert prefetch[0] > prefetch[-1]
+
+
+def test_an_exchange_costs_less_beside_a_slower_memory():
+    """In units of weights that are read meanwhile: so K is cut among more CTAs, or among as many."""
     problem = codebook.problem_of(DType.F16, 4, 1, DType.F16, True, "none", False, 16)
-    for n, units in ((4096, 32), (14336, 32), (1280, 10)):
-        fast, slow = (stream_tile(problem, 1, n, units, with_rates(1.75, gb_s)) for gb_s in (4800, 1200))
-        assert fast.row_tiles * slow.warps > 0
+
+    def splits(m: int, n: int, units: int, *rates: tuple[float, float]) -> list[int]:
+        return [stream_tile(problem, m, n, units, with_rates(*rate)).splits for rate in rates]
+
+    by_clock = splits(8, 4096, 112, (1.0, 4800), (1.75, 4800), (3.0, 4800))
+    by_memory = splits(1, 1280, 40, (1.75, 4800), (1.75, 2400), (1.75, 1200))
+    for found in (by_clock, by_memory):
+        assert found == sorted(found)
+        assert found[0] < found[-1]
 
 
 def test_every_known_gpu_gets_kernels():

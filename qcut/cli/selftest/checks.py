@@ -185,6 +185,7 @@ def _attention() -> Iterator[Check]:
             "append_kv", f"3 tokens, heads of {head}, {kind} cache", append, *rows, *tables, slots, slots, *cache
         )
 
+    yield _step()
     # One part of the context; parts that meet in a cluster, where there are some; parts that meet in a workspace.
     for dtype, batch, heads, kv_heads, head, context, quantized in (
         (torch.float32, 1, 4, 2, 64, 2000, False),
@@ -208,6 +209,32 @@ def _attention() -> Iterator[Check]:
             positions,
             scale,
         )
+
+
+def _step() -> Check:
+    """A step's rotary positions, its cache's new rows, its attention, and the largest magnitudes of the result."""
+    batch, heads, kv_heads, head, context, scale = 3, 8, 2, 64, 700, 0.125
+    q, k, v = (_random(batch, n, head, seed=n + i, dtype=HALF) for i, n in enumerate((heads, kv_heads, kv_heads)))
+    angles = torch.outer(torch.arange(context), 1 / (1 + torch.arange(head // 2))).repeat(1, 2)
+    tables = angles.cos().to(HALF), angles.sin().to(HALF)
+    slots = torch.tensor([0, 699, 350], dtype=torch.int32)
+    cache = _cache(batch, kv_heads, context, head, HALF, True)
+
+    def run(device: torch.device) -> Results:
+        *given, absmax = _on(device, q, k, v, *tables, slots, slots, *cache, torch.zeros(batch))
+        y = OPS.append_attention(*given, scale, None, absmax)
+        return y, *given[-4:], absmax
+
+    def expect(got: Results) -> Sequence[Expected]:
+        given = _on(torch.device("cpu"), q, k, v, *tables, slots, slots, *cache)
+        OPS.append_kv(*given)
+        turned, after = given[0], given[-4:]
+        largest = torch.zeros(batch)
+        int8.raise_absmax(largest, got[0])
+        near = bounds.attention(turned, after[0], after[1], after[2], after[3], slots, scale)
+        return near, *after, largest
+
+    return Check("append_attention", f"{batch} sequences, {heads}/{kv_heads} heads of {head}, int8 cache", run, expect)
 
 
 # ── products with int8 weights ───────────────────────────────────────────────────────────────────
