@@ -142,6 +142,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Check]:
     monkeypatch.setattr(run, "slow_sources", lambda gpu, cutlass: [])
     monkeypatch.setattr(run, "target", lambda ordinal: H200)
     monkeypatch.setattr(run.clusters, "probe", lambda ordinal, size, arch: Outcome(True, "fine"))
+    monkeypatch.setattr(run.native, "build", lambda: None)
     monkeypatch.setattr(run.jit, "is_toolchain_available", lambda kind: False)
     monkeypatch.setattr(torch.cuda, "device", lambda ordinal: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda ordinal: None)

@@ -13,7 +13,7 @@ from torch import Tensor
 from qcut import jit
 from qcut.cli.selftest.bounds import Near
 from qcut.cli.selftest.checks import Check, Expected, all_checks, slow_sources
-from qcut.cuda import clusters
+from qcut.cuda import clusters, native
 from qcut.cuda.plans import forget_plans, target, watched_loads
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError
@@ -99,9 +99,11 @@ def selftest(ordinal: int, *, progress: bool = True) -> list[Verdict]:
     gpu, device = target(ordinal), torch.device("cuda", ordinal)
     nvcc = jit.is_toolchain_available("nvcc")
     slow = slow_sources(gpu, cutlass=nvcc)
-    # Those that fail to build fail once more, with their message, when they are needed.
-    builder = threading.Thread(target=jit.build_many, args=(slow,), kwargs={"progress": False}, daemon=True)
-    builder.start()
+    # What fails to build fails once more, with its message, when it is needed.
+    builders = [threading.Thread(target=jit.build_many, args=(slow,), kwargs={"progress": False})]
+    builders.append(threading.Thread(target=native.build))
+    for builder in builders:
+        builder.start()
     forget_plans()
     verdicts, all_, dead = [], all_checks(), ""
     sizes = clusters.SIZES if architecture(gpu.arch).clusters else ()
@@ -121,7 +123,8 @@ def selftest(ordinal: int, *, progress: bool = True) -> list[Verdict]:
                 dead = _device_error(ordinal)
             verdicts.append(verdict)
             advance(1)
-    builder.join()
+    for builder in builders:
+        builder.join()
     return verdicts
 
 
