@@ -73,6 +73,7 @@ def probe(device: int, cluster: int, arch: str, *, silent: int = -1, limit_ns: i
             with torch.cuda.stream(stream):
                 outcomes, meeting = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (cluster, 2))
                 args = (outcomes.data_ptr(), meeting.data_ptr(), limit_ns, silent)
+                torch.cuda.synchronize()  # work that was queued before does not count as the probe's
                 kernel.launch(desc.grid, args, stream.cuda_stream)
                 ended = torch.cuda.Event()
                 ended.record()

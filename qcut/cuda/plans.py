@@ -7,6 +7,7 @@ A family of operators describes a kernel as a `LaunchSpec`, loads the spec on a 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ MAX_PLANS = 1 << 16
 
 P = TypeVar("P")
 _lock = threading.RLock()
-_caches: list[PlanCache[Any]] = []
+_caches: weakref.WeakSet[PlanCache[Any]] = weakref.WeakSet()
 _watchers: list[list[str]] = []
 
 
@@ -66,7 +67,7 @@ class PlanCache(Generic[P]):
         self._plans: dict[Hashable, P] = {}
         self._limit, self._on_clear = limit, on_clear
         self.get: Callable[[Hashable], P | None] = self._plans.get  # the dictionary's own method, the fastest look-up
-        _caches.append(self)
+        _caches.add(self)
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -119,7 +120,7 @@ def m_bucket(m: int) -> int:
 def forget_plans() -> None:
     """Forget the plans of all families: the next calls choose and load their kernels anew."""
     with _lock:
-        for plans in _caches:
+        for plans in list(_caches):
             plans.clear()
 
 
