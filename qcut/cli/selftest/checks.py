@@ -307,16 +307,16 @@ def _gemm() -> Iterator[Check]:
 
 
 def _codebook() -> Iterator[Check]:
-    n, k = 136, 384
-    linear = nn.Linear(k, n)
-    with torch.no_grad():
-        linear.weight.copy_(_random(n, k, seed=n))
-        assert linear.bias is not None
-        linear.bias.copy_(_random(n))
-    for scheme in ("codebook4", "codebook4_int8"):
-        layer: Any = qcut.Linear.from_float(linear, scheme)
-        for m in (1, 9, 40, 130):
-            yield from _codebook_product(layer, m, scheme)
+    # Few tokens, some, a prompt; and few of a long K, which has kernels of its own on some GPUs.
+    for n, k, rows in ((136, 384, (1, 9, 40, 130)), (48, 14336, (1, 9))):
+        linear = nn.Linear(k, n)
+        with torch.no_grad():
+            linear.weight.copy_(_random(n, k, seed=n))
+            linear.bias.copy_(_random(n))
+        for scheme in ("codebook4", "codebook4_int8"):
+            layer: Any = qcut.Linear.from_float(linear, scheme)
+            for m in rows:
+                yield from _codebook_product(layer, m, scheme)
     x = _random(9, 256, dtype=HALF)
     matrix = tokens.operands("qr", 128, 256, (0,), HALF)
 
