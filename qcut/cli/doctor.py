@@ -170,9 +170,9 @@ def _target(gpu: device.Device) -> Target:
 def _table(gpu: device.Device) -> Finding:
     try:
         target = _target(gpu)
+        table, start = tuned.table_on(target), tuned.start_of(target)
     except QcutError as error:
-        return Finding("tuned table", "warn", str(error))
-    table, start = tuned.table_on(target), tuned.start_of(target)
+        return Finding("tuned table", "missing", str(error))
     text = "; ".join(table.notes) or f"none for {gpu.name}: a cost model chooses its kernels, for {target.machine}"
     if table.partial:
         return Finding("tuned table", "warn", text, "`qcut tune` on this GPU measures what is ignored again")
