@@ -9,7 +9,7 @@ from typing import Literal
 
 from qcut.emitters.core.arch import ARCHITECTURES
 
-INCLUDE_DIR = Path(__file__).parents[1] / "include"
+INCLUDE_DIR = Path(__file__).resolve().parents[1] / "include"
 """Root of qcut's device headers: text includes them as ``<qcut/name.cuh>``."""
 
 
