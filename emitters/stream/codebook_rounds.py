@@ -9,15 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
-from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.stream.codebook import ROW_TILE, decode_source
 
 FAMILY = "codebook_stream_rounds"
-_CTA_BYTES = 1024
-"""Shared memory that a resident CTA takes beside its own."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +56,14 @@ def register_limit(tile: CodebookRoundsTile) -> int:
 
 
 def smem_bytes(problem: CodebookProblem, tile: CodebookRoundsTile) -> int:
-    """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same."""
+    """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same.
+
+    CTAs that fit an SM's registers fit every architecture's shared memory, too.
+    """
     blocks, rows = problem.x.bits // 8, ROW_TILE * tile.row_tiles
     staged = blocks * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
     sums = 4 * tile.tokens * (rows + 4)
     return tile.warps * max(staged, sums) + 8 * rows + 4 * tile.tokens
-
-
-def _fits_memory(problem: CodebookProblem, tile: CodebookRoundsTile, arch: str) -> bool:
-    limits, bytes_ = architecture(arch), smem_bytes(problem, tile)
-    return bytes_ <= limits.smem_bytes and tile.ctas * (bytes_ + _CTA_BYTES) <= limits.sm_smem_bytes
 
 
 CONSTRAINTS = (
@@ -87,11 +82,6 @@ CONSTRAINTS = (
         "registers",
         "weights, tokens and sums fit a thread's 255 and the SM's 65536",
         lambda p, t, arch: registers(p, t) <= register_limit(t),
-    ),
-    Constraint(
-        "shared_memory",
-        "the tokens or sums of all warps fit what the architecture gives a CTA and an SM",
-        _fits_memory,
     ),
 )
 """What this family can build, on (problem, tile, arch)."""
