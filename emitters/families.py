@@ -160,6 +160,8 @@ _OTHERS: tuple[Family[Any, Any], ...] = (
 _BY_NAME = {kind.name: kind for kind in (*_TUNED, *_OTHERS)}
 FAMILIES = tuple(kind.name for kind in _TUNED)
 """Names of the int8 families that compete for a GEMM of many tokens, the usually faster first."""
+ALL_FAMILIES = tuple(_BY_NAME)
+"""Names of all families of products."""
 SPELLINGS = {"cutlass": "int8_cutlass", "mma": "int8_mma", "wmma": "int8_wmma", "simt": "int8_dp4a"}
 """What command lines, and tables of tuned kernels written before families had one name each, call `FAMILIES`."""
 
@@ -172,5 +174,5 @@ def family(name: str) -> Family[Any, Any]:
     """
     kind = _BY_NAME.get(SPELLINGS.get(name, name))
     if kind is None:
-        raise EmitError(f"family {name!r} does not exist; there are {', '.join(FAMILIES)}")
+        raise EmitError(f"family {name!r} does not exist; there are {', '.join(ALL_FAMILIES)}")
     return kind

@@ -26,8 +26,8 @@ _TOKENS = (1, 2, 4, 8)
 _FLOATS = (DType.F16, DType.BF16, DType.F32)
 _OTHER_REGISTERS = 36
 """Registers of a thread for addresses, counters, bounds and a token on its way."""
-_MORE_OF_ROWS = {"sm_100": 8, "sm_120": 8}
-"""What compilers for these architectures need beside that to quantize a unit's columns: without it, they spill."""
+_NEEDS_MORE = ("sm_100", "sm_120")
+"""Architectures whose compilers need more registers to quantize eight rows: without them, they spill."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def registers(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> int:
     """Estimate a thread's registers: weights in flight, tokens, sums, and the rest."""
     # Rows of 16-bit floats are quantized in the registers into which they were loaded.
     tokens = (16 if problem.tokens == "rows" and problem.x is DType.F32 else 8) * tile.units
-    more = _MORE_OF_ROWS.get(arch, 0) * tile.units if problem.tokens == "rows" else 0
+    more = 16 * tile.units if arch in _NEEDS_MORE and problem.tokens == "rows" and tile.tokens == 8 else 0
     return 16 * tile.units * tile.prefetch + tokens + 4 + _OTHER_REGISTERS + more
 
 
