@@ -126,7 +126,7 @@ def codebooks(arch: str) -> list[KernelSource]:
     for problem, m in ((half, 64), (wide, 4096), (integer, 4096), (two, 4096)):
         found.append(CODEBOOK_MMA.emit(problem, mma_tile(problem, m, 4096, gpu), arch))
     if architecture(arch).wgmma:
-        for problem, m in ((half, 64), (integer, 32), (wide, 1024), (two, 4096)):
+        for problem, m in ((half, 64), (wide, 1024), (integer, 32), (two, 4096)):
             found.append(codebook.emit(codebook.select(problem, m, 4096, 32, gpu), problem, arch))
         found.append(CODEBOOK_STREAM_WGMMA.emit(half, stream_wgmma_tile(half, 16, 4096, 112, gpu), arch))
     return found
