@@ -24,7 +24,7 @@ _UNIT_COLUMNS = 128
 _OTHER_REGISTERS = 48
 """What a thread needs beside accumulators, tokens and weights: the codebook, addresses, counters, bounds."""
 _NEEDS_MORE = ("sm_100", "sm_120")
-"""Architectures whose compilers need more registers to decode to int8 or from 3 bits: without them, they spill."""
+"""Architectures whose compilers need more registers to decode: without them, they spill."""
 
 
 def smem_bytes(problem: CodebookProblem, tile: TileConfig) -> int:
@@ -39,7 +39,7 @@ def registers(problem: CodebookProblem, tile: TileConfig, arch: str) -> int:
     """Estimate a thread's registers: accumulators, tokens, indices of its row tiles, and the rest."""
     wm, wn, _ = tile.warp_shape
     decoder = 2 * problem.bits + (10 if problem.x is DType.S8 else 1)
-    more = 34 if arch in _NEEDS_MORE and (problem.x is DType.S8 or problem.bits == 3) else 0
+    more = 34 if arch in _NEEDS_MORE else 0
     return wm * wn // 32 + wm // 4 + wn // 16 * decoder + _OTHER_REGISTERS + more
 
 
