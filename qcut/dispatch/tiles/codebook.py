@@ -19,8 +19,10 @@ from qcut.emitters.core.constraints import holds
 from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.stream import codebook as stream
+from qcut.emitters.stream import codebook_rounds as stream_rounds
 from qcut.emitters.stream import codebook_wgmma as stream_wgmma
 from qcut.emitters.stream.codebook import MAX_ROW_TILES, ROW_TILE, CodebookStreamTile
+from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import GROUP_ROWS, CodebookStreamWgmmaTile
 
 # ── few tokens: costs in units of weights that an SM of an H200 reads in the same time ───────────
@@ -32,6 +34,7 @@ _SUMS = 55  # sums, one per token and row tile, that take the time of a unit
 _EXCHANGE = 4  # exchange in a cluster, for each of its CTAs
 _TABLE = 8  # filling the table of a CTA
 _WAVE = 100  # each wave after the first
+_TOKENS = 0.1  # reading a token's part of a unit, 256 bytes, from the L2
 
 
 def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookStreamTile:
@@ -89,6 +92,43 @@ def _fit_together(problem: CodebookProblem, tile: CodebookStreamTile, ctas: int,
         ctas * (stream.smem_bytes(problem, tile) + 1024) <= architecture(arch).sm_smem_bytes
         and ctas * 32 * tile.warps * (stream.registers(problem, tile) + 8) <= architecture(arch).registers
     )
+
+
+def rounds_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookRoundsTile:
+    """The tile of ``codebook_stream_rounds`` for m tokens, n rows of weights and so many units along K.
+
+    The model weighs the units that an SM reads, and the tokens that each of its CTAs reads for them, against too few
+    warps to hide latency and the sums of many warps. A tile with the most CTAs that an SM holds is taken for each cut.
+
+    Raises:
+        EmitError: m is not 1 to 16.
+    """
+    if not 1 <= m <= 16:
+        raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 16")
+    machine = target.machine
+    latency, pace = _LATENCY * machine.bandwidth, machine.cycle_bandwidth
+    tokens = next(t for t in (1, 8, 16) if t >= m)
+    all_tiles = -(-n // ROW_TILE)
+
+    def cost(tile: CodebookRoundsTile) -> float:
+        rounds = -(-units_k // tile.warps)
+        read = tile.warps * rounds * (tile.row_tiles + _TOKENS * m * problem.x.bits / 16)
+        sums = pace * (tile.warps * m * tile.row_tiles / _SUMS)
+
+        def together(ctas: int) -> float:
+            return ctas * (read * (1 + latency / (tile.warps * tile.row_tiles * ctas)) + sums)
+
+        full, rest = divmod(-(-all_tiles // tile.row_tiles), tile.ctas * target.sm_count)
+        return full * together(tile.ctas) + (together(-(-rest // target.sm_count)) if rest else 0.0)
+
+    legal = [
+        tile
+        for row_tiles, warps, ctas in product((1, 2, 3, 4), (4, 8, 16), (1, 2, 3, 4))
+        if holds(
+            stream_rounds.CONSTRAINTS, problem, tile := CodebookRoundsTile(tokens, row_tiles, warps, ctas), target.arch
+        )
+    ]
+    return min(legal, key=cost)
 
 
 def stream_wgmma_tile(

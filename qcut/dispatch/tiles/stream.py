@@ -57,7 +57,7 @@ def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W
     def fits(cut: Cut, ctas: int) -> bool:
         tile = tile_of(cut)
         smem = ctas * w8a8.smem_bytes(tile)
-        registers = w8a8.registers(problem, tile)
+        registers = w8a8.registers(problem, tile, target.arch)
         return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
 
     tile = tile_of(_best_cut(n, k, target, fits))
