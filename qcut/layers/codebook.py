@@ -318,14 +318,14 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         if m == 1 and self._rotates_one:
             row = x.reshape(1, self.in_features), self._rotation.operands_for(x), self.group_size, self.scheme.seeds
             one = units, norms, col_scale, books[0][dtype]
-            y = _GEMV(*row, *one, bias, self.set_bits[0], self.activation, None, dtype)
+            y = _GEMV(*row, *one, bias, self.set_bits[0], self.activation, None, dtype, True)
             return y.view(*rest, self.out_features)
         tokens, halves = (torch.int8, torch.float16) if self.int8 else (dtype, dtype)
         blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
         scale = row_scale if self.int8 else None
         if len(self.set_bits) == 1:
             whole = units, norms, b["fold"], col_scale, books[0][halves]
-            y = _GEMM(blocks, scale, m, *whole, bias, self.set_bits[0], self.activation, None, dtype)
+            y = _GEMM(blocks, scale, m, *whole, bias, self.set_bits[0], self.activation, None, dtype, True)
             return y.view(*rest, self.out_features)
         # One product for each set: the second adds the result of the first, and the activation comes last.
         sets = self.sets()
@@ -334,7 +334,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         for i, (part, of_set) in enumerate(zip(sets, blocks.split(counts), strict=True)):
             weight = *part[:4], books[i][halves]
             added = bias if i else None
-            total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32)
+            total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32, True)
         return apply_activation(cast(Tensor, total), self.activation).to(dtype).view(*rest, self.out_features)
 
     def _read_books(self) -> list[dict[torch.dtype, tuple[int, ...]]]:

@@ -100,7 +100,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
             ``[M, N]``, bitwise what `forward` makes of the tokens.
         """
         b = self._buffers
-        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax)
+        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax, True)
 
     def forward_with_absmax(self, x: Tensor, absmax: Tensor) -> Tensor:
         """Applies the layer to rows whose largest magnitudes are known.
@@ -113,12 +113,12 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
             ``[M, N]``, bitwise what `forward` makes of x.
         """
         b = self._buffers
-        return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+        return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
 
     def _product(self, x: Tensor) -> Tensor:
         # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.
         b = self._buffers
-        return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+        return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
 
 
 class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
@@ -171,7 +171,8 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
         scale, zero_point = self._input_qparams or self.input_qparams
-        return _W8A8_STATIC(x, b["qweight"], b["col_scale"], b["colsum"], b["bias"], scale, zero_point, self.activation)
+        weight = b["qweight"], b["col_scale"], b["colsum"], b["bias"]
+        return _W8A8_STATIC(x, *weight, scale, zero_point, self.activation, True)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -189,4 +190,4 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
-        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
