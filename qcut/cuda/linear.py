@@ -28,6 +28,7 @@ from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import DtypeError
 from qcut.numerics import int8 as numerics
+from qcut.ops.checks import check_scale, check_zero_point
 from qcut.ops.linear import Int8Linear, LinearWithAbsmax, W8A8Linear, W8A8StaticLinear, W8A16Linear
 from qcut.ops.registry import serves
 
@@ -201,6 +202,9 @@ def _linear(
     x = call.x
     if x.dim() == 0 or x.shape[-1] == 0:
         call.check()  # raises
+    if x_range is not None:  # no part of the key
+        check_scale("w8a8_static_linear", "x_scale", x_range[0])
+        check_zero_point("w8a8_static_linear", "x_zero_point", x_range[1])
     k = x.shape[-1]
     m = x.numel() // k
     tokens, stride = row_major(x)

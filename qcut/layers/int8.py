@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qcut.config import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Scheme, StaticRange, padded_k
-from qcut.errors import ConfigError, layer_prefix
+from qcut.errors import ConfigError, QuantizationError, layer_prefix
 from qcut.layers.base import Linear
 from qcut.numerics import int8 as numerics
 
@@ -143,9 +144,18 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
 
     @property
     def input_qparams(self) -> tuple[float, int]:
-        """Scale and zero point of the input, read from the device once."""
+        """Scale and zero point of the input, read from the device once.
+
+        Raises:
+            QuantizationError: a scale that is not positive and finite, or a zero point out of range.
+        """
         if self._input_qparams is None:
-            self._input_qparams = (float(self.input_scale), int(self.input_zero_point))
+            scale, zero_point = float(self.input_scale), int(self.input_zero_point)
+            if not 0 < scale < math.inf:
+                raise QuantizationError(f"input_scale is {scale}; allowed: positive and finite", self.name)
+            if not -128 <= zero_point <= 127:
+                raise QuantizationError(f"input_zero_point is {zero_point}; allowed: -128 to 127", self.name)
+            self._input_qparams = (scale, zero_point)
         return self._input_qparams
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
