@@ -143,7 +143,7 @@ def same(t: Tensor) -> Tensor:
 
 def test_codebook_operators_ask_for_what_was_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Linear.from_float(torch.nn.Linear(128, 64), "codebook4")
-    part, book = layer.sets()[0], layer._read_books()[0][HALF]  # type: ignore[attr-defined]
+    part, book = layer.sets()[0], layer._books()[0][HALF]  # type: ignore[attr-defined]
     signs = rotated_tokens.operands("hadamard", 128, 128, layer.scheme.seeds, HALF)  # type: ignore[attr-defined]
     seeds = list(layer.scheme.seeds)  # type: ignore[attr-defined]
     monkeypatch.setattr(codebook_cuda, "current_stream", lambda device: 0)

@@ -393,3 +393,17 @@ def test_a_static_zero_point_out_of_range_is_refused_when_it_is_loaded():
     state = layer.state_dict() | {"input_zero_point": torch.tensor([128], dtype=torch.int32)}
     with pytest.raises(errors.QuantizationError, match="input_zero_point is 128; allowed: -128 to 127"):
         Linear(layer.in_features, layer.out_features, True, "w8a8_static").load_state_dict(state)
+
+
+def test_a_static_range_that_is_written_or_replaced_is_read_again():
+    _, layer = quantized("w8a8_static")
+    scale, zero_point = layer.input_qparams
+    layer.input_scale.mul_(2)
+    assert layer.input_qparams == (2 * scale, zero_point)
+    layer.input_zero_point = torch.tensor([5], dtype=torch.int32)
+    assert layer.input_qparams == (2 * scale, 5)
+    layer._buffers["input_scale"] = torch.tensor([0.5])
+    assert layer.input_qparams == (0.5, 5)
+    reads = layer._read
+    assert layer.double().input_qparams == copy.deepcopy(layer).input_qparams == (0.5, 5)
+    assert layer._read.value is reads.value, "moving reads nothing"

@@ -406,3 +406,18 @@ def test_wrong_inputs():
         layer(torch.zeros(2, 64, dtype=torch.int64))
     with pytest.raises(errors.DeviceError, match="is on meta; the first argument is on cpu"):
         layer.to("meta")(torch.randn(2, 64))
+
+
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4+2"])
+def test_a_codebook_that_is_written_or_replaced_is_read_again(scheme):
+    layer = Linear.from_float(nn.Linear(64, 64), scheme)
+    books = layer._books()
+    assert layer._books() is books
+    layer.codebook.mul_(2)
+    doubled = layer._books()
+    assert doubled[0] != books[0]
+    assert doubled[1:] == books[1:]
+    layer.codebook = layer.codebook / 2
+    assert layer._books() == books
+    reads = layer._read.value
+    assert layer.double()._books() is reads, "moving reads nothing"
