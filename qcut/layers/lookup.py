@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -37,16 +37,19 @@ def lookup_for(kind: rotation.Kind, group_size: int, k: int, seed: int, device: 
     return (_traced if compiling else _cached)(kind, group_size, k, seed, device)
 
 
-@lru_cache(maxsize=16)
+@cache  # for good: a CUDA graph may read them
 def _cached(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
     geometry = Geometry(k, group_size)
     parts = rotation.groups(k, geometry.full)
-    return Lookup(
+    made = Lookup(
         geometry.columns(device),
         rotation.per_column(torch.arange(len(parts), device=device), parts),
         torch.tensor([1.0 if kind == rotation.NO_ROTATION else d**-0.5 for _, d in parts], device=device),
         rotation.back_operands(k, kind, geometry.full, seed, device),
     )
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # other streams find them from now on
+    return made
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
