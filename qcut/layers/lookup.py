@@ -41,15 +41,12 @@ def lookup_for(kind: rotation.Kind, group_size: int, k: int, seed: int, device: 
 def _cached(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
     geometry = Geometry(k, group_size)
     parts = rotation.groups(k, geometry.full)
-    made = Lookup(
-        geometry.columns(device),
-        rotation.per_column(torch.arange(len(parts), device=device), parts),
-        torch.tensor([1.0 if kind == rotation.NO_ROTATION else d**-0.5 for _, d in parts], device=device),
-        rotation.back_operands(k, kind, geometry.full, seed, device),
-    )
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # other streams find them from now on
-    return made
+    places = geometry.columns(device)
+    groups = rotation.per_column(torch.arange(len(parts), device=device), parts)
+    turns = rotation.back_operands(k, kind, geometry.full, seed, device)
+    # The copy to the device comes last and waits for the stream: from now on other streams may find all of them.
+    sizes = torch.tensor([1.0 if kind == rotation.NO_ROTATION else d**-0.5 for _, d in parts], device=device)
+    return Lookup(places, groups, sizes, turns)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
