@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -96,6 +97,7 @@ class Counters:
     ) -> None:
         self._stream, self._is_capturing = stream, is_capturing
         self._kept: dict[tuple[int, int], Tensor] = {}
+        self._lock = threading.Lock()
 
     def take(self, count: int, like: Tensor) -> Tensor:
         """Int32 zeros ``[count]`` or more on the device of ``like``, for one launch on the current stream."""
@@ -104,8 +106,12 @@ class Counters:
         device = like.get_device()
         key = (device, self._stream(device))
         kept = self._kept.get(key)
-        if kept is None or len(kept) < count:
-            kept = self._kept[key] = like.new_zeros(max(count, 4096), dtype=torch.int32)
+        if kept is not None and len(kept) >= count:
+            return kept
+        with self._lock:  # threads of one stream share the tensor
+            kept = self._kept.get(key)
+            if kept is None or len(kept) < count:
+                kept = self._kept[key] = like.new_zeros(max(count, 4096), dtype=torch.int32)
         return kept
 
 
