@@ -30,7 +30,7 @@ class Lock:
     def __init__(self, *, fork_waits: bool = False) -> None:
         self._lock, self._fork_waits = threading.RLock(), fork_waits
         self._forking: int | None = None  # the thread that holds the lock while it forks
-        _locks.append(weakref.ref(self))
+        _locks.append(weakref.ref(self, _locks.remove))
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """See `threading.RLock`."""

@@ -379,6 +379,11 @@ def test_threads_pack_into_buffers_of_their_own(fake: Fake, library: Path, tmp_p
     assert failures == []
 
 
+def test_rates_are_the_drivers_and_0_where_it_states_none(fake: Fake) -> None:
+    stated = {"clock_khz": 1_980_000, "memory_khz": 3_201_000, "bus_bits": 6144, "l2_bytes": 0}
+    assert device.rates(1) == stated
+
+
 def test_devices(fake: Fake) -> None:
     assert [str(gpu) for gpu in device.devices()] == ["cuda:0 (Fake GPU, sm_90)", "cuda:1 (Fake GPU, sm_90)"]
     assert device.devices()[0] == device.Device(0, "Fake GPU", (9, 0), 132, 8 << 30)
