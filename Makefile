@@ -3,13 +3,14 @@
 # make lint   ruff and mypy
 # make docs   the site, in build/docs/index.html; a link that leads nowhere is an error
 # make test-gpu   the GPU tests alone, 14 at a time
+# make architectures   kernels of every family, built for all six architectures, without a GPU; reads what came of it
 # make sanitize   the GPU tests under compute-sanitizer: memory errors, then races in shared memory
 # Each of them first creates .venv; a stamp makes the second run immediate.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test test-gpu sanitize lint format docs clean help
+.PHONY: demo test test-gpu architectures sanitize lint format docs clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -34,6 +35,9 @@ test: $(READY)
 # Few tests at a time to a worker: some build kernels for a minute, most take a blink.
 test-gpu: $(READY)
 	@$(BIN)/python -m pytest tests/gpu --numprocesses 14 --maxschedchunk 4 $(TEST_ARGS)
+
+architectures: $(READY)
+	@$(BIN)/python -m tests.architectures
 
 # The driver is asked for one parameter more than a kernel has, to compare signatures: that error is meant.
 sanitize: $(READY)

@@ -91,7 +91,7 @@ def measure_parts(rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
 
     layer = layers.W8A8Linear.from_float(nn.Linear(K, N, dtype=torch.float16, device="cuda"))
     x = torch.randn(M, K, device="cuda").half()
-    args = (x, layer.qweight, layer.weight_scale, layer.bias, "none")
+    args = (x, layer.qweight, layer.weight_scale, layer.bias, "none", True)
     op = torch.ops.qcut.w8a8_linear.default
 
     def python(*args: Any) -> Tensor:

@@ -15,11 +15,13 @@ from qcut.emitters.gemm.cutlass import tiles as cutlass_tiles
 from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.stream import codebook as codebook_stream
+from qcut.emitters.stream import codebook_rounds as codebook_stream_rounds
 from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
 from qcut.emitters.stream import int8 as int8_cut
 from qcut.emitters.stream import w8a8 as int8_stream
 from qcut.emitters.stream import w8a16 as w8a16_stream
 from qcut.emitters.stream.codebook import CodebookStreamTile
+from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
@@ -105,6 +107,15 @@ CODEBOOK_STREAM: Family[CodebookProblem, CodebookStreamTile] = Family(
     threads=lambda tile: 32 * tile.warps,
     smem_bytes=codebook_stream.smem_bytes,
 )
+CODEBOOK_STREAM_ROUNDS: Family[CodebookProblem, CodebookRoundsTile] = Family(
+    codebook_stream_rounds.FAMILY,
+    CodebookRoundsTile,
+    codebook_stream_rounds.validate,
+    codebook_stream_rounds.emit_codebook_stream_rounds,
+    grid=lambda tile, n, sm_count: Grid(tile.tokens, codebook_stream_rounds.grid(tile, 1, n)),
+    threads=lambda tile: 32 * tile.warps,
+    smem_bytes=codebook_stream_rounds.smem_bytes,
+)
 CODEBOOK_STREAM_WGMMA: Family[CodebookProblem, CodebookStreamWgmmaTile] = Family(
     codebook_stream_wgmma.FAMILY,
     CodebookStreamWgmmaTile,
@@ -142,12 +153,15 @@ _OTHERS: tuple[Family[Any, Any], ...] = (
     W8A16_STREAM,
     CODEBOOK_MMA,
     CODEBOOK_STREAM,
+    CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
     CODEBOOK_WGMMA,
 )
 _BY_NAME = {kind.name: kind for kind in (*_TUNED, *_OTHERS)}
 FAMILIES = tuple(kind.name for kind in _TUNED)
 """Names of the int8 families that compete for a GEMM of many tokens, the usually faster first."""
+ALL_FAMILIES = tuple(_BY_NAME)
+"""Names of all families of products."""
 SPELLINGS = {"cutlass": "int8_cutlass", "mma": "int8_mma", "wmma": "int8_wmma", "simt": "int8_dp4a"}
 """What command lines, and tables of tuned kernels written before families had one name each, call `FAMILIES`."""
 
@@ -160,5 +174,5 @@ def family(name: str) -> Family[Any, Any]:
     """
     kind = _BY_NAME.get(SPELLINGS.get(name, name))
     if kind is None:
-        raise EmitError(f"family {name!r} does not exist; there are {', '.join(FAMILIES)}")
+        raise EmitError(f"family {name!r} does not exist; there are {', '.join(ALL_FAMILIES)}")
     return kind

@@ -1,12 +1,17 @@
 """qcut: int8 and codebook inference for transformers.
 
-Public names load on first use: ``import qcut`` imports neither torch nor a compiler and creates no
-CUDA context. ``qcut.ops`` registers the operators of ``torch.ops.qcut``.
+Public names load on first use, and so do the operators of ``torch.ops.qcut``: ``import qcut`` imports neither torch nor
+a compiler and creates no CUDA context. Programs that find operators from C++, `torch.jit.load` for one, import
+``qcut.ops``, which registers all of them.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from qcut.versions import require
@@ -87,3 +92,43 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _announce(torch: Any) -> None:
+    """Let the first use of ``torch.ops.qcut`` register its operators."""
+    namespace: type = type(torch.ops.aten)
+
+    class Operators(namespace):
+        __module__ = namespace.__module__  # part of the operators' names
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("__"):
+                import_module("qcut.ops")
+            return super().__getattr__(name)  # type: ignore[misc]
+
+    torch.ops.qcut = Operators("qcut")
+
+
+class _TorchFinder:
+    """Finds torch when it is imported, and announces the operators afterwards."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "torch" or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_announce(module: ModuleType) -> None:
+                execute(module)
+                _announce(module)
+
+            spec.loader.exec_module = execute_and_announce  # type: ignore[method-assign]
+        return spec
+
+
+if hasattr(sys.modules.get("torch"), "ops"):
+    _announce(sys.modules["torch"])
+else:
+    sys.meta_path.insert(0, _TorchFinder())

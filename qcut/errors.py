@@ -41,6 +41,10 @@ class ShapeError(QcutError, ValueError):
     """A tensor whose shape or layout the operation does not take."""
 
 
+class RangeError(QcutError, IndexError):
+    """An index outside of the table, the cache or the context that it points into."""
+
+
 class DtypeError(QcutError, TypeError):
     """A tensor whose element type the operation does not take."""
 

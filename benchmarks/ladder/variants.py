@@ -16,7 +16,8 @@ from benchmarks.ladder.kernels import PEAKS, Unit, emit_peak
 from benchmarks.ladder.steps import LIBRARY, Candidate
 from qcut import jit
 from qcut.cuda import plans as launch_plans
-from qcut.dispatch import cost_model as gemm_model
+from qcut.dispatch.cost_model import occupancy
+from qcut.dispatch.machines import MULTIPROCESSORS
 from qcut.tuning.cublaslt import Int8Matmul
 
 OUT_INV_SCALE, OUT_ZERO_POINT = 40.0, 3
@@ -103,14 +104,14 @@ def occupied(arch: str, kernel: jit.Kernel) -> dict[str, object]:
     if found is None:
         return {"threads": kernel.block}
     smem = kernel.smem_bytes + found.smem_bytes
-    ctas = gemm_model.occupancy(arch, kernel.block, found.registers, smem)
+    ctas = occupancy(arch, kernel.block, found.registers, smem)
     return {
         "threads": kernel.block,
         "registers": found.registers,
         "spill_bytes": found.spill_store_bytes + found.spill_load_bytes,
         "smem_bytes": smem,
         "ctas_per_sm": ctas,
-        "occupancy_pct": round(100 * ctas * kernel.block / gemm_model.MACHINES[arch].threads, 1),
+        "occupancy_pct": round(100 * ctas * kernel.block / MULTIPROCESSORS[arch].threads, 1),
     }
 
 

@@ -23,6 +23,8 @@ __all__ = ["CONSTRAINTS", "FAMILY", "default_tiles", "emit_codebook_mma", "grid"
 _UNIT_COLUMNS = 128
 _OTHER_REGISTERS = 48
 """What a thread needs beside accumulators, tokens and weights: the codebook, addresses, counters, bounds."""
+_NEEDS_MORE = ("sm_100", "sm_120")
+"""Architectures whose compilers need more registers to decode: without them, they spill."""
 
 
 def smem_bytes(problem: CodebookProblem, tile: TileConfig) -> int:
@@ -33,11 +35,12 @@ def smem_bytes(problem: CodebookProblem, tile: TileConfig) -> int:
     return max(pipeline, tile.threads // 32 * 16 * tile.warp_shape[1] * 4)
 
 
-def registers(problem: CodebookProblem, tile: TileConfig) -> int:
+def registers(problem: CodebookProblem, tile: TileConfig, arch: str) -> int:
     """Estimate a thread's registers: accumulators, tokens, indices of its row tiles, and the rest."""
     wm, wn, _ = tile.warp_shape
     decoder = 2 * problem.bits + (10 if problem.x is DType.S8 else 1)
-    return wm * wn // 32 + wm // 4 + wn // 16 * decoder + _OTHER_REGISTERS
+    more = 34 if arch in _NEEDS_MORE else 0
+    return wm * wn // 32 + wm // 4 + wn // 16 * decoder + _OTHER_REGISTERS + more
 
 
 def _whole_warps(problem: CodebookProblem, tile: TileConfig, arch: str) -> bool:
@@ -66,7 +69,7 @@ CONSTRAINTS = (
     Constraint(
         "registers",
         f"accumulators, tokens, weights and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
-        lambda p, t, arch: registers(p, t) <= min(255, 65_536 // t.threads),
+        lambda p, t, arch: registers(p, t, arch) <= min(255, 65_536 // t.threads),
     ),
     shared_memory(SHARED_MEMORY, smem_bytes),
 )
@@ -135,6 +138,8 @@ def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> 
         f"(x, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
         device_code=include("codebook/mma.cuh"),
         block=tile.threads,
+        # Left to itself, such a compiler spills in order to fit a second CTA.
+        ctas_per_sm=1 if arch in _NEEDS_MORE else None,
         waits=True,
         smem_bytes=smem_bytes(problem, tile),
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qcut.emitters.core.errors import EmitError
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -15,8 +17,7 @@ class Architecture:
         sm_smem_bytes: shared memory of a multiprocessor; each of its CTAs takes 1 KiB beside its own.
         clusters: whether there are thread-block clusters.
         wgmma: whether there are ``wgmma`` and ``setmaxnreg``.
-        pdl: whether kernels are launched before their predecessors end (programmatic dependent launch). sm_100 and
-            sm_120 have the instructions; launches there stay plain until they are measured.
+        pdl: whether kernels are launched before their predecessors end (programmatic dependent launch).
         registers: 32-bit registers of a multiprocessor.
 
     Source: CUDA C++ Programming Guide, "Compute Capabilities".
@@ -36,8 +37,8 @@ _TABLE = (
     Architecture("sm_86", 99 << 10, 100 << 10),
     Architecture("sm_89", 99 << 10, 100 << 10),
     Architecture("sm_90a", 227 << 10, 228 << 10, clusters=True, wgmma=True, pdl=True),
-    Architecture("sm_100", 227 << 10, 228 << 10, clusters=True),
-    Architecture("sm_120", 99 << 10, 100 << 10, clusters=True),
+    Architecture("sm_100", 227 << 10, 228 << 10, clusters=True, pdl=True),
+    Architecture("sm_120", 99 << 10, 100 << 10, clusters=True, pdl=True),
 )
 _BY_NAME = {architecture.name: architecture for architecture in _TABLE}
 
@@ -53,6 +54,9 @@ def architecture(name: str) -> Architecture:
     """Return the architecture of a name.
 
     Raises:
-        KeyError: the name is none of `ARCHITECTURES`.
+        EmitError: the name is none of `ARCHITECTURES`.
     """
-    return _BY_NAME[name]
+    found = _BY_NAME.get(name)
+    if found is None:
+        raise EmitError(f"architecture {name!r} is not one of {', '.join(ARCHITECTURES)}")
+    return found

@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.emitters.core.errors import EmitError as EmitError
 
-INCLUDE_DIR = Path(__file__).parents[1] / "include"
+INCLUDE_DIR = Path(__file__).resolve().parents[1] / "include"
 """Root of qcut's device headers: text includes them as ``<qcut/name.cuh>``."""
-
-
-class EmitError(ValueError):
-    """A kernel description that no family can build; the message names the constraint."""
 
 
 class DType(Enum):

@@ -181,11 +181,13 @@ def decode_source(
     function: str,
     tile: str,
     shared: str,
+    shared_last: str = "",
     tokens: str = "x",
     last: str = "",
     block: int,
     smem_bytes: int,
-    cluster: int,
+    cluster: int = 1,
+    ctas_per_sm: int = 1,
 ) -> KernelSource:
     """Emit a kernel of few tokens with codebook weights that calls ``qcut::{function}`` of ``stream/{header}.cuh``.
 
@@ -197,11 +199,13 @@ def decode_source(
         function: name of the device code's function.
         tile: C++ type of the tile.
         shared: C++ template whose ``kBytes`` are the shared memory.
+        shared_last: text that follows this template's arguments.
         tokens: first argument of the function.
         last: text that follows the function's template arguments.
         block: threads per CTA.
         smem_bytes: dynamic shared memory per CTA.
         cluster: CTAs that share K.
+        ctas_per_sm: CTAs of a multiprocessor that the compiler keeps registers for.
     """
     x, params = problem.x.cpp, problem.params()
     return kernel_source(
@@ -209,14 +213,14 @@ def decode_source(
         arch,
         params,
         f"using Tile = {tile};",
-        f'static_assert({shared}<{x}, Tile>::kBytes == {smem_bytes}, "the launch\'s shared memory");',
+        f'static_assert({shared}<{x}, Tile{shared_last}>::kBytes == {smem_bytes}, "the launch\'s shared memory");',
         *problem.epilogue.statements(params),
         BOOK,
         f"qcut::{function}<{x}, {problem.bits}, {problem.slots}, Tile, Epilogue{last}>(\n"
         f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
         device_code=include(f"stream/{header}.cuh"),
         block=block,
-        ctas_per_sm=1,
+        ctas_per_sm=ctas_per_sm,
         waits=True,
         smem_bytes=smem_bytes,
         cluster=cluster,

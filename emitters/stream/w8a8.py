@@ -26,6 +26,8 @@ _TOKENS = (1, 2, 4, 8)
 _FLOATS = (DType.F16, DType.BF16, DType.F32)
 _OTHER_REGISTERS = 36
 """Registers of a thread for addresses, counters, bounds and a token on its way."""
+_NEEDS_MORE = ("sm_100", "sm_120")
+"""Architectures whose compilers need more registers to quantize eight rows: without them, they spill."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,12 @@ def smem_bytes(tile: W8A8Tile) -> int:
     return 8 * rows + 64 + 4 * tile.warps * tile.tokens * (rows + 4)
 
 
-def registers(problem: W8A8Problem, tile: W8A8Tile) -> int:
+def registers(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> int:
     """Estimate a thread's registers: weights in flight, tokens, sums, and the rest."""
     # Rows of 16-bit floats are quantized in the registers into which they were loaded.
     tokens = (16 if problem.tokens == "rows" and problem.x is DType.F32 else 8) * tile.units
-    return 16 * tile.units * tile.prefetch + tokens + 4 + _OTHER_REGISTERS
+    more = 16 * tile.units if arch in _NEEDS_MORE and problem.tokens == "rows" and tile.tokens == 8 else 0
+    return 16 * tile.units * tile.prefetch + tokens + 4 + _OTHER_REGISTERS + more
 
 
 CONSTRAINTS = (
@@ -111,7 +114,7 @@ CONSTRAINTS = (
     Constraint(
         "registers",
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
-        lambda p, t, arch: registers(p, t) <= register_limit(t.warps),
+        lambda p, t, arch: registers(p, t, arch) <= register_limit(t.warps),
     ),
     SPLITS,
     CLUSTERS,

@@ -14,7 +14,9 @@ from importlib import metadata
 from typing import Literal
 
 from qcut.dispatch import tables as tuned
-from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.dispatch.gpus import Target, target_for
+from qcut.dispatch.machines import Rates
+from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.source import KernelSource, Param
 from qcut.errors import BuildError, ConfigError, QcutError
 from qcut.jit import cache, device, folders, launch, toolchain
@@ -79,7 +81,8 @@ def examine(compile_probe: bool = True) -> list[Finding]:
         findings.append(_cpp_operators())
     if compile_probe:
         findings += _probe("raw kernels", "nvrtc", gpus) + _probe("CUTLASS route", "nvcc", gpus)
-    findings += [_table(name) for name in dict.fromkeys(gpu.name for gpu in gpus)]
+        findings += [found for gpu in gpus for found in _clusters(gpu)]
+    findings += [_table(gpu) for gpu in {gpu.name: gpu for gpu in gpus}.values()]
     findings.append(_cache())
     return findings
 
@@ -160,15 +163,44 @@ def _cpp_operators() -> Finding:
     return Finding("C++ operators", "warn", problem, "Python serves the layers' calls instead, at more CPU time each")
 
 
-def _table(gpu: str) -> Finding:
+def _target(gpu: device.Device) -> Target:
+    return target_for(gpu.cc, gpu.sm_count, gpu.name, lambda: Rates.of(**device.rates(gpu.ordinal)))
+
+
+def _table(gpu: device.Device) -> Finding:
     try:
-        table = tuned.table_for(gpu)
-    except ConfigError as error:
+        target = _target(gpu)
+        table, start = tuned.table_on(target), tuned.start_of(target)
+    except QcutError as error:
         return Finding("tuned table", "missing", str(error))
-    text = "; ".join(table.notes) or f"none for {gpu}: a cost model chooses its kernels"
+    text = "; ".join(table.notes) or f"none for {gpu.name}: a cost model chooses its kernels, for {target.machine}"
     if table.partial:
         return Finding("tuned table", "warn", text, "`qcut tune` on this GPU measures what is ignored again")
-    return Finding("tuned table", "ok", text, "" if table.rows else "`qcut tune` measures this GPU's")
+    return Finding("tuned table", "ok", text, "" if table.rows and not start else "`qcut tune` measures this GPU's")
+
+
+def _clusters(gpu: device.Device) -> list[Finding]:
+    """Try what attention's cluster form relies on, where the GPU has clusters and torch can use it."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    from qcut.cuda import clusters
+
+    if not torch.cuda.is_available():
+        return []
+    try:
+        target = _target(gpu)
+        if not architecture(target.arch).clusters:
+            return []
+        found = clusters.probe_all(gpu.ordinal, target.arch)
+    except QcutError as error:
+        return [Finding("clusters", "warn", f"{gpu}: {error}")]
+    if all(outcome.works for outcome in found):
+        measured = "" if target.arch in clusters.MEASURED else "; attention's cluster form was not measured here"
+        return [Finding("clusters", "ok", f"CTAs exchange data on {gpu}{measured}")]
+    text = "; ".join(outcome.text for outcome in found if not outcome.works)
+    return [Finding("clusters", "warn", f"{gpu}: {text}", "attention does without clusters, and takes longer")]
 
 
 def _attempt(topic: str, find: Callable[[], str]) -> Finding:

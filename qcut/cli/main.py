@@ -18,7 +18,7 @@ from qcut.cli.arguments import positive
 from qcut.cli.gemm import command as gemm_command
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import EmitError
-from qcut.errors import BuildError, QcutError
+from qcut.errors import BuildError, ConfigError, QcutError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,6 +91,13 @@ def _parser() -> argparse.ArgumentParser:
         "toolchain. Exit status 1 if anything but a GPU is missing.",
     )
     doctor.add_argument("--no-probe", action="store_true", help="do not compile anything")
+    doctor.add_argument(
+        "--selftest",
+        action="store_true",
+        help="instead, run every family of kernels once on each GPU beside the CPU's reference, and name what differs; "
+        "exit status 1 if anything does, or without a GPU",
+    )
+    doctor.add_argument("--device", type=int, metavar="N", help="the one GPU that --selftest tests (default: all)")
     doctor.set_defaults(command=_doctor)
 
     precompile = commands.add_parser(
@@ -121,6 +128,12 @@ def _parser() -> argparse.ArgumentParser:
 def _doctor(arguments: argparse.Namespace) -> int:
     from qcut.cli import doctor
 
+    if arguments.selftest:
+        from qcut.cli.selftest import run
+
+        return run.command(arguments.device)
+    if arguments.device is not None:
+        raise ConfigError("doctor: --device goes with --selftest")
     findings = doctor.examine(compile_probe=not arguments.no_probe)
     print(doctor.report(findings))
     return 0 if doctor.is_healthy(findings) else 1

@@ -73,6 +73,18 @@ def rotate_tokens(
     return flat.to(out), None
 
 
+def operand_layout(
+    kind: Kind, group_size: int, x: Tensor, passes: int
+) -> tuple[tuple[torch.dtype, ...], tuple[int, ...]]:
+    """Dtypes and shape that `operands` have for tokens x ``[M, K]``; ``kind`` is hadamard or qr."""
+    geometry = Geometry(x.shape[1], group_size)
+    if kind == "hadamard":
+        return (torch.int32,), (passes, geometry.k_padded // 32)
+    side = -(-geometry.full // _TILE) * _TILE
+    matrices = x.dtype if x.dtype is torch.bfloat16 else torch.float16
+    return (matrices,), (passes, geometry.groups, side, side)
+
+
 def operands(
     kind: Kind,
     group_size: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -10,9 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from qcut.cuda import clusters
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
-from qcut.dispatch.attention import emit_attention, select_attention
+from qcut.dispatch.attention import Attention, emit_attention, select_attention
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.mma import AttentionMma
@@ -95,6 +97,7 @@ class Counters:
     ) -> None:
         self._stream, self._is_capturing = stream, is_capturing
         self._kept: dict[tuple[int, int], Tensor] = {}
+        self._lock = threading.Lock()
 
     def take(self, count: int, like: Tensor) -> Tensor:
         """Int32 zeros ``[count]`` or more on the device of ``like``, for one launch on the current stream."""
@@ -103,8 +106,12 @@ class Counters:
         device = like.get_device()
         key = (device, self._stream(device))
         kept = self._kept.get(key)
-        if kept is None or len(kept) < count:
-            kept = self._kept[key] = like.new_zeros(max(count, 4096), dtype=torch.int32)
+        if kept is not None and len(kept) >= count:
+            return kept
+        with self._lock:  # threads of one stream share the tensor
+            kept = self._kept.get(key)
+            if kept is None or len(kept) < count:
+                kept = self._kept[key] = like.new_zeros(max(count, 4096), dtype=torch.int32)
         return kept
 
 
@@ -206,16 +213,23 @@ def _plan_attention(
 ) -> AttentionPlan:
     (batch, heads, head), (kv_heads, context), gpu = q, stored, target(device)
     queries = heads // kv_heads
-    desc, parts = select_attention(
-        DTYPES[dtype],
-        DTYPES[cache],
-        head,
-        queries,
-        gpu,
-        batch=batch,
-        kv_heads=kv_heads,
-        context=context,
-    )
+
+    def select(with_clusters: bool) -> tuple[Attention, int]:
+        return select_attention(
+            DTYPES[dtype],
+            DTYPES[cache],
+            head,
+            queries,
+            gpu,
+            batch=batch,
+            kv_heads=kv_heads,
+            context=context,
+            clusters=with_clusters,
+        )
+
+    desc, parts = select(True)
+    if isinstance(desc, AttentionMma) and desc.cluster > 1 and not clusters.are_usable(gpu, device, desc.cluster):
+        desc, parts = select(False)
     if appends := form != "read" and isinstance(desc, AttentionMma):
         source = emit_attention_append(AttentionAppend(desc, form == "rotate_and_append"))
     else:

@@ -8,7 +8,7 @@ before its first call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qcut.codebooks import rotation
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.cuda.operands import dense
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, target
@@ -45,6 +46,7 @@ class Rotation(NamedTuple):
         group_size: columns of a group.
         passes: number of rotations of the same tokens.
         aligned: whether rows start at multiples of 16 bytes.
+        constants: whether the signs or matrices are constants, as those of a layer are.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class Rotation(NamedTuple):
     group_size: int
     passes: int
     aligned: bool = True
+    constants: bool = True
 
     def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
         """The launches in order: two for dense rotations to int8, else one."""
@@ -71,10 +74,10 @@ class Rotation(NamedTuple):
         )
         k_padded = Geometry(self.k, self.group_size).k_padded
 
+        early = architecture(gpu.arch).pdl and (self.constants or self.kind == rotation.NO_ROTATION)
+
         def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
-            return LaunchSpec(
-                dispatch.emit_rotation(kernel), lambda m: kernel.grid(m, columns), pdl=architecture(gpu.arch).pdl
-            )
+            return LaunchSpec(dispatch.emit_rotation(kernel), lambda m: kernel.grid(m, columns), pdl=early)
 
         return tuple(map(spec, kernels, (k_padded, self.passes * k_padded)))
 
@@ -94,6 +97,7 @@ class Product(NamedTuple):
         activation: activation after the bias.
         residual: whether a residual is added.
         rotates: whether the kernel rotates its one token.
+        constants: whether the weight and the signs are constants, as those of a layer are.
     """
 
     x: torch.dtype
@@ -107,6 +111,7 @@ class Product(NamedTuple):
     activation: str
     residual: bool = False
     rotates: bool = False
+    constants: bool = True
 
     @property
     def problem(self) -> CodebookProblem:
@@ -129,13 +134,13 @@ class Product(NamedTuple):
         Raises:
             EmitError: no kernel takes the product on this GPU.
         """
-        return gemm_spec(self.problem, self.rows, self.n, self.units, gpu)
+        return gemm_spec(self.problem, self.rows, self.n, self.units, gpu, early=self.constants)
 
 
 def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target, *, early: bool = True) -> LaunchSpec:
     """The launch of a product of up to m tokens, on the kernel that dispatch chooses.
 
-    ``early`` lets the kernel begin before its predecessor has ended, where the GPU supports this.
+    ``early`` lets the kernel begin, and read the weight, before its predecessor has ended, where the GPU supports this.
 
     Raises:
         EmitError: no kernel takes the product on this GPU.
@@ -259,15 +264,17 @@ def _rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
         x = x.contiguous()
     stride = x.stride(0) if m > 1 else k
     aligned = x.data_ptr() % 16 == 0 and (m == 1 or stride * x.element_size() % 16 == 0)
-    rotation = Rotation(call.kind, x.dtype, call.out_dtype, dispatch.bucket(m), k, call.group_size, passes, aligned)
-    key = (rotation, device)
+    operands = dense(call.operands)
+    options = (call.group_size, passes, aligned, call.constants and operands is call.operands)
+    described = Rotation(call.kind, x.dtype, call.out_dtype, dispatch.bucket(m), k, *options)
+    key = (described, device)
     plans = _rotation_plans.get(key)
     k_padded = blocks.shape[0] * blocks.shape[3] // passes
     if plans is None:
-        plans = _rotation_plans.make(key, lambda: tuple(spec.load(device) for spec in rotation.specs(target(device))))
+        plans = _rotation_plans.make(key, lambda: tuple(spec.load(device) for spec in described.specs(target(device))))
     stream = current_stream(device)
     scales = (scale.data_ptr(),) if call.out_dtype is torch.int8 else ()
-    matrices = (call.operands.data_ptr(),) if call.kind != "none" else ()
+    matrices = (operands.data_ptr(),) if call.kind != "none" else ()
     if len(plans) == 1:
         # Dense kernels take no scale; Hadamard kernels take the signs after the scale.
         plans[0].launch(m, (x.data_ptr(), blocks.data_ptr(), *scales, *matrices, stride, m, k, k_padded), stream)
@@ -295,10 +302,11 @@ def _multiply(call: CodebookGemm) -> Tensor:
     y = call.fake()
     if m == 0:
         return y
-    product = _product_of(call, dispatch.bucket(m))
-    plan = _plan(product, call.x.get_device())
     # A list keeps copies alive until the launch.
-    tensors = [dense(t) for t in (call.x, call.units, call.norms, call.fold) if t is not None]
+    weight = [dense(t) for t in (call.units, call.norms, call.fold) if t is not None]
+    product = _product_of(call, dispatch.bucket(m), weight)
+    plan = _plan(product, call.x.get_device())
+    tensors = [dense(call.x), *weight]
     vectors = [dense(t) for t in (call.row_scale, call.col_scale, call.bias, call.residual) if t is not None]
     sizes = (m, product.n, product.units, product.n)
     args = (*_addresses(tensors), y.data_ptr(), *sizes, *call.book, *_addresses(vectors))
@@ -309,7 +317,8 @@ def _multiply(call: CodebookGemm) -> Tensor:
 @serves(CodebookGemv)
 def codebook_gemv(call: CodebookGemv) -> Tensor:
     call.check()
-    product, device = _product_of(call, 1, rotates=True), call.x.get_device()
+    weight = [dense(t) for t in (call.operands, call.units, call.norms)]
+    product, device = _product_of(call, 1, weight, rotates=True), call.x.get_device()
     plan = _product_plans.get((product, device))
     if plan is None:
         if not has_kernel(product, target(device)):
@@ -317,7 +326,7 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
             return _multiply(call.product(blocks))
         plan = _plan(product, device)
     y = call.fake()
-    tensors = [dense(t) for t in (call.x, call.operands, call.units, call.norms)]
+    tensors = [dense(call.x), *weight]
     vectors = [dense(t) for t in (call.col_scale, call.bias, call.residual) if t is not None]
     sizes = (1, product.n, product.units, call.x.shape[1], product.units // len(call.seeds), product.n)
     args = (*_addresses(tensors), y.data_ptr(), *sizes, *call.book, *_addresses(vectors))
@@ -325,7 +334,11 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
     return y
 
 
-def _product_of(call: CodebookGemm | CodebookGemv, rows: int, *, rotates: bool = False) -> Product:
+def _product_of(
+    call: CodebookGemm | CodebookGemv, rows: int, weight: Sequence[Tensor], *, rotates: bool = False
+) -> Product:
+    """The product of a call; ``weight`` is what its kernel reads early. A copy is written by the kernel just before."""
+    given = (call.operands, call.units, call.norms) if isinstance(call, CodebookGemv) else call[3:6]
     return Product(
         x=call.x.dtype,
         rows=rows,
@@ -338,6 +351,7 @@ def _product_of(call: CodebookGemm | CodebookGemv, rows: int, *, rotates: bool =
         activation=call.activation,
         residual=call.residual is not None,
         rotates=rotates,
+        constants=call.constants and all(any(t is own for own in given) for t in weight),
     )
 
 

@@ -8,8 +8,12 @@ from torch import Tensor
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.emitters.decoder import embed as kernels
+from qcut.errors import ShapeError
 from qcut.ops.embed import EmbedRows
 from qcut.ops.registry import serves
+
+_MOST_ELEMENTS = 1 << 33
+"""Threads are counted in 32 bits, and each has at least 4 elements of a row."""
 
 _plans: PlanCache[LaunchPlan] = PlanCache()
 
@@ -22,6 +26,8 @@ def embed_rows(call: EmbedRows) -> Tensor:
     y = torch.empty((rows, columns), dtype=dtype, device=call.table.device)
     if rows == 0:
         return y
+    if rows * columns >= _MOST_ELEMENTS:
+        raise ShapeError(f"qcut::embed_rows: {rows} ids of {columns} columns; allowed: below 2**33 elements")
     tables = [t if t.stride(1) == 1 else t.contiguous() for t in (call.table, call.position_table) if t is not None]
     vector = 16 // y.element_size()
     aligned = columns % vector == 0 and all(

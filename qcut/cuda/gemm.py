@@ -73,7 +73,13 @@ class Product(NamedTuple):
         return chosen_spec(choice, self.problem, self.n, gpu)
 
     def stream_spec(
-        self, tokens: stream.Tokens, gpu: Target, *, aligned: bool = True, absmax: bool = False
+        self,
+        tokens: stream.Tokens,
+        gpu: Target,
+        *,
+        aligned: bool = True,
+        absmax: bool = False,
+        constants: bool = False,
     ) -> LaunchSpec | None:
         """The launch of the kernel that streams weights past few tokens, or None where it does not serve the product.
 
@@ -82,6 +88,8 @@ class Product(NamedTuple):
             gpu: the GPU.
             aligned: whether rows of tokens start at multiples of 16 bytes.
             absmax: whether the kernel also computes the largest magnitude of each row of its result.
+            constants: whether the kernel may begin before its predecessor ends, and read the weight then. A kernel that
+                takes tokens as ``none`` reads nothing so early, and always may.
         """
         problem = self.problem
         if self.rows > stream.MAX_TOKENS or problem.layouts != "tnt" or problem.alignment_k % 16:
@@ -91,7 +99,7 @@ class Product(NamedTuple):
             return None
         tile = int8_tile(few, self.rows, self.n, self.k, gpu)
         source, grid = INT8_STREAM.emit(few, tile, gpu.arch), INT8_STREAM.grid_of(tile, self.n, gpu.sm_count)
-        return LaunchSpec(source, grid, pdl=has_pdl(gpu))
+        return LaunchSpec(source, grid, pdl=has_pdl(gpu) and (constants or tokens == "none"))
 
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
@@ -201,8 +209,9 @@ def gemm_s8(call: GemmS8, choice: Choice | None = None) -> Tensor:
     ldd, residual = n if out_layout == "row" else m, call.residual
     if residual is not None and out_layout == "column":
         residual = residual.t()
+    zero_point = None if call.zero_point is None else call.zero_point.clamp(-128, 127)
     # In the order of Epilogue.params().
-    vectors = (call.zero_point, call.colsum, call.row_scale, call.col_scale, call.bias, residual)
+    vectors = (zero_point, call.colsum, call.row_scale, call.col_scale, call.bias, residual)
     fused = tuple(vector is not None for vector in vectors)
     memory = (left.along_k, left.alignment, right.along_k, right.alignment, out_layout, dispatch.alignment_of(ldd))
     options = (call.dtype, call.wrap, call.activation, call.tensor_cores, choice)

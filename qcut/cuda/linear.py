@@ -7,6 +7,8 @@ serves the calls that follow.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -26,6 +28,7 @@ from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import DtypeError
 from qcut.numerics import int8 as numerics
+from qcut.ops.checks import check_scale, check_zero_point
 from qcut.ops.linear import Int8Linear, LinearWithAbsmax, W8A8Linear, W8A8StaticLinear, W8A16Linear
 from qcut.ops.registry import serves
 
@@ -72,6 +75,7 @@ class LinearLayer(NamedTuple):
         bias: whether a bias is added.
         activation: activation after the bias.
         aligned: whether rows of tokens start at multiples of 16 bytes.
+        constants: whether the parameters are constants, as those of a `qcut.Linear` are.
     """
 
     scheme: str
@@ -82,6 +86,7 @@ class LinearLayer(NamedTuple):
     bias: bool
     activation: str
     aligned: bool
+    constants: bool = True
 
     def problem(self) -> GemmProblem:
         """The description of the layer's product."""
@@ -93,13 +98,13 @@ class LinearLayer(NamedTuple):
         gpu, dtype, k = target(device), DTYPES[self.dtype], padded_k(self.k)
         problem = self.problem()
         if self.scheme == "w8a16":
-            return None, w8a16_spec(problem, self.rows, self.n, self.k, gpu)
+            return None, w8a16_spec(problem, self.rows, self.n, self.k, gpu, pdl=self.constants)
         many = Product(problem, max(self.rows, TMA_ROWS), self.n, k)
         if self.scheme == "w8a8_static":
             quantize = per_tensor_spec(dtype, k, gpu, aligned=self.aligned)
             return quantize, many.spec(gpu, cutlass=has_cutlass())
         quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned)
-        few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu)
+        few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
         return quantize, few or many.spec(gpu, cutlass=has_cutlass())
 
     def sources(self, device: int) -> list[KernelSource]:
@@ -142,7 +147,8 @@ class LinearPlan(NamedTuple):
 _plans: PlanCache[LinearPlan] = PlanCache()
 """Plans by layer description and device: layers of the same description share a plan."""
 _called: PlanCache[LinearPlan] = PlanCache(on_clear=native.clear)
-"""Plans by all that a call's checks read, so that a hit needs no checks. Tensors count by address, dtype and layout."""
+"""Plans by all that a call's checks read, so that a hit needs no checks. Tensors count by dtype, layout and device; no
+plan holds an address or depends on one's values."""
 
 
 def plan_for(layer: LinearLayer, device: int) -> LinearPlan:
@@ -196,14 +202,19 @@ def _linear(
     x = call.x
     if x.dim() == 0 or x.shape[-1] == 0:
         call.check()  # raises
+    if x_range is not None:  # no part of the key
+        check_scale("w8a8_static_linear", "x_scale", x_range[0])
+        check_zero_point("w8a8_static_linear", "x_zero_point", x_range[1])
     k = x.shape[-1]
     m = x.numel() // k
     tokens, stride = row_major(x)
     address = tokens.data_ptr()
     aligned = (address | stride * x.element_size()) & 15 == 0
     device = x.get_device()
-    memory = [None if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in parameters]
-    key = (scheme, x.dtype, m_bucket(m), k, call.activation, aligned, device, *memory)
+    addresses = [0 if t is None else t.data_ptr() for t in parameters]
+    layouts = [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device()) for t in parameters]
+    offset = functools.reduce(operator.or_, addresses) & 15
+    key = (scheme, x.dtype, m_bucket(m), k, call.activation, call.constants, aligned, device, offset, *layouts)
     plan = _called.get(key)
     if plan is None or m == 0:
         call.check()
@@ -213,13 +224,12 @@ def _linear(
             return call.fake()
         copies = [None if t is None else dense(t) for t in parameters]
         if any(a is not b for a, b in zip(copies, parameters, strict=True)):
-            return _linear(scheme, call, copies, x_range)
-        layer = LinearLayer(
-            scheme, x.dtype, m_bucket(m), len(call.qweight), k, call.bias is not None, call.activation, aligned
-        )
-        plan = _called.make(key, lambda: _shared(layer, device, parameters))
+            return _linear(scheme, call._replace(constants=False), copies, x_range)  # the kernel just before copies
+        options = (call.bias is not None, call.activation, aligned, call.constants)
+        layer = LinearLayer(scheme, x.dtype, m_bucket(m), len(call.qweight), k, *options)
+        plan = _called.make(key, lambda: _shared(layer, device))
     n, k_padded = plan.n, plan.k_padded
-    weight, scale, *colsum, bias = [0 if t is None else t[0] for t in memory]
+    weight, scale, *colsum, bias = addresses
     rows = max(m, plan.product.min_rows)
     if plan.quantize is None:
         operands, sizes = (address, weight), (m, n, k, stride, k_padded, n)
@@ -243,15 +253,13 @@ def _linear(
     return y
 
 
-def _shared(layer: LinearLayer, device: int, parameters: Sequence[Tensor | None]) -> LinearPlan:
-    """The plan of a layer, handed to C++ for calls with these parameters."""
+def _shared(layer: LinearLayer, device: int) -> LinearPlan:
+    """The plan of a layer, handed to C++."""
     plan = plan_for(layer, device)
     library, launches = native.library(), plan.for_native()
     if library is not None and launches is not None:
-        weight, scale, *colsum, bias = [0 if t is None else t.data_ptr() for t in parameters]
-        addresses = (weight, scale, colsum[0] if colsum else 0, bias)
-        options = (layer.n, layer.k, layer.rows, layer.dtype, layer.activation, device, layer.aligned)
-        library.insert(native.key(layer.scheme, addresses, *options), launches)
+        sizes, options = (layer.n, layer.k, layer.rows), (layer.aligned, layer.bias, layer.constants)
+        library.insert(native.key(layer.scheme, *sizes, layer.dtype, layer.activation, device, *options), launches)
     return plan
 
 
@@ -279,6 +287,7 @@ class Int8Layer(NamedTuple):
         bias: whether a bias is added.
         activation: activation after the bias.
         absmax: whether the caller wants the largest magnitude of each row of the result.
+        constants: whether the parameters are constants.
     """
 
     dtype: torch.dtype
@@ -288,13 +297,14 @@ class Int8Layer(NamedTuple):
     bias: bool
     activation: str
     absmax: bool
+    constants: bool = True
 
     def spec(self, device: int) -> tuple[LaunchSpec, bool]:
         """The launch, and whether its kernel computes the largest magnitudes."""
         gpu = target(device)
         problem = linear_problem(DTYPES[self.dtype], self.n, self.k, self.bias, self.activation, "w8a8")
         product = Product(problem, self.rows, self.n, self.k)
-        few = product.stream_spec("given", gpu, absmax=self.absmax)
+        few = product.stream_spec("given", gpu, absmax=self.absmax, constants=self.constants)
         if few is not None:
             return few, self.absmax
         return product.spec(gpu, cutlass=has_cutlass()), False
@@ -324,8 +334,30 @@ def _load_int8(layer: Int8Layer, device: int) -> Int8Plan:
 
 def _load_absmax(layer: LinearLayer, device: int) -> AbsmaxPlan:
     product = Product(layer.problem(), layer.rows, layer.n, layer.k)
-    spec = product.stream_spec("rows", target(device), aligned=layer.aligned)
+    spec = product.stream_spec("rows", target(device), aligned=layer.aligned, constants=layer.constants)
     return AbsmaxPlan(None if spec is None else spec.load(device))
+
+
+class _Weight(NamedTuple):
+    """A layer's weight, scale and bias as kernels read them.
+
+    Attributes:
+        tensors: themselves or dense copies, kept until the launch is queued.
+        copied: whether one is a copy, which the kernel just before writes.
+    """
+
+    tensors: list[Tensor]
+    copied: bool
+
+    @classmethod
+    def of(cls, *given: Tensor | None) -> _Weight:
+        there = [t for t in given if t is not None]
+        tensors = [dense(t) for t in there]
+        return cls(tensors, any(a is not b for a, b in zip(there, tensors, strict=True)))
+
+    @property
+    def addresses(self) -> list[int]:
+        return [t.data_ptr() for t in self.tensors]
 
 
 @serves(Int8Linear)
@@ -336,12 +368,14 @@ def int8_linear(call: Int8Linear) -> Tensor:
     y = call.fake()
     if m == 0:
         return y
-    layer = Int8Layer(call.dtype, m_bucket(m), n, k, bias is not None, call.activation, absmax is not None)
+    weight = _Weight.of(call.qweight, call.weight_scale, bias)
+    options = (bias is not None, call.activation, absmax is not None, call.constants and not weight.copied)
+    layer = Int8Layer(call.dtype, m_bucket(m), n, k, *options)
     key = (layer, device)
     plan = _int8_plans.get(key) or _int8_plans.make(key, lambda: _load_int8(layer, device))
-    # A list keeps copies alive until the launch is queued.
-    tensors = [dense(t) for t in (q, call.qweight, call.q_scale, call.weight_scale, bias) if t is not None]
-    a, b, *epilogue = (t.data_ptr() for t in tensors)
+    q, q_scale = dense(q), dense(call.q_scale)
+    a, (b, *vectors) = q.data_ptr(), weight.addresses
+    epilogue = [q_scale.data_ptr(), *vectors]
     if absmax is not None and plan.raises_absmax:
         epilogue.append(absmax.data_ptr())
     plan.product.run(m, (a, b, y.data_ptr(), m, n, k, k, k, n, *epilogue), device)
@@ -358,15 +392,17 @@ def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
         return call.fake()
     x, stride = row_major(call.x)
     aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
-    layer = LinearLayer("w8a8", x.dtype, m_bucket(m), n, k, call.bias is not None, call.activation, aligned)
+    weight = _Weight.of(call.qweight, call.weight_scale, call.bias)
+    constants = call.constants and not weight.copied
+    options = (call.bias is not None, call.activation, aligned, constants)
+    layer = LinearLayer("w8a8", x.dtype, m_bucket(m), n, k, *options)
     key = (layer, device)
     plan = (_absmax_plans.get(key) or _absmax_plans.make(key, lambda: _load_absmax(layer, device))).product
     if plan is None:
-        y: Tensor = torch.ops.qcut.w8a8_linear(x, call.qweight, call.weight_scale, call.bias, call.activation)
+        y: Tensor = torch.ops.qcut.w8a8_linear(x, *call[2:])
         return y
     y = call.fake()
-    tensors = [dense(t) for t in (call.qweight, call.weight_scale, call.bias) if t is not None]
-    b, *vectors = (t.data_ptr() for t in tensors)
+    b, *vectors = weight.addresses
     sizes = (m, n, k, stride, k_padded, n)
     plan.run(m, (x.data_ptr(), b, y.data_ptr(), *sizes, call.x_absmax.data_ptr(), *vectors), device)
     return y

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/DimVector.h>
 #include <torch/library.h>
@@ -51,22 +52,28 @@ using CurrentStream = int(std::int32_t device, void** stream);
 
 enum Op : std::int32_t { kDynamic, kStatic, kWeightOnly };
 
-// A layer at one bucket of rows. Parameters are found by address; their types, shapes and strides, which are the same
-// for all plans, are compared with what they must be (is_vector, and the weight in run).
+// A layer at one bucket of rows. Plans hold no address: what a call's parameters must be is the same for all plans and
+// is compared (is_vector, and the weight in run).
+enum Flags : std::int32_t { kAligned = 1, kBias = 2, kConstants = 4 };
+
 struct Key {
-  std::uint64_t weight, scale, colsum, bias;
   std::int64_t n, k, rows;
   char activation[16];
-  std::int32_t op, dtype, device, aligned;
+  std::int32_t op, dtype, device, flags;
 
   bool operator==(Key const& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
 };
 static_assert(std::has_unique_object_representations_v<Key>, "compared as bytes");
 
 struct Hash {
-  // Layers differ in their weights; one layer's keys differ in rows, and seldom in more.
+  // Layers differ in n and k; one layer's keys differ in rows, and seldom in more.
   std::size_t operator()(Key const& key) const {
-    return key.weight + static_cast<std::uint64_t>(2 * key.rows + key.aligned) * 0x9e3779b97f4a7c15;
+    std::uint64_t hash = 0;
+    for (std::int64_t const part : {key.n, key.k, key.rows, std::int64_t{key.flags}}) {
+      hash = (hash ^ static_cast<std::uint64_t>(part)) * 0x9e3779b97f4a7c15;
+      hash ^= hash >> 32;
+    }
+    return hash;
   }
 };
 
@@ -83,7 +90,7 @@ struct Plan {
   std::int64_t k_padded, min_rows;
 };
 
-static_assert(sizeof(Key) == 88 && sizeof(Launch) == 56 && sizeof(Plan) == 128, "as qcut/cuda/native.py has them");
+static_assert(sizeof(Key) == 56 && sizeof(Launch) == 56 && sizeof(Plan) == 128, "as qcut/cuda/native.py has them");
 
 class Table {
  public:
@@ -176,22 +183,35 @@ void const* address(c10::IValue const& tensor) {
   return tensor.isNone() ? nullptr : tensor.toTensor().const_data_ptr();
 }
 
-// Whether a parameter is as plans take it: absent, or a contiguous vector of n elements of this type. What lies at an
-// address may be another layer's tensor by now.
-bool is_vector(c10::IValue const& value, at::ScalarType type, std::int64_t n) {
-  if (value.isNone()) return true;
-  at::Tensor const& vector = value.toTensor();
-  return vector.scalar_type() == type && vector.dim() == 1 && vector.size(0) == n && vector.is_contiguous();
-}
-
 template <class T>
 std::uint64_t number(T const* pointer) {
   return reinterpret_cast<std::uintptr_t>(pointer);
 }
 
-// Of ``x, qweight, scale[, colsum], bias[, x_scale, x_zero_point], activation``.
+// Whether a tensor is as plans take parameters: contiguous and aligned, of this type, on x's device.
+bool is_dense(at::Tensor const& tensor, at::ScalarType type, c10::Device device) {
+  return tensor.scalar_type() == type && tensor.device() == device && tensor.is_contiguous() &&
+         (number(tensor.const_data_ptr()) & 15) == 0;
+}
+
+// Whether a parameter is absent, or such a vector of n elements.
+bool is_vector(c10::IValue const& value, at::ScalarType type, c10::Device device, std::int64_t n) {
+  if (value.isNone()) return true;
+  at::Tensor const& vector = value.toTensor();
+  return vector.dim() == 1 && vector.size(0) == n && is_dense(vector, type, device);
+}
+
+// Whether a backward pass may reach the call, which Python then serves.
+bool wants_gradient(c10::IValue const* args, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (args[i].isTensor() && args[i].toTensor().requires_grad()) return c10::GradMode::is_enabled();
+  }
+  return false;
+}
+
+// Of ``x, qweight, scale[, colsum], bias[, x_scale, x_zero_point], activation, constants``.
 template <Op op>
-constexpr std::size_t kArguments = op == kStatic ? 8 : 5;
+constexpr std::size_t kArguments = op == kStatic ? 9 : 6;
 
 // The operator's result, or an undefined tensor where Python must serve the call.
 template <Op op>
@@ -201,14 +221,17 @@ at::Tensor run(c10::IValue const* args) {
   void const* const scale = address(args[2]);
   void const* const colsum = op == kStatic ? address(args[3]) : nullptr;
   void const* const bias = address(args[op == kStatic ? 4 : 3]);
-  std::string const& activation = args[kArguments<op> - 1].toStringRef();
+  std::string const& activation = args[kArguments<op> - 2].toStringRef();
+  bool const constants = args[kArguments<op> - 1].toBool();
 
   std::int64_t const dim = x.dim();
   if (dim == 0 || x.numel() == 0 || qweight.dim() != 2 || activation.size() >= sizeof(Key::activation)) return {};
   std::int64_t const n = qweight.size(0), k = x.size(-1), m = x.numel() / k;
-  if (qweight.scalar_type() != at::kChar || !qweight.is_contiguous()) return {};
-  if (!is_vector(args[2], at::kFloat, n) || !is_vector(args[op == kStatic ? 4 : 3], at::kFloat, n)) return {};
-  if (op == kStatic && !is_vector(args[3], at::kInt, n)) return {};
+  c10::Device const device = x.device();
+  if (!is_dense(qweight, at::kChar, device) || !is_vector(args[2], at::kFloat, device, n)) return {};
+  if (!is_vector(args[op == kStatic ? 4 : 3], at::kFloat, device, n)) return {};
+  if (op == kStatic && !is_vector(args[3], at::kInt, device, n)) return {};
+  if (wants_gradient(args, op == kStatic ? 5 : 4)) return {};
   std::int64_t stride = k;
   if (!x.is_contiguous()) {
     if (dim != 2 || x.stride(1) != 1) return {};
@@ -216,14 +239,13 @@ at::Tensor run(c10::IValue const* args) {
   }
   if (m > kMaxInt || stride > kMaxInt) return {};
   // A launch needs the device's context to be current.
-  c10::Device const device = x.device();
   if (device.type() != runtime->device) return {};
   if (c10::impl::VirtualGuardImpl(device.type()).getDevice() != device) return {};
 
   auto const* const data = static_cast<char const*>(x.const_data_ptr());
   bool const aligned = ((number(data) | static_cast<std::uint64_t>(stride) * x.element_size()) & 15) == 0;
-  Key key{number(weight), number(scale), number(colsum), number(bias), n, k, bucket(m), {},
-          op, static_cast<std::int32_t>(x.scalar_type()), device.index(), aligned};
+  auto const flags = (aligned ? kAligned : 0) | (bias != nullptr ? kBias : 0) | (constants ? kConstants : 0);
+  Key key{n, k, bucket(m), {}, op, static_cast<std::int32_t>(x.scalar_type()), device.index(), flags};
   std::memcpy(key.activation, activation.data(), activation.size());
   Plan plan;
   if (!table.find(key, plan) || qweight.size(1) != plan.k_padded) return {};

@@ -42,10 +42,9 @@ class Key(ctypes.Structure):
     """``Key`` of the source: a layer at one bucket of rows."""
 
     _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("weight", "scale", "colsum", "bias")),
         *((name, ctypes.c_int64) for name in ("n", "k", "rows")),
         ("activation", ctypes.c_char * 16),
-        *((name, ctypes.c_int32) for name in ("op", "dtype", "device", "aligned")),
+        *((name, ctypes.c_int32) for name in ("op", "dtype", "device", "flags")),
     ]
 
 
@@ -68,7 +67,6 @@ class Plan(ctypes.Structure):
 
 def key(
     scheme: str,
-    addresses: tuple[int, int, int, int],
     n: int,
     k: int,
     rows: int,
@@ -76,10 +74,12 @@ def key(
     activation: str,
     device: int,
     aligned: bool,
+    bias: bool,
+    constants: bool,
 ) -> Key:
-    """Key of a layer at one bucket of rows; ``addresses`` are those of weight, scale, colsum and bias, or 0."""
-    code = SCHEMES.index(scheme), _SCALAR_TYPES[dtype], device, aligned
-    return Key(*addresses, n, k, rows, activation.encode(), *code)
+    """Key of a layer at one bucket of rows; arguments as the attributes of `qcut.cuda.linear.LinearLayer`."""
+    code = SCHEMES.index(scheme), _SCALAR_TYPES[dtype], device, aligned | bias << 1 | constants << 2
+    return Key(n, k, rows, activation.encode(), *code)
 
 
 class Library:

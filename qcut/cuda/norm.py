@@ -43,8 +43,10 @@ def _launch(call: AddNorm | AddNormInt8, y: Tensor, scale: Tensor | None) -> Ten
         residual = residual.contiguous()
     if bias is not None:
         bias = bias.contiguous()
+    # A copy is written by the kernel just before.
+    constants = call.constants and weight is call.weight and bias is call.bias
     aligned = k * x.element_size() % 16 == 0 and is_aligned(x, residual, weight, bias)
-    key = (dtype, layer, k, residual is not None, scale is not None, m >= MANY_ROWS, aligned, device)
+    key = (dtype, layer, k, residual is not None, scale is not None, m >= MANY_ROWS, aligned, constants, device)
     plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
     sums = () if residual is None else (residual.data_ptr(), total.data_ptr())
     biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
@@ -56,8 +58,16 @@ def _launch(call: AddNorm | AddNormInt8, y: Tensor, scale: Tensor | None) -> Ten
 
 
 def _plan(
-    dtype: torch.dtype, layer: bool, k: int, residual: bool, quantized: bool, many: bool, aligned: bool, device: int
+    dtype: torch.dtype,
+    layer: bool,
+    k: int,
+    residual: bool,
+    quantized: bool,
+    many: bool,
+    aligned: bool,
+    constants: bool,
+    device: int,
 ) -> LaunchPlan:
     flags = {"many": many, "residual": residual, "quantized": quantized, "aligned": aligned}
     desc = NormRows.for_shape(DTYPES[dtype], layer, target(device).arch, k, **flags)
-    return LaunchSpec(emit_norm(desc), desc.grid, pdl=pdl(device)).load(device)
+    return LaunchSpec(emit_norm(desc), desc.grid, pdl=constants and pdl(device)).load(device)

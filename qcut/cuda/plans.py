@@ -6,10 +6,12 @@ A family of operators describes a kernel as a `LaunchSpec`, loads the spec on a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,10 +20,12 @@ from qcut.cuda import native
 from qcut.cuda.streams import current_stream
 from qcut.dispatch.codebook import bucket
 from qcut.dispatch.gpus import Target, target_for
+from qcut.dispatch.machines import Rates
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.errors import LaunchError
+from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
 from qcut.storage.locks import Lock, once
 
@@ -39,6 +43,8 @@ MAX_PLANS = 1 << 16
 
 P = TypeVar("P")
 _lock = Lock()
+_caches: weakref.WeakSet[PlanCache[Any]] = weakref.WeakSet()
+_watchers: list[list[str]] = []
 
 
 class PlanCache(Generic[P]):
@@ -61,6 +67,7 @@ class PlanCache(Generic[P]):
         self._plans: dict[Hashable, P] = {}
         self._limit, self._on_clear = limit, on_clear
         self.get: Callable[[Hashable], P | None] = self._plans.get  # the dictionary's own method, the fastest look-up
+        _caches.add(self)
 
     def __len__(self) -> int:
         return len(self._plans)
@@ -87,7 +94,8 @@ class PlanCache(Generic[P]):
 def target(device: int) -> Target:
     """Dispatch's description of the GPU with a CUDA ordinal."""
     properties = torch.cuda.get_device_properties(device)
-    return target_for((properties.major, properties.minor), properties.multi_processor_count, properties.name)
+    capability = (properties.major, properties.minor)
+    return target_for(capability, properties.multi_processor_count, properties.name, lambda: Rates.of(**rates(device)))
 
 
 def has_pdl(gpu: Target) -> bool:
@@ -109,8 +117,28 @@ def m_bucket(m: int) -> int:
     return bucket(max(1, m))
 
 
+def forget_plans() -> None:
+    """Forget the plans of all families: the next calls choose and load their kernels anew."""
+    with _lock:
+        for plans in list(_caches):
+            plans.clear()
+
+
+@contextmanager
+def watched_loads() -> Iterator[list[str]]:
+    """Note the names of the kernels that plans load within a block, in any thread."""
+    names: list[str] = []
+    _watchers.append(names)
+    try:
+        yield names
+    finally:
+        _watchers.remove(names)
+
+
 def load(source: KernelSource, device: int) -> jit.Kernel:
     """Build a kernel unless it is cached, and load it."""
+    for names in _watchers:
+        names.append(source.name)
     return jit.load(jit.build(source), source, device)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from qcut.dispatch.cost_model import MACHINES
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, KernelSource
@@ -11,8 +10,16 @@ from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention
 
 Attention = AttentionDecode | AttentionMma
 
+# Of an H200; those that wait for the memory take longer, in cycles, where the clock is higher.
 _START_CYCLES = 1000
 """Cycles of a CTA before its first loads."""
+_LATENCY_CYCLES = 1400
+"""Cycles from a warp's loads to its next loads on an idle GPU: 800 until data arrive, then products."""
+_ARRIVAL_CYCLES = 800
+_BYTES_PER_CYCLE = 20
+"""Bytes of a cache per cycle for each SM, where all SMs read."""
+_SM_BYTES_PER_CYCLE = 44
+"""Bytes of a cache per cycle that one SM reads at most."""
 _CLUSTER_CYCLES = 1000
 """Cycles in which a cluster adds up its parts."""
 _WORKSPACE_CYCLES = 4000
@@ -35,6 +42,7 @@ def select_attention(
     batch: int,
     kv_heads: int,
     context: int,
+    clusters: bool = True,
 ) -> tuple[Attention, int]:
     """Choose the kernel of a shape and its number of parts by `estimated_cycles`.
 
@@ -49,6 +57,7 @@ def select_attention(
         batch: number of sequences.
         kv_heads: number of heads of keys.
         context: tokens that the cache has room for.
+        clusters: whether the parts of a context may meet in a cluster, where the architecture has clusters.
 
     Raises:
         EmitError: neither form serves the shape.
@@ -57,9 +66,10 @@ def select_attention(
     if not AttentionMma.is_legal(x, cache, head, 1, arch):
         simt = AttentionDecode.for_shape(x, cache, head, queries, arch)
         return simt, simt.parts(batch, kv_heads, queries, context, sm_count)
-    clusters = [n for n in CLUSTERS if n == 1 or (architecture(arch).clusters and n * TILE <= context)]
+    clusters = clusters and architecture(arch).clusters
+    sizes = [n for n in CLUSTERS if n == 1 or (clusters and n * TILE <= context)]
     most = max(1, min(MAX_PARTS, context // (2 * TILE)))
-    kernels = [AttentionMma.for_shape(x, cache, head, queries, arch, cluster) for cluster in clusters]
+    kernels = [AttentionMma.for_shape(x, cache, head, queries, arch, cluster) for cluster in sizes]
     choices = [
         (desc, parts) for desc in kernels for parts in ([desc.cluster] if desc.cluster > 1 else range(1, most + 1))
     ]
@@ -78,19 +88,22 @@ def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, 
     have served the loads before. CTAs that find no room start when the first CTAs are done. ``places`` is the number
     of CTAs of a part.
     """
-    machine, sm_count = MACHINES[target.arch], target.sm_count
-    memory = machine.memory
+    machine, sm_count = target.machine, target.sm_count
+    rate = _BYTES_PER_CYCLE * machine.cycle_bandwidth
+    latency = _LATENCY_CYCLES + _ARRIVAL_CYCLES * (machine.clock - 1)
     part_bytes = 2 * context * desc.head * desc.cache.bits / 8 / parts
 
     def read(ctas: int) -> float:
         flight = ctas * min(part_bytes, desc.flight_bytes)
-        bandwidth = min(memory.bytes_per_cycle * sm_count, memory.sm_bytes_per_cycle * min(ctas, sm_count))
-        return _START_CYCLES + ctas * part_bytes * (memory.latency_cycles / flight + 1 / bandwidth)
+        bandwidth = min(rate * sm_count, _SM_BYTES_PER_CYCLE * min(ctas, sm_count))
+        return _START_CYCLES + ctas * part_bytes * (latency / flight + 1 / bandwidth)
 
-    sms = sm_count * desc.cluster * machine.clusters[desc.cluster] // 132
+    sms = desc.cluster * machine.clusters_at_once(desc.cluster)
     slots = desc.resident * sms // desc.cluster * desc.cluster
     waves, rest = divmod(places * parts, slots)
     cycles = waves * read(slots) + (read(rest) if rest else 0.0)
     if parts == 1:
         return cycles
-    return cycles + (_CLUSTER_CYCLES if desc.cluster > 1 else _WORKSPACE_CYCLES + _PART_CYCLES * parts)
+    if desc.cluster > 1:
+        return cycles + _CLUSTER_CYCLES
+    return cycles + (_WORKSPACE_CYCLES + _PART_CYCLES * parts) * machine.clock

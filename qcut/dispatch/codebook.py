@@ -19,15 +19,23 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREAM_WGMMA, CODEBOOK_WGMMA, family
+from qcut.emitters.families import (
+    CODEBOOK_MMA,
+    CODEBOOK_STREAM,
+    CODEBOOK_STREAM_ROUNDS,
+    CODEBOOK_STREAM_WGMMA,
+    CODEBOOK_WGMMA,
+    family,
+)
 from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.stream.codebook import CodebookStreamTile
+from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
 
 Rotation = RotateTokens | RotateTokensDense
 
 FEW_TOKENS = 16
-"""Most tokens for which ``codebook_stream`` serves GPUs without wgmma."""
+"""Most tokens for which weights stream past all tokens at once on GPUs without wgmma."""
 DECODE_TOKENS = 64
 """Most tokens for which weights stream past all tokens at once on sm_90a."""
 
@@ -37,13 +45,13 @@ class CodebookChoice:
     """One kernel for one problem size.
 
     Attributes:
-        family: ``codebook_stream`` (few tokens), ``codebook_stream_wgmma`` and ``codebook_wgmma`` (sm_90a), or
-            ``codebook_mma`` (every GPU).
+        family: ``codebook_stream`` and ``codebook_stream_rounds`` (few tokens), ``codebook_stream_wgmma`` and
+            ``codebook_wgmma`` (sm_90a), or ``codebook_mma`` (every GPU).
         tile: the tiles that the kernel cuts the problem into.
     """
 
     family: str
-    tile: CodebookStreamTile | CodebookStreamWgmmaTile | CodebookWgmmaTile | TileConfig
+    tile: CodebookStreamTile | CodebookRoundsTile | CodebookStreamWgmmaTile | CodebookWgmmaTile | TileConfig
 
 
 def bucket(m: int) -> int:
@@ -170,9 +178,10 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target)
                 return _stream(problem, m, n, units, target)
         return CodebookChoice(CODEBOOK_STREAM_WGMMA.name, tiles.stream_wgmma_tile(problem, m, n, units, target))
     if m <= FEW_TOKENS:
-        # Without clusters, a long K or little shared memory leaves no tile.
+        # Without clusters, a long K or little shared memory leaves no tile whose warps hold all tokens.
         with suppress(EmitError):
             return _stream(problem, m, n, units, target)
+        return CodebookChoice(CODEBOOK_STREAM_ROUNDS.name, tiles.rounds_tile(problem, m, n, units, target))
     return CodebookChoice(CODEBOOK_MMA.name, tiles.mma_tile(problem, m, n, target))
 
 

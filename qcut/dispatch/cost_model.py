@@ -1,16 +1,15 @@
 """Estimates the time of a GEMM from its tile: occupancy, waves, products, loads. Estimates only order candidates.
 
-Pure functions of sizes and the GPU. The figures of an architecture are its instruction rates (CUDA C++ Programming
-Guide, arithmetic throughput), its limits (compute capabilities), and round numbers where nothing is specified.
+Pure functions of sizes and the GPU, whose figures are those of `qcut.dispatch.machines`; numbers here are an H200's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from qcut.dispatch.gpus import Target
+from qcut.dispatch.machines import MULTIPROCESSORS
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.families import INT8_CUTLASS
 from qcut.emitters.gemm.dp4a import Dp4aTile
@@ -19,73 +18,6 @@ from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 GemmTile = TileConfig | Dp4aTile
 
 
-@dataclass(frozen=True)
-class Streaming:
-    """Rates at which an SM reads memory.
-
-    Attributes:
-        bytes_per_ns: bytes of weights per ns for each SM, where all SMs read.
-        sm_bytes_per_ns: bytes of weights per ns for one SM, where few SMs read.
-        bytes_per_cycle: bytes of a key-value cache per cycle for each SM, where all SMs read.
-        sm_bytes_per_cycle: bytes of a key-value cache per cycle that one SM reads at most.
-        latency_cycles: cycles from a warp's loads to its next loads on an idle GPU: 800 until data arrive, then
-            products.
-        units_in_flight: units of weights on their way that keep the memory busy.
-    """
-
-    bytes_per_ns: float
-    sm_bytes_per_ns: float
-    bytes_per_cycle: int
-    sm_bytes_per_cycle: int
-    latency_cycles: int
-    units_in_flight: int
-
-
-# 4.43 TB/s over 132 SMs. Kernels for few tokens were measured on an H200 only; its figures stand for every GPU.
-_H200_MEMORY = Streaming(33.5, 70.0, 20, 44, 1400, 40)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One multiprocessor of an architecture, and its share of the rest.
-
-    Attributes:
-        tensor_macs: dense int8 multiply-accumulates a cycle of the fastest tensor-core instruction qcut emits.
-        shares: share of ``tensor_macs`` that the instructions of each family reach.
-        threads: most resident threads.
-        ctas: most resident CTAs.
-        dram_bytes: memory bandwidth of the whole GPU in bytes per cycle.
-        ghz: clock under load in GHz.
-        memory: rates at which an SM reads weights or a cache for few tokens.
-        clusters: by cluster size, the clusters that 132 SMs hold at once; some SMs of a GPC find no partners.
-    """
-
-    tensor_macs: int
-    shares: dict[str, float]
-    threads: int
-    ctas: int
-    dram_bytes: float
-    ghz: float
-    memory: Streaming = _H200_MEMORY
-    clusters: Mapping[int, int] = field(default_factory=lambda: {1: 132, 2: 66, 4: 30, 8: 15})
-
-    def clusters_at_once(self, size: int, sm_count: int) -> int:
-        """Clusters of ``size`` CTAs that a GPU with ``sm_count`` SMs runs at once."""
-        return sm_count * self.clusters[size] // 132
-
-
-# wgmma reads operands from shared memory; mma.sync spends issue slots on ldmatrix; wmma takes 16 columns of K a time.
-_HOPPER = {"int8_cutlass": 1.0, "int8_mma": 0.8, "int8_wmma": 0.27}
-_AMPERE = {"int8_cutlass": 0.9, "int8_mma": 0.85, "int8_wmma": 0.6}
-MACHINES = {
-    "sm_80": Machine(2048, _AMPERE, 2048, 32, 1300, 1.41),
-    "sm_86": Machine(1024, _AMPERE, 1536, 16, 500, 1.70),
-    "sm_89": Machine(1024, _AMPERE, 1536, 24, 400, 2.20),
-    "sm_90a": Machine(4096, _HOPPER, 2048, 32, 2560, 1.75),
-    "sm_100": Machine(2048, _AMPERE, 2048, 32, 4000, 1.85),
-    "sm_120": Machine(1024, _AMPERE, 1536, 24, 750, 2.40),
-}
-"""The multiprocessor of each architecture."""
 DP4A_MACS = 256
 """Products per cycle of a multiprocessor with dp4a: 64 instructions of four products, from sm_80 on."""
 
@@ -127,12 +59,12 @@ def occupancy(arch: str, threads: int, registers: int, smem_bytes: int) -> int:
         registers: registers per thread.
         smem_bytes: static and dynamic shared memory of a CTA.
     """
-    machine, limits = MACHINES[arch], architecture(arch)
+    sm, limits = MULTIPROCESSORS[arch], architecture(arch)
     warps = -(-threads // 32)
     per_warp = -(-registers * 32 // 256) * 256  # warps get registers in multiples of 256
     by_registers = limits.registers // max(1, per_warp * warps)
     by_memory = limits.sm_smem_bytes // (smem_bytes + 1024)
-    return min(machine.ctas, machine.threads // (warps * 32), by_registers, by_memory)
+    return min(sm.ctas, sm.threads // (warps * 32), by_registers, by_memory)
 
 
 def estimate(
@@ -175,7 +107,7 @@ def estimate(
         ctas_per_sm = max(1, occupancy(target.arch, threads, registers, smem_bytes))
         cycles = _raw_cycles(family, problem, tile, m, n, k, target, threads, ctas, ctas_per_sm)
     moved = m * k * problem.a.bits / 8 + n * k * problem.b.bits / 8 + m * n * bits / 8
-    machine = MACHINES[target.arch]
+    machine = target.machine
     time_us = max(cycles, _START_CYCLES + moved / machine.dram_bytes) / machine.ghz / 1e3
     return Estimate(cycles, time_us, ctas_per_sm, ctas / (ctas_per_sm * target.sm_count))
 
@@ -196,9 +128,9 @@ def _raw_cycles(
     bm, bn, bk = tile.threadblock_shape
     splits, stages = (tile.splits, max(2, tile.stages)) if isinstance(tile, TileConfig) else (1, 2)
     steps = math.ceil(math.ceil(k / bk) / splits)
-    machine = MACHINES[target.arch]
+    machine = target.machine
     if isinstance(tile, TileConfig):
-        rate, feeding = machine.tensor_macs * machine.shares[family], 1.0 + 8.0 * _warp_perimeter(tile)
+        rate, feeding = machine.sm.tensor_macs * machine.sm.shares[family], 1.0 + 8.0 * _warp_perimeter(tile)
     else:
         rate, feeding = DP4A_MACS, 1.0 + _dp4a_perimeter(tile)
     products = bm * bn * bk * steps / rate * feeding + threads / 32 * steps * _STEP_CYCLES
@@ -207,7 +139,7 @@ def _raw_cycles(
     loads = (bm + bn) * bk * steps / _L2_BYTES
     if problem.layouts[:2] != "tn":
         loads *= 1.25  # transposed on the way, through registers
-    latency = steps / (stages - 1) * _LATENCY_CYCLES
+    latency = steps / (stages - 1) * (_LATENCY_CYCLES * machine.clock)
     store = bm * bn * problem.epilogue.out.bits / 8 / _EPILOGUE_BYTES / splits
     if splits > 1:
         store += _CLUSTER_CYCLES + bm * bn * 4 * (splits - 1) / splits / _EPILOGUE_BYTES
@@ -247,7 +179,7 @@ def tile_cycles(tile: TileConfig, out_bits: int, m: int, n: int, k: int, target:
     waves = math.ceil(tiles / target.sm_count)
     # Narrow tiles read shared memory faster than it delivers.
     width_penalty = 1.0 if bn >= 128 else 1.0 + 0.25 * (128 - bn) / 128
-    products = bm * bn * k / MACHINES[target.arch].tensor_macs * width_penalty
+    products = bm * bn * k / target.machine.sm.tensor_macs * width_penalty
     loads = (bm / cn + bn / cm) * k / (_L2_BYTES if tile.schedule == "multistage" else _TMA_BYTES)
     epilogue = bm * bn * out_bits / 8 / _EPILOGUE_BYTES
     body = max(products, loads)

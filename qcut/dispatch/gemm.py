@@ -37,8 +37,9 @@ class Choice:
         swizzle: stripe width of the tile walk (CUTLASS).
         raster: order of the tile walk (CUTLASS): 0 as CUTLASS chooses, 1 along M first, 2 along N first.
         splits: parts that K is cut into (CUTLASS's stream-K kernels; tiles of raw kernels state their own).
-        reason: ``tuned`` or ``model``, and the reason if CUTLASS's kernels were left out.
-        tuned_us: time in µs of the tuned row that the choice was taken from, or None.
+        reason: ``tuned``, with the other GPU's name where its table is a start for this one, or ``model``; and the
+            reason if CUTLASS's kernels were left out.
+        tuned_us: time in µs, on this GPU, of the tuned row that the choice was taken from, or None.
     """
 
     family: str
@@ -118,7 +119,7 @@ def _tuned(problem: GemmProblem, m: int, n: int, k: int, target: Target, familie
     """
     out = "s8" if problem.epilogue.out is DType.S8 else "f16"
     nearest: dict[str, tables.Row] = {}
-    for row in tables.rows_for(target.name).get((out, problem.layouts, n, k), ()):
+    for row in tables.rows_for(target).get((out, problem.layouts, n, k), ()):
         near = row.m * 0.75 <= m <= row.m or (m < row.m and row.m <= 64)
         closer = row.family not in nearest or _distance(m, row) < _distance(m, nearest[row.family])
         legal = row.family in families and family(row.family).is_legal(problem, row.tile, target.arch)
@@ -128,7 +129,9 @@ def _tuned(problem: GemmProblem, m: int, n: int, k: int, target: Target, familie
         return None
     # Rows at different M compare by time per row of D; up to 64 rows of D take the same time.
     row = min(nearest.values(), key=lambda row: row.time_us / max(64, row.m))
-    return Choice(row.family, row.tile, row.swizzle, row.raster, row.splits, "tuned", row.time_us)
+    start = f" for {row.tuned_on}, used as a start for {target.name}" if row.tuned_on else ""
+    time_us = None if row.tuned_on else row.time_us
+    return Choice(row.family, row.tile, row.swizzle, row.raster, row.splits, "tuned" + start, time_us)
 
 
 def _distance(m: int, row: tables.Row) -> float:
@@ -220,7 +223,8 @@ class Explanation:
         if self.others:
             rest = ", ".join(f"{name} {tile} {other.time_us:.2f} us" for name, tile, other in self.others)
             lines.append(f"Others by the model: {rest}.")
-        lines.append(f"Tables: {'; '.join(self.tables) or 'none for this GPU'}.")
+        lines.append(f"Tables: {'; '.join(self.tables) or 'none for this GPU, nor for a similar one'}.")
+        lines.append(f"Machine: {gpu.machine}.")
         return "\n".join(lines)
 
 
@@ -240,7 +244,7 @@ def explain(
         tuple(others),
         target,
         (m, n, k),
-        tables.table_for(target.name).notes,
+        tables.table_on(target).notes,
     )
 
 

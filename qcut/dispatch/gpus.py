@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
+from qcut.dispatch.machines import MACHINES, Machine, Rates, machine_for
 from qcut.errors import UnsupportedError
 
 _ARCH = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100", (12, 0): "sm_120"}
@@ -17,34 +20,34 @@ class Target:
         arch: architecture kernels are compiled for.
         sm_count: multiprocessors.
         name: the GPU's name as the driver reports it, which selects the tuned table.
+        rates: clock and bandwidth as the driver states them, of GPUs that are not known by name.
     """
 
     arch: str
     sm_count: int
     name: str = ""
+    rates: Rates | None = None
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The description of the GPU that cost models read."""
+        return machine_for(self.arch, self.sm_count, self.name, self.rates)
 
 
-GPUS = (
-    Target("sm_80", 108, "NVIDIA A100-SXM4-80GB"),
-    Target("sm_80", 108, "NVIDIA A100-SXM4-40GB"),
-    Target("sm_80", 108, "NVIDIA A100 80GB PCIe"),
-    Target("sm_86", 72, "NVIDIA A10"),
-    Target("sm_86", 84, "NVIDIA A40"),
-    Target("sm_86", 82, "NVIDIA GeForce RTX 3090"),
-    Target("sm_89", 58, "NVIDIA L4"),
-    Target("sm_89", 142, "NVIDIA L40S"),
-    Target("sm_89", 128, "NVIDIA GeForce RTX 4090"),
-    Target("sm_90a", 132, "NVIDIA H200"),
-    Target("sm_90a", 132, "NVIDIA H100 80GB HBM3"),
-    Target("sm_90a", 114, "NVIDIA H100 PCIe"),
-    Target("sm_100", 148, "NVIDIA B200"),
-    Target("sm_120", 170, "NVIDIA GeForce RTX 5090"),
-)
-"""Known GPUs with their numbers of multiprocessors, so that dispatch can be asked about them on any machine."""
+GPUS = tuple(Target(machine.arch, machine.sm_count, name) for name, machine in MACHINES.items())
+"""Known GPUs, so that dispatch can be asked about them on any machine."""
 
 
-def target_for(capability: tuple[int, int], sm_count: int, name: str = "") -> Target:
+def target_for(
+    capability: tuple[int, int], sm_count: int, name: str = "", rates: Callable[[], Rates] | None = None
+) -> Target:
     """Map a compute capability to the architecture kernels are compiled for.
+
+    Args:
+        capability: compute capability, major and minor.
+        sm_count: multiprocessors.
+        name: the GPU's name as the driver reports it.
+        rates: asks the driver for clock and bandwidth; called for GPUs that are not known by name.
 
     Raises:
         UnsupportedError: the GPU is older than compute capability 8.0, or unknown.
@@ -55,7 +58,10 @@ def target_for(capability: tuple[int, int], sm_count: int, name: str = "") -> Ta
         raise UnsupportedError(
             f"GPU {name or '?'} has compute capability {capability[0]}.{capability[1]}; qcut's kernels run on {known}"
         )
-    return Target(arch, sm_count, name)
+    machine = MACHINES.get(name.strip())
+    if rates is None or (machine is not None and machine.sm_count == sm_count):
+        return Target(arch, sm_count, name)
+    return Target(arch, sm_count, name, rates())
 
 
 def target_named(name: str) -> Target:

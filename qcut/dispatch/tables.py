@@ -1,6 +1,7 @@
 """Tables of tuned kernels: which tile was fastest for which GEMM on which GPU.
 
-A GPU has one JSON file shipped with qcut, and over it the user's own, ``$QCUT_CACHE_DIR/tuned/{gpu}.json``. A table
+A GPU has one JSON file shipped with qcut, and over it the user's own, ``$QCUT_CACHE_DIR/tuned/{gpu}.json``. A GPU
+without a shipped file may start from that of a similar GPU (`start_of`). A table
 states for which version of each family it was measured; rows of another version, and files that cannot be read, are
 ignored, and `Table.notes` holds the reason. Writing loses nothing: a new file is renamed into place, and an old file
 that was not understood is kept beside it.
@@ -17,6 +18,8 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.machines import MACHINES, balance_ratio
 from qcut.emitters.core.source import EmitError
 from qcut.emitters.families import FAMILIES, INT8_CUTLASS, SPELLINGS, family
 from qcut.errors import ConfigError
@@ -57,6 +60,8 @@ _ROW = schema.record(
         "splits": schema.integer(1, 64),
     }
 )
+ALIKE = 1.5
+"""Ratio of two GPUs' products per byte of memory up to which one starts from the other's table."""
 
 Key = tuple[str, str, str, int, int, int]
 
@@ -77,6 +82,7 @@ class Row:
         swizzle: see `qcut.dispatch.gemm.Choice`.
         raster: see `qcut.dispatch.gemm.Choice`.
         splits: see `qcut.dispatch.gemm.Choice`.
+        tuned_on: another GPU, whose row is a start for this one; empty for a GPU's own row.
     """
 
     family: str
@@ -90,11 +96,17 @@ class Row:
     swizzle: int = 1
     raster: int = 0
     splits: int = 1
+    tuned_on: str = ""
 
     @property
     def key(self) -> Key:
         """The fields that identify a row: of two rows with the same key, one replaces the other."""
         return (self.family, self.out, self.layouts, self.m, self.n, self.k)
+
+    @property
+    def place(self) -> tuple[str, str, int, int]:
+        """The fields by which dispatch looks rows up: ``out``, ``layouts``, ``n`` and ``k``."""
+        return (self.out, self.layouts, self.n, self.k)
 
 
 @dataclass(frozen=True)
@@ -346,7 +358,7 @@ def _believed(gpu: str, load: Callable[[], Table]) -> Table:
 
 @cache
 def table_for(gpu: str) -> Table:
-    """The table that dispatch uses on a GPU: the shipped table with the user's rows over it.
+    """The table of a GPU's name: the shipped table with the user's rows over it.
 
     Files are read once per process; `forget` makes the next call read them again. A file that cannot be used raises
     nothing and becomes a note.
@@ -354,17 +366,47 @@ def table_for(gpu: str) -> Table:
     return overlay(shipped(gpu), users(gpu))
 
 
+def start_of(target: Target) -> str:
+    """The GPU whose shipped table a GPU without one starts from; empty where there is none.
+
+    A row's tile is the fastest for a number of waves, and for how fast products are beside the memory. Hence the other
+    GPU has the same architecture and the same number of multiprocessors, and its products per byte of memory differ by
+    at most `ALIKE`. Of several, the nearest by this ratio. Elsewhere the model chooses.
+    """
+    if not target.name.strip() or shipped(target.name).rows:
+        return ""
+    machine = target.machine
+    near = {
+        name: balance_ratio(machine, other)
+        for name, other in MACHINES.items()
+        if (other.arch, other.sm_count) == (machine.arch, machine.sm_count) and shipped(name).rows
+    }
+    return min((name for name, ratio in near.items() if ratio <= ALIKE), key=near.__getitem__, default="")
+
+
 @cache
-def rows_for(gpu: str) -> dict[tuple[str, str, int, int], tuple[Row, ...]]:
-    """The rows of `table_for` by (out, layouts, N, K)."""
+def table_on(target: Target) -> Table:
+    """The table that dispatch uses on a GPU: that of its name, and around the user's own rows those of `start_of`."""
+    own, start = table_for(target.name), start_of(target)
+    if not start:
+        return own
+    # Times of two GPUs do not compare, so a size that was measured here has rows of this GPU alone.
+    measured = {row.place for row in own.rows}
+    rows = [dataclasses.replace(row, tuned_on=start) for row in shipped(start).rows if row.place not in measured]
+    note = f"{len(rows)} rows tuned for {start}, used as a start for {target.name}; `qcut tune` measures its own"
+    return dataclasses.replace(own, rows=(*own.rows, *rows), notes=(*own.notes, note))
+
+
+@cache
+def rows_for(target: Target) -> dict[tuple[str, str, int, int], tuple[Row, ...]]:
+    """The rows of `table_on` by `Row.place`."""
     rows: dict[tuple[str, str, int, int], tuple[Row, ...]] = {}
-    for row in table_for(gpu).rows:
-        key = (row.out, row.layouts, row.n, row.k)
-        rows[key] = (*rows.get(key, ()), row)
+    for row in table_on(target).rows:
+        rows[row.place] = (*rows.get(row.place, ()), row)
     return rows
 
 
 def forget() -> None:
     """Forget all tables, so that the next call reads the files again."""
-    table_for.cache_clear()
-    rows_for.cache_clear()
+    for kept in (table_for, table_on, rows_for):
+        kept.cache_clear()

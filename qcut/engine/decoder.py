@@ -105,9 +105,9 @@ class AddNorm:
         given = (x, unadded, weight, bias, self.norm == "layer", self.eps)
         rows: Rows
         if self.k_padded is None:
-            total, rows = torch.ops.qcut.add_norm(*given)
+            total, rows = torch.ops.qcut.add_norm(*given, constants=True)
         else:
-            total, q, scale = torch.ops.qcut.add_norm_int8(*given, self.k_padded)
+            total, q, scale = torch.ops.qcut.add_norm_int8(*given, self.k_padded, constants=True)
             rows = Int8Rows(q, scale, x.dtype)
         return x if unadded is None else total, rows
 

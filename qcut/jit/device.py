@@ -12,6 +12,7 @@ from qcut.jit import toolchain
 from qcut.storage.locks import once
 
 _ATTRIBUTES = {"sm_count": 16, "cc_major": 75, "cc_minor": 76}
+_RATES = {"clock_khz": 13, "memory_khz": 36, "bus_bits": 37, "l2_bytes": 38}
 _CAPTURE_MODE_RELAXED = 2
 _CAPTURE_ACTIVE = 1
 
@@ -70,6 +71,28 @@ def device(ordinal: int) -> Device:
         values[key] = value.value
     cc = (values["cc_major"], values["cc_minor"])
     return Device(ordinal, name.value.decode(errors="replace"), cc, values["sm_count"], memory.value)
+
+
+def rates(ordinal: int) -> dict[str, int]:
+    """What the driver states of a GPU's speed, 0 for a number that it does not state.
+
+    Args:
+        ordinal: CUDA ordinal.
+
+    Returns:
+        ``clock_khz``, the highest clock of the multiprocessors; ``memory_khz``, the memory's, of which each cycle
+        transfers twice; ``bus_bits``, width of the memory's bus; ``l2_bytes``.
+
+    Raises:
+        DeviceError: there is no such device, or no driver.
+    """
+    lib, handle, value = _initialised(), ctypes.c_int(), ctypes.c_int()
+    _check(lib.cuDeviceGet(ctypes.byref(handle), ordinal), f"device {ordinal}")
+    found = {}
+    for key, code in _RATES.items():
+        stated = lib.cuDeviceGetAttribute(ctypes.byref(value), code, handle) == 0
+        found[key] = max(0, value.value) if stated else 0
+    return found
 
 
 def driver_version() -> str:

@@ -18,6 +18,7 @@ from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 from qcut.layers.stored import StateEntry
 from qcut.models.modules import float_bias, float_weight
 from qcut.numerics.checks import out_of_range
+from qcut.ops.gradients import inference_only
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,9 +31,9 @@ class Linear(nn.Module):
 
     Calling this class makes a layer of the subclass that computes the scheme, whose buffers and exactness are its own.
 
-    Build one with `from_float`, or with the class and a state dict. Inference only: torch warns when a gradient reaches
-    the layer. ``.to(dtype)``, ``.half()`` and the like leave the buffers as they are: the layer computes in whatever
-    type its input has, and ``.to(device)`` moves everything.
+    Build one with `from_float`, or with the class and a state dict. Inference only: a backward pass that reaches the
+    layer raises `UnsupportedError`. ``.to(dtype)``, ``.half()`` and the like leave the buffers as they are: the layer
+    computes in whatever type its input has, and ``.to(device)`` moves everything.
 
     Args:
         in_features: K.
@@ -213,6 +214,11 @@ class Linear(nn.Module):
             raise ShapeError(
                 f"{layer_prefix(self.name)}x has shape {list(x.shape)}; allowed: [..., {self.in_features}]"
             )
+        if x.requires_grad and torch.is_grad_enabled():
+            with torch.no_grad():
+                y = self._product(x)
+            result: Tensor = inference_only(y, x, f"{layer_prefix(self.name)}{self.scheme.name}")
+            return result
         return self._product(x)
 
     @property

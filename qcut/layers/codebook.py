@@ -29,6 +29,7 @@ from qcut.layers.codebook_buffers import (
     stored_passes,
 )
 from qcut.layers.lookup import lookup_for
+from qcut.layers.readings import Reading
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
 from qcut.layers.stored import StateEntry
 from qcut.models.modules import dtype_name, float_bias, tensor_key
@@ -37,11 +38,18 @@ from qcut.numerics.int8 import apply_activation
 from qcut.ops.codebook import can_rotate
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from qcut.cuda.prebuild import LayerCall
 
 _GEMM = torch.ops.qcut.codebook_gemm.default
 _GEMV = torch.ops.qcut.codebook_gemv.default
 _EXPLICIT = torch.ops.qcut.codebook_linear.default
+
+Books = dict[torch.dtype, tuple[int, ...]]
+"""A codebook in both 16-bit types, as launches take it."""
+
+_CODEBOOK_KEYS = tuple(keys[CodebookSet._fields.index("codebook")] for keys in SET_KEYS)
 
 PATHS = ("fused", "explicit")
 _HALVES = (torch.float16, torch.bfloat16)
@@ -162,7 +170,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         self.set_bits = list(widths) if len(set(widths)) > 1 else [widths[0]]
         self._rotation = rotation_for(RotationSpec(self.kind, self.group_size, k, scheme.seeds))
         self._rotates_one = not self.int8 and len(self.set_bits) == 1 and can_rotate(self.kind, self.group_size, k)
-        self._books: list[dict[torch.dtype, tuple[int, ...]]] | None = None
+        self._read: Reading[list[Books]] | None = None
         units = self.geometry.units * len(widths) // len(self.set_bits)
         norms_shape = n, len(widths) * self.geometry.groups
         buffers: dict[str, Tensor | None] = {
@@ -329,20 +337,20 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             )
         rest = x.shape[:-1]
         m = math.prod(rest)
-        books = self._books or self._read_books()
         b = self._buffers  # nn.Module finds buffers through a slow __getattr__; this is the hot path
+        books = self._books()
         units, norms, col_scale, bias = b["units"], b["packed_norms"], b["col_scale"], b["bias"]
         if m == 1 and self._rotates_one:
             row = x.reshape(1, self.in_features), self._rotation.operands_for(x), self.group_size, self.scheme.seeds
             one = units, norms, col_scale, books[0][dtype]
-            y = _GEMV(*row, *one, bias, self.set_bits[0], self.activation, None, dtype)
+            y = _GEMV(*row, *one, bias, self.set_bits[0], self.activation, None, dtype, True)
             return y.view(*rest, self.out_features)
         tokens, halves = (torch.int8, torch.float16) if self.int8 else (dtype, dtype)
         blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
         scale = row_scale if self.int8 else None
         if len(self.set_bits) == 1:
             whole = units, norms, b["fold"], col_scale, books[0][halves]
-            y = _GEMM(blocks, scale, m, *whole, bias, self.set_bits[0], self.activation, None, dtype)
+            y = _GEMM(blocks, scale, m, *whole, bias, self.set_bits[0], self.activation, None, dtype, True)
             return y.view(*rest, self.out_features)
         # One product for each set: the second adds the result of the first, and the activation comes last.
         sets = self.sets()
@@ -351,13 +359,27 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         for i, (part, of_set) in enumerate(zip(sets, blocks.split(counts), strict=True)):
             weight = *part[:4], books[i][halves]
             added = bias if i else None
-            total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32)
+            total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32, True)
         return apply_activation(cast(Tensor, total), self.activation).to(dtype).view(*rest, self.out_features)
 
-    def _read_books(self) -> list[dict[torch.dtype, tuple[int, ...]]]:
+    def _books(self) -> list[Books]:
         """The codebooks as 16-bit values on the host, from which launches take them."""
-        self._books = [{dtype: products.pack_book(part.codebook, dtype) for dtype in _HALVES} for part in self.sets()]
-        return self._books
+        tensors, read = self._codebooks(), self._read
+        if read is None or not (torch.compiler.is_compiling() or read.holds_for(*tensors)):
+            books = [{dtype: products.pack_book(codebook, dtype) for dtype in _HALVES} for codebook in tensors]
+            read = self._read = Reading(tensors, books)
+        return read.value
+
+    def _codebooks(self) -> list[Tensor]:
+        buffers = cast(dict[str, Tensor], self._buffers)
+        return [buffers[key] for key in _CODEBOOK_KEYS[: len(self.set_bits)]]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        read = self._read
+        super()._apply(fn, recurse)
+        # Moving changes no value: the call that follows need not wait for the device.
+        self._read = None if read is None else Reading(self._codebooks(), read.value)
+        return self
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
@@ -402,7 +424,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             mine = passes[i * per_set : (i + 1) * per_set]
             own_norms = norms[:, i * per_set * g.groups : (i + 1) * per_set * g.groups]
             self._buffers.update(zip(SET_KEYS[i], packed_set(mine, own_norms, bits, g, self.int8), strict=True))
-        self._read_books()
+        self._books()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for key, stored in self.stored().items():

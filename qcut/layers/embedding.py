@@ -18,6 +18,7 @@ from qcut.errors import DtypeError, QuantizationError, UnsupportedError, layer_p
 from qcut.layers.base import Linear
 from qcut.layers.int8 import Int8Linear
 from qcut.models.modules import WEIGHT_DTYPES, dtype_name, is_linear, tensor_key, weight_dtype_names, weight_of
+from qcut.ops.checks import check_indices
 
 _ID_DTYPES = (torch.int32, torch.int64)
 
@@ -145,7 +146,7 @@ class Embedding(nn.Module):
 
         Raises:
             DtypeError: ids of another dtype.
-            IndexError: an id below 0, or beyond the rows, on the CPU. On CUDA the device asserts, as it does for
+            RangeError: an id below 0, or beyond the rows, on the CPU. On CUDA the device asserts, as it does for
                 ``nn.Embedding``.
 
         Exactness: rows of `dequantized_weight`, rounded to `dtype`: bitwise, but for the rotation ``qr``, whose float32
@@ -153,6 +154,8 @@ class Embedding(nn.Module):
         """
         if ids.dtype not in _ID_DTYPES:
             raise DtypeError(f"{type(self).__name__}: ids are {dtype_name(ids.dtype)}; allowed: int32, int64")
+        if ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_indices(type(self).__name__, "ids", ids, self.num_embeddings)
         rows = self.linear.rows(ids.reshape(-1))
         return rows.to(self.dtype).view(*ids.shape, self.embedding_dim)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from qcut.config import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Scheme, StaticRange, padded_k
-from qcut.errors import ConfigError, layer_prefix
+from qcut.errors import ConfigError, QuantizationError, layer_prefix
 from qcut.layers.base import Linear
+from qcut.layers.readings import Reading
 from qcut.numerics import int8 as numerics
 from qcut.numerics.checks import first_difference, out_of_range
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from qcut.cuda.prebuild import LayerCall
 
 _W8A8 = torch.ops.qcut.w8a8_linear.default
@@ -115,7 +119,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
             ``[M, N]``, bitwise what `forward` makes of the tokens.
         """
         b = self._buffers
-        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax)
+        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax, True)
 
     def forward_with_absmax(self, x: Tensor, absmax: Tensor) -> Tensor:
         """Applies the layer to rows whose largest magnitudes are known.
@@ -128,12 +132,12 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
             ``[M, N]``, bitwise what `forward` makes of x.
         """
         b = self._buffers
-        return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+        return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
 
     def _product(self, x: Tensor) -> Tensor:
         # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.
         b = self._buffers
-        return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+        return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
 
 
 class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
@@ -154,14 +158,24 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
     colsum: Tensor
     input_scale: Tensor
     input_zero_point: Tensor
-    _input_qparams: tuple[float, int] | None
+    _read: Reading[tuple[float, int]] | None
 
     @property
     def input_qparams(self) -> tuple[float, int]:
-        """Scale and zero point of the input, read from the device once."""
-        if self._input_qparams is None:
-            self._input_qparams = (float(self.input_scale), int(self.input_zero_point))
-        return self._input_qparams
+        """Scale and zero point of the input, read from the device once, and again when a tensor has changed.
+
+        Raises:
+            QuantizationError: a scale that is not positive and finite, or a zero point out of range.
+        """
+        tensors, read = self._range_tensors(), self._read
+        if read is None or not (torch.compiler.is_compiling() or read.holds_for(*tensors)):
+            scale, zero_point = float(tensors[0]), int(tensors[1])
+            if not 0 < scale < math.inf:
+                raise QuantizationError(f"input_scale is {scale}; allowed: positive and finite", self.name)
+            if not -128 <= zero_point <= 127:
+                raise QuantizationError(f"input_zero_point is {zero_point}; allowed: -128 to 127", self.name)
+            read = self._read = Reading(tensors, (scale, zero_point))
+        return read.value
 
     def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
         """See `Linear.state_problem`: besides, parameters of the input that can be, and factors and sums as defined."""
@@ -180,7 +194,7 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
         return None
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
-        self._input_qparams = None
+        self._read = None
         n = self.out_features
         return super()._empty_buffers(device) | {
             "col_scale": torch.empty(n, dtype=torch.float32, device=device),
@@ -197,19 +211,31 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
         self.input_zero_point = torch.full((1,), zero_point, dtype=torch.int32, device=weight.device)
         self.col_scale = self.input_scale * self.weight_scale
         self.colsum = numerics.colsum_ref(self.qweight)
-        self._input_qparams = (scale, zero_point)
+        self._read = Reading(self._range_tensors(), (scale, zero_point))
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
-        scale, zero_point = self._input_qparams or self.input_qparams
-        return _W8A8_STATIC(x, b["qweight"], b["col_scale"], b["colsum"], b["bias"], scale, zero_point, self.activation)
+        scale, zero_point = self.input_qparams
+        weight = b["qweight"], b["col_scale"], b["colsum"], b["bias"]
+        return _W8A8_STATIC(x, *weight, scale, zero_point, self.activation, True)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
-        self._input_qparams = None
+        self._read = None
         if not self.input_scale.is_meta:
             # Read here, since reading a tensor at the first call would break a compiled graph.
             _ = self.input_qparams
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        read = self._read
+        super()._apply(fn, recurse)
+        # Moving changes no value: the call that follows need not wait for the device.
+        self._read = None if read is None else Reading(self._range_tensors(), read.value)
+        return self
+
+    def _range_tensors(self) -> tuple[Tensor, Tensor]:
+        b = self._buffers  # see `_product`
+        return cast(Tensor, b["input_scale"]), cast(Tensor, b["input_zero_point"])
 
 
 class W8A16Linear(Int8Linear, schemes=[W8A16()]):
@@ -220,4 +246,4 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
-        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation)
+        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)

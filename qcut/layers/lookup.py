@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from qcut.codebooks import rotation
 from qcut.codebooks.layout import Geometry
+from qcut.storage.locks import once
 
 
 class Lookup(NamedTuple):
@@ -37,16 +37,16 @@ def lookup_for(kind: rotation.Kind, group_size: int, k: int, seed: int, device: 
     return (_traced if compiling else _cached)(kind, group_size, k, seed, device)
 
 
-@lru_cache(maxsize=16)
+@once  # for good, and one for all threads: a CUDA graph may read them
 def _cached(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
     geometry = Geometry(k, group_size)
     parts = rotation.groups(k, geometry.full)
-    return Lookup(
-        geometry.columns(device),
-        rotation.per_column(torch.arange(len(parts), device=device), parts),
-        torch.tensor([1.0 if kind == rotation.NO_ROTATION else d**-0.5 for _, d in parts], device=device),
-        rotation.back_operands(k, kind, geometry.full, seed, device),
-    )
+    places = geometry.columns(device)
+    groups = rotation.per_column(torch.arange(len(parts), device=device), parts)
+    turns = rotation.back_operands(k, kind, geometry.full, seed, device)
+    # The copy to the device comes last and waits for the stream: from now on other streams may find all of them.
+    sizes = torch.tensor([1.0 if kind == rotation.NO_ROTATION else d**-0.5 for _, d in parts], device=device)
+    return Lookup(places, groups, sizes, turns)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

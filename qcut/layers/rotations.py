@@ -50,7 +50,9 @@ class Rotation:
         matrices = dtype if self.spec.kind == "qr" and dtype in _HALVES else torch.float16
         made = self._operands.get((matrices, device))
         if made is None:
-            made = self._operands[matrices, device] = rotated_tokens.operands(*self.spec, matrices, device)
+            # Threads that meet here get the same tensor: a graph of either may go on reading it.
+            own = rotated_tokens.operands(*self.spec, matrices, device)
+            made = self._operands.setdefault((matrices, device), own)
         return made
 
     def operands_for(self, x: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ shared = SharedRotations()
 
 def _rotate(spec: RotationSpec, x: Tensor, tokens: torch.dtype, operands: Tensor) -> tuple[Tensor, Tensor]:
     rows = x.reshape(-1, spec.k)
-    result: tuple[Tensor, Tensor] = _ROTATE(rows, operands, spec.kind, spec.group_size, spec.seeds, tokens)
+    result: tuple[Tensor, Tensor] = _ROTATE(rows, operands, spec.kind, spec.group_size, spec.seeds, tokens, True)
     return result
 
 

@@ -213,6 +213,23 @@ def raise_absmax(absmax: Tensor | None, rows: Tensor) -> None:
         torch.maximum(absmax, rows.flatten(1).abs().amax(1).float(), out=absmax)
 
 
+def check_zero_points(zero_point: int | Tensor) -> None:
+    """Checks zero points on the CPU; on another device, where this would wait for the device, kernels saturate them.
+
+    Raises:
+        ConfigError: one is beyond int8, and the product with ``colsum`` might overflow.
+    """
+    if isinstance(zero_point, int):
+        given = zero_point
+    elif zero_point.device.type != "cpu" or zero_point.numel() == 0:
+        return
+    else:
+        lowest, highest = (int(v) for v in torch.aminmax(zero_point))
+        given = lowest if lowest < -128 else highest
+    if not -128 <= given <= 127:
+        raise ConfigError(f"gemm_s8: zero_point is {given}; allowed: -128 to 127")
+
+
 def gemm_s8_ref(
     a: Tensor,
     b: Tensor,
@@ -263,8 +280,8 @@ def gemm_s8_ref(
         ``out_dtype`` ``[M, N]``, row-major.
 
     Raises:
-        ConfigError: a zero point without colsum, a residual with int8, an unknown activation, ``wrap`` with another
-            dtype than int8, or anything fused with an output of raw accumulators.
+        ConfigError: a zero point without colsum or out of range, a residual with int8, an unknown activation, ``wrap``
+            with another dtype than int8, or anything fused with an output of raw accumulators.
 
     Exactness: bitwise for activations ``none`` and ``relu``; the others are float32 functions of
     the same argument.
@@ -278,6 +295,7 @@ def gemm_s8_ref(
     if zero_point is not None:
         if colsum is None:
             raise ConfigError("gemm_s8: a zero point needs colsum")
+        check_zero_points(zero_point)
         zp = zero_point[:, None] if isinstance(zero_point, Tensor) else zero_point
         acc -= zp * colsum
     v = acc.float()
@@ -380,15 +398,16 @@ def apply_activation(v: Tensor, activation: str) -> Tensor:
 
     Exactness: ``none`` and ``relu`` bitwise; the others within 4 ulp of ``max(|v|, |act(v)|)``.
     """
-    # Written as single operations: torch's fused functions differ in the last bit with an element's position.
+    # Written as single operations: torch's fused functions differ in the last bit with an element's position. v is
+    # halved before it is doubled, since 2 v may be beyond float32.
     match check_activation(activation):
         case "relu":
             return torch.relu(v)
         case "gelu_erf":
-            return torch.erf(v * math.sqrt(0.5)).add_(1.0).mul_(v).mul_(0.5)
+            return torch.erf(v * math.sqrt(0.5)).add_(1.0).mul_(v * 0.5)
         case "gelu_tanh":
             inner = (v * v).mul_(v).mul_(0.044715).add_(v).mul_(math.sqrt(2.0 / math.pi))
-            return inner.tanh_().add_(1.0).mul_(v).mul_(0.5)
+            return inner.tanh_().add_(1.0).mul_(v * 0.5)
         case "silu":
             return v / torch.neg(v).exp_().add_(1.0)
     return v

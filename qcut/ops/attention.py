@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
-from qcut.ops.checks import F32, FLOAT_DTYPES, S32, check_absmax, check_dtype, check_tensor
+from qcut.ops.checks import F32, FLOAT_DTYPES, S32, check_absmax, check_dtype, check_indices, check_tensor
 from qcut.ops.registry import MUTATED, operator
 
 MAX_SEQUENCES = 65_535
@@ -85,8 +85,9 @@ class AppendKv(NamedTuple):
         v: as k.
         cos: ``[positions, head]`` of q's type, alike for both columns of a pair; None: positions are not rotary.
         sin: as ``cos``.
-        positions: int32 ``[T]``, rows of ``cos`` and ``sin``.
-        slots: int32 ``[T]``, places in the cache.
+        positions: int32 ``[T]``, rows of ``cos`` and ``sin``; CUDA does not check them.
+        slots: int32 ``[T]``, places in the cache, each below ``context``. CUDA stores nothing of a token whose place is
+            none of the cache's.
         keys: ``[S, kv_heads, context, head]`` of q's type or int8, contiguous, S at least ``T / length``; written.
         values: as ``keys``.
         key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous, written; else None.
@@ -97,6 +98,7 @@ class AppendKv(NamedTuple):
     Raises:
         DtypeError, ShapeError, DeviceError: a tensor is not as above, or ``length`` does not divide T.
         ConfigError: cosines without sines, or scales that do not go with the cache's type.
+        RangeError: a place or position out of range, on the CPU.
 
     Exactness: bitwise; int8 rows and scales are `qcut.numerics.int8.quantize_per_token_ref` of a head.
     """
@@ -134,7 +136,9 @@ class AppendKv(NamedTuple):
     def cpu(self) -> None:
         tokens, cache = self.tokens, self.cache
         q, k = tokens.q, tokens.k
+        check_indices("qcut::append_kv", "slots", tokens.slots, cache.keys.shape[2])
         if tokens.rotary:
+            check_indices("qcut::append_kv", "positions", tokens.positions, min(map(len, tokens.rotary)))
             cos, sin = (table[tokens.positions.long(), None] for table in tokens.rotary)
             q.copy_(_rotated(q, cos, sin, self.interleaved))
             k = _rotated(k, cos, sin, self.interleaved)
@@ -163,7 +167,7 @@ class DecodeAttention(NamedTuple):
         values: as ``keys``.
         key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous; else None.
         value_scales: as ``key_scales``.
-        positions: int32 ``[B]``, each below ``context``.
+        positions: int32 ``[B]``, each below ``context``; CUDA takes the nearest of those for another.
         scale: multiplies scores.
         counters: int32 of at least ``B * heads`` zeros for the kernel to count with, which leaves zeros; None: the
             operator has its own. Two launches that may run at the same time need counters of their own. In the capture
@@ -175,6 +179,7 @@ class DecodeAttention(NamedTuple):
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: scales that do not go with the cache's type.
+        RangeError: a position out of range, on the CPU.
 
     Exactness: that of float32 scores and sums, in an order that the device, ``context`` and B decide. Kernels for
     16-bit queries round the weights to q's type, the CPU rounds K and V of an int8 cache to q's type. Each device gives
@@ -207,6 +212,7 @@ class DecodeAttention(NamedTuple):
 
     def cpu(self) -> Tensor:
         q, positions, cache = self.q, self.positions, self.cache
+        check_indices("qcut::decode_attention", "positions", positions, cache.keys.shape[2])
         longest = int(positions.max()) + 1 if len(q) else 0
         k = _dequantized(cache.keys, cache.key_scales, len(q), longest, q.dtype)
         v = _dequantized(cache.values, cache.value_scales, len(q), longest, q.dtype)
@@ -228,8 +234,10 @@ class AppendAttention(NamedTuple):
         cos: ``[positions, head]`` of q's type, alike for columns i and ``i + head / 2``; None: positions are not
             rotary.
         sin: as ``cos``.
-        positions: int32 ``[B]``, rows of ``cos`` and ``sin``, and the last place that each query reads.
-        slots: int32 ``[B]``, places in the cache.
+        positions: int32 ``[B]``, rows of ``cos`` and ``sin``, and the last place that each query reads, below
+            ``context``; CUDA takes the nearest of those for another.
+        slots: int32 ``[B]``, places in the cache, each below ``context``. CUDA stores nothing of a token whose place is
+            none of the cache's.
         keys: ``[S, kv_heads, context, head]`` of q's type or int8, contiguous, S at least B; written.
         values: as ``keys``.
         key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous, written; else None.
@@ -246,6 +254,7 @@ class AppendAttention(NamedTuple):
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: cosines without sines, or scales that do not go with the cache's type.
+        RangeError: a place or position out of range, on the CPU.
 
     Exactness: bitwise the two operators one after the other, on the same device.
     """
@@ -295,6 +304,7 @@ class AppendAttention(NamedTuple):
 
     def cpu(self) -> Tensor:
         append, attention = self.parts
+        check_indices("qcut::append_attention", "positions", self.positions, self.keys.shape[2])
         append.cpu()
         y = attention.cpu()
         int8.raise_absmax(self.absmax, y)
@@ -396,6 +406,7 @@ def _check_launch(op: str, q: Tensor, counters: Tensor | None) -> None:
         return
     check_dtype(op, "counters", counters.dtype, S32)
     places = sequences * heads
-    if counters.dim() != 1 or counters.shape[0] < places or counters.device != q.device:
-        allowed = f"[{places} or more] on {q.device}, one for each query"
+    given = counters.dim() == 1 and counters.shape[0] >= places and counters.is_contiguous()
+    if not given or counters.device != q.device:
+        allowed = f"[{places} or more] on {q.device}, contiguous, one for each query"
         raise ShapeError(f"qcut::{op}: counters are {list(counters.shape)} on {counters.device}; allowed: {allowed}")

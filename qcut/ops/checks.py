@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcut.errors import ConfigError, DeviceError, DtypeError, QuantizationError, ShapeError
+from qcut.errors import ConfigError, DeviceError, DtypeError, QuantizationError, RangeError, ShapeError
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 S8, S32, F32 = (torch.int8,), (torch.int32,), (torch.float32,)
@@ -65,6 +65,15 @@ def check_k(op: str, k: int, k_max: int) -> None:
     """Raises `QuantizationError` where int32 sums of K products may overflow."""
     if k > k_max:
         raise QuantizationError(f"qcut::{op}: K is {k}; int32 sums are exact for K <= {k_max}")
+
+
+def check_indices(op: str, name: str, indices: Tensor, limit: int) -> None:
+    """Raises `RangeError` unless all indices, on the CPU, are from 0 to ``limit - 1``."""
+    if indices.numel():
+        lowest, highest = (int(v) for v in torch.aminmax(indices))
+        if lowest < 0 or highest >= limit:
+            found = lowest if lowest < 0 else highest
+            raise RangeError(f"{op}: {name} holds {found}; allowed: 0 to {limit - 1}")
 
 
 def check_zero_point(op: str, name: str, zero_point: int) -> None:

@@ -3,6 +3,10 @@
 A codebook weight lies in memory as *units* of 16 rows and 128 columns, see `qcut.codebooks.layout`. Columns of the
 weight are rotated group by group, and the operators rotate tokens in the same way. The second pass of a weight follows
 the first along the columns.
+
+With ``constants`` the caller promises that no kernel queued just before writes the weight or the operands of the
+rotation. On CUDA, kernels then read them while their predecessor on the stream still runs. Codebook layers promise
+this; without the promise, every argument may come from the kernel just before.
 """
 
 from __future__ import annotations
@@ -41,11 +45,13 @@ class RotateTokens(NamedTuple):
 
     Args:
         x: float16, bfloat16 or float32 ``[M, K]``, K at least 1, of any strides.
-        operands: signs or matrices of the rotation, as `qcut.codebooks.tokens.operands` makes them; for kernels alone.
+        operands: signs or matrices of the rotation, as `qcut.codebooks.tokens.operands` makes them, which kernels read;
+            the CPU reads ``seeds``.
         kind: ``hadamard``, ``qr`` or ``none``.
         group_size: columns of a group; K or more takes whole rows.
         seeds: one for each pass, at least one.
         out_dtype: int8, or x's type where that has 16 bits.
+        constants: see the module.
 
     Returns:
         Blocks ``[passes * Kp / B, ceil(M / 8), 8, B]`` of ``out_dtype``, B = 128 bytes and Kp the padded columns of a
@@ -64,6 +70,7 @@ class RotateTokens(NamedTuple):
     group_size: int
     seeds: list[int]
     out_dtype: torch.dtype
+    constants: bool = False
 
     def check(self) -> None:
         op, x = "rotate_tokens", self.x
@@ -75,7 +82,9 @@ class RotateTokens(NamedTuple):
         if self.out_dtype is not torch.int8:
             name = str(self.out_dtype).removeprefix("torch.")
             check_dtype(op, f"x, with tokens of {name},", x.dtype, (self.out_dtype,))
-        check_tensor(op, "operands", self.operands, (self.operands.dtype,), self.operands.shape, x.device)
+        if self.kind != rotation.NO_ROTATION:
+            dtypes, shape = tokens.operand_layout(cast(rotation.Kind, self.kind), self.group_size, x, len(self.seeds))
+            check_tensor(op, "operands", self.operands, dtypes, shape, x.device)
 
     def fake(self) -> tuple[Tensor, Tensor]:
         (m, k), out_dtype = self.x.shape, self.out_dtype
@@ -119,6 +128,7 @@ class CodebookGemm(NamedTuple):
         activation: see `qcut.config.ACTIVATIONS`.
         residual: ``[m, N]`` of ``out_dtype``; None: none is added.
         out_dtype: float16, bfloat16 or float32.
+        constants: see the module.
 
     Returns:
         y ``[m, N]`` of ``out_dtype``, contiguous.
@@ -145,6 +155,7 @@ class CodebookGemm(NamedTuple):
     activation: str
     residual: Tensor | None
     out_dtype: torch.dtype
+    constants: bool = False
 
     def check(self) -> None:
         op, x, m = "codebook_gemm", self.x, self.m
@@ -210,6 +221,7 @@ class CodebookGemv(NamedTuple):
         activation: see `qcut.config.ACTIVATIONS`.
         residual: ``[1, N]`` of ``out_dtype``; None: none is added.
         out_dtype: float16, bfloat16 or float32.
+        constants: see the module.
 
     Returns:
         y ``[1, N]`` of ``out_dtype``, contiguous.
@@ -234,11 +246,14 @@ class CodebookGemv(NamedTuple):
     activation: str
     residual: Tensor | None
     out_dtype: torch.dtype
+    constants: bool = False
 
     @property
     def rotation(self) -> RotateTokens:
         """The rotation, first of the two operators that together compute the same."""
-        return RotateTokens(self.x, self.operands, "hadamard", self.group_size, self.seeds, self.x.dtype)
+        return RotateTokens(
+            self.x, self.operands, "hadamard", self.group_size, self.seeds, self.x.dtype, self.constants
+        )
 
     def product(self, blocks: Tensor) -> CodebookGemm:
         """The product of the rotation's blocks, second of the two operators that together compute the same."""

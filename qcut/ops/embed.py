@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
-from qcut.ops.checks import F32, FLOAT_DTYPES, S32, check_dtype, check_tensor
+from qcut.ops.checks import F32, FLOAT_DTYPES, S32, check_dtype, check_indices, check_tensor
 from qcut.ops.registry import operator
 
 _OP = "embed_rows"
@@ -39,7 +39,7 @@ class EmbedRows(NamedTuple):
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: positions without their table, or a table without positions.
-        IndexError: an id or a position is outside of its table, on the CPU. A CUDA kernel reads the nearest row
+        RangeError: an id or a position is outside of its table, on the CPU. A CUDA kernel reads the nearest row
             instead, since an error would have to wait for the device; memory outside of a table is never read.
 
     Exactness: bitwise ``nn.Embedding``, or `qcut.Embedding` of int8, and the sum of two.
@@ -74,6 +74,9 @@ class EmbedRows(NamedTuple):
         return self.table.new_empty((self.ids.shape[0], self.table.shape[1]), dtype=self.dtype)
 
     def cpu(self) -> Tensor:
+        check_indices(f"qcut::{_OP}", "ids", self.ids, len(self.table))
+        if self.positions is not None and self.position_table is not None:
+            check_indices(f"qcut::{_OP}", "positions", self.positions, len(self.position_table))
         y = self.table.index_select(0, self.ids)
         if self.scale is not None:
             y = int8.dequantize_ref(y, self.scale.index_select(0, self.ids), self.dtype)

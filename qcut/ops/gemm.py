@@ -168,7 +168,8 @@ def gemm_s8(
         b: int8 ``[N, K]``, N >= 1, as weights are stored: the right operand of the product is its transpose. Read in
             place where it is contiguous along K or along N. Pointers, leading dimensions and contiguous extents of a
             and b that are multiples of 16 bytes are the fast case.
-        zero_point: int32 ``[M]``, in [-128, 127]; goes with ``colsum``.
+        zero_point: int32 ``[M]``, in [-128, 127]; goes with ``colsum``. The CPU refuses values out of range; CUDA
+            saturates them, since an error would have to wait for the device.
         colsum: int32 ``[N]``, ``sum_k b[n, k]``.
         row_scale: float32 ``[M]``.
         col_scale: float32 ``[N]``.
@@ -188,7 +189,7 @@ def gemm_s8(
 
     Raises:
         ShapeError, DtypeError, DeviceError: a tensor that does not fit the others.
-        ConfigError: an option that does not exist, or contradicts another.
+        ConfigError: an option that does not exist, or contradicts another; on the CPU, a zero point out of range.
         QuantizationError: K beyond the exact range.
         UnsupportedError: a GPU that the kernels do not run on.
         BuildError: a kernel that is not in the cache does not compile.

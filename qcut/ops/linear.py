@@ -1,8 +1,8 @@
 """The operators that compute a whole linear layer with int8 weights, one for each scheme and each kind of tokens.
 
-A layer's weight, scales, sums and bias are constants: on CUDA, a kernel may read them before the kernel queued just
-before on the stream has ended. For weights that the kernel just before writes, use
-`qcut.gemm_s8`.
+With ``constants`` the caller promises that no kernel queued just before writes the layer's weight, scales, sums or
+bias. On CUDA, the kernel of few tokens then reads them while its predecessor on the stream still runs. `qcut.Linear`
+promises this; without the promise, every argument may come from the kernel just before.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class W8A8Linear(NamedTuple):
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
         activation: one of `qcut.config.ACTIVATIONS`.
+        constants: see the module.
 
     Returns:
         ``[..., N]``, contiguous, of x's type.
@@ -91,6 +92,7 @@ class W8A8Linear(NamedTuple):
     weight_scale: Tensor
     bias: Tensor | None
     activation: str
+    constants: bool = False
 
     def check(self) -> None:
         weight_scale = ("weight_scale", self.weight_scale)
@@ -101,7 +103,7 @@ class W8A8Linear(NamedTuple):
         return _like_tokens(self.x, self.qweight)
 
     def cpu(self) -> Tensor:
-        return _by_rows(numerics.w8a8_linear_ref, *self)
+        return _by_rows(numerics.w8a8_linear_ref, *self[:-1])
 
 
 @operator("w8a8_static_linear", returns="Tensor", native=True)
@@ -117,6 +119,7 @@ class W8A8StaticLinear(NamedTuple):
         x_scale: scale of the tokens, a positive float32.
         x_zero_point: zero point of the tokens, in [-128, 127].
         activation: one of `qcut.config.ACTIVATIONS`.
+        constants: see the module.
 
     Returns:
         ``[..., N]``, contiguous, of x's type.
@@ -136,6 +139,7 @@ class W8A8StaticLinear(NamedTuple):
     x_scale: float
     x_zero_point: int
     activation: str
+    constants: bool = False
 
     def check(self) -> None:
         op = "w8a8_static_linear"
@@ -149,7 +153,7 @@ class W8A8StaticLinear(NamedTuple):
         return _like_tokens(self.x, self.qweight)
 
     def cpu(self) -> Tensor:
-        return _by_rows(numerics.w8a8_static_linear_ref, *self)
+        return _by_rows(numerics.w8a8_static_linear_ref, *self[:-1])
 
 
 @operator("w8a16_linear", returns="Tensor", native=True)
@@ -162,6 +166,7 @@ class W8A16Linear(NamedTuple):
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
         activation: one of `qcut.config.ACTIVATIONS`.
+        constants: see the module.
 
     Returns:
         ``[..., N]``, contiguous, of x's type.
@@ -178,6 +183,7 @@ class W8A16Linear(NamedTuple):
     weight_scale: Tensor
     bias: Tensor | None
     activation: str
+    constants: bool = False
 
     def check(self) -> None:
         weight_scale = ("weight_scale", self.weight_scale)
@@ -187,7 +193,7 @@ class W8A16Linear(NamedTuple):
         return _like_tokens(self.x, self.qweight)
 
     def cpu(self) -> Tensor:
-        return _by_rows(numerics.w8a16_linear_ref, *self)
+        return _by_rows(numerics.w8a16_linear_ref, *self[:-1])
 
 
 @operator("int8_linear", returns="Tensor")
@@ -203,6 +209,7 @@ class Int8Linear(NamedTuple):
         activation: one of `qcut.config.ACTIVATIONS`.
         dtype: float16, bfloat16 or float32.
         absmax: float32 ``[M]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
+        constants: see the module.
 
     Returns:
         y, ``dtype`` ``[M, N]``, contiguous.
@@ -221,6 +228,7 @@ class Int8Linear(NamedTuple):
     activation: str
     dtype: torch.dtype
     absmax: Annotated[Tensor | None, MUTATED] = None
+    constants: bool = False
 
     def check(self) -> None:
         op, q = "int8_linear", self.q
@@ -284,6 +292,7 @@ class LinearWithAbsmax(NamedTuple):
     weight_scale: Tensor
     bias: Tensor | None
     activation: str
+    constants: bool = False
 
     def check(self) -> None:
         op, x = "noted_linear", self.x

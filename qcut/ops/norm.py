@@ -30,6 +30,8 @@ class AddNorm(NamedTuple):
         bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
+        constants: whether no kernel queued just before writes weight and bias, which a kernel then reads while its
+            predecessor on the stream still runs.
 
     Returns:
         s ``[M, K]``, or an empty tensor ``[0]`` without a residual, and y ``[M, K]``; contiguous, of x's type.
@@ -48,6 +50,7 @@ class AddNorm(NamedTuple):
     bias: Tensor | None
     layer: bool
     eps: float
+    constants: bool = False
 
     def check(self) -> None:
         _check_norm("add_norm", self)
@@ -80,6 +83,7 @@ class AddNormInt8(NamedTuple):
         layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
         eps: added under the root.
         k_padded: columns of q, a multiple of 16, K or more; those past K are 0.
+        constants: as for `AddNorm`.
 
     Returns:
         s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; q int8 ``[M, k_padded]``; scale float32
@@ -99,11 +103,12 @@ class AddNormInt8(NamedTuple):
     layer: bool
     eps: float
     k_padded: int
+    constants: bool = False
 
     @property
     def unquantized(self) -> AddNorm:
         """The same norm without its quantization."""
-        return AddNorm(*self[:6])
+        return AddNorm(*self[:6], self.constants)
 
     def check(self) -> None:
         _check_norm("add_norm_int8", self)

@@ -16,7 +16,7 @@ fields and registers the class; `serves` marks the function in `qcut.cuda` that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pkgutil import iter_modules
 from string import ascii_lowercase
@@ -25,6 +25,8 @@ from typing import Annotated, Any, Protocol, TypeVar, get_args, get_origin, get_
 import torch
 from torch import Tensor
 
+from qcut.errors import UnsupportedError
+from qcut.ops import gradients
 from qcut.versions import require
 
 require("torch")
@@ -76,7 +78,7 @@ def schema_of(name: str, call: type, returns: str, positional: int | None = None
     for i, (field, hint) in enumerate(hints.items()):
         if i == positional:
             arguments.append("*")
-        if get_origin(hint) is Annotated and get_args(hint)[1] == MUTATED:
+        if _is_written(hint):
             kind = _SCHEMA_TYPES[get_args(hint)[0]].replace("Tensor", f"Tensor({next(mutable)}!)")
         else:
             kind = _SCHEMA_TYPES[hint]
@@ -102,15 +104,32 @@ def operator(
 
     def register(call: type[C]) -> type[C]:
         schema = schema_of(name, call, returns, positional)
+        written = [i for i, hint in enumerate(get_type_hints(call, include_extras=True).values()) if _is_written(hint)]
 
-        def on_cpu(*args: Any, **kwargs: Any) -> Any:
-            made = call(*args, **kwargs)
+        def run(made: C, compute: Callable[[C], Any]) -> Any:
+            if not torch.is_grad_enabled():
+                return compute(made)
+            x = gradients.wanted_by(made)  # type: ignore[arg-type]
+            if x is not None and returns == "()" and _any_floating(made[i] for i in written):  # type: ignore[index]
+                raise UnsupportedError(f"qcut::{name}: writes to tensors of a graph; {gradients.ALLOWED}")
+            # With gradients, torch would differentiate through the reference's rounding, and be wrong.
+            with torch.no_grad():
+                result = compute(made)
+            return result if x is None or result is None else gradients.inference_only(result, x, f"qcut::{name}")
+
+        def checked(made: C) -> Any:
             made.check()
             return made.cpu()
+
+        def on_cpu(*args: Any, **kwargs: Any) -> Any:
+            return run(call(*args, **kwargs), checked)
 
         def fake(*args: Any, **kwargs: Any) -> Any:
             made = call(*args, **kwargs)
             made.check()
+            # A compiler would leave the gradient out.
+            if torch.is_grad_enabled() and gradients.wanted_by(made) is not None:  # type: ignore[arg-type]
+                raise UnsupportedError(f"qcut::{name}: an argument to be compiled has gradients; {gradients.ALLOWED}")
             return made.fake()
 
         serve: Callable[[C], Any] | None = None
@@ -120,12 +139,11 @@ def operator(
             if serve is None:
                 import_module("qcut.cuda.operators")  # at the first CUDA call, since qcut.ops may not import qcut.cuda
                 serve = _served[call]
-            return serve(call(*args, **kwargs))
+            return run(call(*args, **kwargs), serve)
 
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        # Without no_grad, torch would differentiate through the reference's rounding, and be wrong.
-        library.impl(name, torch.no_grad()(on_cpu), "CPU")
-        library.impl(name, torch.no_grad()(on_cpu) if composed else on_cuda, "CUDA")
+        library.impl(name, on_cpu, "CPU")
+        library.impl(name, on_cpu if composed else on_cuda, "CUDA")
         torch.library.register_fake(f"qcut::{name}", fake, lib=library)
         if native:
             library.define(f"_{schema}", tags=(torch.Tag.pt2_compliant_tag,))
@@ -133,6 +151,14 @@ def operator(
         return call
 
     return register
+
+
+def _is_written(hint: Any) -> bool:
+    return get_origin(hint) is Annotated and get_args(hint)[1] == MUTATED
+
+
+def _any_floating(values: Iterable[Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.is_floating_point() for value in values)
 
 
 def serves(call: type) -> Callable[[F], F]:

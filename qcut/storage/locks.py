@@ -30,7 +30,7 @@ class Lock:
     def __init__(self, *, fork_waits: bool = False) -> None:
         self._lock, self._fork_waits = threading.RLock(), fork_waits
         self._forking: int | None = None  # the thread that holds the lock while it forks
-        _locks.add(self)
+        _locks.append(weakref.ref(self, _locks.remove))
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """See `threading.RLock`."""
@@ -64,13 +64,14 @@ class Lock:
             self._lock = threading.RLock()
 
 
-_locks: weakref.WeakSet[Lock] = weakref.WeakSet()
+_locks: list[weakref.ref[Lock]] = []  # a list's copy is made in one step, whatever threads make meanwhile
 
 
 def _each(step: Callable[[Lock], None]) -> Callable[[], None]:
     def run() -> None:
-        for lock in list(_locks):
-            step(lock)
+        for reference in list(_locks):
+            if (lock := reference()) is not None:
+                step(lock)
 
     return run
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -137,6 +140,24 @@ class Captures(TorchDispatchMode):
     def take(self, count: int) -> Tensor:
         with self:
             return self.counters.take(count, torch.empty(0))
+
+
+def test_threads_on_a_stream_share_counters() -> None:
+    counters, like = Counters(lambda device: 1, lambda: False), torch.empty(0)
+    barrier = threading.Barrier(8)
+
+    class Slow(torch.Tensor):
+        def new_zeros(self, *args: Any, **kwargs: Any) -> Tensor:
+            time.sleep(0.01)
+            return torch.empty(0).new_zeros(*args, **kwargs)
+
+    def take(_: int) -> Tensor:
+        barrier.wait()
+        return counters.take(8, like.as_subclass(Slow))
+
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(take, range(8)))
+    assert {id(t) for t in taken} == {id(taken[0])}
 
 
 def test_launches_on_a_stream_share_counters() -> None:

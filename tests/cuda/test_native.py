@@ -291,10 +291,10 @@ ROWS = (1, 2, 16, 17, 63, 64, 65, 129, 1000)
 @pytest.mark.parametrize("op", _native.OPS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_launches_are_pythons(setting: Setting, op: str, bias: bool) -> None:
-    kept = []  # a freed layer's addresses would be found again
     for m, (n, k) in itertools.product(ROWS, ((128, 64), (33, 37))):
         args = arguments(op, (m, k), n, bias=bias)
-        kept.append(args)
+        setting.library.clear()
+        linear_cuda._called.clear()
         expected, python, by_native = setting.served(lambda a=args: operator(op)(*a))
         assert not by_native
         assert len(python) == (1 if op == "w8a16_linear" else 2)
@@ -340,25 +340,65 @@ def test_rows_with_a_stride_and_copies(setting: Setting) -> None:
             assert decoded(native[0], setting.driver.params[QUANTIZE])["x_stride"] == x.stride(0)
 
 
-def test_another_layer_is_another_plan(setting: Setting) -> None:
+def test_another_call_is_another_plan(setting: Setting) -> None:
     op = operator("w8a8_linear")
-    args = arguments("w8a8_linear", (40, 64), 128)
+    args = [*arguments("w8a8_linear", (40, 64), 128), False]
     for changed in (
         {},
         {0: torch.randn(65, 64).half()},  # another bucket of rows
         {0: torch.randn(40, 64).bfloat16()},
         {0: torch.randn(40 * 64 + 1).half()[1:].view(40, 64)},  # unaligned
-        {1: torch.zeros(128, 64, dtype=torch.int8)},
-        {2: torch.ones(128)},
+        {1: torch.zeros(64, 64, dtype=torch.int8), 2: torch.ones(64), 3: torch.ones(64)},
         {3: None},
-        {3: torch.zeros(128)},
         {4: "relu"},
+        {5: True},
     ):
         call = [changed.get(i, value) for i, value in enumerate(args)]
         assert not setting.served(lambda c=call: op(*c))[2]
         assert setting.served(lambda c=call: op(*c))[2]
     fewer_rows = [torch.randn(33, 64).half(), *args[1:]]
     assert setting.served(lambda: op(*fewer_rows))[2], "one plan serves a whole bucket"
+
+
+@pytest.mark.parametrize("op", _native.OPS)
+def test_a_plan_knows_no_address(setting: Setting, op: str) -> None:
+    first = arguments(op, (5, 64), 128)
+    operator(op)(*first)
+    for _ in range(3):  # other tensors of the same layout, as another layer has them
+        args = arguments(op, (5, 64), 128)
+        _, records, by_native = setting.served(lambda a=args: operator(op)(*a))
+        assert by_native
+        product = decoded(records[-1], setting.driver.params[records[-1].function])
+        names = ("b", "col_scale", "colsum", "bias") if op == "w8a8_static_linear" else ("b", "col_scale", "bias")
+        assert [product[name] for name in names] == [t.data_ptr() for t in args[1 : 1 + len(names)]]
+
+
+def test_unaligned_parameters_at_a_reused_address_are_copied(setting: Setting) -> None:
+    op = operator("w8a8_linear")
+    x, qweight, scale, bias, activation = arguments("w8a8_linear", (5, 64), 128)
+    op(x, qweight, scale, bias, activation)
+    memory = torch.zeros(128 * 64 + 16, dtype=torch.int8)
+    unaligned = memory[4 : 4 + 128 * 64].view(128, 64)
+    shifted = torch.ones(132)[1:129]
+    for call, name in (((x, unaligned, scale, bias), "b"), ((x, qweight, shifted, bias), "col_scale")):
+        for constants in (False, True):
+            _, records, by_native = setting.served(lambda c=call, k=constants: op(*c, activation, k))
+            product = decoded(records[-1], setting.driver.params[records[-1].function])
+            assert not by_native
+            assert product[name] % 16 == 0
+
+
+@pytest.mark.parametrize("op", _native.OPS)
+def test_calls_with_gradients_are_pythons(setting: Setting, op: str) -> None:
+    args = arguments(op, (5, 64), 128)
+    operator(op)(*args)
+    x = args[0].clone().requires_grad_()
+    assert not setting.served(lambda: operator(op)(x, *args[1:]))[2]
+    with torch.no_grad():
+        assert setting.served(lambda: operator(op)(x, *args[1:]))[2]
+    bias = max(i for i, value in enumerate(args) if isinstance(value, Tensor))
+    args[bias] = args[bias].clone().requires_grad_()
+    assert not setting.served(lambda: operator(op)(*args))[2]
 
 
 def test_a_later_tensor_at_an_address_is_another_layer(setting: Setting) -> None:
@@ -405,7 +445,8 @@ def test_the_range_of_x_is_no_part_of_the_plan(setting: Setting) -> None:
         assert second["zero_point"] == zero_point
     for scale, zero_point in ((0.5, 128), (float("nan"), 0), (0.0, 0)):
         args[5:7] = scale, zero_point
-        assert not setting.served(lambda: op(*args))[2]
+        with pytest.raises(QcutError, match="allowed: "):
+            op(*args)
 
 
 def test_no_rows_and_errors_are_pythons(setting: Setting) -> None:
@@ -449,7 +490,7 @@ def test_a_full_table_is_emptied_in_cpp_too(setting: Setting) -> None:
     op, args = operator("w8a8_linear"), arguments("w8a8_linear", (5, 64), 128)
     op(*args)
     assert setting.served(lambda: op(*args))[2]
-    others = [arguments("w8a8_linear", (5, 64), 128) for _ in range(LIMIT)]
+    others = [arguments("w8a8_linear", (5, 64), 16 * n) for n in range(9, 9 + LIMIT)]
     for other in others:
         assert not setting.served(lambda other=other: op(*other))[2]
     assert not setting.served(lambda: op(*args))[2]
@@ -472,8 +513,8 @@ def test_threads(setting: Setting) -> None:
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
     for thread in threads:
         thread.start()
-    for _ in range(50):  # a writer among the readers
-        other = arguments("w8a16_linear", (1, 64), 128)
+    for n in range(50):  # a writer among the readers
+        other = arguments("w8a16_linear", (1, 64), 144 + n)
         operator("w8a16_linear")(*other)
     for thread in threads:
         thread.join()

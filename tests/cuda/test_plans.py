@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from qcut.cuda import plans
 from qcut.cuda.plans import LaunchSpec, PlanCache
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
@@ -84,3 +85,27 @@ def test_a_kernel_that_does_not_wait_is_not_launched_before_its_predecessor_ends
     with pytest.raises(LaunchError, match="kernel hasty: never waits"):
         LaunchSpec(source, Grid(1, (1, 1, 1)), pdl=True)
     LaunchSpec(replace(source, waits=True), Grid(1, (1, 1, 1)), pdl=True)
+
+
+def test_forgetting_empties_every_cache_and_no_cache_outlives_its_owner() -> None:
+    cleared: list[str] = []
+    first, second = PlanCache[int](on_clear=lambda: cleared.append("first")), PlanCache[int]()
+    first.make("key", lambda: 1)
+    second.make("key", lambda: 1)
+    plans.forget_plans()
+    assert (len(first), len(second), cleared) == (0, 0, ["first"])
+    before = len(plans._caches)
+    del second
+    assert len(plans._caches) == before - 1
+
+
+def test_loads_are_noted_while_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans.jit, "build", lambda source: None)
+    monkeypatch.setattr(plans.jit, "load", lambda binary, source, device: None)
+    source = KernelSource("qcut_x", "", "x", (), "sm_90a")
+    with plans.watched_loads() as outer:
+        plans.load(source, 0)
+        with plans.watched_loads() as inner:
+            plans.load(replace(source, name="qcut_y"), 0)
+    plans.load(source, 0)
+    assert (outer, inner) == (["qcut_x", "qcut_y"], ["qcut_y"])

@@ -11,13 +11,14 @@ from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.config import Codebook
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, bucket, emit_rotation, problem_of, select, select_rotation
-from qcut.dispatch.gpus import Target
+from qcut.dispatch.gpus import GPUS, Target
 from qcut.dispatch.precompile import codebook_sources
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import RotateTokens, padded_columns
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import DType
+from qcut.emitters.families import family
 
 H200 = Target("sm_90a", 132, "NVIDIA H200")
 A100 = Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
@@ -98,6 +99,8 @@ def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(tar
         if choice.family == "codebook_stream":
             assert tile.capacity >= units
             assert ctas // tile.splits * tile.row_tiles * 16 >= n
+        elif choice.family == "codebook_stream_rounds":
+            assert ctas * tile.row_tiles * 16 >= n
         elif choice.family == "codebook_stream_wgmma":
             assert ctas // tile.splits * tile.groups * 64 >= n
         elif choice.family == "codebook_mma":
@@ -124,8 +127,22 @@ def test_families_by_architecture_and_tokens():
     assert hopper[:2] == ["codebook_stream"] * 2
     assert hopper[4:] == ["codebook_stream_wgmma", "codebook_wgmma", "codebook_wgmma"]
     # K so long that no warps hold the tokens of all of it.
-    assert families(A100, 64, 4000)[:3] == ["codebook_mma"] * 3
+    assert families(A100, 64, 4000)[:3] == ["codebook_stream_rounds"] * 3
     assert families(H200, 64, 4000)[:3] == ["codebook_stream_wgmma"] * 3
+
+
+@pytest.mark.parametrize("x", [DType.F16, DType.S8], ids=lambda x: x.value)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_weights_stream_past_few_tokens_on_every_gpu(x: DType, bits: int):
+    """At any K of a model, of one pass and of two, no GPU falls to the kernels of many tokens."""
+    gpus = {(gpu.arch, gpu.sm_count): gpu for gpu in GPUS}.values()
+    columns = (1024, 1280, 2048, 4096, 5120, 8192, 11008, 14336, 28672)
+    tokens = range(1, FEW_TOKENS + 1) if bits == 4 else (1, 8, 16)
+    asked = problem(x, bits)
+    for gpu, k, passes, m in itertools.product(gpus, columns, (1, 2), tokens):
+        choice = select(asked, m, 4096, passes * k // UNIT_COLUMNS, gpu)
+        assert choice.family.startswith("codebook_stream"), (gpu, k, passes, m)
+        family(choice.family).validate(asked, choice.tile, gpu.arch)
 
 
 def test_a_choice_depends_on_sizes_and_gpu_alone():

@@ -33,7 +33,7 @@ from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.errors import ConfigError, DeviceError, UnsupportedError
 
 H200 = Target("sm_90a", 132, "NVIDIA H200")
-UNTUNED = Target("sm_90a", 132, "NVIDIA H100 PCIe")
+UNTUNED = Target("sm_90a", 132)
 A100 = Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
 DYNAMIC = GemmProblem(epilogue=Epilogue(DType.F16, "per_token", "per_channel", bias=True))
 
@@ -269,12 +269,24 @@ def test_explain_names_kernel_reason_model_and_table():
     assert "shipped nvidia_h200.json: " in text
     text = str(qcut.explain(4096, 4096, 4096, gpu="sm_80", layouts="nnn", out="s32"))
     assert "its kernels take layouts tnt, these are nnn" in text
-    assert "Tables: none for this GPU." in text
+    assert "Tables: none for this GPU, nor for a similar one." in text
     simt = qcut.explain(64, 64, 64, gpu="sm_80", tensor_cores=False)
     assert simt.choice.family == "int8_dp4a"
     assert simt.others == ()
     fused = Epilogue(DType.F32, bias=True)
     assert "_f32_b_" in qcut.explain(64, 64, 64, gpu="sm_80", epilogue=fused).kernel
+
+
+def test_explain_says_whose_table_is_a_start():
+    text = str(qcut.explain(4096, 4096, 4096, gpu="NVIDIA H100 80GB HBM3"))
+    assert "Why: tuned for NVIDIA H200, used as a start for NVIDIA H100 80GB HBM3." in text
+    assert "Its row says" not in text  # a time of another GPU
+    assert "3,350 GB/s" in text
+    h200, h100 = (qcut.explain(4096, 4096, 4096, gpu=name) for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"))
+    assert h100.choice.tile == h200.choice.tile
+    text = str(qcut.explain(4096, 4096, 4096, gpu="NVIDIA H100 PCIe"))
+    assert "Why: model." in text
+    assert "none for this GPU, nor for a similar one" in text
 
 
 def test_explain_says_which_table_it_ignores_and_why():
@@ -355,7 +367,9 @@ def test_buckets_hold_their_rows_and_are_few():
 def test_precompile_covers_both_toolchains_and_every_family(arch: str):
     sources = precompile_sources(arch)
     wanted = {*FAMILIES, "w8a16_mma", "w8a16_stream", "codebook_stream", "rotate"}
-    wanted |= {"codebook_stream_wgmma", "codebook_wgmma"} if arch == "sm_90a" else {"codebook_mma"}
+    wanted |= (
+        {"codebook_stream_wgmma", "codebook_wgmma"} if arch == "sm_90a" else {"codebook_mma", "codebook_stream_rounds"}
+    )
     assert {re.split("_sm[0-9]", source.name)[0].removeprefix("qcut_") for source in sources} == wanted
     assert len({source.name for source in sources}) == len(sources)
     assert {source.toolchain for source in sources} == {"nvrtc", "nvcc"}

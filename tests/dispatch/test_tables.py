@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from qcut.dispatch import tables as tuned
+from qcut.dispatch.gpus import Target, target_named
+from qcut.dispatch.machines import Rates
 from qcut.dispatch.tables import Row, Table
 from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
 from qcut.emitters.families import FAMILIES, INT8_MMA, family
@@ -253,3 +255,60 @@ def test_the_digest_ignores_comments_and_sees_code() -> None:
     digest = code_digest(source)
     assert code_digest(replace(source, text="// why\n/* more\n */\n" + source.text + "\n\n")) == digest
     assert code_digest(replace(source, text=source.text + "int x;")) != digest
+
+
+# ── tables of similar GPUs ───────────────────────────────────────────────────────────────────────
+
+
+H200, H100 = target_named("NVIDIA H200"), target_named("NVIDIA H100 80GB HBM3")
+
+
+def test_a_similar_gpu_starts_from_a_shipped_table() -> None:
+    own = tuned.shipped("NVIDIA H200").rows
+    assert tuned.start_of(H100) == "NVIDIA H200"
+    table = tuned.table_on(H100)
+    assert {replace(row, tuned_on="") for row in table.rows} == set(own)
+    assert {row.tuned_on for row in table.rows} == {"NVIDIA H200"}
+    assert f"{len(own)} rows tuned for NVIDIA H200, used as a start for NVIDIA H100 80GB HBM3" in table.notes[-1]
+    assert tuned.table_on(H200) == tuned.table_for("NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        Target("sm_90a", 132),  # no GPU in particular
+        target_named("NVIDIA H100 PCIe"),  # fewer SMs: other waves
+        Target("sm_90a", 78, "NVIDIA H20", Rates(1.98, 4000.0, 60 << 20)),
+        Target("sm_90a", 132, "NVIDIA Slow", Rates(1.98, 2500.0, 50 << 20)),  # more products to a byte
+        target_named("NVIDIA A100-SXM4-80GB"),
+        target_named("NVIDIA B200"),
+    ],
+    ids=lambda gpu: gpu.name or gpu.arch,
+)
+def test_a_gpu_that_is_not_similar_has_the_model_alone(gpu: Target) -> None:
+    assert tuned.start_of(gpu) == ""
+    assert tuned.table_on(gpu).rows == ()
+
+
+def test_a_gpu_nobody_knows_is_similar_by_what_its_driver_says() -> None:
+    assert tuned.start_of(Target("sm_90a", 132, "NVIDIA H800", Rates(1.98, 3350.0, 50 << 20))) == "NVIDIA H200"
+
+
+def test_own_rows_leave_no_start_at_their_sizes() -> None:
+    """Times of two GPUs do not compare: another family's faster row of the other GPU must not win."""
+    start = next(row for row in tuned.shipped("NVIDIA H200").rows if row.family == "int8_cutlass")
+    mine = replace(ROW, out=start.out, layouts=start.layouts, m=start.m, n=start.n, k=start.k, time_us=1e6)
+    file = tuned.user_path(H100.name)
+    assert file is not None
+    tuned.write(file, Table(H100.name, (mine,)))
+    rows = tuned.rows_for(H100)
+    assert rows[mine.place] == (mine,)
+    assert sum(map(len, rows.values())) > 50
+    assert tuned.table_for(H100.name).rows == (mine,)  # what `qcut tune` keeps holds no other GPU's rows
+
+
+def test_a_shipped_table_of_its_own_needs_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = tuned.shipped
+    mine = Table(H100.name, (ROW,))
+    monkeypatch.setattr(tuned, "shipped", lambda gpu: mine if gpu == H100.name else real(gpu))
+    assert tuned.table_on(H100).rows == (ROW,)

@@ -5,21 +5,29 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.ladder.kernels import NAIVE, emit_ladder_gemm
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
-from qcut.emitters.families import FAMILIES, SPELLINGS, family
+from qcut.emitters.families import ALL_FAMILIES, FAMILIES, SPELLINGS, family
 from qcut.emitters.gemm import dp4a, mma, w8a16, wmma
 from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
 from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU, tile
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.codebook import CodebookStreamTile
+from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
+from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
+from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
+from qcut.emitters.stream.w8a16 import W8A16Tile
 from tests.support.compiled import build
 from tests.support.sass import instructions
 
 ARCH = "sm_90a"
 SCALED = Epilogue(DType.S8, col_scale="per_channel", bias=True)
 INT8 = GemmProblem(epilogue=SCALED)
+TOKENS = Epilogue(DType.F16, row_scale="per_token", col_scale="per_channel")
 HALF = GemmProblem(a=DType.F16, epilogue=Epilogue(col_scale="per_channel", bias=True))
 
 
@@ -48,6 +56,39 @@ def test_cutlass_waits_but_in_multistage_and_stream_k_kernels():
         waits = choice.schedule not in ("multistage", "stream_k")
         source = emit_cutlass_gemm(INT8, choice, ARCH)
         assert source.waits == waits == ("CUTLASS_ENABLE_GDC_FOR_SM90" in source.defines), source.name
+
+
+PROBLEMS: dict[str, object] = {"int8_stream": W8A8Problem("rows", DType.F16, TOKENS)}
+TILES: dict[str, object] = {
+    "int8_cutlass": SM80_MENU[0],
+    "int8_stream": W8A8Tile(2, 8),
+    "w8a16_stream": W8A16Tile(2, 8),
+    "codebook_stream": CodebookStreamTile(8, 1, 10),
+    "codebook_stream_rounds": CodebookRoundsTile(8, 1, 8),
+    "codebook_stream_wgmma": CodebookStreamWgmmaTile(8, 1, 1, 3, 1),
+}
+"""Where a menu has none."""
+
+
+@pytest.mark.parametrize("name", ALL_FAMILIES)
+def test_a_family_refuses_an_architecture_that_it_does_not_know(name: str) -> None:
+    kind = family(name)
+    problem = PROBLEMS.get(name) or (HALF if name.startswith("w8a16") else INT8)
+    if name.startswith("codebook"):
+        problem = CodebookProblem()
+    chosen = TILES.get(name) or kind.menu(problem, ARCH)[0]
+    for act in (kind.emit, kind.validate):
+        with pytest.raises(EmitError, match=rf"^qcut_{name}_sm75_\S+: architecture: (allowed are|is) .*sm_90a"):
+            act(problem, chosen, "sm_75")
+    assert not kind.is_legal(problem, chosen, "sm_75")
+
+
+@pytest.mark.parametrize("name", ["sm_75", "sm_90", "sm_999", ""])
+def test_no_kernel_is_emitted_for_an_unknown_architecture(name: str) -> None:
+    with pytest.raises(EmitError, match=f"architecture '{name}' is not one of sm_80"):
+        architecture(name)
+    with pytest.raises(EmitError, match=f"^qcut_argmax_{name.replace('_', '')}_f16: architecture '{name}' is not"):
+        emit_argmax(ArgmaxRows(DType.F16, name))
 
 
 def test_families_are_found_by_name_and_by_the_command_lines_spelling():

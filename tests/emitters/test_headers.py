@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from qcut.emitters.core.source import INCLUDE_DIR, DType
+from qcut.emitters.core.text import include, kernel_source
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.mma import AttentionMma, emit_attention_mma
+from qcut.errors import BuildError
 from tests.support.compiled import build
 from tests.support.sass import instructions
 
@@ -28,6 +32,36 @@ def test_headers_include_their_own_folder_and_those_below() -> None:
         for included in re.findall(r"#include <(qcut/[^>]+)>", text):
             assert included in headers, name
             assert included.split("/")[1] in BELOW[name.split("/")[1]], f"{name} includes {included}"
+
+
+def test_no_function_is_empty_on_some_architectures() -> None:
+    """But the two of dependent launch, which older architectures do without."""
+    guarded = []
+    for path in INCLUDE_DIR.rglob("*.cuh"):
+        text = path.read_text()
+        assert "FEAT_SM" not in text, path.name
+        guarded += re.findall(r"#if [^\n]*__CUDA_ARCH__ >= \d+[^\n]*\n(.*?)#endif", text, re.DOTALL)
+    assert [re.findall(r'"(.*?);"', body) for body in guarded] == [
+        ["griddepcontrol.launch_dependents"],
+        ["griddepcontrol.wait"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("header", "call", "arch"),
+    [
+        ("core/barrier.cuh", "barrier_expect(0, 16)", "sm_89"),
+        ("core/cluster.cuh", "cluster_arrive()", "sm_80"),
+        ("core/wgmma.cuh", "wgmma_fence()", "sm_100"),
+        ("core/wgmma.cuh", "take_registers<232>()", "sm_120"),
+    ],
+)
+def test_a_function_does_not_compile_where_its_instruction_is_missing(header: str, call: str, arch: str) -> None:
+    source = kernel_source(
+        f"misplaced_{arch}", arch, (), f"qcut::{call};", device_code=include(header), block=128, waits=False
+    )
+    with pytest.raises(BuildError):
+        build(source)
 
 
 def test_a_barrier_that_is_waited_for_is_told_what_to_expect() -> None:

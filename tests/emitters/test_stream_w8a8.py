@@ -190,7 +190,7 @@ def test_every_shape_has_a_tile(tokens: Tokens, x: DType, arch: str) -> None:
             assert is_legal(problem, m, k, arch)
             tile = int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch]))
             validate(problem, tile, arch)
-            assert registers(problem, tile) <= register_limit(tile.warps) <= 65_536 // (32 * tile.warps)
+            assert registers(problem, tile, arch) <= register_limit(tile.warps) <= 65_536 // (32 * tile.warps)
             assert smem_bytes(tile) <= architecture(arch).smem_bytes
             assert m <= tile.tokens < 2 * m
             assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from qcut.emitters.core.arch import ARCHITECTURES
-from qcut.emitters.core.source import KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import Binary, Resources, build, build_many, cache, compilers, toolchain
 
@@ -223,6 +224,12 @@ def test_key_follows_included_headers(tmp_path: Path, monkeypatch: pytest.Monkey
         assert builder.fingerprint(source) != before
     hosted = replace(HOSTED, host_text="#include <qcut/unused.cuh>\n" + HOST_TEXT)
     assert set(builder.header_digests(hosted)) == {"qcut/unused.cuh"}
+
+
+def test_key_covers_the_projects_own_headers() -> None:
+    """In a checkout the package ``qcut.emitters`` is a link; a header must be found behind it."""
+    source = emit_argmax(ArgmaxRows(DType.F16, "sm_80"))
+    assert set(builder.header_digests(source)) == {"qcut/decoder/argmax.cuh", "qcut/core/common.cuh"}
 
 
 def test_nvrtc_error_names_kernel_command_and_line() -> None:

@@ -20,6 +20,8 @@ from tests.storage.test_locks import in_child
 from tests.support import ROOT
 
 KEY = "ab" * 32
+# Python 3.12 and later warn of forks of processes with threads, which is what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
 @pytest.fixture

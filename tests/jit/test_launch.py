@@ -307,6 +307,9 @@ def test_host_launcher_that_does_not_load_is_built_again(fake: Fake, rebuilt: li
     assert rebuilt == ["raw_kernel"] * 3
     with pytest.raises(LaunchError, match=r"its host launcher does not load: .*undefined symbol: cudaNowhere"):
         launch._load_host(binary(key="k4", host_so=unresolved.read_bytes()))
+    for _ in range(2):  # what did not load is not remembered under its key, which the next build has too
+        with pytest.raises(LaunchError, match=r"its host launcher does not load: .*qcut_query"):
+            launch._load_host(binary(key="k5", host_so=without))
 
 
 def test_no_such_device(fake: Fake) -> None:
@@ -374,6 +377,11 @@ def test_threads_pack_into_buffers_of_their_own(fake: Fake, library: Path, tmp_p
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_rates_are_the_drivers_and_0_where_it_states_none(fake: Fake) -> None:
+    stated = {"clock_khz": 1_980_000, "memory_khz": 3_201_000, "bus_bits": 6144, "l2_bytes": 0}
+    assert device.rates(1) == stated
 
 
 def test_devices(fake: Fake) -> None:

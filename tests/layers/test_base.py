@@ -378,3 +378,32 @@ def test_tokens_quantized_before_give_the_same(bias: bool) -> None:
     x = torch.randn(5, 40)
     q, scale = torch.ops.qcut.quantize_per_token(x, layer.qweight.shape[1])
     assert torch.equal(layer.forward_int8(q, scale, x.dtype), layer(x))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_static_scale_that_is_none_is_refused_when_it_is_loaded(value):
+    _, layer = quantized("w8a8_static", name="mid")
+    state = layer.state_dict() | {"input_scale": torch.tensor([value])}
+    with pytest.raises(errors.QuantizationError, match=r"layer 'mid': input_scale is .*; allowed: positive and finite"):
+        Linear(layer.in_features, layer.out_features, True, "w8a8_static", name="mid").load_state_dict(state)
+
+
+def test_a_static_zero_point_out_of_range_is_refused_when_it_is_loaded():
+    _, layer = quantized("w8a8_static")
+    state = layer.state_dict() | {"input_zero_point": torch.tensor([128], dtype=torch.int32)}
+    with pytest.raises(errors.QuantizationError, match="input_zero_point is 128; allowed: -128 to 127"):
+        Linear(layer.in_features, layer.out_features, True, "w8a8_static").load_state_dict(state)
+
+
+def test_a_static_range_that_is_written_or_replaced_is_read_again():
+    _, layer = quantized("w8a8_static")
+    scale, zero_point = layer.input_qparams
+    layer.input_scale.mul_(2)
+    assert layer.input_qparams == (2 * scale, zero_point)
+    layer.input_zero_point = torch.tensor([5], dtype=torch.int32)
+    assert layer.input_qparams == (2 * scale, 5)
+    layer._buffers["input_scale"] = torch.tensor([0.5])
+    assert layer.input_qparams == (0.5, 5)
+    reads = layer._read
+    assert layer.double().input_qparams == copy.deepcopy(layer).input_qparams == (0.5, 5)
+    assert layer._read.value is reads.value, "moving reads nothing"

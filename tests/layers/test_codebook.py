@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from qcut.codebooks.quantizer import RotatedCodebook, dequantize, quantize, quan
 from qcut.codebooks.tokens import rotate_tokens
 from qcut.config import ACTIVATIONS, K_MAX, Codebook, StaticRange, parse_scheme
 from qcut.conversion.costs import LayerSize, memory_cost
+from qcut.layers import rotations
 from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.int8 import W8A8Linear
@@ -406,3 +410,37 @@ def test_wrong_inputs():
         layer(torch.zeros(2, 64, dtype=torch.int64))
     with pytest.raises(errors.DeviceError, match="is on meta; the first argument is on cpu"):
         layer.to("meta")(torch.randn(2, 64))
+
+
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4+2"])
+def test_a_codebook_that_is_written_or_replaced_is_read_again(scheme):
+    layer = Linear.from_float(nn.Linear(64, 64), scheme)
+    books = layer._books()
+    assert layer._books() is books
+    layer.codebook.mul_(2)
+    doubled = layer._books()
+    assert doubled[0] != books[0]
+    assert doubled[1:] == books[1:]
+    layer.codebook = layer.codebook / 2
+    assert layer._books() == books
+    reads = layer._read.value
+    assert layer.double()._books() is reads, "moving reads nothing"
+
+
+def test_threads_share_the_operands_of_a_rotation(monkeypatch):
+    made = rotations.rotated_tokens.operands
+
+    def slow(*args):
+        time.sleep(0.01)
+        return made(*args)
+
+    monkeypatch.setattr(rotations.rotated_tokens, "operands", slow)
+    rotation, barrier = rotations.Rotation(rotations.RotationSpec("hadamard", 64, 64, (77,))), threading.Barrier(4)
+
+    def get(_):
+        barrier.wait()
+        return rotation.operands(torch.float16, torch.device("cpu"))
+
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(get, range(4)))
+    assert {id(t) for t in got} == {id(got[0])}, "a graph may read each"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qcut.checkpoints import qcut_format as checkpoint
 from qcut.codebooks import layout as codebook_layout
 from qcut.conversion.convert import model_bytes, quantize
-from qcut.errors import CheckpointError, ConfigError, DtypeError, QuantizationError, UnsupportedError
+from qcut.errors import CheckpointError, ConfigError, DtypeError, QuantizationError, RangeError, UnsupportedError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.numerics import int8 as numerics
@@ -88,7 +88,7 @@ def test_ids_out_of_range(scheme: str):
     for bad in [-1, 70, 79, 1 << 40]:
         # Packed weights have rows up to 128: the 70th to 127th are padding.
         layer = Embedding.from_float(table(), scheme)
-        with pytest.raises(IndexError):
+        with pytest.raises(RangeError, match=r"ids holds .*; allowed: 0 to"):
             layer(torch.tensor([0, bad]))
 
 

@@ -136,6 +136,33 @@ def test_a_step_is_its_two_parts(dtype: torch.dtype, int8: bool, rotary: bool) -
 # ── registration and refusals ────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.parametrize("name", ["append_kv", "append_attention"])
+@pytest.mark.parametrize(("argument", "value"), [("slots", -1), ("slots", 9), ("positions", -1), ("positions", 9)])
+def test_places_out_of_range_are_refused(name: str, argument: str, value: int) -> None:
+    given = tokens()
+    given[argument][1] = value
+    before = given["keys"].clone(), given["q"].clone()
+    with pytest.raises(errors.RangeError, match=rf"{argument} holds {value}; allowed: 0 to 8"):
+        getattr(OPS, name)(**given, **({"scale": 1.0} if name == "append_attention" else {}))
+    assert torch.equal(given["keys"], before[0])
+    assert torch.equal(given["q"], before[1])
+
+
+@pytest.mark.parametrize("value", [-1, 10_000])
+def test_positions_out_of_range_are_refused(value: int) -> None:
+    given = attention()
+    given["positions"][0] = value
+    with pytest.raises(errors.RangeError, match=f"decode_attention: positions holds {value}; allowed: 0 to"):
+        OPS.decode_attention(**given)
+
+
+def test_counters_must_be_contiguous() -> None:
+    given, counters = attention(), torch.zeros(64, dtype=torch.int32)
+    OPS.decode_attention(**given, counters=counters)
+    with pytest.raises(errors.ShapeError, match="contiguous"):
+        OPS.decode_attention(**given, counters=counters[::2])
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck() -> None:
     for int8, more in ((False, ()), (True, (3,)), (True, (1, True))):

@@ -26,7 +26,7 @@ OPS = torch.ops.qcut
 
 
 def rotate_arguments(x: Tensor, out: torch.dtype, kind: str = "hadamard", size: int = 64, seeds=(1,)) -> list[Any]:
-    matrices = out if out in HALVES else torch.float16
+    matrices = x.dtype if x.dtype in HALVES else torch.float16
     operands = rotated_tokens.operands(kind, size, x.shape[1], seeds, matrices)
     return [x, operands, kind, size, list(seeds), out]
 
@@ -287,7 +287,9 @@ def test_the_whole_layer_is_one_operator():
         ({"x": torch.zeros(2, 3, 96)}, errors.ShapeError, r"x has shape \[2, 3, 96\]; allowed: \[M, K\]"),
         ({"x": torch.zeros(2, 96, dtype=torch.int32)}, errors.DtypeError, "x is int32"),
         ({"out_dtype": torch.float32}, errors.DtypeError, "out_dtype is float32; allowed: float16, bfloat16, int8"),
-        ({"operands": torch.zeros(1, device="meta")}, errors.DeviceError, "operands is on meta"),
+        ({"operands": torch.zeros(1, 4, dtype=torch.int32, device="meta")}, errors.DeviceError, "operands is on meta"),
+        ({"operands": torch.zeros(1, 4)}, errors.DtypeError, "operands is float32; allowed: int32"),
+        ({"operands": torch.zeros(1, 3, dtype=torch.int32)}, errors.ShapeError, r"operands has shape \[1, 3\]"),
     ],
 )
 def test_rotate_tokens_refuses(changes, error, message):

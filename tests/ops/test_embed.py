@@ -121,9 +121,9 @@ def test_opcheck(int8: bool) -> None:
 def test_ids_outside_of_the_table_are_errors_on_the_cpu() -> None:
     table = torch.zeros(4, 8)
     for bad in (-1, 4):
-        with pytest.raises(IndexError):
+        with pytest.raises(errors.RangeError, match="allowed: 0 to"):
             OP(torch.tensor([bad]), table, None, None, None, torch.float32)
-        with pytest.raises(IndexError):
+        with pytest.raises(errors.RangeError, match="allowed: 0 to"):
             OP(IDS[1:2], table, None, torch.tensor([bad], dtype=torch.int32), table, torch.float32)
 
 

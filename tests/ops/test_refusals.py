@@ -235,6 +235,13 @@ def test_refusals_name_what_was_found_and_what_is_allowed(call, error, message, 
     assert isinstance(info.value, errors.QcutError)
 
 
+@pytest.mark.parametrize("zero_point", [-129, 128, 2**31 - 1])
+def test_a_zero_point_beyond_int8_is_refused(zero_point):
+    points = torch.tensor([0, zero_point, 3], dtype=S32)
+    with pytest.raises(errors.ConfigError, match=f"zero_point is {zero_point}; allowed: -128 to 127"):
+        gemm("cpu", zero_point=points, colsum=torch.zeros(5, dtype=S32))
+
+
 def test_mixed_devices_are_refused():
     w = layer()
     for name in ("qweight", "scale", "bias"):

@@ -166,7 +166,7 @@ def test_one_module_knows_torch_library():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.library"
     }
-    assert knowing == {"qcut.ops.registry"}
+    assert knowing == {"qcut.ops.registry", "qcut.ops.gradients"}
 
 
 def run(code: str, cwd: Path = ROOT) -> str:
@@ -177,6 +177,36 @@ def run(code: str, cwd: Path = ROOT) -> str:
 
 def test_importing_qcut_imports_no_torch():
     assert run("import qcut, sys; print('torch' in sys.modules, 'qcut.ops' in sys.modules)") == "False False"
+
+
+def test_operators_are_there_when_they_are_used():
+    use = "torch.ops.qcut.colsum(torch.ones(2, 3).char()).tolist()"
+    before = "before = 'qcut.ops' in sys.modules"
+    for imports in ("import torch, qcut", "import qcut, torch"):
+        assert run(f"import sys; {imports}; {before}; print(before, {use})") == "False [3, 3]"
+    assert run("import torch; torch.ops.qcut; import qcut; print('colsum' in str(torch.ops.qcut.colsum))") == "True"
+    assert run(f"import qcut.ops, torch; print({use})") == "[3, 3]"
+    assert run("import qcut, torch; print(hasattr(torch.ops.qcut, 'nothing'))") == "False"
+
+
+def test_an_exported_program_loads_after_importing_qcut(tmp_path):
+    path = str(tmp_path / "layer.pt2")
+    code = """
+import sys, torch
+import qcut
+x = torch.arange(10.0).view(2, 5)
+"""
+    saved = run(
+        code
+        + f"""
+layer = qcut.Linear.from_float(torch.nn.Linear(5, 3))
+with torch.no_grad():
+    torch.export.save(torch.export.export(layer, (x,)), {path!r})
+    print(layer(x).tolist())
+"""
+    )
+    loaded = run(code + f"with torch.no_grad():\n    print(torch.export.load({path!r}).module()(x).tolist())")
+    assert loaded == saved
 
 
 def test_a_folder_named_emitters_beside_a_script_does_no_harm(tmp_path):

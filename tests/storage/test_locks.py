@@ -12,6 +12,9 @@ import pytest
 
 from qcut.storage.locks import Lock, imports_once, once
 
+# Python 3.12 and later warn of forks of processes with threads, which is what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
 
 def in_child(run: Callable[[], bool]) -> bool:
     """What a function returns in a forked child, which has ten seconds."""

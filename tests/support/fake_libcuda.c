@@ -46,8 +46,9 @@ EXPORT int cuDeviceGet(int* device, int ordinal) {
 EXPORT int cuDeviceGetName(char* name, int length, int device) { strncpy(name, "Fake GPU", length); return device < 0; }
 EXPORT int cuDeviceTotalMem_v2(size_t* bytes, int device) { *bytes = (size_t)8 << 30; return device < 0; }
 EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device) {
-  *value = attribute == 16 ? 132 : attribute == 75 ? 9 : 0;
-  return device < 0;
+  *value = attribute == 16 ? 132 : attribute == 75 ? 9 : attribute == 13 ? 1980000 : attribute == 36 ? 3201000
+      : attribute == 37 ? 6144 : 0;
+  return device < 0 || attribute == 38;  /* a driver that does not state the L2 */
 }
 EXPORT int cuDevicePrimaryCtxRetain(uint64_t* result, int device) { *result = 0x1000 + device; return 0; }
 EXPORT int cuCtxGetCurrent(uint64_t* result) { *result = context; return 0; }

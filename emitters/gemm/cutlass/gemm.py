@@ -12,7 +12,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.constraints import require
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.names import procedural_name
@@ -56,6 +56,7 @@ def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
     """
     name = procedural_name(FAMILY, arch, problem, tile)
     m, n, k = tile.threadblock_shape
+    require(arch in ARCHITECTURES, name, f"architecture: allowed are {', '.join(ARCHITECTURES)}")
     require(problem.a is DType.S8 and problem.b is DType.S8, name, "operands are s8 x s8")
     require(problem.layouts == "tnt", name, "A and B are contiguous along K, D is row-major (tnt)")
     require(not problem.epilogue.is_raw, name, "raw accumulators are the raw families'")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
-from qcut.dispatch.cost_model import MACHINES
 from qcut.dispatch.gpus import Target
+from qcut.dispatch.machines import CLUSTER_SIZES
 from qcut.emitters.codebook import mma, wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
@@ -19,13 +19,14 @@ from qcut.emitters.core.constraints import holds
 from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.stream import codebook as stream
+from qcut.emitters.stream import codebook_rounds as stream_rounds
 from qcut.emitters.stream import codebook_wgmma as stream_wgmma
 from qcut.emitters.stream.codebook import MAX_ROW_TILES, ROW_TILE, CodebookStreamTile
+from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import GROUP_ROWS, CodebookStreamWgmmaTile
 
-_SM_SMEM = architecture("sm_90a").sm_smem_bytes
-
-# ── few tokens: costs in units of weights that an SM reads ───────────────────────────────────────
+# ── few tokens: costs in units of weights that an SM of an H200 reads in the same time ───────────
+# Where the memory is slower, fewer units are read in the time of a sum or an exchange.
 
 _LATENCY = 6.0  # latency of an SM with one warp; divided by the number of its warps
 _MORE_UNITS = 0.06  # share by which each unit of a warp after the first adds to the time
@@ -33,6 +34,7 @@ _SUMS = 55  # sums, one per token and row tile, that take the time of a unit
 _EXCHANGE = 4  # exchange in a cluster, for each of its CTAs
 _TABLE = 8  # filling the table of a CTA
 _WAVE = 100  # each wave after the first
+_TOKENS = 0.1  # reading a token's part of a unit, 256 bytes, from the L2
 
 
 def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookStreamTile:
@@ -46,25 +48,26 @@ def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: 
     """
     if not 1 <= m <= 32:
         raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 32")
-    machine, arch = MACHINES[target.arch], target.arch
+    machine, arch = target.machine, target.arch
+    latency, pace = _LATENCY * machine.bandwidth, machine.cycle_bandwidth
     tokens = next(t for t in (1, 8, 16, 24, 32) if t >= m)
     row_tiles = -(-n // ROW_TILE)
     best: tuple[float, CodebookStreamTile] | None = None
-    sizes = machine.clusters if architecture(arch).clusters else (1,)
+    sizes = CLUSTER_SIZES if architecture(arch).clusters else (1,)
     for splits, units, ctas in product(sizes, (1, 2, 4), (1, 2, 3)):
         warps = -(-units_k // (splits * units))
         if warps * ctas > 32 or (splits > 1 and ctas > 1) or splits > units_k:
             continue
-        slots = max(1, machine.clusters_at_once(splits, target.sm_count)) * ctas
+        slots = max(1, machine.clusters_at_once(splits)) * ctas
         wanted = min(-(-row_tiles // slots), MAX_ROW_TILES)
         tile = _largest(problem, CodebookStreamTile(tokens, wanted, warps, units, splits), arch)
-        if tile is None or not _fit_together(problem, tile, ctas):
+        if tile is None or not _fit_together(problem, tile, ctas, arch):
             continue
         waves = -(-row_tiles // (tile.row_tiles * slots))
-        read = ctas * tile.row_tiles * warps * units * (1 + _LATENCY / (warps * ctas) + _MORE_UNITS * (units - 1))
-        sums = ctas * warps * m * tile.row_tiles / _SUMS
-        exchange = _EXCHANGE * splits if splits > 1 else 0
-        cost = waves * (read + sums + exchange + _TABLE * ctas) + _WAVE * (waves - 1)
+        read = ctas * tile.row_tiles * warps * units * (1 + latency / (warps * ctas) + _MORE_UNITS * (units - 1))
+        sums = pace * (ctas * warps * m * tile.row_tiles / _SUMS)
+        exchange = pace * _EXCHANGE * splits if splits > 1 else 0
+        cost = waves * (read + sums + exchange + pace * _TABLE * ctas) + pace * _WAVE * (waves - 1)
         if best is None or cost < best[0]:
             best = cost, tile
     if best is None:
@@ -83,12 +86,49 @@ def _largest(problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> C
     return None
 
 
-def _fit_together(problem: CodebookProblem, tile: CodebookStreamTile, ctas: int) -> bool:
+def _fit_together(problem: CodebookProblem, tile: CodebookStreamTile, ctas: int, arch: str) -> bool:
     """Whether an SM runs ``ctas`` CTAs at once. Each CTA takes 1 KB of shared memory more than the tile's."""
     return ctas == 1 or (
-        ctas * (stream.smem_bytes(problem, tile) + 1024) <= _SM_SMEM
-        and ctas * 32 * tile.warps * (stream.registers(problem, tile) + 8) <= 65_536
+        ctas * (stream.smem_bytes(problem, tile) + 1024) <= architecture(arch).sm_smem_bytes
+        and ctas * 32 * tile.warps * (stream.registers(problem, tile) + 8) <= architecture(arch).registers
     )
+
+
+def rounds_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookRoundsTile:
+    """The tile of ``codebook_stream_rounds`` for m tokens, n rows of weights and so many units along K.
+
+    The model weighs the units that an SM reads, and the tokens that each of its CTAs reads for them, against too few
+    warps to hide latency and the sums of many warps. A tile with the most CTAs that an SM holds is taken for each cut.
+
+    Raises:
+        EmitError: m is not 1 to 16.
+    """
+    if not 1 <= m <= 16:
+        raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 16")
+    machine = target.machine
+    latency, pace = _LATENCY * machine.bandwidth, machine.cycle_bandwidth
+    tokens = next(t for t in (1, 8, 16) if t >= m)
+    all_tiles = -(-n // ROW_TILE)
+
+    def cost(tile: CodebookRoundsTile) -> float:
+        rounds = -(-units_k // tile.warps)
+        read = tile.warps * rounds * (tile.row_tiles + _TOKENS * m * problem.x.bits / 16)
+        sums = pace * (tile.warps * m * tile.row_tiles / _SUMS)
+
+        def together(ctas: int) -> float:
+            return ctas * (read * (1 + latency / (tile.warps * tile.row_tiles * ctas)) + sums)
+
+        full, rest = divmod(-(-all_tiles // tile.row_tiles), tile.ctas * target.sm_count)
+        return full * together(tile.ctas) + (together(-(-rest // target.sm_count)) if rest else 0.0)
+
+    legal = [
+        tile
+        for row_tiles, warps, ctas in product((1, 2, 3, 4), (4, 8, 16), (1, 2, 3, 4))
+        if holds(
+            stream_rounds.CONSTRAINTS, problem, tile := CodebookRoundsTile(tokens, row_tiles, warps, ctas), target.arch
+        )
+    ]
+    return min(legal, key=cost)
 
 
 def stream_wgmma_tile(
@@ -103,7 +143,7 @@ def stream_wgmma_tile(
     """
     if not 1 <= m <= 64:
         raise EmitError(f"codebook decode: m is {m}; allowed: 1 to 64")
-    machine = MACHINES[target.arch]
+    machine, pace = target.machine, target.machine.cycle_bandwidth
     tokens = next(t for t in (8, 16, 32, 64) if t >= m)
     row_groups = -(-n // GROUP_ROWS)
 
@@ -113,14 +153,14 @@ def stream_wgmma_tile(
     def cost(groups: int, splits: int) -> float:
         chain = -(-units_k // splits)
         clusters = -(-row_groups // groups)
-        waves = -(-clusters // max(1, machine.clusters_at_once(splits, target.sm_count)))
-        return waves * (groups * chain + 2 * chain + 3.5 * splits) + 40 * (waves - 1)
+        waves = -(-clusters // max(1, machine.clusters_at_once(splits)))
+        return waves * (groups * chain + pace * (2 * chain + 3.5 * splits)) + pace * 40 * (waves - 1)
 
     groups, splits = min(
         (
             (g, s)
             for g in range(1, 6)
-            for s in machine.clusters
+            for s in CLUSTER_SIZES
             if s <= units_k and is_legal(CodebookStreamWgmmaTile(tokens, g, s, 3, 1))
         ),
         key=lambda choice: cost(*choice),
@@ -190,13 +230,14 @@ def mma_tile(problem: CodebookProblem, m: int, n: int, target: Target) -> TileCo
     Raises:
         EmitError: the family's constraints refuse the problem.
     """
+    macs = target.machine.mma_macs(problem.x.bits)
 
     def work(tile: TileConfig) -> tuple[float, int]:
         (bm, bn, _), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
         warps = bm // wm * (bn // wn)
-        # In products of 16 x 8: a warp's decoding of 16 rows takes about as long as three of them; tokens and
-        # weights come from the L2 at the rate of the tile's sides.
-        products = bn // 16 * (bm // 8) + 3 * bn // 16 * (bm // wm) + (bm + bn) / 8
+        # In products of 16 x 8 of an H200: a warp's decoding of 16 rows takes about as long as three of them; tokens
+        # and weights come from the L2 at the rate of the tile's sides.
+        products = bn // 16 * (bm // 8) / macs + 3 * bn // 16 * (bm // wm) + (bm + bn) / 8
         slowdown = 1.0 if warps >= 8 else 1.15 if warps >= 4 else 2.0
         waves = -(-mma.grid(tile, m, n)[0] // target.sm_count)
         return waves * products * slowdown, tile.stages

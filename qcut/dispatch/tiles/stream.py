@@ -5,11 +5,12 @@ The model prefers one wave of CTAs, few rounds of loads, and many loads in fligh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from qcut.dispatch.cost_model import MACHINES, Streaming
 from qcut.dispatch.gpus import Target
+from qcut.dispatch.machines import CLUSTER_SIZES, Machine
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError
 from qcut.emitters.gemm.problem import GemmProblem
@@ -18,6 +19,11 @@ from qcut.emitters.stream.int8 import UNIT_COLUMNS, register_limit
 from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
 
+# Of an H200. All but the memory's rate are times of an SM's instructions, which a higher clock shortens.
+_BYTES_PER_NS = 33.5
+"""Bytes of weights per ns for each SM, where all SMs read: 4.43 TB/s over 132 SMs."""
+_UNITS_IN_FLIGHT = 40
+"""Units of weights on their way that keep the memory busy."""
 _ROUND_NS = 300.0
 """Time in ns of a round: reading the tokens of other columns."""
 _CTA_NS = 300.0
@@ -51,7 +57,7 @@ def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W
     def fits(cut: Cut, ctas: int) -> bool:
         tile = tile_of(cut)
         smem = ctas * w8a8.smem_bytes(tile)
-        registers = w8a8.registers(problem, tile)
+        registers = w8a8.registers(problem, tile, target.arch)
         return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
 
     tile = tile_of(_best_cut(n, k, target, fits))
@@ -90,13 +96,13 @@ def _best_cut(n: int, k: int, target: Target, fits: Callable[[Cut, int], bool]) 
     Two CTAs on one SM hide each other's start and end; they are used where each reads its part of K in one round.
     ``fits`` says whether registers and shared memory of an SM hold a given number of CTAs with a cut.
     """
-    machine = MACHINES[target.arch]
+    machine = target.machine
     best, best_ns = Cut(1, 1, 1, 1, 1), float("inf")
-    for splits in machine.clusters if architecture(target.arch).clusters else (1,):
-        at_once = machine.clusters_at_once(splits, target.sm_count)
+    for splits in CLUSTER_SIZES if architecture(target.arch).clusters else (1,):
+        at_once = machine.clusters_at_once(splits)
         for units in (1, 2):
             for ctas in (1, 2) if splits == 1 else (1,):
-                if not at_once or (one := _one_cut(n, k, splits, units, ctas, at_once, machine.memory, fits)) is None:
+                if not at_once or (one := _one_cut(n, k, splits, units, ctas, at_once, machine, fits)) is None:
                     continue
                 cut, ns = one
                 if ns < best_ns:
@@ -111,11 +117,12 @@ def _one_cut(
     units: int,
     ctas: int,
     at_once: int,
-    memory: Streaming,
+    machine: Machine,
     fits: Callable[[Cut, int], bool],
 ) -> tuple[Cut, float] | None:
     """`_best_cut` for some splits, units and CTAs of an SM, and its nanoseconds; None where two CTAs are not taken."""
     units_k, tiles_n = -(-k // UNIT_COLUMNS), -(-n // 16)
+    in_flight = math.ceil(_UNITS_IN_FLIGHT * machine.bandwidth)
     most = max((w for w in range(1, 33) if fits(Cut(1, w, units, 1, splits), ctas)), default=1)
     wanted = -(-units_k // (splits * units))
     warps = -(-wanted // -(-wanted // most))  # in equal rounds
@@ -124,7 +131,7 @@ def _one_cut(
         return None
     for waves in range(1, 1 + tiles_n):
         row_tiles = -(-tiles_n // (waves * at_once * ctas))
-        prefetch = min(row_tiles, -(-memory.units_in_flight // (warps * units * ctas)))
+        prefetch = min(row_tiles, -(-in_flight // (warps * units * ctas)))
         while prefetch > 1 and not fits(Cut(row_tiles, warps, units, prefetch, splits), ctas):
             prefetch -= 1
         cut = Cut(row_tiles, warps, units, prefetch, splits)
@@ -132,6 +139,7 @@ def _one_cut(
             break
     unit_bytes = 16 * UNIT_COLUMNS
     of_an_sm = waves * ctas * row_tiles * rounds * units * min(warps, wanted) * unit_bytes
-    together_ns = tiles_n * units_k * unit_bytes / (memory.bytes_per_ns * at_once * splits)
-    read_ns = max(together_ns, of_an_sm / memory.sm_bytes_per_ns)
-    return cut, read_ns + waves * (rounds * _ROUND_NS + _CTA_NS) / ctas + _CLUSTER_NS * (splits > 1)
+    together_ns = tiles_n * units_k * unit_bytes / (_BYTES_PER_NS * machine.bandwidth * at_once * splits)
+    read_ns = max(together_ns, of_an_sm / machine.sm_bytes_per_ns)
+    ctas_ns = waves * (rounds * _ROUND_NS + _CTA_NS) / ctas / machine.clock
+    return cut, read_ns + ctas_ns + _CLUSTER_NS * (splits > 1) / machine.clock

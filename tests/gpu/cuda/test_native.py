@@ -40,10 +40,10 @@ def arguments(linear: qcut.Linear, x: Tensor) -> tuple[str, tuple[Any, ...]]:
     if isinstance(linear, W8A8StaticLinear):
         return "w8a8_static_linear", (
             *(x, linear.qweight, linear.col_scale, linear.colsum, linear.bias),
-            *(*linear.input_qparams, linear.activation),
+            *(*linear.input_qparams, linear.activation, True),
         )
     op = "w8a8_linear" if linear.scheme.name == "w8a8" else "w8a16_linear"
-    return op, (x, linear.qweight, linear.weight_scale, linear.bias, linear.activation)
+    return op, (x, linear.qweight, linear.weight_scale, linear.bias, linear.activation, True)
 
 
 def by_python(linear: qcut.Linear, x: Tensor) -> Tensor:

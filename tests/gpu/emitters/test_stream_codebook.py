@@ -14,20 +14,22 @@ from qcut import jit
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks.layout import Geometry
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import is_wgmma_better, stream_tile, stream_wgmma_tile
+from qcut.dispatch.tiles.codebook import is_wgmma_better, rounds_tile, stream_tile, stream_wgmma_tile
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES, architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.stream import codebook as codebook_stream
+from qcut.emitters.stream import codebook_rounds as codebook_stream_rounds
 from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
 from qcut.emitters.stream.codebook import CodebookStreamTile, emit_codebook_stream
+from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile, emit_codebook_stream_rounds
 from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile, emit_codebook_stream_wgmma
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch, strided
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same, full_range, half_ulp, smooth
 
-Tile = CodebookStreamTile | CodebookStreamWgmmaTile
+Tile = CodebookStreamTile | CodebookRoundsTile | CodebookStreamWgmmaTile
 
 H200 = Target("sm_90a", 132)
 PLAIN = Epilogue(DType.F32, col_scale="per_channel")
@@ -43,6 +45,12 @@ TILES: tuple[Tile, ...] = (
     CodebookStreamTile(16, 7, 16, 2),
     CodebookStreamTile(24, 2, 5, 3, 1, 2),
     CodebookStreamTile(32, 1, 10),
+    CodebookRoundsTile(1, 4, 4, 2),
+    CodebookRoundsTile(2, 1, 1),
+    CodebookRoundsTile(4, 3, 2),
+    CodebookRoundsTile(8, 2, 8, 2),
+    CodebookRoundsTile(16, 1, 16),
+    CodebookRoundsTile(16, 4, 8),
     CodebookStreamWgmmaTile(8, 1, 1, 3, 1),
     CodebookStreamWgmmaTile(16, 2, 2, 5, 4),
     CodebookStreamWgmmaTile(32, 3, 4, 8, 4),
@@ -50,7 +58,10 @@ TILES: tuple[Tile, ...] = (
     CodebookStreamWgmmaTile(64, 5, 8, 4, 1),
 )
 MMA = CodebookStreamTile(16, 2, 4, 2, 1, 1)
+ROUNDS = CodebookRoundsTile(16, 2, 4, 2)
 WGMMA = CodebookStreamWgmmaTile(16, 2, 2, 4, 3)
+EACH = (MMA, ROUNDS, WGMMA)
+"""One tile of each family."""
 FORMATS = ((2, 4), (3, 2), (4, 1))
 """(bits, slots)."""
 DTYPES = (DType.F16, DType.BF16, DType.S8)
@@ -66,6 +77,8 @@ def has_tile(tile: Tile) -> bool:
     """Whether the GPU at hand can run a tile."""
     if isinstance(tile, CodebookStreamWgmmaTile):
         return arch() == "sm_90a"
+    if isinstance(tile, CodebookRoundsTile):
+        return codebook_stream_rounds.smem_bytes(BASE, tile) <= architecture(arch()).smem_bytes
     if tile.splits > 1 and arch() not in CLUSTER_ARCHITECTURES:
         return False
     return codebook_stream.smem_bytes(BASE, tile) <= architecture(arch()).smem_bytes
@@ -74,7 +87,17 @@ def has_tile(tile: Tile) -> bool:
 def emit(problem: CodebookProblem, tile: Tile) -> KernelSource:
     if isinstance(tile, CodebookStreamWgmmaTile):
         return emit_codebook_stream_wgmma(problem, tile, arch())
+    if isinstance(tile, CodebookRoundsTile):
+        return emit_codebook_stream_rounds(problem, tile, arch())
     return emit_codebook_stream(problem, tile, arch())
+
+
+def grid_of(tile: Tile, m: int, n: int) -> tuple[int, int, int]:
+    if isinstance(tile, CodebookStreamWgmmaTile):
+        return codebook_stream_wgmma.grid(tile, m, n)
+    if isinstance(tile, CodebookRoundsTile):
+        return codebook_stream_rounds.grid(tile, m, n)
+    return codebook_stream.grid(tile, m, n)
 
 
 def problem_of(
@@ -88,18 +111,18 @@ def problem_of(
 def format_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
     for x in DTYPES:
         for bits, slots in FORMATS:
-            for tile in (MMA, WGMMA):
+            for tile in EACH:
                 yield problem_of(x, bits, slots), tile
 
 
 def epilogue_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
     for epilogue in EPILOGUES:
-        for tile in (MMA, WGMMA):
+        for tile in EACH:
             yield problem_of(DType.F16, epilogue=epilogue, alignment=8), tile
     for alignment in (1, 2):
         yield problem_of(DType.F16, epilogue=EPILOGUES[0], alignment=alignment), WGMMA
     residual = Epilogue(DType.F16, col_scale="per_channel", bias=True, residual=True)
-    for tile in (MMA, WGMMA):
+    for tile in EACH:
         yield problem_of(DType.S8, epilogue=residual, alignment=8), tile
 
 
@@ -116,10 +139,22 @@ def chosen_cases() -> Iterator[tuple[CodebookProblem, Tile, int, int, int]]:
                 yield problem, stream_tile(problem, m, n, units, H200), m, n, units
 
 
+def foreign_cases() -> list[tuple[CodebookProblem, Tile, int, int, int]]:
+    """Tiles that GPUs with less shared memory, or without clusters, take where their warps cannot hold all tokens."""
+    gpus = (Target("sm_80", 108), Target("sm_86", 82), Target("sm_89", 142), Target("sm_120", 170))
+    asked = [(gpu, x, units, m) for gpu in gpus for x in DTYPES for units in (32, 112, 224) for m in (1, 8, 16)]
+    cases = {}
+    for gpu, x, units, m in asked:
+        problem = problem_of(x, alignment=8)
+        tile = rounds_tile(problem, m, 4096, units, gpu)
+        cases[x, units, tile] = problem, tile, m, 104, units
+    return [case for case in cases.values() if has_tile(case[1])]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     cases = [(BASE, tile) for tile in TILES]
-    cases += [*format_cases(), *epilogue_cases(), *((p, t) for p, t, *_ in chosen_cases())]
+    cases += [*format_cases(), *epilogue_cases(), *((p, t) for p, t, *_ in [*chosen_cases(), *foreign_cases()])]
     sources = {source.name: source for source in (emit(p, t) for p, t in cases if has_tile(t))}
     errors = [r for r in jit.build_many(list(sources.values()), progress=False).values() if isinstance(r, Exception)]
     assert not errors, errors[0]
@@ -190,7 +225,7 @@ class Product:
             ``[M, N]`` on the CPU.
         """
         m, e = len(self.x), self.problem.epilogue
-        family = codebook_stream_wgmma if isinstance(tile, CodebookStreamWgmmaTile) else codebook_stream
+        ctas = grid_of(tile, m, self.n)
         ldd = -(-self.n // self.problem.alignment_n) * self.problem.alignment_n + extra
         fold = codebook_layout.fold_scales(self.norms, self.values)
         words = self.values.view(torch.int32).tolist()
@@ -204,7 +239,7 @@ class Product:
         for _ in range(2):
             d = Guarded(m, ldd, TORCH_DTYPE[e.out])
             values = [d.tensor if p.name == "d" else given[p.name] for p in self.problem.params()]
-            launch(source, family.grid(tile, m, self.n), *values, pdl=pdl)
+            launch(source, ctas, *values, pdl=pdl)
             results.append(d.take(self.n))
         assert_same(results[0], results[1])
         return results[0]
@@ -274,7 +309,11 @@ def test_tiles(tile: Tile) -> None:
             product.check(product.run(tile, extra=i % 3), tile)
 
 
-@pytest.mark.parametrize("tile", [TILES[9], TILES[13]], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "tile",
+    [CodebookStreamTile(32, 1, 10), CodebookRoundsTile(16, 4, 8), CodebookStreamWgmmaTile(64, 4, 2, 8, 4)],
+    ids=lambda t: t.name,
+)
 def test_every_number_of_tokens(tile: Tile) -> None:
     require(tile)
     for m in range(1, tile.tokens + 1):
@@ -308,8 +347,15 @@ def test_chosen_tiles(index: int) -> None:
     product.check(product.run(tile), tile)
 
 
+def test_tiles_that_other_gpus_take() -> None:
+    for problem, tile, m, n, units in foreign_cases():
+        for tokens in {m, max(1, m - 3)}:
+            product = Product.random(problem, tokens, n, units, seed=units)
+            product.check(product.run(tile, pdl=tokens == m), tile)
+
+
 @pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
-@pytest.mark.parametrize("tile", [MMA, WGMMA], ids=lambda t: t.name)
+@pytest.mark.parametrize("tile", EACH, ids=lambda t: t.name)
 def test_identity_tokens_give_the_weights(tile: Tile, x: DType) -> None:
     """Every column at its place: token i is column i alone, and D the weights, rounded as the family rounds them."""
     require(tile)
@@ -321,7 +367,7 @@ def test_identity_tokens_give_the_weights(tile: Tile, x: DType) -> None:
 
 
 @pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
-@pytest.mark.parametrize("tile", [MMA, WGMMA], ids=lambda t: t.name)
+@pytest.mark.parametrize("tile", EACH, ids=lambda t: t.name)
 def test_tokens_are_independent(tile: Tile, x: DType) -> None:
     require(tile)
     product = Product.random(problem_of(x), 13, 130, 8)
@@ -330,7 +376,7 @@ def test_tokens_are_independent(tile: Tile, x: DType) -> None:
         assert_same(product.row(m).run(tile)[0], together[m])
 
 
-@pytest.mark.parametrize("tile", [MMA, TILES[6], WGMMA], ids=lambda t: t.name)
+@pytest.mark.parametrize("tile", [*EACH, TILES[6]], ids=lambda t: t.name)
 def test_dependent_launch(tile: Tile) -> None:
     require(tile)
     product = Product.random(BASE, 8, 657, 8)

@@ -57,3 +57,34 @@ def test_graphs_without_counters_may_be_replayed_in_any_order(dtype: torch.dtype
             assert_same(got, want)
             got.fill_(float("nan"))
     assert_same(OP(*given), want)
+
+
+@pytest.mark.parametrize(("dtype", "batch", "context"), SIZES)
+def test_positions_out_of_range_read_the_nearest(dtype: torch.dtype, batch: int, context: int) -> None:
+    *given, positions, scale = on_gpu(problem(dtype, batch, context))
+    for outside, nearest in ((-3, 0), (context, context - 1), (2**31 - 2, context - 1)):
+        want = OP(*given, torch.full_like(positions, nearest), scale)
+        assert_same(OP(*given, torch.full_like(positions, outside), scale), want)
+
+
+@pytest.mark.parametrize(("dtype", "batch", "context"), SIZES)
+@pytest.mark.parametrize("cache", ["own", "int8"])
+def test_tokens_without_a_place_are_not_stored(dtype: torch.dtype, batch: int, context: int, cache: str) -> None:
+    q, keys, values, _, _, positions, scale = on_gpu(problem(dtype, batch, context))
+    scales = (None, None)
+    if cache == "int8":
+        keys, values = torch.ones_like(keys, dtype=torch.int8), torch.ones_like(values, dtype=torch.int8)
+        scales = torch.ones(2, *keys.shape[:3], device=DEVICE).unbind()
+    k, v = torch.randn(2, batch, 2, 64, device=DEVICE).to(dtype)
+    table = torch.ones(context, 64, device=DEVICE, dtype=dtype)
+    stored = [keys, values, *(t for t in scales if t is not None)]
+    before = [t.clone() for t in stored]
+    want = OP(q, keys, values, *scales, positions, scale)
+    for outside in (-1, context, -(2**31), 2**31 - 1):
+        slots = torch.full_like(positions, outside)
+        for rotary in ((None, None), (table, torch.zeros_like(table))):
+            step = (q.clone(), k, v, *rotary, positions, slots, keys, values, *scales)
+            assert_same(torch.ops.qcut.append_attention(*step, scale), want)
+            torch.ops.qcut.append_kv(*step)
+            for now, then in zip(stored, before, strict=True):
+                assert torch.equal(now, then)

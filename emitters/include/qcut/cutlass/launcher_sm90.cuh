@@ -43,6 +43,7 @@ struct Launcher {
     Call const& a = *static_cast<Call const*>(args);
     if (!params || std::memcmp(&last, &a, sizeof a) != 0) {
       auto filled = arguments(a);
+      if (!Kernel::can_implement(filled)) return CUDA_ERROR_INVALID_VALUE;
       workspace_bytes = Kernel::get_workspace_size(filled);
       params.emplace(Kernel::to_underlying_arguments(filled, a.workspace));
       std::memcpy(&last, &a, sizeof a);

@@ -214,6 +214,7 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
   wait_for_dependencies();
 
   const int slot = live ? slots[token] : 0;
+  const bool has_place = slot >= 0 && slot < context;
   const long long position = kRotary && live ? positions[token] : 0;
   T* const query = q + token * q_stride;
   const T *const key = k + token * kv_stride, *const value = v + token * kv_stride;
@@ -239,7 +240,8 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
       if (head < heads && live) rows[i].store(query + head * kHead, lane);
     }
     if (kAtOnce == 1 && head < heads) continue;  // uniform over the CTA: every group has this query
-    const bool is_key = head < rotated, kept = live && head >= heads && head < total;
+    const bool is_key = head < rotated;
+    const bool kept = live && has_place && head >= heads && head < total;
     const int mine = head - (is_key ? heads : rotated);
     const long long place = static_cast<long long>(mine) * context + slot;
     C* const to = (is_key ? keys : values) + sequence * batch_stride + place * kHead;

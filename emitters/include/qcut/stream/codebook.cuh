@@ -118,16 +118,27 @@ struct RowFold<int8_t> {
   }
 };
 
-// Adds the products of a unit's 16 rows with the warp's tokens. b holds chunks of 16 bytes of eight tokens; each chunk
-// is one 8 x 8 matrix of the second operand.
-template <class T>
-struct UnitProduct {
-  using Acc = float;
+// Decodes a word of indices by a PairTable in shared memory.
+struct TableBook {
   const char* table;
   uint32_t lane4;
 
-  __device__ __forceinline__ UnitProduct(const Book&, const char* table)
+  __device__ __forceinline__ TableBook(const Book&, const char* table)
       : table(table), lane4(4 * (threadIdx.x % 32)) {}
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], uint32_t word) const {
+    PairTable::decode(a, word, table, lane4);
+  }
+};
+
+// Adds the products of a unit's 16 rows with the warp's tokens. b holds chunks of 16 bytes of eight tokens; each chunk
+// is one 8 x 8 matrix of the second operand. Values, a TableBook or a RegisterBook, decodes 16-bit weights.
+template <class T, class Values>
+struct UnitProduct {
+  using Acc = float;
+  Values values;
+
+  template <class... Args>
+  __device__ __forceinline__ explicit UnitProduct(const Args&... args) : values(args...) {}
 
   template <int kBits, int kSlots, int kTokenTiles>
   __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots>& unit,
@@ -141,8 +152,8 @@ struct UnitProduct {
 #pragma unroll
       for (int i = s * kSteps; i < (s + 1) * kSteps; i += 2) {
         uint32_t a0[4], a1[4];
-        PairTable::decode(a0, unit.words.word(i), table, lane4);
-        PairTable::decode(a1, unit.words.word(i + 1), table, lane4);
+        values.decode(a0, unit.words.word(i));
+        values.decode(a1, unit.words.word(i + 1));
 #pragma unroll
         for (int j = 0; j < kTokenTiles; ++j) {
           Float16<T>::mma(even[j], a0, {b[j][2 * i], b[j][2 * i + 1]});
@@ -162,12 +173,13 @@ struct UnitProduct {
   }
 };
 
-template <>
-struct UnitProduct<int8_t> {
+template <class Values>
+struct UnitProduct<int8_t, Values> {
   using Acc = int;
   QuarterBook quarter;
 
-  __device__ __forceinline__ UnitProduct(const Book& book, const char*) : quarter(book) {}
+  template <class... Args>
+  __device__ __forceinline__ explicit UnitProduct(const Book& book, const Args&...) : quarter(book) {}
 
   template <int kBits, int kSlots, int kTokenTiles>
   __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots>& unit,
@@ -208,7 +220,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
                                                 typename E::Out* d, int m, int n, int units_k, int ldd,
                                                 const Book& book, typename E::Args args) {
   using Shared = StreamShared<T, Tile>;
-  using Product = UnitProduct<T>;
+  using Product = UnitProduct<T, TableBook>;
   using Acc = typename Product::Acc;
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kUnits = Tile::kUnits;

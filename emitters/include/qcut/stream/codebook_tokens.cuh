@@ -1,4 +1,4 @@
-// The tokens, the tile and the layout of shared memory of stream/codebook.cuh.
+// The tokens, the tile and the layout of shared memory of stream/codebook.cuh and stream/codebook_rounds.cuh.
 //
 // BlockTokens are tokens that an earlier kernel has rotated. RowToken is one token that the product's kernel rotates
 // itself. Tokens of either kind are staged in shared memory: each warp stages the columns of its own units.
@@ -27,8 +27,8 @@ struct StreamTile {
 template <class T>
 constexpr bool kIsInt8 = sizeof(T) == 1;
 
-// Byte offsets in shared memory.
-template <class T, class Tile>
+// Byte offsets in shared memory, which starts with the table of pairs if there is one.
+template <class T, class Tile, bool kTable = !kIsInt8<T>>
 struct StreamShared {
   static constexpr int kBlocks = sizeof(T);  // blocks of 128 bytes of each token, in a unit
   static constexpr int kStagedRows = Tile::kTokens < 8 ? Tile::kTokens : 8;
@@ -42,7 +42,7 @@ struct StreamShared {
   // Pieces of 16 rows of a token are dealt out to the CTAs of a cluster.
   static constexpr int kShare = (Tile::kRowTiles * Tile::kTokens + Tile::kSplits - 1) / Tile::kSplits;
 
-  static constexpr int kRegions = kIsInt8<T> ? 0 : PairTable::kBytes;
+  static constexpr int kRegions = kTable ? PairTable::kBytes : 0;
   static constexpr int kInbox = kRegions + Tile::kWarps * kRegionBytes;
   static constexpr int kColScale = kInbox + (Tile::kSplits > 1 ? 4 * kUnitRows * Tile::kSplits * kShare : 0);
   static constexpr int kBias = kColScale + 4 * Tile::kRows;

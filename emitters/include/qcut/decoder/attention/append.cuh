@@ -121,7 +121,7 @@ struct AppendAttention {
     Rows rows = place.rows(keys, values, key_scales, value_scales, batch_stride, context);
     wait_for_dependencies();
 
-    const int position = positions[place.batch], slot = slots[place.batch];
+    const int position = min(max(positions[place.batch], 0), context - 1), slot = slots[place.batch];
     rows.length = position + 1;
     // The small loads are issued before the large ones, and used while the large ones are in flight.
     Stored token[kItems], cosines{}, sines{};
@@ -137,7 +137,7 @@ struct AppendAttention {
     int tile[kTiles];
     Attention::fetch(tiles, tile, rows, part + parts * warp, parts * kWarps, g, t);
 
-    const bool has_slot = slot / 16 % parts == part;
+    const bool has_slot = slot >= 0 && slot < context && slot / 16 % parts == part;
     prepare(shared, token, cosines, sines, rows, place.mine, slot, has_slot, place.first == 0);
     __syncthreads();
     uint32_t query[Attention::kSteps][2];

@@ -361,7 +361,7 @@ struct TensorAttention {
     Rows rows = place.rows(keys, values, key_scales, value_scales, batch_stride, context);
     wait_for_dependencies();
 
-    rows.length = positions[place.batch] + 1;
+    rows.length = min(max(positions[place.batch], 0), context - 1) + 1;
     const T* const row = q + place.batch * q_stride + (place.head + g) * kHead;
     uint32_t query[kSteps][2];
     load_queries(query, row, reinterpret_cast<unsigned long long>(row) % 16 == 0, g < place.mine, t);

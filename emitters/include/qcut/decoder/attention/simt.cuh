@@ -127,7 +127,7 @@ struct DecodeAttention {
     launch_dependents();
     wait_for_dependencies();
 
-    const int length = positions[batch] + 1;
+    const int length = min(max(positions[batch], 0), context - 1) + 1;
     const int part = (length + parts - 1) / parts;
     const int begin = blockIdx.x * part;
     const int end = min(begin + part, length);

@@ -1,0 +1,139 @@
+"""Products of up to 16 rotated tokens with codebook weights on ``mma.sync``, for any K and little shared memory.
+
+Device code: ``include/qcut/stream/codebook_rounds.cuh``. The warps of a CTA go along K in rounds and decode weights by
+a book in registers. `qcut.emitters.stream.codebook` is faster where its table and the tokens of all K fit a CTA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check
+from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.stream.codebook import ROW_TILE, decode_source
+
+FAMILY = "codebook_stream_rounds"
+
+
+@dataclass(frozen=True)
+class CodebookRoundsTile:
+    """How a CTA shares a product.
+
+    Attributes:
+        tokens: the most tokens of a launch: 1, 2, 4, 8 or 16.
+        row_tiles: tiles of 16 rows of a CTA, all of which a warp multiplies in each round.
+        warps: warps of a CTA, which take a unit of 128 columns each in a round.
+        ctas: CTAs that an SM's registers and shared memory hold.
+    """
+
+    tokens: int
+    row_tiles: int
+    warps: int
+    ctas: int = 1
+
+    @property
+    def name(self) -> str:
+        """``t{tokens}_r{row_tiles}_w{warps}_c{ctas}``."""
+        return f"t{self.tokens}_r{self.row_tiles}_w{self.warps}_c{self.ctas}"
+
+
+def registers(problem: CodebookProblem, tile: CodebookRoundsTile) -> int:
+    """Estimate a thread's registers: weights in flight, tokens, sums, operands decoded ahead, and the rest."""
+    token_tiles = -(-tile.tokens // 8)
+    int8 = problem.x is DType.S8
+    weights = tile.row_tiles * (2 * problem.bits + problem.slots + (2 if int8 else 0))
+    tokens = token_tiles * (8 if int8 else 16)
+    sums = 4 * token_tiles * tile.row_tiles
+    # Without bounds, the compiler decodes several tiles of 16-bit weights before it multiplies the first.
+    return weights + tokens + sums + (40 if int8 else 32 + 14 * tile.row_tiles)
+
+
+def register_limit(tile: CodebookRoundsTile) -> int:
+    """Registers that the register file has for a thread of each CTA, in steps of 8."""
+    return min(255, 65_536 // (32 * tile.warps * tile.ctas) // 8 * 8)
+
+
+def smem_bytes(problem: CodebookProblem, tile: CodebookRoundsTile) -> int:
+    """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same.
+
+    CTAs that fit an SM's registers fit every architecture's shared memory, too.
+    """
+    blocks, rows = problem.x.bits // 8, ROW_TILE * tile.row_tiles
+    staged = blocks * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
+    sums = 4 * tile.tokens * (rows + 4)
+    return tile.warps * max(staged, sums) + 8 * rows + 4 * tile.tokens
+
+
+CONSTRAINTS = (
+    ARCHITECTURE,
+    Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
+    ROTATED_BEFORE,
+    Constraint(
+        "tokens",
+        "are 1, 2, 4, 8 or 16: rows of the second operand, eight to a product",
+        lambda p, t, arch: t.tokens in (1, 2, 4, 8, 16),
+    ),
+    Constraint("row_tiles", "are 1 to 4: their sums are in registers", lambda p, t, arch: 1 <= t.row_tiles <= 4),
+    Constraint("warps", "are 1 to 32: those of a CTA", lambda p, t, arch: 1 <= t.warps <= 32),
+    Constraint("ctas", "of an SM are 1 to 8", lambda p, t, arch: 1 <= t.ctas <= 8),
+    Constraint(
+        "registers",
+        "weights, tokens and sums fit a thread's 255 and the SM's 65536",
+        lambda p, t, arch: registers(p, t) <= register_limit(t),
+    ),
+)
+"""What this family can build, on (problem, tile, arch)."""
+
+
+def validate(problem: CodebookProblem, tile: CodebookRoundsTile, arch: str) -> None:
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
+
+    Raises:
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
+    """
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
+
+
+def grid(tile: CodebookRoundsTile, m: int, n: int) -> tuple[int, int, int]:
+    """CTAs of a launch: one for every ``16 * row_tiles`` rows of the weight.
+
+    Raises:
+        EmitError: more tokens than the tile takes.
+    """
+    if not 1 <= m <= tile.tokens:
+        raise EmitError(f"codebook decode: m is {m}; tile {tile.name} takes 1 to {tile.tokens} tokens")
+    return (-(-n // (ROW_TILE * tile.row_tiles)), 1, 1)
+
+
+def emit_codebook_stream_rounds(problem: CodebookProblem, tile: CodebookRoundsTile, arch: str) -> KernelSource:
+    """Text of one kernel.
+
+    Arguments are ``problem.params()`` in order: n, units_k >= 1, 1 <= m <= ``tile.tokens``. D is stored element by
+    element, with any ``alignment_n``. ``x``, ``row_scale`` and the residual are read after the previous kernel's end;
+    all other arguments may be read before.
+
+    Exactness: that of `qcut.emitters.stream.codebook.emit_codebook_stream`, in another order of float32 sums.
+
+    Raises:
+        EmitError: see `validate`.
+
+    Source: PTX ISA, ``mma.sync.m16n8k16``, ``mma.sync.m16n8k32``, ``prmt``, ``cp.async``, ``ldmatrix``.
+    """
+    validate(problem, tile, arch)
+    sizes = (tile.tokens, tile.row_tiles, tile.warps, 1, 1, tile.row_tiles)
+    return decode_source(
+        procedural_name(FAMILY, arch, problem, tile),
+        problem,
+        arch,
+        header="codebook_rounds",
+        function="codebook_stream_rounds",
+        tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
+        shared="qcut::StreamShared",
+        shared_last=", false",
+        tokens=f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
+        block=32 * tile.warps,
+        smem_bytes=smem_bytes(problem, tile),
+        ctas_per_sm=tile.ctas,
+    )

@@ -1,0 +1,146 @@
+"""Kernels of every family, for each architecture the ones that its GPUs would run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qcut.dispatch import codebook, gemm
+from qcut.dispatch.attention import emit_attention
+from qcut.dispatch.gpus import target_named
+from qcut.dispatch.tiles.codebook import mma_tile, rounds_tile, stream_tile, stream_wgmma_tile
+from qcut.dispatch.tiles.stream import int8_tile
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.decoder import quantize
+from qcut.emitters.decoder.activate import ActivateRows, emit_activation
+from qcut.emitters.decoder.append import RotateAndAppend, emit_append
+from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.decoder.attention.mma import AttentionMma
+from qcut.emitters.decoder.attention.simt import AttentionDecode
+from qcut.emitters.decoder.embed import EmbedRows, emit_embed
+from qcut.emitters.decoder.norm import NormRows, emit_norm
+from qcut.emitters.families import (
+    CODEBOOK_MMA,
+    CODEBOOK_STREAM,
+    CODEBOOK_STREAM_ROUNDS,
+    CODEBOOK_STREAM_WGMMA,
+    INT8_CUTLASS,
+    INT8_DP4A,
+    INT8_MMA,
+    INT8_STREAM,
+    INT8_WMMA,
+    W8A16_MMA,
+)
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.w8a8 import W8A8Problem
+
+F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
+_SCALED = Epilogue(F16, col_scale="per_channel", bias=True)
+_TOKENS = replace(_SCALED, row_scale="per_token")
+_GELU = replace(_SCALED, activation=Activation.GELU_TANH)
+
+
+def attention(arch: str) -> list[KernelSource]:
+    """Decode attention in both forms, in clusters where there are any, with and without the step's key and value."""
+    simt = [AttentionDecode.for_shape(F32, F32, 128, 1, arch), AttentionDecode.for_shape(F16, S8, 64, 4, arch)]
+    parts = [AttentionMma.for_shape(F16, F16, 128, 4, arch), AttentionMma.for_shape(BF16, S8, 64, 1, arch)]
+    if architecture(arch).clusters:
+        parts += [AttentionMma.for_shape(F16, F16, 128, 4, arch, 8), AttentionMma.for_shape(BF16, BF16, 64, 1, arch, 2)]
+    steps = [
+        emit_attention_append(AttentionAppend(desc, rope)) for desc, rope in ((parts[0], True), (parts[-1], False))
+    ]
+    return [*map(emit_attention, (*simt, *parts)), *steps]
+
+
+def rows(arch: str) -> list[KernelSource]:
+    """The decoder's kernels around products: cache, norms, embeddings, activations, the next token, quantization."""
+    appends = [RotateAndAppend(F16, F16, 128, "half", arch, many=True), RotateAndAppend(BF16, S8, 64, "none", arch)]
+    norms = [
+        NormRows.for_shape(F16, False, arch, 4096, residual=True, quantized=True),
+        NormRows.for_shape(F32, True, arch, 1280, residual=False, quantized=False),
+    ]
+    return [
+        *map(emit_append, appends),
+        *map(emit_norm, norms),
+        emit_embed(EmbedRows(F16, S8, arch, places=True)),
+        emit_activation(ActivateRows("silu_mul", F16, arch)),
+        emit_argmax(ArgmaxRows(F16, arch, True)),
+        quantize.emit_quantize_per_token(quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096)),
+        quantize.emit_quantize_per_tensor(quantize.QuantizePerTensor.for_shape(F32, arch, 4096, 1280)),
+        quantize.emit_dequantize(quantize.Dequantize.for_shape(F16, arch, 4096, 4096)),
+        quantize.emit_colsum(quantize.ColSum(arch)),
+    ]
+
+
+def int8(arch: str) -> list[KernelSource]:
+    """Products with int8 weights, of few tokens and of many."""
+    gpu, problem = target_named(arch), GemmProblem(epilogue=_TOKENS)
+    menu = INT8_MMA.menu(problem, arch)
+    found = [
+        INT8_MMA.emit(problem, menu[0], arch),
+        INT8_MMA.emit(GemmProblem(epilogue=replace(_TOKENS, out=S8)), menu[-1], arch),
+    ]
+    for kind in (INT8_WMMA, INT8_DP4A):
+        tile = gemm.best_tile(kind.name, problem, 4096, 4096, 4096, gpu)
+        assert tile is not None
+        found.append(kind.emit(problem, tile, arch))
+    for few, m, n, k in (
+        (W8A8Problem("rows", F16, _TOKENS), 8, 4096, 4096),
+        (W8A8Problem("rows", F16, _TOKENS, absmax=True), 1, 14336, 4096),
+        (W8A8Problem("given", F16, replace(_TOKENS, activation=Activation.SILU)), 8, 4096, 14336),
+        (W8A8Problem("none", F16, _TOKENS), 4, 1280, 5120),
+    ):
+        found.append(INT8_STREAM.emit(few, int8_tile(few, m, n, k, gpu), arch))
+    for a, m, n, k in ((F16, 1, 14336, 4096), (F16, 16, 32000, 288), (BF16, 32, 4096, 14336)):
+        half = GemmProblem(a=a, epilogue=_SCALED, alignment_k=8)
+        found.append(gemm.emit(gemm.select_w8a16(half, m, n, k, gpu), half, arch))
+    half = GemmProblem(a=F16, epilogue=_GELU, alignment_k=8)
+    tiles = W8A16_MMA.menu(half, arch)
+    return [*found, *(W8A16_MMA.emit(half, tile, arch) for tile in (tiles[0], tiles[-1]))]
+
+
+def codebooks(arch: str) -> list[KernelSource]:
+    """Rotations and products with codebook weights."""
+    gpu = target_named(arch)
+    wide = CodebookProblem(BF16, 3, 4, Epilogue(BF16, col_scale="per_channel", bias=True, residual=True))
+    half, integer = CodebookProblem(epilogue=_GELU), CodebookProblem(S8, 4, 1, _TOKENS)
+    two = CodebookProblem(S8, 2, 2, _TOKENS)
+    rotations = [
+        *codebook.select_rotation("hadamard", F16, F16, 1, 4096, 128, 1, gpu),
+        *codebook.select_rotation("hadamard", F16, S8, 64, 14336, 128, 2, gpu),
+        *codebook.select_rotation("qr", BF16, S8, 8, 4096, 128, 1, gpu),
+    ]
+    found = [codebook.emit_rotation(rotation) for rotation in rotations]
+    for problem, m, n, units in (
+        (half, 1, 14336, 32),
+        (replace(half, rotates=True), 1, 4096, 32),
+        (wide, 8, 1280, 10),
+        (two, 16, 1280, 10),
+    ):
+        found.append(CODEBOOK_STREAM.emit(problem, stream_tile(problem, m, n, units, gpu), arch))
+    for problem, m, n, units in ((half, 1, 4096, 112), (wide, 16, 4096, 32), (integer, 8, 14336, 112)):
+        found.append(CODEBOOK_STREAM_ROUNDS.emit(problem, rounds_tile(problem, m, n, units, gpu), arch))
+    for problem, m in ((half, 64), (wide, 4096), (integer, 4096), (two, 4096)):
+        found.append(CODEBOOK_MMA.emit(problem, mma_tile(problem, m, 4096, gpu), arch))
+    if architecture(arch).wgmma:
+        for problem, m in ((half, 64), (wide, 1024), (integer, 32), (two, 4096)):
+            found.append(codebook.emit(codebook.select(problem, m, 4096, 32, gpu), problem, arch))
+        found.append(CODEBOOK_STREAM_WGMMA.emit(half, stream_wgmma_tile(half, 16, 4096, 112, gpu), arch))
+    return found
+
+
+def cutlass(arch: str) -> list[KernelSource]:
+    """The CUTLASS product that a large int8 layer takes."""
+    problem = GemmProblem(epilogue=_TOKENS)
+    tile = gemm.best_tile(INT8_CUTLASS.name, problem, 4096, 4096, 4096, target_named(arch))
+    assert tile is not None
+    return [INT8_CUTLASS.emit(problem, tile, arch)]
+
+
+def raw_kernels(arch: str) -> list[KernelSource]:
+    """All but CUTLASS's, each once."""
+    found = [*attention(arch), *rows(arch), *int8(arch), *codebooks(arch)]
+    return list({source.name: source for source in found}.values())

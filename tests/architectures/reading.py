@@ -1,0 +1,40 @@
+"""What a built kernel must be on any architecture: read from the compiler's report and from the instructions."""
+
+from __future__ import annotations
+
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.source import KernelSource
+from qcut.jit import Binary
+from tests.support.sass import instructions
+
+TRY_WAIT = "SYNCS.PHASECHK.TRANS64.TRYWAIT"
+"""``mbarrier.try_wait``."""
+EXPECT_TX = "SYNCS.ARRIVE.TRANS64"
+"""``mbarrier.arrive.expect_tx``; an arrival that expects nothing has a suffix."""
+WAIT = "ACQBULK"
+"""``griddepcontrol.wait``."""
+
+
+def faults(source: KernelSource, binary: Binary) -> list[str]:
+    """What is wrong with a kernel's binary: spills, more than an SM has, a barrier or a wait that is missing."""
+    arch, resources, names = architecture(source.arch), binary.resources, instructions(binary.cubin)
+    if resources is None:
+        return ["the compiler's report has no figures"]
+    found = []
+    if spilled := resources.spill_store_bytes + resources.spill_load_bytes:
+        found.append(f"spills {spilled} bytes")
+    if resources.stack_bytes or any(name.startswith(("LDL", "STL")) for name in names):
+        found.append(f"has {resources.stack_bytes} bytes of local memory")
+    if resources.registers * source.block > arch.registers:
+        found.append(f"{resources.registers} registers, too many for {source.block} threads")
+    if resources.smem_bytes + source.smem_bytes > arch.smem_bytes:
+        found.append(f"{resources.smem_bytes + source.smem_bytes} bytes of shared memory")
+    if TRY_WAIT in names and EXPECT_TX not in names:
+        found.append("waits for a barrier that expects nothing")
+    if (WAIT in names) != (source.waits and arch.pdl):
+        found.append("waits for its predecessor unasked" if WAIT in names else "never waits for its predecessor")
+    if ("__cluster_dims__" in source.text) != any(
+        name.startswith("UCGABAR") for name in names
+    ) and not source.host_text:
+        found.append("has a cluster without a barrier, or the other way round")
+    return found

@@ -1,0 +1,43 @@
+"""A third of ``make architectures``: kernels of every family, each on two architectures of six."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.emitters.core.source import KernelSource
+from tests.architectures.kernels import cutlass, raw_kernels
+from tests.architectures.reading import faults
+from tests.support.compiled import build
+
+
+def share(arch: str) -> list[KernelSource]:
+    """Every third kernel of an architecture, each architecture beginning with another."""
+    return raw_kernels(arch)[ARCHITECTURES.index(arch) % 3 :: 3]
+
+
+def headers(sources: list[KernelSource]) -> set[str]:
+    return {name for source in sources for name in re.findall(r"#include <qcut/(.*)>", source.text)}
+
+
+def test_the_third_has_every_family() -> None:
+    everything = [source for arch in ARCHITECTURES for source in raw_kernels(arch)]
+    third = [source for arch in ARCHITECTURES for source in share(arch)]
+    assert headers(third) == headers(everything)
+    assert len(everything) / 3.2 < len(third) < len(everything) / 2.8
+    assert len({source.name for source in everything}) == len(everything)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_are_sound_on(arch: str) -> None:
+    sources = share(arch)
+    found = {s.name: wrong for s, binary in zip(sources, build(*sources), strict=True) if (wrong := faults(s, binary))}
+    assert not found
+
+
+def test_cutlass_is_sound_on_a_new_architecture() -> None:
+    [source] = cutlass("sm_120")
+    [binary] = build(source)
+    assert not faults(source, binary)

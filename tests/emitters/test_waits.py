@@ -1,0 +1,65 @@
+"""What kernels read before they wait for their predecessor, in machine code."""
+
+from __future__ import annotations
+
+from qcut.cuda.gemm import Product
+from qcut.cuda.linear import linear_problem
+from qcut.cuda.plans import LaunchSpec
+from qcut.cuda.quantize import per_tensor_spec, per_token_spec
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.decoder.activate import ActivateRows, emit_activation
+from qcut.emitters.decoder.append import RotateAndAppend, emit_append
+from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.decoder.attention.mma import AttentionMma, emit_attention_mma
+from qcut.emitters.decoder.embed import EmbedRows, emit_embed
+from tests.support.compiled import build
+from tests.support.launches import H200
+from tests.support.sass import listing
+
+ARCH, F16 = H200.arch, DType.F16
+WAIT = "ACQBULK"  # griddepcontrol.wait
+READS = ("LDG", "LD.", "UTMALDG", "UBLKCP", "ATOM", "RED.")
+
+
+def reads_early(cubin: bytes) -> list[str]:
+    """Instructions before the first wait that read or copy global memory."""
+    names = listing(cubin)
+    assert WAIT in names
+    return [name for name in names[: names.index(WAIT)] if name.startswith(READS)]
+
+
+def stream(tokens: str) -> LaunchSpec:
+    spec = Product(linear_problem(F16, 256, 256, True, "none", "w8a8"), 1, 256, 256).stream_spec(tokens, H200)
+    assert spec is not None
+    return spec
+
+
+def unpromised() -> list[KernelSource]:
+    """Kernels that begin early whatever their caller promises."""
+    attention = AttentionMma.for_shape(F16, F16, 64, 2, ARCH, 4)
+    return [
+        per_token_spec(F16, 1, 256, H200, aligned=True).source,
+        per_tensor_spec(F16, 256, H200, aligned=True).source,
+        stream("none").source,
+        emit_activation(ActivateRows("silu_mul", F16, ARCH, True)),
+        emit_append(RotateAndAppend(F16, F16, 64, "half", ARCH, False, True)),
+        emit_argmax(ArgmaxRows(F16, ARCH, True)),
+        emit_attention_mma(attention),
+        emit_attention_append(AttentionAppend(attention, True)),
+        emit_embed(EmbedRows(F16, DType.S8, ARCH, True, True)),
+    ]
+
+
+def test_kernels_that_begin_early_without_a_promise_read_nothing_before_they_wait() -> None:
+    sources = unpromised()
+    for source, binary in zip(sources, build(*sources), strict=True):
+        assert source.waits
+        assert reads_early(binary.cubin) == [], source.name
+
+
+def test_the_stream_of_a_layers_weight_does_not_wait() -> None:
+    spec = stream("given")
+    assert not spec.pdl, "without the promise, nothing is launched early"
+    (binary,) = build(spec.source)
+    assert reads_early(binary.cubin), "this is what the promise is for"
