@@ -27,7 +27,17 @@ def disk_bytes(folder: Path) -> int:
 def install(python: Path, *requirements: str) -> list[str]:
     """Install, and return the packages that pip added, as ``name version``."""
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
-        command = [python, "-m", "pip", "install", "--quiet", "--no-compile", "--report", report.name, *requirements]
+        command = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-compile",
+            "--report",
+            report.name,
+            *requirements,
+        ]
         subprocess.run(command, check=True, stdout=sys.stderr)
         added = json.loads(Path(report.name).read_text())["install"]
     return [f"{package['metadata']['name']} {package['metadata']['version']}" for package in added]

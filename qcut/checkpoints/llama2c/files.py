@@ -29,6 +29,7 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
 from qcut.models.modules import WEIGHT_DTYPES, is_linear, tensor_key, weight_nk
 from qcut.storage.files import write_bytes
+from qcut.versions import require
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -170,6 +171,7 @@ def _read_header(file: BinaryIO, path: Path) -> _Header:
 
 
 def _skeleton(header: _Header, path: Path) -> Any:
+    require("transformers")
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:
