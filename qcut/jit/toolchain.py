@@ -23,7 +23,7 @@ from qcut.storage.locks import imports_once, once
 
 LIBCUDA = "libcuda.so.1"
 SYSTEM_CUDA = Path("/usr/local/cuda")
-TOOLKIT = "'cuda-toolkit[cccl,cudart,nvcc,nvrtc]>=13.0,<14'"
+TOOLKIT = "'cuda-toolkit[cccl,crt,cudart,nvcc,nvrtc,nvvm]>=13.0,<14'"
 """What to install: compilers and headers of one CUDA release, that of an installed torch where it has one."""
 
 # Each wheel brings one of these headers; only all of them together make an include path that compiles.

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from qcut import versions
+from tests import floors
 from tests.support import ROOT
 
 if sys.version_info >= (3, 11):
@@ -104,7 +105,7 @@ def test_gpu_wheels_are_linux_only_and_follow_the_cuda_release_of_torch(project:
     assert all(toolkit.specifier.contains(version) for version in ("13.0.0", "13.0.2", "13.2.2", "13.5.0"))
     assert not any(toolkit.specifier.contains(version) for version in ("12.9.1", "14.0.0"))
     # What the name installs, so that compilers, headers and NVRTC are of one release.
-    assert toolkit.extras == {"cccl", "cudart", "nvcc", "nvrtc"}
+    assert toolkit.extras == {"cccl", "crt", "cudart", "nvcc", "nvrtc", "nvvm"}
 
 
 def test_the_oldest_versions_are_refused_as_they_are_declared(project: dict[str, Any]) -> None:
@@ -112,6 +113,7 @@ def test_the_oldest_versions_are_refused_as_they_are_declared(project: dict[str,
     declared = {(r := Requirement(line)).name: r.specifier for line in lines}
     for package, (oldest, _) in versions.OLDEST.items():
         assert str(declared[package]) == f">={oldest}"
+        assert f"{package} {oldest} or later" in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_constraints_pin_every_direct_dependency(project: dict[str, Any], pins: dict[str, list[Requirement]]) -> None:
@@ -148,6 +150,20 @@ def test_embedded_checkpoint_is_whole() -> None:
     with safe_open(folder / "model.safetensors", framework="pt") as tensors:
         assert tensors.get_slice("transformer.wte.weight").get_shape() == [8192, 256]
     assert sum(path.stat().st_size for path in folder.iterdir()) < 12_000_000
+
+
+def test_the_oldest_versions_are_tested(project: dict[str, Any]) -> None:
+    oldest = floors.oldest(project)
+    assert {line.partition("==")[0] for line in oldest} == {
+        "filelock",
+        "numpy",
+        "platformdirs",
+        "safetensors",
+        "tqdm",
+        "transformers",
+    }
+    assert "transformers==" + versions.OLDEST["transformers"][0] in oldest
+    assert "make --no-print-directory floors" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_ci_script_is_executable_and_strict() -> None:
