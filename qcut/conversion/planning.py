@@ -11,12 +11,14 @@ from torch import nn
 from qcut.config import Scheme, StaticRange, parse_scheme
 from qcut.conversion.calibration import Calibration, calibrate
 from qcut.conversion.costs import CostModel, LayerSize, TimeCost, memory_cost
+from qcut.conversion.fitting import rotatable
 from qcut.conversion.plan import LayerPlan, Plan
 from qcut.conversion.search import Search, TiedLayers
 from qcut.conversion.sensitivity import Judge, best_range, output_error
 from qcut.errors import CalibrationError, ConfigError, PlanError
 from qcut.layers.base import Linear
-from qcut.models.modules import DEFAULT_SKIP, find_layers, tensor_key, tied_elsewhere, weight_nk, weight_of
+from qcut.models.modules import tensor_key, tied_elsewhere, weight_nk, weight_of
+from qcut.models.selection import DEFAULT_SKIP, find_layers
 from qcut.progress import with_progress
 
 __all__ = ["Plan", "plan"]
@@ -63,7 +65,8 @@ def plan(
             you will evaluate on.
         budget: the loss allowed: 0.003 is 0.3 % of perplexity.
         objective: minimize ``time`` or ``memory`` (`qcut.conversion.costs`).
-        candidates: schemes that may be used: names or objects, codebooks too.
+        candidates: schemes that may be used: names or objects, codebooks too. A codebook whose Hadamard rotation does
+            not take a layer's K is tried with the rotation ``qr`` there.
         calibration: of this model as it is now; by default the batches are used for it.
         measure: the sensitivity of step 2: ``model`` or ``layer``.
         cost: a cost model of your own, instead of the objective's.
@@ -101,6 +104,8 @@ def plan(
     ranges: dict[str, tuple[StaticRange, str]] = {}
     for group in with_progress(groups, "quantize candidates", "layer", shown=progress):
         _quantize_candidates(group, modules, schemes, calibration, cost, ranges)
+        if not group.cost:
+            raise PlanError(f"layer {group.names[0]!r}: no candidate takes its K; add candidates such as 'fp16'")
     if measure == "model":
         _measure_alone(groups, judge, sensitivity_batches)
 
@@ -161,8 +166,12 @@ def _quantize_candidates(
     cost: CostModel,
     ranges: dict[str, tuple[StaticRange, str]],
 ) -> None:
-    """Quantize a group under every scheme; cost it, and measure its own error."""
-    for scheme in schemes:
+    """Quantize a group under every scheme that it can have; cost it, and measure its own error."""
+    k = weight_nk(modules[group.names[0]]).shape[1]
+    for scheme in dict.fromkeys(rotatable(scheme, k)[0] for scheme in schemes):
+        limit = None if scheme.is_float else Linear.subclass_for(scheme).k_max
+        if limit is not None and k > limit:
+            continue
         group.cost[scheme.name] = group.sensitivity[scheme.name] = 0.0
         for name in group.names:
             module = modules[name]

@@ -16,7 +16,8 @@ import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.config import ALLOWED_SCHEMES, Scheme, StaticRange, check_activation, parse_scheme
 from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 from qcut.layers.stored import StateEntry
-from qcut.models.modules import float_bias, float_weight
+from qcut.models.guards import described, refuse_foreign_saving
+from qcut.models.modules import Quantized, float_bias, float_weight
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from qcut.cuda.prebuild import LayerCall
 
 
-class Linear(nn.Module):
+class Linear(Quantized):
     """``y = act(x @ W.T + b)`` with a quantized W.
 
     Calling this class makes a layer of the subclass that computes the scheme, whose buffers and exactness are its own.
@@ -216,8 +217,12 @@ class Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """int8 ``[N, K]``. Model code reads shape, dtype and device here; the values are those of some schemes only."""
-        raise NotImplementedError
+        """int8 ``[N, K]`` for its shape, dtype and device, which model code reads.
+
+        Raises:
+            UnsupportedError: something reads its values: see `dequantized_weight`.
+        """
+        return described(self._stand_in(), self.name)
 
     @property
     def weight_bytes(self) -> int:
@@ -271,6 +276,14 @@ class Linear(nn.Module):
     def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
         """Put new buffers, on the weight's device, in place of the empty ones."""
         raise NotImplementedError
+
+    def _stand_in(self) -> Tensor:
+        """int8 ``[N, K]`` on the layer's device, in memory of the layer."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        refuse_foreign_saving(self.name)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _product(self, x: Tensor) -> Tensor:
         """Compute `forward` for x with K columns."""
