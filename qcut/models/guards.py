@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from qcut.errors import UnsupportedError, layer_prefix
 
@@ -37,7 +38,7 @@ class _Described(Tensor):
         if name in DESCRIPTIONS or name in ("__repr__", "__len__", "__hash__", "_is_view", "is_set_to"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        owner = next((a.owner for a in (*args, *(kwargs or {}).values()) if isinstance(a, _Described)), "")
+        owner = next((leaf.owner for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Described)), "")
         raise UnsupportedError(
             f"{owner}its weight is quantized, and something reads it as a float weight ({name}); call the layer, take "
             "dequantized_weight(), or leave the layer in float with qcut.quantize(..., skip=[its name])"
