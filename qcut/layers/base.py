@@ -46,6 +46,8 @@ class Linear(Quantized):
     Attributes:
         bias: float32 ``[N]`` or None.
         k_max: the largest K whose products are exact, or None where any is.
+        weight_dtype: of the float weight that the layer stands for; ``.half()`` and the like change it. Model code
+            reads it as ``weight.dtype`` and casts inputs to it; the layer itself takes any.
         block_rows: rows of the weight that memory keeps together; weights of whole blocks can be concatenated.
 
     Raises:
@@ -55,6 +57,7 @@ class Linear(Quantized):
 
     bias: Tensor | None
 
+    weight_dtype: torch.dtype = torch.float32
     k_max: ClassVar[int | None] = None
     block_rows: ClassVar[int] = 1
     _subclasses: ClassVar[dict[Scheme | type[Scheme], type[Linear]]] = {}
@@ -169,6 +172,7 @@ class Linear(Quantized):
         n, k = weight.shape
         layer = cls(k, n, bias is not None, scheme, activation, "meta", name)
         layer._quantize(weight, static_range, second_moment)
+        layer.weight_dtype = weight.dtype
         if bias is not None:
             layer.bias = float_bias(bias, name)
         return layer.train(module.training)
@@ -217,12 +221,12 @@ class Linear(Quantized):
 
     @property
     def weight(self) -> Tensor:
-        """int8 ``[N, K]`` for its shape, dtype and device, which model code reads.
+        """``[N, K]`` for what model code asks of it: its shape, its device, and the float weight's dtype.
 
         Raises:
             UnsupportedError: something reads its values: see `dequantized_weight`.
         """
-        return described(self._stand_in(), self.name)
+        return described(self._stand_in(), self.weight_dtype, self.name)
 
     @property
     def weight_bytes(self) -> int:
@@ -295,4 +299,12 @@ class Linear(Quantized):
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
         super()._apply(keep_dtype, recurse)
+        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
         return self
+
+
+def state_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make this the `Linear.weight_dtype` of all quantized layers of a model."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.weight_dtype = dtype

@@ -26,15 +26,20 @@ _SAVERS = frozenset({"save_pretrained", "_save_pretrained"})
 
 
 class _Described(Tensor):
-    """A tensor that gives its shape, dtype and device, and refuses its values."""
+    """A tensor that gives its shape and device, another dtype than its own, and refuses its values."""
 
     owner: str
+    stated: torch.dtype
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
+            if name == "dtype":
+                return args[0].stated
+        if name == "is_floating_point":
+            return args[0].stated.is_floating_point
         if name in DESCRIPTIONS or name in ("__repr__", "__len__", "__hash__", "_is_view", "is_set_to"):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -54,20 +59,24 @@ class _Described(Tensor):
         raise UnsupportedError(f"{self.owner}its weight is quantized; copy the layer, not its weight")
 
 
-def described(tensor: Tensor, name: str | None) -> Tensor:
-    """The tensor for its shape, dtype and device alone.
+def described(tensor: Tensor, dtype: torch.dtype, name: str | None) -> Tensor:
+    """What model code may ask of a weight: shape and device of this tensor, and the dtype of the float weight.
+
+    Model code casts its inputs to that dtype.
 
     Args:
         tensor: of the layer; shared, not copied.
+        dtype: to state.
         name: of the layer, for error messages.
 
     Returns:
-        A tensor that raises UnsupportedError, which names the layer, where its values are read.
+        A tensor that raises UnsupportedError, which names the layer, where its values are read. In compiled code, which
+        knows no such tensors, one of NaN.
     """
     if torch.compiler.is_compiling():
-        return tensor
+        return torch.full((), torch.nan, dtype=dtype, device=tensor.device).expand(tensor.shape)
     view = tensor.as_subclass(_Described)
-    view.owner = layer_prefix(name)
+    view.owner, view.stated = layer_prefix(name), dtype
     return view
 
 

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, UnsupportedError, layer_prefix
+from qcut.errors import (
+    ConfigError,
+    DtypeError,
+    QcutError,
+    QuantizationError,
+    ShapeError,
+    UnsupportedError,
+    layer_prefix,
+)
 from qcut.models.affine import is_affine
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -185,7 +193,7 @@ def forward(model: nn.Module, batch: Any) -> Any:
     Raises:
         DtypeError: the batch is of another type, holds no tensor, or has token ids that are no integers.
         ShapeError: a token id is outside the model's vocabulary.
-        ConfigError: the model's forward does not take such arguments.
+        ConfigError: the model's forward does not take such arguments, or fails on them.
     """
     extra = {"use_cache": False} if getattr(getattr(model, "config", None), "use_cache", False) else {}
     if isinstance(batch, Mapping):
@@ -195,7 +203,19 @@ def forward(model: nn.Module, batch: Any) -> Any:
         args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         keywords = extra
     _check_batch(model, batch, args, keywords)
-    return model(*args, **keywords)
+    try:
+        return model(*args, **keywords)
+    except (QcutError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        held = ", ".join(f"{dtype_name(t.dtype)} {list(t.shape)}" for t in pytree.tree_leaves(batch) if _is_tensor(t))
+        raise ConfigError(
+            f"batches: {type(model).__name__} fails on this batch ({held}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
 
 
 def _check_batch(model: nn.Module, batch: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:

@@ -147,9 +147,7 @@ def _unmatched(model: nn.Module, pattern: str, layers: Mapping[str, Any], left: 
         return f"{type(model).__name__}: {pattern!r} matches only layers that stay in float ({summary_of(refused)})"
     done = [name for name in quantized_layers(model) if matches(name, [pattern])]
     if done:
-        return (
-            f"{type(model).__name__}: {pattern!r} matches only layers that are already quantized, such as {done[0]!r}"
-        )
+        return f"{type(model).__name__}: {pattern!r} matches only layers already quantized, such as {done[0]!r}"
     return f"{type(model).__name__}: {pattern!r} matches none of its {len(layers)} linear layers" + (
         f", such as {next(iter(layers))!r}" if layers else ""
     )

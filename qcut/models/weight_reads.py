@@ -6,15 +6,17 @@ float weight to give them. The code itself says so: what a model can run is read
 Reading what describes a tensor (``weight.dtype``) is no reading of its values.
 
 What this cannot see, such as a function from a compiled library that takes the layer, meets the error of
-`qcut.models.guards.described` when it runs.
+`qcut.models.guards.described` when it runs. Branches whose condition the module's plain attributes decide, such as
+``if self.config.pretraining_tp > 1``, count only where they are taken.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import operator
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from types import CodeType, FunctionType
@@ -31,6 +33,9 @@ _PEEKS = ("isinstance", "hasattr", "type", "id")
 Path = tuple[str, ...]
 """Names of attributes from ``self`` on."""
 
+Conditions = tuple[tuple[ast.expr, bool], ...]
+"""Expressions about ``self``, and whether each is true where the code runs."""
+
 
 @dataclass
 class _Code:
@@ -38,16 +43,16 @@ class _Code:
 
     Attributes:
         names: names of attributes and globals.
-        reads: where values are read: the path of the layer, whether the path is that of a container of layers, and the
-            attribute.
-        loose: names of layers that are read off something other than ``self``, and the attribute.
+        reads: where values are read: the path of the layer, whether the path is that of a container of layers, the
+            attribute, and the conditions.
+        loose: names of layers that are read off something other than ``self``, the attribute, and the conditions.
         parameters: which parameters' values are read, and the attribute.
         passed: calls of functions with a module as an argument: function, position, path.
     """
 
     names: set[str] = field(default_factory=set)
-    reads: set[tuple[Path, bool, str]] = field(default_factory=set)
-    loose: set[tuple[str, str]] = field(default_factory=set)
+    reads: set[tuple[Path, bool, str, Conditions]] = field(default_factory=set)
+    loose: set[tuple[str, str, Conditions]] = field(default_factory=set)
     parameters: set[tuple[int, str]] = field(default_factory=set)
     passed: set[tuple[str, int, Path]] = field(default_factory=set)
 
@@ -125,19 +130,82 @@ def _enclosed(function: FunctionType) -> Iterator[Any]:
 
 def _layers_of(module: nn.Module, function: FunctionType, code: _Code) -> Iterator[tuple[nn.Module, str]]:
     """The modules below this one that the function reads, and which attribute of theirs."""
-    for path, container, attribute in code.reads:
+    for path, container, attribute, conditions in code.reads:
+        if not _may_run(module, conditions):
+            continue
         target = _follow(module, path)
         if target is None and path:
             # The path goes through a property or an index: every module below of the last name may be meant.
             yield from ((m, attribute) for m in _named_below(module, path[-1]))
         elif isinstance(target, nn.Module):
             yield from ((m, attribute) for m in (target.children() if container else [target]))
-    for name, attribute in code.loose:
+    for name, attribute, conditions in code.loose:
+        if not _may_run(module, conditions):
+            continue
         yield from ((m, attribute) for m in _named_below(module, name))
     for name, position, path in code.passed:
         target = _follow(module, path)
         for callee in _functions_in(function.__globals__.get(name)) if isinstance(target, nn.Module) else ():
             yield from ((target, attribute) for at, attribute in _code_of(callee).parameters if at == position)
+
+
+_UNKNOWN = object()
+
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+}
+
+
+def _may_run(module: nn.Module, conditions: Conditions) -> bool:
+    values = ((_value(module, test), taken) for test, taken in conditions)
+    return all(value is _UNKNOWN or bool(value) is taken for value, taken in values)
+
+
+def _value(module: nn.Module, node: ast.expr) -> Any:
+    """The value of an expression of constants and of plain attributes below ``self``, or `_UNKNOWN`."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    if isinstance(node, ast.Attribute):
+        return _plain_attribute(module, node)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        value = _value(module, node.operand)
+        return _UNKNOWN if value is _UNKNOWN else not value
+    if isinstance(node, ast.BoolOp):
+        values = [_value(module, part) for part in node.values]
+        decisive = isinstance(node.op, ast.Or)
+        if any(value is not _UNKNOWN and bool(value) is decisive for value in values):
+            return decisive
+        return _UNKNOWN if any(value is _UNKNOWN for value in values) else not decisive
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARE:
+        sides = [_value(module, side) for side in (node.left, node.comparators[0])]
+        if not any(side is _UNKNOWN for side in sides):
+            try:
+                return _COMPARE[type(node.ops[0])](*sides)
+            except TypeError:
+                return _UNKNOWN
+    return _UNKNOWN
+
+
+def _plain_attribute(module: nn.Module, node: ast.Attribute) -> Any:
+    """``self.a`` or ``self.config.a`` that is a number, a truth value, a string or None; a mode may still change."""
+    names: list[str] = []
+    at: ast.expr = node
+    while isinstance(at, ast.Attribute):
+        names.insert(0, at.attr)
+        at = at.value
+    if not isinstance(at, ast.Name) or at.id != "self" or names[-1] == "training":
+        return _UNKNOWN
+    value: Any = module
+    for name in names:
+        value = vars(value).get(name, _UNKNOWN) if hasattr(value, "__dict__") else _UNKNOWN
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _UNKNOWN
 
 
 def _follow(module: nn.Module, path: Path) -> Any:
@@ -167,8 +235,10 @@ def _without_source(code: CodeType) -> _Code:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             names |= _without_source(constant).names
-    reads = {(name, attribute) for attribute in _VALUES if attribute in names for name in names}
-    return _Code(names, loose=reads if "weight" in names else set())
+    reads: set[tuple[str, str, Conditions]] = {
+        (name, attribute, ()) for attribute in _VALUES if attribute in names for name in names
+    }
+    return _Code(names, loose=reads)
 
 
 class _Reader(ast.NodeVisitor):
@@ -180,6 +250,7 @@ class _Reader(ast.NodeVisitor):
         self.position = {name: i for i, name in enumerate(arguments)}
         self.self_name = arguments[0] if arguments else ""
         self.aliases: dict[str, set[tuple[Path, bool]]] = {}
+        self.conditions: Conditions = ()
         self.quiet: set[int] = set()
         """Nodes whose value nobody reads."""
         for node in ast.walk(definition):
@@ -197,6 +268,21 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Name(self, node: ast.Name) -> None:
         self.code.names.add(node.id)
+
+    def visit_If(self, node: ast.If) -> None:
+        self._visit_branches(node.test, node.body, node.orelse)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self._visit_branches(node.test, [node.body], [node.orelse])
+
+    def _visit_branches(self, test: ast.expr, body: Sequence[ast.AST], orelse: Sequence[ast.AST]) -> None:
+        self.visit(test)
+        before = self.conditions
+        for branch, taken in ((body, True), (orelse, False)):
+            self.conditions = (*before, (test, taken))
+            for node in branch:
+                self.visit(node)
+        self.conditions = before
 
     def visit_Compare(self, node: ast.Compare) -> None:
         if all(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
@@ -218,9 +304,9 @@ class _Reader(ast.NodeVisitor):
 
     def _note_read(self, owner: ast.expr, attribute: str) -> None:
         paths = self._paths(owner)
-        self.code.reads |= {(path, container, attribute) for path, container in paths if path}
+        self.code.reads |= {(path, container, attribute, self.conditions) for path, container in paths if path}
         if isinstance(owner, ast.Attribute) and not paths:
-            self.code.loose.add((owner.attr, attribute))
+            self.code.loose.add((owner.attr, attribute, self.conditions))
         if isinstance(owner, ast.Name) and not paths and owner.id in self.position and owner.id != self.self_name:
             self.code.parameters.add((self.position[owner.id], attribute))
         if isinstance(owner, ast.Name) and owner.id == self.self_name:

@@ -27,9 +27,9 @@ def layer(scheme: str = "w8a8") -> qcut.Linear:
 def test_the_weight_says_what_it_is(scheme: str) -> None:
     weight = layer(scheme).weight
     assert isinstance(weight, Tensor)
-    assert (weight.dtype, weight.device.type, weight.shape, weight.ndim) == (torch.int8, "cpu", (16, 32), 2)
+    assert (weight.dtype, weight.device.type, weight.shape, weight.ndim) == (torch.float32, "cpu", (16, 32), 2)
     assert (weight.size(0), weight.numel(), weight.is_cuda, weight.requires_grad) == (16, 512, False, False)
-    assert not weight.is_floating_point()
+    assert weight.is_floating_point()
     assert len(weight) == 16
     assert "quantized weight [16, 32]" in repr(weight)
     assert not hasattr(weight, "quant_state")
@@ -63,6 +63,19 @@ READS: dict[str, Any] = {
 }
 
 
+def test_the_weight_has_the_dtype_of_the_float_weight(tmp_path: Path) -> None:
+    half = qcut.Linear.from_float(nn.Linear(32, 16).half())
+    assert half.weight.dtype is copy.deepcopy(half).weight.dtype is torch.float16
+    assert half.bfloat16().weight.dtype is half.to("cpu").weight.dtype is torch.bfloat16
+    assert half.to("meta").weight.device.type == "meta"
+    model = tiny_hf("llama").half()
+    qcut.quantize(model, progress=False)
+    qcut.save(model, tmp_path)
+    for dtype in (None, torch.bfloat16):
+        back = qcut.load(tmp_path, dtype=dtype, progress=False)
+        assert back.model.layers[0].mlp.up_proj.weight.dtype is (dtype or torch.float16)
+
+
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("scheme", ["w8a8", "codebook4"])
 def test_reading_its_values_names_the_layer(read: str, scheme: str) -> None:
@@ -82,12 +95,13 @@ def test_compiled_code_reads_what_the_weight_is() -> None:
             self.wo = layer("w8a16")
 
         def forward(self, x: Tensor) -> Tensor:
-            if isinstance(self.wo.weight, Tensor) and self.wo.weight.dtype not in (x.dtype, torch.int8):
+            if isinstance(self.wo.weight, Tensor) and x.dtype != self.wo.weight.dtype != torch.int8:
                 x = x.to(self.wo.weight.dtype)
             return self.wo(x)
 
-    model, x = Casts(), torch.randn(2, 32)
+    model, x = Casts(), torch.randn(2, 32).half()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert model(x).dtype is torch.float32
     assert torch.equal(compiled(x), model(x))
 
 

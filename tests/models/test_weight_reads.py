@@ -143,6 +143,25 @@ class Unused(Base):
         return self.a.weight + self.b.weight
 
 
+class Parallel(Base):
+    """Reads a weight on a path that its configuration switches off."""
+
+    def __init__(self, ways: int) -> None:
+        self.__dict__["config"] = type("Config", (), {})()
+        self.__dict__["config"].ways, self.__dict__["exact"] = ways, True
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.config.ways > 1 and self.exact:
+            return F.linear(x, self.a.weight[:, :8])
+        return self.a(x) if not self.training else x @ self.b.weight
+
+
+def test_branches_that_the_configuration_decides() -> None:
+    assert left(Parallel(1)) == {"b"}
+    assert left(Parallel(2)) == {"a", "b"}
+
+
 class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
