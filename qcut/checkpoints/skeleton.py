@@ -34,7 +34,9 @@ def from_huggingface(data: dict[str, Any], path: Path) -> nn.Module:
     except ImportError:
         raise CheckpointError(f"{path}: the model is a {info.get('class')!r}: pip install transformers") from None
     name, config = info.get("class"), info.get("config")
-    cls: Any = getattr(transformers, name, None) if isinstance(name, str) and re.fullmatch(r"[A-Z]\w*", name) else None
+    cls: Any = (
+        getattr(transformers, name, None) if isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w*", name) else None
+    )
     is_model: bool = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     if not is_model or not isinstance(config, dict):
         raise CheckpointError(f"{path}: found model class {name!r}; a model class of transformers is needed")

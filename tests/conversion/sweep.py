@@ -1,8 +1,9 @@
 """Quantizes small random models of every architecture of transformers that can be built from its configuration.
 
 ``python -m tests.conversion.sweep [--only NAME …] [--schemes w8a8 codebook4]`` prints what came of each class: served,
-with the numbers of layers quantized and left and the error of the output; not tried, where the common small sizes make
-no model that runs in float; or failed. A failure ends the run with status 1.
+with the numbers of layers quantized and left and the error of the output; not run, where no batch that is known here
+runs in float, and the saved state is compared alone; refused, with qcut's reason; not built, where the common small
+sizes make no model; or failed. A failure ends the run with status 1.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 
-from tests.support.architectures import BOUNDS, check, inputs_of, run, tiny_model
+from qcut.errors import QuantizationError
+from tests.support.architectures import BOUNDS, check, inputs_of, tiny_model
 
 _MAPPINGS = (
     *("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"),
@@ -56,20 +58,27 @@ def attempt(name: str, schemes: list[str]) -> tuple[str, str]:
     """What came of one class, and the details."""
     try:
         model: Any = tiny_model(name)
-        batch = inputs_of(model)
-        with torch.no_grad():
-            run(model, batch)
-    except Exception as error:  # not built or not run in float: no case for qcut
-        return "not tried", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:110] if str(error) else ''}"
+    except Exception as error:  # not built from its configuration alone: no case for qcut
+        return "not built", _first_line(error)
+    batch = inputs_of(model)
     details = []
-    try:
-        for scheme in schemes:
+    one = None
+    for scheme in schemes:
+        try:
             one = check(model, batch, scheme)
             details.append(f"{scheme} {one.layers}+{one.left} {one.error:.3f}")
-    except Exception as error:
-        return "failed", f"{'; '.join(details)} {type(error).__name__}: {str(error)[:300]}"
+        except QuantizationError as error:
+            details.append(f"{scheme} refused: {_first_line(error)}")
+        except Exception as error:
+            return "failed", f"{'; '.join(details)} {scheme} {_first_line(error)}"
+    if one is None:
+        return "refused", "; ".join(details)
     shares = ", ".join(f"{share:.0f} % {kind}" for kind, share in one.percent.items() if share >= 0.5)
-    return "served", f"{'; '.join(details)} ({shares})"
+    return "served" if batch else "not run", f"{'; '.join(details)} ({shares})"
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 if __name__ == "__main__":
