@@ -72,7 +72,7 @@ def layers_read(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]
             continue
         cls: Any = type(module)
         for _, function in _methods(cls):
-            if function.__code__ not in reached:
+            if function not in reached:
                 continue
             for layer, attribute in _layers_of(module, function, _code_of(function)):
                 if id(layer) in candidates and layer._parameters.get(attribute) is not None:
@@ -80,8 +80,8 @@ def layers_read(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, str]
     return found
 
 
-def _reached(model: nn.Module) -> set[CodeType]:
-    """Code of the methods that a forward call of the model may come to, by name."""
+def _reached(model: nn.Module) -> set[FunctionType]:
+    """The methods that a forward call of the model may come to, by name."""
     methods: dict[str, list[FunctionType]] = {}
     classes: set[Any] = {type(module) for module in model.modules()}
     for cls in classes:
@@ -89,13 +89,13 @@ def _reached(model: nn.Module) -> set[CodeType]:
             methods.setdefault(name, []).append(function)
     todo = ["forward", "__call__"]
     seen: set[str] = set()
-    reached: set[CodeType] = set()
+    reached: set[FunctionType] = set()
     while todo:
         name = todo.pop()
         if name not in seen:
             seen.add(name)
             for function in methods.get(name, ()):
-                reached.add(function.__code__)
+                reached.add(function)
                 todo += _code_of(function).names
     return reached
 
@@ -222,7 +222,8 @@ def _named_below(module: nn.Module, name: str) -> list[nn.Module]:
 @cache
 def _code_of(function: FunctionType) -> _Code:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        # The code's own source: that of a decorated function would be found through ``__wrapped__``.
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__)))
         definition = next(node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
     except (OSError, TypeError, SyntaxError, StopIteration, ValueError):
         return _without_source(function.__code__)

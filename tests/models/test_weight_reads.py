@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,6 +132,24 @@ class Decorated(Base):
         return F.linear(x, self.a.weight)
 
 
+def documented(function):  # type: ignore[no-untyped-def]
+    @functools.wraps(function)
+    def call(*args, **kwargs):  # type: ignore[no-untyped-def]
+        return function(*args, **kwargs)
+
+    return call
+
+
+class SameDecorator(Base):
+    @documented
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.a.weight)
+
+    @documented
+    def _reset(self) -> None:
+        self.b.weight.data.zero_()
+
+
 class Deep(Base):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.part["c"].weight)
@@ -191,6 +211,7 @@ class Asks(Outer):
         (Passed, {"a"}),
         (Inherited, {"a"}),
         (Decorated, {"a"}),
+        (SameDecorator, {"a"}),
         (Deep, {"part.c"}),
         (Unused, set()),
         (Outer, {"inner.b"}),
