@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from qcut.errors import (
@@ -57,10 +56,10 @@ def own_ways(module: nn.Module) -> str | None:
     weight = module._parameters.get("weight")
     if weight is None:
         return f"its weight is computed from other parameters ({cls.__name__})"
-    if isinstance(weight, UninitializedParameter):
-        return "its weight has no size yet; run the model once"
     if type(weight) not in (nn.Parameter, Tensor) or weight.ndim != 2:
         return f"its weight is a {type(weight).__name__} of {weight.ndim} dimensions, not a plain matrix"
+    if weight.dtype not in WEIGHT_DTYPES:
+        return f"its weight is {dtype_name(weight.dtype)}; {weight_dtype_names()} can be quantized"
     if weight.numel() == 0:
         return f"its weight is empty: {list(weight.shape)}"
     if "forward" in vars(module):

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
-from qcut.errors import DtypeError, QuantizationError
+from qcut.errors import DtypeError, QuantizationError, UnsupportedError
 from qcut.models.modules import Quantized, looks_linear, own_ways
 from qcut.models.weight_reads import layers_read
 
@@ -23,8 +24,16 @@ _SHELLS = ("base_model", "model")
 
 
 def check_model(model: Any) -> None:
-    """Raise DtypeError, saying what to pass, where something else than a model was passed."""
+    """Check that this is a model whose parameters exist.
+
+    Raises:
+        DtypeError: it is something else; the message says what to pass.
+        UnsupportedError: a parameter has no size yet (named).
+    """
     if isinstance(model, nn.Module):
+        lazy = next((n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)), None)
+        if lazy is not None:
+            raise UnsupportedError(f"parameter {lazy!r} has no size yet; run the model once")
         return
     kind = type(model).__name__
     inner = getattr(model, "model", None)
@@ -96,6 +105,7 @@ def find_layers(
 
     Raises:
         DtypeError: the model is no ``nn.Module``.
+        UnsupportedError: a parameter has no size yet.
         QuantizationError: a glob of ``include`` matches nothing, or no layer is left; the message says why.
     """
     check_model(model)

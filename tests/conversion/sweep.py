@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from qcut.errors import QuantizationError
+from qcut.errors import CheckpointError, QuantizationError
 from tests.support.architectures import BOUNDS, check, inputs_of, tiny_model
 
 _MAPPINGS = (
@@ -67,7 +67,7 @@ def attempt(name: str, schemes: list[str]) -> tuple[str, str]:
         try:
             one = check(model, batch, scheme)
             details.append(f"{scheme} {one.layers}+{one.left} {one.error:.3f}")
-        except QuantizationError as error:
+        except (QuantizationError, CheckpointError) as error:
             details.append(f"{scheme} refused: {_first_line(error)}")
         except Exception as error:
             return "failed", f"{'; '.join(details)} {scheme} {_first_line(error)}"

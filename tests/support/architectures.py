@@ -187,7 +187,9 @@ def check(model: Any, batch: dict[str, Any] | None, scheme: str, build: Any = No
         back = qcut.load(Path(folder) / "saved", model=build, progress=False)
         assert set(report.schemes) == {name for name, m in changed.named_modules() if isinstance(m, qcut.Linear)}
         error = _compare_states(changed, back) if batch is None else _compare_runs(model, changed, back, batch)
-    assert error <= BOUNDS[scheme], f"{scheme}: error {error:.3f}"
+    # Where a mixture's router chooses another expert for one token, the output jumps.
+    bound = BOUNDS[scheme] + (0.2 if "experts" in report.percent else 0.0)
+    assert error <= bound, f"{scheme}: error {error:.3f}"
     return Outcome(len(report.layers), len(report.skipped), error, report.percent)
 
 
