@@ -102,9 +102,17 @@ def _reached(model: nn.Module) -> set[FunctionType]:
 
 @cache
 def _methods(cls: type) -> tuple[tuple[str, FunctionType], ...]:
-    """The methods of a class and of its bases below ``nn.Module``, by name; overridden ones too, for ``super()``."""
-    bases = [base for base in cls.__mro__ if base is not nn.Module and issubclass(base, nn.Module)]
-    return tuple((name, f) for base in bases for name, value in vars(base).items() for f in _functions_in(value))
+    """The methods of a class and its bases but ``nn.Module``, by name; overridden ones where ``super`` calls them."""
+    found: list[tuple[str, FunctionType]] = []
+    final: set[str] = set()
+    for base in cls.__mro__:
+        for name, value in vars(base).items() if base not in (nn.Module, object) else ():
+            if name not in final:
+                functions = list(_functions_in(value))
+                found += [(name, function) for function in functions]
+                if not any("super" in function.__code__.co_names for function in functions):
+                    final.add(name)
+    return tuple(found)
 
 
 def _functions_in(value: Any, depth: int = 3) -> Iterator[FunctionType]:

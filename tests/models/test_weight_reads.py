@@ -119,6 +119,23 @@ class Inherited(Direct):
         return super().forward(x)
 
 
+class Overrides(Direct):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x)
+
+
+class Mixin:
+    """No module itself."""
+
+    def helper(self, x: Tensor) -> Tensor:
+        return x @ self.b.weight.T
+
+
+class Mixed(Mixin, Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.helper(x)
+
+
 def undocumented(function):  # type: ignore[no-untyped-def]
     def call(*args, **kwargs):  # type: ignore[no-untyped-def]
         return function(*args, **kwargs)
@@ -210,6 +227,8 @@ class Asks(Outer):
         (Property, {"a"}),
         (Passed, {"a"}),
         (Inherited, {"a"}),
+        (Overrides, set()),
+        (Mixed, {"b"}),
         (Decorated, {"a"}),
         (SameDecorator, {"a"}),
         (Deep, {"part.c"}),
