@@ -106,7 +106,7 @@ def model_of(name: Any, config: Any, where: str, *, tensors: int | None = None, 
     try:
         cls = getattr(transformers, name)
         with _at_most(_MOST_PARTS if tensors is None else 8 * tensors + 1024, where):
-            model: nn.Module = cls(cls.config_class.from_dict(plain))
+            model: nn.Module = cls(cls.config_class.from_dict(_with_floats(plain)))
         if given is not None:
             model.generation_config = transformers.GenerationConfig.from_dict(given)
         return model
@@ -201,6 +201,15 @@ def _plain(value: Any, where: str, key: str, depth: int) -> Any:
         if abs(value) > most and not any(word in name for word in ("theta", "base", "label2id")):
             raise CheckpointError(f"{where}: {key} is {_short(value)}; allowed: at most {most}")
     return value
+
+
+def _with_floats(data: Any) -> Any:
+    """A configuration with infinities in place of ``{"__float__": "Infinity"}``, as transformers writes them."""
+    if isinstance(data, dict):
+        if data.keys() == {"__float__"} and isinstance(data["__float__"], str):
+            return float(data["__float__"])
+        return {key: _with_floats(value) for key, value in data.items()}
+    return [_with_floats(value) for value in data] if isinstance(data, list) else data
 
 
 def _short(value: Any) -> str:
