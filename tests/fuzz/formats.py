@@ -149,9 +149,9 @@ def build_checkpoint(folder: Path) -> None:
     model = _gpt2()
     calibration = qcut.calibrate(model, _batches(), progress=False)
     for scheme, layers in {"w8a8_static": "*c_attn", "w8a8": "*c_fc", "w8a16": "*attn.c_proj"}.items():
-        qcut.quantize(model, scheme, calibration=calibration, include=[layers], progress=False)
+        qcut.quantize(model, scheme, calibration=calibration, include=[layers], allow_growth=True, progress=False)
     codebook = qcut.Codebook(group_size=16, residual_bits=2)
-    qcut.quantize(model, codebook, include=["*mlp.c_proj"], embeddings="w8a16", progress=False)
+    qcut.quantize(model, codebook, include=["*mlp.c_proj"], embeddings="w8a16", allow_growth=True, progress=False)
     qcut.save(model, folder)
 
 
@@ -429,7 +429,7 @@ TARGET = gpus.Target("sm_80", 108, GPU)
 def build_journal(folder: Path) -> None:
     with Journal(folder / "journal.jsonl") as journal:
         for i in range(6):
-            journal.add(f"gemm {i} int8_mma", kernel=f"kernel_{i}", time_us=1.5 * i + 1, runs=[1.0, 2.0])
+            journal.add(f"gemm {i} int8_mma", kernel=f"kernel_{i}", us=1.5 * i + 1, runs=[1.0, 2.0])
         journal.add("left out", kernel="k", left_out="does not fit", wrong=False)
 
 
@@ -441,9 +441,9 @@ def read_journal(folder: Path) -> Read:
 def mend_journal(folder: Path) -> None:
     with Journal(folder / "journal.jsonl") as journal:
         before = len(journal)
-        journal.add("one more", time_us=2.0)
+        journal.add("one more", us=2.0)
     with Journal(folder / "journal.jsonl") as journal:
-        assert journal.get("one more") == {"key": "one more", "time_us": 2.0}
+        assert journal.get("one more") == {"key": "one more", "us": 2.0}
         assert len(journal) == before + 1
 
 

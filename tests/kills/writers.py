@@ -77,8 +77,10 @@ def _model(version: int) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(version)
-    qcut.quantize(model, "w8a16", include=["*c_attn", "*c_fc"], fuse=version != 2, progress=False)
-    qcut.quantize(model, "codebook4" if version == 3 else "w8a8", include=["*mlp.c_proj"], progress=False)
+    qcut.quantize(model, "w8a16", include=["*c_attn", "*c_fc"], fuse=version != 2, allow_growth=True, progress=False)
+    qcut.quantize(
+        model, "codebook4" if version == 3 else "w8a8", include=["*mlp.c_proj"], allow_growth=True, progress=False
+    )
     return model
 
 
@@ -165,7 +167,7 @@ def _append(folder: Path, i: int) -> None:
     path = folder / "journal.jsonl"
     if path not in _journals:
         _journals[path] = Journal(path)
-    _journals[path].add(f"task {i}", kernel="kernel" * 20, time_us=i + 0.5)
+    _journals[path].add(f"task {i}", kernel="kernel" * 20, us=i + 0.5)
 
 
 def _close_journals() -> None:
@@ -283,7 +285,7 @@ WRITERS = {
             "journal",
             _append,
             _facts,
-            lambda i: [{"key": f"task {j}", "kernel": "kernel" * 20, "time_us": j + 0.5} for j in range(1, i + 1)],
+            lambda i: [{"key": f"task {j}", "kernel": "kernel" * 20, "us": j + 0.5} for j in range(1, i + 1)],
             counts_up=True,
             end=_close_journals,
         ),
