@@ -174,6 +174,7 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 LOCK_WAIT_S = 600.0
 """Seconds to wait for another writer of a directory."""
 _PAUSE_S = 0.02
+_TRIES = 10
 _held: set[int] = set()
 
 
@@ -184,25 +185,38 @@ def writing(directory: Path, name: str, wait_s: float | None = None) -> Iterator
     The lock is a file, ``.{name}.lock``, which is gone afterwards. A process that dies frees the lock.
 
     Args:
-        directory: must exist.
+        directory: created if missing, and removed again if the block leaves nothing in it.
         name: of what is written there; writers of other names are not kept away.
         wait_s: how long to wait for another writer; None takes `LOCK_WAIT_S`.
 
     Raises:
-        OSError: the lock cannot be created, the file system has no locks, or another writer holds it for longer (a
-            TimeoutError).
+        OSError: directory or lock cannot be created, the file system has no locks, or another writer holds the lock for
+            longer (a TimeoutError).
     """
     path = directory / f".{name}.lock"
-    handle = _lock(path, LOCK_WAIT_S if wait_s is None else wait_s)
+    created: list[Path] = []
     try:
-        yield
+        for attempt in reversed(range(_TRIES)):
+            created += make_directory(directory)
+            try:
+                handle = _lock(path, LOCK_WAIT_S if wait_s is None else wait_s)
+                break
+            except FileNotFoundError:  # Another writer had made the directory, left nothing in it, and removed it.
+                if not attempt:
+                    raise
+        try:
+            yield
+        finally:
+            if handle in _held:  # else this is a forked child, and the lock its parent's
+                with contextlib.suppress(OSError):
+                    if is_at(path, handle):
+                        path.unlink()
+                _held.discard(handle)
+                os.close(handle)
     finally:
-        if handle in _held:  # else this is a forked child, and the lock its parent's
-            with contextlib.suppress(OSError):
-                if is_at(path, handle):
-                    path.unlink()
-            _held.discard(handle)
-            os.close(handle)
+        for folder in created:
+            with contextlib.suppress(OSError):  # where something lies in it
+                folder.rmdir()
 
 
 def _lock(path: Path, wait_s: float) -> int:

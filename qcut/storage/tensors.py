@@ -26,7 +26,7 @@ from torch import Tensor
 from qcut.errors import QcutError
 from qcut.storage import schema
 from qcut.storage.digests import HEX, json_digest
-from qcut.storage.files import json_bytes, make_directory, replacing, writing
+from qcut.storage.files import json_bytes, replacing, writing
 from qcut.storage.reading import JSON_BYTES, parse_json, read_bytes
 from qcut.storage.safetensors_file import TensorFile, write_tensors
 
@@ -63,17 +63,12 @@ class TensorFiles:
         self._ours = re.compile(rf"{data_file}|\.{data_file}\.[0-9a-f]{{8}}\.tmp")
         self.written: list[str] = []
         self._headers: dict[str, str] = {}
-        self._created: list[Path] = []
-        self._stack = ExitStack()
 
     def __enter__(self) -> TensorFiles:
-        self._created = make_directory(self.directory)
-        try:
-            self._stack.enter_context(writing(self.directory, self.index))
+        with ExitStack() as stack:
+            stack.enter_context(writing(self.directory, self.index))
             self._remove_all_but(self._in_use())
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -84,9 +79,6 @@ class TensorFiles:
                 self._remove(self.written)
         finally:
             self._stack.close()
-        for folder in self._created:
-            with contextlib.suppress(OSError):  # where something lies in it
-                folder.rmdir()
 
     def add(self, tensors: Mapping[str, Tensor]) -> str:
         """Write one data file and flush it to disk; returns its name. The file is not in use before `commit`."""

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from qcut.errors import QcutError
 from qcut.storage import schema
-from qcut.storage.files import flush_directory, is_at, make_directory, write_json, writing
+from qcut.storage.files import flush_directory, is_at, write_json, writing
 from qcut.storage.reading import open_regular, read_json
 
 _FORMAT = "qcut-commit"
@@ -53,30 +53,24 @@ def replacing_together(
             rename had been done.
         QcutError: of class ``error``: a record of an earlier writer is damaged.
     """
-    created = make_directory(directory)
-    try:
-        with writing(directory, key):
-            _finish(directory, key, _renames(directory, key, error))
-            _remove_leftovers(directory, names)
-            revision = secrets.token_hex(4)
-            renames = {f".{name}.{revision}.new": name for name in names}
-            try:
-                with ExitStack() as stack:
-                    files: list[BinaryIO] = [stack.enter_context(open(directory / new, "xb")) for new in renames]
-                    yield files
-                    for file in files:
-                        file.flush()
-                        os.fsync(file.fileno())
-                flush_directory(directory)
-                write_json(record_path(directory, key), {"format": _FORMAT, "renames": renames})
-                _finish(directory, key, renames)
-            except BaseException:
-                _withdraw(directory, key, renames)
-                raise
-    finally:
-        for folder in created:
-            with contextlib.suppress(OSError):  # where something lies in it
-                folder.rmdir()
+    with writing(directory, key):
+        _finish(directory, key, _renames(directory, key, error))
+        _remove_leftovers(directory, names)
+        revision = secrets.token_hex(4)
+        renames = {f".{name}.{revision}.new": name for name in names}
+        try:
+            with ExitStack() as stack:
+                files: list[BinaryIO] = [stack.enter_context(open(directory / new, "xb")) for new in renames]
+                yield files
+                for file in files:
+                    file.flush()
+                    os.fsync(file.fileno())
+            flush_directory(directory)
+            write_json(record_path(directory, key), {"format": _FORMAT, "renames": renames})
+            _finish(directory, key, renames)
+        except BaseException:
+            _withdraw(directory, key, renames)
+            raise
 
 
 def _finish(directory: Path, key: str, renames: dict[str, str] | None) -> None:

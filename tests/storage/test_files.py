@@ -16,6 +16,7 @@ from typing import BinaryIO
 import pytest
 
 from qcut.errors import ConfigError
+from qcut.storage import files
 from qcut.storage.files import make_directory, replacing, write_bytes, write_json, write_text, writing
 from qcut.storage.reading import read_json
 
@@ -168,6 +169,24 @@ def test_writers_wait_for_one_another_but_not_for_ever(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(20)))
     assert most == [1] * 20
+    assert names(tmp_path) == []
+
+
+def test_a_directory_that_another_writer_took_away_again_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lock, gone = tmp_path / "new", files._lock, []
+
+    def late(path: Path, wait_s: float) -> int:
+        if not gone:
+            gone.append(path)
+            folder.rmdir()
+        return lock(path, wait_s)
+
+    monkeypatch.setattr(files, "_lock", late)
+    with writing(folder, "x"):
+        assert names(folder) == [".x.lock"]
+    assert gone
     assert names(tmp_path) == []
 
 
