@@ -57,7 +57,7 @@ def main() -> None:
         for requirement in (arguments.torch, f"{ROOT}{extra}"):
             added.append(install(python, requirement))
             sizes.append(disk_bytes(Path(folder)))
-    for name, packages, before, after in zip(("torch", "qcut"), added, sizes, sizes[1:], strict=True):
+    for name, packages, before, after in zip(("torch", "qcut"), added, sizes[:-1], sizes[1:], strict=True):
         print(f"{name}: {(after - before) / 1e6:,.0f} MB in {len(packages)} packages: {', '.join(packages)}")
 
 
