@@ -16,8 +16,9 @@ QUANTIZED, ALREADY = "quantized", "already quantized"
 KINDS = (QUANTIZED, ALREADY, "embeddings", "experts", "convolutions", "linear layers", "norms", "other")
 """What a parameter can be. One that several modules share is of the first kind that any of them makes it.
 
-Experts are the matrices of a mixture of experts that lie in one parameter of three dimensions; linear layers are those
-that stay in float; other is the rest: positions, gates, the packed projection of ``nn.MultiheadAttention``.
+Experts are matrices that lie in one parameter of three dimensions, nearly always those of a mixture of experts; linear
+layers are those that stay in float; other is the rest: positions, gates, the packed projection of
+``nn.MultiheadAttention``.
 """
 
 
@@ -33,16 +34,22 @@ def count_parameters(model: nn.Module, chosen: Container[int]) -> dict[str, int]
         already.
     """
     kinds: dict[tuple[Any, ...], tuple[int, int]] = {}
+    inside: set[int] = set()
     for module in model.modules():
+        if id(module) in inside:
+            continue
         if isinstance(module, Linear):
             first = next(module.buffers())
             bias = 0 if module.bias is None else module.out_features
             kinds[tensor_key(first)] = (KINDS.index(ALREADY), module.out_features * module.in_features + bias)
-        rank = KINDS.index(QUANTIZED if id(module) in chosen else _kind(module))
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                key = tensor_key(parameter)
-                kinds[key] = min(kinds.get(key, (len(KINDS), 0)), (rank, parameter.numel()))
+        kind = QUANTIZED if id(module) in chosen else _kind(module)
+        # What a layer's weight is computed from, as in weight norm, is of the layer's kind.
+        whole = kind in ("embeddings", "convolutions", "linear layers")
+        if whole:
+            inside |= {id(part) for part in module.modules()}
+        for parameter in module.parameters(recurse=whole):
+            key = tensor_key(parameter)
+            kinds[key] = min(kinds.get(key, (len(KINDS), 0)), (KINDS.index(kind), parameter.numel()))
     counts = dict.fromkeys(KINDS, 0)
     for rank, count in kinds.values():
         counts[KINDS[rank]] += count

@@ -180,3 +180,17 @@ def test_tied_parameters_count_once() -> None:
     left = qcut.quantize(model, progress=False)
     assert left.parameters["embeddings"] == 64 * 32
     assert "linear layers" not in left.parameters
+
+
+def test_parametrized_layers_are_of_their_kind() -> None:
+    norm = nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(nn.Linear(64, 64), norm(nn.Conv1d(8, 8, 3)), norm(nn.Linear(64, 32)))
+    total = sum(p.numel() for p in model.parameters())
+    report = qcut.quantize(model, progress=False)
+    assert report.parameters == {
+        "quantized": 64 * 65,
+        "convolutions": 8 * 8 * 3 + 8 + 8,
+        "linear layers": 64 * 32 + 32 + 32,
+    }
+    assert sum(report.parameters.values()) == total
+    assert "computed from other parameters" in report.skipped["2"]
