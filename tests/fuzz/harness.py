@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 from qcut.errors import QcutError
 from tests.fuzz import readers
@@ -99,7 +100,9 @@ class Bench:
         self.format, self.seed = format, seed
         self.whole, self.folder = base / "whole", base / "case"
         self.whole.mkdir()
-        with _cache_at(self.whole):
+        # The random parts of names are the same each time, too.
+        names = Random(seed)
+        with _cache_at(self.whole), mock.patch("secrets.token_hex", lambda count: names.randbytes(count).hex()):
             format.build(self.whole)
         self.files = [
             (path.relative_to(self.whole), kind)

@@ -117,7 +117,13 @@ def test_other_values_are_held_to_an_independent_reader(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", formats.FORMATS)
 def test_the_same_seed_breaks_the_same_way(name: str) -> None:
     with scratch("qcut-fuzz-") as base:
-        bench = harness.Bench(formats.FORMATS[name], 5, Path(base))
+        for one in ("a", "b"):
+            (Path(base) / one).mkdir()
+        bench, twin = (harness.Bench(formats.FORMATS[name], 5, Path(base) / one) for one in ("a", "b"))
+        if name != "kernel-entry":  # built for a machine and its compilers
+            assert [(p, (bench.whole / p).read_bytes()) for p, _ in bench.files] == [
+                (p, (twin.whole / p).read_bytes()) for p, _ in twin.files
+            ]
         whole = {path: (bench.whole / path).read_bytes() for path, _ in bench.files}
         seen, unchanged = set(), 0
         for index in range(200):

@@ -7,6 +7,7 @@ python -m tests.kills --kills 1000 --writer plan --seed 7
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first kill")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # processes fork, and threads do not go with them
+    logging.disable(logging.CRITICAL)
     tallies: dict[str, Tally] = {}
     begin = time.monotonic()
     width = max(map(len, WRITERS))
