@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -22,6 +23,11 @@ def _bar_class() -> type[Any]:
     # tqdm's own lock is shared with forked processes, and stays taken where one of them dies with it.
     Bar.set_lock(threading.RLock())
     return Bar
+
+
+if hasattr(os, "register_at_fork"):
+    # A lock that another thread held at the fork stays taken in the child, which makes a class with a free one.
+    os.register_at_fork(after_in_child=_bar_class.cache_clear)
 
 
 @contextlib.contextmanager

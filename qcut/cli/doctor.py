@@ -18,8 +18,8 @@ from qcut.dispatch.gpus import Target, target_for
 from qcut.dispatch.machines import Rates
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.source import KernelSource, Param
-from qcut.errors import BuildError, QcutError
-from qcut.jit import cache, device, launch, toolchain
+from qcut.errors import BuildError, ConfigError, QcutError
+from qcut.jit import cache, device, folders, launch, toolchain
 from qcut.jit.build import compile_source
 
 State = Literal["ok", "warn", "missing"]
@@ -206,7 +206,7 @@ def _clusters(gpu: device.Device) -> list[Finding]:
 def _attempt(topic: str, find: Callable[[], str]) -> Finding:
     try:
         return Finding(topic, "ok", find())
-    except BuildError as error:
+    except (BuildError, ConfigError) as error:
         return Finding(topic, "missing", str(error))
 
 
@@ -216,7 +216,7 @@ def _probe(topic: str, kind: Literal["nvrtc", "nvcc"], gpus: list[device.Device]
     start = time.perf_counter()
     try:
         binary = compile_source(source)
-    except BuildError as error:
+    except (BuildError, ConfigError) as error:
         return [Finding(topic, "missing", f"a probe does not compile: {error}")]
     text = f"compiled a probe for {source.arch} in {time.perf_counter() - start:.1f} s"
     findings = [Finding(topic, "ok", text)]
@@ -262,14 +262,18 @@ def probe_source(kind: Literal["nvrtc", "nvcc"], cc: tuple[int, int] | None) -> 
 
 
 def _cache() -> Finding:
-    base = cache.directory()
+    try:
+        base = cache.directory()
+    except ConfigError as error:
+        return Finding("cache", "missing", str(error), "no kernel is built before this is mended")
     if base is None:
         return Finding("cache", "warn", "no home directory", "set QCUT_CACHE_DIR to a writable directory")
     try:
-        base.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=base) as file:
+        with folders.opened(base, "kernels", make=True), tempfile.TemporaryFile(dir=base) as file:
             file.write(b"qcut")
         free = shutil.disk_usage(base).free
+    except folders.DistrustedError as error:
+        return Finding("cache", "warn", f"{error}; kernels are built again by every process")
     except OSError as error:
         text = f"{base} cannot be written ({error.strerror}); kernels are built again by every process"
         return Finding("cache", "warn", text, "set QCUT_CACHE_DIR to a writable directory")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, layer_prefix
+from qcut.storage.locks import Lock
 
 Kind = Literal["hadamard", "qr", "none"]
 KINDS = ("hadamard", "qr")
@@ -25,6 +26,7 @@ NO_ROTATION: Final = "none"
 
 _HAAR_BYTES = 1 << 29  # a matrix of 8192 columns takes half of the cache
 _haar_cache: dict[tuple[int, int], Tensor] = {}
+_haar_lock = Lock()
 
 
 def groups(k: int, group_size: int) -> list[tuple[int, int]]:
@@ -80,17 +82,21 @@ def haar(d: int, seed: int) -> Tensor:
 
     Source: Mezzadri, "How to generate random matrices from the classical compact groups" (2007), section 5.
     """
-    rotation = _haar_cache.pop((d, seed), None)
-    if rotation is None:
-        gaussian = torch.randn(d, d, generator=torch.Generator().manual_seed(seed))
-        q, r = torch.linalg.qr(gaussian)
-        rotation = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+    with _haar_lock:
+        rotation = _haar_cache.pop((d, seed), None)
+        if rotation is not None:
+            _haar_cache[d, seed] = rotation  # the dictionary's last entry is the matrix used last
+            return rotation
+    gaussian = torch.randn(d, d, generator=torch.Generator().manual_seed(seed))
+    q, r = torch.linalg.qr(gaussian)
+    rotation = q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+    with _haar_lock:
         held = sum(matrix.nbytes for matrix in _haar_cache.values())
         for key in list(_haar_cache):
             if held + rotation.nbytes <= _HAAR_BYTES:
                 break
             held -= _haar_cache.pop(key).nbytes
-    _haar_cache[d, seed] = rotation  # the dictionary's last entry is the matrix used last
+        _haar_cache[d, seed] = rotation
     return rotation
 
 

@@ -131,7 +131,9 @@ def _remembered(gpu: Target, device: int, cluster: int) -> Outcome:
     name, key = f"{source.name}_outcome", hashlib.sha256(repr(facts).encode()).hexdigest()
     stored = cache.read(name, key)
     if stored is not None:
-        return Outcome(True, str(stored.meta["text"]))
+        if isinstance(text := stored.meta.get("text"), str):
+            return Outcome(True, text)
+        cache.refuse(name, key, "holds no outcome")
     found = probe(device, cluster, gpu.arch)
     if found.works:
         with cache.locked(key):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -24,6 +23,7 @@ from qcut.emitters.stream import w8a8 as stream
 from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.ops.gemm import GemmS8
 from qcut.ops.registry import serves
+from qcut.storage.locks import once
 
 TMA_ROWS = 64
 """Least rows of a layer's int8 operands on sm_90a: a TMA box that hangs over the edge of A loads slower."""
@@ -33,18 +33,17 @@ _plans: PlanCache[LaunchPlan] = PlanCache()
 # ── kernels ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@cache
+@once
 def has_cutlass() -> bool:
     """Whether CUTLASS's kernels can be built here. Warns once where they cannot."""
-    available = jit.is_toolchain_available("nvcc")
-    if not available:
+    missing = jit.missing_toolchain("nvcc")
+    if missing is not None:
         warnings.warn(
-            "qcut: nvcc or g++ is missing, so int8 GEMMs run on the raw kernels instead of CUTLASS's; "
-            "`qcut doctor` says what to install",
+            f"qcut: int8 GEMMs run on the raw kernels instead of CUTLASS's: {missing}",
             RuntimeWarning,
             stacklevel=2,
         )
-    return available
+    return missing is None
 
 
 class Product(NamedTuple):

@@ -11,12 +11,7 @@ import hashlib
 import json
 import os
 import platform
-import shlex
-import subprocess
-import tempfile
-import threading
 import warnings
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +20,10 @@ import torch
 from qcut.errors import BuildError, DeviceError, QcutError, ToolchainError
 from qcut.jit import cache as disk
 from qcut.jit import toolchain
+from qcut.jit.compilers import read_output, run_all
 from qcut.jit.launch import load_shared
+from qcut.jit.scratch import scratch_folder
+from qcut.storage.locks import Lock, once
 
 SOURCE = Path(__file__).with_name("linear_ops.cpp")
 SCHEMES = ("w8a8", "w8a8_static", "w8a16")
@@ -38,7 +36,6 @@ _FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fno-gnu-unique"
 _LIBRARIES = ("-lc10", "-ltorch_cpu")
 _SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # c10::ScalarType
 _ENVIRONMENT = ("CPATH", "CPLUS_INCLUDE_PATH", "GCC_EXEC_PREFIX")
-_LOG_LINES = 12
 
 
 class Key(ctypes.Structure):
@@ -136,7 +133,7 @@ class Library:
         return int(self._lib.qcut_bucket(m))
 
 
-_lock = threading.Lock()
+_lock = Lock()
 _library: Library | None = None
 _settled = False
 
@@ -187,7 +184,7 @@ def load() -> Library | None:
         return None
 
 
-@cache
+@once
 def build() -> bytes | None:
     """The shared object, from disk or from g++; None without g++ or headers, or, with a warning, if g++ fails."""
     if problem() is not None:
@@ -195,7 +192,9 @@ def build() -> bytes | None:
     digest = fingerprint()
     with disk.locked(digest):
         if (entry := disk.read(_NAME, digest)) is not None:
-            return entry.blobs["so"]
+            if (stored := entry.blobs.get("so")) is not None:
+                return stored
+            disk.refuse(_NAME, digest, "holds no shared object")
         try:
             code = _compile()
         except BuildError as error:
@@ -235,21 +234,11 @@ def _flags() -> list[str]:
 def _compile() -> bytes:
     root = _torch()
     include = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-    try:
-        with tempfile.TemporaryDirectory(prefix="qcut-", ignore_cleanup_errors=True) as folder:
-            output = Path(folder) / f"{_NAME}.so"
-            gxx = str(toolchain.find_gxx().path)
-            command = [gxx, *_flags(), *include, "-o", str(output), str(SOURCE), f"-L{root / 'lib'}", *_LIBRARIES]
-            environment = os.environ | {"TMPDIR": folder, "LC_ALL": "C"}
-            done = subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
-            )
-            if done.returncode != 0:
-                first = "\n".join(done.stderr.strip().splitlines()[:_LOG_LINES])
-                raise BuildError(f"g++ ended with {done.returncode}", command=shlex.join(command), log=first)
-            return output.read_bytes()
-    except OSError as error:
-        raise BuildError(f"no scratch space to compile in ({error}); set TMPDIR") from error
+    command = [str(toolchain.find_gxx().path), *_flags(), *include, "-o", f"{_NAME}.so", str(SOURCE)]
+    command += [f"-L{root / 'lib'}", *_LIBRARIES]
+    with scratch_folder() as folder:
+        run_all([command], folder)
+        return read_output(folder / f"{_NAME}.so", command)
 
 
 def _torch() -> Path:

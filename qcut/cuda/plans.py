@@ -6,12 +6,11 @@ A family of operators describes a kernel as a `LaunchSpec`, loads the spec on a 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,6 +27,7 @@ from qcut.emitters.core.source import DType, KernelSource
 from qcut.errors import LaunchError
 from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
+from qcut.storage.locks import Lock, once
 
 DTYPES = {
     torch.float16: DType.F16,
@@ -42,7 +42,7 @@ MAX_PLANS = 1 << 16
 """Most plans in a `PlanCache`. Keys hold addresses, so loading model after model makes ever more plans."""
 
 P = TypeVar("P")
-_lock = threading.RLock()
+_lock = Lock()
 _caches: weakref.WeakSet[PlanCache[Any]] = weakref.WeakSet()
 _watchers: list[list[str]] = []
 
@@ -90,7 +90,7 @@ class PlanCache(Generic[P]):
                 self._on_clear()
 
 
-@cache
+@once
 def target(device: int) -> Target:
     """Dispatch's description of the GPU with a CUDA ordinal."""
     properties = torch.cuda.get_device_properties(device)

@@ -38,9 +38,10 @@ def prebuild(calls: Collection[LayerCall], device: int, progress: bool = True) -
     """
     sources = {source.name: source for call in calls for source in call.sources(device)}
     with ThreadPoolExecutor(1, thread_name_prefix="qcut-build") as pool:
-        if any(call.calls_native for call in calls):
-            pool.submit(native.build)
+        operators = pool.submit(native.build) if any(call.calls_native for call in calls) else None
         results = jit.build_many(sources.values(), progress=progress and sys.stderr.isatty())
+    if operators is not None:
+        operators.result()
     for result in results.values():
         if isinstance(result, Exception):
             raise result

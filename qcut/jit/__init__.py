@@ -3,8 +3,17 @@
 Importing this package finds no compiler, loads no driver and makes no CUDA context.
 """
 
-from qcut.jit.build import Binary, build, build_many, is_toolchain_available
+from qcut.jit.build import Binary, build, build_many, is_toolchain_available, missing_toolchain
 from qcut.jit.compilers import Resources
 from qcut.jit.launch import Kernel, load
 
-__all__ = ["Binary", "Kernel", "Resources", "build", "build_many", "is_toolchain_available", "load"]
+__all__ = [
+    "Binary",
+    "Kernel",
+    "Resources",
+    "build",
+    "build_many",
+    "is_toolchain_available",
+    "load",
+    "missing_toolchain",
+]

@@ -15,7 +15,7 @@ import platform
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
@@ -29,6 +29,7 @@ _COMMENT_LINE = re.compile(rb"^[ \t]*//.*(?<!\\)\n", re.MULTILINE)
 # Environment variables that change what nvcc or g++ produces from the same command line.
 _COMPILER_ENVIRONMENT = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "CPATH", "CPLUS_INCLUDE_PATH", "GCC_EXEC_PREFIX")
 _BYTES_PER_JOB = 3 << 29
+_RESOURCES = {field.name for field in fields(Resources)}
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,7 @@ def build(source: KernelSource) -> Binary:
         return binary
     with cache.locked(key):
         if (binary := _lookup(source, key)) is None:
-            stored = cache.read(source.name, device_fingerprint(source))
-            binary = compile_source(source, stored)
-            for part, entry in _to_entries(binary, source):
-                if part != device_fingerprint(source) or stored is None:
-                    cache.write(source.name, part, entry)
-            _memory[key] = binary
+            binary = _compile_and_store(source, key, _read_device(source))
     return binary
 
 
@@ -95,10 +91,17 @@ def rebuild(source: KernelSource) -> Binary:
         BuildError: as `build`.
     """
     key = fingerprint(source)
-    _memory.pop(key, None)
-    for part in (device_fingerprint(source), host_fingerprint(source)):
-        cache.discard(source.name, part)
-    return build(source)
+    with cache.locked(key):
+        return _compile_and_store(source, key, None)
+
+
+def _compile_and_store(source: KernelSource, key: str, stored: cache.Entry | None) -> Binary:
+    binary = compile_source(source, stored)
+    for part, entry in _to_entries(binary, source):
+        if part != device_fingerprint(source) or stored is None:
+            cache.write(source.name, part, entry)
+    _memory[key] = binary
+    return binary
 
 
 def build_many(
@@ -229,15 +232,32 @@ def _device_tool(source: KernelSource) -> toolchain.Tool:
 def _lookup(source: KernelSource, key: str) -> Binary | None:
     if (binary := _memory.get(key)) is not None:
         return binary
-    if (device := cache.read(source.name, device_fingerprint(source))) is None:
+    if (device := _read_device(source)) is None:
         return None
     host_so = None
     if source.host_text is not None:
-        if (host := cache.read(source.name, host_fingerprint(source))) is None:
+        part = host_fingerprint(source)
+        if (host := cache.read(source.name, part)) is None:
             return None
-        host_so = host.blobs["host_so"]
+        if (host_so := host.blobs.get("host_so")) is None:
+            cache.refuse(source.name, part, "holds no host launcher")
+            return None
     _memory[key] = binary = _assemble(source, key, device, host_so)
     return binary
+
+
+def _read_device(source: KernelSource) -> cache.Entry | None:
+    """The entry of a kernel's cubin; None where there is none, or, with a warning, where the entry holds no cubin."""
+    part = device_fingerprint(source)
+    if (entry := cache.read(source.name, part)) is None:
+        return None
+    log, resources = entry.meta.get("log"), entry.meta.get("resources", ())
+    figures = resources if isinstance(resources, dict) else {}
+    known = not figures or (set(figures) == _RESOURCES and all(type(value) is int for value in figures.values()))
+    if "cubin" in entry.blobs and isinstance(log, str) and (resources is None or figures) and known:
+        return entry
+    cache.refuse(source.name, part, "holds no cubin with its log and resources")
+    return None
 
 
 def _assemble(source: KernelSource, key: str, device: cache.Entry, host_so: bytes | None) -> Binary:
@@ -289,10 +309,18 @@ def _default_jobs() -> int:
 
 
 def is_toolchain_available(kind: str) -> bool:
-    """Whether kernels of a toolchain can be built here.
+    """Whether kernels of a toolchain can be built here; see `missing_toolchain`."""
+    return missing_toolchain(kind) is None
+
+
+def missing_toolchain(kind: str) -> str | None:
+    """The reason why kernels of a toolchain cannot be built here, with what to install; None where they can.
 
     Args:
         kind: ``nvrtc`` for raw kernels, or ``nvcc`` for CUTLASS kernels, which need nvcc, g++ and CUTLASS headers.
+
+    Raises:
+        BuildError: there is no scratch space, so that nobody can tell.
     """
     try:
         if kind == "nvrtc":
@@ -303,6 +331,6 @@ def is_toolchain_available(kind: str) -> bool:
             toolchain.find_gxx()
             toolchain.find_cuda_include(root)
             toolchain.find_cutlass_include()
-    except ToolchainError:
-        return False
-    return True
+    except ToolchainError as error:
+        return str(error)
+    return None

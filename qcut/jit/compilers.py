@@ -8,16 +8,17 @@ import os
 import re
 import shlex
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
-from qcut.errors import BuildError
+from qcut.errors import BuildError, ToolchainError
 from qcut.jit import toolchain
+from qcut.jit.scratch import environment, scratch_folder, unsafe_character
 
 _INCLUDE_ROOTS = ("qcut", "cutlass", "cuda", "cccl")
+_ELF = b"\x7fELF"
 
 
 @dataclass(frozen=True)
@@ -138,36 +139,57 @@ def _compile_nvrtc(source: KernelSource) -> tuple[bytes, str]:
 
 def _compile_nvcc(source: KernelSource, device: bool) -> tuple[bytes, bytes | None, str]:
     nvcc, gxx = toolchain.find_nvcc(), toolchain.find_gxx()
-    include = [f"-I{path}" for path in _include_paths(source)]
-    try:
-        with tempfile.TemporaryDirectory(prefix="qcut-", ignore_cleanup_errors=True) as scratch:
-            folder = Path(scratch)
-            commands = []
-            if device:
-                (folder / "device.cu").write_text(source.text, encoding="utf-8")
-                flags = [*device_flags(source), "-Xptxas=-v", "-ccbin", str(gxx.path), *include]
-                commands.append([str(nvcc.path), *flags, "-o", "device.cubin", "device.cu"])
-            if source.host_text is not None:
-                (folder / "host.cpp").write_text(source.host_text, encoding="utf-8")
-                commands.append([str(gxx.path), *include, "-o", "host.so", "host.cpp", *host_flags(source)])
-            log = _run_all(commands, folder, source.name)
-            host_so = (folder / "host.so").read_bytes() if source.host_text is not None else None
-            return (folder / "device.cubin").read_bytes() if device else b"", host_so, log
-    except OSError as error:
-        raise BuildError(f"no scratch space to compile in ({error}); set TMPDIR", kernel=source.name) from error
+    paths = _include_paths(source)
+    for path in (str(gxx.path), *paths):
+        if (character := unsafe_character(path)) is not None:
+            raise ToolchainError(
+                f"the path {path!r} has the character {character!r}, on which the shell that nvcc runs would act; "
+                "install it under another path",
+                kernel=source.name,
+            )
+    include = [f"-I{path}" for path in paths]
+    with scratch_folder(source.name) as folder:
+        commands = []
+        if device:
+            (folder / "device.cu").write_text(source.text, encoding="utf-8")
+            flags = [*device_flags(source), "-Xptxas=-v", "-ccbin", str(gxx.path), *include]
+            commands.append([str(nvcc.path), *flags, "-o", "device.cubin", "device.cu"])
+        if source.host_text is not None:
+            (folder / "host.cpp").write_text(source.host_text, encoding="utf-8")
+            commands.append([str(gxx.path), *include, "-o", "host.so", "host.cpp", *host_flags(source)])
+        log = run_all(commands, folder, source.name)
+        cubin = read_output(folder / "device.cubin", commands[0], source.name) if device else b""
+        host_so = read_output(folder / "host.so", commands[-1], source.name) if source.host_text is not None else None
+        return cubin, host_so, log
 
 
-def _run_all(commands: Sequence[Sequence[str]], folder: Path, name: str) -> str:
-    """Run commands side by side; return their output, or raise with the first failure's."""
-    # nvcc's intermediate files go to the scratch folder as well, so that nothing outlives it.
-    environment = os.environ | {"TMPDIR": str(folder), "LC_ALL": "C"}
+def run_all(commands: Sequence[Sequence[str]], folder: Path, name: str | None = None) -> str:
+    """Run compilers side by side in a scratch folder.
+
+    Args:
+        commands: programs with their arguments.
+        folder: see `qcut.jit.scratch.scratch_folder`.
+        name: kernel to name in errors.
+
+    Returns:
+        What they printed.
+
+    Raises:
+        BuildError: one of them failed; the others are killed.
+        ToolchainError: one of them cannot be started.
+    """
     with contextlib.ExitStack() as stack:
         running = []
-        for index, command in enumerate(commands):
-            output = stack.enter_context((folder / f"log{index}").open("w+b"))
-            process = subprocess.Popen(
-                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
-            )
+        for command in commands:
+            # In memory: a full disk would swallow what the compiler says about it.
+            output = stack.enter_context(os.fdopen(os.memfd_create("qcut-log", os.MFD_CLOEXEC), "w+b"))
+            try:
+                process = subprocess.Popen(
+                    command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment()
+                )
+            except OSError as error:
+                problem = f"{command[0]} cannot be started: {error.strerror or error}"
+                raise ToolchainError(problem, kernel=name, command=shlex.join(command)) from error
             stack.callback(_stop, process)
             running.append((process, command, output))
         log = ""
@@ -182,6 +204,19 @@ def _run_all(commands: Sequence[Sequence[str]], folder: Path, name: str) -> str:
                 raise BuildError(f"{Path(command[0]).name} {how}", kernel=name, command=shlex.join(command), log=text)
             log += text + "\n"
     return log.strip()
+
+
+def read_output(path: Path, command: Sequence[str], name: str | None = None) -> bytes:
+    """Read the ELF file that a compiler wrote.
+
+    Raises:
+        BuildError: the compiler ended well, and left no file or something else.
+    """
+    code = path.read_bytes() if path.is_file() else b""
+    if not code.startswith(_ELF):
+        problem = f"{Path(command[0]).name} ended well and left no code in {path.name} ({len(code)} bytes)"
+        raise BuildError(problem, kernel=name, command=shlex.join(command))
+    return code
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

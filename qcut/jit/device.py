@@ -6,10 +6,10 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 from qcut.errors import DeviceError
 from qcut.jit import toolchain
+from qcut.storage.locks import once
 
 _ATTRIBUTES = {"sm_count": 16, "cc_major": 75, "cc_minor": 76}
 _RATES = {"clock_khz": 13, "memory_khz": 36, "bus_bits": 37, "l2_bytes": 38}
@@ -50,7 +50,7 @@ def devices() -> list[Device]:
     return [device(ordinal) for ordinal in range(count.value)]
 
 
-@cache
+@once
 def device(ordinal: int) -> Device:
     """Describe one GPU.
 
@@ -106,7 +106,7 @@ def driver_version() -> str:
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
-@cache
+@once
 def primary_context(ordinal: int) -> int:
     """Retain the primary context of a device, which PyTorch uses too, until the process ends.
 
@@ -170,7 +170,7 @@ def explain(status: int) -> str:
     return f"{(name.value or b'').decode()} ({status}): {(text.value or b'').decode()}"
 
 
-@cache
+@once
 def _initialised() -> ctypes.CDLL:
     lib = toolchain.driver()
     _check(lib.cuInit(0), "starting the CUDA driver")

@@ -18,6 +18,7 @@ from qcut.errors import LaunchError
 from qcut.jit import device as _device
 from qcut.jit import toolchain
 from qcut.jit.build import Binary, rebuild
+from qcut.storage.locks import Lock
 
 FLAG_PDL = 1
 """Bit of ``qcut_launch``'s flags: let the kernel start before its predecessor ends."""
@@ -50,7 +51,7 @@ _ATTRIBUTE = struct.Struct("@ixxxxi60x")
 
 _kernels: dict[tuple[str, int], Kernel] = {}
 _hosts: dict[str, ctypes.CDLL] = {}
-_lock = threading.RLock()
+_lock = Lock()
 
 
 def load(binary: Binary, source: KernelSource, device: int) -> Kernel:
@@ -279,10 +280,11 @@ def _load_host(binary: Binary) -> ctypes.CDLL:
     toolchain.driver()
     try:
         assert binary.host_so is not None
-        host = _hosts[binary.key] = load_shared(binary.name, binary.host_so)
+        host = load_shared(binary.name, binary.host_so)
         host.qcut_launch.restype, host.qcut_query.restype = ctypes.c_int, ctypes.c_long
     except (OSError, AttributeError) as error:
         raise _UnusableBinaryError(f"kernel {binary.name}: its host launcher does not load: {error}") from error
+    _hosts[binary.key] = host
     return host
 
 

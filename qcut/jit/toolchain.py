@@ -1,7 +1,8 @@
 """Finds compilers, headers and the driver: PyPI packages first, then ``CUDA_HOME``, then ``PATH``.
 
 Nothing is searched, loaded or run at import. Every ``find_*`` function remembers its result for the life of
-the process, and raises `ToolchainError`, which says what to install, where nothing is found.
+the process, searches once for all threads, and raises `ToolchainError`, which says what to install, where nothing is
+found.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from qcut.errors import DeviceError, ToolchainError
+from qcut.jit.scratch import environment, scratch_folder, unsafe_character
+from qcut.storage.locks import imports_once, once
 
 LIBCUDA = "libcuda.so.1"
 SYSTEM_CUDA = Path("/usr/local/cuda")
@@ -57,7 +59,7 @@ class Headers:
     version: str
 
 
-@cache
+@imports_once
 def find_nvrtc() -> Tool:
     """Load NVRTC, the compiler of raw kernels.
 
@@ -67,6 +69,7 @@ def find_nvrtc() -> Tool:
     Raises:
         ToolchainError: NVRTC, cuda-core or its bindings are not installed.
     """
+    advice = "pip install 'nvidia-cuda-nvrtc==13.0.*' 'cuda-python>=13,<14' cuda-core"
     try:
         from cuda.bindings import nvrtc
         from cuda.pathfinder import load_nvidia_dynamic_lib
@@ -75,24 +78,23 @@ def find_nvrtc() -> Tool:
         _, major, minor = nvrtc.nvrtcVersion()
         program_class()
     except Exception as error:  # each package and version of it has its own exception for "not found"
-        raise ToolchainError(
-            f"NVRTC cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}); raw kernels need it: "
-            "pip install 'nvidia-cuda-nvrtc==13.0.*' 'cuda-python>=13,<14' cuda-core"
-        ) from error
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ToolchainError(f"NVRTC cannot be loaded ({what}); raw kernels need it: {advice}") from error
     path = Path(library.abs_path or "libnvrtc.so").resolve()
     return Tool("nvrtc", path, _nvrtc_patch_version(path, f"{major}.{minor}"))
 
 
+@imports_once
 def program_class() -> tuple[type, type]:
     """Return ``Program`` and ``ProgramOptions`` of whichever cuda-core is installed (0.3 to 1.x)."""
-    try:
-        from cuda.core import Program, ProgramOptions
-    except ImportError:
-        from cuda.core.experimental import Program, ProgramOptions
-    return Program, ProgramOptions
+    from cuda import core
+
+    if not hasattr(core, "Program") and importlib.util.find_spec("cuda.core.experimental"):
+        from cuda.core import experimental as core
+    return core.Program, core.ProgramOptions
 
 
-@cache
+@once
 def find_gxx() -> Tool:
     """Find the host compiler: ``$CXX`` if it is a g++, then ``g++``.
 
@@ -107,16 +109,16 @@ def find_gxx() -> Tool:
         path = shutil.which(name) if name else None
         if path is None:
             continue
-        output = _run([path, "--version"])
+        output, problem = _run([path, "--version"])
         numbers = re.findall(r"\d+\.\d+\.\d+", output.partition("\n")[0])
-        if numbers and "Free Software Foundation" in output:
+        if numbers and "Free Software Foundation" in output and not problem:
             return Tool("g++", Path(path), numbers[-1])
-        tried.append(path)
-    rejected = f" ({', '.join(tried)} is no working g++)" if tried else ""
+        tried.append(f"{path} is no working g++" + (f": {problem}" if problem else ""))
+    rejected = f" ({'; '.join(tried)})" if tried else ""
     raise ToolchainError(f"no g++{rejected}; CUTLASS kernels need it: apt-get install g++, or set CXX")
 
 
-@cache
+@once
 def find_nvcc() -> Tool:
     """Find nvcc in the PyPI packages, ``$CUDA_HOME``, ``$CUDA_PATH``, ``PATH`` or ``/usr/local/cuda``, in this order.
 
@@ -125,6 +127,7 @@ def find_nvcc() -> Tool:
 
     Raises:
         ToolchainError: there is no nvcc, or its installation is incomplete.
+        BuildError: there is no scratch space to run nvcc in.
     """
     problems = []
     on_path = shutil.which("nvcc")
@@ -134,12 +137,18 @@ def find_nvcc() -> Tool:
     for path in candidates:
         if not os.access(path, os.X_OK):
             continue
-        release = re.search(r"release \S+ V(\S+)", _run([str(path), "--version"]))
+        if (character := unsafe_character(path)) is not None:
+            problems.append(f"{str(path)!r} has the character {character!r}, on which the shell beneath nvcc would act")
+            continue
+        version, problem = _run([str(path), "--version"])
         # PATH may hold a wrapper script: nvcc itself knows where it lives.
-        plan = _run([str(path), "--dryrun", "-x", "cu", "-cubin", os.devnull])
+        with scratch_folder() as folder:
+            plan, wrong = _run([str(path), "--dryrun", "-x", "cu", "-cubin", os.devnull], folder)
+        release = re.search(r"release \S+ V(\S+)", version)
         top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
         if not release or not top:
-            problems.append(f"{path} does not run")
+            reason = problem or wrong
+            problems.append(f"{path} does not run" + (f": {reason}" if reason else ""))
             continue
         root = Path(top.group(1).strip()).resolve()
         if not (root / "nvvm" / "bin" / "cicc").exists():
@@ -154,7 +163,7 @@ def find_nvcc() -> Tool:
     )
 
 
-@cache
+@once
 def find_cuda_include(root: Path | None = None) -> Headers:
     """Find the CUDA headers, libcu++ included.
 
@@ -181,7 +190,7 @@ def find_cuda_include(root: Path | None = None) -> Headers:
     raise ToolchainError(f"CUDA headers not found: {', '.join(missing)}; pip install {packages}, or set CUDA_HOME")
 
 
-@cache
+@imports_once
 def find_cutlass_include() -> Headers:
     """Find the CUTLASS headers that nvidia-cutlass carries.
 
@@ -201,7 +210,7 @@ def find_cutlass_include() -> Headers:
     raise ToolchainError("CUTLASS headers not found: pip install nvidia-cutlass==4.2.0.0")
 
 
-@cache
+@imports_once
 def driver() -> ctypes.CDLL:
     """Load the CUDA driver library, with its symbols visible to host launchers.
 
@@ -219,11 +228,20 @@ def driver() -> ctypes.CDLL:
 
 def reset() -> None:
     """Forget everything found, so that the next ``find_*`` searches again."""
-    for find in (find_nvrtc, find_gxx, find_nvcc, find_cuda_include, find_cutlass_include, driver, _pypi_roots):
+    for find in (
+        find_nvrtc,
+        program_class,
+        find_gxx,
+        find_nvcc,
+        find_cuda_include,
+        find_cutlass_include,
+        driver,
+        _pypi_roots,
+    ):
         find.cache_clear()
 
 
-@cache
+@once
 def _pypi_roots() -> tuple[Path, ...]:
     """Roots of the ``nvidia`` wheels: ``nvidia/cu13`` shared by all, or one per package before CUDA 13."""
     spec = importlib.util.find_spec("nvidia")
@@ -266,11 +284,17 @@ def _nvrtc_patch_version(path: Path, version: str) -> str:
     return version
 
 
-def _run(command: list[str]) -> str:
-    """Output of a short command, both streams together; empty where the command cannot run."""
+def _run(command: list[str], folder: Path | None = None) -> tuple[str, str]:
+    """Run a short command, in a scratch folder if it needs one.
+
+    Returns:
+        What it printed, both streams together, and why it failed; empty where it did not.
+    """
     try:
         done = subprocess.run(
             command,
+            cwd=folder,
+            env=environment() if folder else None,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -278,6 +302,11 @@ def _run(command: list[str]) -> str:
             errors="replace",
             timeout=_PROBE_TIMEOUT_S,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
+    except OSError as error:
+        return "", error.strerror or str(error)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {_PROBE_TIMEOUT_S} s"
+    if done.returncode:
+        last = done.stdout.strip().splitlines()[-1:]
+        return done.stdout, ": ".join([f"it ended with {done.returncode}", *last])
+    return done.stdout, ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from qcut.codebooks import rotation
 from qcut.codebooks.layout import Geometry
+from qcut.storage.locks import once
 
 
 class Lookup(NamedTuple):
@@ -37,7 +37,7 @@ def lookup_for(kind: rotation.Kind, group_size: int, k: int, seed: int, device: 
     return (_traced if compiling else _cached)(kind, group_size, k, seed, device)
 
 
-@cache  # for good: a CUDA graph may read them
+@once  # for good, and one for all threads: a CUDA graph may read them
 def _cached(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
     geometry = Geometry(k, group_size)
     parts = rotation.groups(k, geometry.full)

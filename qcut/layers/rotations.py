@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qcut.codebooks import tokens as rotated_tokens
 from qcut.codebooks.rotation import Kind
+from qcut.storage.locks import Lock
 
 _ROTATE = torch.ops.qcut.rotate_tokens.default
 _HALVES = (torch.float16, torch.bfloat16)
@@ -65,11 +66,13 @@ class Rotation:
 
 
 _rotations: weakref.WeakValueDictionary[RotationSpec, Rotation] = weakref.WeakValueDictionary()
+_rotations_lock = Lock()
 
 
 def rotation_for(spec: RotationSpec) -> Rotation:
     """The rotation object that all layers with this specification share; each layer holds it."""
-    return _rotations.setdefault(spec, Rotation(spec))
+    with _rotations_lock:
+        return _rotations.setdefault(spec, Rotation(spec))
 
 
 class _Shared:

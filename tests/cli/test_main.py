@@ -178,6 +178,23 @@ def test_doctor_finds_a_compiler_that_does_not_work(monkeypatch: pytest.MonkeyPa
     assert "false ended with 1" in findings["CUTLASS route"].text
 
 
+def test_doctor_never_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither where no cache and no table can be found, nor where compilers have nowhere to work."""
+    gpu = doctor.device.Device(0, "NVIDIA H200", (9, 0), 132, 8 << 30)
+    monkeypatch.setattr(doctor.device, "devices", lambda: [gpu])
+    monkeypatch.setattr(doctor.device, "driver_version", lambda: "13.0")
+    monkeypatch.setenv("QCUT_CACHE_DIR", "relative")
+    doctor.tuned.forget()
+    toolchain.reset()
+    (tmp_path / "$").mkdir()
+    for place in ("$", "absent"):
+        monkeypatch.setenv("TMPDIR", str(tmp_path / place))
+        found = states(doctor.examine())
+        assert [found[topic] for topic in ("tuned table", "cache", "nvcc", "CUTLASS route")] == ["missing"] * 4
+        assert found["NVRTC"] == found["raw kernels"] == "ok"
+    doctor.tuned.forget()
+
+
 def test_doctor_on_the_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     def finding() -> doctor.Finding:
         return doctor.examine(compile_probe=False)[-1]
@@ -192,6 +209,14 @@ def test_doctor_on_the_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> N
     assert finding().state == "warn"
     assert "cannot be written" in finding().text
     assert "QCUT_CACHE_DIR" in finding().advice
+    (folder / "open").mkdir()
+    (folder / "open").chmod(0o777)
+    monkeypatch.setenv("QCUT_CACHE_DIR", str(folder / "open"))
+    assert finding().state == "warn"
+    assert "can be written by others (mode 0777; chmod -R go-w mends this)" in finding().text
+    monkeypatch.setenv("QCUT_CACHE_DIR", "relative")
+    assert finding().state == "missing"
+    assert finding().text.startswith("QCUT_CACHE_DIR is 'relative', a relative path")
     monkeypatch.setattr(cache, "directory", lambda: None)
     assert finding().text == "no home directory"
 

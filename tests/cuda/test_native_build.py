@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,6 +58,34 @@ def test_an_entry_that_does_not_load_is_a_miss(empty_cache: Path, monkeypatch: p
     entry = disk.read(_native._NAME, _native.fingerprint())
     assert entry is not None
     assert entry.blobs["so"] == good
+
+
+def test_an_entry_without_a_library_is_a_miss(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "_compile", lambda: b"made again")
+    disk.write(_native._NAME, _native.fingerprint(), disk.Entry({}, {"cubin": b"something else"}))
+    with pytest.warns(RuntimeWarning, match="holds no shared object; its content is not used"):
+        assert _native.build() == b"made again"
+    _native.build.cache_clear()
+    monkeypatch.setattr(_native, "_compile", None)
+    assert _native.build() == b"made again"
+
+
+def test_threads_compile_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[bytes] = []
+
+    def compile_slowly() -> bytes:
+        time.sleep(0.1)
+        made.append(b"code")
+        return made[0]
+
+    monkeypatch.setattr(_native, "_compile", compile_slowly)
+    monkeypatch.setattr(disk, "write", lambda *_: False)  # the disk would serve the others
+    threads = [threading.Thread(target=_native.build) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [b"code"]
 
 
 def test_a_compiler_error_is_told_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,8 @@ def test_memory_then_disk_then_compiler(compilations: list[str]) -> None:
     assert path is not None
     path.write_bytes(path.read_bytes()[:-1])
     forget_memory()
-    assert build(RAW).cubin == first.cubin
+    with pytest.warns(RuntimeWarning, match="damaged"):
+        assert build(RAW).cubin == first.cubin
     assert compilations == ["scale", "scale"]
     assert builder.rebuild(RAW).cubin == first.cubin
     assert compilations == ["scale"] * 3
@@ -262,15 +263,9 @@ def test_compiler_killed_by_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyP
         build(HOSTED)
 
 
-def test_no_scratch_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
-    with pytest.raises(BuildError, match=r"kernel hosted: no scratch space .*absent.*; set TMPDIR"):
-        build(HOSTED)
-
-
 def test_nothing_is_left_in_scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     build(HOSTED)
     with pytest.raises(BuildError):
         build(replace(HOSTED, text="oops"))

@@ -307,6 +307,9 @@ def test_host_launcher_that_does_not_load_is_built_again(fake: Fake, rebuilt: li
     assert rebuilt == ["raw_kernel"] * 3
     with pytest.raises(LaunchError, match=r"its host launcher does not load: .*undefined symbol: cudaNowhere"):
         launch._load_host(binary(key="k4", host_so=unresolved.read_bytes()))
+    for _ in range(2):  # what did not load is not remembered under its key, which the next build has too
+        with pytest.raises(LaunchError, match=r"its host launcher does not load: .*qcut_query"):
+            launch._load_host(binary(key="k5", host_so=without))
 
 
 def test_no_such_device(fake: Fake) -> None:

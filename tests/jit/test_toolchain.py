@@ -29,7 +29,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(toolchain, "SYSTEM_CUDA", tmp_path / "none")
-    wheels: Callable[[], tuple[Path, ...]] = toolchain.cache(lambda: ())
+    wheels: Callable[[], tuple[Path, ...]] = toolchain.once(lambda: ())
     monkeypatch.setattr(toolchain, "_pypi_roots", wheels)
     return tmp_path
 
@@ -97,7 +97,7 @@ def test_wheels_come_before_the_toolkit(bare: Path, monkeypatch: pytest.MonkeyPa
     assert toolchain.find_nvcc().root == bare / "toolkit"
     wheel = fake_nvcc(bare / "wheels" / "cu13", "13.0.88")
     toolchain.reset()
-    monkeypatch.setattr(toolchain, "_pypi_roots", toolchain.cache(lambda: (bare / "wheels" / "cu13",)))
+    monkeypatch.setattr(toolchain, "_pypi_roots", toolchain.once(lambda: (bare / "wheels" / "cu13",)))
     assert toolchain.find_nvcc() == toolchain.Tool("nvcc", wheel, "13.0.88", bare / "wheels" / "cu13")
 
 

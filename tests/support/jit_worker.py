@@ -42,7 +42,7 @@ def main() -> None:
         time.sleep(arguments.seconds)
         return b"\x7fELF" * (arguments.size // 4), None, "said nothing"
 
-    def die(*_: object) -> None:
+    def die(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     builder.compile_text = compile_text
