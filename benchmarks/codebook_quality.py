@@ -33,7 +33,8 @@ from qcut.codebooks.quantizer import dequantize, quantize
 from qcut.conversion.second_moments import collect_second_moments
 from qcut.errors import QcutError
 from qcut.models.evaluation import perplexity, windows_of
-from qcut.models.modules import find_layers, weight_nk
+from qcut.models.modules import weight_nk
+from qcut.models.selection import find_layers
 
 GROUP = 128
 RESIDUAL_SEED = 1042

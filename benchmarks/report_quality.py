@@ -39,7 +39,8 @@ from qcut.conversion.second_moments import collect_second_moments
 from qcut.engine.kv_cache import KV_DTYPES, KVDtype
 from qcut.errors import QcutError
 from qcut.models.evaluation import windows_of
-from qcut.models.modules import find_layers, tensor_key, weight_nk
+from qcut.models.modules import tensor_key, weight_nk
+from qcut.models.selection import find_layers
 
 REFERENCE = "int4_asymmetric"
 """Weights in 4-bit integers with zero points: not a scheme of qcut's, dequantized to be compared with."""

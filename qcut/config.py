@@ -9,6 +9,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from typing import Any, ClassVar, Literal, cast
 
 from qcut.errors import ConfigError
@@ -360,19 +361,60 @@ ALLOWED_SCHEMES = "use w8a8, w8a8_static, w8a16 or a codebook such as codebook4"
 """The end of messages about a scheme that quantizes nothing."""
 
 
+_SAME = {"w8a8_dynamic": "w8a8", "int8_w8a8": "w8a8", "int8_weight_only": "w8a16", "int4_w4a16": "int4"}
+"""Other names of a scheme that mean the same thing."""
+
+_NEAR = {
+    "int8": "w8a8 (weights and activations in int8) or w8a16 (weights alone)",
+    "8bit": "w8a8 (weights and activations in int8) or w8a16 (weights alone)",
+    "w8": "w8a16 (int8 weights, activations as they are)",
+    "a8w8": "w8a8",
+    "int8_dynamic": "w8a8",
+    "int8_static": "w8a8_static",
+    "smoothquant": "w8a8 with smooth=0.5 and a calibration",
+    "fp8": "w8a8 (qcut has int8, no 8-bit floating point)",
+    "w8a8_fp8": "w8a8 (qcut has int8, no 8-bit floating point)",
+    "4bit": "codebook4 (the more exact) or int4 (equal steps)",
+    "w4a16": "int4 (equal steps, groups of 128) or codebook4 (the more exact)",
+    "w4a8": "codebook4_int8 (4-bit weights, int8 products)",
+    "w4": "codebook4 (the more exact) or int4 (equal steps)",
+    "nf4": "codebook4 (16 levels for normally distributed values too, after a rotation; another format)",
+    "fp4": "codebook4 (qcut has no 4-bit floating point)",
+    "mxfp4": "codebook4 (qcut has no 4-bit floating point)",
+    "nvfp4": "codebook4 (qcut has no 4-bit floating point)",
+    "gptq": "codebook4 with second_moments=qcut.collect_second_moments(model, batches)",
+    "awq": "codebook4 or int4 (names of schemes, not of methods)",
+    "turboquant": "codebook4 (with _qr for any K)",
+    "3bit": "codebook3 or int3",
+    "int3_w3a16": "int3",
+    "2bit": "codebook2 or int2",
+    "bf16": "fp16, which leaves layers in the model's own type",
+    "float": "fp16, which leaves layers in the model's own type",
+    "float16": "fp16, which leaves layers in the model's own type",
+    "bfloat16": "fp16, which leaves layers in the model's own type",
+}
+"""Names that users bring from elsewhere, and what comes near them here."""
+
+
 def parse_scheme(scheme: str | Scheme) -> Scheme:
     """The scheme object for a name; a scheme object passes through.
 
+    Capitals, and ``-`` for ``_``, make no difference.
+
     Raises:
-        ConfigError: the name does not exist; the message lists names that do.
+        ConfigError: the name does not exist; the message says which comes near, and lists names that do.
     """
     if isinstance(scheme, Scheme):
         return scheme
-    for cls in Scheme._classes.values() if isinstance(scheme, str) else ():
-        if (named := cls.from_name(scheme)) is not None:
+    plain = scheme.lower().replace("-", "_") if isinstance(scheme, str) and scheme.isascii() else str(scheme)
+    plain = _SAME.get(plain, plain)
+    for cls in Scheme._classes.values():
+        if (named := cls.from_name(plain)) is not None:
             return named
     names = f"{', '.join(SCHEME_NAMES)} (codebooks: codebook{{2,3,4}}[+{{2,3,4}}][_g64|_rows][_qr|_none]…[_int8])"
-    raise ConfigError(f"scheme {scheme!r} does not exist; use one of {names}")
+    near = _NEAR.get(plain) or next(iter(get_close_matches(plain, SCHEME_NAMES, 1, 0.7)), None)
+    hint = f"did you mean {near}? " if near else ""
+    raise ConfigError(f"scheme {scheme!r} does not exist; {hint}use one of {names}")
 
 
 def scheme_from_json(data: dict[str, Any]) -> Scheme:

@@ -82,12 +82,40 @@ def test_scheme_round_trips(scheme):
 @pytest.mark.parametrize(
     "name",
     [
-        *("int8", "W8A8", "", None, ["w8a8"], "codebook5", "codebook4+1", "codebook4_g0", "codebook4_g64_rows"),
+        *("int8", "x", "", None, ["w8a8"], "codebook5", "codebook4+1", "codebook4_g0", "codebook4_g64_rows"),
         *("codebook4_int8_qr", "int4+4", "codebook", "codebook4\n", "codebook\u0664"),
     ],
 )
 def test_unknown_scheme_lists_the_names(name):
-    with pytest.raises(errors.ConfigError, match=r"does not exist; use one of w8a8, w8a8_static, w8a16, fp16"):
+    with pytest.raises(
+        errors.ConfigError, match=r"does not exist; (did.*\? )?use one of w8a8, w8a8_static, w8a16, fp16"
+    ):
+        parse_scheme(name)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("W8A8", "w8a8"), ("W8A8-Static", "w8a8_static"), ("int8_weight_only", "w8a16"), ("INT4", "int4")],
+)
+def test_other_spellings_of_the_same_scheme(alias, name):
+    assert parse_scheme(alias) == parse_scheme(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("int8", r"w8a8 \(weights and activations in int8\) or w8a16"),
+        ("w4a16", "int4"),
+        ("NF4", r"codebook4 .*another format"),
+        ("4bit", "codebook4"),
+        ("gptq", "codebook4 with second_moments"),
+        ("fp8", "w8a8"),
+        ("codbook4", "codebook4"),
+        ("w8a8_statik", "w8a8_static"),
+    ],
+)
+def test_did_you_mean(name, near):
+    with pytest.raises(errors.ConfigError, match=rf"{name!r} does not exist; did you mean {near}"):
         parse_scheme(name)
 
 

@@ -22,7 +22,7 @@ from qcut.checkpoints.skeleton import (
 )
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError
-from qcut.layers.base import Linear
+from qcut.layers.base import Linear, state_dtype
 from qcut.layers.embedding import Embedding
 from qcut.layers.stored import StateEntry
 from qcut.models.modules import FusedActivation, replace_modules
@@ -229,6 +229,8 @@ def load(
     check_headers(wanted, exact, read_headers(files, saved.weight_map, path), saved.tied, path)
     skeleton.put_into(model)
     _fill(model, wanted, saved, files, path, device=device, dtype=dtype, progress=progress)
+    floats = (p.dtype for p in model.parameters() if p.is_floating_point())
+    state_dtype(model, dtype or next(floats, torch.float32))
     return model.eval()
 
 

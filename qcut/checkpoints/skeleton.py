@@ -34,17 +34,28 @@ def from_huggingface(data: dict[str, Any], path: Path) -> nn.Module:
     except ImportError:
         raise CheckpointError(f"{path}: the model is a {info.get('class')!r}: pip install transformers") from None
     name, config = info.get("class"), info.get("config")
-    cls: Any = getattr(transformers, name, None) if isinstance(name, str) and re.fullmatch(r"[A-Z]\w*", name) else None
+    cls: Any = (
+        getattr(transformers, name, None) if isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w*", name) else None
+    )
     is_model: bool = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
     if not is_model or not isinstance(config, dict):
         raise CheckpointError(f"{path}: found model class {name!r}; a model class of transformers is needed")
     try:
-        model = cls(cls.config_class.from_dict(config))
+        model = cls(cls.config_class.from_dict(_with_floats(config)))
         if info.get("generation_config") is not None:
             model.generation_config = transformers.GenerationConfig.from_dict(info["generation_config"])
         return model
     except Exception as exc:
         raise CheckpointError(f"{path}: {name} cannot be built from the saved configuration: {exc}") from exc
+
+
+def _with_floats(data: Any) -> Any:
+    """A configuration with infinities in place of ``{"__float__": "Infinity"}``, as transformers writes them."""
+    if isinstance(data, dict):
+        if data.keys() == {"__float__"} and isinstance(data["__float__"], str):
+            return float(data["__float__"])
+        return {key: _with_floats(value) for key, value in data.items()}
+    return [_with_floats(value) for value in data] if isinstance(data, list) else data
 
 
 def empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, path: Path) -> Linear:

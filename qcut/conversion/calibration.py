@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from qcut.config import StaticRange
 from qcut.errors import CalibrationError, ConfigError
-from qcut.models.modules import DEFAULT_SKIP, evaluating, find_layers, forward, model_device, to_device, weight_nk
+from qcut.models.modules import evaluating, forward, model_device, to_device, weight_nk
+from qcut.models.selection import DEFAULT_SKIP, find_layers
 from qcut.models.tracing import NormPair, trace_norms
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
 from qcut.progress import with_progress

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from qcut.config import Scheme
 from qcut.conversion.calibration import Calibration
 from qcut.conversion.commit import changes_of, commit
+from qcut.conversion.inventory import count_parameters
 from qcut.conversion.plan import Plan
 from qcut.conversion.prebuild import prebuild_layers
 from qcut.conversion.report import LayerReport, Report
@@ -21,7 +22,8 @@ from qcut.conversion.tasks import Task, add_second_moments, layer_tasks
 from qcut.errors import ConfigError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, token_tables
-from qcut.models.modules import as_given, fusible_activations, tensor_key, weight_nk, weight_of
+from qcut.models.modules import as_given, fusible_activations, keep_hooks, tensor_key, weight_nk, weight_of
+from qcut.models.selection import check_model, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
 from qcut.progress import with_progress
 
@@ -41,6 +43,7 @@ def quantize(
     embeddings: str | Scheme | None = None,
     device: torch.device | str | None = None,
     fuse: bool = True,
+    allow_growth: bool = False,
     prebuild: Sequence[int] = (64, 512, 4096),
     progress: bool = True,
 ) -> Report:
@@ -51,6 +54,12 @@ def quantize(
     end the float weights and their quantized copy (an eighth to a half more) exist together, on the model's device;
     with ``device`` given, the float weights stay where they are, one layer at a time visits the device, and only the
     quantized copy lives there. Afterwards the replaced float weights are freed, unless the caller holds them.
+
+    A layer stays in float, and the report says why, where other code reads its weight without calling it
+    (``nn.MultiheadAttention``), where it is a subclass with a forward of its own that is not proved to be
+    ``x @ W.T + b``, where it is part of an adapter, where its quantized form would not be smaller, and where K is
+    beyond the exact range. A codebook whose Hadamard rotation does not take a layer's K gets the rotation ``qr`` there.
+    Forward hooks of replaced layers move to the new ones.
 
     Tied weights stay tied: layers that share one weight share one quantized copy of it. A layer whose weight is also
     used by something else, such as an embedding, is left as it is and the report says so, unless ``embeddings`` is
@@ -75,6 +84,8 @@ def quantize(
         device: device of the model afterwards; None leaves the model where it is.
         fuse: let a quantized layer compute the activation that follows, in float32, before rounding its result. The
             activations are those of `qcut.models.modules.fusible_activations`.
+        allow_growth: quantize layers too whose quantized form takes as many bytes as the float one or more: those of
+            few rows or columns. A plan, and ``embeddings``, do so in any case.
         prebuild: token counts (batch times length) whose CUDA kernels are built now, in parallel. Other kernels are
             built at their first use, which takes half a minute each. Of no effect on the CPU.
         progress: show a progress bar.
@@ -89,7 +100,8 @@ def quantize(
         QuantizationError: no layer to quantize, or a weight that cannot be (layer named), or no table of tokens.
         UnsupportedError: weights on the meta device, or a table with a forward or an option that `qcut.Embedding` has
             not (named).
-        DtypeError: a weight of another dtype than float16, bfloat16, float32 and float64 (layer named).
+        DtypeError: the model is no ``nn.Module``, or a weight is of another dtype than float16, bfloat16, float32 and
+            float64 (layer named).
         CalibrationError: a layer was not calibrated or has no second moment, or one of another size.
         PlanError: the plan names layers or sizes that the model does not have, or splits tied layers.
         BuildError: a kernel of ``prebuild`` does not compile.
@@ -99,8 +111,11 @@ def quantize(
 
     Source: docs/schemes.md, sections 2 to 4; SmoothQuant, see `qcut.smooth`.
     """
+    check_model(model)
     smoothing, calibration = _smoothing(model, scheme, calibration, smooth)
-    work = _prepare(model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse)
+    work = _prepare(
+        model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse, allow_growth
+    )
     target = None if device is None else torch.device(device)
     before = model_bytes(model)
     prebuild_layers(work.tasks, target, prebuild, progress)
@@ -112,8 +127,9 @@ def quantize(
     replacements: dict[int, nn.Module] = {id(task.module): layers[name] for name, task in work.tasks.items()}
     replacements |= {id(module): tables[name] for name, module in work.tables.items()}
     updates = _float_updates(model, smoothing, layers) if smoothing else []
+    parameters, already = count_parameters(model, replacements), tuple(quantized_layers(model))
     commit(changes_of(model, replacements, work.fused, updates, target))
-    return Report(tuple(reports), work.skipped, before, model_bytes(model), smoothing)
+    return Report(tuple(reports), work.skipped, before, model_bytes(model), parameters, already, smoothing)
 
 
 def model_bytes(model: nn.Module) -> int:
@@ -164,8 +180,9 @@ def _prepare(
     skip: Sequence[str] | None,
     embeddings: str | Scheme | None,
     fuse: bool,
+    allow_growth: bool,
 ) -> _Work:
-    tasks, skipped = layer_tasks(model, scheme, calibration, include, skip)
+    tasks, skipped = layer_tasks(model, scheme, calibration, include, skip, allow_growth)
     tables = {} if embeddings is None else token_tables(model)
     classifiers = {} if embeddings is None else classifier_tasks(model, tables, embeddings)
     tasks |= classifiers
@@ -208,6 +225,7 @@ def _make_layers(
         reports.append(_report(name, task, source, layer, calibration, tied_to))
         if tied_to is not None:
             layer.tie_to(layers[tied_to])
+        keep_hooks(task.module, layer)
         layers[name] = layer
     return layers, reports
 
@@ -285,4 +303,5 @@ def _report(
         error,
         sqnr,
         tied_to,
+        task.note,
     )

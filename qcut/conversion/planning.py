@@ -8,15 +8,17 @@ from typing import Any, Literal
 
 from torch import nn
 
-from qcut.config import Scheme, StaticRange, parse_scheme
+from qcut.config import Float, Scheme, StaticRange, parse_scheme
 from qcut.conversion.calibration import Calibration, calibrate
 from qcut.conversion.costs import CostModel, LayerSize, TimeCost, memory_cost
+from qcut.conversion.fitting import fitting_scheme
 from qcut.conversion.plan import LayerPlan, Plan
 from qcut.conversion.search import Search, TiedLayers
 from qcut.conversion.sensitivity import Judge, best_range, output_error
 from qcut.errors import CalibrationError, ConfigError, PlanError
 from qcut.layers.base import Linear
-from qcut.models.modules import DEFAULT_SKIP, find_layers, tensor_key, tied_elsewhere, weight_nk, weight_of
+from qcut.models.modules import tensor_key, tied_elsewhere, weight_nk, weight_of
+from qcut.models.selection import DEFAULT_SKIP, find_layers
 from qcut.progress import with_progress
 
 __all__ = ["Plan", "plan"]
@@ -63,7 +65,9 @@ def plan(
             you will evaluate on.
         budget: the loss allowed: 0.003 is 0.3 % of perplexity.
         objective: minimize ``time`` or ``memory`` (`qcut.conversion.costs`).
-        candidates: schemes that may be used: names or objects, codebooks too.
+        candidates: schemes that may be used: names or objects, codebooks too. As in `qcut.quantize`, a codebook whose
+            Hadamard rotation does not take a layer's K is tried with the rotation ``qr`` there, and a layer that would
+            grow under all candidates stays in float.
         calibration: of this model as it is now; by default the batches are used for it.
         measure: the sensitivity of step 2: ``model`` or ``layer``.
         cost: a cost model of your own, instead of the objective's.
@@ -161,8 +165,11 @@ def _quantize_candidates(
     cost: CostModel,
     ranges: dict[str, tuple[StaticRange, str]],
 ) -> None:
-    """Quantize a group under every scheme; cost it, and measure its own error."""
-    for scheme in schemes:
+    """Quantize a group under every scheme that it can have; cost it, and measure its own error."""
+    first = modules[group.names[0]]
+    fits = [scheme if scheme.is_float else fitting_scheme(first, scheme).scheme for scheme in schemes]
+    # A layer that no candidate serves, or that would grow under all of them, stays.
+    for scheme in dict.fromkeys([fit for fit in fits if fit is not None] or [Float()]):
         group.cost[scheme.name] = group.sensitivity[scheme.name] = 0.0
         for name in group.names:
             module = modules[name]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from qcut.conversion.inventory import ALREADY, QUANTIZED
 from qcut.conversion.smoothing import Smoothing
 
 
@@ -22,6 +24,7 @@ class LayerReport:
         weight_error: ``‖W − Ŵ‖ / ‖W‖`` (Frobenius).
         output_sqnr_db: signal over quantization noise of its output on calibration tokens, or None without calibration.
         tied_to: the layer whose quantized weight it shares, or None.
+        note: why its scheme is not the one that was asked for; empty where it is.
     """
 
     name: str
@@ -33,6 +36,7 @@ class LayerReport:
     weight_error: float
     output_sqnr_db: float | None = None
     tied_to: str | None = None
+    note: str = ""
 
     @property
     def bits_per_weight(self) -> float:
@@ -46,9 +50,12 @@ class Report:
 
     Attributes:
         layers: the quantized layers, in model order.
-        skipped: linear layers left in floating point, with the reason.
+        skipped: linear layers left in floating point, in model order, with the reason.
         bytes_before: bytes of the float model's parameters and buffers, shared tensors once.
         bytes_after: bytes of the quantized model's parameters and buffers, shared tensors once.
+        parameters: numbers of parameters of the float model by kind (`qcut.conversion.inventory.KINDS`): those that
+            were quantized, those that had been before, and by what they are all that stay in floating point.
+        already: layers that were quantized before.
         smoothing: the smoothing that was applied, or None.
     """
 
@@ -56,12 +63,20 @@ class Report:
     skipped: dict[str, str]
     bytes_before: int
     bytes_after: int
+    parameters: dict[str, int] = field(default_factory=dict)
+    already: tuple[str, ...] = ()
     smoothing: Smoothing | None = field(default=None, repr=False)
 
     @property
     def schemes(self) -> dict[str, str]:
         """Scheme by layer name."""
         return {layer.name: layer.scheme for layer in self.layers}
+
+    @property
+    def percent(self) -> dict[str, float]:
+        """Of all parameters, the per cent of each kind."""
+        total = max(1, sum(self.parameters.values()))
+        return {kind: 100 * count / total for kind, count in self.parameters.items()}
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, without the smoothing's vectors."""
@@ -70,6 +85,8 @@ class Report:
             "skipped": self.skipped,
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
+            "parameters": self.parameters,
+            "already": list(self.already),
             "smoothed": [m.norm for m in self.smoothing.migrations] if self.smoothing else [],
         }
 
@@ -82,15 +99,44 @@ class Report:
             size = f"{r.bytes_before / 1e3:,.0f} -> {r.bytes_after / 1e3:,.0f}"
             sqnr = "" if r.output_sqnr_db is None else f"{r.output_sqnr_db:.1f} dB"
             tied = f"  tied to {r.tied_to}" if r.tied_to else ""
+            note = f"  {r.note}" if r.note else ""
             shape = f"{r.out_features} x {r.in_features}"
             lines.append(
                 f"{r.name:<{width}}  {r.scheme:<{wide}}  {shape:>13}  {size:>15}  {r.bits_per_weight:>11.2f}  "
-                f"{r.weight_error:>10.3%}  {sqnr}{tied}"
+                f"{r.weight_error:>10.3%}  {sqnr}{tied}{note}".rstrip()
             )
-        lines += [f"{name:<{width}}  left as it is: {reason}" for name, reason in self.skipped.items()]
+        lines += [f"left in float: {_some(names)}: {reason}" for reason, names in self._left().items()]
+        if self.already:
+            lines.append(f"quantized before, left as they are: {_some(self.already)}")
         ratio = self.bytes_before / max(1, self.bytes_after)
         lines.append(
             f"{len(self.layers)} layers quantized; model {self.bytes_before / 1e6:.2f} -> "
             f"{self.bytes_after / 1e6:.2f} MB ({ratio:.2f}x smaller)"
         )
+        if self.parameters:
+            lines.append(self._shares())
         return "\n".join(lines)
+
+    def _left(self) -> dict[str, list[str]]:
+        """Names of the layers that stay, by reason."""
+        left: dict[str, list[str]] = {}
+        for name, reason in self.skipped.items():
+            left.setdefault(reason, []).append(name)
+        return left
+
+    def _shares(self) -> str:
+        """What was quantized, and what stays in float, in per cent of the parameters."""
+        percent = self.percent
+        done = [f"{percent[kind]:.1f} % {kind}" for kind in (QUANTIZED, ALREADY) if kind in percent]
+        rest = sorted((share, kind) for kind, share in percent.items() if kind not in (QUANTIZED, ALREADY))
+        stay = [f"{share:.1f} % {_LONG.get(kind, kind)}" for share, kind in reversed(rest)]
+        return f"parameters: {', '.join(done)}" + (f"; in float: {', '.join(stay)}" if stay else "")
+
+
+_LONG = {"experts": "experts in parameters of three dimensions, which qcut does not quantize"}
+
+
+def _some(names: Sequence[str]) -> str:
+    """Up to four names, and the number of the others."""
+    shown = ", ".join(names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} others"

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qcut.errors import CalibrationError
-from qcut.models.modules import DEFAULT_SKIP, evaluating, find_layers, forward, model_device, to_device
+from qcut.models.modules import evaluating, forward, model_device, to_device
+from qcut.models.selection import DEFAULT_SKIP, find_layers
 from qcut.progress import with_progress
 
 

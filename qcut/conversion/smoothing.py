@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from qcut.conversion.calibration import Calibration
 from qcut.errors import CalibrationError, ConfigError
 from qcut.models.modules import weight_nk, weight_of
+from qcut.models.selection import check_model
 from qcut.models.tracing import NormPair
 
 
@@ -73,6 +74,7 @@ def migrations_for(model: nn.Module, calibration: Calibration, alpha: float = 0.
 
     Args and Raises: see `smooth`.
     """
+    check_model(model)
     if not 0.0 <= alpha <= 1.0:
         raise ConfigError(f"smooth: found alpha = {alpha}; allowed is 0 <= alpha <= 1")
     modules = dict(model.named_modules())

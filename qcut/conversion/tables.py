@@ -8,12 +8,14 @@ import torch
 from torch import nn
 
 from qcut.config import Scheme, parse_scheme
+from qcut.conversion.fitting import rotatable
 from qcut.conversion.report import LayerReport
 from qcut.conversion.tasks import Task
 from qcut.errors import ConfigError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, check_table
-from qcut.models.modules import DEFAULT_SKIP, is_linear, matches, tensor_key, weight_of
+from qcut.models.modules import tensor_key, weight_nk, weight_of
+from qcut.models.selection import DEFAULT_SKIP, linear_layers, matches
 
 
 def classifier_tasks(model: nn.Module, tables: dict[str, nn.Embedding], embeddings: str | Scheme) -> dict[str, Task]:
@@ -26,18 +28,17 @@ def classifier_tasks(model: nn.Module, tables: dict[str, nn.Embedding], embeddin
     scheme = parse_scheme(embeddings)
     if scheme.is_float or scheme.needs_range:
         raise ConfigError(f"embeddings: scheme {scheme.name!r} is not for tables; use w8a16, w8a8 or a codebook")
-    for name, module in tables.items():
-        check_table(module, name)
+    for name, table in tables.items():
+        check_table(table, name)
     shared = {tensor_key(module.weight) for module in tables.values()}
     given: Any = getattr(model, "get_output_embeddings", None)
     head = given() if callable(given) else None
-    return {
-        name: Task(module, scheme)
-        for name, module in model.named_modules()
-        if name
-        and is_linear(module)
-        and (module is head or tensor_key(weight_of(module)) in shared or matches(name, DEFAULT_SKIP))
-    }
+    tasks = {}
+    for name, module in linear_layers(model)[0].items():
+        if module is head or tensor_key(weight_of(module)) in shared or matches(name, DEFAULT_SKIP):
+            served, note = rotatable(scheme, weight_nk(module).shape[1])
+            tasks[name] = Task(module, served, note=note)
+    return tasks
 
 
 def quantized_table(
@@ -51,7 +52,8 @@ def quantized_table(
     owner = owners.get(tensor_key(module.weight))
     if owner is not None:
         return Embedding.tied_to(owner, module.weight.dtype).train(module.training)
-    made = Embedding.from_float(module, scheme or "w8a16", device=device, name=name)
+    served, _ = rotatable(parse_scheme(scheme or "w8a16"), module.weight.shape[1])
+    made = Embedding.from_float(module, served, device=device, name=name)
     owners[tensor_key(module.weight)] = made.linear
     return made
 

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 from qcut.config import ALLOWED_SCHEMES, Scheme, StaticRange, parse_scheme
 from qcut.conversion.calibration import Calibration
+from qcut.conversion.fitting import fitting_scheme
 from qcut.conversion.plan import Plan
 from qcut.errors import CalibrationError, ConfigError, PlanError, QuantizationError
-from qcut.models.modules import DEFAULT_SKIP, find_layers, is_linear, matches, tied_elsewhere, weight_nk
+from qcut.models.modules import tied_elsewhere, weight_nk
+from qcut.models.selection import DEFAULT_SKIP, check_model, find_layers, linear_layers, matches, summary_of
 
 
 @dataclass
@@ -25,6 +27,7 @@ class Task:
         activation: activation that the layer computes after its bias.
         second_moment: ``E[x x^T]`` of its input ``[K, K]``, which a codebook is fitted to.
         scale: float32 ``[K]``, what smoothing multiplies the weight's columns by and divides the input by; or None.
+        note: why the scheme is not the one that was asked for; empty where it is.
     """
 
     module: nn.Module
@@ -33,6 +36,7 @@ class Task:
     activation: str = "none"
     second_moment: Tensor | None = None
     scale: Tensor | None = None
+    note: str = ""
 
 
 def layer_tasks(
@@ -41,52 +45,70 @@ def layer_tasks(
     calibration: Calibration | None,
     include: Sequence[str] | None,
     skip: Sequence[str] | None,
+    allow_growth: bool = False,
 ) -> tuple[dict[str, Task], dict[str, str]]:
     """What each layer becomes, and why the others stay; arguments are those of `qcut.quantize`.
 
     Raises:
+        DtypeError: the model is no ``nn.Module``.
         ConfigError: an unknown scheme, ``fp16`` for the whole model, or a calibration that is missing.
         CalibrationError: a layer was not calibrated.
         PlanError: the plan names layers or sizes that the model does not have, or splits tied layers.
         QuantizationError: there is no layer to quantize.
     """
-    every = {name: module for name, module in model.named_modules() if name and is_linear(module)}
-    if isinstance(scheme, Plan):
-        patterns = tuple(skip or ())
-        tasks, skipped = _planned_tasks(model, scheme, every)
-        chosen = find_layers(model, include, patterns)
+    check_model(model)
+    patterns = tuple(skip or ()) if isinstance(scheme, Plan) else tuple(DEFAULT_SKIP if skip is None else skip)
+    parsed = scheme if isinstance(scheme, Plan) else _uniform_scheme(scheme, calibration)
+    chosen = find_layers(model, include, patterns)
+    every, skipped = linear_layers(model)
+    if isinstance(parsed, Plan):
+        tasks, left = _planned_tasks(model, parsed, every)
         tasks = {name: task for name, task in tasks.items() if name in chosen}
     else:
-        patterns = tuple(DEFAULT_SKIP if skip is None else skip)
-        tasks, skipped = _uniform_tasks(model, parse_scheme(scheme), calibration, include, patterns)
+        tasks, left = _uniform_tasks(model, parsed, calibration, chosen, allow_growth)
+    skipped |= left
     for name in every:
         if name not in tasks and name not in skipped:
             skipped[name] = "matched by skip" if matches(name, patterns) else "not in include"
     if not tasks:
-        raise QuantizationError(f"{type(model).__name__}: no layer to quantize; left as they are: {skipped}")
-    return tasks, skipped
+        raise QuantizationError(f"{type(model).__name__}: no layer to quantize: {summary_of(skipped)}")
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return tasks, dict(sorted(skipped.items(), key=lambda item: order[item[0]]))
+
+
+def _uniform_scheme(scheme: str | Scheme, calibration: Calibration | None) -> Scheme:
+    """A scheme for all layers."""
+    scheme = parse_scheme(scheme)
+    if scheme.is_float:
+        raise ConfigError(f"scheme {scheme.name!r} leaves every layer as it is; {ALLOWED_SCHEMES}")
+    if scheme.needs_range and calibration is None:
+        raise ConfigError(f"scheme {scheme.name!r} needs calibration=qcut.calibrate(model, batches)")
+    return scheme
 
 
 def _uniform_tasks(
     model: nn.Module,
     scheme: Scheme,
     calibration: Calibration | None,
-    include: Sequence[str] | None,
-    skip: Sequence[str],
+    chosen: Mapping[str, nn.Module],
+    allow_growth: bool,
 ) -> tuple[dict[str, Task], dict[str, str]]:
-    """One scheme for all chosen layers."""
-    if scheme.is_float:
-        raise ConfigError(f"scheme {scheme.name!r} leaves every layer as it is; {ALLOWED_SCHEMES}")
-    if scheme.needs_range and calibration is None:
-        raise ConfigError(f"scheme {scheme.name!r} needs calibration=qcut.calibrate(model, batches)")
-    chosen = find_layers(model, include, skip)
-    tied = tied_elsewhere(model, chosen)
-    tasks = {
-        name: Task(module, scheme, calibration.range(name) if scheme.needs_range and calibration else None)
-        for name, module in chosen.items()
-        if name not in tied
-    }
-    return tasks, {name: f"its weight is tied to {other!r}" for name, other in tied.items()}
+    """One scheme for all chosen layers that it fits."""
+    fits = {name: fitting_scheme(module, scheme, allow_growth) for name, module in chosen.items()}
+    # A layer that stays keeps what it shares its weight with in float too.
+    tied = tied_elsewhere(model, {name: chosen[name] for name, fit in fits.items() if fit.scheme is not None})
+    tasks: dict[str, Task] = {}
+    left: dict[str, str] = {}
+    for name, module in chosen.items():
+        fit = fits[name]
+        if fit.scheme is None:
+            left[name] = fit.reason
+        elif name in tied:
+            left[name] = f"its weight is tied to {tied[name]!r}"
+        else:
+            static_range = calibration.range(name) if scheme.needs_range and calibration else None
+            tasks[name] = Task(module, fit.scheme, static_range, note=fit.reason)
+    return tasks, left
 
 
 def _planned_tasks(model: nn.Module, plan: Plan, every: dict[str, nn.Module]) -> tuple[dict[str, Task], dict[str, str]]:

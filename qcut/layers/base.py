@@ -16,7 +16,8 @@ import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.config import ALLOWED_SCHEMES, Scheme, StaticRange, check_activation, parse_scheme
 from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 from qcut.layers.stored import StateEntry
-from qcut.models.modules import float_bias, float_weight
+from qcut.models.guards import described, refuse_foreign_saving
+from qcut.models.modules import Quantized, float_bias, float_weight
 from qcut.ops.gradients import inference_only
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from qcut.cuda.prebuild import LayerCall
 
 
-class Linear(nn.Module):
+class Linear(Quantized):
     """``y = act(x @ W.T + b)`` with a quantized W.
 
     Calling this class makes a layer of the subclass that computes the scheme, whose buffers and exactness are its own.
@@ -46,6 +47,8 @@ class Linear(nn.Module):
     Attributes:
         bias: float32 ``[N]`` or None.
         k_max: the largest K whose products are exact, or None where any is.
+        weight_dtype: of the float weight that the layer stands for; ``.half()`` and the like change it. Model code
+            reads it as ``weight.dtype`` and casts inputs to it; the layer itself takes any.
         block_rows: rows of the weight that memory keeps together; weights of whole blocks can be concatenated.
 
     Raises:
@@ -55,6 +58,7 @@ class Linear(nn.Module):
 
     bias: Tensor | None
 
+    weight_dtype: torch.dtype = torch.float32
     k_max: ClassVar[int | None] = None
     block_rows: ClassVar[int] = 1
     _subclasses: ClassVar[dict[Scheme | type[Scheme], type[Linear]]] = {}
@@ -169,6 +173,7 @@ class Linear(nn.Module):
         n, k = weight.shape
         layer = cls(k, n, bias is not None, scheme, activation, "meta", name)
         layer._quantize(weight, static_range, second_moment)
+        layer.weight_dtype = weight.dtype
         if bias is not None:
             layer.bias = float_bias(bias, name)
         return layer.train(module.training)
@@ -222,8 +227,12 @@ class Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """int8 ``[N, K]``. Model code reads shape, dtype and device here; the values are those of some schemes only."""
-        raise NotImplementedError
+        """``[N, K]`` for what model code asks of it: its shape, its device, and the float weight's dtype.
+
+        Raises:
+            UnsupportedError: something reads its values: see `dequantized_weight`.
+        """
+        return described(self._stand_in(), self.weight_dtype, self.name)
 
     @property
     def weight_bytes(self) -> int:
@@ -278,6 +287,14 @@ class Linear(nn.Module):
         """Put new buffers, on the weight's device, in place of the empty ones."""
         raise NotImplementedError
 
+    def _stand_in(self) -> Tensor:
+        """int8 ``[N, K]`` on the layer's device, in memory of the layer."""
+        raise NotImplementedError
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        refuse_foreign_saving(self.name)
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
     def _product(self, x: Tensor) -> Tensor:
         """Compute `forward` for x with K columns."""
         raise NotImplementedError
@@ -288,4 +305,12 @@ class Linear(nn.Module):
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
         super()._apply(keep_dtype, recurse)
+        self.weight_dtype = fn(torch.empty(0, dtype=self.weight_dtype)).dtype
         return self
+
+
+def state_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make this the `Linear.weight_dtype` of all quantized layers of a model."""
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.weight_dtype = dtype

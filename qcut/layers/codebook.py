@@ -32,6 +32,7 @@ from qcut.layers.lookup import lookup_for
 from qcut.layers.readings import Reading
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
 from qcut.layers.stored import StateEntry
+from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.int8 import apply_activation
 from qcut.ops.codebook import can_rotate
@@ -231,14 +232,6 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         """The weight as it was quantized, indices unpacked; new memory."""
         return [self._pass(p) for p in range(len(self.scheme.widths))]
 
-    @property
-    def weight(self) -> Tensor:
-        """int8 ``[N, K]`` for its shape, dtype and device, which model code reads; its values say nothing.
-
-        One byte of memory: see `dequantized_weight` and `passes` for the weight.
-        """
-        return self.units.view(torch.int8).as_strided((self.out_features, self.in_features), (0, 0))
-
     def dequantized_weight(self) -> Tensor:
         """float32 ``[N, K]``: the sum of the passes, rotated back."""
         return dequantize(self.passes)
@@ -409,7 +402,11 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             self._buffers.update(zip(SET_KEYS[i], packed_set(mine, own_norms, bits, g, self.int8), strict=True))
         self._books()
 
+    def _stand_in(self) -> Tensor:
+        return self.units.view(torch.int8).as_strided((self.out_features, self.in_features), (0, 0))
+
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        refuse_foreign_saving(self.name)
         for key, stored in self.stored().items():
             destination[prefix + key] = stored.read()
 

@@ -208,7 +208,7 @@ def table_of(module: nn.Module) -> Table | None:
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return None
     if type(module) is Embedding and isinstance(module.linear, Int8Linear):
-        return Table(module.linear.weight, module.linear.weight_scale, module.dtype)
+        return Table(module.linear.codes, module.linear.weight_scale, module.dtype)
     if isinstance(module, nn.Embedding) and is_table(module) and module.max_norm is None:
         weight = module.weight
         return Table(weight, None, weight.dtype) if type(weight) in (Tensor, nn.Parameter) else None

@@ -39,17 +39,17 @@ class Int8Linear(Linear):
     weight_scale: Tensor
 
     @property
-    def weight(self) -> Tensor:
-        """int8 ``[N, K]``: ``qweight`` without its padding, a view. Model code reads dtype and device here."""
+    def codes(self) -> Tensor:
+        """int8 ``[N, K]``: ``qweight`` without its padding, a view."""
         return self.qweight[:, : self.in_features]
 
     def dequantized_weight(self) -> Tensor:
         """float32 ``[N, K]``: ``f32(q[n, k]) * weight_scale[n]``."""
-        return numerics.dequantize_ref(self.weight, self.weight_scale)
+        return numerics.dequantize_ref(self.codes, self.weight_scale)
 
     def rows(self, ids: Tensor) -> Tensor:
         """See `Linear.rows`; bitwise the rows of `dequantized_weight`."""
-        return numerics.dequantize_ref(self.weight.index_select(0, ids), self.weight_scale[ids])
+        return numerics.dequantize_ref(self.codes.index_select(0, ids), self.weight_scale[ids])
 
     @classmethod
     def cuda_calls(
@@ -64,6 +64,9 @@ class Int8Linear(Linear):
 
     def _get_name(self) -> str:
         return "Linear"  # the representation shows the scheme, which the class name would repeat
+
+    def _stand_in(self) -> Tensor:
+        return self.codes
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
         n = self.out_features

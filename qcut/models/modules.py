@@ -1,21 +1,28 @@
-"""Walks a model: finds the layers that qcut can quantize, calls the model, reads its output, replaces modules."""
+"""Walks a model: tells linear layers, calls the model, reads its output, replaces modules."""
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from qcut.errors import DtypeError, QuantizationError, UnsupportedError, layer_prefix
-
-DEFAULT_SKIP = ("lm_head",)
-"""Layers left in float by default: most models tie the classifier to the embedding, and the classifier is sensitive."""
+from qcut.errors import (
+    ConfigError,
+    DtypeError,
+    QcutError,
+    QuantizationError,
+    ShapeError,
+    UnsupportedError,
+    layer_prefix,
+)
+from qcut.models.affine import is_affine
 
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes of the float weights that qcut quantizes, and of the rows that its embeddings return."""
@@ -26,15 +33,42 @@ def is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
-def is_linear(module: nn.Module) -> bool:
-    """Whether qcut can replace a module: an ``nn.Linear`` or ``Conv1D`` with the forward and the weight of that class.
+class Quantized(nn.Module):
+    """The base of `qcut.Linear`, by which this folder knows layers that are quantized."""
 
-    qcut leaves three kinds of module alone: subclasses with a forward of their own (adapters), modules with a
-    parametrized weight, and the projection that ``nn.MultiheadAttention`` reads without calling it.
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module computes ``x @ W.T + b`` with a plain weight: an ``nn.Linear`` or ``Conv1D`` and nothing more.
+
+    Whether other code reads the weight, so that the module cannot be replaced, is for `qcut.models.selection`.
     """
-    if module._parameters.get("weight") is None or type(module).__name__ == "NonDynamicallyQuantizableLinear":
-        return False
-    return is_conv1d(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+    return looks_linear(module) and own_ways(module) is None
+
+
+def looks_linear(module: nn.Module) -> bool:
+    """Whether a module is an ``nn.Linear``, of a subclass too, or a ``Conv1D``."""
+    return isinstance(module, nn.Linear) or is_conv1d(module)
+
+
+def own_ways(module: nn.Module) -> str | None:
+    """Why a module that looks linear is none that qcut can replace, or None where it can."""
+    cls = type(module)
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return f"its weight is computed from other parameters ({cls.__name__})"
+    if type(weight) not in (nn.Parameter, Tensor) or weight.ndim != 2:
+        return f"its weight is a {type(weight).__name__} of {weight.ndim} dimensions, not a plain matrix"
+    if weight.dtype not in WEIGHT_DTYPES:
+        return f"its weight is {dtype_name(weight.dtype)}; {weight_dtype_names()} can be quantized"
+    if weight.numel() == 0:
+        return f"its weight is empty: {list(weight.shape)}"
+    if "forward" in vars(module):
+        return "a forward of its own was set on the layer itself"
+    if cls.__call__ is not nn.Module.__call__:
+        return f"a subclass with its own __call__ (class {cls.__module__}.{cls.__qualname__})"
+    if isinstance(module, nn.Linear) and cls.forward is not nn.Linear.forward and not is_affine(module):
+        return f"a subclass with its own forward (class {cls.__module__}.{cls.__qualname__})"
+    return None
 
 
 def weight_nk(module: nn.Module) -> Tensor:
@@ -125,44 +159,6 @@ def tied_elsewhere(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[st
     return {name: min(others) for name, others in outside.items() if others}
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a glob matches the whole dotted name or its end: ``lm_head``, ``*.mlp.*``, ``h.0.attn.c_attn``."""
-    return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(name, f"*.{p}") for p in patterns)
-
-
-def find_layers(
-    model: nn.Module, include: Sequence[str] | None = None, skip: Sequence[str] = DEFAULT_SKIP
-) -> dict[str, nn.Module]:
-    """The linear layers of a model, by name, in the order of ``named_modules``.
-
-    Args:
-        model: the model. A module registered under several names counts once, under its first name.
-        include: globs (see `matches`) of layers to take; None takes every layer. A glob must match a layer.
-        skip: globs of layers to leave out, even where ``include`` names them. A glob may match nothing.
-
-    Raises:
-        QuantizationError: a glob of ``include`` matches nothing, or no layer is left.
-    """
-    every = {name: module for name, module in model.named_modules() if name and is_linear(module)}
-    for pattern in include or ():
-        if not any(matches(name, [pattern]) for name in every):
-            raise QuantizationError(
-                f"{type(model).__name__}: {pattern!r} matches none of its {len(every)} linear layers"
-                + (f", such as {next(iter(every))!r}" if every else "")
-            )
-    chosen = {
-        name: module
-        for name, module in every.items()
-        if (include is None or matches(name, include)) and not matches(name, skip)
-    }
-    if not chosen:
-        raise QuantizationError(
-            f"{type(model).__name__}: no layer to work on ({len(every)} linear layers in all, include={include}, "
-            f"skip={tuple(skip)}); qcut takes nn.Linear and transformers' Conv1D inside a model"
-        )
-    return chosen
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model in evaluation mode and give every module its own mode back afterwards."""
@@ -194,18 +190,68 @@ def forward(model: nn.Module, batch: Any) -> Any:
     A Hugging Face model is told not to build a key-value cache.
 
     Raises:
-        DtypeError: the batch is of another type.
+        DtypeError: the batch is of another type, holds no tensor, or has token ids that are no integers.
+        ShapeError: a token id is outside the model's vocabulary.
+        ConfigError: the model's forward does not take such arguments, or fails on them.
     """
     extra = {"use_cache": False} if getattr(getattr(model, "config", None), "use_cache", False) else {}
-    if isinstance(batch, Tensor):
-        return model(batch, **extra)
     if isinstance(batch, Mapping):
-        return model(**{**extra, **batch})
-    if isinstance(batch, (tuple, list)):
-        return model(*batch, **extra)
-    raise DtypeError(
-        f"batches: found {type(batch).__name__}; a batch is a tensor, a tuple of arguments or a dict of keywords"
-    )
+        args: tuple[Any, ...] = ()
+        keywords = {**extra, **batch}
+    else:
+        args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        keywords = extra
+    _check_batch(model, batch, args, keywords)
+    try:
+        return model(*args, **keywords)
+    except (QcutError, torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+        held = ", ".join(f"{dtype_name(t.dtype)} {list(t.shape)}" for t in pytree.tree_leaves(batch) if _is_tensor(t))
+        raise ConfigError(
+            f"batches: {type(model).__name__} fails on this batch ({held}): {type(error).__name__}: {error}"
+        ) from error
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
+
+
+def _check_batch(model: nn.Module, batch: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    leaves = pytree.tree_leaves((args, keywords))
+    foreign = [leaf for leaf in leaves if isinstance(leaf, str) or type(leaf).__module__.split(".")[0] == "numpy"]
+    if foreign or not any(isinstance(leaf, Tensor) for leaf in leaves):
+        kind = type(foreign[0] if foreign else batch).__name__
+        advice = {"str": "; tokenize text first", "ndarray": "; see torch.from_numpy"}.get(kind, "")
+        raise DtypeError(
+            f"batches: found {kind}{advice}; a batch is a tensor, a tuple of arguments or a dict of keywords, and "
+            "batches are an iterable of such"
+        )
+    if isinstance(getattr(model, "forward", None), MethodType):
+        try:
+            inspect.signature(model.forward).bind(*args, **keywords)
+        except TypeError as error:
+            raise ConfigError(f"batches: {type(model).__name__}.forward does not take this batch: {error}") from None
+    _check_ids(model, keywords.get("input_ids", args[0] if args else None))
+
+
+def _check_ids(model: nn.Module, ids: Any) -> None:
+    """Check token ids where the model says which table they index."""
+    given: Any = getattr(model, "get_input_embeddings", None)
+    try:
+        table = given() if callable(given) and getattr(model, "main_input_name", "") == "input_ids" else None
+    except (NotImplementedError, AttributeError):
+        return
+    if not isinstance(table, nn.Embedding) or not isinstance(ids, Tensor) or ids.is_meta:
+        return
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise DtypeError(f"batches: token ids are {dtype_name(ids.dtype)}; int64 or int32 is needed")
+    if ids.numel():
+        low, high = (int(value) for value in ids.aminmax())
+        if low < 0 or high >= table.num_embeddings:
+            raise ShapeError(
+                f"batches: found token id {low if low < 0 else high}; the model's table has {table.num_embeddings} rows"
+            )
 
 
 def output_tensor(output: Any) -> Tensor:
@@ -245,6 +291,14 @@ def replace_modules(model: nn.Module, new: dict[int, nn.Module]) -> None:
                 parent._modules[key] = new[id(child)]
 
 
+def keep_hooks(old: nn.Module, new: nn.Module) -> None:
+    """Give a module the forward hooks of the one that it replaces; their handles stay good for both."""
+    for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+        for extra in ("", "_with_kwargs", "_always_called"):
+            if hooks + extra in vars(old):
+                setattr(new, hooks + extra, getattr(old, hooks + extra))
+
+
 class FusedActivation(nn.Identity):
     """Takes the place of an activation that the linear layer before it computes."""
 
@@ -278,9 +332,15 @@ def fusible_activations(model: nn.Module) -> dict[str, tuple[str, str]]:
         for first, second in pairs:
             layer, function = module._modules.get(first), module._modules.get(second)
             activation = _activation_name(function)
-            if layer is not None and is_linear(layer) and activation is not None:
+            # A hook between the two sees what lies between them.
+            hooked = _hooked(layer) or _hooked(function)
+            if layer is not None and is_linear(layer) and activation is not None and not hooked:
                 fusible[prefix + first] = (prefix + second, activation)
     return fusible
+
+
+def _hooked(module: nn.Module | None) -> bool:
+    return module is not None and bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _activation_name(module: nn.Module | None) -> str | None:

@@ -22,7 +22,14 @@ from tests.support.zoo import TinyLM, tiny_hf, tiny_lm, token_batches
 def quantized(kind: str, scheme: str = "w8a8_static", dtype: torch.dtype = torch.float32) -> nn.Module:
     model = (tiny_lm() if kind == "plain" else tiny_hf(kind)).to(dtype)
     cal = calibrate(model, token_batches(), progress=False)
-    quantize(model, scheme, calibration=cal, skip=("lm_head", "*.0.*.c_proj", "blocks.0.up"), progress=False)
+    quantize(
+        model,
+        scheme,
+        calibration=cal,
+        skip=("lm_head", "*.0.*.c_proj", "blocks.0.up"),
+        allow_growth=True,
+        progress=False,
+    )
     return model
 
 
@@ -280,7 +287,7 @@ def test_tensors_outside_the_state_are_refused_rather_than_left_empty(tmp_path: 
 
 def codebooks(kind: str = "plain", scheme: str = "codebook4+4_g16") -> nn.Module:
     model = tiny_lm() if kind == "plain" else tiny_hf(kind)
-    quantize(model, scheme, progress=False)
+    quantize(model, scheme, allow_growth=True, progress=False)
     return model
 
 
@@ -319,7 +326,7 @@ def test_codebooks_are_in_plain_order_on_disk(tmp_path: Path) -> None:
 
 def test_tied_codebooks_are_written_once_and_stay_tied(tmp_path: Path) -> None:
     model = Tied()
-    quantize(model, "codebook4+4_g16", progress=False)
+    quantize(model, "codebook4+4_g16", allow_growth=True, progress=False)
     save(model, tmp_path)
     (file,) = tmp_path.glob("model-*.safetensors")
     layers = [name for name, m in model.named_modules() if isinstance(m, Linear)]

@@ -239,7 +239,7 @@ def test_layout(tmp_path: Path):
 
 def test_what_qcut_quantized_is_written_with_its_own_codebook(tmp_path: Path):
     model = tiny_hf("llama")
-    quantize(model, Codebook(group_size=16), skip=(), include=("*_proj",), progress=False)
+    quantize(model, Codebook(group_size=16), skip=(), include=("*_proj",), allow_growth=True, progress=False)
     save(model, tmp_path)
     assert torch.equal(load_file(tmp_path / "model.safetensors")["codebook"], lloyd_max.codebook(4))
     assert torch.equal(logits(load(tmp_path, progress=False)), logits(model))
@@ -466,7 +466,7 @@ def test_models_that_the_format_has_no_place_for(tmp_path: Path):
     def refused(scheme: Any, match: str, kind: str = "llama", **options: Any) -> None:
         model = tiny_hf(kind)
         for one, include in scheme:
-            quantize(model, one, include=include, progress=False, **options)
+            quantize(model, one, include=include, allow_growth=True, progress=False, **options)
         with pytest.raises(UnsupportedError, match=match):
             save(model, tmp_path)
 
@@ -481,7 +481,7 @@ def test_models_that_the_format_has_no_place_for(tmp_path: Path):
     with pytest.raises(UnsupportedError, match="no layer of a codebook scheme"):
         save(tiny_hf("llama"), tmp_path)
     model = tiny_hf("llama")
-    quantize(model, four, include=attention, progress=False)
+    quantize(model, four, include=attention, allow_growth=True, progress=False)
     other = tiny_hf("llama")
     quantize_model(other, Config(group_size=16, rotation="hadamard"), progress=False)
     model.model.layers[0].mlp = other.model.layers[0].mlp

@@ -46,7 +46,7 @@ def test_greedy_tokens_of_trained_models_are_hugging_faces(folder: Path, scheme:
     """Of random ones, with every scheme: `test_stacked_engine`."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     if scheme is not None:
-        qcut.quantize(model, scheme, progress=False)
+        qcut.quantize(model, scheme, allow_growth=True, progress=False)
     prompts = prompts_of(model.config.vocab_size, 5, 17)
     got = Engine(model, batch=3, context=64).generate(prompts, 6)
     assert [g.tokens for g in got] == [theirs(model, prompt, 6) for prompt in prompts]
@@ -72,7 +72,7 @@ def test_logits_are_hugging_faces(kind: str) -> None:
 
 def test_a_quantized_table_and_classifier() -> None:
     model = small("llama")
-    qcut.quantize(model, "codebook4_g32_qr", embeddings="w8a16", skip=[], progress=False)
+    qcut.quantize(model, "codebook4_g32_qr", embeddings="w8a16", skip=[], allow_growth=True, progress=False)
     prompt = prompts_of(VOCABULARY, 9)[0]
     assert Engine(model).generate([prompt], 12)[0].tokens == theirs(model, prompt, 12)
 

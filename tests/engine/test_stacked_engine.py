@@ -46,7 +46,7 @@ def quantized(scheme: str | None, *, kind: str = "llama", **changes: Any) -> Any
             elif name.endswith("bias"):
                 parameter.normal_()
     if scheme is not None:
-        qcut.quantize(model, scheme, progress=False)
+        qcut.quantize(model, scheme, allow_growth=True, progress=False)
     return model.eval()
 
 

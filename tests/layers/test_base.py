@@ -131,7 +131,7 @@ def test_dequantized_weight_and_view():
     assert layer.dequantized_weight().dtype is torch.float32
     assert (error <= layer.weight_scale[:, None] * 0.5001).all()
     assert layer.weight.shape == (33, 21)
-    assert layer.weight.dtype is torch.int8
+    assert layer.weight.dtype is torch.float32
     assert layer.weight_bytes == 33 * 32 + 33 * 4 + 33 * 4
 
 

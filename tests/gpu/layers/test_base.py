@@ -50,7 +50,7 @@ def tokens(m: int, k: int, dtype: torch.dtype) -> Tensor:
 
 def check_w8a16(cpu: qcut.Linear, x: Tensor, got: Tensor) -> None:
     """Within float32 summation's worst case, 2**-23 per addition, and one rounding of the output."""
-    w = cpu.weight.double()
+    w = cpu.codes.double()
     exact = x.double() @ w.t() * cpu.weight_scale.double()
     slack = (x.double().abs() @ w.abs().t()) * cpu.weight_scale.double() * 2.0**-23 * (cpu.in_features + 4)
     if cpu.bias is not None:

@@ -1,0 +1,65 @@
+"""Whether a scheme serves a layer, and which near one does where it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import nn
+
+from qcut.codebooks.rotation import check_group_size
+from qcut.config import Codebook, Scheme
+from qcut.errors import ConfigError, QuantizationError
+from qcut.layers.base import Linear
+from qcut.models.modules import weight_nk
+
+
+class Fit(NamedTuple):
+    """The scheme that a layer gets, or None where it stays, and why it is not the one that was asked for."""
+
+    scheme: Scheme | None
+    reason: str = ""
+
+
+def fitting_scheme(module: nn.Module, scheme: Scheme, allow_growth: bool = False) -> Fit:
+    """The scheme for a linear layer: the one given, the same with another rotation, or none.
+
+    A layer stays in float where K is beyond the scheme's exact range, or where its quantized form would take as many
+    bytes as it has now or more.
+
+    Args:
+        module: a layer that qcut can replace.
+        scheme: the scheme for the whole model; no float.
+        allow_growth: take layers too that do not get smaller.
+    """
+    n, k = weight_nk(module).shape
+    served, note = rotatable(scheme, k)
+    bias = module._parameters.get("bias") is not None
+    try:
+        after = _layer_bytes(k, n, bias, served)
+    except QuantizationError as error:
+        return Fit(None, str(error))
+    before = sum(p.nbytes for p in module._parameters.values() if p is not None)
+    if after >= before and not allow_growth:
+        bits = [8 * size / (n * k) for size in (after, before)]
+        return Fit(None, f"{served.name} would take {bits[0]:.1f} bits a weight ({n} x {k}), and it has {bits[1]:.1f}")
+    return Fit(served, note)
+
+
+def rotatable(scheme: Scheme, k: int) -> tuple[Scheme, str]:
+    """A codebook whose rotation takes K columns, and why it is not the one given: ``qr`` takes any number."""
+    if isinstance(scheme, Codebook) and scheme.rotation == "hadamard":
+        try:
+            check_group_size(k, scheme.group_columns(k), scheme.rotation)
+        except ConfigError:
+            whole = scheme.group_size is None or k < scheme.group_size
+            last = k if whole else k % scheme.group_columns(k)
+            return replace(scheme, rotation="qr"), f"rotation qr: a group of {last} of its {k} columns is no power of 2"
+    return scheme, ""
+
+
+@lru_cache(maxsize=4096)
+def _layer_bytes(k: int, n: int, bias: bool, scheme: Scheme) -> int:
+    """Bytes of a quantized layer."""
+    return Linear(k, n, bias, scheme, device="meta").weight_bytes

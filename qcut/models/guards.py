@@ -1,0 +1,99 @@
+"""What a quantized layer does not give away: weights for others to multiply by, and a state for formats not its own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from qcut.errors import UnsupportedError, layer_prefix
+
+DESCRIPTIONS = frozenset(
+    {
+        *("dtype", "device", "shape", "ndim", "layout", "itemsize", "nbytes", "names", "size", "dim", "numel"),
+        *("stride", "element_size", "storage_offset", "is_contiguous", "is_floating_point", "is_complex", "is_signed"),
+        *("is_cuda", "is_cpu", "is_meta", "is_xpu", "is_mps", "is_sparse", "is_quantized", "is_nested", "is_leaf"),
+        *("is_inference", "is_mkldnn", "is_pinned", "requires_grad", "grad", "grad_fn", "get_device", "data_ptr"),
+        *("untyped_storage", "nelement", "ndimension", "is_same_size", "is_shared", "_version", "__class__"),
+    }
+)
+"""Attributes and methods of a tensor that say what it is, not what it holds."""
+
+_SAVERS = frozenset({"save_pretrained", "_save_pretrained"})
+
+
+class _Described(Tensor):
+    """A tensor that gives its shape and device, another dtype than its own, and refuses its values."""
+
+    owner: str
+    stated: torch.dtype
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "")
+            if name == "dtype":
+                return args[0].stated
+        if name == "is_floating_point":
+            return args[0].stated.is_floating_point
+        if name in DESCRIPTIONS or name in ("__repr__", "__len__", "__hash__", "_is_view", "is_set_to"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        owner = next((leaf.owner for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Described)), "")
+        raise UnsupportedError(
+            f"{owner}its weight is quantized, and something reads it as a float weight ({name}); call the layer, take "
+            "dequantized_weight(), or leave the layer in float with qcut.quantize(..., skip=[its name])"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<quantized weight {list(self.shape)} on {self.device}; see dequantized_weight()>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(f"{self.owner}its weight is quantized; pickle the layer, not its weight")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise UnsupportedError(f"{self.owner}its weight is quantized; copy the layer, not its weight")
+
+
+def described(tensor: Tensor, dtype: torch.dtype, name: str | None) -> Tensor:
+    """What model code may ask of a weight: shape and device of this tensor, and the dtype of the float weight.
+
+    Model code casts its inputs to that dtype.
+
+    Args:
+        tensor: of the layer; shared, not copied.
+        dtype: to state.
+        name: of the layer, for error messages.
+
+    Returns:
+        A tensor that raises UnsupportedError, which names the layer, where its values are read. In compiled code, which
+        knows no such tensors, one of NaN.
+    """
+    if torch.compiler.is_compiling():
+        return torch.full((), torch.nan, dtype=dtype, device=tensor.device).expand(tensor.shape)
+    view = tensor.as_subclass(_Described)
+    view.owner, view.stated = layer_prefix(name), dtype
+    return view
+
+
+def refuse_foreign_saving(name: str | None) -> None:
+    """Raise where a layer's state is being collected for somebody's ``save_pretrained``.
+
+    The class that such a folder names has float layers: it would load with their weights drawn at random. Whether it is
+    the model's own method, a part's, a pipeline's or a wrapper's, it asks the layer for its state while it runs.
+
+    Raises:
+        UnsupportedError: a function of that name is running.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in _SAVERS:
+            raise UnsupportedError(
+                f"{layer_prefix(name)}save_pretrained cannot write a quantized layer in a form that from_pretrained "
+                "reads back; use qcut.save(model, directory) and qcut.load(directory)"
+            )
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,187 @@
+"""Chooses the linear layers of a model to quantize, and says of every other why it stays."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from qcut.errors import DtypeError, QuantizationError, UnsupportedError
+from qcut.models.modules import Quantized, looks_linear, own_ways
+from qcut.models.weight_reads import layers_read
+
+DEFAULT_SKIP = ("lm_head",)
+"""Layers left in float by default: most models tie the classifier to the embedding, and the classifier is sensitive."""
+
+_WRAPPED = ("base_layer", "original_module")
+"""What adapters call the layer that they wrap."""
+_SHELLS = ("base_model", "model")
+"""What PEFT's models call the model that they wrap."""
+
+
+def check_model(model: Any) -> None:
+    """Check that this is a model whose parameters exist.
+
+    Raises:
+        DtypeError: it is something else; the message says what to pass.
+        UnsupportedError: a parameter has no size yet (named).
+    """
+    if isinstance(model, nn.Module):
+        lazy = next((n for n, p in model.named_parameters() if isinstance(p, UninitializedParameter)), None)
+        if lazy is not None:
+            raise UnsupportedError(f"parameter {lazy!r} has no size yet; run the model once")
+        return
+    kind = type(model).__name__
+    inner = getattr(model, "model", None)
+    if isinstance(model, str) or hasattr(model, "__fspath__"):
+        what = (
+            f"the {kind} {str(model)!r}; load the model first, with transformers' from_pretrained, or with qcut.load "
+            "where qcut.save wrote it"
+        )
+    elif isinstance(model, type):
+        what = f"the class {model.__name__}; pass an instance"
+    elif isinstance(inner, nn.Module):
+        what = f"a {kind}; pass its model, .model ({type(inner).__name__})"
+    elif isinstance(model, Mapping):
+        what = f"a {kind}, such as a state dict; load it into a model first"
+    elif "Tokenizer" in kind or "Processor" in kind:
+        what = f"a tokenizer or processor ({kind}); pass the model"
+    else:
+        what = f"a {kind}"
+    raise DtypeError(f"model: found {what}; an nn.Module with its weights is needed")
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a glob matches the whole dotted name or its end: ``lm_head``, ``*.mlp.*``, ``h.0.attn.c_attn``.
+
+    A layer inside an adapter goes by the name of its place too: ``lm_head`` matches ``lm_head.base_layer``.
+    """
+    outer, _, last = name.rpartition(".")
+    names = (name, outer) if last in _WRAPPED else (name,)
+    return any(fnmatch.fnmatchcase(n, p) or fnmatch.fnmatchcase(n, f"*.{p}") for n in names for p in patterns)
+
+
+def linear_layers(model: nn.Module) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """The linear layers that can be replaced, by name, and the reason of each that cannot.
+
+    A module registered under several names counts once, under its first name.
+    """
+    looking = {name: module for name, module in model.named_modules() if name and looks_linear(module)}
+    adapters = _adapters(model)
+    read = layers_read(model, looking.values())
+    layers: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    for name, module in looking.items():
+        reason = own_ways(module)
+        if id(module) in adapters:
+            left[name] = f"part of an adapter ({adapters[id(module)]})"
+        elif id(module) in read:
+            left[name] = f"{read[id(module)]} reads its weight itself, without calling the layer"
+        elif reason is not None:
+            left[name] = reason
+        else:
+            layers[name] = module
+    return layers, left
+
+
+def quantized_layers(model: nn.Module) -> list[str]:
+    """Names of the layers that are quantized already."""
+    return [name for name, module in model.named_modules() if isinstance(module, Quantized)]
+
+
+def find_layers(
+    model: nn.Module, include: Sequence[str] | None = None, skip: Sequence[str] = DEFAULT_SKIP
+) -> dict[str, nn.Module]:
+    """The linear layers to work on, by name, in the order of ``named_modules``.
+
+    Args:
+        model: the model.
+        include: globs (see `matches`) of layers to take; None takes every layer. A glob must match a layer.
+        skip: globs of layers to leave out, even where ``include`` names them. A glob may match nothing.
+
+    Raises:
+        DtypeError: the model is no ``nn.Module``.
+        UnsupportedError: a parameter has no size yet.
+        QuantizationError: a glob of ``include`` matches nothing, or no layer is left; the message says why.
+    """
+    check_model(model)
+    layers, left = linear_layers(model)
+    for pattern in include or ():
+        if not any(matches(name, [pattern]) for name in layers):
+            raise QuantizationError(_unmatched(model, pattern, layers, left))
+    chosen = {
+        name: module
+        for name, module in layers.items()
+        if (include is None or matches(name, include)) and not matches(name, skip)
+    }
+    if not chosen:
+        raise QuantizationError(_nothing(model, layers, left, skip))
+    return chosen
+
+
+def summary_of(reasons: Mapping[str, str]) -> str:
+    """Reasons in a few words: each once, with one layer that has it and the number of the others."""
+    first = {reason: name for name, reason in reversed(list(reasons.items()))}
+    count = Counter(reasons.values())
+    parts = [
+        f"{first[reason]}{f' and {n - 1} others' if n > 1 else ''}: {reason}" for reason, n in count.most_common(4)
+    ]
+    return "; ".join(parts) + (f"; and {len(count) - 4} other reasons" if len(count) > 4 else "")
+
+
+def _adapters(model: nn.Module) -> dict[int, str]:
+    """Modules that adapt a layer beside them, by id, with the class of the adapter.
+
+    An adapter is a module that holds the layer it wraps as ``base_layer`` or ``original_module``, as PEFT's do, or that
+    PEFT defines; all that it holds besides is trained for that layer, and small.
+    """
+    found: dict[int, str] = {}
+    for module in model.modules():
+        kept = [key for key in _WRAPPED if isinstance(module._modules.get(key), nn.Module)]
+        of_peft = type(module).__module__.split(".")[0] == "peft"
+        if kept or of_peft:
+            for key, child in module._modules.items():
+                if child is not None and key not in kept and not (of_peft and key in _SHELLS):
+                    found |= {id(part): type(module).__name__ for part in child.modules()}
+    # A shared module may hang from an adapter and from the model: what a wrapper wraps is no adapter.
+    return found
+
+
+def _unmatched(model: nn.Module, pattern: str, layers: Mapping[str, Any], left: Mapping[str, str]) -> str:
+    refused = {name: reason for name, reason in left.items() if matches(name, [pattern])}
+    if refused:
+        return f"{type(model).__name__}: {pattern!r} matches only layers that stay in float ({summary_of(refused)})"
+    done = [name for name in quantized_layers(model) if matches(name, [pattern])]
+    if done:
+        return f"{type(model).__name__}: {pattern!r} matches only layers already quantized, such as {done[0]!r}"
+    return f"{type(model).__name__}: {pattern!r} matches none of its {len(layers)} linear layers" + (
+        f", such as {next(iter(layers))!r}" if layers else ""
+    )
+
+
+def _nothing(model: nn.Module, layers: Mapping[str, Any], left: Mapping[str, str], skip: Sequence[str]) -> str:
+    """Why there is no layer to work on."""
+    kind = type(model).__name__
+    if isinstance(model, Quantized):
+        return f"model: already quantized, a bare qcut.Linear ({kind})"
+    if looks_linear(model):
+        return f"model: a bare {kind}; use qcut.Linear.from_float(layer, scheme), and put it where the layer was"
+    if isinstance(model, nn.Embedding):
+        return f"model: a bare {kind}; use qcut.Embedding.from_float(table, scheme)"
+    done = quantized_layers(model)
+    if done and not layers:
+        rest = f"; {len(left)} others stay in float ({summary_of(left)})" if left else ""
+        return f"{kind}: already quantized: {len(done)} layers, such as {done[0]!r}, are qcut.Linear{rest}"
+    if layers:
+        also = f"already quantized: {len(done)} layers; " if done else ""
+        return (
+            f"{kind}: no layer to work on: {also}all {len(layers)} linear layers, such as {next(iter(layers))!r}, are "
+            f"left out by skip={tuple(skip)} or include"
+        )
+    if left:
+        return f"{kind}: no layer to work on; its {len(left)} linear layers stay in float: {summary_of(left)}"
+    return f"{kind}: no layer to work on: it has no nn.Linear and no Conv1D of transformers"
