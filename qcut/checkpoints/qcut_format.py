@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints.limits import check_counts, check_layer_sizes, limited_modules
 from qcut.checkpoints.skeleton import (
     activation_parent,
+    as_like,
     check_headers,
     check_no_meta,
     empty_embedding,
@@ -21,17 +24,40 @@ from qcut.checkpoints.skeleton import (
     read_headers,
 )
 from qcut.checkpoints.turboquant import reader as turboquant_reader
+from qcut.config import ACTIVATIONS
 from qcut.errors import CheckpointError
 from qcut.layers.base import Linear, state_dtype
 from qcut.layers.embedding import Embedding
 from qcut.layers.stored import StateEntry
-from qcut.models.modules import FusedActivation, replace_modules
+from qcut.models.modules import WEIGHT_DTYPES, FusedActivation, dtype_name, replace_modules
+from qcut.numerics.checks import out_of_range
 from qcut.progress import progress_bar, with_progress
-from qcut.storage.files import read_json, write_json
-from qcut.storage.tensors import TensorFiles, open_tensors, plain_name
+from qcut.storage import schema
+from qcut.storage.safetensors_file import TensorFile
+from qcut.storage.tensors import TensorFiles, read_index
 
 CONFIG_NAME = "qcut_config.json"
 _FORMAT, _VERSION = "qcut", 1
+_LAYER = schema.record(
+    {
+        "scheme": schema.anything(),
+        "in_features": schema.integer(1),
+        "out_features": schema.integer(1),
+        "bias": schema.boolean(),
+        "activation": schema.text(choices=ACTIVATIONS),
+    }
+)
+_EMBEDDING = schema.record({"table": schema.text(), "dtype": schema.text(choices=[*map(dtype_name, WEIGHT_DTYPES)])})
+_SCHEMA = schema.record(
+    {
+        "layers": schema.table(_LAYER),
+        "fused": schema.table(schema.text(choices=ACTIVATIONS)),
+        "tied": schema.table(schema.text()),
+        "weight_map": schema.table(schema.text()),
+    },
+    {"embeddings": (schema.table(_EMBEDDING), {})},
+    more=True,
+)
 
 
 def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 << 30, progress: bool = False) -> None:
@@ -52,22 +78,26 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
         max_shard_bytes: a file takes tensors until it holds this much.
         progress: show a progress bar.
 
+    One process saves at a time; others wait, up to ten minutes. Processes that load meanwhile get the checkpoint that
+    was in force when they began, whole, or the new one.
+
     Raises:
-        CheckpointError: the directory cannot be written, a tensor is on the meta device, or an embedding is tied to a
-            layer that is not in the model.
+        CheckpointError: the directory cannot be written, another process does not end its save, a tensor is on the
+            meta device, a parameter holds NaN or Inf, or an embedding is tied to a layer that is not in the model. The
+            checkpoint that was there is then in force as before.
 
     Exactness: `load` gives back every tensor bit by bit.
     """
     directory = Path(directory)
     tensors, tied = _tensors(model)
+    for name, parameter in model.named_parameters():
+        if found := out_of_range(parameter.detach()):
+            raise CheckpointError(f"{directory}: tensor {name!r}: found {found}; finite parameters can be saved")
     try:
-        files = TensorFiles(directory, "model", CONFIG_NAME)
-        try:
+        with TensorFiles(directory, "model", CONFIG_NAME) as files:
             weight_map = _write_shards(files, tensors, max_shard_bytes, progress)
             huggingface = _huggingface(model)
-            for key in ("config", "generation_config"):
-                if huggingface.get(key) is not None:
-                    write_json(directory / f"{key}.json", huggingface[key])
+            described = {f"{key}.json": huggingface.get(key) for key in ("config", "generation_config")}
             files.commit(
                 {
                     "format": _FORMAT,
@@ -79,12 +109,12 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
                     "fused": {n: m.activation for n, m in model.named_modules() if isinstance(m, FusedActivation)},
                     "tied": tied,
                     "weight_map": weight_map,
-                }
+                },
+                {name: data for name, data in described.items() if data is not None},
             )
-        except BaseException:
-            files.abandon()
-            raise
     except (OSError, ValueError, TypeError) as exc:
+        if isinstance(exc, CheckpointError):
+            raise
         raise CheckpointError(f"{directory}: cannot be written: {exc}") from exc
 
 
@@ -186,14 +216,15 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     progress: bool = True,
+    verify: bool = True,
 ) -> nn.Module:
     """Read what `save`, or the turboquant-model package, wrote and return the model, ready to run, in evaluation mode.
 
     The model is built on the meta device, without memory; its quantized layers are put in; names, shapes and dtypes
     of all tensors are checked against the files' headers; then tensors are read one at a time. At no moment does a
-    second copy of the model, or a full-precision one, exist. No code of the checkpoint is run, and no pickle read. For
-    directories with a ``turboquant_config.json`` and no ``qcut_config.json`` see
-    `qcut.checkpoints.turboquant.reader.load`.
+    second copy of the model, or a full-precision one, exist. What was saved with digests is compared with them, and the
+    values of quantized layers are checked. No code of the checkpoint is run, and no pickle read. For directories with
+    a ``turboquant_config.json`` and no ``qcut_config.json`` see `qcut.checkpoints.turboquant.reader.load`.
 
     Args:
         directory: the checkpoint.
@@ -203,11 +234,13 @@ def load(
         dtype: what floating parameters are cast to, and quantized embeddings return; None keeps what was saved. Scales
             and biases of quantized layers are float32 always, buffers keep their dtype.
         progress: show a progress bar.
+        verify: compare digests. False saves the time (a SHA-256 of every byte) and reads files that were changed by
+            hand.
 
     Raises:
-        CheckpointError: a file is missing, truncated or foreign; a tensor is missing, superfluous, or of a wrong shape
-            or dtype (named); or the model cannot be built without ``model``. A model passed in is then incomplete
-            only if reading fails after all checks have passed.
+        CheckpointError: a file is missing, truncated, damaged or foreign; a tensor is missing, superfluous, of a wrong
+            shape or dtype, or holds what quantizing never gives (named); or the model cannot be built without
+            ``model``. A model passed in is then incomplete only if reading fails after all checks have passed.
         UnsupportedError: what qcut does not read of the turboquant-model package's format (named).
 
     Exactness: tensors come back bit by bit, but for ``dtype``.
@@ -215,20 +248,22 @@ def load(
     directory = Path(directory)
     path = directory / CONFIG_NAME
     if not path.exists() and turboquant_reader.is_turboquant(directory):
-        return turboquant_reader.load(directory, model=model, device=device, dtype=dtype, progress=progress)
-    saved = _read_index(path)
-    if not isinstance(model, nn.Module):
-        with torch.device("meta"):
-            model = from_huggingface(saved.data, path) if model is None else model()
-    skeleton = _prepare(saved, model, dtype, path)
-    files = {
-        name: open_tensors(directory / plain_name(name, path, CheckpointError), CheckpointError)
-        for name in sorted(set(saved.weight_map.values()))
-    }
-    wanted, exact = expected_tensors(model, skeleton.modules)
-    check_headers(wanted, exact, read_headers(files, saved.weight_map, path), saved.tied, path)
-    skeleton.put_into(model)
-    _fill(model, wanted, saved, files, path, device=device, dtype=dtype, progress=progress)
+        return turboquant_reader.load(
+            directory, model=model, device=device, dtype=dtype, progress=progress, verify=verify
+        )
+    saved, files = read_index(path, CheckpointError, lambda data: _checked(data, path), verify=verify)
+    with ExitStack() as opened:
+        for file in files.values():
+            opened.enter_context(file)
+        check_layer_sizes(saved.layers, sum(file.size for file in files.values()), path)
+        if not isinstance(model, nn.Module):
+            with torch.device("meta"):
+                model = _from_huggingface(saved, path) if model is None else model()
+        skeleton = _prepare(saved, model, dtype, path)
+        wanted, exact = expected_tensors(model, skeleton.modules)
+        check_headers(wanted, exact, read_headers(files, saved.weight_map, path), saved.tied, path)
+        skeleton.put_into(model)
+        _fill(model, wanted, saved, files, path, device=device, dtype=dtype, progress=progress, verify=verify)
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     state_dtype(model, dtype or next(floats, torch.float32))
     return model.eval()
@@ -245,25 +280,22 @@ class _Index(NamedTuple):
     weight_map: dict[str, str]
 
 
-def _read_index(path: Path) -> _Index:
-    data = read_json(path, CheckpointError)
+def _checked(data: dict[str, Any], path: Path) -> tuple[_Index, set[str]]:
+    """The index, and the names of the data files."""
     if data.get("format") != _FORMAT or data.get("version") != _VERSION:
         raise CheckpointError(
             f"{path}: found format {data.get('format')!r} version {data.get('version')!r}; "
             f"{_FORMAT!r} version {_VERSION} is needed"
         )
-    layers, fused, tied, weight_map = (_mapping(data, key, path) for key in ("layers", "fused", "tied", "weight_map"))
-    embeddings = _mapping({"embeddings": {}, **data}, "embeddings", path)
-    if not all(isinstance(value, str) for value in (*fused.values(), *tied.values(), *weight_map.values())):
-        raise CheckpointError(f"{path}: 'fused', 'tied' and 'weight_map' hold names; something else was found")
-    return _Index(data, layers, embeddings, fused, tied, weight_map)
+    data = schema.conform(data, _SCHEMA, path, CheckpointError)
+    fields = {name: data[name] for name in _Index._fields if name != "data"}
+    return _Index(data, **fields), set(data["weight_map"].values())
 
 
-def _mapping(data: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    value = data.get(key)
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: field {key!r}: found {type(value).__name__}, an object is needed")
-    return value
+def _from_huggingface(saved: _Index, path: Path) -> nn.Module:
+    check_counts(saved.data.get("huggingface"), len(saved.weight_map), path)
+    with limited_modules(len(saved.weight_map), path):
+        return from_huggingface(saved.data, path)
 
 
 class _Skeleton(NamedTuple):
@@ -294,12 +326,13 @@ def _fill(
     model: nn.Module,
     wanted: dict[str, Tensor],
     saved: _Index,
-    files: dict[str, Any],
+    files: dict[str, TensorFile],
     path: Path,
     *,
     device: torch.device | str,
     dtype: torch.dtype | None,
     progress: bool,
+    verify: bool,
 ) -> None:
     """Read the tensors one at a time into the modules of the model, tied ones once."""
     held: dict[str, Tensor] = {}
@@ -310,7 +343,11 @@ def _fill(
         owner = saved.tied.get(name, name)
         tensor = held.get(owner)
         if tensor is None:
-            tensor = _read(files[saved.weight_map[owner]], owner, wanted[owner], device, dtype)
+            read = files[saved.weight_map[owner]].read(owner, verify=verify)
+            tensor = as_like(read, wanted[owner], device, dtype)
+            if isinstance(tensor, nn.Parameter) and (found := out_of_range(tensor.detach())):
+                where = path.parent / saved.weight_map[owner]
+                raise CheckpointError(f"{where}: tensor {owner!r}: found {found}; finite values are needed")
             if owner in owners:
                 held[owner] = tensor
         parent, _, key = name.rpartition(".")
@@ -320,7 +357,7 @@ def _fill(
             part[key] = tensor
             if part.keys() == module.stored().keys():
                 # Through the layer's own door, which may lay tensors out anew; and now, so that no others pile up.
-                _load_layer(module, state.pop(parent), parent, path)
+                _load_layer(module, state.pop(parent), parent, saved, path)
         else:
             (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[index]
     for layer, other in _tied_layers(modules, saved.tied):
@@ -328,18 +365,12 @@ def _fill(
     check_no_meta(modules, path)
 
 
-def _read(
-    file: Any, name: str, like: Tensor, device: torch.device | str, dtype: torch.dtype | None
-) -> Tensor | nn.Parameter:
-    """One tensor: a parameter, cast to the dtype, or a buffer, as the tensor that it takes the place of."""
-    is_parameter = isinstance(like, nn.Parameter)
-    tensor = file.get_tensor(name)
-    # copy: a tensor on the CPU would keep the file mapped.
-    tensor = tensor.to(device, dtype if is_parameter and tensor.is_floating_point() else None, copy=True)
-    return nn.Parameter(tensor, like.requires_grad) if is_parameter else tensor
-
-
-def _load_layer(layer: Linear, state: dict[str, Tensor], name: str, path: Path) -> None:
+def _load_layer(layer: Linear, state: dict[str, Tensor], name: str, saved: _Index, path: Path) -> None:
+    if not any(t.is_meta for t in state.values()) and (problem := layer.state_problem(state)):
+        key, what = problem
+        tensor = f"{name}.{key}" if name else key
+        where = path.parent / saved.weight_map[saved.tied.get(tensor, tensor)]
+        raise CheckpointError(f"{where}: tensor {tensor!r}: {what}")
     try:
         layer.load_state_dict(state, assign=True)
     except RuntimeError as exc:

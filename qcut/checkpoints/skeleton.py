@@ -15,10 +15,7 @@ from qcut.errors import CheckpointError, QcutError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
 from qcut.models.modules import is_linear, weight_nk
-from qcut.storage.tensors import TENSOR_DTYPES
-
-Header = tuple[torch.dtype | None, list[int]]
-"""Dtype, None where torch has none, and shape of a stored tensor."""
+from qcut.storage.safetensors_file import TensorFile, TensorHeader
 
 
 def from_huggingface(data: dict[str, Any], path: Path) -> nn.Module:
@@ -131,22 +128,18 @@ def expected_tensors(model: nn.Module, replacements: dict[str, nn.Module]) -> tu
     return wanted, quantized
 
 
-def read_headers(readers: dict[str, Any], weight_map: dict[str, Any], path: Path) -> dict[str, Header]:
-    """Dtype and shape of every stored tensor; none of them is read."""
+def read_headers(files: Mapping[str, TensorFile], weight_map: Mapping[str, str], path: Path) -> dict[str, TensorHeader]:
+    """What the data files' headers say of every stored tensor."""
     for name, file in weight_map.items():
-        if name not in set(readers[file].keys()):
+        if name not in files[file].headers:
             raise CheckpointError(f"{path.parent / file}: tensor {name!r} is not in it, but {path.name} says so")
-    headers = {}
-    for name, file in weight_map.items():
-        view = readers[file].get_slice(name)
-        headers[name] = TENSOR_DTYPES.get(view.get_dtype()), list(view.get_shape())
-    return headers
+    return {name: files[file].headers[name] for name, file in weight_map.items()}
 
 
 def check_headers(
     wanted: dict[str, Tensor],
     exact: set[str],
-    headers: dict[str, Header],
+    headers: Mapping[str, TensorHeader],
     tied: dict[str, Any],
     path: Path,
 ) -> None:
@@ -171,14 +164,24 @@ def check_headers(
             f"the first is {name!r}"
         )
     for name, tensor in wanted.items():
-        dtype, shape = headers[tied.get(name, name)]
+        header = headers[tied.get(name, name)]
+        dtype, shape = header.dtype, header.shape
         # Outside quantized layers floating tensors may be of any precision: a skeleton does not know which.
         free = name not in exact and tensor.is_floating_point()
-        ok = dtype is not None and (dtype.is_floating_point if free else dtype == tensor.dtype)
+        ok = dtype.is_floating_point if free else dtype == tensor.dtype
         if list(tensor.shape) != shape or not ok:
             raise CheckpointError(
                 f"{path}: tensor {name!r}: found {dtype} {shape}, {tensor.dtype} {list(tensor.shape)} is needed"
             )
+
+
+def as_like(
+    tensor: Tensor, like: Tensor, device: torch.device | str, dtype: torch.dtype | None
+) -> Tensor | nn.Parameter:
+    """A tensor that was read, as the tensor that it takes the place of: a parameter, cast to the dtype, or a buffer."""
+    is_parameter = isinstance(like, nn.Parameter)
+    tensor = tensor.to(device, dtype if is_parameter and tensor.is_floating_point() else None)
+    return nn.Parameter(tensor, like.requires_grad) if is_parameter else tensor
 
 
 def check_no_meta(modules: Mapping[str, nn.Module], path: Path) -> None:

@@ -22,10 +22,11 @@ from qcut.errors import CalibrationError, ConfigError
 from qcut.models.modules import evaluating, forward, model_device, to_device, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, find_layers
 from qcut.models.tracing import NormPair, trace_norms
+from qcut.numerics.checks import out_of_range
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
 from qcut.progress import with_progress
-from qcut.storage.files import read_json
-from qcut.storage.tensors import TensorFiles, open_tensors, plain_name
+from qcut.storage import schema
+from qcut.storage.tensors import TensorFiles, read_index
 
 Method = Literal["minmax", "quantile", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -35,6 +36,21 @@ SAMPLE_SIZE = 1 << 18
 _MSE_VALUES = 1 << 14
 _FORMAT, _VERSION = "qcut-calibration", 1
 _INDEX = "calibration.json"
+_PARTS = ("lo", "hi", "sample")
+_SIZE = schema.integer(1)
+_SCHEMA = schema.record(
+    {
+        "method": schema.text(choices=METHODS),
+        "quantile": schema.number(0.5, 1.0),
+        "file": schema.text(),
+        "layers": schema.table(
+            schema.record({"tokens": schema.integer(1, (1 << 62) - 1), "sample": schema.items(_SIZE, 2)})
+        ),
+        "pairs": schema.items(schema.record({"norm": schema.text(), "layers": schema.items(schema.text())})),
+        "refused": schema.table(schema.text(most=1 << 16)),
+    },
+    more=True,
+)
 
 
 @dataclass
@@ -52,6 +68,19 @@ class LayerStats:
     hi: Tensor
     sample: Tensor
     tokens: int
+
+    def problem(self) -> tuple[str, str] | None:
+        """The first part that no observation gives, and what was found and is allowed; None where all can be."""
+        for part in _PARTS:
+            if found := out_of_range(getattr(self, part)):
+                return part, f"found {found}; finite values are allowed"
+        if found := _first(self.hi < self.lo):
+            return "hi", f"found less than lo in channel {found}; lo <= hi is needed"
+        if not 1 <= len(self.sample) <= self.tokens:
+            return "sample", f"found {len(self.sample)} tokens of {self.tokens}; 1 to all are allowed"
+        if found := _first((self.sample < self.lo) | (self.sample > self.hi)):
+            return "sample", f"found a value outside of lo and hi at {found}"
+        return None
 
 
 @dataclass
@@ -155,13 +184,15 @@ class Calibration:
     def save(self, directory: str | Path) -> None:
         """Write ``calibration.json`` and a safetensors file; the rename of the JSON commits both.
 
+        One process saves at a time; see `qcut.storage.tensors`.
+
         Raises:
-            CalibrationError: the directory cannot be written.
+            CalibrationError: the directory cannot be written, or another process does not end its save. What was there
+                is then in force as before.
         """
         tensors = {f"{n}.{part}": getattr(s, part).contiguous() for n, s in self.layers.items() for part in _PARTS}
         try:
-            files = TensorFiles(Path(directory), "calibration", _INDEX)
-            try:
+            with TensorFiles(Path(directory), "calibration", _INDEX) as files:
                 files.commit(
                     {
                         "format": _FORMAT,
@@ -176,55 +207,63 @@ class Calibration:
                         "refused": self.refused,
                     }
                 )
-            except BaseException:
-                files.abandon()
-                raise
-        except OSError as exc:
+        except (OSError, ValueError, TypeError) as exc:
             raise CalibrationError(f"{directory}: cannot be written: {exc}") from exc
 
     @classmethod
-    def load(cls, directory: str | Path) -> Calibration:
-        """Read what `save` wrote; every tensor's shape and dtype is checked.
+    def load(cls, directory: str | Path, *, verify: bool = True) -> Calibration:
+        """Read what `save` wrote; every tensor's shape, dtype and values are checked.
+
+        Args:
+            directory: where the files are.
+            verify: compare digests; False reads files that were changed by hand.
 
         Raises:
-            CalibrationError: a file is missing, truncated, foreign, or the two disagree.
+            CalibrationError: a file is missing, truncated, damaged or foreign; the two disagree; or statistics are
+                NaN, Inf or contradict one another (file and tensor are named).
         """
         path = Path(directory) / _INDEX
-        data = read_json(path, CalibrationError)
-        if data.get("format") != _FORMAT or data.get("version") != _VERSION:
-            raise CalibrationError(
-                f"{path}: found format {data.get('format')!r} version {data.get('version')!r}; "
-                f"{_FORMAT!r} version {_VERSION} is needed"
-            )
-        try:
-            sizes = {
-                name: (int(d["tokens"]), (int(d["sample"][0]), int(d["sample"][1])))
-                for name, d in data["layers"].items()
-            }
-            pairs = [NormPair.from_json(pair) for pair in data["pairs"]]
-            refused = {str(k): str(v) for k, v in data["refused"].items()}
-            method, quantile = _check_method(data["method"]), _check_quantile(float(data["quantile"]))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as exc:
-            raise CalibrationError(f"{path}: a field is missing or malformed: {exc!r}") from exc
-        file = path.parent / plain_name(data.get("file"), path, CalibrationError)
+        data, files = read_index(path, CalibrationError, lambda data: _checked(data, path), verify=verify)
+        (file,) = files.values()
         layers = {}
-        with open_tensors(file, CalibrationError) as tensors:
-            if set(tensors.keys()) != {f"{name}.{part}" for name in sizes for part in _PARTS}:
-                raise CalibrationError(f"{file}: its tensors are not those of the layers that {path.name} lists")
-            for name, (tokens, shape) in sizes.items():
-                parts = {part: tensors.get_tensor(f"{name}.{part}").clone() for part in _PARTS}
-                expected = {"lo": shape[1:], "hi": shape[1:], "sample": shape}
-                for part, tensor in parts.items():
-                    if tensor.dtype is not torch.float32 or tuple(tensor.shape) != expected[part]:
+        with file:
+            if file.headers.keys() != {f"{name}.{part}" for name in data["layers"] for part in _PARTS}:
+                raise CalibrationError(f"{file.path}: its tensors are not those of the layers that {path.name} lists")
+            for name, sizes in data["layers"].items():
+                rows, columns = sizes["sample"]
+                parts = {}
+                for part, shape in zip(_PARTS, ([columns], [columns], [rows, columns]), strict=True):
+                    header = file.headers[f"{name}.{part}"]
+                    if header.dtype is not torch.float32 or header.shape != shape:
                         raise CalibrationError(
-                            f"{file}: {name}.{part}: found {tensor.dtype} {tuple(tensor.shape)}, "
-                            f"torch.float32 {expected[part]} is needed"
+                            f"{file.path}: {name}.{part}: found {header.dtype} {header.shape}, "
+                            f"torch.float32 {shape} is needed"
                         )
-                layers[name] = LayerStats(tokens=tokens, **parts)
-        return cls(layers, method, quantile, pairs, refused)
+                    parts[part] = file.read(f"{name}.{part}", verify=verify)
+                stats = layers[name] = LayerStats(tokens=sizes["tokens"], **parts)
+                if problem := stats.problem():
+                    raise CalibrationError(f"{file.path}: tensor '{name}.{problem[0]}': {problem[1]}")
+        pairs = [NormPair(pair["norm"], tuple(pair["layers"])) for pair in data["pairs"]]
+        return cls(layers, data["method"], data["quantile"], pairs, data["refused"])
 
 
-_PARTS = ("lo", "hi", "sample")
+def _checked(data: dict[str, Any], path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The index's data, and the name of the data file."""
+    if data.get("format") != _FORMAT or data.get("version") != _VERSION:
+        raise CalibrationError(
+            f"{path}: found format {data.get('format')!r} version {data.get('version')!r}; "
+            f"{_FORMAT!r} version {_VERSION} is needed"
+        )
+    data = schema.conform(data, _SCHEMA, path, CalibrationError)
+    try:
+        _check_quantile(data["quantile"])
+    except ConfigError as exc:
+        raise CalibrationError(f"{path}: {exc}") from exc
+    return data, [data["file"]]
+
+
+def _first(wrong: Tensor) -> str | None:
+    return str(wrong.nonzero()[0].tolist()) if wrong.any() else None
 
 
 def _check_method(method: str) -> Method:

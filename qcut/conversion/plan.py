@@ -10,9 +10,38 @@ from typing import Any
 
 from qcut.config import StaticRange, parse_scheme
 from qcut.errors import ConfigError, PlanError
-from qcut.storage.files import read_json, write_json
+from qcut.storage import schema
+from qcut.storage.files import write_json
+from qcut.storage.reading import read_json
 
 _FORMAT, _VERSION = "qcut-plan", 1
+_NUMBER = schema.nothing_or(schema.number())
+_BY_SCHEME = schema.table(_NUMBER)
+_RANGE = schema.record({"lo": schema.number(most=0.0), "hi": schema.number(least=0.0)})
+_LAYER = schema.record(
+    {"scheme": schema.text(), "in_features": schema.integer(1), "out_features": schema.integer(1)},
+    {
+        "static_range": (schema.nothing_or(_RANGE), None),
+        "range_method": (schema.text(), ""),
+        "sensitivity": (_BY_SCHEME, {}),
+        "cost": (_BY_SCHEME, {}),
+        "reason": (schema.text(most=1 << 16), ""),
+    },
+)
+_SCHEMA = schema.record(
+    {
+        "format": schema.anything(),
+        "version": schema.anything(),
+        "layers": schema.table(_LAYER),
+        "budget": schema.number(),
+        "metric": schema.text(),
+        "objective": schema.text(),
+        "predicted": _NUMBER,
+        "measured": schema.number(),
+        "start": _NUMBER,
+    },
+    {"tokens": (schema.integer(0, (1 << 62) - 1), 0)},
+)
 
 
 @dataclass
@@ -112,25 +141,22 @@ class Plan:
         """Read what `to_json` wrote, a user's edits included.
 
         Raises:
-            PlanError: not a plan, or a layer whose scheme does not exist, or that needs a static range and has none.
+            PlanError: not a plan; a value of another type, or out of range; or a layer whose scheme does not exist, or
+                that needs a static range and has none.
         """
         if data.get("format") != _FORMAT or data.get("version") != _VERSION:
             raise PlanError(
                 f"{source}: found format {data.get('format')!r} version {data.get('version')!r}; "
                 f"{_FORMAT!r} version {_VERSION} is needed"
             )
+        data = schema.conform(data, _SCHEMA, source, PlanError)
+        rest = {key: value for key, value in data.items() if key not in ("format", "version", "layers")}
+        rest["start"] = math.inf if rest["start"] is None else rest["start"]
+        plan = cls(layers={name: _layer(layer) for name, layer in data["layers"].items()}, **rest)
         try:
-            layers = {str(name): _layer(dict(layer)) for name, layer in data["layers"].items()}
-            rest = {k: v for k, v in data.items() if k not in ("format", "version", "layers")}
-            plan = cls(layers=layers, **rest)
-            plan.start = math.inf if plan.start is None else plan.start
-            if not all(
-                isinstance(x, (int, float)) for x in (plan.budget, plan.predicted or 0.0, plan.measured, plan.start)
-            ):
-                raise TypeError("budget, predicted, measured and start are numbers")
-        except (KeyError, TypeError, ValueError, AttributeError) as exc:
-            raise PlanError(f"{source}: a field is missing or malformed: {exc}") from exc
-        plan.check()
+            plan.check()
+        except PlanError as exc:
+            raise PlanError(f"{source}: {exc}") from exc
         return plan
 
     def check(self) -> None:
@@ -153,7 +179,7 @@ class Plan:
         """
         try:
             write_json(Path(path), _finite(self.to_json()))
-        except OSError as exc:
+        except (OSError, ValueError, TypeError) as exc:
             raise PlanError(f"{path}: cannot be written: {exc}") from exc
 
     @classmethod
@@ -167,11 +193,12 @@ class Plan:
 
 
 def _layer(data: dict[str, Any]) -> LayerPlan:
-    if data.get("static_range") is not None:
-        data["static_range"] = StaticRange.from_json(data["static_range"])
-    for key in ("sensitivity", "cost"):
-        data[key] = {str(k): math.inf if v is None else float(v) for k, v in data.get(key, {}).items()}
-    return LayerPlan(**data)
+    given = data["static_range"]
+    measured = {
+        key: {scheme: math.inf if v is None else v for scheme, v in data[key].items()}
+        for key in ("sensitivity", "cost")
+    }
+    return LayerPlan(**{**data, "static_range": None if given is None else StaticRange.from_json(given), **measured})
 
 
 def _finite(data: Any) -> Any:

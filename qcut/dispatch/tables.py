@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import MACHINES, balance_ratio
@@ -25,7 +24,9 @@ from qcut.emitters.core.source import EmitError
 from qcut.emitters.families import FAMILIES, INT8_CUTLASS, SPELLINGS, family
 from qcut.errors import ConfigError
 from qcut.jit import cache as kernel_cache
-from qcut.storage.files import write_text
+from qcut.storage import schema
+from qcut.storage.files import make_directory, write_text
+from qcut.storage.reading import JSON_BYTES, parse_json, read_bytes
 
 SCHEMA = 2
 OUTPUTS = ("f16", "s8")
@@ -34,6 +35,33 @@ LAYOUTS = tuple(a + b + d for a in "tn" for b in "tn" for d in "tn")
 
 ALIKE = 1.5
 """Ratio of two GPUs' products per byte of memory up to which one starts from the other's table."""
+_EXTENT = schema.integer(0, 1 << 20)
+_SIZE = schema.integer(1)
+_HEAD = schema.record({"schema": schema.anything()}, more=True)
+_TABLE = schema.record(
+    {
+        "versions": schema.table(schema.text()),
+        "gpu": schema.text(),
+        "choices": schema.items(schema.record({"family": schema.text()}, more=True)),
+    },
+    {"environment": (schema.table(schema.text()), {})},
+    more=True,
+)
+_ROW = schema.record(
+    {
+        "family": schema.text(),
+        "out": schema.text(choices=OUTPUTS),
+        "layouts": schema.text(choices=LAYOUTS),
+        "m": _SIZE,
+        "n": _SIZE,
+        "k": _SIZE,
+        "tile": schema.anything(),
+        "time_us": schema.number(least=5e-324),
+        "swizzle": schema.integer(1, 64),
+        "raster": schema.integer(0, 2),
+        "splits": schema.integer(1, 64),
+    }
+)
 
 Key = tuple[str, str, str, int, int, int]
 
@@ -131,13 +159,38 @@ def tile_from_json(family_name: str, data: Mapping[str, Any]) -> Any:
         ConfigError: there is no such family, or the data are not a tile of the family.
     """
     try:
-        values = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
-        return family(family_name).tile_type(**values)
-    except (EmitError, TypeError, AttributeError) as error:
+        kind: Any = family(family_name).tile_type
+    except (EmitError, TypeError) as error:
         raise ConfigError(f"{data!r} is no tile of family {family_name!r}: {error}") from None
+    values = schema.conform(data, _tile_schema(kind), f"no tile of family {family_name!r}", ConfigError)
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
 
 
-def parse(text: str, where: str) -> Table:
+@cache
+def _tile_schema(kind: Any) -> schema.Check:
+    """What the fields of a class of tiles may be, from their annotations."""
+    hints = get_type_hints(kind)
+    fields: dict[str, schema.Check] = {}
+    optional: dict[str, tuple[schema.Check, Any]] = {}
+    for f in dataclasses.fields(kind):
+        check = _field_check(hints[f.name])
+        if f.default is dataclasses.MISSING:
+            fields[f.name] = check
+        else:
+            optional[f.name] = check, f.default
+    return schema.record(fields, optional)
+
+
+def _field_check(hint: Any) -> schema.Check:
+    if get_origin(hint) is tuple:
+        parts = get_args(hint)
+        return schema.items(_field_check(parts[0]), len(parts))
+    if get_origin(hint) is Literal:
+        return schema.text(choices=get_args(hint))
+    return {int: _EXTENT, bool: schema.boolean(), str: schema.text()}[hint]
+
+
+def parse(text: str | bytes, where: str) -> Table:
     """Read a table.
 
     Args:
@@ -150,20 +203,17 @@ def parse(text: str, where: str) -> Table:
     Raises:
         ConfigError: the text is not JSON, or not a table of this schema.
     """
-    try:
-        data = json.loads(text)
-        if data["schema"] != SCHEMA:
-            raise ConfigError(f"{where}: schema {data['schema']!r}; this qcut reads {SCHEMA}")
-        stated = {_family_name(name): str(version) for name, version in data["versions"].items()}
-        gpu, environment = str(data["gpu"]), {str(k): str(v) for k, v in data.get("environment", {}).items()}
-        families = [_family_name(row["family"]) for row in data["choices"]]
-        # Rows of another version may describe tiles that no longer exist, so they are only counted.
-        current = {name for name, version in versions().items() if stated.get(name) == version}
-        rows = [_row(row) for row, name in zip(data["choices"], families, strict=True) if name in current]
-    except ConfigError as error:
-        raise ConfigError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{where}: not a table of tuned kernels: {type(error).__name__}: {error}") from None
+    data = parse_json(text.encode("utf-8", "replace") if isinstance(text, str) else text, where, ConfigError)
+    data = schema.conform(data, _HEAD, where, ConfigError)
+    if data["schema"] != SCHEMA:
+        raise ConfigError(f"{where}: schema {data['schema']!r}; this qcut reads {SCHEMA}")
+    data = schema.conform(data, _TABLE, where, ConfigError)
+    stated = {_family_name(name): version for name, version in data["versions"].items()}
+    gpu, environment = data["gpu"], data["environment"]
+    families = [_family_name(row["family"]) for row in data["choices"]]
+    # Rows of another version may describe tiles that no longer exist, so they are only counted.
+    current = {name for name, version in versions().items() if stated.get(name) == version}
+    rows = [_row(row, where) for row, name in zip(data["choices"], families, strict=True) if name in current]
     believed = {row.key: row for row in rows}
     notes = [f"{where}: {len(believed)} rows"] if believed else []
     for name in dict.fromkeys(families):
@@ -173,24 +223,19 @@ def parse(text: str, where: str) -> Table:
     return Table(gpu, tuple(believed.values()), environment, tuple(notes), len(rows) < len(families))
 
 
-def _family_name(name: Any) -> str:
+def _family_name(name: str) -> str:
     """The family's name; old tables spell some families as command lines do."""
-    return SPELLINGS.get(str(name), str(name))
+    return SPELLINGS.get(name, name)
 
 
-def _row(data: Mapping[str, Any]) -> Row:
-    sizes = [data[key] for key in ("m", "n", "k", "swizzle", "raster", "splits")]
-    if not all(type(value) is int for value in sizes) or min(sizes[:3]) < 1:
-        raise ConfigError(f"row {data!r}: m, n, k, swizzle, raster and splits are whole numbers, sizes from 1 up")
-    time_us = float(data["time_us"])
-    if not (math.isfinite(time_us) and time_us > 0):
-        raise ConfigError(f"row {data!r}: time_us is a positive number")
-    if data["out"] not in OUTPUTS or data["layouts"] not in LAYOUTS:
-        raise ConfigError(f"row {data!r}: out is one of {OUTPUTS}, layouts one of {LAYOUTS}")
-    m, n, k, swizzle, raster, splits = sizes
+def _row(data: Any, where: str) -> Row:
+    data = schema.conform(data, _ROW, f"{where}: row {json.dumps(data)[:200]}", ConfigError)
     name = _family_name(data["family"])
-    tile = tile_from_json(name, data["tile"])
-    return Row(name, data["out"], data["layouts"], m, n, k, tile, time_us, swizzle, raster, splits)
+    try:
+        tile = tile_from_json(name, data["tile"])
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return Row(**{**data, "family": name, "tile": tile})
 
 
 def to_text(table: Table) -> str:
@@ -214,11 +259,7 @@ def read(path: Path) -> Table:
     Raises:
         ConfigError: there is no such file, or it is no table (see `parse`).
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    return parse(text, str(path))
+    return parse(read_bytes(path, JSON_BYTES, ConfigError), str(path))
 
 
 def write(path: Path, table: Table) -> Path | None:
@@ -231,14 +272,14 @@ def write(path: Path, table: Table) -> Path | None:
         ConfigError: the directory cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(path.parent)
         aside = None
         if path.exists() and not _is_understood(path):
             aside = next(p for i in range(10**6) if not (p := path.with_name(f"{path.name}.kept{i}")).exists())
             path.replace(aside)
         write_text(path, to_text(table))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
     forget()
     return aside
 

@@ -6,7 +6,7 @@ One subclass computes one scheme, or all schemes of one class, and names them wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -18,6 +18,7 @@ from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 from qcut.layers.stored import StateEntry
 from qcut.models.guards import described, refuse_foreign_saving
 from qcut.models.modules import Quantized, float_bias, float_weight
+from qcut.numerics.checks import out_of_range
 from qcut.ops.gradients import inference_only
 
 if TYPE_CHECKING:
@@ -264,6 +265,19 @@ class Linear(Quantized):
     def stored(self) -> dict[str, StateEntry]:
         """The tensors of the state dict, by key, in the order they are written."""
         return {key: StateEntry.of(buffer) for key, buffer in self._buffers.items() if buffer is not None}
+
+    def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
+        """Looks for values that quantizing never gives, or that contradict one another.
+
+        Args:
+            state: the tensors of the state dict, by key, of the shapes and dtypes that `stored` states.
+
+        Returns:
+            The key of the first tensor that cannot be, and what was found and is allowed; None where all can be.
+        """
+        if "bias" in state and (found := out_of_range(state["bias"])):
+            return "bias", f"found {found}; finite values are allowed"
+        return None
 
     def tie_to(self, owner: Linear) -> None:
         """Hold the owner's tensors wherever this layer's have the same values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -34,6 +34,7 @@ from qcut.layers.rotations import RotationSpec, rotation_for, shared
 from qcut.layers.stored import StateEntry
 from qcut.models.guards import refuse_foreign_saving
 from qcut.models.modules import dtype_name, float_bias, tensor_key
+from qcut.numerics.checks import out_of_range
 from qcut.numerics.int8 import apply_activation
 from qcut.ops.codebook import can_rotate
 
@@ -276,6 +277,22 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         if self.bias is not None:
             stored["bias"] = StateEntry.of(self.bias)
         return stored
+
+    def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
+        """See `Linear.state_problem`: finite norms from 0 up, and codebooks that ascend, where due in equal steps."""
+        for _, norms, values in PASS_KEYS[: len(self.scheme.widths)]:
+            if found := out_of_range(state[norms], 0.0):
+                return norms, f"found {found}; finite values from 0 are allowed"
+            book = state[values]
+            if out_of_range(book) or not bool((book.diff() > 0).all()):
+                return values, f"found {book.tolist()}; finite values, ascending, are allowed"
+            steps = torch.arange(len(book), device=book.device) - len(book) // 2
+            if self.scheme.uniform and not torch.equal(book, steps.to(book.dtype)):
+                return values, f"found {book.tolist()}; {self.scheme.name} has {steps.tolist()}"
+        first, second = PASS_KEYS[0][2], PASS_KEYS[1][2]
+        if len(set(self.scheme.widths)) < len(self.scheme.widths) and not torch.equal(state[first], state[second]):
+            return second, f"differs from {first}; passes of one width have one codebook"
+        return super().state_problem(state)
 
     def extra_repr(self) -> str:
         """Sizes, bias, scheme and activation, for ``print(model)``."""

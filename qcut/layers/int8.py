@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from qcut.errors import ConfigError, QuantizationError, layer_prefix
 from qcut.layers.base import Linear
 from qcut.layers.readings import Reading
 from qcut.numerics import int8 as numerics
+from qcut.numerics.checks import first_difference, out_of_range
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -25,6 +26,9 @@ _INT8 = torch.ops.qcut.int8_linear.default
 _WITH_ABSMAX = torch.ops.qcut.noted_linear.default
 _W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.default
 _W8A16 = torch.ops.qcut.w8a16_linear.default
+
+_MOST_SCALE = torch.finfo(torch.float32).max / 127 * (1 + 2**-23)
+"""The scale of the largest float32, which may be rounded up."""
 
 
 class Int8Linear(Linear):
@@ -61,6 +65,17 @@ class Int8Linear(Linear):
 
         aligned = k * dtype.itemsize % 16 == 0
         return [LinearLayer(scheme.name, dtype, m_bucket(rows), n, k, bias, activation, aligned)]
+
+    def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
+        """See `Linear.state_problem`: weights from -127 to 127, zero padding, and scales above 0."""
+        q = state["qweight"]
+        if found := out_of_range(q[:, : self.in_features], -127, 127):
+            return "qweight", f"found {found}; -127 to 127 are allowed"
+        if found := out_of_range(q[:, self.in_features :], 0, 0):
+            return "qweight", f"found {found} of the padding; 0 is allowed"
+        if found := out_of_range(state["weight_scale"], 0.0, _MOST_SCALE, above=True):
+            return "weight_scale", f"found {found}; values above 0, up to {_MOST_SCALE:.3g}, are allowed"
+        return super().state_problem(state)
 
     def _get_name(self) -> str:
         return "Linear"  # the representation shows the scheme, which the class name would repeat
@@ -164,6 +179,22 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
                 raise QuantizationError(f"input_zero_point is {zero_point}; allowed: -128 to 127", self.name)
             read = self._read = Reading(tensors, (scale, zero_point))
         return read.value
+
+    def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
+        """See `Linear.state_problem`: besides, parameters of the input that can be, and factors and sums as defined."""
+        if problem := super().state_problem(state):
+            return problem
+        if found := out_of_range(state["input_scale"], 0.0, above=True):
+            return "input_scale", f"found {found}; a finite value above 0 is allowed"
+        if found := out_of_range(state["input_zero_point"], -128, 127):
+            return "input_zero_point", f"found {found}; -128 to 127 are allowed"
+        if found := out_of_range(state["col_scale"]):
+            return "col_scale", f"found {found}; finite values are allowed"
+        if found := first_difference(state["col_scale"], state["input_scale"] * state["weight_scale"]):
+            return "col_scale", f"found {found}: input_scale * weight_scale"
+        if found := first_difference(state["colsum"], numerics.colsum_ref(state["qweight"])):
+            return "colsum", f"found {found}: the sum of its row of qweight"
+        return None
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
         self._read = None

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from qcut.errors import CalibrationError
 from qcut.models.modules import is_linear, tensor_key, weight_holders, weight_of
 
 
@@ -30,18 +29,6 @@ class NormPair:
     def to_json(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {"norm": self.norm, "layers": list(self.layers)}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> NormPair:
-        """Read what `to_json` wrote.
-
-        Raises:
-            CalibrationError: the data are not a norm's name and a list of layers' names.
-        """
-        norm, layers = data["norm"], data["layers"]
-        if not (isinstance(norm, str) and isinstance(layers, list) and all(isinstance(n, str) for n in layers)):
-            raise CalibrationError(f"pairs: found {data!r}; a norm's name and a list of layer names are needed")
-        return cls(norm, tuple(layers))
 
 
 def trace_norms(model: nn.Module, call: Callable[[], Any]) -> tuple[list[NormPair], dict[str, str]]:

@@ -1,1 +1,1 @@
-"""Files and tensor files that are replaced whole: a crash leaves the old contents or the new ones."""
+"""Files that are replaced whole (a crash leaves the old contents or the new ones) and read within bounds."""

@@ -1,58 +1,119 @@
-"""Replaces files so that a crash leaves the old contents or the new ones, never a mixture; reads JSON back."""
+"""Replaces files so that a crash leaves the old contents or the new ones, never a mixture.
+
+A new file is written under a temporary name, ``.{name}.{random}.tmp``, flushed, and renamed into place. Its writer
+holds a lock on it, so that the next writer can tell a leftover of a process that was killed from a file in progress.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import json
 import os
 import secrets
-import stat
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from qcut.errors import QcutError
+_LEFTOVER_AGE_S = 24 * 3600
+"""Where the file system has no locks, a temporary file of this age is a leftover."""
 
 
 @contextlib.contextmanager
-def replacing(*paths: Path) -> Iterator[list[Path]]:
-    """Hand out an empty file beside each path; when the block ends, rename the files into place.
+def replacing(*paths: Path) -> Iterator[list[BinaryIO]]:
+    """Hand out an empty file for each path; when the block ends, rename the files into place.
 
     The new files are flushed to disk before the first rename, and the directories after the last one. If the block
     raises, no path has changed and the new files are gone. New files have the mode that the process's umask gives them.
+    What killed processes left beside the paths is deleted.
 
     Args:
         paths: the files to replace, renamed in this order; they need not exist.
 
     Yields:
-        The paths of the new files. The block may write these files in place or replace them by others.
+        The new files, open for writing. The block writes them and leaves them open.
 
     Raises:
         OSError: a file cannot be created, flushed or renamed. Files that were renamed before the failure stay renamed.
     """
-    beside = [path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in paths]
-    modes = []
-    try:
-        for file_path in beside:
-            with open(file_path, "xb") as file:
-                modes.append(stat.S_IMODE(os.fstat(file.fileno()).st_mode))
-        yield beside
-        for file_path, mode in zip(beside, modes, strict=True):
-            with open(file_path, "rb+") as file:
-                os.fchmod(file.fileno(), mode)
-                os.fsync(file.fileno())
-        for file_path, path in zip(beside, paths, strict=True):
-            os.replace(file_path, path)
-    finally:
-        for file_path in beside:
-            with contextlib.suppress(OSError):
-                file_path.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        files = [stack.enter_context(temporary(path)) for path in paths]
+        yield files
+        for file in files:
+            file.flush()
+            os.fsync(file.fileno())
+        for file, path in zip(files, paths, strict=True):
+            os.replace(file.name, path)
     for directory in dict.fromkeys(path.parent for path in paths):
-        _flush_directory(directory)
+        flush_directory(directory)
 
 
-def _flush_directory(directory: Path) -> None:
+@contextlib.contextmanager
+def temporary(path: Path) -> Iterator[BinaryIO]:
+    """An empty file beside a path, locked while the block runs; deleted afterwards unless it was renamed.
+
+    Raises:
+        OSError: the file cannot be created.
+    """
+    remove_leftovers(path)
+    file = _new_file(path)
+    try:
+        # Closed twice where the block fails: the buffer may not fit on a full disk, and the file goes anyway.
+        yield file
+        file.close()
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)
+        with contextlib.suppress(OSError):
+            file.close()
+
+
+def _new_file(path: Path) -> BinaryIO:
+    while True:
+        file = open(path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp"), "xb")  # noqa: SIM115 -- `temporary`
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if is_at(file.name, file.fileno()):
+            return file
+        file.close()  # Another writer took the file for a leftover before it was locked.
+
+
+def is_at(path: str | Path, handle: int) -> bool:
+    """Whether a path is the file that is open under a descriptor."""
+    try:
+        found, held = os.stat(path), os.fstat(handle)
+    except FileNotFoundError:
+        return False
+    return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Delete the temporary files of a path whose writers were killed; files in progress and all others stay."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError):
+            _remove_if_dead(leftover)
+
+
+def _remove_if_dead(leftover: Path) -> None:
+    handle = os.open(leftover, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:
+            if time.time() - os.fstat(handle).st_mtime < _LEFTOVER_AGE_S:
+                return
+        leftover.unlink()
+    finally:
+        os.close(handle)
+
+
+def flush_directory(directory: Path) -> None:
+    """Bring renames in a directory to the disk, where the file system can."""
     with contextlib.suppress(OSError):  # The files are in place, and some file systems flush no directory.
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -61,21 +122,25 @@ def _flush_directory(directory: Path) -> None:
             os.close(handle)
 
 
-def remove_leftovers(path: Path) -> None:
-    """Delete what `replacing` left beside a path in processes that were killed.
+def make_directory(directory: Path) -> list[Path]:
+    """Create a directory and its parents where they are missing, and bring their names to the disk.
 
-    No other process may be writing the path.
+    Returns:
+        The directories that were created, the innermost first.
 
     Raises:
-        OSError: a leftover cannot be deleted.
+        OSError: one cannot be created.
     """
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        leftover.unlink(missing_ok=True)
+    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        flush_directory(folder.parent)
+    return missing
 
 
 def write_bytes(path: Path, pieces: Iterable[bytes]) -> None:
     """Replace a file by the pieces, one after the other, as `replacing` does."""
-    with replacing(path) as (new,), open(new, "wb") as file:
+    with replacing(path) as (file,):
         for piece in pieces:
             file.write(piece)
 
@@ -85,32 +150,101 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, [text.encode()])
 
 
+def json_bytes(data: Mapping[str, Any]) -> bytes:
+    """Indented JSON.
+
+    Raises:
+        ValueError: the data hold NaN or Inf, which JSON cannot express.
+    """
+    return json.dumps(data, indent=1, allow_nan=False).encode() + b"\n"
+
+
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Replace a file by indented JSON, as `replacing` does.
 
     Raises:
-        ValueError: the data hold NaN or Inf, which JSON cannot express.
+        ValueError: see `json_bytes`.
         OSError: see `replacing`.
     """
-    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n")
+    write_bytes(path, [json_bytes(data)])
 
 
-def read_json(path: Path, error: type[QcutError]) -> dict[str, Any]:
-    """Read a JSON object.
+# ── one writer at a time ─────────────────────────────────────────────────────────────────────────
+
+LOCK_WAIT_S = 600.0
+"""Seconds to wait for another writer of a directory."""
+_PAUSE_S = 0.02
+_TRIES = 10
+_held: set[int] = set()
+
+
+@contextlib.contextmanager
+def writing(directory: Path, name: str, wait_s: float | None = None) -> Iterator[None]:
+    """Keep other writers, of this process and of others, from a directory while the block runs.
+
+    The lock is a file, ``.{name}.lock``, which is gone afterwards. A process that dies frees the lock.
 
     Args:
-        path: the file.
-        error: class of the exception to raise.
+        directory: created if missing, and removed again if the block leaves nothing in it.
+        name: of what is written there; writers of other names are not kept away.
+        wait_s: how long to wait for another writer; None takes `LOCK_WAIT_S`.
 
     Raises:
-        QcutError: of class ``error``, where the file is missing, unreadable, not JSON, or not an object.
+        OSError: directory or lock cannot be created, the file system has no locks, or another writer holds the lock for
+            longer (a TimeoutError).
     """
+    path = directory / f".{name}.lock"
+    created: list[Path] = []
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise error(f"{path}: there is no such file") from None
-    except (OSError, ValueError) as exc:
-        raise error(f"{path}: not readable as JSON: {exc}") from exc
-    if not isinstance(data, dict):
-        raise error(f"{path}: found a JSON {type(data).__name__}, an object is needed")
-    return data
+        for attempt in reversed(range(_TRIES)):
+            created += make_directory(directory)
+            try:
+                handle = _lock(path, LOCK_WAIT_S if wait_s is None else wait_s)
+                break
+            except FileNotFoundError:  # Another writer had made the directory, left nothing in it, and removed it.
+                if not attempt:
+                    raise
+        try:
+            yield
+        finally:
+            if handle in _held:  # else this is a forked child, and the lock its parent's
+                with contextlib.suppress(OSError):
+                    if is_at(path, handle):
+                        path.unlink()
+                _held.discard(handle)
+                os.close(handle)
+    finally:
+        for folder in created:
+            with contextlib.suppress(OSError):  # where something lies in it
+                folder.rmdir()
+
+
+def _lock(path: Path, wait_s: float) -> int:
+    end = time.monotonic() + wait_s
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if is_at(path, handle):  # else its holder deleted the file between the two lines above
+                _held.add(handle)
+                return handle
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(handle)
+                raise TimeoutError(
+                    f"another process has been writing here for {wait_s:g} s and still holds {path.name}"
+                ) from None
+            time.sleep(_PAUSE_S)
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+
+
+def _forget_locks() -> None:
+    """In a forked child: a copy of the parent's lock would outlive the parent."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_forget_locks)

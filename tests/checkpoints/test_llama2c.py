@@ -84,8 +84,8 @@ def test_dtypes_that_are_none():
 
 def test_files_that_are_missing_or_short(tmp_path: Path):
     path = tmp_path / "m.bin"
-    for missing in (path, tmp_path):
-        with pytest.raises(CheckpointError, match=f"{missing}: there is no such file"):
+    for missing, message in ((path, "there is no such file"), (tmp_path, "not a regular file")):
+        with pytest.raises(CheckpointError, match=f"{missing}: {message}"):
             load_llama2c(missing)
     for size in (0, 27):
         path.write_bytes(bytes(size))
@@ -133,6 +133,17 @@ def test_headers_that_ask_for_more_than_there_is_cost_nothing(tmp_path: Path):
     with pytest.raises(CheckpointError, match="found 128 bytes"):
         load_llama2c(path)
     assert time.perf_counter() - start < 5
+
+
+def test_a_small_file_of_thousands_of_layers_fails_at_once(tmp_path: Path):
+    path = tmp_path / "m.bin"
+    sizes = Sizes(dim=2, hidden_dim=1, n_layers=2000, n_heads=1, n_kv_heads=1, vocab_size=1, seq_len=1)
+    floats = 2 + 2000 * (2 + 4 * 4 + 2 + 3 * 2) + 2 + 2
+    path.write_bytes(struct.pack("<7i", *sizes) + bytes(4 * floats))
+    start = time.perf_counter()
+    with pytest.raises(CheckpointError, match=r"n_layers is 2000 in the header; allowed: 1 to 256"):
+        load_llama2c(path)
+    assert time.perf_counter() - start < 2
 
 
 def test_later_versions_are_refused_by_name(tmp_path: Path):

@@ -13,6 +13,7 @@ from torch import nn
 from qcut.conversion.calibration import METHODS, Calibration, LayerStats, calibrate
 from qcut.errors import CalibrationError, ConfigError, DtypeError, QuantizationError
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
+from tests.support.tamper import rewrite
 from tests.support.zoo import same, snapshot, tiny_hf, tiny_lm, token_batches
 
 
@@ -256,3 +257,58 @@ def test_damaged_files_are_refused(tmp_path: Path, how: str) -> None:
 def test_load_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="no such file"):
         Calibration.load(tmp_path)
+
+
+def bad(part: str, at: tuple[int, ...], value: float):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"blocks.0.up.{part}"][at] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *[
+            (bad(part, (1,), v), rf"{part}': found {v} at \[1\]")
+            for part in ("lo", "hi")
+            for v in (math.nan, -math.inf)
+        ],
+        (bad("sample", (2, 1), math.nan), r"sample': found nan at \[2, 1\]; finite"),
+        (bad("sample", (2, 1), 1e9), r"sample': found a value outside of lo and hi at \[2, 1\]"),
+        (bad("lo", (3,), 1e9), r"hi': found less than lo in channel \[3\]; lo <= hi"),
+    ],
+)
+def test_statistics_that_cannot_be_are_refused(tmp_path: Path, change, message: str) -> None:
+    calibrate(tiny_lm(), token_batches(), progress=False).save(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    rewrite(file, change)
+    with pytest.raises(CalibrationError, match=rf"{file}: tensor 'blocks\.0\.up\.{message}"):
+        Calibration.load(tmp_path, verify=False)
+    with pytest.raises(CalibrationError, match="damaged"):
+        Calibration.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": -5}, r"tokens': found -5; allowed: a whole number from 1"),
+        ({"tokens": 1}, r"tokens of 1; 1 to all"),
+        ({"tokens": "9"}, "found '9'"),
+        ({"sample": [1 << 62, 1 << 62]}, "allowed: a whole number from 1"),
+        ({"sample": [2]}, "a list of 2"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    calibrate(tiny_lm(), token_batches(), progress=False).save(tmp_path)
+    rewrite(tmp_path / "calibration.json", lambda data: data["layers"]["blocks.0.up"].update(change))
+    with pytest.raises(CalibrationError, match=message):
+        Calibration.load(tmp_path, verify=False)
+
+
+def test_what_is_not_finite_is_not_written(tmp_path: Path) -> None:
+    cal = calibrate(tiny_lm(), token_batches(), progress=False)
+    cal.quantile = math.nan
+    with pytest.raises(CalibrationError, match="cannot be written"):
+        cal.save(tmp_path / "x")
+    assert not (tmp_path / "x").exists()

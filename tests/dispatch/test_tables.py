@@ -126,28 +126,39 @@ def damaged(**changes: object) -> str:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "not a table of tuned kernels"),
-        ("[]", "not a table of tuned kernels"),
-        ("{}", "not a table of tuned kernels"),
-        (damaged()[:-40], "not a table of tuned kernels"),
+        ("", "not readable as JSON"),
+        ("[]", "an object"),
+        ("{}", "'schema' is missing"),
+        (damaged()[:-40], "not readable as JSON"),
         (damaged(schema=1), "schema 1; this qcut reads 2"),
-        (damaged(choices=[1]), "not a table of tuned kernels"),
-        (damaged(m=0), "sizes from 1 up"),
-        (damaged(m=True), "whole numbers"),
-        (damaged(n=1.5), "whole numbers"),
-        (damaged(time_us=0), "time_us is a positive number"),
-        (damaged(time_us=float("nan")), "time_us is a positive number"),
-        (damaged(out="f64"), "out is one of"),
-        (damaged(layouts="tt"), "layouts one of"),
+        (damaged(choices=[1]), "found 1; allowed: an object"),
+        (damaged(m=0), "a whole number from 1"),
+        (damaged(m=True), "found True; allowed: a whole number"),
+        (damaged(n=1.5), "found 1.5; allowed: a whole number"),
+        (damaged(time_us=0), "'time_us': found 0"),
+        (damaged(time_us=float("nan")), "found the number NaN"),
+        (damaged(out="f64"), "one of f16, s8"),
+        (damaged(layouts="tt"), "'layouts': found 'tt'; allowed: one of"),
         (damaged(tile={"threadblock_shape": [1, 2, 3], "depth": 4}), "no tile of family 'int8_mma'"),
         (damaged(tile=[]), "no tile of family 'int8_mma'"),
-        (damaged(versions=[]), "not a table of tuned kernels"),
+        (damaged(tile={"threadblock_shape": "abc"}), "'threadblock_shape': found 'abc'; allowed: a list of 3"),
+        (
+            damaged(tile={"threadblock_shape": [1, 2, "3"]}),
+            "'threadblock_shape[2]': found '3'; allowed: a whole number",
+        ),
+        (
+            damaged(tile={"threadblock_shape": [1, 2, 3], "schedule": "late"}),
+            "found 'late'; allowed: one of multistage",
+        ),
+        (damaged(splits=-1), "'splits': found -1"),
+        ("[" * 100_000, "objects within one another"),
+        (damaged(versions=[]), "'versions': found []; allowed: an object"),
     ],
 )
 def test_damaged_files_are_ignored_with_a_reason_and_kept_when_replaced(text: str, reason: str) -> None:
     path().parent.mkdir(parents=True)
     path().write_text(text)
-    with pytest.raises(ConfigError, match=reason):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
         tuned.read(path())
     table = tuned.table_for(GPU)
     assert table.rows == ()
@@ -174,7 +185,7 @@ def test_a_table_with_ignored_rows_is_kept_when_replaced(monkeypatch: pytest.Mon
 def test_binary_files_and_tables_of_another_gpu_are_ignored() -> None:
     path().parent.mkdir(parents=True)
     path().write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read" in tuned.table_for(GPU).notes[0]
+    assert "not readable as JSON" in tuned.table_for(GPU).notes[0]
     path().write_text(tuned.to_text(Table("NVIDIA Other", (ROW,))))
     tuned.forget()
     assert tuned.table_for(GPU).rows == ()

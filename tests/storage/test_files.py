@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import signal
 import stat
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from qcut.errors import ConfigError
-from qcut.storage.files import read_json, remove_leftovers, replacing, write_bytes, write_json, write_text
+from qcut.storage import files
+from qcut.storage.files import make_directory, replacing, write_bytes, write_json, write_text, writing
+from qcut.storage.reading import read_json
 
 
 def names(folder: Path) -> list[str]:
@@ -36,8 +43,7 @@ def test_new_files_have_the_mode_of_any_other(tmp_path: Path) -> None:
         try:
             write_text(tmp_path / "text", "")
             with replacing(tmp_path / "other") as (new,):
-                new.unlink()  # as safetensors does, which renames a private file of its own
-                new.touch(0o600)
+                new.write(b"x")
         finally:
             os.umask(before)
         for name in ("text", "other"):
@@ -59,9 +65,8 @@ def test_files_reach_the_disk_before_any_is_renamed(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "fsync", flush)
     monkeypatch.setattr(os, "replace", rename)
     with replacing(tmp_path / "b", tmp_path / "a") as new:
-        assert [path.parent for path in new] == [tmp_path, tmp_path]
-        for path in new:
-            path.write_text("new")
+        for file in new:
+            file.write(b"new")
     assert steps == ["file", "file", "b", "a", "directory"]
 
 
@@ -98,21 +103,111 @@ def test_a_directory_that_cannot_be_flushed_is_no_failure(tmp_path: Path, monkey
     assert (tmp_path / "a").read_text() == "new"
 
 
-def test_leftovers_of_one_file_are_removed(tmp_path: Path) -> None:
-    for name in (".a[1].0123abcd.tmp", ".a1.0123abcd.tmp", "a[1]", ".a[1].keep"):
+def test_the_next_writer_removes_what_dead_ones_left_and_nothing_else(tmp_path: Path) -> None:
+    others = {".a1.0123abcd.tmp", ".a[1].keep", ".a[1].tmp"}
+    for name in (".a[1].0123abcd.tmp", *others):
         (tmp_path / name).touch()
-    remove_leftovers(tmp_path / "a[1]")
-    assert names(tmp_path) == [".a1.0123abcd.tmp", ".a[1].keep", "a[1]"]
+    with replacing(tmp_path / "a[1]") as (slow,):
+        slow.write(b"slow")
+        write_text(tmp_path / "a[1]", "fast")  # leaves the file in progress alone
+        assert len(names(tmp_path)) == 1 + len(others) + 1
+    assert (tmp_path / "a[1]").read_text() == "slow"
+    assert set(names(tmp_path)) == {"a[1]", *others}
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(None, "there is no such file"), ("{", "not readable as JSON"), ("[]", "found a JSON list"), ("\udcff", "JSON")],
-)
-def test_files_that_hold_no_json_object(tmp_path: Path, text: str | None, message: str) -> None:
-    if text is not None:
-        (tmp_path / "x").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(ConfigError, match=message):
-        read_json(tmp_path / "x", ConfigError)
-    with pytest.raises(ValueError):
-        write_json(tmp_path / "x", {"x": float("nan")})
+def test_a_temporary_file_that_was_taken_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, taken = fcntl.flock, []
+
+    def late(file: BinaryIO, how: int) -> None:
+        if not taken and how == fcntl.LOCK_EX:
+            taken.append(file.name)
+            os.unlink(file.name)
+        lock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    write_text(tmp_path / "a", "new")
+    assert taken
+    assert (tmp_path / "a").read_text() == "new"
+
+
+def test_new_directories_reach_the_disk_with_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = []
+    fsync = os.fsync
+
+    def flush(handle: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    assert make_directory(tmp_path / "a" / "b") == [tmp_path / "a" / "b", tmp_path / "a"]
+    assert flushed == [str(tmp_path / "a"), str(tmp_path)]
+    assert make_directory(tmp_path / "a") == []
+
+
+# ── one writer at a time ─────────────────────────────────────────────────────────────────────────
+
+
+def test_writers_wait_for_one_another_but_not_for_ever(tmp_path: Path) -> None:
+    with writing(tmp_path, "x"), writing(tmp_path, "y"):
+        start = time.monotonic()
+        message = r"another process has been writing here for 0\.1 s.*\.x\.lock"
+        with pytest.raises(TimeoutError, match=message), writing(tmp_path, "x", 0.1):
+            pass
+        assert 0.1 <= time.monotonic() - start < 5
+    assert names(tmp_path) == []
+    inside, most = [], []
+
+    def write(i: int) -> None:
+        with writing(tmp_path, "x"):
+            inside.append(i)
+            most.append(len(inside))
+            time.sleep(0.005)
+            inside.remove(i)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(20)))
+    assert most == [1] * 20
+    assert names(tmp_path) == []
+
+
+def test_a_directory_that_another_writer_took_away_again_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lock, gone = tmp_path / "new", files._lock, []
+
+    def late(path: Path, wait_s: float) -> int:
+        if not gone:
+            gone.append(path)
+            folder.rmdir()
+        return lock(path, wait_s)
+
+    monkeypatch.setattr(files, "_lock", late)
+    with writing(folder, "x"):
+        assert names(folder) == [".x.lock"]
+    assert gone
+    assert names(tmp_path) == []
+
+
+def test_the_lock_of_a_dead_writer_is_free_even_if_it_had_forked(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with writing(tmp_path, "x"):
+            if grandchild := os.fork():
+                os.write(writer, b"%d\n" % grandchild)
+                time.sleep(60)
+            time.sleep(60)
+        os._exit(0)
+    grandchild = int(os.read(reader, 20))
+    with pytest.raises(TimeoutError), writing(tmp_path, "x", 0.05):
+        pass
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    try:
+        with writing(tmp_path, "x", 5.0):
+            pass
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+    assert names(tmp_path) == []

@@ -28,7 +28,9 @@ from qcut.errors import CheckpointError, DtypeError, UnsupportedError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
 from qcut.models.modules import WEIGHT_DTYPES, is_linear, tensor_key, weight_nk
+from qcut.numerics.checks import out_of_range
 from qcut.storage.files import write_bytes
+from qcut.storage.reading import file_size, read_into, read_up_to, reading
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("<7i")
 _MAGIC = 0x616B3432
 """First int32 in files of later versions of the format; version 0 begins with dim instead."""
+_MOST_LAYERS = 256
+"""Twice what the deepest models have; a small file could ask for thousands, which take long to build."""
 _THETA, _EPS = 10000.0, 1e-5
 
 
@@ -128,19 +132,14 @@ def load_llama2c(
     if dtype not in WEIGHT_DTYPES:
         allowed = ", ".join(str(d).removeprefix("torch.") for d in WEIGHT_DTYPES)
         raise DtypeError(f"dtype is {str(dtype).removeprefix('torch.')}; allowed: {allowed}")
-    if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such file")
-    try:
-        with open(path, "rb") as file:
-            header = _read_header(file, path)
-            model = _skeleton(header, path)
-            for entry in header.entries():
-                if not entry.module:
-                    file.seek(4 * math.prod(entry.shape), os.SEEK_CUR)
-                    continue
-                model.get_submodule(entry.module).weight = nn.Parameter(_read(file, entry, dtype, device, path))
-    except OSError as exc:
-        raise CheckpointError(f"{path}: cannot be read: {exc}") from exc
+    with reading(path, CheckpointError) as file:
+        header = _read_header(file, path)
+        model = _skeleton(header, path)
+        for entry in header.entries():
+            if not entry.module:
+                file.seek(4 * math.prod(entry.shape), os.SEEK_CUR)
+                continue
+            model.get_submodule(entry.module).weight = nn.Parameter(_read(file, entry, dtype, device, path))
     if header.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     rotary = model.model.rotary_emb
@@ -149,8 +148,8 @@ def load_llama2c(
 
 
 def _read_header(file: BinaryIO, path: Path) -> _Header:
-    size = os.fstat(file.fileno()).st_size
-    head = file.read(_HEADER.size)
+    size = file_size(file)
+    head = read_up_to(file, _HEADER.size)
     if len(head) < _HEADER.size:
         raise CheckpointError(f"{path}: found {len(head)} bytes; a llama2.c header is {_HEADER.size}")
     header = _Header(*_HEADER.unpack(head))
@@ -166,6 +165,8 @@ def _read_header(file: BinaryIO, path: Path) -> _Header:
         )
     if size != header.file_bytes:
         raise CheckpointError(f"{path}: found {size} bytes; {header} asks for {header.file_bytes}")
+    if header.n_layers > _MOST_LAYERS:
+        raise CheckpointError(f"{path}: n_layers is {header.n_layers} in the header; allowed: 1 to {_MOST_LAYERS}")
     return header
 
 
@@ -194,13 +195,13 @@ def _skeleton(header: _Header, path: Path) -> Any:
 
 
 def _read(file: BinaryIO, entry: _Entry, dtype: torch.dtype, device: torch.device | str, path: Path) -> Tensor:
-    values = np.fromfile(file, "<f4", math.prod(entry.shape))
-    if values.size != math.prod(entry.shape):
+    values = np.empty(math.prod(entry.shape), "<f4")
+    if read_into(file, values.data.cast("B")) < values.nbytes:
         raise CheckpointError(f"{path}: the file ends in tensor {entry.label}")
     tensor = torch.from_numpy(values.astype(np.float32, copy=False)).to(dtype).view(entry.shape)
-    if not tensor.isfinite().all():
+    if found := out_of_range(tensor):
         kind = str(dtype).removeprefix("torch.")
-        raise CheckpointError(f"{path}: tensor {entry.label} holds NaN or Inf, or values beyond {kind}")
+        raise CheckpointError(f"{path}: tensor {entry.label} holds NaN or Inf, or values beyond {kind}: {found}")
     if entry.heads:
         tensor = tensor.view(entry.heads, -1, 2, entry.shape[1]).transpose(1, 2).reshape(entry.shape)
     return tensor.to(device)

@@ -10,12 +10,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qcut.errors import CheckpointError, ConfigError
+from qcut.storage.reading import file_size, read_bounded, read_up_to, reading
 
 _HEAD = struct.Struct("<i")
 _TOKEN = struct.Struct("<fi")
 _CHARACTER = re.compile(rb"[\x00-\xff][\x80-\xbf]{0,3}")
 _RAW_BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = frozenset(b"\t\n\v\f\r") | frozenset(range(0x20, 0x7F))
+_TOKENIZER_BYTES = 256 << 20
 _LOWEST_SCORE = -1e10
 """run.c merges neighbours only if their token has a better score."""
 
@@ -59,21 +61,16 @@ class Llama2cTokenizer:
         path = Path(path)
         if vocab_size < 1:
             raise ConfigError(f"vocab_size is {vocab_size}; allowed: >= 1")
-        if not path.is_file():
-            raise CheckpointError(f"{path}: there is no such file")
-        try:
-            with open(path, "rb") as file:
-                head = file.read(_HEAD.size)
-                longest = _HEAD.unpack(head)[0] if len(head) == _HEAD.size else 0
-                least, size = _HEAD.size + vocab_size * _TOKEN.size, path.stat().st_size
-                if longest < 1 or not least <= size <= least + vocab_size * longest:
-                    raise CheckpointError(
-                        f"{path}: {size} bytes, max_token_length {longest}; {vocab_size} tokens are at least {least} "
-                        "bytes, and max_token_length more each at most"
-                    )
-                data = file.read()
-        except OSError as exc:
-            raise CheckpointError(f"{path}: cannot be read: {exc}") from exc
+        with reading(path, CheckpointError) as file:
+            head = read_up_to(file, _HEAD.size)
+            longest = _HEAD.unpack(head)[0] if len(head) == _HEAD.size else 0
+            least, size = _HEAD.size + vocab_size * _TOKEN.size, file_size(file)
+            if longest < 1 or not least <= size <= least + vocab_size * longest:
+                raise CheckpointError(
+                    f"{path}: {size} bytes, max_token_length {longest}; {vocab_size} tokens are at least {least} "
+                    "bytes, and max_token_length more each at most"
+                )
+            data = read_bounded(file, _TOKENIZER_BYTES, path, CheckpointError)
         pieces, scores, offset = [], [], 0
         for token in range(vocab_size):
             if len(data) - offset < _TOKEN.size:

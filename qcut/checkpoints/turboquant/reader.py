@@ -15,14 +15,16 @@ as its quantizer has them; its reader knows the seeds of ``different`` alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.skeleton import check_no_meta
+from qcut.checkpoints.limits import check_counts, limited_modules
+from qcut.checkpoints.skeleton import as_like, check_no_meta
 from qcut.checkpoints.turboquant.format import Config, pass_seeds
 from qcut.codebooks import packing
 from qcut.codebooks.quantizer import RotatedCodebook
@@ -30,22 +32,28 @@ from qcut.config import Codebook
 from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.layers.codebook import CodebookLinear
 from qcut.models.modules import is_linear, replace_modules
+from qcut.numerics.checks import out_of_range
 from qcut.progress import progress_bar
-from qcut.storage.files import read_json
-from qcut.storage.tensors import TENSOR_DTYPES, open_tensors
+from qcut.storage.digests import bytes_digest
+from qcut.storage.reading import JSON_BYTES, parse_json, read_bounded
+from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile, TensorHeader
+from qcut.storage.together import open_together, record_path
 
 CONFIG_NAME = "turboquant_config.json"
 MODEL_NAME, QUANTIZED_NAME, REST_NAME = "config.json", "model.safetensors", "non_quantized.safetensors"
+FILE_NAMES = (QUANTIZED_NAME, REST_NAME, MODEL_NAME, CONFIG_NAME)
 PASS_PARTS = (("indices", "norms", "codebook"), ("pass2_indices", "pass2_norms", "pass2_codebook"))
 _PARTS = {part for parts in PASS_PARTS for part in parts} - {"codebook"} | {"bias"}
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
-Header = tuple[str, list[int]]
+Headers = Mapping[str, TensorHeader]
+Opened = Mapping[str, tuple[Path, BinaryIO]]
 
 
 def is_turboquant(directory: str | Path) -> bool:
     """Whether a directory looks like one of that package's."""
-    return (Path(directory) / CONFIG_NAME).is_file()
+    directory = Path(directory)
+    return (directory / CONFIG_NAME).is_file() or record_path(directory, CONFIG_NAME).is_file()
 
 
 def load(
@@ -55,6 +63,7 @@ def load(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     progress: bool = True,
+    verify: bool = True,
 ) -> nn.Module:
     """Read a directory and return the model, ready to run, in evaluation mode.
 
@@ -68,12 +77,13 @@ def load(
         device: where the tensors shall be.
         dtype: what floating parameters outside quantized layers are cast to; None keeps what was saved.
         progress: show a progress bar.
+        verify: compare the digests that qcut's writer leaves in the files; see `qcut.load`.
 
     Raises:
-        CheckpointError: a file is missing, truncated, a pickle or foreign; a tensor is missing, superfluous, of a wrong
-            shape or dtype, or holds what cannot be (named); the model cannot be built, or two of its layers have the
-            same name but for dots and underscores. A model passed in is then incomplete only if reading fails after all
-            checks have passed.
+        CheckpointError: a file is missing, truncated, damaged, a pickle, foreign or of another save; a tensor is
+            missing, superfluous, of a wrong shape or dtype, or holds what cannot be (named); the model cannot be built,
+            or two of its layers have the same name but for dots and underscores. A model passed in is then incomplete
+            only if reading fails after all checks have passed.
         UnsupportedError: entropy coding, factored norms, quantized embeddings, or a key of the configuration that is
             not known (named).
 
@@ -82,38 +92,62 @@ def load(
     Source: docs/schemes.md, section 4.
     """
     directory = Path(directory)
-    config = _read_config(directory / CONFIG_NAME)
-    if not isinstance(model, nn.Module):
-        with torch.device("meta"):
-            model = _skeleton(directory / MODEL_NAME) if model is None else model()
-    readers = {name: _open(directory, name) for name in (QUANTIZED_NAME, REST_NAME)}
-    headers = {name: _headers(reader) for name, reader in readers.items()}
-    path = directory / QUANTIZED_NAME
-    names = _resolve(headers[QUANTIZED_NAME], model, path)
-    linears = linear_layers(model)
-    _require(headers[QUANTIZED_NAME], "codebook", ("F32",), [1 << config.bit_width], path)
-    for stem, name in names.items():
-        _check_layer(headers[QUANTIZED_NAME], stem, name, linears[name], config, path)
-    rest = _check_rest(headers[REST_NAME], model, set(names.values()), directory / REST_NAME)
+    with ExitStack() as stack:
+        opened = open_together(directory, FILE_NAMES, CONFIG_NAME, CheckpointError)
+        for _, file in opened.values():
+            stack.enter_context(file)
+        texts = {name: _text(opened, directory, name) for name in (CONFIG_NAME, MODEL_NAME)}
+        config = _read_config(texts[CONFIG_NAME], directory / CONFIG_NAME)
+        quantized, others = (_open(opened, directory, name) for name in (QUANTIZED_NAME, REST_NAME))
+        _check_revision(quantized, others, texts, model is None, directory, verify)
+        if not isinstance(model, nn.Module):
+            count = len(quantized.headers) + len(others.headers)
+            with torch.device("meta"):
+                model = _skeleton(texts[MODEL_NAME], directory / MODEL_NAME, count) if model is None else model()
+        names = _resolve(quantized.headers, model, quantized.path)
+        linears = linear_layers(model)
+        _require(quantized.headers, "codebook", ("F32",), [1 << config.bit_width], quantized.path)
+        for stem, name in names.items():
+            _check_layer(quantized.headers, stem, name, linears[name], config, quantized.path)
+        rest = _check_rest(others.headers, model, set(names.values()), others.path)
 
-    layers: dict[int, nn.Module] = {}
-    with progress_bar(len(names) + len(rest), "load", "tensor", shown=progress) as advance:
-        for index, (stem, name) in enumerate(names.items()):
-            module = linears[name]
-            read = readers[QUANTIZED_NAME]
-            layer = _read_layer(read, stem, name, module.in_features, config, index, device, path)
-            layers[id(module)] = layer.train(False)
-            advance(1)
-        replace_modules(model, layers)
-        for stored, holders in rest.items():
-            _fill(model, holders, readers[REST_NAME].get_tensor(stored), device, dtype)
-            advance(1)
+        layers: dict[int, nn.Module] = {}
+        with progress_bar(len(names) + len(rest), "load", "tensor", shown=progress) as advance:
+            for index, (stem, name) in enumerate(names.items()):
+                module = linears[name]
+                layer = _read_layer(quantized, stem, name, module.in_features, config, index, device, verify)
+                layers[id(module)] = layer.train(False)
+                advance(1)
+            replace_modules(model, layers)
+            for stored, holders in rest.items():
+                _fill(model, holders, others, stored, device, dtype, verify)
+                advance(1)
     check_no_meta(dict(model.named_modules()), directory)
     return model.eval()
 
 
-def _read_config(path: Path) -> Config:
-    data = read_json(path, CheckpointError)
+def _text(opened: Opened, directory: Path, name: str) -> bytes | None:
+    """The contents of a JSON file, or None where there is none."""
+    if name not in opened:
+        return None
+    path, file = opened[name]
+    try:
+        return read_bounded(file, JSON_BYTES, path, CheckpointError)
+    except OSError as exc:
+        raise CheckpointError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+
+
+def _object(text: bytes | None, path: Path) -> dict[str, Any]:
+    if text is None:
+        raise CheckpointError(f"{path}: there is no such file")
+    data = parse_json(text, path, CheckpointError)
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: found a JSON {type(data).__name__}, an object is needed")
+    return data
+
+
+def _read_config(text: bytes | None, path: Path) -> Config:
+    data = _object(text, path)
     try:
         return Config.from_json(data)
     except ConfigError as exc:
@@ -122,9 +156,38 @@ def _read_config(path: Path) -> Config:
         raise UnsupportedError(f"{path}: {exc}") from exc
 
 
-def _skeleton(path: Path) -> nn.Module:
+def _check_revision(
+    quantized: TensorFile,
+    others: TensorFile,
+    texts: Mapping[str, bytes | None],
+    builds: bool,
+    directory: Path,
+    verify: bool,
+) -> None:
+    """Refuse files of different saves. Files of the package say nothing of theirs."""
+    revisions = [file.facts.get("revision", "") for file in (quantized, others)]
+    if revisions[0] != revisions[1]:
+        raise CheckpointError(
+            f"{directory}: files of different saves: {quantized.path.name} is of {revisions[0] or 'no'!r}, "
+            f"{others.path.name} of {revisions[1] or 'no'!r}"
+        )
+    if not verify or not quantized.facts:
+        return
+    written = quantized.facts["files"]
+    for name, text in texts.items():
+        if text is None or (name == MODEL_NAME and not builds):
+            continue
+        if bytes_digest(text) != written.get(name):
+            raise CheckpointError(
+                f"{directory / name}: damaged, changed, or of another save than {quantized.path.name}: found the "
+                f"SHA-256 {bytes_digest(text)[:16]}…, {str(written.get(name))[:16]}… was written; verify=False reads "
+                "what was changed by hand"
+            )
+
+
+def _skeleton(text: bytes | None, path: Path, tensors: int) -> nn.Module:
     """An empty causal language model of a class that transformers itself defines."""
-    data = read_json(path, CheckpointError)
+    data = _object(text, path)
     try:
         import transformers
     except ImportError:
@@ -132,31 +195,31 @@ def _skeleton(path: Path) -> nn.Module:
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise CheckpointError(f"{path}: model_type is {kind!r}; one that transformers knows is needed, or model=")
+    check_counts(data, tensors, path)
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(data)
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise CheckpointError(f"{path}: transformers has no causal language model of type {kind!r}; pass model=")
-        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+        with limited_modules(tensors, path):
+            return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
     except CheckpointError:
         raise
     except Exception as exc:
         raise CheckpointError(f"{path}: a {kind!r} cannot be built from it: {exc}") from exc
 
 
-def _open(directory: Path, name: str) -> Any:
+def _open(opened: Opened, directory: Path, name: str) -> TensorFile:
     path = directory / name
-    pickles = [p.name for p in (directory / "layers", path.with_suffix(".pt"), directory / "codebook.pt") if p.exists()]
-    if not path.exists() and pickles:
-        raise CheckpointError(
-            f"{path}: there is no such file; {', '.join(pickles)} holds pickles, which are not read: save the model "
-            "again with a version of turboquant-model that writes safetensors"
-        )
-    return open_tensors(path, CheckpointError)
-
-
-def _headers(reader: Any) -> dict[str, Header]:
-    views = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 (no mapping)
-    return {name: (view.get_dtype(), list(view.get_shape())) for name, view in views.items()}
+    if name not in opened:
+        beside = (directory / "layers", path.with_suffix(".pt"), directory / "codebook.pt")
+        if pickles := [p.name for p in beside if p.exists()]:
+            raise CheckpointError(
+                f"{path}: there is no such file; {', '.join(pickles)} holds pickles, which are not read: save the "
+                "model again with a version of turboquant-model that writes safetensors"
+            )
+        raise CheckpointError(f"{path}: there is no such file")
+    where, file = opened[name]
+    return TensorFile(where, CheckpointError, file)
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -164,7 +227,7 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: m for name, m in model.named_modules() if name and isinstance(m, nn.Linear) and is_linear(m)}
 
 
-def _resolve(headers: dict[str, Header], model: nn.Module, path: Path) -> dict[str, str]:
+def _resolve(headers: Headers, model: nn.Module, path: Path) -> dict[str, str]:
     """Name in the file → name in the model, in the model's order."""
     stems: set[str] = set()
     for name in headers:
@@ -188,19 +251,17 @@ def _resolve(headers: dict[str, Header], model: nn.Module, path: Path) -> dict[s
     return names
 
 
-def _require(headers: dict[str, Header], name: str, dtypes: tuple[str, ...], shape: list[int], path: Path) -> None:
+def _require(headers: Headers, name: str, dtypes: tuple[str, ...], shape: list[int], path: Path) -> None:
     if name not in headers:
         raise CheckpointError(f"{path}: tensor {name!r} is missing")
-    dtype, stored_shape = headers[name]
+    dtype, stored_shape = headers[name].code, headers[name].shape
     if dtype not in dtypes or stored_shape != shape:
         raise CheckpointError(
             f"{path}: tensor {name!r}: found {dtype} {stored_shape}, {' or '.join(dtypes)} {shape} is needed"
         )
 
 
-def _check_layer(
-    headers: dict[str, Header], stem: str, name: str, module: nn.Linear, config: Config, path: Path
-) -> None:
+def _check_layer(headers: Headers, stem: str, name: str, module: nn.Linear, config: Config, path: Path) -> None:
     n, k = module.out_features, module.in_features
     groups = -(-k // (config.group_size or k))
     widths = (config.bit_width, config.residual_bit_width)
@@ -221,7 +282,7 @@ def _check_layer(
 
 
 def _check_rest(
-    headers: dict[str, Header], model: nn.Module, layers: set[str], path: Path
+    headers: Headers, model: nn.Module, layers: set[str], path: Path
 ) -> dict[str, list[tuple[str, Tensor]]]:
     """Name in the file → the names and tensors of the model that it fills: several where they are tied."""
     holders: dict[int, list[tuple[str, Tensor]]] = {}
@@ -252,8 +313,9 @@ def _check_rest(
 
 
 def _read_layer(
-    reader: Any, stem: str, name: str, k: int, config: Config, index: int, device: torch.device | str, path: Path
+    file: TensorFile, stem: str, name: str, k: int, config: Config, index: int, device: torch.device | str, verify: bool
 ) -> CodebookLinear:
+    path = file.path
     size = config.group_size or k
     strategy: Any = config.rotation_strategy
     seeds = pass_seeds(config.seed, config.residual_seed, strategy, index)
@@ -262,13 +324,13 @@ def _read_layer(
         if bits is None:
             continue
         names = [part if part == "codebook" else f"{stem}.{part}" for part in parts]
-        stored, norms, values = (reader.get_tensor(one) for one in names)
+        stored, norms, values = (file.read(one, verify=verify) for one in names)
         indices = packing.unpack(stored, 4, k)
         if int(indices.max()) >= 1 << bits:
             raise CheckpointError(f"{path}: tensor {names[0]!r} has index {int(indices.max())}; {bits} bits hold less")
-        if not norms.isfinite().all() or bool((norms < 0).any()):
-            raise CheckpointError(f"{path}: tensor {names[1]!r} has a norm that is negative, NaN or Inf")
-        if not values.isfinite().all() or bool((values.diff() <= 0).any()):
+        if found := out_of_range(norms, 0.0):
+            raise CheckpointError(f"{path}: tensor {names[1]!r}: found {found}; finite norms from 0 are needed")
+        if out_of_range(values) or bool((values.diff() <= 0).any()):
             raise CheckpointError(f"{path}: tensor {names[2]!r}, a codebook, does not ascend: {values.tolist()}")
         kind: Any = config.rotation
         passes.append(RotatedCodebook(indices, norms.view(len(norms), -1), values, size, kind, seed))
@@ -279,9 +341,11 @@ def _read_layer(
         for p in passes
     ]
     bias = f"{stem}.bias"
-    stored = reader.get_tensor(bias).to(device, torch.float32, copy=True) if bias in set(reader.keys()) else None
+    held = file.read(bias, verify=verify).to(device, torch.float32) if bias in file.headers else None
+    if held is not None and (found := out_of_range(held)):
+        raise CheckpointError(f"{path}: tensor {bias!r}: found {found}; finite values are needed")
     try:
-        return CodebookLinear.from_passes(moved, stored, layer_scheme(config, moved), name=name)
+        return CodebookLinear.from_passes(moved, held, layer_scheme(config, moved), name=name)
     except QcutError as exc:
         raise CheckpointError(f"{path}: layer {name!r}: {exc}") from exc
 
@@ -302,15 +366,16 @@ def layer_scheme(config: Config, passes: Sequence[RotatedCodebook]) -> Codebook:
 def _fill(
     model: nn.Module,
     holders: list[tuple[str, Tensor]],
-    tensor: Tensor,
+    file: TensorFile,
+    stored: str,
     device: torch.device | str,
     dtype: torch.dtype | None,
+    verify: bool,
 ) -> None:
-    old = holders[0][1]
-    is_parameter = isinstance(old, nn.Parameter)
-    # copy: a tensor on the CPU would keep the file mapped.
-    tensor = tensor.to(device, dtype if is_parameter and tensor.is_floating_point() else None, copy=True)
-    new = nn.Parameter(tensor, old.requires_grad) if is_parameter else tensor
+    new = as_like(file.read(stored, verify=verify), holders[0][1], device, dtype)
+    is_parameter = isinstance(new, nn.Parameter)
+    if is_parameter and (found := out_of_range(new.detach())):
+        raise CheckpointError(f"{file.path}: tensor {stored!r}: found {found}; finite values are needed")
     for name, _ in holders:
         parent, _, key = name.rpartition(".")
         module = model.get_submodule(parent)

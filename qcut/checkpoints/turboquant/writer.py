@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import secrets
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qcut.checkpoints.turboquant.format import STRATEGIES, Config, pass_seeds, quantize
@@ -28,8 +27,11 @@ from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import is_conv1d, replace_modules, weight_nk
+from qcut.numerics.checks import out_of_range
 from qcut.progress import with_progress
-from qcut.storage.files import replacing
+from qcut.storage.digests import bytes_digest
+from qcut.storage.safetensors_file import write_tensors
+from qcut.storage.together import replacing_together
 
 
 def save_turboquant(model: nn.Module, directory: str | Path) -> None:
@@ -40,8 +42,10 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
     `quantize_model`. Linear layers in float go with the rest. The files hold neither fused activations, which the
     model's class has, nor whether activations are int8.
 
-    All files are written under temporary names, then renamed, the configuration last. Other files are left alone. What
-    goes into the files is in the CPU's memory as a whole: the format has one file for all layers.
+    All files are written under temporary names and put in force together (`qcut.storage.together`): a crash leaves the
+    old model or the new one. They carry digests and the name of the save, which `qcut.load` checks and other readers do
+    not heed. One process saves at a time. Other files are left alone. What goes into the files is in the CPU's memory
+    as a whole: the format has one file for all layers.
 
     Args:
         model: at least one `qcut.Linear` of a codebook scheme.
@@ -51,8 +55,8 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
         UnsupportedError: a layer of another scheme, without a rotation, in place of transformers' ``Conv1D`` (which the
             package does not replace), a quantized embedding, or layers that differ in width, groups, rotation, seeds or
             codebook, which this format has one of (the layer is named).
-        CheckpointError: two layers' names differ in dots and underscores alone; a tensor is on the meta device; or the
-            directory cannot be written.
+        CheckpointError: two layers' names differ in dots and underscores alone; a tensor is on the meta device; a
+            parameter holds NaN or Inf; or the directory cannot be written.
 
     Exactness: `qcut.load` gives back indices, norms and codebooks bit by bit.
 
@@ -78,19 +82,22 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
     config = _describe(model, layers)
     rest = _rest(model, layers)
     quantized, norm_codec = _quantized(layers, stems)
-    files: dict[str, Callable[[Path], object]] = {
-        QUANTIZED_NAME: lambda path: save_file(quantized, path),
-        REST_NAME: lambda path: save_file(rest, path),
-    }
+    texts: dict[str, bytes] = {}
     huggingface: Any = getattr(model, "config", None)
     if hasattr(huggingface, "to_json_string"):
-        files[MODEL_NAME] = lambda path: path.write_text(huggingface.to_json_string(use_diff=True), encoding="utf-8")
-    text = json.dumps(replace(config, norm_codec=norm_codec).to_json(), indent=2)
-    files[CONFIG_NAME] = lambda path: path.write_text(text, encoding="utf-8")
+        texts[MODEL_NAME] = huggingface.to_json_string(use_diff=True).encode()
+    texts[CONFIG_NAME] = json.dumps(replace(config, norm_codec=norm_codec).to_json(), indent=2).encode()
+    facts = {"revision": secrets.token_hex(8), "files": {name: bytes_digest(text) for name, text in texts.items()}}
+    names = (QUANTIZED_NAME, REST_NAME, *texts)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _write(directory, files)
+        with replacing_together(directory, names, CONFIG_NAME, CheckpointError) as files:
+            for file, tensors in zip(files[:2], (quantized, rest), strict=True):
+                write_tensors(file, tensors, facts)
+            for file, text in zip(files[2:], texts.values(), strict=True):
+                file.write(text)
     except (OSError, ValueError, TypeError) as exc:
+        if isinstance(exc, CheckpointError):
+            raise
         raise CheckpointError(f"{directory}: cannot be written: {exc}") from exc
 
 
@@ -180,16 +187,11 @@ def _rest(model: nn.Module, layers: dict[str, CodebookLinear]) -> dict[str, Tens
     for name, tensor in named:
         if tensor.is_meta:
             raise CheckpointError(f"{name}: the tensor is on the meta device and has no values to save")
+        if isinstance(tensor, nn.Parameter) and (found := out_of_range(tensor.detach())):
+            raise CheckpointError(f"{name}: found {found}; finite parameters can be saved")
         if id(tensor) not in inside:
             rest[name] = tensor.detach().cpu().contiguous()
     return rest
-
-
-def _write(directory: Path, files: dict[str, Callable[[Path], object]]) -> None:
-    """All files, or none of them."""
-    with replacing(*(directory / name for name in files)) as new:
-        for path, write in zip(new, files.values(), strict=True):
-            write(path)
 
 
 def quantize_model(model: nn.Module, config: Config | None = None, *, progress: bool = True) -> None:
