@@ -1,5 +1,6 @@
 # make demo   quantize the embedded GPT-2 checkpoint, compare quality, speed and memory
 # make test   the test suite, side by side on all cores (GPU tests skip themselves without a GPU)
+# make floors   what needs transformers, numpy, … on the oldest versions that pyproject.toml allows
 # make lint   ruff and mypy
 # make docs   the site, in build/docs/index.html; a link that leads nowhere is an error
 # make test-gpu   the GPU tests alone, 14 at a time
@@ -10,7 +11,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test test-gpu architectures sanitize lint format docs clean help
+.PHONY: demo test floors test-gpu architectures sanitize lint format docs clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -31,6 +32,9 @@ demo: $(READY)
 
 test: $(READY)
 	@$(BIN)/python -m pytest --numprocesses auto $(TEST_ARGS)
+
+floors: $(READY)
+	@$(BIN)/python -m tests.floors
 
 # Few tests at a time to a worker: some build kernels for a minute, most take a blink.
 test-gpu: $(READY)

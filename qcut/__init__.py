@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from qcut.versions import require
+
 if TYPE_CHECKING:
     from qcut import errors as errors
     from qcut import ops as ops
@@ -82,6 +84,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"qcut.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'qcut' has no attribute {name!r}")
+    require("torch")
     value = getattr(import_module(f"qcut.{_HOME[name]}"), name)
     globals()[name] = value
     return value

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from qcut import versions
 from qcut.checkpoints import qcut_format
+from qcut.checkpoints.huggingface import causal_model, read_config
 from qcut.checkpoints.turboquant import reader as turboquant_reader
-from qcut.errors import CheckpointError, UnsupportedError
+from qcut.errors import CheckpointError, ConfigError, UnsupportedError
+from qcut.storage.reading import JSON_BYTES, check_extent, open_regular, read_bytes
 
 
 def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, progress: bool = False) -> tuple[Any, Any]:
@@ -28,30 +33,143 @@ def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, prog
         The model in evaluation mode, and its tokenizer.
 
     Raises:
-        UnsupportedError: transformers is not installed.
-        CheckpointError: ``name`` names nothing that qcut or transformers can read; see `qcut.load`.
+        UnsupportedError: transformers is not installed, or too old.
+        CheckpointError: ``name`` names nothing that qcut or transformers can read, has no tokenizer, has no values for
+            some of the model's tensors, or has a configuration that is refused; see `qcut.load`.
+    """
+    transformers = versions.transformers()
+    folder = Path(name)
+    local = bool(name) and folder.is_dir()
+    if not local and (not name or name.startswith((".", "/", "~")) or folder.exists()):
+        raise CheckpointError(f"{name!r}: not a directory" if not name else f"{name}: not a directory")
+    tensors = _check_folder(folder) if local else {}
+    if local:
+        _check_tokenizer_files(folder)
+    with _no_progress_bars():
+        if local and ((folder / qcut_format.CONFIG_NAME).exists() or turboquant_reader.is_turboquant(folder)):
+            model = qcut_format.load(folder, device=device, dtype=dtype, progress=progress)
+        else:
+            model = _huggingface(transformers, name, tensors if local else None, dtype)
+        with _as_checkpoint_errors(f"{name}: its tokenizer cannot be read"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                name, local_files_only=local, trust_remote_code=False, config=getattr(model, "config", None)
+            )
+            tokenizer("a")  # Some of what a tokenizer's files state is looked at when it is used.
+            empty = not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+    if empty:
+        raise CheckpointError(f"{name}: its tokenizer has no tokens; {_SAVE_TOKENIZER}")
+    with _as_checkpoint_errors(f"{name}: the model cannot be put on {device}"):
+        return model.to(device).eval(), tokenizer
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "tekken.json", "*.model", "*.spm", "*.tiktoken")
+_SAVE_TOKENIZER = "tokenizer.save_pretrained(directory) puts one beside the model"
+
+
+def _check_tokenizer_files(folder: Path) -> None:
+    """Look for a tokenizer's data: without, transformers makes up an empty tokenizer."""
+    if not any(True for pattern in _TOKENIZER_FILES for _ in folder.glob(pattern)):
+        raise CheckpointError(f"{folder}: there is no tokenizer ({', '.join(_TOKENIZER_FILES)}); {_SAVE_TOKENIZER}")
+
+
+def _huggingface(transformers: Any, name: str, tensors: dict[str, str] | None, dtype: torch.dtype) -> nn.Module:
+    """A model whose weights transformers reads, from a directory or the hub, of a configuration that is checked.
+
+    transformers fills what is missing with random numbers, casts whole numbers to weights, and at most warns.
+    """
+    local = tensors is not None
+    if local:
+        where = str(Path(name) / "config.json")
+        config = read_config(Path(where))
+        if not tensors:
+            raise CheckpointError(f"{name}: there are no safetensors files, or no tensors in them")
+    else:
+        where = f"{name}: config.json"
+        with _as_checkpoint_errors(name):
+            config, _ = transformers.PretrainedConfig.get_config_dict(name)
+    skeleton: Any = causal_model(config, where, None if tensors is None else len(tensors))
+    with _as_checkpoint_errors(name):
+        model, info = type(skeleton).from_pretrained(
+            name,
+            config=skeleton.config,
+            dtype=dtype,
+            local_files_only=local,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info.get(problem):
+            first = sorted(map(str, info[problem]))[0]
+            raise CheckpointError(f"{name}: {len(info[problem])} {problem.replace('_keys', '')} tensors; first {first}")
+    for key, parameter in model.named_parameters():
+        code = (tensors or {}).get(key, "")
+        if parameter.is_floating_point() and code.startswith(("I", "U", "BOOL")):
+            raise CheckpointError(f"{name}: tensor {key!r}: found {code}, a floating dtype is needed")
+    return cast(nn.Module, model)
+
+
+def _check_folder(folder: Path) -> dict[str, str]:
+    """Look at a folder before transformers reads it, which waits for pipes and takes JSON of any size.
+
+    Returns:
+        The tensors of its safetensors files, and the codes of their dtypes.
+
+    Raises:
+        CheckpointError: something else than regular files, JSON beyond the bounds of `qcut.storage.reading`, or a
+            safetensors file that is damaged (the file is named).
     """
     try:
-        import transformers
-    except ImportError as error:
-        raise UnsupportedError("transformers is not installed: pip install 'qcut[hf]'") from error
-    folder = Path(name)
-    local = folder.is_dir()
-    if not local and (name.startswith((".", "/", "~")) or folder.exists()):
-        raise CheckpointError(f"{name}: not a directory")
+        files = [path for path in sorted(folder.iterdir()) if path.exists() and not path.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error}") from error
+    for path in files:
+        open_regular(path, CheckpointError).close()
+    tensors: dict[str, str] = {}
+    for path in files:
+        if path.suffix == ".json" and path.name not in _VOCABULARIES:
+            check_extent(read_bytes(path, JSON_BYTES, CheckpointError), path, CheckpointError)
+        if path.suffix == ".safetensors":
+            try:
+                with safe_open(path, framework="pt") as file:
+                    names = file.keys()
+                    tensors |= {name: file.get_slice(name).get_dtype() for name in names}
+            except (SafetensorError, OSError, ValueError, MemoryError) as error:
+                raise CheckpointError(f"{path}: truncated or not a safetensors file: {error}") from error
+    return tensors
+
+
+_VOCABULARIES = ("tokenizer.json", "vocab.json")
+"""Of any size; a parser of limited depth reads them."""
+
+
+@contextlib.contextmanager
+def _as_checkpoint_errors(what: str) -> Iterator[None]:
+    """Turn whatever other libraries raise in a block into a CheckpointError of one line."""
     try:
-        with _no_progress_bars():
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=local)
-            if local and ((folder / qcut_format.CONFIG_NAME).exists() or turboquant_reader.is_turboquant(folder)):
-                return qcut_format.load(folder, device=device, dtype=dtype, progress=progress), tokenizer
-            model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
-                name, dtype=dtype, local_files_only=local, use_safetensors=True
-            )
-    except (OSError, ValueError) as error:
-        if isinstance(error, CheckpointError):
+        yield
+    except BaseException as error:  # transformers, tokenizers, safetensors and the hub have dozens of kinds
+        # A panic in the Rust of tokenizers is no Exception.
+        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
             raise
-        raise CheckpointError(f"{name}: {error}") from error
-    return model.to(device).eval(), tokenizer
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{what}: {text[:_MOST_CHARACTERS]}") from error
+
+
+_MOST_CHARACTERS = 600
+
+
+def token_ids(tokenizer: Any, text: str, what: str) -> list[int]:
+    """Token ids of a text that a user gave.
+
+    Raises:
+        ConfigError: the text is not valid Unicode, or the tokenizer does not take it.
+    """
+    try:
+        text.encode()
+        return [int(token) for token in tokenizer(text, verbose=False)["input_ids"]]
+    except Exception as error:
+        raise ConfigError(f"{what} is no text that the tokenizer takes: {error}") from error
 
 
 @contextlib.contextmanager
@@ -77,12 +195,23 @@ def device_of(name: str) -> torch.device:
     """The device of ``--device``; ``auto`` is a GPU where there is one, else the CPU.
 
     Raises:
-        UnsupportedError: ``cuda`` where torch finds none.
+        UnsupportedError: a name that is none of ``auto``, ``cpu`` and ``cuda[:N]``, or ``cuda`` where torch finds no
+            such GPU.
     """
-    available = torch.cuda.is_available()
-    if name.startswith("cuda") and not available:
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda" if found else "cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    match = re.fullmatch(r"cuda(?::(\d{1,4}))?", name, re.ASCII)
+    if match is None:
+        raise UnsupportedError(f"--device {name}: no device that qcut runs on; allowed: auto, cpu, cuda, cuda:N")
+    if not found:
         raise UnsupportedError(f"--device {name}: torch finds no CUDA device; allowed: auto, cpu")
-    return torch.device("cuda" if name == "auto" and available else "cpu" if name == "auto" else name)
+    if int(match[1] or 0) >= found:
+        allowed = ", ".join(f"cuda:{i}" for i in range(found))
+        raise UnsupportedError(f"--device {name}: torch finds {found}; allowed: auto, cpu, {allowed}")
+    return torch.device(name)
 
 
 def dtype_for(name: str, device: torch.device) -> torch.dtype:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.limits import check_counts, check_layer_sizes, limited_modules
 from qcut.checkpoints.skeleton import (
     activation_parent,
     as_like,
     check_headers,
+    check_layer_sizes,
     check_no_meta,
     empty_embedding,
     empty_layer,
@@ -258,7 +258,7 @@ def load(
         check_layer_sizes(saved.layers, sum(file.size for file in files.values()), path)
         if not isinstance(model, nn.Module):
             with torch.device("meta"):
-                model = _from_huggingface(saved, path) if model is None else model()
+                model = from_huggingface(saved.data, path) if model is None else model()
         skeleton = _prepare(saved, model, dtype, path)
         wanted, exact = expected_tensors(model, skeleton.modules)
         check_headers(wanted, exact, read_headers(files, saved.weight_map, path), saved.tied, path)
@@ -290,12 +290,6 @@ def _checked(data: dict[str, Any], path: Path) -> tuple[_Index, set[str]]:
     data = schema.conform(data, _SCHEMA, path, CheckpointError)
     fields = {name: data[name] for name in _Index._fields if name != "data"}
     return _Index(data, **fields), set(data["weight_map"].values())
-
-
-def _from_huggingface(saved: _Index, path: Path) -> nn.Module:
-    check_counts(saved.data.get("huggingface"), len(saved.weight_map), path)
-    with limited_modules(len(saved.weight_map), path):
-        return from_huggingface(saved.data, path)
 
 
 class _Skeleton(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints.huggingface import model_of
 from qcut.config import scheme_from_json
 from qcut.errors import CheckpointError, QcutError
 from qcut.layers.base import Linear
@@ -26,33 +26,24 @@ def from_huggingface(data: dict[str, Any], path: Path) -> nn.Module:
             f"{path}: the model is a {data.get('model_class')!r}, not a class of transformers; "
             "pass model=, a function that builds it"
         )
-    try:
-        import transformers
-    except ImportError:
-        raise CheckpointError(f"{path}: the model is a {info.get('class')!r}: pip install transformers") from None
-    name, config = info.get("class"), info.get("config")
-    cls: Any = (
-        getattr(transformers, name, None) if isinstance(name, str) and re.fullmatch(r"[A-Za-z]\w*", name) else None
+    names = sum(len(data[key]) for key in ("weight_map", "tied") if isinstance(data.get(key), dict))
+    return model_of(
+        info.get("class"), info.get("config"), str(path), tensors=names, generation=info.get("generation_config")
     )
-    is_model: bool = isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)
-    if not is_model or not isinstance(config, dict):
-        raise CheckpointError(f"{path}: found model class {name!r}; a model class of transformers is needed")
-    try:
-        model = cls(cls.config_class.from_dict(_with_floats(config)))
-        if info.get("generation_config") is not None:
-            model.generation_config = transformers.GenerationConfig.from_dict(info["generation_config"])
-        return model
-    except Exception as exc:
-        raise CheckpointError(f"{path}: {name} cannot be built from the saved configuration: {exc}") from exc
 
 
-def _with_floats(data: Any) -> Any:
-    """A configuration with infinities in place of ``{"__float__": "Infinity"}``, as transformers writes them."""
-    if isinstance(data, dict):
-        if data.keys() == {"__float__"} and isinstance(data["__float__"], str):
-            return float(data["__float__"])
-        return {key: _with_floats(value) for key, value in data.items()}
-    return [_with_floats(value) for value in data] if isinstance(data, list) else data
+def check_layer_sizes(layers: Mapping[str, Mapping[str, Any]], stored_bytes: int, path: Path) -> None:
+    """Hold the sizes of quantized layers to what is stored: two bits a weight at least.
+
+    Raises:
+        CheckpointError: a layer has more weights than the files can hold.
+    """
+    for name, spec in layers.items():
+        n, k = spec["out_features"], spec["in_features"]
+        if n * k > 4 * stored_bytes:
+            raise CheckpointError(
+                f"{path}: layer {name!r}: saved with (K, N) = {k, n}; the data files have {stored_bytes} bytes"
+            )
 
 
 def empty_layer(name: str, spec: Any, model: nn.Module, table_of: str | None, path: Path) -> Linear:

@@ -41,35 +41,50 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(command=run)
 
 
+_LARGEST_EXPONENT = 700.0
+_MOST_BYTES = 1 << 30
+
+
+def _read(path: Path) -> str:
+    from qcut.errors import ConfigError
+
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(f"--text {path}: more than {_MOST_BYTES} bytes")
+        return data.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--text {path}: {error}") from error
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; return its exit status."""
     import torch
 
     import qcut
-    from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained
+    from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained, token_ids
     from qcut.engine.engine import Engine
-    from qcut.errors import CheckpointError
     from qcut.models.evaluation import windows_of
     from qcut.progress import with_progress
 
-    try:
-        text = arguments.text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"--text {arguments.text}: {error}") from error
+    text = _read(arguments.text)
     device = device_of(arguments.device)
     bar = sys.stderr.isatty()
     model, tokenizer = load_pretrained(
         arguments.model, dtype=dtype_for(arguments.dtype, device), device=device, progress=bar
     )
-    tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
+    tokens = torch.tensor(token_ids(tokenizer, text, f"--text {arguments.text}"), dtype=torch.int64)
     windows = windows_of(tokens, arguments.window, arguments.max_windows)
     if arguments.scheme is not None:
         qcut.quantize(model, arguments.scheme, progress=bar)
-    engine = Engine(model, batch=arguments.batch, context=arguments.window, kv_cache=arguments.kv_cache)
+    size = min(arguments.batch, len(windows))
+    engine = Engine(model, batch=size, context=arguments.window, kv_cache=arguments.kv_cache)
     total = 0.0
-    for batch in with_progress(windows.split(arguments.batch), "perplexity", "batch", shown=bar):
+    for batch in with_progress(windows.split(size), "perplexity", "batch", shown=bar):
         total += sum(float(scores.double().sum()) for scores in engine.score(batch))
-    value = math.exp(total / (len(windows) * (arguments.window - 1)))
+    mean = total / (len(windows) * (arguments.window - 1))
+    value = math.inf if mean > _LARGEST_EXPONENT else math.exp(mean)
     if arguments.json:
         result = {"model": arguments.model, "scheme": arguments.scheme, "kv_cache": arguments.kv_cache}
         result |= {"text": str(arguments.text), "windows": len(windows), "window": arguments.window}

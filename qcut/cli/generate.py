@@ -122,12 +122,12 @@ def _prepare(model: Any, arguments: argparse.Namespace) -> Any:
 
 
 def _huggingface(arguments: argparse.Namespace, sampling: Any) -> None:
-    from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained
-    from qcut.errors import ConfigError
+    from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained, token_ids
+    from qcut.errors import ConfigError, ContextError
 
     device = device_of(arguments.device)
     model, tokenizer = load_pretrained(arguments.model, dtype=dtype_for(arguments.dtype, device), device=device)
-    ids = list(tokenizer(arguments.prompt)["input_ids"])
+    ids = token_ids(tokenizer, arguments.prompt, "--prompt")
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else model.config.bos_token_id
         if start is None:
@@ -136,6 +136,8 @@ def _huggingface(arguments: argparse.Namespace, sampling: Any) -> None:
     ends = getattr(model.generation_config, "eos_token_id", None)
     stop = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
     engine = _prepare(model, arguments)
+    if len(ids) > engine.context:  # before the prompt is printed
+        raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {engine.context}")
     _write(arguments.prompt)
     pieces = TextPieces(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), ids)
     engine.generate(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from qcut.cli import evaluate as eval_command
 from qcut.cli import generate as generate_command
@@ -27,6 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status: 0 on success, 1 if something is missing or failed, 2 for a wrong command line.
     """
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if stream is None:  # closed by the shell
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):  # a terminal without UTF-8, or a file name that is none
+            stream.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
     try:
         status = int(arguments.command(arguments))
@@ -35,12 +44,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (QcutError, EmitError) as error:
         print(f"qcut: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # a reader such as `head` has seen enough; Python flushes once more as it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # a reader such as `head` has seen enough
+        _forget_output()
         return 1
     except KeyboardInterrupt:
         print("qcut: interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            return _own_fault()
+        print(f"qcut: standard output cannot be written: {error.strerror}", file=sys.stderr)
+        _forget_output()
+        return 1
+    except MemoryError:
+        print("qcut: there is not enough memory", file=sys.stderr)
+        return 1
+    except Exception:
+        return _own_fault()
+
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+
+
+def _forget_output() -> None:
+    """Point standard output at nothing: Python flushes once more as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _own_fault() -> int:
+    traceback.print_exc()
+    print("qcut: this is a fault in qcut; please report it with the lines above", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -48,18 +48,10 @@ def layer_shapes(model: str, skip: tuple[str, ...] = ("lm_head",)) -> list[tuple
 
 
 def _meta_layers(directory: Path) -> dict[str, tuple[int, int]]:
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise CheckpointError(f"{directory}: reading its config.json needs transformers: {error}") from error
-    import torch
+    from qcut.checkpoints.huggingface import causal_model, read_config
 
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory}: its model cannot be made: {error}") from error
+    path = directory / "config.json"
+    model = causal_model(read_config(path), str(path))
     shapes = {}
     for name, module in model.named_modules():
         if is_linear(module):

@@ -12,6 +12,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from qcut import versions
+from qcut.engine.arguments import is_whole, listed_prompts, stop_ids, token_row
 from qcut.engine.attention import PromptAttention, StepAttention
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.families import decoder_of
@@ -114,7 +116,7 @@ class Engine:
             of its results. May be changed between calls.
 
     Raises:
-        UnsupportedError: another architecture; the message names it.
+        UnsupportedError: another architecture, which the message names; or transformers is too old.
         ConfigError: a batch or a context below 1, a context beyond what the model was made for or beyond the window
             that it attends to, or another kind of cache.
         RuntimeError: torch's, where memory is short. The model's values are as they were.
@@ -136,16 +138,17 @@ class Engine:
         graphs: bool = True,
         stack: bool = True,
     ) -> None:
+        versions.require("transformers")
         decoder = decoder_of(model)
         limit = min(decoder.context, decoder.window or decoder.context)
         context = min(limit, DEFAULT_CONTEXT) if context is None else context
-        if batch < 1:
-            raise ConfigError(f"batch is {batch}; allowed: 1 and more")
-        if not 1 <= context <= limit:
+        if not is_whole(batch) or batch < 1:
+            raise ConfigError(f"batch is {batch!r}; allowed: 1 and more")
+        if not is_whole(context) or not 1 <= context <= limit:
             allowed = f"1 to {limit}"
             if limit < decoder.context:
                 allowed += f", the window of its attention; it was made for {decoder.context}"
-            raise ConfigError(f"context is {context}; allowed for {decoder.architecture}: {allowed}")
+            raise ConfigError(f"context is {context!r}; allowed for {decoder.architecture}: {allowed}")
         model.eval()
         self.decoder = decoder.stacked(model) if stack else decoder
         self.batch, self.context = batch, context
@@ -191,7 +194,7 @@ class Engine:
         Raises:
             ContextError: more prompts than the batch, or a prompt longer than the context. The cache stays as it was.
             ShapeError: no prompt, an empty one, or a tensor that is not ``[B, T]``.
-            DtypeError: ids that are no integers.
+            DtypeError: text, or ids that are no integers.
             ConfigError: an id outside of the vocabulary.
         """
         ids, lengths = self._checked(prompts)
@@ -237,7 +240,7 @@ class Engine:
             ShapeError: another number of tokens than of prompts, or no prompt yet.
             DtypeError, ConfigError: as in `prefill`.
         """
-        flat = torch.as_tensor(tokens)
+        flat = token_row(tokens, None)
         if flat.shape != (len(self._lengths),) or not self._lengths:
             raise ShapeError(f"decode: {list(flat.shape)} tokens; allowed: [{len(self._lengths)}], one for each prompt")
         self._check_ids(flat)
@@ -273,12 +276,14 @@ class Engine:
             One `Generated` for each prompt. The last token of each has not been read: `decode` may go on from it.
 
         Raises:
-            As `prefill`; and ConfigError: ``max_new_tokens`` below 1.
+            As `prefill`; and ConfigError: ``max_new_tokens`` below 1, or ``stop`` or ``sampling`` of another kind.
         """
-        if max_new_tokens is not None and max_new_tokens < 1:
-            raise ConfigError(f"max_new_tokens is {max_new_tokens}; allowed: 1 and more, or None")
+        if max_new_tokens is not None and (not is_whole(max_new_tokens) or max_new_tokens < 1):
+            raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; allowed: 1 and more, or None")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise ConfigError(f"sampling is {sampling!r}; allowed: a qcut.Sampling, or None")
         options = sampling or Sampling()
-        stops = frozenset(stop)
+        stops = stop_ids(stop)
         logits = self.prefill(prompts)
         running = [_Running(length, self.context, max_new_tokens, stops) for length in self._lengths]
         device = self.decoder.device
@@ -355,10 +360,10 @@ class Engine:
         if isinstance(prompts, Tensor):
             if prompts.dim() != 2:
                 raise ShapeError(f"prompts have shape {list(prompts.shape)}; allowed: [B, T], or a list of lists")
-            lengths, rows = [prompts.shape[1]] * len(prompts), []
+            lengths, tensors = [prompts.shape[1]] * len(prompts), [prompts]
         else:
-            rows = [list(row) for row in prompts]
-            lengths = [len(row) for row in rows]
+            tensors = [token_row(row, i) for i, row in enumerate(listed_prompts(prompts))]
+            lengths = [len(row) for row in tensors]
         if not lengths:
             raise ShapeError("no prompt; allowed: 1 and more")
         if len(lengths) > self.batch:
@@ -368,15 +373,11 @@ class Engine:
                 raise ShapeError(f"prompt {i} is empty; allowed: 1 token and more")
             if length > self.context:
                 raise ContextError(f"prompt {i} has {length} tokens; this engine's context is {self.context}")
+        for tensor in tensors:
+            self._check_ids(tensor)
         if isinstance(prompts, Tensor):
-            ids = prompts
-        else:
-            tensors = [torch.as_tensor(row) for row in rows]
-            for tensor in tensors:
-                self._check_ids(tensor)
-            ids = nn.utils.rnn.pad_sequence(tensors, batch_first=True)
-        self._check_ids(ids)
-        return ids.long(), lengths
+            return prompts.long(), lengths
+        return nn.utils.rnn.pad_sequence([tensor.long().cpu() for tensor in tensors], batch_first=True), lengths
 
     def _check_ids(self, ids: Tensor) -> None:
         if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:

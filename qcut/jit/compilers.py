@@ -101,8 +101,7 @@ def headers(source: KernelSource) -> list[toolchain.Headers]:
     """
     if unknown := set(source.includes) - set(_INCLUDE_ROOTS):
         raise BuildError(f"unknown include roots {sorted(unknown)}; known: {_INCLUDE_ROOTS}", kernel=source.name)
-    root = toolchain.find_nvcc().root if source.toolchain == "nvcc" else None
-    folders = [toolchain.find_cuda_include(root)]
+    folders = [toolchain.find_nvcc_headers() if source.toolchain == "nvcc" else toolchain.find_cuda_include()]
     if "cutlass" in source.includes:
         folders.append(toolchain.find_cutlass_include())
     return folders

@@ -23,6 +23,8 @@ from qcut.storage.locks import imports_once, once
 
 LIBCUDA = "libcuda.so.1"
 SYSTEM_CUDA = Path("/usr/local/cuda")
+TOOLKIT = "'cuda-toolkit[cccl,crt,cudart,nvcc,nvrtc,nvvm]>=13.0,<14'"
+"""What to install: compilers and headers of one CUDA release, that of an installed torch where it has one."""
 
 # Each wheel brings one of these headers; only all of them together make an include path that compiles.
 _CUDA_HEADERS = {
@@ -69,7 +71,7 @@ def find_nvrtc() -> Tool:
     Raises:
         ToolchainError: NVRTC, cuda-core or its bindings are not installed.
     """
-    advice = "pip install 'nvidia-cuda-nvrtc==13.0.*' 'cuda-python>=13,<14' cuda-core"
+    advice = f"pip install {TOOLKIT} 'cuda-python>=13,<14' cuda-core"
     try:
         from cuda.bindings import nvrtc
         from cuda.pathfinder import load_nvidia_dynamic_lib
@@ -156,11 +158,7 @@ def find_nvcc() -> Tool:
             continue
         return Tool("nvcc", path, release.group(1), root)
     tried = f" ({'; '.join(problems)})" if problems else ""
-    raise ToolchainError(
-        f"no working nvcc{tried}; CUTLASS kernels need it: pip install nvidia-cuda-nvcc==13.0.88 "
-        "nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*', "
-        "or set CUDA_HOME"
-    )
+    raise ToolchainError(f"no working nvcc{tried}; CUTLASS kernels need it: pip install {TOOLKIT}, or set CUDA_HOME")
 
 
 @once
@@ -186,8 +184,28 @@ def find_cuda_include(root: Path | None = None) -> Headers:
         if not _missing_headers(dirs):
             return Headers("CUDA headers", dirs, _header_version(dirs, "cuda_runtime_api.h", "CUDART_VERSION"))
     missing = _missing_headers(mixture)
-    packages = " ".join(f"'{_CUDA_HEADERS[h]}==13.0.*'" for h in missing)
-    raise ToolchainError(f"CUDA headers not found: {', '.join(missing)}; pip install {packages}, or set CUDA_HOME")
+    packages = ", ".join(f"{h} (of {_CUDA_HEADERS[h]})" for h in missing)
+    raise ToolchainError(f"CUDA headers not found: {packages}; pip install {TOOLKIT}, or set CUDA_HOME")
+
+
+def find_nvcc_headers() -> Headers:
+    """Find the CUDA headers for nvcc, of its own release: libcu++ refuses any other.
+
+    Returns:
+        As `find_cuda_include`.
+
+    Raises:
+        ToolchainError: nvcc or a header is missing, or their releases differ.
+    """
+    nvcc = find_nvcc()
+    found = find_cuda_include(nvcc.root)
+    release = ".".join(nvcc.version.split(".")[:2])
+    if found.version not in (release, "unknown"):
+        raise ToolchainError(
+            f"{nvcc.path} is of CUDA {release}, the headers in {found.paths[0]} are of {found.version}; allowed: one "
+            f"release: pip install {TOOLKIT.split('>')[0]}=={found.version}.*'"
+        )
+    return found
 
 
 @imports_once

@@ -27,7 +27,9 @@ from torch import Tensor
 
 from qcut.errors import UnsupportedError
 from qcut.ops import gradients
+from qcut.versions import require
 
+require("torch")
 library = torch.library.Library("qcut", "DEF")
 
 MUTATED = "mutated"

@@ -114,7 +114,7 @@ def parse_json(data: bytes, where: object, error: type[QcutError]) -> Any:
             Inf or a number beyond float64, a whole number beyond 64 bits; a key twice in an object; text that is not
             Unicode.
     """
-    _check_extent(data, where, error)
+    check_extent(data, where, error)
 
     def refuse(text: str) -> Any:
         raise _NotAllowed(f"the number {text[:40]}; finite numbers are needed")
@@ -169,8 +169,12 @@ class _NotAllowed(ValueError):
     """JSON that Python would read and qcut does not."""
 
 
-def _check_extent(data: bytes, where: object, error: type[QcutError]) -> None:
-    """Bound depth and number of values before anything is made of the text."""
+def check_extent(data: bytes, where: object, error: type[QcutError]) -> None:
+    """Bound depth and number of values of JSON before anything is made of the text.
+
+    Raises:
+        QcutError: of class ``error``: deeper than `JSON_DEPTH`, or of more values than `JSON_VALUES`.
+    """
     outside = b"".join(data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
     marks = outside.translate(None, delete=bytes(set(range(256)) - set(b"[]{},")))
     if len(marks) > JSON_VALUES:

@@ -174,6 +174,8 @@ def _open_index(
     made, names = check(data)
     integrity = schema.conform(data, _INTEGRITY, path, error)
     digest = integrity["digest"]
+    if verify and digest is None and integrity["headers"]:
+        raise error(f"{path}: damaged: it has digests of its data files and none of its own")
     if verify and digest is not None and digest != json_digest({k: v for k, v in data.items() if k != "digest"}):
         raise error(
             f"{path}: damaged: its contents are not those whose SHA-256 it holds, {digest[:16]}…; "

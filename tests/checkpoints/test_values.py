@@ -30,7 +30,7 @@ def saved(folder: Path, scheme: str) -> None:
     model = net()
     model.forward = lambda x: model["norm"](model["l"](x))  # type: ignore[method-assign,operator]
     calibration = calibrate(model, [torch.randn(9, 20)], progress=False)
-    quantize(model, scheme, calibration=calibration, progress=False)
+    quantize(model, scheme, calibration=calibration, allow_growth=True, progress=False)
     qcut_format.save(model, folder)
 
 

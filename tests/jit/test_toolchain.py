@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from qcut.emitters.core.source import KernelSource
 from qcut.errors import DeviceError, ToolchainError
-from qcut.jit import toolchain
+from qcut.jit import compilers, toolchain
 from tests.support import ROOT
 
 
@@ -86,7 +87,7 @@ def test_nvrtc_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise pathfinder.DynamicLibNotFoundError(f"{name} is not here")
 
     monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", absent)
-    with pytest.raises(ToolchainError, match=r"nvrtc is not here.*pip install 'nvidia-cuda-nvrtc"):
+    with pytest.raises(ToolchainError, match=r"nvrtc is not here.*pip install 'cuda-toolkit"):
         toolchain.find_nvrtc()
 
 
@@ -108,7 +109,7 @@ def test_nvcc_on_path_may_be_a_wrapper(bare: Path) -> None:
 
 
 def test_nvcc_missing_or_incomplete(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ToolchainError, match="no working nvcc; CUTLASS kernels need it: pip install nvidia-cuda-nvcc"):
+    with pytest.raises(ToolchainError, match="no working nvcc; CUTLASS kernels need it: pip install 'cuda-toolkit"):
         toolchain.find_nvcc()
     fake_nvcc(bare / "a", "13.0.88", cicc=False)
     script(bare / "b" / "bin" / "nvcc", "exit 1")
@@ -138,11 +139,13 @@ def test_gxx(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cuda_headers(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ToolchainError, match=r"cuda_fp16.h.*pip install 'nvidia-cuda-runtime==13.0.\*'.*CUDA_HOME"):
+    with pytest.raises(
+        ToolchainError, match=r"cuda_fp16.h \(of nvidia-cuda-runtime\).*pip install 'cuda-toolkit.*CUDA_HOME"
+    ):
         toolchain.find_cuda_include()
     fake_headers(bare / "a", "cuda_fp16.h")
     monkeypatch.setenv("CUDA_HOME", str(bare / "a"))
-    with pytest.raises(ToolchainError, match=r"found: crt/host_defines.h, nv/target; pip install 'nvidia-cuda-crt"):
+    with pytest.raises(ToolchainError, match=r"found: crt/host_defines.h \(of nvidia-cuda-crt\), nv/target "):
         toolchain.find_cuda_include()
     fake_headers(bare / "b", "crt/host_defines.h", "nv/target")
     monkeypatch.setenv("CUDA_PATH", str(bare / "b"))
@@ -156,6 +159,20 @@ def test_cuda_headers(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole.version == "13.1"
     fake_headers(bare / "d")
     assert toolchain.find_cuda_include(bare / "d").paths[0] == bare / "d" / "include"
+
+
+def test_nvcc_takes_headers_of_its_own_release_alone(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvcc(bare / "a", "13.0.88")
+    fake_headers(bare / "a")
+    version = bare / "a" / "include" / "cuda_runtime_api.h"
+    monkeypatch.setenv("CUDA_HOME", str(bare / "a"))
+    version.write_text("#define CUDART_VERSION  13000\n")
+    assert toolchain.find_nvcc_headers().version == "13.0"
+    toolchain.reset()
+    version.write_text("#define CUDART_VERSION  13020\n")
+    source = KernelSource("f", "", "f", (), "sm_90a", toolchain="nvcc")
+    with pytest.raises(ToolchainError, match=r"nvcc is of CUDA 13.0, the headers in .* are of 13.2; .*==13.2.\*'"):
+        compilers.headers(source)
 
 
 def test_cutlass_headers(monkeypatch: pytest.MonkeyPatch) -> None:

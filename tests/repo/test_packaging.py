@@ -15,14 +15,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from qcut import versions
+from tests import floors
 from tests.support import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-CUDA_RELEASE = "13.0"
 
 
 @pytest.fixture(scope="module")
@@ -92,17 +92,28 @@ def test_console_script_is_callable(project: dict[str, Any]) -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_gpu_wheels_are_linux_only_and_of_one_cuda_release(project: dict[str, Any]) -> None:
+def test_gpu_wheels_are_linux_only_and_follow_the_cuda_release_of_torch(project: dict[str, Any]) -> None:
     requirements = [Requirement(line) for line in project["dependencies"]]
     gpu = [r for r in requirements if r.name.startswith(("nvidia-", "cuda-"))]
-    assert len(gpu) >= 9
+    assert {r.name for r in gpu} == {"cuda-python", "cuda-core", "cuda-toolkit", "nvidia-cutlass"}
     for requirement in gpu:
         assert requirement.marker is not None
         assert requirement.marker.evaluate({"sys_platform": "linux"})
         assert not requirement.marker.evaluate({"sys_platform": "darwin"})
-        if requirement.name.startswith("nvidia-") and requirement.name != "nvidia-cutlass":
-            assert requirement.specifier.contains(f"{CUDA_RELEASE}.88")
-            assert not requirement.specifier.contains("13.1.80")
+    (toolkit,) = (r for r in gpu if r.name == "cuda-toolkit")
+    # torch of CUDA 13 pins this package, each release of torch at another release of CUDA.
+    assert all(toolkit.specifier.contains(version) for version in ("13.0.0", "13.0.2", "13.2.2", "13.5.0"))
+    assert not any(toolkit.specifier.contains(version) for version in ("12.9.1", "14.0.0"))
+    # What the name installs, so that compilers, headers and NVRTC are of one release.
+    assert toolkit.extras == {"cccl", "crt", "cudart", "nvcc", "nvrtc", "nvvm"}
+
+
+def test_the_oldest_versions_are_refused_as_they_are_declared(project: dict[str, Any]) -> None:
+    lines = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    declared = {(r := Requirement(line)).name: r.specifier for line in lines}
+    for package, (oldest, _) in versions.OLDEST.items():
+        assert str(declared[package]) == f">={oldest}"
+        assert f"{package} {oldest} or later" in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_constraints_pin_every_direct_dependency(project: dict[str, Any], pins: dict[str, list[Requirement]]) -> None:
@@ -139,6 +150,20 @@ def test_embedded_checkpoint_is_whole() -> None:
     with safe_open(folder / "model.safetensors", framework="pt") as tensors:
         assert tensors.get_slice("transformer.wte.weight").get_shape() == [8192, 256]
     assert sum(path.stat().st_size for path in folder.iterdir()) < 12_000_000
+
+
+def test_the_oldest_versions_are_tested(project: dict[str, Any]) -> None:
+    oldest = floors.oldest(project)
+    assert {line.partition("==")[0] for line in oldest} == {
+        "filelock",
+        "numpy",
+        "platformdirs",
+        "safetensors",
+        "tqdm",
+        "transformers",
+    }
+    assert "transformers==" + versions.OLDEST["transformers"][0] in oldest
+    assert "make --no-print-directory floors" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_ci_script_is_executable_and_strict() -> None:

@@ -31,6 +31,7 @@ from qcut.models.modules import WEIGHT_DTYPES, is_linear, tensor_key, weight_nk
 from qcut.numerics.checks import out_of_range
 from qcut.storage.files import write_bytes
 from qcut.storage.reading import file_size, read_into, read_up_to, reading
+from qcut.versions import require
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -171,6 +172,7 @@ def _read_header(file: BinaryIO, path: Path) -> _Header:
 
 
 def _skeleton(header: _Header, path: Path) -> Any:
+    require("transformers")
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError:

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from qcut.checkpoints.limits import check_counts, limited_modules
+from qcut.checkpoints.huggingface import causal_class, model_of
 from qcut.checkpoints.skeleton import as_like, check_no_meta
 from qcut.checkpoints.turboquant.format import Config, pass_seeds
 from qcut.codebooks import packing
@@ -187,25 +187,11 @@ def _check_revision(
 
 def _skeleton(text: bytes | None, path: Path, tensors: int) -> nn.Module:
     """An empty causal language model of a class that transformers itself defines."""
-    data = _object(text, path)
+    config = _object(text, path)
     try:
-        import transformers
-    except ImportError:
-        raise CheckpointError(f"{path}: the model is one of transformers: pip install transformers") from None
-    kind = data.get("model_type")
-    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-        raise CheckpointError(f"{path}: model_type is {kind!r}; one that transformers knows is needed, or model=")
-    check_counts(data, tensors, path)
-    try:
-        config = transformers.CONFIG_MAPPING[kind].from_dict(data)
-        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise CheckpointError(f"{path}: transformers has no causal language model of type {kind!r}; pass model=")
-        with limited_modules(tensors, path):
-            return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
-    except CheckpointError:
-        raise
-    except Exception as exc:
-        raise CheckpointError(f"{path}: a {kind!r} cannot be built from it: {exc}") from exc
+        return model_of(causal_class(config, str(path)), config, str(path), tensors=tensors)
+    except CheckpointError as exc:
+        raise CheckpointError(f"{exc}; or pass model=") from exc
 
 
 def _open(opened: Opened, directory: Path, name: str) -> TensorFile:

@@ -5,6 +5,7 @@ Operands are uniform over all 256 values of int8.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -75,10 +76,22 @@ def run(request: Request) -> Report:
     """
     try:
         gpu = current_gpu()
+        _check_size(request, gpu is None)
         return _on_cpu(request) if gpu is None else _on_gpu(request, gpu)
     except torch.OutOfMemoryError as error:
         sizes = f"{request.m} x {request.n} x {request.k}"
         raise DeviceError(f"{sizes} does not fit the GPU's memory: {str(error).splitlines()[0]}") from None
+
+
+_BEYOND_ANY_GPU = 1 << 42
+
+
+def _check_size(request: Request, on_cpu: bool) -> None:
+    """Refuse what fits no memory: torch's own errors are of many kinds, and a CPU may promise what it does not have."""
+    m, n, k = request.m, request.n, request.k
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if on_cpu else _BEYOND_ANY_GPU
+    if (needed := m * k + n * k + m * n) > limit:
+        raise DeviceError(f"{m} x {n} x {k} needs {needed / 2**30:.3g} GiB; the memory has {limit / 2**30:.3g} GiB")
 
 
 def _on_cpu(request: Request) -> Report:

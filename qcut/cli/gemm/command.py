@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from qcut.cli.arguments import positive, positive_float
+from qcut.cli.arguments import natural, positive, positive_float
 from qcut.cli.gemm.report import Request
 from qcut.emitters.families import SPELLINGS
 
@@ -90,7 +90,7 @@ def add_parser(commands: Any) -> None:
         type=positive_float,
         help="factor of the sums with --mode saturate (default: gives C a standard deviation of 40)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random data (default: 0)")
+    parser.add_argument("--seed", type=natural, default=0, help="seed of the random data (default: 0)")
     parser.add_argument(
         "--compare",
         choices=("cublas", "none"),

@@ -1,0 +1,265 @@
+"""Builds models of transformers from configurations that come with checkpoints, none of which is trusted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as registration
+
+from qcut import versions
+from qcut.errors import CheckpointError
+from qcut.storage.reading import JSON_BYTES, check_extent, read_bytes
+
+_HEADS = (
+    "",
+    "FOR_PRETRAINING_",
+    "FOR_CAUSAL_LM_",
+    "FOR_MASKED_LM_",
+    "FOR_SEQ_TO_SEQ_CAUSAL_LM_",
+    "FOR_SPEECH_SEQ_2_SEQ_",
+    "FOR_IMAGE_TEXT_TO_TEXT_",
+    "FOR_MULTIMODAL_LM_",
+    "FOR_TEXT_ENCODING_",
+    "FOR_IMAGE_",
+    "FOR_SEQUENCE_CLASSIFICATION_",
+    "FOR_TOKEN_CLASSIFICATION_",
+    "FOR_QUESTION_ANSWERING_",
+    "FOR_MULTIPLE_CHOICE_",
+    "FOR_NEXT_SENTENCE_PREDICTION_",
+    "FOR_MASKED_IMAGE_MODELING_",
+    "FOR_IMAGE_CLASSIFICATION_",
+    "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_",
+    "FOR_AUDIO_CLASSIFICATION_",
+    "FOR_CTC_",
+)
+"""Causal, encoder and encoder-decoder models, by the names of transformers' tables ``MODEL_…MAPPING_NAMES``."""
+
+_LOADING_ONLY = {
+    "_commit_hash",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "custom_generate",
+    "name_or_path",
+    "transformers_version",
+    "trust_remote_code",
+}
+"""Keys that say where a model came from or which code to fetch for it: of no influence on a class named outright."""
+
+_ELSEWHERE = {
+    "backbone",
+    "compression_config",
+    "quantization_config",
+    "use_kernels",
+    "use_pretrained_backbone",
+    "use_timm_backbone",
+}
+"""Keys that bring in weights or code from elsewhere, unless they are empty or false."""
+
+_QUANTIZATION = ("compression_config", "quantization_config")
+"""Keys whose empty values transformers takes for a configuration."""
+
+_ATTENTION = ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "experts_implementation")
+_ATTENTIONS = ("eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+"""Implementations that torch itself has. Others may be fetched from a hub, as code."""
+
+_LARGEST = 1 << 24
+"""Largest whole number: beyond any vocabulary and any context, except where it is a base of angles."""
+
+_COUNTED = ("layer", "depth", "block", "stage", "expert", "head", "label", "group")
+_MOST_PARTS = 1 << 16
+"""Most layers, heads, … of a kind, and modules and tensors of a model whose number of stored tensors is not known."""
+
+_DEPTH = 16
+
+
+def model_of(name: Any, config: Any, where: str, *, tensors: int | None = None, generation: Any = None) -> nn.Module:
+    """Build a model of a class of transformers, on torch's current device, with random values.
+
+    Args:
+        name: of the class: a causal, encoder or encoder-decoder model, or one with a head for a usual task.
+        config: its configuration, as JSON holds it.
+        where: the file, for messages.
+        tensors: number of tensors that the checkpoint holds, which bounds the number of modules that are made.
+        generation: configuration of generation, as JSON holds it, or None.
+
+    Raises:
+        CheckpointError: another class, or a configuration that names code, weights or kernels from elsewhere, that has
+            impossible numbers, asks for more tensors than there are, or does not fit the class.
+        UnsupportedError: transformers is missing or too old.
+    """
+    transformers = versions.transformers()
+    if not isinstance(name, str) or name not in _class_names() or not isinstance(config, dict):
+        raise CheckpointError(
+            f"{where}: found model class {name!r}; a model class of transformers is needed: a causal, encoder or "
+            "encoder-decoder model"
+        )
+    plain = plain_config(config, where)
+    given = None if generation is None else plain_config(generation, where, "generation_config")
+    try:
+        cls = getattr(transformers, name)
+        with _at_most(_MOST_PARTS if tensors is None else 8 * tensors + 1024, where):
+            model: nn.Module = cls(cls.config_class.from_dict(_with_floats(plain)))
+        if given is not None:
+            model.generation_config = transformers.GenerationConfig.from_dict(given)
+        return model
+    except CheckpointError:
+        raise
+    except Exception as exc:  # whatever a configuration of wrong types makes the class do
+        raise CheckpointError(f"{where}: {name} cannot be built from the saved configuration: {exc}") from exc
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a configuration of transformers, which may hold Infinity and whole numbers of any size.
+
+    Raises:
+        CheckpointError: the file is missing, not JSON, or no object; or it holds NaN.
+    """
+
+    def refuse_nan(text: str) -> float:
+        if text == "NaN":
+            raise CheckpointError(f"{path}: found NaN")
+        return float(text)
+
+    data = read_bytes(path, JSON_BYTES, CheckpointError)
+    check_extent(data, path, CheckpointError)
+    try:
+        config = json.loads(data, parse_constant=refuse_nan)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: found a JSON {type(config).__name__}, an object is needed")
+    return config
+
+
+def causal_class(config: Mapping[str, Any], where: str) -> str:
+    """Name of the causal language model that transformers itself has for a configuration's ``model_type``.
+
+    Raises:
+        CheckpointError: there is none.
+        UnsupportedError: transformers is missing or too old.
+    """
+    versions.transformers()
+    from transformers.models.auto import modeling_auto
+
+    kind = config.get("model_type")
+    name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
+    if name is None:
+        raise CheckpointError(
+            f"{where}: model_type is {_short(kind)}; transformers has no causal language model of that type"
+        )
+    return str(name)
+
+
+def plain_config(config: Any, where: str, key: str = "config") -> dict[str, Any]:
+    """A configuration without what matters to loading alone.
+
+    Args:
+        config: as JSON holds it.
+        where: the file, for messages.
+        key: name of the configuration, for messages.
+
+    Raises:
+        CheckpointError: it names code, weights or kernels from elsewhere, or has impossible numbers; the message names
+            the key and its value.
+    """
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{where}: {key} is a {type(config).__name__}; an object is needed")
+    plain: dict[str, Any] = _plain(config, where, key, 0)
+    return plain
+
+
+def _plain(value: Any, where: str, key: str, depth: int) -> Any:
+    if depth > _DEPTH:
+        raise CheckpointError(f"{where}: {key[:80]}… is nested more than {_DEPTH} deep")
+    name = key.rpartition(".")[2]
+    if name in _ELSEWHERE and value:
+        raise CheckpointError(f"{where}: {key} is {_short(value)}, which is loaded from elsewhere; allowed: none")
+    if name == "model_type" and isinstance(value, str) and value.startswith("timm"):
+        raise CheckpointError(f"{where}: {key} is {value!r}, a model of another library; allowed: transformers' own")
+    if name in _ATTENTION:
+        for one in value.values() if isinstance(value, dict) else (value,):
+            if one is not None and one not in _ATTENTIONS:
+                raise CheckpointError(f"{where}: {key} is {_short(one)}; allowed: {', '.join(_ATTENTIONS)}")
+    if isinstance(value, dict):
+        kept = {str(k): v for k, v in value.items() if k not in _LOADING_ONLY and (v or k not in _QUANTIZATION)}
+        return {k: _plain(v, where, f"{key}.{k}", depth + 1) for k, v in kept.items()}
+    if isinstance(value, list):
+        return [_plain(item, where, key, depth + 1) for item in value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        counted = any(word in name for word in _COUNTED) and "size" not in name
+        most = _MOST_PARTS if counted else _LARGEST
+        if abs(value) > most and not any(word in name for word in ("theta", "base", "label2id")):
+            raise CheckpointError(f"{where}: {key} is {_short(value)}; allowed: at most {most}")
+    return value
+
+
+def _with_floats(data: Any) -> Any:
+    """A configuration with infinities in place of ``{"__float__": "Infinity"}``, as transformers writes them."""
+    if isinstance(data, dict):
+        if data.keys() == {"__float__"} and isinstance(data["__float__"], str):
+            return float(data["__float__"])
+        return {key: _with_floats(value) for key, value in data.items()}
+    return [_with_floats(value) for value in data] if isinstance(data, list) else data
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # Python does not print a whole number of thousands of digits
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+def _class_names() -> set[str]:
+    from transformers.models.auto import modeling_auto
+
+    names: set[str] = set()
+    for head in _HEADS:
+        # A table that this version does not have allows nothing.
+        for value in getattr(modeling_auto, f"MODEL_{head}MAPPING_NAMES", {}).values():
+            names.update((value,) if isinstance(value, str) else value)
+    return names
+
+
+@contextlib.contextmanager
+def _at_most(parts: int, where: str) -> Iterator[None]:
+    """Stop this thread from making more modules, parameters and buffers than that."""
+    count, thread = 0, threading.get_ident()
+
+    def made(*_: object) -> None:
+        nonlocal count
+        count += threading.get_ident() == thread
+        if count > parts:
+            raise CheckpointError(
+                f"{where}: the configuration asks for a model of more than {parts} modules and tensors, many more than "
+                "the checkpoint has"
+            )
+
+    with contextlib.ExitStack() as stack:
+        for register in (
+            registration.register_module_module_registration_hook,
+            registration.register_module_parameter_registration_hook,
+            registration.register_module_buffer_registration_hook,
+        ):
+            stack.callback(register(made).remove)
+        yield
+
+
+def causal_model(config: dict[str, Any], where: str, tensors: int | None = None) -> nn.Module:
+    """The causal language model of a configuration on the meta device: its sizes, without memory.
+
+    Raises:
+        CheckpointError, UnsupportedError: see `model_of` and `causal_class`.
+    """
+    with torch.device("meta"):
+        return model_of(causal_class(config, where), config, where, tensors=tensors)

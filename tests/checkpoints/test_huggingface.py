@@ -1,0 +1,184 @@
+"""Configurations of checkpoints: what may reach transformers, and how large a model they may ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import qcut
+from qcut.checkpoints.huggingface import causal_model, model_of, plain_config
+from qcut.errors import CheckpointError, QcutError
+from tests.support.zoo import tiny_hf
+
+transformers = pytest.importorskip("transformers")
+
+FILE = "folder/qcut_config.json"
+
+
+def config_of(kind: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(tiny_hf(kind).config.to_json_string(use_diff=False))
+    return config
+
+
+def changed(config: dict[str, Any], dotted: str, value: Any) -> dict[str, Any]:
+    inner = config
+    *parents, last = dotted.split(".")
+    for key in parents:
+        inner = inner.setdefault(key, {})
+    inner[last] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("_attn_implementation", "org/kernel", "eager, sdpa"),
+        ("attn_implementation", "kernels-community/flash-attn3@main:f", "eager, sdpa"),
+        ("_attn_implementation_internal", "flash_attention_2", "eager, sdpa"),
+        ("attn_implementation", {"text_config": "org/kernel"}, "eager, sdpa"),
+        ("attn_implementation", ["eager"], "eager, sdpa"),
+        ("text_config.attn_implementation", "org/kernel", "eager, sdpa"),
+        ("vision_config.deep.backbone", "resnet50", "loaded from elsewhere; allowed: none"),
+        ("use_pretrained_backbone", True, "loaded from elsewhere; allowed: none"),
+        ("use_timm_backbone", 1, "loaded from elsewhere; allowed: none"),
+        ("backbone_config.model_type", "timm_wrapper", "a model of another library"),
+        ("quantization_config", {"quant_method": "awq"}, "loaded from elsewhere; allowed: none"),
+        ("use_kernels", True, "loaded from elsewhere; allowed: none"),
+        ("n_layer", 10**9, "at most 65536"),
+        ("encoder.num_hidden_layers", -(10**9), "at most 65536"),
+        ("num_labels", 10**12, "at most 65536"),
+        ("vocab_size", 2**40, "at most 16777216"),
+        ("n_positions", [1, 10**5000], "at most 16777216"),
+    ],
+)
+def test_what_is_refused_is_named(key: str, value: Any, allowed: str) -> None:
+    with pytest.raises(CheckpointError) as refused:
+        model_of("GPT2LMHeadModel", changed(config_of("gpt2"), key, value), FILE)
+    assert str(refused.value).startswith(f"{FILE}: config.{key}")
+    assert allowed in str(refused.value)
+    assert len(str(refused.value)) < 300
+
+
+def test_what_matters_to_loading_alone_is_dropped_everywhere() -> None:
+    foreign = {"auto_map": {"AutoModel": "org/code--file.Class"}, "trust_remote_code": True, "custom_generate": "org/x"}
+    config = {**config_of("llama"), **foreign, "_name_or_path": "/etc", "more": {**foreign, "layers": [foreign]}}
+    plain = plain_config(config, FILE)
+    assert plain["more"] == {"layers": [{}]}
+    assert not set(foreign) & set(plain)
+    assert plain["hidden_size"] == 32
+    with torch.device("meta"):
+        model = model_of("LlamaForCausalLM", config, FILE, generation={"max_length": 7, **foreign})
+    assert model.config._name_or_path == ""
+    assert not set(foreign) & set(vars(model.generation_config))
+    assert model.generation_config.max_length == 7
+
+
+@pytest.mark.parametrize("value", [None, False, {}, "eager", "sdpa"])
+def test_empty_and_harmless_values_pass(value: Any) -> None:
+    keys = ("attn_implementation",) if isinstance(value, str) else ("backbone", "quantization_config", "use_kernels")
+    with torch.device("meta"):
+        assert model_of("GPT2LMHeadModel", config_of("gpt2") | dict.fromkeys(keys, value), FILE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["DetrForObjectDetection", "PreTrainedModel", "AutoModelForCausalLM", "pipeline", "Trainer", "os", "", None, ["x"]],
+)
+def test_other_classes_are_refused(name: Any) -> None:
+    with pytest.raises(CheckpointError, match="a model class of transformers is needed"):
+        model_of(name, config_of("gpt2"), FILE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "GPT2LMHeadModel",
+        "LlamaForSequenceClassification",
+        "BertModel",
+        "BertForMaskedLM",
+        "DistilBertForTokenClassification",
+        "T5ForConditionalGeneration",
+        "T5EncoderModel",
+        "WhisperForConditionalGeneration",
+        "ViTForImageClassification",
+        "CLIPModel",
+        "Wav2Vec2ForCTC",
+        "MixtralForCausalLM",
+    ],
+)
+def test_usual_classes_are_built(name: str) -> None:
+    config = json.loads(getattr(transformers, name).config_class().to_json_string(use_diff=False))
+    with torch.device("meta"):
+        assert type(model_of(name, config, FILE)).__name__ == name
+
+
+def test_no_more_modules_are_made_than_the_file_has_tensors_for() -> None:
+    start = time.perf_counter()
+    for layers in (5_000, 60_000):
+        with torch.device("meta"), pytest.raises(CheckpointError, match=r"more than 1344 modules and tensors"):
+            model_of("GPT2LMHeadModel", config_of("gpt2") | {"n_layer": layers}, FILE, tensors=40)
+    assert time.perf_counter() - start < 20
+    nn.ModuleList(nn.Linear(1, 1) for _ in range(2_000))  # the bound is gone with the block
+
+
+def test_the_bound_is_of_the_thread_that_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    built = []
+    config, attention = config_of("gpt2"), transformers.models.gpt2.modeling_gpt2.GPT2Attention
+    make = attention.__init__
+
+    def watched(self: Any, *args: Any, **options: Any) -> None:
+        with ThreadPoolExecutor(1) as other:
+            built.append(other.submit(lambda: len([nn.Linear(1, 1) for _ in range(3_000)])).result())
+        make(self, *args, **options)
+
+    monkeypatch.setattr(attention, "__init__", watched)
+    with torch.device("meta"):
+        model_of("GPT2LMHeadModel", config, FILE, tensors=40)
+    assert built == [3_000, 3_000]
+
+
+@pytest.mark.parametrize("value", ["a", -1, None, [], {}, 1.5, True, 10**6])
+@pytest.mark.parametrize("key", ["n_layer", "n_head", "n_embd", "vocab_size", "activation_function", "dtype"])
+def test_any_value_of_any_type_is_served_or_refused(key: str, value: Any) -> None:
+    with torch.device("meta"), contextlib.suppress(CheckpointError):
+        model_of("GPT2LMHeadModel", config_of("gpt2") | {key: value}, FILE, tensors=40)
+
+
+def test_nesting_ends_somewhere() -> None:
+    config: Any = {}
+    for _ in range(900):
+        config = {"a": [config]}
+    with pytest.raises(CheckpointError, match="is nested more than 16 deep"):
+        plain_config(config, FILE)
+
+
+def test_a_saved_model_with_a_foreign_kernel_is_not_loaded(tmp_path: Path) -> None:
+    model = tiny_hf("llama")
+    qcut.quantize(model, "w8a8", progress=False)
+    qcut.save(model, tmp_path)
+    path = tmp_path / "qcut_config.json"
+    saved = json.loads(path.read_text())
+    for key, value in (("attn_implementation", "org/kernel"), ("num_hidden_layers", 30_000)):
+        broken = json.loads(path.read_text())
+        broken["huggingface"]["config"][key] = value
+        path.write_text(json.dumps(broken))
+        with pytest.raises(QcutError, match=r"qcut_config\.json: .*(org/kernel|many more than the checkpoint has)"):
+            qcut.load(tmp_path, progress=False, verify=False)
+        path.write_text(json.dumps(saved))
+    assert isinstance(qcut.load(tmp_path, progress=False).get_submodule("model.layers.0.mlp.up_proj"), qcut.Linear)
+
+
+def test_causal_models_are_found_by_their_type() -> None:
+    assert type(causal_model(config_of("llama"), FILE)).__name__ == "LlamaForCausalLM"
+    for kind in ("clip", "nothing", None, ["gpt2"]):
+        with pytest.raises(CheckpointError, match="no causal language model"):
+            causal_model({"model_type": kind}, FILE)

@@ -1,0 +1,1 @@
+"""Broken files for every format that qcut reads: ``python -m tests.fuzz --help``."""

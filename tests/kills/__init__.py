@@ -1,0 +1,1 @@
+"""Writers killed at random moments: ``python -m tests.kills --help``."""

@@ -1,0 +1,52 @@
+"""Writers that are killed leave the old or the new version, and the next one clears up after them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.kills.harness import run
+from tests.kills.writers import WRITERS
+
+KILLS, SEED = 10, 1
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_killed_writer_leaves_the_old_or_the_new(name: str) -> None:
+    tally = run(WRITERS[name], KILLS, SEED)
+    assert not tally.failures, "\n".join(tally.failures)
+    assert sum(tally.counts.values()) == KILLS
+    assert tally.writes, "every writer died before it had written once"
+
+
+def test_a_writer_that_writes_in_place_is_found_out() -> None:
+    def write(folder: Path, i: int) -> None:
+        for part in ("a", "b"):
+            (folder / part).write_text(str(i))
+
+    def found(folder: Path) -> list[str]:
+        return [(folder / part).read_text() for part in ("a", "b") if (folder / part).exists()]
+
+    writer = replace(WRITERS["plan"], name="careless", write=write, found=found, version=lambda i: [str(i), str(i)])
+    tally = run(writer, 60, SEED)
+    assert any("a mixture" in failure for failure in tally.failures)
+
+
+def test_a_writer_that_never_clears_up_is_found_out() -> None:
+    def write(folder: Path, i: int) -> None:
+        new = folder / f"{i}-{os.getpid()}.tmp"
+        new.write_text(str(i) * 100_000)
+        new.replace(folder / "file")
+
+    def found(folder: Path) -> str | None:
+        return (folder / "file").read_text() if (folder / "file").exists() else None
+
+    writer = replace(WRITERS["plan"], name="untidy", write=write, found=found, version=lambda i: str(i) * 100_000)
+    tally = run(writer, 40, SEED)
+    assert tally.unfinished
+    assert any("the next writer leaves" in failure for failure in tally.failures)
