@@ -33,6 +33,8 @@ OUTPUTS = ("f16", "s8")
 """Classes of D: ``f16`` stands for every type wider than a byte."""
 LAYOUTS = tuple(a + b + d for a in "tn" for b in "tn" for d in "tn")
 
+ALIKE = 1.5
+"""Ratio of two GPUs' products per byte of memory up to which one starts from the other's table."""
 _EXTENT = schema.integer(0, 1 << 20)
 _SIZE = schema.integer(1)
 _HEAD = schema.record({"schema": schema.anything()}, more=True)
@@ -60,8 +62,6 @@ _ROW = schema.record(
         "splits": schema.integer(1, 64),
     }
 )
-ALIKE = 1.5
-"""Ratio of two GPUs' products per byte of memory up to which one starts from the other's table."""
 
 Key = tuple[str, str, str, int, int, int]
 

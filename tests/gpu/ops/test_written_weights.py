@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Write, Callable[[], Use]]] = {
     },
     **{
         f"{op}-{m}": (quantized, lambda op=op, m=m: codebook(op, m))
-        for op, m in (("codebook_gemv", 1), ("codebook_gemm", 4), ("codebook_gemm", 64), ("rotate_tokens", 4))
+        for op, m in (("codebook_gemv", 1), ("codebook_gemm", 4), ("codebook_gemm", 64), ("rotate_tokens", 8))
     },
     **{op: (activated, lambda op=op: norm(op)) for op in ("add_norm", "add_norm_int8")},
 }
