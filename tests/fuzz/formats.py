@@ -202,7 +202,7 @@ def read_turboquant(folder: Path) -> Read:
                 for name, layer in layers.items()
             },
             "rest": {name: tensor_state(t)[1:] for name, t in rest if id(t) not in inside},
-            "config": json.loads(model.config.to_json_string(use_diff=False)),
+            "config": json.loads(json.dumps(model.config.to_dict(), default=str)),
             "generation": model.generation_config.to_json_string(),
         }
     )
@@ -275,7 +275,7 @@ def read_huggingface(folder: Path) -> Read:
     model, tokenizer = load_pretrained(str(folder), dtype=torch.float32, device=torch.device("cpu"))
     tokenizer("ab")
     named = {name: tensor_state(t)[1:] for name, t in model.named_parameters(remove_duplicate=False)}
-    config = json.loads(model.config.to_json_string(use_diff=False))
+    config = json.loads(json.dumps(model.config.to_dict(), default=str))
     return Read({"tensors": named, "config": config, "generation": model.generation_config.to_json_string()})
 
 

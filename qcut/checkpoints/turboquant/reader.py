@@ -168,8 +168,8 @@ def _check_revision(
     revisions = [file.facts.get("revision", "") for file in (quantized, others)]
     if revisions[0] != revisions[1]:
         raise CheckpointError(
-            f"{directory}: files of different saves: {quantized.path.name} is of {revisions[0] or 'no'!r}, "
-            f"{others.path.name} of {revisions[1] or 'no'!r}"
+            f"{others.path}: of another save, {revisions[1] or 'none'!r}, than {quantized.path.name}, which is of "
+            f"{revisions[0] or 'none'!r}"
         )
     if not verify or not quantized.facts:
         return
