@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from qcut.versions import require
+from qcut.process.versions import require
 
 if TYPE_CHECKING:
     from qcut import errors as errors

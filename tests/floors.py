@@ -1,7 +1,8 @@
 """Tests on the oldest versions that pyproject.toml allows: ``python -m tests.floors``, or ``make floors``.
 
 The oldest versions lie in a virtual environment over the one that runs this, in ``build/floors``, so that torch is not
-installed twice. torch itself is left out: its oldest version is gigabytes, and `qcut.versions` refuses older ones.
+installed twice. torch itself is left out: its oldest version is gigabytes, and `qcut.process.versions` refuses
+older ones.
 """
 
 from __future__ import annotations

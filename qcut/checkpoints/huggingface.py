@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as registration
 
-from qcut import versions
 from qcut.errors import CheckpointError
+from qcut.process import versions
 from qcut.storage.reading import JSON_BYTES, check_extent, read_bytes
 
 _HEADS = (

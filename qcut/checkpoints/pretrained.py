@@ -12,11 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from qcut import versions
 from qcut.checkpoints import qcut_format
 from qcut.checkpoints.huggingface import causal_model, read_config
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError, ConfigError, UnsupportedError
+from qcut.process import versions
 from qcut.storage.reading import JSON_BYTES, check_extent, open_regular, read_bytes
 
 

@@ -31,7 +31,7 @@ from qcut.layers.embedding import Embedding
 from qcut.layers.stored import StateEntry
 from qcut.models.modules import WEIGHT_DTYPES, FusedActivation, dtype_name, replace_modules
 from qcut.numerics.checks import out_of_range
-from qcut.progress import progress_bar, with_progress
+from qcut.process.progress import progress_bar, with_progress
 from qcut.storage import schema
 from qcut.storage.safetensors_file import TensorFile
 from qcut.storage.tensors import TensorFiles, read_index

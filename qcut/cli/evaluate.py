@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained, token_ids
     from qcut.engine.engine import Engine
     from qcut.models.evaluation import windows_of
-    from qcut.progress import with_progress
+    from qcut.process.progress import with_progress
 
     text = _read(arguments.text)
     device = device_of(arguments.device)

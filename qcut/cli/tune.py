@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qcut.cli.arguments import positive, positive_float
 from qcut.emitters.families import FAMILIES, INT8_CUTLASS, SPELLINGS
 from qcut.errors import ConfigError, DeviceError
-from qcut.progress import print_above
+from qcut.process.progress import print_above
 
 if TYPE_CHECKING:
     from qcut.dispatch.gpus import Target

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, layer_prefix
-from qcut.storage.locks import Lock
+from qcut.process.locks import Lock
 
 Kind = Literal["hadamard", "qr", "none"]
 KINDS = ("hadamard", "qr")

@@ -24,7 +24,7 @@ from qcut.models.selection import DEFAULT_SKIP, find_layers
 from qcut.models.tracing import NormPair, trace_norms
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
-from qcut.progress import with_progress
+from qcut.process.progress import with_progress
 from qcut.storage import schema
 from qcut.storage.tensors import TensorFiles, read_index
 

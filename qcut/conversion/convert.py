@@ -25,7 +25,7 @@ from qcut.layers.embedding import Embedding, token_tables
 from qcut.models.modules import as_given, fusible_activations, keep_hooks, tensor_key, weight_nk, weight_of
 from qcut.models.selection import check_model, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
-from qcut.progress import with_progress
+from qcut.process.progress import with_progress
 
 _ERROR_ROWS = 64
 """Calibration tokens that a layer's output error is measured on."""

@@ -19,7 +19,7 @@ from qcut.errors import CalibrationError, ConfigError, PlanError
 from qcut.layers.base import Linear
 from qcut.models.modules import tensor_key, tied_elsewhere, weight_nk, weight_of
 from qcut.models.selection import DEFAULT_SKIP, find_layers
-from qcut.progress import with_progress
+from qcut.process.progress import with_progress
 
 __all__ = ["Plan", "plan"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from qcut.errors import CalibrationError
 from qcut.models.modules import evaluating, forward, model_device, to_device
 from qcut.models.selection import DEFAULT_SKIP, find_layers
-from qcut.progress import with_progress
+from qcut.process.progress import with_progress
 
 
 @torch.no_grad()

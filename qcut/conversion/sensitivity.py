@@ -24,7 +24,7 @@ from qcut.models.modules import (
     to_device,
     weight_nk,
 )
-from qcut.progress import progress_bar
+from qcut.process.progress import progress_bar
 
 Metric = Literal["perplexity", "output error"]
 

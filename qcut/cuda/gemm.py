@@ -23,7 +23,7 @@ from qcut.emitters.stream import w8a8 as stream
 from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.ops.gemm import GemmS8
 from qcut.ops.registry import serves
-from qcut.storage.locks import once
+from qcut.process.locks import once
 
 TMA_ROWS = 64
 """Least rows of a layer's int8 operands on sm_90a: a TMA box that hangs over the edge of A loads slower."""

@@ -23,7 +23,7 @@ from qcut.jit import toolchain
 from qcut.jit.compilers import read_output, run_all
 from qcut.jit.launch import load_shared
 from qcut.jit.scratch import scratch_folder
-from qcut.storage.locks import Lock, once
+from qcut.process.locks import Lock, once
 
 SOURCE = Path(__file__).with_name("linear_ops.cpp")
 SCHEMES = ("w8a8", "w8a8_static", "w8a16")

@@ -27,7 +27,7 @@ from qcut.emitters.core.source import DType, KernelSource
 from qcut.errors import LaunchError
 from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
-from qcut.storage.locks import Lock, once
+from qcut.process.locks import Lock, once
 
 DTYPES = {
     torch.float16: DType.F16,

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from qcut import versions
 from qcut.engine.arguments import is_whole, listed_prompts, stop_ids, token_row
 from qcut.engine.attention import PromptAttention, StepAttention
 from qcut.engine.decode_loop import DecodeLoop, Fetched
@@ -21,6 +20,7 @@ from qcut.engine.kv_cache import KVCache, KVDtype
 from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
 from qcut.models.evaluation import token_nll
 from qcut.numerics.sampling import Sampling, sample
+from qcut.process import versions
 
 DEFAULT_CONTEXT = 4096
 """Default context in tokens of an engine whose model was made for more."""

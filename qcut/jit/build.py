@@ -22,7 +22,7 @@ from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import cache, toolchain
 from qcut.jit.compilers import Resources, compile_text, device_flags, headers, host_flags, parse_resources
-from qcut.progress import progress_bar
+from qcut.process.progress import progress_bar
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"]+)[>"]', re.MULTILINE)
 _COMMENT_LINE = re.compile(rb"^[ \t]*//.*(?<!\\)\n", re.MULTILINE)

@@ -18,7 +18,7 @@ from qcut.errors import LaunchError
 from qcut.jit import device as _device
 from qcut.jit import toolchain
 from qcut.jit.build import Binary, rebuild
-from qcut.storage.locks import Lock
+from qcut.process.locks import Lock
 
 FLAG_PDL = 1
 """Bit of ``qcut_launch``'s flags: let the kernel start before its predecessor ends."""

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from qcut.errors import DeviceError, ToolchainError
 from qcut.jit.scratch import environment, scratch_folder, unsafe_character
-from qcut.storage.locks import imports_once, once
+from qcut.process.locks import imports_once, once
 
 LIBCUDA = "libcuda.so.1"
 SYSTEM_CUDA = Path("/usr/local/cuda")

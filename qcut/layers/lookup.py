@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qcut.codebooks import rotation
 from qcut.codebooks.layout import Geometry
-from qcut.storage.locks import once
+from qcut.process.locks import once
 
 
 class Lookup(NamedTuple):

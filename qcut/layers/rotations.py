@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qcut.codebooks import tokens as rotated_tokens
 from qcut.codebooks.rotation import Kind
-from qcut.storage.locks import Lock
+from qcut.process.locks import Lock
 
 _ROTATE = torch.ops.qcut.rotate_tokens.default
 _HALVES = (torch.float16, torch.bfloat16)

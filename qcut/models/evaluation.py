@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from qcut.errors import DtypeError, ShapeError
 from qcut.models.modules import evaluating, forward, model_device, output_tensor
-from qcut.progress import with_progress
+from qcut.process.progress import with_progress
 
 
 def windows_of(token_ids: Tensor, window: int = 512, max_windows: int | None = None) -> Tensor:

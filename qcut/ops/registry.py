@@ -27,7 +27,7 @@ from torch import Tensor
 
 from qcut.errors import UnsupportedError
 from qcut.ops import gradients
-from qcut.versions import require
+from qcut.process.versions import require
 
 require("torch")
 library = torch.library.Library("qcut", "DEF")

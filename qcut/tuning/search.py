@@ -29,7 +29,7 @@ from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import BuildError, DeviceError
 from qcut.jit import Binary, build_many
 from qcut.jit.build import fingerprint
-from qcut.progress import progress_bar, with_progress
+from qcut.process.progress import progress_bar, with_progress
 from qcut.tuning import timing
 from qcut.tuning.journal import Journal
 

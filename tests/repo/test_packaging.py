@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from qcut import versions
+from qcut.process import versions
 from tests import floors
 from tests.support import ROOT
 

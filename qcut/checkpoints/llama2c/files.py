@@ -29,9 +29,9 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, is_table
 from qcut.models.modules import WEIGHT_DTYPES, is_linear, tensor_key, weight_nk
 from qcut.numerics.checks import out_of_range
+from qcut.process.versions import require
 from qcut.storage.files import write_bytes
 from qcut.storage.reading import file_size, read_into, read_up_to, reading
-from qcut.versions import require
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

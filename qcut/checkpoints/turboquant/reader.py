@@ -33,7 +33,7 @@ from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedErro
 from qcut.layers.codebook import CodebookLinear
 from qcut.models.modules import is_linear, replace_modules
 from qcut.numerics.checks import out_of_range
-from qcut.progress import progress_bar
+from qcut.process.progress import progress_bar
 from qcut.storage.digests import bytes_digest
 from qcut.storage.reading import JSON_BYTES, parse_json, read_bounded
 from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile, TensorHeader

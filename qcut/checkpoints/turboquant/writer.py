@@ -28,7 +28,7 @@ from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import is_conv1d, replace_modules, weight_nk
 from qcut.numerics.checks import out_of_range
-from qcut.progress import with_progress
+from qcut.process.progress import with_progress
 from qcut.storage.digests import bytes_digest
 from qcut.storage.safetensors_file import write_tensors
 from qcut.storage.together import replacing_together

@@ -18,7 +18,7 @@ from qcut.cuda.plans import forget_plans, target, watched_loads
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError
 from qcut.errors import DeviceError, QcutError
-from qcut.progress import progress_bar
+from qcut.process.progress import progress_bar
 
 
 @dataclass(frozen=True)

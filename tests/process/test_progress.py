@@ -9,14 +9,14 @@ import threading
 import pytest
 from tqdm import tqdm
 
-from qcut import progress
+from qcut.process import progress
 from tests.support import ROOT
 
 
 def test_a_bar_that_is_not_shown_touches_no_tqdm():
     program = (
         "import sys\n"
-        "from qcut.progress import with_progress\n"
+        "from qcut.process.progress import with_progress\n"
         "assert list(with_progress(range(3), 'work', 'step', shown=False)) == [0, 1, 2]\n"
         "assert 'tqdm' not in sys.modules\n"
     )

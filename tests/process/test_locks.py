@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from qcut.storage.locks import Lock, imports_once, once
+from qcut.process.locks import Lock, imports_once, once
 
 # Python 3.12 and later warn of forks of processes with threads, which is what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qcut import versions
 from qcut.errors import UnsupportedError
+from qcut.process import versions
 from tests.support import ROOT
 
 
