@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,9 @@ from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError, ConfigError, UnsupportedError
 from qcut.process import versions
 from qcut.storage.reading import JSON_BYTES, check_extent, open_regular, read_bytes
+
+_Stored = dict[str, tuple[str, list[int]]]
+"""Code of the dtype and shape of stored tensors, by name."""
 
 
 def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, progress: bool = False) -> tuple[Any, Any]:
@@ -72,7 +76,7 @@ def _check_tokenizer_files(folder: Path) -> None:
         raise CheckpointError(f"{folder}: there is no tokenizer ({', '.join(_TOKENIZER_FILES)}); {_SAVE_TOKENIZER}")
 
 
-def _huggingface(transformers: Any, name: str, tensors: dict[str, str] | None, dtype: torch.dtype) -> nn.Module:
+def _huggingface(transformers: Any, name: str, tensors: _Stored | None, dtype: torch.dtype) -> nn.Module:
     """A model whose weights transformers reads, from a directory or the hub, of a configuration that is checked.
 
     transformers fills what is missing with random numbers, casts whole numbers to weights, and at most warns.
@@ -88,6 +92,8 @@ def _huggingface(transformers: Any, name: str, tensors: dict[str, str] | None, d
         with _as_checkpoint_errors(name):
             config, _ = transformers.PretrainedConfig.get_config_dict(name)
     skeleton: Any = causal_model(config, where, None if tensors is None else len(tensors))
+    if tensors is not None:
+        _check_sizes(skeleton, tensors, name)
     with _as_checkpoint_errors(name):
         model, info = type(skeleton).from_pretrained(
             name,
@@ -103,17 +109,30 @@ def _huggingface(transformers: Any, name: str, tensors: dict[str, str] | None, d
             first = sorted(map(str, info[problem]))[0]
             raise CheckpointError(f"{name}: {len(info[problem])} {problem.replace('_keys', '')} tensors; first {first}")
     for key, parameter in model.named_parameters():
-        code = (tensors or {}).get(key, "")
+        code, _ = (tensors or {}).get(key, ("", []))
         if parameter.is_floating_point() and code.startswith(("I", "U", "BOOL")):
             raise CheckpointError(f"{name}: tensor {key!r}: found {code}, a floating dtype is needed")
     return cast(nn.Module, model)
 
 
-def _check_folder(folder: Path) -> dict[str, str]:
+def _check_sizes(skeleton: nn.Module, tensors: _Stored, name: str) -> None:
+    """Hold a model's sizes to the stored tensors before transformers makes memory for them."""
+    for key, parameter in skeleton.named_parameters():
+        if key in tensors and tensors[key][1] != list(parameter.shape):
+            raise CheckpointError(
+                f"{name}: tensor {key!r}: found {tensors[key][1]}, the configuration asks for {list(parameter.shape)}"
+            )
+    wanted = sum(parameter.numel() for parameter in skeleton.parameters())
+    stored = sum(math.prod(shape) for _, shape in tensors.values())
+    if wanted > 2 * stored + _FEW_VALUES:  # a tied tensor may be stored once and counted twice
+        raise CheckpointError(f"{name}: the configuration asks for {wanted} values, and the files have {stored}")
+
+
+def _check_folder(folder: Path) -> _Stored:
     """Look at a folder before transformers reads it, which waits for pipes and takes JSON of any size.
 
     Returns:
-        The tensors of its safetensors files, and the codes of their dtypes.
+        The tensors of its safetensors files.
 
     Raises:
         CheckpointError: something else than regular files, JSON beyond the bounds of `qcut.storage.reading`, or a
@@ -125,7 +144,7 @@ def _check_folder(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{folder}: cannot be read: {error}") from error
     for path in files:
         open_regular(path, CheckpointError).close()
-    tensors: dict[str, str] = {}
+    tensors: _Stored = {}
     for path in files:
         if path.suffix == ".json" and path.name not in _VOCABULARIES:
             check_extent(read_bytes(path, JSON_BYTES, CheckpointError), path, CheckpointError)
@@ -133,12 +152,14 @@ def _check_folder(folder: Path) -> dict[str, str]:
             try:
                 with safe_open(path, framework="pt") as file:
                     names = file.keys()
-                    tensors |= {name: file.get_slice(name).get_dtype() for name in names}
+                    views = {name: file.get_slice(name) for name in names}
+                    tensors |= {name: (view.get_dtype(), view.get_shape()) for name, view in views.items()}
             except (SafetensorError, OSError, ValueError, MemoryError) as error:
                 raise CheckpointError(f"{path}: truncated or not a safetensors file: {error}") from error
     return tensors
 
 
+_FEW_VALUES = 1 << 20
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 """Of any size; a parser of limited depth reads them."""
 

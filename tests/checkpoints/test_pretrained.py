@@ -82,6 +82,12 @@ def whole_numbers(folder: Path) -> None:
     save_file({**load_file(path), "model.norm.weight": torch.ones(16, dtype=torch.int32)}, path, {"format": "pt"})
 
 
+def huge_where_nothing_is_stored(folder: Path) -> None:
+    for part in ("gate", "up", "down"):
+        drop(f"model.layers.0.mlp.{part}_proj.weight")(folder)
+    edit("config.json", lambda d: d.update(intermediate_size=10**6))(folder)
+
+
 def pipe(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     os.mkfifo(folder / "generation_config.json")
@@ -100,6 +106,11 @@ def pipe(folder: Path) -> None:
             r"config.json: config.num_hidden_layers is 10+; allowed",
         ),
         (edit("config.json", lambda d: d.update(intermediate_size=None)), "intermediate_size"),
+        (
+            edit("config.json", lambda d: d.pop("hidden_size")),
+            r"embed_tokens.weight.: found \[28, 16\], the configuration asks",
+        ),
+        (huge_where_nothing_is_stored, r"the configuration asks for \d+ values, and the files have \d+"),
         (edit("tokenizer.json", lambda d: d.update(added_tokens=[{"id": "x"}])), "expected u32"),
         (edit("tokenizer_config.json", lambda d: d.update(model_max_length="x")), "'>' not supported"),
         (whole_numbers, "'model.norm.weight': found I32, a floating dtype is needed"),
