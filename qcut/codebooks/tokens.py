@@ -12,6 +12,7 @@ each with a seed of its own, follow one another along K.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -73,15 +74,16 @@ def rotate_tokens(
     return flat.to(out), None
 
 
+@functools.cache
 def operand_layout(
-    kind: Kind, group_size: int, x: Tensor, passes: int
+    kind: Kind, group_size: int, k: int, dtype: torch.dtype, passes: int
 ) -> tuple[tuple[torch.dtype, ...], tuple[int, ...]]:
-    """Dtypes and shape that `operands` have for tokens x ``[M, K]``; ``kind`` is hadamard or qr."""
-    geometry = Geometry(x.shape[1], group_size)
+    """Dtypes and shape that `operands` have for tokens ``[M, K]`` of a dtype; ``kind`` is hadamard or qr."""
+    geometry = Geometry(k, group_size)
     if kind == "hadamard":
         return (torch.int32,), (passes, geometry.k_padded // 32)
     side = -(-geometry.full // _TILE) * _TILE
-    matrices = x.dtype if x.dtype is torch.bfloat16 else torch.float16
+    matrices = dtype if dtype is torch.bfloat16 else torch.float16
     return (matrices,), (passes, geometry.groups, side, side)
 
 

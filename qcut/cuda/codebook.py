@@ -8,7 +8,6 @@ before its first call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from qcut.codebooks import rotation
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
-from qcut.cuda.operands import dense
+from qcut.cuda.operands import dense, parameters
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch import codebook as dispatch
@@ -302,14 +301,12 @@ def _multiply(call: CodebookGemm) -> Tensor:
     y = call.fake()
     if m == 0:
         return y
-    # A list keeps copies alive until the launch.
-    weight = [dense(t) for t in (call.units, call.norms, call.fold) if t is not None]
-    product = _product_of(call, dispatch.bucket(m), weight)
+    weight = parameters(call.units, call.norms, call.fold)
+    product = _product_of(call, dispatch.bucket(m), call.constants and not weight.copied)
     plan = _plan(product, call.x.get_device())
-    tensors = [dense(call.x), *weight]
-    vectors = [dense(t) for t in (call.row_scale, call.col_scale, call.bias, call.residual) if t is not None]
+    x, vectors = dense(call.x), parameters(call.row_scale, call.col_scale, call.bias, call.residual)
     sizes = (m, product.n, product.units, product.n)
-    args = (*_addresses(tensors), y.data_ptr(), *sizes, *call.book, *_addresses(vectors))
+    args = (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *call.book, *vectors.addresses)
     plan.launch(m, args, current_stream(call.x.get_device()))
     return y
 
@@ -317,8 +314,8 @@ def _multiply(call: CodebookGemm) -> Tensor:
 @serves(CodebookGemv)
 def codebook_gemv(call: CodebookGemv) -> Tensor:
     call.check()
-    weight = [dense(t) for t in (call.operands, call.units, call.norms)]
-    product, device = _product_of(call, 1, weight, rotates=True), call.x.get_device()
+    weight, device = parameters(call.operands, call.units, call.norms), call.x.get_device()
+    product = _product_of(call, 1, call.constants and not weight.copied, rotates=True)
     plan = _product_plans.get((product, device))
     if plan is None:
         if not has_kernel(product, target(device)):
@@ -326,19 +323,14 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
             return _multiply(call.product(blocks))
         plan = _plan(product, device)
     y = call.fake()
-    tensors = [dense(call.x), *weight]
-    vectors = [dense(t) for t in (call.col_scale, call.bias, call.residual) if t is not None]
+    x, vectors = dense(call.x), parameters(call.col_scale, call.bias, call.residual)
     sizes = (1, product.n, product.units, call.x.shape[1], product.units // len(call.seeds), product.n)
-    args = (*_addresses(tensors), y.data_ptr(), *sizes, *call.book, *_addresses(vectors))
+    args = (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *call.book, *vectors.addresses)
     plan.launch(1, args, current_stream(device))
     return y
 
 
-def _product_of(
-    call: CodebookGemm | CodebookGemv, rows: int, weight: Sequence[Tensor], *, rotates: bool = False
-) -> Product:
-    """The product of a call; ``weight`` is what its kernel reads early. A copy is written by the kernel just before."""
-    given = (call.operands, call.units, call.norms) if isinstance(call, CodebookGemv) else call[3:6]
+def _product_of(call: CodebookGemm | CodebookGemv, rows: int, constants: bool, *, rotates: bool = False) -> Product:
     return Product(
         x=call.x.dtype,
         rows=rows,
@@ -351,14 +343,10 @@ def _product_of(
         activation=call.activation,
         residual=call.residual is not None,
         rotates=rotates,
-        constants=call.constants and all(any(t is own for own in given) for t in weight),
+        constants=constants,
     )
 
 
 def _plan(product: Product, device: int) -> LaunchPlan:
     key = (product, device)
     return _product_plans.get(key) or _product_plans.make(key, lambda: product.spec(target(device)).load(device))
-
-
-def _addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(t.data_ptr() for t in tensors)

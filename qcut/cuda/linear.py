@@ -19,7 +19,7 @@ from torch import Tensor
 from qcut.config import padded_k
 from qcut.cuda import native
 from qcut.cuda.gemm import TMA_ROWS, Product, has_cutlass, w8a16_spec
-from qcut.cuda.operands import dense, row_major
+from qcut.cuda.operands import dense, parameters, row_major
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, m_bucket, target
 from qcut.cuda.quantize import per_tensor_spec, per_token_spec
 from qcut.dispatch import gemm as dispatch
@@ -338,28 +338,6 @@ def _load_absmax(layer: LinearLayer, device: int) -> AbsmaxPlan:
     return AbsmaxPlan(None if spec is None else spec.load(device))
 
 
-class _Weight(NamedTuple):
-    """A layer's weight, scale and bias as kernels read them.
-
-    Attributes:
-        tensors: themselves or dense copies, kept until the launch is queued.
-        copied: whether one is a copy, which the kernel just before writes.
-    """
-
-    tensors: list[Tensor]
-    copied: bool
-
-    @classmethod
-    def of(cls, *given: Tensor | None) -> _Weight:
-        there = [t for t in given if t is not None]
-        tensors = [dense(t) for t in there]
-        return cls(tensors, any(a is not b for a, b in zip(there, tensors, strict=True)))
-
-    @property
-    def addresses(self) -> list[int]:
-        return [t.data_ptr() for t in self.tensors]
-
-
 @serves(Int8Linear)
 def int8_linear(call: Int8Linear) -> Tensor:
     call.check()
@@ -368,7 +346,7 @@ def int8_linear(call: Int8Linear) -> Tensor:
     y = call.fake()
     if m == 0:
         return y
-    weight = _Weight.of(call.qweight, call.weight_scale, bias)
+    weight = parameters(call.qweight, call.weight_scale, bias)
     options = (bias is not None, call.activation, absmax is not None, call.constants and not weight.copied)
     layer = Int8Layer(call.dtype, m_bucket(m), n, k, *options)
     key = (layer, device)
@@ -392,7 +370,7 @@ def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
         return call.fake()
     x, stride = row_major(call.x)
     aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
-    weight = _Weight.of(call.qweight, call.weight_scale, call.bias)
+    weight = parameters(call.qweight, call.weight_scale, call.bias)
     constants = call.constants and not weight.copied
     options = (call.bias is not None, call.activation, aligned, constants)
     layer = LinearLayer("w8a8", x.dtype, m_bucket(m), n, k, *options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,35 @@ def is_aligned(*tensors: Tensor | None) -> bool:
 def dense(t: Tensor) -> Tensor:
     """The tensor itself where it is contiguous and aligned for vector loads, else a copy."""
     return t if t.is_contiguous() and t.data_ptr() % 16 == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+class Parameters(NamedTuple):
+    """Tensors as kernels read them.
+
+    Attributes:
+        tensors: themselves or dense copies, kept until the launch is queued.
+        addresses: where they start.
+        copied: whether one is a copy, which the kernel queued just before writes.
+    """
+
+    tensors: list[Tensor]
+    addresses: list[int]
+    copied: bool
+
+
+def parameters(*given: Tensor | None) -> Parameters:
+    """Those that are not None, `dense`. One loop, since this is the hot path."""
+    tensors, addresses, copied = [], [], False
+    for tensor in given:
+        if tensor is None:
+            continue
+        address = tensor.data_ptr()
+        if address % 16 or not tensor.is_contiguous():
+            tensor, copied = dense(tensor), True
+            address = tensor.data_ptr()
+        tensors.append(tensor)
+        addresses.append(address)
+    return Parameters(tensors, addresses, copied)
 
 
 def row_major(x: Tensor) -> tuple[Tensor, int]:

@@ -357,21 +357,22 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
     def _books(self) -> list[Books]:
         """The codebooks as 16-bit values on the host, from which launches take them."""
-        tensors, read = self._codebooks(), self._read
-        if read is None or not (torch.compiler.is_compiling() or read.holds_for(*tensors)):
+        read = self._read
+        if read is None or not (torch.compiler.is_compiling() or read.holds_for(self._buffers)):
+            tensors = [cast(Tensor, self._buffers[key]) for key in self._codebook_keys]
             books = [{dtype: products.pack_book(codebook, dtype) for dtype in _HALVES} for codebook in tensors]
-            read = self._read = Reading(tensors, books)
+            read = self._read = Reading(self._buffers, self._codebook_keys, books)
         return read.value
 
-    def _codebooks(self) -> list[Tensor]:
-        buffers = cast(dict[str, Tensor], self._buffers)
-        return [buffers[key] for key in _CODEBOOK_KEYS[: len(self.set_bits)]]
+    @property
+    def _codebook_keys(self) -> Sequence[str]:
+        return _CODEBOOK_KEYS[: len(self.set_bits)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         read = self._read
         super()._apply(fn, recurse)
         # Moving changes no value: the call that follows need not wait for the device.
-        self._read = None if read is None else Reading(self._codebooks(), read.value)
+        self._read = None if read is None else Reading(self._buffers, self._codebook_keys, read.value)
         return self
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ _WITH_ABSMAX = torch.ops.qcut.noted_linear.default
 _W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.default
 _W8A16 = torch.ops.qcut.w8a16_linear.default
 
+_RANGE_KEYS = ("input_scale", "input_zero_point")
 _MOST_SCALE = torch.finfo(torch.float32).max / 127 * (1 + 2**-23)
 """The scale of the largest float32, which may be rounded up."""
 
@@ -170,14 +171,14 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
         Raises:
             QuantizationError: a scale that is not positive and finite, or a zero point out of range.
         """
-        tensors, read = self._range_tensors(), self._read
-        if read is None or not (torch.compiler.is_compiling() or read.holds_for(*tensors)):
-            scale, zero_point = float(tensors[0]), int(tensors[1])
+        read = self._read
+        if read is None or not (torch.compiler.is_compiling() or read.holds_for(self._buffers)):
+            scale, zero_point = float(self.input_scale), int(self.input_zero_point)
             if not 0 < scale < math.inf:
                 raise QuantizationError(f"input_scale is {scale}; allowed: positive and finite", self.name)
             if not -128 <= zero_point <= 127:
                 raise QuantizationError(f"input_zero_point is {zero_point}; allowed: -128 to 127", self.name)
-            read = self._read = Reading(tensors, (scale, zero_point))
+            read = self._read = Reading(self._buffers, _RANGE_KEYS, (scale, zero_point))
         return read.value
 
     def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
@@ -214,7 +215,7 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
         self.input_zero_point = torch.full((1,), zero_point, dtype=torch.int32, device=weight.device)
         self.col_scale = self.input_scale * self.weight_scale
         self.colsum = numerics.colsum_ref(self.qweight)
-        self._read = Reading(self._range_tensors(), (scale, zero_point))
+        self._read = Reading(self._buffers, _RANGE_KEYS, (scale, zero_point))
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
@@ -233,12 +234,8 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
         read = self._read
         super()._apply(fn, recurse)
         # Moving changes no value: the call that follows need not wait for the device.
-        self._read = None if read is None else Reading(self._range_tensors(), read.value)
+        self._read = None if read is None else Reading(self._buffers, _RANGE_KEYS, read.value)
         return self
-
-    def _range_tensors(self) -> tuple[Tensor, Tensor]:
-        b = self._buffers  # see `_product`
-        return cast(Tensor, b["input_scale"]), cast(Tensor, b["input_zero_point"])
 
 
 class W8A16Linear(Int8Linear, schemes=[W8A16()]):

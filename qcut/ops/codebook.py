@@ -83,7 +83,8 @@ class RotateTokens(NamedTuple):
             name = str(self.out_dtype).removeprefix("torch.")
             check_dtype(op, f"x, with tokens of {name},", x.dtype, (self.out_dtype,))
         if self.kind != rotation.NO_ROTATION:
-            dtypes, shape = tokens.operand_layout(cast(rotation.Kind, self.kind), self.group_size, x, len(self.seeds))
+            kind = cast(rotation.Kind, self.kind)
+            dtypes, shape = tokens.operand_layout(kind, self.group_size, int(x.shape[1]), x.dtype, len(self.seeds))
             check_tensor(op, "operands", self.operands, dtypes, shape, x.device)
 
     def fake(self) -> tuple[Tensor, Tensor]:
