@@ -191,7 +191,8 @@ def measure_layers(options: argparse.Namespace, results: Results) -> int:
     for scheme in schemes:
         say(f"{scheme}: kernels of {len(NK)} shapes")
         layers[scheme] = nn.ModuleList(float_layer(n, k) for n, k in NK)
-        qcut.quantize(layers[scheme], scheme, skip=(), prebuild=TOKENS, progress=sys.stderr.isatty())
+        bar = sys.stderr.isatty()
+        qcut.quantize(layers[scheme], scheme, skip=(), allow_growth=True, prebuild=TOKENS, progress=bar)
     deadline = time.monotonic() + options.time_budget
     for i, (n, k) in enumerate(NK):
         floats = copies_of(float_layer(n, k), 2.0 * n * k)

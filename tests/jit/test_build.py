@@ -172,11 +172,22 @@ def test_key_depends_on_the_source(field: str) -> None:
     assert builder.fingerprint(HOSTED) != builder.fingerprint(replace(HOSTED, **CHANGES[field]))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("tool", ["find_nvcc", "find_gxx", "find_cuda_include", "find_cutlass_include"])
-def test_key_depends_on_versions(tool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+TOOLS = {
+    "find_nvcc": {"find_nvcc": lambda version: f"{version}.99"},
+    "find_gxx": {"find_gxx": lambda version: "99.1"},
+    "find_cutlass_include": {"find_cutlass_include": lambda version: "99.1"},
+    # nvcc and its headers are of one release, or refused.
+    "find_cuda_include": dict.fromkeys(("find_nvcc", "find_cuda_include"), lambda version: "99.1"),
+}
+
+
+@pytest.mark.parametrize("changes", TOOLS.values(), ids=TOOLS)
+def test_key_depends_on_versions(changes: dict[str, Callable[[str], str]], monkeypatch: pytest.MonkeyPatch) -> None:
     before = builder.fingerprint(HOSTED)
-    real = getattr(toolchain, tool)
-    monkeypatch.setattr(toolchain, tool, lambda *args: replace(real(*args), version="99.1"))
+    for name, change in changes.items():
+        found = getattr(toolchain, name)()
+        other = replace(found, version=change(found.version))
+        monkeypatch.setattr(toolchain, name, lambda *args, other=other: other)
     assert builder.fingerprint(HOSTED) != before
 
 

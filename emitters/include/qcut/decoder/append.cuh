@@ -214,7 +214,6 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
   wait_for_dependencies();
 
   const int slot = live ? slots[token] : 0;
-  const bool has_place = slot >= 0 && slot < context;
   const long long position = kRotary && live ? positions[token] : 0;
   T* const query = q + token * q_stride;
   const T *const key = k + token * kv_stride, *const value = v + token * kv_stride;
@@ -241,7 +240,9 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
     }
     if (kAtOnce == 1 && head < heads) continue;  // uniform over the CTA: every group has this query
     const bool is_key = head < rotated;
-    const bool kept = live && has_place && head >= heads && head < total;
+    // Asked here: as a flag from before the loop it splits the stores of queries.
+    const bool has_place = static_cast<unsigned>(slot) < static_cast<unsigned>(context);
+    const bool kept = live && head >= heads && head < total && has_place;
     const int mine = head - (is_key ? heads : rotated);
     const long long place = static_cast<long long>(mine) * context + slot;
     C* const to = (is_key ? keys : values) + sequence * batch_stride + place * kHead;
