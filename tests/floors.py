@@ -33,7 +33,7 @@ TESTS = (
     "tests/cli/test_refusals.py",
     "tests/conversion/test_fusion.py",
     "tests/jit/test_cache.py",
-    "tests/test_progress.py",
+    "tests/process/test_progress.py",
 )
 
 

@@ -3,6 +3,9 @@
 A file is the header's length (8 bytes), the header (JSON: dtype, shape and place of each tensor, and text under
 ``__metadata__``) and the tensors' bytes, without gaps. Digests are in the metadata under ``qcut``, so that they travel
 with the file; other readers of safetensors do not heed them.
+
+The safetensors package maps a file into memory, which ends the process where the file is cut short meanwhile, and knows
+no digests: it serves files of Hugging Face (`qcut.checkpoints.pretrained`), and the tests hold this module to it.
 """
 
 from __future__ import annotations

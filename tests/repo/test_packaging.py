@@ -155,7 +155,6 @@ def test_embedded_checkpoint_is_whole() -> None:
 def test_the_oldest_versions_are_tested(project: dict[str, Any]) -> None:
     oldest = floors.oldest(project)
     assert {line.partition("==")[0] for line in oldest} == {
-        "filelock",
         "numpy",
         "platformdirs",
         "safetensors",
