@@ -28,24 +28,28 @@ def write(path: Path, tensors: dict[str, torch.Tensor] = TENSORS, **options: Any
         return write_tensors(file, tensors, **options)
 
 
-def test_every_dtype_comes_back_and_other_readers_read_it(tmp_path: Path) -> None:
+def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def test_every_dtype_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     digest = write(path, facts={"revision": "7"})
-    others = load_file(path)
     with TensorFile(path, CheckpointError) as file:
         assert file.header_digest == digest
         assert file.facts["revision"] == "7"
-        assert file.headers.keys() == others.keys() == TENSORS.keys()
+        assert file.headers.keys() == TENSORS.keys()
         for name, expected in TENSORS.items():
-            for found in (file.read(name), others[name]):
-                assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-                assert (
-                    found.contiguous()
-                    .reshape(-1)
-                    .view(torch.uint8)
-                    .equal(expected.contiguous().reshape(-1).view(torch.uint8))
-                )
+            assert bits(file.read(name)) == bits(expected)
             assert file.headers[name].start % expected.dtype.itemsize == 0
+
+
+def test_other_readers_read_it(tmp_path: Path) -> None:
+    # The oldest version of the package that qcut works with knows no complex numbers.
+    written = {name: tensor for name, tensor in TENSORS.items() if not tensor.is_complex()}
+    write(tmp_path / "x.safetensors", written)
+    found = load_file(tmp_path / "x.safetensors")
+    assert {name: bits(tensor) for name, tensor in found.items()} == {name: bits(t) for name, t in written.items()}
 
 
 def test_files_of_other_writers_are_read(tmp_path: Path) -> None:
