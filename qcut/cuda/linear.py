@@ -188,7 +188,7 @@ def w8a16_linear(call: W8A16Linear) -> Tensor:
 def _linear(
     scheme: str,
     call: W8A8Linear | W8A8StaticLinear | W8A16Linear,
-    parameters: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
     x_range: tuple[float, int] | None = None,
 ) -> Tensor:
     """One of the three operators.
@@ -196,7 +196,7 @@ def _linear(
     Args:
         scheme: ``w8a8``, ``w8a8_static`` or ``w8a16``.
         call: the operator's arguments.
-        parameters: weight, its scale, its sums along K (w8a8_static alone) and the bias, or dense copies of them.
+        weights: weight, its scale, its sums along K (w8a8_static alone) and the bias, or dense copies of them.
         x_range: scale and zero point of the tokens (w8a8_static alone).
     """
     x = call.x
@@ -211,8 +211,8 @@ def _linear(
     address = tokens.data_ptr()
     aligned = (address | stride * x.element_size()) & 15 == 0
     device = x.get_device()
-    addresses = [0 if t is None else t.data_ptr() for t in parameters]
-    layouts = [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device()) for t in parameters]
+    addresses = [0 if t is None else t.data_ptr() for t in weights]
+    layouts = [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device()) for t in weights]
     offset = functools.reduce(operator.or_, addresses) & 15
     key = (scheme, x.dtype, m_bucket(m), k, call.activation, call.constants, aligned, device, offset, *layouts)
     plan = _called.get(key)
@@ -222,8 +222,8 @@ def _linear(
             raise DtypeError(f"qcut::w8a16_linear: x is {x.dtype}; allowed on CUDA: float16, bfloat16")
         if m == 0:
             return call.fake()
-        copies = [None if t is None else dense(t) for t in parameters]
-        if any(a is not b for a, b in zip(copies, parameters, strict=True)):
+        copies = [None if t is None else dense(t) for t in weights]
+        if any(a is not b for a, b in zip(copies, weights, strict=True)):
             return _linear(scheme, call._replace(constants=False), copies, x_range)  # the kernel just before copies
         options = (call.bias is not None, call.activation, aligned, call.constants)
         layer = LinearLayer(scheme, x.dtype, m_bucket(m), len(call.qweight), k, *options)
