@@ -10,34 +10,12 @@ from torch.nn import functional as F
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
-from qcut.ops.checks import F32, FLOAT_DTYPES, S32, check_absmax, check_dtype, check_indices, check_tensor
+from qcut.ops.cache import Cache, check_cache, check_heads, check_queries, dequantized
+from qcut.ops.checks import S32, check_absmax, check_dtype, check_indices, check_tensor
 from qcut.ops.registry import MUTATED, operator
 
 MAX_SEQUENCES = 65_535
 """Sequences that one launch attends for: the z extent of a CUDA grid."""
-
-
-class Cache(NamedTuple):
-    """Keys and values of earlier tokens.
-
-    Attributes:
-        keys: ``[S, kv_heads, context, head]`` of the queries' type or int8, contiguous.
-        values: as ``keys``.
-        key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous; else None.
-        value_scales: as ``key_scales``.
-    """
-
-    keys: Tensor
-    values: Tensor
-    key_scales: Tensor | None
-    value_scales: Tensor | None
-
-    @property
-    def scales(self) -> tuple[Tensor, ...]:
-        """Scales of keys and of values where the cache is int8."""
-        if self.key_scales is None or self.value_scales is None:
-            return ()
-        return self.key_scales, self.value_scales
 
 
 class Tokens(NamedTuple):
@@ -202,8 +180,8 @@ class DecodeAttention(NamedTuple):
 
     def check(self) -> None:
         op, q = "decode_attention", self.q
-        sequences, _ = _check_queries(op, q)
-        _check_cache(op, q, self.cache, sequences)
+        sequences, _ = check_queries(op, q)
+        check_cache(op, q, self.cache, sequences)
         check_tensor(op, "positions", self.positions, S32, (sequences,), q.device)
         _check_launch(op, q, self.counters)
 
@@ -214,8 +192,8 @@ class DecodeAttention(NamedTuple):
         q, positions, cache = self.q, self.positions, self.cache
         check_indices("qcut::decode_attention", "positions", positions, cache.keys.shape[2])
         longest = int(positions.max()) + 1 if len(q) else 0
-        k = _dequantized(cache.keys, cache.key_scales, len(q), longest, q.dtype)
-        v = _dequantized(cache.values, cache.value_scales, len(q), longest, q.dtype)
+        k = dequantized(cache.keys, cache.key_scales, len(q), longest, q.dtype)
+        v = dequantized(cache.values, cache.value_scales, len(q), longest, q.dtype)
         mask = (torch.arange(longest, device=q.device) <= positions[:, None])[:, None, None]
         y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
         return y[:, :, 0]
@@ -320,19 +298,14 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return x * cos + partner * sin
 
 
-def _dequantized(stored: Tensor, scales: Tensor | None, batch: int, tokens: int, dtype: torch.dtype) -> Tensor:
-    rows = stored[:batch, :, :tokens]
-    return rows if scales is None else (rows.float() * scales[:batch, :, :tokens, None]).to(dtype)
-
-
 def _check_tokens(op: str, tokens: Tokens, cache: Cache, length: int = 1) -> None:
     q, k, v, cos, sin, positions, slots = tokens
-    count, head = _check_queries(op, q)
-    _check_heads(op, "k", k, q.dtype, count, head)
-    _check_heads(op, "v", v, q.dtype, count, head)
+    count, head = check_queries(op, q)
+    check_heads(op, "k", k, q.dtype, count, head)
+    check_heads(op, "v", v, q.dtype, count, head)
     if length < 1 or count % length:
         raise ShapeError(f"qcut::{op}: {count} tokens, {length} of each sequence; allowed: whole sequences")
-    kv_heads = _check_cache(op, q, cache, count // length)
+    kv_heads = check_cache(op, q, cache, count // length)
     if k.shape[1] != kv_heads or v.shape[1] != kv_heads:
         raise ShapeError(f"qcut::{op}: {k.shape[1]} keys and {v.shape[1]} values a token; the cache has {kv_heads}")
     if (cos is None) != (sin is None):
@@ -344,57 +317,6 @@ def _check_tokens(op: str, tokens: Tokens, cache: Cache, length: int = 1) -> Non
     device = q.device
     check_tensor(op, "positions", positions, S32, (count,), device)
     check_tensor(op, "slots", slots, S32, (count,), device)
-
-
-def _check_queries(op: str, q: Tensor) -> tuple[int, int]:
-    """Check queries; their number, and the columns of a head."""
-    check_dtype(op, "q", q.dtype, FLOAT_DTYPES)
-    if q.dim() != 3:
-        raise ShapeError(f"qcut::{op}: q has shape {list(q.shape)}; allowed: [tokens, heads, head]")
-    count, _, head = q.shape
-    _check_heads(op, "q", q, q.dtype, count, head)
-    return count, head
-
-
-def _check_heads(op: str, name: str, rows: Tensor, dtype: torch.dtype, count: int, head: int) -> None:
-    if rows.dtype is not dtype:
-        check_dtype(op, name, rows.dtype, (dtype,))
-    shape = rows.shape
-    if len(shape) != 3 or shape[0] != count or shape[2] != head:
-        raise ShapeError(f"qcut::{op}: {name} has shape {list(shape)}; allowed: [{count}, heads, {head}]")
-    if count and rows.stride()[1:] != (head, 1):
-        raise ShapeError(
-            f"qcut::{op}: {name} has strides {list(rows.stride())}; allowed: heads of a token side by side"
-        )
-
-
-def _check_cache(op: str, q: Tensor, cache: Cache, sequences: int) -> int:
-    """Check a cache that queries of some sequences read; its heads."""
-    keys, values, key_scales, value_scales = cache
-    dtype, shape, device = keys.dtype, keys.shape, keys.device
-    _, heads, head = q.shape
-    check_dtype(op, "keys", dtype, (q.dtype, torch.int8))
-    if len(shape) != 4 or shape[0] < sequences or shape[3] != head or not keys.is_contiguous():
-        allowed = f"[{sequences} or more, kv_heads, context, {head}], contiguous"
-        raise ShapeError(f"qcut::{op}: keys have shape {list(shape)}; allowed: {allowed}")
-    check_tensor(op, "values", values, (dtype,), shape, device)
-    _check_contiguous(op, "values", values)
-    if heads % shape[1]:
-        raise ShapeError(f"qcut::{op}: {heads} queries of {shape[1]} heads of keys; allowed: whole multiples")
-    if dtype is not torch.int8 and key_scales is value_scales is None:
-        return shape[1]
-    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
-        if (scales is not None) != (dtype is torch.int8):
-            raise ConfigError(f"qcut::{op}: {name} goes with an int8 cache, and only with one")
-        if scales is not None:
-            check_tensor(op, name, scales, F32, shape[:3], device)
-            _check_contiguous(op, name, scales)
-    return shape[1]
-
-
-def _check_contiguous(op: str, name: str, tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise ShapeError(f"qcut::{op}: {name} have strides {list(tensor.stride())}; allowed: contiguous")
 
 
 def _check_launch(op: str, q: Tensor, counters: Tensor | None) -> None:
