@@ -6,9 +6,12 @@ from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma, emit_attention_mma
+from qcut.emitters.decoder.attention.prompt import tiles
+from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma, emit_prompt_wgmma
 from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
 
 Attention = AttentionDecode | AttentionMma
+PromptKernel = PromptWgmma
 
 # Of an H200; those that wait for the memory take longer, in cycles, where the clock is higher.
 _START_CYCLES = 1000
@@ -107,3 +110,34 @@ def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, 
     if desc.cluster > 1:
         return cycles + _CLUSTER_CYCLES
     return cycles + (_WORKSPACE_CYCLES + _PART_CYCLES * parts) * machine.clock
+
+
+# ── prompts ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def emit_prompt_attention(desc: PromptKernel) -> KernelSource:
+    """Text of a kernel of prompt attention of either form. Kernels of both forms take the same arguments."""
+    return emit_prompt_wgmma(desc)
+
+
+def select_prompt_attention(
+    x: DType, cache: DType, head: int, target: Target, *, sequences: int, length: int, kv_heads: int, group: int
+) -> PromptKernel | None:
+    """Choose the kernel of a chunk's shape; None: none of them takes the types or the head's size.
+
+    Args:
+        x: element type of queries.
+        cache: element type of keys and values.
+        head: columns of a head.
+        target: the GPU.
+        sequences: number of sequences.
+        length: tokens of each sequence's chunk.
+        kv_heads: number of heads of keys.
+        group: query heads for each head of keys.
+    """
+    if not PromptWgmma.is_legal(x, cache, head, target.arch):
+        return None
+    wide = PromptWgmma.for_shape(x, cache, head, target.arch)
+    if tiles(wide.rows, sequences, length, kv_heads, group) >= target.sm_count:
+        return wide
+    return PromptWgmma.for_shape(x, cache, head, target.arch, 1)

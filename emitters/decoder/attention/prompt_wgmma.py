@@ -1,0 +1,145 @@
+"""Attention of chunks of prompts to the keys and values in a cache, with Hopper's products of warpgroups.
+
+Device code: ``include/qcut/decoder/attention/prompt_wgmma.cuh``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.decoder.attention.prompt import prompt_arguments, prompt_params
+
+FAMILY = "prompt_wgmma"
+ARCH = "sm_90a"
+COLUMNS = (64, 80, 96, 128, 160, 192, 256)
+"""Columns of a product: a head and zeros."""
+MIN_SLOTS = 3
+MAX_SLOTS = 8
+
+
+def _columns(head: int) -> int:
+    return next((n for n in COLUMNS if n >= head), 0)
+
+
+def _row_bytes(head: int) -> int:
+    """Bytes of a row in shared memory: blocks of 64 columns."""
+    return 128 * -(-_columns(head) // 64)
+
+
+def _slots(kernel: PromptWgmma) -> int:
+    """Slots of keys or of values beside the queries and two barriers."""
+    room = architecture(ARCH).smem_bytes - 64 * kernel.groups * _row_bytes(kernel.head) - 16
+    scales = 12 * kernel.keys if kernel.cache is DType.S8 else 0
+    return min(MAX_SLOTS, room // (kernel.keys * _row_bytes(kernel.head) + scales + 16))
+
+
+CONSTRAINTS = (
+    Constraint("arch", f"is {ARCH}", lambda k: k.arch == ARCH),
+    Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
+    Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
+    Constraint(
+        "head",
+        "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
+        lambda k: 8 <= k.head <= 256 and k.head % (128 // k.cache.bits) == 0,
+    ),
+    Constraint("groups", "are 1 to 3 warpgroups", lambda k: 1 <= k.groups <= 3),
+    Constraint("keys", "are 64, 80 or 128", lambda k: k.keys in (64, 80, 128)),
+    Constraint(
+        "registers",
+        "hold scores, weights and weighted values: 224 of a thread, 160 of three warpgroups",
+        lambda k: k.keys // 2 + k.keys // 4 + _columns(k.head) // 2 + 28 <= (160 if k.groups == 3 else 224),
+    ),
+    Constraint("shared_memory", f"has {MIN_SLOTS} slots beside the queries", lambda k: _slots(k) >= MIN_SLOTS),
+)
+"""What `PromptWgmma` can be."""
+
+
+@dataclass(frozen=True)
+class PromptWgmma:
+    """Causal attention of chunks; see `qcut.emitters.decoder.attention.prompt`.
+
+    Attributes:
+        x: element type of queries and results, f16 or bf16.
+        cache: of keys and values: x, or s8.
+        head: columns of a head.
+        arch: sm_90a.
+        groups: warpgroups that multiply, 64 rows each.
+        keys: of a block.
+    """
+
+    x: DType
+    cache: DType
+    head: int
+    arch: str
+    groups: int = 2
+    keys: int = 128
+
+    def __post_init__(self) -> None:
+        check(self.name, CONSTRAINTS, self)
+
+    @classmethod
+    def for_shape(cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2) -> PromptWgmma:
+        """Return the kernel with blocks of as many keys as registers allow.
+
+        Raises:
+            EmitError: see `CONSTRAINTS`.
+        """
+        return cls(x, cache, head, arch, groups, 128 if head <= 128 else 80)
+
+    @classmethod
+    def is_legal(cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2) -> bool:
+        """Whether `for_shape` has a kernel."""
+        try:
+            cls.for_shape(x, cache, head, arch, groups)
+        except EmitError:
+            return False
+        return True
+
+    @property
+    def name(self) -> str:
+        """``qcut_prompt_wgmma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``."""
+        arch = self.arch.replace("_", "")
+        return f"qcut_{FAMILY}_{arch}_{self.x.value}_{self.cache.value}_h{self.head}_{self.rows}x{self.keys}"
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile."""
+        return 64 * self.groups
+
+    @property
+    def block(self) -> int:
+        """Threads of a CTA: one more warpgroup copies."""
+        return 128 * self.groups + 128
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory: queries, slots with their scales and barriers, two more barriers."""
+        row = _row_bytes(self.head)
+        scales = 12 * self.keys if self.cache is DType.S8 else 0
+        return self.rows * row + _slots(self) * (self.keys * row + scales + 16) + 16
+
+    def params(self) -> tuple[Param, ...]:
+        """Arguments, in order: see `qcut.emitters.decoder.attention.prompt.prompt_params`."""
+        return prompt_params(self.x, self.cache)
+
+
+def emit_prompt_wgmma(desc: PromptWgmma) -> KernelSource:
+    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
+    params = desc.params()
+    sizes = (desc.head, _columns(desc.head), desc.groups, desc.keys, _slots(desc))
+    tile = f"qcut::PromptTile<{desc.x.cpp}, {desc.cache.cpp}, {', '.join(map(str, sizes))}>"
+    return kernel_source(
+        desc.name,
+        desc.arch,
+        params,
+        f"qcut::prompt_attention_wgmma<{tile}>(\n      {{{prompt_arguments(params)}}});",
+        device_code=include("decoder/attention/prompt_wgmma.cuh"),
+        block=desc.block,
+        ctas_per_sm=1,
+        smem_bytes=desc.smem_bytes,
+        waits=True,
+    )

@@ -1,0 +1,441 @@
+// Attention of prompts with Hopper's products of warpgroups (sm_90a).
+//
+// The last warpgroup of a CTA copies queries, keys and values to shared memory. Each of the others has 64 rows of a
+// tile: S = Q K^T of a block of keys, the softmax of its rows, O += P V with P in registers. While the tensor cores
+// multiply a block's P by V, the next block's scores, which precede them, become weights. Warpgroups take turns in
+// issuing products, so that one's softmax runs beside another's products. Blocks go from the last place seen to the
+// first: those that some rows do not see come first.
+//
+// Keys and values lie in one ring of slots in the order of their use: K of the last block, then K and V of two
+// neighbours in turn. int8 rows become 16-bit floats, exactly, on their way to the ring. Their scales lie beside the
+// slot of the keys: a score is s * key_scale + log2(value_scale), so that a weight holds its value's scale, relative to
+// the largest such product of a row; the sum that divides takes weights without it.
+#pragma once
+
+#include <qcut/core/barrier.cuh>
+#include <qcut/core/mma.cuh>
+#include <qcut/core/wgmma_shared.cuh>
+#include <qcut/decoder/attention/prompt.cuh>
+
+namespace qcut {
+
+template <class T_, class Cache_, int kHead_, int kColumns_, int kGroups_, int kKeys_, int kSlots_>
+struct PromptTile {
+  using T = T_;
+  using Cache = Cache_;
+  static constexpr int kHead = kHead_;
+  static constexpr int kColumns = kColumns_;  // of a product: kHead and zeros
+  static constexpr int kGroups = kGroups_;    // warpgroups that multiply
+  static constexpr int kKeys = kKeys_;        // of a block
+  static constexpr int kSlots = kSlots_;
+  static constexpr bool kInt8 = sizeof(Cache) == 1;
+  static constexpr int kRows = 64 * kGroups;
+  static constexpr int kThreads = 128 * kGroups + 128;
+  static constexpr int kBlocks = (kColumns + 63) / 64;  // of 64 columns, 128 bytes a row
+  static constexpr int kQueryBlock = 128 * kRows;
+  static constexpr int kKeyBlock = 128 * kKeys;
+  static constexpr int kSlotBytes = kBlocks * kKeyBlock;
+  static constexpr int kScaleBytes = kInt8 ? 12 * kKeys : 0;  // of a slot of keys: three float32 of each
+  // Byte offsets in shared memory.
+  static constexpr int kRing = kBlocks * kQueryBlock;
+  static constexpr int kScales = kRing + kSlots * kSlotBytes;
+  static constexpr int kFull = kScales + kSlots * kScaleBytes;
+  static constexpr int kEmpty = kFull + 8 * kSlots;
+  static constexpr int kQueryFull = kEmpty + 8 * kSlots;
+  static constexpr int kQueryEmpty = kQueryFull + 8;
+  static constexpr int kBytes = kQueryEmpty + 8;
+  // Registers of a thread after setmaxnreg, of 512 for each four warps and SM; two warpgroups need no more than a launch gives.
+  static constexpr int kFeedRegisters = kGroups == 3 ? 32 : kInt8 ? 88 : 56;
+  static constexpr int kRegisters = kGroups == 3 ? 160 : kInt8 ? 208 : 224;
+};
+
+// A place in a ring of slots.
+template <int kSlots>
+struct RingPlace {
+  int slot = 0;
+  int parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The least power of two that is no less than v.
+template <int v>
+constexpr int kNextPower = 2 * kNextPower<(v + 1) / 2>;
+template <>
+constexpr int kNextPower<1> = 1;
+
+// The warpgroup that copies. `thread` is 0..127.
+template <class Tile>
+struct PromptFeed {
+  using T = typename Tile::T;
+  using Cache = typename Tile::Cache;
+  static constexpr int kHead = Tile::kHead;
+  static constexpr int kLanes = kNextPower<Tile::kColumns / 8>;  // neighbours that copy a row, 16 bytes each
+  static constexpr int kStep = 128 / kLanes;                     // rows copied at once
+  static constexpr int kRawLanes = kNextPower<(kHead + 15) / 16>;
+  static constexpr int kRawStep = 128 / kRawLanes;
+  static constexpr int kRawCount = Tile::kKeys / kRawStep;
+
+  uint32_t base;
+  int thread;
+  RingPlace<Tile::kSlots> place;
+  int pending = -1;  // slot whose copies were issued last
+
+  __device__ __forceinline__ PromptFeed(uint32_t base, int thread) : base(base), thread(thread) {}
+
+  // The shared address of 16 bytes of a row, in a tile of blocks of `block` bytes.
+  static __device__ __forceinline__ uint32_t at(int row, int chunk, int block) {
+    return chunk / 8 * block + row * 128 + ((chunk ^ row) & 7) * 16;
+  }
+  __device__ __forceinline__ uint32_t slot() const { return base + Tile::kRing + place.slot * Tile::kSlotBytes; }
+
+  __device__ __forceinline__ void await_slot() const { barrier_wait(base + Tile::kEmpty + 8 * place.slot, place.parity ^ 1); }
+
+  // Makes this thread's stores and finished copies visible to the tensor cores, and reports them.
+  static __device__ __forceinline__ void report(uint32_t barrier) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    barrier_arrive(barrier);
+  }
+  __device__ __forceinline__ void report_pending() {
+    if (pending >= 0) report(base + Tile::kFull + 8 * pending);
+    pending = -1;
+  }
+
+  template <class Args>
+  __device__ __forceinline__ void copy_queries(const Args& args, const PromptRows& rows) {
+    const int chunk = thread % kLanes;
+    if (chunk < Tile::kColumns / 8) {
+#pragma unroll 4
+      for (int i = thread / kLanes; i < Tile::kRows; i += kStep) {
+        long long token;
+        int query;
+        const bool exists = rows.find(args, i, token, query) && 8 * chunk < kHead;
+        const T* from = exists ? args.q + token * args.q_stride + query * kHead + 8 * chunk : args.q;
+        copy_async<16>(base + at(i, chunk, Tile::kQueryBlock), from, !exists);
+      }
+    }
+    copy_async_commit();
+  }
+
+  // Fills the next slot with `count` rows of the cache; the rest is 0.
+  __device__ __forceinline__ void copy_rows(const T* from, int count) {
+    const int chunk = thread % kLanes;
+    const int row = thread / kLanes;
+    const bool past = 8 * chunk >= kHead;
+    await_slot();
+    if (chunk < Tile::kColumns / 8) {
+      const T* mine = from + static_cast<long long>(row) * kHead + 8 * chunk;
+      const uint32_t to = slot();
+      if (count >= Tile::kKeys) {
+#pragma unroll
+        for (int i = 0; i < Tile::kKeys / kStep; ++i) {
+          copy_async<16>(to + at(row + i * kStep, chunk, Tile::kKeyBlock), mine + i * kStep * kHead, past);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < Tile::kKeys / kStep; ++i) {
+          const bool absent = row + i * kStep >= count;
+          copy_async<16>(to + at(row + i * kStep, chunk, Tile::kKeyBlock), absent ? from : mine + i * kStep * kHead, past || absent);
+        }
+      }
+    }
+    copy_async_commit();
+    copy_async_wait<1>();
+    report_pending();
+    pending = place.slot;
+    place.advance();
+  }
+
+  // The same of int8 rows.
+  __device__ __forceinline__ void convert_rows(const int8_t* from, int count) {
+    const int chunk = thread % kRawLanes;
+    const int row = thread / kRawLanes;
+    uint4 raw[kRawCount];
+#pragma unroll
+    for (int i = 0; i < kRawCount; ++i) {
+      raw[i] = make_uint4(0, 0, 0, 0);
+      if (row + i * kRawStep < count && 16 * chunk < kHead) {
+        raw[i] = *reinterpret_cast<const uint4*>(from + static_cast<long long>(row + i * kRawStep) * kHead + 16 * chunk);
+      }
+    }
+    await_slot();
+    const uint32_t to = slot();
+    const int odd = chunk / 4 & 1;  // lanes of the second 64 columns write their halves in the other order: other banks
+    if (16 * chunk < Tile::kColumns) {
+#pragma unroll
+      for (int i = 0; i < kRawCount; ++i) {
+        const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int which = half ^ odd;
+          uint32_t w[4];
+          Float16<T>::from_int8(which ? words[2] : words[0], w[0], w[1]);
+          Float16<T>::from_int8(which ? words[3] : words[1], w[2], w[3]);
+          store_shared_16(to + at(row + i * kRawStep, 2 * chunk + which, Tile::kKeyBlock), w);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void finish_converted() {
+    report(base + Tile::kFull + 8 * place.slot);
+    place.advance();
+  }
+
+  template <class Args>
+  __device__ __forceinline__ void copy_keys(const Args& args, long long row, int count) {
+    if constexpr (Tile::kInt8) {
+      float key = 0.0f, value = 1.0f;
+      if (thread < count) {
+        key = args.key_scales[row + thread];
+        value = args.value_scales[row + thread];
+      }
+      convert_rows(args.keys + row * kHead, count);
+      if (thread < Tile::kKeys) {
+        const uint32_t to = base + Tile::kScales + place.slot * Tile::kScaleBytes + 4 * thread;
+        store_shared_4(to, bits(key * args.scale));
+        store_shared_4(to + 4 * Tile::kKeys, bits(log2f(value)));
+        store_shared_4(to + 8 * Tile::kKeys, bits(1.0f / value));
+      }
+      finish_converted();
+    } else {
+      copy_rows(args.keys + row * kHead, count);
+    }
+  }
+  template <class Args>
+  __device__ __forceinline__ void copy_values(const Args& args, long long row, int count) {
+    if constexpr (Tile::kInt8) {
+      convert_rows(args.values + row * kHead, count);
+      finish_converted();
+    } else {
+      copy_rows(args.values + row * kHead, count);
+    }
+  }
+
+  template <class Args>
+  __device__ __forceinline__ void run(const Args& args, int tiles) {
+    int turn = 0;
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      const PromptRows rows(args, tile, Tile::kRows);
+      if (rows.places == 0) continue;
+      barrier_wait(base + Tile::kQueryEmpty, turn ^ 1);
+      turn ^= 1;
+      copy_queries(args, rows);
+      const long long first = rows.cache_row(args);
+      int at = (rows.places - 1) / Tile::kKeys * Tile::kKeys;
+      if constexpr (Tile::kInt8) {
+        copy_async_wait<0>();
+        report(base + Tile::kQueryFull);
+      }
+      copy_keys(args, first + at, rows.places - at);
+      if constexpr (!Tile::kInt8) report(base + Tile::kQueryFull);  // all but the last copies are done
+      for (; at >= Tile::kKeys; at -= Tile::kKeys) {
+        copy_keys(args, first + at - Tile::kKeys, Tile::kKeys);
+        copy_values(args, first + at, rows.places - at);
+      }
+      copy_values(args, first, rows.places);
+      if constexpr (!Tile::kInt8) {
+        copy_async_wait<0>();
+        report_pending();
+      }
+    }
+  }
+};
+
+// A warpgroup that multiplies: rows 64 * group of each tile and those that follow.
+template <class Tile>
+struct PromptGroup {
+  using T = typename Tile::T;
+  using Scores = WgmmaFloat<T, Tile::kKeys>;
+  using Values = WgmmaFloat<T, Tile::kColumns>;
+
+  uint32_t base;
+  int group;
+  RingPlace<Tile::kSlots> place;
+  float s[Tile::kKeys / 2];
+  uint32_t p[Tile::kKeys / 16][4];
+  float o[Tile::kColumns / 2];
+  PromptSoftmax softmax;
+
+  __device__ __forceinline__ PromptGroup(uint32_t base, int group) : base(base), group(group) {}
+
+  __device__ __forceinline__ void await() const { barrier_wait(base + Tile::kFull + 8 * place.slot, place.parity); }
+  __device__ __forceinline__ void release(int slot) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(base + Tile::kEmpty + 8 * slot);
+  }
+  __device__ __forceinline__ uint32_t slot() const {
+    return __shfl_sync(0xffffffffu, base + Tile::kRing + place.slot * Tile::kSlotBytes, 0);
+  }
+
+  __device__ __forceinline__ void multiply_keys() {
+    const unsigned long long a = wgmma_descriptor(__shfl_sync(0xffffffffu, base + group * (64 * 128), 0));
+    const unsigned long long b = wgmma_descriptor(slot());
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Tile::kColumns / 16; ++i) {
+      Scores::shared(s, a + i / 4 * (Tile::kQueryBlock / 16) + i % 4 * kWgmmaStep,
+                     b + i / 4 * (Tile::kKeyBlock / 16) + i % 4 * kWgmmaStep, i > 0);
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void multiply_values() {
+    const unsigned long long b = wgmma_tall_descriptor(slot(), Tile::kKeyBlock);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys / 16; ++i) Values::tall(o, p[i], b + i * kWgmmaTallStep);
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void pin_scores() {
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys / 2; ++i) pin(s[i]);
+  }
+  __device__ __forceinline__ void pin_values() {
+#pragma unroll
+    for (int i = 0; i < Tile::kColumns / 2; ++i) pin(o[i]);
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys / 16; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) asm volatile("" : "+r"(p[i][k])::"memory");
+    }
+  }
+  __device__ __forceinline__ void round_weights() {
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys / 16; ++i) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) p[i][k] = pack_pair<T>(s[8 * i + 2 * k], s[8 * i + 2 * k + 1]);
+    }
+  }
+
+  // Makes weights of the scores of the block at place `at`, whose keys are in slot `slot`.
+  template <class Args>
+  __device__ __forceinline__ float2 weigh(const Args& args, const PromptRows& rows, int at, int slot, int last,
+                                          int last8) {
+    if constexpr (Tile::kInt8) {
+      const uint32_t scales = base + Tile::kScales + slot * Tile::kScaleBytes + 8 * (threadIdx.x % 4);
+#pragma unroll
+      for (int j = 0; j < Tile::kKeys / 8; ++j) {
+        uint32_t scale[2], offset[2];
+        load_shared_8(scale, scales + 32 * j);
+        load_shared_8(offset, scales + 32 * j + 4 * Tile::kKeys);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          s[4 * j + e] = fmaf(s[4 * j + e], __uint_as_float(scale[e % 2]), __uint_as_float(offset[e % 2]));
+        }
+      }
+    }
+    if (at + Tile::kKeys > rows.clear) hide_scores(s, at, last, last8);
+    if constexpr (Tile::kInt8) {
+      const uint32_t counts = base + Tile::kScales + slot * Tile::kScaleBytes + 8 * Tile::kKeys + 8 * (threadIdx.x % 4);
+      return softmax.weigh(s, 1.0f, [&](int j) {
+        uint32_t w[2];
+        load_shared_8(w, counts + 32 * j);
+        return make_float2(__uint_as_float(w[0]), __uint_as_float(w[1]));
+      });
+    } else {
+      return softmax.weigh(s, args.scale, [](int) { return make_float2(1.0f, 1.0f); });
+    }
+  }
+
+  // Warpgroups take turns: each waits for the one before, and lets the next one go.
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (Tile::kGroups > 1) named_barrier_sync<256>(1 + group);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (Tile::kGroups > 1) named_barrier_arrive<256>(1 + (group + 1) % Tile::kGroups);
+  }
+
+  template <class Args>
+  __device__ __forceinline__ void run(const Args& args, int tiles) {
+    int turn = 0;
+    if (Tile::kGroups > 1 && group == Tile::kGroups - 1) pass_turn();
+    const int row = 64 * group + static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      const PromptRows rows(args, tile, Tile::kRows);
+      softmax = PromptSoftmax();
+#pragma unroll
+      for (int i = 0; i < Tile::kColumns / 2; ++i) o[i] = 0.0f;
+      float factor[2] = {0.0f, 0.0f};
+      if (rows.places > 0) {
+        const int last = rows.last_place(row), last8 = rows.last_place(row + 8);
+        int at = (rows.places - 1) / Tile::kKeys * Tile::kKeys;
+        barrier_wait(base + Tile::kQueryFull, turn);
+        turn ^= 1;
+        await();
+        take_turn();
+        multiply_keys();
+        pass_turn();
+        wgmma_wait<0>();
+        pin_scores();
+        weigh(args, rows, at, place.slot, last, last8);
+        release(place.slot);
+        place.advance();
+        round_weights();
+#pragma unroll 1
+        for (at -= Tile::kKeys; at >= 0; at -= Tile::kKeys) {
+          await();
+          take_turn();
+          multiply_keys();
+          const int keys = place.slot;
+          place.advance();
+          await();
+          multiply_values();
+          pass_turn();
+          wgmma_wait<1>();
+          pin_scores();
+          if constexpr (!Tile::kInt8) release(keys);
+          const float2 scale = weigh(args, rows, at, keys, last, last8);
+          if constexpr (Tile::kInt8) release(keys);
+          wgmma_wait<0>();
+          pin_values();
+          release(place.slot);
+          place.advance();
+          round_weights();
+#pragma unroll
+          for (int i = 0; i < Tile::kColumns / 2; ++i) o[i] *= i / 2 % 2 ? scale.y : scale.x;
+        }
+        if (threadIdx.x % 32 == 0) barrier_arrive(base + Tile::kQueryEmpty);
+        await();
+        multiply_values();
+        wgmma_wait<0>();
+        pin_values();
+        release(place.slot);
+        place.advance();
+        factor[0] = softmax.inverse(0);
+        factor[1] = softmax.inverse(1);
+      }
+      store_rows<T, Tile::kHead>(args, rows, row, o, factor);
+    }
+  }
+};
+
+template <class Tile>
+__device__ __forceinline__ void prompt_attention_wgmma(const PromptArgs<typename Tile::T, typename Tile::Cache>& args) {
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t base = shared_address(shared);
+  launch_dependents();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Tile::kSlots; ++i) {
+      barrier_init(base + Tile::kFull + 8 * i, 128);
+      barrier_init(base + Tile::kEmpty + 8 * i, 4 * Tile::kGroups);
+    }
+    barrier_init(base + Tile::kQueryFull, 128);
+    barrier_init(base + Tile::kQueryEmpty, 4 * Tile::kGroups);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  wait_for_dependencies();
+  const int tiles = (args.length * args.group + Tile::kRows - 1) / Tile::kRows * args.kv_heads * args.sequences;
+  const int group = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+  if (group == Tile::kGroups) {
+    if constexpr (Tile::kGroups > 1) give_registers<Tile::kFeedRegisters>();
+    PromptFeed<Tile>(base, threadIdx.x % 128).run(args, tiles);
+  } else {
+    if constexpr (Tile::kGroups > 1) take_registers<Tile::kRegisters>();
+    PromptGroup<Tile>(base, group).run(args, tiles);
+  }
+}
+
+}  // namespace qcut
