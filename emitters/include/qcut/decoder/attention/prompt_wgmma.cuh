@@ -62,6 +62,12 @@ struct RingPlace {
   }
 };
 
+// Keeps what follows behind the computation of v, which is at least 0. The assembler would move a wait for products up
+// to the products, above the softmax that is to run beside them, but not across a barrier of the warp.
+__device__ __forceinline__ void hold(float v) {
+  asm volatile("bar.warp.sync %0;" ::"r"(v < 0.0f ? 0 : -1) : "memory");
+}
+
 // The least power of two that is no less than v.
 template <int v>
 constexpr int kNextPower = 2 * kNextPower<(v + 1) / 2>;
@@ -388,6 +394,7 @@ struct PromptGroup {
           if constexpr (!Tile::kInt8) release(keys);
           const float2 scale = weigh(args, rows, at, keys, last, last8);
           if constexpr (Tile::kInt8) release(keys);
+          hold(fminf(softmax.sum[0], softmax.sum[1]));
           wgmma_wait<0>();
           pin_values();
           release(place.slot);
