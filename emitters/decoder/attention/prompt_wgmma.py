@@ -50,8 +50,8 @@ CONSTRAINTS = (
     Constraint("keys", "are 64, 80 or 128", lambda k: k.keys in (64, 80, 128)),
     Constraint(
         "registers",
-        "hold scores, weights and weighted values: 224 of a thread, 160 of three warpgroups",
-        lambda k: k.keys // 2 + k.keys // 4 + _columns(k.head) // 2 + 28 <= (160 if k.groups == 3 else 224),
+        "hold scores, weights and weighted values: 216 of a thread, 160 of three warpgroups",
+        lambda k: k.keys // 2 + k.keys // 4 + _columns(k.head) // 2 + 28 <= (160 if k.groups == 3 else 216),
     ),
     Constraint("shared_memory", f"has {MIN_SLOTS} slots beside the queries", lambda k: _slots(k) >= MIN_SLOTS),
 )
@@ -88,7 +88,7 @@ class PromptWgmma:
         Raises:
             EmitError: see `CONSTRAINTS`.
         """
-        return cls(x, cache, head, arch, groups, 128 if head <= 128 else 80)
+        return cls(x, cache, head, arch, groups, 128 if head <= 128 else 64 if cache is DType.S8 else 80)
 
     @classmethod
     def is_legal(cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2) -> bool:

@@ -162,7 +162,10 @@ def test_graphs_are_replayed_with_other_lengths(cache: torch.dtype) -> None:
 
 def test_lengths_out_of_range_are_the_nearest() -> None:
     given = problem(F16, F16, 64, 2, 2, [(0, 40), (60, 40)], 40, 100)
-    for starts, lengths, nearest in (([-3, 90], [99, 99], ([0, 90], [40, 10])), ([200, 0], [5, -1], ([100, 0], [0, 0]))):
+    for starts, lengths, nearest in (
+        ([-3, 90], [99, 99], ([0, 90], [40, 10])),
+        ([200, 0], [5, -1], ([100, 0], [0, 0])),
+    ):
         given["keys"].nan_to_num_(0.0), given["values"].nan_to_num_(0.0)
         given["starts"], given["lengths"] = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in nearest)
         want = OP(**given)

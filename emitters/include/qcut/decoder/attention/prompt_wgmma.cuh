@@ -45,8 +45,8 @@ struct PromptTile {
   static constexpr int kQueryEmpty = kQueryFull + 8;
   static constexpr int kBytes = kQueryEmpty + 8;
   // Registers of a thread after setmaxnreg, of 512 for each four warps and SM; two warpgroups need no more than a launch gives.
-  static constexpr int kFeedRegisters = kGroups == 3 ? 32 : kInt8 ? 88 : 56;
-  static constexpr int kRegisters = kGroups == 3 ? 160 : kInt8 ? 208 : 224;
+  static constexpr int kFeedRegisters = kGroups == 3 ? 32 : kInt8 ? 88 : 72;
+  static constexpr int kRegisters = kGroups == 3 ? 160 : (504 - kFeedRegisters) / 2;
 };
 
 // A place in a ring of slots.
