@@ -7,11 +7,12 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma, emit_attention_mma
 from qcut.emitters.decoder.attention.prompt import tiles
+from qcut.emitters.decoder.attention.prompt_mma import PromptMma, emit_prompt_mma
 from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma, emit_prompt_wgmma
 from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
 
 Attention = AttentionDecode | AttentionMma
-PromptKernel = PromptWgmma
+PromptKernel = PromptMma | PromptWgmma
 
 # Of an H200; those that wait for the memory take longer, in cycles, where the clock is higher.
 _START_CYCLES = 1000
@@ -117,7 +118,7 @@ def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, 
 
 def emit_prompt_attention(desc: PromptKernel) -> KernelSource:
     """Text of a kernel of prompt attention of either form. Kernels of both forms take the same arguments."""
-    return emit_prompt_wgmma(desc)
+    return emit_prompt_wgmma(desc) if isinstance(desc, PromptWgmma) else emit_prompt_mma(desc)
 
 
 def select_prompt_attention(
@@ -136,7 +137,8 @@ def select_prompt_attention(
         group: query heads for each head of keys.
     """
     if not PromptWgmma.is_legal(x, cache, head, target.arch):
-        return None
+        legal = PromptMma.is_legal(x, cache, head, target.arch)
+        return PromptMma.for_shape(x, cache, head, target.arch) if legal else None
     wide = PromptWgmma.for_shape(x, cache, head, target.arch)
     if tiles(wide.rows, sequences, length, kv_heads, group) >= target.sm_count:
         return wide

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.cuda.plans import watched_loads
+from qcut.cuda import prompt_attention as prompt_attention_cuda
+from qcut.cuda.plans import forget_plans, watched_loads
+from qcut.dispatch.attention import PromptKernel
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.source import DType
+from qcut.emitters.decoder.attention.prompt_mma import PromptMma
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.oracles import DEVICE, assert_same
 
@@ -61,9 +67,9 @@ def check(given: dict[str, Any], got: Tensor, *, rounds_cache: bool = False) -> 
     """Raise unless y is near the definition; the error's largest share of what is allowed.
 
     Weights are off by their rounding to q's type, by that of scores, whose float32 sums lose at most 2**-22 of the
-    magnitudes for each product, and by 2**-18 for exponentials, logarithms and scales. float16 weights, at most 1, are off
-    by 2**-25 where they are subnormal. Sums of n products lose 2**-22 n of their magnitudes. Results are rounded, and
-    ``rounds_cache`` says that keys and values are, too.
+    magnitudes for each product, and by 2**-18 for exponentials, logarithms and scales. float16 weights, at most 1, are
+    off by 2**-25 where they are subnormal. Sums of n products lose 2**-22 n of their magnitudes. Results are rounded,
+    and ``rounds_cache`` says that keys and values are, too.
     """
     q, length, scale = given["q"], given["length"], given["scale"]
     heads, head, kv_heads = q.shape[1], q.shape[2], given["keys"].shape[1]
@@ -97,6 +103,21 @@ def check(given: dict[str, Any], got: Tensor, *, rounds_cache: bool = False) -> 
     return worst
 
 
+@pytest.fixture(params=["chosen", "mma"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kernels that dispatch chooses, and those of every architecture."""
+
+    def select(x: DType, cache: DType, head: int, target: Target, **shape: int) -> PromptKernel | None:
+        legal = PromptMma.is_legal(x, cache, head, target.arch)
+        return PromptMma.for_shape(x, cache, head, target.arch) if legal else None
+
+    if request.param == "mma":
+        monkeypatch.setattr(prompt_attention_cuda, "select_prompt_attention", select)
+    forget_plans()
+    yield request.param
+    forget_plans()
+
+
 CHUNKS = (
     ([(0, 1)], 1),
     ([(0, 300)], 300),
@@ -107,25 +128,26 @@ CHUNKS = (
 
 @pytest.mark.parametrize("head", [64, 80, 96, 128, 256, 40, 72, 160, 192])
 @pytest.mark.parametrize(("dtype", "cache"), [(F16, F16), (BF16, BF16), (F16, S8), (BF16, S8), (F32, F32)])
-def test_is_the_softmax_of_what_came_before(head: int, dtype: torch.dtype, cache: torch.dtype) -> None:
+def test_is_the_softmax_of_what_came_before(head: int, dtype: torch.dtype, cache: torch.dtype, form: str) -> None:
     for (chunks, length), (kv_heads, group) in zip(CHUNKS, ((2, 4), (3, 1), (1, 7), (2, 8)), strict=True):
         given = problem(dtype, cache, head, kv_heads, group, chunks, length, 1280)
         absmax = torch.full((len(given["q"]),), 0.01, device=DEVICE)
         with watched_loads() as loaded:
             got = OP(**given, absmax=absmax)
-        assert all("prompt" in name for name in loaded)
+        kernel = "prompt_mma" if form == "mma" else "prompt_"
+        assert all(kernel in name for name in loaded)
         check(given, got, rounds_cache=cache is S8 and not loaded)
         assert torch.equal(absmax, got.flatten(1).float().abs().amax(1).clamp(min=0.01))
         assert_same(OP(**given), got)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
-def test_scales_of_values_may_differ_much(dtype: torch.dtype) -> None:
+def test_scales_of_values_may_differ_much(dtype: torch.dtype, form: str) -> None:
     check(given := problem(dtype, S8, 128, 2, 4, [(5, 290)], 290, 300, spread=60.0), OP(**given))
 
 
 @pytest.mark.parametrize("length", [1, 63, 65, 127, 129, 1000, 2049])
-def test_every_length_from_the_start(length: int) -> None:
+def test_every_length_from_the_start(length: int, form: str) -> None:
     for chunks in ([(0, length)], [(2100 - length, length), (0, length // 2)]):
         check(given := problem(F16, F16, 128, 4, 4, chunks, length, 2100), OP(**given))
 
@@ -142,7 +164,7 @@ def test_a_prompt_in_chunks_is_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("cache", [F16, S8])
-def test_graphs_are_replayed_with_other_lengths(cache: torch.dtype) -> None:
+def test_graphs_are_replayed_with_other_lengths(cache: torch.dtype, form: str) -> None:
     given = problem(F16, cache, 128, 2, 4, [(0, 300), (700, 300)], 300, 1000)
     for name in ("values",) if cache is F16 else ("value_scales", "key_scales"):
         given[name].nan_to_num_(0.0)

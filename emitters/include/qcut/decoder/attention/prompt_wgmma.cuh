@@ -7,15 +7,13 @@
 // first: those that some rows do not see come first.
 //
 // Keys and values lie in one ring of slots in the order of their use: K of the last block, then K and V of two
-// neighbours in turn. int8 rows become 16-bit floats, exactly, on their way to the ring. Their scales lie beside the
-// slot of the keys: a score is s * key_scale + log2(value_scale), so that a weight holds its value's scale, relative to
-// the largest such product of a row; the sum that divides takes weights without it.
+// neighbours in turn. int8 rows become 16-bit floats, exactly, on their way to the ring; their scales lie beside the
+// slot of the keys.
 #pragma once
 
 #include <qcut/core/barrier.cuh>
-#include <qcut/core/mma.cuh>
 #include <qcut/core/wgmma_shared.cuh>
-#include <qcut/decoder/attention/prompt.cuh>
+#include <qcut/decoder/attention/prompt_copy.cuh>
 
 namespace qcut {
 
@@ -45,7 +43,7 @@ struct PromptTile {
   static constexpr int kQueryEmpty = kQueryFull + 8;
   static constexpr int kBytes = kQueryEmpty + 8;
   // Registers of a thread after setmaxnreg, of 512 for each four warps and SM; two warpgroups need no more than a launch gives.
-  static constexpr int kFeedRegisters = kGroups == 3 ? 32 : kInt8 ? 88 : 72;
+  static constexpr int kFeedRegisters = kGroups == 3 ? 32 : kInt8 && kColumns <= 192 ? 88 : 72;
   static constexpr int kRegisters = kGroups == 3 ? 160 : (504 - kFeedRegisters) / 2;
 };
 
@@ -68,35 +66,20 @@ __device__ __forceinline__ void hold(float v) {
   asm volatile("bar.warp.sync %0;" ::"r"(v < 0.0f ? 0 : -1) : "memory");
 }
 
-// The least power of two that is no less than v.
-template <int v>
-constexpr int kNextPower = 2 * kNextPower<(v + 1) / 2>;
-template <>
-constexpr int kNextPower<1> = 1;
-
 // The warpgroup that copies. `thread` is 0..127.
 template <class Tile>
 struct PromptFeed {
   using T = typename Tile::T;
   using Cache = typename Tile::Cache;
-  static constexpr int kHead = Tile::kHead;
-  static constexpr int kLanes = kNextPower<Tile::kColumns / 8>;  // neighbours that copy a row, 16 bytes each
-  static constexpr int kStep = 128 / kLanes;                     // rows copied at once
-  static constexpr int kRawLanes = kNextPower<(kHead + 15) / 16>;
-  static constexpr int kRawStep = 128 / kRawLanes;
-  static constexpr int kRawCount = Tile::kKeys / kRawStep;
+  using Copy = PromptCopy<T, Tile::kHead, Tile::kColumns, Tile::kKeys>;
 
   uint32_t base;
-  int thread;
+  Copy copy;
   RingPlace<Tile::kSlots> place;
   int pending = -1;  // slot whose copies were issued last
 
-  __device__ __forceinline__ PromptFeed(uint32_t base, int thread) : base(base), thread(thread) {}
+  __device__ __forceinline__ PromptFeed(uint32_t base, int thread) : base(base), copy{thread} {}
 
-  // The shared address of 16 bytes of a row, in a tile of blocks of `block` bytes.
-  static __device__ __forceinline__ uint32_t at(int row, int chunk, int block) {
-    return chunk / 8 * block + row * 128 + ((chunk ^ row) & 7) * 16;
-  }
   __device__ __forceinline__ uint32_t slot() const { return base + Tile::kRing + place.slot * Tile::kSlotBytes; }
 
   __device__ __forceinline__ void await_slot() const { barrier_wait(base + Tile::kEmpty + 8 * place.slot, place.parity ^ 1); }
@@ -111,114 +94,26 @@ struct PromptFeed {
     pending = -1;
   }
 
-  template <class Args>
-  __device__ __forceinline__ void copy_queries(const Args& args, const PromptRows& rows) {
-    const int chunk = thread % kLanes;
-    if (chunk < Tile::kColumns / 8) {
-#pragma unroll 4
-      for (int i = thread / kLanes; i < Tile::kRows; i += kStep) {
-        long long token;
-        int query;
-        const bool exists = rows.find(args, i, token, query) && 8 * chunk < kHead;
-        const T* from = exists ? args.q + token * args.q_stride + query * kHead + 8 * chunk : args.q;
-        copy_async<16>(base + at(i, chunk, Tile::kQueryBlock), from, !exists);
-      }
-    }
-    copy_async_commit();
-  }
-
-  // Fills the next slot with `count` rows of the cache; the rest is 0.
-  __device__ __forceinline__ void copy_rows(const T* from, int count) {
-    const int chunk = thread % kLanes;
-    const int row = thread / kLanes;
-    const bool past = 8 * chunk >= kHead;
-    await_slot();
-    if (chunk < Tile::kColumns / 8) {
-      const T* mine = from + static_cast<long long>(row) * kHead + 8 * chunk;
-      const uint32_t to = slot();
-      if (count >= Tile::kKeys) {
-#pragma unroll
-        for (int i = 0; i < Tile::kKeys / kStep; ++i) {
-          copy_async<16>(to + at(row + i * kStep, chunk, Tile::kKeyBlock), mine + i * kStep * kHead, past);
-        }
-      } else {
-#pragma unroll
-        for (int i = 0; i < Tile::kKeys / kStep; ++i) {
-          const bool absent = row + i * kStep >= count;
-          copy_async<16>(to + at(row + i * kStep, chunk, Tile::kKeyBlock), absent ? from : mine + i * kStep * kHead, past || absent);
-        }
-      }
-    }
-    copy_async_commit();
-    copy_async_wait<1>();
-    report_pending();
-    pending = place.slot;
-    place.advance();
-  }
-
-  // The same of int8 rows.
-  __device__ __forceinline__ void convert_rows(const int8_t* from, int count) {
-    const int chunk = thread % kRawLanes;
-    const int row = thread / kRawLanes;
-    uint4 raw[kRawCount];
-#pragma unroll
-    for (int i = 0; i < kRawCount; ++i) {
-      raw[i] = make_uint4(0, 0, 0, 0);
-      if (row + i * kRawStep < count && 16 * chunk < kHead) {
-        raw[i] = *reinterpret_cast<const uint4*>(from + static_cast<long long>(row + i * kRawStep) * kHead + 16 * chunk);
-      }
-    }
-    await_slot();
-    const uint32_t to = slot();
-    const int odd = chunk / 4 & 1;  // lanes of the second 64 columns write their halves in the other order: other banks
-    if (16 * chunk < Tile::kColumns) {
-#pragma unroll
-      for (int i = 0; i < kRawCount; ++i) {
-        const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int which = half ^ odd;
-          uint32_t w[4];
-          Float16<T>::from_int8(which ? words[2] : words[0], w[0], w[1]);
-          Float16<T>::from_int8(which ? words[3] : words[1], w[2], w[3]);
-          store_shared_16(to + at(row + i * kRawStep, 2 * chunk + which, Tile::kKeyBlock), w);
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ void finish_converted() {
-    report(base + Tile::kFull + 8 * place.slot);
-    place.advance();
-  }
-
-  template <class Args>
-  __device__ __forceinline__ void copy_keys(const Args& args, long long row, int count) {
+  // Fills the next slot with `count` rows of the cache from `row` on; with keys come the scales of an int8 cache.
+  template <bool kKeys, class Args>
+  __device__ __forceinline__ void fill(const Args& args, long long row, int count) {
+    const auto* from = (kKeys ? args.keys : args.values) + row * Tile::kHead;
     if constexpr (Tile::kInt8) {
-      float key = 0.0f, value = 1.0f;
-      if (thread < count) {
-        key = args.key_scales[row + thread];
-        value = args.value_scales[row + thread];
-      }
-      convert_rows(args.keys + row * kHead, count);
-      if (thread < Tile::kKeys) {
-        const uint32_t to = base + Tile::kScales + place.slot * Tile::kScaleBytes + 4 * thread;
-        store_shared_4(to, bits(key * args.scale));
-        store_shared_4(to + 4 * Tile::kKeys, bits(log2f(value)));
-        store_shared_4(to + 8 * Tile::kKeys, bits(1.0f / value));
-      }
-      finish_converted();
+      uint4 raw[Copy::kRawCount];
+      copy.load(raw, from, count);
+      await_slot();
+      copy.store(raw, slot());
+      if constexpr (kKeys) copy.scales(args, row, count, base + Tile::kScales + place.slot * Tile::kScaleBytes);
+      report(base + Tile::kFull + 8 * place.slot);
     } else {
-      copy_rows(args.keys + row * kHead, count);
+      await_slot();
+      copy.rows(from, count, slot());
+      copy_async_commit();
+      copy_async_wait<1>();
+      report_pending();
+      pending = place.slot;
     }
-  }
-  template <class Args>
-  __device__ __forceinline__ void copy_values(const Args& args, long long row, int count) {
-    if constexpr (Tile::kInt8) {
-      convert_rows(args.values + row * kHead, count);
-      finish_converted();
-    } else {
-      copy_rows(args.values + row * kHead, count);
-    }
+    place.advance();
   }
 
   template <class Args>
@@ -229,20 +124,21 @@ struct PromptFeed {
       if (rows.places == 0) continue;
       barrier_wait(base + Tile::kQueryEmpty, turn ^ 1);
       turn ^= 1;
-      copy_queries(args, rows);
+      copy.template queries<Tile::kRows>(args, rows, base);
+      copy_async_commit();
       const long long first = rows.cache_row(args);
       int at = (rows.places - 1) / Tile::kKeys * Tile::kKeys;
       if constexpr (Tile::kInt8) {
         copy_async_wait<0>();
         report(base + Tile::kQueryFull);
       }
-      copy_keys(args, first + at, rows.places - at);
+      fill<true>(args, first + at, rows.places - at);
       if constexpr (!Tile::kInt8) report(base + Tile::kQueryFull);  // all but the last copies are done
       for (; at >= Tile::kKeys; at -= Tile::kKeys) {
-        copy_keys(args, first + at - Tile::kKeys, Tile::kKeys);
-        copy_values(args, first + at, rows.places - at);
+        fill<true>(args, first + at - Tile::kKeys, Tile::kKeys);
+        fill<false>(args, first + at, rows.places - at);
       }
-      copy_values(args, first, rows.places);
+      fill<false>(args, first, rows.places);
       if constexpr (!Tile::kInt8) {
         copy_async_wait<0>();
         report_pending();
@@ -307,42 +203,11 @@ struct PromptGroup {
       for (int k = 0; k < 4; ++k) asm volatile("" : "+r"(p[i][k])::"memory");
     }
   }
-  __device__ __forceinline__ void round_weights() {
-#pragma unroll
-    for (int i = 0; i < Tile::kKeys / 16; ++i) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) p[i][k] = pack_pair<T>(s[8 * i + 2 * k], s[8 * i + 2 * k + 1]);
-    }
-  }
-
-  // Makes weights of the scores of the block at place `at`, whose keys are in slot `slot`.
   template <class Args>
   __device__ __forceinline__ float2 weigh(const Args& args, const PromptRows& rows, int at, int slot, int last,
                                           int last8) {
-    if constexpr (Tile::kInt8) {
-      const uint32_t scales = base + Tile::kScales + slot * Tile::kScaleBytes + 8 * (threadIdx.x % 4);
-#pragma unroll
-      for (int j = 0; j < Tile::kKeys / 8; ++j) {
-        uint32_t scale[2], offset[2];
-        load_shared_8(scale, scales + 32 * j);
-        load_shared_8(offset, scales + 32 * j + 4 * Tile::kKeys);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          s[4 * j + e] = fmaf(s[4 * j + e], __uint_as_float(scale[e % 2]), __uint_as_float(offset[e % 2]));
-        }
-      }
-    }
-    if (at + Tile::kKeys > rows.clear) hide_scores(s, at, last, last8);
-    if constexpr (Tile::kInt8) {
-      const uint32_t counts = base + Tile::kScales + slot * Tile::kScaleBytes + 8 * Tile::kKeys + 8 * (threadIdx.x % 4);
-      return softmax.weigh(s, 1.0f, [&](int j) {
-        uint32_t w[2];
-        load_shared_8(w, counts + 32 * j);
-        return make_float2(__uint_as_float(w[0]), __uint_as_float(w[1]));
-      });
-    } else {
-      return softmax.weigh(s, args.scale, [](int) { return make_float2(1.0f, 1.0f); });
-    }
+    const uint32_t scales = base + Tile::kScales + slot * Tile::kScaleBytes;
+    return weigh_block<Tile::kInt8>(softmax, s, args.scale, scales, rows, at, last, last8);
   }
 
   // Warpgroups take turns: each waits for the one before, and lets the next one go.
@@ -378,7 +243,7 @@ struct PromptGroup {
         weigh(args, rows, at, place.slot, last, last8);
         release(place.slot);
         place.advance();
-        round_weights();
+        round_weights<T>(p, s);
 #pragma unroll 1
         for (at -= Tile::kKeys; at >= 0; at -= Tile::kKeys) {
           await();
@@ -399,7 +264,7 @@ struct PromptGroup {
           pin_values();
           release(place.slot);
           place.advance();
-          round_weights();
+          round_weights<T>(p, s);
 #pragma unroll
           for (int i = 0; i < Tile::kColumns / 2; ++i) o[i] *= i / 2 % 2 ? scale.y : scale.x;
         }
