@@ -17,7 +17,6 @@ FAMILY = "prompt_wgmma"
 ARCH = "sm_90a"
 COLUMNS = (64, 80, 96, 128, 160, 192, 256)
 """Columns of a product: a head and zeros."""
-MIN_SLOTS = 3
 MAX_SLOTS = 8
 
 
@@ -53,7 +52,6 @@ CONSTRAINTS = (
         "hold scores, weights and weighted values: 216 of a thread, 160 of three warpgroups",
         lambda k: k.keys // 2 + k.keys // 4 + _columns(k.head) // 2 + 28 <= (160 if k.groups == 3 else 216),
     ),
-    Constraint("shared_memory", f"has {MIN_SLOTS} slots beside the queries", lambda k: _slots(k) >= MIN_SLOTS),
 )
 """What `PromptWgmma` can be."""
 
