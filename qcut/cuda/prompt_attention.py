@@ -62,7 +62,7 @@ def _plan(
     desc = select_prompt_attention(DTYPES[dtype], DTYPES[cache], head, gpu, **shape)
     if desc is None:
         return _IN_TORCH
-    grid = (tiles(desc.rows, sequences, length, kv_heads, group), 1, 1)
+    grid = desc.grid(tiles(desc.rows, **shape), gpu.sm_count)
     return LaunchSpec(emit_prompt_attention(desc), lambda m: grid, pdl=pdl(device)).load(device)
 
 

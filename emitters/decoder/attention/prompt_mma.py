@@ -100,6 +100,10 @@ class PromptMma:
         scales = 12 * self.keys if self.cache is DType.S8 else 0
         return self.rows * row + 2 * (2 * self.keys * row + scales)
 
+    def grid(self, count: int, sm_count: int) -> tuple[int, int, int]:
+        """CTAs of a launch over so many tiles: one for each."""
+        return (count, 1, 1)
+
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `qcut.emitters.decoder.attention.prompt.prompt_params`."""
         return prompt_params(self.x, self.cache)

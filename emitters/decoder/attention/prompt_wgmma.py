@@ -120,6 +120,10 @@ class PromptWgmma:
         scales = 12 * self.keys if self.cache is DType.S8 else 0
         return self.rows * row + _slots(self) * (self.keys * row + scales + 16) + 16
 
+    def grid(self, count: int, sm_count: int) -> tuple[int, int, int]:
+        """CTAs of a launch over so many tiles: one for each multiprocessor goes through the tiles."""
+        return (min(count, sm_count), 1, 1)
+
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `qcut.emitters.decoder.attention.prompt.prompt_params`."""
         return prompt_params(self.x, self.cache)

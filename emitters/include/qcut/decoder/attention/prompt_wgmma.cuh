@@ -47,6 +47,20 @@ struct PromptTile {
   static constexpr int kRegisters = kGroups == 3 ? 160 : (504 - kFeedRegisters) / 2;
 };
 
+// The tiles of a CTA, one in each round: rounds go through the CTAs in turns from the first and from the last, so that
+// no CTA has the longest tile of every round.
+struct TileRounds {
+  int tiles;
+  int round = 0;
+  // The next tile; -1 after the last.
+  __device__ __forceinline__ int next() {
+    const int ctas = gridDim.x;
+    const int tile = round * ctas + static_cast<int>(round % 2 ? ctas - 1 - blockIdx.x : blockIdx.x);
+    ++round;
+    return tile < tiles ? tile : -1;
+  }
+};
+
 // A place in a ring of slots.
 template <int kSlots>
 struct RingPlace {
@@ -119,7 +133,8 @@ struct PromptFeed {
   template <class Args>
   __device__ __forceinline__ void run(const Args& args, int tiles) {
     int turn = 0;
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    TileRounds rounds{tiles};
+    for (int tile = rounds.next(); tile >= 0; tile = rounds.next()) {
       const PromptRows rows(args, tile, Tile::kRows);
       if (rows.places == 0) continue;
       barrier_wait(base + Tile::kQueryEmpty, turn ^ 1);
@@ -223,7 +238,8 @@ struct PromptGroup {
     int turn = 0;
     if (Tile::kGroups > 1 && group == Tile::kGroups - 1) pass_turn();
     const int row = 64 * group + static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    TileRounds rounds{tiles};
+    for (int tile = rounds.next(); tile >= 0; tile = rounds.next()) {
       const PromptRows rows(args, tile, Tile::kRows);
       softmax = PromptSoftmax();
 #pragma unroll
