@@ -113,6 +113,7 @@ struct PromptCopy {
       value = args.value_scales[row + thread];
     }
     if (thread >= kKeys) return;
+    value = value < 0x1p-100f ? 0x1p-100f : value;  // 0 has no logarithm; NaN stays
     store_shared_4(to + 4 * thread, bits(key * args.scale));
     store_shared_4(to + 4 * (kKeys + thread), bits(log2f(value)));
     store_shared_4(to + 4 * (2 * kKeys + thread), bits(1.0f / value));
