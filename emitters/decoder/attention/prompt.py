@@ -45,3 +45,9 @@ def prompt_arguments(params: tuple[Param, ...]) -> str:
 def tiles(rows: int, sequences: int, length: int, kv_heads: int, group: int) -> int:
     """Tiles of a launch."""
     return -(-length * group // rows) * kv_heads * sequences
+
+
+def raw_bytes(head: int, keys: int) -> int:
+    """Shared memory for int8 keys or values of a block before they become 16-bit floats, and for their scales."""
+    lanes = 1 << (-(-head // 16) - 1).bit_length()  # that copy a row, 16 bytes each
+    return 2048 * -(-keys * lanes // 128) + 8 * keys

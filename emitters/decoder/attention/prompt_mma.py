@@ -11,9 +11,11 @@ from qcut.emitters.core.arch import SMEM_LIMITS, architecture
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import include, kernel_source
-from qcut.emitters.decoder.attention.prompt import prompt_arguments, prompt_params
+from qcut.emitters.decoder.attention.prompt import prompt_arguments, prompt_params, raw_bytes
 
 FAMILY = "prompt_mma"
+KEYS = (64, 32, 16)
+"""Of a block."""
 
 CONSTRAINTS = (
     Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
@@ -23,7 +25,7 @@ CONSTRAINTS = (
         "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
         lambda k: 8 <= k.head <= 256 and k.head % (128 // k.cache.bits) == 0,
     ),
-    Constraint("keys", "are 32 or 64", lambda k: k.keys in (32, 64)),
+    Constraint("keys", "are 16, 32 or 64", lambda k: k.keys in KEYS),
     Constraint(
         "shared_memory",
         f"holds queries and two stages: {SMEM_LIMITS}",
@@ -61,7 +63,17 @@ class PromptMma:
         Raises:
             EmitError: see `CONSTRAINTS`.
         """
-        return cls(x, cache, head, arch, 64 if head <= 128 else 32)
+        keys = [n for n in KEYS if n < 64 or head <= 128]
+        fitting = (n for n in keys[:-1] if cls._fits(x, cache, head, arch, n))
+        return cls(x, cache, head, arch, next(fitting, keys[-1]))
+
+    @classmethod
+    def _fits(cls, x: DType, cache: DType, head: int, arch: str, keys: int) -> bool:
+        try:
+            cls(x, cache, head, arch, keys)
+        except EmitError:
+            return False
+        return True
 
     @classmethod
     def is_legal(cls, x: DType, cache: DType, head: int, arch: str) -> bool:
@@ -95,10 +107,10 @@ class PromptMma:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory: queries, two stages of keys, values and scales; rows are blocks of 64 columns."""
+        """Shared memory: queries, two stages of keys, values and scales, and int8 rows on their way to a stage."""
         row = 128 * -(-self.columns // 64)
-        scales = 12 * self.keys if self.cache is DType.S8 else 0
-        return self.rows * row + 2 * (2 * self.keys * row + scales)
+        scales, raw = (12 * self.keys, 2 * raw_bytes(self.head, self.keys)) if self.cache is DType.S8 else (0, 0)
+        return self.rows * row + 2 * (2 * self.keys * row + scales) + raw
 
     def grid(self, count: int, sm_count: int) -> tuple[int, int, int]:
         """CTAs of a launch over so many tiles: one for each."""

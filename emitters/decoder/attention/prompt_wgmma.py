@@ -11,13 +11,15 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import include, kernel_source
-from qcut.emitters.decoder.attention.prompt import prompt_arguments, prompt_params
+from qcut.emitters.decoder.attention.prompt import prompt_arguments, prompt_params, raw_bytes
 
 FAMILY = "prompt_wgmma"
 ARCH = "sm_90a"
 COLUMNS = (64, 80, 96, 128, 160, 192, 256)
 """Columns of a product: a head and zeros."""
 MAX_SLOTS = 8
+RAW_TILES = 3
+"""Tiles of int8 rows that are fetched before the first of them is converted, and that one."""
 
 
 def _columns(head: int) -> int:
@@ -29,11 +31,21 @@ def _row_bytes(head: int) -> int:
     return 128 * -(-_columns(head) // 64)
 
 
-def _slots(kernel: PromptWgmma) -> int:
-    """Slots of keys or of values beside the queries and two barriers."""
-    room = architecture(ARCH).smem_bytes - 64 * kernel.groups * _row_bytes(kernel.head) - 16
+def _fixed_bytes(kernel: PromptWgmma) -> int:
+    """Shared memory beside slots: queries, two barriers, and int8 rows on their way to a slot."""
+    raw = RAW_TILES * raw_bytes(kernel.head, kernel.keys) if kernel.cache is DType.S8 else 0
+    return kernel.rows * _row_bytes(kernel.head) + raw + 16
+
+
+def _slot_bytes(kernel: PromptWgmma) -> int:
+    """Shared memory of a slot: keys or values, three float32 of each key of an int8 cache, two barriers."""
     scales = 12 * kernel.keys if kernel.cache is DType.S8 else 0
-    return min(MAX_SLOTS, room // (kernel.keys * _row_bytes(kernel.head) + scales + 16))
+    return kernel.keys * _row_bytes(kernel.head) + scales + 16
+
+
+def _slots(kernel: PromptWgmma) -> int:
+    """Slots of keys or of values."""
+    return min(MAX_SLOTS, (architecture(ARCH).smem_bytes - _fixed_bytes(kernel)) // _slot_bytes(kernel))
 
 
 CONSTRAINTS = (
@@ -115,10 +127,8 @@ class PromptWgmma:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory: queries, slots with their scales and barriers, two more barriers."""
-        row = _row_bytes(self.head)
-        scales = 12 * self.keys if self.cache is DType.S8 else 0
-        return self.rows * row + _slots(self) * (self.keys * row + scales + 16) + 16
+        """Shared memory."""
+        return _fixed_bytes(self) + _slots(self) * _slot_bytes(self)
 
     def grid(self, count: int, sm_count: int) -> tuple[int, int, int]:
         """CTAs of a launch over so many tiles: one for each multiprocessor goes through the tiles."""

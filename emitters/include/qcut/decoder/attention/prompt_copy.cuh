@@ -73,19 +73,29 @@ struct PromptCopy {
     }
   }
 
-  // The same of int8 rows, in two steps: loads, and stores of 16-bit floats, exactly.
-  __device__ __forceinline__ void load(uint4 (&raw)[kRawCount], const int8_t* from, int count) const {
+  // The same of int8 rows, in two steps: raw bytes, of which each thread gets those that it is to convert, and 16-bit
+  // floats, exactly. With keys come what the scores of the block need of its scales.
+  static constexpr int kRawBytes = 2048 * kRawCount + 8 * kKeys;
+
+  template <bool kHasScales, class Args>
+  __device__ __forceinline__ void fetch(const Args& args, long long first, int count, uint32_t raw) const {
+    const int8_t* from = (kHasScales ? args.keys : args.values) + first * kHead;
     const int chunk = thread % kRawLanes;
     const int row = thread / kRawLanes;
 #pragma unroll
     for (int i = 0; i < kRawCount; ++i) {
-      raw[i] = make_uint4(0, 0, 0, 0);
-      if (row + i * kRawStep < count && 16 * chunk < kHead) {
-        raw[i] = *reinterpret_cast<const uint4*>(from + (row + i * kRawStep) * kHead + 16 * chunk);
-      }
+      const bool absent = row + i * kRawStep >= count || 16 * chunk >= kHead;
+      copy_async<16>(raw + 16 * thread + 2048 * i, absent ? from : from + (row + i * kRawStep) * kHead + 16 * chunk,
+                     absent);
+    }
+    if (kHasScales && thread < kKeys) {
+      const bool absent = thread >= count;
+      const long long at = absent ? first : first + thread;
+      copy_async<4>(raw + 2048 * kRawCount + 8 * thread, args.key_scales + at, absent);
+      copy_async<4>(raw + 2048 * kRawCount + 8 * thread + 4, args.value_scales + at, absent);
     }
   }
-  __device__ __forceinline__ void store(const uint4 (&raw)[kRawCount], uint32_t to) const {
+  __device__ __forceinline__ void convert(uint32_t raw, uint32_t to) const {
     const int chunk = thread % kRawLanes;
     const int row = thread / kRawLanes;
     if (16 * chunk >= kColumns) return;
@@ -93,30 +103,27 @@ struct PromptCopy {
 #pragma unroll
     for (int i = 0; i < kRawCount; ++i) {
       if (kKeys % kRawStep != 0 && row + i * kRawStep >= kKeys) break;
+      uint32_t bytes[4];
+      load_shared_16(bytes, raw + 16 * thread + 2048 * i);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int which = half ^ odd;
         uint32_t w[4];
-        Float16<T>::from_int8(which ? raw[i].z : raw[i].x, w[0], w[1]);
-        Float16<T>::from_int8(which ? raw[i].w : raw[i].y, w[2], w[3]);
+        Float16<T>::from_int8(which ? bytes[2] : bytes[0], w[0], w[1]);
+        Float16<T>::from_int8(which ? bytes[3] : bytes[1], w[2], w[3]);
         store_shared_16(to + tile_at(row + i * kRawStep, 2 * chunk + which, kBlock), w);
       }
     }
   }
-
-  // What the scores of an int8 cache's block need, three float32 of each key: see weigh_block. `row` is that of the cache.
-  template <class Args>
-  __device__ __forceinline__ void scales(const Args& args, long long row, int count, uint32_t to) const {
-    float key = 0.0f, value = 1.0f;
-    if (thread < count) {
-      key = args.key_scales[row + thread];
-      value = args.value_scales[row + thread];
-    }
+  // Three float32 of each key: see weigh_block.
+  __device__ __forceinline__ void convert_scales(uint32_t raw, float scale, uint32_t to) const {
     if (thread >= kKeys) return;
-    value = value < 0x1p-100f ? 0x1p-100f : value;  // 0 has no logarithm; NaN stays
-    store_shared_4(to + 4 * thread, bits(key * args.scale));
-    store_shared_4(to + 4 * (kKeys + thread), bits(log2f(value)));
-    store_shared_4(to + 4 * (2 * kKeys + thread), bits(1.0f / value));
+    uint32_t w[2];
+    load_shared_8(w, raw + 2048 * kRawCount + 8 * thread);
+    const float value = __uint_as_float(w[1]);
+    const float held = value < 0x1p-100f ? 0x1p-100f : value;  // 0 has no logarithm; NaN stays
+    store_shared_8(to + 8 * thread, bits(__uint_as_float(w[0]) * scale), bits(log2f(held)));
+    store_shared_4(to + 8 * kKeys + 4 * thread, bits(1.0f / held));
   }
 };
 
@@ -128,25 +135,26 @@ template <bool kInt8, int kScores>
 __device__ __forceinline__ float2 weigh_block(PromptSoftmax& softmax, float (&s)[kScores], float scale, uint32_t scales,
                                               const PromptRows& rows, int at, int last, int last8) {
   constexpr int kKeys = 2 * kScores;
-  const uint32_t mine = scales + 8 * (threadIdx.x % 4);
-  const auto pair = [&](int array, int j) {
-    uint32_t w[2];
-    load_shared_8(w, mine + 4 * array * kKeys + 32 * j);
-    return make_float2(__uint_as_float(w[0]), __uint_as_float(w[1]));
-  };
+  const uint32_t mine = scales + 16 * (threadIdx.x % 4);
   if constexpr (kInt8) {
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j) {
-      const float2 factor = pair(0, j), offset = pair(1, j);
+      uint32_t w[4];
+      load_shared_16(w, mine + 64 * j);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        s[4 * j + e] = fmaf(s[4 * j + e], e % 2 ? factor.y : factor.x, e % 2 ? offset.y : offset.x);
+        s[4 * j + e] = fmaf(s[4 * j + e], __uint_as_float(w[e % 2 * 2]), __uint_as_float(w[e % 2 * 2 + 1]));
       }
     }
   }
   if (at + kKeys > rows.clear) hide_scores(s, at, last, last8);
   if constexpr (kInt8) {
-    return softmax.weigh(s, 1.0f, [&](int j) { return pair(2, j); });
+    const uint32_t counts = scales + 8 * kKeys + 8 * (threadIdx.x % 4);
+    return softmax.weigh(s, 1.0f, [&](int j) {
+      uint32_t w[2];
+      load_shared_8(w, counts + 32 * j);
+      return make_float2(__uint_as_float(w[0]), __uint_as_float(w[1]));
+    });
   } else {
     return softmax.weigh(s, scale, [](int) { return make_float2(1.0f, 1.0f); });
   }

@@ -26,8 +26,9 @@ struct PromptMmaTile {
   static constexpr int kTileBytes = kBlocks * kKeyBlock;
   static constexpr int kStageBytes = 2 * kTileBytes + (kInt8 ? Copy::kScaleBytes : 0);
   static constexpr int kStages = kBlocks * kQueryBlock;  // offset of the first stage
+  static constexpr int kRaw = kStages + 2 * kStageBytes;  // int8 keys and values on their way to a stage
   // Queries stay in registers where these suffice.
-  static constexpr bool kHoldsQueries = kColumns <= 128;
+  static constexpr bool kHoldsQueries = kColumns <= (kInt8 ? 96 : 128);
 };
 
 template <class Tile>
@@ -118,37 +119,40 @@ __device__ __forceinline__ void prompt_attention_mma(const PromptArgs<typename T
   float factor[2] = {0.0f, 0.0f};
   if (rows.places > 0) {
     const long long first = rows.cache_row(args);
+    const uint32_t raw = base + Tile::kRaw;
     const auto stage = [&](int i) { return base + Tile::kStages + (i & 1) * Tile::kStageBytes; };
     const auto fetch = [&](int at, uint32_t to) {
       const int count = min(rows.places - at, Tile::kKeys);
-      const auto* keys = args.keys + (first + at) * Tile::kHead;
-      const auto* values = args.values + (first + at) * Tile::kHead;
       if constexpr (Tile::kInt8) {
-        uint4 raw[2][Tile::Copy::kRawCount];
-        copy.load(raw[0], keys, count);
-        copy.load(raw[1], values, count);
-        copy.scales(args, first + at, count, to + 2 * Tile::kTileBytes);
-        copy.store(raw[0], to);
-        copy.store(raw[1], to + Tile::kTileBytes);
+        copy.template fetch<true>(args, first + at, count, raw);
+        copy.template fetch<false>(args, first + at, count, raw + Tile::Copy::kRawBytes);
       } else {
-        copy.rows(keys, count, to);
-        copy.rows(values, count, to + Tile::kTileBytes);
+        copy.rows(args.keys + (first + at) * Tile::kHead, count, to);
+        copy.rows(args.values + (first + at) * Tile::kHead, count, to + Tile::kTileBytes);
       }
       copy_async_commit();
+    };
+    // Waits for a thread's own copies, and has all see each other's.
+    const auto settle = [&](uint32_t to) {
+      copy_async_wait<0>();
+      if constexpr (Tile::kInt8) {
+        copy.convert(raw, to);
+        copy.convert(raw + Tile::Copy::kRawBytes, to + Tile::kTileBytes);
+        copy.convert_scales(raw, args.scale, to + 2 * Tile::kTileBytes);
+      }
+      __syncthreads();
     };
     const int last = rows.last_place(row), last8 = rows.last_place(row + 8);
     int at = (rows.places - 1) / Tile::kKeys * Tile::kKeys;
     copy.template queries<Tile::kRows>(args, rows, base);
     fetch(at, stage(0));
-    copy_async_wait<0>();
-    __syncthreads();
+    settle(stage(0));
     warp.hold_queries();
 #pragma unroll 1
     for (int i = 0; at >= 0; ++i, at -= Tile::kKeys) {
       if (at > 0) fetch(at - Tile::kKeys, stage(i + 1));
       warp.attend(args, rows, at, stage(i), last, last8);
-      copy_async_wait<0>();
-      __syncthreads();
+      settle(stage(i + 1));
     }
     factor[0] = warp.softmax.inverse(0);
     factor[1] = warp.softmax.inverse(1);

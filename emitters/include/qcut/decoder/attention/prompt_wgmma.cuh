@@ -7,8 +7,8 @@
 // first: those that some rows do not see come first.
 //
 // Keys and values lie in one ring of slots in the order of their use: K of the last block, then K and V of two
-// neighbours in turn. int8 rows become 16-bit floats, exactly, on their way to the ring; their scales lie beside the
-// slot of the keys.
+// neighbours in turn. int8 rows are fetched to a place of their own and become 16-bit floats, exactly, on their way to
+// the ring; their scales lie beside the slot of the keys.
 #pragma once
 
 #include <qcut/core/barrier.cuh>
@@ -34,6 +34,7 @@ struct PromptTile {
   static constexpr int kKeyBlock = 128 * kKeys;
   static constexpr int kSlotBytes = kBlocks * kKeyBlock;
   static constexpr int kScaleBytes = kInt8 ? 12 * kKeys : 0;  // of a slot of keys: three float32 of each
+  static constexpr int kAhead = 2;  // tiles of int8 rows that are fetched before they are converted
   // Byte offsets in shared memory.
   static constexpr int kRing = kBlocks * kQueryBlock;
   static constexpr int kScales = kRing + kSlots * kSlotBytes;
@@ -41,9 +42,9 @@ struct PromptTile {
   static constexpr int kEmpty = kFull + 8 * kSlots;
   static constexpr int kQueryFull = kEmpty + 8 * kSlots;
   static constexpr int kQueryEmpty = kQueryFull + 8;
-  static constexpr int kBytes = kQueryEmpty + 8;
+  static constexpr int kRaw = kQueryEmpty + 8;
   // Registers of a thread after setmaxnreg, of 512 for each four warps and SM; two warpgroups need no more than a launch gives.
-  static constexpr int kFeedRegisters = kGroups == 3 ? 32 : kInt8 && kColumns <= 192 ? 88 : 72;
+  static constexpr int kFeedRegisters = kGroups == 3 ? 32 : 72;
   static constexpr int kRegisters = kGroups == 3 ? 160 : (504 - kFeedRegisters) / 2;
 };
 
@@ -91,6 +92,9 @@ struct PromptFeed {
   Copy copy;
   RingPlace<Tile::kSlots> place;
   int pending = -1;  // slot whose copies were issued last
+  // Of int8 rows: tiles fetched and not converted, a bit of each, 1 for keys, and the places of the next ones.
+  int held = 0, fetched = 0, converted = 0;
+  unsigned kinds = 0;
 
   __device__ __forceinline__ PromptFeed(uint32_t base, int thread) : base(base), copy{thread} {}
 
@@ -111,24 +115,38 @@ struct PromptFeed {
   // Fills the next slot with `count` rows of the cache from `row` on; with keys come the scales of an int8 cache.
   template <bool kKeys, class Args>
   __device__ __forceinline__ void fill(const Args& args, long long row, int count) {
-    const auto* from = (kKeys ? args.keys : args.values) + row * Tile::kHead;
     if constexpr (Tile::kInt8) {
-      uint4 raw[Copy::kRawCount];
-      copy.load(raw, from, count);
-      await_slot();
-      copy.store(raw, slot());
-      if constexpr (kKeys) copy.scales(args, row, count, base + Tile::kScales + place.slot * Tile::kScaleBytes);
-      report(base + Tile::kFull + 8 * place.slot);
+      copy.template fetch<kKeys>(args, row, count, raw(fetched));
+      copy_async_commit();
+      kinds = kinds << 1 | kKeys;
+      fetched = fetched == Tile::kAhead ? 0 : fetched + 1;
+      if (++held > Tile::kAhead) {
+        copy_async_wait<Tile::kAhead>();
+        convert(args.scale);
+      }
     } else {
       await_slot();
-      copy.rows(from, count, slot());
+      copy.rows((kKeys ? args.keys : args.values) + row * Tile::kHead, count, slot());
       copy_async_commit();
       copy_async_wait<1>();
       report_pending();
       pending = place.slot;
+      place.advance();
     }
+  }
+
+  // Converts the rows that were fetched first of those held.
+  __device__ __forceinline__ void convert(float scale) {
+    const uint32_t from = raw(converted);
+    --held;
+    await_slot();
+    copy.convert(from, slot());
+    if (kinds >> held & 1) copy.convert_scales(from, scale, base + Tile::kScales + place.slot * Tile::kScaleBytes);
+    report(base + Tile::kFull + 8 * place.slot);
+    converted = converted == Tile::kAhead ? 0 : converted + 1;
     place.advance();
   }
+  __device__ __forceinline__ uint32_t raw(int i) const { return base + Tile::kRaw + i * Copy::kRawBytes; }
 
   template <class Args>
   __device__ __forceinline__ void run(const Args& args, int tiles) {
@@ -143,7 +161,7 @@ struct PromptFeed {
       copy_async_commit();
       const long long first = rows.cache_row(args);
       int at = (rows.places - 1) / Tile::kKeys * Tile::kKeys;
-      if constexpr (Tile::kInt8) {
+      if constexpr (Tile::kInt8) {  // nothing is held: the queries are all that is waited for
         copy_async_wait<0>();
         report(base + Tile::kQueryFull);
       }
@@ -154,8 +172,10 @@ struct PromptFeed {
         fill<false>(args, first + at, rows.places - at);
       }
       fill<false>(args, first, rows.places);
-      if constexpr (!Tile::kInt8) {
-        copy_async_wait<0>();
+      copy_async_wait<0>();
+      if constexpr (Tile::kInt8) {
+        while (held > 0) convert(args.scale);
+      } else {
         report_pending();
       }
     }
