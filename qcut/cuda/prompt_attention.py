@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qcut.cuda import clusters
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch.attention import emit_prompt_attention, select_prompt_attention
 from qcut.emitters.decoder.attention.prompt import tiles
+from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma
 from qcut.numerics import int8
 from qcut.ops.prompt_attention import PromptAttention
 from qcut.ops.registry import serves
@@ -28,7 +31,7 @@ def prompt_attention(call: PromptAttention) -> Tensor:
     (count, heads, head), (_, kv_heads, context, _) = q.shape, cache.keys.shape
     if count == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    key = (q.dtype, cache.keys.dtype, head, count, call.length, heads, kv_heads, q.get_device())
+    key = (q.dtype, cache.keys.dtype, head, count, call.length, heads, kv_heads, context, q.get_device())
     plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
     stored = cache.keys.data_ptr() | cache.values.data_ptr()
     if isinstance(plan, str) or not call.scale > 0 or stored % 16:
@@ -55,11 +58,14 @@ def _plan(
     length: int,
     heads: int,
     kv_heads: int,
+    context: int,
     device: int,
 ) -> LaunchPlan | str:
     gpu, sequences, group = target(device), count // length, heads // kv_heads
     shape = {"sequences": sequences, "length": length, "kv_heads": kv_heads, "group": group}
-    desc = select_prompt_attention(DTYPES[dtype], DTYPES[cache], head, gpu, **shape)
+    desc = select_prompt_attention(DTYPES[dtype], DTYPES[cache], head, gpu, **shape, context=context)
+    if isinstance(desc, PromptWgmma) and desc.parts > 1 and not clusters.are_usable(gpu, device, desc.parts):
+        desc = replace(desc, parts=1)
     if desc is None:
         return _IN_TORCH
     grid = desc.grid(tiles(desc.rows, **shape), gpu.sm_count)

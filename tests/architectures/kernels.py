@@ -64,7 +64,7 @@ def prompts(arch: str) -> list[KernelSource]:
         (F16, S8, 128, 4096),
         (BF16, S8, 80, 9),
     ):
-        shape = {"sequences": 1, "length": length, "kv_heads": 8, "group": 4}
+        shape = {"sequences": 1, "length": length, "kv_heads": 8, "group": 4, "context": 4096}
         kernel = select_prompt_attention(x, cache, head, target_named(arch), **shape)
         assert kernel is not None
         found.append(emit_prompt_attention(kernel))

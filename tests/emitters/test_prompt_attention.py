@@ -28,7 +28,9 @@ MMA = PromptMma(F16, F16, 128, "sm_80")
 def wgmma_kernels() -> list[PromptWgmma]:
     heads = ((F16, F16, 64), (BF16, BF16, 80), (F16, F16, 128), (F16, S8, 128), (BF16, S8, 96), (F16, F16, 256))
     heads += ((BF16, S8, 256), (F16, F16, 192), (F16, S8, 160))
-    return [PromptWgmma.for_shape(*head, "sm_90a", 1 + (i > 0)) for i, head in enumerate(heads)]
+    found = [PromptWgmma.for_shape(*head, "sm_90a") for head in heads]
+    shared = (((BF16, BF16, 80), 2), ((F16, S8, 128), 8), ((F16, F16, 256), 1))
+    return [*found, *(PromptWgmma.for_shape(*head, "sm_90a", 1, parts) for head, parts in shared)]
 
 
 def mma_kernels(arch: str) -> list[PromptMma]:
@@ -48,6 +50,7 @@ def test_text_is_deterministic_and_names_are_unique() -> None:
 
 def test_names_spell_the_kernel() -> None:
     assert WGMMA.name == "qcut_prompt_wgmma_sm90a_f16_f16_h128_128x128"
+    assert replace(WGMMA, groups=1, parts=4).name == "qcut_prompt_wgmma_sm90a_f16_f16_h128_64x128_c4"
     assert replace(WGMMA, x=BF16, cache=S8, head=96, groups=1).name == "qcut_prompt_wgmma_sm90a_bf16_s8_h96_64x128"
     assert MMA.name == "qcut_prompt_mma_sm80_f16_f16_h128_64x64"
     assert replace(MMA, cache=S8, keys=32).name == "qcut_prompt_mma_sm80_f16_s8_h128_64x32"
@@ -70,7 +73,10 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "head": {"head": 72, "cache": S8},
     "groups": {"groups": 4},
     "keys": {"keys": 96},
+    "parts": {"groups": 1, "parts": 16},
+    "one_group": {"parts": 2},
     "registers": {"head": 256},
+    "shared_memory": {"head": 144, "cache": S8, "groups": 1},
 }
 MMA_REFUSALS: dict[str, dict[str, Any]] = {
     "x": {"x": F32, "cache": F32},
@@ -108,7 +114,7 @@ def test_every_head_of_whole_vectors_has_a_kernel(x: DType, gpu: Target) -> None
     for cache, step in ((x, 8), (S8, 16)):
         for head in range(step, 257, step):
             for length in (1, 4096):
-                shape = {"sequences": 2, "length": length, "kv_heads": 8, "group": 4}
+                shape = {"sequences": 2, "length": length, "kv_heads": 8, "group": 4, "context": 4096}
                 kernel = select_prompt_attention(x, cache, head, gpu, **shape)
                 assert isinstance(kernel, PromptWgmma if gpu is H200 else PromptMma), head
                 assert kernel.smem_bytes <= architecture(gpu.arch).smem_bytes
@@ -117,31 +123,19 @@ def test_every_head_of_whole_vectors_has_a_kernel(x: DType, gpu: Target) -> None
 @pytest.mark.parametrize(("x", "cache", "head"), [(F32, F32, 64), (F16, F16, 20), (F16, S8, 40), (F16, F16, 264)])
 def test_other_types_and_heads_have_none(x: DType, cache: DType, head: int) -> None:
     for gpu in (H200, A100):
-        shape = {"sequences": 1, "length": 64, "kv_heads": 8, "group": 4}
+        shape = {"sequences": 1, "length": 64, "kv_heads": 8, "group": 4, "context": 4096}
         assert select_prompt_attention(x, cache, head, gpu, **shape) is None
 
 
-def test_short_prompts_take_small_tiles() -> None:
-    def rows(length: int) -> int:
-        kernel = select_prompt_attention(F16, F16, 128, H200, sequences=1, length=length, kv_heads=8, group=4)
-        assert kernel is not None
-        return kernel.rows
+def test_short_prompts_take_small_tiles_and_clusters_share_very_few() -> None:
+    def sizes(length: int, context: int = 4096) -> tuple[int, int]:
+        shape = {"sequences": 1, "length": length, "kv_heads": 8, "group": 4, "context": context}
+        kernel = select_prompt_attention(F16, F16, 128, H200, **shape)
+        assert isinstance(kernel, PromptWgmma)
+        return kernel.rows, kernel.parts
 
-    assert (rows(32), rows(256), rows(4096)) == (64, 64, 128)
-
-
-@pytest.mark.parametrize("groups", [1, 2, 3])
-@pytest.mark.parametrize("cache", [F16, S8])
-def test_slots_hold_what_lies_between_two_waits(groups: int, cache: DType) -> None:
-    """Keys and values of a block, and the keys of the next."""
-    for head in range(16, 257, 16):
-        for keys in (64, 80, 128):
-            try:
-                kernel = PromptWgmma(F16, cache, head, "sm_90a", groups, keys)
-            except EmitError:
-                continue
-            assert prompt_wgmma._slots(kernel) >= 3, kernel.name
-            assert kernel.smem_bytes <= architecture("sm_90a").smem_bytes, kernel.name
+    assert [sizes(length) for length in (1, 64, 256, 4096)] == [(64, 8), (64, 2), (64, 1), (128, 1)]
+    assert [sizes(1, context) for context in (100, 511, 512, 1024)] == [(64, 1), (64, 1), (64, 2), (64, 4)]
 
 
 def test_tiles_hold_every_row() -> None:

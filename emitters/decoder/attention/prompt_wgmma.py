@@ -17,7 +17,9 @@ FAMILY = "prompt_wgmma"
 ARCH = "sm_90a"
 COLUMNS = (64, 80, 96, 128, 160, 192, 256)
 """Columns of a product: a head and zeros."""
-MAX_SLOTS = 8
+MIN_SLOTS, MAX_SLOTS = 3, 8
+"""Keys and values of a block and the keys of the next lie in slots between two waits."""
+PARTS = (1, 2, 4, 8)
 RAW_TILES = 3
 """Tiles of int8 rows that are fetched before the first of them is converted, and that one."""
 
@@ -59,11 +61,14 @@ CONSTRAINTS = (
     ),
     Constraint("groups", "are 1 to 3 warpgroups", lambda k: 1 <= k.groups <= 3),
     Constraint("keys", "are 64, 80 or 128", lambda k: k.keys in (64, 80, 128)),
+    Constraint("parts", "are 1, 2, 4 or 8: a portable cluster", lambda k: k.parts in PARTS),
+    Constraint("one_group", "has the rows whose places are shared", lambda k: k.parts == 1 or k.groups == 1),
     Constraint(
         "registers",
         "hold scores, weights and weighted values: 216 of a thread, 160 of three warpgroups",
         lambda k: k.keys // 2 + k.keys // 4 + _columns(k.head) // 2 + 28 <= (160 if k.groups == 3 else 216),
     ),
+    Constraint("shared_memory", f"has {MIN_SLOTS} slots beside the queries", lambda k: _slots(k) >= MIN_SLOTS),
 )
 """What `PromptWgmma` can be."""
 
@@ -79,6 +84,7 @@ class PromptWgmma:
         arch: sm_90a.
         groups: warpgroups that multiply, 64 rows each.
         keys: of a block.
+        parts: CTAs of a cluster, which share the places of a tile.
     """
 
     x: DType
@@ -87,18 +93,19 @@ class PromptWgmma:
     arch: str
     groups: int = 2
     keys: int = 128
+    parts: int = 1
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
 
     @classmethod
-    def for_shape(cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2) -> PromptWgmma:
+    def for_shape(cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2, parts: int = 1) -> PromptWgmma:
         """Return the kernel with blocks of as many keys as registers allow.
 
         Raises:
             EmitError: see `CONSTRAINTS`.
         """
-        return cls(x, cache, head, arch, groups, 128 if head <= 128 else 64 if cache is DType.S8 else 80)
+        return cls(x, cache, head, arch, groups, 128 if head <= 128 else 64 if cache is DType.S8 else 80, parts)
 
     @classmethod
     def is_legal(cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2) -> bool:
@@ -111,9 +118,10 @@ class PromptWgmma:
 
     @property
     def name(self) -> str:
-        """``qcut_prompt_wgmma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``."""
-        arch = self.arch.replace("_", "")
-        return f"qcut_{FAMILY}_{arch}_{self.x.value}_{self.cache.value}_h{self.head}_{self.rows}x{self.keys}"
+        """``qcut_prompt_wgmma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``, ``_c{parts}`` with a cluster."""
+        arch, cluster = self.arch.replace("_", ""), f"_c{self.parts}" if self.parts > 1 else ""
+        shape = f"h{self.head}_{self.rows}x{self.keys}{cluster}"
+        return f"qcut_{FAMILY}_{arch}_{self.x.value}_{self.cache.value}_{shape}"
 
     @property
     def rows(self) -> int:
@@ -131,8 +139,8 @@ class PromptWgmma:
         return _fixed_bytes(self) + _slots(self) * _slot_bytes(self)
 
     def grid(self, count: int, sm_count: int) -> tuple[int, int, int]:
-        """CTAs of a launch over so many tiles: one for each multiprocessor goes through the tiles."""
-        return (min(count, sm_count), 1, 1)
+        """CTAs of a launch over so many tiles: a cluster for each tile, or a CTA for each multiprocessor."""
+        return (count * self.parts if self.parts > 1 else min(count, sm_count), 1, 1)
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `qcut.emitters.decoder.attention.prompt.prompt_params`."""
@@ -142,7 +150,7 @@ class PromptWgmma:
 def emit_prompt_wgmma(desc: PromptWgmma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     params = desc.params()
-    sizes = (desc.head, _columns(desc.head), desc.groups, desc.keys, _slots(desc))
+    sizes = (desc.head, _columns(desc.head), desc.groups, desc.keys, _slots(desc), desc.parts)
     tile = f"qcut::PromptTile<{desc.x.cpp}, {desc.cache.cpp}, {', '.join(map(str, sizes))}>"
     return kernel_source(
         desc.name,
@@ -154,4 +162,5 @@ def emit_prompt_wgmma(desc: PromptWgmma) -> KernelSource:
         ctas_per_sm=1,
         smem_bytes=desc.smem_bytes,
         waits=True,
+        cluster=desc.parts,
     )

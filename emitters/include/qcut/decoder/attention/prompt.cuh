@@ -119,12 +119,11 @@ struct PromptSoftmax {
     return make_float2(factor[0], factor[1]);
   }
 
-  // What to multiply a row's weighted values by.
-  __device__ __forceinline__ float inverse(int r) const {
+  // The sum of a row's weights.
+  __device__ __forceinline__ float total(int r) const {
     float all = sum[r];
     all += __shfl_xor_sync(0xffffffffu, all, 1);
-    all += __shfl_xor_sync(0xffffffffu, all, 2);
-    return 1.0f / all;
+    return all + __shfl_xor_sync(0xffffffffu, all, 2);
   }
 };
 

@@ -154,8 +154,8 @@ __device__ __forceinline__ void prompt_attention_mma(const PromptArgs<typename T
       warp.attend(args, rows, at, stage(i), last, last8);
       settle(stage(i + 1));
     }
-    factor[0] = warp.softmax.inverse(0);
-    factor[1] = warp.softmax.inverse(1);
+    factor[0] = 1.0f / warp.softmax.total(0);
+    factor[1] = 1.0f / warp.softmax.total(1);
   }
   store_rows<typename Tile::T, Tile::kHead>(args, rows, row, warp.o, factor);
 }

@@ -17,7 +17,7 @@
 
 namespace qcut {
 
-template <class T_, class Cache_, int kHead_, int kColumns_, int kGroups_, int kKeys_, int kSlots_>
+template <class T_, class Cache_, int kHead_, int kColumns_, int kGroups_, int kKeys_, int kSlots_, int kParts_>
 struct PromptTile {
   using T = T_;
   using Cache = Cache_;
@@ -26,6 +26,7 @@ struct PromptTile {
   static constexpr int kGroups = kGroups_;    // warpgroups that multiply
   static constexpr int kKeys = kKeys_;        // of a block
   static constexpr int kSlots = kSlots_;
+  static constexpr int kParts = kParts_;  // CTAs of a cluster that share the places of a tile
   static constexpr bool kInt8 = sizeof(Cache) == 1;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kThreads = 128 * kGroups + 128;
@@ -43,23 +44,44 @@ struct PromptTile {
   static constexpr int kQueryFull = kEmpty + 8 * kSlots;
   static constexpr int kQueryEmpty = kQueryFull + 8;
   static constexpr int kRaw = kQueryEmpty + 8;
+  // What a CTA of a cluster leaves of each row: weighted values, the largest score, the sum; in the place of the ring.
+  static constexpr int kLeft = kRing;
+  static constexpr int kLeftPitch = 4 * kColumns + 16;
   // Registers of a thread after setmaxnreg, of 512 for each four warps and SM; two warpgroups need no more than a launch gives.
   static constexpr int kFeedRegisters = kGroups == 3 ? 32 : 72;
   static constexpr int kRegisters = kGroups == 3 ? 160 : (504 - kFeedRegisters) / 2;
 };
 
 // The tiles of a CTA, one in each round: rounds go through the CTAs in turns from the first and from the last, so that
-// no CTA has the longest tile of every round.
+// no CTA has the longest tile of every round. A cluster counts as one CTA, and goes through one tile.
+template <int kParts>
 struct TileRounds {
   int tiles;
   int round = 0;
   // The next tile; -1 after the last.
   __device__ __forceinline__ int next() {
-    const int ctas = gridDim.x;
-    const int tile = round * ctas + static_cast<int>(round % 2 ? ctas - 1 - blockIdx.x : blockIdx.x);
+    const int ctas = gridDim.x / kParts, cta = blockIdx.x / kParts;
+    const int tile = round * ctas + (round % 2 ? ctas - 1 - cta : cta);
     ++round;
     return tile < tiles ? tile : -1;
   }
+};
+
+// This CTA's places of a tile: `first` to the tile's last, `at` the first of the last block; at < first: none.
+template <int kParts, int kKeys>
+struct PromptPart {
+  int first, at;
+  bool alone;  // the CTA has all places of the tile
+
+  __device__ __forceinline__ explicit PromptPart(const PromptRows& rows) {
+    const int blocks = (rows.places + kKeys - 1) / kKeys;
+    const int rank = blockIdx.x % kParts;
+    alone = kParts == 1 || blocks <= 2;
+    const int share = alone ? blocks : (blocks + kParts - 1) / kParts;
+    first = rank * share * kKeys;
+    at = (min(blocks, (rank + 1) * share) - 1) * kKeys;
+  }
+  __device__ __forceinline__ bool is_empty() const { return at < first; }
 };
 
 // A place in a ring of slots.
@@ -92,6 +114,7 @@ struct PromptFeed {
   Copy copy;
   RingPlace<Tile::kSlots> place;
   int pending = -1;  // slot whose copies were issued last
+  bool has_queries = false;  // issued before those
   // Of int8 rows: tiles fetched and not converted, a bit of each, 1 for keys, and the places of the next ones.
   int held = 0, fetched = 0, converted = 0;
   unsigned kinds = 0;
@@ -111,6 +134,10 @@ struct PromptFeed {
     if (pending >= 0) report(base + Tile::kFull + 8 * pending);
     pending = -1;
   }
+  __device__ __forceinline__ void report_queries() {
+    if (has_queries) report(base + Tile::kQueryFull);
+    has_queries = false;
+  }
 
   // Fills the next slot with `count` rows of the cache from `row` on; with keys come the scales of an int8 cache.
   template <bool kKeys, class Args>
@@ -122,6 +149,7 @@ struct PromptFeed {
       fetched = fetched == Tile::kAhead ? 0 : fetched + 1;
       if (++held > Tile::kAhead) {
         copy_async_wait<Tile::kAhead>();
+        report_queries();
         convert(args.scale);
       }
     } else {
@@ -129,6 +157,7 @@ struct PromptFeed {
       copy.rows((kKeys ? args.keys : args.values) + row * Tile::kHead, count, slot());
       copy_async_commit();
       copy_async_wait<1>();
+      report_queries();
       report_pending();
       pending = place.slot;
       place.advance();
@@ -151,28 +180,26 @@ struct PromptFeed {
   template <class Args>
   __device__ __forceinline__ void run(const Args& args, int tiles) {
     int turn = 0;
-    TileRounds rounds{tiles};
+    TileRounds<Tile::kParts> rounds{tiles};
     for (int tile = rounds.next(); tile >= 0; tile = rounds.next()) {
       const PromptRows rows(args, tile, Tile::kRows);
-      if (rows.places == 0) continue;
+      const PromptPart<Tile::kParts, Tile::kKeys> part(rows);
+      if (part.is_empty()) continue;
+      const long long first = rows.cache_row(args);
+      int at = part.at;
+      fill<true>(args, first + at, rows.places - at);
       barrier_wait(base + Tile::kQueryEmpty, turn ^ 1);
       turn ^= 1;
       copy.template queries<Tile::kRows>(args, rows, base);
       copy_async_commit();
-      const long long first = rows.cache_row(args);
-      int at = (rows.places - 1) / Tile::kKeys * Tile::kKeys;
-      if constexpr (Tile::kInt8) {  // nothing is held: the queries are all that is waited for
-        copy_async_wait<0>();
-        report(base + Tile::kQueryFull);
-      }
-      fill<true>(args, first + at, rows.places - at);
-      if constexpr (!Tile::kInt8) report(base + Tile::kQueryFull);  // all but the last copies are done
-      for (; at >= Tile::kKeys; at -= Tile::kKeys) {
+      has_queries = true;
+      for (; at > part.first; at -= Tile::kKeys) {
         fill<true>(args, first + at - Tile::kKeys, Tile::kKeys);
         fill<false>(args, first + at, rows.places - at);
       }
-      fill<false>(args, first, rows.places);
+      fill<false>(args, first + at, rows.places - at);
       copy_async_wait<0>();
+      report_queries();
       if constexpr (Tile::kInt8) {
         while (held > 0) convert(args.scale);
       } else {
@@ -258,16 +285,16 @@ struct PromptGroup {
     int turn = 0;
     if (Tile::kGroups > 1 && group == Tile::kGroups - 1) pass_turn();
     const int row = 64 * group + static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
-    TileRounds rounds{tiles};
+    TileRounds<Tile::kParts> rounds{tiles};
     for (int tile = rounds.next(); tile >= 0; tile = rounds.next()) {
       const PromptRows rows(args, tile, Tile::kRows);
       softmax = PromptSoftmax();
 #pragma unroll
       for (int i = 0; i < Tile::kColumns / 2; ++i) o[i] = 0.0f;
-      float factor[2] = {0.0f, 0.0f};
-      if (rows.places > 0) {
+      const PromptPart<Tile::kParts, Tile::kKeys> part(rows);
+      if (!part.is_empty()) {
         const int last = rows.last_place(row), last8 = rows.last_place(row + 8);
-        int at = (rows.places - 1) / Tile::kKeys * Tile::kKeys;
+        int at = part.at;
         barrier_wait(base + Tile::kQueryFull, turn);
         turn ^= 1;
         await();
@@ -281,7 +308,7 @@ struct PromptGroup {
         place.advance();
         round_weights<T>(p, s);
 #pragma unroll 1
-        for (at -= Tile::kKeys; at >= 0; at -= Tile::kKeys) {
+        for (at -= Tile::kKeys; at >= part.first; at -= Tile::kKeys) {
           await();
           take_turn();
           multiply_keys();
@@ -311,13 +338,82 @@ struct PromptGroup {
         pin_values();
         release(place.slot);
         place.advance();
-        factor[0] = softmax.inverse(0);
-        factor[1] = softmax.inverse(1);
       }
-      store_rows<T, Tile::kHead>(args, rows, row, o, factor);
+      if (part.alone) {
+        if (part.first > 0) continue;
+        const float factor[2] = {1.0f / softmax.total(0), 1.0f / softmax.total(1)};
+        store_rows<T, Tile::kHead>(args, rows, row, o, factor);
+      } else {
+        leave(row);
+      }
+    }
+  }
+
+  // Leaves this part of a tile in shared memory for merge_parts, in the place of the ring.
+  __device__ __forceinline__ void leave(int row) {
+    static_assert(Tile::kParts == 1 || Tile::kGroups == 1, "the barrier is that of one warpgroup");
+    named_barrier_sync<128>(1);  // all have read the ring
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float all = softmax.total(r);
+      const uint32_t to = base + Tile::kLeft + Tile::kLeftPitch * (row + 8 * r) + 8 * (threadIdx.x % 4);
+#pragma unroll
+      for (int j = 0; j < Tile::kColumns / 8; ++j) {
+        store_shared_8(to + 32 * j, bits(o[4 * j + 2 * r]), bits(o[4 * j + 2 * r + 1]));
+      }
+      if (threadIdx.x % 4 == 0) store_shared_8(to + 4 * Tile::kColumns, bits(softmax.largest[r]), bits(all));
     }
   }
 };
+
+// Adds up what the CTAs of a cluster left of a tile, and stores a part of its rows. All threads of the CTA call.
+template <class Tile, class Args>
+__device__ __forceinline__ void merge_parts(const Args& args, const PromptRows& rows, uint32_t base) {
+  using T = typename Tile::T;
+  constexpr int kQuads = Tile::kHead / 4;
+  constexpr int kShare = Tile::kRows / Tile::kParts;
+  const float scale = Tile::kInt8 ? 1.0f : args.scale;
+  const int begin = blockIdx.x % Tile::kParts * kShare;
+  for (int i = threadIdx.x; i < kShare * kQuads; i += Tile::kThreads) {
+    const int row = begin + i / kQuads, column = i % kQuads * 4;
+    long long token;
+    int query;
+    if (!rows.find(args, row, token, query)) continue;
+    const uint32_t from = base + Tile::kLeft + Tile::kLeftPitch * row;
+    float largest[Tile::kParts], sums[Tile::kParts], most = QCUT_HIDDEN;
+#pragma unroll
+    for (int part = 0; part < Tile::kParts; ++part) {
+      uint32_t w[4];
+      load_cluster_16(w, from + 4 * Tile::kColumns, part);
+      largest[part] = __uint_as_float(w[0]);
+      sums[part] = __uint_as_float(w[1]);
+      most = fmaxf(most, largest[part]);
+    }
+    float all = 0.0f, v[4] = {};
+#pragma unroll
+    for (int part = 0; part < Tile::kParts; ++part) {
+      // A part without places has weights and sums of 0. NaN is no maximum: its sum is NaN.
+      const float factor = largest[part] == QCUT_HIDDEN ? (sums[part] == 0.0f ? 0.0f : 1.0f)
+                                                        : power((largest[part] - most) * scale);
+      uint32_t w[4];
+      load_cluster_16(w, from + 4 * column, part);
+      all = fmaf(sums[part], factor, all);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) v[e] = fmaf(__uint_as_float(w[e]), factor, v[e]);
+    }
+    uint32_t packed[2] = {};
+    if (rows.is_real(row)) {
+      const float inverse = 1.0f / all;
+      packed[0] = pack_pair<T>(v[0] * inverse, v[1] * inverse);
+      packed[1] = pack_pair<T>(v[2] * inverse, v[3] * inverse);
+    }
+    const long long heads = args.kv_heads * args.group;
+    *reinterpret_cast<uint2*>(args.out + (token * heads + query) * Tile::kHead + column) =
+        make_uint2(packed[0], packed[1]);
+    const uint32_t peak = Vector<T>{packed[0], packed[1], 0, 0}.abs_max();
+    if (args.absmax != nullptr && peak > 0) atomicMax(reinterpret_cast<unsigned*>(args.absmax) + token, peak);
+  }
+}
 
 template <class Tile>
 __device__ __forceinline__ void prompt_attention_wgmma(const PromptArgs<typename Tile::T, typename Tile::Cache>& args) {
@@ -343,6 +439,16 @@ __device__ __forceinline__ void prompt_attention_wgmma(const PromptArgs<typename
   } else {
     if constexpr (Tile::kGroups > 1) take_registers<Tile::kRegisters>();
     PromptGroup<Tile>(base, group).run(args, tiles);
+  }
+  if constexpr (Tile::kParts > 1) {
+    const PromptRows rows(args, blockIdx.x / Tile::kParts, Tile::kRows);
+    if (PromptPart<Tile::kParts, Tile::kKeys>(rows).alone) return;  // so it is for all CTAs of the cluster
+    cluster_arrive();
+    cluster_wait();
+    merge_parts<Tile>(args, rows, base);
+    // No CTA ends while others read what it left.
+    cluster_arrive();
+    cluster_wait();
   }
 }
 
