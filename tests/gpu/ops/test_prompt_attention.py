@@ -152,6 +152,27 @@ def test_every_length_from_the_start(length: int, form: str) -> None:
         check(given := problem(F16, F16, 128, 4, 4, chunks, length, 2100), OP(**given))
 
 
+@pytest.mark.parametrize("head", [64, 80, 128, 256])
+@pytest.mark.parametrize(("dtype", "cache"), [(F16, F16), (BF16, S8), (F16, S8)])
+def test_few_queries_see_a_long_cache(head: int, dtype: torch.dtype, cache: torch.dtype, form: str) -> None:
+    """Places that clusters share, and too few to share."""
+    for chunks, length in (
+        ([(2000, 3)], 4),
+        ([(100, 16)], 16),
+        ([(1300, 30), (0, 2), (257, 20)], 31),
+        ([(2047, 1)], 1),
+    ):
+        given = problem(dtype, cache, head, 2, 4, chunks, length, 2048)
+        absmax = torch.full((len(given["q"]),), 0.01, device=DEVICE)
+        with watched_loads() as loaded:
+            got = OP(**given, absmax=absmax)
+        if form == "chosen" and torch.cuda.get_device_capability() == (9, 0):
+            assert all("_c" in name for name in loaded)
+        check(given, got)
+        assert torch.equal(absmax, got.flatten(1).float().abs().amax(1).clamp(min=0.01))
+        assert_same(OP(**given), got)
+
+
 def test_a_prompt_in_chunks_is_the_prompt() -> None:
     """To the last bit: a row's blocks of keys do not depend on its chunk."""
     whole = problem(F16, F16, 128, 2, 4, [(0, 1024)], 1024, 1024)
