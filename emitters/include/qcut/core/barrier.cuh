@@ -2,7 +2,8 @@
 //
 // The functions have no guard for older architectures: a kernel that calls one of them there does not compile. An empty
 // body would leave other threads waiting for ever.
-// Source: PTX ISA 8.x, "mbarrier", "cp.async.bulk", "st.async", "barrier".
+// Source: PTX ISA 8.x, "mbarrier", "cp.async.bulk", "cp.async.mbarrier.arrive", "st.async", "fence.proxy",
+// "barrier".
 #pragma once
 
 #include <qcut/core/cluster.cuh>
@@ -22,6 +23,16 @@ __device__ __forceinline__ void barrier_init_fence() {
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives once all copies that this thread has issued with cp.async are done.
+__device__ __forceinline__ void barrier_arrive_copied(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Makes what other threads stored in shared memory, and this thread has waited for, visible to wgmma and bulk copies.
+__device__ __forceinline__ void fence_shared_for_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // Arrives, and makes the current phase wait for `bytes` more bytes.

@@ -113,8 +113,6 @@ struct PromptFeed {
   uint32_t base;
   Copy copy;
   RingPlace<Tile::kSlots> place;
-  int pending = -1;  // slot whose copies were issued last
-  bool has_queries = false;  // issued before those
   // Of int8 rows: tiles fetched and not converted, a bit of each, 1 for keys, and the places of the next ones.
   int held = 0, fetched = 0, converted = 0;
   unsigned kinds = 0;
@@ -124,20 +122,6 @@ struct PromptFeed {
   __device__ __forceinline__ uint32_t slot() const { return base + Tile::kRing + place.slot * Tile::kSlotBytes; }
 
   __device__ __forceinline__ void await_slot() const { barrier_wait(base + Tile::kEmpty + 8 * place.slot, place.parity ^ 1); }
-
-  // Makes this thread's stores and finished copies visible to the tensor cores, and reports them.
-  static __device__ __forceinline__ void report(uint32_t barrier) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    barrier_arrive(barrier);
-  }
-  __device__ __forceinline__ void report_pending() {
-    if (pending >= 0) report(base + Tile::kFull + 8 * pending);
-    pending = -1;
-  }
-  __device__ __forceinline__ void report_queries() {
-    if (has_queries) report(base + Tile::kQueryFull);
-    has_queries = false;
-  }
 
   // Fills the next slot with `count` rows of the cache from `row` on; with keys come the scales of an int8 cache.
   template <bool kKeys, class Args>
@@ -149,17 +133,12 @@ struct PromptFeed {
       fetched = fetched == Tile::kAhead ? 0 : fetched + 1;
       if (++held > Tile::kAhead) {
         copy_async_wait<Tile::kAhead>();
-        report_queries();
         convert(args.scale);
       }
     } else {
       await_slot();
       copy.rows((kKeys ? args.keys : args.values) + row * Tile::kHead, count, slot());
-      copy_async_commit();
-      copy_async_wait<1>();
-      report_queries();
-      report_pending();
-      pending = place.slot;
+      barrier_arrive_copied(base + Tile::kFull + 8 * place.slot);
       place.advance();
     }
   }
@@ -171,7 +150,7 @@ struct PromptFeed {
     await_slot();
     copy.convert(from, slot());
     if (kinds >> held & 1) copy.convert_scales(from, scale, base + Tile::kScales + place.slot * Tile::kScaleBytes);
-    report(base + Tile::kFull + 8 * place.slot);
+    barrier_arrive(base + Tile::kFull + 8 * place.slot);
     converted = converted == Tile::kAhead ? 0 : converted + 1;
     place.advance();
   }
@@ -191,21 +170,18 @@ struct PromptFeed {
       barrier_wait(base + Tile::kQueryEmpty, turn ^ 1);
       turn ^= 1;
       copy.template queries<Tile::kRows>(args, rows, base);
-      copy_async_commit();
-      has_queries = true;
+      barrier_arrive_copied(base + Tile::kQueryFull);
       for (; at > part.first; at -= Tile::kKeys) {
         fill<true>(args, first + at - Tile::kKeys, Tile::kKeys);
         fill<false>(args, first + at, rows.places - at);
       }
       fill<false>(args, first + at, rows.places - at);
-      copy_async_wait<0>();
-      report_queries();
       if constexpr (Tile::kInt8) {
+        copy_async_wait<0>();
         while (held > 0) convert(args.scale);
-      } else {
-        report_pending();
       }
     }
+    copy_async_wait_all();
   }
 };
 
@@ -226,7 +202,17 @@ struct PromptGroup {
 
   __device__ __forceinline__ PromptGroup(uint32_t base, int group) : base(base), group(group) {}
 
-  __device__ __forceinline__ void await() const { barrier_wait(base + Tile::kFull + 8 * place.slot, place.parity); }
+  // Waits for the next slots, and makes what others stored there visible to the tensor cores.
+  template <int kSlots>
+  __device__ __forceinline__ void await() const {
+    RingPlace<Tile::kSlots> next = place;
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i) {
+      barrier_wait(base + Tile::kFull + 8 * next.slot, next.parity);
+      next.advance();
+    }
+    fence_shared_for_async();
+  }
   __device__ __forceinline__ void release(int slot) const {
     if (threadIdx.x % 32 == 0) barrier_arrive(base + Tile::kEmpty + 8 * slot);
   }
@@ -297,7 +283,7 @@ struct PromptGroup {
         int at = part.at;
         barrier_wait(base + Tile::kQueryFull, turn);
         turn ^= 1;
-        await();
+        await<1>();
         take_turn();
         multiply_keys();
         pass_turn();
@@ -309,12 +295,11 @@ struct PromptGroup {
         round_weights<T>(p, s);
 #pragma unroll 1
         for (at -= Tile::kKeys; at >= part.first; at -= Tile::kKeys) {
-          await();
+          await<2>();
           take_turn();
           multiply_keys();
           const int keys = place.slot;
           place.advance();
-          await();
           multiply_values();
           pass_turn();
           wgmma_wait<1>();
@@ -328,11 +313,14 @@ struct PromptGroup {
           release(place.slot);
           place.advance();
           round_weights<T>(p, s);
+          // Later blocks seldom hold a row's largest score.
+          if (!__all_sync(0xffffffffu, scale.x == 1.0f && scale.y == 1.0f)) {
 #pragma unroll
-          for (int i = 0; i < Tile::kColumns / 2; ++i) o[i] *= i / 2 % 2 ? scale.y : scale.x;
+            for (int i = 0; i < Tile::kColumns / 2; ++i) o[i] *= i / 2 % 2 ? scale.y : scale.x;
+          }
         }
         if (threadIdx.x % 32 == 0) barrier_arrive(base + Tile::kQueryEmpty);
-        await();
+        await<1>();
         multiply_values();
         wgmma_wait<0>();
         pin_values();
