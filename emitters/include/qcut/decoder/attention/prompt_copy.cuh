@@ -100,18 +100,26 @@ struct PromptCopy {
     const int row = thread / kRawLanes;
     if (16 * chunk >= kColumns) return;
     const int odd = chunk / 4 & 1;  // lanes of every other 64 columns store their halves in the other order: other banks
+    constexpr int kBatch = kRawCount < 4 ? kRawCount : 4;  // loads in flight
 #pragma unroll
-    for (int i = 0; i < kRawCount; ++i) {
-      if (kKeys % kRawStep != 0 && row + i * kRawStep >= kKeys) break;
-      uint32_t bytes[4];
-      load_shared_16(bytes, raw + 16 * thread + 2048 * i);
+    for (int i0 = 0; i0 < kRawCount; i0 += kBatch) {
+      uint32_t bytes[kBatch][4];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int which = half ^ odd;
-        uint32_t w[4];
-        Float16<T>::from_int8(which ? bytes[2] : bytes[0], w[0], w[1]);
-        Float16<T>::from_int8(which ? bytes[3] : bytes[1], w[2], w[3]);
-        store_shared_16(to + tile_at(row + i * kRawStep, 2 * chunk + which, kBlock), w);
+      for (int i = 0; i < kBatch; ++i) {
+        if (i0 + i < kRawCount) load_shared_16(bytes[i], raw + 16 * thread + 2048 * (i0 + i));
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const int to_row = row + (i0 + i) * kRawStep;
+        if (i0 + i >= kRawCount || (kKeys % kRawStep != 0 && to_row >= kKeys)) break;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int which = half ^ odd;
+          uint32_t w[4];
+          Float16<T>::from_int8(which ? bytes[i][2] : bytes[i][0], w[0], w[1]);
+          Float16<T>::from_int8(which ? bytes[i][3] : bytes[i][1], w[2], w[3]);
+          store_shared_16(to + tile_at(to_row, 2 * chunk + which, kBlock), w);
+        }
       }
     }
   }
