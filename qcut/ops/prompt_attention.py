@@ -51,8 +51,8 @@ class PromptAttention(NamedTuple):
 
     Exactness: that of float32 scores and sums, in an order that the device and the sizes decide. Kernels for 16-bit
     queries round the weights to q's type; elsewhere K and V of an int8 cache are rounded to q's type. A row does not
-    depend on other rows, nor on what the cache holds past it. On CUDA, starts and lengths are read by the kernel alone:
-    a CUDA graph may be replayed with others.
+    depend on other rows, nor on what the cache holds past its chunk, nor, where that is finite, on what it holds past
+    the row. On CUDA, starts and lengths are read by the kernel alone: a CUDA graph may be replayed with others.
     """
 
     q: Tensor

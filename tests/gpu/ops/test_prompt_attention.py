@@ -174,7 +174,6 @@ def test_few_queries_see_a_long_cache(head: int, dtype: torch.dtype, cache: torc
 
 
 def test_a_prompt_in_chunks_is_the_prompt() -> None:
-    """To the last bit: a row's blocks of keys do not depend on its chunk."""
     whole = problem(F16, F16, 128, 2, 4, [(0, 1024)], 1024, 1024)
     want = OP(**whole)
     for start in (0, 512):

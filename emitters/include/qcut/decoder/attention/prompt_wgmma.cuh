@@ -231,12 +231,16 @@ struct PromptGroup {
     }
     wgmma_commit();
   }
-  __device__ __forceinline__ void multiply_values() {
+  // After multiply_keys: no register that the products use has changed since.
+  __device__ __forceinline__ void multiply_values_too() {
     const unsigned long long b = wgmma_tall_descriptor(slot(), Tile::kKeyBlock);
-    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Tile::kKeys / 16; ++i) Values::tall(o, p[i], b + i * kWgmmaTallStep);
     wgmma_commit();
+  }
+  __device__ __forceinline__ void multiply_values() {
+    wgmma_fence();
+    multiply_values_too();
   }
   __device__ __forceinline__ void pin_scores() {
 #pragma unroll
@@ -300,7 +304,7 @@ struct PromptGroup {
           multiply_keys();
           const int keys = place.slot;
           place.advance();
-          multiply_values();
+          multiply_values_too();
           pass_turn();
           wgmma_wait<1>();
           pin_scores();
