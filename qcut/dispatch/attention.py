@@ -123,6 +123,14 @@ def emit_prompt_attention(desc: PromptKernel) -> KernelSource:
     return emit_prompt_wgmma(desc) if isinstance(desc, PromptWgmma) else emit_prompt_mma(desc)
 
 
+def prompt_attention_menu(x: DType, cache: DType, head: int, arch: str) -> tuple[PromptKernel, ...]:
+    """Every kernel that `select_prompt_attention` chooses from, whatever the sizes; none for other types and heads."""
+    if PromptWgmma.is_legal(x, cache, head, arch):
+        small = PromptWgmma.for_shape(x, cache, head, arch, 1)
+        return (PromptWgmma.for_shape(x, cache, head, arch), *(replace(small, parts=parts) for parts in PARTS))
+    return (PromptMma.for_shape(x, cache, head, arch),) if PromptMma.is_legal(x, cache, head, arch) else ()
+
+
 def select_prompt_attention(
     x: DType,
     cache: DType,
@@ -150,17 +158,16 @@ def select_prompt_attention(
         group: query heads for each head of keys.
         context: tokens that the cache has room for.
     """
-    arch = target.arch
-    if not PromptWgmma.is_legal(x, cache, head, arch):
-        return PromptMma.for_shape(x, cache, head, arch) if PromptMma.is_legal(x, cache, head, arch) else None
-    wide = PromptWgmma.for_shape(x, cache, head, arch)
-    if tiles(wide.rows, sequences, length, kv_heads, group) >= target.sm_count:
-        return wide
-    small = PromptWgmma.for_shape(x, cache, head, arch, 1)
-    count = tiles(small.rows, sequences, length, kv_heads, group)
+    menu = prompt_attention_menu(x, cache, head, target.arch)
+    first = menu[0] if menu else None
+    if not isinstance(first, PromptWgmma) or tiles(first.rows, sequences, length, kv_heads, group) >= target.sm_count:
+        return first
+    small = [kernel for kernel in menu if isinstance(kernel, PromptWgmma) and kernel.groups == 1]
+    count = tiles(small[0].rows, sequences, length, kv_heads, group)
     fitting = [
-        parts
-        for parts in PARTS
-        if parts > 1 and count <= target.machine.clusters_at_once(parts) and 2 * parts * small.keys <= context
+        kernel
+        for kernel in small
+        if kernel.parts == 1
+        or (count <= target.machine.clusters_at_once(kernel.parts) and 2 * kernel.parts * kernel.keys <= context)
     ]
-    return replace(small, parts=max(fitting)) if fitting else small
+    return fitting[-1]

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from qcut.dispatch.attention import PromptKernel, emit_prompt_attention, select_prompt_attention
+from qcut.dispatch.attention import (
+    PromptKernel,
+    emit_prompt_attention,
+    prompt_attention_menu,
+    select_prompt_attention,
+)
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, EmitError, KernelSource
@@ -136,6 +141,20 @@ def test_short_prompts_take_small_tiles_and_clusters_share_very_few() -> None:
 
     assert [sizes(length) for length in (1, 64, 256, 4096)] == [(64, 8), (64, 2), (64, 1), (128, 1)]
     assert [sizes(1, context) for context in (100, 511, 512, 1024)] == [(64, 1), (64, 1), (64, 2), (64, 4)]
+
+
+def test_the_menu_has_every_kernel_that_is_chosen() -> None:
+    for gpu, count in ((H200, 5), (A100, 1)):
+        menu = prompt_attention_menu(F16, S8, 80, gpu.arch)
+        assert len(menu) == count
+        chosen = {
+            select_prompt_attention(F16, S8, 80, gpu, sequences=n, length=length, kv_heads=8, group=4, context=context)
+            for n in (1, 3)
+            for length in (1, 50, 64, 129, 300, 5000)
+            for context in (64, 600, 1100, 10_000)
+        }
+        assert chosen == set(menu)
+    assert prompt_attention_menu(F32, F32, 64, "sm_90a") == ()
 
 
 def test_tiles_hold_every_row() -> None:
