@@ -45,6 +45,7 @@ P = TypeVar("P")
 _lock = Lock()
 _caches: weakref.WeakSet[PlanCache[Any]] = weakref.WeakSet()
 _watchers: list[list[str]] = []
+_generation = 0
 
 
 class PlanCache(Generic[P]):
@@ -117,9 +118,16 @@ def m_bucket(m: int) -> int:
     return bucket(max(1, m))
 
 
+def generation() -> int:
+    """How often plans have been forgotten: a CUDA graph of an earlier generation launches the kernels of then."""
+    return _generation
+
+
 def forget_plans() -> None:
     """Forget the plans of all families: the next calls choose and load their kernels anew."""
+    global _generation
     with _lock:
+        _generation += 1
         for plans in list(_caches):
             plans.clear()
 

@@ -5,20 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from qcut.engine.arguments import is_whole, listed_prompts, stop_ids, token_row
+from qcut.engine.arguments import Keep, check_ids, is_whole, kept_tokens, prompt_rows, stop_ids, token_row
 from qcut.engine.attention import PromptAttention, StepAttention
+from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
 from qcut.engine.decode_loop import DecodeLoop, Fetched
+from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
+from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import KVCache, KVDtype
-from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
-from qcut.models.evaluation import token_nll
+from qcut.errors import ConfigError, ContextError, ShapeError
 from qcut.numerics.sampling import Sampling, sample
 from qcut.process import versions
 
@@ -112,8 +116,8 @@ class Engine:
         batch: most sequences at once.
         context: most tokens of a sequence.
         cache: keys and values.
-        prompt_rows: most tokens of prompts that a layer computes at once, in whole sequences, which bounds the memory
-            of its results. May be changed between calls.
+        prompt_rows: most tokens of prompts that a layer computes at once, which bounds the memory of its results. May
+            be changed between calls.
 
     Raises:
         UnsupportedError: another architecture, which the message names; or transformers is too old.
@@ -126,7 +130,7 @@ class Engine:
     products of floats.
     """
 
-    prompt_rows = 16384
+    prompt_rows = 8192
 
     def __init__(
         self,
@@ -153,7 +157,7 @@ class Engine:
         self.decoder = decoder.stacked(model) if stack else decoder
         self.batch, self.context = batch, context
         heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
-        # Sequences that have ended write to the place behind the context.
+        # Sequences that have ended, and padding, write to the place behind the context.
         self.cache = KVCache(
             len(decoder.blocks),
             batch,
@@ -167,12 +171,12 @@ class Engine:
         self._cos, self._sin = decoder.rotary_tables(context)
         # Each engine has counters of its own, since graphs of two engines may run at once.
         self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
+        self._logits = torch.zeros(batch, decoder.vocabulary, dtype=dtype, device=device)
+        self._likeliest = torch.zeros(batch, dtype=torch.int64, device=device)
         self._lengths: list[int] = []
-        self._captures = graphs and device.type == "cuda"
+        self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
-        self._held = [t.detach() for t in (*model.parameters(), *model.buffers())] if self._captures else []
-        self._loops: dict[int, DecodeLoop] = {}
-        self._pool: Any = None
+        self._held = [t.detach() for t in (*model.parameters(), *model.buffers())] if self._graphs else []
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -182,32 +186,38 @@ class Engine:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def prefill(self, prompts: Prompts) -> Tensor:
-        """Empty the cache and read a prompt for each sequence.
+    def prefill(self, prompts: Prompts, *, keep: Keep = False) -> Tensor:
+        """Read a prompt for each sequence, from the start or after tokens that the cache holds.
+
+        A chat keeps everything and reads what is new; requests that begin alike keep their common beginning, read once.
 
         Args:
-            prompts: token ids, of any lengths from 1 up; a tensor has one length for all.
+            prompts: token ids, of any lengths from 1 up; a tensor has one length for all. Ids on a device are fetched
+                to be checked.
+            keep: how many tokens of each sequence stay, from its first on: False for none, True for all, one number for
+                all sequences or a number for each prompt. Prompt i continues sequence i; sequences beyond the prompts
+                are dropped.
 
         Returns:
             Logits ``[B, vocabulary]`` of each prompt's last token, in the model's dtype.
 
         Raises:
-            ContextError: more prompts than the batch, or a prompt longer than the context. The cache stays as it was.
-            ShapeError: no prompt, an empty one, or a tensor that is not ``[B, T]``.
+            ContextError: more prompts than the batch, or a prompt longer than what is left of the context. The cache
+                stays as it was.
+            ShapeError: no prompt, an empty one, a tensor that is not ``[B, T]``, or another number of prompts than of
+                sequences to keep.
             DtypeError: text, or ids that are no integers.
-            ConfigError: an id outside of the vocabulary.
+            ConfigError: an id outside of the vocabulary, or ``keep`` of another kind or beyond what a sequence holds.
+
+        Exactness: in which pieces a prompt is read may change the order of sums of floats.
         """
-        ids, lengths = self._checked(prompts)
-        device = self.decoder.device
-        x, unadded = self._read(ids.to(device))
-        last = torch.tensor([i * ids.shape[1] + n - 1 for i, n in enumerate(lengths)], device=device)
-        logits = self.decoder.logits(x[last], unadded[last])
-        self._lengths = lengths
-        return logits
+        ids, kept = self._checked(prompts, keep)
+        self._fill(ids, kept)
+        return self._logits[: len(ids)].clone()
 
     @torch.no_grad()
     def score(self, prompts: Prompts) -> list[Tensor]:
-        """Empty the cache, read a prompt for each sequence, and score its tokens. All logits are in memory.
+        """Empty the cache, read a prompt for each sequence, and score its tokens. Logits of a chunk are in memory.
 
         Args:
             prompts: see `prefill`.
@@ -218,12 +228,16 @@ class Engine:
         Raises:
             As `prefill`.
         """
-        ids, lengths = self._checked(prompts)
-        ids = ids.to(self.decoder.device)
-        logits = self.decoder.logits(*self._read(ids))
-        nll = token_nll(logits.unflatten(0, ids.shape), ids)
-        self._lengths = lengths
-        return [one[: length - 1] for one, length in zip(nll, lengths, strict=True)]
+        ids, kept = self._checked(prompts, False)
+        scores: list[list[Tensor]] = [[] for _ in ids]
+        self._lengths = []
+        for chunk, span in self._chunks(ids, kept):
+            logits = self.decoder.logits(*self._read(chunk)).view(chunk.sequences, chunk.rows, -1)
+            for rows, row, first, count, found in zip(logits, ids, *span, scores, strict=False):
+                following = row[first + 1 : first + count + 1].to(logits.device)
+                found.append(F.cross_entropy(rows[: len(following)].float(), following, reduction="none"))
+        self._lengths = [len(row) for row in ids]
+        return [torch.cat(found) for found in scores]
 
     @torch.no_grad()
     def decode(self, tokens: Sequence[int] | Tensor) -> Tensor:
@@ -240,10 +254,10 @@ class Engine:
             ShapeError: another number of tokens than of prompts, or no prompt yet.
             DtypeError, ConfigError: as in `prefill`.
         """
-        flat = token_row(tokens, None)
+        flat = token_row(tokens, None).cpu()
         if flat.shape != (len(self._lengths),) or not self._lengths:
             raise ShapeError(f"decode: {list(flat.shape)} tokens; allowed: [{len(self._lengths)}], one for each prompt")
-        self._check_ids(flat)
+        check_ids(flat, self.decoder.vocabulary)
         full = [i for i, length in enumerate(self._lengths) if length >= self.context]
         if full:
             raise ContextError(f"sequence {full[0]} has {self.context} tokens, the engine's whole context")
@@ -262,6 +276,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Iterable[int] = (),
         on_token: OnToken | None = None,
+        keep: Keep = False,
     ) -> list[Generated]:
         """Continue prompts, each until a stop token, ``max_new_tokens``, or the context's end.
 
@@ -271,6 +286,7 @@ class Engine:
             sampling: how tokens are chosen; None takes the likeliest.
             stop: ids that end a sequence.
             on_token: called with a sequence's index and its new token, in order, as soon as they are known.
+            keep: see `prefill`. To go on after a call, keep all and begin each prompt with that call's last token.
 
         Returns:
             One `Generated` for each prompt. The last token of each has not been read: `decode` may go on from it.
@@ -284,18 +300,19 @@ class Engine:
             raise ConfigError(f"sampling is {sampling!r}; allowed: a qcut.Sampling, or None")
         options = sampling or Sampling()
         stops = stop_ids(stop)
-        logits = self.prefill(prompts)
+        self._fill(*self._checked(prompts, keep))
         running = [_Running(length, self.context, max_new_tokens, stops) for length in self._lengths]
-        device = self.decoder.device
-        sequences, positions = torch.arange(len(running), device=device), torch.tensor(self._lengths, device=device)
-        first = torch.ops.qcut.argmax(logits) if options.greedy else sample(logits, options, sequences, positions)
+        n, device = len(running), self.decoder.device
+        first = self._likeliest[:n]
+        if not options.greedy:
+            sequences, positions = torch.arange(n, device=device), torch.tensor(self._lengths, device=device)
+            first = sample(self._logits[:n], options, sequences, positions)
         loop = self._loop_from(first)
 
         def advance() -> Fetched:
             following = loop.step()
-            positions.add_(1)
             if not options.greedy:
-                loop.choose(sample(following, options, sequences, positions))
+                loop.choose(sample(following, options, sequences, positions.add_(1)))
             return Fetched(loop.tokens)
 
         arriving = Fetched(loop.tokens)
@@ -315,38 +332,61 @@ class Engine:
 
     def _loop_from(self, tokens: Tensor) -> DecodeLoop:
         """The decode loop for all sequences, started at these tokens; captured in a graph where graphs are used."""
-        n, device = len(self._lengths), self.decoder.device
-        if not self._captures:
-            loop = DecodeLoop(self._step, n, self.context, device)
-        else:
-            size = min(self.batch, 1 << (n - 1).bit_length())
-            if size not in self._loops:
-                pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
-                self._loops[size] = DecodeLoop(self._step, size, self.context, device, pool)
-                self._pool = pool  # not where the capture failed: torch takes no other into that pool
-            loop = self._loops[size]
+        n = len(self._lengths)
+        size = n if self._graphs is None else min(self.batch, 1 << (n - 1).bit_length())
+
+        def make() -> DecodeLoop:
+            return DecodeLoop(self._step, size, self.context, self.decoder.device, self._graphs)
+
+        loop = make() if self._graphs is None else self._graphs.get(("steps", size), make)
         loop.start(tokens, torch.tensor(self._lengths, dtype=torch.int32))
         return loop
 
     # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
 
-    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Prompts ``[B, T]`` through all blocks: two summands of the result, ``[B T, hidden]`` each.
+    def _fill(self, prompts: list[Tensor], kept: list[int]) -> None:
+        """Read prompts after the tokens that are kept; logits and likeliest tokens after them are in memory then."""
+        self._lengths = kept if any(kept) else []
+        for chunk, _ in self._chunks(prompts, kept):
+            if chunk.graph is not None:
+                chunk.graph.replay()
+                continue
+            self._read_ends(chunk)
+            if self._graphs is not None:
+                chunk.graph = self._graphs.capture(partial(self._read_ends, chunk))
+        self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
 
-        Padding on the right has no influence: attention looks back and never sees it, and later tokens overwrite it.
-        """
-        self._lengths = []
-        size = max(1, self.prompt_rows // ids.shape[1])
-        parts = []
-        for i, part in enumerate(ids.split(size)):
-            batch, length = part.shape
-            positions = torch.arange(length, dtype=torch.int32, device=ids.device).repeat(batch)
-            attention = PromptAttention(self.cache, self._cos, self._sin, positions, batch, i * size)
-            parts.append(self.decoder(part.flatten(), positions, batch, attention))
-        if len(parts) == 1:
-            return parts[0]
-        x, unadded = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return x, unadded
+    def _chunks(self, prompts: list[Tensor], kept: list[int]) -> Iterator[tuple[Chunk, Span]]:
+        """Chunks that cover prompts in order, filled, and what of the prompts they read."""
+        if self._graphs is not None:
+            self._graphs.refresh()
+        sequences = min(self.batch, size_for(len(prompts)))
+        most = size_within(max(1, self.prompt_rows // sequences))
+        for span in spans([len(prompt) for prompt in prompts], most):
+            size = sequences, min(size_for(max(span.counts)), self.context)
+            make = partial(Chunk, *size, self.context, self.decoder.device)
+            chunk = make() if self._graphs is None else self._graphs.get(("chunk", *size), make)
+            chunk.fill(prompts, kept, span)
+            yield chunk, span
+
+    def _read_ends(self, chunk: Chunk) -> None:
+        """Read a chunk; logits and likeliest tokens after the last token of each sequence are in memory then."""
+        x, unadded = self._read(chunk)
+        rows, n = chunk.last_rows(), chunk.sequences
+        logits = self.decoder.logits(x[rows], unadded[rows])
+        self._logits[:n].copy_(logits)
+        self._likeliest[:n].copy_(torch.ops.qcut.argmax(logits))
+
+    def _read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """A chunk of S times T tokens through all blocks: two summands of the result, ``[S T, hidden]`` each."""
+        positions, slots = chunk.places()
+        attention: Attention
+        memory = (self.cache, self._cos, self._sin, positions, slots)
+        if chunk.rows == 1:
+            attention = StepAttention(*memory, self._counters)
+        else:
+            attention = PromptAttention(*memory, chunk.starts, chunk.lengths)
+        return self.decoder(chunk.ids.flatten(), positions, chunk.sequences, attention)
 
     def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Logits of one token of each sequence, at its position, kept at its slot; both int32."""
@@ -355,34 +395,20 @@ class Engine:
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
-    def _checked(self, prompts: Prompts) -> tuple[Tensor, list[int]]:
-        """Ids ``[B, T]``, shorter prompts padded on the right, and each one's length."""
-        if isinstance(prompts, Tensor):
-            if prompts.dim() != 2:
-                raise ShapeError(f"prompts have shape {list(prompts.shape)}; allowed: [B, T], or a list of lists")
-            lengths, tensors = [prompts.shape[1]] * len(prompts), [prompts]
-        else:
-            tensors = [token_row(row, i) for i, row in enumerate(listed_prompts(prompts))]
-            lengths = [len(row) for row in tensors]
-        if not lengths:
+    def _checked(self, prompts: Prompts, keep: Keep) -> tuple[list[Tensor], list[int]]:
+        """Ids of each prompt, int64 ``[T]`` on the host, and the tokens that are kept before it."""
+        rows = prompt_rows(prompts)
+        if not rows:
             raise ShapeError("no prompt; allowed: 1 and more")
-        if len(lengths) > self.batch:
-            raise ContextError(f"{len(lengths)} prompts; this engine's batch is {self.batch}")
-        for i, length in enumerate(lengths):
-            if length < 1:
+        if len(rows) > self.batch:
+            raise ContextError(f"{len(rows)} prompts; this engine's batch is {self.batch}")
+        kept = kept_tokens(keep, self._lengths, len(rows))
+        for i, (row, before) in enumerate(zip(rows, kept, strict=True)):
+            if not len(row):
                 raise ShapeError(f"prompt {i} is empty; allowed: 1 token and more")
-            if length > self.context:
-                raise ContextError(f"prompt {i} has {length} tokens; this engine's context is {self.context}")
-        for tensor in tensors:
-            self._check_ids(tensor)
-        if isinstance(prompts, Tensor):
-            return prompts.long(), lengths
-        return nn.utils.rnn.pad_sequence([tensor.long().cpu() for tensor in tensors], batch_first=True), lengths
-
-    def _check_ids(self, ids: Tensor) -> None:
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-            raise DtypeError(f"token ids are {str(ids.dtype).removeprefix('torch.')}; allowed: integers")
-        low, high = (int(v) for v in ids.aminmax()) if ids.numel() else (0, 0)
-        if low < 0 or high >= self.decoder.vocabulary:
-            wrong = low if low < 0 else high
-            raise ConfigError(f"token id {wrong}; allowed: 0 to {self.decoder.vocabulary - 1}")
+            if before + len(row) > self.context:
+                after = f" after {before}" if before else ""
+                raise ContextError(f"prompt {i} has {len(row)} tokens{after}; this engine's context is {self.context}")
+        for row in rows:
+            check_ids(row, self.decoder.vocabulary)
+        return [row.long() for row in rows], kept
