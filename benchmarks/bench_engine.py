@@ -1,8 +1,8 @@
 """`qcut.Engine` on models of known shapes with random weights: prompts, first and further tokens, and where time goes.
 
-The first token is timed by the host's clock, from the prompt as a list of ids to the token. Decoding is timed as a user sees it: the time of generating many tokens less that of one, divided by the number of
-further tokens. The floor of a step is the time to read the weights, and the cache at half of the new tokens, at the
-GPU's measured bandwidth.
+The first token is timed by the host's clock, from the prompt as a list of ids to the token. Decoding is timed as a user
+sees it: the time of generating many tokens less that of one, divided by the number of further tokens. The floor of a
+step is the time to read the weights, and the cache at half of the new tokens, at the GPU's measured bandwidth.
 """
 
 from __future__ import annotations
