@@ -12,8 +12,6 @@ from qcut.engine.graphs import Graphs
 
 Read = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A step: takes tokens (int64), positions and slots (int32), all ``[B]``, and returns logits ``[B, vocabulary]``."""
-_WARM_UPS = 2
-"""Runs before a capture: kernels are built and loaded, and memory that outlives a step is allocated."""
 
 
 class DecodeLoop:
@@ -38,7 +36,7 @@ class DecodeLoop:
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._positions = torch.full((size,), context - 1, dtype=torch.int32, device=device)
         self._slots = torch.full((size,), context, dtype=torch.int32, device=device)
-        self._graph = None if graphs is None else self._captured(device, graphs)
+        self._graph = None if graphs is None else self._captured(graphs)
 
     @property
     def tokens(self) -> Tensor:
@@ -71,13 +69,11 @@ class DecodeLoop:
         torch.ops.qcut.advance(logits, self._tokens, self._positions, self._slots, self._context)
         return logits
 
-    def _captured(self, device: torch.device, graphs: Graphs) -> torch.cuda.CUDAGraph:
+    def _captured(self, graphs: Graphs) -> torch.cuda.CUDAGraph:
         def step() -> None:
             self._logits = self._run()
 
-        for _ in range(_WARM_UPS):
-            step()
-        return graphs.capture(step)
+        return graphs.run_and_capture(step)
 
 
 class Fetched:

@@ -350,10 +350,10 @@ class Engine:
         for chunk, _ in self._chunks(prompts, kept):
             if chunk.graph is not None:
                 chunk.graph.replay()
-                continue
-            self._read_ends(chunk)
-            if self._graphs is not None:
-                chunk.graph = self._graphs.capture(partial(self._read_ends, chunk))
+            elif self._graphs is not None:
+                chunk.graph = self._graphs.run_and_capture(partial(self._read_ends, chunk))
+            else:
+                self._read_ends(chunk)
         self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
 
     def _chunks(self, prompts: list[Tensor], kept: list[int]) -> Iterator[tuple[Chunk, Span]]:

@@ -53,15 +53,19 @@ class Graphs:
         self._made.move_to_end(size)
         return cast(T, made)
 
-    def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """A graph of the work that ``run`` queues, which is not done now.
+    def run_and_capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Do some work, and capture it in a graph.
 
         Args:
-            run: has been called before: kernels are built and loaded, and memory that outlives a call is allocated.
+            run: queues the work. It runs before it is captured, so that kernels are built and loaded and memory that
+                outlives a call is allocated; twice where kernels are missing, which are built together.
 
         Raises:
             RuntimeError: torch's, where ``run`` cannot be captured.
         """
+        from qcut.cuda.rehearsal import rehearsed
+
+        rehearsed(run)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
