@@ -69,10 +69,12 @@ class Graphs:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
-        self._pool = pool  # not where the capture failed: torch takes no other into that pool
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
+        # Where a capture fails, torch's own context leaves its stream current, and takes no other capture into its pool.
+        with torch.cuda.stream(stream):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                run()
+        self._pool = pool
         return graph
 
 
