@@ -70,10 +70,10 @@ class Graphs:
             self._stream = torch.cuda.Stream(self._device)
         pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
         graph, stream = torch.cuda.CUDAGraph(), self._stream
-        # Where a capture fails, torch's own context leaves its stream current, and takes no other capture into its pool.
-        with torch.cuda.stream(stream):
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                run()
+        capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        # Where a capture fails, torch takes no other into its pool, and its own context leaves the stream current.
+        with torch.cuda.stream(stream), capture:
+            run()
         self._pool = pool
         return graph
 
