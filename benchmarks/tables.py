@@ -50,11 +50,14 @@ ATTENTION_CONTEXTS = ("64", "512", "2048", "8192", "32768")
 ENGINE_MODELS = {
     "gpt2-large-int8": "GPT-2 Large, w8a8",
     "llama-3-8b-codebook4": "Llama-3-8B shape, codebook4",
+    "llama-3-8b-codebook4-int8": "Llama-3-8B shape, codebook4_int8",
     "llama-3-8b-int8": "Llama-3-8B shape, w8a8",
     "llama2c-288": "llama2.c, 6 layers of 288, w8a16",
     "llama2c-512": "llama2.c, 8 layers of 512, w8a16",
     "llama2c-288-float": "llama2.c, 6 layers of 288, float16",
 }
+FIRST = "first token after "
+"""How rows of first tokens begin; the length of the prompt follows."""
 HEADLINE_NK = (14336, 4096)
 HEADLINE_TOKENS = (1, 16, 64, 1024, 4096)
 LIBRARIES = {"bitsandbytes": "bitsandbytes", "gemlite": "gemlite", "humming": "Humming", "torchao": "torchao"}
@@ -248,13 +251,22 @@ def engine(rows: Rows) -> str:
     """Tokens a second of the engine, and what the memory's bandwidth would allow."""
     lines = []
     for row in rows.of("bench_engine"):
-        if row["what"] == "kernel":
+        if row["what"] == "kernel" or row["what"].startswith(FIRST):
             continue
         decode = row["what"] == "decode"
         limit = f"{float(row['batch']) / float(row['floor_us']) * 1e6:,.0f}" if decode else MISSING
         what = "one token each" if decode else row["what"].replace("prefill", "prompts")
         lines.append([ENGINE_MODELS[row["case"]], what, row["batch"], f"{int(row['tokens_s']):,}", limit])
     return markdown(["model", "what", "sequences", "tokens/s", "limit of the memory, tokens/s"], lines)
+
+
+def first_tokens(rows: Rows) -> str:
+    """Milliseconds from a prompt to its first token."""
+    lines = []
+    for row in (row for row in rows.of("bench_engine") if row["what"].startswith(FIRST)):
+        length, ms = row["what"].removeprefix(FIRST), float(row["median_us"]) / 1e3
+        lines.append([ENGINE_MODELS[row["case"]], length, row["batch"], f"{ms:.2f}"])
+    return markdown(["model", "tokens of a prompt", "prompts", "ms to the first token"], lines)
 
 
 def generation_rates(rows: Rows) -> dict[str, float]:
@@ -412,6 +424,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "codebook quality": codebook_quality,
     "model": model,
     "engine": engine,
+    "first tokens": first_tokens,
     "comparison": comparison,
     "attention": attention,
     "quantizing": quantizing,

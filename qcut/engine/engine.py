@@ -95,10 +95,13 @@ class Engine:
     The model's own modules do the projections; kernels of qcut do the norms, the attention and the activations between
     them. Projections that read the same rows are one product: their weights are put side by side, and the model's
     tensors become views of them (`qcut.layers.stacking`). No weight is in memory twice, and the model and further
-    engines go on working. On a GPU steps are captured as CUDA graphs, one for each power of two of sequences.
+    engines go on working. On a GPU steps and chunks of prompts are captured as CUDA graphs at their first use: steps
+    for each power of two of sequences, chunks for sizes of a short list (`warm_up`). The 64 used last are kept; all
+    write their results to the same memory, bounded by the largest.
 
-    Quantize, load or move the model, or put hooks on it, before the engine is made; afterwards, make a new engine. The
-    model is put in evaluation mode. An engine serves one batch of sequences at a time, in one thread.
+    Quantize, load or move the model before the engine is made; afterwards, make a new engine. Replays call no hooks of
+    the model's modules. The model is put in evaluation mode. An engine serves one batch of sequences at a time, in one
+    thread.
 
     Args:
         model: of a type in `qcut.engine.families.FAMILIES`.
@@ -107,7 +110,7 @@ class Engine:
             `DEFAULT_CONTEXT`.
         kv_cache: ``auto`` keeps keys and values as they are, ``int8`` with a scale for each token and head: half the
             memory of float16.
-        graphs: capture steps on a GPU; False launches every kernel of every step.
+        graphs: capture steps and prompts on a GPU; False launches every kernel of each.
         stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
             calls each module and leaves the weights where they are.
 
@@ -125,9 +128,9 @@ class Engine:
             that it attends to, or another kind of cache.
         RuntimeError: torch's, where memory is short. The model's values are as they were.
 
-    Exactness: the model's own arithmetic, with torch's scaled dot product attention over the cache. Tokens that a
-    batch is padded with have no influence; the number of sequences, and ``stack``, may change the order of sums in
-    products of floats.
+    Exactness: the model's own arithmetic, with `torch.ops.qcut.prompt_attention` and ``append_attention`` over the
+    cache. Tokens that a batch is padded with have no influence; the number of sequences, in which pieces prompts are
+    read, and ``stack`` may change the order of sums in products of floats.
     """
 
     prompt_rows = 8192
@@ -264,6 +267,29 @@ class Engine:
         logits = self._loop_from(flat).step().clone()
         self._lengths = [length + 1 for length in self._lengths]
         return logits
+
+    def warm_up(self, lengths: Iterable[int], sequences: int = 1) -> None:
+        """Serve requests of some sizes once and empty the cache, so that none of these sizes waits for its first time.
+
+        The first request of a size builds its kernels, unless the kernel cache has them, and captures its graphs.
+
+        Args:
+            lengths: tokens of prompts to come. A chunk of a prompt has the next size of 1, 2, 4 to 64, and then four an
+                octave: 80, 96, 112, 128, 160 and so on.
+            sequences: prompts of a request.
+
+        Raises:
+            ConfigError: a length or a number of sequences that no request may have.
+        """
+        for what, count, most in (
+            ("sequences", sequences, self.batch),
+            *(("length", n, self.context) for n in lengths),
+        ):
+            if not is_whole(count) or not 1 <= count <= most:
+                raise ConfigError(f"{what} is {count!r}; allowed: 1 to {most}")
+            if what == "length":
+                self.generate(torch.zeros(sequences, count, dtype=torch.int64), 1)
+        self._lengths = []
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 

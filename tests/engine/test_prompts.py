@@ -194,3 +194,27 @@ def test_padding_stays_behind_the_context(kv_cache: Any) -> None:
             for sequence, length in enumerate((17, 3, 0)):
                 assert floats[sequence, :, :length].abs().sum(-1).all()
                 assert not floats[sequence, :, length:40].any()
+
+
+def test_warming_up_serves_each_size_and_empties_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(small("llama"), batch=2, context=20)
+    engine.prefill([[1, 2]])
+    seen: list[tuple[int, ...]] = []
+    right = Engine.generate
+
+    def watched(self: Engine, prompts: Any, *more: Any) -> Any:
+        seen.append(tuple(prompts.shape))
+        return right(self, prompts, *more)
+
+    monkeypatch.setattr(Engine, "generate", watched)
+    engine.warm_up([4, 20], sequences=2)
+    assert seen == [(2, 4), (2, 20)]
+    assert engine.lengths == ()
+    for lengths, sequences, message in (
+        ([21], 1, "length is 21; allowed: 1 to 20"),
+        ([0], 1, "length is 0"),
+        ([4.0], 1, r"length is 4\.0"),
+        ([4], 3, "sequences is 3; allowed: 1 to 2"),
+    ):
+        with pytest.raises(errors.ConfigError, match=message):
+            engine.warm_up(lengths, sequences)  # type: ignore[arg-type]
