@@ -56,8 +56,6 @@ ENGINE_MODELS = {
     "llama2c-512": "llama2.c, 8 layers of 512, w8a16",
     "llama2c-288-float": "llama2.c, 6 layers of 288, float16",
 }
-FIRST = "first token after "
-"""How rows of first tokens begin; the length of the prompt follows."""
 HEADLINE_NK = (14336, 4096)
 HEADLINE_TOKENS = (1, 16, 64, 1024, 4096)
 LIBRARIES = {"bitsandbytes": "bitsandbytes", "gemlite": "gemlite", "humming": "Humming", "torchao": "torchao"}
@@ -248,25 +246,17 @@ def _peak(rows: Rows, bench: str, variant: str) -> float:
 
 
 def engine(rows: Rows) -> str:
-    """Tokens a second of the engine, and what the memory's bandwidth would allow."""
+    """Prompts and steps of the engine, and what the memory's bandwidth would allow."""
     lines = []
     for row in rows.of("bench_engine"):
-        if row["what"] == "kernel" or row["what"].startswith(FIRST):
+        if row["what"] == "kernel":
             continue
         decode = row["what"] == "decode"
         limit = f"{float(row['batch']) / float(row['floor_us']) * 1e6:,.0f}" if decode else MISSING
         what = "one token each" if decode else row["what"].replace("prefill", "prompts")
-        lines.append([ENGINE_MODELS[row["case"]], what, row["batch"], f"{int(row['tokens_s']):,}", limit])
-    return markdown(["model", "what", "sequences", "tokens/s", "limit of the memory, tokens/s"], lines)
-
-
-def first_tokens(rows: Rows) -> str:
-    """Milliseconds from a prompt to its first token."""
-    lines = []
-    for row in (row for row in rows.of("bench_engine") if row["what"].startswith(FIRST)):
-        length, ms = row["what"].removeprefix(FIRST), float(row["median_us"]) / 1e3
-        lines.append([ENGINE_MODELS[row["case"]], length, row["batch"], f"{ms:.2f}"])
-    return markdown(["model", "tokens of a prompt", "prompts", "ms to the first token"], lines)
+        ms = f"{float(row['median_us']) / 1e3:.2f}"
+        lines.append([ENGINE_MODELS[row["case"]], what, row["batch"], ms, f"{int(row['tokens_s']):,}", limit])
+    return markdown(["model", "what", "sequences", "ms", "tokens/s", "limit of the memory, tokens/s"], lines)
 
 
 def generation_rates(rows: Rows) -> dict[str, float]:
@@ -424,7 +414,6 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "codebook quality": codebook_quality,
     "model": model,
     "engine": engine,
-    "first tokens": first_tokens,
     "comparison": comparison,
     "attention": attention,
     "quantizing": quantizing,
