@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ DEFAULT_CONTEXT = 4096
 Prompts = Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]
 Reason = Literal["stop", "length", "context"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class Engine:
         scores: list[list[Tensor]] = [[] for _ in ids]
         self._lengths = []
         for chunk, span in self._chunks(ids, kept):
-            logits = self.decoder.logits(*self._read(chunk)).view(chunk.sequences, chunk.rows, -1)
+            logits = self._launched(partial(self._read_all, chunk))
             for rows, row, first, count, found in zip(logits, ids, *span, scores, strict=False):
                 following = row[first + 1 : first + count + 1].to(logits.device)
                 found.append(F.cross_entropy(rows[: len(following)].float(), following, reduction="none"))
@@ -379,7 +380,7 @@ class Engine:
             elif self._graphs is not None:
                 chunk.graph = self._graphs.run_and_capture(partial(self._read_ends, chunk))
             else:
-                self._read_ends(chunk)
+                self._launched(partial(self._read_ends, chunk))
         self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
 
     def _chunks(self, prompts: list[Tensor], kept: list[int]) -> Iterator[tuple[Chunk, Span]]:
@@ -394,6 +395,18 @@ class Engine:
             chunk = make() if self._graphs is None else self._graphs.get(("chunk", *size), make)
             chunk.fill(prompts, kept, span)
             yield chunk, span
+
+    def _launched(self, run: Callable[[], T]) -> T:
+        """What ``run`` returns, which may run twice: on a GPU, kernels that it lacks are built together."""
+        if self.decoder.device.type != "cuda":
+            return run()
+        from qcut.cuda.rehearsal import rehearsed
+
+        return rehearsed(run)
+
+    def _read_all(self, chunk: Chunk) -> Tensor:
+        """Read a chunk; logits after every token, ``[S, T, vocabulary]``."""
+        return self.decoder.logits(*self._read(chunk)).unflatten(0, (chunk.sequences, chunk.rows))
 
     def _read_ends(self, chunk: Chunk) -> None:
         """Read a chunk; logits and likeliest tokens after the last token of each sequence are in memory then."""
