@@ -95,7 +95,7 @@ class Chunk:
     def places(self) -> tuple[Tensor, Tensor]:
         """Position of each token and its place in the cache, int32 ``[S T]``."""
         places = self.starts[:, None] + self._tokens
-        slots = torch.where(self._tokens < self.lengths[:, None], places, self._context)
+        slots = places.masked_fill(self._tokens >= self.lengths[:, None], self._context)
         return places.clamp(max=self._context - 1).flatten(), slots.flatten()
 
     def last_rows(self) -> Tensor:
