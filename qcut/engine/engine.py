@@ -309,7 +309,11 @@ class Engine:
         def make() -> DecodeLoop:
             return DecodeLoop(self._step, size, self.context, self.decoder.device, self._graphs)
 
-        loop = make() if self._graphs is None else self._graphs.get(("steps", size), make)
+        if self._graphs is None:
+            loop = make()
+        else:
+            self._graphs.refresh()
+            loop = self._graphs.get(("steps", size), make)
         loop.start(tokens, torch.tensor(self._lengths, dtype=torch.int32))
         return loop
 

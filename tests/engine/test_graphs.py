@@ -85,3 +85,6 @@ def test_an_engine_of_graphs_gives_what_one_of_launches_gives(kv_cache: Any, mon
     plans.forget_plans()
     replayed.prefill([[1, 2, 3]])
     assert len(replayed._graphs) == 1
+    plans.forget_plans()
+    replayed.decode([4])  # steps alone, too
+    assert len(replayed._graphs) == 1
