@@ -105,26 +105,27 @@ class Engine:
         self.decoder = decoder.stacked(model) if stack else decoder
         self.batch, self.context = batch, context
         heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
-        # Sequences that have ended, and padding, write to the place behind the context.
-        self.cache = KVCache(
-            len(decoder.blocks),
-            batch,
-            heads.keys,
-            context + 1,
-            heads.size,
-            dtype=dtype,
-            device=device,
-            kv_dtype=kv_cache,
-        )
-        self._cos, self._sin = decoder.rotary_tables(context)
-        # Each engine has counters of its own, since graphs of two engines may run at once.
-        self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
-        self._logits = torch.zeros(batch, decoder.vocabulary, dtype=dtype, device=device)
-        self._likeliest = torch.zeros(batch, dtype=torch.int64, device=device)
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode could not be written outside
+            self.cache = KVCache(
+                len(decoder.blocks),
+                batch,
+                heads.keys,
+                context + 1,  # sequences that have ended, and padding, write to the place behind the context
+                heads.size,
+                dtype=dtype,
+                device=device,
+                kv_dtype=kv_cache,
+            )
+            self._cos, self._sin = decoder.rotary_tables(context)
+            # Each engine has counters of its own, since graphs of two engines may run at once.
+            self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
+            self._logits = torch.zeros(batch, decoder.vocabulary, dtype=dtype, device=device)
+            self._likeliest = torch.zeros(batch, dtype=torch.int64, device=device)
         self._lengths: list[int] = []
         self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
-        self._held = [t.detach() for t in (*model.parameters(), *model.buffers())] if self._graphs else []
+        held = (*model.parameters(), *model.buffers()) if self._graphs is not None else ()
+        self._held = [tensor.detach() for tensor in held]
 
     @property
     def lengths(self) -> tuple[int, ...]:

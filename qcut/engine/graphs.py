@@ -33,7 +33,9 @@ class Graphs:
         self._made: OrderedDict[Hashable, object] = OrderedDict()
         self._generation = _generation()
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """Number of sizes."""
         return len(self._made)
 
     def refresh(self) -> None:
@@ -46,7 +48,8 @@ class Graphs:
         """What ``make`` has made for a size, now or before. It holds its graph, and is of one type for each size."""
         made = self._made.get(size)
         if made is None:
-            made = make()
+            with torch.inference_mode(False), torch.no_grad():  # its tensors are written in other modes, too
+                made = make()
             while len(self._made) >= MAX_GRAPHS:
                 self._made.popitem(last=False)
             self._made[size] = made

@@ -26,7 +26,7 @@ def test_the_sizes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [get(size) for size in (1, 2, 3, 1, 4, 1, 3, 2)] == [10, 20, 30, 10, 40, 10, 30, 20]
     assert made == [1, 2, 3, 4, 2]
-    assert len(held) == 3
+    assert held.count == 3
 
 
 def test_plans_forgotten_are_graphs_forgotten() -> None:
@@ -39,7 +39,7 @@ def test_plans_forgotten_are_graphs_forgotten() -> None:
     assert plans.generation() > before
     assert held.get("a", object) is first  # within a request
     held.refresh()
-    assert len(held) == 0
+    assert held.count == 0
     second = held.get("a", object)
     held.refresh()
     assert held.get("a", object) is second is not first
@@ -52,16 +52,35 @@ class Replay:
         self.replay = run
 
 
-@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
-def test_an_engine_of_graphs_gives_what_one_of_launches_gives(kv_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[object] = []
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What engines have captured; captures need no GPU."""
+    found: list[object] = []
 
     def run_and_capture(self: Graphs, run: Callable[[], object]) -> Replay:
         run()
-        captured.append(run)
+        found.append(run)
         return Replay(run)
 
     monkeypatch.setattr(Graphs, "run_and_capture", run_and_capture)
+    return found
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_inference_mode_may_come_and_go(made: bool, first: bool, captured: list[object]) -> None:
+    model, prompts = small("llama"), prompts_of(VOCABULARY, 5, 9)
+    with torch.inference_mode(made):
+        engine = Engine(model, batch=2)
+    engine._graphs = Graphs(torch.device("cpu"))
+    with torch.inference_mode(first):
+        want = engine.generate(prompts, 4)
+    with torch.inference_mode(not first):
+        assert engine.generate(prompts, 4) == want
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+def test_an_engine_of_graphs_gives_what_one_of_launches_gives(kv_cache: Any, captured: list[object]) -> None:
     model = small("llama")
     launched, replayed = (Engine(model, batch=3, kv_cache=kv_cache) for _ in range(2))
     replayed._graphs = Graphs(torch.device("cpu"))
@@ -81,10 +100,10 @@ def test_an_engine_of_graphs_gives_what_one_of_launches_gives(kv_cache: Any, mon
                 assert torch.equal(one, other)
         if not turn:
             count = len(captured)
-            assert count == len(replayed._graphs) < 2 * len(sizes)
+            assert count == replayed._graphs.count < 2 * len(sizes)
     plans.forget_plans()
     replayed.prefill([[1, 2, 3]])
-    assert len(replayed._graphs) == 1
+    assert replayed._graphs.count == 1
     plans.forget_plans()
     replayed.decode([4])  # steps alone, too
-    assert len(replayed._graphs) == 1
+    assert replayed._graphs.count == 1

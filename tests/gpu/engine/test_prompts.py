@@ -69,11 +69,11 @@ def test_graphs_are_captured_anew_for_new_kernels() -> None:
     want = engine.generate(prompts, 5)
     first = engine._graphs
     assert first is not None
-    assert len(first) == 2
+    assert first.count == 2
     forget_plans()
-    assert len(first) == 2
+    assert first.count == 2
     engine.prefill(prompts)
-    assert len(first) == 1
+    assert first.count == 1
     assert engine.generate(prompts, 5) == want
 
 
@@ -92,5 +92,5 @@ def test_prompts_of_every_length_take_no_more_memory(monkeypatch: pytest.MonkeyP
         engine.prefill(prompts_of(VOCABULARY, length, 1))
         engine.prefill(prompts_of(VOCABULARY, length))
     assert engine._graphs is not None
-    assert len(engine._graphs) == 4
+    assert engine._graphs.count == 4
     assert memory() <= before + (4 << 20)
