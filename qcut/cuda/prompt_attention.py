@@ -2,23 +2,74 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qcut.cuda import clusters
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
+from qcut.cuda.streams import current_stream
+from qcut.dispatch.attention import emit_prompt_attention, select_prompt_attention
+from qcut.emitters.decoder.attention.prompt import tiles
+from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma
 from qcut.numerics import int8
 from qcut.ops.prompt_attention import PromptAttention
 from qcut.ops.registry import serves
+
+_LOG2_E = math.log2(math.e)
+_IN_TORCH = "torch"
+_plans: PlanCache[LaunchPlan | str] = PlanCache()
 
 
 @serves(PromptAttention)
 def prompt_attention(call: PromptAttention) -> Tensor:
     call.check()
-    if call.q.shape[0] == 0:
-        return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
-    y = _in_torch(call)
-    int8.raise_absmax(call.absmax, y)
+    q, cache = call.q, call.cache
+    (count, heads, head), (_, kv_heads, context, _) = q.shape, cache.keys.shape
+    if count == 0:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    key = (q.dtype, cache.keys.dtype, head, count, call.length, heads, kv_heads, context, q.get_device())
+    plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
+    stored = cache.keys.data_ptr() | cache.values.data_ptr()
+    if isinstance(plan, str) or not call.scale > 0 or stored % 16:
+        y = _in_torch(call)
+        int8.raise_absmax(call.absmax, y)
+        return y
+    if (q.data_ptr() | q.stride(0) * q.element_size()) % 16:
+        q = q.clone(memory_format=torch.contiguous_format)
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    places = [call.starts.contiguous(), call.lengths.contiguous()]
+    given = [q, *cache[:2], *cache.scales, *places, y]
+    absmax = 0 if call.absmax is None else call.absmax.data_ptr()
+    sizes = (count // call.length, call.length, kv_heads, heads // kv_heads, context)
+    arguments = (*(t.data_ptr() for t in given), absmax, q.stride(0), *sizes, call.scale * _LOG2_E)
+    plan.launch(count, arguments, current_stream(q.get_device()))
     return y
+
+
+def _plan(
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    head: int,
+    count: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    context: int,
+    device: int,
+) -> LaunchPlan | str:
+    gpu, sequences, group = target(device), count // length, heads // kv_heads
+    shape = {"sequences": sequences, "length": length, "kv_heads": kv_heads, "group": group}
+    desc = select_prompt_attention(DTYPES[dtype], DTYPES[cache], head, gpu, **shape, context=context)
+    if isinstance(desc, PromptWgmma) and desc.parts > 1 and not clusters.are_usable(gpu, device, desc.parts):
+        desc = replace(desc, parts=1)
+    if desc is None:
+        return _IN_TORCH
+    grid = desc.grid(tiles(desc.rows, **shape), gpu.sm_count)
+    return LaunchSpec(emit_prompt_attention(desc), lambda m: grid, pdl=pdl(device)).load(device)
 
 
 def _in_torch(call: PromptAttention) -> Tensor:

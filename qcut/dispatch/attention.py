@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.attention.mma import CLUSTERS, MAX_PARTS, TILE, AttentionMma, emit_attention_mma
+from qcut.emitters.decoder.attention.prompt import tiles
+from qcut.emitters.decoder.attention.prompt_mma import PromptMma, emit_prompt_mma
+from qcut.emitters.decoder.attention.prompt_wgmma import PARTS, PromptWgmma, emit_prompt_wgmma
 from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
 
 Attention = AttentionDecode | AttentionMma
+PromptKernel = PromptMma | PromptWgmma
 
 # Of an H200; those that wait for the memory take longer, in cycles, where the clock is higher.
 _START_CYCLES = 1000
@@ -107,3 +113,54 @@ def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, 
     if desc.cluster > 1:
         return cycles + _CLUSTER_CYCLES
     return cycles + (_WORKSPACE_CYCLES + _PART_CYCLES * parts) * machine.clock
+
+
+# ── prompts ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def emit_prompt_attention(desc: PromptKernel) -> KernelSource:
+    """Text of a kernel of prompt attention of either form. Kernels of both forms take the same arguments."""
+    return emit_prompt_wgmma(desc) if isinstance(desc, PromptWgmma) else emit_prompt_mma(desc)
+
+
+def select_prompt_attention(
+    x: DType,
+    cache: DType,
+    head: int,
+    target: Target,
+    *,
+    sequences: int,
+    length: int,
+    kv_heads: int,
+    group: int,
+    context: int,
+) -> PromptKernel | None:
+    """Choose the kernel of a chunk's shape; None: none of them takes the types or the head's size.
+
+    Few tiles are smaller ones; the places of very few are shared by a cluster.
+
+    Args:
+        x: element type of queries.
+        cache: element type of keys and values.
+        head: columns of a head.
+        target: the GPU.
+        sequences: number of sequences.
+        length: tokens of each sequence's chunk.
+        kv_heads: number of heads of keys.
+        group: query heads for each head of keys.
+        context: tokens that the cache has room for.
+    """
+    arch = target.arch
+    if not PromptWgmma.is_legal(x, cache, head, arch):
+        return PromptMma.for_shape(x, cache, head, arch) if PromptMma.is_legal(x, cache, head, arch) else None
+    wide = PromptWgmma.for_shape(x, cache, head, arch)
+    if tiles(wide.rows, sequences, length, kv_heads, group) >= target.sm_count:
+        return wide
+    small = PromptWgmma.for_shape(x, cache, head, arch, 1)
+    count = tiles(small.rows, sequences, length, kv_heads, group)
+    fitting = [
+        parts
+        for parts in PARTS
+        if parts > 1 and count <= target.machine.clusters_at_once(parts) and 2 * parts * small.keys <= context
+    ]
+    return replace(small, parts=max(fitting)) if fitting else small

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qcut.dispatch import codebook, gemm
-from qcut.dispatch.attention import emit_attention
+from qcut.dispatch.attention import emit_attention, emit_prompt_attention, select_prompt_attention
 from qcut.dispatch.gpus import target_named
 from qcut.dispatch.tiles.codebook import mma_tile, rounds_tile, stream_tile, stream_wgmma_tile
 from qcut.dispatch.tiles.stream import int8_tile
@@ -53,6 +53,22 @@ def attention(arch: str) -> list[KernelSource]:
         emit_attention_append(AttentionAppend(desc, rope)) for desc, rope in ((parts[0], True), (parts[-1], False))
     ]
     return [*map(emit_attention, (*simt, *parts)), *steps]
+
+
+def prompts(arch: str) -> list[KernelSource]:
+    """Attention of prompts: many tokens, few, and an int8 cache."""
+    found = []
+    for x, cache, head, length in (
+        (F16, F16, 128, 4096),
+        (BF16, BF16, 64, 32),
+        (F16, S8, 128, 4096),
+        (BF16, S8, 80, 9),
+    ):
+        shape = {"sequences": 1, "length": length, "kv_heads": 8, "group": 4, "context": 4096}
+        kernel = select_prompt_attention(x, cache, head, target_named(arch), **shape)
+        assert kernel is not None
+        found.append(emit_prompt_attention(kernel))
+    return found
 
 
 def rows(arch: str) -> list[KernelSource]:
@@ -142,5 +158,5 @@ def cutlass(arch: str) -> list[KernelSource]:
 
 def raw_kernels(arch: str) -> list[KernelSource]:
     """All but CUTLASS's, each once."""
-    found = [*attention(arch), *rows(arch), *int8(arch), *codebooks(arch)]
+    found = [*attention(arch), *prompts(arch), *rows(arch), *int8(arch), *codebooks(arch)]
     return list({source.name: source for source in found}.values())

@@ -12,6 +12,8 @@ from qcut.emitters.decoder.append import RotateAndAppend, emit_append
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.mma import AttentionMma, emit_attention_mma
+from qcut.emitters.decoder.attention.prompt_mma import PromptMma, emit_prompt_mma
+from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma, emit_prompt_wgmma
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from tests.support.compiled import build
 from tests.support.launches import H200
@@ -47,6 +49,8 @@ def unpromised() -> list[KernelSource]:
         emit_argmax(ArgmaxRows(F16, ARCH, True)),
         emit_attention_mma(attention),
         emit_attention_append(AttentionAppend(attention, True)),
+        emit_prompt_mma(PromptMma.for_shape(F16, DType.S8, 64, ARCH)),
+        *(emit_prompt_wgmma(PromptWgmma.for_shape(F16, cache, 128, ARCH)) for cache in (F16, DType.S8)),
         emit_embed(EmbedRows(F16, DType.S8, ARCH, True, True)),
     ]
 

@@ -190,6 +190,7 @@ def _attention() -> Iterator[Check]:
         )
 
     yield _step()
+    yield from _prompts()
     # One part of the context; parts that meet in a cluster, where there are some; parts that meet in a workspace.
     for dtype, batch, heads, kv_heads, head, context, quantized in (
         (torch.float32, 1, 4, 2, 64, 2000, False),
@@ -213,6 +214,30 @@ def _attention() -> Iterator[Check]:
             positions,
             scale,
         )
+
+
+def _prompts() -> Iterator[Check]:
+    """Chunks of two sequences, after what their caches hold; few tokens and more than a tile."""
+    for dtype, length, heads, kv_heads, head, quantized in (
+        (HALF, 70, 8, 2, 128, False),
+        (torch.bfloat16, 70, 8, 2, 64, True),
+        (HALF, 5, 6, 6, 80, False),
+        (HALF, 40, 2, 1, 256, True),
+    ):
+        starts, scale = torch.tensor([0, 150], dtype=torch.int32), head**-0.5
+        lengths = torch.full_like(starts, length)
+        q = _random(2 * length, heads, head, seed=length, dtype=dtype)
+        cache = _cache(2, kv_heads, 220, head, dtype, quantized)
+        positions = (starts[:, None] + torch.arange(length, dtype=torch.int32)).flatten()
+        # For each token its sequence's cache.
+        keys, values, *scales = (None if t is None else t.repeat_interleave(length, 0) for t in cache)
+        assert keys is not None
+        assert values is not None
+        expect = partial(bounds.attention, q, keys, values, scales[0], scales[1], positions, scale)
+        name = str(dtype).removeprefix("torch.") + (", int8 cache" if quantized else "")
+        shape = f"2 chunks of {length} tokens, {heads}/{kv_heads} heads of {head}, {name}"
+        given = (q, *cache, starts, lengths, scale, length)
+        yield _near("prompt_attention", shape, expect, OPS.prompt_attention, *given)
 
 
 def _step() -> Check:

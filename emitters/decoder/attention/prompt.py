@@ -1,0 +1,53 @@
+"""What all forms of prompt attention share: their arguments and their grid.
+
+A kernel computes, for token ``t = b * length + i`` of a chunk of sequence b,
+``out[t, h] = softmax_p(scale * q[t, h] . K[b, h / group, p]) . V[b, h / group, p]``, p to ``starts[b] + i``, if
+``i < lengths[b]``, and 0 otherwise. The rows of a tile are neighbouring tokens' queries for one head of keys.
+"""
+
+from __future__ import annotations
+
+from qcut.emitters.core.source import DType, Param
+from qcut.emitters.core.text import call_arguments
+
+
+def prompt_params(x: DType, cache: DType) -> tuple[Param, ...]:
+    """Arguments of every form, in order.
+
+    ``q, keys, values``; ``key_scales, value_scales`` (s8 alone); ``starts, lengths`` int32 ``[sequences]``; ``out``;
+    ``absmax``, null or float32 for each token, which is raised to the largest magnitude of its row of out; the stride
+    of q between tokens in elements; ``sequences``; ``length``; ``kv_heads``; ``group``, queries of each; ``context``;
+    ``scale * log2(e)``, above 0. q and the cache start at multiples of 16 bytes, and so does every token of q.
+    """
+    scales = (Param("key_scales", "ptr", "const float*"), Param("value_scales", "ptr", "const float*"))
+    return (
+        Param("q", "ptr", f"const {x.cpp}*"),
+        Param("keys", "ptr", f"const {cache.cpp}*"),
+        Param("values", "ptr", f"const {cache.cpp}*"),
+        *(scales if cache is DType.S8 else ()),
+        Param("starts", "ptr", "const int*"),
+        Param("lengths", "ptr", "const int*"),
+        Param("out", "ptr", f"{x.cpp}*"),
+        Param("absmax", "ptr", "float*"),
+        Param("q_stride", "i64"),
+        *(Param(name, "i32") for name in ("sequences", "length", "kv_heads", "group", "context")),
+        Param("scale", "f32"),
+    )
+
+
+def prompt_arguments(params: tuple[Param, ...]) -> str:
+    """Members of ``qcut::PromptArgs``, null pointers for scales if there are none."""
+    pointers = ("q", "keys", "values", "key_scales", "value_scales", "starts", "lengths", "out", "absmax")
+    given = call_arguments(pointers, params)
+    return f"{given}, q_stride, sequences, length, kv_heads, group, context, scale"
+
+
+def tiles(rows: int, sequences: int, length: int, kv_heads: int, group: int) -> int:
+    """Tiles of a launch."""
+    return -(-length * group // rows) * kv_heads * sequences
+
+
+def raw_bytes(head: int, keys: int) -> int:
+    """Shared memory for int8 keys or values of a block before they become 16-bit floats, and for their scales."""
+    lanes = 1 << (-(-head // 16) - 1).bit_length()  # that copy a row, 16 bytes each
+    return 2048 * -(-keys * lanes // 128) + 8 * keys

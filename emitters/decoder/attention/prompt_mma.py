@@ -1,0 +1,138 @@
+"""Attention of chunks of prompts to the keys and values in a cache, with ``mma.sync``, on every architecture.
+
+Device code: ``include/qcut/decoder/attention/prompt_mma.cuh``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcut.emitters.core.arch import SMEM_LIMITS, architecture
+from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.decoder.attention.prompt import prompt_arguments, prompt_params, raw_bytes
+
+FAMILY = "prompt_mma"
+KEYS = (64, 32, 16)
+"""Of a block."""
+
+CONSTRAINTS = (
+    Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
+    Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
+    Constraint(
+        "head",
+        "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
+        lambda k: 8 <= k.head <= 256 and k.head % (128 // k.cache.bits) == 0,
+    ),
+    Constraint("keys", "are 16, 32 or 64", lambda k: k.keys in KEYS),
+    Constraint(
+        "shared_memory",
+        f"holds queries and two stages: {SMEM_LIMITS}",
+        lambda k: k.smem_bytes <= architecture(k.arch).smem_bytes,
+    ),
+)
+"""What `PromptMma` can be."""
+
+
+@dataclass(frozen=True)
+class PromptMma:
+    """Causal attention of chunks; see `qcut.emitters.decoder.attention.prompt`.
+
+    Attributes:
+        x: element type of queries and results, f16 or bf16.
+        cache: of keys and values: x, or s8.
+        head: columns of a head.
+        arch: real architecture.
+        keys: of a block.
+    """
+
+    x: DType
+    cache: DType
+    head: int
+    arch: str
+    keys: int = 64
+
+    def __post_init__(self) -> None:
+        check(self.name, CONSTRAINTS, self)
+
+    @classmethod
+    def for_shape(cls, x: DType, cache: DType, head: int, arch: str) -> PromptMma:
+        """Return the kernel with blocks of as many keys as registers and shared memory allow.
+
+        Raises:
+            EmitError: see `CONSTRAINTS`.
+        """
+        keys = [n for n in KEYS if n < 64 or head <= 128]
+        fitting = (n for n in keys[:-1] if cls._fits(x, cache, head, arch, n))
+        return cls(x, cache, head, arch, next(fitting, keys[-1]))
+
+    @classmethod
+    def _fits(cls, x: DType, cache: DType, head: int, arch: str, keys: int) -> bool:
+        try:
+            cls(x, cache, head, arch, keys)
+        except EmitError:
+            return False
+        return True
+
+    @classmethod
+    def is_legal(cls, x: DType, cache: DType, head: int, arch: str) -> bool:
+        """Whether `for_shape` has a kernel."""
+        try:
+            cls.for_shape(x, cache, head, arch)
+        except EmitError:
+            return False
+        return True
+
+    @property
+    def name(self) -> str:
+        """``qcut_prompt_mma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``."""
+        arch = self.arch.replace("_", "")
+        return f"qcut_{FAMILY}_{arch}_{self.x.value}_{self.cache.value}_h{self.head}_{self.rows}x{self.keys}"
+
+    @property
+    def columns(self) -> int:
+        """Columns of a product."""
+        return -(-self.head // 16) * 16
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile: 16 of each warp."""
+        return 64
+
+    @property
+    def block(self) -> int:
+        """Threads of a CTA."""
+        return 128
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory: queries, two stages of keys, values and scales, and int8 rows on their way to a stage."""
+        row = 128 * -(-self.columns // 64)
+        scales, raw = (12 * self.keys, 2 * raw_bytes(self.head, self.keys)) if self.cache is DType.S8 else (0, 0)
+        return self.rows * row + 2 * (2 * self.keys * row + scales) + raw
+
+    def grid(self, count: int, sm_count: int) -> tuple[int, int, int]:
+        """CTAs of a launch over so many tiles: one for each."""
+        return (count, 1, 1)
+
+    def params(self) -> tuple[Param, ...]:
+        """Arguments, in order: see `qcut.emitters.decoder.attention.prompt.prompt_params`."""
+        return prompt_params(self.x, self.cache)
+
+
+def emit_prompt_mma(desc: PromptMma) -> KernelSource:
+    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
+    params = desc.params()
+    tile = f"qcut::PromptMmaTile<{desc.x.cpp}, {desc.cache.cpp}, {desc.head}, {desc.columns}, {desc.keys}>"
+    return kernel_source(
+        desc.name,
+        desc.arch,
+        params,
+        f"qcut::prompt_attention_mma<{tile}>(\n      {{{prompt_arguments(params)}}});",
+        device_code=include("decoder/attention/prompt_mma.cuh"),
+        block=desc.block,
+        ctas_per_sm=2,
+        smem_bytes=desc.smem_bytes,
+        waits=True,
+    )

@@ -1,0 +1,166 @@
+"""Attention of chunks of prompts to the keys and values in a cache, with Hopper's products of warpgroups.
+
+Device code: ``include/qcut/decoder/attention/prompt_wgmma.cuh``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import Constraint, check
+from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
+from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.decoder.attention.prompt import prompt_arguments, prompt_params, raw_bytes
+
+FAMILY = "prompt_wgmma"
+ARCH = "sm_90a"
+COLUMNS = (64, 80, 96, 128, 160, 192, 256)
+"""Columns of a product: a head and zeros."""
+MIN_SLOTS, MAX_SLOTS = 3, 8
+"""Keys and values of a block and the keys of the next lie in slots between two waits."""
+PARTS = (1, 2, 4, 8)
+RAW_TILES = 3
+"""Tiles of int8 rows that are fetched before the first of them is converted, and that one."""
+
+
+def _columns(head: int) -> int:
+    return next((n for n in COLUMNS if n >= head), 0)
+
+
+def _row_bytes(head: int) -> int:
+    """Bytes of a row in shared memory: blocks of 64 columns."""
+    return 128 * -(-_columns(head) // 64)
+
+
+def _fixed_bytes(kernel: PromptWgmma) -> int:
+    """Shared memory beside slots: queries, two barriers, and int8 rows on their way to a slot."""
+    raw = RAW_TILES * raw_bytes(kernel.head, kernel.keys) if kernel.cache is DType.S8 else 0
+    return kernel.rows * _row_bytes(kernel.head) + raw + 16
+
+
+def _slot_bytes(kernel: PromptWgmma) -> int:
+    """Shared memory of a slot: keys or values, three float32 of each key of an int8 cache, two barriers."""
+    scales = 12 * kernel.keys if kernel.cache is DType.S8 else 0
+    return kernel.keys * _row_bytes(kernel.head) + scales + 16
+
+
+def _slots(kernel: PromptWgmma) -> int:
+    """Slots of keys or of values."""
+    return min(MAX_SLOTS, (architecture(ARCH).smem_bytes - _fixed_bytes(kernel)) // _slot_bytes(kernel))
+
+
+CONSTRAINTS = (
+    Constraint("arch", f"is {ARCH}", lambda k: k.arch == ARCH),
+    Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
+    Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
+    Constraint(
+        "head",
+        "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
+        lambda k: 8 <= k.head <= 256 and k.head % (128 // k.cache.bits) == 0,
+    ),
+    Constraint("groups", "are 1 to 3 warpgroups", lambda k: 1 <= k.groups <= 3),
+    Constraint("keys", "are 64, 80 or 128", lambda k: k.keys in (64, 80, 128)),
+    Constraint("parts", "are 1, 2, 4 or 8: a portable cluster", lambda k: k.parts in PARTS),
+    Constraint("one_group", "has the rows whose places are shared", lambda k: k.parts == 1 or k.groups == 1),
+    Constraint(
+        "registers",
+        "hold scores, weights and weighted values: 216 of a thread, 160 of three warpgroups",
+        lambda k: k.keys // 2 + k.keys // 4 + _columns(k.head) // 2 + 28 <= (160 if k.groups == 3 else 216),
+    ),
+    Constraint("shared_memory", f"has {MIN_SLOTS} slots beside the queries", lambda k: _slots(k) >= MIN_SLOTS),
+)
+"""What `PromptWgmma` can be."""
+
+
+@dataclass(frozen=True)
+class PromptWgmma:
+    """Causal attention of chunks; see `qcut.emitters.decoder.attention.prompt`.
+
+    Attributes:
+        x: element type of queries and results, f16 or bf16.
+        cache: of keys and values: x, or s8.
+        head: columns of a head.
+        arch: sm_90a.
+        groups: warpgroups that multiply, 64 rows each.
+        keys: of a block.
+        parts: CTAs of a cluster, which share the places of a tile.
+    """
+
+    x: DType
+    cache: DType
+    head: int
+    arch: str
+    groups: int = 2
+    keys: int = 128
+    parts: int = 1
+
+    def __post_init__(self) -> None:
+        check(self.name, CONSTRAINTS, self)
+
+    @classmethod
+    def for_shape(cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2, parts: int = 1) -> PromptWgmma:
+        """Return the kernel with blocks of as many keys as registers allow.
+
+        Raises:
+            EmitError: see `CONSTRAINTS`.
+        """
+        return cls(x, cache, head, arch, groups, 128 if head <= 128 else 64 if cache is DType.S8 else 80, parts)
+
+    @classmethod
+    def is_legal(cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2) -> bool:
+        """Whether `for_shape` has a kernel."""
+        try:
+            cls.for_shape(x, cache, head, arch, groups)
+        except EmitError:
+            return False
+        return True
+
+    @property
+    def name(self) -> str:
+        """``qcut_prompt_wgmma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``, ``_c{parts}`` with a cluster."""
+        arch, cluster = self.arch.replace("_", ""), f"_c{self.parts}" if self.parts > 1 else ""
+        shape = f"h{self.head}_{self.rows}x{self.keys}{cluster}"
+        return f"qcut_{FAMILY}_{arch}_{self.x.value}_{self.cache.value}_{shape}"
+
+    @property
+    def rows(self) -> int:
+        """Queries of a tile."""
+        return 64 * self.groups
+
+    @property
+    def block(self) -> int:
+        """Threads of a CTA: one more warpgroup copies."""
+        return 128 * self.groups + 128
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory."""
+        return _fixed_bytes(self) + _slots(self) * _slot_bytes(self)
+
+    def grid(self, count: int, sm_count: int) -> tuple[int, int, int]:
+        """CTAs of a launch over so many tiles: a cluster for each tile, or a CTA for each multiprocessor."""
+        return (count * self.parts if self.parts > 1 else min(count, sm_count), 1, 1)
+
+    def params(self) -> tuple[Param, ...]:
+        """Arguments, in order: see `qcut.emitters.decoder.attention.prompt.prompt_params`."""
+        return prompt_params(self.x, self.cache)
+
+
+def emit_prompt_wgmma(desc: PromptWgmma) -> KernelSource:
+    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
+    params = desc.params()
+    sizes = (desc.head, _columns(desc.head), desc.groups, desc.keys, _slots(desc), desc.parts)
+    tile = f"qcut::PromptTile<{desc.x.cpp}, {desc.cache.cpp}, {', '.join(map(str, sizes))}>"
+    return kernel_source(
+        desc.name,
+        desc.arch,
+        params,
+        f"qcut::prompt_attention_wgmma<{tile}>(\n      {{{prompt_arguments(params)}}});",
+        device_code=include("decoder/attention/prompt_wgmma.cuh"),
+        block=desc.block,
+        ctas_per_sm=1,
+        smem_bytes=desc.smem_bytes,
+        waits=True,
+        cluster=desc.parts,
+    )
