@@ -9,19 +9,20 @@ import torch
 from torch import Tensor
 
 
-def size_for(count: int) -> int:
-    """The least size from ``count`` up: a power of two to 64, then one of four to an octave (80, 96, 112, 128, …).
+def size_for(count: int, doubling: int = 64) -> int:
+    """The least size from ``count`` up: a power of two to ``doubling``, then one of four to an octave, if whole.
 
-    Chunks have these sizes, so that few graphs serve all prompts. Padding is at most a quarter beyond 64 tokens; below,
-    reading the weights takes most of the time.
+    Chunks have these sizes, so that few graphs serve all prompts. Tokens double to 64, since reading the weights takes
+    most of the time up to there: 1, 2, 4 to 64, 80, 96, 112, 128, 160. Sequences, which multiply tokens, do not double:
+    1 to 8, 10, 12, 14, 16, 20. Padding is less than a quarter of either, then.
     """
     octave = 1 << max(0, count - 1).bit_length()
-    step = octave // 8 if octave > 64 else octave
+    step = max(1, octave // 8) if octave > doubling else octave
     return -(-count // step) * step
 
 
 def size_within(limit: int) -> int:
-    """The largest size up to ``limit``, which is at least 1."""
+    """The largest size of tokens up to ``limit``, which is at least 1."""
     octave = 1 << (limit.bit_length() - 1)
     step = octave // 4 if octave >= 64 else octave
     return limit // step * step

@@ -222,7 +222,7 @@ class Engine:
         Args:
             lengths: tokens of prompts to come. A chunk of a prompt has the next size of 1, 2, 4 to 64, and then four an
                 octave: 80, 96, 112, 128, 160 and so on.
-            sequences: prompts of a request.
+            sequences: prompts of a request; a chunk has the next size of 1 to 8, 10, 12, 14, 16, 20 and so on.
 
         Raises:
             ConfigError: a length or a number of sequences that no request may have.
@@ -336,7 +336,7 @@ class Engine:
         """Chunks that cover prompts in order, filled, and what of the prompts they read."""
         if self._graphs is not None:
             self._graphs.refresh()
-        sequences = min(self.batch, size_for(len(prompts)))
+        sequences = min(self.batch, size_for(len(prompts), doubling=1))
         most = size_within(max(1, self.prompt_rows // sequences))
         for span in spans([len(prompt) for prompt in prompts], most):
             size = sequences, min(size_for(max(span.counts)), self.context)

@@ -19,6 +19,12 @@ def test_sizes_are_few_and_padding_is_small() -> None:
         assert size < 1.25 * count or size < 2 * count <= 128
 
 
+def test_sequences_are_padded_by_less_than_a_quarter() -> None:
+    sizes = sorted({size_for(count, doubling=1) for count in range(1, 300)})
+    assert sizes[:13] == [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20]
+    assert all(count <= size_for(count, doubling=1) < 1.25 * count for count in range(1, 300))
+
+
 def test_the_largest_size_within_a_limit() -> None:
     sizes = sorted({size_for(count) for count in range(1, 3000)})
     for limit in range(1, 2049):
