@@ -1,8 +1,8 @@
-"""`qcut.Engine` on models of known shapes with random weights: prompts, single tokens, and where a token's time goes.
+"""`qcut.Engine` on models of known shapes with random weights: prompts, first and further tokens, and where time goes.
 
-Decoding is timed as a user sees it: the time of generating many tokens less that of one, divided by the number of
-further tokens. The floor of a step is the time to read the weights, and the cache at half of the new tokens, at the
-GPU's measured bandwidth.
+The first token is timed by the host's clock, from the prompt as a list of ids to the token. Decoding is timed as a user
+sees it: the time of generating many tokens less that of one, divided by the number of further tokens. The floor of a
+step is the time to read the weights, and the cache at half of the new tokens, at the GPU's measured bandwidth.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Case:
         embeddings: scheme of tables and head, or None.
         decode: tokens/s to reach, by batch.
         prefill: tokens/s to reach, by batch and prompt.
+        first: milliseconds to the first token to reach, by batch and prompt.
     """
 
     gpt2: bool
@@ -68,10 +69,13 @@ class Case:
     embeddings: str | None
     decode: dict[int, float]
     prefill: dict[tuple[int, int], float]
+    first: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
-def _llama3(scheme: str, decode: dict[int, float]) -> Case:
-    return Case(False, 4096, 14336, 32, 32, 8, 128256, scheme, "w8a16", decode, {(1, PROMPT): 0, (8, PROMPT): 0})
+def _llama3(scheme: str, decode: dict[int, float], first: dict[int, float]) -> Case:
+    waits = {(1, length): first.get(length, 0.0) for length in (1, 32, 256, 4096)}
+    prefill: dict[tuple[int, int], float] = {(1, PROMPT): 0, (8, PROMPT): 0}
+    return Case(False, 4096, 14336, 32, 32, 8, 128256, scheme, "w8a16", decode, prefill, waits)
 
 
 def _llama2c(width: int, hidden: int, layers: int, heads: int, scheme: str | None, decode: float) -> Case:
@@ -79,14 +83,16 @@ def _llama2c(width: int, hidden: int, layers: int, heads: int, scheme: str | Non
 
 
 _GPT2_MARKS: dict[str, Any] = {"decode": {1: 1500, 8: 9000}, "prefill": {(8, 1024): 450_000}}
+_GPT2_MARKS["first"] = {(1, 256): 4.0, (8, 1024): 15.5}
 CASES = {
     "gpt2-large-int8": Case(True, 1280, 5120, 36, 20, 20, 50257, "w8a8", "w8a16", **_GPT2_MARKS),
-    "llama-3-8b-codebook4": _llama3("codebook4", {1: 500, 8: 3000}),
-    "llama-3-8b-int8": _llama3("w8a8", {1: 300, 8: 0}),
+    "llama-3-8b-codebook4": _llama3("codebook4", {1: 500, 8: 3000}, {1: 3, 32: 3, 256: 9}),
+    "llama-3-8b-codebook4-int8": _llama3("codebook4_int8", {1: 0}, {1: 3, 32: 3, 256: 6, 4096: 60}),
+    "llama-3-8b-int8": _llama3("w8a8", {1: 300, 8: 0}, {1: 3, 32: 3, 256: 6}),
     "llama2c-288": _llama2c(288, 768, 6, 6, "w8a16", 6000),
     "llama2c-512": _llama2c(512, 1376, 8, 8, "w8a16", 4000),
     "llama2c-288-float": _llama2c(288, 768, 6, 6, None, 0),
-    "tiny-gpt2": Case(True, 64, 256, 2, 4, 4, 96, "w8a8", None, {1: 0}, {(2, 32): 0}),
+    "tiny-gpt2": Case(True, 64, 256, 2, 4, 4, 96, "w8a8", None, {1: 0}, {(2, 32): 0}, {(2, 32): 0}),
     "tiny-llama": Case(False, 64, 128, 2, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}),
 }
 """Marks are tokens/s; 0 where none is set. The tiny ones are for machines without a GPU."""
@@ -106,7 +112,7 @@ def build(case: Case, device: str) -> Any:
                 heads = {"n_embd": case.width, "n_inner": case.hidden, "n_head": case.heads}
                 model = GPT2LMHeadModel(GPT2Config(**sizes, **heads))
             else:
-                llama = {"hidden_size": case.width, "intermediate_size": case.hidden, "max_position_embeddings": 2048}
+                llama = {"hidden_size": case.width, "intermediate_size": case.hidden, "max_position_embeddings": 8192}
                 llama |= {"num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads}
                 model = LlamaForCausalLM(LlamaConfig(**sizes, **llama))
     finally:
@@ -115,7 +121,7 @@ def build(case: Case, device: str) -> Any:
     model.tie_weights()
     if case.scheme is not None:
         check = (CHECKED, CHECKED - 1)
-        rows = sorted({*case.decode, *(batch * length for batch, length in case.prefill), *check})
+        rows = sorted({*case.decode, *(batch * length for batch, length in (*case.prefill, *case.first)), *check})
         qcut.quantize(model, case.scheme, embeddings=case.embeddings, prebuild=rows, progress=sys.stderr.isatty())
     layers = layers_of(model)
     for index in range(1, case.layers):
@@ -271,8 +277,9 @@ def run(options: argparse.Namespace) -> int:
             break
         case, (prompt, new) = CASES[name], (PROMPT, NEW) if device == "cuda" else (32, 8)
         model = build(case, device)
-        context = max(prompt + new, *(length for _, length in case.prefill))
-        biggest = max(*case.decode, *(batch for batch, _ in case.prefill))
+        sizes = [*case.prefill, *case.first]
+        context = max(prompt + new, *(length for _, length in sizes))
+        biggest = max(*case.decode, *(batch for batch, _ in sizes))
         engine = qcut.Engine(model, batch=biggest, context=context)
         try:
             check(engine, model, prompts_of(case.vocabulary, 1, min(prompt, CHECKED)))
@@ -284,6 +291,11 @@ def run(options: argparse.Namespace) -> int:
             ids = torch.tensor(prompts_of(case.vocabulary, batch, length), device=device)
             samples = wall_us(functools.partial(engine.prefill, ids), rounds)
             add(Timing.of(samples, "wall"), name, f"prefill of {length}", batch, batch * length, mark)
+        for (batch, length), ms in case.first.items():
+            prompts = prompts_of(case.vocabulary, batch, length)
+            samples = wall_us(functools.partial(engine.generate, prompts, 1), rounds)
+            mark = batch * length / ms * 1e3 if ms else 0.0
+            add(Timing.of(samples, "wall"), name, f"first token after {length}", batch, batch * length, mark)
         for batch, mark in case.decode.items():
             prompts = prompts_of(case.vocabulary, batch, prompt)
             moved = read_bytes(model) + engine.cache.nbytes * batch * (prompt + new // 2) / (biggest * (context + 1))

@@ -50,6 +50,7 @@ ATTENTION_CONTEXTS = ("64", "512", "2048", "8192", "32768")
 ENGINE_MODELS = {
     "gpt2-large-int8": "GPT-2 Large, w8a8",
     "llama-3-8b-codebook4": "Llama-3-8B shape, codebook4",
+    "llama-3-8b-codebook4-int8": "Llama-3-8B shape, codebook4_int8",
     "llama-3-8b-int8": "Llama-3-8B shape, w8a8",
     "llama2c-288": "llama2.c, 6 layers of 288, w8a16",
     "llama2c-512": "llama2.c, 8 layers of 512, w8a16",
@@ -245,7 +246,7 @@ def _peak(rows: Rows, bench: str, variant: str) -> float:
 
 
 def engine(rows: Rows) -> str:
-    """Tokens a second of the engine, and what the memory's bandwidth would allow."""
+    """Prompts and steps of the engine, and what the memory's bandwidth would allow."""
     lines = []
     for row in rows.of("bench_engine"):
         if row["what"] == "kernel":
@@ -253,8 +254,9 @@ def engine(rows: Rows) -> str:
         decode = row["what"] == "decode"
         limit = f"{float(row['batch']) / float(row['floor_us']) * 1e6:,.0f}" if decode else MISSING
         what = "one token each" if decode else row["what"].replace("prefill", "prompts")
-        lines.append([ENGINE_MODELS[row["case"]], what, row["batch"], f"{int(row['tokens_s']):,}", limit])
-    return markdown(["model", "what", "sequences", "tokens/s", "limit of the memory, tokens/s"], lines)
+        ms = f"{float(row['median_us']) / 1e3:.2f}"
+        lines.append([ENGINE_MODELS[row["case"]], what, row["batch"], ms, f"{int(row['tokens_s']):,}", limit])
+    return markdown(["model", "what", "sequences", "ms", "tokens/s", "limit of the memory, tokens/s"], lines)
 
 
 def generation_rates(rows: Rows) -> dict[str, float]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from qcut.conversion.smoothing import smooth as smooth
     from qcut.cuda.explanation import explain as explain
     from qcut.engine.engine import Engine as Engine
-    from qcut.engine.engine import Generated as Generated
+    from qcut.engine.generated import Generated as Generated
     from qcut.layers.base import Linear as Linear
     from qcut.layers.codebook import execution_path as execution_path
     from qcut.layers.embedding import Embedding as Embedding
@@ -55,7 +55,7 @@ _HOME = {
     "StaticRange": "config",
     "Embedding": "layers.embedding",
     "Engine": "engine.engine",
-    "Generated": "engine.engine",
+    "Generated": "engine.generated",
     "Sampling": "numerics.sampling",
     "load_llama2c": "checkpoints.llama2c.files",
     "save_llama2c": "checkpoints.llama2c.files",

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from qcut import jit
-from qcut.cuda import native
+from qcut.cuda import native, rehearsal
 from qcut.cuda.streams import current_stream
 from qcut.dispatch.codebook import bucket
 from qcut.dispatch.gpus import Target, target_for
@@ -45,6 +45,7 @@ P = TypeVar("P")
 _lock = Lock()
 _caches: weakref.WeakSet[PlanCache[Any]] = weakref.WeakSet()
 _watchers: list[list[str]] = []
+_generation = 0
 
 
 class PlanCache(Generic[P]):
@@ -79,7 +80,10 @@ class PlanCache(Generic[P]):
             if plan is None:
                 if len(self._plans) >= self._limit:
                     self.clear()
-                plan = self._plans[key] = make()
+                wanted = rehearsal.wanted()
+                plan = make()
+                if wanted == rehearsal.wanted():
+                    self._plans[key] = plan
         return plan
 
     def clear(self) -> None:
@@ -117,9 +121,16 @@ def m_bucket(m: int) -> int:
     return bucket(max(1, m))
 
 
+def generation() -> int:
+    """How often plans have been forgotten: a CUDA graph of an earlier generation launches the kernels of then."""
+    return _generation
+
+
 def forget_plans() -> None:
     """Forget the plans of all families: the next calls choose and load their kernels anew."""
+    global _generation
     with _lock:
+        _generation += 1
         for plans in list(_caches):
             plans.clear()
 
@@ -172,7 +183,7 @@ class LaunchSpec:
     def load(self, device: int) -> LaunchPlan:
         """Load the kernel on a device, built unless it is in the cache, and return its plan."""
         return LaunchPlan(
-            load(self.source, device),
+            rehearsal.missing_kernel(self.source, device) or load(self.source, device),
             self.grid,
             tail=self.tail,
             needs_workspace=self.needs_workspace,
@@ -217,6 +228,8 @@ class LaunchPlan:
     def for_native(self) -> native.Launch | None:
         """The plan for C++; None where a launch needs a workspace, or a grid that C++ cannot compute."""
         grid, kernel = self._grid, self._kernel
+        if isinstance(kernel, rehearsal.MissingKernel):
+            return None
         if self.needs_workspace or not isinstance(grid, Grid) or grid.one[2] != 1 or grid.most is not None:
             return None
         shape = (grid.rows, *grid.one[:2], kernel.block, kernel.smem_bytes, self._pdl)

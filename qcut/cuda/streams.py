@@ -1,9 +1,8 @@
-"""CUDA streams: the handles that kernels are launched on, and torch streams for work beside the current stream."""
+"""CUDA streams: the handles that kernels are launched on, and what tells when their work is done."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -28,16 +27,6 @@ def stream_state(device: torch.device) -> tuple[int, int] | None:
         return None
     stream = current_stream(device.index)
     return stream, capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
-
-
-@contextmanager
-def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Make a new stream current within a block. It first waits for the outer stream, which waits for it afterwards."""
-    outside, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
-    stream.wait_stream(outside)
-    with torch.cuda.stream(stream):
-        yield stream
-    outside.wait_stream(stream)
 
 
 def recorded_event(device: torch.device) -> torch.cuda.Event:

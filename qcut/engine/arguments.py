@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,7 +13,23 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, DtypeError, ShapeError
 
+Keep = bool | int | Sequence[int]
+"""How many tokens of each sequence stay in the cache."""
+
 _TOKENS = "token ids, as tokenizer(text)['input_ids'] has them"
+
+
+def prompt_rows(prompts: Any) -> list[Tensor]:
+    """Token ids ``[T]`` of each prompt, on the host, not checked yet.
+
+    Raises:
+        DtypeError, ShapeError: as `listed_prompts` and `token_row`, or a tensor that is not ``[B, T]``.
+    """
+    if not isinstance(prompts, Tensor):
+        return [token_row(row, i).cpu() for i, row in enumerate(listed_prompts(prompts))]
+    if prompts.dim() != 2:
+        raise ShapeError(f"prompts have shape {list(prompts.shape)}; allowed: [B, T], or a list of lists")
+    return list(prompts.cpu())
 
 
 def listed_prompts(prompts: Any) -> list[Any]:
@@ -44,6 +62,9 @@ def token_row(row: Any, index: int | None) -> Tensor:
     what = "tokens are" if index is None else f"prompt {index} is"
     if isinstance(row, str | bytes):
         raise DtypeError(f"{what} text, {row[:40]!r}; allowed: {_TOKENS}")
+    if isinstance(row, list | tuple) and row and type(row[0]) is int:
+        with suppress(TypeError, OverflowError):  # several times faster than torch; what it refuses, torch names
+            return torch.frombuffer(array("q", row), dtype=torch.int64)
     try:
         ids = torch.as_tensor(row if isinstance(row, Tensor) or hasattr(row, "__array__") else list(row))
     except (TypeError, ValueError, RuntimeError) as error:
@@ -51,6 +72,55 @@ def token_row(row: Any, index: int | None) -> Tensor:
     if ids.dim() != 1:
         raise ShapeError(f"{what} of shape {list(ids.shape)}; allowed: [T]")
     return ids if ids.numel() else ids.long()
+
+
+def check_ids(ids: Tensor, vocabulary: int) -> None:
+    """Check token ids.
+
+    Raises:
+        DtypeError: no integers.
+        ConfigError: an id outside of the vocabulary.
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+        raise DtypeError(f"token ids are {str(ids.dtype).removeprefix('torch.')}; allowed: integers")
+    low, high = (int(v) for v in ids.aminmax()) if ids.numel() else (0, 0)
+    if low < 0 or high >= vocabulary:
+        raise ConfigError(f"token id {low if low < 0 else high}; allowed: 0 to {vocabulary - 1}")
+
+
+def kept_tokens(keep: Any, held: Sequence[int], prompts: int) -> list[int]:
+    """The number of tokens that stay before each prompt.
+
+    Args:
+        keep: see `Engine.prefill`.
+        held: tokens of each sequence in the cache.
+        prompts: number of prompts.
+
+    Raises:
+        ConfigError: neither a truth value nor whole numbers, or more tokens than a sequence holds.
+        ShapeError: another number of prompts than of sequences in the cache, or than of numbers.
+    """
+    if keep is False:
+        return [0] * prompts
+    if keep is True:
+        if prompts != len(held):
+            raise ShapeError(f"{prompts} prompts, and all of {len(held)} sequences are kept; allowed: one for each")
+        return list(held)
+    kept = [keep] * prompts if is_whole(keep) else keep
+    if isinstance(kept, Tensor):
+        kept = kept.tolist()
+    if not isinstance(kept, Iterable) or isinstance(kept, str | bytes):
+        raise ConfigError(f"keep is {keep!r}; allowed: True, False, or numbers of tokens")
+    kept = list(kept)
+    if not all(map(is_whole, kept)):
+        raise ConfigError(f"keep is {keep!r}; allowed: True, False, or numbers of tokens")
+    if len(kept) != prompts:
+        raise ShapeError(f"keep has {len(kept)} numbers; allowed: {prompts}, one for each prompt")
+    for i, count in enumerate(kept):
+        most = held[i] if i < len(held) else 0
+        if not 0 <= count <= most:
+            raise ConfigError(f"keep is {count} for sequence {i}; allowed: 0 to {most}, the tokens that it holds")
+    return [int(count) for count in kept]
 
 
 def is_whole(value: Any) -> bool:

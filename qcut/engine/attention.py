@@ -1,4 +1,4 @@
-"""Attention over an engine's cache, for whole prompts and for one new token of each sequence."""
+"""Attention over an engine's cache, for chunks of prompts and for one new token of each sequence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.engine.kv_cache import KVCache
@@ -15,35 +14,38 @@ from qcut.engine.kv_cache import KVCache
 
 @dataclass(frozen=True)
 class PromptAttention:
-    """Attention of prompts: tokens attend to their own prompt, whose keys and values fill the cache from the start.
+    """Attention of chunks of prompts: each token attends to what its sequence's cache holds up to it.
 
     Attributes:
         cache: keeps keys and values.
         cos: ``[context, D]`` in the activations' dtype, or None without rotary positions.
         sin: as ``cos``.
-        positions: position of every token, int32 ``[batch T]``: 0 to T - 1 for each sequence.
-        batch: number of sequences.
-        first: index of the first of these sequences in the cache.
+        positions: position of every token, int32 ``[B T]``.
+        slots: place in the cache for each token's keys and values, int32 ``[B T]``.
+        starts: tokens of each sequence before its chunk, int32 ``[B]``.
+        lengths: tokens of each chunk, int32 ``[B]``, 0 to T.
     """
 
-    raises_absmax: ClassVar[bool] = False
+    raises_absmax: ClassVar[bool] = True
 
     cache: KVCache
     cos: Tensor | None
     sin: Tensor | None
     positions: Tensor
-    batch: int
-    first: int
+    slots: Tensor
+    starts: Tensor
+    lengths: Tensor
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, absmax: Tensor | None) -> Tensor:
-        """Heads side by side, ``[batch T, queries * D]``, of queries, keys and values ``[batch T, heads, D]``."""
-        length, places = len(q) // self.batch, self.positions
-        memory = self.cache.layer(layer, self.first)
-        torch.ops.qcut.append_kv(q, k, v, self.cos, self.sin, places, places, *memory, length)
-        k, v = self.cache.read(layer, self.batch, length, self.first)
-        q = q.unflatten(0, (self.batch, length)).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-        return mixed.transpose(1, 2).reshape(len(places), -1)
+        """Heads side by side, ``[B T, queries * D]``, of queries, keys and values ``[B T, heads, D]``.
+
+        ``absmax``, float32 ``[B T]``, is raised to the largest magnitudes of the result.
+        """
+        memory, rows = self.cache.layer(layer), len(q) // len(self.starts)
+        torch.ops.qcut.append_kv(q, k, v, self.cos, self.sin, self.positions, self.slots, *memory, rows)
+        chunk = (self.starts, self.lengths, scaling, rows, absmax)
+        mixed: Tensor = torch.ops.qcut.prompt_attention(q, *memory, *chunk)
+        return mixed.flatten(1)
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.engine.graphs import Graphs
 
 Read = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A step: takes tokens (int64), positions and slots (int32), all ``[B]``, and returns logits ``[B, vocabulary]``."""
-_WARM_UPS = 2
-"""Runs before a capture: kernels are built and loaded, and memory that outlives a step is allocated."""
 
 
 class DecodeLoop:
@@ -27,18 +25,18 @@ class DecodeLoop:
         size: most sequences in a step.
         context: positions of a sequence.
         device: device of all tensors.
-        pool: memory pool for a CUDA graph (``torch.cuda.graph_pool_handle``), captured here; None captures no graph.
+        graphs: captures the step here; None captures no graph.
 
     Raises:
         RuntimeError: torch's, where the step cannot be captured. Nothing is left behind.
     """
 
-    def __init__(self, read: Read, size: int, context: int, device: torch.device, pool: Any = None) -> None:
+    def __init__(self, read: Read, size: int, context: int, device: torch.device, graphs: Graphs | None = None) -> None:
         self._read, self._context, self._used = read, context, size
         self._tokens = torch.zeros(size, dtype=torch.int64, device=device)
         self._positions = torch.full((size,), context - 1, dtype=torch.int32, device=device)
         self._slots = torch.full((size,), context, dtype=torch.int32, device=device)
-        self._graph = None if pool is None else self._captured(device, pool)
+        self._graph = None if graphs is None else self._captured(graphs)
 
     @property
     def tokens(self) -> Tensor:
@@ -71,16 +69,11 @@ class DecodeLoop:
         torch.ops.qcut.advance(logits, self._tokens, self._positions, self._slots, self._context)
         return logits
 
-    def _captured(self, device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-        from qcut.cuda.streams import side_stream
+    def _captured(self, graphs: Graphs) -> torch.cuda.CUDAGraph:
+        def step() -> None:
+            self._logits = self._run()
 
-        with side_stream(device) as stream:
-            for _ in range(_WARM_UPS):
-                self._run()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self._logits = self._run()
-        return graph
+        return graphs.run_and_capture(step)
 
 
 class Fetched:

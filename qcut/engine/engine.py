@@ -5,20 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from qcut.engine.arguments import is_whole, listed_prompts, stop_ids, token_row
+from qcut.engine.arguments import Keep, check_ids, is_whole, kept_tokens, prompt_rows, stop_ids, token_row
 from qcut.engine.attention import PromptAttention, StepAttention
+from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
 from qcut.engine.decode_loop import DecodeLoop, Fetched
+from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
+from qcut.engine.generated import Generated, Running
+from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import KVCache, KVDtype
-from qcut.errors import ConfigError, ContextError, DtypeError, ShapeError
-from qcut.models.evaluation import token_nll
+from qcut.errors import ConfigError, ContextError, ShapeError
 from qcut.numerics.sampling import Sampling, sample
 from qcut.process import versions
 
@@ -27,62 +31,7 @@ DEFAULT_CONTEXT = 4096
 
 Prompts = Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]
-Reason = Literal["stop", "length", "context"]
-
-
-@dataclass(frozen=True)
-class Generated:
-    """The continuation of a prompt.
-
-    Attributes:
-        tokens: ids of the new tokens, a stop token included.
-        reason: why generation ended: ``stop`` at a stop token, ``length`` at ``max_new_tokens``, ``context`` where the
-            context was full.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    reason: Reason = "length"
-
-
-class _Running:
-    """A sequence that is being continued.
-
-    Args:
-        length: tokens of the prompt.
-        context: tokens that the cache has room for. The last new token is not read and needs no room.
-        max_new_tokens: most new tokens, or None.
-        stops: ids that end the sequence.
-
-    Attributes:
-        tokens: ids of the new tokens.
-        reason: why the sequence ended; None while it goes on.
-    """
-
-    def __init__(self, length: int, context: int, max_new_tokens: int | None, stops: frozenset[int]) -> None:
-        self.tokens: list[int] = []
-        self.reason: Reason | None = None
-        self._prompt_length, self._stops = length, stops
-        room = context - length + 1
-        self._most = room if max_new_tokens is None else min(room, max_new_tokens)
-        self._end: Reason = "length" if self._most == max_new_tokens else "context"
-
-    @property
-    def length(self) -> int:
-        """Tokens that have been read."""
-        return self._prompt_length + max(0, len(self.tokens) - 1)
-
-    @property
-    def may_want_two(self) -> bool:
-        """Whether there may be a token after the next."""
-        return self.reason is None and len(self.tokens) + 1 < self._most
-
-    def take(self, token: int) -> None:
-        """Append a token, which may be the last."""
-        self.tokens.append(token)
-        if token in self._stops:
-            self.reason = "stop"
-        elif len(self.tokens) == self._most:
-            self.reason = self._end
+T = TypeVar("T")
 
 
 class Engine:
@@ -91,10 +40,13 @@ class Engine:
     The model's own modules do the projections; kernels of qcut do the norms, the attention and the activations between
     them. Projections that read the same rows are one product: their weights are put side by side, and the model's
     tensors become views of them (`qcut.layers.stacking`). No weight is in memory twice, and the model and further
-    engines go on working. On a GPU steps are captured as CUDA graphs, one for each power of two of sequences.
+    engines go on working. On a GPU steps and chunks of prompts are captured as CUDA graphs at their first use: steps
+    for each power of two of sequences, chunks for sizes of a short list (`warm_up`). The 64 used last are kept; all
+    write their results to the same memory, bounded by the largest.
 
-    Quantize, load or move the model, or put hooks on it, before the engine is made; afterwards, make a new engine. The
-    model is put in evaluation mode. An engine serves one batch of sequences at a time, in one thread.
+    Quantize, load or move the model before the engine is made; afterwards, make a new engine. Replays call no hooks of
+    the model's modules. The model is put in evaluation mode. An engine serves one batch of sequences at a time, in one
+    thread.
 
     Args:
         model: of a type in `qcut.engine.families.FAMILIES`.
@@ -103,7 +55,7 @@ class Engine:
             `DEFAULT_CONTEXT`.
         kv_cache: ``auto`` keeps keys and values as they are, ``int8`` with a scale for each token and head: half the
             memory of float16.
-        graphs: capture steps on a GPU; False launches every kernel of every step.
+        graphs: capture steps and prompts on a GPU; False launches every kernel of each.
         stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
             calls each module and leaves the weights where they are.
 
@@ -112,8 +64,8 @@ class Engine:
         batch: most sequences at once.
         context: most tokens of a sequence.
         cache: keys and values.
-        prompt_rows: most tokens of prompts that a layer computes at once, in whole sequences, which bounds the memory
-            of its results. May be changed between calls.
+        prompt_rows: most tokens of prompts that a layer computes at once, which bounds the memory of its results. May
+            be changed between calls.
 
     Raises:
         UnsupportedError: another architecture, which the message names; or transformers is too old.
@@ -121,12 +73,12 @@ class Engine:
             that it attends to, or another kind of cache.
         RuntimeError: torch's, where memory is short. The model's values are as they were.
 
-    Exactness: the model's own arithmetic, with torch's scaled dot product attention over the cache. Tokens that a
-    batch is padded with have no influence; the number of sequences, and ``stack``, may change the order of sums in
-    products of floats.
+    Exactness: the model's own arithmetic, with `torch.ops.qcut.prompt_attention` and ``append_attention`` over the
+    cache. Tokens that a batch is padded with have no influence; the number of sequences, in which pieces prompts are
+    read, and ``stack`` may change the order of sums in products of floats.
     """
 
-    prompt_rows = 16384
+    prompt_rows = 8192
 
     def __init__(
         self,
@@ -153,26 +105,27 @@ class Engine:
         self.decoder = decoder.stacked(model) if stack else decoder
         self.batch, self.context = batch, context
         heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
-        # Sequences that have ended write to the place behind the context.
-        self.cache = KVCache(
-            len(decoder.blocks),
-            batch,
-            heads.keys,
-            context + 1,
-            heads.size,
-            dtype=dtype,
-            device=device,
-            kv_dtype=kv_cache,
-        )
-        self._cos, self._sin = decoder.rotary_tables(context)
-        # Each engine has counters of its own, since graphs of two engines may run at once.
-        self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode could not be written outside
+            self.cache = KVCache(
+                len(decoder.blocks),
+                batch,
+                heads.keys,
+                context + 1,  # sequences that have ended, and padding, write to the place behind the context
+                heads.size,
+                dtype=dtype,
+                device=device,
+                kv_dtype=kv_cache,
+            )
+            self._cos, self._sin = decoder.rotary_tables(context)
+            # Each engine has counters of its own, since graphs of two engines may run at once.
+            self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
+            self._logits = torch.zeros(batch, decoder.vocabulary, dtype=dtype, device=device)
+            self._likeliest = torch.zeros(batch, dtype=torch.int64, device=device)
         self._lengths: list[int] = []
-        self._captures = graphs and device.type == "cuda"
+        self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
-        self._held = [t.detach() for t in (*model.parameters(), *model.buffers())] if self._captures else []
-        self._loops: dict[int, DecodeLoop] = {}
-        self._pool: Any = None
+        held = (*model.parameters(), *model.buffers()) if self._graphs is not None else ()
+        self._held = [tensor.detach() for tensor in held]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -182,32 +135,38 @@ class Engine:
     # ── steps ────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def prefill(self, prompts: Prompts) -> Tensor:
-        """Empty the cache and read a prompt for each sequence.
+    def prefill(self, prompts: Prompts, *, keep: Keep = False) -> Tensor:
+        """Read a prompt for each sequence, from the start or after tokens that the cache holds.
+
+        A chat keeps everything and reads what is new; requests that begin alike keep their common beginning, read once.
 
         Args:
-            prompts: token ids, of any lengths from 1 up; a tensor has one length for all.
+            prompts: token ids, of any lengths from 1 up; a tensor has one length for all. Ids on a device are fetched
+                to be checked.
+            keep: how many tokens of each sequence stay, from its first on: False for none, True for all, one number for
+                all sequences or a number for each prompt. Prompt i continues sequence i; sequences beyond the prompts
+                are dropped.
 
         Returns:
             Logits ``[B, vocabulary]`` of each prompt's last token, in the model's dtype.
 
         Raises:
-            ContextError: more prompts than the batch, or a prompt longer than the context. The cache stays as it was.
-            ShapeError: no prompt, an empty one, or a tensor that is not ``[B, T]``.
+            ContextError: more prompts than the batch, or a prompt longer than what is left of the context. The cache
+                stays as it was.
+            ShapeError: no prompt, an empty one, a tensor that is not ``[B, T]``, or another number of prompts than of
+                sequences to keep.
             DtypeError: text, or ids that are no integers.
-            ConfigError: an id outside of the vocabulary.
+            ConfigError: an id outside of the vocabulary, or ``keep`` of another kind or beyond what a sequence holds.
+
+        Exactness: in which pieces a prompt is read may change the order of sums of floats.
         """
-        ids, lengths = self._checked(prompts)
-        device = self.decoder.device
-        x, unadded = self._read(ids.to(device))
-        last = torch.tensor([i * ids.shape[1] + n - 1 for i, n in enumerate(lengths)], device=device)
-        logits = self.decoder.logits(x[last], unadded[last])
-        self._lengths = lengths
-        return logits
+        ids, kept = self._checked(prompts, keep)
+        self._fill(ids, kept)
+        return self._logits[: len(ids)].clone()
 
     @torch.no_grad()
     def score(self, prompts: Prompts) -> list[Tensor]:
-        """Empty the cache, read a prompt for each sequence, and score its tokens. All logits are in memory.
+        """Empty the cache, read a prompt for each sequence, and score its tokens. Logits of a chunk are in memory.
 
         Args:
             prompts: see `prefill`.
@@ -218,12 +177,16 @@ class Engine:
         Raises:
             As `prefill`.
         """
-        ids, lengths = self._checked(prompts)
-        ids = ids.to(self.decoder.device)
-        logits = self.decoder.logits(*self._read(ids))
-        nll = token_nll(logits.unflatten(0, ids.shape), ids)
-        self._lengths = lengths
-        return [one[: length - 1] for one, length in zip(nll, lengths, strict=True)]
+        ids, kept = self._checked(prompts, False)
+        scores: list[list[Tensor]] = [[] for _ in ids]
+        self._lengths = []
+        for chunk, span in self._chunks(ids, kept):
+            logits = self._launched(partial(self._read_all, chunk))
+            for rows, row, first, count, found in zip(logits, ids, *span, scores, strict=False):
+                following = row[first + 1 : first + count + 1].to(logits.device)
+                found.append(F.cross_entropy(rows[: len(following)].float(), following, reduction="none"))
+        self._lengths = [len(row) for row in ids]
+        return [torch.cat(found) for found in scores]
 
     @torch.no_grad()
     def decode(self, tokens: Sequence[int] | Tensor) -> Tensor:
@@ -240,16 +203,39 @@ class Engine:
             ShapeError: another number of tokens than of prompts, or no prompt yet.
             DtypeError, ConfigError: as in `prefill`.
         """
-        flat = token_row(tokens, None)
+        flat = token_row(tokens, None).cpu()
         if flat.shape != (len(self._lengths),) or not self._lengths:
             raise ShapeError(f"decode: {list(flat.shape)} tokens; allowed: [{len(self._lengths)}], one for each prompt")
-        self._check_ids(flat)
+        check_ids(flat, self.decoder.vocabulary)
         full = [i for i, length in enumerate(self._lengths) if length >= self.context]
         if full:
             raise ContextError(f"sequence {full[0]} has {self.context} tokens, the engine's whole context")
         logits = self._loop_from(flat).step().clone()
         self._lengths = [length + 1 for length in self._lengths]
         return logits
+
+    def warm_up(self, lengths: Iterable[int], sequences: int = 1) -> None:
+        """Serve requests of some sizes once and empty the cache, so that none of these sizes waits for its first time.
+
+        The first request of a size builds its kernels, unless the kernel cache has them, and captures its graphs.
+
+        Args:
+            lengths: tokens of prompts to come. A chunk of a prompt has the next size of 1, 2, 4 to 64, and then four an
+                octave: 80, 96, 112, 128, 160 and so on.
+            sequences: prompts of a request; a chunk has the next size of 1 to 8, 10, 12, 14, 16, 20 and so on.
+
+        Raises:
+            ConfigError: a length or a number of sequences that no request may have.
+        """
+        for what, count, most in (
+            ("sequences", sequences, self.batch),
+            *(("length", n, self.context) for n in lengths),
+        ):
+            if not is_whole(count) or not 1 <= count <= most:
+                raise ConfigError(f"{what} is {count!r}; allowed: 1 to {most}")
+            if what == "length":
+                self.generate(torch.zeros(sequences, count, dtype=torch.int64), 1)
+        self._lengths = []
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 
@@ -262,6 +248,7 @@ class Engine:
         sampling: Sampling | None = None,
         stop: Iterable[int] = (),
         on_token: OnToken | None = None,
+        keep: Keep = False,
     ) -> list[Generated]:
         """Continue prompts, each until a stop token, ``max_new_tokens``, or the context's end.
 
@@ -271,6 +258,7 @@ class Engine:
             sampling: how tokens are chosen; None takes the likeliest.
             stop: ids that end a sequence.
             on_token: called with a sequence's index and its new token, in order, as soon as they are known.
+            keep: see `prefill`. To go on after a call, keep all and begin each prompt with that call's last token.
 
         Returns:
             One `Generated` for each prompt. The last token of each has not been read: `decode` may go on from it.
@@ -284,18 +272,19 @@ class Engine:
             raise ConfigError(f"sampling is {sampling!r}; allowed: a qcut.Sampling, or None")
         options = sampling or Sampling()
         stops = stop_ids(stop)
-        logits = self.prefill(prompts)
-        running = [_Running(length, self.context, max_new_tokens, stops) for length in self._lengths]
-        device = self.decoder.device
-        sequences, positions = torch.arange(len(running), device=device), torch.tensor(self._lengths, device=device)
-        first = torch.ops.qcut.argmax(logits) if options.greedy else sample(logits, options, sequences, positions)
+        self._fill(*self._checked(prompts, keep))
+        running = [Running(length, self.context, max_new_tokens, stops) for length in self._lengths]
+        n, device = len(running), self.decoder.device
+        first = self._likeliest[:n]
+        if not options.greedy:
+            sequences, positions = torch.arange(n, device=device), torch.tensor(self._lengths, device=device)
+            first = sample(self._logits[:n], options, sequences, positions)
         loop = self._loop_from(first)
 
         def advance() -> Fetched:
             following = loop.step()
-            positions.add_(1)
             if not options.greedy:
-                loop.choose(sample(following, options, sequences, positions))
+                loop.choose(sample(following, options, sequences, positions.add_(1)))
             return Fetched(loop.tokens)
 
         arriving = Fetched(loop.tokens)
@@ -315,38 +304,77 @@ class Engine:
 
     def _loop_from(self, tokens: Tensor) -> DecodeLoop:
         """The decode loop for all sequences, started at these tokens; captured in a graph where graphs are used."""
-        n, device = len(self._lengths), self.decoder.device
-        if not self._captures:
-            loop = DecodeLoop(self._step, n, self.context, device)
+        n = len(self._lengths)
+        size = n if self._graphs is None else min(self.batch, 1 << (n - 1).bit_length())
+
+        def make() -> DecodeLoop:
+            return DecodeLoop(self._step, size, self.context, self.decoder.device, self._graphs)
+
+        if self._graphs is None:
+            loop = make()
         else:
-            size = min(self.batch, 1 << (n - 1).bit_length())
-            if size not in self._loops:
-                pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None
-                self._loops[size] = DecodeLoop(self._step, size, self.context, device, pool)
-                self._pool = pool  # not where the capture failed: torch takes no other into that pool
-            loop = self._loops[size]
+            self._graphs.refresh()
+            loop = self._graphs.get(("steps", size), make)
         loop.start(tokens, torch.tensor(self._lengths, dtype=torch.int32))
         return loop
 
     # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
 
-    def _read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Prompts ``[B, T]`` through all blocks: two summands of the result, ``[B T, hidden]`` each.
+    def _fill(self, prompts: list[Tensor], kept: list[int]) -> None:
+        """Read prompts after the tokens that are kept; logits and likeliest tokens after them are in memory then."""
+        self._lengths = kept if any(kept) else []
+        for chunk, _ in self._chunks(prompts, kept):
+            if chunk.graph is not None:
+                chunk.graph.replay()
+            elif self._graphs is not None:
+                chunk.graph = self._graphs.run_and_capture(partial(self._read_ends, chunk))
+            else:
+                self._launched(partial(self._read_ends, chunk))
+        self._lengths = [start + len(prompt) for start, prompt in zip(kept, prompts, strict=True)]
 
-        Padding on the right has no influence: attention looks back and never sees it, and later tokens overwrite it.
-        """
-        self._lengths = []
-        size = max(1, self.prompt_rows // ids.shape[1])
-        parts = []
-        for i, part in enumerate(ids.split(size)):
-            batch, length = part.shape
-            positions = torch.arange(length, dtype=torch.int32, device=ids.device).repeat(batch)
-            attention = PromptAttention(self.cache, self._cos, self._sin, positions, batch, i * size)
-            parts.append(self.decoder(part.flatten(), positions, batch, attention))
-        if len(parts) == 1:
-            return parts[0]
-        x, unadded = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        return x, unadded
+    def _chunks(self, prompts: list[Tensor], kept: list[int]) -> Iterator[tuple[Chunk, Span]]:
+        """Chunks that cover prompts in order, filled, and what of the prompts they read."""
+        if self._graphs is not None:
+            self._graphs.refresh()
+        sequences = min(self.batch, size_for(len(prompts), doubling=1))
+        most = size_within(max(1, self.prompt_rows // sequences))
+        for span in spans([len(prompt) for prompt in prompts], most):
+            size = sequences, min(size_for(max(span.counts)), self.context)
+            make = partial(Chunk, *size, self.context, self.decoder.device)
+            chunk = make() if self._graphs is None else self._graphs.get(("chunk", *size), make)
+            chunk.fill(prompts, kept, span)
+            yield chunk, span
+
+    def _launched(self, run: Callable[[], T]) -> T:
+        """What ``run`` returns, which may run twice: on a GPU, kernels that it lacks are built together."""
+        if self.decoder.device.type != "cuda":
+            return run()
+        from qcut.cuda.rehearsal import rehearsed
+
+        return rehearsed(run)
+
+    def _read_all(self, chunk: Chunk) -> Tensor:
+        """Read a chunk; logits after every token, ``[S, T, vocabulary]``."""
+        return self.decoder.logits(*self._read(chunk)).unflatten(0, (chunk.sequences, chunk.rows))
+
+    def _read_ends(self, chunk: Chunk) -> None:
+        """Read a chunk; logits and likeliest tokens after the last token of each sequence are in memory then."""
+        x, unadded = self._read(chunk)
+        rows, n = chunk.last_rows(), chunk.sequences
+        logits = self.decoder.logits(x[rows], unadded[rows])
+        self._logits[:n].copy_(logits)
+        self._likeliest[:n].copy_(torch.ops.qcut.argmax(logits))
+
+    def _read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        """A chunk of S times T tokens through all blocks: two summands of the result, ``[S T, hidden]`` each."""
+        positions, slots = chunk.places()
+        attention: Attention
+        memory = (self.cache, self._cos, self._sin, positions, slots)
+        if chunk.rows == 1:
+            attention = StepAttention(*memory, self._counters)
+        else:
+            attention = PromptAttention(*memory, chunk.starts, chunk.lengths)
+        return self.decoder(chunk.ids.flatten(), positions, chunk.sequences, attention)
 
     def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Logits of one token of each sequence, at its position, kept at its slot; both int32."""
@@ -355,34 +383,20 @@ class Engine:
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
-    def _checked(self, prompts: Prompts) -> tuple[Tensor, list[int]]:
-        """Ids ``[B, T]``, shorter prompts padded on the right, and each one's length."""
-        if isinstance(prompts, Tensor):
-            if prompts.dim() != 2:
-                raise ShapeError(f"prompts have shape {list(prompts.shape)}; allowed: [B, T], or a list of lists")
-            lengths, tensors = [prompts.shape[1]] * len(prompts), [prompts]
-        else:
-            tensors = [token_row(row, i) for i, row in enumerate(listed_prompts(prompts))]
-            lengths = [len(row) for row in tensors]
-        if not lengths:
+    def _checked(self, prompts: Prompts, keep: Keep) -> tuple[list[Tensor], list[int]]:
+        """Ids of each prompt, int64 ``[T]`` on the host, and the tokens that are kept before it."""
+        rows = prompt_rows(prompts)
+        if not rows:
             raise ShapeError("no prompt; allowed: 1 and more")
-        if len(lengths) > self.batch:
-            raise ContextError(f"{len(lengths)} prompts; this engine's batch is {self.batch}")
-        for i, length in enumerate(lengths):
-            if length < 1:
+        if len(rows) > self.batch:
+            raise ContextError(f"{len(rows)} prompts; this engine's batch is {self.batch}")
+        kept = kept_tokens(keep, self._lengths, len(rows))
+        for i, (row, before) in enumerate(zip(rows, kept, strict=True)):
+            if not len(row):
                 raise ShapeError(f"prompt {i} is empty; allowed: 1 token and more")
-            if length > self.context:
-                raise ContextError(f"prompt {i} has {length} tokens; this engine's context is {self.context}")
-        for tensor in tensors:
-            self._check_ids(tensor)
-        if isinstance(prompts, Tensor):
-            return prompts.long(), lengths
-        return nn.utils.rnn.pad_sequence([tensor.long().cpu() for tensor in tensors], batch_first=True), lengths
-
-    def _check_ids(self, ids: Tensor) -> None:
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-            raise DtypeError(f"token ids are {str(ids.dtype).removeprefix('torch.')}; allowed: integers")
-        low, high = (int(v) for v in ids.aminmax()) if ids.numel() else (0, 0)
-        if low < 0 or high >= self.decoder.vocabulary:
-            wrong = low if low < 0 else high
-            raise ConfigError(f"token id {wrong}; allowed: 0 to {self.decoder.vocabulary - 1}")
+            if before + len(row) > self.context:
+                after = f" after {before}" if before else ""
+                raise ContextError(f"prompt {i} has {len(row)} tokens{after}; this engine's context is {self.context}")
+        for row in rows:
+            check_ids(row, self.decoder.vocabulary)
+        return [row.long() for row in rows], kept

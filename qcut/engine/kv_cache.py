@@ -50,7 +50,6 @@ class KVCache:
     ) -> None:
         if kv_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_cache is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
-        self._dtype = dtype
         shape = (layers, 2, batch, kv_heads, context)
         stored = torch.int8 if kv_dtype == "int8" else dtype
         self._values = torch.zeros((*shape, head_size), dtype=stored, device=device)
@@ -64,26 +63,6 @@ class KVCache:
         """Bytes of keys, values and scales together."""
         return self._values.nbytes + (0 if self._scales is None else self._scales.nbytes)
 
-    def layer(self, index: int, first: int = 0) -> Memory:
-        """A layer's memory: keys, values ``[batch, kv_heads, context, D]`` and, of int8, their scales.
-
-        Args:
-            index: index of the layer.
-            first: index of the first sequence; earlier sequences are left out.
-        """
-        if first == 0:
-            return self._layers[index]
-        keys, values, key_scales, value_scales = self._layers[index]
-        if key_scales is None or value_scales is None:
-            return keys[first:], values[first:], None, None
-        return keys[first:], values[first:], key_scales[first:], value_scales[first:]
-
-    def read(self, layer: int, batch: int, tokens: int, first: int = 0) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[batch, kv_heads, tokens, D]`` in the activations' dtype, from sequence ``first`` on."""
-        sequences = slice(first, first + batch)
-        if self._scales is None:
-            keys, values, *_ = self._layers[layer]
-            return keys[sequences, :, :tokens], values[sequences, :, :tokens]
-        scales = self._scales[layer, :, sequences, :, :tokens, None]
-        kept = (self._values[layer, :, sequences, :, :tokens].float() * scales).to(self._dtype)
-        return kept[0], kept[1]
+    def layer(self, index: int) -> Memory:
+        """A layer's memory: keys, values ``[batch, kv_heads, context, D]`` and, of int8, their scales."""
+        return self._layers[index]

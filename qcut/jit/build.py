@@ -84,6 +84,15 @@ def build(source: KernelSource) -> Binary:
     return binary
 
 
+def find(source: KernelSource) -> Binary | None:
+    """The binary of a kernel from memory or disk; None where `build` would compile it.
+
+    Raises:
+        ToolchainError: the compiler or its headers are missing.
+    """
+    return _lookup(source, fingerprint(source))
+
+
 def rebuild(source: KernelSource) -> Binary:
     """Compile a kernel whose stored binary turned out to be unusable, and replace it.
 

@@ -21,6 +21,7 @@ def test_tiny_models_get_their_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
     found = [(row["case"], row["what"], row["batch"]) for row in rows]
     assert found == [
         ("tiny-gpt2", "prefill of 32", "2"),
+        ("tiny-gpt2", "first token after 32", "2"),
         ("tiny-gpt2", "decode", "1"),
         ("tiny-llama", "prefill of 32", "1"),
         ("tiny-llama", "decode", "1"),

@@ -63,6 +63,8 @@ def test_any_rows_of_whole_numbers_are_prompts(engine: qcut.Engine, prompts: Any
         ([[True]], errors.DtypeError, "token ids are bool"),
         ([[64]], errors.ConfigError, "token id 64; allowed: 0 to 63"),
         ([[-1]], errors.ConfigError, "token id -1"),
+        ([[1, 2.5]], errors.DtypeError, "token ids are float32"),
+        ([[1, 2**70]], errors.DtypeError, "prompt 0 is no list of integers"),
         ([[2**70]], errors.DtypeError, "prompt 0 is no list of integers"),
         ([[1] * 17], errors.ContextError, "prompt 0 has 17 tokens; this engine's context is 16"),
         ([[1]] * 3, errors.ContextError, "3 prompts; this engine's batch is 2"),

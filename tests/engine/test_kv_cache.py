@@ -9,6 +9,7 @@ import torch
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.engine.kv_cache import KVCache
+from tests.support.decoders import kept
 
 
 @pytest.mark.parametrize("kind", ["auto", "int8"])
@@ -18,14 +19,14 @@ def test_cache_keeps_what_it_is_given(kind: Any) -> None:
     k[0, 1, 2] = 0
     first = torch.arange(4, dtype=torch.int32).repeat(2)
     rows = [t.transpose(1, 2).reshape(8, 2, 16) for t in (k, k, v)]
-    torch.ops.qcut.append_kv(*rows, None, None, first, first, *cache.layer(1, 1), 4)
+    torch.ops.qcut.append_kv(*rows, None, None, first, first, *cache.layer(1), 4)
     places = torch.tensor([7, 4], dtype=torch.int32)
     q, one, two = torch.randn(3, 2, 2, 16)
-    torch.ops.qcut.append_kv(q, one, two, None, None, places, places, *cache.layer(1, 1))
-    assert all(not t.any() for t in cache.read(1, 1, 10))
-    for got, prompt, token in zip(cache.read(1, 2, 10, 1), (k, v), (one, two), strict=True):
+    torch.ops.qcut.append_kv(q, one, two, None, None, places, places, *cache.layer(1))
+    for got, prompt, token in zip(kept(cache, 1), (k, v), (one, two), strict=True):
+        assert not got[2].any()
         for row, place in enumerate(places):
-            for kept, given in ((got[row, :, :4], prompt[row]), (got[row, :, place], token[row])):
+            for stored, given in ((got[row, :, :4], prompt[row]), (got[row, :, place], token[row])):
                 step = given.abs().amax(-1, keepdim=True) / 127
-                assert ((kept - given).abs() <= (step * 0.5001 if kind == "int8" else 0 * step)).all()
-    assert all(not t.any() for t in cache.read(0, 3, 10))
+                assert ((stored - given).abs() <= (step * 0.5001 if kind == "int8" else 0 * step)).all()
+    assert all(not t.any() for t in kept(cache, 0))

@@ -31,7 +31,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         )
 
 
-BUILD_THEIR_OWN = {"test_engine", "test_stacked_engine", "test_stacking", "test_search", "test_gemm", "test_models"}
+BUILD_THEIR_OWN = {
+    "test_engine",
+    "test_prompts",
+    "test_stacked_engine",
+    "test_stacking",
+    "test_search",
+    "test_gemm",
+    "test_models",
+}
 """Files whose tests wait for CUTLASS kernels of their own."""
 
 

@@ -17,6 +17,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from qcut.engine.kv_cache import KVCache
+
 VOCABULARY = 96
 
 
@@ -83,3 +85,10 @@ def last_logits(model: Any, prompt: list[int]) -> Tensor:
     with torch.no_grad():
         logits: Tensor = model(torch.tensor([prompt])).logits[0, -1]
     return logits
+
+
+def kept(cache: KVCache, layer: int) -> list[Tensor]:
+    """Keys and values of a layer as floats ``[batch, kv_heads, context, D]``."""
+    keys, values, *scales = cache.layer(layer)
+    pairs = zip((keys, values), scales, strict=True)
+    return [t.clone() if scale is None else t.float() * scale[..., None] for t, scale in pairs]

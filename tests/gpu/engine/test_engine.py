@@ -73,11 +73,16 @@ def test_half_precision_is_near_the_models_own() -> None:
 def test_a_step_that_fails_leaves_the_engine_usable() -> None:
     model = llama()
     engine, prompts = Engine(model, batch=2), prompts_of(VOCABULARY, 5, 9)
+    engine.prefill(prompts)
+    stream = torch.cuda.current_stream()
     with model.model.layers[1].mlp.down_proj.register_forward_pre_hook(lambda *_: torch.cuda.synchronize()):
-        engine.prefill(prompts)
         with pytest.raises(RuntimeError):
             engine.decode([1, 2])
         assert engine.lengths == (5, 9)
+        with pytest.raises(RuntimeError):
+            engine.prefill([[1] * 40], keep=[3])
+        assert engine.lengths == (3,)
+    assert torch.cuda.current_stream() == stream
     torch.cuda.synchronize()
     assert engine.generate(prompts, 10) == Engine(model, batch=2, graphs=False).generate(prompts, 10)
 

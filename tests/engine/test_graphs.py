@@ -1,0 +1,109 @@
+"""What an engine has captured: by size, the last used, of the kernels of today. Captures themselves: tests/gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from qcut.cuda import plans
+from qcut.engine import graphs
+from qcut.engine.engine import Engine
+from qcut.engine.graphs import Graphs
+from qcut.numerics.sampling import Sampling
+from tests.support.decoders import VOCABULARY, prompts_of, small
+
+
+def test_the_sizes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 3)
+    held = Graphs(torch.device("cuda"))
+    made: list[int] = []
+
+    def get(size: int) -> int:
+        return held.get(size, lambda: made.append(size) or 10 * size)
+
+    assert [get(size) for size in (1, 2, 3, 1, 4, 1, 3, 2)] == [10, 20, 30, 10, 40, 10, 30, 20]
+    assert made == [1, 2, 3, 4, 2]
+    assert held.count == 3
+
+
+def test_plans_forgotten_are_graphs_forgotten() -> None:
+    held = Graphs(torch.device("cuda"))
+    first = held.get("a", object)
+    held.refresh()
+    assert held.get("a", object) is first
+    before = plans.generation()
+    plans.forget_plans()
+    assert plans.generation() > before
+    assert held.get("a", object) is first  # within a request
+    held.refresh()
+    assert held.count == 0
+    second = held.get("a", object)
+    held.refresh()
+    assert held.get("a", object) is second is not first
+
+
+class Replay:
+    """A graph on the CPU: what was captured, done again."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.replay = run
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What engines have captured; captures need no GPU."""
+    found: list[object] = []
+
+    def run_and_capture(self: Graphs, run: Callable[[], object]) -> Replay:
+        run()
+        found.append(run)
+        return Replay(run)
+
+    monkeypatch.setattr(Graphs, "run_and_capture", run_and_capture)
+    return found
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_inference_mode_may_come_and_go(made: bool, first: bool, captured: list[object]) -> None:
+    model, prompts = small("llama"), prompts_of(VOCABULARY, 5, 9)
+    with torch.inference_mode(made):
+        engine = Engine(model, batch=2)
+    engine._graphs = Graphs(torch.device("cpu"))
+    with torch.inference_mode(first):
+        want = engine.generate(prompts, 4)
+    with torch.inference_mode(not first):
+        assert engine.generate(prompts, 4) == want
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+def test_an_engine_of_graphs_gives_what_one_of_launches_gives(kv_cache: Any, captured: list[object]) -> None:
+    model = small("llama")
+    launched, replayed = (Engine(model, batch=3, kv_cache=kv_cache) for _ in range(2))
+    replayed._graphs = Graphs(torch.device("cpu"))
+    sizes = ((5, 9), (1, 1, 1), (30,), (7, 12), (40, 3), (2, 2), (6, 14), (29,), (1,), (8, 8, 8))
+    for turn in range(2):
+        for lengths in sizes:
+            prompts = prompts_of(VOCABULARY, *lengths)
+            if turn:
+                replayed.prompt_rows = launched.prompt_rows = 16
+            assert torch.equal(replayed.prefill(prompts), launched.prefill(prompts))
+            assert torch.equal(replayed.decode(range(len(lengths))), launched.decode(range(len(lengths))))
+            more = [prompt[:4] for prompt in prompts]
+            assert replayed.generate(more, 5, keep=True) == launched.generate(more, 5, keep=True)
+            hot = Sampling(temperature=1.0, seed=turn)
+            assert replayed.generate(prompts, 5, sampling=hot) == launched.generate(prompts, 5, sampling=hot)
+            for one, other in zip(replayed.score(prompts), launched.score(prompts), strict=True):
+                assert torch.equal(one, other)
+        if not turn:
+            count = len(captured)
+            assert count == replayed._graphs.count < 2 * len(sizes)
+    plans.forget_plans()
+    replayed.prefill([[1, 2, 3]])
+    assert replayed._graphs.count == 1
+    plans.forget_plans()
+    replayed.decode([4])  # steps alone, too
+    assert replayed._graphs.count == 1
