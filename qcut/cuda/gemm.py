@@ -92,7 +92,7 @@ class Product(NamedTuple):
                 takes tokens as ``none`` reads nothing so early, and always may.
         """
         problem = self.problem
-        if self.rows > stream.MAX_TOKENS or problem.layouts != "tnt" or problem.alignment_k % 16:
+        if self.rows > stream.MAX_ROWS or problem.layouts != "tnt" or problem.alignment_k % 16:
             return None
         few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
         if not stream.is_legal(few, self.rows, self.k, gpu.arch):

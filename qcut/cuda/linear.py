@@ -102,8 +102,8 @@ class LinearLayer(NamedTuple):
         many = Product(problem, max(self.rows, TMA_ROWS), self.n, k)
         if self.scheme == "w8a8_static":
             quantize = per_tensor_spec(dtype, k, gpu, aligned=self.aligned)
-            return quantize, many.spec(gpu, cutlass=has_cutlass())
-        quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned)
+        else:
+            quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned)
         few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
         return quantize, few or many.spec(gpu, cutlass=has_cutlass())
 

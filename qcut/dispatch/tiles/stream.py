@@ -49,7 +49,7 @@ def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W
         EmitError: m is more than `qcut.emitters.stream.w8a8.MAX_TOKENS`, K beyond the exact range, or the family's
             constraints refuse the problem.
     """
-    tokens = w8a8.tokens_of(m, k)
+    tokens = w8a8.tokens_of(problem, m, k)
 
     def tile_of(cut: Cut) -> W8A8Tile:
         return W8A8Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)

@@ -45,12 +45,17 @@ class Case:
         rows = self.x[:, : self.k]
         q, row_scale = numerics.quantize_per_token_ref(rows, self.padded)
         gemm = Gemm.of(problem.epilogue, q, self.b, 0)
-        gemm.args["row_scale"] = row_scale
+        if "row_scale" in gemm.args:
+            gemm.args["row_scale"] = row_scale
+        zero_point = gemm.args.get("zero_point")
+        if problem.epilogue.zero_point == "per_tensor":
+            gemm.args["zero_point"], zero_point = torch.full((self.m,), 5, dtype=torch.int32), 5
         a, k = (self.x, self.k) if problem.tokens == "rows" else (q, self.padded)
         values: dict[str, object] = {"m": self.m, "n": self.n, "k": k, "lda": a.stride(0), "ldb": self.padded}
         values |= {"ldd": self.n + 8, "a": a, "b": self.b, "row_scale": row_scale}
         values |= {"col_scale": gemm.args["col_scale"], "bias": gemm.args.get("bias")}
-        values |= {"a_absmax": rows.float().abs().amax(1)}
+        values |= {"a_absmax": rows.float().abs().amax(1), "zero_point": zero_point}
+        values |= {key: gemm.args[key] for key in ("colsum", "out_inv_scale", "out_zero_point") if key in gemm.args}
         on_device = {key: v.to(DEVICE) if isinstance(v, Tensor) else v for key, v in values.items()}
         results = []
         for start in (0.0, 1e30):
@@ -79,6 +84,25 @@ def tile_of(problem: W8A8Problem, m: int, n: int, k: int) -> W8A8Tile:
 def test_tokens(tokens: Tokens, absmax: bool, m: int) -> None:
     problem = problem_of(tokens, absmax=absmax)
     Case(problem, m, 200, 640).run(tile_of(problem, m, 200, 640))
+
+
+@pytest.mark.parametrize("common", [False, True])
+@pytest.mark.parametrize("m", [9, 16, 17, 32, 33, 64])
+def test_several_tiles_of_tokens(m: int, common: bool) -> None:
+    tokens = next(size for size in (16, 32, 64) if m <= size)
+    for kind in ("none", "given"):
+        for tile in (W8A8Tile(2, 5, 1, 2, tokens), W8A8Tile(3, 2, 2, 1, tokens), W8A8Tile(2, 2, 1, 1, tokens, 4)):
+            Case(problem_of(kind, absmax=True), m, 152, 1296).run(replace(tile, common_sums=common))
+
+
+@pytest.mark.parametrize("out", [DType.F16, DType.S8], ids=lambda out: out.value)
+@pytest.mark.parametrize("row_scale", ["none", "per_token"])
+@pytest.mark.parametrize("zero_point", ["none", "per_tensor", "per_token"])
+def test_zero_points_and_int8(zero_point: str, row_scale: str, out: DType) -> None:
+    epilogue = replace(PLAIN, zero_point=zero_point, row_scale=row_scale, out=out)
+    for m, tile in ((3, W8A8Tile(3, 4, 1, 2, 4, 2)), (20, W8A8Tile(2, 3, 2, 1, 32)), (8, W8A8Tile(5, 5))):
+        for kind in ("none", "given"):
+            Case(W8A8Problem(kind, DType.F16, epilogue), m, 100, 640).run(tile, pdl=True)
 
 
 @pytest.mark.parametrize("k", [1, 16, 77, 128, 1000, 1280, 2064, 5121])

@@ -21,56 +21,91 @@ namespace qcut {
 enum class Tokens { kNone, kGiven, kRows };
 
 // W8A8Tile in emitters/stream/w8a8.py describes the sizes. T is the tokens' type for kRows.
-template <class T_, Tokens kFrom, int kRowTiles, int kWarps, int kUnits, int kPrefetch, int kTokens, int kSplits>
+template <class T_, Tokens kFrom, bool kCommonSums_, int kRowTiles, int kWarps, int kUnits, int kPrefetch, int kTokens,
+          int kSplits>
 struct W8A8Tile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTokens, kSplits> {
   using T = T_;
   static constexpr bool kWaitsFirst = kFrom == Tokens::kNone;
   static constexpr bool kPrefetchesL2 = false;
   static constexpr bool kQuantizes = kFrom == Tokens::kRows;
-  // Byte offsets in shared memory: scales of tokens, largest magnitudes of results, sums of warps.
-  static constexpr int kTokenScales = W8A8Tile::kVectorBytes;
-  static constexpr int kPeaks = kTokenScales + 32;
-  static constexpr int kSums = kPeaks + 32;
-  static_assert(kTokens <= 8, "one tile of the second operand");
+  static constexpr bool kCommonSums = kCommonSums_;
+  // Byte offsets in shared memory: sums of rows of weights, scales and zero points of tokens, largest magnitudes of
+  // results, sums of warps.
+  static constexpr int kColSums = W8A8Tile::kVectorBytes;
+  static constexpr int kTokenScales = kColSums + 4 * W8A8Tile::kRows;
+  static constexpr int kZeroPoints = kTokenScales + 32 * W8A8Tile::kTokenTiles;
+  static constexpr int kPeaks = kZeroPoints + 32 * W8A8Tile::kTokenTiles;
+  static constexpr int kSums = kPeaks + 32 * W8A8Tile::kTokenTiles;
+  static_assert(!kQuantizes || kTokens <= 8, "rows are quantized in one tile of the second operand");
 };
 
-// Adds the products of a unit of weights with eight tokens. x is lane 4g + t's part of token g: [64 columns][16 bytes].
-__device__ __forceinline__ void multiply_int8(int (&acc)[4], const Int8Unit& unit, const uint32_t (&x)[2][4]) {
+// Adds the products of a unit of weights with tiles of eight tokens. x(tile) is lane 4g + t's part of token g of a tile:
+// [64 columns][16 bytes].
+template <int kTiles, class Part>
+__device__ __forceinline__ void multiply_int8(int (&acc)[kTiles][4], const Int8Unit& unit, const Part& x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t(&rows)[2][4] = unit[i / 2];
     const int j = i % 2 * 2;
-    mma_s8(acc, {rows[0][j], rows[1][j], rows[0][j + 1], rows[1][j + 1]}, x[i / 2][j], x[i / 2][j + 1]);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const uint32_t(&part)[4] = x(tile)[i / 2];
+      mma_s8(acc[tile], {rows[0][j], rows[1][j], rows[0][j + 1], rows[1][j + 1]}, part[j], part[j + 1]);
+    }
   }
 }
 
-// Tokens as int8 rows, lda elements apart. k is a multiple of 16. Columns past k are zero.
-template <class Tile>
+// Tokens as int8 rows, lda elements apart. k is a multiple of 16. Columns past k are zero. Scales and zero points of
+// tokens that the epilogue E reads wait in shared memory for the end.
+template <class Tile, class E>
 struct Int8Tokens {
   using Acc = int;
-  uint32_t x[Tile::kUnits][2][4];
-  const int8_t* row;
-  int token, columns, t;
+  uint32_t x[Tile::kTokenTiles][Tile::kUnits][2][4];
+  const int8_t* a;
+  int m, k, lda;
+  typename E::Args& args;
+  float* scales;
+  int* zero_points;
+  typename E::Row mine;
 
-  __device__ __forceinline__ Int8Tokens(const void* a, int m, int k, int lda)
-      : token(threadIdx.x % 32 / 4), columns(token < m ? k : 0), t(threadIdx.x % 4) {
-    row = static_cast<const int8_t*>(a) + static_cast<long long>(token) * lda;
+  __device__ __forceinline__ Int8Tokens(const void* a, int m, int k, int lda, typename E::Args& args, char* shared)
+      : a(static_cast<const int8_t*>(a)), m(m), k(k), lda(lda), args(args),
+        scales(reinterpret_cast<float*>(shared + Tile::kTokenScales)),
+        zero_points(reinterpret_cast<int*>(shared + Tile::kZeroPoints)), mine{0, 0.0f} {
+    static_assert(Tile::kTokens <= Tile::kThreads, "a thread for each token");
   }
-  __device__ __forceinline__ void begin(int column) { next(column); }
-  __device__ __forceinline__ void settle() {}
+  __device__ __forceinline__ void begin(int column) {
+    mine = E::row(args, threadIdx.x, m);
+    next(column);
+  }
+  __device__ __forceinline__ void settle() {
+    if (threadIdx.x < Tile::kTokens) {
+      scales[threadIdx.x] = mine.scale;
+      zero_points[threadIdx.x] = mine.zero_point;
+    }
+    args.row_scale = scales;
+    args.zero_point_per_token = zero_points;
+  }
   __device__ __forceinline__ void next(int column) {
+    const int g = threadIdx.x % 32 / 4;
+    const int t = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < 2 * Tile::kUnits; ++i) {
-      const int col = column + 64 * i + 16 * t;
-      uint4 raw = make_uint4(0, 0, 0, 0);
-      if (col < columns) raw = *reinterpret_cast<const uint4*>(row + col);
-      const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    for (int j = 0; j < Tile::kTokenTiles; ++j) {
+      const int8_t* row = a + static_cast<long long>(8 * j + g) * lda;
+      const int columns = 8 * j + g < m ? k : 0;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) x[i / 2][i % 2][j] = words[j];
+      for (int i = 0; i < 2 * Tile::kUnits; ++i) {
+        const int col = column + 64 * i + 16 * t;
+        uint4 raw = make_uint4(0, 0, 0, 0);
+        if (col < columns) raw = *reinterpret_cast<const uint4*>(row + col);
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) x[j][i / 2][i % 2][w] = words[w];
+      }
     }
   }
-  __device__ __forceinline__ void multiply(int (&acc)[1][4], const Int8Unit& unit, int u) const {
-    multiply_int8(acc[0], unit, x[u]);
+  __device__ __forceinline__ void multiply(int (&acc)[Tile::kTokenTiles][4], const Int8Unit& unit, int u) const {
+    multiply_int8(acc, unit, [&](int tile) -> const uint32_t(&)[2][4] { return x[tile][u]; });
   }
 };
 
@@ -111,7 +146,7 @@ struct RowTokens {
     quantize();
   }
   __device__ __forceinline__ void multiply(int (&acc)[1][4], const Int8Unit& unit, int u) const {
-    multiply_int8(acc[0], unit, x[u]);
+    multiply_int8(acc, unit, [&](int) -> const uint32_t(&)[2][4] { return x[u]; });
   }
 
   __device__ __forceinline__ void load(int column) {
@@ -171,14 +206,15 @@ template <class Tile, bool kAligned, bool kAbsmax, class E>
 __device__ __forceinline__ void int8_stream(const void* a, const float* a_absmax, const int8_t* b, typename E::Out* d,
                                             float* absmax, int m, int n, int k, int lda, int ldb, int ldd,
                                             typename E::Args args) {
+  extern __shared__ __align__(16) char shared[];
   if constexpr (Tile::kQuantizes) {
-    extern __shared__ __align__(16) char shared[];
     float* const scales = reinterpret_cast<float*>(shared + Tile::kTokenScales);
     args.row_scale = scales;
     const RowTokens<Tile, kAligned> tokens(a, a_absmax, scales, m, k, lda);
     stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args);
   } else {
-    stream_int8<Tile, kAbsmax, E>(Int8Tokens<Tile>(a, m, k, lda), b, d, absmax, m, n, k, ldb, ldd, args);
+    const Int8Tokens<Tile, E> tokens(a, m, k, lda, args, shared);
+    stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args);
   }
 }
 
