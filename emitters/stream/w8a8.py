@@ -22,7 +22,7 @@ MAX_TOKENS = 64
 """The most int8 tokens of a kernel, which registers hold beside the weights in flight."""
 MAX_ROWS = 8
 """The most rows that a kernel quantizes: the columns of one tensor-core product."""
-Tokens = Literal["none", "given", "rows"]
+Tokens = Literal["none", "given", "rows", "floats"]
 
 _TOKENS = (1, 2, 4, 8, 16, 32, 64)
 _FLOATS = (DType.F16, DType.BF16, DType.F32)
@@ -42,7 +42,7 @@ class W8A8Problem:
         tokens: ``none``: int8 ``a`` and ``row_scale``. ``given``: int8 ``a`` and ``row_scale``, and weights that the
             previous kernel does not write. ``rows``: rows of type x with their largest magnitudes ``a_absmax``, which
             the kernel quantizes as `qcut.emitters.decoder.quantize.QuantizePerToken` does, with weights as for
-            ``given``.
+            ``given``. ``floats``: rows whose largest magnitudes the kernel finds.
         x: element type of rows.
         epilogue: one with a scale for each token and each channel.
         aligned: addresses and strides of rows are multiples of 16 bytes.
@@ -59,18 +59,26 @@ class W8A8Problem:
     @property
     def name(self) -> str:
         """``{tokens}_{epilogue}``, with the type of rows before, ``_absmax`` and ``_u`` where unaligned after."""
-        rows = f"_{self.x.value}" * (self.tokens == "rows")
+        rows = f"_{self.x.value}" * self.quantizes
         return f"{self.tokens}{rows}_{self.epilogue.name}{'_absmax' * self.absmax}{'' if self.aligned else '_u'}"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the kernel quantizes tokens."""
+        return self.tokens in ("rows", "floats")
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: those of a `GemmProblem`, and ``absmax`` last where there is one.
 
-        int8 rows of a are multiples of 16 bytes apart. Rows of x have ``a_absmax`` in place of ``row_scale``.
+        int8 rows of a are multiples of 16 bytes apart. ``rows`` have ``a_absmax`` in place of ``row_scale``, ``floats``
+        neither.
         """
         sizes = ("m", "n", "k", "lda", "ldb", "ldd")
         scaling = self.epilogue.params()
+        if self.quantizes:
+            scaling = tuple(p for p in scaling if p.name != "row_scale")
         if self.tokens == "rows":
-            scaling = (Param("a_absmax", "ptr", "const float*"), *(p for p in scaling if p.name != "row_scale"))
+            scaling = (Param("a_absmax", "ptr", "const float*"), *scaling)
         return (
             Param("a", "ptr", "const void*"),
             Param("b", "ptr", "const int8_t*"),
@@ -101,17 +109,18 @@ def smem_bytes(tile: W8A8Tile) -> int:
     """Dynamic shared memory of a CTA.
 
     Rows of weights have a scale, a bias and a sum; tokens a scale, a zero point and a largest magnitude. The sums of
-    the warps follow.
+    the warps follow, and before them what each warp finds of the largest magnitudes of up to eight tokens.
     """
     rows, sets = 16 * tile.row_tiles, 1 if tile.common_sums else tile.warps
-    return 12 * rows + 12 * max(8, tile.tokens) + 4 * sets * tile.tokens * (rows + 4)
+    found = -(-tile.warps * tile.tokens // 4) * 16 if tile.tokens <= MAX_ROWS else 0
+    return 12 * rows + 12 * max(8, tile.tokens) + found + 4 * sets * tile.tokens * (rows + 4)
 
 
 def registers(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> int:
     """Estimate a thread's registers: weights in flight, tokens, sums, and the rest."""
     # Rows of 16-bit floats are quantized in the registers into which they were loaded.
-    tokens = (16 if problem.tokens == "rows" and problem.x is DType.F32 else 8) * tile.units
-    more = 16 * tile.units if arch in _NEEDS_MORE and problem.tokens == "rows" and tile.tokens == 8 else 0
+    tokens = (16 if problem.quantizes and problem.x is DType.F32 else 8) * tile.units
+    more = 16 * tile.units if arch in _NEEDS_MORE and problem.quantizes and tile.tokens == 8 else 0
     tiles = -(-tile.tokens // 8)
     other = _OTHER_REGISTERS if tiles == 1 else _OTHER_REGISTERS_INT8
     return 16 * tile.units * tile.prefetch + tiles * (tokens + 4) + other + more
@@ -122,15 +131,13 @@ CONSTRAINTS = (
     Constraint(
         "epilogue",
         "scales channels, and has no residual and no raw output",
-        lambda p, t, arch: (
-            p.epilogue.col_scale == "per_channel" and not p.epilogue.residual and not p.epilogue.is_raw
-        ),
+        lambda p, t, arch: p.epilogue.col_scale == "per_channel" and not p.epilogue.residual and not p.epilogue.is_raw,
     ),
     Constraint(
         "rows",
         "that the kernel quantizes have a scale each and no zero point, and are 8 at most",
         lambda p, t, arch: (
-            p.tokens != "rows"
+            not p.quantizes
             or ((p.epilogue.row_scale, p.epilogue.zero_point) == ("per_token", "none") and t.tokens <= MAX_ROWS)
         ),
     ),
@@ -171,7 +178,7 @@ def tokens_of(problem: W8A8Problem, m: int, k: int) -> int:
         EmitError: m is more than `MAX_TOKENS`, or than `MAX_ROWS` where the kernel quantizes, or K beyond the exact
             range.
     """
-    most = MAX_ROWS if problem.tokens == "rows" else MAX_TOKENS
+    most = MAX_ROWS if problem.quantizes else MAX_TOKENS
     if not 1 <= m <= most:
         raise EmitError(f"{FAMILY}: {m} tokens; allowed are 1 to {most}")
     if not 1 <= k <= K_MAX:
@@ -191,8 +198,8 @@ def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
 def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k is a multiple of 16 unless tokens are
-    ``rows``. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero from k on. D is stored
+    Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k is a multiple of 16 unless the kernel
+    quantizes. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero from k on. D is stored
     element by element. Unless tokens are ``none``, b and the vectors of n are read before the kernel waits for its
     predecessor.
 

@@ -20,7 +20,7 @@ from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range
 
 PLAIN = Epilogue(DType.F16, row_scale="per_token", col_scale="per_channel", bias=True)
-KINDS: tuple[Tokens, ...] = ("none", "given", "rows")
+KINDS: tuple[Tokens, ...] = ("none", "given", "rows", "floats")
 
 
 def problem_of(tokens: Tokens, x: DType = DType.F16, aligned: bool = True, absmax: bool = False) -> W8A8Problem:
@@ -50,7 +50,7 @@ class Case:
         zero_point = gemm.args.get("zero_point")
         if problem.epilogue.zero_point == "per_tensor":
             gemm.args["zero_point"], zero_point = torch.full((self.m,), 5, dtype=torch.int32), 5
-        a, k = (self.x, self.k) if problem.tokens == "rows" else (q, self.padded)
+        a, k = (self.x, self.k) if problem.quantizes else (q, self.padded)
         values: dict[str, object] = {"m": self.m, "n": self.n, "k": k, "lda": a.stride(0), "ldb": self.padded}
         values |= {"ldd": self.n + 8, "a": a, "b": self.b, "row_scale": row_scale}
         values |= {"col_scale": gemm.args["col_scale"], "bias": gemm.args.get("bias")}
@@ -107,17 +107,19 @@ def test_zero_points_and_int8(zero_point: str, row_scale: str, out: DType) -> No
 
 @pytest.mark.parametrize("k", [1, 16, 77, 128, 1000, 1280, 2064, 5121])
 def test_columns(k: int) -> None:
-    problem = problem_of("rows", aligned=k % 8 == 0)
-    for m in (1, 4):
-        Case(problem, m, 72, k).run(tile_of(problem, m, 72, k))
+    for tokens in ("rows", "floats"):
+        problem = problem_of(tokens, aligned=k % 8 == 0)
+        for m in (1, 4):
+            Case(problem, m, 72, k).run(tile_of(problem, m, 72, k))
 
 
 def test_aligned_rows_that_end_within_a_vector() -> None:
-    problem = problem_of("rows")
-    for k in (251, 1283):
-        case = Case(problem, 3, 72, k)
-        case.x = torch.nn.functional.pad(case.x[:, :k], (0, -k % 8 + 8), value=float("nan"))
-        case.run(tile_of(problem, 3, 72, k))
+    for tokens in ("rows", "floats"):
+        problem = problem_of(tokens)
+        for k in (251, 1283):
+            case = Case(problem, 3, 72, k)
+            case.x = torch.nn.functional.pad(case.x[:, :k], (0, -k % 8 + 8), value=float("nan"))
+            case.run(tile_of(problem, 3, 72, k))
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -134,7 +136,7 @@ def test_types(tokens: Tokens, x: DType, aligned: bool) -> None:
     ids=lambda e: e.name,
 )
 def test_epilogues(epilogue: Epilogue) -> None:
-    for tokens in ("given", "rows"):
+    for tokens in KINDS[1:]:
         problem = W8A8Problem(tokens, DType.F16, epilogue, absmax=True)
         Case(problem, 2, 90, 304).run(tile_of(problem, 2, 90, 304))
 
@@ -168,7 +170,8 @@ def test_dependent_launch_gives_the_same(tokens: Tokens) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, 1e-7, 65504.0])
 def test_rows_that_have_no_scale_or_an_odd_one(bad: float) -> None:
-    problem = problem_of("rows", absmax=True)
-    case = Case(problem, 3, 64, 256)
-    case.x[1, :256] = bad
-    case.run(tile_of(problem, 3, 64, 256))
+    for tokens in ("rows", "floats"):
+        problem = problem_of(tokens, absmax=True)
+        case = Case(problem, 3, 64, 256)
+        case.x[1, :256] = bad
+        case.run(tile_of(problem, 3, 64, 256))
