@@ -130,8 +130,8 @@ CONSTRAINTS = (
     Constraint("x", "is f16, bf16 or f32", lambda p, t, arch: p.x in _FLOATS),
     Constraint(
         "epilogue",
-        "scales channels, and has no residual and no raw output",
-        lambda p, t, arch: p.epilogue.col_scale == "per_channel" and not p.epilogue.residual and not p.epilogue.is_raw,
+        "scales channels, and has no residual",
+        lambda p, t, arch: p.epilogue.col_scale == "per_channel" and not p.epilogue.residual,
     ),
     Constraint(
         "rows",
