@@ -67,7 +67,6 @@ struct Epilogue {
   using Out = OutType;
   using Args = EpilogueArgs<Out>;
   static constexpr bool kHasResidual = kResidual;
-  static constexpr bool kHasZeroPoint = kZeroPoint != ZeroPoint::kNone;
   static constexpr bool kRaw = kWrap || kIsInt32<Out>;
   // The type of an element between the accumulator and D: float32, or int where D takes the accumulator's bits.
   using Value = typename Either<kRaw, int, float>::Type;

@@ -33,6 +33,13 @@ namespace qcut {
 // A lane's part of 16 rows x 128 columns of weights: [64 columns][row g, g + 8][16 bytes].
 using Int8Unit = uint32_t[2][2][4];
 
+template <class E>
+constexpr bool kHasZeroPoint = false;
+template <class Out, ZeroPoint kZeroPoint, bool kRowScale, ColScale kColScale, bool kBias, Activation kActivation,
+          bool kResidual, bool kWrap>
+constexpr bool kHasZeroPoint<Epilogue<Out, kZeroPoint, kRowScale, kColScale, kBias, kActivation, kResidual, kWrap>> =
+    kZeroPoint != ZeroPoint::kNone;
+
 // How a CTA divides the product. Int8StreamTile in emitters/stream/int8.py describes the sizes.
 template <int kRowTiles_, int kWarps_, int kUnits_, int kPrefetch_, int kTokens_, int kSplits_>
 struct Int8StreamTile {
@@ -60,7 +67,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   float* const biases = scales + Tile::kRows;
   Acc* const sums = reinterpret_cast<Acc*>(shared + Tile::kSums);  // [warp][token][row]
   int* colsums = nullptr;
-  if constexpr (E::kHasZeroPoint) colsums = reinterpret_cast<int*>(shared + Tile::kColSums);
+  if constexpr (kHasZeroPoint<E>) colsums = reinterpret_cast<int*>(shared + Tile::kColSums);
   unsigned* peaks = nullptr;  // bits of the largest magnitudes of D's rows
   if constexpr (kAbsmax) peaks = reinterpret_cast<unsigned*>(shared + Tile::kPeaks);
 
@@ -131,7 +138,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
     if (row < Tile::kRows) {
       scales[row] = columns[i].scale;
       biases[row] = columns[i].bias;
-      if constexpr (E::kHasZeroPoint) colsums[row] = columns[i].colsum;
+      if constexpr (kHasZeroPoint<E>) colsums[row] = columns[i].colsum;
     }
   }
   if (kAbsmax && threadIdx.x < Tile::kTokens) peaks[threadIdx.x] = 0;
@@ -200,7 +207,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   const auto write = [&](int token, int row, Acc sum, float residual) -> uint32_t {
     if (n0 + row >= n) return 0;
     typename E::Column column{0, scales[row], biases[row]};
-    if constexpr (E::kHasZeroPoint) column.colsum = colsums[row];
+    if constexpr (kHasZeroPoint<E>) column.colsum = colsums[row];
     const typename E::Out y = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), residual, args));
     d[static_cast<long long>(token) * ldd + n0 + row] = y;
     if constexpr (kAbsmax) return __float_as_uint(to_float(y)) & 0x7fffffffu;
