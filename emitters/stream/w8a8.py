@@ -43,7 +43,7 @@ class W8A8Problem:
             previous kernel does not write. ``rows``: rows of type x with their largest magnitudes ``a_absmax``, which
             the kernel quantizes as `qcut.emitters.decoder.quantize.QuantizePerToken` does, with weights as for
             ``given``. ``floats``: rows whose largest magnitudes the kernel finds.
-        x: element type of rows.
+        x: element type of rows; int8 tokens have no use for it.
         epilogue: one with a scale for each token and each channel.
         aligned: addresses and strides of rows are multiples of 16 bytes.
         absmax: whether ``absmax``, float32 ``[m]``, is raised to the largest magnitude of each row of D; NaN counts
@@ -127,7 +127,11 @@ def registers(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> int:
 
 
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda p, t, arch: p.x in _FLOATS),
+    Constraint(
+        "x",
+        "is f16, bf16 or f32 where the kernel quantizes",
+        lambda p, t, arch: p.x in _FLOATS or not p.quantizes,
+    ),
     Constraint(
         "epilogue",
         "scales channels, and has no residual",
