@@ -6,7 +6,7 @@ The model prefers one wave of CTAs, few rounds of loads, and many loads in fligh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from qcut.dispatch.gpus import Target
@@ -91,23 +91,23 @@ def w8a16_tile(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> 
 
 
 def _best_cut(n: int, k: int, target: Target, fits: Callable[[Cut, int], bool]) -> Cut:
-    """The cut of weights ``[n, k]`` that the model expects to be fastest.
+    """The cut of weights ``[n, k]`` that the model expects to be fastest; see `_cuts`."""
+    return min(_cuts(n, k, target, fits), key=lambda one: one[1], default=(Cut(1, 1, 1, 1, 1), 0.0))[0]
+
+
+def _cuts(n: int, k: int, target: Target, fits: Callable[[Cut, int], bool]) -> Iterator[tuple[Cut, float]]:
+    """Cuts of weights ``[n, k]``, and the nanoseconds that the model expects of each.
 
     Two CTAs on one SM hide each other's start and end; they are used where each reads its part of K in one round.
     ``fits`` says whether registers and shared memory of an SM hold a given number of CTAs with a cut.
     """
     machine = target.machine
-    best, best_ns = Cut(1, 1, 1, 1, 1), float("inf")
     for splits in CLUSTER_SIZES if architecture(target.arch).clusters else (1,):
         at_once = machine.clusters_at_once(splits)
         for units in (1, 2):
             for ctas in (1, 2) if splits == 1 else (1,):
-                if not at_once or (one := _one_cut(n, k, splits, units, ctas, at_once, machine, fits)) is None:
-                    continue
-                cut, ns = one
-                if ns < best_ns:
-                    best, best_ns = cut, ns
-    return best
+                if at_once and (one := _one_cut(n, k, splits, units, ctas, at_once, machine, fits)) is not None:
+                    yield one
 
 
 def _one_cut(
@@ -120,7 +120,7 @@ def _one_cut(
     machine: Machine,
     fits: Callable[[Cut, int], bool],
 ) -> tuple[Cut, float] | None:
-    """`_best_cut` for some splits, units and CTAs of an SM, and its nanoseconds; None where two CTAs are not taken."""
+    """The best of `_cuts` for some splits, units and CTAs of an SM, and its nanoseconds; None where two CTAs are not taken."""
     units_k, tiles_n = -(-k // UNIT_COLUMNS), -(-n // 16)
     in_flight = math.ceil(_UNITS_IN_FLIGHT * machine.bandwidth)
     most = max((w for w in range(1, 33) if fits(Cut(1, w, units, 1, splits), ctas)), default=1)
