@@ -30,6 +30,10 @@ _CTA_NS = 300.0
 """Time in ns to sum over warps and write, where another CTA follows on the SM."""
 _CLUSTER_NS = 700.0
 """Time in ns to sum over a cluster's CTAs."""
+_TOKEN_BYTES_PER_NS = 50.0
+"""Bytes of int8 tokens per ns that each SM reads, where all SMs read the same."""
+_SUM_BYTES_PER_NS = 200.0
+"""Bytes of warps' sums per ns that an SM adds in shared memory."""
 
 
 class Cut(NamedTuple):
@@ -51,18 +55,34 @@ def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W
     """
     tokens = w8a8.tokens_of(problem, m, k)
 
-    def tile_of(cut: Cut) -> W8A8Tile:
-        return W8A8Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)
+    def best(common_sums: bool) -> tuple[W8A8Tile, float]:
+        def tile_of(cut: Cut) -> W8A8Tile:
+            return W8A8Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits, common_sums)
 
-    def fits(cut: Cut, ctas: int) -> bool:
-        tile = tile_of(cut)
-        smem = ctas * w8a8.smem_bytes(tile)
-        registers = w8a8.registers(problem, tile, target.arch)
-        return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
+        def fits(cut: Cut, ctas: int) -> bool:
+            tile = tile_of(cut)
+            smem = ctas * w8a8.smem_bytes(tile)
+            registers = w8a8.registers(problem, tile, target.arch)
+            enough = tokens <= 32 * cut.warps and registers <= register_limit(ctas * cut.warps)
+            return enough and smem <= architecture(target.arch).smem_bytes
 
-    tile = tile_of(_best_cut(n, k, target, fits))
+        cuts = ((cut, ns + _tokens_ns(tokens, k, cut, common_sums, target)) for cut, ns in _cuts(n, k, target, fits))
+        cut, ns = min(cuts, key=lambda one: one[1], default=(Cut(1, -(-tokens // 32), 1, 1, 1), float("inf")))
+        return tile_of(cut), ns
+
+    kinds = (False,) if tokens <= w8a8.MAX_ROWS else (False, True)
+    tile, _ = min((best(common_sums) for common_sums in kinds), key=lambda one: one[1])
     w8a8.validate(problem, tile, target.arch)
     return tile
+
+
+def _tokens_ns(tokens: int, k: int, cut: Cut, common_sums: bool, target: Target) -> float:
+    """Time in ns that more than eight int8 tokens take beside the weights: to read them, and to sum over warps."""
+    if tokens <= w8a8.MAX_ROWS:
+        return 0.0
+    read = tokens * k / cut.splits / _TOKEN_BYTES_PER_NS
+    sums = 0.0 if common_sums else cut.warps * tokens * 16 * cut.row_tiles * 4 / _SUM_BYTES_PER_NS
+    return (read + sums) / target.machine.clock
 
 
 def w8a16_tile(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> W8A16Tile:
