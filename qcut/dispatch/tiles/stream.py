@@ -16,7 +16,7 @@ from qcut.emitters.core.source import EmitError
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream import w8a8, w8a16
 from qcut.emitters.stream.int8 import UNIT_COLUMNS, register_limit
-from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
+from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
 
 # Of an H200. All but the memory's rate are times of an SM's instructions, which a higher clock shortens.
@@ -46,13 +46,68 @@ class Cut(NamedTuple):
     splits: int
 
 
+class FewTokens(NamedTuple):
+    """The kernel of ``int8_stream`` for a product of few tokens.
+
+    Attributes:
+        problem: its types, tokens and epilogue.
+        tile: its tile.
+        ns: time in ns that the model expects.
+    """
+
+    problem: W8A8Problem
+    tile: W8A8Tile
+    ns: float
+
+
+def few_tokens(
+    problem: GemmProblem,
+    m: int,
+    n: int,
+    k: int,
+    target: Target,
+    tokens: Tokens = "none",
+    *,
+    aligned: bool = True,
+    absmax: bool = False,
+) -> FewTokens | None:
+    """The kernel that streams int8 weights past m tokens, or None where it cannot, or where tiled kernels are faster.
+
+    Args:
+        problem: of the product, whose tokens are int8.
+        m: rows of A and D.
+        n: columns of D.
+        k: summed over, with the operands' padding where tokens are int8.
+        target: the GPU.
+        tokens: how tokens are given and quantized, see `qcut.emitters.stream.w8a8`.
+        aligned: whether rows of tokens start at multiples of 16 bytes.
+        absmax: whether the kernel also computes the largest magnitude of each row of its result.
+    """
+    if problem.layouts != "tnt" or problem.alignment_k % 16 or m > most_tokens(n, k):
+        return None
+    few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
+    if not w8a8.is_legal(few, m, k, target.arch):
+        return None
+    return FewTokens(few, *_int8(few, m, n, k, target))
+
+
+def most_tokens(n: int, k: int) -> int:
+    """Tokens up to which streaming weights ``[n, k]`` is faster than the tiled kernels."""
+    return w8a8.MAX_ROWS
+
+
 def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W8A8Tile:
     """The tile of ``int8_stream`` for m tokens and weights ``[n, k]``.
 
     Raises:
-        EmitError: m is more than `qcut.emitters.stream.w8a8.MAX_TOKENS`, K beyond the exact range, or the family's
-            constraints refuse the problem.
+        EmitError: m is more than the kernel holds (`qcut.emitters.stream.w8a8.tokens_of`), K beyond the exact range, or
+            the family's constraints refuse the problem.
     """
+    return _int8(problem, m, n, k, target)[0]
+
+
+def _int8(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> tuple[W8A8Tile, float]:
+    """`int8_tile`, and the time in ns that the model expects."""
     tokens = w8a8.tokens_of(problem, m, k)
 
     def best(common_sums: bool) -> tuple[W8A8Tile, float]:
@@ -71,9 +126,9 @@ def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W
         return tile_of(cut), ns
 
     kinds = (False,) if tokens <= w8a8.MAX_ROWS else (False, True)
-    tile, _ = min((best(common_sums) for common_sums in kinds), key=lambda one: one[1])
+    tile, ns = min((best(common_sums) for common_sums in kinds), key=lambda one: one[1])
     w8a8.validate(problem, tile, target.arch)
-    return tile
+    return tile, ns
 
 
 def _tokens_ns(tokens: int, k: int, cut: Cut, common_sums: bool, target: Target) -> float:
@@ -140,7 +195,7 @@ def _one_cut(
     machine: Machine,
     fits: Callable[[Cut, int], bool],
 ) -> tuple[Cut, float] | None:
-    """The best of `_cuts` for some splits, units and CTAs of an SM, and its nanoseconds; None where two CTAs are not taken."""
+    """One of `_cuts`, for some splits, units and CTAs of an SM; None where two CTAs are not taken."""
     units_k, tiles_n = -(-k // UNIT_COLUMNS), -(-n // 16)
     in_flight = math.ceil(_UNITS_IN_FLIGHT * machine.bandwidth)
     most = max((w for w in range(1, 33) if fits(Cut(1, w, units, 1, splits), ctas)), default=1)
