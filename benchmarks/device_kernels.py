@@ -37,6 +37,7 @@ def prebuild(calls: Iterable[Call], a: DType = DType.S8) -> dict[Call, str]:
     Raises:
         BuildError: the first kernel that does not compile.
     """
+    from qcut.cuda.gemm import Product, w8a16_spec
     from qcut.cuda.plans import m_bucket, target
 
     gpu = target(torch.cuda.current_device())
@@ -46,11 +47,10 @@ def prebuild(calls: Iterable[Call], a: DType = DType.S8) -> dict[Call, str]:
         alignment_k, alignment_n = map(dispatch.alignment_of, (k, n))
         problem = GemmProblem(a, epilogue=epilogue, alignment_k=alignment_k, alignment_n=alignment_n)
         if a is DType.S8:
-            choice = dispatch.select_gemm(problem, m_bucket(m), n, k, gpu, cutlass=cutlass)
+            spec = Product(problem, m_bucket(m), n, k).spec(gpu, cutlass=cutlass)
         else:
-            problem = replace(problem, alignment_k=8 if k % 8 == 0 else 1)
-            choice = dispatch.select_w8a16(problem, m_bucket(m), n, k, gpu)
-        sources[epilogue, m, n, k] = dispatch.emit(choice, problem, gpu.arch)
+            spec = w8a16_spec(replace(problem, alignment_k=8 if k % 8 == 0 else 1), m_bucket(m), n, k, gpu)
+        sources[epilogue, m, n, k] = spec.source
     for result in jit.build_many(sources.values(), progress=sys.stderr.isatty()).values():
         if isinstance(result, Exception):
             raise result

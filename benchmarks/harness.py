@@ -52,6 +52,7 @@ __all__ = [
     "parser",
     "percentile",
     "plan_calls",
+    "read_rows",
     "require_gpu",
     "rotation",
     "table",
@@ -164,18 +165,35 @@ class Results:
             **columns,
         )
 
-    def write_csv(self, directory: Path) -> Path:
-        """Write ``<bench>.csv``: aside first, so that a killed run leaves no half file."""
+    def write_csv(self, directory: Path, key: Sequence[str] = ()) -> Path:
+        """Write ``<bench>.csv``: aside first, so that a killed run leaves no half file.
+
+        Args:
+            directory: where the file is, or will be.
+            key: columns that name what a row measures. Rows of the file that no new row has the key of are kept, with
+                the environment that they were measured in. Without a key the file is written anew.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"{self.bench}.csv"
-        columns = list(dict.fromkeys(c for row in self.rows for c in row)) + list(self.env.__dict__)
+        rows: list[dict[str, object]] = [{**row, **self.env.__dict__} for row in self.rows]
+        if key and path.is_file():
+            new = {tuple(str(row[column]) for column in key) for row in rows}
+            kept = [row for row in read_rows(path) if tuple(row[column] for column in key) not in new]
+            rows[:0] = [{**row} for row in kept]
+        columns = list(dict.fromkeys(column for row in rows for column in row if column not in self.env.__dict__))
         partial = path.with_suffix(".partial")
         with partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="")
+            writer = csv.DictWriter(file, [*columns, *self.env.__dict__], restval="")
             writer.writeheader()
-            writer.writerows({**row, **self.env.__dict__} for row in self.rows)
+            writer.writerows(rows)
         partial.replace(path)
         return path
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a file that `Results.write_csv` wrote."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -16,12 +16,12 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import plots
+from benchmarks import bench_cliff, plots
 from benchmarks.bench_codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
 from benchmarks.bench_model import PEERS_GB
 from benchmarks.harness import CEILINGS, ROOT, geomean
 from benchmarks.reporting.markdown import MISSING, figures, markdown, us
-from benchmarks.reporting.rows import Row, Rows, shape_of
+from benchmarks.reporting.rows import Row, Rows, missing, shape_of
 from benchmarks.shapes import CLAIM_MIN_TOKENS
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
@@ -46,6 +46,8 @@ PEERS = (
 CODEBOOK_LAYERS = ("fp16", "codebook4", "codebook4_int8", "w8a16")
 KERNEL_TOKENS = (1, 16, 64)
 CODEBOOK_LAYER_SHAPES = (*((m, n, k) for m in (1, FEW_TOKENS) for n, k in NK), (64, 14336, 4096), *PROMPTS)
+CLIFF_CELLS = 20
+"""Shown where fewer are too slow."""
 ATTENTION_CONTEXTS = ("64", "512", "2048", "8192", "32768")
 ENGINE_MODELS = {
     "gpt2-large-int8": "GPT-2 Large, w8a8",
@@ -160,6 +162,38 @@ def codebook_speedups(rows: Rows) -> str:
         parts.setdefault(part, []).append(f"`{scheme}` {geomean(ratios.values()):.2f}× (least {where})")
     few, prompts = (", ".join(parts[part]) for part in ("layer", "prompt"))
     return f"Speed over float16, geometric mean: 1 to 64 tokens {few}; prompts {prompts}."
+
+
+def cliff(rows: Rows) -> str:
+    """Whole layers over float16: the worst cells, then the least of all shapes by tokens."""
+    found = rows.of("bench_cliff")
+    if not found:
+        return missing("bench_cliff")
+    slow = sum(map(bench_cliff.is_slow, found))
+    worst = bench_cliff.worst_first(found)[: max(CLIFF_CELLS, slow)]
+    cells = markdown(
+        ["M × N × K", "scheme", "fp16", "qcut", "speed"],
+        (
+            [
+                name_of(shape_of(row)),
+                row["variant"],
+                *(figures(float(row[c])) for c in ("fp16_us", "median_us")),
+                f"{float(row['x_fp16']):.2f}×",
+            ]
+            for row in worst
+        ),
+    )
+    by_tokens = markdown(
+        ["M", *bench_cliff.SCHEMES],
+        (
+            [f"{m:,}", *(f"{of[scheme]:.2f}×" if scheme in of else MISSING for scheme in bench_cliff.SCHEMES)]
+            for m, of in bench_cliff.least_by_tokens(found).items()
+        ),
+    )
+    return (
+        f"{slow} of {len(found)} cells are slower than they should be. The {len(worst)} slowest, microseconds:\n\n"
+        f"{cells}\n\nThe least speed of all shapes:\n\n{by_tokens}"
+    )
 
 
 def best_peer(rows: Rows, shape: Shape) -> tuple[str, float] | None:
@@ -411,6 +445,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "peers": peers,
     "codebook kernel": codebook_kernel,
     "codebook layer": codebook_layer,
+    "cliff": cliff,
     "codebook quality": codebook_quality,
     "model": model,
     "engine": engine,

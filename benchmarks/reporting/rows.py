@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.harness import geomean
+from benchmarks.harness import geomean, read_rows
 from benchmarks.reporting.markdown import markdown
 
 Row = dict[str, str]
@@ -29,8 +28,7 @@ class Rows:
         path = self.folder / f"{bench}.csv"
         if not path.is_file():
             return []
-        with path.open(newline="") as file:
-            return [row for row in csv.DictReader(file) if all(row[c] == value for c, value in wanted.items())]
+        return [row for row in read_rows(path) if all(row[c] == value for c, value in wanted.items())]
 
 
 def provenance(bench: str, rows: Iterable[Row]) -> str:

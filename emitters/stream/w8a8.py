@@ -18,14 +18,18 @@ from qcut.emitters.gemm.problem import K_MAX
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
 FAMILY = "int8_stream"
-MAX_TOKENS = 8
-"""The most tokens of a kernel: the columns of one tensor-core product."""
-Tokens = Literal["none", "given", "rows"]
+MAX_TOKENS = 64
+"""The most int8 tokens of a kernel, which registers hold beside the weights in flight."""
+MAX_ROWS = 8
+"""The most rows that a kernel quantizes: the columns of one tensor-core product."""
+Tokens = Literal["none", "given", "rows", "floats"]
 
-_TOKENS = (1, 2, 4, 8)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64)
 _FLOATS = (DType.F16, DType.BF16, DType.F32)
 _OTHER_REGISTERS = 36
 """Registers of a thread for addresses, counters, bounds and a token on its way."""
+_OTHER_REGISTERS_INT8 = 24
+"""The same where several tiles of int8 tokens leave no token on its way."""
 _NEEDS_MORE = ("sm_100", "sm_120")
 """Architectures whose compilers need more registers to quantize eight rows: without them, they spill."""
 
@@ -38,8 +42,8 @@ class W8A8Problem:
         tokens: ``none``: int8 ``a`` and ``row_scale``. ``given``: int8 ``a`` and ``row_scale``, and weights that the
             previous kernel does not write. ``rows``: rows of type x with their largest magnitudes ``a_absmax``, which
             the kernel quantizes as `qcut.emitters.decoder.quantize.QuantizePerToken` does, with weights as for
-            ``given``.
-        x: element type of rows.
+            ``given``. ``floats``: rows whose largest magnitudes the kernel finds.
+        x: element type of rows; int8 tokens have no use for it.
         epilogue: one with a scale for each token and each channel.
         aligned: addresses and strides of rows are multiples of 16 bytes.
         absmax: whether ``absmax``, float32 ``[m]``, is raised to the largest magnitude of each row of D; NaN counts
@@ -55,18 +59,26 @@ class W8A8Problem:
     @property
     def name(self) -> str:
         """``{tokens}_{epilogue}``, with the type of rows before, ``_absmax`` and ``_u`` where unaligned after."""
-        rows = f"_{self.x.value}" * (self.tokens == "rows")
+        rows = f"_{self.x.value}" * self.quantizes
         return f"{self.tokens}{rows}_{self.epilogue.name}{'_absmax' * self.absmax}{'' if self.aligned else '_u'}"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the kernel quantizes tokens."""
+        return self.tokens in ("rows", "floats")
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: those of a `GemmProblem`, and ``absmax`` last where there is one.
 
-        int8 rows of a are multiples of 16 bytes apart. Rows of x have ``a_absmax`` in place of ``row_scale``.
+        int8 rows of a are multiples of 16 bytes apart. ``rows`` have ``a_absmax`` in place of ``row_scale``, ``floats``
+        neither.
         """
         sizes = ("m", "n", "k", "lda", "ldb", "ldd")
         scaling = self.epilogue.params()
+        if self.quantizes:
+            scaling = tuple(p for p in scaling if p.name != "row_scale")
         if self.tokens == "rows":
-            scaling = (Param("a_absmax", "ptr", "const float*"), *(p for p in scaling if p.name != "row_scale"))
+            scaling = (Param("a_absmax", "ptr", "const float*"), *scaling)
         return (
             Param("a", "ptr", "const void*"),
             Param("b", "ptr", "const int8_t*"),
@@ -77,40 +89,71 @@ class W8A8Problem:
         )
 
 
+@dataclass(frozen=True)
 class W8A8Tile(Int8StreamTile):
-    """An `Int8StreamTile` whose ``tokens`` are 1, 2, 4 or 8."""
+    """An `Int8StreamTile` whose ``tokens`` are 1, 2, 4, 8, 16, 32 or 64.
+
+    Attributes:
+        common_sums: whether the warps add their sums to one set in shared memory, in place of a set for each.
+    """
+
+    common_sums: bool = False
+
+    @property
+    def name(self) -> str:
+        """That of an `Int8StreamTile`, and ``_c`` with common sums."""
+        return super().name + "_c" * self.common_sums
 
 
 def smem_bytes(tile: W8A8Tile) -> int:
-    """Dynamic shared memory of a CTA: rows' scales and biases, tokens' scales, largest magnitudes, the warps' sums."""
-    rows = 16 * tile.row_tiles
-    return 8 * rows + 64 + 4 * tile.warps * tile.tokens * (rows + 4)
+    """Dynamic shared memory of a CTA.
+
+    Rows of weights have a scale, a bias and a sum; tokens a scale, a zero point and a largest magnitude. The sums of
+    the warps follow, and before them what each warp finds of the largest magnitudes of up to eight tokens.
+    """
+    rows, sets = 16 * tile.row_tiles, 1 if tile.common_sums else tile.warps
+    found = -(-tile.warps * tile.tokens // 4) * 16 if tile.tokens <= MAX_ROWS else 0
+    return 12 * rows + 12 * max(8, tile.tokens) + found + 4 * sets * tile.tokens * (rows + 4)
 
 
 def registers(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> int:
     """Estimate a thread's registers: weights in flight, tokens, sums, and the rest."""
     # Rows of 16-bit floats are quantized in the registers into which they were loaded.
-    tokens = (16 if problem.tokens == "rows" and problem.x is DType.F32 else 8) * tile.units
-    more = 16 * tile.units if arch in _NEEDS_MORE and problem.tokens == "rows" and tile.tokens == 8 else 0
-    return 16 * tile.units * tile.prefetch + tokens + 4 + _OTHER_REGISTERS + more
+    tokens = (16 if problem.quantizes and problem.x is DType.F32 else 8) * tile.units
+    more = 16 * tile.units if arch in _NEEDS_MORE and problem.quantizes and tile.tokens == 8 else 0
+    tiles = -(-tile.tokens // 8)
+    other = _OTHER_REGISTERS if tiles == 1 else _OTHER_REGISTERS_INT8
+    return 16 * tile.units * tile.prefetch + tiles * (tokens + 4) + other + more
 
 
 CONSTRAINTS = (
-    Constraint("x", "is f16, bf16 or f32", lambda p, t, arch: p.x in _FLOATS),
+    Constraint(
+        "x",
+        "is f16, bf16 or f32 where the kernel quantizes",
+        lambda p, t, arch: p.x in _FLOATS or not p.quantizes,
+    ),
     Constraint(
         "epilogue",
-        "scales tokens and channels, and has no zero point and no residual",
+        "scales channels, and has no residual",
+        lambda p, t, arch: p.epilogue.col_scale == "per_channel" and not p.epilogue.residual,
+    ),
+    Constraint(
+        "rows",
+        "that the kernel quantizes have a scale each and no zero point, and are 8 at most",
         lambda p, t, arch: (
-            (p.epilogue.row_scale, p.epilogue.col_scale, p.epilogue.zero_point, p.epilogue.residual)
-            == ("per_token", "per_channel", "none", False)
+            not p.quantizes
+            or ((p.epilogue.row_scale, p.epilogue.zero_point) == ("per_token", "none") and t.tokens <= MAX_ROWS)
         ),
     ),
     Constraint(
-        "output", "is f16, bf16 or f32", lambda p, t, arch: p.epilogue.out in (DType.F16, DType.BF16, DType.F32)
+        "absmax",
+        "is that of f16, bf16 or f32",
+        lambda p, t, arch: p.epilogue.out in _FLOATS or (p.epilogue.out is DType.S8 and not p.absmax),
     ),
     ARCHITECTURE,
-    Constraint("tokens", "are 1, 2, 4 or 8", lambda p, t, arch: t.tokens in _TOKENS),
+    Constraint("tokens", f"are one of {_TOKENS}", lambda p, t, arch: t.tokens in _TOKENS),
     *CUT_CONSTRAINTS,
+    Constraint("threads", "are at least the tokens", lambda p, t, arch: t.tokens <= 32 * t.warps),
     Constraint(
         "registers",
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
@@ -132,14 +175,16 @@ def validate(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> None:
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def tokens_of(m: int, k: int) -> int:
+def tokens_of(problem: W8A8Problem, m: int, k: int) -> int:
     """Tokens that a tile holds for m tokens of k columns.
 
     Raises:
-        EmitError: m is more than `MAX_TOKENS`, or K beyond the exact range.
+        EmitError: m is more than `MAX_TOKENS`, or than `MAX_ROWS` where the kernel quantizes, or K beyond the exact
+            range.
     """
-    if not 1 <= m <= MAX_TOKENS:
-        raise EmitError(f"{FAMILY}: {m} tokens; allowed are 1 to {MAX_TOKENS}")
+    most = MAX_ROWS if problem.quantizes else MAX_TOKENS
+    if not 1 <= m <= most:
+        raise EmitError(f"{FAMILY}: {m} tokens; allowed are 1 to {most}")
     if not 1 <= k <= K_MAX:
         raise EmitError(f"{FAMILY}: K is {k}; allowed is 1 to {K_MAX}")
     return next(size for size in _TOKENS if m <= size)
@@ -148,7 +193,7 @@ def tokens_of(m: int, k: int) -> int:
 def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
     """Whether there is a kernel for m tokens of k columns, with any N and on a GPU of any size."""
     try:
-        validate(problem, W8A8Tile(1, 1, tokens=tokens_of(m, k)), arch)
+        validate(problem, W8A8Tile(1, 2, tokens=tokens_of(problem, m, k)), arch)
     except EmitError:
         return False
     return True
@@ -157,8 +202,8 @@ def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
 def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k is a multiple of 16 unless tokens are
-    ``rows``. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero from k on. D is stored
+    Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k is a multiple of 16 unless the kernel
+    quantizes. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero from k on. D is stored
     element by element. Unless tokens are ``none``, b and the vectors of n are read before the kernel waits for its
     predecessor.
 
@@ -179,7 +224,7 @@ def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
         name,
         arch,
         params,
-        f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {tile.sizes}>;",
+        f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {tile.sizes}>;",
         *problem.epilogue.statements(params),
         f"qcut::int8_stream<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
         f"      a, {a_absmax}, b, d, {absmax}, m, n, k, lda, ldb, ldd, args);",

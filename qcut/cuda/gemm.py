@@ -15,12 +15,11 @@ from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, 
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import int8_tile
+from qcut.dispatch.tiles.stream import few_tokens
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.families import INT8_CUTLASS, INT8_STREAM, W8A16_MMA
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
-from qcut.emitters.stream import w8a8 as stream
-from qcut.emitters.stream.w8a8 import W8A8Problem
+from qcut.emitters.stream.w8a8 import Tokens
 from qcut.ops.gemm import GemmS8
 from qcut.ops.registry import serves
 from qcut.process.locks import once
@@ -74,7 +73,7 @@ class Product(NamedTuple):
 
     def stream_spec(
         self,
-        tokens: stream.Tokens,
+        tokens: Tokens,
         gpu: Target,
         *,
         aligned: bool = True,
@@ -91,14 +90,11 @@ class Product(NamedTuple):
             constants: whether the kernel may begin before its predecessor ends, and read the weight then. A kernel that
                 takes tokens as ``none`` reads nothing so early, and always may.
         """
-        problem = self.problem
-        if self.rows > stream.MAX_TOKENS or problem.layouts != "tnt" or problem.alignment_k % 16:
+        sizes = (self.rows, self.n, self.k)
+        few = few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax)
+        if few is None:
             return None
-        few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
-        if not stream.is_legal(few, self.rows, self.k, gpu.arch):
-            return None
-        tile = int8_tile(few, self.rows, self.n, self.k, gpu)
-        source, grid = INT8_STREAM.emit(few, tile, gpu.arch), INT8_STREAM.grid_of(tile, self.n, gpu.sm_count)
+        source, grid = INT8_STREAM.emit(*few[:2], gpu.arch), INT8_STREAM.grid_of(few.tile, self.n, gpu.sm_count)
         return LaunchSpec(source, grid, pdl=has_pdl(gpu) and (constants or tokens == "none"))
 
 

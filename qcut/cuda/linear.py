@@ -23,13 +23,21 @@ from qcut.cuda.operands import dense, parameters, row_major
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, m_bucket, target
 from qcut.cuda.quantize import per_tensor_spec, per_token_spec
 from qcut.dispatch import gemm as dispatch
+from qcut.dispatch.gpus import Target
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import DtypeError
 from qcut.numerics import int8 as numerics
 from qcut.ops.checks import check_scale, check_zero_point
-from qcut.ops.linear import Int8Linear, LinearWithAbsmax, W8A8Linear, W8A8StaticLinear, W8A16Linear
+from qcut.ops.linear import (
+    FEW_ELEMENTS,
+    Int8Linear,
+    LinearWithAbsmax,
+    W8A8Linear,
+    W8A8StaticLinear,
+    W8A16Linear,
+)
 from qcut.ops.registry import serves
 
 # ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
@@ -102,10 +110,20 @@ class LinearLayer(NamedTuple):
         many = Product(problem, max(self.rows, TMA_ROWS), self.n, k)
         if self.scheme == "w8a8_static":
             quantize = per_tensor_spec(dtype, k, gpu, aligned=self.aligned)
-            return quantize, many.spec(gpu, cutlass=has_cutlass())
-        quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned)
+        else:
+            whole = self._quantizing_spec(gpu)
+            if whole is not None:
+                return None, whole
+            quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned)
         few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
         return quantize, few or many.spec(gpu, cutlass=has_cutlass())
+
+    def _quantizing_spec(self, gpu: Target) -> LaunchSpec | None:
+        """The launch of a product that quantizes its tokens itself, where they are so few that every CTA can."""
+        if self.rows * self.k > FEW_ELEMENTS:
+            return None
+        product = Product(self.problem(), self.rows, self.n, self.k)
+        return product.stream_spec("floats", gpu, aligned=self.aligned, constants=self.constants)
 
     def sources(self, device: int) -> list[KernelSource]:
         """The kernels that a call launches on a device."""

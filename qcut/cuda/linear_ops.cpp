@@ -265,7 +265,7 @@ at::Tensor run(c10::IValue const* args) {
     // Not a tensor: the allocator itself is spared the dispatcher's share of at::empty.
     scratch = c10::GetAllocator(device.type())->allocate(rows * (plan.k_padded + scale_bytes));
     auto* const q = static_cast<char*>(scratch.get());
-    row_scale = q + rows * plan.k_padded;
+    if constexpr (op == kDynamic) row_scale = q + rows * plan.k_padded;
     a = q;
     k_gemm = lda = padded;
     int status = 0;
@@ -291,7 +291,7 @@ at::Tensor run(c10::IValue const* args) {
     arguments.add(zero_point);
     arguments.add(colsum);
   }
-  if constexpr (op == kDynamic) arguments.add(row_scale);
+  if (row_scale != nullptr) arguments.add(row_scale);
   arguments.add(scale);
   if (bias != nullptr) arguments.add(bias);
   if (launch(plan.gemm, gemm_rows, arguments, stream) != 0) return {};

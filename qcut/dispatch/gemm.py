@@ -11,15 +11,16 @@ from dataclasses import dataclass, replace
 from qcut.dispatch import tables
 from qcut.dispatch.cost_model import Estimate, GemmTile, estimate, tile_cycles
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import w8a16_tile
+from qcut.dispatch.tiles.stream import few_tokens, w8a16_tile
 from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.families import FAMILIES, INT8_CUTLASS, INT8_DP4A, W8A16_MMA, W8A16_STREAM, family
+from qcut.emitters.families import FAMILIES, INT8_CUTLASS, INT8_DP4A, INT8_STREAM, W8A16_MMA, W8A16_STREAM, family
 from qcut.emitters.gemm import w8a16
 from qcut.emitters.gemm.problem import GemmProblem, Layout
 from qcut.emitters.stream import w8a16 as w8a16_stream
+from qcut.emitters.stream.w8a8 import W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
 from qcut.errors import ConfigError
 
@@ -43,7 +44,7 @@ class Choice:
     """
 
     family: str
-    tile: GemmTile | W8A16Tile
+    tile: GemmTile | W8A16Tile | W8A8Tile
     swizzle: int = 1
     raster: int = 0
     splits: int = 1
@@ -146,7 +147,7 @@ def best_tile(name: str, problem: GemmProblem, m: int, n: int, k: int, target: T
 
 def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Estimate:
     """What the cost model expects of a choice on an int8 GEMM."""
-    assert not isinstance(choice.tile, W8A16Tile), "an int8 GEMM"
+    assert not isinstance(choice.tile, (W8A16Tile, W8A8Tile)), "a tiled int8 GEMM"
     kind = family(choice.family)
     return estimate(
         choice.family,
@@ -231,7 +232,19 @@ class Explanation:
 def explain(
     problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = True, tensor_cores: bool = True
 ) -> Explanation:
-    """Explain the choice of `select_gemm`, with the alternatives. Arguments are those of `select_gemm`."""
+    """Explain the choice of `few_tokens`, or else of `select_gemm`, with the alternatives; arguments as there."""
+    few = few_tokens(problem, m, n, k, target) if tensor_cores else None
+    if few is not None:
+        ctas, _, _ = INT8_STREAM.grid_of(few.tile, n, target.sm_count)(m)
+        return Explanation(
+            procedural_name(INT8_STREAM.name, target.arch, few.problem, few.tile),
+            Choice(INT8_STREAM.name, few.tile, reason="few tokens"),
+            Estimate(few.ns * target.machine.ghz, few.ns / 1e3, 1, ctas / target.sm_count),
+            (),
+            target,
+            (m, n, k),
+            tables.table_on(target).notes,
+        )
     choice = select_gemm(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
     others = []
     for name in _families(_why_not_cutlass(problem, cutlass, tensor_cores), tensor_cores):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    bench_cliff,
     bench_gemm,
     bench_linear,
     bench_model,
@@ -29,7 +30,7 @@ from qcut.numerics import int8 as numerics
 from qcut.tuning import cublaslt
 from tests.gpu.support.problems import ALIGNED_SHAPES, GEMM_EPILOGUES, gpu_test_calls, gpu_test_problems
 
-BENCHES = (bench_gemm, bench_linear, bench_model, bench_overhead)
+BENCHES = (bench_cliff, bench_gemm, bench_linear, bench_model, bench_overhead)
 
 
 class FakeClock:

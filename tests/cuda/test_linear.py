@@ -26,8 +26,8 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Targ
     return request.param
 
 
-def layer(scheme: str, m: int, *, aligned: bool = True) -> LinearLayer:
-    return LinearLayer(scheme, torch.float16, m_bucket(m), 1280, 640, True, "none", aligned)
+def layer(scheme: str, m: int, *, k: int = 640, aligned: bool = True) -> LinearLayer:
+    return LinearLayer(scheme, torch.float16, m_bucket(m), 1280, k, True, "none", aligned)
 
 
 def test_the_class_of_a_layer_describes_its_calls() -> None:
@@ -39,14 +39,21 @@ def test_the_class_of_a_layer_describes_its_calls() -> None:
 
 
 def test_a_call_of_w8a8_quantizes_and_multiplies(gpu: Target) -> None:
-    for m in (1, 8, 9, 64, 65, 4096):
-        for scheme in ("w8a8", "w8a8_static"):
-            quantize, product = layer(scheme, m).sources(0)
+    for scheme in ("w8a8", "w8a8_static"):
+        for m in (8, 9, 64, 65, 4096):
+            quantize, product = layer(scheme, m, k=4096).sources(0)
             assert quantize.name.startswith("qcut_quantize_per_t")
-            problem = linear_problem(DType.F16, 1280, 640, True, "none", scheme)
-            choice = dispatch.select_gemm(problem, max(m_bucket(m), 64), 1280, 640, gpu, cutlass=False)
-            few = scheme == "w8a8" and m <= 8
-            assert (product.name == dispatch.emit(choice, problem, gpu.arch).name) == (not few)
+            problem = linear_problem(DType.F16, 1280, 4096, True, "none", scheme)
+            choice = dispatch.select_gemm(problem, max(m_bucket(m), 64), 1280, 4096, gpu, cutlass=False)
+            assert (product.name == dispatch.emit(choice, problem, gpu.arch).name) == (m > 8)
+
+
+def test_few_tokens_of_w8a8_are_quantized_by_their_product(gpu: Target) -> None:
+    for m, k, fused in ((1, 16_384, True), (1, 16_400, False), (8, 2048, True), (2, 2064, False), (9, 640, False)):
+        names = [source.name for source in layer("w8a8", m, k=k).sources(0)]
+        assert (len(names) == 1) == fused, (m, k)
+        assert ("_floats_f16_" in names[-1]) == fused
+    assert len(layer("w8a8_static", 1).sources(0)) == 2
 
 
 def test_a_call_of_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:

@@ -17,6 +17,7 @@ from qcut.emitters.gemm.problem import K_MAX
 from qcut.emitters.stream.int8 import grid, register_limit
 from qcut.emitters.stream.w8a8 import (
     CONSTRAINTS,
+    MAX_ROWS,
     MAX_TOKENS,
     Tokens,
     W8A8Problem,
@@ -32,8 +33,9 @@ from tests.support.sass import listing
 
 F16, BF16, F32 = DType.F16, DType.BF16, DType.F32
 PLAIN = Epilogue(F16, row_scale="per_token", col_scale="per_channel", bias=True)
-KINDS: tuple[Tokens, ...] = ("none", "given", "rows")
+KINDS: tuple[Tokens, ...] = ("none", "given", "rows", "floats")
 ROWS = W8A8Problem("rows", F16, PLAIN)
+ZERO_POINT = W8A8Problem("given", F16, replace(PLAIN, out=DType.S8, zero_point="per_token"))
 TILE = W8A8Tile(2, 10, prefetch=2)
 GPT2 = ((3840, 1280), (1280, 1280), (5120, 1280), (1280, 5120), (50257, 1280))
 LLAMA = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (4096, 28672), (128256, 4096))
@@ -53,7 +55,7 @@ def chosen(problem: W8A8Problem, arch: str, m: int, n: int, k: int) -> KernelSou
 
 
 def sources(arch: str) -> list[KernelSource]:
-    """Every kind of tokens and type, in tiles of 1 to 32 warps, of 1 to 8 tokens."""
+    """Every kind of tokens and type, in tiles of 1 to 32 warps, of 1 to 64 tokens."""
     kernels = [
         chosen(problem_of("none", BF16), arch, 8, 4096, 14336),
         chosen(problem_of("given", F16, activation=Activation.GELU_TANH, absmax=True), arch, 8, 5120, 1280),
@@ -65,6 +67,11 @@ def sources(arch: str) -> list[KernelSource]:
         chosen(problem_of("rows", BF16, aligned=False), arch, 3, 512, 1376),
         chosen(problem_of("rows", BF16), arch, 8, 6144, 4096),
         chosen(problem_of("rows", F32), arch, 4, 5120, 1280),
+        chosen(problem_of("floats", F16), arch, 1, 14336, 4096),
+        chosen(problem_of("floats", F32, aligned=False), arch, 8, 1280, 1280),
+        emit_int8_stream(ZERO_POINT, W8A8Tile(7, 16, 2, 1, 16), arch),
+        emit_int8_stream(replace(ZERO_POINT, tokens="none"), W8A8Tile(7, 8, 2, 1, 32, common_sums=True), arch),
+        emit_int8_stream(ZERO_POINT, W8A8Tile(1, 10, 1, 1, 64), arch),
         chosen(problem_of("rows", F32, aligned=False, activation=Activation.SILU), arch, 8, 4096, 14336),
     ]
     if arch == "sm_90a":
@@ -85,7 +92,7 @@ def test_text_instantiates_the_header() -> None:
         "qcut_int8_stream_sm90a_rows_bf16_bf16_sm_sn_b_absmax_m4_r9_w20_u1_p2_k4(\n"
         "    const void* a, const int8_t* b, __nv_bfloat16* d, int m, int n, int k, int lda, int ldb, int ldd, "
         "const float* a_absmax, const float* col_scale, const float* bias, float* absmax) {\n"
-        "  using Tile = qcut::W8A8Tile<__nv_bfloat16, qcut::Tokens::kRows, 9, 20, 1, 2, 4, 4>;\n"
+        "  using Tile = qcut::W8A8Tile<__nv_bfloat16, qcut::Tokens::kRows, false, 9, 20, 1, 2, 4, 4>;\n"
         "  using Epilogue = qcut::Epilogue<__nv_bfloat16, qcut::ZeroPoint::kNone, true, qcut::ColScale::kPerChannel, "
         "true, qcut::Activation::kNone, false>;\n"
         "  Epilogue::Args args{};\n"
@@ -109,6 +116,7 @@ def test_names_spell_the_kernel() -> None:
     assert problem_of("rows", F32, aligned=False).name == "rows_f32_f32_sm_sn_b_u"
     assert TILE.name == "m8_r2_w10_u1_p2"
     assert W8A8Tile(4, 28, 2, 1, 1, splits=2).name == "m1_r4_w28_u2_p1_k2"
+    assert W8A8Tile(4, 28, tokens=16, common_sums=True).name == "m16_r4_w28_u1_p1_c"
     source = emit_int8_stream(ROWS, TILE, "sm_80")
     assert source.name == source.entry == "qcut_int8_stream_sm80_rows_f16_f16_sm_sn_b_m8_r2_w10_u1_p2"
 
@@ -117,7 +125,8 @@ def test_rows_come_with_their_largest_magnitudes_instead_of_scales() -> None:
     for tokens in KINDS:
         for absmax in (False, True):
             names = [p.name for p in problem_of(tokens, absmax=absmax).params()]
-            assert ("row_scale" in names, "a_absmax" in names) == (tokens != "rows", tokens == "rows")
+            given = tokens in ("none", "given")
+            assert ("row_scale" in names, "a_absmax" in names) == (given, tokens == "rows")
             assert (names[-1] == "absmax") == absmax
 
 
@@ -131,14 +140,16 @@ def test_grid_is_a_cluster_for_each_row_of_tiles() -> None:
 NONE = problem_of("none")
 REFUSALS: dict[str, tuple[W8A8Problem, W8A8Tile, str]] = {
     "x": (replace(ROWS, x=DType.S8), TILE, "sm_80"),
-    "epilogue": (replace(ROWS, epilogue=replace(PLAIN, zero_point="per_token")), TILE, "sm_80"),
-    "output": (replace(ROWS, epilogue=replace(PLAIN, out=DType.S8)), TILE, "sm_80"),
+    "epilogue": (replace(ROWS, epilogue=replace(PLAIN, residual=True)), TILE, "sm_80"),
+    "rows": (replace(ROWS, epilogue=replace(PLAIN, zero_point="per_token")), TILE, "sm_80"),
+    "absmax": (replace(ZERO_POINT, absmax=True), TILE, "sm_80"),
     "architecture": (ROWS, TILE, "sm_75"),
-    "tokens": (ROWS, replace(TILE, tokens=16), "sm_80"),
+    "tokens": (NONE, replace(TILE, tokens=24), "sm_80"),
     "row_tiles": (ROWS, replace(TILE, row_tiles=0), "sm_80"),
     "warps": (ROWS, replace(TILE, warps=33), "sm_80"),
     "units": (ROWS, replace(TILE, units=0), "sm_80"),
     "prefetch": (ROWS, replace(TILE, prefetch=3), "sm_80"),
+    "threads": (NONE, W8A8Tile(2, 1, tokens=64), "sm_80"),
     "registers": (ROWS, replace(TILE, warps=32), "sm_80"),
     "splits": (ROWS, replace(TILE, splits=3), "sm_90a"),
     "clusters": (ROWS, replace(TILE, splits=2), "sm_89"),
@@ -164,9 +175,9 @@ def test_illegal_kernels_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "problem", "tile"),
     [
-        ("epilogue", replace(ROWS, epilogue=replace(PLAIN, row_scale="none")), TILE),
+        ("rows", replace(ROWS, epilogue=replace(PLAIN, row_scale="none")), TILE),
+        ("rows", replace(ROWS, tokens="floats"), replace(TILE, tokens=16)),
         ("epilogue", replace(ROWS, epilogue=replace(PLAIN, col_scale="per_tensor")), TILE),
-        ("epilogue", replace(ROWS, epilogue=replace(PLAIN, residual=True)), TILE),
         ("epilogue", replace(ROWS, epilogue=Epilogue(DType.S32)), TILE),
         ("tokens", NONE, W8A8Tile(2, 10, tokens=3)),
         ("warps", ROWS, replace(TILE, warps=0)),
@@ -205,11 +216,13 @@ def test_small_gpus_have_tiles(sm_count: int) -> None:
         validate(problem, int8_tile(problem, m, 4096, k, Target("sm_90a", sm_count)), "sm_90a")
 
 
-@pytest.mark.parametrize("m", [0, MAX_TOKENS + 1])
-def test_other_numbers_of_tokens_are_refused(m: int) -> None:
-    assert not is_legal(NONE, m, 4096, "sm_90a")
-    with pytest.raises(EmitError, match=f"int8_stream: {m} tokens; allowed are 1 to 8"):
-        int8_tile(NONE, m, 4096, 4096, Target("sm_90a", 132))
+@pytest.mark.parametrize(("problem", "most"), [(NONE, MAX_TOKENS), (ROWS, MAX_ROWS)])
+def test_other_numbers_of_tokens_are_refused(problem: W8A8Problem, most: int) -> None:
+    assert is_legal(problem, most, 4096, "sm_90a")
+    for m in (0, most + 1):
+        assert not is_legal(problem, m, 4096, "sm_90a")
+        with pytest.raises(EmitError, match=f"int8_stream: {m} tokens; allowed are 1 to {most}"):
+            int8_tile(problem, m, 4096, 4096, Target("sm_90a", 132))
 
 
 @pytest.mark.parametrize("k", [0, K_MAX + 1])

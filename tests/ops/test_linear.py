@@ -11,7 +11,7 @@ from torch import Tensor
 import qcut.ops  # noqa: F401  (ops registers torch.ops.qcut)
 from qcut import errors
 from qcut.config import K_MAX, padded_k
-from qcut.emitters.stream.w8a8 import MAX_TOKENS
+from qcut.emitters.stream.w8a8 import MAX_ROWS
 from qcut.numerics import int8 as numerics
 from qcut.ops.linear import FEW_ROWS
 from tests.support.oracles import FLOATS, layer, tokens
@@ -88,7 +88,7 @@ def test_absmax_is_raised_not_set_and_nan_is_the_largest() -> None:
 
 
 def test_few_rows_are_those_of_the_kernels() -> None:
-    assert FEW_ROWS == MAX_TOKENS
+    assert FEW_ROWS == MAX_ROWS
 
 
 @pytest.mark.parametrize("op", ["silu_mul", "gelu_tanh"])

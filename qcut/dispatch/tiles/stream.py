@@ -6,7 +6,7 @@ The model prefers one wave of CTAs, few rounds of loads, and many loads in fligh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from qcut.dispatch.gpus import Target
@@ -16,7 +16,7 @@ from qcut.emitters.core.source import EmitError
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.stream import w8a8, w8a16
 from qcut.emitters.stream.int8 import UNIT_COLUMNS, register_limit
-from qcut.emitters.stream.w8a8 import W8A8Problem, W8A8Tile
+from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
 
 # Of an H200. All but the memory's rate are times of an SM's instructions, which a higher clock shortens.
@@ -30,6 +30,10 @@ _CTA_NS = 300.0
 """Time in ns to sum over warps and write, where another CTA follows on the SM."""
 _CLUSTER_NS = 700.0
 """Time in ns to sum over a cluster's CTAs."""
+_TOKEN_BYTES_PER_NS = 50.0
+"""Bytes of int8 tokens per ns that each SM reads, where all SMs read the same."""
+_SUM_BYTES_PER_NS = 200.0
+"""Bytes of warps' sums per ns that an SM adds in shared memory."""
 
 
 class Cut(NamedTuple):
@@ -42,27 +46,98 @@ class Cut(NamedTuple):
     splits: int
 
 
+class FewTokens(NamedTuple):
+    """The kernel of ``int8_stream`` for a product of few tokens.
+
+    Attributes:
+        problem: its types, tokens and epilogue.
+        tile: its tile.
+        ns: time in ns that the model expects.
+    """
+
+    problem: W8A8Problem
+    tile: W8A8Tile
+    ns: float
+
+
+def few_tokens(
+    problem: GemmProblem,
+    m: int,
+    n: int,
+    k: int,
+    target: Target,
+    tokens: Tokens = "none",
+    *,
+    aligned: bool = True,
+    absmax: bool = False,
+) -> FewTokens | None:
+    """The kernel that streams int8 weights past m tokens, or None where it cannot, or where tiled kernels are faster.
+
+    Args:
+        problem: of the product, whose tokens are int8.
+        m: rows of A and D.
+        n: columns of D.
+        k: summed over, with the operands' padding where tokens are int8.
+        target: the GPU.
+        tokens: how tokens are given and quantized, see `qcut.emitters.stream.w8a8`.
+        aligned: whether rows of tokens start at multiples of 16 bytes.
+        absmax: whether the kernel also computes the largest magnitude of each row of its result.
+    """
+    if problem.layouts != "tnt" or problem.alignment_k % 16 or m > most_tokens(n, k):
+        return None
+    few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
+    if not w8a8.is_legal(few, m, k, target.arch):
+        return None
+    return FewTokens(few, *_int8(few, m, n, k, target))
+
+
+def most_tokens(n: int, k: int) -> int:
+    """Tokens up to which streaming weights ``[n, k]`` is faster than the tiled kernels."""
+    return w8a8.MAX_ROWS
+
+
 def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W8A8Tile:
     """The tile of ``int8_stream`` for m tokens and weights ``[n, k]``.
 
     Raises:
-        EmitError: m is more than `qcut.emitters.stream.w8a8.MAX_TOKENS`, K beyond the exact range, or the family's
-            constraints refuse the problem.
+        EmitError: m is more than the kernel holds (`qcut.emitters.stream.w8a8.tokens_of`), K beyond the exact range, or
+            the family's constraints refuse the problem.
     """
-    tokens = w8a8.tokens_of(m, k)
+    return _int8(problem, m, n, k, target)[0]
 
-    def tile_of(cut: Cut) -> W8A8Tile:
-        return W8A8Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits)
 
-    def fits(cut: Cut, ctas: int) -> bool:
-        tile = tile_of(cut)
-        smem = ctas * w8a8.smem_bytes(tile)
-        registers = w8a8.registers(problem, tile, target.arch)
-        return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
+def _int8(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> tuple[W8A8Tile, float]:
+    """`int8_tile`, and the time in ns that the model expects."""
+    tokens = w8a8.tokens_of(problem, m, k)
 
-    tile = tile_of(_best_cut(n, k, target, fits))
+    def best(common_sums: bool) -> tuple[W8A8Tile, float]:
+        def tile_of(cut: Cut) -> W8A8Tile:
+            return W8A8Tile(cut.row_tiles, cut.warps, cut.units, cut.prefetch, tokens, cut.splits, common_sums)
+
+        def fits(cut: Cut, ctas: int) -> bool:
+            tile = tile_of(cut)
+            smem = ctas * w8a8.smem_bytes(tile)
+            registers = w8a8.registers(problem, tile, target.arch)
+            enough = tokens <= 32 * cut.warps and registers <= register_limit(ctas * cut.warps)
+            return enough and smem <= architecture(target.arch).smem_bytes
+
+        cuts = ((cut, ns + _tokens_ns(tokens, k, cut, common_sums, target)) for cut, ns in _cuts(n, k, target, fits))
+        cut, ns = min(cuts, key=lambda one: one[1], default=(Cut(1, -(-tokens // 32), 1, 1, 1), float("inf")))
+        return tile_of(cut), ns
+
+    kinds = (False,) if tokens <= w8a8.MAX_ROWS else (False, True)
+    tile, ns = min((best(common_sums) for common_sums in kinds), key=lambda one: one[1])
     w8a8.validate(problem, tile, target.arch)
-    return tile
+    return tile, ns
+
+
+def _tokens_ns(tokens: int, k: int, cut: Cut, common_sums: bool, target: Target) -> float:
+    """Time in ns that more than eight int8 tokens take beside the weights: to read them, and to sum over warps."""
+    if tokens <= w8a8.MAX_ROWS:
+        return 0.0
+    read = tokens * k / cut.splits / _TOKEN_BYTES_PER_NS
+    sums = 0.0 if common_sums else cut.warps * tokens * 16 * cut.row_tiles * 4 / _SUM_BYTES_PER_NS
+    return (read + sums) / target.machine.clock
 
 
 def w8a16_tile(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> W8A16Tile:
@@ -91,23 +166,23 @@ def w8a16_tile(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> 
 
 
 def _best_cut(n: int, k: int, target: Target, fits: Callable[[Cut, int], bool]) -> Cut:
-    """The cut of weights ``[n, k]`` that the model expects to be fastest.
+    """The cut of weights ``[n, k]`` that the model expects to be fastest; see `_cuts`."""
+    return min(_cuts(n, k, target, fits), key=lambda one: one[1], default=(Cut(1, 1, 1, 1, 1), 0.0))[0]
+
+
+def _cuts(n: int, k: int, target: Target, fits: Callable[[Cut, int], bool]) -> Iterator[tuple[Cut, float]]:
+    """Cuts of weights ``[n, k]``, and the nanoseconds that the model expects of each.
 
     Two CTAs on one SM hide each other's start and end; they are used where each reads its part of K in one round.
     ``fits`` says whether registers and shared memory of an SM hold a given number of CTAs with a cut.
     """
     machine = target.machine
-    best, best_ns = Cut(1, 1, 1, 1, 1), float("inf")
     for splits in CLUSTER_SIZES if architecture(target.arch).clusters else (1,):
         at_once = machine.clusters_at_once(splits)
         for units in (1, 2):
             for ctas in (1, 2) if splits == 1 else (1,):
-                if not at_once or (one := _one_cut(n, k, splits, units, ctas, at_once, machine, fits)) is None:
-                    continue
-                cut, ns = one
-                if ns < best_ns:
-                    best, best_ns = cut, ns
-    return best
+                if at_once and (one := _one_cut(n, k, splits, units, ctas, at_once, machine, fits)) is not None:
+                    yield one
 
 
 def _one_cut(
@@ -120,7 +195,7 @@ def _one_cut(
     machine: Machine,
     fits: Callable[[Cut, int], bool],
 ) -> tuple[Cut, float] | None:
-    """`_best_cut` for some splits, units and CTAs of an SM, and its nanoseconds; None where two CTAs are not taken."""
+    """One of `_cuts`, for some splits, units and CTAs of an SM; None where two CTAs are not taken."""
     units_k, tiles_n = -(-k // UNIT_COLUMNS), -(-n // 16)
     in_flight = math.ceil(_UNITS_IN_FLIGHT * machine.bandwidth)
     most = max((w for w in range(1, 33) if fits(Cut(1, w, units, 1, splits), ctas)), default=1)

@@ -20,7 +20,7 @@ from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same, full_range
 
 PLAIN = Epilogue(DType.F16, row_scale="per_token", col_scale="per_channel", bias=True)
-KINDS: tuple[Tokens, ...] = ("none", "given", "rows")
+KINDS: tuple[Tokens, ...] = ("none", "given", "rows", "floats")
 
 
 def problem_of(tokens: Tokens, x: DType = DType.F16, aligned: bool = True, absmax: bool = False) -> W8A8Problem:
@@ -45,12 +45,17 @@ class Case:
         rows = self.x[:, : self.k]
         q, row_scale = numerics.quantize_per_token_ref(rows, self.padded)
         gemm = Gemm.of(problem.epilogue, q, self.b, 0)
-        gemm.args["row_scale"] = row_scale
-        a, k = (self.x, self.k) if problem.tokens == "rows" else (q, self.padded)
+        if "row_scale" in gemm.args:
+            gemm.args["row_scale"] = row_scale
+        zero_point = gemm.args.get("zero_point")
+        if problem.epilogue.zero_point == "per_tensor":
+            gemm.args["zero_point"], zero_point = torch.full((self.m,), 5, dtype=torch.int32), 5
+        a, k = (self.x, self.k) if problem.quantizes else (q, self.padded)
         values: dict[str, object] = {"m": self.m, "n": self.n, "k": k, "lda": a.stride(0), "ldb": self.padded}
         values |= {"ldd": self.n + 8, "a": a, "b": self.b, "row_scale": row_scale}
         values |= {"col_scale": gemm.args["col_scale"], "bias": gemm.args.get("bias")}
-        values |= {"a_absmax": rows.float().abs().amax(1)}
+        values |= {"a_absmax": rows.float().abs().amax(1), "zero_point": zero_point}
+        values |= {key: gemm.args[key] for key in ("colsum", "out_inv_scale", "out_zero_point") if key in gemm.args}
         on_device = {key: v.to(DEVICE) if isinstance(v, Tensor) else v for key, v in values.items()}
         results = []
         for start in (0.0, 1e30):
@@ -81,19 +86,40 @@ def test_tokens(tokens: Tokens, absmax: bool, m: int) -> None:
     Case(problem, m, 200, 640).run(tile_of(problem, m, 200, 640))
 
 
+@pytest.mark.parametrize("common", [False, True])
+@pytest.mark.parametrize("m", [9, 16, 17, 32, 33, 64])
+def test_several_tiles_of_tokens(m: int, common: bool) -> None:
+    tokens = next(size for size in (16, 32, 64) if m <= size)
+    for kind in ("none", "given"):
+        for tile in (W8A8Tile(2, 5, 1, 2, tokens), W8A8Tile(3, 2, 2, 1, tokens), W8A8Tile(2, 2, 1, 1, tokens, 4)):
+            Case(problem_of(kind, absmax=True), m, 152, 1296).run(replace(tile, common_sums=common))
+
+
+@pytest.mark.parametrize("out", [DType.F16, DType.S8], ids=lambda out: out.value)
+@pytest.mark.parametrize("row_scale", ["none", "per_token"])
+@pytest.mark.parametrize("zero_point", ["none", "per_tensor", "per_token"])
+def test_zero_points_and_int8(zero_point: str, row_scale: str, out: DType) -> None:
+    epilogue = replace(PLAIN, zero_point=zero_point, row_scale=row_scale, out=out)
+    for m, tile in ((3, W8A8Tile(3, 4, 1, 2, 4, 2)), (20, W8A8Tile(2, 3, 2, 1, 32)), (8, W8A8Tile(5, 5))):
+        for kind in ("none", "given"):
+            Case(W8A8Problem(kind, DType.F16, epilogue), m, 100, 640).run(tile, pdl=True)
+
+
 @pytest.mark.parametrize("k", [1, 16, 77, 128, 1000, 1280, 2064, 5121])
 def test_columns(k: int) -> None:
-    problem = problem_of("rows", aligned=k % 8 == 0)
-    for m in (1, 4):
-        Case(problem, m, 72, k).run(tile_of(problem, m, 72, k))
+    for tokens in ("rows", "floats"):
+        problem = problem_of(tokens, aligned=k % 8 == 0)
+        for m in (1, 4):
+            Case(problem, m, 72, k).run(tile_of(problem, m, 72, k))
 
 
 def test_aligned_rows_that_end_within_a_vector() -> None:
-    problem = problem_of("rows")
-    for k in (251, 1283):
-        case = Case(problem, 3, 72, k)
-        case.x = torch.nn.functional.pad(case.x[:, :k], (0, -k % 8 + 8), value=float("nan"))
-        case.run(tile_of(problem, 3, 72, k))
+    for tokens in ("rows", "floats"):
+        problem = problem_of(tokens)
+        for k in (251, 1283):
+            case = Case(problem, 3, 72, k)
+            case.x = torch.nn.functional.pad(case.x[:, :k], (0, -k % 8 + 8), value=float("nan"))
+            case.run(tile_of(problem, 3, 72, k))
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -110,7 +136,7 @@ def test_types(tokens: Tokens, x: DType, aligned: bool) -> None:
     ids=lambda e: e.name,
 )
 def test_epilogues(epilogue: Epilogue) -> None:
-    for tokens in ("given", "rows"):
+    for tokens in KINDS[1:]:
         problem = W8A8Problem(tokens, DType.F16, epilogue, absmax=True)
         Case(problem, 2, 90, 304).run(tile_of(problem, 2, 90, 304))
 
@@ -144,7 +170,8 @@ def test_dependent_launch_gives_the_same(tokens: Tokens) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0, 1e-7, 65504.0])
 def test_rows_that_have_no_scale_or_an_odd_one(bad: float) -> None:
-    problem = problem_of("rows", absmax=True)
-    case = Case(problem, 3, 64, 256)
-    case.x[1, :256] = bad
-    case.run(tile_of(problem, 3, 64, 256))
+    for tokens in ("rows", "floats"):
+        problem = problem_of(tokens, absmax=True)
+        case = Case(problem, 3, 64, 256)
+        case.x[1, :256] = bad
+        case.run(tile_of(problem, 3, 64, 256))

@@ -8,14 +8,17 @@
 // before the wait for the previous kernel.
 //
 // Exactness: the sums of the warps are added in shared memory, and the sums of a cluster's CTAs, which may divide K
-// further, in each other's shared memory. The order of both is fixed.
+// further, in each other's shared memory. The order of both is fixed, except where warps add integers to common sums:
+// these are the same in any order.
 //
 // A kernel chooses its tokens (w8a8.cuh, w8a16.cuh) by a class with the accumulators' type `Acc` and four functions:
 //   begin(column)            starts the loads of the tokens of the warp's first columns
 //   settle()                 makes these tokens the second operand of the products, once they have arrived
 //   next(column)             loads and settles the tokens of the columns of a later round
 //   multiply(acc, unit, u)   adds the products of unit u of a row tile
-// Shared memory of a Tile: scales and biases of rows; from Tile::kSums on, the sums of warps.
+// Shared memory of a Tile: scales and biases of rows; from Tile::kSums on, the sums of warps. A Tile whose kCommonSums is
+// true has one set of sums for all warps, of integers; one whose epilogue has a zero point has, from kColSums on, the
+// sums of the rows of weights.
 //
 // Codebook weights have a kernel of their own in codebook.cuh.
 //
@@ -29,6 +32,13 @@ namespace qcut {
 
 // A lane's part of 16 rows x 128 columns of weights: [64 columns][row g, g + 8][16 bytes].
 using Int8Unit = uint32_t[2][2][4];
+
+template <class E>
+constexpr bool kHasZeroPoint = false;
+template <class Out, ZeroPoint kZeroPoint, bool kRowScale, ColScale kColScale, bool kBias, Activation kActivation,
+          bool kResidual, bool kWrap>
+constexpr bool kHasZeroPoint<Epilogue<Out, kZeroPoint, kRowScale, kColScale, kBias, kActivation, kResidual, kWrap>> =
+    kZeroPoint != ZeroPoint::kNone;
 
 // How a CTA divides the product. Int8StreamTile in emitters/stream/int8.py describes the sizes.
 template <int kRowTiles_, int kWarps_, int kUnits_, int kPrefetch_, int kTokens_, int kSplits_>
@@ -56,7 +66,9 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   float* const scales = reinterpret_cast<float*>(shared);
   float* const biases = scales + Tile::kRows;
   Acc* const sums = reinterpret_cast<Acc*>(shared + Tile::kSums);  // [warp][token][row]
-  unsigned* peaks = nullptr;                                       // bits of the largest magnitudes of D's rows
+  int* colsums = nullptr;
+  if constexpr (kHasZeroPoint<E>) colsums = reinterpret_cast<int*>(shared + Tile::kColSums);
+  unsigned* peaks = nullptr;  // bits of the largest magnitudes of D's rows
   if constexpr (kAbsmax) peaks = reinterpret_cast<unsigned*>(shared + Tile::kPeaks);
 
   const int warp = threadIdx.x / 32;
@@ -105,6 +117,10 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
     }
   }
   launch_dependents();
+  if constexpr (Tile::kCommonSums) {
+    for (int i = threadIdx.x; i < Tile::kTokens * Tile::kPitch; i += Tile::kThreads) sums[i] = 0;
+    __syncthreads();
+  }
 
   constexpr int kVectors = (Tile::kRows + Tile::kThreads - 1) / Tile::kThreads;
   typename E::Column columns[kVectors];
@@ -122,6 +138,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
     if (row < Tile::kRows) {
       scales[row] = columns[i].scale;
       biases[row] = columns[i].bias;
+      if constexpr (kHasZeroPoint<E>) colsums[row] = columns[i].colsum;
     }
   }
   if (kAbsmax && threadIdx.x < Tile::kTokens) peaks[threadIdx.x] = 0;
@@ -129,7 +146,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
 
   // Accumulators hold rows g and g + 8 of tokens 2t and 2t + 1 of each tile of eight tokens, summed over the rounds so
   // far.
-  Acc* const own = sums + (warp * Tile::kTokens + 2 * t) * Tile::kPitch + g;
+  Acc* const own = sums + ((Tile::kCommonSums ? 0 : warp) * Tile::kTokens + 2 * t) * Tile::kPitch + g;
   const auto place = [](int c) { return (c / 4 * 8 + c % 2) * Tile::kPitch + c / 2 % 2 * 8; };
   const auto counts = [&](int c) { return Tile::kTokens % 8 == 0 || 2 * t + c % 2 < Tile::kTokens; };
   for (int round = 0; round < rounds; ++round) {
@@ -147,7 +164,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
         const int next_column = down ? column : column + kStride;
         Acc* const mine = own + 16 * tile;
         Acc acc[Tile::kTokenTiles][4] = {};
-        if (round > 0) {
+        if (!Tile::kCommonSums && round > 0) {
 #pragma unroll
           for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) acc[c / 4][c % 4] = counts(c) ? mine[place(c)] : Acc(0);
         }
@@ -158,7 +175,11 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
         }
 #pragma unroll
         for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) {
-          if (counts(c)) mine[place(c)] = acc[c / 4][c % 4];
+          if constexpr (Tile::kCommonSums) {
+            if (counts(c)) atomicAdd(mine + place(c), acc[c / 4][c % 4]);
+          } else {
+            if (counts(c)) mine[place(c)] = acc[c / 4][c % 4];
+          }
         }
       }
     }
@@ -168,6 +189,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
 
   const int warps = min(Tile::kWarps, max(0, k - rank_first + Tile::kSpan - 1) / Tile::kSpan);  // warps with columns
   const auto sum_warps = [&](int token, int row) {
+    if constexpr (Tile::kCommonSums) return sums[token * Tile::kPitch + row];
     Acc sum = 0;
 #pragma unroll
     for (int i = 0; i < Tile::kWarps; ++i) {
@@ -184,10 +206,12 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   // Stores an element of D and returns the bits of its magnitude.
   const auto write = [&](int token, int row, Acc sum, float residual) -> uint32_t {
     if (n0 + row >= n) return 0;
-    const typename E::Column column{0, scales[row], biases[row]};
+    typename E::Column column{0, scales[row], biases[row]};
+    if constexpr (kHasZeroPoint<E>) column.colsum = colsums[row];
     const typename E::Out y = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), residual, args));
     d[static_cast<long long>(token) * ldd + n0 + row] = y;
-    return __float_as_uint(to_float(y)) & 0x7fffffffu;
+    if constexpr (kAbsmax) return __float_as_uint(to_float(y)) & 0x7fffffffu;
+    return 0;
   };
   if constexpr (Tile::kSplits == 1) {
     for (int i = threadIdx.x; i < Tile::kRows * m; i += Tile::kThreads) {
@@ -203,10 +227,12 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   } else {
     // The CTA's sums over its warps replace the sums of its first warp. Four rows at a time are then summed over the
     // cluster.
-    for (int i = threadIdx.x; i < Tile::kRows * m; i += Tile::kThreads) {
-      const int token = i / Tile::kRows;
-      const int row = i % Tile::kRows;
-      sums[token * Tile::kPitch + row] = sum_warps(token, row);
+    if constexpr (!Tile::kCommonSums) {
+      for (int i = threadIdx.x; i < Tile::kRows * m; i += Tile::kThreads) {
+        const int token = i / Tile::kRows;
+        const int row = i % Tile::kRows;
+        sums[token * Tile::kPitch + row] = sum_warps(token, row);
+      }
     }
     cluster_arrive();
     cluster_wait();

@@ -19,6 +19,7 @@ template <int kRowTiles, int kWarps, int kUnits, int kPrefetch, int kTokens, int
 struct W8A16Tile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTokens, kSplits> {
   static constexpr bool kWaitsFirst = false;
   static constexpr bool kPrefetchesL2 = true;
+  static constexpr bool kCommonSums = false;
   static constexpr int kSums = W8A16Tile::kVectorBytes;
 };
 

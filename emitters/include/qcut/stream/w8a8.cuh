@@ -3,7 +3,8 @@
 //
 // Dynamic quantization needs the largest magnitude of a row before the row's first product. The kernel that writes the
 // row knows this magnitude and raises one word per token by an atomic maximum. The kernel here reads the word and
-// quantizes the elements that it loads: no kernel stands between the two, and no CTA reads a row twice.
+// quantizes the elements that it loads: no kernel stands between the two, and no CTA reads a row twice. Where nobody
+// knows the magnitude, every CTA reads the rows whole and finds it.
 //
 // Exactness: integer sums are exact, and so is the maximum, in any order; the quantization equals that of
 // decoder/quantize.cuh bitwise.
@@ -17,67 +18,105 @@
 namespace qcut {
 
 // The form of the tokens. kNone, kGiven: int8 with a scale for each token; with kNone the previous kernel may also have
-// written the weights. kRows: rows of a floating type, with their largest magnitudes.
-enum class Tokens { kNone, kGiven, kRows };
+// written the weights. kRows: rows of a floating type, with their largest magnitudes. kFloats: such rows alone.
+enum class Tokens { kNone, kGiven, kRows, kFloats };
 
-// W8A8Tile in emitters/stream/w8a8.py describes the sizes. T is the tokens' type for kRows.
-template <class T_, Tokens kFrom, int kRowTiles, int kWarps, int kUnits, int kPrefetch, int kTokens, int kSplits>
+// W8A8Tile in emitters/stream/w8a8.py describes the sizes. T is the tokens' type for kRows and kFloats.
+template <class T_, Tokens kFrom, bool kCommonSums_, int kRowTiles, int kWarps, int kUnits, int kPrefetch, int kTokens,
+          int kSplits>
 struct W8A8Tile : Int8StreamTile<kRowTiles, kWarps, kUnits, kPrefetch, kTokens, kSplits> {
   using T = T_;
   static constexpr bool kWaitsFirst = kFrom == Tokens::kNone;
   static constexpr bool kPrefetchesL2 = false;
-  static constexpr bool kQuantizes = kFrom == Tokens::kRows;
-  // Byte offsets in shared memory: scales of tokens, largest magnitudes of results, sums of warps.
-  static constexpr int kTokenScales = W8A8Tile::kVectorBytes;
-  static constexpr int kPeaks = kTokenScales + 32;
-  static constexpr int kSums = kPeaks + 32;
-  static_assert(kTokens <= 8, "one tile of the second operand");
+  static constexpr bool kFinds = kFrom == Tokens::kFloats;
+  static constexpr bool kQuantizes = kFinds || kFrom == Tokens::kRows;
+  static constexpr bool kCommonSums = kCommonSums_;
+  // Byte offsets in shared memory: sums of rows of weights, scales and zero points of tokens, largest magnitudes of
+  // results, those that each warp finds in a part of the tokens, sums of warps.
+  static constexpr int kColSums = W8A8Tile::kVectorBytes;
+  static constexpr int kTokenScales = kColSums + 4 * W8A8Tile::kRows;
+  static constexpr int kZeroPoints = kTokenScales + 32 * W8A8Tile::kTokenTiles;
+  static constexpr int kPeaks = kZeroPoints + 32 * W8A8Tile::kTokenTiles;
+  static constexpr int kFound = kPeaks + 32 * W8A8Tile::kTokenTiles;
+  static constexpr int kSums = kFound + (kTokens <= 8 ? (kWarps * kTokens + 3) / 4 * 16 : 0);
+  static_assert(!kQuantizes || kTokens <= 8, "rows are quantized in one tile of the second operand");
 };
 
-// Adds the products of a unit of weights with eight tokens. x is lane 4g + t's part of token g: [64 columns][16 bytes].
-__device__ __forceinline__ void multiply_int8(int (&acc)[4], const Int8Unit& unit, const uint32_t (&x)[2][4]) {
+// Adds the products of a unit of weights with tiles of eight tokens. x(tile) is lane 4g + t's part of token g of a tile:
+// [64 columns][16 bytes].
+template <int kTiles, class Part>
+__device__ __forceinline__ void multiply_int8(int (&acc)[kTiles][4], const Int8Unit& unit, const Part& x) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint32_t(&rows)[2][4] = unit[i / 2];
     const int j = i % 2 * 2;
-    mma_s8(acc, {rows[0][j], rows[1][j], rows[0][j + 1], rows[1][j + 1]}, x[i / 2][j], x[i / 2][j + 1]);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const uint32_t(&part)[4] = x(tile)[i / 2];
+      mma_s8(acc[tile], {rows[0][j], rows[1][j], rows[0][j + 1], rows[1][j + 1]}, part[j], part[j + 1]);
+    }
   }
 }
 
-// Tokens as int8 rows, lda elements apart. k is a multiple of 16. Columns past k are zero.
-template <class Tile>
+// Tokens as int8 rows, lda elements apart. k is a multiple of 16. Columns past k are zero. Scales and zero points of
+// tokens that the epilogue E reads wait in shared memory for the end.
+template <class Tile, class E>
 struct Int8Tokens {
   using Acc = int;
-  uint32_t x[Tile::kUnits][2][4];
-  const int8_t* row;
-  int token, columns, t;
+  uint32_t x[Tile::kTokenTiles][Tile::kUnits][2][4];
+  const int8_t* a;
+  int m, k, lda;
+  typename E::Args& args;
+  float* scales;
+  int* zero_points;
+  typename E::Row mine;
 
-  __device__ __forceinline__ Int8Tokens(const void* a, int m, int k, int lda)
-      : token(threadIdx.x % 32 / 4), columns(token < m ? k : 0), t(threadIdx.x % 4) {
-    row = static_cast<const int8_t*>(a) + static_cast<long long>(token) * lda;
+  __device__ __forceinline__ Int8Tokens(const void* a, int m, int k, int lda, typename E::Args& args, char* shared)
+      : a(static_cast<const int8_t*>(a)), m(m), k(k), lda(lda), args(args),
+        scales(reinterpret_cast<float*>(shared + Tile::kTokenScales)),
+        zero_points(reinterpret_cast<int*>(shared + Tile::kZeroPoints)), mine{0, 0.0f} {
+    static_assert(Tile::kTokens <= Tile::kThreads, "a thread for each token");
   }
-  __device__ __forceinline__ void begin(int column) { next(column); }
-  __device__ __forceinline__ void settle() {}
+  __device__ __forceinline__ void begin(int column) {
+    mine = E::row(args, threadIdx.x, m);
+    next(column);
+  }
+  __device__ __forceinline__ void settle() {
+    if (threadIdx.x < Tile::kTokens) {
+      scales[threadIdx.x] = mine.scale;
+      zero_points[threadIdx.x] = mine.zero_point;
+    }
+    args.row_scale = scales;
+    args.zero_point_per_token = zero_points;
+  }
   __device__ __forceinline__ void next(int column) {
+    const int g = threadIdx.x % 32 / 4;
+    const int t = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < 2 * Tile::kUnits; ++i) {
-      const int col = column + 64 * i + 16 * t;
-      uint4 raw = make_uint4(0, 0, 0, 0);
-      if (col < columns) raw = *reinterpret_cast<const uint4*>(row + col);
-      const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+    for (int j = 0; j < Tile::kTokenTiles; ++j) {
+      const int8_t* row = a + static_cast<long long>(8 * j + g) * lda;
+      const int columns = 8 * j + g < m ? k : 0;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) x[i / 2][i % 2][j] = words[j];
+      for (int i = 0; i < 2 * Tile::kUnits; ++i) {
+        const int col = column + 64 * i + 16 * t;
+        uint4 raw = make_uint4(0, 0, 0, 0);
+        if (col < columns) raw = *reinterpret_cast<const uint4*>(row + col);
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) x[j][i / 2][i % 2][w] = words[w];
+      }
     }
   }
-  __device__ __forceinline__ void multiply(int (&acc)[1][4], const Int8Unit& unit, int u) const {
-    multiply_int8(acc[0], unit, x[u]);
+  __device__ __forceinline__ void multiply(int (&acc)[Tile::kTokenTiles][4], const Int8Unit& unit, int u) const {
+    multiply_int8(acc, unit, [&](int tile) -> const uint32_t(&)[2][4] { return x[tile][u]; });
   }
 };
 
 // Tokens as rows of T, lda elements apart, which are quantized as they are loaded. Columns past k are zero. A fragment
 // holds eight tokens: with fewer tokens, all lanes whose g is a token's number modulo kTokens share the quantization
-// of the token's words and then exchange them. `absmax` holds the rows' largest magnitudes; `scales` receives the
-// tokens' scales. With kAligned, rows start at multiples of 16 bytes.
+// of the token's words and then exchange them. `absmax` holds the rows' largest magnitudes, unless the CTA's warps find
+// them, each in its part of the rows, and leave them in `found` [warp][token]; `scales` receives the tokens' scales.
+// With kAligned, rows start at multiples of 16 bytes.
 template <class Tile, bool kAligned>
 struct RowTokens {
   using Acc = int;
@@ -90,19 +129,36 @@ struct RowTokens {
   const T* row;
   const float* absmax;
   float* scales;
-  int m, g, t, token, columns;
+  uint32_t* found;
+  int m, k, lda, g, t, token, columns;
   QuantizedRow quantized;
 
-  __device__ __forceinline__ RowTokens(const void* a, const float* absmax, float* scales, int m, int k, int lda)
-      : absmax(absmax), scales(scales), m(m), g(threadIdx.x % 32 / 4), t(threadIdx.x % 4), token(g % kTokens),
-        columns(token < m ? k : 0), quantized(0) {
+  __device__ __forceinline__ RowTokens(const void* a, const float* absmax, float* scales, uint32_t* found, int m, int k,
+                                       int lda)
+      : absmax(absmax), scales(scales), found(found), m(m), k(k), lda(lda), g(threadIdx.x % 32 / 4),
+        t(threadIdx.x % 4), token(g % kTokens), columns(token < m ? k : 0), quantized(0) {
     row = static_cast<const T*>(a) + static_cast<long long>(token) * lda;
   }
   __device__ __forceinline__ void begin(int column) {
     load(column);
-    quantized = QuantizedRow(columns > 0 ? __float_as_uint(absmax[token]) : 0);
+    if constexpr (Tile::kFinds) {
+      find();
+    } else {
+      quantized = QuantizedRow(columns > 0 ? __float_as_uint(absmax[token]) : 0);
+    }
   }
   __device__ __forceinline__ void settle() {
+    if constexpr (Tile::kFinds) {
+      __syncthreads();
+      const int lane = threadIdx.x % 32;
+      uint32_t peak = 0;
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        const uint32_t of_row = warp_max(lane < Tile::kWarps ? found[lane * kTokens + i] : 0u);
+        if (i == token) peak = of_row;
+      }
+      quantized = QuantizedRow(peak);
+    }
     if (threadIdx.x % 4 == 0 && threadIdx.x < 4 * m) scales[token] = quantized.scale();
     quantize();
   }
@@ -111,9 +167,28 @@ struct RowTokens {
     quantize();
   }
   __device__ __forceinline__ void multiply(int (&acc)[1][4], const Int8Unit& unit, int u) const {
-    multiply_int8(acc[0], unit, x[u]);
+    multiply_int8(acc, unit, [&](int) -> const uint32_t(&)[2][4] { return x[u]; });
   }
 
+  __device__ __forceinline__ void find() {
+    constexpr int kStep = Tile::kThreads * Vector<T>::kSize;
+    const T* const rows = row - static_cast<long long>(token) * lda;
+    uint32_t peaks[kTokens];
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      peaks[i] = 0;
+      for (int col = threadIdx.x * Vector<T>::kSize; col < (i < m ? k : 0); col += kStep) {
+        Vector<T> v[1];
+        load_vectors<T, 1, kAligned>(v, rows + static_cast<long long>(i) * lda, col, 0, k);
+        peaks[i] = max(peaks[i], v[0].abs_max());
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      peaks[i] = warp_max(peaks[i]);
+      if (threadIdx.x % 32 == 0) found[threadIdx.x / 32 * kTokens + i] = peaks[i];
+    }
+  }
   __device__ __forceinline__ void load(int column) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
@@ -171,14 +246,16 @@ template <class Tile, bool kAligned, bool kAbsmax, class E>
 __device__ __forceinline__ void int8_stream(const void* a, const float* a_absmax, const int8_t* b, typename E::Out* d,
                                             float* absmax, int m, int n, int k, int lda, int ldb, int ldd,
                                             typename E::Args args) {
+  extern __shared__ __align__(16) char shared[];
   if constexpr (Tile::kQuantizes) {
-    extern __shared__ __align__(16) char shared[];
     float* const scales = reinterpret_cast<float*>(shared + Tile::kTokenScales);
     args.row_scale = scales;
-    const RowTokens<Tile, kAligned> tokens(a, a_absmax, scales, m, k, lda);
+    uint32_t* const found = reinterpret_cast<uint32_t*>(shared + Tile::kFound);
+    const RowTokens<Tile, kAligned> tokens(a, a_absmax, scales, found, m, k, lda);
     stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args);
   } else {
-    stream_int8<Tile, kAbsmax, E>(Int8Tokens<Tile>(a, m, k, lda), b, d, absmax, m, n, k, ldb, ldd, args);
+    const Int8Tokens<Tile, E> tokens(a, m, k, lda, args, shared);
+    stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args);
   }
 }
 
