@@ -1,4 +1,4 @@
-"""Products of 8 to 64 rotated tokens with codebook weights on ``wgmma``: decode with batches, sm_90a.
+"""Products of some hundred rotated tokens with codebook weights on ``wgmma``: decode with batches, sm_90a.
 
 Device code: ``include/qcut/stream/codebook_wgmma.cuh``. Decoded weights, multiplied by their norms, are the operand in
 registers; bulk copies bring the tokens to shared memory. The CTAs of a cluster divide K. One kernel serves all K.
@@ -12,14 +12,17 @@ from math import gcd
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import SPLITS, Constraint, check
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
-from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.stream.codebook import PAIR_TABLE_BYTES, ROW_TILE, decode_source
 
 FAMILY = "codebook_stream_wgmma"
 _SMEM_BYTES = architecture("sm_90a").smem_bytes
 GROUP_ROWS = 4 * ROW_TILE
 """Rows of a warpgroup."""
+TOKENS = (8, 16, 32, 64, 96, 128, 160, 192)
+"""Tokens of a CTA to choose from."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class CodebookStreamWgmmaTile:
     """How a CTA and its cluster share a product.
 
     Attributes:
-        tokens: the most tokens of a launch: 8, 16, 32 or 64.
+        tokens: tokens of a CTA, one of `TOKENS`.
         groups: warpgroups of a CTA, 64 rows each.
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
         stages: units whose tokens shared memory holds at once.
@@ -61,7 +64,7 @@ CONSTRAINTS = (
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     ROTATED_BEFORE,
-    Constraint("tokens", "are 8, 16, 32 or 64", lambda p, t, arch: t.tokens in (8, 16, 32, 64)),
+    Constraint("tokens", f"are one of {TOKENS}", lambda p, t, arch: t.tokens in TOKENS),
     Constraint("groups", "are 1 to 8: the warpgroups of a CTA", lambda p, t, arch: 1 <= t.groups <= 8),
     SPLITS,
     Constraint(
@@ -100,22 +103,15 @@ def smem_bytes(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     return max(staged, sums) + 16 * tile.stages + 8 * rows + 4 * tile.tokens
 
 
-def grid(tile: CodebookStreamWgmmaTile, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch: a cluster for every ``64 * groups`` rows of the weight.
-
-    Raises:
-        EmitError: more tokens than the tile takes.
-    """
-    if not 1 <= m <= tile.tokens:
-        raise EmitError(f"codebook decode: m is {m}; tile {tile.name} takes 1 to {tile.tokens} tokens")
-    return (-(-n // (GROUP_ROWS * tile.groups)) * tile.splits, 1, 1)
+def grid(tile: CodebookStreamWgmmaTile, n: int) -> Grid:
+    """CTAs of a launch: a cluster for every ``64 * groups`` rows of the weight and every ``tokens`` tokens."""
+    return Grid(tile.tokens, (-(-n // (GROUP_ROWS * tile.groups)) * tile.splits, 1, 1))
 
 
 def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgmmaTile, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` in order: n, units_k >= 1, 1 <= m <= ``tile.tokens``. ``x`` starts at a multiple
-    of 16 bytes. D is stored in pieces of up to four elements that ``problem.alignment_n`` allows. ``x``, ``row_scale``
+    Arguments are ``problem.params()`` in order: m, n, units_k >= 1. ``x`` starts at a multiple of 16 bytes. D is stored in pieces of up to four elements that ``problem.alignment_n`` allows. ``x``, ``row_scale``
     and the residual are read after the previous kernel's end; all other arguments may be read before.
 
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight``

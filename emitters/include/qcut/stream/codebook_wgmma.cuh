@@ -1,7 +1,8 @@
-// D = epilogue(X W^T) of up to 64 rotated tokens X and codebook weights W. Decoded weights are the operand of wgmma
-// that lies in registers.
+// D = epilogue(X W^T) of few rotated tokens X and codebook weights W. Decoded weights are the operand of wgmma that lies
+// in registers.
 //
-// A warpgroup computes 64 rows of W, a CTA kGroups of them. The CTAs of a cluster (kSplits) divide K into contiguous
+// A warpgroup computes 64 rows of W, a CTA kGroups of them, with kTokens tokens. CTAs of the same rows and of other
+// tokens are neighbours in the grid, so that the L2 reads their weights once. The CTAs of a cluster (kSplits) divide K into contiguous
 // parts. Each warp loads the indices of its 16 rows to registers, kPrefetch units of 128 columns ahead, decodes them
 // and multiplies the values by their norms. Tokens lie in memory as wgmma reads them: one bulk copy brings the tokens
 // of a unit into a stage of shared memory. A stage is filled again once all warps have read it, unless there are as
@@ -22,7 +23,7 @@ namespace qcut {
 
 template <int kTokens_, int kGroups_, int kSplits_, int kStages_, int kPrefetch_>
 struct StreamWgmmaTile {
-  static constexpr int kTokens = kTokens_;  // at most; m of a launch may be less
+  static constexpr int kTokens = kTokens_;  // of a CTA
   static constexpr int kGroups = kGroups_;  // warpgroups
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kWarps = 4 * kGroups;
@@ -133,7 +134,7 @@ __device__ __forceinline__ void finish_quad(const uint32_t (&sums)[4], int token
   }
 }
 
-// The kernel. m <= kTokens; the grid has a cluster for every kRows rows.
+// The kernel. The grid has a cluster for every kRows rows and kTokens tokens.
 template <class T, int kBits, int kSlots, class Tile, class E, int kAlign>
 __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char* units, const char* norms,
                                                       const float* fold, typename E::Out* d, int m, int n,
@@ -150,7 +151,19 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % Tile::kSplits;
-  const int col0 = static_cast<int>(blockIdx.x) / Tile::kSplits * Tile::kRows;
+  int row_group = static_cast<int>(blockIdx.x) / Tile::kSplits;
+  int token0 = 0;
+  const int all8 = (m + 7) / 8;  // blocks of eight tokens
+  if (m > Tile::kTokens) {
+    const int tiles = (m + Tile::kTokens - 1) / Tile::kTokens;
+    token0 = row_group % tiles * Tile::kTokens;
+    row_group /= tiles;
+    m = min(m - token0, Tile::kTokens);
+    d += static_cast<long long>(token0) * ldd;
+    if constexpr (E::kHasResidual) args.residual += static_cast<long long>(token0) * ldd;
+    if constexpr (kIsInt8<T>) args.row_scale += token0;
+  }
+  const int col0 = row_group * Tile::kRows;
   // Warpgroups past the last row read the last rows again; their sums are not stored.
   const int tile = min(col0 / kUnitRows + warp, (n + 63) / 64 * 4 - 1);
   const int part = (units_k + Tile::kSplits - 1) / Tile::kSplits;
@@ -176,10 +189,17 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
   const uint32_t empty = base + Shared::kEmpty;
   const int m8 = (m + 7) / 8;
   const auto copy_tokens = [&](int unit, int stage) {
-    const int bytes = 1024 * Shared::kBlocks * m8;  // blocks of K follow one another
+    // Blocks of K follow one another: one copy, unless this CTA takes a part of their tokens.
+    const int copies = m8 == all8 ? 1 : Shared::kBlocks;
+    const int bytes = 1024 * Shared::kBlocks * m8;
+    const char* from = x + (static_cast<long long>(first + unit) * Shared::kBlocks * all8 + token0 / 8) * 1024;
+    uint32_t to = base + Shared::kStaged + stage * Shared::kStageBytes;
     barrier_expect(full + 8 * stage, bytes);
-    copy_bulk(base + Shared::kStaged + stage * Shared::kStageBytes, x + static_cast<long long>(first + unit) * bytes,
-              bytes, full + 8 * stage);
+    for (int i = 0; i < copies; ++i) {
+      copy_bulk(to, from, bytes / copies, full + 8 * stage);
+      from += 1024 * all8;
+      to += 1024 * m8;
+    }
   };
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
