@@ -98,7 +98,12 @@ CONSTRAINTS = (
     Constraint(
         "rotates",
         "takes a tile of one token: more are rotated once, by a kernel before",
-        lambda p, t, arch: t.tokens == 1 or not p.rotates,
+        lambda p, t, arch: t.tokens == 1 or p.rotates is None,
+    ),
+    Constraint(
+        "quantizes",
+        "takes a tile whose threads hold all columns in two pieces of 16 at most",
+        lambda p, t, arch: p.rotates in (None, p.x) or t.units * t.splits <= 8,
     ),
     CLUSTERS,
     Constraint(
@@ -168,8 +173,8 @@ def emit_codebook_stream(problem: CodebookProblem, tile: CodebookStreamTile, arc
 
 def _row_token(problem: CodebookProblem) -> str:
     group = 128 // problem.slots
-    factor = group_factor(group)
-    return f"qcut::RowToken<{problem.x.cpp}, Tile, {group}>(x, signs, k, units_pass, {factor})"
+    kind, source = "RowToken" if problem.rotates is problem.x else "QuantizedToken", problem.rotates or problem.x
+    return f"qcut::{kind}<{source.cpp}, Tile, {group}>(x, signs, k, units_pass, {group_factor(group)})"
 
 
 def decode_source(

@@ -111,8 +111,9 @@ def grid(tile: CodebookStreamWgmmaTile, n: int) -> Grid:
 def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgmmaTile, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` in order: m, n, units_k >= 1. ``x`` starts at a multiple of 16 bytes. D is stored in pieces of up to four elements that ``problem.alignment_n`` allows. ``x``, ``row_scale``
-    and the residual are read after the previous kernel's end; all other arguments may be read before.
+    Arguments are ``problem.params()`` in order: m, n, units_k >= 1. ``x`` starts at a multiple of 16 bytes. D is stored
+    in pieces of up to four elements that ``problem.alignment_n`` allows. ``x``, ``row_scale`` and the residual are read
+    after the previous kernel's end; all other arguments may be read before.
 
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight``
     for activations none and relu. 16-bit tokens: each weight ``value * norm`` is rounded once, to within ``2**-11`` of

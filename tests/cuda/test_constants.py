@@ -153,7 +153,7 @@ def test_codebook_operators_ask_for_what_was_promised(monkeypatch: pytest.Monkey
         units, operands = change(part.units), change(signs)
         gemm = CodebookGemm(torch.zeros(2, 1, 8, 64).half(), None, 4, units, part.packed_norms, None, *tail, constants)
         row = torch.randn(1, 128).half()
-        gemv = CodebookGemv(row, operands, 128, seeds, part.units, part.packed_norms, *tail, constants)
+        gemv = CodebookGemv(row, operands, 128, seeds, part.units, part.packed_norms, None, *tail, constants)
         rotate = RotateTokens(row, operands, "hadamard", 128, seeds, HALF, constants)
         return {
             "_product_plans": [lambda: codebook_cuda.codebook_gemm(gemm), lambda: codebook_cuda.codebook_gemv(gemv)],

@@ -110,7 +110,7 @@ def test_float_tokens_take_no_fold():
 REFUSALS = {
     "architecture": (INT8, PAIR, "sm_80"),
     "alignment_n": (replace(INT8, alignment_n=0), PAIR, ARCH),
-    "rotates": (replace(HALF, rotates=True), DEEP, ARCH),
+    "rotates": (replace(HALF, rotates=DType.F16), DEEP, ARCH),
     "tokens": (INT8, replace(PAIR, tokens=96), ARCH),
     "cluster": (INT8, replace(PAIR, cluster=4), ARCH),
     "splits": (INT8, replace(SPLIT, splits=3), ARCH),

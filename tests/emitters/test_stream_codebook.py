@@ -29,7 +29,8 @@ HALF = CodebookProblem()
 BRAIN = CodebookProblem(DType.BF16, 3, 4, Epilogue(DType.BF16, col_scale="per_channel", bias=True))
 INT8 = CodebookProblem(DType.S8, 2, 2, Epilogue(row_scale="per_token", col_scale="per_channel", residual=True))
 GELU = Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
-ROTATES = replace(HALF, rotates=True)
+ROTATES = replace(HALF, rotates=DType.F16)
+QUANTIZES = CodebookProblem(DType.S8, 4, 2, Epilogue(row_scale="per_token", col_scale="per_channel"), 8, DType.BF16)
 WIDE = CodebookStreamTile(1, 7, 32)
 SMALL = CodebookStreamTile(16, 2, 8, 2)
 CLUSTER = CodebookStreamTile(8, 9, 28, 1, 4)
@@ -52,7 +53,8 @@ SHAPES = (
 def mma_sources(arch: str) -> list[KernelSource]:
     """Kernels near their register limit, and one of each type of token."""
     tiles = [(HALF, WIDE), (replace(HALF, epilogue=GELU), CodebookStreamTile(8, 2, 32)), (HALF, SMALL)]
-    tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=True), CodebookStreamTile(1, 3, 10, 2))]
+    tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=DType.BF16), CodebookStreamTile(1, 3, 10, 2))]
+    tiles += [(QUANTIZES, WIDE), (replace(INT8, rotates=DType.F16), CodebookStreamTile(1, 3, 20, 4, 1))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookStreamTile(32, 1, 10)), (INT8, CodebookStreamTile(16, 2, 32))]
     if arch == "sm_90a":
         tiles += [(HALF, CLUSTER), (INT8, CodebookStreamTile(8, 4, 28, 2, 2))]
@@ -183,6 +185,7 @@ REFUSALS = {
     "prefetch": (HALF, replace(SMALL, prefetch=3), "sm_80"),
     "splits": (HALF, replace(SMALL, splits=3), "sm_90a"),
     "rotates": (ROTATES, SMALL, "sm_80"),
+    "quantizes": (QUANTIZES, CodebookStreamTile(1, 1, 4, 4, 4), "sm_90a"),
     "clusters": (HALF, CLUSTER, "sm_80"),
     "registers": (HALF, CodebookStreamTile(16, 1, 32), "sm_90a"),
     "shared_memory": (HALF, CodebookStreamTile(8, 12, 32), "sm_90a"),
@@ -234,8 +237,8 @@ def test_mma_binaries_hold_their_instructions(arch: str):
     for source, binary in zip(texts, build(*texts), strict=True):
         assert_fits(source, binary)
         names = instructions(binary.cubin)
-        multiply = {"s8x": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
-        kind = source.name.split(f"{arch.replace('_', '')}_")[1][:3]
+        multiply = {"s8": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
+        kind = source.name.split(f"{arch.replace('_', '')}_")[1][:3].rstrip("xh")
         assert {multiply[kind], "LDSM.16.M88.4", "PRMT"} <= names, source.name
         rotates = any(p.name == "signs" for p in source.params)
         assert ("SHFL.BFLY" in names) == rotates, source.name

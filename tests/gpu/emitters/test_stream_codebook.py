@@ -119,6 +119,10 @@ def problem_of(
     return CodebookProblem(x, bits, slots, epilogue, alignment)
 
 
+def prompt_problem(x: DType) -> CodebookProblem:
+    return problem_of(x, epilogue=EPILOGUES[0] if x is DType.F16 else PLAIN)
+
+
 def format_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
     for x in DTYPES:
         for bits, slots in FORMATS:

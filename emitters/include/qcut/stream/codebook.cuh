@@ -214,7 +214,7 @@ __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int 
 }
 
 // The kernel. units_k <= kSplits * kWarps * kUnits, m <= kTokens. The grid has a cluster for every kRowTiles tiles. x
-// is a BlockTokens or a RowToken.
+// is a BlockTokens, a RowToken or a QuantizedToken.
 template <class T, int kBits, int kSlots, class Tile, class E, class X>
 __device__ __forceinline__ void codebook_stream(X x, const char* units, const char* norms, const float* fold,
                                                 typename E::Out* d, int m, int n, int units_k, int ldd,
@@ -288,12 +288,12 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const int columns = min(Tile::kRows, n - col0);
   copy_floats<kThreads, Tile::kRows>(col_scale, args.col_scale_per_channel + col0, columns);
   copy_floats<kThreads, Tile::kRows>(bias, args.bias + col0, args.bias != nullptr ? columns : 0);
-  if constexpr (kIsInt8<T>) copy_floats<kThreads, Tile::kTokens>(row_scale, args.row_scale, m);
+  if constexpr (kIsInt8<T> && !X::kHasScale) copy_floats<kThreads, Tile::kTokens>(row_scale, args.row_scale, m);
   copy_async_commit();
   args.col_scale_per_channel = col_scale;
   args.bias = bias;
   args.row_scale = row_scale;
-  x.finish(regions);
+  x.finish(regions, cta_first, row_scale);
   __syncthreads();  // the table is complete
   copy_async_wait<1>();
   __syncwarp();
