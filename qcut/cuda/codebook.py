@@ -124,7 +124,7 @@ class Product(NamedTuple):
             activation=self.activation,
             residual=self.residual,
             alignment_n=alignment_of(self.n),
-            rotates=self.rotates and DTYPES[self.rotates],
+            rotates=None if self.rotates is None else DTYPES[self.rotates],
         )
 
     def spec(self, gpu: Target) -> LaunchSpec:

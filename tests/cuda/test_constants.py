@@ -205,8 +205,9 @@ def test_layers_promise(monkeypatch: pytest.MonkeyPatch) -> None:
         ("w8a8", int8, "_W8A8"),
         ("w8a16", int8, "_W8A16"),
         ("codebook4", codebook, "_GEMV"),
-        ("codebook4_int8", codebook, "_GEMM"),
-        ("codebook4_int8", rotations, "_ROTATE"),
+        ("codebook4_int8", codebook, "_GEMV"),
+        ("codebook4_g256_int8", codebook, "_GEMM"),
+        ("codebook4_g256_int8", rotations, "_ROTATE"),
     ):
         op, promised = getattr(module, name), []
 
@@ -217,5 +218,5 @@ def test_layers_promise(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, note)
         monkeypatch.setattr(codebook, "_has_kernels", lambda device: True)
         monkeypatch.setattr(rotations, "stream_state", lambda device: None)
-        Linear.from_float(torch.nn.Linear(128, 64), scheme)(torch.randn(1, 128).half())
+        Linear.from_float(torch.nn.Linear(256, 64), scheme)(torch.randn(1, 256).half())
         assert promised == [True], name

@@ -54,10 +54,14 @@ def mma_sources(arch: str) -> list[KernelSource]:
     """Kernels near their register limit, and one of each type of token."""
     tiles = [(HALF, WIDE), (replace(HALF, epilogue=GELU), CodebookStreamTile(8, 2, 32)), (HALF, SMALL)]
     tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=DType.BF16), CodebookStreamTile(1, 3, 10, 2))]
-    tiles += [(QUANTIZES, WIDE), (replace(INT8, rotates=DType.F16), CodebookStreamTile(1, 3, 20, 4, 1))]
+    tiles += [(QUANTIZES, WIDE), (replace(INT8, rotates=DType.F16), CodebookStreamTile(1, 3, 10, 2, 1))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookStreamTile(32, 1, 10)), (INT8, CodebookStreamTile(16, 2, 32))]
     if arch == "sm_90a":
-        tiles += [(HALF, CLUSTER), (INT8, CodebookStreamTile(8, 4, 28, 2, 2))]
+        tiles += [
+            (HALF, CLUSTER),
+            (INT8, CodebookStreamTile(8, 4, 28, 2, 2)),
+            (QUANTIZES, CodebookStreamTile(1, 9, 28, 1, 8)),
+        ]
     return [emit_codebook_stream(problem, tile, arch) for problem, tile in tiles]
 
 

@@ -231,7 +231,7 @@ def test_what_one_token_kernels_rotate():
         (3, [], errors.ConfigError, "no seed; allowed: one for each pass"),
         (3, [1], errors.ShapeError, "operands has shape"),
         (4, torch.zeros(8, 4, 768, dtype=torch.uint8), errors.ShapeError, "units has shape"),
-        (6, torch.zeros(79), errors.ShapeError, r"fold has shape .*; allowed: \[80\]"),
+        (6, torch.zeros(79), errors.ShapeError, r"fold has shape .*; allowed: \[128\]"),
         (9, torch.zeros(71), errors.ShapeError, "bias has shape"),
     ],
 )
