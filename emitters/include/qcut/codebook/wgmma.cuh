@@ -49,7 +49,8 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
                                                 const typename E::Args& args, uint32_t base) {
   using Acc = typename T::Acc;
   using Stage = typename T::Stage;
-  using Decoder = typename Either<T::kHasTables, PromptTableDecoder<T>, PromptDecoder<T>>::Type;
+  using HalfDecoder = typename Either<T::kPairs, PromptPairDecoder<T>, PromptDecoder<T>>::Type;
+  using Decoder = typename Either<T::kHasTables, PromptTableDecoder<T>, HalfDecoder>::Type;
   constexpr int kSteps = Decoder::kSteps;
   constexpr int kBatch = kSteps / 2;  // products whose weights are decoded together, to hide latencies
   constexpr int kLeadBarrier = 1, kGroupBarrier = 2;
@@ -57,7 +58,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
   const int warp = keep(threadIdx.x / 32);
   const int group = warp / 4;
   const uint32_t staging = base + T::kStaging + group * (T::kBuffers * Stage::kBytes);
-  const unsigned long long tokens0 = wgmma_descriptor(base);
+  const unsigned long long tokens0 = wgmma_descriptor(base + T::kFirstStage);
 
   const uint32_t empty = T::kCluster > 1 ? map_to_rank(base + T::kEmpty, lane % T::kCluster) : base + T::kEmpty;
   const auto release = [&](int stage) {
@@ -224,6 +225,7 @@ __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units,
     }
     barrier_init_fence();
   }
+  if constexpr (T::kPairs) fill_pair_table<T::kWarps + 4>(shared, book);
   if constexpr (T::kCluster > 1) {
     cluster_arrive();
     cluster_wait();

@@ -25,30 +25,6 @@
 
 namespace qcut {
 
-// Fills a PairTable; a barrier must follow. All warps of the CTA take the same branches. PRMT chooses each lane's
-// value, because an index that depends on the lane would put the book into local memory.
-template <int kWarps>
-__device__ __forceinline__ void fill_pair_table(char* table, const Book& book) {
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const uint32_t inside = 0x10 + 0x22 * (lane % 4);
-  const uint32_t upper4 = lane & 4 ? 0x54 : 0x10;
-  const uint32_t upper8 = lane & 8 ? 0x54 : 0x10;
-  uint32_t quarter[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) quarter[i] = __byte_perm(book.w[2 * i], book.w[2 * i + 1], inside);
-  const uint32_t lower = __byte_perm(quarter[0], quarter[1], upper4);
-  const uint32_t upper = __byte_perm(quarter[2], quarter[3], upper4);
-  const uint32_t mine = __byte_perm(lower, upper, upper8) & 0xffffu;  // value lane % 16
-#pragma unroll 8
-  for (int i = 0; i < 256; i += kWarps) {
-    const int v = min(i + warp, 255);
-    const uint32_t first = __shfl_sync(0xffffffffu, mine, v & 15);
-    const uint32_t second = __shfl_sync(0xffffffffu, mine, v >> 4);
-    *reinterpret_cast<uint32_t*>(table + 256 * v + 4 * lane) = first | second << 16;
-  }
-}
-
 __device__ __forceinline__ void store_shared_4_if(uint32_t shared, uint32_t w, bool wanted) {
   const int stored = wanted;
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p st.shared.u32 [%0], %1;\n\t}" ::"r"(shared), "r"(w),
