@@ -189,16 +189,15 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
   const uint32_t empty = base + Shared::kEmpty;
   const int m8 = (m + 7) / 8;
   const auto copy_tokens = [&](int unit, int stage) {
-    // Blocks of K follow one another: one copy, unless this CTA takes a part of their tokens.
-    const int copies = m8 == all8 ? 1 : Shared::kBlocks;
     const int bytes = 1024 * Shared::kBlocks * m8;
     const char* from = x + (static_cast<long long>(first + unit) * Shared::kBlocks * all8 + token0 / 8) * 1024;
-    uint32_t to = base + Shared::kStaged + stage * Shared::kStageBytes;
+    const uint32_t to = base + Shared::kStaged + stage * Shared::kStageBytes;
     barrier_expect(full + 8 * stage, bytes);
-    for (int i = 0; i < copies; ++i) {
-      copy_bulk(to, from, bytes / copies, full + 8 * stage);
-      from += 1024 * all8;
-      to += 1024 * m8;
+    if (Shared::kBlocks == 1 || m8 == all8) {  // blocks of K follow one another
+      copy_bulk(to, from, bytes, full + 8 * stage);
+    } else {
+      copy_bulk(to, from, 1024 * m8, full + 8 * stage);
+      copy_bulk(to + 1024 * m8, from + 1024 * all8, 1024 * m8, full + 8 * stage);
     }
   };
   if (threadIdx.x == 0) {
