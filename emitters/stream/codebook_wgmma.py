@@ -35,6 +35,7 @@ class CodebookStreamWgmmaTile:
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
         stages: units whose tokens shared memory holds at once.
         prefetch: units of weights that a warp has in flight.
+        alone: as of `qcut.emitters.stream.codebook.CodebookStreamTile`.
     """
 
     tokens: int
@@ -42,11 +43,12 @@ class CodebookStreamWgmmaTile:
     splits: int
     stages: int
     prefetch: int
+    alone: bool = False
 
     @property
     def name(self) -> str:
-        """``t{tokens}_g{groups}_k{splits}_s{stages}_p{prefetch}``."""
-        return f"t{self.tokens}_g{self.groups}_k{self.splits}_s{self.stages}_p{self.prefetch}"
+        """``t{tokens}_g{groups}_k{splits}_s{stages}_p{prefetch}``, and ``_a`` if alone."""
+        return f"t{self.tokens}_g{self.groups}_k{self.splits}_s{self.stages}_p{self.prefetch}" + "_a" * self.alone
 
 
 def _register_limit(tile: CodebookStreamWgmmaTile) -> int:
@@ -141,4 +143,5 @@ def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgm
         block=128 * tile.groups,
         smem_bytes=smem_bytes(problem, tile),
         cluster=tile.splits,
+        alone=tile.alone,
     )
