@@ -44,6 +44,7 @@ class CodebookWgmmaTile:
         splits: CTAs, one cluster, that share K: 1, 2, 4 or 8.
         lead: units that one warpgroup is ahead of the other, which hides the writing of D; less than ``stages``.
         pairs: whether 16-bit weights are decoded by a table of pairs in shared memory.
+        fine: as of `qcut.emitters.stream.codebook_wgmma.CodebookStreamWgmmaTile`.
     """
 
     tokens: int = 256
@@ -52,12 +53,17 @@ class CodebookWgmmaTile:
     splits: int = 1
     lead: int = 1
     pairs: bool = False
+    fine: bool = False
 
     @property
     def name(self) -> str:
-        """``{rows}x{tokens}_c{cluster}_s{stages}_l{lead}``, ``_k{splits}`` where K is split, ``_t`` with a table."""
+        """``{rows}x{tokens}_c{cluster}_s{stages}_l{lead}``, ``_k{splits}`` if split, ``_t`` with pairs, ``_f`` if fine."""
         splits = f"_k{self.splits}" if self.splits > 1 else ""
-        return f"{ROWS}x{self.tokens}_c{self.cluster}_s{self.stages}_l{self.lead}{splits}" + "_t" * self.pairs
+        return (
+            f"{ROWS}x{self.tokens}_c{self.cluster}_s{self.stages}_l{self.lead}{splits}"
+            + "_t" * self.pairs
+            + "_f" * self.fine
+        )
 
 
 def stage_bytes(problem: CodebookProblem, tokens: int) -> int:
@@ -190,7 +196,7 @@ def emit_codebook_wgmma(problem: CodebookProblem, tile: CodebookWgmmaTile, arch:
         arch,
         params,
         f"using Tile = qcut::WgmmaTile<{problem.x.cpp}, {', '.join(map(str, shape))}, {buffers(problem, tile)}, "
-        f"{flag(tile.pairs)}>;",
+        f"{flag(tile.pairs)}, {flag(tile.fine)}>;",
         *problem.epilogue.statements(params),
         BOOK,
         f"qcut::codebook_wgmma<Tile, Epilogue, {align_d}>(x, units, norms, {problem.fold}, d, m, n, "

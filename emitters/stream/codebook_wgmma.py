@@ -15,6 +15,7 @@ from qcut.emitters.core.constraints import SPLITS, Constraint, check
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.text import flag
 from qcut.emitters.stream.codebook import PAIR_TABLE_BYTES, ROW_TILE, decode_source
 
 FAMILY = "codebook_stream_wgmma"
@@ -35,6 +36,8 @@ class CodebookStreamWgmmaTile:
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
         stages: units whose tokens shared memory holds at once.
         prefetch: units of weights that a warp has in flight.
+        fine: whether each product follows the decoding of its weights; else weights of half a unit are decoded, then
+            multiplied, which takes several warpgroups to keep the tensor core busy.
         alone: as of `qcut.emitters.stream.codebook.CodebookStreamTile`.
     """
 
@@ -43,12 +46,14 @@ class CodebookStreamWgmmaTile:
     splits: int
     stages: int
     prefetch: int
+    fine: bool = False
     alone: bool = False
 
     @property
     def name(self) -> str:
-        """``t{tokens}_g{groups}_k{splits}_s{stages}_p{prefetch}``, and ``_a`` if alone."""
-        return f"t{self.tokens}_g{self.groups}_k{self.splits}_s{self.stages}_p{self.prefetch}" + "_a" * self.alone
+        """``t{tokens}_g{groups}_k{splits}_s{stages}_p{prefetch}``, ``_f`` if fine, and ``_a`` if alone."""
+        sizes = f"t{self.tokens}_g{self.groups}_k{self.splits}_s{self.stages}_p{self.prefetch}"
+        return sizes + "_f" * self.fine + "_a" * self.alone
 
 
 def _register_limit(tile: CodebookStreamWgmmaTile) -> int:
@@ -59,7 +64,7 @@ def registers(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     """Estimate a thread's registers: accumulators, two halves of a decoded unit, weights in flight, and the rest."""
     int8 = problem.x is DType.S8
     weights = tile.prefetch * (2 * problem.bits + problem.slots)
-    return tile.tokens // 2 + (16 if int8 else 32) + weights + (32 if int8 else 21)
+    return tile.tokens // 2 + (16 if int8 or tile.fine else 32) + weights + (32 if int8 else 21)
 
 
 CONSTRAINTS = (
@@ -130,7 +135,7 @@ def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgm
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch)
+    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch, flag(tile.fine))
     return decode_source(
         name,
         problem,

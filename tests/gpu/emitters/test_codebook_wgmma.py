@@ -41,14 +41,14 @@ TILES = (
     CodebookWgmmaTile(128, 3, 1, splits=2),
     CodebookWgmmaTile(256, 2, 1, splits=8),
     CodebookWgmmaTile(96, 4, 1, lead=2),
-    CodebookWgmmaTile(160, 3, 2, lead=1),
+    CodebookWgmmaTile(160, 3, 2, lead=1, fine=True),
     CodebookWgmmaTile(192, 3, 1, splits=2),
 )
 PAIRS = (
-    CodebookWgmmaTile(64, 5, 1, lead=4, pairs=True),
+    CodebookWgmmaTile(64, 5, 1, lead=4, pairs=True, fine=True),
     CodebookWgmmaTile(96, 3, 1, splits=4, pairs=True),
     CodebookWgmmaTile(160, 3, 2, lead=1, pairs=True),
-    CodebookWgmmaTile(256, 2, 2, lead=1, pairs=True),
+    CodebookWgmmaTile(256, 2, 2, lead=1, pairs=True, fine=True),
 )
 """Tiles with a table of pairs, for 16-bit tokens."""
 CASES = [(problem, tile) for problem in (INT8, HALF) for tile in TILES] + [(HALF, tile) for tile in PAIRS]

@@ -56,10 +56,10 @@ TILES: tuple[Tile, ...] = (
     CodebookStreamWgmmaTile(32, 3, 4, 8, 4),
     CodebookStreamWgmmaTile(64, 4, 2, 8, 4),
     CodebookStreamWgmmaTile(64, 5, 8, 4, 1),
-    CodebookStreamWgmmaTile(96, 1, 4, 4, 2),
+    CodebookStreamWgmmaTile(96, 1, 4, 4, 2, fine=True),
     CodebookStreamWgmmaTile(128, 3, 2, 3, 4),
     CodebookStreamWgmmaTile(160, 2, 1, 3, 4),
-    CodebookStreamWgmmaTile(192, 1, 8, 3, 4),
+    CodebookStreamWgmmaTile(192, 1, 8, 3, 4, fine=True),
 )
 MMA = CodebookStreamTile(16, 2, 4, 2, 1, 1)
 ROUNDS = CodebookRoundsTile(16, 2, 4, 2)
@@ -68,9 +68,9 @@ EACH = (MMA, ROUNDS, WGMMA)
 """One tile of each family."""
 PROMPT_TILES = (
     CodebookStreamWgmmaTile(64, 2, 2, 6, 4),
-    CodebookStreamWgmmaTile(96, 1, 4, 4, 2),
+    CodebookStreamWgmmaTile(96, 1, 4, 4, 2, fine=True),
     CodebookStreamWgmmaTile(128, 3, 1, 3, 4),
-    CodebookStreamWgmmaTile(192, 2, 2, 3, 2),
+    CodebookStreamWgmmaTile(192, 2, 2, 3, 2, fine=True),
 )
 """Tiles that a prompt is divided into."""
 FORMATS = ((2, 4), (3, 2), (4, 1))

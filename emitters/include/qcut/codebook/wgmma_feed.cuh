@@ -14,7 +14,7 @@ __device__ __forceinline__ int keep(int v) { return __shfl_xor_sync(0xffffffffu,
 
 // The tile of emitters/codebook/wgmma.py and its shared memory: tokens and tables of all stages, staging, barriers.
 template <class X_, int kBits_, int kSlots_, int kTokens_, int kStages_, int kLead_, int kCluster_, int kSplits_,
-          int kBuffers_, bool kPairs_>
+          int kBuffers_, bool kPairs_, bool kFine_>
 struct WgmmaTile {
   using X = X_;
   using Product = Wgmma<X, kTokens_>;
@@ -32,6 +32,7 @@ struct WgmmaTile {
   static constexpr int kRounds = kTokens / 16;
 
   static constexpr int kTokenBytes = 128 * kBlocks * kTokens;
+  static constexpr bool kFine = kFine_;    // whether each product follows the decoding of its weights
   static constexpr bool kPairs = kPairs_;  // whether a PairTable lies before the stages
   static constexpr int kFirstStage = kPairs ? PairTable::kBytes : 0;
   static constexpr int kTables = kFirstStage + kStages * kTokenBytes;

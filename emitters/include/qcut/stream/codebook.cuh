@@ -170,7 +170,7 @@ struct UnitProduct<int8_t, Values> {
 #pragma unroll
       for (int i = s * kSteps; i < (s + 1) * kSteps; ++i) {
         uint32_t a[4];
-        decode_s8(a, unit.words.word(2 * i), unit.words.word(2 * i + 1), row, row8);
+        decode_s8<(kTokenTiles > 1)>(a, unit.words.word(2 * i), unit.words.word(2 * i + 1), row, row8);
 #pragma unroll
         for (int j = 0; j < kTokenTiles; ++j) mma_s8(sum[j], a, b[j][2 * i], b[j][2 * i + 1]);
       }
@@ -249,7 +249,9 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
     if (lane == 31) prefetch_l2(next_norms);
   }
   x.begin(cta_first, units_k);
+#ifndef QCUT_LATE
   launch_dependents();
+#endif
   if constexpr (Tile::kSplits > 1) cluster_arrive_relaxed();
   if constexpr (!kIsInt8<T>) fill_pair_table<Tile::kWarps>(shared, book);
 
@@ -311,6 +313,9 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
     }
   }
 
+#ifdef QCUT_LATE
+  launch_dependents();
+#endif
   copy_async_wait<0>();
   __syncthreads();
   const auto sum_of_warps = [&](int token, int row) {
