@@ -175,7 +175,7 @@ def _book(layer: Any, tokens: torch.dtype) -> tuple[int, ...]:
     return codebook_numerics.pack_book(layer.codebook, torch.float16 if tokens is torch.int8 else tokens)
 
 
-def codebook_problem(layer: Any, bias: bool, rotates: bool = False) -> Any:
+def codebook_problem(layer: Any, bias: bool, rotates: DType | None = None) -> Any:
     """Return the problem of a layer's product on float16 tokens, rotated by the kernel or beforehand."""
     x = DType.S8 if layer.scheme.activation == "int8" else DType.F16
     slots, alignment = layer.packed_norms.shape[2], dispatch.alignment_of(layer.out_features)
@@ -229,7 +229,7 @@ def kernel_name(layer: Any, m: int, *, whole: bool) -> str:
     if layer.scheme.name == "w8a16":
         w8a16 = w8a16_problem(n, k, whole)
         return dispatch.emit(dispatch.select_w8a16(w8a16, m_bucket(m), n, k, gpu), w8a16, gpu.arch).name
-    problem = codebook_problem(layer, whole, whole and m == 1 and layer._rotates_one)
+    problem = codebook_problem(layer, whole, DType.F16 if whole and m == 1 and layer._rotates_one else None)
     choice = codebook_dispatch.select(problem, codebook_dispatch.bucket(m), n, layer.units.shape[1], gpu)
     return codebook_dispatch.emit(choice, problem, gpu.arch).name
 

@@ -121,7 +121,7 @@ CODEBOOK_STREAM_WGMMA: Family[CodebookProblem, CodebookStreamWgmmaTile] = Family
     CodebookStreamWgmmaTile,
     codebook_stream_wgmma.validate,
     codebook_stream_wgmma.emit_codebook_stream_wgmma,
-    grid=lambda tile, n, sm_count: Grid(tile.tokens, codebook_stream_wgmma.grid(tile, 1, n)),
+    grid=lambda tile, n, sm_count: codebook_stream_wgmma.grid(tile, n),
     threads=lambda tile: 128 * tile.groups,
     smem_bytes=codebook_stream_wgmma.smem_bytes,
 )

@@ -27,8 +27,9 @@ class CodebookProblem:
         slots: norms of a unit's row, 1, 2 or 4: one for each 128, 64 or 32 columns.
         epilogue: f16, bf16 or f32 output with per-channel scale; a row scale with s8 alone.
         alignment_n: elements that divide D's rows: its address, its leading dimension and n.
-        rotates: whether x is one token as the model stores it, which the kernel rotates itself in Hadamard groups of a
-            slot's columns, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` does.
+        rotates: type of one token as the model stores it, f16 or bf16, which the kernel itself rotates in Hadamard
+            groups of a slot's columns, and quantizes if ``x`` is s8, bitwise as
+            `qcut.emitters.codebook.rotate.RotateTokens` does; None: tokens were rotated before.
     """
 
     x: DType = DType.F16
@@ -36,7 +37,7 @@ class CodebookProblem:
     slots: int = 1
     epilogue: Epilogue = field(default_factory=lambda: Epilogue(col_scale="per_channel"))
     alignment_n: int = 8
-    rotates: bool = False
+    rotates: DType | None = None
 
     def __post_init__(self) -> None:
         e = self.epilogue
@@ -49,15 +50,20 @@ class CodebookProblem:
             (e.col_scale == "per_channel", "the epilogue scales each channel"),
             (e.zero_point == "none", "tokens have no zero point"),
             (e.row_scale == wanted, f"row_scale is {e.row_scale}; {self.x.value} tokens take {wanted}"),
-            (not (self.rotates and self.x is DType.S8), "int8 takes the whole row's largest magnitude: rotate before"),
+            (
+                self.rotates in ((None, DType.F16, DType.BF16) if self.x is DType.S8 else (None, self.x)),
+                f"rotates {self.rotates and self.rotates.value}; allowed: 16-bit floats, those of 16-bit tokens alone",
+            ),
         ):
             if not holds:
                 raise EmitError(f"codebook problem: {reason}")
 
     @property
     def name(self) -> str:
-        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``, with ``h`` after x if the kernel rotates."""
-        x = self.x.value + "h" * self.rotates
+        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``; ``h`` or ``h{rotates}`` after x if the kernel rotates."""
+        x = self.x.value
+        if self.rotates is not None:
+            x += "h" if self.rotates is self.x else f"h{self.rotates.value}"
         return f"{x}xc{self.bits}s{self.slots}_{self.epilogue.name}_n{self.alignment_n}"
 
     def params(self) -> tuple[Param, ...]:
@@ -66,13 +72,15 @@ class CodebookProblem:
         ``x``: token blocks; if the kernel rotates, k elements that start at a multiple of 16 bytes, and ``signs`` of
         `qcut.codebooks.tokens.operands`. ``units``, ``norms``: the weight. ``fold``: float32 for each padded row (s8
         tokens alone). ``d``: row-major, rows ``ldd`` elements apart. ``units_k``: units along K; if the kernel rotates,
-        ``units_pass`` of them belong to a pass. The codebook and the epilogue's arguments follow.
+        ``units_pass`` of them belong to a pass. The codebook and the epilogue's arguments follow, without ``row_scale``
+        if the kernel quantizes.
         """
         fold = (Param("fold", "ptr", "const float*"),) if self.x is DType.S8 else ()
-        signs = (Param("signs", "ptr", "const uint32_t*"),) if self.rotates else ()
-        row = (Param("k", "i32"), Param("units_pass", "i32")) if self.rotates else ()
+        rotates = self.rotates is not None
+        signs = (Param("signs", "ptr", "const uint32_t*"),) if rotates else ()
+        row = (Param("k", "i32"), Param("units_pass", "i32")) if rotates else ()
         return (
-            Param("x", "ptr", f"const {self.x.cpp}*" if self.rotates else "const char*"),
+            Param("x", "ptr", "const char*" if self.rotates is None else f"const {self.rotates.cpp}*"),
             *signs,
             Param("units", "ptr", "const char*"),
             Param("norms", "ptr", "const char*"),
@@ -84,7 +92,7 @@ class CodebookProblem:
             *row,
             Param("ldd", "i32"),
             *BOOK_PARAMS,
-            *self.epilogue.params(),
+            *(param for param in self.epilogue.params() if not (rotates and param.name == "row_scale")),
         )
 
     @property
@@ -96,6 +104,6 @@ class CodebookProblem:
 BOOK = f"const qcut::Book book{{{{{', '.join(f'static_cast<uint32_t>({word.name})' for word in BOOK_PARAMS)}}}}};"
 """The statement that gathers `BOOK_PARAMS`."""
 ROTATED_BEFORE = Constraint(
-    "rotates", "is False: tokens are rotated before", lambda problem, tile, arch: not problem.rotates
+    "rotates", "is None: tokens are rotated before", lambda problem, tile, arch: problem.rotates is None
 )
 """Of families that take token blocks alone."""

@@ -16,13 +16,16 @@ from qcut.emitters.core.constraints import Constraint, check, holds
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.core.text import flag, include, kernel_source
 
 FAMILY = "codebook_wgmma"
 THREADS = 384
 """Two warpgroups that multiply and one that fetches."""
 ROWS = 128
 """Channels of a CTA's tile."""
+TOKENS = (64, 96, 128, 160, 192, 256)
+"""Tokens of a CTA's tile."""
+PAIR_TABLE_BYTES = 65_536
 _SMEM_BYTES = architecture("sm_90a").smem_bytes
 _STAGED_BYTES = 16 * 4 * (64 + 8)  # 16 tokens of 64 channels, padded: PaddedStage<64> of epilogue.cuh
 _BUFFERS = (4, 2, 1)
@@ -35,11 +38,13 @@ class CodebookWgmmaTile:
     """How one kernel divides the problem.
 
     Attributes:
-        tokens: tokens of a CTA's tile: 64, 128 or 256.
+        tokens: tokens of a CTA's tile, one of `TOKENS`.
         stages: units of K in shared memory.
         cluster: CTAs along N that share their tokens, 1 or 2.
         splits: CTAs, one cluster, that share K: 1, 2, 4 or 8.
         lead: units that one warpgroup is ahead of the other, which hides the writing of D; less than ``stages``.
+        pairs: whether 16-bit weights are decoded by a table of pairs in shared memory.
+        fine: as of `qcut.emitters.stream.codebook_wgmma.CodebookStreamWgmmaTile`.
     """
 
     tokens: int = 256
@@ -47,12 +52,18 @@ class CodebookWgmmaTile:
     cluster: int = 2
     splits: int = 1
     lead: int = 1
+    pairs: bool = False
+    fine: bool = False
 
     @property
     def name(self) -> str:
-        """``{rows}x{tokens}_c{cluster}_s{stages}_l{lead}``, and ``_k{splits}`` where K is split."""
+        """``{rows}x{tokens}_c{cluster}_s{stages}_l{lead}``, ``_k{splits}`` if split, ``_t`` with pairs, ``_f`` if fine."""
         splits = f"_k{self.splits}" if self.splits > 1 else ""
-        return f"{ROWS}x{self.tokens}_c{self.cluster}_s{self.stages}_l{self.lead}{splits}"
+        return (
+            f"{ROWS}x{self.tokens}_c{self.cluster}_s{self.stages}_l{self.lead}{splits}"
+            + "_t" * self.pairs
+            + "_f" * self.fine
+        )
 
 
 def stage_bytes(problem: CodebookProblem, tokens: int) -> int:
@@ -75,9 +86,10 @@ def smem_bytes(problem: CodebookProblem, tile: CodebookWgmmaTile) -> int:
 
 
 def _operand_bytes(problem: CodebookProblem, tile: CodebookWgmmaTile) -> int:
-    """Stages, or the sums that take their place, and the barriers of each stage."""
+    """Table and stages, or the sums that take their place, and the barriers of each stage."""
     sums = 2 * (tile.tokens // 16) * _STAGED_BYTES if tile.splits > 1 else 0
-    return max(tile.stages * stage_bytes(problem, tile.tokens), sums) + _barrier_bytes(problem) * tile.stages
+    operands = PAIR_TABLE_BYTES * tile.pairs + tile.stages * stage_bytes(problem, tile.tokens)
+    return max(operands, sums) + _barrier_bytes(problem) * tile.stages
 
 
 def _barrier_bytes(problem: CodebookProblem) -> int:
@@ -89,7 +101,7 @@ CONSTRAINTS = (
     Constraint("architecture", "is sm_90a: wgmma and its clusters", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     ROTATED_BEFORE,
-    Constraint("tokens", "are 64, 128 or 256", lambda p, t, arch: t.tokens in (64, 128, 256)),
+    Constraint("tokens", f"are one of {TOKENS}", lambda p, t, arch: t.tokens in TOKENS),
     Constraint("cluster", "is 1 or 2", lambda p, t, arch: t.cluster in (1, 2)),
     Constraint("splits", "are 1, 2, 4 or 8: a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)),
     Constraint(
@@ -97,6 +109,7 @@ CONSTRAINTS = (
         "shares tokens or K: cluster or splits are 1",
         lambda p, t, arch: t.cluster == 1 or t.splits == 1,
     ),
+    Constraint("pairs", "are of 16-bit values", lambda p, t, arch: not (t.pairs and p.x is DType.S8)),
     Constraint("stages", "are at least 2: one to read and one to fill", lambda p, t, arch: t.stages >= 2),
     Constraint(
         "lead",
@@ -141,15 +154,17 @@ def default_tiles(problem: CodebookProblem) -> tuple[CodebookWgmmaTile, ...]:
     return tuple(tile for tile in tiles if holds(CONSTRAINTS, problem, tile, "sm_90a"))
 
 
-def _deepest(problem: CodebookProblem, tokens: int, cluster: int, splits: int) -> CodebookWgmmaTile:
+def _deepest(
+    problem: CodebookProblem, tokens: int, cluster: int, splits: int, pairs: bool = False
+) -> CodebookWgmmaTile:
     enough, most = _STAGES
     stages = 0
     for count in (0,) if splits > 1 else _BUFFERS:
-        free = _SMEM_BYTES - 2 * count * _STAGED_BYTES
+        free = _SMEM_BYTES - 2 * count * _STAGED_BYTES - PAIR_TABLE_BYTES * pairs
         stages = min(free // (stage_bytes(problem, tokens) + _barrier_bytes(problem)), most)
         if stages >= enough:
             break
-    return CodebookWgmmaTile(tokens, stages, cluster, splits, lead=max(1, stages // 2))
+    return CodebookWgmmaTile(tokens, stages, cluster, splits, max(1, stages // 2), pairs)
 
 
 def emit_codebook_wgmma(problem: CodebookProblem, tile: CodebookWgmmaTile, arch: str) -> KernelSource:
@@ -180,7 +195,8 @@ def emit_codebook_wgmma(problem: CodebookProblem, tile: CodebookWgmmaTile, arch:
         name,
         arch,
         params,
-        f"using Tile = qcut::WgmmaTile<{problem.x.cpp}, {', '.join(map(str, shape))}, {buffers(problem, tile)}>;",
+        f"using Tile = qcut::WgmmaTile<{problem.x.cpp}, {', '.join(map(str, shape))}, {buffers(problem, tile)}, "
+        f"{flag(tile.pairs)}, {flag(tile.fine)}>;",
         *problem.epilogue.statements(params),
         BOOK,
         f"qcut::codebook_wgmma<Tile, Epilogue, {align_d}>(x, units, norms, {problem.fold}, d, m, n, "

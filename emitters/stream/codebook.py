@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from qcut.emitters.codebook.problem import BOOK, CodebookProblem
 from qcut.emitters.codebook.rotate import group_factor
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
@@ -33,6 +34,8 @@ class CodebookStreamTile:
         units: units of 128 columns of every row tile that a warp multiplies.
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
         prefetch: row tiles whose units a warp has in flight.
+        alone: whether a CTA has its multiprocessor to itself. Where several fit, the CTAs of the next kernel, which
+            start early, would come beside busy ones instead of on idle multiprocessors.
     """
 
     tokens: int
@@ -41,11 +44,13 @@ class CodebookStreamTile:
     units: int = 1
     splits: int = 1
     prefetch: int = 1
+    alone: bool = False
 
     @property
     def name(self) -> str:
-        """``t{tokens}_r{row_tiles}_w{warps}_u{units}_k{splits}_p{prefetch}``."""
-        return f"t{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_k{self.splits}_p{self.prefetch}"
+        """``t{tokens}_r{row_tiles}_w{warps}_u{units}_k{splits}_p{prefetch}``, and ``_a`` if alone."""
+        sizes = f"t{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_k{self.splits}_p{self.prefetch}"
+        return sizes + "_a" * self.alone
 
     @property
     def capacity(self) -> int:
@@ -98,7 +103,12 @@ CONSTRAINTS = (
     Constraint(
         "rotates",
         "takes a tile of one token: more are rotated once, by a kernel before",
-        lambda p, t, arch: t.tokens == 1 or not p.rotates,
+        lambda p, t, arch: t.tokens == 1 or p.rotates is None,
+    ),
+    Constraint(
+        "quantizes",
+        "takes a tile whose threads hold all columns in two pieces of 16 at most",
+        lambda p, t, arch: p.rotates in (None, p.x) or t.units * t.splits <= 8,
     ),
     CLUSTERS,
     Constraint(
@@ -163,13 +173,14 @@ def emit_codebook_stream(problem: CodebookProblem, tile: CodebookStreamTile, arc
         block=32 * tile.warps,
         smem_bytes=smem_bytes(problem, tile),
         cluster=tile.splits,
+        alone=tile.alone,
     )
 
 
 def _row_token(problem: CodebookProblem) -> str:
     group = 128 // problem.slots
-    factor = group_factor(group)
-    return f"qcut::RowToken<{problem.x.cpp}, Tile, {group}>(x, signs, k, units_pass, {factor})"
+    kind, source = "RowToken" if problem.rotates is problem.x else "QuantizedToken", problem.rotates or problem.x
+    return f"qcut::{kind}<{source.cpp}, Tile, {group}>(x, signs, k, units_pass, {group_factor(group)})"
 
 
 def decode_source(
@@ -188,6 +199,7 @@ def decode_source(
     smem_bytes: int,
     cluster: int = 1,
     ctas_per_sm: int = 1,
+    alone: bool = False,
 ) -> KernelSource:
     """Emit a kernel of few tokens with codebook weights that calls ``qcut::{function}`` of ``stream/{header}.cuh``.
 
@@ -206,6 +218,7 @@ def decode_source(
         smem_bytes: dynamic shared memory per CTA.
         cluster: CTAs that share K.
         ctas_per_sm: CTAs of a multiprocessor that the compiler keeps registers for.
+        alone: whether a CTA asks for more than half of a multiprocessor's shared memory, whatever it uses.
     """
     x, params = problem.x.cpp, problem.params()
     return kernel_source(
@@ -222,6 +235,6 @@ def decode_source(
         block=block,
         ctas_per_sm=ctas_per_sm,
         waits=True,
-        smem_bytes=smem_bytes,
+        smem_bytes=max(smem_bytes, architecture(arch).sm_smem_bytes // 2) if alone else smem_bytes,
         cluster=cluster,
     )

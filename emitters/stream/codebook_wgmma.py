@@ -1,4 +1,4 @@
-"""Products of 8 to 64 rotated tokens with codebook weights on ``wgmma``: decode with batches, sm_90a.
+"""Products of some hundred rotated tokens with codebook weights on ``wgmma``: decode with batches, sm_90a.
 
 Device code: ``include/qcut/stream/codebook_wgmma.cuh``. Decoded weights, multiplied by their norms, are the operand in
 registers; bulk copies bring the tokens to shared memory. The CTAs of a cluster divide K. One kernel serves all K.
@@ -12,14 +12,18 @@ from math import gcd
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import SPLITS, Constraint, check
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
-from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.text import flag
 from qcut.emitters.stream.codebook import PAIR_TABLE_BYTES, ROW_TILE, decode_source
 
 FAMILY = "codebook_stream_wgmma"
 _SMEM_BYTES = architecture("sm_90a").smem_bytes
 GROUP_ROWS = 4 * ROW_TILE
 """Rows of a warpgroup."""
+TOKENS = (8, 16, 32, 64, 96, 128, 160, 192)
+"""Tokens of a CTA to choose from."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,14 @@ class CodebookStreamWgmmaTile:
     """How a CTA and its cluster share a product.
 
     Attributes:
-        tokens: the most tokens of a launch: 8, 16, 32 or 64.
+        tokens: tokens of a CTA, one of `TOKENS`.
         groups: warpgroups of a CTA, 64 rows each.
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
         stages: units whose tokens shared memory holds at once.
         prefetch: units of weights that a warp has in flight.
+        fine: whether each product follows the decoding of its weights; else weights of half a unit are decoded, then
+            multiplied, which takes several warpgroups to keep the tensor core busy.
+        alone: as of `qcut.emitters.stream.codebook.CodebookStreamTile`.
     """
 
     tokens: int
@@ -39,11 +46,14 @@ class CodebookStreamWgmmaTile:
     splits: int
     stages: int
     prefetch: int
+    fine: bool = False
+    alone: bool = False
 
     @property
     def name(self) -> str:
-        """``t{tokens}_g{groups}_k{splits}_s{stages}_p{prefetch}``."""
-        return f"t{self.tokens}_g{self.groups}_k{self.splits}_s{self.stages}_p{self.prefetch}"
+        """``t{tokens}_g{groups}_k{splits}_s{stages}_p{prefetch}``, ``_f`` if fine, and ``_a`` if alone."""
+        sizes = f"t{self.tokens}_g{self.groups}_k{self.splits}_s{self.stages}_p{self.prefetch}"
+        return sizes + "_f" * self.fine + "_a" * self.alone
 
 
 def _register_limit(tile: CodebookStreamWgmmaTile) -> int:
@@ -54,14 +64,14 @@ def registers(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     """Estimate a thread's registers: accumulators, two halves of a decoded unit, weights in flight, and the rest."""
     int8 = problem.x is DType.S8
     weights = tile.prefetch * (2 * problem.bits + problem.slots)
-    return tile.tokens // 2 + (16 if int8 else 32) + weights + (32 if int8 else 21)
+    return tile.tokens // 2 + (16 if int8 or tile.fine else 32) + weights + (32 if int8 else 21)
 
 
 CONSTRAINTS = (
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     ROTATED_BEFORE,
-    Constraint("tokens", "are 8, 16, 32 or 64", lambda p, t, arch: t.tokens in (8, 16, 32, 64)),
+    Constraint("tokens", f"are one of {TOKENS}", lambda p, t, arch: t.tokens in TOKENS),
     Constraint("groups", "are 1 to 8: the warpgroups of a CTA", lambda p, t, arch: 1 <= t.groups <= 8),
     SPLITS,
     Constraint(
@@ -100,23 +110,17 @@ def smem_bytes(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     return max(staged, sums) + 16 * tile.stages + 8 * rows + 4 * tile.tokens
 
 
-def grid(tile: CodebookStreamWgmmaTile, m: int, n: int) -> tuple[int, int, int]:
-    """CTAs of a launch: a cluster for every ``64 * groups`` rows of the weight.
-
-    Raises:
-        EmitError: more tokens than the tile takes.
-    """
-    if not 1 <= m <= tile.tokens:
-        raise EmitError(f"codebook decode: m is {m}; tile {tile.name} takes 1 to {tile.tokens} tokens")
-    return (-(-n // (GROUP_ROWS * tile.groups)) * tile.splits, 1, 1)
+def grid(tile: CodebookStreamWgmmaTile, n: int) -> Grid:
+    """CTAs of a launch: a cluster for every ``64 * groups`` rows of the weight and every ``tokens`` tokens."""
+    return Grid(tile.tokens, (-(-n // (GROUP_ROWS * tile.groups)) * tile.splits, 1, 1))
 
 
 def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgmmaTile, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` in order: n, units_k >= 1, 1 <= m <= ``tile.tokens``. ``x`` starts at a multiple
-    of 16 bytes. D is stored in pieces of up to four elements that ``problem.alignment_n`` allows. ``x``, ``row_scale``
-    and the residual are read after the previous kernel's end; all other arguments may be read before.
+    Arguments are ``problem.params()`` in order: m, n, units_k >= 1. ``x`` starts at a multiple of 16 bytes. D is stored
+    in pieces of up to four elements that ``problem.alignment_n`` allows. ``x``, ``row_scale`` and the residual are read
+    after the previous kernel's end; all other arguments may be read before.
 
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight``
     for activations none and relu. 16-bit tokens: each weight ``value * norm`` is rounded once, to within ``2**-11`` of
@@ -131,7 +135,7 @@ def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgm
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch)
+    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch, flag(tile.fine))
     return decode_source(
         name,
         problem,
@@ -144,4 +148,5 @@ def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgm
         block=128 * tile.groups,
         smem_bytes=smem_bytes(problem, tile),
         cluster=tile.splits,
+        alone=tile.alone,
     )

@@ -95,7 +95,7 @@ class Product(NamedTuple):
         bias: whether a bias is added.
         activation: activation after the bias.
         residual: whether a residual is added.
-        rotates: whether the kernel rotates its one token.
+        rotates: dtype of the one token that the kernel rotates; None: tokens were rotated before.
         constants: whether the weight and the signs are constants, as those of a layer are.
     """
 
@@ -109,7 +109,7 @@ class Product(NamedTuple):
     bias: bool
     activation: str
     residual: bool = False
-    rotates: bool = False
+    rotates: torch.dtype | None = None
     constants: bool = True
 
     @property
@@ -124,7 +124,7 @@ class Product(NamedTuple):
             activation=self.activation,
             residual=self.residual,
             alignment_n=alignment_of(self.n),
-            rotates=self.rotates,
+            rotates=None if self.rotates is None else DTYPES[self.rotates],
         )
 
     def spec(self, gpu: Target) -> LaunchSpec:
@@ -227,8 +227,9 @@ class CodebookLayer:
 
     def specs(self, gpu: Target) -> tuple[LaunchSpec, ...]:
         """The launches of a call, in order."""
-        if self.rows == 1 and not self.int8 and can_rotate(self.kind, self.group_size, self.k):
-            whole = self.product._replace(rotates=True)
+        is_half = self.dtype in (torch.float16, torch.bfloat16)
+        if self.rows == 1 and is_half and can_rotate(self.kind, self.group_size, self.k):
+            whole = self.product._replace(rotates=self.dtype)
             if has_kernel(whole, gpu):
                 return (whole.spec(gpu),)
         return *self.rotation.specs(gpu), self.product.spec(gpu)
@@ -314,13 +315,12 @@ def _multiply(call: CodebookGemm) -> Tensor:
 @serves(CodebookGemv)
 def codebook_gemv(call: CodebookGemv) -> Tensor:
     call.check()
-    weight, device = parameters(call.operands, call.units, call.norms), call.x.get_device()
-    product = _product_of(call, 1, call.constants and not weight.copied, rotates=True)
+    weight, device = parameters(call.operands, call.units, call.norms, call.fold), call.x.get_device()
+    product = _product_of(call, 1, call.constants and not weight.copied, rotates=call.x.dtype)
     plan = _product_plans.get((product, device))
     if plan is None:
         if not has_kernel(product, target(device)):
-            blocks, _ = _rotate(call.rotation)
-            return _multiply(call.product(blocks))
+            return _multiply(call.product(*_rotate(call.rotation)))
         plan = _plan(product, device)
     y = call.fake()
     x, vectors = dense(call.x), parameters(call.col_scale, call.bias, call.residual)
@@ -330,9 +330,11 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
     return y
 
 
-def _product_of(call: CodebookGemm | CodebookGemv, rows: int, constants: bool, *, rotates: bool = False) -> Product:
+def _product_of(
+    call: CodebookGemm | CodebookGemv, rows: int, constants: bool, *, rotates: torch.dtype | None = None
+) -> Product:
     return Product(
-        x=call.x.dtype,
+        x=call.tokens,
         rows=rows,
         n=call.col_scale.shape[0],
         units=call.units.shape[1],

@@ -125,7 +125,7 @@ def problem_of(
     activation: str,
     residual: bool,
     alignment_n: int,
-    rotates: bool = False,
+    rotates: DType | None = None,
 ) -> CodebookProblem:
     """The description of a product with codebook weights that kernels are chosen and emitted by.
 
@@ -138,7 +138,7 @@ def problem_of(
         activation: activation after the bias.
         residual: whether a residual is added.
         alignment_n: number of elements that divides the length of the result's rows.
-        rotates: whether the kernel rotates the token.
+        rotates: type of the one token that the kernel rotates; None: tokens were rotated before.
 
     Raises:
         EmitError: see `qcut.emitters.codebook.problem.CodebookProblem`.
@@ -167,7 +167,7 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target)
     Raises:
         EmitError: no kernel takes the problem on this GPU.
     """
-    if problem.rotates:
+    if problem.rotates is not None:
         return _stream(problem, m, n, units, target)
     if architecture(target.arch).wgmma:
         if m > DECODE_TOKENS:

@@ -170,7 +170,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             )
         self.set_bits = list(widths) if len(set(widths)) > 1 else [widths[0]]
         self._rotation = rotation_for(RotationSpec(self.kind, self.group_size, k, scheme.seeds))
-        self._rotates_one = not self.int8 and len(self.set_bits) == 1 and can_rotate(self.kind, self.group_size, k)
+        self._rotates_one = len(self.set_bits) == 1 and can_rotate(self.kind, self.group_size, k)
         self._read: Reading[list[Books]] | None = None
         units = self.geometry.units * len(widths) // len(self.set_bits)
         norms_shape = n, len(widths) * self.geometry.groups
@@ -333,16 +333,15 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         b = self._buffers  # nn.Module finds buffers through a slow __getattr__; this is the hot path
         books = self._books()
         units, norms, col_scale, bias = b["units"], b["packed_norms"], b["col_scale"], b["bias"]
-        if m == 1 and self._rotates_one:
-            row = x.reshape(1, self.in_features), self._rotation.operands_for(x), self.group_size, self.scheme.seeds
-            one = units, norms, col_scale, books[0][dtype]
-            y = _GEMV(*row, *one, bias, self.set_bits[0], self.activation, None, dtype, True)
-            return y.view(*rest, self.out_features)
         tokens, halves = (torch.int8, torch.float16) if self.int8 else (dtype, dtype)
+        whole = units, norms, b["fold"], col_scale, books[0][halves]
+        if m == 1 and self._rotates_one and dtype in _HALVES:
+            row = x.reshape(1, self.in_features), self._rotation.operands_for(x), self.group_size, self.scheme.seeds
+            y = _GEMV(*row, *whole, bias, self.set_bits[0], self.activation, None, dtype, True)
+            return y.view(*rest, self.out_features)
         blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
         scale = row_scale if self.int8 else None
         if len(self.set_bits) == 1:
-            whole = units, norms, b["fold"], col_scale, books[0][halves]
             y = _GEMM(blocks, scale, m, *whole, bias, self.set_bits[0], self.activation, None, dtype, True)
             return y.view(*rest, self.out_features)
         # One product for each set: the second adds the result of the first, and the activation comes last.

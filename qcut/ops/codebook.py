@@ -158,6 +158,11 @@ class CodebookGemm(NamedTuple):
     out_dtype: torch.dtype
     constants: bool = False
 
+    @property
+    def tokens(self) -> torch.dtype:
+        """Type of the rotated tokens."""
+        return self.x.dtype
+
     def check(self) -> None:
         op, x, m = "codebook_gemm", self.x, self.m
         check_dtype(op, "x", x.dtype, TOKEN_DTYPES)
@@ -175,10 +180,8 @@ class CodebookGemm(NamedTuple):
                 raise ConfigError(f"qcut::{op}: {name} goes with int8 tokens, and only with them")
             if vector is not None:
                 check_tensor(op, name, vector, F32, (extent,), x.device)
-        if is_int8 and units_k * UNIT_COLUMNS > K_MAX:
-            raise QuantizationError(
-                f"qcut::{op}: {units_k * UNIT_COLUMNS} columns, padding included; int32 sums are exact to {K_MAX}"
-            )
+        if is_int8:
+            _check_int8(op, units_k)
 
     def fake(self) -> Tensor:
         return self.x.new_empty((self.m, self.col_scale.shape[0]), dtype=self.out_dtype)
@@ -215,8 +218,10 @@ class CodebookGemv(NamedTuple):
         seeds: one for each pass, at least one.
         units: indices, uint8 ``[T, U, unit_bytes(bits)]``, T tiles of 16 rows, U units of 128 columns, all passes.
         norms: float16 ``[T, U, 128 / group, 8, 2]``.
+        fold: float32 ``[16 T]``, makes int8 of a row's weights: the token is multiplied as int8; None: as x's type.
         col_scale: float32 ``[N]``, N at least 1.
-        book: 8 words of two 16-bit values of x's type, as `qcut.codebooks.products.pack_book` makes them.
+        book: 8 words of two 16-bit values, as `qcut.codebooks.products.pack_book` makes them: of float16 with ``fold``,
+            else of x's type.
         bias: float32 ``[N]``; None: none is added.
         bits: of an index: 2, 3 or 4.
         activation: see `qcut.config.ACTIVATIONS`.
@@ -230,6 +235,7 @@ class CodebookGemv(NamedTuple):
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: another group, no seed, another book, number of bits or activation.
+        QuantizationError: int8 products of more columns than int32 sums exactly.
 
     Exactness: bitwise the two operators one after the other on the CPU; a kernel is near it as `CodebookGemm`'s is.
     """
@@ -240,6 +246,7 @@ class CodebookGemv(NamedTuple):
     seeds: list[int]
     units: Tensor
     norms: Tensor
+    fold: Tensor | None
     col_scale: Tensor
     book: list[int]
     bias: Tensor | None
@@ -250,15 +257,19 @@ class CodebookGemv(NamedTuple):
     constants: bool = False
 
     @property
+    def tokens(self) -> torch.dtype:
+        """Type of the rotated token."""
+        return self.x.dtype if self.fold is None else torch.int8
+
+    @property
     def rotation(self) -> RotateTokens:
         """The rotation, first of the two operators that together compute the same."""
-        return RotateTokens(
-            self.x, self.operands, "hadamard", self.group_size, self.seeds, self.x.dtype, self.constants
-        )
+        return RotateTokens(self.x, self.operands, "hadamard", self.group_size, self.seeds, self.tokens, self.constants)
 
-    def product(self, blocks: Tensor) -> CodebookGemm:
+    def product(self, blocks: Tensor, scale: Tensor) -> CodebookGemm:
         """The product of the rotation's blocks, second of the two operators that together compute the same."""
-        return CodebookGemm(blocks, None, 1, self.units, self.norms, None, *self[6:])
+        row_scale = None if self.fold is None else scale
+        return CodebookGemm(blocks, row_scale, 1, self.units, self.norms, *self[6:])
 
     def check(self) -> None:
         op, x, group_size, passes = "codebook_gemv", self.x, self.group_size, len(self.seeds)
@@ -274,6 +285,10 @@ class CodebookGemv(NamedTuple):
         geometry = Geometry(k, group_size)
         check_tensor(op, "operands", self.operands, (torch.int32,), (passes, geometry.k_padded // 32), x.device)
         _check_product(op, self, 1, passes * geometry.units)
+        if self.fold is not None:
+            _check_int8(op, passes * geometry.units)
+            rows = layout.row_tiles(self.col_scale.shape[0]) * UNIT_ROWS
+            check_tensor(op, "fold", self.fold, F32, (rows,), x.device)
         slots = UNIT_COLUMNS // geometry.slot
         if self.norms.shape[2] != slots:
             given = f"{self.norms.shape[2]} norms a unit"
@@ -283,8 +298,7 @@ class CodebookGemv(NamedTuple):
         return self.x.new_empty((1, self.col_scale.shape[0]), dtype=self.out_dtype)
 
     def cpu(self) -> Tensor:
-        blocks, _ = self.rotation.cpu()
-        return self.product(blocks).cpu()
+        return self.product(*self.rotation.cpu()).cpu()
 
 
 @operator("codebook_linear", returns="Tensor", composed=True)
@@ -388,6 +402,13 @@ def _check_rotation(op: str, kind: str, k: int, group_size: int, seeds: list[int
     Geometry(k, group_size)
     if not seeds:
         raise ConfigError(f"qcut::{op}: no seed; allowed: one for each pass")
+
+
+def _check_int8(op: str, units_k: int) -> None:
+    if units_k * UNIT_COLUMNS > K_MAX:
+        raise QuantizationError(
+            f"qcut::{op}: {units_k * UNIT_COLUMNS} columns, padding included; int32 sums are exact to {K_MAX}"
+        )
 
 
 def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: int) -> None:

@@ -132,7 +132,8 @@ def codebooks(arch: str) -> list[KernelSource]:
     found = [codebook.emit_rotation(rotation) for rotation in rotations]
     for problem, m, n, units in (
         (half, 1, 14336, 32),
-        (replace(half, rotates=True), 1, 4096, 32),
+        (replace(half, rotates=F16), 1, 4096, 32),
+        (replace(integer, rotates=F16), 1, 4096, 32),
         (wide, 8, 1280, 10),
         (two, 16, 1280, 10),
     ):

@@ -48,7 +48,7 @@ def forward(layer: CodebookLinear, x: Tensor) -> None:
     book = list(pack_book(layer.codebook, HALF))
     last = (layer.col_scale, book, layer.bias, layer.set_bits[0], layer.activation, None, HALF)
     if len(x) == 1 and layer._rotates_one:
-        call = CodebookGemv(x, matrices, layer.group_size, seeds, layer.units, layer.packed_norms, *last)
+        call = CodebookGemv(x, matrices, layer.group_size, seeds, layer.units, layer.packed_norms, layer.fold, *last)
         y = codebook_cuda.codebook_gemv(call)
     else:
         rotate = RotateTokens(x, matrices, layer.kind, layer.group_size, seeds, tokens)
@@ -91,13 +91,13 @@ def test_launches_of_a_layer(gpu: Target) -> None:
     def layer(rows: int, k: int = 1280, **changes: Any) -> CodebookLayer:
         return CodebookLayer(rows=rows, k=k, **{**common, **changes})
 
-    assert len(names(layer(1), gpu)) == 1
-    for apart in (layer(2), layer(1, int8=True), layer(1, kind="none"), layer(1, kind="qr"), layer(1, group_size=256)):
+    assert len(names(layer(1), gpu)) == len(names(layer(1, int8=True), gpu)) == 1
+    for apart in (layer(2), layer(2, int8=True), layer(1, kind="none"), layer(1, kind="qr"), layer(1, group_size=256)):
         rotation, product = names(apart, gpu)
         assert "rotate" in rotation
         assert "codebook" in product or "cb" in product
     assert len(names(layer(1, kind="qr", int8=True), gpu)) == 3  # dense rotations end as float32
     long = layer(1, LONG)
-    assert not has_kernel(long.product._replace(rotates=True), gpu)
+    assert not has_kernel(long.product._replace(rotates=HALF), gpu)
     assert len(names(long, gpu)) == 2
     assert names(layer(65), gpu) == names(layer(80), gpu) != names(layer(2), gpu)

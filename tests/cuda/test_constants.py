@@ -153,7 +153,7 @@ def test_codebook_operators_ask_for_what_was_promised(monkeypatch: pytest.Monkey
         units, operands = change(part.units), change(signs)
         gemm = CodebookGemm(torch.zeros(2, 1, 8, 64).half(), None, 4, units, part.packed_norms, None, *tail, constants)
         row = torch.randn(1, 128).half()
-        gemv = CodebookGemv(row, operands, 128, seeds, part.units, part.packed_norms, *tail, constants)
+        gemv = CodebookGemv(row, operands, 128, seeds, part.units, part.packed_norms, None, *tail, constants)
         rotate = RotateTokens(row, operands, "hadamard", 128, seeds, HALF, constants)
         return {
             "_product_plans": [lambda: codebook_cuda.codebook_gemm(gemm), lambda: codebook_cuda.codebook_gemv(gemv)],
@@ -205,8 +205,9 @@ def test_layers_promise(monkeypatch: pytest.MonkeyPatch) -> None:
         ("w8a8", int8, "_W8A8"),
         ("w8a16", int8, "_W8A16"),
         ("codebook4", codebook, "_GEMV"),
-        ("codebook4_int8", codebook, "_GEMM"),
-        ("codebook4_int8", rotations, "_ROTATE"),
+        ("codebook4_int8", codebook, "_GEMV"),
+        ("codebook4_g256_int8", codebook, "_GEMM"),
+        ("codebook4_g256_int8", rotations, "_ROTATE"),
     ):
         op, promised = getattr(module, name), []
 
@@ -217,5 +218,5 @@ def test_layers_promise(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, note)
         monkeypatch.setattr(codebook, "_has_kernels", lambda device: True)
         monkeypatch.setattr(rotations, "stream_state", lambda device: None)
-        Linear.from_float(torch.nn.Linear(128, 64), scheme)(torch.randn(1, 128).half())
+        Linear.from_float(torch.nn.Linear(256, 64), scheme)(torch.randn(1, 256).half())
         assert promised == [True], name

@@ -84,7 +84,7 @@ def test_names_are_unique_and_text_repeats():
 REFUSALS = {
     "architecture": (HALF, MIDDLE, "sm_75"),
     "alignment_n": (replace(HALF, alignment_n=0), MIDDLE, "sm_80"),
-    "rotates": (replace(HALF, rotates=True), MIDDLE, "sm_80"),
+    "rotates": (replace(HALF, rotates=DType.F16), MIDDLE, "sm_80"),
     "schedule": (HALF, replace(MIDDLE, schedule="pingpong"), "sm_90a"),
     "cluster_shape": (HALF, replace(MIDDLE, cluster_shape=(2, 1)), "sm_90a"),
     "epilogue_tile": (HALF, replace(MIDDLE, epilogue_tile=(64, 32)), "sm_90a"),

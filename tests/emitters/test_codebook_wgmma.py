@@ -58,6 +58,8 @@ def sources() -> list[KernelSource]:
     full = replace(INT8.epilogue, activation=Activation.SILU, residual=True)
     pairs += [
         (BRAIN, replace(DEEP, tokens=128)),
+        (HALF, CodebookWgmmaTile(192, 3, 2, lead=1, pairs=True)),
+        (BRAIN, CodebookWgmmaTile(96, 3, 1, splits=2, lead=1, pairs=True)),
         (replace(BRAIN, alignment_n=1), SPLIT),
         (replace(INT8, epilogue=replace(full, out=DType.F32), alignment_n=1), PAIR),
         (replace(INT8, epilogue=full, alignment_n=4), PAIR),
@@ -79,7 +81,7 @@ def test_text_instantiates_the_header():
         "    const char* x, const char* units, const char* norms, const float* fold, __half* d, int m, int n, "
         f"int units_k, int ldd, {', '.join(f'int book{i}' for i in range(8))}, const float* row_scale, "
         "const float* col_scale, const float* bias) {\n"
-        "  using Tile = qcut::WgmmaTile<int8_t, 4, 1, 256, 5, 2, 2, 1, 4>;\n"
+        "  using Tile = qcut::WgmmaTile<int8_t, 4, 1, 256, 5, 2, 2, 1, 4, false>;\n"
         "  using Epilogue = qcut::Epilogue<__half, qcut::ZeroPoint::kNone, true, qcut::ColScale::kPerChannel, true, "
         "qcut::Activation::kNone, false>;\n"
         "  Epilogue::Args args{};\n"
@@ -110,11 +112,12 @@ def test_float_tokens_take_no_fold():
 REFUSALS = {
     "architecture": (INT8, PAIR, "sm_80"),
     "alignment_n": (replace(INT8, alignment_n=0), PAIR, ARCH),
-    "rotates": (replace(HALF, rotates=True), DEEP, ARCH),
-    "tokens": (INT8, replace(PAIR, tokens=96), ARCH),
+    "rotates": (replace(HALF, rotates=DType.F16), DEEP, ARCH),
+    "tokens": (INT8, replace(PAIR, tokens=80), ARCH),
     "cluster": (INT8, replace(PAIR, cluster=4), ARCH),
     "splits": (INT8, replace(SPLIT, splits=3), ARCH),
     "one_cluster": (INT8, replace(SPLIT, cluster=2), ARCH),
+    "pairs": (INT8, replace(PAIR, pairs=True), ARCH),
     "stages": (INT8, replace(PAIR, stages=1, lead=0), ARCH),
     "lead": (INT8, replace(PAIR, lead=5), ARCH),
     "registers": (replace(HALF, slots=4), DEEP, ARCH),
@@ -143,6 +146,7 @@ def test_shared_memory_counts_stages_barriers_and_staging():
     assert (buffers(INT8, four), buffers(INT8, PAIR), buffers(HALF, DEEP), buffers(INT8, SPLIT)) == (4, 4, 2, 0)
     assert smem_bytes(INT8, four) == 4 * (stage_bytes(INT8, 256) + 24) + 8 * 4608
     assert smem_bytes(HALF, DEEP) == 3 * (stage_bytes(HALF, 256) + 16) + 4 * 4608
+    assert smem_bytes(HALF, replace(DEEP, stages=2, lead=1, pairs=True)) == 65536 + 2 * (65536 + 16) + 4 * 4608
     # The sums of two warpgroups outgrow two stages.
     assert smem_bytes(INT8, replace(SPLIT, stages=2, lead=1)) == 8 * 4608 + 2 * 24
     wide = CodebookWgmmaTile(256, 2, 1, 4, lead=1)

@@ -29,7 +29,8 @@ HALF = CodebookProblem()
 BRAIN = CodebookProblem(DType.BF16, 3, 4, Epilogue(DType.BF16, col_scale="per_channel", bias=True))
 INT8 = CodebookProblem(DType.S8, 2, 2, Epilogue(row_scale="per_token", col_scale="per_channel", residual=True))
 GELU = Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
-ROTATES = replace(HALF, rotates=True)
+ROTATES = replace(HALF, rotates=DType.F16)
+QUANTIZES = CodebookProblem(DType.S8, 4, 2, Epilogue(row_scale="per_token", col_scale="per_channel"), 8, DType.BF16)
 WIDE = CodebookStreamTile(1, 7, 32)
 SMALL = CodebookStreamTile(16, 2, 8, 2)
 CLUSTER = CodebookStreamTile(8, 9, 28, 1, 4)
@@ -52,10 +53,15 @@ SHAPES = (
 def mma_sources(arch: str) -> list[KernelSource]:
     """Kernels near their register limit, and one of each type of token."""
     tiles = [(HALF, WIDE), (replace(HALF, epilogue=GELU), CodebookStreamTile(8, 2, 32)), (HALF, SMALL)]
-    tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=True), CodebookStreamTile(1, 3, 10, 2))]
+    tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=DType.BF16), CodebookStreamTile(1, 3, 10, 2))]
+    tiles += [(QUANTIZES, WIDE), (replace(INT8, rotates=DType.F16), CodebookStreamTile(1, 3, 10, 2, 1))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookStreamTile(32, 1, 10)), (INT8, CodebookStreamTile(16, 2, 32))]
     if arch == "sm_90a":
-        tiles += [(HALF, CLUSTER), (INT8, CodebookStreamTile(8, 4, 28, 2, 2))]
+        tiles += [
+            (HALF, CLUSTER),
+            (INT8, CodebookStreamTile(8, 4, 28, 2, 2)),
+            (QUANTIZES, CodebookStreamTile(1, 9, 28, 1, 8)),
+        ]
     return [emit_codebook_stream(problem, tile, arch) for problem, tile in tiles]
 
 
@@ -94,16 +100,18 @@ def test_grid_covers_the_rows():
         for tile, rows in ((WIDE, 112), (CLUSTER, 144)):
             ctas = codebook_stream.grid(tile, 1, n)[0] // tile.splits
             assert (ctas - 1) * rows < n <= ctas * rows
-        ctas = codebook_stream_wgmma.grid(WGMMA, 1, n)[0] // WGMMA.splits
+        ctas = codebook_stream_wgmma.grid(WGMMA, n)(1)[0] // WGMMA.splits
         assert (ctas - 1) * 256 < n <= ctas * 256
+
+
+def test_grid_covers_the_tokens():
+    assert [codebook_stream_wgmma.grid(WGMMA, 4096)(m)[0] for m in (1, 64, 65, 200)] == [32, 32, 64, 128]
 
 
 @pytest.mark.parametrize("m", [0, 65])
 def test_grid_refuses_other_numbers_of_tokens(m: int):
     with pytest.raises(EmitError, match=rf"m is {m}; tile t1_r7_w32_u1_k1_p1 takes 1 to 1 tokens"):
         codebook_stream.grid(WIDE, m, 64)
-    with pytest.raises(EmitError, match=rf"m is {m}; tile t64_g4_k2_s8_p4 takes 1 to 64 tokens"):
-        codebook_stream_wgmma.grid(WGMMA, m, 64)
 
 
 # ── choices ──────────────────────────────────────────────────────────────────────────────────────
@@ -181,6 +189,7 @@ REFUSALS = {
     "prefetch": (HALF, replace(SMALL, prefetch=3), "sm_80"),
     "splits": (HALF, replace(SMALL, splits=3), "sm_90a"),
     "rotates": (ROTATES, SMALL, "sm_80"),
+    "quantizes": (QUANTIZES, CodebookStreamTile(1, 1, 4, 4, 4), "sm_90a"),
     "clusters": (HALF, CLUSTER, "sm_80"),
     "registers": (HALF, CodebookStreamTile(16, 1, 32), "sm_90a"),
     "shared_memory": (HALF, CodebookStreamTile(8, 12, 32), "sm_90a"),
@@ -232,8 +241,8 @@ def test_mma_binaries_hold_their_instructions(arch: str):
     for source, binary in zip(texts, build(*texts), strict=True):
         assert_fits(source, binary)
         names = instructions(binary.cubin)
-        multiply = {"s8x": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
-        kind = source.name.split(f"{arch.replace('_', '')}_")[1][:3]
+        multiply = {"s8": "IMMA.16832.S8.S8", "f16": "HMMA.16816.F32", "bf1": "HMMA.16816.F32.BF16"}
+        kind = source.name.split(f"{arch.replace('_', '')}_")[1][:3].rstrip("xh")
         assert {multiply[kind], "LDSM.16.M88.4", "PRMT"} <= names, source.name
         rotates = any(p.name == "signs" for p in source.params)
         assert ("SHFL.BFLY" in names) == rotates, source.name

@@ -55,7 +55,7 @@ def test_grid_covers_the_rows() -> None:
 REFUSALS = {
     "architecture": (HALF, TILE, "sm_75"),
     "alignment": (replace(HALF, alignment_n=0), TILE, "sm_80"),
-    "rotates": (replace(HALF, rotates=True), TILE, "sm_80"),
+    "rotates": (replace(HALF, rotates=DType.F16), TILE, "sm_80"),
     "tokens": (HALF, replace(TILE, tokens=24), "sm_80"),
     "row_tiles": (HALF, replace(TILE, row_tiles=5), "sm_80"),
     "warps": (HALF, replace(TILE, warps=33), "sm_80"),

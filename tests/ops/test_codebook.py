@@ -186,20 +186,22 @@ def one_token(scheme: str = "codebook4+4", k: int = 256, n: int = 70, dtype: tor
     """A layer, one token, and the arguments of codebook_gemv and of its last ones alone."""
     torch.manual_seed(n)
     layer = CodebookLinear.from_float(torch.nn.Linear(k, n), scheme)
-    book = list(pack_book(layer.codebook, dtype))
+    book = list(pack_book(layer.codebook, torch.float16 if layer.int8 else dtype))
     last = [layer.col_scale, book, layer.bias, layer.set_bits[0], "relu", torch.randn(1, n).to(dtype), dtype]
     x = torch.randn(1, k).to(dtype)
     signs = rotated_tokens.operands("hadamard", layer.group_size, k, layer.scheme.seeds, dtype)
     seeds = list(layer.scheme.seeds)
-    return layer, x, [x, signs, layer.group_size, seeds, layer.units, layer.packed_norms, *last], last
+    return layer, x, [x, signs, layer.group_size, seeds, layer.units, layer.packed_norms, layer.fold, *last], last
 
 
-@pytest.mark.parametrize("scheme", ["codebook4", "codebook3+3_g64", "codebook2_g32"])
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook3+3_g64", "codebook2_g32", "codebook4_int8"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_one_token_is_rotated_and_multiplied(scheme, dtype):
     layer, x, arguments, last = one_token(scheme, dtype=dtype)
-    blocks, _ = OPS.rotate_tokens(x, *arguments[1:2], "hadamard", *arguments[2:4], dtype)
-    want = OPS.codebook_gemm(blocks, None, 1, layer.units, layer.packed_norms, None, *last)
+    tokens = torch.int8 if layer.int8 else dtype
+    blocks, scale = OPS.rotate_tokens(x, *arguments[1:2], "hadamard", *arguments[2:4], tokens)
+    row_scale = scale if layer.int8 else None
+    want = OPS.codebook_gemm(blocks, row_scale, 1, layer.units, layer.packed_norms, layer.fold, *last)
     assert torch.equal(OPS.codebook_gemv(*arguments), want)
 
 
@@ -229,7 +231,8 @@ def test_what_one_token_kernels_rotate():
         (3, [], errors.ConfigError, "no seed; allowed: one for each pass"),
         (3, [1], errors.ShapeError, "operands has shape"),
         (4, torch.zeros(8, 4, 768, dtype=torch.uint8), errors.ShapeError, "units has shape"),
-        (8, torch.zeros(71), errors.ShapeError, "bias has shape"),
+        (6, torch.zeros(79), errors.ShapeError, r"fold has shape .*; allowed: \[128\]"),
+        (9, torch.zeros(71), errors.ShapeError, "bias has shape"),
     ],
 )
 def test_codebook_gemv_refuses(place, change, error, message):

@@ -374,8 +374,11 @@ def _codebook_product(layer: Any, m: int, scheme: str) -> Iterator[Check]:
     blocks, row_scale = OPS.rotate_tokens(*rotation)
     scale = row_scale if is_int8 else None
     given = (blocks, scale, m, *weight, book, layer.bias, 4, "none", None, HALF)
+    rotated = (x, signs, group, seeds, *weight, book, layer.bias, 4, "none", None, HALF)
     if is_int8:
         yield _same("codebook", shape, OPS.codebook_gemm, *given)
+        if m == 1:
+            yield _same("codebook", f"{shape}, rotated by the product", OPS.codebook_gemv, *rotated)
         return
 
     def expect() -> Near:
@@ -387,8 +390,5 @@ def _codebook_product(layer: Any, m: int, scheme: str) -> Iterator[Check]:
         return bounds.codebook(exact, sizes, rows * layer.col_scale.double(), k, HALF)
 
     if m == 1:
-        one = (x, signs, group, seeds, layer.units, layer.packed_norms, layer.col_scale, book, layer.bias)
-        yield _near(
-            "codebook", f"{shape}, rotated by the product", expect, OPS.codebook_gemv, *one, 4, "none", None, HALF
-        )
+        yield _near("codebook", f"{shape}, rotated by the product", expect, OPS.codebook_gemv, *rotated)
     yield _near("codebook", shape, expect, OPS.codebook_gemm, *given)

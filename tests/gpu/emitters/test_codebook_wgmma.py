@@ -40,7 +40,18 @@ TILES = (
     CodebookWgmmaTile(64, 3, 1, splits=4),
     CodebookWgmmaTile(128, 3, 1, splits=2),
     CodebookWgmmaTile(256, 2, 1, splits=8),
+    CodebookWgmmaTile(96, 4, 1, lead=2),
+    CodebookWgmmaTile(160, 3, 2, lead=1, fine=True),
+    CodebookWgmmaTile(192, 3, 1, splits=2),
 )
+PAIRS = (
+    CodebookWgmmaTile(64, 5, 1, lead=4, pairs=True, fine=True),
+    CodebookWgmmaTile(96, 3, 1, splits=4, pairs=True),
+    CodebookWgmmaTile(160, 3, 2, lead=1, pairs=True),
+    CodebookWgmmaTile(256, 2, 2, lead=1, pairs=True, fine=True),
+)
+"""Tiles with a table of pairs, for 16-bit tokens."""
+CASES = [(problem, tile) for problem in (INT8, HALF) for tile in TILES] + [(HALF, tile) for tile in PAIRS]
 SHAPES = (
     (1, 16, 1),
     (7, 64, 2),
@@ -204,7 +215,7 @@ def aligned(problem: CodebookProblem, n: int) -> CodebookProblem:
 
 @pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
-    pairs = [(problem, tile) for problem in (INT8, HALF) for tile in TILES]
+    pairs = list(CASES)
     pairs += [(aligned(problem, 1), tile) for problem in (INT8, HALF) for tile in (MIDDLE, TILES[6])]
     pairs += [(of_tokens(problem, epilogue), MIDDLE) for problem in (INT8, HALF) for epilogue in EPILOGUES]
     built = jit.build_many([emit_codebook_wgmma(*pair, arch()) for pair in pairs], progress=False)
@@ -212,8 +223,7 @@ def _built() -> None:
     assert not errors, errors[0]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=lambda t: t.name)
-@pytest.mark.parametrize("problem", [INT8, HALF], ids=lambda p: p.x.value)
+@pytest.mark.parametrize(("problem", "tile"), CASES, ids=lambda v: v.name)
 def test_tiles(problem: CodebookProblem, tile: CodebookWgmmaTile) -> None:
     for m, n, units_k in SHAPES:
         case = Case.random(problem, m, n, units_k, seed=m)

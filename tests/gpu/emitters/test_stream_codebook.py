@@ -56,12 +56,23 @@ TILES: tuple[Tile, ...] = (
     CodebookStreamWgmmaTile(32, 3, 4, 8, 4),
     CodebookStreamWgmmaTile(64, 4, 2, 8, 4),
     CodebookStreamWgmmaTile(64, 5, 8, 4, 1),
+    CodebookStreamWgmmaTile(96, 1, 4, 4, 2, fine=True),
+    CodebookStreamWgmmaTile(128, 3, 2, 3, 4),
+    CodebookStreamWgmmaTile(160, 2, 1, 3, 4),
+    CodebookStreamWgmmaTile(192, 1, 8, 3, 4, fine=True),
 )
 MMA = CodebookStreamTile(16, 2, 4, 2, 1, 1)
 ROUNDS = CodebookRoundsTile(16, 2, 4, 2)
 WGMMA = CodebookStreamWgmmaTile(16, 2, 2, 4, 3)
 EACH = (MMA, ROUNDS, WGMMA)
 """One tile of each family."""
+PROMPT_TILES = (
+    CodebookStreamWgmmaTile(64, 2, 2, 6, 4),
+    CodebookStreamWgmmaTile(96, 1, 4, 4, 2, fine=True),
+    CodebookStreamWgmmaTile(128, 3, 1, 3, 4),
+    CodebookStreamWgmmaTile(192, 2, 2, 3, 2, fine=True),
+)
+"""Tiles that a prompt is divided into."""
 FORMATS = ((2, 4), (3, 2), (4, 1))
 """(bits, slots)."""
 DTYPES = (DType.F16, DType.BF16, DType.S8)
@@ -94,7 +105,7 @@ def emit(problem: CodebookProblem, tile: Tile) -> KernelSource:
 
 def grid_of(tile: Tile, m: int, n: int) -> tuple[int, int, int]:
     if isinstance(tile, CodebookStreamWgmmaTile):
-        return codebook_stream_wgmma.grid(tile, m, n)
+        return codebook_stream_wgmma.grid(tile, n)(m)
     if isinstance(tile, CodebookRoundsTile):
         return codebook_stream_rounds.grid(tile, m, n)
     return codebook_stream.grid(tile, m, n)
@@ -106,6 +117,10 @@ def problem_of(
     if x is DType.S8:
         epilogue = replace(epilogue, row_scale="per_token")
     return CodebookProblem(x, bits, slots, epilogue, alignment)
+
+
+def prompt_problem(x: DType) -> CodebookProblem:
+    return problem_of(x, epilogue=EPILOGUES[0] if x is DType.F16 else PLAIN)
 
 
 def format_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
@@ -154,6 +169,9 @@ def foreign_cases() -> list[tuple[CodebookProblem, Tile, int, int, int]]:
 @pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     cases = [(BASE, tile) for tile in TILES]
+    cases += [
+        (problem_of(x, epilogue=EPILOGUES[0] if x is DType.F16 else PLAIN), t) for x in DTYPES for t in PROMPT_TILES
+    ]
     cases += [*format_cases(), *epilogue_cases(), *((p, t) for p, t, *_ in [*chosen_cases(), *foreign_cases()])]
     sources = {source.name: source for source in (emit(p, t) for p, t in cases if has_tile(t))}
     errors = [r for r in jit.build_many(list(sources.values()), progress=False).values() if isinstance(r, Exception)]
@@ -307,6 +325,21 @@ def test_tiles(tile: Tile) -> None:
             m = (tile.tokens, 1, max(1, tile.tokens - 1), max(1, tile.tokens // 2 + 1))[i % 4]
             product = Product.random(BASE, m, n, units, seed=n)
             product.check(product.run(tile, extra=i % 3), tile)
+
+
+@pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
+@pytest.mark.parametrize("tile", PROMPT_TILES, ids=lambda t: t.name)
+def test_more_tokens_than_a_tile(tile: CodebookStreamWgmmaTile, x: DType) -> None:
+    require(tile)
+    problem = problem_of(x, epilogue=EPILOGUES[0] if x is DType.F16 else PLAIN)
+    for m, n, units in (
+        (65, 130, 3),
+        (tile.tokens + 1, 17, 9),
+        (2 * tile.tokens, 657, 2),
+        (3 * tile.tokens - 7, 63, 20),
+    ):
+        product = Product.random(problem, m, n, units, seed=m)
+        product.check(product.run(tile, extra=n % 3), tile)
 
 
 @pytest.mark.parametrize(

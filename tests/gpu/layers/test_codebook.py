@@ -94,7 +94,9 @@ def test_every_number_of_tokens_to_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
-@pytest.mark.parametrize("scheme", ["codebook4", "codebook3_g64", "codebook2+2_g32", "codebook4+4"])
+@pytest.mark.parametrize(
+    "scheme", ["codebook4", "codebook3_g64", "codebook2+2_g32", "codebook4+4", "codebook4_int8", "codebook4_g32_int8"]
+)
 def test_one_token_is_what_two_kernels_make_of_it(scheme: str, dtype: torch.dtype) -> None:
     """Bitwise: tiles with clusters, with several units to a warp, and with fewer threads than a warp's for a unit."""
     for n, k in ((136, 384), (33, 64), (1280, 1280), (272, 14336), (4096, 4096)):

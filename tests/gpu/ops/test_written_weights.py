@@ -81,7 +81,7 @@ def codebook(op: str, m: int) -> Use:
             return OPS.rotate_tokens(x, own, "hadamard", 128, [1], HALF)[0].clone()
         units = written.view(torch.uint8).flatten()[-tiles * units_k * shape[2] :].view(shape)
         if op == "codebook_gemv":
-            result = OPS.codebook_gemv(x, signs, 128, [1], units, norms, *tail)
+            result = OPS.codebook_gemv(x, signs, 128, [1], units, norms, None, *tail)
         else:
             result = OPS.codebook_gemm(blocks, None, m, units, norms, None, *tail)
         return result

@@ -111,6 +111,16 @@ __device__ __forceinline__ uint32_t half_selector(uint32_t word) {
   return d;
 }
 
+// The upper half of a word of selectors, twice: as a product with 1 of float16 values, none of which is NaN or infinite
+// because each nibble's highest bit is 0. Decoding int8 keeps the pipe of shifts and PRMT busy, and this pipe idle.
+__device__ __forceinline__ uint32_t upper_half(uint32_t selectors) {
+  uint32_t d;
+  asm("{\n\t.reg .b16 low, high;\n\t.reg .b32 twice;\n\t"
+      "mov.b32 {low, high}, %1;\n\tmov.b32 twice, {high, high};\n\t"
+      "mul.rn.f16x2 %0, twice, %2;\n\t}" : "=r"(d) : "r"(selectors), "r"(0x3c003c00u));
+  return d;
+}
+
 struct RegisterBook {
   uint32_t low[4], high[4];  // lower and upper bytes of values 4i..4i+3
 
@@ -151,6 +161,30 @@ struct PairTable {
   }
 };
 
+// Fills a PairTable; a barrier must follow. All warps of the CTA take the same branches. PRMT chooses each lane's
+// value, because an index that depends on the lane would put the book into local memory.
+template <int kWarps>
+__device__ __forceinline__ void fill_pair_table(char* table, const Book& book) {
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const uint32_t inside = 0x10 + 0x22 * (lane % 4);
+  const uint32_t upper4 = lane & 4 ? 0x54 : 0x10;
+  const uint32_t upper8 = lane & 8 ? 0x54 : 0x10;
+  uint32_t quarter[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) quarter[i] = __byte_perm(book.w[2 * i], book.w[2 * i + 1], inside);
+  const uint32_t lower = __byte_perm(quarter[0], quarter[1], upper4);
+  const uint32_t upper = __byte_perm(quarter[2], quarter[3], upper4);
+  const uint32_t mine = __byte_perm(lower, upper, upper8) & 0xffffu;  // value lane % 16
+#pragma unroll 8
+  for (int i = 0; i < 256; i += kWarps) {
+    const int v = min(i + warp, 255);
+    const uint32_t first = __shfl_sync(0xffffffffu, mine, v & 15);
+    const uint32_t second = __shfl_sync(0xffffffffu, mine, v >> 4);
+    *reinterpret_cast<uint32_t*>(table + 256 * v + 4 * lane) = first | second << 16;
+  }
+}
+
 // The part of the codebook that lane 4g + t converts to int8: values 4t..4t+3.
 struct QuarterBook {
   float value[4];
@@ -186,7 +220,9 @@ struct RowBook {
 };
 
 // Decodes two words of indices (32 columns) to the registers of an int8 m16n8k32 first operand: columns from 16i
-// on of rows g and g + 8, then columns from 16i + 16 on of both rows. Tokens are permuted to match.
+// on of rows g and g + 8, then columns from 16i + 16 on of both rows. Tokens are permuted to match. With kShift, upper
+// halves are shifted down, which takes fewer registers.
+template <bool kShift = false>
 __device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint32_t word1, const RowBook& row,
                                           const RowBook& row8) {
 #pragma unroll
@@ -195,7 +231,8 @@ __device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint
     const uint32_t index = word & 0x77777777u;
     const uint32_t half = half_selector(word);
     a[2 * i] = select_4_of_16(row.table, index, half);
-    a[2 * i + 1] = select_4_of_16(row8.table, index >> 16, half >> 16);
+    a[2 * i + 1] = kShift ? select_4_of_16(row8.table, index >> 16, half >> 16)
+                          : select_4_of_16(row8.table, upper_half(index), upper_half(half));
   }
 }
 

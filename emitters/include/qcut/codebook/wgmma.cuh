@@ -49,15 +49,19 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
                                                 const typename E::Args& args, uint32_t base) {
   using Acc = typename T::Acc;
   using Stage = typename T::Stage;
-  using Decoder = typename Either<T::kHasTables, PromptTableDecoder<T>, PromptDecoder<T>>::Type;
+  using HalfDecoder = typename Either<T::kPairs, PromptPairDecoder<T>, PromptDecoder<T>>::Type;
+  using Decoder = typename Either<T::kHasTables, PromptTableDecoder<T>, HalfDecoder>::Type;
   constexpr int kSteps = Decoder::kSteps;
-  constexpr int kBatch = kSteps / 2;  // products whose weights are decoded together, to hide latencies
+  // Products are issued in batches of kBatch, whose weights are decoded together into one of kRing buffers.
+  constexpr int kBatch = T::kFine ? 1 : kSteps / 2;
+  constexpr int kBatches = kSteps / kBatch;
+  constexpr int kRing = T::kFine ? 4 : 2;
   constexpr int kLeadBarrier = 1, kGroupBarrier = 2;
   const int lane = keep(threadIdx.x % 32);
   const int warp = keep(threadIdx.x / 32);
   const int group = warp / 4;
   const uint32_t staging = base + T::kStaging + group * (T::kBuffers * Stage::kBytes);
-  const unsigned long long tokens0 = wgmma_descriptor(base);
+  const unsigned long long tokens0 = wgmma_descriptor(base + T::kFirstStage);
 
   const uint32_t empty = T::kCluster > 1 ? map_to_rank(base + T::kEmpty, lane % T::kCluster) : base + T::kEmpty;
   const auto release = [&](int stage) {
@@ -83,7 +87,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
   };
   begin_tile(work.first());
   wait_for_dependencies();
-  uint32_t a[2][kBatch][4] = {};
+  uint32_t a[kRing][kBatch][4] = {};
   // Products in flight read these registers, which must therefore live until the wait for these products.
   const auto keep_operands = [](uint32_t(&batch)[kBatch][4]) {
 #pragma unroll
@@ -110,23 +114,24 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
       place.advance();
       const uint32_t tokens = static_cast<uint32_t>(tokens0) + stage * (T::kTokenBytes / 16);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        wgmma_wait<1>();
-        keep_operands(a[half]);
-        if (half == 1 && u > 0) release(previous);  // the previous unit has been multiplied
+      for (int k = 0; k < kBatches; ++k) {
+        uint32_t(&batch)[kBatch][4] = a[k % kRing];
+        wgmma_wait<kRing - 1>();
+        keep_operands(batch);
+        if (k == kRing - 1 && u > 0) release(previous);  // the previous unit has been multiplied
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          decoder.fetch(half * kBatch + i, stage);
-          decoder.decode(a[half][i], stream, half * kBatch + i);
+          decoder.fetch(k * kBatch + i, stage);
+          decoder.decode(batch[i], stream, k * kBatch + i);
         }
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          const int step = half * kBatch + i;
+          const int step = k * kBatch + i;
           // A unit of 16-bit tokens has two blocks of 128 bytes, a unit of int8 tokens one; a block feeds four
           // products.
           const uint32_t at = tokens + step / 4 * (8 * T::kTokens) + step % 4 * static_cast<uint32_t>(kWgmmaStep);
-          T::Product::issue(acc, a[half][i], tokens0 >> 32 << 32 | at, 1);
+          T::Product::issue(acc, batch[i], tokens0 >> 32 << 32 | at, 1);
         }
         wgmma_commit();
       }
@@ -134,6 +139,9 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
       if (lead > 0 && group == 0 && --lead == 0) named_barrier_arrive<T::kThreads>(kLeadBarrier);
     }
     begin_tile(tile + work.step());
+#ifdef QCUT_LATE
+    if (tile + work.step() >= work.count()) launch_dependents();
+#endif
 
     if constexpr (T::kSplits == 1) {
       // A warp writes four of sixteen tokens, as a CTA of a cluster of four does.
@@ -144,8 +152,8 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) writer.fetch(rows[i], i, staged_token);
       wgmma_wait<0>();
-      keep_operands(a[0]);
-      keep_operands(a[1]);
+#pragma unroll
+      for (int k = 0; k < kRing; ++k) keep_operands(a[k]);
       release(previous);
 #pragma unroll
       for (int i = 0; i < T::kTokens / 2; ++i) pin(acc[i]);
@@ -185,8 +193,8 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
       using Writer = TileWriter<E, kAlign, false, Acc, 64, Stage, T::kSplits>;
       const Writer writer(d, at.x, channel0, work.m, n, ldd, args, work.rank);
       wgmma_wait<0>();
-      keep_operands(a[0]);
-      keep_operands(a[1]);
+#pragma unroll
+      for (int k = 0; k < kRing; ++k) keep_operands(a[k]);
 #pragma unroll
       for (int i = 0; i < T::kTokens / 2; ++i) pin(acc[i]);
       named_barrier_sync<T::kThreads>(kLeadBarrier);  // both groups have read all operands
@@ -198,6 +206,7 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
 #pragma unroll
       for (int i = 0; i < T::kRounds; i += 4) {
         const int round = i + warp % 4;
+        if (T::kRounds % 4 != 0 && round >= T::kRounds) break;
         typename Writer::Rows rows;
         typename Writer::Sums sums;
         writer.fetch(rows, round, staged_token);
@@ -214,7 +223,9 @@ __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units,
                                                 const float* fold, typename E::Out* d, int m, int n, int units_k,
                                                 int ldd, const Book& book, const typename E::Args& args) {
   extern __shared__ __align__(1024) char shared[];
+#ifndef QCUT_LATE
   launch_dependents();
+#endif
   const uint32_t base = shared_address(shared);
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
@@ -224,6 +235,7 @@ __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units,
     }
     barrier_init_fence();
   }
+  if constexpr (T::kPairs) fill_pair_table<T::kWarps + 4>(shared, book);
   if constexpr (T::kCluster > 1) {
     cluster_arrive();
     cluster_wait();

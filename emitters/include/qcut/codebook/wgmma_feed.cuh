@@ -14,7 +14,7 @@ __device__ __forceinline__ int keep(int v) { return __shfl_xor_sync(0xffffffffu,
 
 // The tile of emitters/codebook/wgmma.py and its shared memory: tokens and tables of all stages, staging, barriers.
 template <class X_, int kBits_, int kSlots_, int kTokens_, int kStages_, int kLead_, int kCluster_, int kSplits_,
-          int kBuffers_>
+          int kBuffers_, bool kPairs_, bool kFine_>
 struct WgmmaTile {
   using X = X_;
   using Product = Wgmma<X, kTokens_>;
@@ -32,7 +32,10 @@ struct WgmmaTile {
   static constexpr int kRounds = kTokens / 16;
 
   static constexpr int kTokenBytes = 128 * kBlocks * kTokens;
-  static constexpr int kTables = kStages * kTokenBytes;
+  static constexpr bool kFine = kFine_;    // whether each product follows the decoding of its weights
+  static constexpr bool kPairs = kPairs_;  // whether a PairTable lies before the stages
+  static constexpr int kFirstStage = kPairs ? PairTable::kBytes : 0;
+  static constexpr int kTables = kFirstStage + kStages * kTokenBytes;
   static constexpr bool kHasTables = sizeof(X) == 1;
   static constexpr int kTableBytes = kHasTables ? 16 * kRows * kSlots : 0;  // [slot][row][16 int8]
   static constexpr int kOperandBytes = kTables + kStages * kTableBytes;
@@ -48,7 +51,7 @@ struct WgmmaTile {
   static constexpr int kFetchRegisters = !kHasTables ? 40 : kTokens == 256 && kSlots == 1 ? 56 : 72;
   static constexpr int kRegisters = (3 * 168 - kFetchRegisters) / 2;
 
-  static_assert(kTokens == 64 || kTokens == 128 || kTokens == 256, "see emitters/codebook/wgmma.py");
+  static_assert(kTokens % 32 == 0 && !(kPairs && kHasTables), "see emitters/codebook/wgmma.py");
   static_assert(kCluster == 1 || kSplits == 1, "a cluster shares tokens or K");
 };
 
@@ -115,6 +118,21 @@ struct PromptDecoder {
   __device__ __forceinline__ void fetch(int, int) {}
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) const {
     book.decode(a, unit.words.word(step));
+    NormScale<typename T::X>(unit.norms[step * T::kSlots / kSteps]).apply(a);
+  }
+};
+
+// Decodes by the table of pairs: half the instructions of PromptDecoder, and 64 KB of shared memory.
+template <class T>
+struct PromptPairDecoder {
+  static constexpr int kSteps = 8;
+  uint32_t lane4;
+
+  __device__ __forceinline__ PromptPairDecoder(const Book&, uint32_t, int, int lane) : lane4(4 * lane) {}
+  __device__ __forceinline__ void fetch(int, int) {}
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) const {
+    extern __shared__ __align__(1024) char shared[];
+    PairTable::decode(a, unit.words.word(step), shared, lane4);
     NormScale<typename T::X>(unit.norms[step * T::kSlots / kSteps]).apply(a);
   }
 };
@@ -200,7 +218,7 @@ __device__ __forceinline__ void fetch_prompt(const PromptWork<T>& work, const ch
       if (lane < T::kBlocks && blocks > 0) {
         const long long block = static_cast<long long>((work.first_unit + u) * T::kBlocks + lane) * token_blocks;
         const char* from = x + 1024 * (block + at.x / 8 + begin);
-        const uint32_t to = base + place.stage * T::kTokenBytes + lane * (128 * T::kTokens) + 1024 * begin;
+        const uint32_t to = base + T::kFirstStage + place.stage * T::kTokenBytes + lane * (128 * T::kTokens) + 1024 * begin;
         if constexpr (T::kCluster > 1) {
           copy_bulk_multicast(to, from, 1024 * blocks, full, (1 << T::kCluster) - 1);
         } else {

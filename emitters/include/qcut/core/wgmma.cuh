@@ -49,6 +49,12 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(uint32_t shared) 
 #define QCUT_LIST64                                                                                               \
   QCUT_LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
               "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define QCUT_LIST48                                                                                               \
+  QCUT_LIST32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define QCUT_LIST80                                                                                               \
+  QCUT_LIST64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define QCUT_LIST96                                                                                               \
+  QCUT_LIST80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define QCUT_LIST128                                                                                              \
   QCUT_LIST64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, " \
               "%83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, " \
@@ -59,6 +65,9 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(uint32_t shared) 
 #define QCUT_REGS16(k, i) QCUT_REGS8(k, i), QCUT_REGS8(k, i + 8)
 #define QCUT_REGS32(k, i) QCUT_REGS16(k, i), QCUT_REGS16(k, i + 16)
 #define QCUT_REGS64(k, i) QCUT_REGS32(k, i), QCUT_REGS32(k, i + 32)
+#define QCUT_REGS48(k, i) QCUT_REGS32(k, i), QCUT_REGS16(k, i + 32)
+#define QCUT_REGS80(k, i) QCUT_REGS64(k, i), QCUT_REGS16(k, i + 64)
+#define QCUT_REGS96(k, i) QCUT_REGS64(k, i), QCUT_REGS32(k, i + 64)
 #define QCUT_REGS128(k, i) QCUT_REGS64(k, i), QCUT_REGS64(k, i + 64)
 
 template <class T, int kTokens>
@@ -90,7 +99,10 @@ QCUT_WGMMA_TYPES(8, 4, "%4", "%5", "%6", "%7", "%8", "%9")
 QCUT_WGMMA_TYPES(16, 8, "%8", "%9", "%10", "%11", "%12", "%13")
 QCUT_WGMMA_TYPES(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
 QCUT_WGMMA_TYPES(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+QCUT_WGMMA_TYPES(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
 QCUT_WGMMA_TYPES(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+QCUT_WGMMA_TYPES(160, 80, "%80", "%81", "%82", "%83", "%84", "%85")
+QCUT_WGMMA_TYPES(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
 QCUT_WGMMA_TYPES(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
 #undef QCUT_WGMMA_TYPES
@@ -101,12 +113,18 @@ QCUT_WGMMA_TYPES(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 #undef QCUT_LIST16
 #undef QCUT_LIST32
 #undef QCUT_LIST64
+#undef QCUT_LIST48
+#undef QCUT_LIST80
+#undef QCUT_LIST96
 #undef QCUT_LIST128
 #undef QCUT_REGS4
 #undef QCUT_REGS8
 #undef QCUT_REGS16
 #undef QCUT_REGS32
 #undef QCUT_REGS64
+#undef QCUT_REGS48
+#undef QCUT_REGS80
+#undef QCUT_REGS96
 #undef QCUT_REGS128
 
 // Raises the warpgroup's registers to kRegisters a thread (take), or lowers them to kRegisters (give).

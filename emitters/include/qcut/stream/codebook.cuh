@@ -25,30 +25,6 @@
 
 namespace qcut {
 
-// Fills a PairTable; a barrier must follow. All warps of the CTA take the same branches. PRMT chooses each lane's
-// value, because an index that depends on the lane would put the book into local memory.
-template <int kWarps>
-__device__ __forceinline__ void fill_pair_table(char* table, const Book& book) {
-  const int warp = threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  const uint32_t inside = 0x10 + 0x22 * (lane % 4);
-  const uint32_t upper4 = lane & 4 ? 0x54 : 0x10;
-  const uint32_t upper8 = lane & 8 ? 0x54 : 0x10;
-  uint32_t quarter[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) quarter[i] = __byte_perm(book.w[2 * i], book.w[2 * i + 1], inside);
-  const uint32_t lower = __byte_perm(quarter[0], quarter[1], upper4);
-  const uint32_t upper = __byte_perm(quarter[2], quarter[3], upper4);
-  const uint32_t mine = __byte_perm(lower, upper, upper8) & 0xffffu;  // value lane % 16
-#pragma unroll 8
-  for (int i = 0; i < 256; i += kWarps) {
-    const int v = min(i + warp, 255);
-    const uint32_t first = __shfl_sync(0xffffffffu, mine, v & 15);
-    const uint32_t second = __shfl_sync(0xffffffffu, mine, v >> 4);
-    *reinterpret_cast<uint32_t*>(table + 256 * v + 4 * lane) = first | second << 16;
-  }
-}
-
 __device__ __forceinline__ void store_shared_4_if(uint32_t shared, uint32_t w, bool wanted) {
   const int stored = wanted;
   asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p st.shared.u32 [%0], %1;\n\t}" ::"r"(shared), "r"(w),
@@ -194,7 +170,7 @@ struct UnitProduct<int8_t, Values> {
 #pragma unroll
       for (int i = s * kSteps; i < (s + 1) * kSteps; ++i) {
         uint32_t a[4];
-        decode_s8(a, unit.words.word(2 * i), unit.words.word(2 * i + 1), row, row8);
+        decode_s8<(kTokenTiles > 1)>(a, unit.words.word(2 * i), unit.words.word(2 * i + 1), row, row8);
 #pragma unroll
         for (int j = 0; j < kTokenTiles; ++j) mma_s8(sum[j], a, b[j][2 * i], b[j][2 * i + 1]);
       }
@@ -214,7 +190,7 @@ __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int 
 }
 
 // The kernel. units_k <= kSplits * kWarps * kUnits, m <= kTokens. The grid has a cluster for every kRowTiles tiles. x
-// is a BlockTokens or a RowToken.
+// is a BlockTokens, a RowToken or a QuantizedToken.
 template <class T, int kBits, int kSlots, class Tile, class E, class X>
 __device__ __forceinline__ void codebook_stream(X x, const char* units, const char* norms, const float* fold,
                                                 typename E::Out* d, int m, int n, int units_k, int ldd,
@@ -273,7 +249,9 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
     if (lane == 31) prefetch_l2(next_norms);
   }
   x.begin(cta_first, units_k);
+#ifndef QCUT_LATE
   launch_dependents();
+#endif
   if constexpr (Tile::kSplits > 1) cluster_arrive_relaxed();
   if constexpr (!kIsInt8<T>) fill_pair_table<Tile::kWarps>(shared, book);
 
@@ -288,12 +266,12 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const int columns = min(Tile::kRows, n - col0);
   copy_floats<kThreads, Tile::kRows>(col_scale, args.col_scale_per_channel + col0, columns);
   copy_floats<kThreads, Tile::kRows>(bias, args.bias + col0, args.bias != nullptr ? columns : 0);
-  if constexpr (kIsInt8<T>) copy_floats<kThreads, Tile::kTokens>(row_scale, args.row_scale, m);
+  if constexpr (kIsInt8<T> && !X::kHasScale) copy_floats<kThreads, Tile::kTokens>(row_scale, args.row_scale, m);
   copy_async_commit();
   args.col_scale_per_channel = col_scale;
   args.bias = bias;
   args.row_scale = row_scale;
-  x.finish(regions);
+  x.finish(regions, cta_first, row_scale);
   __syncthreads();  // the table is complete
   copy_async_wait<1>();
   __syncwarp();
@@ -335,6 +313,9 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
     }
   }
 
+#ifdef QCUT_LATE
+  launch_dependents();
+#endif
   copy_async_wait<0>();
   __syncthreads();
   const auto sum_of_warps = [&](int token, int row) {

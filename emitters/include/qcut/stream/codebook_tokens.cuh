@@ -1,7 +1,7 @@
 // The tokens, the tile and the layout of shared memory of stream/codebook.cuh and stream/codebook_rounds.cuh.
 //
 // BlockTokens are tokens that an earlier kernel has rotated. RowToken is one token that the product's kernel rotates
-// itself. Tokens of either kind are staged in shared memory: each warp stages the columns of its own units.
+// itself, QuantizedToken one that it also quantizes. Tokens of either kind are staged in shared memory: each warp stages the columns of its own units.
 // TokenFragments holds a warp's staged tokens in registers, as second operands of mma.sync.
 //
 // Exactness: staging copies bits; the rotation of RowToken equals that of codebook/rotate.cuh bitwise.
@@ -77,6 +77,7 @@ __device__ __forceinline__ void copy_async_if(uint32_t shared, const void* globa
 template <class T, class Tile>
 struct BlockTokens {
   using Shared = StreamShared<T, Tile>;
+  static constexpr bool kHasScale = false;
   const char* x;
 
   __device__ __forceinline__ void begin(int, int) {}
@@ -102,48 +103,47 @@ struct BlockTokens {
                         first + block / Shared::kBlocks >= units_k);
     }
   }
-  __device__ __forceinline__ void finish(uint32_t) const {}
+  __device__ __forceinline__ void finish(uint32_t, int, float*) const {}
 };
 
-// One token as the model stores it. The CTA rotates the token's columns in groups of kGroup, bitwise as
-// codebook/rotate.cuh does, and stages them. Rotating here takes less time than a kernel of its own. A norm or a gate
-// computed here would take more time, since its latency exceeds that of a dependent launch. A thread rotates 16
-// columns, which keeps a quarter of the warps busy.
-template <class T, class Tile, int kGroup>
-struct RowToken {
-  static_assert(Tile::kTokens == 1 && !kIsInt8<T> && kGroup >= kLaneColumns && kGroup <= kUnitColumns);
+// Columns of one token as the model stores it, 16 to a thread: those of kHere units from unit `first` on. Each piece is
+// rotated in groups of kGroup columns, bitwise as codebook/rotate.cuh does. Units past the last one are zero.
+template <class X, class Tile, int kGroup, int kHere>
+struct TokenPieces {
+  static_assert(Tile::kTokens == 1 && kGroup >= kLaneColumns && kGroup <= kUnitColumns);
   static constexpr int kThreadsPerUnit = kUnitColumns / kLaneColumns;
-  static constexpr int kCtaUnits = Tile::kWarps * Tile::kUnits;
-  static constexpr int kRounds = (kCtaUnits * kThreadsPerUnit + 32 * Tile::kWarps - 1) / (32 * Tile::kWarps);
-  const T* x;
+  static constexpr int kRounds = (kHere * kThreadsPerUnit + 32 * Tile::kWarps - 1) / (32 * Tile::kWarps);
+  const X* x;
   const uint32_t* signs;
   int k, units_pass;  // columns of the token, units of a pass
   float factor;       // 1 / sqrt(kGroup)
   uint32_t flips[kRounds];
   uint4 raw[kRounds][2];
 
-  __device__ __forceinline__ RowToken(const T* x, const uint32_t* signs, int k, int units_pass, float factor)
+  __device__ __forceinline__ TokenPieces(const X* x, const uint32_t* signs, int k, int units_pass, float factor)
       : x(x), signs(signs), k(k), units_pass(units_pass), factor(factor) {}
 
-  // The unit of a thread's 16 columns within the CTA; the next function gives their first column within the unit.
+  // The unit of a thread's piece, counted from `first`; the next function gives the piece's column within the unit.
   static __device__ __forceinline__ int unit(int round) {
     return (round * 32 * Tile::kWarps + static_cast<int>(threadIdx.x)) / kThreadsPerUnit;
   }
   static __device__ __forceinline__ int column() { return threadIdx.x % kThreadsPerUnit * kLaneColumns; }
+  // Whether the threads of a warp have pieces in a round.
+  static __device__ __forceinline__ bool has(int round) { return __shfl_sync(0xffffffffu, unit(round), 0) < kHere; }
 
-  __device__ __forceinline__ void begin(int cta_first, int units_k) {
+  __device__ __forceinline__ void load_signs(int first, int units_k) {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      const int at = kUnitColumns * min(cta_first + unit(i), units_k - 1) + column();
+      const int at = kUnitColumns * min(first + unit(i), units_k - 1) + column();
       flips[i] = signs[at / 32] >> at % 32;
     }
   }
-  __device__ __forceinline__ void request(uint32_t, int, int cta_first, int units_k) {
+  __device__ __forceinline__ void load(int first, int units_k) {
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      const int of_all = cta_first + unit(i);
+      const int of_all = first + unit(i);
       const int at = kUnitColumns * (of_all < units_pass ? of_all : of_all - units_pass) + column();
-      const bool there = unit(i) < kCtaUnits && of_all < units_k && at < k;
+      const bool there = unit(i) < kHere && of_all < units_k && at < k;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         raw[i][h] = make_uint4(0, 0, 0, 0);
@@ -151,26 +151,103 @@ struct RowToken {
       }
     }
   }
-  __device__ __forceinline__ void finish(uint32_t regions) const {
+  __device__ __forceinline__ void rotate(float (&r)[kLaneColumns], int round) const {
+    const X* loaded = reinterpret_cast<const X*>(raw[round]);
 #pragma unroll
-    for (int i = 0; i < kRounds; ++i) {
-      if (__shfl_sync(0xffffffffu, unit(i), 0) >= kCtaUnits) break;
-      const T* loaded = reinterpret_cast<const T*>(raw[i]);
+    for (int j = 0; j < kLaneColumns; ++j) {
+      r[j] = __uint_as_float(__float_as_uint(to_float(loaded[j])) ^ (flips[round] << (31 - j) & 0x80000000u));
+    }
+    butterflies<kGroup, 1>(r, kGroup, threadIdx.x, nullptr);
+#pragma unroll
+    for (int j = 0; j < kLaneColumns; ++j) r[j] *= factor;
+  }
+};
+
+// One token as the model stores it. The CTA rotates the token's columns that its warps multiply and stages them.
+// Rotating here takes less time than a kernel of its own. A norm or a gate computed here would take more time, since its
+// latency exceeds that of a dependent launch. A thread rotates 16 columns, which keeps a quarter of the warps busy.
+template <class T, class Tile, int kGroup>
+struct RowToken {
+  static_assert(!kIsInt8<T>);
+  static constexpr int kCtaUnits = Tile::kWarps * Tile::kUnits;
+  using Pieces = TokenPieces<T, Tile, kGroup, kCtaUnits>;
+  static constexpr bool kHasScale = false;
+  Pieces pieces;
+
+  __device__ __forceinline__ RowToken(const T* x, const uint32_t* signs, int k, int units_pass, float factor)
+      : pieces(x, signs, k, units_pass, factor) {}
+  __device__ __forceinline__ void begin(int cta_first, int units_k) { pieces.load_signs(cta_first, units_k); }
+  __device__ __forceinline__ void request(uint32_t, int, int cta_first, int units_k) {
+    pieces.load(cta_first, units_k);
+  }
+  __device__ __forceinline__ void finish(uint32_t regions, int, float*) const {
+#pragma unroll
+    for (int i = 0; i < Pieces::kRounds; ++i) {
+      if (!Pieces::has(i)) break;
+      const int unit = Pieces::unit(i);
       float r[kLaneColumns];
-#pragma unroll
-      for (int j = 0; j < kLaneColumns; ++j) {
-        r[j] = __uint_as_float(__float_as_uint(to_float(loaded[j])) ^ (flips[i] << (31 - j) & 0x80000000u));
-      }
-      butterflies<kGroup, 1>(r, kGroup, threadIdx.x, nullptr);
-      const uint32_t at = regions + unit(i) / Tile::kUnits * StreamShared<T, Tile>::kRegionBytes +
-                          256 * (unit(i) % Tile::kUnits) + 2 * column();
+      pieces.rotate(r, i);
+      const uint32_t at = regions + unit / Tile::kUnits * StreamShared<T, Tile>::kRegionBytes +
+                          256 * (unit % Tile::kUnits) + 2 * Pieces::column();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         uint32_t w[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) w[j] = pack_pair<T>(r[8 * h + 2 * j] * factor, r[8 * h + 2 * j + 1] * factor);
-        if (unit(i) < kCtaUnits) store_shared_16(at + 16 * h, w);
+        for (int j = 0; j < 4; ++j) w[j] = pack_pair<T>(r[8 * h + 2 * j], r[8 * h + 2 * j + 1]);
+        if (unit < kCtaUnits) store_shared_16(at + 16 * h, w);
       }
+    }
+  }
+};
+
+// One token as the model stores it, to be multiplied as int8. A CTA rotates all columns for their largest magnitude,
+// and quantizes and stages those that its warps multiply, bitwise as codebook/rotate.cuh does.
+template <class X, class Tile, int kGroup>
+struct QuantizedToken {
+  static constexpr int kCtaUnits = Tile::kWarps * Tile::kUnits;
+  using Pieces = TokenPieces<X, Tile, kGroup, kCtaUnits * Tile::kSplits>;
+  static constexpr bool kHasScale = true;
+  Pieces pieces;
+
+  __device__ __forceinline__ QuantizedToken(const X* x, const uint32_t* signs, int k, int units_pass, float factor)
+      : pieces(x, signs, k, units_pass, factor) {}
+  __device__ __forceinline__ void begin(int, int units_k) { pieces.load_signs(0, units_k); }
+  __device__ __forceinline__ void request(uint32_t, int, int, int units_k) { pieces.load(0, units_k); }
+  // Writes the token's scale for the epilogue.
+  __device__ __forceinline__ void finish(uint32_t regions, int cta_first, float* scale) const {
+    __shared__ uint32_t peaks[Tile::kWarps];
+    float r[Pieces::kRounds][kLaneColumns];
+    uint32_t peak = 0;
+#pragma unroll
+    for (int i = 0; i < Pieces::kRounds; ++i) {
+      if (!Pieces::has(i)) break;
+      pieces.rotate(r[i], i);
+#pragma unroll
+      for (int j = 0; j < kLaneColumns; ++j) peak = max(peak, __float_as_uint(r[i][j]) & 0x7fffffffu);
+    }
+    peak = warp_max(peak);
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) peaks[threadIdx.x / 32] = peak;
+    __syncthreads();
+    const QuantizedRow quantized(warp_max(lane < Tile::kWarps ? peaks[lane] : 0u));
+    if (threadIdx.x == 0) *scale = quantized.scale();
+#pragma unroll
+    for (int i = 0; i < Pieces::kRounds; ++i) {
+      if (!Pieces::has(i)) break;
+      const int unit = Pieces::unit(i) - cta_first;
+      uint32_t w[4];
+#pragma unroll
+      for (int h = 0; h < 4; h += 2) {  // words as rotate.cuh stores them
+        const float f[8] = {r[i][2 * h],     r[i][2 * h + 1], r[i][2 * h + 8],  r[i][2 * h + 9],
+                            r[i][2 * h + 2], r[i][2 * h + 3], r[i][2 * h + 10], r[i][2 * h + 11]};
+        uint32_t words[2];
+        quantized.quantize(f, words);
+        w[h] = words[0];
+        w[h + 1] = words[1];
+      }
+      const uint32_t at = regions + unit / Tile::kUnits * StreamShared<int8_t, Tile>::kRegionBytes +
+                          128 * (unit % Tile::kUnits) + Pieces::column();
+      if (unit >= 0 && unit < kCtaUnits) store_shared_16(at, w);
     }
   }
 };

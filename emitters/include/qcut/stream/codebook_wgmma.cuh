@@ -1,7 +1,8 @@
-// D = epilogue(X W^T) of up to 64 rotated tokens X and codebook weights W. Decoded weights are the operand of wgmma
-// that lies in registers.
+// D = epilogue(X W^T) of few rotated tokens X and codebook weights W. Decoded weights are the operand of wgmma that lies
+// in registers.
 //
-// A warpgroup computes 64 rows of W, a CTA kGroups of them. The CTAs of a cluster (kSplits) divide K into contiguous
+// A warpgroup computes 64 rows of W, a CTA kGroups of them, with kTokens tokens. CTAs of the same rows and of other
+// tokens are neighbours in the grid, so that the L2 reads their weights once. The CTAs of a cluster (kSplits) divide K into contiguous
 // parts. Each warp loads the indices of its 16 rows to registers, kPrefetch units of 128 columns ahead, decodes them
 // and multiplies the values by their norms. Tokens lie in memory as wgmma reads them: one bulk copy brings the tokens
 // of a unit into a stage of shared memory. A stage is filled again once all warps have read it, unless there are as
@@ -20,15 +21,16 @@
 
 namespace qcut {
 
-template <int kTokens_, int kGroups_, int kSplits_, int kStages_, int kPrefetch_>
+template <int kTokens_, int kGroups_, int kSplits_, int kStages_, int kPrefetch_, bool kFine_>
 struct StreamWgmmaTile {
-  static constexpr int kTokens = kTokens_;  // at most; m of a launch may be less
+  static constexpr int kTokens = kTokens_;  // of a CTA
   static constexpr int kGroups = kGroups_;  // warpgroups
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kWarps = 4 * kGroups;
   static constexpr int kSplits = kSplits_;
   static constexpr int kStages = kStages_;
   static constexpr int kPrefetch = kPrefetch_;
+  static constexpr bool kFine = kFine_;  // whether each product follows the decoding of its weights
 };
 
 // Byte offsets in shared memory.
@@ -48,49 +50,42 @@ struct StreamWgmmaShared {
   static constexpr int kBytes = kRowScale + 4 * Tile::kTokens;
 };
 
-// Half a unit, 64 columns, decoded to the first operands of four 16-bit products or of two int8 products.
+// Decodes units to the first operands of products: kUnitSteps for a unit.
 template <class T>
-struct HalfUnit {
-  static constexpr int kSteps = 4;
+struct UnitDecoder {
+  static constexpr int kUnitSteps = 8;
   const char* table;
   uint32_t lane4;
 
-  __device__ __forceinline__ HalfUnit(const Book&, const char* table, const RowFold<T>&)
+  __device__ __forceinline__ UnitDecoder(const Book&, const char* table, const RowFold<T>&)
       : table(table), lane4(4 * (threadIdx.x % 32)) {}
 
-  template <int kHalf, int kBits, int kSlots>
-  __device__ __forceinline__ void decode(uint32_t (&a)[kSteps][4], const WeightUnit<kBits, kSlots>& unit) {
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      constexpr int kFirst = kSteps * kHalf;
-      PairTable::decode(a[i], unit.words.word(kFirst + i), table, lane4);
-      NormScale<T>(unit.norms[(kFirst + i) * kSlots / 8]).apply(a[i]);
-    }
+  // Decodes the weights of a product. `step` is a constant after unrolling; steps come in order.
+  template <int kBits, int kSlots>
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots>& unit, int step) {
+    PairTable::decode(a, unit.words.word(step), table, lane4);
+    NormScale<T>(unit.norms[step * kSlots / 8]).apply(a);
   }
 };
 
 template <>
-struct HalfUnit<int8_t> {
-  static constexpr int kSteps = 2;
+struct UnitDecoder<int8_t> {
+  static constexpr int kUnitSteps = 4;
   QuarterBook quarter;
   RowFold<int8_t> fold;
   RowBook row, row8;  // the books of rows g and g + 8 for the slot decoded last
 
-  __device__ __forceinline__ HalfUnit(const Book& book, const char*, const RowFold<int8_t>& fold)
+  __device__ __forceinline__ UnitDecoder(const Book& book, const char*, const RowFold<int8_t>& fold)
       : quarter(book), fold(fold) {}
 
-  template <int kHalf, int kBits, int kSlots>
-  __device__ __forceinline__ void decode(uint32_t (&a)[kSteps][4], const WeightUnit<kBits, kSlots>& unit) {
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int step = kSteps * kHalf + i;
-      if (step * kSlots % 4 == 0) {
-        const float2 norm = norm_pair(unit.norms[step * kSlots / 4]);
-        row.build(quarter, norm.x * fold.row);
-        row8.build(quarter, norm.y * fold.row8);
-      }
-      decode_s8(a[i], unit.words.word(2 * step), unit.words.word(2 * step + 1), row, row8);
+  template <int kBits, int kSlots>
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots>& unit, int step) {
+    if (step * kSlots % 4 == 0) {
+      const float2 norm = norm_pair(unit.norms[step * kSlots / 4]);
+      row.build(quarter, norm.x * fold.row);
+      row8.build(quarter, norm.y * fold.row8);
     }
+    decode_s8(a, unit.words.word(2 * step), unit.words.word(2 * step + 1), row, row8);
   }
 };
 
@@ -133,7 +128,7 @@ __device__ __forceinline__ void finish_quad(const uint32_t (&sums)[4], int token
   }
 }
 
-// The kernel. m <= kTokens; the grid has a cluster for every kRows rows.
+// The kernel. The grid has a cluster for every kRows rows and kTokens tokens.
 template <class T, int kBits, int kSlots, class Tile, class E, int kAlign>
 __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char* units, const char* norms,
                                                       const float* fold, typename E::Out* d, int m, int n,
@@ -141,7 +136,12 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
   using Shared = StreamWgmmaShared<T, Tile>;
   using Product = Wgmma<T, Tile::kTokens>;
   using Acc = typename Product::Acc;
-  using Half = HalfUnit<T>;
+  using Decoder = UnitDecoder<T>;
+  // Products are issued in batches of kBatch, whose weights are in one of kBuffers buffers. A warp that issues products
+  // waits until their operands have been read: with few warpgroups, small batches let it decode meanwhile.
+  constexpr int kBatch = Tile::kFine ? 1 : Decoder::kUnitSteps / 2;
+  constexpr int kBatches = Decoder::kUnitSteps / kBatch;
+  constexpr int kBuffers = Tile::kFine ? 4 : 2;
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kStages = Tile::kStages;
   constexpr int kPitch = Shared::kPitch;
@@ -150,7 +150,19 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % Tile::kSplits;
-  const int col0 = static_cast<int>(blockIdx.x) / Tile::kSplits * Tile::kRows;
+  int row_group = static_cast<int>(blockIdx.x) / Tile::kSplits;
+  int token0 = 0;
+  const int all8 = (m + 7) / 8;  // blocks of eight tokens
+  if (m > Tile::kTokens) {
+    const int tiles = (m + Tile::kTokens - 1) / Tile::kTokens;
+    token0 = row_group % tiles * Tile::kTokens;
+    row_group /= tiles;
+    m = min(m - token0, Tile::kTokens);
+    d += static_cast<long long>(token0) * ldd;
+    if constexpr (E::kHasResidual) args.residual += static_cast<long long>(token0) * ldd;
+    if constexpr (kIsInt8<T>) args.row_scale += token0;
+  }
+  const int col0 = row_group * Tile::kRows;
   // Warpgroups past the last row read the last rows again; their sums are not stored.
   const int tile = min(col0 / kUnitRows + warp, (n + 63) / 64 * 4 - 1);
   const int part = (units_k + Tile::kSplits - 1) / Tile::kSplits;
@@ -169,17 +181,25 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
     if (s < count) load_unit(weights[s], s);
   }
   row_fold.load(fold, tile);
+#ifndef QCUT_LATE
   launch_dependents();
+#endif
 
   const uint32_t base = shared_address(stages);
   const uint32_t full = base + Shared::kFull;
   const uint32_t empty = base + Shared::kEmpty;
   const int m8 = (m + 7) / 8;
   const auto copy_tokens = [&](int unit, int stage) {
-    const int bytes = 1024 * Shared::kBlocks * m8;  // blocks of K follow one another
+    const int bytes = 1024 * Shared::kBlocks * m8;
+    const char* from = x + (static_cast<long long>(first + unit) * Shared::kBlocks * all8 + token0 / 8) * 1024;
+    const uint32_t to = base + Shared::kStaged + stage * Shared::kStageBytes;
     barrier_expect(full + 8 * stage, bytes);
-    copy_bulk(base + Shared::kStaged + stage * Shared::kStageBytes, x + static_cast<long long>(first + unit) * bytes,
-              bytes, full + 8 * stage);
+    if (Shared::kBlocks == 1 || m8 == all8) {  // blocks of K follow one another
+      copy_bulk(to, from, bytes, full + 8 * stage);
+    } else {
+      copy_bulk(to, from, 1024 * m8, full + 8 * stage);
+      copy_bulk(to + 1024 * m8, from + 1024 * all8, 1024 * m8, full + 8 * stage);
+    }
   };
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -208,14 +228,14 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
 
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) pin(weights[s].words);
-  Half half(book, stages, row_fold);
+  Decoder decoder(book, stages, row_fold);
   Acc sum[Tile::kTokens / 2] = {};
-  uint32_t a[2][Half::kSteps][4] = {};  // one half of a unit is multiplied while the next half is decoded
+  uint32_t a[kBuffers][kBatch][4] = {};
   // Products in flight read the registers of their first operand. A use of the operand after the wait for these
   // products keeps the compiler from giving the registers to other values earlier.
-  const auto keep = [&](uint32_t(&part)[Half::kSteps][4]) {
+  const auto keep = [&](uint32_t(&batch)[kBatch][4]) {
 #pragma unroll
-    for (int i = 0; i < Half::kSteps; ++i) pin(part[i]);
+    for (int i = 0; i < kBatch; ++i) pin(batch[i]);
   };
   const bool ring = count > kStages;
   int stage = 0;
@@ -239,31 +259,39 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
       // The second half's columns, which lie in a block of their own for 16-bit tokens.
       const unsigned long long b_high = kIsInt8<T> ? b + 2 * kWgmmaStep : b + 64 * m8;
 
-      half.template decode<0>(a[0], weights[s]);
-      wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < Half::kSteps; ++i) Product::issue(sum, a[0][i], b + i * kWgmmaStep, 1);
-      wgmma_commit();
-      wgmma_wait<1>();  // the last unit's second half
-      keep(a[1]);
-      if (ring && u > 0 && lane == 0) barrier_arrive(empty + 8 * (stage > 0 ? stage - 1 : kStages - 1));
-
-      half.template decode<1>(a[1], weights[s]);
-      wgmma_fence();
+      for (int k = 0; k < kBatches; ++k) {
+        uint32_t(&batch)[kBatch][4] = a[k % kBuffers];
 #pragma unroll
-      for (int i = 0; i < Half::kSteps; ++i) Product::issue(sum, a[1][i], b_high + i * kWgmmaStep, 1);
-      wgmma_commit();
-      if (u + Tile::kPrefetch < count) load_unit(weights[s], u + Tile::kPrefetch);
-      wgmma_wait<1>();
-      keep(a[0]);
+        for (int i = 0; i < kBatch; ++i) decoder.decode(batch[i], weights[s], k * kBatch + i);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int step = k * kBatch + i;
+          const bool is_high = 2 * step >= Decoder::kUnitSteps;
+          Product::issue(sum, batch[i], (is_high ? b_high : b) + step % (Decoder::kUnitSteps / 2) * kWgmmaStep, 1);
+        }
+        wgmma_commit();
+        if (k == kBatches - 1 && u + Tile::kPrefetch < count) load_unit(weights[s], u + Tile::kPrefetch);
+        wgmma_wait<kBuffers - 1>();
+        keep(a[(k + 1) % kBuffers]);
+        // All products of the last unit are done.
+        if (k == kBuffers - 2 && ring && u > 0 && lane == 0) {
+          barrier_arrive(empty + 8 * (stage > 0 ? stage - 1 : kStages - 1));
+        }
+      }
       if (++stage == kStages) {
         stage = 0;
         parity ^= 1;
       }
     }
   }
+#ifdef QCUT_LATE
+  launch_dependents();
+#endif
   wgmma_wait<0>();
-  keep(a[1]);
+#pragma unroll
+  for (int k = 0; k < kBuffers; ++k) keep(a[k]);
 #pragma unroll
   for (int i = 0; i < Tile::kTokens / 2; ++i) pin(sum[i]);  // no sum is read before the wait
   copy_async_wait<0>();
