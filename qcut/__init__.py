@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from qcut.cuda.explanation import explain as explain
     from qcut.engine.engine import Engine as Engine
     from qcut.engine.engine import Generated as Generated
+    from qcut.jit.background import wait_for_kernels as wait_for_kernels
     from qcut.layers.base import Linear as Linear
     from qcut.layers.codebook import execution_path as execution_path
     from qcut.layers.embedding import Embedding as Embedding
@@ -70,6 +71,7 @@ _HOME = {
     "quantize": "conversion.convert",
     "gemm_s8": "ops.gemm",
     "explain": "cuda.explanation",
+    "wait_for_kernels": "jit.background",
     "save": "checkpoints.qcut_format",
     "save_turboquant": "checkpoints.turboquant.writer",
     "load": "checkpoints.qcut_format",

@@ -84,6 +84,20 @@ def build(source: KernelSource) -> Binary:
     return binary
 
 
+def find(source: KernelSource) -> Binary | None:
+    """The binary of a kernel from memory or disk; None where `build` would compile it.
+
+    Raises:
+        ToolchainError: the compiler or its headers are missing.
+    """
+    return _lookup(source, fingerprint(source))
+
+
+def remember(binary: Binary) -> None:
+    """Keep a binary that another process built, for the life of this one."""
+    _memory[binary.key] = binary
+
+
 def rebuild(source: KernelSource) -> Binary:
     """Compile a kernel whose stored binary turned out to be unusable, and replace it.
 
@@ -131,7 +145,7 @@ def build_many(
         else:
             results[name] = binary
     if missing:
-        results |= _build_missing(missing, jobs or _default_jobs(), progress)
+        results |= _build_missing(missing, jobs or default_jobs(), progress)
     return {name: results[name] for name in wanted}
 
 
@@ -300,7 +314,8 @@ def compile_source(source: KernelSource, device: cache.Entry | None = None) -> B
     return _assemble(source, fingerprint(source), device, host_so)
 
 
-def _default_jobs() -> int:
+def default_jobs() -> int:
+    """Compilers to run at a time: one per core, fewer where memory is short."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):
