@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from qcut.conversion.second_moments import collect_second_moments as collect_second_moments
     from qcut.conversion.smoothing import smooth as smooth
     from qcut.cuda.explanation import explain as explain
+    from qcut.cuda.waiting import wait_for_kernels as wait_for_kernels
     from qcut.engine.engine import Engine as Engine
     from qcut.engine.engine import Generated as Generated
-    from qcut.jit.background import wait_for_kernels as wait_for_kernels
     from qcut.layers.base import Linear as Linear
     from qcut.layers.codebook import execution_path as execution_path
     from qcut.layers.embedding import Embedding as Embedding
@@ -71,7 +71,7 @@ _HOME = {
     "quantize": "conversion.convert",
     "gemm_s8": "ops.gemm",
     "explain": "cuda.explanation",
-    "wait_for_kernels": "jit.background",
+    "wait_for_kernels": "cuda.waiting",
     "save": "checkpoints.qcut_format",
     "save_turboquant": "checkpoints.turboquant.writer",
     "load": "checkpoints.qcut_format",

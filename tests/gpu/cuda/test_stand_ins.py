@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import qcut
 from qcut import jit
 from qcut.cuda import native, plans
 from qcut.cuda.gemm import Product, chosen_spec, gemm_problem
@@ -89,7 +90,7 @@ def test_a_better_kernel_takes_over(scheme: str, nothing_built: None, monkeypatc
     with torch.cuda.graph(graph):
         captured = linear(x)
     monkeypatch.undo()  # as after the build
-    assert background.wait_for_kernels(120)
+    assert qcut.wait_for_kernels(120)
     assert plans.generation() > before
     with plans.watched_loads() as second:
         final = linear(x)
@@ -107,7 +108,7 @@ def test_cpp_calls_leave_the_stand_in(nothing_built: None, monkeypatch: pytest.M
     x = tokens(M, K, torch.float16).to(DEVICE)
     provisional = [linear(x) for _ in range(3)]
     monkeypatch.undo()
-    assert background.wait_for_kernels(120)
+    assert qcut.wait_for_kernels(120)
     hits = library.hits
     with plans.watched_loads() as loads:
         final = linear(x)  # C++ has no plan any more
