@@ -153,10 +153,15 @@ def _build_missing(sources: list[KernelSource], jobs: int, progress: bool) -> di
     results: dict[str, Binary | BuildError] = {}
     pool = ThreadPoolExecutor(min(jobs, len(sources)), thread_name_prefix="qcut-build")
     try:
-        # CUTLASS kernels take longest, so they start first.
-        ordered = sorted(sources, key=lambda s: s.toolchain != "nvcc")
-        futures = {pool.submit(build, source): source.name for source in ordered}
-        with progress_bar(len(futures), "building kernels", "kernel", shown=progress) as advance:
+        with progress_bar(len(sources), "building kernels", "kernel", shown=progress) as advance:
+
+            def work(source: KernelSource) -> Binary:
+                advance(0, now=source.name.removeprefix("qcut_"))
+                return build(source)
+
+            # CUTLASS kernels take longest, so they start first.
+            ordered = sorted(sources, key=lambda s: s.toolchain != "nvcc")
+            futures = {pool.submit(work, source): source.name for source in ordered}
             for future in as_completed(futures):
                 try:
                     results[futures[future]] = future.result()

@@ -114,15 +114,26 @@ def _include_paths(source: KernelSource) -> list[str]:
 
 
 def _compile_nvrtc(source: KernelSource) -> tuple[bytes, str]:
-    nvrtc = toolchain.nvrtc_library()
-    program, options = toolchain.program_class()
+    toolchain.find_nvrtc()
     flags = [*device_flags(source), f"-arch={source.arch}", "--ptxas-options=-v"]
     flags += [f"-I{path}" for path in _include_paths(source)]
-    command = shlex.join(["nvrtc", *flags])
+    status, code, log = _run_nvrtc(source, flags)
+    if status or not code.startswith(_ELF):
+        raise BuildError("NVRTC failed", kernel=source.name, command=shlex.join(["nvrtc", *flags]), log=log)
+    return code, log
+
+
+def _run_nvrtc(source: KernelSource, flags: Sequence[str]) -> tuple[int, bytes, str]:
+    """NVRTC's status, the cubin and the log.
+
+    Only the program is cuda-core's. Its ``compile`` lets no other thread run, so that compilations would wait for one
+    another; a foreign call does.
+    """
+    nvrtc, (program, options) = toolchain.nvrtc_library(), toolchain.program_class()
     try:
         owner = program(source.text, "c++", options(name=f"{source.name}.cu", arch=source.arch))
     except Exception as error:  # cuda-core's exception classes moved between versions
-        raise BuildError("NVRTC failed", kernel=source.name, command=command, log=str(error)) from error
+        return -1, b"", str(error)
     handle = ctypes.c_void_p(int(owner.handle))
 
     def output(what: str) -> bytes:
@@ -132,12 +143,10 @@ def _compile_nvrtc(source: KernelSource) -> tuple[bytes, str]:
         buffer = ctypes.create_string_buffer(size.value)
         return b"" if getattr(nvrtc, f"nvrtcGet{what}")(handle, buffer) else buffer.raw
 
-    # Through ctypes, which lets other threads run: under cuda-core's call, compilations wait for one another.
     status = nvrtc.nvrtcCompileProgram(handle, len(flags), (ctypes.c_char_p * len(flags))(*map(os.fsencode, flags)))
     log, code = output("ProgramLog").replace(b"\0", b"").decode(errors="replace").strip(), output("CUBIN")
-    if status or not code.startswith(_ELF):
-        raise BuildError("NVRTC failed", kernel=source.name, command=command, log=log)
-    return code, log
+    owner.close()
+    return status, code, log
 
 
 def _compile_nvcc(source: KernelSource, device: bool) -> tuple[bytes, bytes | None, str]:
