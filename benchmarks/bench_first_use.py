@@ -144,11 +144,11 @@ def main(arguments: list[str] | None = None) -> int:
     for mode in options.modes.split(","):
         found = {name: round(value, 3) for name, value in in_a_process(options, mode).items()}
         timing = Timing.of([found["total_s"] * 1e6], "wall")
-        labels = {"shape": options.shape, "scheme": options.scheme, "device": options.device, "mode": mode}
+        labels = {"shape": options.shape, "scheme": options.scheme, "device": options.device, "build": mode}
         results.add(timing, **labels, cores=len(os.sched_getaffinity(0)), **found)
         rows.append([mode, *found.values()])
     path = results.write_csv(options.out)
-    print(harness.table(["mode", *found], rows))
+    print(harness.table(["build", *found], rows))
     print(f"rows in {path}")
     return 0
 
