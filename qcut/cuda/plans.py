@@ -47,7 +47,6 @@ _lock = Lock()
 _caches: weakref.WeakSet[PlanCache[Any]] = weakref.WeakSet()
 _watchers: list[list[str]] = []
 _generation = 0
-_awaited: set[str] = set()  # jobs in the background whose results plans would use
 
 
 class PlanCache(Generic[P]):
@@ -120,6 +119,11 @@ def m_bucket(m: int) -> int:
     return bucket(max(1, m))
 
 
+def generation() -> int:
+    """How often plans have been forgotten: a CUDA graph of an earlier generation launches the kernels of then."""
+    return _generation
+
+
 def forget_plans() -> None:
     """Forget the plans of all families: the next calls choose and load their kernels anew."""
     global _generation
@@ -129,12 +133,7 @@ def forget_plans() -> None:
             plans.clear()
 
 
-def generation() -> int:
-    """How often plans were forgotten. A CUDA graph of an earlier generation may launch kernels that calls left since.
-
-    Those kernels stay loaded, and their results are the same.
-    """
-    return _generation
+_awaited: set[str] = set()  # jobs in the background whose results plans would use
 
 
 def await_job(job: background.Job) -> bool:
@@ -212,17 +211,16 @@ class LaunchSpec:
 
         The plan may be the stand-in's; it is forgotten when the kernel has been built.
         """
-        spec = self
         if self.must_wait and self.stand_in is not None:
             await_job(background.kernel_job(self.source))
-            spec = self.stand_in()
+            return self.stand_in().load(device)
         return LaunchPlan(
-            load(spec.source, device),
-            spec.grid,
-            tail=spec.tail,
-            needs_workspace=spec.needs_workspace,
-            pdl=spec.pdl,
-            min_rows=spec.min_rows,
+            load(self.source, device),
+            self.grid,
+            tail=self.tail,
+            needs_workspace=self.needs_workspace,
+            pdl=self.pdl,
+            min_rows=self.min_rows,
         )
 
     @property
