@@ -25,7 +25,7 @@ from qcut.dispatch.gemm import alignment_of
 from qcut.dispatch.gpus import Target
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.source import EmitError
+from qcut.emitters.core.source import EmitError, KernelSource
 from qcut.emitters.families import CODEBOOK_MMA
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens, can_rotate
 from qcut.ops.registry import serves
@@ -233,8 +233,12 @@ class CodebookLayer:
                 return (whole.spec(gpu),)
         return *self.rotation.specs(gpu), self.product.spec(gpu)
 
+    def sources(self, device: int) -> list[KernelSource]:
+        """The kernels that a call launches on a device."""
+        return [spec.source for spec in self.specs(target(device))]
+
     def launches(self, device: int) -> tuple[LaunchSpec, ...]:
-        """The launches of a call on a device."""
+        """The launches of a call on a device, in order."""
         return self.specs(target(device))
 
     @property

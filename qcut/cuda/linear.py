@@ -24,7 +24,7 @@ from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, await_job
 from qcut.cuda.quantize import per_tensor_spec, per_token_spec
 from qcut.dispatch import gemm as dispatch
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.core.source import DType
+from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import DtypeError
 from qcut.numerics import int8 as numerics
@@ -107,8 +107,12 @@ class LinearLayer(NamedTuple):
         few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
         return quantize, few or many.spec(gpu, cutlass=has_cutlass())
 
+    def sources(self, device: int) -> list[KernelSource]:
+        """The kernels that a call launches on a device."""
+        return [spec.source for spec in self.specs(device) if spec is not None]
+
     def launches(self, device: int) -> list[LaunchSpec]:
-        """The launches of a call on a device."""
+        """The launches of a call on a device, in order."""
         return [spec for spec in self.specs(device) if spec is not None]
 
     @property

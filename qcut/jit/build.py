@@ -93,11 +93,6 @@ def find(source: KernelSource) -> Binary | None:
     return _lookup(source, fingerprint(source))
 
 
-def remember(binary: Binary) -> None:
-    """Keep a binary that another process built, for the life of this one."""
-    _memory[binary.key] = binary
-
-
 def rebuild(source: KernelSource) -> Binary:
     """Compile a kernel whose stored binary turned out to be unusable, and replace it.
 
@@ -107,6 +102,11 @@ def rebuild(source: KernelSource) -> Binary:
     key = fingerprint(source)
     with cache.locked(key):
         return _compile_and_store(source, key, None)
+
+
+def remember(binary: Binary) -> None:
+    """Keep a binary that another process built, for the life of this one."""
+    _memory[binary.key] = binary
 
 
 def _compile_and_store(source: KernelSource, key: str, stored: cache.Entry | None) -> Binary:

@@ -41,7 +41,7 @@ def test_the_class_of_a_layer_describes_its_calls() -> None:
 def test_a_call_of_w8a8_quantizes_and_multiplies(gpu: Target) -> None:
     for m in (1, 8, 9, 64, 65, 4096):
         for scheme in ("w8a8", "w8a8_static"):
-            quantize, product = (spec.source for spec in layer(scheme, m).launches(0))
+            quantize, product = layer(scheme, m).sources(0)
             assert quantize.name.startswith("qcut_quantize_per_t")
             problem = linear_problem(DType.F16, 1280, 640, True, "none", scheme)
             choice = dispatch.select_gemm(problem, max(m_bucket(m), 64), 1280, 640, gpu, cutlass=False)
@@ -51,7 +51,7 @@ def test_a_call_of_w8a8_quantizes_and_multiplies(gpu: Target) -> None:
 
 def test_a_call_of_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
     for m in (1, 16, 17, 512):
-        product = layer("w8a16", m).launches(0)[0].source
+        (product,) = layer("w8a16", m).sources(0)
         problem = linear_problem(DType.F16, 1280, 640, True, "none", "w8a16")
         choice = dispatch.select_w8a16(problem, m_bucket(m), 1280, 640, gpu)
         assert product.name == dispatch.emit(choice, problem, gpu.arch).name
@@ -59,7 +59,7 @@ def test_a_call_of_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
 
 def test_unaligned_tokens_are_read_by_other_kernels(gpu: Target) -> None:
     for scheme in ("w8a8", "w8a8_static", "w8a16"):
-        first, other = layer(scheme, 32).launches(0)[0].source, layer(scheme, 32, aligned=False).launches(0)[0].source
+        first, other = layer(scheme, 32).sources(0)[0], layer(scheme, 32, aligned=False).sources(0)[0]
         assert first.name != other.name
 
 
