@@ -31,10 +31,12 @@ K, N, M = 272, 336, 129
 
 
 def sources() -> list[KernelSource]:
-    """The kernels of nvcc that these tests launch."""
+    """The kernels that these tests launch."""
     gpu = plans.target(torch.cuda.current_device())
-    described = [GemmProblem(epilogue=epilogue) for epilogue in GEMM_EPILOGUES]
-    specs = [Product(problem, plans.m_bucket(M), N, K).spec(gpu, cutlass=True) for problem in described]
+    specs = []
+    for problem in (GemmProblem(epilogue=epilogue) for epilogue in GEMM_EPILOGUES):
+        specs.append(Product(problem, plans.m_bucket(M), N, K).spec(gpu, cutlass=True))
+        specs += [Product(problem, plans.m_bucket(m), n, k).stand_in(gpu) for m, n, k in SHAPES]
     for scheme in ("w8a8", "w8a8_static"):
         specs += LinearLayer(scheme, torch.float16, plans.m_bucket(M), N, K, True, "none", True).launches(0)
     return [spec.source for spec in specs]
