@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 
 from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
@@ -230,18 +231,30 @@ def header_digests(source: KernelSource) -> dict[str, str]:
     Comment lines are left out. Conditional includes count as taken; an include through a macro is not seen.
     """
     digests: dict[str, str] = {}
-    pending = [(INCLUDE_DIR, name) for name in _INCLUDE.findall(source.text + "\n" + (source.host_text or ""))]
+    pending = [(str(INCLUDE_DIR), name) for name in _INCLUDE.findall(source.text + "\n" + (source.host_text or ""))]
     while pending:
         folder, name = pending.pop()
-        for path in (INCLUDE_DIR / name, folder / name):
-            if path.is_file() and INCLUDE_DIR in path.resolve().parents:
-                relative = str(path.resolve().relative_to(INCLUDE_DIR))
-                if relative not in digests:
-                    text = path.read_bytes()
-                    digests[relative] = hashlib.sha256(_COMMENT_LINE.sub(b"", text)).hexdigest()
-                    pending += [(path.parent, inner) for inner in _INCLUDE.findall(text.decode(errors="replace"))]
-                break
+        for path in (os.path.join(INCLUDE_DIR, name), os.path.join(folder, name)):
+            with contextlib.suppress(OSError):
+                status = os.stat(path)
+                if (header := _read_header(path, INCLUDE_DIR, status.st_mtime_ns, status.st_size)) is not None:
+                    relative, digest, inner = header
+                    if relative not in digests:
+                        digests[relative] = digest
+                        pending += [(os.path.dirname(path), name) for name in inner]
+                    break
     return digests
+
+
+@lru_cache(maxsize=1 << 10)  # every look-up of a kernel asks; a file that was changed has another time
+def _read_header(path: str, root: Path, mtime_ns: int, size: int) -> tuple[str, str, tuple[str, ...]] | None:
+    """Name below the root, digest and inner includes of a header; None where the path leads out of the root."""
+    real = Path(path).resolve()
+    if root not in real.parents:
+        return None
+    text = real.read_bytes()
+    digest = hashlib.sha256(_COMMENT_LINE.sub(b"", text)).hexdigest()
+    return str(real.relative_to(root)), digest, tuple(_INCLUDE.findall(text.decode(errors="replace")))
 
 
 def _device_tool(source: KernelSource) -> toolchain.Tool:
