@@ -185,13 +185,14 @@ class Builder:
     def _read(self, process: subprocess.Popen[bytes], errors: int) -> None:
         """Take the process's results until there are no more jobs, or it dies."""
         output = io.BufferedReader(process.stdout)  # type: ignore[type-var]
-        idle = False
-        while not idle:
+        idle, reason = False, ""
+        while not idle and not reason:
             try:
-                key, done, result = pickle.load(output)
+                idle = self._settle(*pickle.load(output))
             except (EOFError, OSError, pickle.UnpicklingError):
-                break
-            idle = self._settle(key, done, result)
+                reason = "its process ended"
+            except Exception as error:  # nobody must wait for a thread that is no more
+                reason = f"{type(error).__name__}: {error}"
         assert process.stdin is not None
         process.stdin.close()  # which ends it
         status = process.wait()
@@ -199,8 +200,8 @@ class Builder:
         with os.fdopen(errors, "rb") as file:
             file.seek(0)
             text = file.read().decode(errors="replace").strip()
-        if not idle:
-            self._lost(process, f"its process ended with {status}", text)
+        if reason:
+            self._lost(process, f"{reason} (status {status})", text)
 
     def _settle(self, key: str, done: bool, result: Any) -> bool:
         """Take a job's result, let results take over where it is time, and go on with the next job.
@@ -221,6 +222,8 @@ class Builder:
             last = len(self._running) == 1 and not self._waiting
             if last or (self._finished and time.monotonic() - self._since >= HANDOVER_S):
                 ready, self._finished = self._finished, []
+        if not done:
+            _warn(job.name, result)
         if ready:
             for listener in self._listeners:
                 listener(ready)
@@ -229,21 +232,19 @@ class Builder:
             self._feed()
             if idle := not self._running:
                 self._process = None
-        if not done:
-            _warn(job.name, result)
         with self._changed:
             self._changed.notify_all()
         return idle
 
     def _lost(self, process: subprocess.Popen[bytes], reason: str, text: str) -> None:
         """Give up the jobs of a process that died, and go on with the others."""
+        _warn(", ".join(job.name for job in self._running.values()), f"{reason}\n{text}".strip())
         with self._lock:
-            lost, self._running = self._running, {}
-            self._failed.update(lost)
+            self._failed.update(self._running)
+            self._running = {}
             if self._process is process:
                 self._process = None
             self._feed()
-        _warn(", ".join(job.name for job in lost.values()), f"{reason}\n{text}".strip())
         with self._changed:
             self._changed.notify_all()
 

@@ -87,7 +87,7 @@ def test_a_job_is_done_once_and_those_in_use_come_first(builder: Builder, tmp_pa
     [
         (jobs.refuse, ("oops",), r"(?s)job bad cannot be built.*kernel x: nvcc ended with 1.*oops"),
         (jobs.stumble, (), "ZeroDivisionError: of no kind that is foreseen"),
-        (jobs.die, (3,), r"(?s)job bad cannot be built.*its process ended with 3\nlast words"),
+        (jobs.die, (3,), r"(?s)job bad cannot be built.*its process ended \(status 3\)\nlast words"),
     ],
 )
 def test_a_failure_is_told_once_and_stops_nothing_else(
@@ -101,13 +101,22 @@ def test_a_failure_is_told_once_and_stops_nothing_else(
         assert builder.later(job("bad", function, *args))
         builder.later(job("good", jobs.facts, 1, keep=kept.append))
         assert builder.wait(DEADLINE_S)
-        assert eventually(lambda: len(told) > 0)
         assert not builder.later(job("bad", function, *args))
         assert builder.outstanding() == []
     assert len(told) == 1
     with pytest.raises(RuntimeWarning, match=text):
         raise told[0].message  # type: ignore[misc]
     assert (len(kept), taken) == (1, [["good"]])
+
+
+def test_a_result_that_cannot_be_taken_is_a_failure(builder: Builder) -> None:
+    def refuse(result: object) -> None:
+        raise MemoryError("no room")
+
+    builder.later(job("a", jobs.facts, 1, keep=refuse))
+    with pytest.warns(RuntimeWarning, match="job a cannot be built.*MemoryError: no room"):
+        assert builder.wait(DEADLINE_S)
+    assert not builder.later(job("a", jobs.facts, 1))
 
 
 def test_waiting_ends_with_the_time(builder: Builder, tmp_path: Path) -> None:
