@@ -58,6 +58,7 @@ def first_use(shape: str, scheme: str, device: str, settle_s: float) -> dict[str
         longest wait after `quantize`, and until all kernels had taken over; and milliseconds of a prompt before and
         after.
     """
+    started = time.perf_counter()
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -79,19 +80,27 @@ def first_use(shape: str, scheme: str, device: str, settle_s: float) -> dict[str
     prompt = torch.randint(0, vocabulary, (PROMPT,)).tolist()
     settle = torch.cuda.synchronize if device == "cuda" else lambda: None
     settle()
+    print(f"imports and model {time.perf_counter() - started:.2f}", file=sys.stderr, flush=True)
+
+    found: dict[str, float] = {}
+
+    def note(name: str, value: float) -> None:
+        found[name] = value
+        print(f"{name} {value:.2f}", file=sys.stderr, flush=True)
 
     clock = Clock()
     qcut.quantize(model, scheme, progress=sys.stderr.isatty())
     settle()
-    found = {"quantize_s": clock.look()}
+    note("quantize_s", clock.look())
     clock.longest = 0.0
     engine = qcut.Engine(model)
     settle()
-    found["engine_s"] = clock.look() - found["quantize_s"]
+    note("engine_s", clock.look() - found["quantize_s"])
     tokens: list[float] = []
     engine.generate([prompt], NEW, on_token=lambda *_: tokens.append(clock.look()))
-    found["prompt_s"] = tokens[0] - found["quantize_s"] - found["engine_s"]
-    found |= {"total_s": tokens[-1], "longest_wait_s": clock.longest}
+    note("prompt_s", tokens[0] - found["quantize_s"] - found["engine_s"])
+    note("total_s", tokens[-1])
+    note("longest_wait_s", clock.longest)
 
     def prompt_ms() -> float:
         times = []
@@ -102,16 +111,16 @@ def first_use(shape: str, scheme: str, device: str, settle_s: float) -> dict[str
             times.append(time.perf_counter() - start)
         return sorted(times)[REPEATS // 2] * 1e3
 
-    found["prompt_before_ms"] = prompt_ms()
+    note("prompt_before_ms", prompt_ms())
     complete = qcut.wait_for_kernels(settle_s)
-    found["take_over_s"] = clock.look() if complete else float("nan")
-    found["prompt_after_ms"] = prompt_ms() if complete else float("nan")
+    note("take_over_s", clock.look() if complete else float("nan"))
+    note("prompt_after_ms", prompt_ms() if complete else float("nan"))
     return found
 
 
 def in_a_process(options: argparse.Namespace, mode: str) -> dict[str, float]:
     """`first_use` in a new process with an empty kernel cache; ``mode`` is ``QCUT_BUILD``'s."""
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:  # compilers may still end
         command = [sys.executable, str(Path(__file__).resolve()), "--child", options.device]
         command += ["--shape", options.shape, "--scheme", options.scheme, "--settle", str(options.settle)]
         surroundings = os.environ | {"QCUT_CACHE_DIR": cache, "QCUT_BUILD": mode}
