@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from qcut.conversion.second_moments import collect_second_moments as collect_second_moments
     from qcut.conversion.smoothing import smooth as smooth
     from qcut.cuda.explanation import explain as explain
+    from qcut.cuda.waiting import wait_for_kernels as wait_for_kernels
     from qcut.engine.engine import Engine as Engine
     from qcut.engine.generated import Generated as Generated
     from qcut.layers.base import Linear as Linear
@@ -70,6 +71,7 @@ _HOME = {
     "quantize": "conversion.convert",
     "gemm_s8": "ops.gemm",
     "explain": "cuda.explanation",
+    "wait_for_kernels": "cuda.waiting",
     "save": "checkpoints.qcut_format",
     "save_turboquant": "checkpoints.turboquant.writer",
     "load": "checkpoints.qcut_format",

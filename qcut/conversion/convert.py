@@ -86,8 +86,9 @@ def quantize(
             activations are those of `qcut.models.modules.fusible_activations`.
         allow_growth: quantize layers too whose quantized form takes as many bytes as the float one or more: those of
             few rows or columns. A plan, and ``embeddings``, do so in any case.
-        prebuild: token counts (batch times length) whose CUDA kernels are built now, in parallel. Other kernels are
-            built at their first use, which takes half a minute each. Of no effect on the CPU.
+        prebuild: token counts (batch times length) whose CUDA kernels are built now, in parallel; those that take nvcc
+            half a minute each are built in the background, unless ``QCUT_BUILD`` is ``wait``, and others serve until
+            then. Other kernels are built at their first use. Of no effect on the CPU.
         progress: show a progress bar.
 
     Returns:

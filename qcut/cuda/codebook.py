@@ -238,6 +238,10 @@ class CodebookLayer:
         """The kernels that a call launches on a device."""
         return [spec.source for spec in self.specs(target(device))]
 
+    def launches(self, device: int) -> tuple[LaunchSpec, ...]:
+        """The launches of a call on a device, in order."""
+        return self.specs(target(device))
+
     @property
     def calls_native(self) -> bool:
         """Whether C++ serves calls: never."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -26,6 +27,9 @@ from qcut.process.locks import once
 
 TMA_ROWS = 64
 """Least rows of a layer's int8 operands on sm_90a: a TMA box that hangs over the edge of A loads slower."""
+
+STAND_IN_ROWS = (64, 512, 4096)
+"""Rows that stand-ins are chosen for, so that three kernels serve any number of rows while better ones are built."""
 
 _plans: PlanCache[LaunchPlan] = PlanCache()
 
@@ -69,7 +73,17 @@ class Product(NamedTuple):
             return few
         sizes = (self.rows, self.n, self.k)
         choice = dispatch.select_gemm(self.problem, *sizes, gpu, cutlass=cutlass, tensor_cores=self.tensor_cores)
-        return chosen_spec(choice, self.problem, self.n, gpu)
+        spec = chosen_spec(choice, self.problem, self.n, gpu)
+        return replace(spec, stand_in=lambda: self.stand_in(gpu)) if choice.family == INT8_CUTLASS.name else spec
+
+    def stand_in(self, gpu: Target) -> LaunchSpec:
+        """The launch that serves while nvcc builds the chosen kernel; one of few serves products of any rows."""
+        return chosen_spec(self.stand_in_choice(gpu), self.problem, self.n, gpu)
+
+    def stand_in_choice(self, gpu: Target) -> Choice:
+        """The kernel of `stand_in`: the best for one of `STAND_IN_ROWS` among those that NVRTC builds."""
+        rows = next((rows for rows in STAND_IN_ROWS if self.rows <= rows), STAND_IN_ROWS[-1])
+        return dispatch.select_gemm(self.problem, rows, self.n, self.k, gpu, cutlass=False)
 
     def stream_spec(
         self,

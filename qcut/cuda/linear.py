@@ -20,7 +20,7 @@ from qcut.config import padded_k
 from qcut.cuda import native
 from qcut.cuda.gemm import TMA_ROWS, Product, has_cutlass, w8a16_spec
 from qcut.cuda.operands import dense, parameters, row_major
-from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, m_bucket, target
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, await_job, m_bucket, target
 from qcut.cuda.quantize import per_tensor_spec, per_token_spec
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gpus import Target
@@ -128,6 +128,10 @@ class LinearLayer(NamedTuple):
     def sources(self, device: int) -> list[KernelSource]:
         """The kernels that a call launches on a device."""
         return [spec.source for spec in self.specs(device) if spec is not None]
+
+    def launches(self, device: int) -> list[LaunchSpec]:
+        """The launches of a call on a device, in order."""
+        return [spec for spec in self.specs(device) if spec is not None]
 
     @property
     def calls_native(self) -> bool:
@@ -274,7 +278,7 @@ def _linear(
 def _shared(layer: LinearLayer, device: int) -> LinearPlan:
     """The plan of a layer, handed to C++."""
     plan = plan_for(layer, device)
-    library, launches = native.library(), plan.for_native()
+    library, launches = native.library(await_job), plan.for_native()
     if library is not None and launches is not None:
         sizes, options = (layer.n, layer.k, layer.rows), (layer.aligned, layer.bias, layer.constants)
         library.insert(native.key(layer.scheme, *sizes, layer.dtype, layer.activation, device, *options), launches)

@@ -12,14 +12,15 @@ import json
 import os
 import platform
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qcut.errors import BuildError, DeviceError, QcutError, ToolchainError
+from qcut.jit import background, toolchain
 from qcut.jit import cache as disk
-from qcut.jit import toolchain
 from qcut.jit.compilers import read_output, run_all
 from qcut.jit.launch import load_shared
 from qcut.jit.scratch import scratch_folder
@@ -136,16 +137,41 @@ class Library:
 _lock = Lock()
 _library: Library | None = None
 _settled = False
+_kept: bytes | None = None  # from the background: the cache may not be writable
 
 
-def library() -> Library | None:
-    """The library, registered for ``torch.ops.qcut`` on CUDA; None where there is none. May compile."""
+def library(later: Callable[[background.Job], bool] | None = None) -> Library | None:
+    """The library, registered for ``torch.ops.qcut`` on CUDA; None where there is none, or not yet.
+
+    Args:
+        later: does a job in the background, and returns whether it is to be done still. With it, a library that
+            is not in the cache comes later, unless ``QCUT_BUILD`` says to wait; None compiles here and now.
+    """
     global _library, _settled
     if not _settled:
         with _lock:
             if not _settled:
-                _library, _settled = _activate(), True
+                if later is None or not must_wait():
+                    _library = _activate()
+                elif later(job()):
+                    return None
+                _settled = True
     return _library
+
+
+def must_wait() -> bool:
+    """Whether Python serves for now, because the library is not compiled and callers do not wait for g++."""
+    return background.enabled() and _kept is None and problem() is None and _stored(fingerprint()) is None
+
+
+def job() -> background.Job:
+    """The compilation, for the background."""
+    return background.Job(fingerprint(), "the C++ code of the linear operators", compiled, (), _keep)
+
+
+def _keep(code: bytes) -> None:
+    global _kept
+    _kept = code
 
 
 def clear() -> None:
@@ -187,20 +213,36 @@ def load() -> Library | None:
 @once
 def build() -> bytes | None:
     """The shared object, from disk or from g++; None without g++ or headers, or, with a warning, if g++ fails."""
+    if _kept is not None:
+        return _kept
     if problem() is not None:
         return None
+    try:
+        return compiled()
+    except BuildError as error:
+        _warn(f"does not compile: {error}")
+        return None
+
+
+def compiled() -> bytes:
+    """The shared object, from disk or from g++.
+
+    Raises:
+        BuildError: g++ fails.
+    """
     digest = fingerprint()
     with disk.locked(digest):
-        if (entry := disk.read(_NAME, digest)) is not None:
-            if (stored := entry.blobs.get("so")) is not None:
-                return stored
-            disk.refuse(_NAME, digest, "holds no shared object")
-        try:
+        if (code := _stored(digest)) is None:
             code = _compile()
-        except BuildError as error:
-            _warn(f"does not compile: {error}")
-            return None
-        disk.write(_NAME, digest, disk.Entry({}, {"so": code}))
+            disk.write(_NAME, digest, disk.Entry({}, {"so": code}))
+    return code
+
+
+def _stored(digest: str) -> bytes | None:
+    if (entry := disk.read(_NAME, digest)) is None:
+        return None
+    if (code := entry.blobs.get("so")) is None:
+        disk.refuse(_NAME, digest, "holds no shared object")
     return code
 
 

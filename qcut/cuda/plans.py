@@ -7,9 +7,9 @@ A family of operators describes a kernel as a `LaunchSpec`, loads the spec on a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +25,7 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.errors import LaunchError
+from qcut.jit import background
 from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
 from qcut.process.locks import Lock, once
@@ -135,6 +136,31 @@ def forget_plans() -> None:
             plans.clear()
 
 
+_awaited: set[str] = set()  # jobs in the background whose results plans would use
+
+
+def await_job(job: background.Job) -> bool:
+    """Do a job in the background, and forget the plans when its result can take over.
+
+    Returns:
+        Whether the job is to be done still; see `qcut.jit.background.Builder.later`.
+    """
+    with _lock:
+        if coming := background.builder.later(job, first=True):
+            _awaited.add(job.key)
+    return coming
+
+
+def _take_over(finished: Collection[str]) -> None:
+    with _lock:
+        if not _awaited.isdisjoint(finished):
+            _awaited.difference_update(finished)
+            forget_plans()
+
+
+background.builder.listen(_take_over)
+
+
 @contextmanager
 def watched_loads() -> Iterator[list[str]]:
     """Note the names of the kernels that plans load within a block, in any thread."""
@@ -164,6 +190,8 @@ class LaunchSpec:
         needs_workspace: whether a launch must be given device memory.
         pdl: whether the kernel may begin before its predecessor on the stream ends.
         min_rows: rows that the operands of a linear layer must have at least.
+        stand_in: describes the launch of a kernel that NVRTC builds, of bitwise the same results: it serves while nvcc
+            builds this one in the background.
 
     Raises:
         LaunchError: ``pdl`` for a kernel that does not wait for its predecessor.
@@ -175,13 +203,20 @@ class LaunchSpec:
     needs_workspace: bool = False
     pdl: bool = False
     min_rows: int = 1
+    stand_in: Callable[[], LaunchSpec] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.pdl and not self.source.waits:
             raise LaunchError(f"kernel {self.source.name}: never waits for its predecessor, and cannot start before")
 
     def load(self, device: int) -> LaunchPlan:
-        """Load the kernel on a device, built unless it is in the cache, and return its plan."""
+        """Load the kernel on a device, built unless it is in the cache, and return its plan.
+
+        The plan may be the stand-in's; it is forgotten when the kernel has been built.
+        """
+        if self.must_wait and self.stand_in is not None:
+            await_job(background.kernel_job(self.source))
+            return self.stand_in().load(device)
         return LaunchPlan(
             rehearsal.missing_kernel(self.source, device) or load(self.source, device),
             self.grid,
@@ -190,6 +225,11 @@ class LaunchSpec:
             pdl=self.pdl,
             min_rows=self.min_rows,
         )
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether a stand-in serves now, because the kernel is not built yet and callers do not wait for nvcc."""
+        return self.stand_in is not None and background.enabled() and jit.find(self.source) is None
 
 
 class LaunchPlan:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from qcut import jit
 from qcut.cuda import native
-from qcut.emitters.core.source import KernelSource
+from qcut.cuda.plans import LaunchSpec
+from qcut.errors import QcutError
+from qcut.jit import background
 
 
 class LayerCall(Protocol):
     """A call of a layer at one number of rows: all that chooses its kernels."""
 
-    def sources(self, device: int) -> list[KernelSource]:
-        """The kernels that the call launches on a device."""
+    def launches(self, device: int) -> Sequence[LaunchSpec]:
+        """The launches of the call on a device."""
 
     @property
     def calls_native(self) -> bool:
@@ -26,7 +28,8 @@ class LayerCall(Protocol):
 def prebuild(calls: Collection[LayerCall], device: int, progress: bool = True) -> None:
     """Build the kernels of calls, in parallel, and the C++ operators where they serve a call.
 
-    Kernels in the cache are not built again.
+    Kernels in the cache are not built again. Where callers do not wait for nvcc and g++, these work in the background,
+    and the kernels that stand in for theirs are built now.
 
     Args:
         calls: calls of layers, each at one number of rows.
@@ -36,12 +39,23 @@ def prebuild(calls: Collection[LayerCall], device: int, progress: bool = True) -
     Raises:
         BuildError: the first kernel that does not compile.
     """
-    sources = {source.name: source for call in calls for source in call.sources(device)}
+    specs = {spec.source.name: spec for call in calls for spec in call.launches(device)}
+    calls_native = any(call.calls_native for call in calls)
+    now, later = {}, []
+    for spec in specs.values():
+        if spec.must_wait and spec.stand_in is not None:
+            later.append(spec.source)
+            spec = spec.stand_in()
+        now[spec.source.name] = spec.source
     with ThreadPoolExecutor(1, thread_name_prefix="qcut-build") as pool:
-        operators = pool.submit(native.build) if any(call.calls_native for call in calls) else None
-        results = jit.build_many(sources.values(), progress=progress and sys.stderr.isatty())
+        operators = pool.submit(native.build) if calls_native and not native.must_wait() else None
+        results = jit.build_many(now.values(), progress=progress and sys.stderr.isatty())
     if operators is not None:
         operators.result()
     for result in results.values():
-        if isinstance(result, Exception):
+        if isinstance(result, QcutError):
             raise result
+    if calls_native and native.must_wait():  # compilers in the background start when those above have ended
+        background.builder.later(native.job())
+    for source in later:
+        background.builder.later(background.kernel_job(source))

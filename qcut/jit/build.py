@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 
 from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
@@ -104,6 +105,11 @@ def rebuild(source: KernelSource) -> Binary:
         return _compile_and_store(source, key, None)
 
 
+def remember(binary: Binary) -> None:
+    """Keep a binary that another process built, for the life of this one."""
+    _memory[binary.key] = binary
+
+
 def _compile_and_store(source: KernelSource, key: str, stored: cache.Entry | None) -> Binary:
     binary = compile_source(source, stored)
     for part, entry in _to_entries(binary, source):
@@ -140,7 +146,7 @@ def build_many(
         else:
             results[name] = binary
     if missing:
-        results |= _build_missing(missing, jobs or _default_jobs(), progress)
+        results |= _build_missing(missing, jobs or default_jobs(), progress)
     return {name: results[name] for name in wanted}
 
 
@@ -148,10 +154,15 @@ def _build_missing(sources: list[KernelSource], jobs: int, progress: bool) -> di
     results: dict[str, Binary | BuildError] = {}
     pool = ThreadPoolExecutor(min(jobs, len(sources)), thread_name_prefix="qcut-build")
     try:
-        # CUTLASS kernels take longest, so they start first.
-        ordered = sorted(sources, key=lambda s: s.toolchain != "nvcc")
-        futures = {pool.submit(build, source): source.name for source in ordered}
-        with progress_bar(len(futures), "building kernels", "kernel", shown=progress) as advance:
+        with progress_bar(len(sources), "building kernels", "kernel", shown=progress) as advance:
+
+            def work(source: KernelSource) -> Binary:
+                advance(0, now=source.name.removeprefix("qcut_"))
+                return build(source)
+
+            # CUTLASS kernels take longest, so they start first.
+            ordered = sorted(sources, key=lambda s: s.toolchain != "nvcc")
+            futures = {pool.submit(work, source): source.name for source in ordered}
             for future in as_completed(futures):
                 try:
                     results[futures[future]] = future.result()
@@ -220,18 +231,30 @@ def header_digests(source: KernelSource) -> dict[str, str]:
     Comment lines are left out. Conditional includes count as taken; an include through a macro is not seen.
     """
     digests: dict[str, str] = {}
-    pending = [(INCLUDE_DIR, name) for name in _INCLUDE.findall(source.text + "\n" + (source.host_text or ""))]
+    pending = [(str(INCLUDE_DIR), name) for name in _INCLUDE.findall(source.text + "\n" + (source.host_text or ""))]
     while pending:
         folder, name = pending.pop()
-        for path in (INCLUDE_DIR / name, folder / name):
-            if path.is_file() and INCLUDE_DIR in path.resolve().parents:
-                relative = str(path.resolve().relative_to(INCLUDE_DIR))
-                if relative not in digests:
-                    text = path.read_bytes()
-                    digests[relative] = hashlib.sha256(_COMMENT_LINE.sub(b"", text)).hexdigest()
-                    pending += [(path.parent, inner) for inner in _INCLUDE.findall(text.decode(errors="replace"))]
-                break
+        for path in (os.path.join(INCLUDE_DIR, name), os.path.join(folder, name)):
+            with contextlib.suppress(OSError):
+                status = os.stat(path)
+                if (header := _read_header(path, INCLUDE_DIR, status.st_mtime_ns, status.st_size)) is not None:
+                    relative, digest, inner = header
+                    if relative not in digests:
+                        digests[relative] = digest
+                        pending += [(os.path.dirname(path), name) for name in inner]
+                    break
     return digests
+
+
+@lru_cache(maxsize=1 << 10)  # every look-up of a kernel asks; a file that was changed has another time
+def _read_header(path: str, root: Path, mtime_ns: int, size: int) -> tuple[str, str, tuple[str, ...]] | None:
+    """Name below the root, digest and inner includes of a header; None where the path leads out of the root."""
+    real = Path(path).resolve()
+    if root not in real.parents:
+        return None
+    text = real.read_bytes()
+    digest = hashlib.sha256(_COMMENT_LINE.sub(b"", text)).hexdigest()
+    return str(real.relative_to(root)), digest, tuple(_INCLUDE.findall(text.decode(errors="replace")))
 
 
 def _device_tool(source: KernelSource) -> toolchain.Tool:
@@ -309,7 +332,8 @@ def compile_source(source: KernelSource, device: cache.Entry | None = None) -> B
     return _assemble(source, fingerprint(source), device, host_so)
 
 
-def _default_jobs() -> int:
+def default_jobs() -> int:
+    """Compilers to run at a time: one per core, fewer where memory is short."""
     cores = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):
         if match := re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE):

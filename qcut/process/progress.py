@@ -7,10 +7,17 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+
+
+class Advance(Protocol):
+    """A function that moves a bar on."""
+
+    def __call__(self, done: int, now: str = "") -> object:
+        """Add to what is done, and name what is worked on ``now``, if that is given."""
 
 
 @functools.cache
@@ -31,7 +38,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextlib.contextmanager
-def progress_bar(total: int | None, what: str, unit: str, *, shown: bool) -> Iterator[Callable[[int], object]]:
+def progress_bar(total: int | None, what: str, unit: str, *, shown: bool) -> Iterator[Advance]:
     """Show how much of a piece of work is done, until the block ends.
 
     Args:
@@ -41,13 +48,19 @@ def progress_bar(total: int | None, what: str, unit: str, *, shown: bool) -> Ite
         shown: False: nothing is printed, and tqdm is not touched.
 
     Yields:
-        A function that adds to what is done.
+        A function that adds to what is done, for any thread.
     """
     if not shown:
-        yield lambda done: None
+        yield lambda done, now="": None
         return
     with _bar_class()(total=total, desc=what, unit=unit, leave=False) as bar:
-        yield bar.update
+
+        def advance(done: int, now: str = "") -> None:
+            if now:
+                bar.set_postfix_str(now, refresh=not done)
+            bar.update(done)
+
+        yield advance
 
 
 def with_progress(items: Iterable[T], what: str, unit: str, *, shown: bool) -> Iterator[T]:

@@ -225,7 +225,7 @@ def setting(
     monkeypatch.setattr(linear_cuda, "plan_for", plan_for)
     monkeypatch.setattr(linear_cuda, "_called", PlanCache(limit=LIMIT, on_clear=library.clear))
     monkeypatch.setattr(plans, "current_stream", lambda device: STREAM)
-    monkeypatch.setattr(_native, "library", lambda: library)
+    monkeypatch.setattr(_native, "library", lambda later=None: library)
     library.clear()
     yield Setting(driver, library)
     library.clear()

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from qcut.cuda import native as _native
+from qcut.cuda.plans import LaunchSpec
 from qcut.cuda.prebuild import prebuild
-from qcut.emitters.core.source import KernelSource
 from qcut.errors import ToolchainError
 from qcut.jit import cache as disk
 from qcut.jit import toolchain
@@ -133,7 +133,7 @@ class KernellessCall:
 
     calls_native: bool
 
-    def sources(self, device: int) -> list[KernelSource]:
+    def launches(self, device: int) -> list[LaunchSpec]:
         return []
 
 

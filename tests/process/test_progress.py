@@ -31,6 +31,15 @@ def test_a_shown_bar_counts_and_leaves_nothing_behind(items: object, capsys: pyt
     assert not drawn.split("\r")[-1].strip()
 
 
+def test_a_bar_names_what_is_worked_on(capsys: pytest.CaptureFixture[str]):
+    for shown in (False, True):
+        with progress.progress_bar(2, "work", "step", shown=shown) as advance:
+            advance(0, now="the first")
+            advance(1)
+    drawn = capsys.readouterr().err
+    assert "the first" in drawn
+
+
 def test_a_bar_waits_for_nobody_who_holds_the_lock_that_forks_share():
     done = threading.Event()
 

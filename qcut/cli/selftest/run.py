@@ -18,6 +18,7 @@ from qcut.cuda.plans import forget_plans, target, watched_loads
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError
 from qcut.errors import DeviceError, QcutError
+from qcut.jit import background
 from qcut.process.progress import progress_bar
 
 
@@ -81,6 +82,7 @@ def _compare(got: Sequence[Tensor], expected: Sequence[Expected]) -> str:
     return "; ".join(f"result {i}: {text}" if len(found) > 1 else text for i, text in enumerate(found) if text)
 
 
+@background.waiting()  # the checks are of the best kernels
 def selftest(ordinal: int, *, progress: bool = True) -> list[Verdict]:
     """Run every check, and the clusters' probe, on a GPU.
 

@@ -18,6 +18,7 @@ from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.emitters.families import family
 from qcut.emitters.gemm.problem import GemmProblem
+from qcut.jit import background
 from qcut.ops.gemm import GemmS8
 from qcut.tuning.cublaslt import CublasLtError
 
@@ -310,3 +311,18 @@ def test_too_large_for_the_gpu_is_one_line(gpu_of_torch: GpuOfTorch, capsys: pyt
     assert cli.main(["gemm", "64", "32", "48", "--kernel", "mma"]) == 1
     expected = "qcut: 64 x 32 x 48 does not fit the GPU's memory: CUDA out of memory. Tried to allocate a lot.\n"
     assert capsys.readouterr().err == expected
+
+
+def test_the_kernel_that_is_named_is_waited_for(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
+    """Nothing that serves while nvcc builds that kernel is timed in its place."""
+    monkeypatch.setenv("QCUT_BUILD", "background")
+    real, waits = check.product, []
+
+    def product(*arguments: Any) -> Tensor:
+        waits.append(not background.enabled())
+        return real(*arguments)
+
+    monkeypatch.setattr(check, "product", product)
+    assert cli.main(["gemm", "3", "5", "7"]) == 0
+    assert waits == [True]
+    assert background.enabled()

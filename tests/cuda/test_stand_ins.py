@@ -1,0 +1,211 @@
+"""Kernels that serve while nvcc builds better ones: which they are, and how calls leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+
+from qcut.cuda import gemm as gemm_cuda
+from qcut.cuda import linear as linear_cuda
+from qcut.cuda import native, plans
+from qcut.cuda.gemm import STAND_IN_ROWS, Product
+from qcut.cuda.linear import LinearLayer, linear_problem
+from qcut.cuda.plans import LaunchSpec, PlanCache
+from qcut.cuda.prebuild import prebuild
+from qcut.dispatch.gpus import Target
+from qcut.emitters.core.family import Grid
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.jit import background
+from qcut.jit.background import Job
+
+H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
+SLOW = KernelSource("slow", "", "slow", (), "sm_90a", toolchain="nvcc")
+QUICK = KernelSource("quick", "", "quick", (), "sm_90a")
+
+
+@dataclass
+class Compilers:
+    """What has been built, and what is to be built in the background."""
+
+    built: set[str] = field(default_factory=set)
+    now: list[str] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    fails: bool = False
+
+    def find(self, source: KernelSource) -> Any:
+        return source if source.name in self.built else None
+
+    def build(self, source: KernelSource) -> Any:
+        self.now.append(source.name)
+        return source
+
+    def later(self, job: Job, *, first: bool = False) -> bool:
+        self.jobs.append(job)
+        return not self.fails
+
+
+@pytest.fixture
+def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
+    found = Compilers()
+    monkeypatch.setenv("QCUT_BUILD", "background")
+    monkeypatch.setattr(plans.jit, "find", found.find)
+    monkeypatch.setattr(plans.jit, "build", found.build)
+    monkeypatch.setattr(plans.jit, "load", lambda binary, source, device: source)
+    monkeypatch.setattr(plans.jit, "build_many", lambda sources, progress: {s.name: found.build(s) for s in sources})
+    monkeypatch.setattr(background.builder, "later", found.later)
+    monkeypatch.setattr(
+        background, "kernel_job", lambda source: Job(f"key of {source.name}", source.name, found.build, (source,), id)
+    )
+    monkeypatch.setattr(plans, "_awaited", set())
+    yield found
+    plans.forget_plans()
+
+
+@pytest.fixture
+def spec() -> LaunchSpec:
+    grid = Grid(1, (1, 1, 1))
+    return LaunchSpec(SLOW, grid, (132,), min_rows=64, stand_in=lambda: LaunchSpec(QUICK, grid))
+
+
+# ── which kernels ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("gpu", [H200, A100], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static"])
+def test_three_kernels_that_nvrtc_builds_serve_any_number_of_rows(scheme: str, gpu: Target) -> None:
+    problem = linear_problem(DType.F16, 5120, 1280, True, "gelu_tanh", scheme)
+    names, waited = set(), 0
+    for rows in sorted({plans.m_bucket(m) for m in range(9, 10_000, 7)}):
+        spec = Product(problem, rows, 5120, 1280).spec(gpu, cutlass=True)
+        if spec.source.toolchain != "nvcc":
+            assert spec.stand_in is None
+            continue
+        assert spec.stand_in is not None
+        quick = spec.stand_in()
+        assert (quick.source.toolchain, quick.source.host_text, quick.stand_in) == ("nvrtc", None, None)
+        assert isinstance(quick.grid, Grid)  # so that C++ can launch it
+        names.add(quick.source.name)
+        waited += 1
+    assert waited > len(STAND_IN_ROWS) >= len(names)
+
+
+# ── how calls leave them ─────────────────────────────────────────────────────────────────────────
+
+
+def test_a_stand_in_serves_until_the_kernel_is_there(compilers: Compilers, spec: LaunchSpec) -> None:
+    cache: PlanCache[plans.LaunchPlan] = PlanCache()
+
+    def plan() -> plans.LaunchPlan:
+        return cache.get("key") or cache.make("key", lambda: spec.load(0))
+
+    assert (plan().name, plan().min_rows, compilers.now) == ("quick", 1, ["quick"])
+    (job,) = compilers.jobs
+    assert (job.key, job.name) == ("key of slow", "slow")
+    before = plans.generation()
+    plans._take_over(["key of something else"])
+    assert (plans.generation(), plan().name, len(compilers.jobs)) == (before, "quick", 1)
+    compilers.built.add("slow")
+    plans._take_over(["key of something else", "key of slow"])
+    assert plans.generation() == before + 1
+    assert (plan().name, plan().min_rows) == ("slow", 64)
+    plans._take_over(["key of slow"])  # nobody waits for it any more
+    assert plans.generation() == before + 1
+
+
+def test_a_build_that_failed_leaves_the_stand_in(compilers: Compilers, spec: LaunchSpec) -> None:
+    compilers.fails = True
+    assert spec.load(0).name == "quick"
+    before = plans.generation()
+    plans._take_over(["key of slow"])
+    assert plans.generation() == before
+
+
+def test_who_waits_gets_the_kernel(compilers: Compilers, spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    with background.waiting():
+        assert spec.load(0).name == "slow"
+    monkeypatch.setenv("QCUT_BUILD", "wait")
+    assert spec.load(0).name == "slow"
+    monkeypatch.delenv("QCUT_BUILD")
+    assert replace(spec, stand_in=None).load(0).name == "slow"  # nothing has the same results
+    assert (compilers.now, compilers.jobs) == (["slow"] * 3, [])
+
+
+def test_forgetting_plans_is_counted() -> None:
+    before = plans.generation()
+    plans.forget_plans()
+    assert plans.generation() == before + 1
+
+
+def test_cpp_comes_later_too(compilers: Compilers, monkeypatch: pytest.MonkeyPatch) -> None:
+    activated: list[int] = []
+
+    def activate() -> Any:
+        activated.append(1)
+        return "library"
+
+    state: dict[str, Any] = {"_library": None, "_settled": False, "_kept": None, "_activate": activate}
+    state |= {"problem": lambda: None, "_stored": lambda digest: None, "fingerprint": lambda: "digest"}
+    for name, value in state.items():
+        monkeypatch.setattr(native, name, value)
+    asked: list[Job] = []
+
+    def later(job: Job) -> bool:
+        asked.append(job)
+        return True
+
+    assert native.library(later) is None
+    assert native.library(later) is None
+    assert ([job.key for job in asked], activated) == (["digest"] * 2, [])
+    asked[0].keep(b"code")
+    assert native.library(later) == native.library(later) == native.library() == "library"
+    assert len(asked) == 2
+    assert native.build() == b"code"
+
+    monkeypatch.setattr(native, "_kept", None)
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(native, "_settled", False)
+    native.build.cache_clear()
+    assert native.library(lambda job: False) is None  # it failed, which was told
+    assert native.library() is None
+    assert activated == [1]
+
+
+# ── ahead of calls ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[LinearLayer]]:
+    for module in (linear_cuda, gemm_cuda, plans):
+        monkeypatch.setattr(module, "target", lambda device: H200)
+    monkeypatch.setattr(linear_cuda, "has_cutlass", lambda: True)
+    monkeypatch.setattr(native, "problem", lambda: "no g++")
+    monkeypatch.setattr(native, "build", lambda: None)
+    return lambda: [LinearLayer("w8a8", torch.float16, rows, 1280, 1280, True, "none", True) for rows in (1, 64, 4096)]
+
+
+def test_prebuild_has_what_calls_launch_first(compilers: Compilers, layers: Callable[[], list[LinearLayer]]) -> None:
+    prebuild(layers(), 0, progress=False)
+    launches = [spec for layer in layers() for spec in layer.launches(0)]
+    slow = {spec.source.name for spec in launches if spec.source.toolchain == "nvcc"}
+    assert slow == {job.name for job in compilers.jobs}
+    assert len(slow) == 2
+    compilers.jobs.clear()
+    ahead = set(compilers.now)
+    assert not ahead & slow
+    for spec in launches:
+        spec.load(0)
+    assert set(compilers.now) == ahead
+    assert {job.name for job in compilers.jobs} == slow
+
+
+def test_prebuild_waits_where_callers_do(
+    compilers: Compilers, layers: Callable[[], list[LinearLayer]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QCUT_BUILD", "wait")
+    prebuild(layers(), 0, progress=False)
+    assert set(compilers.now) == {spec.source.name for layer in layers() for spec in layer.launches(0)}
+    assert compilers.jobs == []
