@@ -20,7 +20,7 @@
 #pragma once
 
 #include <qcut/core/barrier.cuh>
-#include <qcut/core/epilogue.cuh>
+#include <qcut/core/quad.cuh>
 #include <qcut/core/streaming.cuh>
 #include <qcut/core/wgmma.cuh>
 

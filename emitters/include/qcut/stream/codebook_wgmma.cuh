@@ -16,6 +16,7 @@
 
 #include <qcut/stream/codebook.cuh>
 #include <qcut/core/barrier.cuh>
+#include <qcut/core/quad.cuh>
 #include <qcut/core/wgmma.cuh>
 
 namespace qcut {
