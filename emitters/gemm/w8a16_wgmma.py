@@ -7,7 +7,7 @@ shared memory. The CTAs of a cluster divide K.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from qcut.emitters.core.arch import architecture
@@ -144,6 +144,21 @@ def validate(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> None:
 def grid(tile: W8A16WgmmaTile, n: int) -> Grid:
     """CTAs of a launch by tokens: a cluster for every tile of rows of weights, for every tile of tokens."""
     return Grid(tile.tokens, (-(-n // tile.rows) * tile.splits, 1, 1))
+
+
+def default_tiles() -> tuple[W8A16WgmmaTile, ...]:
+    """Return the menu: each width of tokens and number of groups with K whole and split."""
+    shapes = (
+        W8A16WgmmaTile(32, 1, stages=16, prefetch=4),
+        W8A16WgmmaTile(32, 2, stages=16, prefetch=4),
+        W8A16WgmmaTile(64, 1, stages=12, prefetch=2, ctas=2),
+        W8A16WgmmaTile(64, 2, stages=12, prefetch=4),
+        W8A16WgmmaTile(64, 3, stages=12, prefetch=3),
+        W8A16WgmmaTile(128, 1, stages=10, prefetch=4),
+        W8A16WgmmaTile(128, 2, stages=10, prefetch=4),
+        W8A16WgmmaTile(256, 2, stages=6, prefetch=1),
+    )
+    return tuple(replace(tile, splits=splits) for tile in shapes for splits in (1, 2, 4, 8))
 
 
 def emit_w8a16_wgmma(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> KernelSource:
