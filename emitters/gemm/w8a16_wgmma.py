@@ -110,7 +110,9 @@ CONSTRAINTS = (
     Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
     Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
-    Constraint("alignment_k", "is a multiple of 8: tokens are read as vectors", lambda p, t, arch: p.alignment_k % 8 == 0),
+    Constraint(
+        "alignment_k", "is a multiple of 8: tokens are read as vectors", lambda p, t, arch: p.alignment_k % 8 == 0
+    ),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     Constraint("tokens", "are 32, 64, 128 or 256", lambda p, t, arch: t.tokens in TOKENS),
     Constraint("groups", "are 1 to 4", lambda p, t, arch: 1 <= t.groups <= 4),
