@@ -56,7 +56,7 @@ def test_text_instantiates_the_header():
         f"{name}(\n"
         "    const __half* a, const int8_t* b, __half* d, int m, int n, int k, int lda, int ldb, int ldd, "
         "const float* col_scale, const float* bias) {\n"
-        "  using Tile = qcut::W8A16WgmmaTile<64, 1, 4, 12, 2, 8, 0, 0>;\n"
+        "  using Tile = qcut::W8A16WgmmaTile<64, 1, 1, 4, 12, 2, 8, 0, 0>;\n"
         f'  static_assert(Tile::kBytes == {smem_bytes(SPLIT)}, "the launch\'s shared memory");\n'
         "  using Epilogue = qcut::Epilogue<__half, qcut::ZeroPoint::kNone, false, qcut::ColScale::kPerChannel, true, "
         "qcut::Activation::kNone, false>;\n"
@@ -86,6 +86,7 @@ REFUSALS = {
     "tokens": (HALF, replace(TILE, tokens=48), ARCH),
     "groups": (HALF, replace(TILE, groups=5), ARCH),
     "splits": (HALF, replace(TILE, splits=3), ARCH),
+    "share": (HALF, replace(TILE, share=4, splits=4), ARCH),
     "stages": (HALF, replace(TILE, stages=3), ARCH),
     "prefetch": (HALF, replace(TILE, prefetch=9), ARCH),
     "ctas": (HALF, replace(TILE, ctas=3), ARCH),
