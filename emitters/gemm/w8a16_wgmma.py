@@ -43,7 +43,6 @@ class W8A16WgmmaTile:
         stages: parts of 64 columns whose tokens shared memory holds at once.
         prefetch: units of 128 columns of weights that a warp has in flight.
         ctas: CTAs of a multiprocessor that registers are kept for.
-        share: CTAs of a cluster, with neighbouring rows of weights, that feed each other's tokens: 1, 2 or 4.
     """
 
     tokens: int
@@ -52,7 +51,6 @@ class W8A16WgmmaTile:
     stages: int = 8
     prefetch: int = 1
     ctas: int = 1
-    share: int = 1
 
     @property
     def threads(self) -> int:
@@ -69,13 +67,12 @@ class W8A16WgmmaTile:
         """``t{tokens}_g{groups}_s{stages}_p{prefetch}``, then splits and CTAs where they are not 1."""
         splits = f"_k{self.splits}" if self.splits > 1 else ""
         ctas = f"_x{self.ctas}" if self.ctas > 1 else ""
-        share = f"_c{self.share}" if self.share > 1 else ""
-        return f"t{self.tokens}_g{self.groups}{share}_s{self.stages}_p{self.prefetch}{splits}{ctas}"
+        return f"t{self.tokens}_g{self.groups}_s{self.stages}_p{self.prefetch}{splits}{ctas}"
 
 
-def _batch(tile: W8A16WgmmaTile) -> int:
-    """Blocks of eight tokens that a feeding warp has in flight."""
-    return min(8 if tile.groups <= 2 and tile.tokens < 256 else 4, tile.tokens // 8 // tile.share)
+def _loads(tile: W8A16WgmmaTile) -> int:
+    """Loads of a lane of a feeding warp in a part of a stage. Two parts are in flight."""
+    return 8 if tile.groups <= 2 and tile.tokens in (64, 128) else 4
 
 
 def _shares(tile: W8A16WgmmaTile) -> tuple[int, int]:
@@ -83,7 +80,7 @@ def _shares(tile: W8A16WgmmaTile) -> tuple[int, int]:
     at_launch = min(255, _ARCH.registers // (tile.threads * tile.ctas)) // 8 * 8
     if tile.groups == 1:
         return 0, 0
-    feed = (96 if _batch(tile) == 8 else 64) + 16 * (tile.share > 1)
+    feed = 96 if _loads(tile) == 8 else 64
     return feed, min(240, ((tile.groups + 1) * at_launch - feed) // tile.groups // 8 * 8)
 
 
@@ -120,11 +117,6 @@ CONSTRAINTS = (
     Constraint("tokens", "are 32, 64, 128 or 256", lambda p, t, arch: t.tokens in TOKENS),
     Constraint("groups", "are 1 to 4", lambda p, t, arch: 1 <= t.groups <= 4),
     SPLITS,
-    Constraint(
-        "share",
-        "is 1, 2 or 4, with the splits at most 8",
-        lambda p, t, arch: t.share in (1, 2, 4) and t.share * t.splits <= 8,
-    ),
     Constraint("stages", "are 4 to 32: one for each feeding warp", lambda p, t, arch: FEEDERS <= t.stages <= 32),
     Constraint("prefetch", "is 1 to 8 units", lambda p, t, arch: 1 <= t.prefetch <= 8),
     Constraint("ctas", "of a multiprocessor are 1 or 2", lambda p, t, arch: t.ctas in (1, 2)),
@@ -153,7 +145,7 @@ def validate(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> None:
 
 def grid(tile: W8A16WgmmaTile, n: int) -> Grid:
     """CTAs of a launch by tokens: a cluster for every tile of rows of weights, for every tile of tokens."""
-    return Grid(tile.tokens, (-(-n // (tile.share * tile.rows)) * tile.share * tile.splits, 1, 1))
+    return Grid(tile.tokens, (-(-n // tile.rows) * tile.splits, 1, 1))
 
 
 def default_tiles() -> tuple[W8A16WgmmaTile, ...]:
@@ -192,7 +184,7 @@ def emit_w8a16_wgmma(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> K
     name = procedural_name(FAMILY, arch, problem, tile)
     params = problem.params()
     shares = _shares(tile)
-    sizes = (tile.tokens, tile.groups, tile.share, tile.splits, tile.stages, tile.prefetch, _batch(tile), *shares)
+    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch, _loads(tile), *shares)
     align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
     return kernel_source(
         name,
@@ -207,5 +199,5 @@ def emit_w8a16_wgmma(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> K
         ctas_per_sm=tile.ctas,
         waits=True,
         smem_bytes=smem_bytes(tile),
-        cluster=tile.splits * tile.share,
+        cluster=tile.splits,
     )

@@ -56,7 +56,7 @@ def test_text_instantiates_the_header():
         f"{name}(\n"
         "    const __half* a, const int8_t* b, __half* d, int m, int n, int k, int lda, int ldb, int ldd, "
         "const float* col_scale, const float* bias) {\n"
-        "  using Tile = qcut::W8A16WgmmaTile<64, 1, 1, 4, 12, 2, 8, 0, 0>;\n"
+        "  using Tile = qcut::W8A16WgmmaTile<64, 1, 4, 12, 2, 8, 0, 0>;\n"
         f'  static_assert(Tile::kBytes == {smem_bytes(SPLIT)}, "the launch\'s shared memory");\n'
         "  using Epilogue = qcut::Epilogue<__half, qcut::ZeroPoint::kNone, false, qcut::ColScale::kPerChannel, true, "
         "qcut::Activation::kNone, false>;\n"
@@ -86,7 +86,6 @@ REFUSALS = {
     "tokens": (HALF, replace(TILE, tokens=48), ARCH),
     "groups": (HALF, replace(TILE, groups=5), ARCH),
     "splits": (HALF, replace(TILE, splits=3), ARCH),
-    "share": (HALF, replace(TILE, share=4, splits=4), ARCH),
     "stages": (HALF, replace(TILE, stages=3), ARCH),
     "prefetch": (HALF, replace(TILE, prefetch=9), ARCH),
     "ctas": (HALF, replace(TILE, ctas=3), ARCH),
@@ -145,25 +144,21 @@ G, T = LANES // 4, LANES % 4
 Matrix = NDArray[np.int64]
 
 
-def staged_tokens(x: Matrix, blocks: int, column: int) -> Matrix:
-    """A stage's bytes as the feeding warp stores them: [tokens, 64 columns], each element its two bytes' place."""
+def staged_tokens(x: Matrix, tokens: int, column: int) -> Matrix:
+    """A stage's elements of two bytes as a feeding warp stores them: four tokens' 64 columns to a load."""
     m, k = x.shape
-    stage = np.full(blocks * 512, 99, np.int64)  # elements of two bytes
-    for block in range(blocks):
-        rows = np.minimum(8 * block + G, m - 1)
-        read = np.zeros((32, 4, 4), np.int64)  # [lane][16 columns][element of 8 bytes]
-        for i in range(4):
-            for e in range(4):
-                at = column + 16 * i + 4 * T + e
-                read[:, i, e] = np.where(at < k, x[rows, np.minimum(at, k - 1)], 0)
-        for odd in range(2):
-            start = 64 * G + 8 * ((2 * T + odd) ^ G)
-            for quarter in range(4):
-                lanes = slice(8 * quarter, 8 * quarter + 8)
-                assert len(set(start[lanes] // 8 % 8)) == 8, "banks"
-            for i in range(4):
-                for e in range(2):
-                    stage[512 * block + start + 2 * i + e] = read[:, i, 2 * odd + e]
+    stage = np.full(64 * tokens, 99, np.int64)
+    r, piece = LANES // 8, LANES % 8
+    t, h = piece // 2, piece % 2
+    for i in range(tokens // 4):
+        row, at = 4 * i + r, column + 8 * piece
+        there = (row < m) & (at < k)
+        for j in range(4):
+            word = (128 * r + 4 * t + 16 * (4 * h + (j ^ r)) ^ 64 * (i % 2)) + 512 * i
+            assert len(set(word // 4 % 32)) == 32, "banks"
+            for e in range(2):
+                value = x[np.minimum(row, m - 1), np.minimum(at + 2 * j + e, k - 1)]
+                stage[word // 2 + e] = np.where(there, value, 0)
     return stage
 
 
@@ -193,7 +188,7 @@ def test_index_arithmetic():
     w[:, :k] = generator.integers(-128, 128, (16, k))
     sums = np.zeros((16, 16), np.int64)
     for column in (0, 64):
-        stage = staged_tokens(x, 2, column)
+        stage = staged_tokens(x, 16, column)
         for product in range(4):
             sums += first_operand(w, column, product) @ second_operand(stage, product, 16).T
     np.testing.assert_array_equal(sums[:, :m], w[:, :k] @ x.T)

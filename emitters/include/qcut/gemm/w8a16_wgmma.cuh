@@ -7,9 +7,9 @@
 // to product s. This places other columns of K in the fragment than the instruction names; tokens are placed in the same
 // way, so that the products' sum is the same.
 //
-// One more warpgroup feeds the tokens: each of its warps fills every fourth stage, 64 columns of all tokens. Lane 4r + s
-// reads columns 4s .. 4s + 3 of each 16 of a token, and its eight words are the 32 bytes of product s. A warp's load
-// touches whole sectors, and its stores all banks.
+// One more warpgroup feeds the tokens: each of its warps fills every fourth stage, 64 columns of all tokens. A warp's load
+// of 16 bytes a lane takes 128 bytes of four tokens. Its words are stored one by one where the products read them; a
+// warp's store touches all banks.
 //
 // Exactness: conversions and products are exact; the tensor core adds the products of a CTA's part of K in float32, and
 // the CTAs of a cluster add each other's sums in the order of their ranks.
@@ -28,18 +28,17 @@ namespace qcut {
 
 // W8A16WgmmaTile in emitters/gemm/w8a16_wgmma.py describes the sizes. kFeedRegisters and kRegisters are those of a
 // thread that feeds and of one that multiplies; 0 leaves the launch's to all.
-template <int kTokens_, int kGroups_, int kShare_, int kSplits_, int kStages_, int kPrefetch_, int kBatch_,
-          int kFeedRegisters_, int kRegisters_>
+template <int kTokens_, int kGroups_, int kSplits_, int kStages_, int kPrefetch_, int kLoads_, int kFeedRegisters_,
+          int kRegisters_>
 struct W8A16WgmmaTile {
   static constexpr int kTokens = kTokens_, kGroups = kGroups_, kSplits = kSplits_, kStages = kStages_;
-  static constexpr int kShare = kShare_, kCtas = kShare * kSplits, kPrefetch = kPrefetch_;
-  static constexpr int kBatch = kBatch_;  // blocks of eight tokens that a feeding warp has in flight
+  static constexpr int kPrefetch = kPrefetch_;
+  static constexpr int kLoads = kLoads_;  // of a lane of a feeding warp in a part of a stage
   static constexpr int kFeedRegisters = kFeedRegisters_, kRegisters = kRegisters_;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kWarps = 4 * kGroups;  // that multiply
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kFeeders = 4;  // warps
-  static constexpr int kBlocks = kTokens / 8;
   static constexpr int kStageBytes = 128 * kTokens;
   static constexpr int kPitch = kRows + 4;  // words between the sums of two tokens, [token][row]
   static constexpr int kSumBytes = 4 * kTokens * kPitch;
@@ -48,120 +47,80 @@ struct W8A16WgmmaTile {
   static constexpr int kColScale = kEmpty + 8 * kStages;
   static constexpr int kBias = kColScale + 4 * kRows;
   static constexpr int kBytes = kBias + 4 * kRows;
-  static_assert(kStages >= kFeeders && kBlocks % (kBatch * kShare) == 0, "see emitters/gemm/w8a16_wgmma.py");
+  static_assert(kStages >= kFeeders && kTokens % (8 * kLoads) == 0, "see emitters/gemm/w8a16_wgmma.py");
 };
 
-// Orders this thread's stores to shared memory, with kCluster also to that of other CTAs, before later reads of the
-// tensor cores.
-template <bool kCluster>
-__device__ __forceinline__ void fence_shared_stores() {
-  if constexpr (kCluster) {
-    asm volatile("fence.proxy.async.shared::cluster;" ::: "memory");
-  } else {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  }
-}
-
-// Stores 16 bytes at a cluster-wide address.
-__device__ __forceinline__ void store_cluster_16(uint32_t mapped, const uint32_t (&w)[4]) {
-  asm volatile("st.shared::cluster.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(mapped), "r"(w[0]), "r"(w[1]), "r"(w[2]),
-               "r"(w[3])
-               : "memory");
-}
-
-// Arrives at a barrier of any CTA of the cluster; this thread's stores to the cluster's memory come before.
-__device__ __forceinline__ void barrier_release_cluster(uint32_t mapped) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mapped) : "memory");
-}
-
-// Waits for a phase of the given parity that threads of other CTAs end.
-__device__ __forceinline__ void barrier_acquire_cluster(uint32_t barrier, int parity) {
-  asm volatile(
-      "{\n\t.reg .pred p;\n\tAGAIN:\n\t"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n\t"
-      "@p bra.uni DONE;\n\tbra.uni AGAIN;\n\tDONE:\n\t}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-template <class Tile>
-__device__ __forceinline__ void wait_phase(uint32_t barrier, int parity) {
-  if constexpr (Tile::kShare > 1) {
-    barrier_acquire_cluster(barrier, parity);
-  } else {
-    barrier_wait(barrier, parity);
-  }
-}
+// Orders this thread's stores to shared memory before later reads of the tensor core.
+__device__ __forceinline__ void fence_shared_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The part of K of a CTA: units of 128 columns.
 template <class Tile>
 struct UnitRange {
   int first, count;
-  __device__ __forceinline__ UnitRange(int k, int index) {
+  __device__ __forceinline__ UnitRange(int k, int rank) {
     const int units = (k + 127) / 128;
     const int part = (units + Tile::kSplits - 1) / Tile::kSplits;
-    first = index * part;
+    first = rank * part;
     count = max(0, min(part, units - first));
   }
 };
 
-// The work of a feeding warp: tokens token0 .. token0 + kTokens - 1, columns `range`. k is a multiple of four and rows
-// start at multiples of 8 bytes. Columns past k are zero. Tokens past m repeat the last one or are missing.
+// The work of a feeding warp: tokens token0 .. token0 + kTokens - 1, columns `range`. k is a multiple of eight and rows
+// start at multiples of 16 bytes. Columns past k and tokens past m are zero. A warp has the
+// loads of two parts of a stage in flight.
 template <class Tile, class T>
 __device__ __forceinline__ void feed_tokens(const T* a, int token0, int m, int k, int lda, const UnitRange<Tile>& range,
-                                            uint32_t base, int warp, int rank) {
-  constexpr int kMine = Tile::kBlocks / Tile::kShare;
-  const int sub = rank % Tile::kShare;
-  const int peers = rank - sub;  // the first rank of the CTAs that share these tokens
+                                            uint32_t base, int warp) {
+  constexpr int kLoads = Tile::kLoads;
+  constexpr int kParts = Tile::kTokens / (4 * kLoads);
+  static_assert(kParts % 2 == 0, "two parts take turns");
   const int lane = threadIdx.x % 32;
-  const int r = lane / 4;
-  const int s = lane % 4;
-  const int begin = sub * kMine;
-  const int end = min(begin + kMine, (m - token0 + 7) / 8);
+  const int r = lane / 8;      // row of four
+  const int t = lane % 8 / 2;  // sixteen columns of 64
+  const int h = lane % 2;      // half of these
   const int steps = 2 * range.count;
-  const uint32_t even = 128 * r + 16 * ((2 * s) ^ r);
-  const uint32_t odd = 128 * r + 16 * ((2 * s + 1) ^ r);
+  uint32_t offset[4];  // of a lane's words in row r; in row r + 4 another bit of the chunk is set
+#pragma unroll
+  for (int j = 0; j < 4; ++j) offset[j] = base + 128 * r + 4 * t + 16 * (4 * h + (j ^ r));
+  uint4 v[2][kLoads];
+  const auto load = [&](uint4(&to)[kLoads], int step, int part) {
+    const int column = 128 * range.first + 64 * step + 8 * (lane % 8);
+    const int row0 = token0 + 4 * kLoads * part + r;
+    const int rows = step < steps && column < k ? m - row0 : 0;
+    const T* from = a + static_cast<long long>(row0) * lda + column;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      to[i] = make_uint4(0, 0, 0, 0);
+      if (4 * i < rows) to[i] = *reinterpret_cast<const uint4*>(from);
+      from += 4 * lda;
+    }
+  };
   int stage = warp, parity = 1;
+  load(v[0], warp, 0);
   for (int step = warp; step < steps; step += Tile::kFeeders) {
-    const int column = 128 * range.first + 64 * step + 4 * s;
-    const uint32_t to = base + stage * Tile::kStageBytes;
-    bool waited = false;
-    for (int block0 = begin; block0 < end; block0 += Tile::kBatch) {
-      uint2 v[Tile::kBatch][4];
+    barrier_wait(base + Tile::kEmpty + 8 * stage, parity);
+#pragma unroll 1
+    for (int part0 = 0; part0 < kParts; part0 += 2) {
 #pragma unroll
-      for (int j = 0; j < Tile::kBatch; ++j) {
-        const T* row = a + static_cast<long long>(min(token0 + 8 * (block0 + j) + r, m - 1)) * lda + column;
+      for (int e = 0; e < 2; ++e) {
+        const int part = part0 + e;
+        const bool more = part + 1 < kParts;
+        load(v[1 - e], more ? step : step + Tile::kFeeders, more ? part + 1 : 0);
+        uint32_t at = stage * Tile::kStageBytes + 512 * kLoads * part;
+        asm volatile("" : "+r"(at));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          v[j][i] = make_uint2(0, 0);
-          if (column + 16 * i < k) v[j][i] = *reinterpret_cast<const uint2*>(row + 16 * i);
-        }
-      }
-      if (!waited) wait_phase<Tile>(base + Tile::kEmpty + 8 * stage, parity);
-      waited = true;
+        for (int j = 0; j < 4; ++j) {
 #pragma unroll
-      for (int j = 0; j < Tile::kBatch; ++j) {
-        const uint32_t block = to + 1024 * (block0 + j);
-        const uint32_t low[4] = {v[j][0].x, v[j][1].x, v[j][2].x, v[j][3].x};
-        const uint32_t high[4] = {v[j][0].y, v[j][1].y, v[j][2].y, v[j][3].y};
-        store_shared_16(block + even, low);
-        store_shared_16(block + odd, high);
-#pragma unroll
-        for (int i = 1; i < Tile::kShare; ++i) {
-          const uint32_t other = map_to_rank(block, peers + (sub + i) % Tile::kShare);
-          store_cluster_16(other + even, low);
-          store_cluster_16(other + odd, high);
+          for (int i = 0; i < kLoads; ++i) {
+            const uint32_t w = j == 0 ? v[e][i].x : j == 1 ? v[e][i].y : j == 2 ? v[e][i].z : v[e][i].w;
+            store_shared_4(((at + offset[j]) ^ (64 * (i % 2))) + 512 * i, w);
+          }
         }
       }
     }
-    if (!waited) wait_phase<Tile>(base + Tile::kEmpty + 8 * stage, parity);  // tokens past m
-    fence_shared_stores<(Tile::kShare > 1)>();
+    fence_shared_stores();
     __syncwarp();
-    if constexpr (Tile::kShare > 1) {
-      if (lane < Tile::kShare) barrier_release_cluster(map_to_rank(base + Tile::kFull + 8 * stage, peers + lane));
-    } else {
-      if (lane == 0) barrier_arrive(base + Tile::kFull + 8 * stage);
-    }
+    if (lane == 0) barrier_arrive(base + Tile::kFull + 8 * stage);
     stage += Tile::kFeeders;
     if (stage >= Tile::kStages) {
       stage -= Tile::kStages;
@@ -173,7 +132,7 @@ __device__ __forceinline__ void feed_tokens(const T* a, int token0, int m, int k
 // The work of the multiplying warpgroups: adds the products of the CTA's part of K to `sum`.
 template <class Tile, class T>
 __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], const int8_t* b, int row0, int n, int k,
-                                               int ldb, const UnitRange<Tile>& range, uint32_t base, int rank) {
+                                               int ldb, const UnitRange<Tile>& range, uint32_t base) {
   using Product = Wgmma<T, Tile::kTokens>;
   constexpr int kSteps = 4;  // products of 64 columns
   const int lane = threadIdx.x % 32;
@@ -205,16 +164,6 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) pin(part[i]);
   };
-  const uint32_t empty = Tile::kShare > 1
-                             ? map_to_rank(base + Tile::kEmpty, rank / Tile::kShare * Tile::kShare + lane % Tile::kShare)
-                             : base + Tile::kEmpty;
-  const auto release = [&](int stage) {
-    if constexpr (Tile::kShare > 1) {
-      barrier_arrive_cluster(empty + 8 * stage);
-    } else {
-      barrier_arrive(empty + 8 * stage);
-    }
-  };
   int stage = 0, parity = 0, previous = -1;
 #pragma unroll 1
   for (int u0 = 0; u0 < range.count; u0 += Tile::kPrefetch) {
@@ -230,7 +179,7 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
           Float16<T>::from_int8(w[s][half][1][i], a[half][i][1], a[half][i][3]);
         }
         if (half == 1 && u + Tile::kPrefetch < range.count) load(w[s], u + Tile::kPrefetch);
-        wait_phase<Tile>(base + Tile::kFull + 8 * stage, parity);
+        barrier_wait(base + Tile::kFull + 8 * stage, parity);
         const uint32_t staged = __shfl_sync(0xffffffffu, base + stage * Tile::kStageBytes, 0);
         const unsigned long long tokens = wgmma_descriptor(staged);
         wgmma_fence();
@@ -239,7 +188,7 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
         wgmma_commit();
         wgmma_wait<1>();  // the 64 columns before
         keep(a[half ^ 1]);
-        if (previous >= 0 && lane < Tile::kShare) release(previous);
+        if (previous >= 0 && lane == 0) barrier_arrive(base + Tile::kEmpty + 8 * previous);
         previous = stage;
         if (++stage == Tile::kStages) {
           stage = 0;
@@ -254,25 +203,6 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
   for (int i = 0; i < Tile::kTokens / 2; ++i) pin(sum[i]);  // no sum is read before the wait
 }
 
-// Loads the sums at `shared`, added over the CTAs of these rows in the order of their parts of K.
-template <class Tile>
-__device__ __forceinline__ void load_parts_16(uint32_t (&w)[4], uint32_t shared, int sub) {
-  if constexpr (Tile::kSplits == 1) {
-    load_shared_16(w, shared);
-  } else {
-    uint32_t part[Tile::kSplits][4];
-#pragma unroll
-    for (int i = 0; i < Tile::kSplits; ++i) load_cluster_16(part[i], shared, i * Tile::kShare + sub);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float sum = __uint_as_float(part[0][j]);
-#pragma unroll
-      for (int i = 1; i < Tile::kSplits; ++i) sum += __uint_as_float(part[i][j]);
-      w[j] = __float_as_uint(sum);
-    }
-  }
-}
-
 // The kernel. The grid has a cluster for every kRows rows of B and kTokens tokens, rows first.
 template <class Tile, class T, class E, int kAlign>
 __device__ __forceinline__ void w8a16_wgmma(const T* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
@@ -280,34 +210,29 @@ __device__ __forceinline__ void w8a16_wgmma(const T* a, const int8_t* b, typenam
   extern __shared__ __align__(1024) char shared[];
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % Tile::kCtas;
-  const int cluster = static_cast<int>(blockIdx.x) / Tile::kCtas;
-  const int row_tiles = (n + Tile::kShare * Tile::kRows - 1) / (Tile::kShare * Tile::kRows);
-  const int col0 = (cluster % row_tiles * Tile::kShare + rank % Tile::kShare) * Tile::kRows;
+  const int rank = blockIdx.x % Tile::kSplits;
+  const int cluster = static_cast<int>(blockIdx.x) / Tile::kSplits;
+  const int row_tiles = (n + Tile::kRows - 1) / Tile::kRows;
+  const int col0 = cluster % row_tiles * Tile::kRows;
   const int token0 = cluster / row_tiles * Tile::kTokens;
-  const UnitRange<Tile> range(k, rank / Tile::kShare);
+  const UnitRange<Tile> range(k, rank);
   const uint32_t base = shared_address(shared);
   float* const col_scale = reinterpret_cast<float*>(shared + Tile::kColScale);
   float* const bias = reinterpret_cast<float*>(shared + Tile::kBias);
   launch_dependents();
   if (threadIdx.x == Tile::kThreads) {
     for (int i = 0; i < Tile::kStages; ++i) {
-      barrier_init(base + Tile::kFull + 8 * i, Tile::kShare);
-      barrier_init(base + Tile::kEmpty + 8 * i, Tile::kWarps * Tile::kShare);
+      barrier_init(base + Tile::kFull + 8 * i, 1);
+      barrier_init(base + Tile::kEmpty + 8 * i, Tile::kWarps);
     }
     barrier_init_fence();
   }
-  if constexpr (Tile::kShare > 1) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   if (warp >= Tile::kWarps) {
     if constexpr (Tile::kFeedRegisters > 0) give_registers<Tile::kFeedRegisters>();
     wait_for_dependencies();
-    feed_tokens<Tile>(a, token0, m, k, lda, range, base, warp - Tile::kWarps, rank);
+    feed_tokens<Tile>(a, token0, m, k, lda, range, base, warp - Tile::kWarps);
     for (int i = threadIdx.x - Tile::kThreads; i < Tile::kRows; i += 32 * Tile::kFeeders) {
       const typename E::Column column = E::column(args, col0 + i, n);
       col_scale[i] = column.scale;
@@ -322,7 +247,7 @@ __device__ __forceinline__ void w8a16_wgmma(const T* a, const int8_t* b, typenam
   } else {
     if constexpr (Tile::kRegisters > 0) take_registers<Tile::kRegisters>();
     float sum[Tile::kTokens / 2] = {};
-    multiply_units<Tile, T>(sum, b, col0 + 16 * warp, n, k, ldb, range, base, rank);
+    multiply_units<Tile, T>(sum, b, col0 + 16 * warp, n, k, ldb, range, base);
     wait_for_dependencies();
     named_barrier_sync<Tile::kThreads>(1);  // the stages have been read
     const int row0 = 16 * warp + lane / 4;
@@ -347,20 +272,19 @@ __device__ __forceinline__ void w8a16_wgmma(const T* a, const int8_t* b, typenam
     constexpr int kQuads = Tile::kRows / 4;
     const int tokens = min(Tile::kTokens, m - token0);
     const int share = (tokens * kQuads + Tile::kSplits - 1) / Tile::kSplits;
-    const int part = rank / Tile::kShare;
-    const int end = min((part + 1) * share, tokens * kQuads);
+    const int end = min((rank + 1) * share, tokens * kQuads);
 #pragma unroll 2
-    for (int i = part * share + threadIdx.x; i < end; i += Tile::kThreads) {
+    for (int i = rank * share + threadIdx.x; i < end; i += Tile::kThreads) {
       const int token = i / kQuads;
       const int row = i % kQuads * 4;
       if (col0 + row >= n) continue;
       uint32_t sums[4];
-      load_parts_16<Tile>(sums, base + 4 * (token * Tile::kPitch + row), rank % Tile::kShare);
+      load_sum_16<float, Tile::kSplits>(sums, base + 4 * (token * Tile::kPitch + row));
       finish_quad<E, kAlign, float>(sums, token0 + token, row, col0, d, m, n, ldd, args);
     }
   }
-  if constexpr (Tile::kCtas > 1) {
-    // No CTA exits while other CTAs read its sums or arrive at its barriers.
+  if constexpr (Tile::kSplits > 1) {
+    // No CTA exits while other CTAs read its sums.
     cluster_arrive();
     cluster_wait();
   }
