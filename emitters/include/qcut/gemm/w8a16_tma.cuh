@@ -24,7 +24,7 @@
 namespace qcut {
 
 // A tensor map as the driver encodes it.
-struct alignas(64) TensorMap {
+struct alignas(128) TensorMap {
   unsigned long long words[16];
 };
 
