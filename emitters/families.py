@@ -9,11 +9,12 @@ from qcut.emitters.codebook import wgmma as codebook_wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.family import Family, Grid
 from qcut.emitters.core.source import EmitError
-from qcut.emitters.gemm import dp4a, mma, w8a16, wmma
+from qcut.emitters.gemm import dp4a, mma, w8a16, w8a16_wgmma, wmma
 from qcut.emitters.gemm.cutlass import gemm as cutlass_gemm
 from qcut.emitters.gemm.cutlass import tiles as cutlass_tiles
 from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
 from qcut.emitters.stream import codebook as codebook_stream
 from qcut.emitters.stream import codebook_rounds as codebook_stream_rounds
 from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
@@ -98,6 +99,16 @@ W8A16_STREAM: Family[GemmProblem, W8A16Tile] = Family(
     threads=lambda tile: 32 * tile.warps,
     smem_bytes=w8a16_stream.smem_bytes,
 )
+W8A16_WGMMA: Family[GemmProblem, W8A16WgmmaTile] = Family(
+    w8a16_wgmma.FAMILY,
+    W8A16WgmmaTile,
+    w8a16_wgmma.validate,
+    w8a16_wgmma.emit_w8a16_wgmma,
+    grid=lambda tile, n, sm_count: w8a16_wgmma.grid(tile, n),
+    threads=lambda tile: tile.threads,
+    smem_bytes=lambda problem, tile: w8a16_wgmma.smem_bytes(tile),
+    default_tiles=lambda problem, arch: w8a16_wgmma.default_tiles(),
+)
 CODEBOOK_STREAM: Family[CodebookProblem, CodebookStreamTile] = Family(
     codebook_stream.FAMILY,
     CodebookStreamTile,
@@ -151,6 +162,7 @@ _OTHERS: tuple[Family[Any, Any], ...] = (
     INT8_STREAM,
     W8A16_MMA,
     W8A16_STREAM,
+    W8A16_WGMMA,
     CODEBOOK_MMA,
     CODEBOOK_STREAM,
     CODEBOOK_STREAM_ROUNDS,

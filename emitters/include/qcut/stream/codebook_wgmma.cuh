@@ -17,6 +17,7 @@
 
 #include <qcut/stream/codebook.cuh>
 #include <qcut/core/barrier.cuh>
+#include <qcut/core/quad.cuh>
 #include <qcut/core/wgmma.cuh>
 
 namespace qcut {
@@ -88,45 +89,6 @@ struct UnitDecoder<int8_t> {
     decode_s8(a, unit.words.word(2 * step), unit.words.word(2 * step + 1), row, row8);
   }
 };
-
-// Writes four neighbouring elements of a row of D. kAlign divides the address and the leading dimension of D, in bytes.
-// The epilogue's vectors of columns are in shared memory and start at column col0.
-template <class E, int kAlign, class Acc>
-__device__ __forceinline__ void finish_quad(const uint32_t (&sums)[4], int token, int row, int col0,
-                                            typename E::Out* d, int m, int n, int ldd, const typename E::Args& args) {
-  using Out = typename E::Out;
-  constexpr int kSize = sizeof(Out);
-  constexpr int kPiece = kAlign < 4 * kSize ? kAlign : 4 * kSize;
-  constexpr int kPieces = 4 * kSize / kPiece;
-  const int col = col0 + row;
-  const long long at = static_cast<long long>(token) * ldd + col;
-  float added[16 / kSize] = {};
-  if constexpr (E::kHasResidual) {
-    uint32_t raw[4] = {};
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      if (col + i * (kPiece / kSize) < n) {
-        load_piece<kPiece>(raw, reinterpret_cast<const char*>(args.residual + at) + i * kPiece, i * kPiece);
-      }
-    }
-    Vector<Out>{raw[0], raw[1], raw[2], raw[3]}.to_float(added);
-  }
-  const auto across = E::row(args, token, m);
-  typename E::Value v[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const auto along = E::column(args, row + i, n - col0);
-    v[i] = E::finish(E::apply(from_bits<Acc>(sums[i]), across, along), added[i], args);
-  }
-  uint32_t packed[kSize];
-  E::template pack<4>(packed, v);
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    if (col + i * (kPiece / kSize) < n) {
-      store_piece<kPiece>(reinterpret_cast<char*>(d + at) + i * kPiece, packed, i * kPiece);
-    }
-  }
-}
 
 // The kernel. The grid has a cluster for every kRows rows and kTokens tokens.
 template <class T, int kBits, int kSlots, class Tile, class E, int kAlign>

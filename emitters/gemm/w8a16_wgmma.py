@@ -1,0 +1,203 @@
+"""W8A16 on ``wgmma`` for sm_90a: from some tens of tokens to prompts, weights converted in registers.
+
+``D = act((sum_k a[m, k] * b[n, k]) * s_w[n] + bias[n]) (+ residual)``, the sum in float32. Device code:
+``include/qcut/gemm/w8a16_wgmma.cuh``. Warpgroups of a CTA multiply 64 rows of weights each; one more feeds tokens to
+shared memory. The CTAs of a cluster divide K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import SPLITS, Constraint, check
+from qcut.emitters.core.family import Grid
+from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.gemm.problem import GemmProblem
+
+FAMILY = "w8a16_wgmma"
+TOKENS = (32, 64, 128, 256)
+"""Tokens that a tile may hold."""
+GROUP_ROWS = 64
+"""Rows of weights of a warpgroup."""
+UNIT_COLUMNS = 128
+"""Columns of weights that a warp loads at a time."""
+FEEDERS = 4
+"""Warps that feed tokens."""
+_ARCH = architecture("sm_90a")
+_OTHER_REGISTERS = 26
+"""Registers of a multiplying thread for addresses, counters and bounds."""
+
+
+@dataclass(frozen=True)
+class W8A16WgmmaTile:
+    """How a CTA and its cluster share a product.
+
+    Attributes:
+        tokens: tokens of a CTA's tile: 32, 64, 128 or 256.
+        groups: warpgroups of a CTA that multiply, 64 rows each.
+        splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
+        stages: parts of 64 columns whose tokens shared memory holds at once.
+        prefetch: units of 128 columns of weights that a warp has in flight.
+        ctas: CTAs of a multiprocessor that registers are kept for.
+    """
+
+    tokens: int
+    groups: int
+    splits: int = 1
+    stages: int = 8
+    prefetch: int = 1
+    ctas: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return 128 * self.groups + 32 * FEEDERS
+
+    @property
+    def rows(self) -> int:
+        """Rows of weights of a CTA's tile."""
+        return GROUP_ROWS * self.groups
+
+    @property
+    def name(self) -> str:
+        """``t{tokens}_g{groups}_s{stages}_p{prefetch}``, then splits and CTAs where they are not 1."""
+        splits = f"_k{self.splits}" if self.splits > 1 else ""
+        ctas = f"_x{self.ctas}" if self.ctas > 1 else ""
+        return f"t{self.tokens}_g{self.groups}_s{self.stages}_p{self.prefetch}{splits}{ctas}"
+
+
+def _loads(tile: W8A16WgmmaTile) -> int:
+    """Loads of a lane of a feeding warp in a part of a stage. Two parts are in flight."""
+    return 8 if tile.groups <= 2 and tile.tokens in (64, 128) else 4
+
+
+def _shares(tile: W8A16WgmmaTile) -> tuple[int, int]:
+    """Registers of a thread that feeds and of one that multiplies; zeros where a launch gives both enough."""
+    at_launch = min(255, _ARCH.registers // (tile.threads * tile.ctas)) // 8 * 8
+    if tile.groups == 1:
+        return 0, 0
+    feed = 96 if _loads(tile) == 8 else 64
+    return feed, min(240, ((tile.groups + 1) * at_launch - feed) // tile.groups // 8 * 8)
+
+
+def registers(tile: W8A16WgmmaTile) -> int:
+    """Estimate a multiplying thread's registers: sums, two converted parts, weights in flight, and the rest."""
+    return tile.tokens // 2 + 32 + 16 * tile.prefetch + _OTHER_REGISTERS
+
+
+def register_limit(tile: W8A16WgmmaTile) -> int:
+    """Registers that a multiplying thread may have."""
+    return _shares(tile)[1] or min(255, _ARCH.registers // (tile.threads * tile.ctas)) // 8 * 8
+
+
+def smem_bytes(tile: W8A16WgmmaTile) -> int:
+    """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same."""
+    sums = 4 * tile.tokens * (tile.rows + 4)
+    return max(tile.stages * 128 * tile.tokens, sums) + 16 * tile.stages + 8 * tile.rows
+
+
+CONSTRAINTS = (
+    Constraint(
+        "operands",
+        "are f16 or bf16 x s8",
+        lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b is DType.S8,
+    ),
+    Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
+    Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
+    Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
+    Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
+    Constraint(
+        "alignment_k", "is a multiple of 8: tokens are read as vectors", lambda p, t, arch: p.alignment_k % 8 == 0
+    ),
+    Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
+    Constraint("tokens", "are 32, 64, 128 or 256", lambda p, t, arch: t.tokens in TOKENS),
+    Constraint("groups", "are 1 to 4", lambda p, t, arch: 1 <= t.groups <= 4),
+    SPLITS,
+    Constraint("stages", "are 4 to 32: one for each feeding warp", lambda p, t, arch: FEEDERS <= t.stages <= 32),
+    Constraint("prefetch", "is 1 to 8 units", lambda p, t, arch: 1 <= t.prefetch <= 8),
+    Constraint("ctas", "of a multiprocessor are 1 or 2", lambda p, t, arch: t.ctas in (1, 2)),
+    Constraint(
+        "registers",
+        "sums, converted weights and those in flight fit a thread's share",
+        lambda p, t, arch: registers(t) <= register_limit(t),
+    ),
+    Constraint(
+        "shared_memory",
+        f"the stages, or the sums in their place, fit {_ARCH.smem_bytes} bytes, with two CTAs half of the SM's",
+        lambda p, t, arch: smem_bytes(t) <= min(_ARCH.smem_bytes, _ARCH.sm_smem_bytes // t.ctas - 1024),
+    ),
+)
+"""What this family can build, on (problem, tile, arch)."""
+
+
+def validate(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> None:
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
+
+    Raises:
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
+    """
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
+
+
+def grid(tile: W8A16WgmmaTile, n: int) -> Grid:
+    """CTAs of a launch by tokens: a cluster for every tile of rows of weights, for every tile of tokens."""
+    return Grid(tile.tokens, (-(-n // tile.rows) * tile.splits, 1, 1))
+
+
+def default_tiles() -> tuple[W8A16WgmmaTile, ...]:
+    """Return the menu: each width of tokens and number of groups with K whole and split."""
+    shapes = (
+        W8A16WgmmaTile(32, 1, stages=16, prefetch=4),
+        W8A16WgmmaTile(32, 2, stages=16, prefetch=4),
+        W8A16WgmmaTile(64, 1, stages=12, prefetch=2, ctas=2),
+        W8A16WgmmaTile(64, 2, stages=12, prefetch=4),
+        W8A16WgmmaTile(64, 3, stages=12, prefetch=3),
+        W8A16WgmmaTile(128, 1, stages=10, prefetch=4),
+        W8A16WgmmaTile(128, 2, stages=10, prefetch=4),
+        W8A16WgmmaTile(256, 2, stages=6, prefetch=1),
+    )
+    return tuple(replace(tile, splits=splits) for tile in shapes for splits in (1, 2, 4, 8))
+
+
+def emit_w8a16_wgmma(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> KernelSource:
+    """Text of one kernel.
+
+    Arguments are ``problem.params()`` in order; m, n, k >= 1, k a multiple of 8. b: int8 ``[n, ldb]``, 16-byte aligned,
+    ldb a multiple of 16 and at least k. a: rows start at multiples of 16 bytes. D is stored in pieces of up to four
+    elements that ``problem.alignment_n`` allows. b is read before the kernel waits for its predecessor; all else is
+    read after.
+
+    Exactness: int8 to float is exact and every product is exact in float32; products are added in an order that K and
+    the tile alone fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
+    depend on the other rows; the same inputs give the same bits.
+
+    Raises:
+        EmitError: see `validate`.
+
+    Source: PTX ISA, ``wgmma.mma_async``, ``fence.proxy``, ``mbarrier``, ``barrier.cluster``.
+    """
+    validate(problem, tile, arch)
+    name = procedural_name(FAMILY, arch, problem, tile)
+    params = problem.params()
+    shares = _shares(tile)
+    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch, _loads(tile), *shares)
+    align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
+    return kernel_source(
+        name,
+        arch,
+        params,
+        f"using Tile = qcut::W8A16WgmmaTile<{', '.join(map(str, sizes))}>;",
+        f'static_assert(Tile::kBytes == {smem_bytes(tile)}, "the launch\'s shared memory");',
+        *problem.epilogue.statements(params),
+        f"qcut::w8a16_wgmma<Tile, {problem.a.cpp}, Epilogue, {align_d}>(a, b, d, m, n, k, lda, ldb, ldd, args);",
+        device_code=include("gemm/w8a16_wgmma.cuh"),
+        block=tile.threads,
+        ctas_per_sm=tile.ctas,
+        waits=True,
+        smem_bytes=smem_bytes(tile),
+        cluster=tile.splits,
+    )

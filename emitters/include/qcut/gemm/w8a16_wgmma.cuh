@@ -1,0 +1,293 @@
+// W8A16 on wgmma (sm_90a): D = epilogue(A B^T) of 16-bit tokens A and int8 weights B in row-major order. Converted
+// weights are the operand of wgmma that lies in registers.
+//
+// A warpgroup computes 64 rows of B, a CTA kGroups of them for kTokens tokens. The CTAs of a cluster (kSplits) divide K
+// into contiguous parts. Weights go from global memory straight to registers, kPrefetch units of 128 columns ahead: lane
+// 4g + t reads 16 bytes each of rows g and g + 8, columns 16t .. 16t + 15 of 64. Columns 4s .. 4s + 3 of these 16 belong
+// to product s. This places other columns of K in the fragment than the instruction names; tokens are placed in the same
+// way, so that the products' sum is the same.
+//
+// One more warpgroup feeds the tokens: each of its warps fills every fourth stage, 64 columns of all tokens. A warp's load
+// of 16 bytes a lane takes 128 bytes of four tokens. Its words are stored one by one where the products read them; a
+// warp's store touches all banks.
+//
+// Exactness: conversions and products are exact; the tensor core adds the products of a CTA's part of K in float32, and
+// the CTAs of a cluster add each other's sums in the order of their ranks.
+//
+// Shared memory: the stages, whose place the sums take later; barriers; the epilogue's vectors of rows of B.
+//
+// Source: PTX ISA "wgmma.mma_async", "fence.proxy", "mbarrier", "barrier.cluster".
+#pragma once
+
+#include <qcut/core/barrier.cuh>
+#include <qcut/core/quad.cuh>
+#include <qcut/core/streaming.cuh>
+#include <qcut/core/wgmma.cuh>
+
+namespace qcut {
+
+// W8A16WgmmaTile in emitters/gemm/w8a16_wgmma.py describes the sizes. kFeedRegisters and kRegisters are those of a
+// thread that feeds and of one that multiplies; 0 leaves the launch's to all.
+template <int kTokens_, int kGroups_, int kSplits_, int kStages_, int kPrefetch_, int kLoads_, int kFeedRegisters_,
+          int kRegisters_>
+struct W8A16WgmmaTile {
+  static constexpr int kTokens = kTokens_, kGroups = kGroups_, kSplits = kSplits_, kStages = kStages_;
+  static constexpr int kPrefetch = kPrefetch_;
+  static constexpr int kLoads = kLoads_;  // of a lane of a feeding warp in a part of a stage
+  static constexpr int kFeedRegisters = kFeedRegisters_, kRegisters = kRegisters_;
+  static constexpr int kRows = 64 * kGroups;
+  static constexpr int kWarps = 4 * kGroups;  // that multiply
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kFeeders = 4;  // warps
+  static constexpr int kStageBytes = 128 * kTokens;
+  static constexpr int kPitch = kRows + 4;  // words between the sums of two tokens, [token][row]
+  static constexpr int kSumBytes = 4 * kTokens * kPitch;
+  static constexpr int kFull = kStages * kStageBytes > kSumBytes ? kStages * kStageBytes : kSumBytes;
+  static constexpr int kEmpty = kFull + 8 * kStages;
+  static constexpr int kColScale = kEmpty + 8 * kStages;
+  static constexpr int kBias = kColScale + 4 * kRows;
+  static constexpr int kBytes = kBias + 4 * kRows;
+  static_assert(kStages >= kFeeders && kTokens % (8 * kLoads) == 0, "see emitters/gemm/w8a16_wgmma.py");
+};
+
+// Orders this thread's stores to shared memory before later reads of the tensor core.
+__device__ __forceinline__ void fence_shared_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The part of K of a CTA: units of 128 columns.
+template <class Tile>
+struct UnitRange {
+  int first, count;
+  __device__ __forceinline__ UnitRange(int k, int rank) {
+    const int units = (k + 127) / 128;
+    const int part = (units + Tile::kSplits - 1) / Tile::kSplits;
+    first = rank * part;
+    count = max(0, min(part, units - first));
+  }
+};
+
+// The work of a feeding warp: tokens token0 .. token0 + kTokens - 1, columns `range`. k is a multiple of eight and rows
+// start at multiples of 16 bytes. Columns past k and tokens past m are zero. A warp has the
+// loads of two parts of a stage in flight.
+template <class Tile, class T>
+__device__ __forceinline__ void feed_tokens(const T* a, int token0, int m, int k, int lda, const UnitRange<Tile>& range,
+                                            uint32_t base, int warp) {
+  constexpr int kLoads = Tile::kLoads;
+  constexpr int kParts = Tile::kTokens / (4 * kLoads);
+  static_assert(kParts % 2 == 0, "two parts take turns");
+  const int lane = threadIdx.x % 32;
+  const int r = lane / 8;      // row of four
+  const int t = lane % 8 / 2;  // sixteen columns of 64
+  const int h = lane % 2;      // half of these
+  const int steps = 2 * range.count;
+  uint32_t offset[4];  // of a lane's words in row r; in row r + 4 another bit of the chunk is set
+#pragma unroll
+  for (int j = 0; j < 4; ++j) offset[j] = base + 128 * r + 4 * t + 16 * (4 * h + (j ^ r));
+  uint4 v[2][kLoads];
+  const auto load = [&](uint4(&to)[kLoads], int step, int part) {
+    const int column = 128 * range.first + 64 * step + 8 * (lane % 8);
+    const int row0 = token0 + 4 * kLoads * part + r;
+    const int rows = step < steps && column < k ? m - row0 : 0;
+    const T* from = a + static_cast<long long>(row0) * lda + column;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      to[i] = make_uint4(0, 0, 0, 0);
+      if (4 * i < rows) to[i] = *reinterpret_cast<const uint4*>(from);
+      from += 4 * lda;
+    }
+  };
+  int stage = warp, parity = 1;
+  load(v[0], warp, 0);
+  for (int step = warp; step < steps; step += Tile::kFeeders) {
+    barrier_wait(base + Tile::kEmpty + 8 * stage, parity);
+#pragma unroll 1
+    for (int part0 = 0; part0 < kParts; part0 += 2) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int part = part0 + e;
+        const bool more = part + 1 < kParts;
+        load(v[1 - e], more ? step : step + Tile::kFeeders, more ? part + 1 : 0);
+        uint32_t at = stage * Tile::kStageBytes + 512 * kLoads * part;
+        asm volatile("" : "+r"(at));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+#pragma unroll
+          for (int i = 0; i < kLoads; ++i) {
+            const uint32_t w = j == 0 ? v[e][i].x : j == 1 ? v[e][i].y : j == 2 ? v[e][i].z : v[e][i].w;
+            store_shared_4(((at + offset[j]) ^ (64 * (i % 2))) + 512 * i, w);
+          }
+        }
+      }
+    }
+    fence_shared_stores();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(base + Tile::kFull + 8 * stage);
+    stage += Tile::kFeeders;
+    if (stage >= Tile::kStages) {
+      stage -= Tile::kStages;
+      parity ^= 1;
+    }
+  }
+}
+
+// The work of the multiplying warpgroups: adds the products of the CTA's part of K to `sum`.
+template <class Tile, class T>
+__device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], const int8_t* b, int row0, int n, int k,
+                                               int ldb, const UnitRange<Tile>& range, uint32_t base) {
+  using Product = Wgmma<T, Tile::kTokens>;
+  constexpr int kSteps = 4;  // products of 64 columns
+  const int lane = threadIdx.x % 32;
+  const int t = lane % 4;
+  uint32_t w[Tile::kPrefetch][2][2][4];  // [unit][64 columns][row g, g + 8][16 bytes]
+  // Rows past n repeat the last row and are not stored. Columns past k repeat the last 16 columns and are multiplied by
+  // zero tokens.
+  const int8_t* rows[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) rows[i] = b + static_cast<long long>(min(row0 + lane / 4 + 8 * i, n - 1)) * ldb;
+  const int last_column = (k - 1) / 16 * 16;
+  const auto load = [&](uint32_t(&unit)[2][2][4], int u) {
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      const int column = min(128 * (range.first + u) + 64 * p + 16 * t, last_column);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) load_stream_16(unit[p][i], rows[i] + column);
+    }
+  };
+#pragma unroll
+  for (int s = 0; s < Tile::kPrefetch; ++s) {
+    if (s < range.count) load(w[s], s);
+  }
+
+  uint32_t a[2][kSteps][4] = {};  // 64 columns are multiplied while the next 64 are converted
+  // Products in flight read the registers of their first operand. A use of the operand after the wait for these
+  // products keeps the compiler from giving the registers to other values earlier.
+  const auto keep = [&](uint32_t(&part)[kSteps][4]) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) pin(part[i]);
+  };
+  int stage = 0, parity = 0, previous = -1;
+#pragma unroll 1
+  for (int u0 = 0; u0 < range.count; u0 += Tile::kPrefetch) {
+#pragma unroll
+    for (int s = 0; s < Tile::kPrefetch; ++s) {
+      const int u = u0 + s;
+      if (s > 0 && u >= range.count) break;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+          Float16<T>::from_int8(w[s][half][0][i], a[half][i][0], a[half][i][2]);
+          Float16<T>::from_int8(w[s][half][1][i], a[half][i][1], a[half][i][3]);
+        }
+        if (half == 1 && u + Tile::kPrefetch < range.count) load(w[s], u + Tile::kPrefetch);
+        barrier_wait(base + Tile::kFull + 8 * stage, parity);
+        const uint32_t staged = __shfl_sync(0xffffffffu, base + stage * Tile::kStageBytes, 0);
+        const unsigned long long tokens = wgmma_descriptor(staged);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) Product::issue(sum, a[half][i], tokens + i * kWgmmaStep, 1);
+        wgmma_commit();
+        wgmma_wait<1>();  // the 64 columns before
+        keep(a[half ^ 1]);
+        if (previous >= 0 && lane == 0) barrier_arrive(base + Tile::kEmpty + 8 * previous);
+        previous = stage;
+        if (++stage == Tile::kStages) {
+          stage = 0;
+          parity ^= 1;
+        }
+      }
+    }
+  }
+  wgmma_wait<0>();
+  keep(a[1]);
+#pragma unroll
+  for (int i = 0; i < Tile::kTokens / 2; ++i) pin(sum[i]);  // no sum is read before the wait
+}
+
+// The kernel. The grid has a cluster for every kRows rows of B and kTokens tokens, rows first.
+template <class Tile, class T, class E, int kAlign>
+__device__ __forceinline__ void w8a16_wgmma(const T* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
+                                            int lda, int ldb, int ldd, typename E::Args args) {
+  extern __shared__ __align__(1024) char shared[];
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+  const int rank = blockIdx.x % Tile::kSplits;
+  const int cluster = static_cast<int>(blockIdx.x) / Tile::kSplits;
+  const int row_tiles = (n + Tile::kRows - 1) / Tile::kRows;
+  const int col0 = cluster % row_tiles * Tile::kRows;
+  const int token0 = cluster / row_tiles * Tile::kTokens;
+  const UnitRange<Tile> range(k, rank);
+  const uint32_t base = shared_address(shared);
+  float* const col_scale = reinterpret_cast<float*>(shared + Tile::kColScale);
+  float* const bias = reinterpret_cast<float*>(shared + Tile::kBias);
+  launch_dependents();
+  if (threadIdx.x == Tile::kThreads) {
+    for (int i = 0; i < Tile::kStages; ++i) {
+      barrier_init(base + Tile::kFull + 8 * i, 1);
+      barrier_init(base + Tile::kEmpty + 8 * i, Tile::kWarps);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (warp >= Tile::kWarps) {
+    if constexpr (Tile::kFeedRegisters > 0) give_registers<Tile::kFeedRegisters>();
+    wait_for_dependencies();
+    feed_tokens<Tile>(a, token0, m, k, lda, range, base, warp - Tile::kWarps);
+    for (int i = threadIdx.x - Tile::kThreads; i < Tile::kRows; i += 32 * Tile::kFeeders) {
+      const typename E::Column column = E::column(args, col0 + i, n);
+      col_scale[i] = column.scale;
+      bias[i] = column.bias;
+    }
+    if constexpr (Tile::kSplits > 1) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
+  } else {
+    if constexpr (Tile::kRegisters > 0) take_registers<Tile::kRegisters>();
+    float sum[Tile::kTokens / 2] = {};
+    multiply_units<Tile, T>(sum, b, col0 + 16 * warp, n, k, ldb, range, base);
+    wait_for_dependencies();
+    named_barrier_sync<Tile::kThreads>(1);  // the stages have been read
+    const int row0 = 16 * warp + lane / 4;
+#pragma unroll
+    for (int j = 0; j < Tile::kTokens / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int token = 8 * j + 2 * (lane % 4) + e;
+        const uint32_t at = base + 4 * (token * Tile::kPitch + row0);
+        store_shared_4(at, bits(sum[4 * j + e]));
+        store_shared_4(at + 32, bits(sum[4 * j + 2 + e]));
+      }
+    }
+    if constexpr (Tile::kSplits > 1) {
+      cluster_arrive();
+      cluster_wait();
+    } else {
+      __syncthreads();
+    }
+    args.col_scale_per_channel = col_scale;
+    args.bias = bias;
+    constexpr int kQuads = Tile::kRows / 4;
+    const int tokens = min(Tile::kTokens, m - token0);
+    const int share = (tokens * kQuads + Tile::kSplits - 1) / Tile::kSplits;
+    const int end = min((rank + 1) * share, tokens * kQuads);
+#pragma unroll 2
+    for (int i = rank * share + threadIdx.x; i < end; i += Tile::kThreads) {
+      const int token = i / kQuads;
+      const int row = i % kQuads * 4;
+      if (col0 + row >= n) continue;
+      uint32_t sums[4];
+      load_sum_16<float, Tile::kSplits>(sums, base + 4 * (token * Tile::kPitch + row));
+      finish_quad<E, kAlign, float>(sums, token0 + token, row, col0, d, m, n, ldd, args);
+    }
+  }
+  if constexpr (Tile::kSplits > 1) {
+    // No CTA exits while other CTAs read its sums.
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+}  // namespace qcut
