@@ -16,15 +16,33 @@ struct Launcher {
   using Kernel = typename Call::Kernel;
   using Scheduler = typename Kernel::TileScheduler;
 
+  // A kernel that computes the transpose of D takes the weights as its rows, and D's leading dimension along N.
+  static typename Kernel::Arguments problem(Call const& a) {
+    constexpr auto mode = cutlass::gemm::GemmUniversalMode::kGemm;
+    auto* c = (typename Kernel::ElementC const*)Call::residual_of(a);
+    auto* d = (typename Kernel::ElementD*)a.d;
+    int64_t const lda = a.lda, ldb = a.ldb, ldd = a.ldd;
+    if constexpr (Call::kTransposed) {
+      auto* weights = (typename Kernel::ElementA const*)a.b;
+      auto* tokens = (typename Kernel::ElementB const*)a.a;
+      return {mode,
+              {a.n, a.m, a.k, 1},
+              {weights, {ldb, {}, {}}, tokens, {lda, {}, {}}},
+              {Call::epilogue(a), c, {{}, ldd, {}}, d, {{}, ldd, {}}}};
+    } else {
+      auto* left = (typename Kernel::ElementA const*)a.a;
+      auto* right = (typename Kernel::ElementB const*)a.b;
+      return {mode,
+              {a.m, a.n, a.k, 1},
+              {left, {lda, {}, {}}, right, {ldb, {}, {}}},
+              {Call::epilogue(a), c, {ldd, {}, {}}, d, {ldd, {}, {}}}};
+    }
+  }
+
   static typename Kernel::Arguments arguments(Call const& a) {
     using Raster = typename Scheduler::RasterOrderOptions;
     Raster raster = a.raster == 1 ? Raster::AlongM : a.raster == 2 ? Raster::AlongN : Raster::Heuristic;
-    typename Kernel::Arguments arguments{
-        cutlass::gemm::GemmUniversalMode::kGemm,
-        {a.m, a.n, a.k, 1},
-        {(int8_t const*)a.a, {int64_t(a.lda), {}, {}}, (int8_t const*)a.b, {int64_t(a.ldb), {}, {}}},
-        {Call::epilogue(a), (typename Kernel::ElementC const*)Call::residual_of(a), {int64_t(a.ldd), {}, {}},
-         (typename Kernel::ElementD*)a.d, {int64_t(a.ldd), {}, {}}}};
+    typename Kernel::Arguments arguments = problem(a);
     arguments.hw_info.sm_count = a.sm_count;
     if constexpr (Call::kStreamK) {
       arguments.scheduler = {a.splits, a.swizzle, raster, Scheduler::DecompositionMode::Heuristic};
