@@ -29,6 +29,7 @@ class CodebookProblem:
         alignment_n: elements that divide D's rows: its address, its leading dimension and n.
         rotates: whether x is one token as the model stores it, which the kernel rotates itself in Hadamard groups of a
             slot's columns, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` does.
+        row_norm: whether all norms of a row are one, and all rows have the same int8 values.
     """
 
     x: DType = DType.F16
@@ -37,6 +38,7 @@ class CodebookProblem:
     epilogue: Epilogue = field(default_factory=lambda: Epilogue(col_scale="per_channel"))
     alignment_n: int = 8
     rotates: bool = False
+    row_norm: bool = False
 
     def __post_init__(self) -> None:
         e = self.epilogue
@@ -49,6 +51,7 @@ class CodebookProblem:
             (e.col_scale == "per_channel", "the epilogue scales each channel"),
             (e.zero_point == "none", "tokens have no zero point"),
             (e.row_scale == wanted, f"row_scale is {e.row_scale}; {self.x.value} tokens take {wanted}"),
+            (not self.row_norm or (self.x is DType.S8 and self.slots == 1), "rows of one norm: s8 tokens, 1 norm a unit"),
             (not (self.rotates and self.x is DType.S8), "int8 takes the whole row's largest magnitude: rotate before"),
         ):
             if not holds:
@@ -56,9 +59,13 @@ class CodebookProblem:
 
     @property
     def name(self) -> str:
-        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``, with ``h`` after x if the kernel rotates."""
+        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``, with ``h`` after x if the kernel rotates.
+
+        Rows of one norm have ``r`` in place of ``s{slots}``.
+        """
         x = self.x.value + "h" * self.rotates
-        return f"{x}xc{self.bits}s{self.slots}_{self.epilogue.name}_n{self.alignment_n}"
+        norms = "r" if self.row_norm else f"s{self.slots}"
+        return f"{x}xc{self.bits}{norms}_{self.epilogue.name}_n{self.alignment_n}"
 
     def params(self) -> tuple[Param, ...]:
         """Arguments of a kernel, in order.

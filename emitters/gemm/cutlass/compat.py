@@ -132,6 +132,21 @@ def edit_sm90_text(text: str, epilogue_tile: tuple[int, int]) -> str:
     return text
 
 
+def edit_units_text(text: str) -> str:
+    """Put codebook weights in units and tokens in blocks where 4-bit rows stood, and add the codebook's argument."""
+    parameters = "(__grid_constant__ typename Operator::Params const params)"
+    edits = (
+        ("cutlass::uint4b_t, cutlass::layout::RowMajor,", "qcut::CodebookIndex, qcut::UnitsLayout,"),
+        ("    CollectiveMainloop,\n    CollectiveEpilogue,", "    qcut::BlockTokens<CollectiveMainloop>,\n    CollectiveEpilogue,"),
+        (parameters, parameters[:-1] + ", __grid_constant__ qcut::Int8Book const book)"),
+    )
+    for old, new in edits:
+        if text.count(old) != 1:
+            raise EmitError(f"emitted text holds {text.count(old)} times {old!r}, once expected")
+        text = text.replace(old, new)
+    return text
+
+
 def split_kernel(text: str, emitted_name: str, name: str) -> tuple[str, str]:
     """Separate the type declarations from the ``__global__`` function, renamed to `name`."""
     marker = 'extern "C"\n__global__'

@@ -23,6 +23,7 @@ def emit_launcher(
     epilogue: str,
     residual: bool,
     transposed: bool = False,
+    units: bool = False,
 ) -> str:
     """Write the launcher's C++, which exports ``qcut_launch`` and ``qcut_query``.
 
@@ -34,6 +35,7 @@ def emit_launcher(
         epilogue: C++ initializer of the epilogue's arguments, in terms of the argument struct ``a``.
         residual: whether ``a.residual`` is the kernel's C.
         transposed: whether the kernel's A are the weights ``a.b``, and its D the transpose of ``a.d``.
+        units: whether the weights are ``a.units`` and the tokens blocks, ``a.x``.
 
     Returns:
         The translation unit; see `qcut.emitters.core.source.KernelSource` for what it exports.
@@ -50,6 +52,7 @@ def emit_launcher(
         f"  using Kernel = {kernel};\n"
         f"  static constexpr bool kStreamK = {flag(schedule == 'stream_k')};\n"
         f"  static constexpr bool kTransposed = {flag(transposed)};\n"
+        f"  static constexpr bool kUnits = {flag(units)};\n"
         f"  static {arguments} epilogue(Call const& a) {{ return {epilogue}; }}\n"
         f"  static void* residual_of(Call const& a) {{ return {'a.residual' if residual else 'nullptr'}; }}\n"
         "};\n"

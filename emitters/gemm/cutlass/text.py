@@ -37,19 +37,21 @@ class Operands:
     """What a kernel multiplies: two matrices contiguous along K.
 
     Attributes:
-        a: type of the rows' operand.
+        a: type of the rows' operand, by the package's name.
         b: type of the columns' operand.
         sums: type of the accumulators.
         instruction_k: K of one tensor-core instruction.
         transposed: whether rows are output channels and D is column-major, so that the kernel computes what a row-major
             D of tokens by channels holds.
+        units: whether rows are indices into a codebook, in units, and columns are tokens in blocks.
     """
 
-    a: DType = DType.S8
-    b: DType = DType.S8
+    a: str = "s8"
+    b: str = "s8"
     sums: DType = DType.S32
     instruction_k: int = 32
     transposed: bool = False
+    units: bool = False
 
 
 def emit(
@@ -79,9 +81,12 @@ def emit(
     text, emitted_name = _device_text(operands, epilogue, tile, sm90, graph)
     if sm90:
         text = cutlass_compat.edit_sm90_text(text, tile.epilogue_tile)
+    if operands.units:
+        text = cutlass_compat.edit_units_text(text)
     declarations, kernel = cutlass_compat.split_kernel(text, emitted_name, name)
     node = "sm90_dequantize_transposed" if operands.transposed else "sm90_dequantize" if sm90 else "epilogue"
-    declarations = f"#include <qcut/cutlass/{node}.cuh>\n" + declarations
+    headers = (*(("codebook_operands",) if operands.units else ()), node)
+    declarations = "".join(f"#include <qcut/cutlass/{header}.cuh>\n" for header in headers) + declarations
     params = (*params, *LAUNCH_PARAMS)
     host_text = emit_launcher(
         f"{name}_type",
@@ -91,6 +96,7 @@ def emit(
         epilogue=graph.arguments,
         residual=epilogue.residual,
         transposed=operands.transposed,
+        units=operands.units,
     )
     return KernelSource(
         name=name,
@@ -100,7 +106,7 @@ def emit(
         arch=arch,
         toolchain="nvcc",
         host_text=host_text,
-        defines=defines,
+        defines=(*defines, *((f'QCUT_BOOK_PARAM="{name}_param_1"',) if operands.units else ())),
         includes=("qcut", "cutlass", "cuda"),
         waits=sm90 and tile.schedule != "stream_k",
     )
@@ -126,7 +132,7 @@ def _device_text(
     backend = importlib.import_module("cutlass_cppgen.backend.library")
     gemm_operation = importlib.import_module("cutlass_cppgen.backend.gemm_operation")
     swizzle = importlib.import_module("cutlass_cppgen.swizzle")
-    a, b, sums = (element_of(dtype) for dtype in (operands.a, operands.b, operands.sums))
+    a, b, sums = (library.DataType[name] for name in (operands.a, operands.b, operands.sums.value))
     m, n, k = tile.threadblock_shape
     out_alignment = 128 // epilogue.out.bits
     schedules: tuple[Any, Any, Any] = (None, None, None)
@@ -160,8 +166,8 @@ def _device_text(
     op = gemm_operation.GemmOperationUniversal(
         90 if sm90 else 80,
         description,
-        backend.TensorDescription(a, row, 128 // operands.a.bits),
-        backend.TensorDescription(b, column, 128 // operands.b.bits),
+        backend.TensorDescription(a, row, 128 // library.DataTypeSize[a]),
+        backend.TensorDescription(b, column, 128 // library.DataTypeSize[b]),
         backend.TensorDescription(element_c, column if operands.transposed else row, out_alignment),
         graph.functor(),
         swizzle.IdentitySwizzle1,

@@ -149,6 +149,6 @@ def emit_w8a16_cutlass(problem: GemmProblem, tile: TileConfig, arch: str) -> Ker
         EmitError: see `validate`, or nvidia-cutlass cannot be imported.
     """
     validate(problem, tile, arch)
-    operands = Operands(DType.S8, problem.a, DType.F32, instruction_k=16, transposed=True)
+    operands = Operands("s8", problem.a.value, DType.F32, instruction_k=16, transposed=True)
     name, inner = procedural_name(FAMILY, arch, problem, tile), swapped(tile)
     return emit(name, operands, problem.epilogue, inner, arch, problem.params(), defines=sm90_defines(inner))
