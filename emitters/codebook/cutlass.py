@@ -1,7 +1,7 @@
 """Products of int8 tokens with codebook weights of one norm a row, on sm_90a: CUTLASS's main loop of mixed types.
 
-``D = act(acc * row_scale[m] * col_scale[n] + bias[n])``, acc the int32 product with weights ``q[idx[n, k]]``. A row with
-one norm has the same 16 int8 values as every other, so that they are an argument of the kernel, and three ``prmt``
+``D = act(acc * row_scale[m] * col_scale[n] + bias[n])``, acc the int32 product with weights ``q[idx[n, k]]``. A row
+with one norm has the same 16 int8 values as every other, so that they are an argument of the kernel, and three ``prmt``
 decode four weights. Weights and tokens lie in memory as for all other kernels; how CUTLASS reads them:
 ``include/qcut/cutlass/codebook_operands.cuh``.
 

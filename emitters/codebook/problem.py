@@ -51,7 +51,10 @@ class CodebookProblem:
             (e.col_scale == "per_channel", "the epilogue scales each channel"),
             (e.zero_point == "none", "tokens have no zero point"),
             (e.row_scale == wanted, f"row_scale is {e.row_scale}; {self.x.value} tokens take {wanted}"),
-            (not self.row_norm or (self.x is DType.S8 and self.slots == 1), "rows of one norm: s8 tokens, 1 norm a unit"),
+            (
+                not self.row_norm or (self.x is DType.S8 and self.slots == 1),
+                "rows of one norm: s8 tokens, 1 norm a unit",
+            ),
             (not (self.rotates and self.x is DType.S8), "int8 takes the whole row's largest magnitude: rotate before"),
         ):
             if not holds:

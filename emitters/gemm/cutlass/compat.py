@@ -137,7 +137,10 @@ def edit_units_text(text: str) -> str:
     parameters = "(__grid_constant__ typename Operator::Params const params)"
     edits = (
         ("cutlass::uint4b_t, cutlass::layout::RowMajor,", "qcut::CodebookIndex, qcut::UnitsLayout,"),
-        ("    CollectiveMainloop,\n    CollectiveEpilogue,", "    qcut::BlockTokens<CollectiveMainloop>,\n    CollectiveEpilogue,"),
+        (
+            "    CollectiveMainloop,\n    CollectiveEpilogue,",
+            "    qcut::BlockTokens<CollectiveMainloop>,\n    CollectiveEpilogue,",
+        ),
         (parameters, parameters[:-1] + ", __grid_constant__ qcut::Int8Book const book)"),
     )
     for old, new in edits:
