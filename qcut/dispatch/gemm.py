@@ -16,7 +16,15 @@ from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.families import FAMILIES, INT8_CUTLASS, INT8_DP4A, W8A16_MMA, W8A16_STREAM, family
+from qcut.emitters.families import (
+    FAMILIES,
+    INT8_CUTLASS,
+    INT8_DP4A,
+    W8A16_CUTLASS,
+    W8A16_MMA,
+    W8A16_STREAM,
+    family,
+)
 from qcut.emitters.gemm import w8a16
 from qcut.emitters.gemm.problem import GemmProblem, Layout
 from qcut.emitters.stream import w8a16 as w8a16_stream
@@ -25,6 +33,10 @@ from qcut.errors import ConfigError
 
 MODEL_ERROR = 1.5
 """Where CUTLASS could serve, a raw kernel is chosen only if the model expects CUTLASS to take this times as long."""
+
+
+W8A16_CUTLASS_TOKENS = 512
+"""Fewest tokens that CUTLASS's W8A16 kernels serve."""
 
 
 @dataclass(frozen=True)
@@ -161,13 +173,27 @@ def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, targe
     )
 
 
-def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice:
-    """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own."""
+def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = False) -> Choice:
+    """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own.
+
+    ``cutlass`` says whether CUTLASS's kernels can be built.
+    """
     if m <= w8a16_stream.MAX_TOKENS:
         return Choice(W8A16_STREAM.name, w8a16_tile(problem, m, n, k, target))
+    if cutlass and (choice := w8a16_by_cutlass(problem, m, n, k, target)) is not None:
+        return choice
     bits = problem.epilogue.out.bits
     tiles = w8a16.default_tiles(target.arch)
     return Choice(W8A16_MMA.name, min(tiles, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
+
+
+def w8a16_by_cutlass(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice | None:
+    """CUTLASS's kernel for many tokens, or None where it cannot serve or is not the faster."""
+    menu = W8A16_CUTLASS.menu(problem, target.arch)
+    if m < W8A16_CUTLASS_TOKENS or k % 16 or not menu:
+        return None
+    bits = problem.epilogue.out.bits
+    return Choice(W8A16_CUTLASS.name, min(menu, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
 
 
 def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
