@@ -100,6 +100,7 @@ W8A16_CUTLASS: Family[GemmProblem, TileConfig] = Family(
     threads=lambda tile: 0,
     smem_bytes=lambda problem, tile: 0,
     default_tiles=lambda problem, arch: w8a16_cutlass.default_tiles(arch),
+    search_space=w8a16_cutlass.search_space,
 )
 W8A16_STREAM: Family[GemmProblem, W8A16Tile] = Family(
     w8a16_stream.FAMILY,
@@ -188,6 +189,8 @@ ALL_FAMILIES = tuple(_BY_NAME)
 """Names of all families of products."""
 CUTLASS_FAMILIES = (INT8_CUTLASS.name, W8A16_CUTLASS.name, CODEBOOK_CUTLASS.name)
 """Names of the families that need nvcc and g++; a launch of theirs takes the arguments of CUTLASS's launchers too."""
+TUNED_FAMILIES = (*FAMILIES, W8A16_CUTLASS.name)
+"""Names of the families whose tiles are measured and put in tables."""
 SPELLINGS = {"cutlass": "int8_cutlass", "mma": "int8_mma", "wmma": "int8_wmma", "simt": "int8_dp4a"}
 """What command lines, and tables of tuned kernels written before families had one name each, call `FAMILIES`."""
 

@@ -17,6 +17,7 @@ from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import (
+    CUTLASS_FAMILIES,
     FAMILIES,
     INT8_CUTLASS,
     INT8_DP4A,
@@ -189,11 +190,13 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
 
 def w8a16_by_cutlass(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice | None:
     """CUTLASS's kernel for many tokens, or None where it cannot serve or is not the faster."""
-    menu = W8A16_CUTLASS.menu(problem, target.arch)
-    if m < W8A16_CUTLASS_TOKENS or k % 16 or not menu:
+    name = W8A16_CUTLASS.name
+    if m < W8A16_CUTLASS_TOKENS or k % 16:
         return None
-    bits = problem.epilogue.out.bits
-    return Choice(W8A16_CUTLASS.name, min(menu, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
+    if (tuned := _tuned(problem, m, n, k, target, (name,))) is not None:
+        return tuned
+    tile = best_tile(name, problem, m, n, k, target)
+    return None if tile is None else Choice(name, tile)
 
 
 def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
@@ -221,7 +224,7 @@ class Explanation:
     Attributes:
         kernel: procedural name, as in the cache, the profiler and the benchmarks.
         choice: family, tile, and reason.
-        estimate: the cost model's estimate for the kernel.
+        estimate: the cost model's estimate for the kernel, or None where the family has no such model.
         others: best tile and estimate of each other family that could serve.
         target: the GPU.
         sizes: M, N and K.
@@ -230,7 +233,7 @@ class Explanation:
 
     kernel: str
     choice: Choice
-    estimate: Estimate
+    estimate: Estimate | None
     others: tuple[tuple[str, str, Estimate], ...]
     target: Target
     sizes: tuple[int, int, int]
@@ -239,12 +242,14 @@ class Explanation:
     def __str__(self) -> str:
         m, n, k = self.sizes
         c, e, gpu = self.choice, self.estimate, self.target
-        walk = f", swizzle {c.swizzle}, raster {c.raster}" if c.family == INT8_CUTLASS.name else ""
+        walk = f", swizzle {c.swizzle}, raster {c.raster}" if c.family in CUTLASS_FAMILIES else ""
         measured = "" if c.tuned_us is None else f" Its row says {c.tuned_us:.2f} us."
         lines = [
             f"{m}x{n}x{k} on {gpu.name or gpu.arch} ({gpu.sm_count} SMs): {self.kernel}{walk}.",
             f"Why: {c.reason}.{measured}",
-            f"Model: {e.time_us:.2f} us; {e.ctas_per_sm} CTAs an SM, {e.waves:.2f} waves.",
+            "Model: none."
+            if e is None
+            else f"Model: {e.time_us:.2f} us; {e.ctas_per_sm} CTAs an SM, {e.waves:.2f} waves.",
         ]
         if self.others:
             rest = ", ".join(f"{name} {tile} {other.time_us:.2f} us" for name, tile, other in self.others)
@@ -257,7 +262,12 @@ class Explanation:
 def explain(
     problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = True, tensor_cores: bool = True
 ) -> Explanation:
-    """Explain the choice of `select_gemm`, with the alternatives. Arguments are those of `select_gemm`."""
+    """Explain the choice of `select_gemm`, with the alternatives, or that of `select_w8a16` for 16-bit tokens.
+
+    Arguments are those of `select_gemm`.
+    """
+    if problem.a is not DType.S8:
+        return _explain_w8a16(problem, m, n, k, target, cutlass)
     choice = select_gemm(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
     others = []
     for name in _families(_why_not_cutlass(problem, cutlass, tensor_cores), tensor_cores):
@@ -274,10 +284,30 @@ def explain(
     )
 
 
+def _explain_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, cutlass: bool) -> Explanation:
+    choice = select_w8a16(problem, m, n, k, target, cutlass=cutlass)
+    return Explanation(
+        procedural_name(choice.family, target.arch, problem, choice.tile),
+        choice,
+        expected(choice, problem, m, n, k, target) if choice.family in CUTLASS_FAMILIES else None,
+        (),
+        target,
+        (m, n, k),
+        tables.table_on(target).notes,
+    )
+
+
 def problem_of(
-    m: int, n: int, k: int, *, layouts: str = "tnt", out: str = "f16", epilogue: Epilogue | None = None
+    m: int,
+    n: int,
+    k: int,
+    *,
+    layouts: str = "tnt",
+    out: str = "f16",
+    epilogue: Epilogue | None = None,
+    tokens: str = "s8",
 ) -> GemmProblem:
-    """The description of an int8 GEMM of dense operands, from the names that `qcut.explain` and the tuner use.
+    """The description of a GEMM of dense operands, from the names that `qcut.explain` and the tuner use.
 
     Args:
         m: rows of A and D.
@@ -287,10 +317,13 @@ def problem_of(
         out: type of D: f16, bf16, f32, s8 or s32.
         epilogue: the fused epilogue, whose output type wins over ``out``; None takes the whole dequantization (zero
             point, both scales, bias), or no epilogue where ``out`` is s32.
+        tokens: type of A: s8, or f16 or bf16, with a scale for each column and a bias by default.
 
     Raises:
-        ConfigError: layouts or an output that do not exist, or a size below 1.
+        ConfigError: layouts, an output or a type of tokens that do not exist, or a size below 1.
     """
+    if tokens not in ("s8", "f16", "bf16"):
+        raise ConfigError(f"tokens {tokens!r} do not exist; allowed: s8, f16, bf16")
     if layouts not in tables.LAYOUTS:
         raise ConfigError(f"layouts {layouts!r} do not exist; three of t (row-major) and n (column-major): A, B, D")
     if min(m, n, k) < 1:
@@ -300,9 +333,15 @@ def problem_of(
         if out not in allowed:
             raise ConfigError(f"output {out!r} does not exist; allowed: {', '.join(allowed)}")
         whole = Epilogue(DType.F16, "per_token", "per_channel", "per_token", bias=True)
+        if tokens != "s8":
+            whole = Epilogue(col_scale="per_channel", bias=True)
         epilogue = Epilogue(DType.S32) if out == "s32" else replace(whole, out=DType(out))
     sides: dict[str, Layout] = {"t": "row", "n": "column"}
     a, b, d = (sides[flag] for flag in layouts)
+    if tokens != "s8":
+        if layouts != "tnt":
+            raise ConfigError(f"layouts {layouts!r} with tokens of {tokens}; allowed: tnt")
+        return GemmProblem(DType(tokens), epilogue=epilogue, alignment_k=math.gcd(k, 8), alignment_n=alignment_of(n))
     along_a, along_b, along_d = k if a == "row" else m, k if b == "column" else n, n if d == "row" else m
     return GemmProblem(
         epilogue=epilogue,

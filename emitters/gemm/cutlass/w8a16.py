@@ -18,7 +18,7 @@ from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import WGMMA_N, Operands, emit, sm90_defines
 from qcut.emitters.gemm.cutlass.tiles import tile
-from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.emitters.gemm.problem import GemmProblem, Schedule, TileConfig
 
 FAMILY = "w8a16_cutlass"
 
@@ -29,6 +29,18 @@ MENU: tuple[TileConfig, ...] = (
     tile("cooperative", "256x128x64 c1x2"),
 )
 """What sizes choose from, fewer tokens first. Short, because each member is built on first use."""
+
+
+SPACE: dict[Schedule, tuple[str, ...]] = {
+    "cooperative": (
+        "256x128x64 c1x2", "256x128x64", "256x128x64 c2x1", "256x128x128 c1x2", "224x128x64 c1x2", "192x128x64 c1x2",
+        "160x128x64 c1x2", "128x128x64 c1x2", "128x128x64", "128x128x128 c1x2", "128x256x64 c2x1", "96x128x128 c1x2",
+    ),
+    "pingpong": (
+        "256x64x64 c1x2", "192x64x64 c1x2", "160x64x64", "128x64x64", "128x64x128 c1x2", "64x64x64", "64x64x128",
+    ),
+}  # fmt: skip
+"""The tiles worth a build of half a minute."""
 
 
 def consumers(tile: TileConfig) -> int:
@@ -114,11 +126,6 @@ def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def serves(problem: GemmProblem, k: int, arch: str) -> bool:
-    """Whether the family takes a product of k columns: CUTLASS asks for whole 16 bytes of every row of weights."""
-    return k % 16 == 0 and holds(CONSTRAINTS, problem, MENU[-1], arch)
-
-
 def swapped(tile: TileConfig) -> TileConfig:
     """The tile in the terms of a kernel that computes the transpose of D."""
     tokens, channels, k = tile.threadblock_shape
@@ -130,9 +137,10 @@ def default_tiles(arch: str) -> tuple[TileConfig, ...]:
     return MENU if architecture(arch).wgmma else ()
 
 
-def search_space() -> Iterator[TileConfig]:
-    """Return every tile that a tuner may try."""
-    yield from MENU
+def search_space(problem: GemmProblem, arch: str) -> Iterator[TileConfig]:
+    """Return every tile a tuner may try for a problem."""
+    tiles = (tile(schedule, spec) for schedule, specs in SPACE.items() for spec in specs)
+    return (tile for tile in tiles if holds(CONSTRAINTS, problem, tile, arch))
 
 
 def emit_w8a16_cutlass(problem: GemmProblem, tile: TileConfig, arch: str) -> KernelSource:
