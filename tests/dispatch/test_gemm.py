@@ -418,7 +418,9 @@ def test_precompile_covers_both_toolchains_and_every_family(arch: str):
     sources = precompile_sources(arch)
     wanted = {*FAMILIES, "w8a16_mma", "w8a16_stream", "codebook_stream", "rotate"}
     wanted |= (
-        {"codebook_stream_wgmma", "codebook_wgmma"} if arch == "sm_90a" else {"codebook_mma", "codebook_stream_rounds"}
+        {"codebook_stream_wgmma", "codebook_wgmma", "w8a16_cutlass"}
+        if arch == "sm_90a"
+        else {"codebook_mma", "codebook_stream_rounds"}
     )
     assert {re.split("_sm[0-9]", source.name)[0].removeprefix("qcut_") for source in sources} == wanted
     assert len({source.name for source in sources}) == len(sources)
