@@ -22,11 +22,8 @@ from qcut.emitters.gemm.problem import TileConfig
 
 FAMILY = "codebook_cutlass"
 
-MENU: tuple[TileConfig, ...] = (
-    tile("cooperative", "128x128x128 c1x2"),
-    tile("cooperative", "256x128x128 c1x2"),
-)
-"""What sizes choose from, fewer tokens first. Short, because each member is built on first use."""
+MENU: tuple[TileConfig, ...] = (tile("cooperative", "256x128x128 c1x2"),)
+"""What sizes choose from. Short, because each member is built on first use."""
 
 CONSTRAINTS = (
     ARCHITECTURE,

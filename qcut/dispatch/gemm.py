@@ -36,7 +36,7 @@ MODEL_ERROR = 1.5
 """Where CUTLASS could serve, a raw kernel is chosen only if the model expects CUTLASS to take this times as long."""
 
 
-W8A16_CUTLASS_TOKENS = 512
+W8A16_CUTLASS_TOKENS = 1024
 """Fewest tokens that CUTLASS's W8A16 kernels serve."""
 
 

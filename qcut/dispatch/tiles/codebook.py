@@ -195,7 +195,7 @@ def is_wgmma_better(problem: CodebookProblem, m: int, n: int, units_k: int, targ
 
 # ── prompts ──────────────────────────────────────────────────────────────────────────────────────
 
-CUTLASS_TOKENS = 512
+CUTLASS_TOKENS = 1024
 """Fewest tokens that ``codebook_cutlass`` serves."""
 
 
