@@ -38,6 +38,8 @@ from qcut.dispatch.gpus import Target
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import KernelSource
 from qcut.emitters.gemm.cutlass import gemm as cutlass_gemm
+from qcut.emitters.gemm.cutlass import text as cutlass_text
+from qcut.emitters.gemm.cutlass.epilogue import EpilogueGraph
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
 ARCH = "sm_90a"
@@ -52,7 +54,7 @@ FIXED = Choice("int8_cutlass", TileConfig((128, 128, 128), cluster_shape=(2, 1),
 NODE, STOCK = "one_node", "stock_tree"
 
 
-class StockTree(cutlass_gemm._EpilogueGraph):
+class StockTree(EpilogueGraph):
     """The SM90 graph with stock visitors: a node for each vector and each operation, as on SM80."""
 
     def _dequantize_sm90(self) -> Any:
@@ -66,7 +68,7 @@ def emit_node(problem: GemmProblem, tile: TileConfig) -> KernelSource:
 
 def emit_stock(problem: GemmProblem, tile: TileConfig) -> KernelSource:
     """The same kernel with the stock visitor tree, under a name of its own."""
-    with mock.patch.object(cutlass_gemm, "_EpilogueGraph", StockTree):
+    with mock.patch.object(cutlass_text, "EpilogueGraph", StockTree):
         source = cutlass_gemm.emit_cutlass_gemm(problem, tile, ARCH)
     name = f"{source.name}_stock"
     assert source.host_text is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from qcut.emitters.codebook import cutlass as codebook_cutlass
 from qcut.emitters.codebook import mma as codebook_mma
 from qcut.emitters.codebook import wgmma as codebook_wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -12,6 +13,7 @@ from qcut.emitters.core.source import EmitError
 from qcut.emitters.gemm import dp4a, mma, w8a16, w8a16_wgmma, wmma
 from qcut.emitters.gemm.cutlass import gemm as cutlass_gemm
 from qcut.emitters.gemm.cutlass import tiles as cutlass_tiles
+from qcut.emitters.gemm.cutlass import w8a16 as w8a16_cutlass
 from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
@@ -90,6 +92,17 @@ W8A16_MMA: Family[GemmProblem, TileConfig] = Family(
     smem_bytes=mma.smem_bytes,
     default_tiles=lambda problem, arch: w8a16.default_tiles(arch),
 )
+W8A16_CUTLASS: Family[GemmProblem, TileConfig] = Family(
+    w8a16_cutlass.FAMILY,
+    TileConfig,
+    w8a16_cutlass.validate,
+    w8a16_cutlass.emit_w8a16_cutlass,
+    grid=None,
+    threads=lambda tile: 0,
+    smem_bytes=lambda problem, tile: 0,
+    default_tiles=lambda problem, arch: w8a16_cutlass.default_tiles(arch),
+    search_space=w8a16_cutlass.search_space,
+)
 W8A16_STREAM: Family[GemmProblem, W8A16Tile] = Family(
     w8a16_stream.FAMILY,
     W8A16Tile,
@@ -156,6 +169,16 @@ CODEBOOK_MMA: Family[CodebookProblem, TileConfig] = Family(
     smem_bytes=codebook_mma.smem_bytes,
     default_tiles=codebook_mma.default_tiles,
 )
+CODEBOOK_CUTLASS: Family[CodebookProblem, TileConfig] = Family(
+    codebook_cutlass.FAMILY,
+    TileConfig,
+    codebook_cutlass.validate,
+    codebook_cutlass.emit_codebook_cutlass,
+    grid=None,
+    threads=lambda tile: 0,
+    smem_bytes=lambda problem, tile: 0,
+    default_tiles=lambda problem, arch: codebook_cutlass.default_tiles(arch),
+)
 
 _TUNED: tuple[Family[Any, Any], ...] = (INT8_CUTLASS, INT8_MMA, INT8_WMMA, INT8_DP4A)
 _OTHERS: tuple[Family[Any, Any], ...] = (
@@ -163,17 +186,23 @@ _OTHERS: tuple[Family[Any, Any], ...] = (
     W8A16_MMA,
     W8A16_STREAM,
     W8A16_WGMMA,
+    W8A16_CUTLASS,
     CODEBOOK_MMA,
     CODEBOOK_STREAM,
     CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
     CODEBOOK_WGMMA,
+    CODEBOOK_CUTLASS,
 )
 _BY_NAME = {kind.name: kind for kind in (*_TUNED, *_OTHERS)}
 FAMILIES = tuple(kind.name for kind in _TUNED)
 """Names of the int8 families that compete for a GEMM of many tokens, the usually faster first."""
 ALL_FAMILIES = tuple(_BY_NAME)
 """Names of all families of products."""
+CUTLASS_FAMILIES = (INT8_CUTLASS.name, W8A16_CUTLASS.name, CODEBOOK_CUTLASS.name)
+"""Names of the families that need nvcc and g++; a launch of theirs takes the arguments of CUTLASS's launchers too."""
+TUNED_FAMILIES = (*FAMILIES, W8A16_CUTLASS.name)
+"""Names of the families whose tiles are measured and put in tables."""
 SPELLINGS = {"cutlass": "int8_cutlass", "mma": "int8_mma", "wmma": "int8_wmma", "simt": "int8_dp4a"}
 """What command lines, and tables of tuned kernels written before families had one name each, call `FAMILIES`."""
 

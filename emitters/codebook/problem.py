@@ -30,6 +30,7 @@ class CodebookProblem:
         rotates: type of one token as the model stores it, f16 or bf16, which the kernel itself rotates in Hadamard
             groups of a slot's columns, and quantizes if ``x`` is s8, bitwise as
             `qcut.emitters.codebook.rotate.RotateTokens` does; None: tokens were rotated before.
+        row_norm: whether all norms of a row are one, and all rows have the same int8 values.
     """
 
     x: DType = DType.F16
@@ -38,6 +39,7 @@ class CodebookProblem:
     epilogue: Epilogue = field(default_factory=lambda: Epilogue(col_scale="per_channel"))
     alignment_n: int = 8
     rotates: DType | None = None
+    row_norm: bool = False
 
     def __post_init__(self) -> None:
         e = self.epilogue
@@ -54,17 +56,25 @@ class CodebookProblem:
                 self.rotates in ((None, DType.F16, DType.BF16) if self.x is DType.S8 else (None, self.x)),
                 f"rotates {self.rotates and self.rotates.value}; allowed: 16-bit floats, those of 16-bit tokens alone",
             ),
+            (
+                not self.row_norm or (self.x is DType.S8 and self.slots == 1),
+                "rows of one norm: s8 tokens, 1 norm a unit",
+            ),
         ):
             if not holds:
                 raise EmitError(f"codebook problem: {reason}")
 
     @property
     def name(self) -> str:
-        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``; ``h`` or ``h{rotates}`` after x if the kernel rotates."""
+        """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``; ``h`` or ``h{rotates}`` after x if the kernel rotates.
+
+        Rows of one norm have ``r`` in place of ``s{slots}``.
+        """
         x = self.x.value
         if self.rotates is not None:
             x += "h" if self.rotates is self.x else f"h{self.rotates.value}"
-        return f"{x}xc{self.bits}s{self.slots}_{self.epilogue.name}_n{self.alignment_n}"
+        norms = "r" if self.row_norm else f"s{self.slots}"
+        return f"{x}xc{self.bits}{norms}_{self.epilogue.name}_n{self.alignment_n}"
 
     def params(self) -> tuple[Param, ...]:
         """Arguments of a kernel, in order.

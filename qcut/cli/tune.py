@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcut.cli.arguments import positive, positive_float
-from qcut.emitters.families import FAMILIES, INT8_CUTLASS, SPELLINGS
+from qcut.emitters.families import CUTLASS_FAMILIES, FAMILIES, INT8_CUTLASS, SPELLINGS, W8A16_CUTLASS
 from qcut.errors import ConfigError, DeviceError
 from qcut.process.progress import print_above
 
@@ -36,8 +36,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--family",
         action="append",
-        choices=tuple(SPELLINGS),
-        help="kernel family to tune; may be repeated (default: every family that can be built here)",
+        choices=(*SPELLINGS, W8A16_CUTLASS.name),
+        help="kernel family to tune; may be repeated (default: every int8 family that can be built here)",
     )
     parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="MxNxK", help="sizes of GEMMs")
     parser.add_argument(
@@ -234,7 +234,7 @@ def _tasks(
     from qcut import jit
     from qcut.tuning import search as tuning
 
-    families = [SPELLINGS[name] for name in arguments.family or ()]
+    families = [SPELLINGS.get(name, name) for name in arguments.family or ()]
     if not families:
         families = [name for name in FAMILIES if name != INT8_CUTLASS.name or jit.is_toolchain_available("nvcc")]
     tasks, refused = [], []
@@ -258,7 +258,7 @@ def _summary(results: list[Result]) -> str:
             lines.append(f"{t.name:<34} {'-':>9} {'-':>7}  none of {result.tiles} tiles could be timed")
         else:
             tops = 2e-6 * t.m * t.n * t.k / row.time_us
-            walk = f" swizzle {row.swizzle} raster {row.raster}" if t.family == INT8_CUTLASS.name else ""
+            walk = f" swizzle {row.swizzle} raster {row.raster}" if t.family in CUTLASS_FAMILIES else ""
             counts = f"of {result.tiles}; {result.measured}"
             lines.append(f"{t.name:<34} {row.time_us:9.2f} {tops:7.0f}  {row.tile.name}{walk}, {counts}")
         for name, reason in result.left_out.items():

@@ -45,6 +45,21 @@ def unpack_book(book: Sequence[int], dtype: torch.dtype, device: torch.device) -
     return torch.tensor(list(book), dtype=torch.int32, device=device).view(dtype)
 
 
+def has_one_table(values: Tensor) -> bool:
+    """Whether rows with one norm have the same int8 values, whatever the norm is; see `layout.int8_weight`.
+
+    ``norm * fold`` is ``127 / max |value|`` up to three roundings to float32, less than ``2**-22`` of it. All rows have
+    the same values if that difference carries none past a midpoint between integers.
+
+    Args:
+        values: ``[16]``, the codebook, which kernels take in float16.
+    """
+    exact = values.detach().cpu().half().double()
+    exact = exact * (127 / exact.abs().max())
+    to_midpoint = (exact - exact.floor() - 0.5).abs()
+    return bool((to_midpoint > exact.abs() * 2.0**-22).all())
+
+
 def codebook_gemm_ref(
     x: Tensor,
     row_scale: Tensor | None,

@@ -17,16 +17,18 @@ from torch import Tensor
 
 from qcut.codebooks import rotation
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
+from qcut.cuda.gemm import has_cutlass
 from qcut.cuda.operands import dense, parameters
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch import codebook as dispatch
 from qcut.dispatch.gemm import alignment_of
 from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import CUTLASS_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError, KernelSource
-from qcut.emitters.families import CODEBOOK_MMA
+from qcut.emitters.families import CODEBOOK_MMA, CUTLASS_FAMILIES
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens, can_rotate
 from qcut.ops.registry import serves
 
@@ -97,6 +99,7 @@ class Product(NamedTuple):
         residual: whether a residual is added.
         rotates: dtype of the one token that the kernel rotates; None: tokens were rotated before.
         constants: whether the weight and the signs are constants, as those of a layer are.
+        row_norm: whether all norms of a row are one, and all rows have the same int8 values.
     """
 
     x: torch.dtype
@@ -111,6 +114,7 @@ class Product(NamedTuple):
     residual: bool = False
     rotates: torch.dtype | None = None
     constants: bool = True
+    row_norm: bool = False
 
     @property
     def problem(self) -> CodebookProblem:
@@ -125,6 +129,7 @@ class Product(NamedTuple):
             residual=self.residual,
             alignment_n=alignment_of(self.n),
             rotates=None if self.rotates is None else DTYPES[self.rotates],
+            row_norm=self.row_norm,
         )
 
     def spec(self, gpu: Target) -> LaunchSpec:
@@ -144,11 +149,13 @@ def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target,
     Raises:
         EmitError: no kernel takes the product on this GPU.
     """
-    choice = dispatch.select(problem, m, n, units, gpu)
+    cutlass = problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma and has_cutlass()
+    choice = dispatch.select(problem, m, n, units, gpu, cutlass=cutlass)
     # codebook_mma starts late, as w8a16_mma must; an early start was not measured.
     early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
     source, grid = dispatch.emit(choice, problem, gpu.arch), dispatch.grid(choice, n, gpu.sm_count)
-    return LaunchSpec(source, grid, pdl=early)
+    tail = (gpu.sm_count, 1, 0, 1) if choice.family in CUTLASS_FAMILIES else ()
+    return LaunchSpec(source, grid, tail=tail, pdl=early)
 
 
 @lru_cache(maxsize=4096)
@@ -177,6 +184,7 @@ class CodebookLayer:
         int8: whether products are int8.
         bias: whether a bias is added.
         activation: activation after the bias.
+        row_norm: whether all norms of a row are one, and all rows have the same int8 values.
     """
 
     rows: int
@@ -190,6 +198,7 @@ class CodebookLayer:
     int8: bool
     bias: bool
     activation: str
+    row_norm: bool = False
 
     @property
     def rotation(self) -> Rotation:
@@ -218,6 +227,7 @@ class CodebookLayer:
             out=self.dtype,
             bias=self.bias,
             activation=self.activation,
+            row_norm=self.row_norm,
         )
 
     @property
@@ -350,6 +360,7 @@ def _product_of(
         residual=call.residual is not None,
         rotates=rotates,
         constants=constants,
+        row_norm=isinstance(call, CodebookGemm) and call.row_norm,
     )
 
 

@@ -21,9 +21,10 @@ def explain(
     out: str = "f16",
     epilogue: Epilogue | None = None,
     tensor_cores: bool = True,
+    tokens: str = "s8",
     gpu: str | None = None,
 ) -> Explanation:
-    """Say which kernel `qcut.gemm_s8` would run, and why.
+    """Say which kernel `qcut.gemm_s8` would run, or the product of a W8A16 layer, and why.
 
     The answer comes from tables and a cost model. Nothing is built or launched, and no GPU is needed if ``gpu`` names
     one.
@@ -36,6 +37,7 @@ def explain(
         out: type of D: f16, bf16, f32, s8 or s32.
         epilogue: the fused epilogue; None takes the whole dequantization.
         tensor_cores: False asks for the dp4a kernels.
+        tokens: type of A: s8, or f16 or bf16 for W8A16.
         gpu: a name such as ``NVIDIA H200``, or an architecture such as ``sm_80``; None takes the current device.
 
     Returns:
@@ -44,7 +46,7 @@ def explain(
         build its kernels.
 
     Raises:
-        ConfigError: layouts, an output type or a size that is not allowed.
+        ConfigError: layouts, an output type, a type of tokens or a size that is not allowed.
         DeviceError: ``gpu`` is None, and there is no GPU.
         UnsupportedError: the GPU has no kernels, or is not known by that name.
 
@@ -55,7 +57,7 @@ def explain(
     from qcut import jit
     from qcut.dispatch import gemm as dispatch
 
-    problem = dispatch.problem_of(m, n, k, layouts=layouts, out=out, epilogue=epilogue)
+    problem = dispatch.problem_of(m, n, k, layouts=layouts, out=out, epilogue=epilogue, tokens=tokens)
     target = _target(gpu)
     cutlass = jit.is_toolchain_available("nvcc")
     return dispatch.explain(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)

@@ -17,8 +17,9 @@ from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import few_tokens
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.families import INT8_CUTLASS, INT8_STREAM, W8A16_MMA
+from qcut.emitters.families import CUTLASS_FAMILIES, INT8_CUTLASS, INT8_STREAM, W8A16_MMA
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.stream.w8a8 import Tokens
 from qcut.ops.gemm import GemmS8
@@ -114,7 +115,8 @@ class Product(NamedTuple):
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
     """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
-    return chosen_spec(dispatch.select_w8a16(problem, rows, n, k, gpu), problem, n, gpu, pdl=pdl)
+    cutlass = rows >= dispatch.W8A16_CUTLASS_TOKENS and architecture(gpu.arch).wgmma and has_cutlass()
+    return chosen_spec(dispatch.select_w8a16(problem, rows, n, k, gpu, cutlass=cutlass), problem, n, gpu, pdl=pdl)
 
 
 def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
@@ -123,7 +125,7 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
     # Started early, w8a16_mma took 1.7 to 2.4 times as long (14336×4096, M = 64).
     pdl = pdl and has_pdl(gpu) and source.waits and choice.family != W8A16_MMA.name
     grid = dispatch.grid(choice, n, gpu.sm_count)
-    if choice.family != INT8_CUTLASS.name:
+    if choice.family not in CUTLASS_FAMILIES:
         return LaunchSpec(source, grid, pdl=pdl)
     assert isinstance(choice.tile, TileConfig)
     return LaunchSpec(
@@ -132,7 +134,7 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
         tail=(gpu.sm_count, choice.swizzle, choice.raster, choice.splits),
         needs_workspace=choice.tile.schedule == "stream_k",
         pdl=pdl,
-        min_rows=TMA_ROWS if choice.tile.schedule != "multistage" else 1,
+        min_rows=TMA_ROWS if choice.family == INT8_CUTLASS.name and choice.tile.schedule != "multistage" else 1,
     )
 
 

@@ -6,7 +6,7 @@ All choices are pure functions of sizes, types and the GPU.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 from qcut.dispatch.gpus import Target
@@ -20,6 +20,7 @@ from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.families import (
+    CODEBOOK_CUTLASS,
     CODEBOOK_MMA,
     CODEBOOK_STREAM,
     CODEBOOK_STREAM_ROUNDS,
@@ -46,7 +47,8 @@ class CodebookChoice:
 
     Attributes:
         family: ``codebook_stream`` and ``codebook_stream_rounds`` (few tokens), ``codebook_stream_wgmma`` and
-            ``codebook_wgmma`` (sm_90a), or ``codebook_mma`` (every GPU).
+            ``codebook_wgmma`` (sm_90a), ``codebook_cutlass`` (prompts on sm_90a, int8 tokens, one norm a row), or
+            ``codebook_mma`` (every GPU).
         tile: the tiles that the kernel cuts the problem into.
     """
 
@@ -126,6 +128,7 @@ def problem_of(
     residual: bool,
     alignment_n: int,
     rotates: DType | None = None,
+    row_norm: bool = False,
 ) -> CodebookProblem:
     """The description of a product with codebook weights that kernels are chosen and emitted by.
 
@@ -139,6 +142,7 @@ def problem_of(
         residual: whether a residual is added.
         alignment_n: number of elements that divides the length of the result's rows.
         rotates: type of the one token that the kernel rotates; None: tokens were rotated before.
+        row_norm: whether all norms of a row are one, and all rows have the same int8 values.
 
     Raises:
         EmitError: see `qcut.emitters.codebook.problem.CodebookProblem`.
@@ -151,10 +155,12 @@ def problem_of(
         activation=Activation(activation),
         residual=residual,
     )
-    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates)
+    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm)
 
 
-def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target) -> CodebookChoice:
+def select(
+    problem: CodebookProblem, m: int, n: int, units: int, target: Target, *, cutlass: bool = False
+) -> CodebookChoice:
     """Choose the kernel of a product.
 
     Args:
@@ -163,6 +169,7 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target)
         n: number of output channels.
         units: units of 128 columns along K, all passes together.
         target: the GPU.
+        cutlass: whether CUTLASS's kernels can be built.
 
     Raises:
         EmitError: no kernel takes the problem on this GPU.
@@ -171,6 +178,8 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target)
         return _stream(problem, m, n, units, target)
     if architecture(target.arch).wgmma:
         if m > DECODE_TOKENS:
+            if cutlass and (tile := tiles.cutlass_tile(problem, m, n, units, target)) is not None:
+                return CodebookChoice(CODEBOOK_CUTLASS.name, tile)
             return CodebookChoice(CODEBOOK_WGMMA.name, tiles.wgmma_tile(problem, m, n, units, target))
         if not tiles.is_wgmma_better(problem, m, n, units, target):
             # The kernel's warps hold the tokens of all K, so a long K has no such kernel.
@@ -191,6 +200,8 @@ def _stream(problem: CodebookProblem, m: int, n: int, units: int, target: Target
 
 def emit(choice: CodebookChoice, problem: CodebookProblem, arch: str) -> KernelSource:
     """Text of the chosen kernel."""
+    if choice.family != CODEBOOK_CUTLASS.name:
+        problem = replace(problem, row_norm=False)  # the others read the norms
     return family(choice.family).emit(problem, choice.tile, arch)
 
 

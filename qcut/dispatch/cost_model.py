@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import MULTIPROCESSORS
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.families import INT8_CUTLASS
+from qcut.emitters.families import CUTLASS_FAMILIES
 from qcut.emitters.gemm.dp4a import Dp4aTile
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
@@ -83,21 +83,22 @@ def estimate(
     """Estimate a kernel of any family.
 
     Args:
-        family: one of `qcut.emitters.families.FAMILIES`.
+        family: one of `qcut.emitters.families.TUNED_FAMILIES`.
         problem: types, layouts and epilogue.
         tile: the family's tile.
         m: rows of A and D.
         n: columns of B and D.
         k: summed over.
         target: the GPU.
-        threads: threads per CTA; unused for ``int8_cutlass``, where one CTA fills a multiprocessor.
-        smem_bytes: shared memory of a CTA; unused for ``int8_cutlass``.
+        threads: threads per CTA; unused for CUTLASS's, where one CTA fills a multiprocessor.
+        smem_bytes: shared memory of a CTA; unused for CUTLASS's.
         registers: registers per thread of the built kernel; 0 guesses their number from the accumulators.
     """
     bits = problem.epilogue.out.bits
-    if family == INT8_CUTLASS.name:
+    if family in CUTLASS_FAMILIES:
         assert isinstance(tile, TileConfig)
-        cycles, ctas_per_sm = tile_cycles(tile, bits, m, n, k, target), 1
+        # 16-bit products take twice the time of int8 products.
+        cycles, ctas_per_sm = tile_cycles(tile, bits, m, n, k * problem.a.bits // 8, target), 1
         bm, bn, _ = tile.threadblock_shape
         ctas = -(-m // bm) * -(-n // bn)
     else:

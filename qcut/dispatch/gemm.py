@@ -16,7 +16,17 @@ from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.families import FAMILIES, INT8_CUTLASS, INT8_DP4A, INT8_STREAM, W8A16_MMA, W8A16_STREAM, family
+from qcut.emitters.families import (
+    CUTLASS_FAMILIES,
+    FAMILIES,
+    INT8_CUTLASS,
+    INT8_DP4A,
+    INT8_STREAM,
+    W8A16_CUTLASS,
+    W8A16_MMA,
+    W8A16_STREAM,
+    family,
+)
 from qcut.emitters.gemm import w8a16
 from qcut.emitters.gemm.problem import GemmProblem, Layout
 from qcut.emitters.stream import w8a16 as w8a16_stream
@@ -26,6 +36,10 @@ from qcut.errors import ConfigError
 
 MODEL_ERROR = 1.5
 """Where CUTLASS could serve, a raw kernel is chosen only if the model expects CUTLASS to take this times as long."""
+
+
+W8A16_CUTLASS_TOKENS = 1024
+"""Fewest tokens that CUTLASS's W8A16 kernels serve."""
 
 
 @dataclass(frozen=True)
@@ -162,13 +176,29 @@ def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, targe
     )
 
 
-def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice:
-    """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own."""
+def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = False) -> Choice:
+    """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own.
+
+    ``cutlass`` says whether CUTLASS's kernels can be built.
+    """
     if m <= w8a16_stream.MAX_TOKENS:
         return Choice(W8A16_STREAM.name, w8a16_tile(problem, m, n, k, target))
+    if cutlass and (choice := w8a16_by_cutlass(problem, m, n, k, target)) is not None:
+        return choice
     bits = problem.epilogue.out.bits
     tiles = w8a16.default_tiles(target.arch)
     return Choice(W8A16_MMA.name, min(tiles, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
+
+
+def w8a16_by_cutlass(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice | None:
+    """CUTLASS's kernel for many tokens, or None where it cannot serve or is not the faster."""
+    name = W8A16_CUTLASS.name
+    if m < W8A16_CUTLASS_TOKENS or k % 16:
+        return None
+    if (tuned := _tuned(problem, m, n, k, target, (name,))) is not None:
+        return tuned
+    tile = best_tile(name, problem, m, n, k, target)
+    return None if tile is None else Choice(name, tile)
 
 
 def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
@@ -196,7 +226,7 @@ class Explanation:
     Attributes:
         kernel: procedural name, as in the cache, the profiler and the benchmarks.
         choice: family, tile, and reason.
-        estimate: the cost model's estimate for the kernel.
+        estimate: the cost model's estimate for the kernel, or None where the family has no such model.
         others: best tile and estimate of each other family that could serve.
         target: the GPU.
         sizes: M, N and K.
@@ -205,7 +235,7 @@ class Explanation:
 
     kernel: str
     choice: Choice
-    estimate: Estimate
+    estimate: Estimate | None
     others: tuple[tuple[str, str, Estimate], ...]
     target: Target
     sizes: tuple[int, int, int]
@@ -214,12 +244,14 @@ class Explanation:
     def __str__(self) -> str:
         m, n, k = self.sizes
         c, e, gpu = self.choice, self.estimate, self.target
-        walk = f", swizzle {c.swizzle}, raster {c.raster}" if c.family == INT8_CUTLASS.name else ""
+        walk = f", swizzle {c.swizzle}, raster {c.raster}" if c.family in CUTLASS_FAMILIES else ""
         measured = "" if c.tuned_us is None else f" Its row says {c.tuned_us:.2f} us."
         lines = [
             f"{m}x{n}x{k} on {gpu.name or gpu.arch} ({gpu.sm_count} SMs): {self.kernel}{walk}.",
             f"Why: {c.reason}.{measured}",
-            f"Model: {e.time_us:.2f} us; {e.ctas_per_sm} CTAs an SM, {e.waves:.2f} waves.",
+            "Model: none."
+            if e is None
+            else f"Model: {e.time_us:.2f} us; {e.ctas_per_sm} CTAs an SM, {e.waves:.2f} waves.",
         ]
         if self.others:
             rest = ", ".join(f"{name} {tile} {other.time_us:.2f} us" for name, tile, other in self.others)
@@ -232,7 +264,12 @@ class Explanation:
 def explain(
     problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = True, tensor_cores: bool = True
 ) -> Explanation:
-    """Explain the choice of `few_tokens`, or else of `select_gemm`, with the alternatives; arguments as there."""
+    """Explain the choice of `few_tokens`, or else of `select_gemm`, with the alternatives; arguments as there.
+
+    For 16-bit tokens the choice is that of `select_w8a16`.
+    """
+    if problem.a is not DType.S8:
+        return _explain_w8a16(problem, m, n, k, target, cutlass)
     few = few_tokens(problem, m, n, k, target) if tensor_cores else None
     if few is not None:
         ctas, _, _ = INT8_STREAM.grid_of(few.tile, n, target.sm_count)(m)
@@ -261,10 +298,30 @@ def explain(
     )
 
 
+def _explain_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, cutlass: bool) -> Explanation:
+    choice = select_w8a16(problem, m, n, k, target, cutlass=cutlass)
+    return Explanation(
+        procedural_name(choice.family, target.arch, problem, choice.tile),
+        choice,
+        expected(choice, problem, m, n, k, target) if choice.family in CUTLASS_FAMILIES else None,
+        (),
+        target,
+        (m, n, k),
+        tables.table_on(target).notes,
+    )
+
+
 def problem_of(
-    m: int, n: int, k: int, *, layouts: str = "tnt", out: str = "f16", epilogue: Epilogue | None = None
+    m: int,
+    n: int,
+    k: int,
+    *,
+    layouts: str = "tnt",
+    out: str = "f16",
+    epilogue: Epilogue | None = None,
+    tokens: str = "s8",
 ) -> GemmProblem:
-    """The description of an int8 GEMM of dense operands, from the names that `qcut.explain` and the tuner use.
+    """The description of a GEMM of dense operands, from the names that `qcut.explain` and the tuner use.
 
     Args:
         m: rows of A and D.
@@ -274,10 +331,13 @@ def problem_of(
         out: type of D: f16, bf16, f32, s8 or s32.
         epilogue: the fused epilogue, whose output type wins over ``out``; None takes the whole dequantization (zero
             point, both scales, bias), or no epilogue where ``out`` is s32.
+        tokens: type of A: s8, or f16 or bf16, with a scale for each column and a bias by default.
 
     Raises:
-        ConfigError: layouts or an output that do not exist, or a size below 1.
+        ConfigError: layouts, an output or a type of tokens that do not exist, or a size below 1.
     """
+    if tokens not in ("s8", "f16", "bf16"):
+        raise ConfigError(f"tokens {tokens!r} do not exist; allowed: s8, f16, bf16")
     if layouts not in tables.LAYOUTS:
         raise ConfigError(f"layouts {layouts!r} do not exist; three of t (row-major) and n (column-major): A, B, D")
     if min(m, n, k) < 1:
@@ -287,9 +347,15 @@ def problem_of(
         if out not in allowed:
             raise ConfigError(f"output {out!r} does not exist; allowed: {', '.join(allowed)}")
         whole = Epilogue(DType.F16, "per_token", "per_channel", "per_token", bias=True)
+        if tokens != "s8":
+            whole = Epilogue(col_scale="per_channel", bias=True)
         epilogue = Epilogue(DType.S32) if out == "s32" else replace(whole, out=DType(out))
     sides: dict[str, Layout] = {"t": "row", "n": "column"}
     a, b, d = (sides[flag] for flag in layouts)
+    if tokens != "s8":
+        if layouts != "tnt":
+            raise ConfigError(f"layouts {layouts!r} with tokens of {tokens}; allowed: tnt")
+        return GemmProblem(DType(tokens), epilogue=epilogue, alignment_k=math.gcd(k, 8), alignment_n=alignment_of(n))
     along_a, along_b, along_d = k if a == "row" else m, k if b == "column" else n, n if d == "row" else m
     return GemmProblem(
         epilogue=epilogue,

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import MACHINES, balance_ratio
 from qcut.emitters.core.source import EmitError
-from qcut.emitters.families import FAMILIES, INT8_CUTLASS, SPELLINGS, family
+from qcut.emitters.families import CUTLASS_FAMILIES, SPELLINGS, TUNED_FAMILIES, family
 from qcut.errors import ConfigError
 from qcut.jit import cache as kernel_cache
 from qcut.storage import schema
@@ -71,7 +71,7 @@ class Row:
     """The fastest kernel of one family for one GEMM.
 
     Attributes:
-        family: one of `qcut.emitters.families.FAMILIES`.
+        family: one of `qcut.emitters.families.TUNED_FAMILIES`.
         out: one of `OUTPUTS`.
         layouts: of A, B and D, as `GemmProblem.layouts`.
         m: rows of A and D.
@@ -131,12 +131,11 @@ class Table:
 @cache
 def versions() -> dict[str, str]:
     """By family, the version that its rows depend on: its own, and for CUTLASS kernels the CUTLASS package's too."""
-    stated = {name: str(family(name).version) for name in FAMILIES}
     try:
-        stated[INT8_CUTLASS.name] += f", nvidia-cutlass {metadata.version('nvidia-cutlass')}"
+        package = f", nvidia-cutlass {metadata.version('nvidia-cutlass')}"
     except metadata.PackageNotFoundError:
-        stated[INT8_CUTLASS.name] += ", nvidia-cutlass is not installed"
-    return stated
+        package = ", nvidia-cutlass is not installed"
+    return {name: f"{family(name).version}{package * (name in CUTLASS_FAMILIES)}" for name in TUNED_FAMILIES}
 
 
 # ── one file ─────────────────────────────────────────────────────────────────────────────────────

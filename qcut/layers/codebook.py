@@ -150,6 +150,10 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             int8=scheme.int8_products,
             bias=bias,
             activation=activation,
+            row_norm=scheme.int8_products
+            and not scheme.uniform
+            and scheme.widths == (4,)
+            and scheme.group_columns(k) >= max(k, UNIT_COLUMNS),
         )
         return [call]
 
@@ -171,6 +175,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         self.set_bits = list(widths) if len(set(widths)) > 1 else [widths[0]]
         self._rotation = rotation_for(RotationSpec(self.kind, self.group_size, k, scheme.seeds))
         self._rotates_one = len(self.set_bits) == 1 and can_rotate(self.kind, self.group_size, k)
+        self._one_norm = self.int8 and list(widths) == [4] and self.geometry.groups == 1 and self.geometry.slot == 128
+        self._row_norm = False
         self._read: Reading[list[Books]] | None = None
         units = self.geometry.units * len(widths) // len(self.set_bits)
         norms_shape = n, len(widths) * self.geometry.groups
@@ -342,7 +348,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
         scale = row_scale if self.int8 else None
         if len(self.set_bits) == 1:
-            y = _GEMM(blocks, scale, m, *whole, bias, self.set_bits[0], self.activation, None, dtype, True)
+            options = self.set_bits[0], self.activation, None, dtype, True, self._row_norm
+            y = _GEMM(blocks, scale, m, *whole, bias, *options)
             return y.view(*rest, self.out_features)
         # One product for each set: the second adds the result of the first, and the activation comes last.
         sets = self.sets()
@@ -361,6 +368,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             tensors = [cast(Tensor, self._buffers[key]) for key in self._codebook_keys]
             books = [{dtype: products.pack_book(codebook, dtype) for dtype in _HALVES} for codebook in tensors]
             read = self._read = Reading(self._buffers, self._codebook_keys, books)
+            self._row_norm = self._one_norm and products.has_one_table(tensors[0])
         return read.value
 
     @property

@@ -130,6 +130,9 @@ class CodebookGemm(NamedTuple):
         residual: ``[m, N]`` of ``out_dtype``; None: none is added.
         out_dtype: float16, bfloat16 or float32.
         constants: see the module.
+        row_norm: the caller promises that all norms of a row are one, and that
+            `qcut.codebooks.products.has_one_table` holds for the codebook, with int8 tokens. Kernels then need not read
+            ``norms`` and ``fold``.
 
     Returns:
         y ``[m, N]`` of ``out_dtype``, contiguous.
@@ -157,6 +160,7 @@ class CodebookGemm(NamedTuple):
     residual: Tensor | None
     out_dtype: torch.dtype
     constants: bool = False
+    row_norm: bool = False
 
     @property
     def tokens(self) -> torch.dtype:
@@ -174,6 +178,8 @@ class CodebookGemm(NamedTuple):
         units_k = shape[0] * per_block // UNIT_COLUMNS
         _check_product(op, self, m, units_k)
         is_int8 = x.dtype is torch.int8
+        if self.row_norm and not (is_int8 and self.norms.shape[2] == 1):
+            raise ConfigError(f"qcut::{op}: row_norm goes with int8 tokens and one norm a unit")
         rows = layout.row_tiles(self.col_scale.shape[0]) * UNIT_ROWS
         for name, vector, extent in (("row_scale", self.row_scale, m), ("fold", self.fold, rows)):
             if (vector is not None) != is_int8:

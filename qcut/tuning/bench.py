@@ -12,8 +12,8 @@ from qcut.cuda import plans as launch_plans
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.source import KernelSource
-from qcut.emitters.families import INT8_CUTLASS
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.families import CUTLASS_FAMILIES
 from qcut.numerics import int8 as numerics
 from qcut.tuning import timing
 from qcut.tuning.search import Task
@@ -58,6 +58,8 @@ class Operands:
         a = ints(along_k_a, m, k)
         b = [ints(along_k_b, n, k) for _ in range(min(MAX_COPIES, timing.rotation(n * k)))]
         a_mk, b_nk = a if along_k_a else a.t(), b[0] if along_k_b else b[0].t()
+        if task.problem.a is not DType.S8:
+            return cls._of_16_bits(a, b, task)
         zero_point = torch.randint(-128, 128, (m,), dtype=torch.int32, device="cuda", generator=generator)
         colsum = b_nk.sum(1, dtype=torch.int32)
         row_scale = torch.rand(m, device="cuda", generator=generator) * 1e-2
@@ -78,6 +80,17 @@ class Operands:
         expected = expected if row_d else expected.t().contiguous()
         lds = (k if along_k_a else m, k if along_k_b else n, n if row_d else m)
         return cls(a, b, [zero_point, colsum, row_scale, col_scale, bias], lds, torch.empty_like(expected), expected)
+
+    @classmethod
+    def _of_16_bits(cls, a: Tensor, b: list[Tensor], task: Task) -> Operands:
+        """Tokens of small integers, whose sums are below ``2**24``: exact in float32 in any order."""
+        limit = max(1, min(8, (2**24 - 1) // (128 * task.k)))
+        a = a.remainder(2 * limit + 1) - limit
+        col_scale = torch.rand(task.n, device="cuda") * 1e-2
+        bias = torch.randn(task.n, device="cuda")
+        expected = numerics.gemm_s8_ref(a, b[0], col_scale=col_scale, bias=bias, out_dtype=_OUT[task.out])
+        lds = (task.k, task.k, task.n)
+        return cls(a.half(), b, [col_scale, bias], lds, torch.empty_like(expected), expected)
 
 
 @dataclass
@@ -112,7 +125,7 @@ class CudaBench:
         sizes = (task.m, task.n, task.k, *x.lds)
         args = [[a, b.data_ptr(), d, *sizes, *vectors, *requantize] for b in x.b]
         workspace = None
-        if choice.family == INT8_CUTLASS.name:
+        if choice.family in CUTLASS_FAMILIES:
             tail = (self.target.sm_count, choice.swizzle, choice.raster, choice.splits)
             bytes_needed = kernel.query(jit.launch.QUERY_WORKSPACE_BYTES, (*args[0], *tail, 0))
             workspace = torch.empty(bytes_needed, dtype=torch.uint8, device="cuda")

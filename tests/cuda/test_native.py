@@ -34,7 +34,7 @@ from qcut.emitters.decoder.quantize import (
     emit_quantize_per_tensor,
     emit_quantize_per_token,
 )
-from qcut.emitters.gemm.cutlass.gemm import LAUNCH_PARAMS
+from qcut.emitters.gemm.cutlass.text import LAUNCH_PARAMS
 from qcut.errors import QcutError
 from qcut.ops.linear import W8A8Linear, W8A8StaticLinear, W8A16Linear
 

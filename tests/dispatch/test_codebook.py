@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, bucket, emit_rotation, problem_of, select, select_rotation
 from qcut.dispatch.gpus import GPUS, Target
 from qcut.dispatch.precompile import codebook_sources
+from qcut.dispatch.tiles.codebook import CUTLASS_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import RotateTokens, padded_columns
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense
@@ -105,6 +107,35 @@ def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(tar
             assert ctas // tile.splits * tile.groups * 64 >= n
         elif choice.family == "codebook_mma":
             assert ctas * tile.threadblock_shape[0] * tile.threadblock_shape[1] >= m * n
+
+
+def test_cutlass_serves_prompts_on_rows_of_one_norm_where_it_can():
+    rows = problem_of(DType.S8, 4, 1, DType.F16, True, "none", False, 16, row_norm=True)
+
+    def chosen(problem: CodebookProblem, m: int, target: Target = H200, cutlass: bool = True) -> str:
+        choice = select(problem, m, 4096, 32, target, cutlass=cutlass)
+        family(choice.family).validate(replace(problem, row_norm="cutlass" in choice.family), choice.tile, target.arch)
+        return choice.family
+
+    assert chosen(rows, CUTLASS_TOKENS) == chosen(rows, 65_536) == "codebook_cutlass"
+    others = [
+        chosen(rows, CUTLASS_TOKENS - 1),
+        chosen(rows, 4096, cutlass=False),
+        chosen(rows, 4096, target=A100),
+        chosen(replace(rows, row_norm=False), 4096),
+        chosen(replace(rows, alignment_n=4), 4096),
+        chosen(replace(rows, epilogue=replace(rows.epilogue, residual=True)), 4096),
+    ]
+    assert "codebook_cutlass" not in others
+
+
+def test_kernels_that_read_the_norms_are_the_same_for_rows_of_one_norm():
+    rows = problem_of(DType.S8, 4, 1, DType.F16, True, "none", False, 16, row_norm=True)
+    for target in (H200, A100):
+        for m in (1, 16, 64, 4096):
+            choice = select(rows, m, 4096, 32, target)
+            apart = codebook_dispatch.emit(choice, replace(rows, row_norm=False), target.arch)
+            assert codebook_dispatch.emit(choice, rows, target.arch) == apart
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)

@@ -257,10 +257,48 @@ def test_w8a16_kernels_by_tokens(gpu: Target):
                 assert x * grid.rows * choice.tile.threadblock_shape[1] >= m * n
 
 
+def test_cutlass_serves_prompts_of_w8a16_where_it_can():
+    problem = GemmProblem(a=DType.F16, epilogue=Epilogue(DType.F16, "none", "per_channel", bias=True), alignment_k=8)
+    first = dispatch.W8A16_CUTLASS_TOKENS
+
+    def chosen(problem: GemmProblem, m: int, k: int = 4096, gpu: Target = H200, cutlass: bool = True) -> str:
+        choice = dispatch.select_w8a16(problem, m, 4096, k, gpu, cutlass=cutlass)
+        assert family(choice.family).is_legal(problem, choice.tile, gpu.arch)
+        return choice.family
+
+    for m in (first, 4096, 65_536):
+        assert chosen(problem, m) == "w8a16_cutlass"
+    others = [
+        chosen(problem, first - 1),
+        chosen(problem, 4096, cutlass=False),
+        chosen(problem, 4096, gpu=A100),
+        chosen(problem, 4096, k=4088),
+        chosen(replace(problem, alignment_k=1), 4096),
+        chosen(replace(problem, alignment_n=4), 4096),
+    ]
+    assert "w8a16_cutlass" not in others
+
+
+def test_a_tuned_row_of_w8a16_decides(tmp_path: Path):
+    problem = GemmProblem(a=DType.F16, epilogue=Epilogue(DType.F16, "none", "per_channel", bias=True), alignment_k=8)
+    tile = family("w8a16_cutlass").menu(problem, "sm_90a")[0]
+    path = tuned.user_path("NVIDIA H200")
+    rows = (
+        Row("w8a16_cutlass", "f16", "tnt", 4096, 4096, 4096, tile, 200.0, 4, 2),
+        Row("int8_mma", "f16", "tnt", 4096, 4096, 4096, family("int8_mma").menu(DYNAMIC, "sm_90a")[0], 1.0),
+    )
+    tuned.write(path, Table("NVIDIA H200", rows))
+    tuned.forget()
+    choice = dispatch.select_w8a16(problem, 4096, 4096, 4096, H200, cutlass=True)
+    assert choice == Choice("w8a16_cutlass", tile, 4, 2, reason="tuned", tuned_us=200.0)
+    assert dispatch.select_w8a16(problem, 4096, 4096, 4096, H200).family == "w8a16_mma"
+    assert select_gemm(DYNAMIC, 4096, 4096, 4096, H200).family != "w8a16_cutlass"
+
+
 # ── explain ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_explain_names_kernel_reason_model_and_table():
+def test_explain_names_kernel_reason_model_and_table(monkeypatch: pytest.MonkeyPatch):
     text = str(qcut.explain(4096, 4096, 4096, gpu="NVIDIA H200"))
     assert text.startswith("4096x4096x4096 on NVIDIA H200 (132 SMs): qcut_int8_cutlass_sm90a_s8xs8_f16_zm_sm_sn_b_")
     assert "_128x128x128_pingpong" in text.splitlines()[0]
@@ -273,6 +311,14 @@ def test_explain_names_kernel_reason_model_and_table():
     simt = qcut.explain(64, 64, 64, gpu="sm_80", tensor_cores=False)
     assert simt.choice.family == "int8_dp4a"
     assert simt.others == ()
+    for tokens, gpu, kernel, model in (
+        ("f16", "NVIDIA H200", "qcut_w8a16_cutlass_sm90a_f16xs8_f16_sn_b_k8n16_", " CTAs an SM"),
+        ("bf16", "sm_80", "qcut_w8a16_mma_sm80_bf16xs8_f16_sn_b_k8n16_", "none."),
+    ):
+        monkeypatch.setattr("qcut.jit.is_toolchain_available", lambda name: True)
+        text = str(qcut.explain(4096, 4096, 4096, tokens=tokens, gpu=gpu))
+        assert f": {kernel}" in text
+        assert model in next(line for line in text.splitlines() if line.startswith("Model: "))
     fused = Epilogue(DType.F32, bias=True)
     assert "_f32_b_" in qcut.explain(64, 64, 64, gpu="sm_80", epilogue=fused).kernel
 
@@ -302,6 +348,10 @@ def test_explain_refuses_what_does_not_exist():
         qcut.explain(1, 1, 1, layouts="tn", gpu="sm_80")
     with pytest.raises(ConfigError, match="output 'f64'"):
         qcut.explain(1, 1, 1, out="f64", gpu="sm_80")
+    with pytest.raises(ConfigError, match="tokens 'f8' do not exist"):
+        qcut.explain(1, 1, 1, tokens="f8", gpu="sm_80")
+    with pytest.raises(ConfigError, match="layouts 'nnn' with tokens of f16; allowed: tnt"):
+        qcut.explain(1, 1, 1, tokens="f16", layouts="nnn", gpu="sm_80")
     with pytest.raises(ConfigError, match="at least 1"):
         qcut.explain(1, 0, 1, gpu="sm_80")
     with pytest.raises(UnsupportedError, match=r"GPU .GeForce 256. is not known.*sm_80.*NVIDIA H200"):
@@ -368,7 +418,9 @@ def test_precompile_covers_both_toolchains_and_every_family(arch: str):
     sources = precompile_sources(arch)
     wanted = {*FAMILIES, "w8a16_mma", "w8a16_stream", "codebook_stream", "rotate"}
     wanted |= (
-        {"codebook_stream_wgmma", "codebook_wgmma"} if arch == "sm_90a" else {"codebook_mma", "codebook_stream_rounds"}
+        {"codebook_stream_wgmma", "codebook_wgmma", "w8a16_cutlass"}
+        if arch == "sm_90a"
+        else {"codebook_mma", "codebook_stream_rounds"}
     )
     assert {re.split("_sm[0-9]", source.name)[0].removeprefix("qcut_") for source in sources} == wanted
     assert len({source.name for source in sources}) == len(sources)

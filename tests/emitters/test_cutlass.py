@@ -12,7 +12,8 @@ import pytest
 from qcut import jit
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError
-from qcut.emitters.gemm.cutlass.gemm import LAUNCH_PARAMS, emit_cutlass_gemm, validate
+from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm, validate
+from qcut.emitters.gemm.cutlass.text import LAUNCH_PARAMS
 from qcut.emitters.gemm.cutlass.tiles import default_tiles, search_space
 from qcut.emitters.gemm.cutlass.tiles import tile as tile_of
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig

@@ -58,7 +58,10 @@ def test_cutlass_waits_but_in_multistage_and_stream_k_kernels():
         assert source.waits == waits == ("CUTLASS_ENABLE_GDC_FOR_SM90" in source.defines), source.name
 
 
-PROBLEMS: dict[str, object] = {"int8_stream": W8A8Problem("rows", DType.F16, TOKENS)}
+PROBLEMS: dict[str, object] = {
+    "int8_stream": W8A8Problem("rows", DType.F16, TOKENS),
+    "codebook_cutlass": CodebookProblem(DType.S8, epilogue=TOKENS, row_norm=True),
+}
 TILES: dict[str, object] = {
     "int8_cutlass": SM80_MENU[0],
     "int8_stream": W8A8Tile(2, 8),
@@ -73,9 +76,8 @@ TILES: dict[str, object] = {
 @pytest.mark.parametrize("name", ALL_FAMILIES)
 def test_a_family_refuses_an_architecture_that_it_does_not_know(name: str) -> None:
     kind = family(name)
-    problem = PROBLEMS.get(name) or (HALF if name.startswith("w8a16") else INT8)
-    if name.startswith("codebook"):
-        problem = CodebookProblem()
+    default = CodebookProblem() if name.startswith("codebook") else HALF if name.startswith("w8a16") else INT8
+    problem = PROBLEMS.get(name) or default
     chosen = TILES.get(name) or kind.menu(problem, ARCH)[0]
     for act in (kind.emit, kind.validate):
         with pytest.raises(EmitError, match=rf"^qcut_{name}_sm75_\S+: architecture: (allowed are|is) .*sm_90a"):

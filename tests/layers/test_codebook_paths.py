@@ -197,3 +197,30 @@ def test_an_execution_path_is_a_threads_own(kernels):
         assert run()
         assert not other.submit(run).result()
     assert not run()
+
+
+def test_layers_of_one_norm_a_row_say_so_where_all_rows_have_the_same_values(kernels, monkeypatch):
+    said = []
+
+    def product(*args):
+        said.append(args[-1])
+        return gemm(*args)
+
+    gemm = codebook_linear._GEMM
+    monkeypatch.setattr(codebook_linear, "_GEMM", product)
+    expected = {
+        "codebook4_rows_qr_int8": True,
+        "codebook4_g512_qr_int8": True,
+        "codebook4_int8": False,
+        "codebook3_rows_qr_int8": False,
+        "codebook4_rows_qr": False,
+    }
+    for scheme, one in expected.items():
+        _, layer = quantized(scheme)
+        layer(torch.randn(3, 320).half())
+        assert said.pop() == one, scheme
+        assert not said
+    _, layer = quantized("codebook4_rows_qr_int8")
+    layer.codebook.copy_(torch.arange(16.0) - 8)  # values on midpoints
+    layer(torch.randn(3, 320).half())
+    assert said == [False]

@@ -50,6 +50,25 @@ def run(bench: FakeBench, folder: Path, tasks: tuple[Task, ...] = (TASK,), **opt
 # ── candidates ───────────────────────────────────────────────────────────────────────────────────
 
 
+def test_w8a16_is_tuned_on_16_bit_tokens_where_cutlass_takes_them(folder: Path) -> None:
+    task = Task("w8a16_cutlass", "f16", "tnt", 4096, 1280, 1280)
+    assert task.problem.a.value == "f16"
+    tiles = candidates(task, H200)
+    assert len(tiles) >= 4
+    for refused in (
+        replace(task, out="s8"),
+        replace(task, layouts="ttt"),
+        replace(task, k=1288),
+        replace(task, n=1284),
+    ):
+        assert candidates(refused, H200) == []
+    assert candidates(task, A100) == []
+    (result,) = run(FakeBench(), folder, (task,), limit=4)
+    assert result.complete
+    assert result.row is not None
+    assert result.row.swizzle * 10 + result.row.raster != 0
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("target", [H200, A100], ids=lambda t: t.arch)
 def test_candidates_are_legal_few_and_the_same_every_time(name: str, target: Target) -> None:

@@ -86,7 +86,7 @@ def _accept_functor_tags() -> None:
 
 
 def _register_dequantize_node() -> None:
-    """Add ``qcut::Sm90Dequantize`` to the SM90 visitor nodes, as one compute node."""
+    """Add qcut's fused nodes to the SM90 visitor nodes, each as one compute node."""
     ir = importlib.import_module("cutlass_cppgen.backend.evt.ir.compute_nodes")
     sm90 = importlib.import_module("cutlass_cppgen.backend.evt.backend.sm90_nodes")
     data_type_tag = importlib.import_module("cutlass_library").DataTypeTag
@@ -100,9 +100,10 @@ def _register_dequantize_node() -> None:
         @property
         def type_decl(self) -> str:
             flags = ", ".join("true" if flag else "false" for flag in self.fn.flags)
+            types = ", ".join(filter(None, (data_type_tag[self.element_output], self.fn.accumulator)))
             return (
-                f"\nusing {self.name_camel} = qcut::Sm90Dequantize<\n"
-                f"    typename EpilogueDescriptor::TileShape, {data_type_tag[self.element_output]}, {flags}\n>;\n"
+                f"\nusing {self.name_camel} = {self.fn}<\n"
+                f"    typename EpilogueDescriptor::TileShape, {types}, {flags}\n>;\n"
             )
 
     vars(sm90)["Sm90DequantizeImpl"] = Sm90DequantizeImpl
@@ -110,14 +111,16 @@ def _register_dequantize_node() -> None:
 
 
 class DequantizeTag(FunctorTag):
-    """Names the fused node and carries its compile-time flags."""
+    """Names a fused node and carries its compile-time arguments."""
 
     flags: tuple[bool, ...]
+    accumulator: str
 
-    def __new__(cls, *flags: bool) -> DequantizeTag:
-        """A tag with the node's template arguments."""
-        tag = super().__new__(cls, "qcut::Sm90Dequantize")
+    def __new__(cls, form: str, *flags: bool, accumulator: str = "") -> DequantizeTag:
+        """A tag of ``qcut::Sm90Dequantize{form}``, with the type of the sums where the node takes several."""
+        tag = super().__new__(cls, f"qcut::Sm90Dequantize{form}")
         tag.flags = flags
+        tag.accumulator = accumulator
         return tag
 
 
@@ -126,6 +129,24 @@ def edit_sm90_text(text: str, epilogue_tile: tuple[int, int]) -> str:
     auto = "cutlass::epilogue::collective::EpilogueTileAuto"
     if any(epilogue_tile):
         text = text.replace(auto, "cute::Shape<cute::_{}, cute::_{}>".format(*epilogue_tile))
+    return text
+
+
+def edit_units_text(text: str) -> str:
+    """Put codebook weights in units and tokens in blocks where 4-bit rows stood, and add the codebook's argument."""
+    parameters = "(__grid_constant__ typename Operator::Params const params)"
+    edits = (
+        ("cutlass::uint4b_t, cutlass::layout::RowMajor,", "qcut::CodebookIndex, qcut::UnitsLayout,"),
+        (
+            "    CollectiveMainloop,\n    CollectiveEpilogue,",
+            "    qcut::BlockTokens<CollectiveMainloop>,\n    CollectiveEpilogue,",
+        ),
+        (parameters, parameters[:-1] + ", __grid_constant__ qcut::Int8Book const book)"),
+    )
+    for old, new in edits:
+        if text.count(old) != 1:
+            raise EmitError(f"emitted text holds {text.count(old)} times {old!r}, once expected")
+        text = text.replace(old, new)
     return text
 
 

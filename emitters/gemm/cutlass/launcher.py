@@ -15,7 +15,15 @@ _FIELDS = {"ptr": "void*", "i32": "int", "i64": "long long", "f32": "float"}
 
 
 def emit_launcher(
-    kernel: str, declarations: str, params: Iterable[Param], *, schedule: Schedule, epilogue: str, residual: bool
+    kernel: str,
+    declarations: str,
+    params: Iterable[Param],
+    *,
+    schedule: Schedule,
+    epilogue: str,
+    residual: bool,
+    transposed: bool = False,
+    units: bool = False,
 ) -> str:
     """Write the launcher's C++, which exports ``qcut_launch`` and ``qcut_query``.
 
@@ -26,6 +34,8 @@ def emit_launcher(
         schedule: ``multistage`` takes SM80's parameter block, the others SM90's.
         epilogue: C++ initializer of the epilogue's arguments, in terms of the argument struct ``a``.
         residual: whether ``a.residual`` is the kernel's C.
+        transposed: whether the kernel's A are the weights ``a.b``, and its D the transpose of ``a.d``.
+        units: whether the weights are ``a.units`` and the tokens blocks, ``a.x``.
 
     Returns:
         The translation unit; see `qcut.emitters.core.source.KernelSource` for what it exports.
@@ -41,6 +51,8 @@ def emit_launcher(
         f"{fields}"
         f"  using Kernel = {kernel};\n"
         f"  static constexpr bool kStreamK = {flag(schedule == 'stream_k')};\n"
+        f"  static constexpr bool kTransposed = {flag(transposed)};\n"
+        f"  static constexpr bool kUnits = {flag(units)};\n"
         f"  static {arguments} epilogue(Call const& a) {{ return {epilogue}; }}\n"
         f"  static void* residual_of(Call const& a) {{ return {'a.residual' if residual else 'nullptr'}; }}\n"
         "};\n"

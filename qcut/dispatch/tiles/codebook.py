@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+from qcut.dispatch.cost_model import tile_cycles
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import CLUSTER_SIZES
 from qcut.emitters.codebook import mma, wgmma
@@ -17,6 +18,7 @@ from qcut.emitters.codebook.wgmma import CodebookWgmmaTile
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import holds
 from qcut.emitters.core.source import DType, EmitError
+from qcut.emitters.families import CODEBOOK_CUTLASS
 from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.stream import codebook as stream
 from qcut.emitters.stream import codebook_rounds as stream_rounds
@@ -193,6 +195,9 @@ def is_wgmma_better(problem: CodebookProblem, m: int, n: int, units_k: int, targ
 
 # ── prompts ──────────────────────────────────────────────────────────────────────────────────────
 
+CUTLASS_TOKENS = 1024
+"""Fewest tokens that ``codebook_cutlass`` serves."""
+
 
 def wgmma_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookWgmmaTile:
     """The tile of ``codebook_wgmma``'s menu with the least `wgmma_cycles`."""
@@ -222,6 +227,15 @@ def wgmma_cycles(
     if tile.splits > 1:
         tile_cycles += 3000 + 10 * tile.tokens
     return -(-tiles // at_once) * tile_cycles
+
+
+def cutlass_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> TileConfig | None:
+    """The tile of ``codebook_cutlass``'s menu with the least cycles; None where the family is not the fastest."""
+    menu = CODEBOOK_CUTLASS.menu(problem, target.arch)
+    if m < CUTLASS_TOKENS or not menu:
+        return None
+    bits = problem.epilogue.out.bits
+    return min(menu, key=lambda tile: tile_cycles(tile, bits, m, n, 128 * units_k, target))
 
 
 def mma_tile(problem: CodebookProblem, m: int, n: int, target: Target) -> TileConfig:

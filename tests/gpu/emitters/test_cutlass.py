@@ -16,9 +16,8 @@ from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem, TileConfig
-from qcut.jit.launch import QUERY_CAN_IMPLEMENT, QUERY_WORKSPACE_BYTES
-from tests.gpu.support.launching import Guarded, arch, strided
-from tests.gpu.support.oracles import TORCH_DTYPE, Gemm, assert_same, pattern
+from tests.gpu.support.launching import arch, launch_cutlass
+from tests.gpu.support.oracles import Gemm, pattern
 from tests.gpu.support.problems import DYNAMIC, STATIC
 
 SM80_TILE = TileConfig((128, 128, 64), (64, 64, 64), stages=4)
@@ -74,32 +73,8 @@ def _built() -> None:
 
 
 def run(gemm: Gemm, tile: TileConfig, *, extra: int = 0, splits: int = 1) -> Tensor:
-    """Launch twice into guarded memory, rows of every matrix ``extra`` elements further apart than they need."""
-    (m, k), n = gemm.a.shape, gemm.b.shape[0]
-    out = TORCH_DTYPE[gemm.epilogue.out]
-    a, b = strided(gemm.a, k + extra), strided(gemm.b, k + extra)
-    ldd = n + extra
-    values = []
-    for param in gemm.epilogue.params():
-        value = gemm.args[param.name]
-        if param.name == "residual":
-            value = strided(value, ldd)
-        values.append(value.cuda() if isinstance(value, Tensor) else float(value) if param.kind == "f32" else value)
     source = emit_cutlass_gemm(GemmProblem(epilogue=gemm.epilogue), tile, arch())
-    kernel = jit.load(jit.build(source), source, torch.cuda.current_device())
-    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
-    results = []
-    for _ in range(2):
-        d = Guarded(m, ldd, out)
-        args = [a, b, d.tensor, m, n, k, k + extra, k + extra, ldd, *values, sm_count, 1, 0, splits, 0]
-        numbers = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
-        assert kernel.query(QUERY_CAN_IMPLEMENT, numbers) == 1
-        workspace = torch.full((kernel.query(QUERY_WORKSPACE_BYTES, numbers),), 0x5A, dtype=torch.uint8, device="cuda")
-        numbers[-1] = workspace.data_ptr() if len(workspace) else 0
-        kernel.launch((1, 1, 1), numbers, torch.cuda.current_stream().cuda_stream)
-        results.append(d.take(n))
-    assert_same(results[0], results[1])
-    return results[0]
+    return launch_cutlass(gemm, source, extra=extra, splits=splits)
 
 
 @pytest.mark.parametrize("extra", [0, 16])

@@ -10,6 +10,7 @@ from torch import Tensor
 from qcut import jit
 from qcut.emitters.core.source import KernelSource
 from qcut.emitters.gemm.problem import GemmProblem, Layout
+from qcut.jit.launch import QUERY_CAN_IMPLEMENT, QUERY_WORKSPACE_BYTES
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, Gemm, assert_same
 
 ARCHITECTURES = {
@@ -115,3 +116,38 @@ def launch_gemm(
         results.append(d.take(length))
     assert_same(results[0], results[1])
     return results[0] if problem.layout_d == "row" else results[0].t()
+
+
+def launch_cutlass(
+    gemm: Gemm, source: KernelSource, *, x: Tensor | None = None, extra: int = 0, splits: int = 1
+) -> Tensor:
+    """Launch a CUTLASS GEMM twice into guarded memory; both results must agree.
+
+    ``extra`` elements more than needed lie between the rows of every matrix. ``x`` replaces the operand A of `gemm`.
+    """
+    a = gemm.a if x is None else x
+    (m, k), n = a.shape, gemm.b.shape[0]
+    a, b = strided(a, k + extra), strided(gemm.b, k + extra)
+    ldd = n + extra
+    values: list[Any] = []
+    for param in gemm.epilogue.params():
+        value = gemm.args[param.name]
+        if param.name == "residual":
+            value = strided(value, ldd)
+        values.append(value.cuda() if isinstance(value, Tensor) else float(value) if param.kind == "f32" else value)
+    kernel = jit.load(jit.build(source), source, torch.cuda.current_device())
+    sm_count = torch.cuda.get_device_properties(0).multi_processor_count
+    results = []
+    for _ in range(2):
+        d = Guarded(m, ldd, TORCH_DTYPE[gemm.epilogue.out])
+        args = [a, b, d.tensor, m, n, k, k + extra, k + extra, ldd, *values, sm_count, 1, 0, splits, 0]
+        numbers = [arg.data_ptr() if isinstance(arg, Tensor) else arg for arg in args]
+        assert kernel.query(QUERY_CAN_IMPLEMENT, numbers) == 1
+        workspace = torch.full(
+            (kernel.query(QUERY_WORKSPACE_BYTES, numbers),), SENTINEL, dtype=torch.uint8, device=DEVICE
+        )
+        numbers[-1] = workspace.data_ptr() if len(workspace) else 0
+        kernel.launch((1, 1, 1), numbers, torch.cuda.current_stream().cuda_stream)
+        results.append(d.take(n))
+    assert_same(results[0], results[1])
+    return results[0]

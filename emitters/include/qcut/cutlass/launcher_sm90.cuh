@@ -16,15 +16,42 @@ struct Launcher {
   using Kernel = typename Call::Kernel;
   using Scheduler = typename Kernel::TileScheduler;
 
+  // A kernel that computes the transpose of D takes the weights as its rows, and D's leading dimension along N.
+  static typename Kernel::Arguments problem(Call const& a) {
+    constexpr auto mode = cutlass::gemm::GemmUniversalMode::kGemm;
+    auto* c = (typename Kernel::ElementC const*)Call::residual_of(a);
+    auto* d = (typename Kernel::ElementD*)a.d;
+    int64_t const ldd = a.ldd;
+    if constexpr (Call::kUnits) {
+      auto* weights = (typename Kernel::ElementA const*)a.units;
+      auto* tokens = (typename Kernel::ElementB const*)a.x;
+      return {mode,
+              {a.n, a.m, 128 * a.units_k, 1},
+              {weights, units_layout((a.n + 63) / 64 * 4, a.units_k), tokens, {128, {}, {}}},
+              {Call::epilogue(a), c, {{}, ldd, {}}, d, {{}, ldd, {}}}};
+    } else if constexpr (Call::kTransposed) {
+      int64_t const lda = a.lda, ldb = a.ldb;
+      auto* weights = (typename Kernel::ElementA const*)a.b;
+      auto* tokens = (typename Kernel::ElementB const*)a.a;
+      return {mode,
+              {a.n, a.m, a.k, 1},
+              {weights, {ldb, {}, {}}, tokens, {lda, {}, {}}},
+              {Call::epilogue(a), c, {{}, ldd, {}}, d, {{}, ldd, {}}}};
+    } else {
+      int64_t const lda = a.lda, ldb = a.ldb;
+      auto* left = (typename Kernel::ElementA const*)a.a;
+      auto* right = (typename Kernel::ElementB const*)a.b;
+      return {mode,
+              {a.m, a.n, a.k, 1},
+              {left, {lda, {}, {}}, right, {ldb, {}, {}}},
+              {Call::epilogue(a), c, {ldd, {}, {}}, d, {ldd, {}, {}}}};
+    }
+  }
+
   static typename Kernel::Arguments arguments(Call const& a) {
     using Raster = typename Scheduler::RasterOrderOptions;
     Raster raster = a.raster == 1 ? Raster::AlongM : a.raster == 2 ? Raster::AlongN : Raster::Heuristic;
-    typename Kernel::Arguments arguments{
-        cutlass::gemm::GemmUniversalMode::kGemm,
-        {a.m, a.n, a.k, 1},
-        {(int8_t const*)a.a, {int64_t(a.lda), {}, {}}, (int8_t const*)a.b, {int64_t(a.ldb), {}, {}}},
-        {Call::epilogue(a), (typename Kernel::ElementC const*)Call::residual_of(a), {int64_t(a.ldd), {}, {}},
-         (typename Kernel::ElementD*)a.d, {int64_t(a.ldd), {}, {}}}};
+    typename Kernel::Arguments arguments = problem(a);
     arguments.hw_info.sm_count = a.sm_count;
     if constexpr (Call::kStreamK) {
       arguments.scheduler = {a.splits, a.swizzle, raster, Scheduler::DecompositionMode::Heuristic};
@@ -55,9 +82,16 @@ struct Launcher {
       if (status != CUDA_SUCCESS) return status;
     }
     typename Kernel::DispatchPolicy::ClusterShape cluster;
-    return qcut::launch(function, Kernel::get_grid_shape(*params),
-                        dim3(cute::size<0>(cluster), cute::size<1>(cluster), 1), Kernel::MaxThreadsPerBlock,
-                        Kernel::SharedStorageSize, stream, flags & 1, &*params);
+    dim3 const ctas(cute::size<0>(cluster), cute::size<1>(cluster), 1);
+    auto launch_with = [&](auto... book) {
+      return qcut::launch(function, Kernel::get_grid_shape(*params), ctas, Kernel::MaxThreadsPerBlock,
+                          Kernel::SharedStorageSize, stream, flags & 1, &*params, &book...);
+    };
+    if constexpr (Call::kUnits) {
+      return launch_with(int8_book(&a.book0));
+    } else {
+      return launch_with();
+    }
   }
 
   static long query(int what, void const* args) {

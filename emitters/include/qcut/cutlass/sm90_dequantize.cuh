@@ -13,14 +13,24 @@
 #include "cute/tensor.hpp"
 
 #include <qcut/cutlass/epilogue.cuh>
+#include <qcut/cutlass/sm90_node.cuh>
 #include "cutlass/arch/grid_dependency_control.h"
-#include "cutlass/epilogue/fusion/sm90_visitor_tma_warpspecialized.hpp"
 
 namespace qcut {
 
+struct DequantizeArguments {
+  int32_t const* colsum = nullptr;
+  int32_t const* token_zero_point = nullptr;
+  int32_t zero_point = 0;
+  float const* row_scale = nullptr;
+  float const* col_scale = nullptr;
+  float tensor_scale = 1.f;
+  float const* bias = nullptr;
+};
+
 template <class CtaTile, class ElementOutput, bool kZeroPointTensor, bool kZeroPointToken, bool kRowScale,
           bool kColScaleTensor, bool kColScaleChannel, bool kBias>
-struct Sm90Dequantize {
+struct Sm90Dequantize : Sm90Node<DequantizeArguments> {
   static constexpr int kTileN = cute::size<1>(CtaTile{});
   static constexpr bool kColsum = kZeroPointTensor || kZeroPointToken;
   static constexpr int kChannelVectors = int(kColsum) + int(kColScaleChannel) + int(kBias);
@@ -30,49 +40,12 @@ struct Sm90Dequantize {
     alignas(16) float channel[kChannelVectors > 0 ? kChannelVectors * kTileN : 4];
   };
 
-  struct Arguments {
-    int32_t const* colsum = nullptr;
-    int32_t const* token_zero_point = nullptr;
-    int32_t zero_point = 0;
-    float const* row_scale = nullptr;
-    float const* col_scale = nullptr;
-    float tensor_scale = 1.f;
-    float const* bias = nullptr;
-  };
-  using Params = Arguments;
-
-  template <class ProblemShape>
-  static constexpr Params to_underlying_arguments(ProblemShape const&, Arguments const& args, void*) {
-    return args;
-  }
-  template <class ProblemShape>
-  static bool can_implement(ProblemShape const&, Arguments const&) {
-    return true;
-  }
-  template <class ProblemShape>
-  static size_t get_workspace_size(ProblemShape const&, Arguments const&) {
-    return 0;
-  }
-  template <class ProblemShape>
-  static cutlass::Status initialize_workspace(ProblemShape const&, Arguments const&, void*, cudaStream_t,
-                                              cutlass::CudaHostAdapter* = nullptr) {
-    return cutlass::Status::kSuccess;
-  }
-
   CUTLASS_HOST_DEVICE Sm90Dequantize() {}
   CUTLASS_HOST_DEVICE Sm90Dequantize(Params const& params_, SharedStorage const& storage)
       : params(params_), channel(const_cast<float*>(storage.channel)) {}
 
   Params params;
   float* channel = nullptr;
-
-  CUTLASS_DEVICE bool is_producer_load_needed() const { return false; }
-  CUTLASS_DEVICE bool is_C_load_needed() const { return false; }
-
-  template <class... Args>
-  CUTLASS_DEVICE auto get_producer_load_callbacks(cutlass::epilogue::fusion::ProducerLoadArgs<Args...> const&) {
-    return cutlass::epilogue::fusion::EmptyProducerLoadCallbacks{};
-  }
 
   template <int kThreads, class SmemVector, class RegVector, class RowCoord, class RowReg, class PointReg, class Residue>
   struct ConsumerStoreCallbacks : cutlass::epilogue::fusion::EmptyConsumerStoreCallbacks {

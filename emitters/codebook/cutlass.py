@@ -1,0 +1,77 @@
+"""Products of int8 tokens with codebook weights of one norm a row, on sm_90a: CUTLASS's main loop of mixed types.
+
+``D = act(acc * row_scale[m] * col_scale[n] + bias[n])``, acc the int32 product with weights ``q[idx[n, k]]``. A row
+with one norm has the same 16 int8 values as every other, so that they are an argument of the kernel, and three ``prmt``
+decode four weights. Weights and tokens lie in memory as for all other kernels; how CUTLASS reads them:
+``include/qcut/cutlass/codebook_operands.cuh``.
+
+The kernel computes the transpose of D, as `qcut.emitters.gemm.cutlass.w8a16`'s does.
+"""
+
+from __future__ import annotations
+
+from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, shared_memory
+from qcut.emitters.core.names import procedural_name
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.gemm.cutlass.text import Operands, emit, sm90_defines
+from qcut.emitters.gemm.cutlass.tiles import tile
+from qcut.emitters.gemm.cutlass.w8a16 import TRANSPOSED_TILE, swapped
+from qcut.emitters.gemm.problem import TileConfig
+
+FAMILY = "codebook_cutlass"
+
+MENU: tuple[TileConfig, ...] = (tile("cooperative", "256x128x128 c1x2"),)
+"""What sizes choose from. Short, because each member is built on first use."""
+
+CONSTRAINTS = (
+    ARCHITECTURE,
+    Constraint("tokens", "are s8", lambda p, t, arch: p.x is DType.S8),
+    Constraint("weights", "are 4-bit indices with one norm a row", lambda p, t, arch: p.bits == 4 and p.row_norm),
+    ROTATED_BEFORE,
+    Constraint(
+        "alignment_n",
+        "rows of D are multiples of 16 bytes",
+        lambda p, t, arch: p.alignment_n * p.epilogue.out.bits >= 128,
+    ),
+    Constraint("residual", "is None", lambda p, t, arch: not p.epilogue.residual),
+    *TRANSPOSED_TILE,
+    Constraint("k", "is 128 a stage: a unit", lambda p, t, arch: t.threadblock_shape[2] == 128),
+    shared_memory(
+        "two stages of operands", lambda p, t: 2 * 128 * (t.threadblock_shape[0] + t.threadblock_shape[1] // 2)
+    ),
+)
+"""What this family can build, on (problem, tile, arch)."""
+
+
+def validate(problem: CodebookProblem, tile: TileConfig, arch: str) -> None:
+    """Check that this family can build a kernel for the problem with this tile on this architecture.
+
+    Raises:
+        EmitError: a constraint is broken; the message has the kernel's name and the first broken constraint.
+    """
+    check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
+
+
+def default_tiles(arch: str) -> tuple[TileConfig, ...]:
+    """Return the menu of an architecture; `validate` tells which tiles suit a problem."""
+    return MENU if architecture(arch).wgmma else ()
+
+
+def emit_codebook_cutlass(problem: CodebookProblem, tile: TileConfig, arch: str) -> KernelSource:
+    """Write one product and its launcher.
+
+    Arguments are ``problem.params()``, of which norms and fold are not read, and
+    `qcut.emitters.gemm.cutlass.text.LAUNCH_PARAMS`. x, units and D start at multiples of 16 bytes.
+
+    Exactness: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight`` for the
+    activations none and relu, where all rows have the same int8 values; a zero may have either sign.
+
+    Raises:
+        EmitError: see `validate`, or nvidia-cutlass cannot be imported.
+    """
+    validate(problem, tile, arch)
+    operands = Operands("u4", "s8", DType.S32, transposed=True, units=True)
+    name, inner = procedural_name(FAMILY, arch, problem, tile), swapped(tile)
+    return emit(name, operands, problem.epilogue, inner, arch, problem.params(), defines=sm90_defines(inner))
