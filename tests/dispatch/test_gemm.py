@@ -323,6 +323,17 @@ def test_explain_names_kernel_reason_model_and_table(monkeypatch: pytest.MonkeyP
     assert "_f32_b_" in qcut.explain(64, 64, 64, gpu="sm_80", epilogue=fused).kernel
 
 
+def test_explain_names_the_kernel_that_streams_the_weights_of_few_tokens():
+    few = qcut.explain(4, 4096, 4096, gpu="NVIDIA H200")
+    assert few.kernel.startswith("qcut_int8_stream_sm90a_none_f16_zm_sm_sn_b_m4_")
+    assert (few.choice.family, few.choice.reason, few.others) == ("int8_stream", "few tokens", ())
+    assert "Why: few tokens.\nModel: " in str(few)
+    assert 16.8 / 4.48 < few.estimate.time_us < 8
+    assert qcut.explain(4, 4096, 4096, gpu="NVIDIA H200", tensor_cores=False).choice.family == "int8_dp4a"
+    assert qcut.explain(4, 4096, 4096, gpu="NVIDIA H200", out="s32").choice.family != "int8_stream"
+    assert qcut.explain(512, 4096, 4096, gpu="NVIDIA H200").choice.family == "int8_cutlass"
+
+
 def test_explain_says_whose_table_is_a_start():
     text = str(qcut.explain(4096, 4096, 4096, gpu="NVIDIA H100 80GB HBM3"))
     assert "Why: tuned for NVIDIA H200, used as a start for NVIDIA H100 80GB HBM3." in text
