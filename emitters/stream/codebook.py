@@ -107,8 +107,8 @@ CONSTRAINTS = (
     ),
     Constraint(
         "quantizes",
-        "takes a tile whose threads hold all columns in two pieces of 16 at most",
-        lambda p, t, arch: p.rotates in (None, p.x) or t.units * t.splits <= 8,
+        "takes a tile whose threads hold the CTA's columns in two pieces of 16 at most",
+        lambda p, t, arch: p.rotates in (None, p.x) or t.units <= 8,
     ),
     CLUSTERS,
     Constraint(

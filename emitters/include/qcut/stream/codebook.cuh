@@ -271,7 +271,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   args.col_scale_per_channel = col_scale;
   args.bias = bias;
   args.row_scale = row_scale;
-  x.finish(regions, cta_first, row_scale);
+  x.finish(regions, row_scale);
   __syncthreads();  // the table is complete
   copy_async_wait<1>();
   __syncwarp();
