@@ -171,7 +171,9 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target)
         return _stream(problem, m, n, units, target)
     if architecture(target.arch).wgmma:
         if m > DECODE_TOKENS:
-            return CodebookChoice(CODEBOOK_WGMMA.name, tiles.wgmma_tile(problem, m, n, units, target))
+            tile = tiles.prompt_tile(problem, m, n, units, target)
+            streams = isinstance(tile, CodebookStreamWgmmaTile)
+            return CodebookChoice(CODEBOOK_STREAM_WGMMA.name if streams else CODEBOOK_WGMMA.name, tile)
         if not tiles.is_wgmma_better(problem, m, n, units, target):
             # The kernel's warps hold the tokens of all K, so a long K has no such kernel.
             with suppress(EmitError):
