@@ -57,7 +57,7 @@ class CodebookWgmmaTile:
 
     @property
     def name(self) -> str:
-        """``{rows}x{tokens}_c{cluster}_s{stages}_l{lead}``, ``_k{splits}`` if split, ``_t`` with pairs, ``_f`` if fine."""
+        """``{rows}x{tokens}_c{cluster}_s{stages}_l{lead}``, ``_k{splits}`` if split, ``_t`` with pairs, ``_f`` fine."""
         splits = f"_k{self.splits}" if self.splits > 1 else ""
         return (
             f"{ROWS}x{self.tokens}_c{self.cluster}_s{self.stages}_l{self.lead}{splits}"

@@ -105,11 +105,6 @@ CONSTRAINTS = (
         "takes a tile of one token: more are rotated once, by a kernel before",
         lambda p, t, arch: t.tokens == 1 or p.rotates is None,
     ),
-    Constraint(
-        "quantizes",
-        "takes a tile whose threads hold all columns in two pieces of 16 at most",
-        lambda p, t, arch: p.rotates in (None, p.x) or t.units * t.splits <= 8,
-    ),
     CLUSTERS,
     Constraint(
         "registers",

@@ -7,11 +7,12 @@ registers; bulk copies bring the tokens to shared memory. The CTAs of a cluster 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import gcd
 
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import SPLITS, Constraint, check
+from qcut.emitters.core.constraints import SPLITS, Constraint, check, holds
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
@@ -108,6 +109,28 @@ def smem_bytes(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     staged = table + tile.stages * 16 * problem.x.bits * tile.tokens
     sums = 4 * tile.tokens * (rows + 4)
     return max(staged, sums) + 16 * tile.stages + 8 * rows + 4 * tile.tokens
+
+
+PROMPT_SHAPES = (
+    (64, 1, 1), (64, 1, 2), (64, 2, 1), (64, 2, 2), (96, 1, 1), (96, 1, 2), (96, 2, 1), (128, 1, 1), (128, 1, 2),
+    (128, 1, 4), (128, 2, 1), (128, 2, 2), (128, 4, 1), (192, 1, 1), (192, 2, 1),
+)  # fmt: skip
+"""(tokens, groups, splits) of tiles for prompts."""
+
+
+def default_tiles(problem: CodebookProblem) -> tuple[CodebookStreamWgmmaTile, ...]:
+    """Return tiles for prompts, each with as many units of weights and of tokens in flight as fit."""
+    tiles = (deepest(problem, *shape) for shape in PROMPT_SHAPES)
+    return tuple(tile for tile in tiles if tile is not None)
+
+
+def deepest(problem: CodebookProblem, tokens: int, groups: int, splits: int) -> CodebookStreamWgmmaTile | None:
+    """The tile for prompts of a shape, or None if none fits."""
+    for prefetch, stages in product((4, 3, 2, 1), range(8, 2, -1)):
+        tile = CodebookStreamWgmmaTile(tokens, groups, splits, stages, prefetch, fine=True)
+        if holds(CONSTRAINTS, problem, tile, "sm_90a"):
+            return tile
+    return None
 
 
 def grid(tile: CodebookStreamWgmmaTile, n: int) -> Grid:

@@ -178,9 +178,11 @@ def select(
         return _stream(problem, m, n, units, target)
     if architecture(target.arch).wgmma:
         if m > DECODE_TOKENS:
-            if cutlass and (tile := tiles.cutlass_tile(problem, m, n, units, target)) is not None:
-                return CodebookChoice(CODEBOOK_CUTLASS.name, tile)
-            return CodebookChoice(CODEBOOK_WGMMA.name, tiles.wgmma_tile(problem, m, n, units, target))
+            if cutlass and (prompt := tiles.cutlass_tile(problem, m, n, units, target)) is not None:
+                return CodebookChoice(CODEBOOK_CUTLASS.name, prompt)
+            tile = tiles.prompt_tile(problem, m, n, units, target)
+            streams = isinstance(tile, CodebookStreamWgmmaTile)
+            return CodebookChoice(CODEBOOK_STREAM_WGMMA.name if streams else CODEBOOK_WGMMA.name, tile)
         if not tiles.is_wgmma_better(problem, m, n, units, target):
             # The kernel's warps hold the tokens of all K, so a long K has no such kernel.
             with suppress(EmitError):

@@ -96,7 +96,7 @@ def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(tar
         assert ctas >= 1
         assert rest == [1, 1]
         tile = choice.tile
-        if "stream" in choice.family:
+        if choice.family in ("codebook_stream", "codebook_stream_rounds"):
             assert grid.rows >= m
         if choice.family == "codebook_stream":
             assert tile.capacity >= units
@@ -104,7 +104,7 @@ def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(tar
         elif choice.family == "codebook_stream_rounds":
             assert ctas * tile.row_tiles * 16 >= n
         elif choice.family == "codebook_stream_wgmma":
-            assert ctas // tile.splits * tile.groups * 64 >= n
+            assert ctas // tile.splits * tile.groups * 64 * tile.tokens >= m * n
         elif choice.family == "codebook_mma":
             assert ctas * tile.threadblock_shape[0] * tile.threadblock_shape[1] >= m * n
 

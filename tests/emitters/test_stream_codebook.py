@@ -146,13 +146,13 @@ def test_long_sums_need_clusters():
 @pytest.mark.parametrize(
     ("n", "units", "m", "name"),
     [
-        (14336, 32, 1, "t1_r7_w32_u1_k1_p1"),
-        (14336, 32, 16, "t16_r7_w16_u2_k1_p1"),
-        (4096, 112, 1, "t1_r9_w28_u1_k4_p1"),
-        (4096, 112, 8, "t8_r9_w28_u1_k4_p1"),
-        (4096, 32, 8, "t8_r2_w32_u1_k1_p1"),
-        (1280, 10, 1, "t1_r1_w10_u1_k1_p1"),
-        (5120, 10, 8, "t8_r3_w10_u1_k1_p3"),
+        (14336, 32, 1, "t1_r7_w32_u1_k1_p1_a"),
+        (14336, 32, 16, "t16_r7_w16_u2_k1_p1_a"),
+        (4096, 112, 1, "t1_r9_w28_u1_k4_p1_a"),
+        (4096, 112, 8, "t8_r9_w28_u1_k4_p1_a"),
+        (4096, 32, 8, "t8_r2_w32_u1_k1_p1_a"),
+        (1280, 10, 1, "t1_r1_w10_u1_k1_p1_a"),
+        (5120, 10, 8, "t8_r3_w10_u1_k1_p3_a"),
     ],
 )
 def test_measured_shapes_have_their_best_tile(n: int, units: int, m: int, name: str):
@@ -189,7 +189,6 @@ REFUSALS = {
     "prefetch": (HALF, replace(SMALL, prefetch=3), "sm_80"),
     "splits": (HALF, replace(SMALL, splits=3), "sm_90a"),
     "rotates": (ROTATES, SMALL, "sm_80"),
-    "quantizes": (QUANTIZES, CodebookStreamTile(1, 1, 4, 4, 4), "sm_90a"),
     "clusters": (HALF, CLUSTER, "sm_80"),
     "registers": (HALF, CodebookStreamTile(16, 1, 32), "sm_90a"),
     "shared_memory": (HALF, CodebookStreamTile(8, 12, 32), "sm_90a"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 from qcut.dispatch.cost_model import tile_cycles
 from qcut.dispatch.gpus import Target
@@ -71,10 +72,19 @@ def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: 
         exchange = pace * _EXCHANGE * splits if splits > 1 else 0
         cost = waves * (read + sums + exchange + pace * _TABLE * ctas) + pace * _WAVE * (waves - 1)
         if best is None or cost < best[0]:
-            best = cost, tile
+            best = cost, replace(tile, alone=ctas == 1 and _is_alone(problem, arch))
     if best is None:
         raise EmitError(f"codebook decode: no tile for {units_k} units of K, {n} rows and {m} tokens on {arch}")
     return best[1]
+
+
+def _is_alone(problem: CodebookProblem, arch: str) -> bool:
+    """Whether a CTA of few tokens that the model puts on an SM shall have the SM to itself.
+
+    Measured on sm_90a: 0.1 to 1.8 µs of a layer 1280 or 5120 wide, nothing elsewhere; a kernel that rotates its 16-bit
+    token, whose table of pairs takes most of the start, loses 0.05.
+    """
+    return architecture(arch).wgmma and (problem.rotates is None or problem.rotates is not problem.x)
 
 
 def _largest(problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> CodebookStreamTile | None:
@@ -168,7 +178,7 @@ def stream_wgmma_tile(
         key=lambda choice: cost(*choice),
     )
     chain = -(-units_k // splits)
-    tile = CodebookStreamWgmmaTile(tokens, groups, splits, max(3, min(chain, 16)), min(4, chain))
+    tile = CodebookStreamWgmmaTile(tokens, groups, splits, max(3, min(chain, 16)), min(4, chain), alone=True)
     while not is_legal(replace(tile, stages=3)):
         tile = replace(tile, prefetch=tile.prefetch - 1)
     while not is_legal(tile):
@@ -199,34 +209,102 @@ CUTLASS_TOKENS = 1024
 """Fewest tokens that ``codebook_cutlass`` serves."""
 
 
-def wgmma_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookWgmmaTile:
-    """The tile of ``codebook_wgmma``'s menu with the least `wgmma_cycles`."""
-    tiles = wgmma.default_tiles(problem)
-    return min(tiles, key=lambda tile: wgmma_cycles(problem, tile, m, n, units_k, target.sm_count))
+def prompt_tile(
+    problem: CodebookProblem, m: int, n: int, units_k: int, target: Target
+) -> CodebookStreamWgmmaTile | CodebookWgmmaTile:
+    """The tile of the menus of ``codebook_stream_wgmma`` and ``codebook_wgmma`` with the least `prompt_cycles`."""
+    tiles = (*stream_wgmma.default_tiles(problem), *wgmma.default_tiles(problem))
+    return min(tiles, key=lambda tile: prompt_cycles(problem, tile, m, n, units_k, target))
 
 
-def wgmma_cycles(
-    problem: CodebookProblem, tile: CodebookWgmmaTile, m: int, n: int, units_k: int, sm_count: int
+class _StreamCost(NamedTuple):
+    """Cycles of ``codebook_stream_wgmma``: a unit takes the longer of all groups' products and one group's chain.
+
+    Attributes:
+        product: for each product of 64 rows and 8 bits of a token's unit, all groups one after the other.
+        group: for each group beside.
+        chain: as ``product``, of one group alone.
+        decode: beside, decoding that one group cannot hide.
+        cta: of a CTA, beside its units.
+        output: for each token and group, in a CTA.
+        exchange: of a CTA whose cluster shares K.
+        launch: of a launch.
+    """
+
+    product: float
+    group: float
+    chain: float
+    decode: float
+    cta: float
+    output: float
+    exchange: float
+    launch: float
+
+
+class _WgmmaCost(NamedTuple):
+    """Cycles of ``codebook_wgmma``.
+
+    Attributes:
+        unit: of a unit.
+        token: of a unit, for each token.
+        pairs_unit: as ``unit``, with a table of pairs.
+        pairs_token: as ``token``, with a table of pairs.
+        tile: of a tile, beside its units.
+        output: of a tile, for each token.
+        exchange: for each token of a tile whose cluster shares K.
+        pair: of a tile of a cluster that shares tokens.
+        launch: of a launch.
+    """
+
+    unit: float
+    token: float
+    pairs_unit: float
+    pairs_token: float
+    tile: float
+    output: float
+    exchange: float
+    pair: float
+    launch: float
+
+
+_STREAM_F16 = _StreamCost(1.089, 190, 0.786, 600, 2800, 14.2, 255, 0)
+_STREAM_S8 = _StreamCost(1.122, 243, 0.0, 1060, 812, 14.1, 1124, 2275)
+_WGMMA_F16 = _WgmmaCost(1164, 4.7, 904, 5.46, 667, 22.3, 31, 0, 2900)
+_WGMMA_S8 = _WgmmaCost(911, 1.09, 0, 0, 1372, 26, 28, 385, 2100)
+_SLOT = 60
+"""Cycles of a unit for each norm after the first."""
+
+
+def prompt_cycles(
+    problem: CodebookProblem,
+    tile: CodebookStreamWgmmaTile | CodebookWgmmaTile,
+    m: int,
+    n: int,
+    units_k: int,
+    target: Target,
 ) -> float:
-    """Estimated time of a launch of ``codebook_wgmma``, in cycles of an SM.
+    """Estimated time of a launch for a prompt of m tokens, in cycles of an SM.
 
-    The time of a unit is the longer of two: decoding and multiplying the unit, and loading its tokens from the L2,
-    which all SMs share.
-
-    Source: measured on an H200 at 14336x4096, one wave of 64, 128 and 256 tokens.
+    Source: constants fitted to layers of 64 to 1,024 tokens, timed on an H200 at 1280x1280, 5120x1280, 1280x5120,
+    4096x4096, 14336x4096 and 4096x14336.
     """
     s8 = problem.x is DType.S8
-    chain = 1000 + 1.6 * tile.tokens if s8 else 1260 + 5.0 * tile.tokens
-    chain += 60 * (problem.slots - 1)
-    tiles = -(-m // tile.tokens) * -(-n // (wgmma.ROWS * tile.cluster))
-    at_once = max(1, sm_count // (tile.cluster * tile.splits))
-    busy = min(1.0, tiles / at_once)
-    traffic = 128 * problem.x.bits // 8 * tile.tokens / tile.cluster / 22 * busy
-    units = -(-units_k // tile.splits)
-    tile_cycles = units * max(chain, traffic) + 3000 + 10 * tile.tokens + 1500 * (tile.cluster - 1)
-    if tile.splits > 1:
-        tile_cycles += 3000 + 10 * tile.tokens
-    return -(-tiles // at_once) * tile_cycles
+    slots = _SLOT * (problem.slots - 1)
+    units, tokens = -(-units_k // tile.splits), tile.tokens
+    at_once = target.machine.clusters_at_once
+    if isinstance(tile, CodebookStreamWgmmaTile):
+        c = _STREAM_S8 if s8 else _STREAM_F16
+        products = problem.x.bits / 4 * tokens
+        unit = max(tile.groups * (c.product * products + c.group), c.chain * products + c.decode) + slots
+        cta = units * unit + c.cta + c.output * tokens * tile.groups + c.exchange * (tile.splits > 1)
+        clusters = -(-n // (GROUP_ROWS * tile.groups)) * -(-m // tokens)
+        return c.launch + -(-clusters // max(1, at_once(tile.splits))) * cta
+    w = _WGMMA_S8 if s8 else _WGMMA_F16
+    unit = (w.pairs_unit + w.pairs_token * tokens if tile.pairs else w.unit + w.token * tokens) + slots
+    cycles = units * unit + w.tile + w.output * tokens + w.pair * (tile.cluster - 1)
+    cycles += w.exchange * tokens * (tile.splits > 1)
+    clusters = -(-n // (wgmma.ROWS * tile.cluster)) * -(-m // tokens)
+    return w.launch + -(-clusters // max(1, at_once(tile.cluster * tile.splits))) * cycles
 
 
 def cutlass_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> TileConfig | None:

@@ -170,7 +170,7 @@ struct UnitProduct<int8_t, Values> {
 #pragma unroll
       for (int i = s * kSteps; i < (s + 1) * kSteps; ++i) {
         uint32_t a[4];
-        decode_s8<(kTokenTiles > 1)>(a, unit.words.word(2 * i), unit.words.word(2 * i + 1), row, row8);
+        decode_s8(a, unit.words.word(2 * i), unit.words.word(2 * i + 1), row, row8);
 #pragma unroll
         for (int j = 0; j < kTokenTiles; ++j) mma_s8(sum[j], a, b[j][2 * i], b[j][2 * i + 1]);
       }
@@ -271,7 +271,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   args.col_scale_per_channel = col_scale;
   args.bias = bias;
   args.row_scale = row_scale;
-  x.finish(regions, cta_first, row_scale);
+  x.finish(regions, row_scale);
   __syncthreads();  // the table is complete
   copy_async_wait<1>();
   __syncwarp();

@@ -9,6 +9,7 @@
 
 #include <qcut/codebook/codebook.cuh>
 #include <qcut/codebook/rotate.cuh>
+#include <qcut/core/cluster.cuh>
 
 namespace qcut {
 
@@ -103,7 +104,7 @@ struct BlockTokens {
                         first + block / Shared::kBlocks >= units_k);
     }
   }
-  __device__ __forceinline__ void finish(uint32_t, int, float*) const {}
+  __device__ __forceinline__ void finish(uint32_t, float*) const {}
 };
 
 // Columns of one token as the model stores it, 16 to a thread: those of kHere units from unit `first` on. Each piece is
@@ -180,7 +181,7 @@ struct RowToken {
   __device__ __forceinline__ void request(uint32_t, int, int cta_first, int units_k) {
     pieces.load(cta_first, units_k);
   }
-  __device__ __forceinline__ void finish(uint32_t regions, int, float*) const {
+  __device__ __forceinline__ void finish(uint32_t regions, float*) const {
 #pragma unroll
     for (int i = 0; i < Pieces::kRounds; ++i) {
       if (!Pieces::has(i)) break;
@@ -200,22 +201,26 @@ struct RowToken {
   }
 };
 
-// One token as the model stores it, to be multiplied as int8. A CTA rotates all columns for their largest magnitude,
-// and quantizes and stages those that its warps multiply, bitwise as codebook/rotate.cuh does.
+// One token as the model stores it, to be multiplied as int8. A CTA rotates the columns that its warps multiply, learns
+// the largest magnitude of all from the other CTAs of its cluster, and quantizes and stages its columns, bitwise as
+// codebook/rotate.cuh does. The kernel has arrived at the cluster's barrier before, and waits for it after.
 template <class X, class Tile, int kGroup>
 struct QuantizedToken {
   static constexpr int kCtaUnits = Tile::kWarps * Tile::kUnits;
-  using Pieces = TokenPieces<X, Tile, kGroup, kCtaUnits * Tile::kSplits>;
+  using Pieces = TokenPieces<X, Tile, kGroup, kCtaUnits>;
   static constexpr bool kHasScale = true;
   Pieces pieces;
 
   __device__ __forceinline__ QuantizedToken(const X* x, const uint32_t* signs, int k, int units_pass, float factor)
       : pieces(x, signs, k, units_pass, factor) {}
-  __device__ __forceinline__ void begin(int, int units_k) { pieces.load_signs(0, units_k); }
-  __device__ __forceinline__ void request(uint32_t, int, int, int units_k) { pieces.load(0, units_k); }
+  __device__ __forceinline__ void begin(int cta_first, int units_k) { pieces.load_signs(cta_first, units_k); }
+  __device__ __forceinline__ void request(uint32_t, int, int cta_first, int units_k) {
+    pieces.load(cta_first, units_k);
+  }
   // Writes the token's scale for the epilogue.
-  __device__ __forceinline__ void finish(uint32_t regions, int cta_first, float* scale) const {
+  __device__ __forceinline__ void finish(uint32_t regions, float* scale) const {
     __shared__ uint32_t peaks[Tile::kWarps];
+    __shared__ uint32_t cluster_peaks[Tile::kSplits];
     float r[Pieces::kRounds][kLaneColumns];
     uint32_t peak = 0;
 #pragma unroll
@@ -229,12 +234,23 @@ struct QuantizedToken {
     const int lane = threadIdx.x % 32;
     if (lane == 0) peaks[threadIdx.x / 32] = peak;
     __syncthreads();
-    const QuantizedRow quantized(warp_max(lane < Tile::kWarps ? peaks[lane] : 0u));
+    peak = warp_max(lane < Tile::kWarps ? peaks[lane] : 0u);
+    if constexpr (Tile::kSplits > 1) {
+      cluster_wait();  // all CTAs of the cluster have started
+      if (threadIdx.x < Tile::kSplits) {
+        store_cluster_4(shared_address(cluster_peaks + blockIdx.x % Tile::kSplits), threadIdx.x, peak);
+      }
+      cluster_arrive();
+      cluster_wait();
+      peak = warp_max(lane < Tile::kSplits ? cluster_peaks[lane] : 0u);
+      cluster_arrive_relaxed();
+    }
+    const QuantizedRow quantized(peak);
     if (threadIdx.x == 0) *scale = quantized.scale();
 #pragma unroll
     for (int i = 0; i < Pieces::kRounds; ++i) {
       if (!Pieces::has(i)) break;
-      const int unit = Pieces::unit(i) - cta_first;
+      const int unit = Pieces::unit(i);
       uint32_t w[4];
 #pragma unroll
       for (int h = 0; h < 4; h += 2) {  // words as rotate.cuh stores them
@@ -247,7 +263,7 @@ struct QuantizedToken {
       }
       const uint32_t at = regions + unit / Tile::kUnits * StreamShared<int8_t, Tile>::kRegionBytes +
                           128 * (unit % Tile::kUnits) + Pieces::column();
-      if (unit >= 0 && unit < kCtaUnits) store_shared_16(at, w);
+      if (unit < kCtaUnits) store_shared_16(at, w);
     }
   }
 };
