@@ -16,6 +16,7 @@ from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import int8_tile
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.families import INT8_CUTLASS, INT8_STREAM, W8A16_MMA
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
@@ -104,7 +105,9 @@ class Product(NamedTuple):
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
     """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
-    return chosen_spec(dispatch.select_w8a16(problem, rows, n, k, gpu), problem, n, gpu, pdl=pdl)
+    nvcc = architecture(gpu.arch).wgmma and has_cutlass()
+    choice = dispatch.select_w8a16(problem, rows, n, k, gpu, nvcc=nvcc)
+    return chosen_spec(choice, problem, n, gpu, pdl=pdl)
 
 
 def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:

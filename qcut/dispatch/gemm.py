@@ -12,13 +12,15 @@ from qcut.dispatch import tables
 from qcut.dispatch.cost_model import Estimate, GemmTile, estimate, tile_cycles
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import w8a16_tile
+from qcut.dispatch.tiles.w8a16 import is_wgmma_better, wgmma_tile
 from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.families import FAMILIES, INT8_CUTLASS, INT8_DP4A, W8A16_MMA, W8A16_STREAM, family
+from qcut.emitters.families import FAMILIES, INT8_CUTLASS, INT8_DP4A, W8A16_MMA, W8A16_STREAM, W8A16_WGMMA, family
 from qcut.emitters.gemm import w8a16
 from qcut.emitters.gemm.problem import GemmProblem, Layout
+from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
 from qcut.emitters.stream import w8a16 as w8a16_stream
 from qcut.emitters.stream.w8a16 import W8A16Tile
 from qcut.errors import ConfigError
@@ -43,7 +45,7 @@ class Choice:
     """
 
     family: str
-    tile: GemmTile | W8A16Tile
+    tile: GemmTile | W8A16Tile | W8A16WgmmaTile
     swizzle: int = 1
     raster: int = 0
     splits: int = 1
@@ -146,7 +148,7 @@ def best_tile(name: str, problem: GemmProblem, m: int, n: int, k: int, target: T
 
 def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Estimate:
     """What the cost model expects of a choice on an int8 GEMM."""
-    assert not isinstance(choice.tile, W8A16Tile), "an int8 GEMM"
+    assert not isinstance(choice.tile, W8A16Tile | W8A16WgmmaTile), "an int8 GEMM"
     kind = family(choice.family)
     return estimate(
         choice.family,
@@ -161,8 +163,19 @@ def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, targe
     )
 
 
-def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice:
-    """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own."""
+def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *, nvcc: bool = True) -> Choice:
+    """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own.
+
+    Args:
+        problem: types, alignments and epilogue.
+        m: rows of A and D.
+        n: columns of B and D.
+        k: summed over.
+        target: the GPU.
+        nvcc: whether nvcc and g++ are there, which ``w8a16_wgmma`` needs.
+    """
+    if nvcc and W8A16_WGMMA.menu(problem, target.arch) and is_wgmma_better(m, n, k, target):
+        return Choice(W8A16_WGMMA.name, wgmma_tile(m, n, k, target))
     if m <= w8a16_stream.MAX_TOKENS:
         return Choice(W8A16_STREAM.name, w8a16_tile(problem, m, n, k, target))
     bits = problem.epilogue.out.bits

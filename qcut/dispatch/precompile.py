@@ -10,7 +10,7 @@ from qcut.dispatch import codebook, gemm
 from qcut.dispatch.gpus import target_named
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA, W8A16_MMA, family
+from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA, W8A16_MMA, W8A16_WGMMA, family
 from qcut.emitters.gemm.problem import GemmProblem
 
 LAYERS = (
@@ -34,7 +34,7 @@ def precompile_sources(arch: str) -> list[KernelSource]:
 
     The list holds every CUTLASS tile of the architecture's menu with the epilogues of `qcut.Linear` in float16 (dynamic
     W8A8 with a bias, without, and with GELU), the menu of ``int8_mma`` with the first of these epilogues, and the tiles
-    of ``int8_wmma`` and ``int8_dp4a`` that the model prefers at 4096 cubed; W8A16's menu for prompts; and kernels that
+    of ``int8_wmma`` and ``int8_dp4a`` that the model prefers at 4096 cubed; W8A16's menus for prompts; and kernels that
     depend on sizes, W8A16 for few tokens and ``codebook4``, for the layers of GPT-2 Large and Llama 3 8B.
     """
     base = Epilogue(out=DType.F16, row_scale="per_token", col_scale="per_channel", bias=True)
@@ -48,6 +48,7 @@ def precompile_sources(arch: str) -> list[KernelSource]:
         sources.append(family(name).emit(problems[0], tile, arch))
     w8a16 = GemmProblem(a=DType.F16, epilogue=replace(base, row_scale="none"), alignment_k=8)
     sources += [W8A16_MMA.emit(w8a16, tile, arch) for tile in W8A16_MMA.menu(w8a16, arch)]
+    sources += [W8A16_WGMMA.emit(w8a16, tile, arch) for tile in W8A16_WGMMA.menu(w8a16, arch)]
     few: dict[str, KernelSource] = {}
     for (n, k, bias, activation), m in product(LAYERS, _FEW_TOKENS):
         epilogue = replace(w8a16.epilogue, bias=bias, activation=Activation(activation))

@@ -27,7 +27,7 @@ from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
-from qcut.emitters.families import FAMILIES, family
+from qcut.emitters.families import FAMILIES, W8A16_WGMMA, family
 from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.errors import ConfigError, DeviceError, UnsupportedError
@@ -245,8 +245,12 @@ def test_w8a16_kernels_by_tokens(gpu: Target):
     for m in (1, 8, 16, 32, 33, 64, 4096):
         for n, k in ((1, 1), (1280, 1280), (14336, 4096), (4096, 14336)):
             choice = dispatch.select_w8a16(problem, m, n, k, gpu)
-            assert choice.family == ("w8a16_stream" if m <= 32 else "w8a16_mma")
+            many = "w8a16_wgmma" if gpu.arch == "sm_90a" else "w8a16_mma"
+            assert choice.family == ("w8a16_stream" if m <= 32 else many)
             assert dispatch.emit(choice, problem, gpu.arch).arch == gpu.arch  # which validates the tile
+            if choice.family == "w8a16_wgmma":
+                assert choice.tile in W8A16_WGMMA.menu(problem, gpu.arch)
+                continue
             grid = dispatch.grid(choice, n, gpu.sm_count)
             x, y, z = grid(m)
             assert (y, z) == (1, 1)
@@ -255,6 +259,13 @@ def test_w8a16_kernels_by_tokens(gpu: Target):
                 assert x // choice.tile.splits * 16 * choice.tile.row_tiles >= n
             else:
                 assert x * grid.rows * choice.tile.threadblock_shape[1] >= m * n
+
+
+def test_w8a16_products_that_wgmma_cannot_serve_stay_where_they_were():
+    problem = GemmProblem(a=DType.F16, epilogue=Epilogue(DType.F16, "none", "per_channel", bias=True), alignment_k=8)
+    assert dispatch.select_w8a16(problem, 256, 4096, 4096, H200).family == "w8a16_wgmma"
+    assert dispatch.select_w8a16(problem, 256, 4096, 4096, H200, nvcc=False).family == "w8a16_mma"
+    assert dispatch.select_w8a16(replace(problem, alignment_k=1), 256, 4096, 4095, H200).family == "w8a16_mma"
 
 
 # ── explain ──────────────────────────────────────────────────────────────────────────────────────
@@ -368,7 +379,9 @@ def test_precompile_covers_both_toolchains_and_every_family(arch: str):
     sources = precompile_sources(arch)
     wanted = {*FAMILIES, "w8a16_mma", "w8a16_stream", "codebook_stream", "rotate"}
     wanted |= (
-        {"codebook_stream_wgmma", "codebook_wgmma"} if arch == "sm_90a" else {"codebook_mma", "codebook_stream_rounds"}
+        {"codebook_stream_wgmma", "codebook_wgmma", "w8a16_wgmma"}
+        if arch == "sm_90a"
+        else {"codebook_mma", "codebook_stream_rounds"}
     )
     assert {re.split("_sm[0-9]", source.name)[0].removeprefix("qcut_") for source in sources} == wanted
     assert len({source.name for source in sources}) == len(sources)
