@@ -117,7 +117,7 @@ W8A16_WGMMA: Family[GemmProblem, W8A16WgmmaTile] = Family(
     W8A16WgmmaTile,
     w8a16_wgmma.validate,
     w8a16_wgmma.emit_w8a16_wgmma,
-    grid=lambda tile, n, sm_count: w8a16_wgmma.grid(tile, n),
+    grid=None,
     threads=lambda tile: tile.threads,
     smem_bytes=lambda problem, tile: w8a16_wgmma.smem_bytes(tile),
     default_tiles=lambda problem, arch: w8a16_wgmma.default_tiles(),

@@ -1,8 +1,7 @@
 """W8A16 on ``wgmma`` for sm_90a: from some tens of tokens to prompts, weights converted in registers.
 
 ``D = act((sum_k a[m, k] * b[n, k]) * s_w[n] + bias[n]) (+ residual)``, the sum in float32. Device code:
-``include/qcut/gemm/w8a16_wgmma.cuh``. Warpgroups of a CTA multiply 64 rows of weights each; one more feeds tokens to
-shared memory. The CTAs of a cluster divide K.
+``include/qcut/gemm/w8a16_wgmma.cuh``; host code, which makes the tokens' tensor map: ``w8a16_launcher.cuh``.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ from math import gcd
 
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import SPLITS, Constraint, check
-from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.core.text import include
 from qcut.emitters.gemm.problem import GemmProblem
 
 FAMILY = "w8a16_wgmma"
@@ -25,8 +23,8 @@ GROUP_ROWS = 64
 """Rows of weights of a warpgroup."""
 UNIT_COLUMNS = 128
 """Columns of weights that a warp loads at a time."""
-FEEDERS = 4
-"""Warps that feed tokens."""
+COPY_REGISTERS = 32
+"""Registers of a thread of the warpgroup that copies, once it has given up the others."""
 _ARCH = architecture("sm_90a")
 _OTHER_REGISTERS = 26
 """Registers of a multiplying thread for addresses, counters and bounds."""
@@ -38,8 +36,9 @@ class W8A16WgmmaTile:
 
     Attributes:
         tokens: tokens of a CTA's tile: 32, 64, 128 or 256.
-        groups: warpgroups of a CTA that multiply, 64 rows each.
-        splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
+        groups: warpgroups of a CTA that multiply, 64 rows of weights each. One more copies tokens.
+        share: CTAs of a cluster that have other rows and the same tokens, and copy these for each other: 1, 2 or 4.
+        splits: CTAs of a cluster that divide K: 1, 2, 4 or 8.
         stages: parts of 64 columns whose tokens shared memory holds at once.
         prefetch: units of 128 columns of weights that a warp has in flight.
         ctas: CTAs of a multiprocessor that registers are kept for.
@@ -47,6 +46,7 @@ class W8A16WgmmaTile:
 
     tokens: int
     groups: int
+    share: int = 1
     splits: int = 1
     stages: int = 8
     prefetch: int = 1
@@ -55,7 +55,7 @@ class W8A16WgmmaTile:
     @property
     def threads(self) -> int:
         """Threads of a CTA."""
-        return 128 * self.groups + 32 * FEEDERS
+        return 128 * (self.groups + 1)
 
     @property
     def rows(self) -> int:
@@ -64,24 +64,10 @@ class W8A16WgmmaTile:
 
     @property
     def name(self) -> str:
-        """``t{tokens}_g{groups}_s{stages}_p{prefetch}``, then splits and CTAs where they are not 1."""
-        splits = f"_k{self.splits}" if self.splits > 1 else ""
-        ctas = f"_x{self.ctas}" if self.ctas > 1 else ""
-        return f"t{self.tokens}_g{self.groups}_s{self.stages}_p{self.prefetch}{splits}{ctas}"
-
-
-def _loads(tile: W8A16WgmmaTile) -> int:
-    """Loads of a lane of a feeding warp in a part of a stage. Two parts are in flight."""
-    return 8 if tile.groups <= 2 and tile.tokens in (64, 128) else 4
-
-
-def _shares(tile: W8A16WgmmaTile) -> tuple[int, int]:
-    """Registers of a thread that feeds and of one that multiplies; zeros where a launch gives both enough."""
-    at_launch = min(255, _ARCH.registers // (tile.threads * tile.ctas)) // 8 * 8
-    if tile.groups == 1:
-        return 0, 0
-    feed = 96 if _loads(tile) == 8 else 64
-    return feed, min(240, ((tile.groups + 1) * at_launch - feed) // tile.groups // 8 * 8)
+        """``t{tokens}_g{groups}_s{stages}_p{prefetch}``, then share, splits and CTAs where they are not 1."""
+        counts = (("c", self.share), ("k", self.splits), ("x", self.ctas))
+        rest = "".join(f"_{letter}{count}" for letter, count in counts if count > 1)
+        return f"t{self.tokens}_g{self.groups}_s{self.stages}_p{self.prefetch}{rest}"
 
 
 def registers(tile: W8A16WgmmaTile) -> int:
@@ -89,9 +75,16 @@ def registers(tile: W8A16WgmmaTile) -> int:
     return tile.tokens // 2 + 32 + 16 * tile.prefetch + _OTHER_REGISTERS
 
 
-def register_limit(tile: W8A16WgmmaTile) -> int:
-    """Registers that a multiplying thread may have."""
-    return _shares(tile)[1] or min(255, _ARCH.registers // (tile.threads * tile.ctas)) // 8 * 8
+def register_shares(tile: W8A16WgmmaTile) -> tuple[int, int]:
+    """Registers of a thread that copies and of one that multiplies; zeros where both keep those of the launch."""
+    if tile.groups == 1:
+        return 0, 0
+    free = (tile.groups + 1) * _at_launch(tile) - COPY_REGISTERS
+    return COPY_REGISTERS, min(240, free // tile.groups // 8 * 8)
+
+
+def _at_launch(tile: W8A16WgmmaTile) -> int:
+    return min(255, _ARCH.registers // (tile.threads * tile.ctas)) // 8 * 8
 
 
 def smem_bytes(tile: W8A16WgmmaTile) -> int:
@@ -110,20 +103,23 @@ CONSTRAINTS = (
     Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
     Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
-    Constraint(
-        "alignment_k", "is a multiple of 8: tokens are read as vectors", lambda p, t, arch: p.alignment_k % 8 == 0
-    ),
+    Constraint("alignment_k", "is a multiple of 8: a tensor map's rows", lambda p, t, arch: p.alignment_k % 8 == 0),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     Constraint("tokens", "are 32, 64, 128 or 256", lambda p, t, arch: t.tokens in TOKENS),
     Constraint("groups", "are 1 to 4", lambda p, t, arch: 1 <= t.groups <= 4),
     SPLITS,
-    Constraint("stages", "are 4 to 32: one for each feeding warp", lambda p, t, arch: FEEDERS <= t.stages <= 32),
+    Constraint(
+        "share",
+        "is 1, 2 or 4, with the splits at most 8",
+        lambda p, t, arch: t.share in (1, 2, 4) and t.share * t.splits <= 8,
+    ),
+    Constraint("stages", "are 2 to 32: one to read and one to fill", lambda p, t, arch: 2 <= t.stages <= 32),
     Constraint("prefetch", "is 1 to 8 units", lambda p, t, arch: 1 <= t.prefetch <= 8),
     Constraint("ctas", "of a multiprocessor are 1 or 2", lambda p, t, arch: t.ctas in (1, 2)),
     Constraint(
         "registers",
         "sums, converted weights and those in flight fit a thread's share",
-        lambda p, t, arch: registers(t) <= register_limit(t),
+        lambda p, t, arch: registers(t) <= (register_shares(t)[1] or _at_launch(t)),
     ),
     Constraint(
         "shared_memory",
@@ -143,28 +139,26 @@ def validate(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> None:
     check(procedural_name(FAMILY, arch, problem, tile), CONSTRAINTS, problem, tile, arch)
 
 
-def grid(tile: W8A16WgmmaTile, n: int) -> Grid:
-    """CTAs of a launch by tokens: a cluster for every tile of rows of weights, for every tile of tokens."""
-    return Grid(tile.tokens, (-(-n // tile.rows) * tile.splits, 1, 1))
+def ctas(tile: W8A16WgmmaTile, m: int, n: int) -> int:
+    """CTAs of a launch: a cluster for every ``share`` tiles of rows of weights, for every tile of tokens."""
+    return -(-n // (tile.share * tile.rows)) * -(-m // tile.tokens) * tile.share * tile.splits
 
 
 def default_tiles() -> tuple[W8A16WgmmaTile, ...]:
-    """Return the menu: each width of tokens and number of groups with K whole and split."""
+    """Return the menu: widths of tokens, with K whole and split, and tokens for one CTA and for two."""
     shapes = (
-        W8A16WgmmaTile(32, 1, stages=16, prefetch=4),
         W8A16WgmmaTile(32, 2, stages=16, prefetch=4),
         W8A16WgmmaTile(64, 1, stages=12, prefetch=2, ctas=2),
         W8A16WgmmaTile(64, 2, stages=12, prefetch=4),
-        W8A16WgmmaTile(64, 3, stages=12, prefetch=3),
-        W8A16WgmmaTile(128, 1, stages=10, prefetch=4),
         W8A16WgmmaTile(128, 2, stages=10, prefetch=4),
-        W8A16WgmmaTile(256, 2, stages=6, prefetch=1),
+        W8A16WgmmaTile(128, 2, 2, stages=10, prefetch=4),
+        W8A16WgmmaTile(256, 2, 2, stages=6),
     )
-    return tuple(replace(tile, splits=splits) for tile in shapes for splits in (1, 2, 4, 8))
+    return tuple(replace(tile, splits=splits) for tile in shapes for splits in (1, 2, 4))
 
 
 def emit_w8a16_wgmma(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> KernelSource:
-    """Text of one kernel.
+    """Texts of one kernel and of its launcher.
 
     Arguments are ``problem.params()`` in order; m, n, k >= 1, k a multiple of 8. b: int8 ``[n, ldb]``, 16-byte aligned,
     ldb a multiple of 16 and at least k. a: rows start at multiples of 16 bytes. D is stored in pieces of up to four
@@ -178,26 +172,63 @@ def emit_w8a16_wgmma(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> K
     Raises:
         EmitError: see `validate`.
 
-    Source: PTX ISA, ``wgmma.mma_async``, ``fence.proxy``, ``mbarrier``, ``barrier.cluster``.
+    Source: PTX ISA, ``wgmma.mma_async``, ``cp.async.bulk.tensor``, ``mbarrier``, ``barrier.cluster``.
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    params = problem.params()
-    shares = _shares(tile)
-    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch, _loads(tile), *shares)
-    align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
-    return kernel_source(
-        name,
-        arch,
-        params,
-        f"using Tile = qcut::W8A16WgmmaTile<{', '.join(map(str, sizes))}>;",
-        f'static_assert(Tile::kBytes == {smem_bytes(tile)}, "the launch\'s shared memory");',
-        *problem.epilogue.statements(params),
-        f"qcut::w8a16_wgmma<Tile, {problem.a.cpp}, Epilogue, {align_d}>(a, b, d, m, n, k, lda, ldb, ldd, args);",
-        device_code=include("gemm/w8a16_wgmma.cuh"),
-        block=tile.threads,
-        ctas_per_sm=tile.ctas,
+    return KernelSource(
+        name=name,
+        text=_device_text(name, problem, tile),
+        entry=name,
+        params=problem.params(),
+        arch=arch,
+        toolchain="nvcc",
+        host_text=_host_text(problem, tile),
+        includes=("qcut", "cuda"),
         waits=True,
-        smem_bytes=smem_bytes(tile),
-        cluster=tile.splits,
+    )
+
+
+def _device_text(name: str, problem: GemmProblem, tile: W8A16WgmmaTile) -> str:
+    params, cluster = problem.params(), tile.share * tile.splits
+    shape = (tile.tokens, tile.groups, tile.share, tile.splits, tile.stages, tile.prefetch)
+    sizes = ", ".join(map(str, (*shape, *register_shares(tile))))
+    align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
+    dims = f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else ""
+    statements = (
+        f"using Tile = qcut::W8A16WgmmaTile<{sizes}>;",
+        f'static_assert(Tile::kBytes == {smem_bytes(tile)}, "the launch\'s shared memory");',
+        *(f"const auto {param.name} = params.call.{param.name};" for param in params if param.name not in ("a", "lda")),
+        *problem.epilogue.statements(params),
+        f"qcut::w8a16_wgmma<Tile, {problem.a.cpp}, Epilogue, {align_d}>(params.tokens, b, d, m, n, k, ldb, ldd, args);",
+    )
+    return (
+        f"{include('gemm/w8a16_wgmma.cuh')}\n"
+        f"struct Call {{\n{''.join(f'  {param.declaration};' + chr(10) for param in params)}}};\n"
+        "struct Params {\n  qcut::TensorMap tokens;\n  Call call;\n};\n\n"
+        f'extern "C" __global__ void {dims}__launch_bounds__({tile.threads}, {tile.ctas})\n'
+        f"{name}(const __grid_constant__ Params params) {{\n{''.join(f'  {line}' + chr(10) for line in statements)}}}\n"
+    )
+
+
+def _host_text(problem: GemmProblem, tile: W8A16WgmmaTile) -> str:
+    kinds = {"ptr": "void*", "i32": "int", "i64": "long long", "f32": "float"}
+    fields = "".join(f"  {kinds[param.kind]} {param.name};\n" for param in problem.params())
+    element = "FLOAT16" if problem.a is DType.F16 else "BFLOAT16"
+    shape = f"kTokens = {tile.tokens}, kRows = {tile.rows}, kShare = {tile.share}, kSplits = {tile.splits}"
+    return (
+        f"{include('gemm/w8a16_launcher.cuh')}\n"
+        "namespace {\n"
+        f"struct Call {{\n{fields}}};\n"
+        "struct Tile {\n"
+        f"  static constexpr CUtensorMapDataType kElement = CU_TENSOR_MAP_DATA_TYPE_{element};\n"
+        f"  static constexpr int {shape};\n"
+        f"  static constexpr int kThreads = {tile.threads}, kBytes = {smem_bytes(tile)};\n"
+        "};\n"
+        "using Launcher = qcut::W8A16Launcher<Call, Tile>;\n"
+        "}  // namespace\n\n"
+        'extern "C" int qcut_launch(void const* args, void* function, void* stream, int flags) {\n'
+        "  return Launcher::launch(args, function, stream, flags);\n"
+        "}\n\n"
+        'extern "C" long qcut_query(int what, void const*) { return Launcher::query(what); }\n'
     )

@@ -115,8 +115,9 @@ class Product(NamedTuple):
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
     """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
-    cutlass = rows >= dispatch.W8A16_CUTLASS_TOKENS and architecture(gpu.arch).wgmma and has_cutlass()
-    return chosen_spec(dispatch.select_w8a16(problem, rows, n, k, gpu, cutlass=cutlass), problem, n, gpu, pdl=pdl)
+    nvcc = architecture(gpu.arch).wgmma and has_cutlass()
+    choice = dispatch.select_w8a16(problem, rows, n, k, gpu, nvcc=nvcc)
+    return chosen_spec(choice, problem, n, gpu, pdl=pdl)
 
 
 def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:

@@ -12,6 +12,7 @@ from qcut.dispatch import tables
 from qcut.dispatch.cost_model import Estimate, GemmTile, estimate, tile_cycles
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import few_tokens, w8a16_tile
+from qcut.dispatch.tiles.w8a16 import is_wgmma_better, wgmma_tile
 from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
@@ -25,10 +26,12 @@ from qcut.emitters.families import (
     W8A16_CUTLASS,
     W8A16_MMA,
     W8A16_STREAM,
+    W8A16_WGMMA,
     family,
 )
 from qcut.emitters.gemm import w8a16
 from qcut.emitters.gemm.problem import GemmProblem, Layout
+from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile
 from qcut.emitters.stream import w8a16 as w8a16_stream
 from qcut.emitters.stream.w8a8 import W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
@@ -58,7 +61,7 @@ class Choice:
     """
 
     family: str
-    tile: GemmTile | W8A16Tile | W8A8Tile
+    tile: GemmTile | W8A16Tile | W8A16WgmmaTile | W8A8Tile
     swizzle: int = 1
     raster: int = 0
     splits: int = 1
@@ -161,7 +164,7 @@ def best_tile(name: str, problem: GemmProblem, m: int, n: int, k: int, target: T
 
 def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Estimate:
     """What the cost model expects of a choice on an int8 GEMM."""
-    assert not isinstance(choice.tile, (W8A16Tile, W8A8Tile)), "a tiled int8 GEMM"
+    assert not isinstance(choice.tile, (W8A16Tile, W8A16WgmmaTile, W8A8Tile)), "a tiled int8 GEMM"
     kind = family(choice.family)
     return estimate(
         choice.family,
@@ -176,15 +179,23 @@ def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, targe
     )
 
 
-def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *, cutlass: bool = False) -> Choice:
+def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *, nvcc: bool = True) -> Choice:
     """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own.
 
-    ``cutlass`` says whether CUTLASS's kernels can be built.
+    Args:
+        problem: types, alignments and epilogue.
+        m: rows of A and D.
+        n: columns of B and D.
+        k: summed over.
+        target: the GPU.
+        nvcc: whether nvcc and g++ are there, which ``w8a16_wgmma`` and ``w8a16_cutlass`` need.
     """
+    if nvcc and (choice := w8a16_by_cutlass(problem, m, n, k, target)) is not None:
+        return choice
+    if nvcc and W8A16_WGMMA.menu(problem, target.arch) and is_wgmma_better(m, n, k, target):
+        return Choice(W8A16_WGMMA.name, wgmma_tile(m, n, k, target))
     if m <= w8a16_stream.MAX_TOKENS:
         return Choice(W8A16_STREAM.name, w8a16_tile(problem, m, n, k, target))
-    if cutlass and (choice := w8a16_by_cutlass(problem, m, n, k, target)) is not None:
-        return choice
     bits = problem.epilogue.out.bits
     tiles = w8a16.default_tiles(target.arch)
     return Choice(W8A16_MMA.name, min(tiles, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
@@ -198,7 +209,11 @@ def w8a16_by_cutlass(problem: GemmProblem, m: int, n: int, k: int, target: Targe
     if (tuned := _tuned(problem, m, n, k, target, (name,))) is not None:
         return tuned
     tile = best_tile(name, problem, m, n, k, target)
-    return None if tile is None else Choice(name, tile)
+    if tile is None:
+        return None
+    rows, columns, _ = tile.threadblock_shape
+    fills = -(-n // rows) * -(-m // columns) >= 0.9 * target.sm_count  # else ``w8a16_wgmma``, which splits K
+    return Choice(name, tile) if fills else None
 
 
 def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:
@@ -299,7 +314,7 @@ def explain(
 
 
 def _explain_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, cutlass: bool) -> Explanation:
-    choice = select_w8a16(problem, m, n, k, target, cutlass=cutlass)
+    choice = select_w8a16(problem, m, n, k, target, nvcc=cutlass)
     return Explanation(
         procedural_name(choice.family, target.arch, problem, choice.tile),
         choice,

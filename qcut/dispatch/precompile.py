@@ -10,7 +10,16 @@ from qcut.dispatch import codebook, gemm
 from qcut.dispatch.gpus import target_named
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.families import INT8_CUTLASS, INT8_DP4A, INT8_MMA, INT8_WMMA, W8A16_CUTLASS, W8A16_MMA, family
+from qcut.emitters.families import (
+    INT8_CUTLASS,
+    INT8_DP4A,
+    INT8_MMA,
+    INT8_WMMA,
+    W8A16_CUTLASS,
+    W8A16_MMA,
+    W8A16_WGMMA,
+    family,
+)
 from qcut.emitters.gemm.problem import GemmProblem
 
 LAYERS = (
@@ -47,6 +56,7 @@ def precompile_sources(arch: str) -> list[KernelSource]:
         tile = gemm.best_tile(name, problems[0], 4096, 4096, 4096, gpu)
         sources.append(family(name).emit(problems[0], tile, arch))
     w8a16 = GemmProblem(a=DType.F16, epilogue=replace(base, row_scale="none"), alignment_k=8)
+    sources += [W8A16_WGMMA.emit(w8a16, tile, arch) for tile in W8A16_WGMMA.menu(w8a16, arch)]
     for kind in (W8A16_MMA, W8A16_CUTLASS):
         sources += [kind.emit(w8a16, tile, arch) for tile in kind.menu(w8a16, arch)]
     few: dict[str, KernelSource] = {}

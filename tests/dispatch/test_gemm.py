@@ -27,7 +27,7 @@ from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
-from qcut.emitters.families import FAMILIES, family
+from qcut.emitters.families import FAMILIES, W8A16_WGMMA, family
 from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.errors import ConfigError, DeviceError, UnsupportedError
@@ -245,8 +245,15 @@ def test_w8a16_kernels_by_tokens(gpu: Target):
     for m in (1, 8, 16, 32, 33, 64, 4096):
         for n, k in ((1, 1), (1280, 1280), (14336, 4096), (4096, 14336)):
             choice = dispatch.select_w8a16(problem, m, n, k, gpu)
-            assert choice.family == ("w8a16_stream" if m <= 32 else "w8a16_mma")
+            many = "w8a16_wgmma" if gpu.arch == "sm_90a" else "w8a16_mma"
+            if gpu.arch == "sm_90a" and m == 4096 and n > 1:
+                many = "w8a16_cutlass"
+            assert choice.family == ("w8a16_stream" if m <= 32 else many)
             assert dispatch.emit(choice, problem, gpu.arch).arch == gpu.arch  # which validates the tile
+            if choice.family == "w8a16_wgmma":
+                assert choice.tile in W8A16_WGMMA.menu(problem, gpu.arch)
+            if choice.family in ("w8a16_wgmma", "w8a16_cutlass"):
+                continue
             grid = dispatch.grid(choice, n, gpu.sm_count)
             x, y, z = grid(m)
             assert (y, z) == (1, 1)
@@ -262,7 +269,7 @@ def test_cutlass_serves_prompts_of_w8a16_where_it_can():
     first = dispatch.W8A16_CUTLASS_TOKENS
 
     def chosen(problem: GemmProblem, m: int, k: int = 4096, gpu: Target = H200, cutlass: bool = True) -> str:
-        choice = dispatch.select_w8a16(problem, m, 4096, k, gpu, cutlass=cutlass)
+        choice = dispatch.select_w8a16(problem, m, 4096, k, gpu, nvcc=cutlass)
         assert family(choice.family).is_legal(problem, choice.tile, gpu.arch)
         return choice.family
 
@@ -289,10 +296,17 @@ def test_a_tuned_row_of_w8a16_decides(tmp_path: Path):
     )
     tuned.write(path, Table("NVIDIA H200", rows))
     tuned.forget()
-    choice = dispatch.select_w8a16(problem, 4096, 4096, 4096, H200, cutlass=True)
+    choice = dispatch.select_w8a16(problem, 4096, 4096, 4096, H200)
     assert choice == Choice("w8a16_cutlass", tile, 4, 2, reason="tuned", tuned_us=200.0)
-    assert dispatch.select_w8a16(problem, 4096, 4096, 4096, H200).family == "w8a16_mma"
+    assert dispatch.select_w8a16(problem, 4096, 4096, 4096, H200, nvcc=False).family == "w8a16_mma"
     assert select_gemm(DYNAMIC, 4096, 4096, 4096, H200).family != "w8a16_cutlass"
+
+
+def test_w8a16_products_that_wgmma_cannot_serve_stay_where_they_were():
+    problem = GemmProblem(a=DType.F16, epilogue=Epilogue(DType.F16, "none", "per_channel", bias=True), alignment_k=8)
+    assert dispatch.select_w8a16(problem, 256, 4096, 4096, H200).family == "w8a16_wgmma"
+    assert dispatch.select_w8a16(problem, 256, 4096, 4096, H200, nvcc=False).family == "w8a16_mma"
+    assert dispatch.select_w8a16(replace(problem, alignment_k=1), 256, 4096, 4095, H200).family == "w8a16_mma"
 
 
 # ── explain ──────────────────────────────────────────────────────────────────────────────────────
@@ -429,7 +443,7 @@ def test_precompile_covers_both_toolchains_and_every_family(arch: str):
     sources = precompile_sources(arch)
     wanted = {*FAMILIES, "w8a16_mma", "w8a16_stream", "codebook_stream", "rotate"}
     wanted |= (
-        {"codebook_stream_wgmma", "codebook_wgmma", "w8a16_cutlass"}
+        {"codebook_stream_wgmma", "codebook_wgmma", "w8a16_cutlass", "w8a16_wgmma"}
         if arch == "sm_90a"
         else {"codebook_mma", "codebook_stream_rounds"}
     )

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from qcut import jit
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.gemm.w8a16_wgmma import (
     CONSTRAINTS,
     W8A16WgmmaTile,
+    ctas,
     default_tiles,
     emit_w8a16_wgmma,
-    grid,
     smem_bytes,
     validate,
 )
-from tests.support.compiled import build
 from tests.support.sass import instructions
 
 ARCH = "sm_90a"
@@ -30,49 +30,41 @@ HALF = GemmProblem(a=DType.F16, epilogue=BIAS, alignment_k=8)
 FULL = Epilogue(DType.BF16, col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
 BRAIN = GemmProblem(a=DType.BF16, epilogue=FULL, alignment_k=8, alignment_n=1)
 TILE = W8A16WgmmaTile(64, 2, stages=12, prefetch=4)
-SPLIT = W8A16WgmmaTile(64, 1, 4, stages=12, prefetch=2, ctas=2)
-
-
-def sources() -> list[KernelSource]:
-    """Every tile of the menu, other types and epilogues."""
-    menu = default_tiles()
-    widest = {tile.tokens: tile for tile in menu}.values()
-    return [
-        *(emit_w8a16_wgmma(HALF, tile, ARCH) for tile in menu),
-        *(emit_w8a16_wgmma(BRAIN, tile, ARCH) for tile in widest),
-        emit_w8a16_wgmma(replace(HALF, epilogue=Epilogue(DType.F32)), SPLIT, ARCH),
-    ]
+SPLIT = W8A16WgmmaTile(64, 1, splits=4, stages=12, prefetch=2, ctas=2)
+SHARED = W8A16WgmmaTile(128, 2, 2, 2, stages=10, prefetch=4)
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_text_instantiates_the_header():
-    source = emit_w8a16_wgmma(HALF, SPLIT, ARCH)
-    name = "qcut_w8a16_wgmma_sm90a_f16xs8_f16_sn_b_k8n16_t64_g1_s12_p2_k4_x2"
+    source = emit_w8a16_wgmma(HALF, SHARED, ARCH)
+    name = "qcut_w8a16_wgmma_sm90a_f16xs8_f16_sn_b_k8n16_t128_g2_s10_p4_c2_k2"
     assert source.text == (
         "#include <qcut/gemm/w8a16_wgmma.cuh>\n\n"
-        'extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(256, 2)\n'
-        f"{name}(\n"
-        "    const __half* a, const int8_t* b, __half* d, int m, int n, int k, int lda, int ldb, int ldd, "
-        "const float* col_scale, const float* bias) {\n"
-        "  using Tile = qcut::W8A16WgmmaTile<64, 1, 4, 12, 2, 8, 0, 0>;\n"
-        f'  static_assert(Tile::kBytes == {smem_bytes(SPLIT)}, "the launch\'s shared memory");\n'
-        "  using Epilogue = qcut::Epilogue<__half, qcut::ZeroPoint::kNone, false, qcut::ColScale::kPerChannel, true, "
+        "struct Call {\n  const __half* a;\n  const int8_t* b;\n  __half* d;\n  int m;\n  int n;\n  int k;\n"
+        "  int lda;\n  int ldb;\n  int ldd;\n  const float* col_scale;\n  const float* bias;\n};\n"
+        "struct Params {\n  qcut::TensorMap tokens;\n  Call call;\n};\n\n"
+        'extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(384, 1)\n'
+        f"{name}(const __grid_constant__ Params params) {{\n"
+        "  using Tile = qcut::W8A16WgmmaTile<128, 2, 2, 2, 10, 4, 32, 232>;\n"
+        f'  static_assert(Tile::kBytes == {smem_bytes(SHARED)}, "the launch\'s shared memory");\n'
+        + "".join(
+            f"  const auto {field} = params.call.{field};\n"
+            for field in ("b", "d", "m", "n", "k", "ldb", "ldd", "col_scale", "bias")
+        )
+        + "  using Epilogue = qcut::Epilogue<__half, qcut::ZeroPoint::kNone, false, qcut::ColScale::kPerChannel, true, "
         "qcut::Activation::kNone, false>;\n"
         "  Epilogue::Args args{};\n"
         "  args.col_scale_per_channel = col_scale;\n"
         "  args.bias = bias;\n"
-        "  qcut::w8a16_wgmma<Tile, __half, Epilogue, 16>(a, b, d, m, n, k, lda, ldb, ldd, args);\n"
+        "  qcut::w8a16_wgmma<Tile, __half, Epilogue, 16>(params.tokens, b, d, m, n, k, ldb, ldd, args);\n"
         "}\n"
     )
-    assert (source.name, source.block, source.waits, source.params) == (name, 256, True, HALF.params())
-
-
-def test_names_are_unique_and_text_repeats():
-    first, second = sources(), sources()
-    assert first == second
-    assert len({s.name for s in first}) == len({s.text for s in first}) == len(first)
+    assert (source.name, source.waits, source.params) == (name, True, HALF.params())
+    assert "kTokens = 128, kRows = 128, kShare = 2, kSplits = 2;" in (source.host_text or "")
+    assert "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16" in (emit_w8a16_wgmma(BRAIN, TILE, ARCH).host_text or "")
+    assert emit_w8a16_wgmma(HALF, SHARED, ARCH) == source
 
 
 REFUSALS = {
@@ -86,10 +78,11 @@ REFUSALS = {
     "tokens": (HALF, replace(TILE, tokens=48), ARCH),
     "groups": (HALF, replace(TILE, groups=5), ARCH),
     "splits": (HALF, replace(TILE, splits=3), ARCH),
-    "stages": (HALF, replace(TILE, stages=3), ARCH),
+    "share": (HALF, replace(TILE, share=4, splits=4), ARCH),
+    "stages": (HALF, replace(TILE, stages=1), ARCH),
     "prefetch": (HALF, replace(TILE, prefetch=9), ARCH),
     "ctas": (HALF, replace(TILE, ctas=3), ARCH),
-    "registers": (HALF, replace(TILE, prefetch=8), ARCH),
+    "registers": (HALF, replace(TILE, tokens=256, prefetch=3), ARCH),
     "shared_memory": (HALF, replace(TILE, stages=32), ARCH),
 }
 
@@ -105,35 +98,50 @@ def test_illegal_kernels_are_refused_by_name():
             emit_w8a16_wgmma(*REFUSALS[constraint.name])
 
 
-def test_grid_is_a_cluster_for_each_tile_of_rows_and_of_tokens():
-    assert grid(TILE, 14336)(64) == (112, 1, 1)
-    assert grid(SPLIT, 1281)(65) == (21 * 4 * 2, 1, 1)
+def test_a_cluster_for_each_tile_of_rows_and_of_tokens():
+    assert ctas(TILE, 64, 14336) == 112
+    assert ctas(SPLIT, 65, 1281) == 21 * 2 * 4
+    assert ctas(SHARED, 128, 129) == 4
 
 
-def test_the_menu_is_legal():
-    for tile in default_tiles():
+def test_the_menu_is_legal_and_has_names_of_its_own():
+    menu = default_tiles()
+    for tile in menu:
         validate(HALF, tile, ARCH)
         validate(BRAIN, tile, ARCH)
+    assert len({tile.name for tile in menu}) == len(menu)
 
 
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
 
 
+def sources() -> list[KernelSource]:
+    """A tile of each width of tokens and number of groups of the menu, and other types and epilogues."""
+    shapes = {(tile.tokens, tile.groups, tile.share): tile for tile in default_tiles()}
+    sources = [emit_w8a16_wgmma(HALF, tile, ARCH) for tile in shapes.values()]
+    sources += [emit_w8a16_wgmma(BRAIN, tile, ARCH) for tile in (SPLIT, SHARED)]
+    return [*sources, emit_w8a16_wgmma(replace(HALF, epilogue=Epilogue(DType.F32)), TILE, ARCH)]
+
+
 def test_binaries_convert_in_registers_and_multiply_asynchronously():
+    if not jit.is_toolchain_available("nvcc"):
+        pytest.skip("needs nvcc and g++")
     texts = sources()
-    for source, binary in zip(texts, build(*texts), strict=True):
+    built = jit.build_many(texts, progress=False)
+    for source in texts:
+        binary = built[source.name]
+        assert isinstance(binary, jit.Binary), binary
         resources = binary.resources
         assert resources is not None, source.name
-        # Addresses of the feeding warps, where sums take half of the registers.
-        most = 16 if "_t256_g2" in source.name else 0
-        assert max(resources.stack_bytes, resources.spill_store_bytes) <= most, source.name
+        assert resources.stack_bytes == resources.spill_store_bytes == 0, source.name
         assert "serialized" not in binary.log, source.name
         names = instructions(binary.cubin)
         tokens = re.search(r"_t(\d+)_", source.name)
         assert tokens is not None
         kind = "HGMMA.64x{}x16.F32.BF16" if "_bf16xs8_" in source.name else "HGMMA.64x{}x16.F32"
         assert kind.format(tokens[1]) in names, source.name
-        assert "FENCE.VIEW.ASYNC.S" in names, source.name  # before the tensor core reads what was stored
+        assert any(name.startswith("UTMALDG") for name in names), source.name
+        assert any("MULTICAST" in name for name in names) == ("_c2" in source.name), source.name
         assert any(name.startswith("UCGABAR") for name in names) == ("__cluster_dims__" in source.text), source.name
 
 
@@ -144,21 +152,15 @@ G, T = LANES // 4, LANES % 4
 Matrix = NDArray[np.int64]
 
 
-def staged_tokens(x: Matrix, tokens: int, column: int) -> Matrix:
-    """A stage's elements of two bytes as a feeding warp stores them: four tokens' 64 columns to a load."""
-    m, k = x.shape
-    stage = np.full(64 * tokens, 99, np.int64)
-    r, piece = LANES // 8, LANES % 8
-    t, h = piece // 2, piece % 2
-    for i in range(tokens // 4):
-        row, at = 4 * i + r, column + 8 * piece
-        there = (row < m) & (at < k)
-        for j in range(4):
-            word = (128 * r + 4 * t + 16 * (4 * h + (j ^ r)) ^ 64 * (i % 2)) + 512 * i
-            assert len(set(word // 4 % 32)) == 32, "banks"
-            for e in range(2):
-                value = x[np.minimum(row, m - 1), np.minimum(at + 2 * j + e, k - 1)]
-                stage[word // 2 + e] = np.where(there, value, 0)
+def swizzled(x: Matrix, tokens: int, column: int) -> Matrix:
+    """A stage's elements of two bytes as the tensor map's copy leaves them: zeros past the last token and column."""
+    stage = np.zeros(64 * tokens, np.int64)
+    padded = np.zeros((tokens, column + 64), np.int64)
+    padded[: len(x), : x.shape[1]] = x[:, : column + 64]
+    for row in range(tokens):
+        for chunk in range(8):
+            at = 64 * row + 8 * (chunk ^ row % 8)
+            stage[at : at + 8] = padded[row, column + 8 * chunk : column + 8 * chunk + 8]
     return stage
 
 
@@ -169,18 +171,44 @@ def second_operand(stage: Matrix, product: int, tokens: int) -> Matrix:
     return stage[(at ^ (at >> 7 & 7) << 4) // 2]
 
 
-def first_operand(w: Matrix, column: int, product: int) -> Matrix:
-    """A warp's fragment [16 rows, 16] of a product: lane 4g + t converts four neighbours of its sixteen columns."""
-    a = np.zeros((16, 16), np.int64)
+def permuted(low: Matrix, high: Matrix, upper: Matrix) -> Matrix:
+    """PRMT of two words' bytes [32, 4]: the upper or the lower halves of both."""
+    return np.where(upper[:, None], np.hstack((low[:, 2:], high[:, 2:])), np.hstack((low[:, :2], high[:, :2])))
+
+
+def exchanged(w: Matrix) -> Matrix:
+    """exchange_columns on words [32 lanes, 4, 4 bytes]."""
+    upper, odd = (LANES & 2 > 0), (LANES & 1 > 0)
+
+    def pick(condition: NDArray[np.bool_], a: Matrix, b: Matrix) -> Matrix:
+        return np.where(condition[:, None], a, b)
+
+    r0, r1 = pick(upper, w[:, 0], w[:, 1])[LANES ^ 2], pick(upper, w[:, 2], w[:, 3])[LANES ^ 2]
+    halves = (
+        (pick(upper, r0, w[:, 0]), pick(upper, r1, w[:, 2])),
+        (pick(upper, w[:, 1], r0), pick(upper, w[:, 3], r1)),
+    )
+    out = np.zeros_like(w)
+    for i, (low, high) in enumerate(halves):
+        kept, got = permuted(low, high, odd), permuted(low, high, ~odd)[LANES ^ 1]
+        out[:, 2 * i], out[:, 2 * i + 1] = pick(odd, got, kept), pick(odd, kept, got)
+    return out
+
+
+def first_operands(w: Matrix, column: int) -> list[Matrix]:
+    """A warp's fragments [16 rows, 16] of the four products of 64 columns."""
+    operands = [np.zeros((16, 16), np.int64) for _ in range(4)]
     for row8 in range(2):
-        for e in range(4):
-            value = w[G + 8 * row8, column + 16 * T + 4 * product + e]
-            a[G + 8 * row8, 8 * (e // 2) + 2 * T + e % 2] = value
-    return a
+        loaded = np.stack([w[G + 8 * row8, column + 16 * T + i] for i in range(16)], 1).reshape(32, 4, 4)
+        words = exchanged(loaded)
+        for product, a in enumerate(operands):
+            for e in range(4):
+                a[G + 8 * row8, 8 * (e // 2) + 2 * T + e % 2] = words[:, product, e]
+    return operands
 
 
 def test_index_arithmetic():
-    """Tokens as they are stored and weights as they are read give X W^T; columns past k count for nothing."""
+    """Tokens as they are copied and weights as lanes exchange them give X W^T; columns past k count for nothing."""
     generator = np.random.default_rng(0)
     m, k = 13, 104
     x = generator.integers(-9, 9, (m, k))
@@ -188,7 +216,7 @@ def test_index_arithmetic():
     w[:, :k] = generator.integers(-128, 128, (16, k))
     sums = np.zeros((16, 16), np.int64)
     for column in (0, 64):
-        stage = staged_tokens(x, 16, column)
-        for product in range(4):
-            sums += first_operand(w, column, product) @ second_operand(stage, product, 16).T
+        stage = swizzled(x, 16, column)
+        for product, a in enumerate(first_operands(w, column)):
+            sums += a @ second_operand(stage, product, 16).T
     np.testing.assert_array_equal(sums[:, :m], w[:, :k] @ x.T)

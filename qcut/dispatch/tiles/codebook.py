@@ -213,6 +213,7 @@ def prompt_tile(
     problem: CodebookProblem, m: int, n: int, units_k: int, target: Target
 ) -> CodebookStreamWgmmaTile | CodebookWgmmaTile:
     """The tile of the menus of ``codebook_stream_wgmma`` and ``codebook_wgmma`` with the least `prompt_cycles`."""
+    tiles: tuple[CodebookStreamWgmmaTile | CodebookWgmmaTile, ...]
     tiles = (*stream_wgmma.default_tiles(problem), *wgmma.default_tiles(problem))
     return min(tiles, key=lambda tile: prompt_cycles(problem, tile, m, n, units_k, target))
 

@@ -36,7 +36,7 @@ struct W8A16Launcher {
       cuuint32_t const box[] = {64, Tile::kTokens / Tile::kShare}, one[] = {1, 1};
       filled = false;
       CUresult const status = cuTensorMapEncodeTiled(
-          &params.tokens, Tile::kType, 2, a.a, sizes, pitch, box, one, CU_TENSOR_MAP_INTERLEAVE_NONE,
+          &params.tokens, Tile::kElement, 2, a.a, sizes, pitch, box, one, CU_TENSOR_MAP_INTERLEAVE_NONE,
           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
       if (status != CUDA_SUCCESS) return status;
       filled = true;

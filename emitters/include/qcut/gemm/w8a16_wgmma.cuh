@@ -1,22 +1,19 @@
 // W8A16 on wgmma (sm_90a): D = epilogue(A B^T) of 16-bit tokens A and int8 weights B in row-major order. Converted
 // weights are the operand of wgmma that lies in registers.
 //
-// A warpgroup computes 64 rows of B, a CTA kGroups of them for kTokens tokens. The CTAs of a cluster (kSplits) divide K
-// into contiguous parts. Weights go from global memory straight to registers, kPrefetch units of 128 columns ahead: lane
-// 4g + t reads 16 bytes each of rows g and g + 8, columns 16t .. 16t + 15 of 64. Columns 4s .. 4s + 3 of these 16 belong
-// to product s. This places other columns of K in the fragment than the instruction names; tokens are placed in the same
-// way, so that the products' sum is the same.
-//
-// One more warpgroup feeds the tokens: each of its warps fills every fourth stage, 64 columns of all tokens. A warp's load
-// of 16 bytes a lane takes 128 bytes of four tokens. Its words are stored one by one where the products read them; a
-// warp's store touches all banks.
+// A warpgroup computes 64 rows of B, a CTA kGroups of them for kTokens tokens. The CTAs of a cluster divide K into
+// kSplits contiguous parts; kShare of them have neighbouring rows of B and the same part of K, and copy each other's
+// tokens. Weights go from global memory straight to registers, kPrefetch units of 128 columns ahead: lane 4g + t reads
+// 16 bytes each of rows g and g + 8, columns 16t .. 16t + 15 of 64. The four lanes of a row then exchange pairs of
+// columns, so that each has those that the instruction wants of it. One more warp copies tokens by a tensor map, which
+// swizzles them as wgmma reads them and makes zeros of what lies past m and k.
 //
 // Exactness: conversions and products are exact; the tensor core adds the products of a CTA's part of K in float32, and
-// the CTAs of a cluster add each other's sums in the order of their ranks.
+// the CTAs of a cluster add each other's sums in the order of their parts.
 //
 // Shared memory: the stages, whose place the sums take later; barriers; the epilogue's vectors of rows of B.
 //
-// Source: PTX ISA "wgmma.mma_async", "fence.proxy", "mbarrier", "barrier.cluster".
+// Source: PTX ISA "wgmma.mma_async", "cp.async.bulk.tensor", "mbarrier", "barrier.cluster".
 #pragma once
 
 #include <qcut/core/barrier.cuh>
@@ -26,19 +23,22 @@
 
 namespace qcut {
 
-// W8A16WgmmaTile in emitters/gemm/w8a16_wgmma.py describes the sizes. kFeedRegisters and kRegisters are those of a
-// thread that feeds and of one that multiplies; 0 leaves the launch's to all.
-template <int kTokens_, int kGroups_, int kSplits_, int kStages_, int kPrefetch_, int kLoads_, int kFeedRegisters_,
+// A tensor map as the driver encodes it.
+struct alignas(128) TensorMap {
+  unsigned long long words[16];
+};
+
+// W8A16WgmmaTile in emitters/gemm/w8a16_wgmma.py describes the sizes.
+template <int kTokens_, int kGroups_, int kShare_, int kSplits_, int kStages_, int kPrefetch_, int kCopyRegisters_,
           int kRegisters_>
 struct W8A16WgmmaTile {
-  static constexpr int kTokens = kTokens_, kGroups = kGroups_, kSplits = kSplits_, kStages = kStages_;
-  static constexpr int kPrefetch = kPrefetch_;
-  static constexpr int kLoads = kLoads_;  // of a lane of a feeding warp in a part of a stage
-  static constexpr int kFeedRegisters = kFeedRegisters_, kRegisters = kRegisters_;
+  static constexpr int kTokens = kTokens_, kGroups = kGroups_, kShare = kShare_, kSplits = kSplits_;
+  static constexpr int kCtas = kShare * kSplits;
+  static constexpr int kCopyRegisters = kCopyRegisters_, kRegisters = kRegisters_;
+  static constexpr int kStages = kStages_, kPrefetch = kPrefetch_;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kWarps = 4 * kGroups;  // that multiply
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kFeeders = 4;  // warps
   static constexpr int kStageBytes = 128 * kTokens;
   static constexpr int kPitch = kRows + 4;  // words between the sums of two tokens, [token][row]
   static constexpr int kSumBytes = 4 * kTokens * kPitch;
@@ -47,92 +47,89 @@ struct W8A16WgmmaTile {
   static constexpr int kColScale = kEmpty + 8 * kStages;
   static constexpr int kBias = kColScale + 4 * kRows;
   static constexpr int kBytes = kBias + 4 * kRows;
-  static_assert(kStages >= kFeeders && kTokens % (8 * kLoads) == 0, "see emitters/gemm/w8a16_wgmma.py");
 };
 
-// Orders this thread's stores to shared memory before later reads of the tensor core.
-__device__ __forceinline__ void fence_shared_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Copies a box of the tensor map, from column and row on, to shared memory, with kShare > 1 to that of every CTA whose
+// rank has a bit in `ranks`. The barriers at this address count the bytes.
+template <int kShare>
+__device__ __forceinline__ void copy_box(uint32_t shared, const TensorMap& map, int column, int row, uint32_t barrier,
+                                         int ranks) {
+  if constexpr (kShare > 1) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+            shared),
+        "l"(&map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
+  }
+}
 
 // The part of K of a CTA: units of 128 columns.
 template <class Tile>
 struct UnitRange {
   int first, count;
-  __device__ __forceinline__ UnitRange(int k, int rank) {
+  __device__ __forceinline__ UnitRange(int k, int index) {
     const int units = (k + 127) / 128;
     const int part = (units + Tile::kSplits - 1) / Tile::kSplits;
-    first = rank * part;
+    first = index * part;
     count = max(0, min(part, units - first));
   }
 };
 
-// The work of a feeding warp: tokens token0 .. token0 + kTokens - 1, columns `range`. k is a multiple of eight and rows
-// start at multiples of 16 bytes. Columns past k and tokens past m are zero. A warp has the
-// loads of two parts of a stage in flight.
-template <class Tile, class T>
-__device__ __forceinline__ void feed_tokens(const T* a, int token0, int m, int k, int lda, const UnitRange<Tile>& range,
-                                            uint32_t base, int warp) {
-  constexpr int kLoads = Tile::kLoads;
-  constexpr int kParts = Tile::kTokens / (4 * kLoads);
-  static_assert(kParts % 2 == 0, "two parts take turns");
-  const int lane = threadIdx.x % 32;
-  const int r = lane / 8;      // row of four
-  const int t = lane % 8 / 2;  // sixteen columns of 64
-  const int h = lane % 2;      // half of these
-  const int steps = 2 * range.count;
-  uint32_t offset[4];  // of a lane's words in row r; in row r + 4 another bit of the chunk is set
-#pragma unroll
-  for (int j = 0; j < 4; ++j) offset[j] = base + 128 * r + 4 * t + 16 * (4 * h + (j ^ r));
-  uint4 v[2][kLoads];
-  const auto load = [&](uint4(&to)[kLoads], int step, int part) {
-    const int column = 128 * range.first + 64 * step + 8 * (lane % 8);
-    const int row0 = token0 + 4 * kLoads * part + r;
-    const int rows = step < steps && column < k ? m - row0 : 0;
-    const T* from = a + static_cast<long long>(row0) * lda + column;
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      to[i] = make_uint4(0, 0, 0, 0);
-      if (4 * i < rows) to[i] = *reinterpret_cast<const uint4*>(from);
-      from += 4 * lda;
-    }
-  };
-  int stage = warp, parity = 1;
-  load(v[0], warp, 0);
-  for (int step = warp; step < steps; step += Tile::kFeeders) {
+// The work of the copying warp: tokens from token0 on, columns `range`. Each CTA that shares them copies its part of the
+// rows to all.
+template <class Tile>
+__device__ __forceinline__ void copy_tokens(const TensorMap& map, int token0, const UnitRange<Tile>& range,
+                                            uint32_t base, int rank) {
+  constexpr int kPart = Tile::kTokens / Tile::kShare;
+  const int sub = rank % Tile::kShare;
+  const int ranks = ((1 << Tile::kShare) - 1) << (rank - sub);
+  int stage = 0, parity = 1;
+  for (int step = 0; step < 2 * range.count; ++step) {
+    const uint32_t full = base + Tile::kFull + 8 * stage;
     barrier_wait(base + Tile::kEmpty + 8 * stage, parity);
-#pragma unroll 1
-    for (int part0 = 0; part0 < kParts; part0 += 2) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int part = part0 + e;
-        const bool more = part + 1 < kParts;
-        load(v[1 - e], more ? step : step + Tile::kFeeders, more ? part + 1 : 0);
-        uint32_t at = stage * Tile::kStageBytes + 512 * kLoads * part;
-        asm volatile("" : "+r"(at));
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-#pragma unroll
-          for (int i = 0; i < kLoads; ++i) {
-            const uint32_t w = j == 0 ? v[e][i].x : j == 1 ? v[e][i].y : j == 2 ? v[e][i].z : v[e][i].w;
-            store_shared_4(((at + offset[j]) ^ (64 * (i % 2))) + 512 * i, w);
-          }
-        }
-      }
+    if (threadIdx.x % 32 == 0) {
+      barrier_expect(full, Tile::kStageBytes);
+      copy_box<Tile::kShare>(base + stage * Tile::kStageBytes + 128 * kPart * sub, map, 128 * range.first + 64 * step,
+                             token0 + kPart * sub, full, ranks);
     }
-    fence_shared_stores();
     __syncwarp();
-    if (lane == 0) barrier_arrive(base + Tile::kFull + 8 * stage);
-    stage += Tile::kFeeders;
-    if (stage >= Tile::kStages) {
-      stage -= Tile::kStages;
+    if (++stage == Tile::kStages) {
+      stage = 0;
       parity ^= 1;
     }
+  }
+}
+
+// Exchanges the int8 of a row's 64 columns among the four lanes that hold 16 neighbours each: word i then has columns
+// 16i + 2t, 16i + 2t + 1, 16i + 2t + 8 and 16i + 2t + 9.
+__device__ __forceinline__ void exchange_columns(uint32_t (&w)[4]) {
+  const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
+  const uint32_t mine = odd ? 0x7632 : 0x5410, other = odd ? 0x5410 : 0x7632;
+  const uint32_t r0 = __shfl_xor_sync(0xffffffffu, upper ? w[0] : w[1], 2);
+  const uint32_t r1 = __shfl_xor_sync(0xffffffffu, upper ? w[2] : w[3], 2);
+  const uint32_t x[2][2] = {{upper ? r0 : w[0], upper ? r1 : w[2]}, {upper ? w[1] : r0, upper ? w[3] : r1}};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32_t kept, sent;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(kept) : "r"(x[i][0]), "r"(x[i][1]), "r"(mine));
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(sent) : "r"(x[i][0]), "r"(x[i][1]), "r"(other));
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, sent, 1);
+    w[2 * i] = odd ? got : kept;
+    w[2 * i + 1] = odd ? kept : got;
   }
 }
 
 // The work of the multiplying warpgroups: adds the products of the CTA's part of K to `sum`.
 template <class Tile, class T>
 __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], const int8_t* b, int row0, int n, int k,
-                                               int ldb, const UnitRange<Tile>& range, uint32_t base) {
+                                               int ldb, const UnitRange<Tile>& range, uint32_t base,
+                                               int rank) {
   using Product = Wgmma<T, Tile::kTokens>;
   constexpr int kSteps = 4;  // products of 64 columns
   const int lane = threadIdx.x % 32;
@@ -164,6 +161,16 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) pin(part[i]);
   };
+  const uint32_t empty = Tile::kShare > 1
+                             ? map_to_rank(base + Tile::kEmpty, rank - rank % Tile::kShare + lane % Tile::kShare)
+                             : base + Tile::kEmpty;
+  const auto release = [&](int stage) {
+    if constexpr (Tile::kShare > 1) {
+      barrier_arrive_cluster(empty + 8 * stage);
+    } else {
+      barrier_arrive(empty + 8 * stage);
+    }
+  };
   int stage = 0, parity = 0, previous = -1;
 #pragma unroll 1
   for (int u0 = 0; u0 < range.count; u0 += Tile::kPrefetch) {
@@ -173,6 +180,8 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
       if (s > 0 && u >= range.count) break;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        exchange_columns(w[s][half][0]);
+        exchange_columns(w[s][half][1]);
 #pragma unroll
         for (int i = 0; i < kSteps; ++i) {
           Float16<T>::from_int8(w[s][half][0][i], a[half][i][0], a[half][i][2]);
@@ -188,7 +197,7 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
         wgmma_commit();
         wgmma_wait<1>();  // the 64 columns before
         keep(a[half ^ 1]);
-        if (previous >= 0 && lane == 0) barrier_arrive(base + Tile::kEmpty + 8 * previous);
+        if (previous >= 0 && lane < Tile::kShare) release(previous);
         previous = stage;
         if (++stage == Tile::kStages) {
           stage = 0;
@@ -203,19 +212,38 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
   for (int i = 0; i < Tile::kTokens / 2; ++i) pin(sum[i]);  // no sum is read before the wait
 }
 
+// Loads the sums at `shared`, added over the CTAs of these rows in the order of their parts of K.
+template <class Tile>
+__device__ __forceinline__ void load_parts_16(uint32_t (&w)[4], uint32_t shared, int sub) {
+  if constexpr (Tile::kSplits == 1) {
+    load_shared_16(w, shared);
+  } else {
+    uint32_t part[Tile::kSplits][4];
+#pragma unroll
+    for (int i = 0; i < Tile::kSplits; ++i) load_cluster_16(part[i], shared, i * Tile::kShare + sub);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float sum = __uint_as_float(part[0][j]);
+#pragma unroll
+      for (int i = 1; i < Tile::kSplits; ++i) sum += __uint_as_float(part[i][j]);
+      w[j] = __float_as_uint(sum);
+    }
+  }
+}
+
 // The kernel. The grid has a cluster for every kRows rows of B and kTokens tokens, rows first.
 template <class Tile, class T, class E, int kAlign>
-__device__ __forceinline__ void w8a16_wgmma(const T* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
-                                            int lda, int ldb, int ldd, typename E::Args args) {
+__device__ __forceinline__ void w8a16_wgmma(const TensorMap& tokens_map, const int8_t* b, typename E::Out* d, int m,
+                                            int n, int k, int ldb, int ldd, typename E::Args args) {
   extern __shared__ __align__(1024) char shared[];
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % Tile::kSplits;
-  const int cluster = static_cast<int>(blockIdx.x) / Tile::kSplits;
-  const int row_tiles = (n + Tile::kRows - 1) / Tile::kRows;
-  const int col0 = cluster % row_tiles * Tile::kRows;
+  const int rank = blockIdx.x % Tile::kCtas;
+  const int cluster = static_cast<int>(blockIdx.x) / Tile::kCtas;
+  const int row_tiles = (n + Tile::kShare * Tile::kRows - 1) / (Tile::kShare * Tile::kRows);
+  const int col0 = (cluster % row_tiles * Tile::kShare + rank % Tile::kShare) * Tile::kRows;
   const int token0 = cluster / row_tiles * Tile::kTokens;
-  const UnitRange<Tile> range(k, rank);
+  const UnitRange<Tile> range(k, rank / Tile::kShare);
   const uint32_t base = shared_address(shared);
   float* const col_scale = reinterpret_cast<float*>(shared + Tile::kColScale);
   float* const bias = reinterpret_cast<float*>(shared + Tile::kBias);
@@ -223,17 +251,22 @@ __device__ __forceinline__ void w8a16_wgmma(const T* a, const int8_t* b, typenam
   if (threadIdx.x == Tile::kThreads) {
     for (int i = 0; i < Tile::kStages; ++i) {
       barrier_init(base + Tile::kFull + 8 * i, 1);
-      barrier_init(base + Tile::kEmpty + 8 * i, Tile::kWarps);
+      barrier_init(base + Tile::kEmpty + 8 * i, Tile::kWarps * Tile::kShare);
     }
     barrier_init_fence();
   }
-  __syncthreads();
+  if constexpr (Tile::kShare > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
 
   if (warp >= Tile::kWarps) {
-    if constexpr (Tile::kFeedRegisters > 0) give_registers<Tile::kFeedRegisters>();
+    if constexpr (Tile::kCopyRegisters > 0) give_registers<Tile::kCopyRegisters>();
     wait_for_dependencies();
-    feed_tokens<Tile>(a, token0, m, k, lda, range, base, warp - Tile::kWarps);
-    for (int i = threadIdx.x - Tile::kThreads; i < Tile::kRows; i += 32 * Tile::kFeeders) {
+    if (warp == Tile::kWarps) copy_tokens<Tile>(tokens_map, token0, range, base, rank);
+    for (int i = threadIdx.x - Tile::kThreads; i < Tile::kRows; i += 128) {
       const typename E::Column column = E::column(args, col0 + i, n);
       col_scale[i] = column.scale;
       bias[i] = column.bias;
@@ -247,7 +280,7 @@ __device__ __forceinline__ void w8a16_wgmma(const T* a, const int8_t* b, typenam
   } else {
     if constexpr (Tile::kRegisters > 0) take_registers<Tile::kRegisters>();
     float sum[Tile::kTokens / 2] = {};
-    multiply_units<Tile, T>(sum, b, col0 + 16 * warp, n, k, ldb, range, base);
+    multiply_units<Tile, T>(sum, b, col0 + 16 * warp, n, k, ldb, range, base, rank);
     wait_for_dependencies();
     named_barrier_sync<Tile::kThreads>(1);  // the stages have been read
     const int row0 = 16 * warp + lane / 4;
@@ -272,19 +305,20 @@ __device__ __forceinline__ void w8a16_wgmma(const T* a, const int8_t* b, typenam
     constexpr int kQuads = Tile::kRows / 4;
     const int tokens = min(Tile::kTokens, m - token0);
     const int share = (tokens * kQuads + Tile::kSplits - 1) / Tile::kSplits;
-    const int end = min((rank + 1) * share, tokens * kQuads);
+    const int part = rank / Tile::kShare;
+    const int end = min((part + 1) * share, tokens * kQuads);
 #pragma unroll 2
-    for (int i = rank * share + threadIdx.x; i < end; i += Tile::kThreads) {
+    for (int i = part * share + threadIdx.x; i < end; i += Tile::kThreads) {
       const int token = i / kQuads;
       const int row = i % kQuads * 4;
       if (col0 + row >= n) continue;
       uint32_t sums[4];
-      load_sum_16<float, Tile::kSplits>(sums, base + 4 * (token * Tile::kPitch + row));
+      load_parts_16<Tile>(sums, base + 4 * (token * Tile::kPitch + row), rank % Tile::kShare);
       finish_quad<E, kAlign, float>(sums, token0 + token, row, col0, d, m, n, ldd, args);
     }
   }
-  if constexpr (Tile::kSplits > 1) {
-    // No CTA exits while other CTAs read its sums.
+  if constexpr (Tile::kCtas > 1) {
+    // No CTA exits while other CTAs read its sums, copy to its memory or arrive at its barriers.
     cluster_arrive();
     cluster_wait();
   }
