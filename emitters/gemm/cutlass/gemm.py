@@ -16,7 +16,7 @@ from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.constraints import require
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.names import procedural_name
-from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param, deferred
 from qcut.emitters.gemm.cutlass import compat as cutlass_compat
 from qcut.emitters.gemm.cutlass.compat import DequantizeTag, FunctorTag
 from qcut.emitters.gemm.cutlass.launcher import emit_launcher
@@ -98,14 +98,30 @@ def emit_cutlass_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> Kern
         arch: real architecture the text is compiled for.
 
     Raises:
-        EmitError: the description breaks a constraint, or nvidia-cutlass cannot be imported.
+        EmitError: the description breaks a constraint; reading the texts, nvidia-cutlass cannot be imported.
 
     Exactness: accumulation is exact for K <= `qcut.emitters.gemm.problem.K_MAX`; the epilogue rounds as
     `qcut.emitters.core.epilogue` says.
     """
     validate(problem, tile, arch)
-    cutlass_compat.cppgen()
     name = procedural_name(FAMILY, arch, problem, tile)
+    sm90 = tile.schedule != "multistage"
+    return deferred(
+        lambda: _texts(problem, tile, name),
+        name=name,
+        entry=name,
+        params=(*problem.params(), *LAUNCH_PARAMS),
+        arch=arch,
+        toolchain="nvcc",
+        defines=_sm90_defines(tile) if sm90 else (),
+        includes=("qcut", "cutlass", "cuda"),
+        waits=sm90 and tile.schedule != "stream_k",
+    )
+
+
+def _texts(problem: GemmProblem, tile: TileConfig, name: str) -> tuple[str, str]:
+    """The device text and the launcher's."""
+    cutlass_compat.cppgen()
     sm90 = tile.schedule != "multistage"
     graph = _EpilogueGraph(problem.epilogue, sm90)
     text, emitted_name = _device_text(problem, tile, sm90, graph)
@@ -114,27 +130,15 @@ def emit_cutlass_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> Kern
     declarations, kernel = cutlass_compat.split_kernel(text, emitted_name, name)
     header = "qcut/cutlass/sm90_dequantize.cuh" if sm90 else "qcut/cutlass/epilogue.cuh"
     declarations = f"#include <{header}>\n" + declarations
-    params = (*problem.params(), *LAUNCH_PARAMS)
     host_text = emit_launcher(
         f"{name}_type",
         declarations,
-        params,
+        (*problem.params(), *LAUNCH_PARAMS),
         schedule=tile.schedule,
         epilogue=graph.arguments,
         residual=problem.epilogue.residual,
     )
-    return KernelSource(
-        name=name,
-        text=declarations + kernel,
-        entry=name,
-        params=params,
-        arch=arch,
-        toolchain="nvcc",
-        host_text=host_text,
-        defines=_sm90_defines(tile) if sm90 else (),
-        includes=("qcut", "cutlass", "cuda"),
-        waits=sm90 and tile.schedule != "stream_k",
-    )
+    return declarations + kernel, host_text
 
 
 def _sm90_defines(tile: TileConfig) -> tuple[str, ...]:
