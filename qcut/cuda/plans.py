@@ -149,7 +149,7 @@ class LaunchSpec:
     Attributes:
         source: the kernel's text.
         grid: returns the CTAs for a number of rows; a host launcher ignores this grid and computes its own.
-        tail: arguments after those of a call and before the workspace (kernels with a host launcher).
+        tail: arguments after those of a call; kernels with a host launcher take the workspace after them.
         needs_workspace: whether a launch must be given device memory.
         pdl: whether the kernel may begin before its predecessor on the stream ends.
         min_rows: rows that the operands of a linear layer must have at least.
@@ -189,7 +189,7 @@ class LaunchPlan:
         needs_workspace: whether `launch` must be given device memory.
     """
 
-    __slots__ = ("_grid", "_kernel", "_pdl", "_tail", "min_rows", "needs_workspace")
+    __slots__ = ("_grid", "_hosted", "_kernel", "_pdl", "_tail", "min_rows", "needs_workspace")
 
     def __init__(
         self,
@@ -202,6 +202,7 @@ class LaunchPlan:
         min_rows: int = 1,
     ) -> None:
         self._kernel, self._grid, self._tail, self._pdl = kernel, grid, tail, pdl
+        self._hosted = bool(tail) and kernel.host_launcher != 0
         self.needs_workspace = needs_workspace
         self.min_rows = min_rows
 
@@ -220,12 +221,12 @@ class LaunchPlan:
         if self.needs_workspace or not isinstance(grid, Grid) or grid.one[2] != 1 or grid.most is not None:
             return None
         shape = (grid.rows, *grid.one[:2], kernel.block, kernel.smem_bytes, self._pdl)
-        return native.Launch(kernel.function, kernel.host_launcher, *shape, self._tail)
+        return native.Launch(kernel.function, kernel.host_launcher, *shape, len(self._tail), self._tail)
 
     def launch(self, m: int, args: tuple[int | float, ...], stream: int, workspace: int = 0) -> None:
         """Queue the kernel for m rows."""
         if self._tail:
-            args = (*args, *self._tail, workspace)
+            args = (*args, *self._tail, workspace) if self._hosted else (*args, *self._tail)
         self._kernel.launch(self._grid(m), args, stream, self._pdl)
 
     def run(self, m: int, args: tuple[int | float, ...], device: int) -> None:
