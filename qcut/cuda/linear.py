@@ -102,10 +102,10 @@ class LinearLayer(NamedTuple):
         many = Product(problem, max(self.rows, TMA_ROWS), self.n, k)
         if self.scheme == "w8a8_static":
             quantize = per_tensor_spec(dtype, k, gpu, aligned=self.aligned)
-            return quantize, many.spec(gpu, cutlass=has_cutlass())
+            return quantize, many.spec(gpu, cutlass=gpu.closed or has_cutlass())
         quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned)
         few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
-        return quantize, few or many.spec(gpu, cutlass=has_cutlass())
+        return quantize, few or many.spec(gpu, cutlass=gpu.closed or has_cutlass())
 
     def sources(self, device: int) -> list[KernelSource]:
         """The kernels that a call launches on a device."""
@@ -307,7 +307,7 @@ class Int8Layer(NamedTuple):
         few = product.stream_spec("given", gpu, absmax=self.absmax, constants=self.constants)
         if few is not None:
             return few, self.absmax
-        return product.spec(gpu, cutlass=has_cutlass()), False
+        return product.spec(gpu, cutlass=gpu.closed or has_cutlass()), False
 
 
 class Int8Plan(NamedTuple):

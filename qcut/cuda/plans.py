@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +25,7 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.errors import LaunchError
+from qcut.jit import packs
 from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
 from qcut.process.locks import Lock, once
@@ -92,10 +93,11 @@ class PlanCache(Generic[P]):
 
 @once
 def target(device: int) -> Target:
-    """Dispatch's description of the GPU with a CUDA ordinal."""
+    """Dispatch's description of the GPU with a CUDA ordinal: closed where a pack brings its kernels."""
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    return target_for(capability, properties.multi_processor_count, properties.name, lambda: Rates.of(**rates(device)))
+    gpu = target_for(capability, properties.multi_processor_count, properties.name, lambda: Rates.of(**rates(device)))
+    return replace(gpu, closed=packs.installed(gpu.arch) is not None)
 
 
 def has_pdl(gpu: Target) -> bool:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
+from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles import codebook as tiles
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -93,6 +94,12 @@ def select_rotation(
     Raises:
         EmitError: see ``CONSTRAINTS`` of `qcut.emitters.codebook.rotate` and of `qcut.emitters.codebook.rotate_dense`.
     """
+    if target.closed:
+        # Before K is rounded: a row that is one group stays one.
+        whole, group_size = kind == "none" and group_size >= k, min(group_size, k)
+        usual = aligned and passes == 1 and group_size == 128 and x is not DType.F32
+        k = closed.rotation_columns(k, target, usual=usual)
+        group_size = k if whole else group_size
     arch, sms = target.arch, target.sm_count
     if kind != "qr":
         checked = cast("Kind", kind)  # the kernel's constraints check the value
@@ -167,6 +174,12 @@ def select(problem: CodebookProblem, m: int, n: int, units: int, target: Target)
     Raises:
         EmitError: no kernel takes the problem on this GPU.
     """
+    if target.closed:
+        if problem.rotates and not closed.covers(problem):
+            raise EmitError(f"codebook: no kernel of the closed set rotates for {problem.name}")
+        usual = closed.is_usual(problem)
+        n, k, target = closed.bounded(n, 128 * units, target, known=usual)
+        m, units = m if problem.rotates else closed.few_tokens(m, usual), k // 128
     if problem.rotates:
         return _stream(problem, m, n, units, target)
     if architecture(target.arch).wgmma:

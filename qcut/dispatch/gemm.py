@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from qcut.dispatch import tables
+from qcut.dispatch import closed, tables
 from qcut.dispatch.cost_model import Estimate, GemmTile, estimate, tile_cycles
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import w8a16_tile
@@ -16,7 +16,7 @@ from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.families import FAMILIES, INT8_CUTLASS, INT8_DP4A, W8A16_MMA, W8A16_STREAM, family
+from qcut.emitters.families import FAMILIES, INT8_CUTLASS, INT8_DP4A, INT8_MMA, W8A16_MMA, W8A16_STREAM, family
 from qcut.emitters.gemm import w8a16
 from qcut.emitters.gemm.problem import GemmProblem, Layout
 from qcut.emitters.stream import w8a16 as w8a16_stream
@@ -77,6 +77,8 @@ def select_gemm(
     why_not = _why_not_cutlass(problem, cutlass, tensor_cores)
     suffix = f"; not cutlass: {why_not}" if why_not else ""
     families = _families(why_not, tensor_cores)
+    if target.closed and tensor_cores and closed.covers(problem):
+        families = tuple(name for name in families if name in (INT8_CUTLASS.name, INT8_MMA.name))
     tuned = _tuned(problem, m, n, k, target, families)
     if tuned is not None:
         return replace(tuned, reason=tuned.reason + suffix)
@@ -123,6 +125,7 @@ def _tuned(problem: GemmProblem, m: int, n: int, k: int, target: Target, familie
         near = row.m * 0.75 <= m <= row.m or (m < row.m and row.m <= 64)
         closer = row.family not in nearest or _distance(m, row) < _distance(m, nearest[row.family])
         legal = row.family in families and family(row.family).is_legal(problem, row.tile, target.arch)
+        legal = legal and _is_open(problem, row.family, row.tile, target)
         if near and closer and legal:
             nearest[row.family] = row
     if not nearest or (set(nearest) == {INT8_DP4A.name} and len(families) > 1):
@@ -140,8 +143,13 @@ def _distance(m: int, row: tables.Row) -> float:
 
 def best_tile(name: str, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> GemmTile | None:
     """The tile of a family's menu that the model prefers; None where none can be built."""
-    menu = family(name).menu(problem, target.arch)
+    menu = [tile for tile in family(name).menu(problem, target.arch) if _is_open(problem, name, tile, target)]
     return min(menu, key=lambda t: expected(Choice(name, t), problem, m, n, k, target).cycles, default=None)
+
+
+def _is_open(problem: GemmProblem, name: str, tile: object, target: Target) -> bool:
+    """Whether a tile may be chosen: for a closed target, those of its closed set where this covers the problem."""
+    return not target.closed or not closed.covers(problem) or closed.takes(problem, name, tile, target.arch)
 
 
 def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Estimate:
@@ -164,7 +172,9 @@ def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, targe
 def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice:
     """Choose the kernel of a GEMM with 16-bit activations and int8 weights; few tokens have kernels of their own."""
     if m <= w8a16_stream.MAX_TOKENS:
-        return Choice(W8A16_STREAM.name, w8a16_tile(problem, m, n, k, target))
+        return Choice(
+            W8A16_STREAM.name, w8a16_tile(problem, m, *closed.bounded(n, k, target, known=closed.is_usual(problem)))
+        )
     bits = problem.epilogue.out.bits
     tiles = w8a16.default_tiles(target.arch)
     return Choice(W8A16_MMA.name, min(tiles, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
@@ -238,7 +248,7 @@ def explain(
         if name != choice.family and (tile := best_tile(name, problem, m, n, k, target)) is not None:
             others.append((name, tile.name, expected(Choice(name, tile), problem, m, n, k, target)))
     return Explanation(
-        procedural_name(choice.family, target.arch, problem, choice.tile),
+        procedural_name(choice.family, target.arch, closed.bounded_problem(problem, target)[0], choice.tile),
         choice,
         expected(choice, problem, m, n, k, target),
         tuple(others),
