@@ -259,15 +259,16 @@ def sources_digest() -> str:
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def pack_bytes(kernels: Iterable[tuple[KernelSource, Packed]], facts: dict[str, str], jobs: int = 1) -> bytes:
+def pack_bytes(kernels: Iterable[tuple[str, bytes, Packed]], facts: dict[str, str], jobs: int = 1) -> bytes:
     """The content of a pack.
 
     Args:
-        kernels: in any order; those of like names lie together, since they compress together.
+        kernels: name, `key_of` and code of each, in any order; those of like names lie together, since they compress
+            together.
         facts: see `Pack`.
         jobs: blocks to compress at a time.
     """
-    raw, records = _blocks_of(sorted(kernels, key=lambda kernel: kernel[0].name))
+    raw, records = _blocks_of(sorted(kernels, key=lambda kernel: kernel[0]))
     with ThreadPoolExecutor(jobs, thread_name_prefix="qcut-pack") as pool:
         blocks = list(pool.map(lambda block: lzma.compress(block, lzma.FORMAT_RAW, filters=_FILTERS), raw))
     offsets = accumulate(map(len, blocks), initial=0)
@@ -281,18 +282,18 @@ def pack_bytes(kernels: Iterable[tuple[KernelSource, Packed]], facts: dict[str, 
     return b"".join([_HEAD.pack(_MAGIC, hashlib.sha256(index).digest(), len(index)), index, *blocks])
 
 
-def _blocks_of(kernels: Iterable[tuple[KernelSource, Packed]]) -> tuple[list[bytes], list[bytes]]:
+def _blocks_of(kernels: Iterable[tuple[str, bytes, Packed]]) -> tuple[list[bytes], list[bytes]]:
     """Blocks before they are packed, and the record of each kernel."""
     blocks: list[bytes] = []
     records: list[bytes] = []
     block = bytearray()
-    for source, packed in kernels:
+    for _, key, packed in kernels:
         places: list[int] = []
         for code in (packed.cubin, packed.host_so or b""):
             places += (len(block), len(code))
             block += code
         figures = astuple(packed.resources) if packed.resources else (-1,) * 5
-        records.append(_KERNEL.pack(key_of(source), len(blocks), *places, *figures))
+        records.append(_KERNEL.pack(key, len(blocks), *places, *figures))
         if len(block) >= BLOCK_BYTES:
             blocks.append(bytes(block))
             block.clear()

@@ -47,6 +47,10 @@ def kernels() -> list[tuple[KernelSource, Packed]]:
     ]
 
 
+def keyed() -> list[tuple[str, bytes, Packed]]:
+    return [(source.name, packs.key_of(source), packed) for source, packed in kernels()]
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder in the place of the installation's packs."""
@@ -60,7 +64,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_every_kernel_comes_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packs, "BLOCK_BYTES", 1)  # each in a block of its own
-    (folder / "x.qpack").write_bytes(pack_bytes(kernels(), facts(), jobs=2))
+    (folder / "x.qpack").write_bytes(pack_bytes(keyed(), facts(), jobs=2))
     pack = Pack(folder / "x.qpack")
     assert len(pack) == 3
     assert pack.facts == facts()
@@ -82,7 +86,7 @@ def test_a_pack_comes_before_compilers(folder: Path, monkeypatch: pytest.MonkeyP
         raise AssertionError("asked for a compiler")
 
     monkeypatch.setattr(builder, "fingerprint", refuse)
-    (folder / f"{ARCH}.qpack").write_bytes(pack_bytes(kernels(), facts()))
+    (folder / f"{ARCH}.qpack").write_bytes(pack_bytes(keyed(), facts()))
     for source, packed in kernels():
         binary = build(source)
         assert (binary.cubin, binary.host_so, binary.resources) == (packed.cubin, packed.host_so, packed.resources)
@@ -93,7 +97,7 @@ def test_a_pack_comes_before_compilers(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_text_that_was_changed_is_another_kernel(folder: Path) -> None:
-    (folder / "x.qpack").write_bytes(pack_bytes(kernels(), facts()))
+    (folder / "x.qpack").write_bytes(pack_bytes(keyed(), facts()))
     source = cutlass()
     changed = replace(source, text=source.text + "// changed")
     assert source in Pack(folder / "x.qpack")  # written by now, and still what its name says
@@ -102,14 +106,14 @@ def test_a_text_that_was_changed_is_another_kernel(folder: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [{"arch": "sm_80"}, {"sources": "others"}])
 def test_a_pack_of_other_sources_is_left_alone(folder: Path, wrong: dict[str, str]) -> None:
-    (folder / f"{ARCH}.qpack").write_bytes(pack_bytes(kernels(), facts() | wrong))
+    (folder / f"{ARCH}.qpack").write_bytes(pack_bytes(keyed(), facts() | wrong))
     with pytest.warns(RuntimeWarning, match="built from other sources"):
         assert packs.find(argmax(DType.F16)) is None
 
 
 def test_any_damage_is_refused(folder: Path) -> None:
     """A byte turned anywhere, or the end cut off anywhere, is found; a kernel is right or refused."""
-    whole = pack_bytes(kernels(), facts())
+    whole = pack_bytes(keyed(), facts())
     path = folder / "x.qpack"
 
     def reads() -> bool:
@@ -161,7 +165,7 @@ for source in (argmax(DType.BF16), replace(argmax(DType.F16), text="other")):
 
 def test_a_process_without_any_compiler_finds_its_kernels(folder: Path) -> None:
     """nvcc, g++, NVRTC, the CUDA headers and nvidia-cutlass are all out of reach."""
-    (folder / f"{ARCH}.qpack").write_bytes(pack_bytes(kernels(), facts()))
+    (folder / f"{ARCH}.qpack").write_bytes(pack_bytes(keyed(), facts()))
     environment = {"PATH": "", "QCUT_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": ":".join(filter(None, sys.path))}
     done = subprocess.run(
         [sys.executable, "-c", HIDDEN, str(folder)], capture_output=True, text=True, env=environment, check=False

@@ -1,0 +1,120 @@
+"""What small models of every scheme answer, in a process that builds its kernels, and in one that has a pack alone.
+
+Both choose from the closed set, so that their answers are the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import qcut
+from qcut import jit
+from qcut.config import ACTIVATIONS
+from qcut.cuda import plans
+from qcut.cuda.plans import target
+from qcut.emitters.core.source import KernelSource
+from qcut.engine.engine import Engine
+from qcut.jit import packs
+from qcut.jit.packs import Packed, key_of, pack_bytes
+from tests.gpu.support.decoders import llama
+from tests.gpu.support.oracles import DEVICE
+from tests.support.decoders import VOCABULARY, prompts_of
+from tests.support.hidden import hide_compilers
+
+SCHEMES = ("w8a8", "w8a8_static", "w8a16", "codebook4", "codebook4_int8", "codebook3_g64", "int4")
+KINDS = ("gpt2", "llama")
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 300, "n_embd": 384, "n_layer": 1, "n_head": 6}
+    return GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=None, bos_token_id=None)).to(DEVICE, torch.float16).eval()
+
+
+def answers(kind: str, scheme: str) -> dict[str, Tensor]:
+    """Logits of a prompt and of two steps, and tokens, of a model that is quantized first."""
+    model = gpt2() if kind == "gpt2" else llama()
+    ids = torch.tensor(prompts_of(VOCABULARY, 70), device=DEVICE)
+    want = model(ids).logits
+    calibration = qcut.calibrate(model, [ids], progress=False) if scheme == "w8a8_static" else None
+    qcut.quantize(model, scheme, calibration=calibration, prebuild=(64,), progress=False)
+    engine = Engine(model, batch=1)
+    found = {"prompt": engine.prefill(prompts_of(VOCABULARY, 70))}
+    found |= {f"step {i}": engine.decode([token]) for i, token in enumerate((5, 7))}
+    found["tokens"] = torch.tensor([each.tokens for each in engine.generate(prompts_of(VOCABULARY, 70), 12)])
+    found["eager"] = model(ids).logits
+    error = (found["eager"].float() - want.float()).pow(2).mean() / want.float().pow(2).mean()
+    assert error < 0.5, f"{kind} {scheme}: relative error {error}"
+    return {name: value.cpu() for name, value in found.items()}
+
+
+def layer_errors(scheme: str) -> dict[str, float]:
+    """Of a layer with each activation, at several numbers of tokens: the largest error beside the CPU's arithmetic."""
+    torch.manual_seed(1)
+    module = nn.Linear(384, 320)
+    static_range = qcut.StaticRange.including_zero(-4.0, 4.0) if scheme == "w8a8_static" else None
+    found = {}
+    for activation in ACTIVATIONS:
+        layer = qcut.Linear.from_float(module, scheme, activation=activation, static_range=static_range)
+        for rows in (1, 7, 64):
+            x = torch.randn(rows, 384)
+            want = layer.to("cpu", torch.float16)(x.half()).float()
+            got = layer.to(DEVICE)(x.half().to(DEVICE)).cpu().float()
+            found[f"{activation} {rows}"] = float(((got - want).abs() / (want.abs() + 0.1)).max())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=("build", "hidden"))
+    parser.add_argument("folder", type=Path, help="of packs")
+    parser.add_argument("out", type=Path, help="gets the answers, and the kernels that were built")
+    parser.add_argument("schemes", nargs="+")
+    arguments = parser.parse_args()
+    packs.FOLDER = arguments.folder
+    assert target(torch.cuda.current_device()).closed, "there is no pack"
+    built: dict[str, Kernel] = {}
+    if arguments.mode == "hidden":
+        torch.zeros(1, device=DEVICE)
+        hide_compilers()
+    else:
+        note_builds(built)
+    found: dict[str, Any] = {}
+    for scheme in arguments.schemes:
+        found |= {f"{kind} {scheme}": answers(kind, scheme) for kind in KINDS}
+        found[f"layer {scheme}"] = layer_errors(scheme)
+        print(scheme, "done", len(built), flush=True)
+    arguments.out.write_bytes(pickle.dumps((found, [*built.values()])))
+
+
+Kernel = tuple[str, bytes, Packed]
+
+
+def note_builds(built: dict[str, Kernel]) -> None:
+    """Note every kernel that is built or found from now on."""
+    original = jit.build
+
+    def build(source: KernelSource) -> jit.Binary:
+        binary = original(source)
+        built[source.name] = source.name, key_of(source), Packed(binary.cubin, binary.host_so, binary.resources)
+        return binary
+
+    plans.jit.build = build
+
+
+def write_pack(folder: Path, arch: str, kernels: list[Kernel]) -> None:
+    """Put a pack into a folder; with no kernels, it makes targets closed and everything is built."""
+    facts = {"arch": arch, "sources": packs.sources_digest()}
+    (folder / f"{arch}.qpack").write_bytes(pack_bytes(kernels, facts, jobs=8))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
