@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
+from qcut.emitters.core.source import INCLUDE_DIR, EmitError, KernelSource
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import cache, packs, toolchain
 from qcut.jit.compilers import Resources, compile_text, device_flags, headers, host_flags, parse_resources
@@ -79,7 +79,7 @@ def build(source: KernelSource) -> Binary:
     """
     if (binary := _packed(source)) is not None:
         return binary
-    key = fingerprint(source)
+    key = _key_to_build(source)
     if (binary := _lookup(source, key)) is not None:
         return binary
     with cache.locked(key):
@@ -126,7 +126,7 @@ def build_many(
     missing = []
     for name, source in wanted.items():
         try:
-            binary = _packed(source) or _lookup(source, fingerprint(source))
+            binary = _packed(source) or _lookup(source, _key_to_build(source))
         except BuildError as error:
             results[name] = error
             continue
@@ -242,6 +242,17 @@ def _packed(source: KernelSource) -> Binary | None:
         facts = (source.name, source.entry, source.arch, key)
         _memory[key] = binary = Binary(*facts, packed.cubin, packed.host_so, "", packed.resources)
     return binary
+
+
+def _key_to_build(source: KernelSource) -> str:
+    """`fingerprint` of a kernel that no pack has; what is missing is said with the pack that lacks the kernel."""
+    try:
+        return fingerprint(source)
+    except (ToolchainError, EmitError) as error:
+        lacking = packs.lacking(source)
+        if lacking or isinstance(error, EmitError):
+            raise ToolchainError(f"{lacking}{error}", kernel=source.name) from error
+        raise
 
 
 def _lookup(source: KernelSource, key: str) -> Binary | None:

@@ -1,4 +1,6 @@
-"""Packs: the kernels of an architecture that a wheel brings, one compressed file each, ``qcut/binaries/{arch}.qpack``.
+"""Packs: all kernels of an architecture in one compressed file, as a wheel or ``qcut precompile`` brings them.
+
+A wheel's are ``qcut/binaries/{arch}.qpack``, the user's own ``packs/{arch}.qpack`` in the cache directory.
 
 A kernel of a pack needs no compiler, no CUDA headers and no nvidia-cutlass. It is found by its name and text among the
 kernels that the very same sources of qcut were built to; a pack of other sources is not used, with a warning.
@@ -15,6 +17,8 @@ import bisect
 import hashlib
 import json
 import lzma
+import os
+import re
 import struct
 import warnings
 from collections import OrderedDict
@@ -27,12 +31,15 @@ from typing import Any, BinaryIO
 
 from qcut.emitters.core.source import INCLUDE_DIR, DeferredSource, KernelSource
 from qcut.errors import BuildError
+from qcut.jit import folders
 from qcut.jit.compilers import Resources
 from qcut.process.locks import Lock, once
 from qcut.storage.reading import file_size, open_regular, parse_json, read_up_to
 
 FOLDER = Path(__file__).resolve().parents[1] / "binaries"
 """Where an installed wheel has its packs. A checkout has none."""
+CACHE_FOLDER = "packs"
+"""The folder of the cache directory with the user's own."""
 
 MAX_PACK_BYTES = 1 << 30
 """Largest pack that is read."""
@@ -49,7 +56,7 @@ _KEY_BYTES = 16
 # Instructions are 16 bytes, so that their bytes are predicted by their place among 16.
 _FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 24, "lc": 0, "pb": 4}]
 _KEPT_BLOCKS = 8
-_ADVICE = "install the wheel again"
+_ADVICE = "install the wheel again, or run `qcut precompile`"
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,8 @@ class Pack:
 
     Attributes:
         path: the file.
-        facts: what the builder noted: ``arch``, ``sources`` (see `sources_digest`), ``qcut``, ``compilers``, ``glibc``.
+        facts: what the builder noted: ``arch``, ``sources`` (see `sources_digest`), ``qcut``, and ``needs``, the
+            versions of C libraries that host launchers want.
 
     Raises:
         BuildError: the file is damaged, or no pack.
@@ -203,15 +211,17 @@ class _Keys:
 
 @once
 def installed(arch: str) -> Pack | None:
-    """The pack of an architecture that came with this installation; None where there is none.
+    """The pack of an architecture that came with the wheel, or else the user's own; None where there is none.
 
-    A pack that other sources were built to is not used; a warning says so.
+    A pack that other sources were built to, or that another user could have written, is not used; a warning says so.
 
     Raises:
         BuildError: the pack is damaged.
+        ConfigError: see `qcut.jit.folders.directory`.
     """
-    path = FOLDER / f"{arch}.qpack"
-    if not path.exists():
+    shipped = FOLDER / f"{arch}.qpack"
+    path = shipped if shipped.exists() else _own(arch)
+    if path is None:
         return None
     pack = Pack(path)
     if (pack.facts.get("arch"), pack.facts.get("sources")) != (arch, sources_digest()):
@@ -224,6 +234,25 @@ def installed(arch: str) -> Pack | None:
     return pack
 
 
+def _own(arch: str) -> Path | None:
+    """The user's own pack, where nobody else could have written it."""
+    if (base := folders.directory()) is None:
+        return None
+    path = base / CACHE_FOLDER / f"{arch}.qpack"
+    try:
+        with folders.opened(base, CACHE_FOLDER) as folder:
+            status = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+            if (error := folders.distrust(path, status)) is not None:
+                raise error
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        problem = error if isinstance(error, folders.DistrustedError) else f"{path}: {error.strerror or error}"
+        warnings.warn(f"qcut: {problem}, so that no pack is used", RuntimeWarning, stacklevel=3)
+        return None
+    return path
+
+
 def find(source: KernelSource) -> Packed | None:
     """A kernel of the installed pack of its architecture; None where there is no pack, or none with the kernel.
 
@@ -232,6 +261,13 @@ def find(source: KernelSource) -> Packed | None:
     """
     pack = installed(source.arch)
     return None if pack is None else pack.read(source)
+
+
+def lacking(source: KernelSource) -> str:
+    """For messages: that the installed pack lacks a kernel; empty where no pack is installed."""
+    if (pack := installed(source.arch)) is None:
+        return ""
+    return f"it is none of the {len(pack)} kernels of {pack.path}, which are those of layers and engines; to build it: "
 
 
 def key_of(source: KernelSource) -> bytes:
@@ -257,6 +293,16 @@ def sources_digest() -> str:
 
 
 # ── writing ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def library_versions(launchers: Iterable[bytes]) -> str:
+    """The newest versions of the C libraries that host launchers want, such as ``GLIBC_2.34``."""
+    newest: dict[bytes, tuple[int, ...]] = {}
+    for code in launchers:
+        for name, version in re.findall(rb"\b(GLIBC|GLIBCXX|CXXABI|GCC)_(\d+(?:\.\d+)*)\b", code):
+            numbers = tuple(map(int, version.split(b".")))
+            newest[name] = max(numbers, newest.get(name, ()))
+    return ", ".join(f"{name.decode()}_{'.'.join(map(str, numbers))}" for name, numbers in sorted(newest.items()))
 
 
 def pack_bytes(kernels: Iterable[tuple[str, bytes, Packed]], facts: dict[str, str], jobs: int = 1) -> bytes:

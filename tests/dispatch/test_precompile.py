@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 
 import pytest
 import torch
 
-from qcut.config import parse_scheme
 from qcut.cuda import linear as linear_cuda
 from qcut.cuda.codebook import CodebookLayer, Rotation
+from qcut.cuda.codebook import Product as CodebookProduct
 from qcut.cuda.gemm import Product
 from qcut.cuda.linear import Int8Layer, LinearLayer
-from qcut.cuda.plans import DTYPES, m_bucket
+from qcut.cuda.plans import m_bucket
 from qcut.dispatch.attention import emit_attention, select_attention
-from qcut.dispatch.closed import ACTIVATIONS, GROUPS, HEADS, norm_columns
+from qcut.dispatch.closed import GROUPS, HEADS, norm_columns
+from qcut.dispatch.codebook import bucket
 from qcut.dispatch.gpus import GPUS, Target
 from qcut.dispatch.precompile import closed_set
 from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.emitters.core.epilogue import ACTIVATIONS
 from qcut.emitters.core.source import DType, EmitError
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.mma import AttentionMma
@@ -97,8 +101,8 @@ def test_layers_find_their_kernels(arch: str, monkeypatch: pytest.MonkeyPatch) -
                 elif isinstance(call, Int8Layer):
                     specs = (call.spec(0)[0],)
                 elif what == "rows":
-                    product = Product(call.problem(), call.rows, call.n, call.k)
-                    specs = (product.stream_spec("rows", gpu, aligned=call.aligned),)
+                    rows = Product(call.problem(), call.rows, call.n, call.k)
+                    specs = (rows.stream_spec("rows", gpu, aligned=call.aligned),)
                 else:
                     specs = call.specs(0)
                 for spec in specs:
@@ -135,9 +139,29 @@ def test_decoders_find_their_kernels(arch: str) -> None:
             )
 
 
-def test_passes_of_two_widths_find_their_kernels() -> None:
-    scheme = parse_scheme("codebook4+2")
-    assert len(set(scheme.widths)) == 2
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_the_set_is_whole_and_small(arch: str) -> None:
+    sources = [*closed_set(arch)]
+    wgmma = arch == "sm_90a"
+    wanted = {"int8_cutlass", "int8_mma", "int8_stream", "w8a16_mma", "w8a16_stream", "codebook_stream", "rotate"}
+    wanted |= {"codebook_stream_wgmma", "codebook_wgmma"} if wgmma else {"codebook_mma", "codebook_stream_rounds"}
+    families = {re.split("_sm[0-9]", source.name)[0].removeprefix("qcut_") for source in sources}
+    assert wanted < families
+    assert {"norm", "append", "attention_append", "argmax", "embed", "quantize_per_token"} < families
+    assert len({source.name for source in sources}) == len(sources) < 6000
+    assert sum(source.toolchain == "nvcc" for source in sources) < 150
+    assert {source.arch for source in sources} == {arch}
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_passes_of_two_widths_find_their_kernels(arch: str) -> None:
+    """The first product makes float32 sums, to which the second adds its own and the bias."""
+    for gpu, tokens, bits, m in product(gpus(arch), (*HALVES, torch.int8), (2, 3, 4), (1, 20, 700)):
+        for residual, bias in ((False, False), (True, False), (True, True)):
+            rows = bucket(m)
+            options = {"n": 3000, "units": 20, "bits": bits, "slots": 1, "out": torch.float32, "rows": rows}
+            found = CodebookProduct(tokens, bias=bias, activation="none", residual=residual, **options)
+            assert found.spec(gpu).source.name in names(arch)
 
 
 def test_other_targets_choose_as_before() -> None:
@@ -171,4 +195,3 @@ def test_rotations_of_short_rows_keep_their_group() -> None:
         sources = Rotation("hadamard", torch.float16, torch.int8, 1, k, group, 1).specs(gpu)
         assert f"hadamard{min(k, group)}p1" in sources[0].source.name
         assert sources[0].source.name in names("sm_90a")
-        assert DTYPES[torch.float16] is DType.F16

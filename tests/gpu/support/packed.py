@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import qcut
 from qcut import jit
 from qcut.config import ACTIVATIONS
-from qcut.cuda import plans
 from qcut.cuda.plans import target
 from qcut.emitters.core.source import KernelSource
 from qcut.engine.engine import Engine
@@ -30,7 +30,7 @@ from tests.support.decoders import VOCABULARY, prompts_of
 from tests.support.hidden import hide_compilers
 
 SCHEMES = ("w8a8", "w8a8_static", "w8a16", "codebook4", "codebook4_int8", "codebook3_g64", "int4")
-KINDS = ("gpt2", "llama")
+MODELS = tuple(f"{kind}/{scheme}" for scheme in SCHEMES for kind in ("gpt2", "llama", "layer"))
 
 
 def gpt2() -> Any:
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("mode", choices=("build", "hidden"))
     parser.add_argument("folder", type=Path, help="of packs")
     parser.add_argument("out", type=Path, help="gets the answers, and the kernels that were built")
-    parser.add_argument("schemes", nargs="+")
+    parser.add_argument("models", nargs="+", help="gpt2/w8a8 and the like, or layer/w8a8")
     arguments = parser.parse_args()
     packs.FOLDER = arguments.folder
     assert target(torch.cuda.current_device()).closed, "there is no pack"
@@ -88,10 +88,10 @@ def main() -> None:
     else:
         note_builds(built)
     found: dict[str, Any] = {}
-    for scheme in arguments.schemes:
-        found |= {f"{kind} {scheme}": answers(kind, scheme) for kind in KINDS}
-        found[f"layer {scheme}"] = layer_errors(scheme)
-        print(scheme, "done", len(built), flush=True)
+    for model in arguments.models:
+        kind, scheme = model.split("/")
+        found[model] = layer_errors(scheme) if kind == "layer" else answers(kind, scheme)
+        print(model, "done", len(built), flush=True)
     arguments.out.write_bytes(pickle.dumps((found, [*built.values()])))
 
 
@@ -100,14 +100,25 @@ Kernel = tuple[str, bytes, Packed]
 
 def note_builds(built: dict[str, Kernel]) -> None:
     """Note every kernel that is built or found from now on."""
-    original = jit.build
+    build, build_many = jit.build, jit.build_many
 
-    def build(source: KernelSource) -> jit.Binary:
-        binary = original(source)
+    def note(source: KernelSource, binary: jit.Binary) -> None:
         built[source.name] = source.name, key_of(source), Packed(binary.cubin, binary.host_so, binary.resources)
+
+    def noting_build(source: KernelSource) -> jit.Binary:
+        binary = build(source)
+        note(source, binary)
         return binary
 
-    plans.jit.build = build
+    def noting_build_many(sources: Iterable[KernelSource], **options: Any) -> dict[str, Any]:
+        sources = list(sources)
+        results = build_many(sources, **options)
+        for source in sources:
+            if isinstance(binary := results[source.name], jit.Binary):
+                note(source, binary)
+        return results
+
+    jit.build, jit.build_many = noting_build, noting_build_many
 
 
 def write_pack(folder: Path, arch: str, kernels: list[Kernel]) -> None:
