@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -259,8 +260,28 @@ def test_precompile_fills_the_cache(menu: list[str], folder: Path, capsys: pytes
     packs.installed.cache_clear()
 
 
-def test_precompile_packs_into_a_folder(menu: list[str], folder: Path, tmp_path: Path) -> None:
+def test_a_pack_makes_a_machine_without_compilers_healthy(
+    menu: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["precompile", "--arch", "sm_80"]) == 0
+    packs.installed.cache_clear()
+    missing = [doctor.Finding(topic, "missing", "nothing") for topic in ("NVRTC", "CUDA headers", "nvcc", "g++")]
+    found = doctor._packs([])
+    assert [finding.topic for finding in found] == ["pack sm_80"]
+    assert found[0].text.startswith("2 kernels, 0.0 MB, ")
+    assert doctor.is_healthy([*missing, *found])
+    assert doctor.report([*missing, *found]).endswith("others cannot be built here.")
+    other = doctor._pack("sm_90a")
+    assert "qcut precompile --arch sm_90a" in str(other)
+    assert not doctor.is_healthy([*missing, *found, other])
+    packs.installed.cache_clear()
+
+
+def test_precompile_packs_into_a_folder(
+    menu: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And goes on where it was stopped: what is in the cache is not built again."""
+    monkeypatch.setattr(import_module("qcut.jit.build"), "_memory", {})
     target = tmp_path / "wheel" / "binaries"
     assert cli.main(["precompile", "--arch", "sm_80", "--pack", str(target)]) == 0
     (built,) = (path.stat().st_mtime_ns for path in (folder / "kernels").glob("one*"))

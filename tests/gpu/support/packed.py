@@ -91,8 +91,8 @@ def main() -> None:
     for model in arguments.models:
         kind, scheme = model.split("/")
         found[model] = layer_errors(scheme) if kind == "layer" else answers(kind, scheme)
+        arguments.out.write_bytes(pickle.dumps((found, [*built.values()])))
         print(model, "done", len(built), flush=True)
-    arguments.out.write_bytes(pickle.dumps((found, [*built.values()])))
 
 
 Kernel = tuple[str, bytes, Packed]
