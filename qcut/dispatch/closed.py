@@ -177,6 +177,16 @@ def takes(problem: GemmProblem, family: str, tile: object, arch: str) -> bool:
     return (family, tile) in (gemm_tiles(arch) if usual else _few_gemm_tiles(arch))
 
 
+def is_users(row: tables.Row, arch: str) -> bool:
+    """Whether a tuned row is the user's own, whose kernel was built here when it was measured."""
+    return replace(row, tuned_on="") not in _shipped_rows(arch)
+
+
+@lru_cache
+def _shipped_rows(arch: str) -> frozenset[tables.Row]:
+    return frozenset(row for gpu in GPUS if gpu.arch == arch for row in tables.shipped(gpu.name).rows)
+
+
 @lru_cache
 def _few_gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
     problem = GemmProblem()
@@ -192,11 +202,8 @@ def gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
     problem = GemmProblem()
     found = {(family.name, tile) for family in (INT8_CUTLASS, INT8_MMA) for tile in family.menu(problem, arch)}
     names = {INT8_CUTLASS.name, INT8_MMA.name}
-    for gpu in GPUS:
-        if gpu.arch == arch:
-            rows = (row for row in tables.shipped(gpu.name).rows if row.layouts == "tnt" and row.out == "f16")
-            found |= {(row.family, row.tile) for row in rows if row.family in names and row.tile.schedule != "stream_k"}
-    return frozenset(found)
+    rows = (row for row in _shipped_rows(arch) if row.layouts == "tnt" and row.out == "f16" and row.family in names)
+    return frozenset(found | {(row.family, row.tile) for row in rows if row.tile.schedule != "stream_k"})
 
 
 # ── other kernels ────────────────────────────────────────────────────────────────────────────────

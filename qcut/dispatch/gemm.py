@@ -125,7 +125,7 @@ def _tuned(problem: GemmProblem, m: int, n: int, k: int, target: Target, familie
         near = row.m * 0.75 <= m <= row.m or (m < row.m and row.m <= 64)
         closer = row.family not in nearest or _distance(m, row) < _distance(m, nearest[row.family])
         legal = row.family in families and family(row.family).is_legal(problem, row.tile, target.arch)
-        legal = legal and _is_open(problem, row.family, row.tile, target)
+        legal = legal and (_is_open(problem, row.family, row.tile, target) or closed.is_users(row, target.arch))
         if near and closer and legal:
             nearest[row.family] = row
     if not nearest or (set(nearest) == {INT8_DP4A.name} and len(families) > 1):
