@@ -151,7 +151,7 @@ def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target,
     by_element = choice.family in (CODEBOOK_STREAM.name, CODEBOOK_STREAM_ROUNDS.name)
     problem, tail = closed.bounded_problem(problem, gpu, element_stores=by_element)
     source, grid = dispatch.emit(choice, problem, gpu.arch), dispatch.grid(choice, n, gpu.sm_count)
-    return LaunchSpec(source, grid, tail, pdl=early)
+    return LaunchSpec(source, grid, tail=tail, pdl=early)
 
 
 @lru_cache(maxsize=4096)

@@ -104,7 +104,7 @@ class Product(NamedTuple):
         tile = int8_tile(few, self.rows, n, min(k, K_MAX), like)
         few, tail = closed.bounded_problem(few, gpu)
         source, grid = INT8_STREAM.emit(few, tile, gpu.arch), INT8_STREAM.grid_of(tile, self.n, gpu.sm_count)
-        return LaunchSpec(source, grid, tail, pdl=has_pdl(gpu) and (constants or tokens == "none"))
+        return LaunchSpec(source, grid, tail=tail, pdl=has_pdl(gpu) and (constants or tokens == "none"))
 
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
@@ -120,7 +120,7 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
     pdl = pdl and has_pdl(gpu) and source.waits and choice.family != W8A16_MMA.name
     grid = dispatch.grid(choice, n, gpu.sm_count)
     if choice.family != INT8_CUTLASS.name:
-        return LaunchSpec(source, grid, tail, pdl=pdl)
+        return LaunchSpec(source, grid, tail=tail, pdl=pdl)
     assert isinstance(choice.tile, TileConfig)
     return LaunchSpec(
         source,

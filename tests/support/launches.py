@@ -22,21 +22,33 @@ class Launches(list[dict[str, Any]]):
     def __init__(self, gpu: Target) -> None:
         self.gpu = gpu
 
-    def spec(self, source: KernelSource, grid: Callable[[int], tuple[int, int, int]], pdl: bool = False) -> Noted:
-        return Noted(self, source, grid)
+    def spec(
+        self,
+        source: KernelSource,
+        grid: Callable[[int], tuple[int, int, int]],
+        tail: tuple[int, ...] = (),
+        pdl: bool = False,
+    ) -> Noted:
+        return Noted(self, source, grid, tail)
 
 
 class Noted:
     """A launch plan, and what makes one, that launches nothing."""
 
-    def __init__(self, launches: Launches, source: KernelSource, grid: Callable[[int], tuple[int, int, int]]) -> None:
-        self.launches, self.source, self.grid = launches, source, grid
+    def __init__(
+        self,
+        launches: Launches,
+        source: KernelSource,
+        grid: Callable[[int], tuple[int, int, int]],
+        tail: tuple[int, ...],
+    ) -> None:
+        self.launches, self.source, self.grid, self.tail = launches, source, grid, tail
 
     def load(self, device: int) -> Noted:
         return self
 
     def launch(self, m: int, args: tuple[int | float, ...], stream: int) -> None:
-        params = self.source.params
+        params, args = self.source.params, (*args, *self.tail)
         assert [type(a) for a in args] == [_TYPES[p.kind] for p in params], self.source.name
         named = {p.name: value for p, value in zip(params, args, strict=True)}
         self.launches.append({"kernel": self.source.name, "rows": m, "grid": self.grid(m), **named})
