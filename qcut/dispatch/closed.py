@@ -28,7 +28,7 @@ K_POINTS = (2048, 8192, 131_072, 1 << 20)
 """Columns, rounded up: some kernels hold the tokens of all of K."""
 FEW_N_POINTS, FEW_K_POINTS = (2048, 16384), (1 << 20,)
 """The same for products of less usual types."""
-FEW_TOKENS = (16, 64, 256, 4096)
+FEW_TOKENS = (16, 64, 1024)
 """Numbers of tokens for these."""
 KNOWN_SHAPES = frozenset(
     {
