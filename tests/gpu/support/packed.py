@@ -39,17 +39,18 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(GPT2Config(**sizes, eos_token_id=None, bos_token_id=None)).to(DEVICE, torch.float16).eval()
 
 
-def answers(kind: str, scheme: str) -> dict[str, Tensor]:
+def answers(kind: str, scheme: str, length: int = 70) -> dict[str, Tensor]:
     """Logits of a prompt and of two steps, and tokens, of a model that is quantized first."""
     model = gpt2() if kind == "gpt2" else llama()
-    ids = torch.tensor(prompts_of(VOCABULARY, 70), device=DEVICE)
+    prompt = prompts_of(VOCABULARY, length)
+    ids = torch.tensor(prompt, device=DEVICE)
     want = model(ids).logits
     calibration = qcut.calibrate(model, [ids], progress=False) if scheme == "w8a8_static" else None
-    qcut.quantize(model, scheme, calibration=calibration, prebuild=(64,), progress=False)
+    qcut.quantize(model, scheme, calibration=calibration, prebuild=(length,), progress=False)
     engine = Engine(model, batch=1)
-    found = {"prompt": engine.prefill(prompts_of(VOCABULARY, 70))}
+    found = {"prompt": engine.prefill(prompt)}
     found |= {f"step {i}": engine.decode([token]) for i, token in enumerate((5, 7))}
-    found["tokens"] = torch.tensor([each.tokens for each in engine.generate(prompts_of(VOCABULARY, 70), 12)])
+    found["tokens"] = torch.tensor([each.tokens for each in engine.generate(prompt, 12)])
     found["eager"] = model(ids).logits
     error = (found["eager"].float() - want.float()).pow(2).mean() / want.float().pow(2).mean()
     assert error < 0.5, f"{kind} {scheme}: relative error {error}"
