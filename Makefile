@@ -41,13 +41,14 @@ floors: $(READY)
 test-gpu: $(READY)
 	@$(BIN)/python -m pytest tests/gpu --numprocesses 14 --maxschedchunk 4 $(TEST_ARGS)
 
-# A wheel without architectures has no kernels. One with kernels is for this machine's processor.
+# A wheel without architectures has no kernels. One with kernels is for this machine's processor. The packs do not stay:
+# a checkout with packs would choose from their kernels.
 wheel: $(READY)
-	@rm -rf build/lib qcut/binaries
-	@$(if $(ARCHS),$(BIN)/python -m qcut precompile $(ARCHS:%=--arch sm_%) --pack qcut/binaries $(if $(JOBS),--jobs $(JOBS)))
-	@$(BIN)/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir dist \
-	  $(if $(ARCHS),--config-settings=--build-option="--plat-name=linux_$$(uname -m)")
-	@ls -l dist/*.whl
+	@rm -rf build/lib qcut/binaries; trap 'rm -rf build/lib qcut/binaries' EXIT; \
+	$(if $(ARCHS),$(BIN)/python -m qcut precompile $(ARCHS:%=--arch sm_%) --pack qcut/binaries $(if $(JOBS),--jobs $(JOBS));) \
+	$(BIN)/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir dist \
+	  $(if $(ARCHS),--config-settings=--build-option="--plat-name=linux_$$(uname -m)"); \
+	ls -l dist/*.whl
 
 architectures: $(READY)
 	@$(BIN)/python -m tests.architectures
