@@ -29,7 +29,9 @@ def run(mode: str, packs: Path, out: Path, models: list[str], **environment: str
 def test_without_compilers_models_answer_the_same(scheme: str, tmp_path: Path) -> None:
     """GPT-2 and Llama quantize, prompt and decode; layers have every activation."""
     arch = target(torch.cuda.current_device()).arch
-    models = [f"{kind}/{scheme}" for kind in ("gpt2", "llama", "layer")]
+    # Short prompts spare the build of CUTLASS's kernels without a bias.
+    models = [f"gpt2/{scheme}", f"llama/{scheme}@7" if scheme == "w8a8" else f"llama/{scheme}", f"layer/{scheme}"]
+    models = [model for model in models if model != "llama/w8a8_static"]
     for name in ("empty", "full", "cache"):
         (tmp_path / name).mkdir()
     write_pack(tmp_path / "empty", arch, [])  # kernels are those of the closed set, and are built
@@ -38,8 +40,8 @@ def test_without_compilers_models_answer_the_same(scheme: str, tmp_path: Path) -
     cache = tmp_path / "cache"
     got, _ = run("hidden", tmp_path / "full", tmp_path / "found", models, QCUT_CACHE_DIR=str(cache))
     assert not [*cache.rglob("*.qcut")]
-    for model in models[:2]:
+    for model in models[:-1]:
         for name, value in want[model].items():
             assert torch.equal(got[model][name], value), f"{model}: {name}"
-    assert got[models[2]] == want[models[2]]
-    assert max(want[models[2]].values()) < 0.02
+    assert got[models[-1]] == want[models[-1]]
+    assert max(want[models[-1]].values()) < 0.02

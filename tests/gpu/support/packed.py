@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,7 +31,6 @@ from tests.support.decoders import VOCABULARY, prompts_of
 from tests.support.hidden import hide_compilers
 
 SCHEMES = ("w8a8", "w8a8_static", "w8a16", "codebook4", "codebook4_int8", "codebook3_g64", "int4")
-MODELS = tuple(f"{kind}/{scheme}" for scheme in SCHEMES for kind in ("gpt2", "llama", "layer"))
 
 
 def gpt2() -> Any:
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("mode", choices=("build", "hidden"))
     parser.add_argument("folder", type=Path, help="of packs")
     parser.add_argument("out", type=Path, help="gets the answers, and the kernels that were built")
-    parser.add_argument("models", nargs="+", help="gpt2/w8a8 and the like, or layer/w8a8")
+    parser.add_argument("models", nargs="+", help="gpt2/w8a8, llama/w8a8@7 (with prompts of 7 tokens), or layer/w8a8")
     arguments = parser.parse_args()
     packs.FOLDER = arguments.folder
     assert target(torch.cuda.current_device()).closed, "there is no pack"
@@ -90,8 +90,8 @@ def main() -> None:
         note_builds(built)
     found: dict[str, Any] = {}
     for model in arguments.models:
-        kind, scheme = model.split("/")
-        found[model] = layer_errors(scheme) if kind == "layer" else answers(kind, scheme)
+        kind, scheme, length = re.fullmatch(r"(\w+)/(\w+?)(?:@(\d+))?", model).groups()  # type: ignore[union-attr]
+        found[model] = layer_errors(scheme) if kind == "layer" else answers(kind, scheme, int(length or 70))
         arguments.out.write_bytes(pickle.dumps((found, [*built.values()])))
         print(model, "done", len(built), flush=True)
 
