@@ -40,8 +40,6 @@ def test_without_compilers_models_answer_the_same(scheme: str, tmp_path: Path) -
     cache = tmp_path / "cache"
     got, _ = run("hidden", tmp_path / "full", tmp_path / "found", models, QCUT_CACHE_DIR=str(cache))
     assert not [*cache.rglob("*.qcut")]
-    for model in models[:-1]:
+    for model in models:
         for name, value in want[model].items():
             assert torch.equal(got[model][name], value), f"{model}: {name}"
-    assert got[models[-1]] == want[models[-1]]
-    assert max(want[models[-1]].values()) < 0.02
