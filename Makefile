@@ -4,6 +4,7 @@
 # make lint   ruff and mypy
 # make docs   the site, in build/docs/index.html; a link that leads nowhere is an error
 # make test-gpu   the GPU tests alone, 14 at a time
+# make wheel ARCHS="90a 80"   a wheel with all kernels of these architectures, in dist; needs no GPU, resumes; JOBS=4
 # make architectures   kernels of every family, built for all six architectures, without a GPU; reads what came of it
 # make sanitize   the GPU tests under compute-sanitizer: memory errors, then races in shared memory
 # Each of them first creates .venv; a stamp makes the second run immediate.
@@ -11,7 +12,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo test floors test-gpu architectures sanitize lint format docs clean help
+.PHONY: demo test floors test-gpu wheel architectures sanitize lint format docs clean help
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -39,6 +40,15 @@ floors: $(READY)
 # Few tests at a time to a worker: some build kernels for a minute, most take a blink.
 test-gpu: $(READY)
 	@$(BIN)/python -m pytest tests/gpu --numprocesses 14 --maxschedchunk 4 $(TEST_ARGS)
+
+# A wheel without architectures has no kernels. One with kernels is for this machine's processor. The packs do not stay:
+# a checkout with packs would choose from their kernels.
+wheel: $(READY)
+	@rm -rf build/lib qcut/binaries; trap 'rm -rf build/lib qcut/binaries' EXIT; \
+	$(if $(ARCHS),$(BIN)/python -m qcut precompile $(ARCHS:%=--arch sm_%) --pack qcut/binaries $(if $(JOBS),--jobs $(JOBS));) \
+	$(BIN)/python -m pip wheel . --quiet --no-deps --no-build-isolation --wheel-dir dist \
+	  $(if $(ARCHS),--config-settings=--build-option="--plat-name=linux_$$(uname -m)"); \
+	ls -l dist/*.whl
 
 architectures: $(READY)
 	@$(BIN)/python -m tests.architectures

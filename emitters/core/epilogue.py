@@ -29,22 +29,24 @@ from qcut.emitters.core.text import flag
 
 
 class Activation(str, Enum):
-    """Elementwise functions an epilogue can fuse."""
+    """Elementwise functions an epilogue can fuse. With ``any``, a launch says which, by its place in `ACTIVATIONS`."""
 
     NONE = "none"
     RELU = "relu"
     GELU_ERF = "gelu_erf"
     GELU_TANH = "gelu_tanh"
     SILU = "silu"
+    ANY = "any"
 
 
-ACTIVATIONS = tuple(a.value for a in Activation)
+ACTIVATIONS = tuple(a.value for a in Activation if a is not Activation.ANY)
 _ACTIVATIONS = {
     Activation.NONE: "kNone",
     Activation.RELU: "kRelu",
     Activation.GELU_ERF: "kGeluErf",
     Activation.GELU_TANH: "kGeluTanh",
     Activation.SILU: "kSilu",
+    Activation.ANY: "kAny",
 }
 _MODES = {"none": "kNone", "per_tensor": "kPerTensor", "per_token": "kPerToken", "per_channel": "kPerChannel"}
 OUT_DTYPES = (DType.F16, DType.BF16, DType.F32, DType.S8, DType.S32)
@@ -137,6 +139,8 @@ class Epilogue:
             params.append(Param("residual", "ptr", f"const {self.out.cpp}*"))
         if self.out is DType.S8 and not self.wrap:
             params += (Param("out_inv_scale", "f32"), Param("out_zero_point", "f32"))
+        if self.activation is Activation.ANY:
+            params.append(Param("activation", "i32"))
         return tuple(params)
 
     @property

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.errors import EmitError as EmitError
@@ -127,3 +128,38 @@ class KernelSource:
     def struct_format(self) -> str:
         """`struct` format of the argument block (native alignment)."""
         return "@" + "".join(p.fmt for p in self.params)
+
+
+class DeferredSource(KernelSource):
+    """A `KernelSource` whose texts are written when one of them is first read. Made by `deferred`.
+
+    Its name, which is unique for a description, and the emitters' own files decide the texts; a kernel that was built
+    before is found by them, without the packages that writing needs.
+    """
+
+    _write: Callable[[], tuple[str, str]]
+
+    @property
+    def is_described(self) -> bool:
+        """Whether the name decides the texts: `dataclasses.replace` makes sources of which this is not known."""
+        return "_write" in self.__dict__
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if value == "" and name in ("text", "host_text") and "_write" in self.__dict__:
+            for field_name, written in zip(("text", "host_text"), self._write(), strict=True):
+                object.__setattr__(self, field_name, written)
+            value = super().__getattribute__(name)
+        return value
+
+
+def deferred(write: Callable[[], tuple[str, str]], **facts: Any) -> DeferredSource:
+    """A source whose device text and host launcher ``write`` returns.
+
+    Args:
+        write: called when a text is first read; may raise `EmitError`.
+        facts: the other fields of `KernelSource`.
+    """
+    source = DeferredSource(text="", host_text="", **facts)
+    object.__setattr__(source, "_write", write)
+    return source

@@ -91,7 +91,8 @@ class NormRows:
         vectors = -(-k * x.bits // 128)
         each = -(-vectors // 1024)
         if many:
-            each = max(each, min(_MANY_VECTORS, -(-vectors // 32)))
+            most = _MANY_VECTORS if vectors <= 512 * _MANY_VECTORS else _MAX_VECTORS
+            each = max(each, min(most, -(-vectors // 32)))
         threads = min(1024, math.ceil(vectors / each / 32) * 32)
         each = -(-vectors // threads)
         return cls(x, layer, arch, residual, quantized, threads, each, aligned)

@@ -68,7 +68,7 @@ class W8A8Problem:
         return self.tokens in ("rows", "floats")
 
     def params(self) -> tuple[Param, ...]:
-        """Arguments, in order: those of a `GemmProblem`, and ``absmax`` last where there is one.
+        """Arguments, in order: those of a `GemmProblem`, ``absmax`` where there is one, and ``activation`` last.
 
         int8 rows of a are multiples of 16 bytes apart. ``rows`` have ``a_absmax`` in place of ``row_scale``, ``floats``
         neither.
@@ -84,8 +84,9 @@ class W8A8Problem:
             Param("b", "ptr", "const int8_t*"),
             Param("d", "ptr", f"{self.epilogue.out.cpp}*"),
             *(Param(size, "i32") for size in sizes),
-            *scaling,
+            *(param for param in scaling if param.name != "activation"),
             *(Param("absmax", "ptr", "float*"),) * self.absmax,
+            *(param for param in scaling if param.name == "activation"),
         )
 
 

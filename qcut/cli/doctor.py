@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import platform
 import shutil
@@ -19,7 +20,7 @@ from qcut.dispatch.machines import Rates
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.source import KernelSource, Param
 from qcut.errors import BuildError, ConfigError, QcutError
-from qcut.jit import cache, device, folders, launch, toolchain
+from qcut.jit import cache, device, folders, launch, packs, toolchain
 from qcut.jit.build import compile_source
 
 State = Literal["ok", "warn", "missing"]
@@ -82,20 +83,34 @@ def examine(compile_probe: bool = True) -> list[Finding]:
     if compile_probe:
         findings += _probe("raw kernels", "nvrtc", gpus) + _probe("CUTLASS route", "nvcc", gpus)
         findings += [found for gpu in gpus for found in _clusters(gpu)]
+    findings += _packs(gpus)
     findings += [_table(gpu) for gpu in {gpu.name: gpu for gpu in gpus}.values()]
     findings.append(_cache())
     return findings
 
 
 def is_healthy(findings: list[Finding]) -> bool:
-    """Whether nothing is missing. A machine without a GPU or driver is healthy: it builds kernels for others."""
-    return not any(finding.state == "missing" and finding.topic not in ("driver", "GPU") for finding in findings)
+    """Whether nothing is missing.
+
+    A machine without a GPU or driver is healthy: it builds kernels for others. So is one without compilers whose GPUs
+    have packs.
+    """
+    spared = {"driver", "GPU"} | (_COMPILERS if _is_packed(findings) else frozenset())
+    return not any(finding.state == "missing" and finding.topic not in spared for finding in findings)
+
+
+def _is_packed(findings: list[Finding]) -> bool:
+    """Whether packs bring the kernels of all GPUs."""
+    found = [finding for finding in findings if finding.topic.startswith("pack ")]
+    return bool(found) and all(finding.state == "ok" and finding.text != _NO_PACK for finding in found)
 
 
 def report(findings: list[Finding]) -> str:
     """Return the findings as text; the last line says what this machine can do."""
     missing = {finding.topic for finding in findings if finding.state == "missing"}
-    if missing & {"NVRTC", "CUDA headers", "raw kernels"}:
+    if missing & _COMPILERS and _is_packed(findings):
+        verdict = "Packs bring the kernels of layers and engines; others cannot be built here."
+    elif missing & {"NVRTC", "CUDA headers", "raw kernels"}:
         verdict = "CUDA kernels cannot be built here; on the CPU the reference arithmetic runs."
     elif missing & {"nvcc", "g++", "CUTLASS", "CUTLASS route"}:
         verdict = "Raw kernels can be built here, CUTLASS kernels cannot: large GEMMs will be slower."
@@ -177,6 +192,34 @@ def _table(gpu: device.Device) -> Finding:
     if table.partial:
         return Finding("tuned table", "warn", text, "`qcut tune` on this GPU measures what is ignored again")
     return Finding("tuned table", "ok", text, "" if table.rows and not start else "`qcut tune` measures this GPU's")
+
+
+def _packs(gpus: list[device.Device]) -> list[Finding]:
+    """The packs of the GPUs' architectures; without a GPU, all that there are."""
+    found = set()
+    for gpu in gpus:
+        with contextlib.suppress(QcutError):  # of a GPU that is not supported
+            found.add(_target(gpu).arch)
+    if gpus:
+        return [_pack(arch) for arch in ARCHITECTURES if arch in found]
+    return [finding for arch in ARCHITECTURES if (finding := _pack(arch)).text != _NO_PACK]
+
+
+_COMPILERS = frozenset({"NVRTC", "CUDA headers", "raw kernels", "nvcc", "g++", "CUTLASS", "CUTLASS route"})
+_NO_PACK = "none: kernels are built when they are first needed"
+
+
+def _pack(arch: str) -> Finding:
+    """The pack of an architecture, with which nothing is built."""
+    topic = f"pack {arch}"
+    try:
+        pack = packs.installed(arch)
+    except (BuildError, ConfigError) as error:
+        return Finding(topic, "missing", str(error))
+    if pack is None:
+        return Finding(topic, "ok", _NO_PACK, f"`qcut precompile --arch {arch}` builds all of them ahead of time")
+    needs = f"; its CUTLASS kernels need {pack.facts['needs']}" if pack.facts.get("needs") else ""
+    return Finding(topic, "ok", f"{len(pack)} kernels, {pack.path.stat().st_size / 1e6:.1f} MB, {pack.path}{needs}")
 
 
 def _clusters(gpu: device.Device) -> list[Finding]:

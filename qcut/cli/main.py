@@ -6,9 +6,9 @@ import argparse
 import errno
 import os
 import sys
-import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from qcut.cli import evaluate as eval_command
@@ -18,7 +18,7 @@ from qcut.cli.arguments import positive
 from qcut.cli.gemm import command as gemm_command
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import EmitError
-from qcut.errors import BuildError, ConfigError, QcutError
+from qcut.errors import ConfigError, QcutError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,9 +102,10 @@ def _parser() -> argparse.ArgumentParser:
 
     precompile = commands.add_parser(
         "precompile",
-        help="build the kernels of an architecture into the cache; needs no GPU",
-        description="Builds the kernels that a first model is likely to need on an architecture into $QCUT_CACHE_DIR "
-        "(default ~/.cache/qcut). Exit status 1 if one fails.",
+        help="build all kernels of an architecture; needs no GPU",
+        description="Builds every kernel that a model can need on an architecture, and packs them into one file, with "
+        "which nothing is built later and no compiler is asked for. Kernels that are built stay in the cache, so that "
+        "the command goes on where it was stopped. Exit status 1 if a kernel fails.",
     )
     precompile.add_argument(
         "--arch",
@@ -113,6 +114,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=ARCHITECTURES,
         metavar="ARCH",
         help=f"one of {', '.join(ARCHITECTURES)}; may be repeated",
+    )
+    precompile.add_argument(
+        "--pack",
+        type=Path,
+        metavar="FOLDER",
+        help="where the packs go (default: packs in $QCUT_CACHE_DIR, where qcut finds them)",
     )
     precompile.add_argument("--list", action="store_true", help="print the kernels' names and build nothing")
     precompile.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per core)")
@@ -140,21 +147,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _precompile(arguments: argparse.Namespace) -> int:
-    from qcut.dispatch.precompile import precompile_sources
-    from qcut.jit import build_many, cache
+    from qcut.cli import precompile
 
-    sources = [source for arch in dict.fromkeys(arguments.arch) for source in precompile_sources(arch)]
-    if arguments.list:
-        for source in sources:
-            print(f"{source.toolchain:<6} {source.name}")
-        return 0
-    start = time.perf_counter()
-    results = build_many(sources, jobs=arguments.jobs)
-    failed = {name: result for name, result in results.items() if isinstance(result, BuildError)}
-    for error in failed.values():
-        print(f"qcut: {error}\n", file=sys.stderr)
-    print(
-        f"{len(results) - len(failed)} of {len(results)} kernels ready in {cache.directory()} "
-        f"({time.perf_counter() - start:.1f} s)"
-    )
-    return 1 if failed else 0
+    return precompile.command(list(dict.fromkeys(arguments.arch)), arguments.pack, arguments.jobs, arguments.list)

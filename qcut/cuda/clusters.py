@@ -20,8 +20,7 @@ from qcut.dispatch.gpus import Target
 from qcut.emitters.decoder.attention.cluster_probe import EXCHANGED, OUTCOMES, ClusterProbe, emit_cluster_probe
 from qcut.emitters.decoder.attention.mma import CLUSTERS
 from qcut.errors import QcutError
-from qcut.jit import cache
-from qcut.jit.build import fingerprint
+from qcut.jit import build, cache
 from qcut.jit.device import driver_version
 
 MEASURED = ("sm_90a",)
@@ -125,7 +124,7 @@ def _remembered(gpu: Target, device: int, cluster: int) -> Outcome:
     """The outcome of a probe; one that worked is remembered on disk for the same GPU, driver and kernel."""
     source = emit_cluster_probe(ClusterProbe(gpu.arch, cluster))
     try:
-        facts = (source.name, gpu.name, driver_version(), fingerprint(source))
+        facts = (source.name, gpu.name, driver_version(), build(source).key)
     except QcutError as error:  # no compiler, or no driver
         return Outcome(False, str(error).splitlines()[0])
     name, key = f"{source.name}_outcome", hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -21,6 +21,7 @@ from qcut.cuda.gemm import has_cutlass
 from qcut.cuda.operands import dense, parameters
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, target
 from qcut.cuda.streams import current_stream
+from qcut.dispatch import closed
 from qcut.dispatch import codebook as dispatch
 from qcut.dispatch.gemm import alignment_of
 from qcut.dispatch.gpus import Target
@@ -28,7 +29,7 @@ from qcut.dispatch.tiles.codebook import CUTLASS_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError, KernelSource
-from qcut.emitters.families import CODEBOOK_MMA, CUTLASS_FAMILIES
+from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREAM_ROUNDS, CUTLASS_FAMILIES
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens, can_rotate
 from qcut.ops.registry import serves
 
@@ -153,8 +154,11 @@ def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target,
     choice = dispatch.select(problem, m, n, units, gpu, cutlass=cutlass)
     # codebook_mma starts late, as w8a16_mma must; an early start was not measured.
     early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
+    by_element = choice.family in (CODEBOOK_STREAM.name, CODEBOOK_STREAM_ROUNDS.name)
+    problem, tail = closed.bounded_problem(problem, gpu, element_stores=by_element)
     source, grid = dispatch.emit(choice, problem, gpu.arch), dispatch.grid(choice, n, gpu.sm_count)
-    tail = (gpu.sm_count, 1, 0, 1) if choice.family in CUTLASS_FAMILIES else ()
+    if choice.family in CUTLASS_FAMILIES:
+        tail = (*tail, gpu.sm_count, 1, 0, 1)
     return LaunchSpec(source, grid, tail=tail, pdl=early)
 
 

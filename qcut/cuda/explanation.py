@@ -59,7 +59,7 @@ def explain(
 
     problem = dispatch.problem_of(m, n, k, layouts=layouts, out=out, epilogue=epilogue, tokens=tokens)
     target = _target(gpu)
-    cutlass = jit.is_toolchain_available("nvcc")
+    cutlass = target.closed or jit.is_toolchain_available("nvcc")
     return dispatch.explain(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
 
 

@@ -13,13 +13,14 @@ from qcut import jit
 from qcut.config import padded_k
 from qcut.cuda.operands import dense
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
+from qcut.dispatch import closed
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import few_tokens
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.families import CUTLASS_FAMILIES, INT8_CUTLASS, INT8_STREAM, W8A16_MMA
+from qcut.emitters.families import CUTLASS_FAMILIES, INT8_CUTLASS, INT8_STREAM, W8A16_MMA, W8A16_STREAM
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.stream.w8a8 import Tokens
 from qcut.ops.gemm import GemmS8
@@ -109,8 +110,12 @@ class Product(NamedTuple):
         few = few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax)
         if few is None:
             return None
-        source, grid = INT8_STREAM.emit(*few[:2], gpu.arch), INT8_STREAM.grid_of(few.tile, self.n, gpu.sm_count)
-        return LaunchSpec(source, grid, pdl=has_pdl(gpu) and (constants or tokens == "none"))
+        problem, tail = closed.bounded_problem(few.problem, gpu)
+        source, grid = (
+            INT8_STREAM.emit(problem, few.tile, gpu.arch),
+            INT8_STREAM.grid_of(few.tile, self.n, gpu.sm_count),
+        )
+        return LaunchSpec(source, grid, tail=tail, pdl=has_pdl(gpu) and (constants or tokens == "none"))
 
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
@@ -122,17 +127,18 @@ def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, 
 
 def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
     """The launch of the kernel that ``choice`` names; ``pdl`` lets it begin before its predecessor ends."""
+    problem, tail = closed.bounded_problem(problem, gpu, element_stores=choice.family == W8A16_STREAM.name)
     source = dispatch.emit(choice, problem, gpu.arch)
     # Started early, w8a16_mma took 1.7 to 2.4 times as long (14336×4096, M = 64).
     pdl = pdl and has_pdl(gpu) and source.waits and choice.family != W8A16_MMA.name
     grid = dispatch.grid(choice, n, gpu.sm_count)
     if choice.family not in CUTLASS_FAMILIES:
-        return LaunchSpec(source, grid, pdl=pdl)
+        return LaunchSpec(source, grid, tail=tail, pdl=pdl)
     assert isinstance(choice.tile, TileConfig)
     return LaunchSpec(
         source,
         grid,
-        tail=(gpu.sm_count, choice.swizzle, choice.raster, choice.splits),
+        tail=(*tail, gpu.sm_count, choice.swizzle, choice.raster, choice.splits),
         needs_workspace=choice.tile.schedule == "stream_k",
         pdl=pdl,
         min_rows=TMA_ROWS if choice.family == INT8_CUTLASS.name and choice.tile.schedule != "multistage" else 1,
@@ -143,7 +149,7 @@ def plan_for(product: Product, choice: Choice | None, device: int) -> LaunchPlan
     """The launch plan of a product on a device, with the kernel ``choice``; None lets dispatch choose."""
     gpu = target(device)
     if choice is None:
-        return product.spec(gpu, cutlass=has_cutlass()).load(device)
+        return product.spec(gpu, cutlass=gpu.closed or has_cutlass()).load(device)
     return chosen_spec(choice, product.problem, product.n, gpu).load(device)
 
 

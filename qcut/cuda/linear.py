@@ -116,7 +116,7 @@ class LinearLayer(NamedTuple):
                 return None, whole
             quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned)
         few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
-        return quantize, few or many.spec(gpu, cutlass=has_cutlass())
+        return quantize, few or many.spec(gpu, cutlass=gpu.closed or has_cutlass())
 
     def _quantizing_spec(self, gpu: Target) -> LaunchSpec | None:
         """The launch of a product that quantizes its tokens itself, where they are so few that every CTA can."""
@@ -329,7 +329,7 @@ class Int8Layer(NamedTuple):
         few = product.stream_spec("given", gpu, absmax=self.absmax, constants=self.constants)
         if few is not None:
             return few, self.absmax
-        return product.spec(gpu, cutlass=has_cutlass()), False
+        return product.spec(gpu, cutlass=gpu.closed or has_cutlass()), False
 
 
 class Int8Plan(NamedTuple):

@@ -82,7 +82,7 @@ struct Launch {
   HostLauncher* host;  // computes its own grid from the arguments and the tail; null for a raw kernel
   std::int32_t grid_rows, grid_x, grid_y;  // a raw kernel's CTAs: grid_x times ceil(rows / grid_rows), by grid_y
   std::int32_t block, smem_bytes, pdl;
-  std::int32_t tail[4];  // sm_count, swizzle, raster, splits
+  std::int32_t tail_count, tail[5];  // arguments after those of a call
 };
 
 struct Plan {
@@ -90,7 +90,7 @@ struct Plan {
   std::int64_t k_padded, min_rows;
 };
 
-static_assert(sizeof(Key) == 56 && sizeof(Launch) == 56 && sizeof(Plan) == 128, "as qcut/cuda/native.py has them");
+static_assert(sizeof(Key) == 56 && sizeof(Launch) == 64 && sizeof(Plan) == 144, "as qcut/cuda/native.py has them");
 
 class Table {
  public:
@@ -152,8 +152,8 @@ class Arguments {
 };
 
 int launch(Launch const& plan, std::int32_t rows, Arguments& arguments, void* stream) {
+  for (std::int32_t i = 0; i < plan.tail_count; ++i) arguments.add(plan.tail[i]);
   if (plan.host != nullptr) {
-    for (std::int32_t const value : plan.tail) arguments.add(value);
     arguments.add(static_cast<void*>(nullptr));  // workspace
     return plan.host(arguments.block(), plan.function, stream, plan.pdl);
   }

@@ -56,7 +56,8 @@ class Launch(ctypes.Structure):
         ("function", ctypes.c_void_p),
         ("host", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("grid_rows", "grid_x", "grid_y", "block", "smem_bytes", "pdl")),
-        ("tail", ctypes.c_int32 * 4),
+        ("tail_count", ctypes.c_int32),
+        ("tail", ctypes.c_int32 * 5),
     ]
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from qcut.cuda.operands import is_aligned
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
+from qcut.dispatch.closed import norm_columns
 from qcut.emitters.decoder.norm import MANY_ROWS, NormRows, emit_norm
 from qcut.ops.norm import AddNorm, AddNormInt8
 from qcut.ops.registry import serves
@@ -69,5 +70,8 @@ def _plan(
     device: int,
 ) -> LaunchPlan:
     flags = {"many": many, "residual": residual, "quantized": quantized, "aligned": aligned}
-    desc = NormRows.for_shape(DTYPES[dtype], layer, target(device).arch, k, **flags)
+    gpu = target(device)
+    desc = NormRows.for_shape(
+        DTYPES[dtype], layer, gpu.arch, norm_columns(k, DTYPES[dtype], gpu, aligned=aligned), **flags
+    )
     return LaunchSpec(emit_norm(desc), desc.grid, pdl=constants and pdl(device)).load(device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +25,7 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.errors import LaunchError
-from qcut.jit import background
+from qcut.jit import background, packs
 from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
 from qcut.process.locks import Lock, once
@@ -97,10 +97,11 @@ class PlanCache(Generic[P]):
 
 @once
 def target(device: int) -> Target:
-    """Dispatch's description of the GPU with a CUDA ordinal."""
+    """Dispatch's description of the GPU with a CUDA ordinal: closed where a pack brings its kernels."""
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    return target_for(capability, properties.multi_processor_count, properties.name, lambda: Rates.of(**rates(device)))
+    gpu = target_for(capability, properties.multi_processor_count, properties.name, lambda: Rates.of(**rates(device)))
+    return replace(gpu, closed=packs.installed(gpu.arch) is not None)
 
 
 def has_pdl(gpu: Target) -> bool:
@@ -186,7 +187,7 @@ class LaunchSpec:
     Attributes:
         source: the kernel's text.
         grid: returns the CTAs for a number of rows; a host launcher ignores this grid and computes its own.
-        tail: arguments after those of a call and before the workspace (kernels with a host launcher).
+        tail: arguments after those of a call; kernels with a host launcher take the workspace after them.
         needs_workspace: whether a launch must be given device memory.
         pdl: whether the kernel may begin before its predecessor on the stream ends.
         min_rows: rows that the operands of a linear layer must have at least.
@@ -240,7 +241,7 @@ class LaunchPlan:
         needs_workspace: whether `launch` must be given device memory.
     """
 
-    __slots__ = ("_grid", "_kernel", "_pdl", "_tail", "min_rows", "needs_workspace")
+    __slots__ = ("_grid", "_hosted", "_kernel", "_pdl", "_tail", "min_rows", "needs_workspace")
 
     def __init__(
         self,
@@ -253,6 +254,7 @@ class LaunchPlan:
         min_rows: int = 1,
     ) -> None:
         self._kernel, self._grid, self._tail, self._pdl = kernel, grid, tail, pdl
+        self._hosted = bool(tail) and kernel.host_launcher != 0
         self.needs_workspace = needs_workspace
         self.min_rows = min_rows
 
@@ -273,12 +275,12 @@ class LaunchPlan:
         if self.needs_workspace or not isinstance(grid, Grid) or grid.one[2] != 1 or grid.most is not None:
             return None
         shape = (grid.rows, *grid.one[:2], kernel.block, kernel.smem_bytes, self._pdl)
-        return native.Launch(kernel.function, kernel.host_launcher, *shape, self._tail)
+        return native.Launch(kernel.function, kernel.host_launcher, *shape, len(self._tail), self._tail)
 
     def launch(self, m: int, args: tuple[int | float, ...], stream: int, workspace: int = 0) -> None:
         """Queue the kernel for m rows."""
         if self._tail:
-            args = (*args, *self._tail, workspace)
+            args = (*args, *self._tail, workspace) if self._hosted else (*args, *self._tail)
         self._kernel.launch(self._grid(m), args, stream, self._pdl)
 
     def run(self, m: int, args: tuple[int | float, ...], device: int) -> None:

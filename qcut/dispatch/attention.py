@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, KernelSource
@@ -69,13 +70,14 @@ def select_attention(
         EmitError: neither form serves the shape.
     """
     arch, sm_count = target.arch, target.sm_count
+    group = closed.attention_queries(queries, target)
     if not AttentionMma.is_legal(x, cache, head, 1, arch):
-        simt = AttentionDecode.for_shape(x, cache, head, queries, arch)
+        simt = AttentionDecode.for_shape(x, cache, head, group, arch)
         return simt, simt.parts(batch, kv_heads, queries, context, sm_count)
-    clusters = clusters and architecture(arch).clusters
+    clusters = clusters and architecture(arch).clusters and (not target.closed or head in closed.CLUSTER_HEADS)
     sizes = [n for n in CLUSTERS if n == 1 or (clusters and n * TILE <= context)]
     most = max(1, min(MAX_PARTS, context // (2 * TILE)))
-    kernels = [AttentionMma.for_shape(x, cache, head, queries, arch, cluster) for cluster in sizes]
+    kernels = [AttentionMma.for_shape(x, cache, head, group, arch, cluster) for cluster in sizes]
     choices = [
         (desc, parts) for desc in kernels for parts in ([desc.cluster] if desc.cluster > 1 else range(1, most + 1))
     ]

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import cast
 
+from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles import codebook as tiles
 from qcut.emitters.codebook.problem import CodebookProblem
@@ -95,6 +96,12 @@ def select_rotation(
     Raises:
         EmitError: see ``CONSTRAINTS`` of `qcut.emitters.codebook.rotate` and of `qcut.emitters.codebook.rotate_dense`.
     """
+    if target.closed:
+        # Before K is rounded: a row that is one group stays one.
+        whole, group_size = kind == "none" and group_size >= k, min(group_size, k)
+        usual = aligned and passes == 1 and group_size == 128 and x is not DType.F32
+        k = closed.rotation_columns(k, target, usual=usual)
+        group_size = k if whole else group_size
     arch, sms = target.arch, target.sm_count
     if kind != "qr":
         checked = cast("Kind", kind)  # the kernel's constraints check the value
@@ -174,15 +181,20 @@ def select(
     Raises:
         EmitError: no kernel takes the problem on this GPU.
     """
+    if target.closed:
+        if problem.rotates is not None and not closed.covers(problem):
+            raise EmitError(f"codebook: no kernel of the closed set rotates for {problem.name}")
+        usual = closed.is_usual(problem)
+        n, k, target = closed.bounded(n, 128 * units, target, known=usual)
+        m, units = m if problem.rotates is not None else closed.few_tokens(m, usual), k // 128
+        cutlass = False  # no kernel of the closed set
     if problem.rotates is not None:
         return _stream(problem, m, n, units, target)
     if architecture(target.arch).wgmma:
         if m > DECODE_TOKENS:
             if cutlass and (prompt := tiles.cutlass_tile(problem, m, n, units, target)) is not None:
                 return CodebookChoice(CODEBOOK_CUTLASS.name, prompt)
-            tile = tiles.prompt_tile(problem, m, n, units, target)
-            streams = isinstance(tile, CodebookStreamWgmmaTile)
-            return CodebookChoice(CODEBOOK_STREAM_WGMMA.name if streams else CODEBOOK_WGMMA.name, tile)
+            return choice_of(tiles.prompt_tile(problem, m, n, units, target))
         if not tiles.is_wgmma_better(problem, m, n, units, target):
             # The kernel's warps hold the tokens of all K, so a long K has no such kernel.
             with suppress(EmitError):
@@ -194,6 +206,12 @@ def select(
             return _stream(problem, m, n, units, target)
         return CodebookChoice(CODEBOOK_STREAM_ROUNDS.name, tiles.rounds_tile(problem, m, n, units, target))
     return CodebookChoice(CODEBOOK_MMA.name, tiles.mma_tile(problem, m, n, target))
+
+
+def choice_of(tile: CodebookStreamWgmmaTile | CodebookWgmmaTile) -> CodebookChoice:
+    """The choice of a tile of `qcut.dispatch.tiles.codebook.prompt_menu`."""
+    streams = isinstance(tile, CodebookStreamWgmmaTile)
+    return CodebookChoice(CODEBOOK_STREAM_WGMMA.name if streams else CODEBOOK_WGMMA.name, tile)
 
 
 def _stream(problem: CodebookProblem, m: int, n: int, units: int, target: Target) -> CodebookChoice:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from qcut.dispatch import tables
+from qcut.dispatch import closed, tables
 from qcut.dispatch.cost_model import Estimate, GemmTile, estimate, tile_cycles
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import few_tokens, w8a16_tile
@@ -22,6 +22,7 @@ from qcut.emitters.families import (
     FAMILIES,
     INT8_CUTLASS,
     INT8_DP4A,
+    INT8_MMA,
     INT8_STREAM,
     W8A16_CUTLASS,
     W8A16_MMA,
@@ -95,6 +96,8 @@ def select_gemm(
     why_not = _why_not_cutlass(problem, cutlass, tensor_cores)
     suffix = f"; not cutlass: {why_not}" if why_not else ""
     families = _families(why_not, tensor_cores)
+    if target.closed and tensor_cores and closed.covers(problem):
+        families = tuple(name for name in families if name in (INT8_CUTLASS.name, INT8_MMA.name))
     tuned = _tuned(problem, m, n, k, target, families)
     if tuned is not None:
         return replace(tuned, reason=tuned.reason + suffix)
@@ -141,6 +144,7 @@ def _tuned(problem: GemmProblem, m: int, n: int, k: int, target: Target, familie
         near = row.m * 0.75 <= m <= row.m or (m < row.m and row.m <= 64)
         closer = row.family not in nearest or _distance(m, row) < _distance(m, nearest[row.family])
         legal = row.family in families and family(row.family).is_legal(problem, row.tile, target.arch)
+        legal = legal and (_is_open(problem, row.family, row.tile, target) or closed.is_users(row, target.arch))
         if near and closer and legal:
             nearest[row.family] = row
     if not nearest or (set(nearest) == {INT8_DP4A.name} and len(families) > 1):
@@ -158,8 +162,13 @@ def _distance(m: int, row: tables.Row) -> float:
 
 def best_tile(name: str, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> GemmTile | None:
     """The tile of a family's menu that the model prefers; None where none can be built."""
-    menu = family(name).menu(problem, target.arch)
+    menu = [tile for tile in family(name).menu(problem, target.arch) if _is_open(problem, name, tile, target)]
     return min(menu, key=lambda t: expected(Choice(name, t), problem, m, n, k, target).cycles, default=None)
+
+
+def _is_open(problem: GemmProblem, name: str, tile: object, target: Target) -> bool:
+    """Whether a tile may be chosen: for a closed target, those of its closed set where this covers the problem."""
+    return not target.closed or not closed.covers(problem) or closed.takes(problem, name, tile, target.arch)
 
 
 def expected(choice: Choice, problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Estimate:
@@ -190,12 +199,15 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
         target: the GPU.
         nvcc: whether nvcc and g++ are there, which ``w8a16_wgmma`` and ``w8a16_cutlass`` need.
     """
+    nvcc = nvcc and not target.closed
     if nvcc and (choice := w8a16_by_cutlass(problem, m, n, k, target)) is not None:
         return choice
     if nvcc and W8A16_WGMMA.menu(problem, target.arch) and is_wgmma_better(m, n, k, target):
         return Choice(W8A16_WGMMA.name, wgmma_tile(m, n, k, target))
     if m <= w8a16_stream.MAX_TOKENS:
-        return Choice(W8A16_STREAM.name, w8a16_tile(problem, m, n, k, target))
+        return Choice(
+            W8A16_STREAM.name, w8a16_tile(problem, m, *closed.bounded(n, k, target, known=closed.is_usual(problem)))
+        )
     bits = problem.epilogue.out.bits
     tiles = w8a16.default_tiles(target.arch)
     return Choice(W8A16_MMA.name, min(tiles, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
@@ -303,7 +315,7 @@ def explain(
         if name != choice.family and (tile := best_tile(name, problem, m, n, k, target)) is not None:
             others.append((name, tile.name, expected(Choice(name, tile), problem, m, n, k, target)))
     return Explanation(
-        procedural_name(choice.family, target.arch, problem, choice.tile),
+        procedural_name(choice.family, target.arch, closed.bounded_problem(problem, target)[0], choice.tile),
         choice,
         expected(choice, problem, m, n, k, target),
         tuple(others),

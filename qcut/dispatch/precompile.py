@@ -1,88 +1,245 @@
-"""The kernels that a first model is likely to need, for ``qcut precompile``."""
+"""The closed set: every kernel that the layers of a model and an engine can need on an architecture.
+
+`qcut.dispatch.closed` bounds what dispatch chooses from for a `Target` that is closed; here the same functions are
+asked for all points. Outside are, on purpose: products of `qcut.ops` that no layer makes (other layouts, epilogues or
+alignments, dp4a), tiles of a user's own tuned tables, rotations in groups other than 32, 64 and 128 columns, and
+attention of heads that are not in `qcut.dispatch.closed.HEADS`. Those need a compiler.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
 from itertools import product
+from typing import Any
 
-from qcut.dispatch import codebook, gemm
-from qcut.dispatch.gpus import target_named
+from qcut.dispatch import closed, codebook, gemm
+from qcut.dispatch.attention import (
+    emit_attention,
+    emit_prompt_attention,
+    prompt_attention_menu,
+    select_attention,
+)
+from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles.codebook import prompt_menu
+from qcut.dispatch.tiles.stream import int8_tile
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
+from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
+from qcut.emitters.decoder.append import ROTARY, RotateAndAppend, emit_append
+from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.decoder.attention.cluster_probe import ClusterProbe, emit_cluster_probe
+from qcut.emitters.decoder.attention.mma import CLUSTERS, TILE, AttentionMma
+from qcut.emitters.decoder.embed import EmbedRows, emit_embed
+from qcut.emitters.decoder.norm import NormRows, emit_norm
+from qcut.emitters.decoder.quantize import (
+    ColSum,
+    Dequantize,
+    QuantizePerTensor,
+    QuantizePerToken,
+    emit_colsum,
+    emit_dequantize,
+    emit_quantize_per_tensor,
+    emit_quantize_per_token,
+)
 from qcut.emitters.families import (
-    INT8_CUTLASS,
-    INT8_DP4A,
-    INT8_MMA,
-    INT8_WMMA,
-    W8A16_CUTLASS,
+    CODEBOOK_MMA,
+    CODEBOOK_STREAM,
+    CODEBOOK_STREAM_ROUNDS,
+    INT8_STREAM,
     W8A16_MMA,
-    W8A16_WGMMA,
     family,
 )
-from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.problem import K_MAX, GemmProblem
+from qcut.emitters.stream import w8a8, w8a16
+from qcut.emitters.stream.w8a8 import W8A8Problem
 
-LAYERS = (
-    (3840, 1280, True, "none"),
-    (1280, 1280, True, "none"),
-    (5120, 1280, True, "gelu_tanh"),
-    (1280, 5120, True, "none"),
-    (4096, 4096, False, "none"),
-    (1024, 4096, False, "none"),
-    (14336, 4096, False, "none"),
-    (4096, 14336, False, "none"),
-)
-"""N, K, bias and activation of the layers of GPT-2 Large and Llama 3 8B."""
-_FEW_TOKENS = (8, 16, 32)
-_CODEBOOK_TOKENS = (1, 8, 16, 64, 4096)
-_GROUP = 128
+HALVES = (DType.F16, DType.BF16)
+BUCKETS = tuple(dict.fromkeys(codebook.bucket(m) for m in range(1, 65)))
+"""Numbers of tokens for which kernels of few tokens are chosen."""
+_BOOLS = (True, False)
+
+
+def closed_set(arch: str) -> Iterator[KernelSource]:
+    """Every kernel that layers and engines can need on an architecture, for any sizes, each once.
+
+    Texts of CUTLASS kernels are written when they are read.
+    """
+    target = closed_target(arch)
+    seen: set[str] = set()
+    for sources in (_int8, _w8a16, _codebook, _rotations, _rows, _attention):
+        for source in sources(target):
+            if source.name not in seen:
+                seen.add(source.name)
+                yield source
 
 
 def precompile_sources(arch: str) -> list[KernelSource]:
-    """The kernels that a first model is likely to need on an architecture.
-
-    The list holds every CUTLASS tile of the architecture's menu with the epilogues of `qcut.Linear` in float16 (dynamic
-    W8A8 with a bias, without, and with GELU), the menu of ``int8_mma`` with the first of these epilogues, and the tiles
-    of ``int8_wmma`` and ``int8_dp4a`` that the model prefers at 4096 cubed; W8A16's menus for prompts; and kernels that
-    depend on sizes, W8A16 for few tokens and ``codebook4``, for the layers of GPT-2 Large and Llama 3 8B.
-    """
-    base = Epilogue(out=DType.F16, row_scale="per_token", col_scale="per_channel", bias=True)
-    epilogues = (base, replace(base, bias=False), replace(base, activation=Activation.GELU_TANH))
-    problems = [GemmProblem(epilogue=epilogue) for epilogue in epilogues]
-    sources = [INT8_CUTLASS.emit(p, tile, arch) for p in problems for tile in INT8_CUTLASS.menu(p, arch)]
-    sources += [INT8_MMA.emit(problems[0], tile, arch) for tile in INT8_MMA.menu(problems[0], arch)]
-    gpu = target_named(arch)
-    for name in (INT8_WMMA.name, INT8_DP4A.name):
-        tile = gemm.best_tile(name, problems[0], 4096, 4096, 4096, gpu)
-        sources.append(family(name).emit(problems[0], tile, arch))
-    w8a16 = GemmProblem(a=DType.F16, epilogue=replace(base, row_scale="none"), alignment_k=8)
-    sources += [W8A16_WGMMA.emit(w8a16, tile, arch) for tile in W8A16_WGMMA.menu(w8a16, arch)]
-    for kind in (W8A16_MMA, W8A16_CUTLASS):
-        sources += [kind.emit(w8a16, tile, arch) for tile in kind.menu(w8a16, arch)]
-    few: dict[str, KernelSource] = {}
-    for (n, k, bias, activation), m in product(LAYERS, _FEW_TOKENS):
-        epilogue = replace(w8a16.epilogue, bias=bias, activation=Activation(activation))
-        problem = replace(w8a16, epilogue=epilogue)
-        source = gemm.emit(gemm.select_w8a16(problem, m, n, k, gpu), problem, arch)
-        few[source.name] = source
-    return [*sources, *few.values(), *codebook_sources(arch, LAYERS)]
+    """The closed set as a list, for ``qcut precompile``."""
+    return list(closed_set(arch))
 
 
-def codebook_sources(arch: str, layers: Iterable[tuple[int, int, bool, str]]) -> list[KernelSource]:
-    """The kernels of ``codebook4`` for layers on an architecture, in float16, with float16 and with int8 products.
+def closed_target(arch: str) -> Target:
+    """The GPU of an architecture that the closed set is made for."""
+    like = closed.reference(arch)
+    return Target(like.arch, like.sm_count, like.name, closed=True)
 
-    Kernels for one token, for a few, for some and for a prompt are listed, rotations included.
 
-    Args:
-        arch: real architecture.
-        layers: N and K, multiples of 128, whether there is a bias, and the activation.
-    """
-    gpu = target_named(arch)
-    sources: dict[str, KernelSource] = {}
-    for (n, k, bias, activation), tokens, m in product(layers, (DType.F16, DType.S8), _CODEBOOK_TOKENS):
-        problem = codebook.problem_of(tokens, 4, 1, DType.F16, bias, activation, False, 16)
-        rotations = codebook.select_rotation("hadamard", DType.F16, tokens, m, k, _GROUP, 1, gpu)
-        kernels = [codebook.emit_rotation(rotation) for rotation in rotations]
-        kernels.append(codebook.emit(codebook.select(problem, m, n, k // 128, gpu), problem, arch))
-        sources |= {source.name: source for source in kernels}
-    return list(sources.values())
+# ── products ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _int8(target: Target) -> Iterator[KernelSource]:
+    """W8A8, dynamic and static."""
+    arch = target.arch
+    for out, bias, (row_scale, zero_point) in product(FLOATS, _BOOLS, (("per_token", "none"), ("none", "per_tensor"))):
+        epilogue = Epilogue(out, row_scale, "per_channel", zero_point, bias, Activation.ANY)  # type: ignore[arg-type]
+        for alignment in (16, 1):
+            problem = GemmProblem(epilogue=epilogue, alignment_n=alignment)
+            for name, tile in sorted(closed.gemm_tiles(arch), key=str):
+                if family(name).is_legal(problem, tile, arch) and closed.takes(problem, name, tile, arch):
+                    yield family(name).emit(problem, tile, arch)
+    for out, tokens, bias, absmax in product(FLOATS, ("given", "rows"), _BOOLS, _BOOLS):
+        epilogue = Epilogue(out, "per_token", "per_channel", bias=bias, activation=Activation.ANY)
+        few = W8A8Problem(tokens, out, epilogue, absmax=absmax)  # type: ignore[arg-type]
+        if tokens == "given" or not absmax:
+            for m in (m for m in BUCKETS if m <= w8a8.MAX_TOKENS):
+                for n, k in closed.points(closed.is_usual(few)):
+                    if w8a8.is_legal(few, m, min(k, K_MAX), arch):
+                        yield INT8_STREAM.emit(few, int8_tile(few, m, n, min(k, K_MAX), closed.reference(arch)), arch)
+
+
+def _w8a16(target: Target) -> Iterator[KernelSource]:
+    for dtype, bias, alignment_k, alignment_n in product(HALVES, _BOOLS, (8, 1), (16, 1)):
+        epilogue = Epilogue(dtype, "none", "per_channel", bias=bias, activation=Activation.ANY)
+        problem = GemmProblem(dtype, epilogue=epilogue, alignment_k=alignment_k, alignment_n=alignment_n)
+        for tile in W8A16_MMA.menu(problem, target.arch):
+            yield W8A16_MMA.emit(problem, tile, target.arch)
+        for m, (n, k) in product(BUCKETS, closed.points(closed.is_usual(problem))):
+            if m <= w8a16.MAX_TOKENS and alignment_n == 16:
+                yield gemm.emit(gemm.select_w8a16(problem, m, n, k, target), problem, target.arch)
+
+
+def _codebook(target: Target) -> Iterator[KernelSource]:
+    """Products with codebook weights, of one token that is rotated within too."""
+    types = [(x, x) for x in HALVES] + [(DType.S8, out) for out in FLOATS]
+    for (x, out), bits, slots in product(types, (2, 3, 4), (1, 2, 4)):
+        for alignment in (16, 1) if (bits, slots) == (4, 1) else (1,):
+            found = codebook.problem_of(x, bits, slots, out, True, "none", False, alignment)
+            yield from _codebook_products(found, target)
+        if out in HALVES and (bits, slots) == (4, 1):
+            for alignment in (16, 1):
+                row = codebook.problem_of(x, bits, slots, out, True, "none", False, alignment, rotates=out)
+                yield from _codebook_products(row, target)
+    # Passes of different widths: float32 sums, to which the second product adds its own.
+    for x, bits, residual in product((*HALVES, DType.S8), (2, 3, 4), _BOOLS):
+        yield from _codebook_products(codebook.problem_of(x, bits, 1, DType.F32, False, "none", residual, 1), target)
+
+
+def _codebook_products(problem: CodebookProblem, target: Target) -> Iterator[KernelSource]:
+    usual = closed.is_usual(problem)
+    choices: dict[codebook.CodebookChoice, None] = {}
+    for m, (n, k) in product(
+        (1,) if problem.rotates else BUCKETS if usual else closed.FEW_TOKENS, closed.points(usual)
+    ):
+        with suppress(EmitError):  # kernels that rotate hold the token of all of K
+            choices[codebook.select(problem, m, n, k // 128, target)] = None
+    if usual and not problem.rotates:
+        if architecture(target.arch).wgmma:
+            choices |= {codebook.choice_of(tile): None for tile in prompt_menu(problem)}
+        else:
+            menu = CODEBOOK_MMA.menu(problem, target.arch)
+            choices |= {codebook.CodebookChoice(CODEBOOK_MMA.name, tile): None for tile in menu}
+    for choice in choices:
+        e, by_element = problem.epilogue, choice.family in (CODEBOOK_STREAM.name, CODEBOOK_STREAM_ROUNDS.name)
+        alignment = 16 if by_element else problem.alignment_n
+        # Of two passes of different widths the first has no bias.
+        for bias in _BOOLS if e.out is not DType.F32 or problem.x is DType.S8 or e.residual else (False,):
+            epilogue = Epilogue(e.out, e.row_scale, "per_channel", "none", bias, Activation.ANY, e.residual)
+            whole = CodebookProblem(problem.x, problem.bits, problem.slots, epilogue, alignment, problem.rotates)
+            yield codebook.emit(choice, whole, target.arch)
+
+
+def _rotations(target: Target) -> Iterator[KernelSource]:
+    known = sorted({k for _, k in closed.KNOWN_SHAPES})
+    for x, out, kind, group, passes, aligned in product(
+        FLOATS, (*HALVES, DType.S8), ("hadamard", "qr", "none"), closed.GROUPS, (1, 2), _BOOLS
+    ):
+        for m, k in product(
+            (1, 32, target.sm_count, 4 * target.sm_count),
+            (*closed.ROTATION_POINTS, *closed.FEW_ROTATION_POINTS, *known),
+        ):
+            if out in (x, DType.S8):
+                with suppress(EmitError):  # qr takes no float32
+                    rotations = codebook.select_rotation(kind, x, out, m, k, group, passes, target, aligned=aligned)
+                    yield from map(codebook.emit_rotation, rotations)
+
+
+# ── a decoder's rows and attention ───────────────────────────────────────────────────────────────
+
+
+def _rows(target: Target) -> Iterator[KernelSource]:
+    """Quantization, norms, activations, embeddings, the next token."""
+    arch, sms = target.arch, target.sm_count
+    for x, aligned in product(FLOATS, _BOOLS):
+        for k, m in product(_widths(), (1, 4 * sms)):
+            yield emit_quantize_per_token(QuantizePerToken.for_shape(x, arch, m, k, aligned=aligned, sm_count=sms))
+            yield emit_quantize_per_tensor(QuantizePerTensor.for_shape(x, arch, m, k, aligned=aligned))
+            yield emit_dequantize(Dequantize.for_shape(x, arch, m, k, aligned=aligned))
+        for layer, residual, quantized, many in product(_BOOLS, repeat=4):
+            usual = aligned and x is not DType.F32
+            for vectors in closed.VECTOR_POINTS if usual else closed.FEW_VECTOR_POINTS:
+                flags: dict[str, Any] = {"many": many, "residual": residual, "quantized": quantized}
+                with suppress(EmitError):
+                    width = vectors * 128 // x.bits
+                    yield emit_norm(NormRows.for_shape(x, layer, arch, width, aligned=aligned, **flags))
+        for kind in ACTIVATIONS:
+            yield emit_activation(ActivateRows(kind, x, arch, aligned))
+        for table, places in product((x, DType.S8), _BOOLS):
+            yield emit_embed(EmbedRows(x, table, arch, places, aligned))
+    for x, advances in product(FLOATS, _BOOLS):
+        yield emit_argmax(ArgmaxRows(x, arch, advances))
+    for aligned in _BOOLS:
+        yield emit_colsum(ColSum(arch, aligned))
+
+
+@lru_cache
+def _widths() -> tuple[int, ...]:
+    """Columns from which the kernels of rows may change, and some beyond: whole vectors of any type."""
+    return tuple(dict.fromkeys((*range(16, 4096, 16), *range(4096, 65_536, 256), *range(65_536, K_MAX + 1, 8192))))
+
+
+def _attention(target: Target) -> Iterator[KernelSource]:
+    arch = target.arch
+    for x, head, compressed in product(FLOATS, closed.HEADS, _BOOLS):
+        cache = DType.S8 if compressed else x
+        for rotary, many in product(ROTARY, _BOOLS):
+            with suppress(EmitError):
+                yield emit_append(RotateAndAppend(x, cache, head, rotary, arch, many))
+        for kernel in prompt_attention_menu(x, cache, head, arch):
+            yield emit_prompt_attention(kernel)
+        for queries, cluster in product(closed.QUERIES, CLUSTERS):
+            yield from _attention_forms(x, cache, head, queries, cluster, target)
+    if architecture(arch).clusters:
+        for cluster in CLUSTERS[1:]:
+            yield emit_cluster_probe(ClusterProbe(arch, cluster))
+
+
+def _attention_forms(
+    x: DType, cache: DType, head: int, queries: int, cluster: int, target: Target
+) -> Iterator[KernelSource]:
+    if not AttentionMma.is_legal(x, cache, head, 1, target.arch):
+        with suppress(EmitError):
+            desc, _ = select_attention(x, cache, head, queries, target, batch=1, kv_heads=1, context=TILE)
+            yield emit_attention(desc)
+        return
+    if cluster > 1 and not (architecture(target.arch).clusters and head in closed.CLUSTER_HEADS):
+        return
+    with suppress(EmitError):
+        kernel = AttentionMma.for_shape(x, cache, head, queries, target.arch, cluster)
+        yield emit_attention(kernel)
+        for rotary in _BOOLS:
+            yield emit_attention_append(AttentionAppend(kernel, rotary))

@@ -1,4 +1,4 @@
-"""Turns a `KernelSource` into a `Binary`, taken from memory, from disk, or from a compiler.
+"""Turns a `KernelSource` into a `Binary`, taken from memory, from a wheel's pack, from disk, or from a compiler.
 
 No kernel is built twice: the key of a kernel is a digest of everything its binary depends on. The cubin
 and the host launcher have a key each, so that a cubin built on one machine serves another machine whose C
@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 
-from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
+from qcut.emitters.core.source import INCLUDE_DIR, EmitError, KernelSource
 from qcut.errors import BuildError, ToolchainError
-from qcut.jit import cache, toolchain
+from qcut.jit import cache, packs, toolchain
 from qcut.jit.compilers import Resources, compile_text, device_flags, headers, host_flags, parse_resources
 from qcut.process.progress import progress_bar
 
@@ -62,7 +62,9 @@ _memory: dict[str, Binary] = {}
 
 
 def build(source: KernelSource) -> Binary:
-    """Return the binary of a kernel, compiling it if neither memory nor disk has it.
+    """Return the binary of a kernel, compiling it if neither memory nor pack nor disk has it.
+
+    A pack comes before the disk: what it holds is the same, and it is found without asking compilers for versions.
 
     Threads and processes that ask for one kernel at once compile it once.
 
@@ -74,9 +76,11 @@ def build(source: KernelSource) -> Binary:
 
     Raises:
         ToolchainError: the compiler or its headers are missing.
-        BuildError: the compiler failed; carries its command and log.
+        BuildError: the compiler failed; carries its command and log. Or the installed pack is damaged.
     """
-    key = fingerprint(source)
+    if (binary := _packed(source)) is not None:
+        return binary
+    key = _key_to_build(source)
     if (binary := _lookup(source, key)) is not None:
         return binary
     with cache.locked(key):
@@ -137,7 +141,7 @@ def build_many(
     missing = []
     for name, source in wanted.items():
         try:
-            binary = _lookup(source, fingerprint(source))
+            binary = _packed(source) or _lookup(source, _key_to_build(source))
         except BuildError as error:
             results[name] = error
             continue
@@ -259,6 +263,28 @@ def _read_header(path: str, root: Path, mtime_ns: int, size: int) -> tuple[str, 
 
 def _device_tool(source: KernelSource) -> toolchain.Tool:
     return toolchain.find_nvcc() if source.toolchain == "nvcc" else toolchain.find_nvrtc()
+
+
+def _packed(source: KernelSource) -> Binary | None:
+    """The binary that the installed pack has of a kernel."""
+    if packs.installed(source.arch) is None:
+        return None
+    key = packs.key_of(source).hex()
+    if (binary := _memory.get(key)) is None and (packed := packs.find(source)) is not None:
+        facts = (source.name, source.entry, source.arch, key)
+        _memory[key] = binary = Binary(*facts, packed.cubin, packed.host_so, "", packed.resources)
+    return binary
+
+
+def _key_to_build(source: KernelSource) -> str:
+    """`fingerprint` of a kernel that no pack has; what is missing is said with the pack that lacks the kernel."""
+    try:
+        return fingerprint(source)
+    except (ToolchainError, EmitError) as error:
+        lacking = packs.lacking(source)
+        if lacking or isinstance(error, EmitError):
+            raise ToolchainError(f"{lacking}{error}", kernel=source.name) from error
+        raise
 
 
 def _lookup(source: KernelSource, key: str) -> Binary | None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from qcut.dispatch import precompile
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.source import KernelSource
 from qcut.errors import BuildError, DeviceError, LaunchError, ToolchainError
-from qcut.jit import cache, device, toolchain
+from qcut.jit import cache, device, packs, toolchain
 from tests.support import ROOT
 
 H200 = device.Device(0, "NVIDIA H200", (9, 0), 132, 139 << 30)
@@ -248,8 +249,45 @@ def test_precompile_fills_the_cache(menu: list[str], folder: Path, capsys: pytes
     assert cli.main(["precompile", "--arch", "sm_80", "--arch", "sm_90a", "--arch", "sm_80", "--jobs", "2"]) == 0
     assert menu == ["sm_80", "sm_90a"]
     out = capsys.readouterr().out
-    assert out.startswith(f"4 of 4 kernels ready in {folder} (")
+    assert out.startswith("2 of 2 kernels of sm_80 ready (")
     assert len(list((folder / "kernels").iterdir())) == 4
+    assert sorted(path.name for path in (folder / packs.CACHE_FOLDER).iterdir()) == ["sm_80.qpack", "sm_90a.qpack"]
+    for arch in ("sm_80", "sm_90a"):
+        packs.installed.cache_clear()
+        pack = packs.installed(arch)
+        assert pack is not None
+        assert all(source in pack for source in precompile.precompile_sources(arch))
+    packs.installed.cache_clear()
+
+
+def test_a_pack_makes_a_machine_without_compilers_healthy(
+    menu: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli.main(["precompile", "--arch", "sm_80"]) == 0
+    packs.installed.cache_clear()
+    missing = [doctor.Finding(topic, "missing", "nothing") for topic in ("NVRTC", "CUDA headers", "nvcc", "g++")]
+    found = doctor._packs([])
+    assert [finding.topic for finding in found] == ["pack sm_80"]
+    assert found[0].text.startswith("2 kernels, 0.0 MB, ")
+    assert doctor.is_healthy([*missing, *found])
+    assert doctor.report([*missing, *found]).endswith("others cannot be built here.")
+    other = doctor._pack("sm_90a")
+    assert "qcut precompile --arch sm_90a" in str(other)
+    assert not doctor.is_healthy([*missing, *found, other])
+    packs.installed.cache_clear()
+
+
+def test_precompile_packs_into_a_folder(
+    menu: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And goes on where it was stopped: what is in the cache is not built again."""
+    monkeypatch.setattr(import_module("qcut.jit.build"), "_memory", {})
+    target = tmp_path / "wheel" / "binaries"
+    assert cli.main(["precompile", "--arch", "sm_80", "--pack", str(target)]) == 0
+    (built,) = (path.stat().st_mtime_ns for path in (folder / "kernels").glob("one*"))
+    assert cli.main(["precompile", "--arch", "sm_80", "--pack", str(target)]) == 0
+    assert [path.stat().st_mtime_ns for path in (folder / "kernels").glob("one*")] == [built]
+    assert len(packs.Pack(target / "sm_80.qpack")) == 2
 
 
 def test_precompile_lists(menu: list[str], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +313,8 @@ def test_precompile_reports_failures_and_builds_the_rest(
     assert cli.main(["precompile", "--arch", "sm_80"]) == 1
     captured = capsys.readouterr()
     assert "qcut: kernel bad: NVRTC failed" in captured.err
-    assert captured.out.startswith("1 of 2 kernels ready")
+    assert captured.out.startswith("1 of 2 kernels of sm_80 ready")
+    assert "none are packed" in captured.out
 
 
 @pytest.mark.parametrize(

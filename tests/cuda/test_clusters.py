@@ -6,6 +6,7 @@ import ctypes
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ class Probe:
 def probing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Outcome], Probe]:
     monkeypatch.setenv("QCUT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(clusters, "driver_version", lambda: "13.0")
-    monkeypatch.setattr(clusters, "fingerprint", lambda source: "of the kernel")
+    monkeypatch.setattr(clusters, "build", lambda source: SimpleNamespace(key="of the kernel"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
     def install(outcome: Outcome) -> Probe:
@@ -81,7 +82,7 @@ def test_another_driver_kernel_or_gpu_is_tried_anew(
     if changed == "driver":
         monkeypatch.setattr(clusters, "driver_version", lambda: "13.1")
     elif changed == "kernel":
-        monkeypatch.setattr(clusters, "fingerprint", lambda source: "of another kernel")
+        monkeypatch.setattr(clusters, "build", lambda source: SimpleNamespace(key="of another kernel"))
     gpu = Target("sm_100", 148, "NVIDIA B300") if changed == "gpu" else B200
     probe = probing(FAILS)
     with pytest.warns(RuntimeWarning):
@@ -120,7 +121,7 @@ def test_without_a_compiler_there_are_no_clusters(probing: Probing, monkeypatch:
     def missing(source: object) -> str:
         raise ToolchainError("NVRTC is not installed")
 
-    monkeypatch.setattr(clusters, "fingerprint", missing)
+    monkeypatch.setattr(clusters, "build", missing)
     with pytest.warns(RuntimeWarning, match="NVRTC is not installed"):
         assert not are_usable(B200, 0, 8)
     assert probe.asked == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,10 @@ def described(layer: CodebookLinear, rows: int) -> CodebookLayer:
     return call
 
 
-@pytest.fixture(params=[H200, A100], ids=lambda gpu: gpu.arch)
+CLOSED = (replace(H200, closed=True), replace(A100, closed=True))
+
+
+@pytest.fixture(params=[H200, A100, *CLOSED], ids=lambda gpu: gpu.arch + "-closed" * gpu.closed)
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Launches:
     return note_launches(codebook_cuda, request.param, monkeypatch)
 

@@ -9,11 +9,9 @@ from dataclasses import replace
 import pytest
 
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
-from qcut.config import Codebook
 from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch.codebook import DECODE_TOKENS, FEW_TOKENS, bucket, emit_rotation, problem_of, select, select_rotation
 from qcut.dispatch.gpus import GPUS, Target
-from qcut.dispatch.precompile import codebook_sources
 from qcut.dispatch.tiles.codebook import CUTLASS_TOKENS
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import RotateTokens, padded_columns
@@ -221,27 +219,3 @@ def test_padding_is_that_of_the_layout():
         (1, 31, 64, 96, 127, 128, 130, 640, 1000, 4096), (1, 7, 32, 64, 100, 128, 256, 4096)
     ):
         assert padded_columns(k, min(group, k)) == Geometry(k, group).k_padded
-
-
-# ── ahead of time ────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("target", [A100, H200], ids=lambda target: target.arch)
-def test_precompiled_are_the_kernels_that_layers_ask_for(target: Target):
-    sources = codebook_sources(target.arch, LAYERS)
-    names = [source.name for source in sources]
-    assert len(set(names)) == len(names)
-    assert {source.toolchain for source in sources} == {"nvrtc"}
-    wanted = set()
-    for scheme, (n, k, bias, activation), m in itertools.product(
-        (Codebook(), Codebook(activation="int8")), LAYERS, (1, 5, 16, 50, 4000)
-    ):
-        size = scheme.group_columns(k)
-        geometry, tokens = Geometry(k, size), DType.S8 if scheme.activation == "int8" else DType.F16
-        slots = UNIT_COLUMNS // geometry.slot
-        asked = problem_of(tokens, scheme.bits, slots, DType.F16, bias, activation, False, 16)
-        choice = select(asked, bucket(m), n, geometry.units, target)
-        wanted.add(codebook_dispatch.emit(choice, asked, target.arch).name)
-        for one in select_rotation(scheme.rotation, DType.F16, tokens, bucket(m), k, size, 1, target):
-            wanted.add(emit_rotation(one).name)
-    assert wanted == set(names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
@@ -14,20 +13,18 @@ import pytest
 import torch
 
 import qcut
-from qcut.cuda.linear import linear_problem
 from qcut.cuda.plans import m_bucket
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch import tables as tuned
 from qcut.dispatch.cost_model import tile_cycles
 from qcut.dispatch.gemm import Choice, select_gemm
 from qcut.dispatch.gpus import Target, target_for, target_named
-from qcut.dispatch.precompile import precompile_sources
 from qcut.dispatch.tables import Row, Table
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
-from qcut.emitters.families import FAMILIES, W8A16_WGMMA, family
+from qcut.emitters.families import W8A16_WGMMA, family
 from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.errors import ConfigError, DeviceError, UnsupportedError
@@ -436,35 +433,3 @@ def test_buckets_hold_their_rows_and_are_few():
             assert bucket - m < 0.25 * m
         previous = bucket
     assert len({m_bucket(m) for m in range(1, 65537)}) <= 4 + 4 * 11
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_precompile_covers_both_toolchains_and_every_family(arch: str):
-    sources = precompile_sources(arch)
-    wanted = {*FAMILIES, "w8a16_mma", "w8a16_stream", "codebook_stream", "rotate"}
-    wanted |= (
-        {"codebook_stream_wgmma", "codebook_wgmma", "w8a16_cutlass", "w8a16_wgmma"}
-        if arch == "sm_90a"
-        else {"codebook_mma", "codebook_stream_rounds"}
-    )
-    assert {re.split("_sm[0-9]", source.name)[0].removeprefix("qcut_") for source in sources} == wanted
-    assert len({source.name for source in sources}) == len(sources)
-    assert {source.toolchain for source in sources} == {"nvrtc", "nvcc"}
-    assert {source.arch for source in sources} == {arch}
-
-
-@pytest.mark.parametrize("gpu", [A100, H200], ids=lambda gpu: gpu.arch)
-def test_precompiled_w8a16_kernels_are_those_that_layers_ask_for(gpu: Target):
-    names = {source.name for source in precompile_sources(gpu.arch)}
-    for n, k, bias, activation in (
-        (3840, 1280, True, "none"),
-        (5120, 1280, True, "gelu_tanh"),
-        (14336, 4096, False, "none"),
-    ):
-        problem = linear_problem(DType.F16, n, k, bias, activation, "w8a16")
-        for m in (1, 16, 20):
-            choice = dispatch.select_w8a16(problem, m_bucket(m), n, k, gpu)
-            assert dispatch.emit(choice, problem, gpu.arch).name in names
-    prompt = linear_problem(DType.F16, 1280, 1280, True, "none", "w8a16")
-    choice = dispatch.select_w8a16(prompt, 4096, 1280, 1280, gpu)
-    assert dispatch.emit(choice, prompt, gpu.arch).name in names

@@ -9,14 +9,18 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from qcut.emitters.core.source import DType
+from qcut.jit import packs
 from qcut.process import versions
 from tests import floors
+from tests.jit.test_packs import argmax
 from tests.support import ROOT
 
 if sys.version_info >= (3, 11):
@@ -41,13 +45,19 @@ def pins() -> dict[str, list[Requirement]]:
 
 
 @pytest.fixture(scope="module")
-def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Names and texts of a wheel built from a copy, so that no build folder of the checkout leaks in."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel with a small pack, built from a copy, so that no build folder of the checkout leaks in."""
     copy = tmp_path_factory.mktemp("source")
     for name in ("qcut", "emitters"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
+    facts = {"arch": "sm_90a", "sources": packs.sources_digest()}
+    kernel = argmax(DType.F16)
+    shutil.rmtree(copy / "qcut" / "binaries", ignore_errors=True)
+    (copy / "qcut" / "binaries").mkdir()
+    data = packs.pack_bytes([(kernel.name, packs.key_of(kernel), packs.Packed(b"code", None, None))], facts)
+    (copy / "qcut" / "binaries" / "sm_90a.qpack").write_bytes(data)
     build = "from setuptools import build_meta; print(build_meta.build_wheel('dist'))"
     done = subprocess.run(
         [sys.executable, "-c", build],
@@ -58,8 +68,29 @@ def wheel_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = (copy / "dist").glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel_files(wheel: Path) -> dict[str, str]:
+    """Names and texts of the wheel's files."""
     with zipfile.ZipFile(wheel) as archive:
         return {n: archive.read(n).decode("utf-8", "replace") for n in archive.namelist() if not n.endswith("/")}
+
+
+def test_an_installed_wheel_uses_its_pack(wheel: Path, tmp_path: Path) -> None:
+    """What was packed from the checkout is of the same sources as what the wheel installs."""
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    code = (
+        "from qcut.emitters.core.source import DType\n"
+        "from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax\n"
+        "from qcut.jit import build, packs\n"
+        "print(build(emit_argmax(ArgmaxRows(DType.F16, 'sm_90a'))).cubin, packs.installed('sm_90a').path)"
+    )
+    environment = {"PYTHONPATH": str(tmp_path / "installed"), "PATH": "", "QCUT_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["b'code'", str(tmp_path / "installed" / "qcut" / "binaries" / "sm_90a.qpack")]
 
 
 def test_wheel_holds_every_module_and_header(wheel_files: dict[str, str]) -> None:

@@ -49,7 +49,8 @@ class Noted:
 
     def launch(self, m: int, args: tuple[int | float, ...], stream: int) -> None:
         params = self.source.params
-        args = (*args, *self.tail, 0) if self.tail else args
+        workspace = (0,) if params[-1].name == "workspace" else ()
+        args = (*args, *self.tail, *workspace)
         assert [type(a) for a in args] == [_TYPES[p.kind] for p in params], self.source.name
         named = {p.name: value for p, value in zip(params, args, strict=True)}
         self.launches.append({"kernel": self.source.name, "rows": m, "grid": self.grid(m), **named})

@@ -33,8 +33,8 @@ def cppgen() -> ModuleType:
     Raises:
         EmitError: the package is missing or of another version.
     """
-    _alias_cuda_modules()
     try:
+        _alias_cuda_modules()
         with _no_cache_file():
             package = importlib.import_module("cutlass_cppgen")
     except ImportError as error:

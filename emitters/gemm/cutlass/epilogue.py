@@ -94,7 +94,10 @@ class EpilogueGraph:
             value = self._dequantize_transposed()
         else:
             value = self._dequantize_sm90() if self._sm90 else self._dequantize_sm80()
-        if e.activation is not Activation.NONE:
+        if e.activation is Activation.ANY:
+            which = self._scalar("qcut_activation", DType.F32, "float(a.activation)")
+            value = self._compute(FunctorTag("qcut::Activate"), value, which)
+        elif e.activation is not Activation.NONE:
             value = self._compute(FunctorTag(_ACTIVATION_FUNCTORS[e.activation]), value)
         if e.residual:
             aux = (

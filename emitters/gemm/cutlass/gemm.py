@@ -68,7 +68,7 @@ def emit_cutlass_gemm(problem: GemmProblem, tile: TileConfig, arch: str) -> Kern
         arch: real architecture the text is compiled for.
 
     Raises:
-        EmitError: the description breaks a constraint, or nvidia-cutlass cannot be imported.
+        EmitError: the description breaks a constraint; reading the texts, nvidia-cutlass cannot be imported.
 
     Exactness: accumulation is exact for K <= `qcut.emitters.gemm.problem.K_MAX`; the epilogue rounds as
     `qcut.emitters.core.epilogue` says.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qcut.emitters.core.epilogue import Epilogue
-from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.source import DType, KernelSource, Param, deferred
 from qcut.emitters.gemm.cutlass import compat as cutlass_compat
 from qcut.emitters.gemm.cutlass.epilogue import EpilogueGraph, element_of
 from qcut.emitters.gemm.cutlass.launcher import emit_launcher
@@ -64,7 +64,7 @@ def emit(
     *,
     defines: tuple[str, ...] = (),
 ) -> KernelSource:
-    """Write one kernel and its launcher.
+    """One kernel and its launcher, whose texts are written when they are read.
 
     Args:
         name: the kernel's procedural name.
@@ -75,6 +75,25 @@ def emit(
         params: arguments of a launch before `LAUNCH_PARAMS`.
         defines: macros of the device's and the host's text.
     """
+    sm90 = tile.schedule != "multistage"
+    params = (*params, *LAUNCH_PARAMS)
+    return deferred(
+        lambda: _texts(name, operands, epilogue, tile, params),
+        name=name,
+        entry=name,
+        params=params,
+        arch=arch,
+        toolchain="nvcc",
+        defines=(*defines, *((f'QCUT_BOOK_PARAM="{name}_param_1"',) if operands.units else ())),
+        includes=("qcut", "cutlass", "cuda"),
+        waits=sm90 and tile.schedule != "stream_k",
+    )
+
+
+def _texts(
+    name: str, operands: Operands, epilogue: Epilogue, tile: TileConfig, params: tuple[Param, ...]
+) -> tuple[str, str]:
+    """The device text and the launcher's."""
     cutlass_compat.cppgen()
     sm90 = tile.schedule != "multistage"
     graph = EpilogueGraph(epilogue, sm90, operands.sums if operands.transposed else None)
@@ -87,7 +106,6 @@ def emit(
     node = "sm90_dequantize_transposed" if operands.transposed else "sm90_dequantize" if sm90 else "epilogue"
     headers = (*(("codebook_operands",) if operands.units else ()), node)
     declarations = "".join(f"#include <qcut/cutlass/{header}.cuh>\n" for header in headers) + declarations
-    params = (*params, *LAUNCH_PARAMS)
     host_text = emit_launcher(
         f"{name}_type",
         declarations,
@@ -98,18 +116,7 @@ def emit(
         transposed=operands.transposed,
         units=operands.units,
     )
-    return KernelSource(
-        name=name,
-        text=declarations + kernel,
-        entry=name,
-        params=params,
-        arch=arch,
-        toolchain="nvcc",
-        host_text=host_text,
-        defines=(*defines, *((f'QCUT_BOOK_PARAM="{name}_param_1"',) if operands.units else ())),
-        includes=("qcut", "cutlass", "cuda"),
-        waits=sm90 and tile.schedule != "stream_k",
-    )
+    return declarations + kernel, host_text
 
 
 def sm90_defines(tile: TileConfig) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ def emit_w8a16_cutlass(problem: GemmProblem, tile: TileConfig, arch: str) -> Ker
     not depend on the other rows; the same inputs give the same bits.
 
     Raises:
-        EmitError: see `validate`, or nvidia-cutlass cannot be imported.
+        EmitError: see `validate`; reading the texts, nvidia-cutlass cannot be imported.
     """
     validate(problem, tile, arch)
     operands = Operands("s8", problem.a.value, DType.F32, instruction_k=16, transposed=True)

@@ -209,13 +209,16 @@ CUTLASS_TOKENS = 1024
 """Fewest tokens that ``codebook_cutlass`` serves."""
 
 
+def prompt_menu(problem: CodebookProblem) -> tuple[CodebookStreamWgmmaTile | CodebookWgmmaTile, ...]:
+    """The tiles that `prompt_tile` chooses from."""
+    return (*stream_wgmma.default_tiles(problem), *wgmma.default_tiles(problem))
+
+
 def prompt_tile(
     problem: CodebookProblem, m: int, n: int, units_k: int, target: Target
 ) -> CodebookStreamWgmmaTile | CodebookWgmmaTile:
     """The tile of the menus of ``codebook_stream_wgmma`` and ``codebook_wgmma`` with the least `prompt_cycles`."""
-    tiles: tuple[CodebookStreamWgmmaTile | CodebookWgmmaTile, ...]
-    tiles = (*stream_wgmma.default_tiles(problem), *wgmma.default_tiles(problem))
-    return min(tiles, key=lambda tile: prompt_cycles(problem, tile, m, n, units_k, target))
+    return min(prompt_menu(problem), key=lambda tile: prompt_cycles(problem, tile, m, n, units_k, target))
 
 
 class _StreamCost(NamedTuple):

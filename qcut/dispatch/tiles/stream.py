@@ -9,11 +9,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import CLUSTER_SIZES, Machine
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError
-from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.gemm.problem import K_MAX, GemmProblem
 from qcut.emitters.stream import w8a8, w8a16
 from qcut.emitters.stream.int8 import UNIT_COLUMNS, register_limit
 from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
@@ -86,9 +87,12 @@ def few_tokens(
     if problem.layouts != "tnt" or problem.alignment_k % 16 or m > most_tokens(n, k):
         return None
     few = W8A8Problem(tokens, problem.epilogue.out, problem.epilogue, aligned, absmax)
+    if target.closed and closed.covers(problem) and not closed.covers(few):
+        return None
     if not w8a8.is_legal(few, m, k, target.arch):
         return None
-    return FewTokens(few, *_int8(few, m, n, k, target))
+    n, k, like = closed.bounded(n, k, target, known=closed.is_usual(few))
+    return FewTokens(few, *_int8(few, m, n, min(k, K_MAX), like))
 
 
 def most_tokens(n: int, k: int) -> int:

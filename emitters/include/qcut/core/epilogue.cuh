@@ -14,7 +14,7 @@ namespace qcut {
 
 enum class ZeroPoint { kNone, kPerTensor, kPerToken };
 enum class ColScale { kNone, kPerTensor, kPerChannel };
-enum class Activation { kNone, kRelu, kGeluErf, kGeluTanh, kSilu };
+enum class Activation { kNone, kRelu, kGeluErf, kGeluTanh, kSilu, kAny };  // kAny: EpilogueArgs::activation says which
 
 template <Activation kActivation>
 __device__ __forceinline__ float activate(float v) {
@@ -31,6 +31,14 @@ __device__ __forceinline__ float activate(float v) {
   }
 }
 
+// The function that a launch names, the same for all threads.
+__device__ __forceinline__ float activate(float v, int activation) {
+  if (activation == static_cast<int>(Activation::kNone)) return v;
+  if (activation == static_cast<int>(Activation::kRelu)) return relu(v);
+  if (activation == static_cast<int>(Activation::kGeluErf)) return gelu_erf(v);
+  return activation == static_cast<int>(Activation::kGeluTanh) ? gelu_tanh(v) : silu(v);
+}
+
 // The epilogue's arguments. A kernel sets the fields that its template arguments name.
 template <class Out>
 struct EpilogueArgs {
@@ -44,6 +52,7 @@ struct EpilogueArgs {
   const Out* residual;                  // [M, N], D's layout and leading dimension
   float out_inv_scale;                  // int8 output
   float out_zero_point;
+  int activation;  // Activation::kAny
 };
 
 template <bool kFirst, class First, class Second>
@@ -114,6 +123,7 @@ struct Epilogue {
 
   // Completes the value of an element of D; `convert` then rounds the value.
   static __device__ __forceinline__ Value finish(Value v, float residual, const Args& args) {
+    if constexpr (kActivation == Activation::kAny) v = activate(v, args.activation);
     if constexpr (kResidual) v = v + residual;
     if constexpr (!kRaw && sizeof(Out) == 1) v = requantize(v, args.out_inv_scale, args.out_zero_point);
     return v;

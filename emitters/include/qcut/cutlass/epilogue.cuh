@@ -34,6 +34,18 @@ QCUT_ARRAY_FUNCTOR(GeluTanh, gelu_tanh)
 QCUT_ARRAY_FUNCTOR(Silu, silu)
 #undef QCUT_ARRAY_FUNCTOR
 
+// The function that a launch names by its place in emitters/core/epilogue.py's ACTIVATIONS, the same for all elements.
+template <class Array>
+struct Activate {
+  CUTLASS_HOST_DEVICE Array operator()(Array const& x, Array const& activation) const {
+    int const which = static_cast<int>(activation[0]);
+    if (which == 1) return Relu<Array>{}(x);
+    if (which == 2) return GeluErf<Array>{}(x);
+    if (which == 3) return GeluTanh<Array>{}(x);
+    return which == 4 ? Silu<Array>{}(x) : x;
+  }
+};
+
 template <class Array>
 struct Identity {
   CUTLASS_HOST_DEVICE Array operator()(Array const& x) const { return x; }

@@ -1,0 +1,238 @@
+"""What bounds the kernels that dispatch chooses from, so that a wheel can bring them all.
+
+With a compiler, a kernel is made for each shape. A `Target` that is ``closed`` has the kernels of
+`qcut.dispatch.precompile.closed_set` alone: sizes are rounded to points before tiles are chosen for them, the
+activation is an argument of the launch, and rows of D are aligned or not. Shapes of known models are points.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from typing import TypeVar
+
+from qcut.dispatch import tables
+from qcut.dispatch.gpus import GPUS, Target
+from qcut.emitters.codebook.problem import CodebookProblem
+from qcut.emitters.core.epilogue import ACTIVATIONS, Activation
+from qcut.emitters.core.source import FLOATS, DType
+from qcut.emitters.families import INT8_CUTLASS, INT8_MMA
+from qcut.emitters.gemm.problem import GemmProblem
+from qcut.emitters.stream.w8a8 import W8A8Problem
+
+N_POINTS = (1024, 4096, 16384)
+"""Rows of weights for a GPU with as many multiprocessors as the architecture's first known one."""
+K_POINTS = (2048, 8192, 131_072, 1 << 20)
+"""Columns, rounded up: some kernels hold the tokens of all of K."""
+FEW_N_POINTS, FEW_K_POINTS = (2048, 16384), (1 << 20,)
+"""The same for products of less usual types."""
+FEW_TOKENS = (16, 64, 1024)
+"""Numbers of tokens for these."""
+KNOWN_SHAPES = frozenset(
+    {
+        *((n, 1280) for n in (3840, 1280, 5120, 50257)),  # GPT-2 Large
+        (1280, 5120),
+        *((n, 2048) for n in (2048, 512, 3072, 8192, 16384, 128256)),  # Llama 3.2 1B
+        (2048, 8192),
+        *((n, 3584) for n in (3584, 4608, 37888, 152064)),  # Qwen 2.5 7B
+        (3584, 18944),
+        *((n, 4096) for n in (4096, 1024, 6144, 14336, 28672, 128256)),  # Llama 3 8B
+        (4096, 14336),
+    }
+)
+"""N and K of layers of known models, and of layers that an engine stacks, whose tiles are made for them."""
+ROTATION_POINTS = (1024, 2048, 4096, 8192, 16384, 131_072, 1 << 20)
+"""Columns of a row that is rotated."""
+FEW_ROTATION_POINTS = (4096, 16384, 1 << 20)
+"""The same for less usual rotations."""
+VECTOR_POINTS = (96, 128, 160, 256, 384, 512, 1024, 4096)
+"""16-byte vectors of a row that is normalized."""
+FEW_VECTOR_POINTS = (256, 1024, 4096)
+"""The same for rows that are not aligned, or of float32."""
+HEADS = (32, 64, 80, 96, 112, 128, 192, 256)
+"""Columns of a head of attention."""
+CLUSTER_HEADS = (64, 128)
+"""Heads whose attention divides a context among the CTAs of a cluster."""
+QUERIES = (1, 4, 8)
+"""Queries of a CTA of attention."""
+GROUPS = (32, 64, 128)
+"""Columns of a group of a codebook's rotation."""
+
+P = TypeVar("P", GemmProblem, W8A8Problem, CodebookProblem)
+
+
+@lru_cache
+def reference(arch: str) -> Target:
+    """The GPU for which the tiles of an architecture's closed set are made."""
+    return next(Target(gpu.arch, gpu.sm_count, gpu.name) for gpu in GPUS if gpu.arch == arch)
+
+
+def bounded(n: int, k: int, target: Target, *, known: bool = True) -> tuple[int, int, Target]:
+    """The sizes and the GPU to choose a tile for: those given, or, for a closed target, a point of the closed set.
+
+    Args:
+        n: rows of the weight.
+        k: columns.
+        target: the GPU. N stands for as many rows to a multiprocessor of the reference.
+        known: whether `KNOWN_SHAPES` are points; otherwise points are few.
+    """
+    if not target.closed:
+        return n, k, target
+    like = reference(target.arch)
+    if known and (n, k) in KNOWN_SHAPES and target.sm_count == like.sm_count:
+        return n, k, like
+    rows = n * like.sm_count / target.sm_count
+    some_n, some_k = (N_POINTS, K_POINTS) if known else (FEW_N_POINTS, FEW_K_POINTS)
+    return min(some_n, key=lambda point: abs(math.log(point / rows))), _at_least(k, some_k), like
+
+
+def _at_least(size: int, some: tuple[int, ...]) -> int:
+    """The first of some sizes that is as large; the last one if none is."""
+    return next((point for point in some if point >= size), some[-1])
+
+
+def points(known: bool = True) -> list[tuple[int, int]]:
+    """All N and K that `bounded` returns."""
+    if not known:
+        return list(product(FEW_N_POINTS, FEW_K_POINTS))
+    return [*product(N_POINTS, K_POINTS), *sorted(KNOWN_SHAPES)]
+
+
+def few_tokens(m: int, known: bool) -> int:
+    """Tokens to choose a kernel for: those given, or, without known shapes, one of `FEW_TOKENS`."""
+    return m if known else _at_least(m, FEW_TOKENS)
+
+
+# ── problems ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def bounded_problem(problem: P, target: Target, *, element_stores: bool = False) -> tuple[P, tuple[int, ...]]:
+    """The problem whose kernel serves a problem, and the arguments that a launch adds to those of a call.
+
+    A target that is not closed, and a problem that the closed set does not cover, keep the problem.
+
+    Args:
+        problem: types, layouts and epilogue.
+        target: the GPU.
+        element_stores: whether the kernel stores D element by element, whatever its alignment is.
+    """
+    if not target.closed or not covers(problem):
+        return problem, ()
+    activation = problem.epilogue.activation
+    epilogue = replace(problem.epilogue, activation=Activation.ANY)
+    tail = (ACTIVATIONS.index(activation.value),)
+    if isinstance(problem, W8A8Problem):
+        return replace(problem, epilogue=epilogue), tail
+    whole = element_stores or problem.alignment_n * epilogue.out.bits >= 128
+    if isinstance(problem, CodebookProblem):
+        whole = element_stores or (whole and is_usual(problem))
+    return replace(problem, epilogue=epilogue, alignment_n=16 if whole else 1), tail
+
+
+def is_usual(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
+    """Whether known shapes have tiles of their own: for 16-bit models, rows that are aligned, and 4-bit codebooks."""
+    if isinstance(problem, CodebookProblem):
+        whole = problem.alignment_n * problem.epilogue.out.bits >= 128
+        return (problem.bits, problem.slots, whole) == (4, 1, True) and problem.epilogue.out is not DType.F32
+    aligned = isinstance(problem, W8A8Problem) or problem.alignment_k > 1
+    return problem.epilogue.out is not DType.F32 and aligned
+
+
+def covers(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
+    """Whether the closed set has kernels for a problem: for those of layers, not for every GEMM there is."""
+    e = problem.epilogue
+    if e.out not in FLOATS or e.col_scale != "per_channel" or e.activation is Activation.ANY:
+        return False
+    if isinstance(problem, CodebookProblem):
+        if e.residual or (e.out is DType.F32 and problem.x is not DType.S8):  # of two passes of different widths
+            plain = problem.slots == 1 and e.activation is Activation.NONE and problem.rotates is None
+            return e.out is DType.F32 and plain and (e.residual or not e.bias)
+        return (e.out is problem.x or problem.x is DType.S8) and (
+            (problem.bits, problem.slots) == (4, 1) or problem.rotates is None
+        )
+    if e.residual:
+        return False
+    if isinstance(problem, W8A8Problem):
+        return (e.row_scale, e.zero_point) == ("per_token", "none") and _takes_rows(problem)
+    if problem.layouts != "tnt":
+        return False
+    if problem.a is DType.S8:
+        scaled = (e.row_scale, e.zero_point) in (("per_token", "none"), ("none", "per_tensor"))
+        return scaled and problem.alignment_k == 16
+    return (e.out, e.row_scale, e.zero_point) == (problem.a, "none", "none") and problem.alignment_k in (1, 8)
+
+
+def _takes_rows(problem: W8A8Problem) -> bool:
+    given = problem.tokens == "given" or (problem.tokens == "rows" and not problem.absmax)
+    return given and problem.aligned and problem.x is problem.epilogue.out
+
+
+def takes(problem: GemmProblem, family: str, tile: object, arch: str) -> bool:
+    """Whether the closed set has a tile of an int8 GEMM of many tokens for a problem."""
+    e = problem.epilogue
+    whole = problem.alignment_n * e.out.bits >= 128
+    usual = e.out is not DType.F32 and e.zero_point == "none" and whole
+    return (family, tile) in (gemm_tiles(arch) if usual else _few_gemm_tiles(arch))
+
+
+def is_users(row: tables.Row, arch: str) -> bool:
+    """Whether a tuned row is the user's own, whose kernel was built here when it was measured."""
+    return replace(row, tuned_on="") not in _shipped_rows(arch)
+
+
+@lru_cache
+def _shipped_rows(arch: str) -> frozenset[tables.Row]:
+    return frozenset(row for gpu in GPUS if gpu.arch == arch for row in tables.shipped(gpu.name).rows)
+
+
+@lru_cache
+def _few_gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
+    problem = GemmProblem()
+    menu = INT8_MMA.menu(problem, arch)
+    few = [tile for tile in menu if tile.splits == 1][::2] + [tile for tile in menu if tile.splits == 4]
+    found = {(INT8_CUTLASS.name, tile) for tile in INT8_CUTLASS.menu(problem, arch)}
+    return frozenset(found | {(INT8_MMA.name, tile) for tile in few})
+
+
+@lru_cache
+def gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
+    """Families and tiles of int8 GEMMs of many tokens: the menus, and those of the tables that qcut brings."""
+    problem = GemmProblem()
+    found = {(family.name, tile) for family in (INT8_CUTLASS, INT8_MMA) for tile in family.menu(problem, arch)}
+    names = {INT8_CUTLASS.name, INT8_MMA.name}
+    rows = (row for row in _shipped_rows(arch) if row.layouts == "tnt" and row.out == "f16" and row.family in names)
+    return frozenset(found | {(row.family, row.tile) for row in rows if row.tile.schedule != "stream_k"})
+
+
+# ── other kernels ────────────────────────────────────────────────────────────────────────────────
+
+
+def norm_columns(k: int, x: DType, target: Target, *, aligned: bool) -> int:
+    """Columns to choose the kernel of a norm for."""
+    vectors = -(-k * x.bits // 128)
+    if not target.closed or vectors > VECTOR_POINTS[-1]:
+        return k
+    usual = aligned and x is not DType.F32
+    return _at_least(vectors, VECTOR_POINTS if usual else FEW_VECTOR_POINTS) * 128 // x.bits
+
+
+def attention_queries(queries: int, target: Target) -> int:
+    """Queries of a head of keys to choose the kernel of attention for."""
+    if not target.closed:
+        return queries
+    return _at_least(queries, QUERIES)
+
+
+def rotation_columns(k: int, target: Target, *, usual: bool) -> int:
+    """Columns to choose the kernel of a rotation for.
+
+    Args:
+        k: columns of the row.
+        target: the GPU.
+        usual: whether columns of known shapes are points; otherwise points are few.
+    """
+    if not target.closed or (usual and any(k == shape[1] for shape in KNOWN_SHAPES)):
+        return k
+    return _at_least(k, ROTATION_POINTS if usual else FEW_ROTATION_POINTS)
