@@ -19,6 +19,7 @@ if __package__ in (None, ""):
 from benchmarks import bench_cliff, plots
 from benchmarks.bench_codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
 from benchmarks.bench_model import PEERS_GB
+from benchmarks.bench_prompt_attention import NAMES as PROMPT_NAMES
 from benchmarks.harness import CEILINGS, ROOT, geomean
 from benchmarks.reporting.markdown import MISSING, figures, markdown, us
 from benchmarks.reporting.rows import Row, Rows, missing, shape_of
@@ -330,6 +331,21 @@ def attention(rows: Rows) -> str:
     return markdown(["sequences × context", *names, "of 4.48 TB/s"], lines)
 
 
+def prompt_attention(rows: Rows) -> str:
+    """Attention of prompts, µs, and qcut's rate."""
+    sizes = ("batch", "tokens", "heads", "kv_heads", "head")
+    measured: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows.of("bench_prompt_attention"):
+        measured.setdefault(tuple(row[size] for size in sizes), {})[row["variant"]] = row
+    lines = []
+    for (batch, tokens, heads, kv_heads, head), here in measured.items():
+        times = {name: float(row["median_us"]) for name, row in here.items()}
+        cells = (figures(times[name]) if name in times else MISSING for name in PROMPT_NAMES)
+        rate = f"{float(here['qcut']['tflops']):.0f}" if "qcut" in here else MISSING
+        lines.append([f"{batch} × {int(tokens):,}", f"{heads} / {kv_heads} of {head}", *cells, rate])
+    return markdown(["sequences × tokens", "heads", *PROMPT_NAMES, "qcut, TFLOP/s"], lines)
+
+
 def quantizing(rows: Rows) -> str:
     """Time and memory of quantizing the layers of a 7B Llama."""
     lines = (
@@ -451,6 +467,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "engine": engine,
     "comparison": comparison,
     "attention": attention,
+    "prompt attention": prompt_attention,
     "quantizing": quantizing,
 }
 _PLACE = re.compile(r"<!-- measured: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)

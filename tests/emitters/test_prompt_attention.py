@@ -76,7 +76,7 @@ REFUSALS: dict[str, dict[str, Any]] = {
     "x": {"x": F32, "cache": F32},
     "cache": {"cache": BF16},
     "head": {"head": 72, "cache": S8},
-    "groups": {"groups": 4},
+    "groups": {"groups": 3},
     "keys": {"keys": 96},
     "parts": {"groups": 1, "parts": 16},
     "one_group": {"parts": 2},

@@ -20,6 +20,8 @@ COLUMNS = (64, 80, 96, 128, 160, 192, 256)
 MIN_SLOTS, MAX_SLOTS = 3, 8
 """Keys and values of a block and the keys of the next lie in slots between two waits."""
 PARTS = (1, 2, 4, 8)
+REGISTERS = 216
+"""Of a thread that multiplies."""
 RAW_TILES = 3
 """Tiles of int8 rows that are fetched before the first of them is converted, and that one."""
 
@@ -59,14 +61,14 @@ CONSTRAINTS = (
         "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
         lambda k: 8 <= k.head <= 256 and k.head % (128 // k.cache.bits) == 0,
     ),
-    Constraint("groups", "are 1 to 3 warpgroups", lambda k: 1 <= k.groups <= 3),
+    Constraint("groups", "are 1 or 2 warpgroups", lambda k: k.groups in (1, 2)),
     Constraint("keys", "are 64, 80 or 128", lambda k: k.keys in (64, 80, 128)),
     Constraint("parts", "are 1, 2, 4 or 8: a portable cluster", lambda k: k.parts in PARTS),
     Constraint("one_group", "has the rows whose places are shared", lambda k: k.parts == 1 or k.groups == 1),
     Constraint(
         "registers",
-        "hold scores, weights and weighted values: 216 of a thread, 160 of three warpgroups",
-        lambda k: k.keys // 2 + k.keys // 4 + _columns(k.head) // 2 + 28 <= (160 if k.groups == 3 else 216),
+        f"hold scores, weights and weighted values: {REGISTERS} of a thread",
+        lambda k: k.keys // 2 + k.keys // 4 + _columns(k.head) // 2 + 28 <= REGISTERS,
     ),
     Constraint("shared_memory", f"has {MIN_SLOTS} slots beside the queries", lambda k: _slots(k) >= MIN_SLOTS),
 )

@@ -3,8 +3,8 @@
 //
 // Operands lie in blocks of 64 columns, rows of 128 bytes one after the other; the 16-byte chunk c of row r lies at
 // c ^ (r % 8). Where K runs along the columns, a product takes 32 bytes of each row: the descriptor is
-// wgmma_descriptor's, and kWgmmaStep leads to the next 16 columns. Where K runs along the rows (`wgmma_tall_descriptor`)
-// a product takes 16 rows of each block, and kWgmmaTallStep leads to the next 16 rows.
+// wgmma_descriptor's, and kWgmmaStep leads to the next 16 columns. Where K runs along the rows, a product takes 16 rows
+// of each block: the descriptor is wgmma_tall_descriptor's, and kWgmmaTallStep leads to the next 16 rows.
 // Accumulator 4j + e of lane 4g + t of warp w is row 16w + g + 8(e >> 1), column 8j + 2t + (e & 1).
 //
 // Source: PTX ISA 8.x, "wgmma.mma_async", "Strides", "Matrix Descriptor Format".
@@ -75,7 +75,8 @@ struct WgmmaFloat;
     static __device__ __forceinline__ void tall(float (&c)[words], const uint32_t (&a)[4],                            \
                                                 unsigned long long b_descriptor) {                                    \
       asm volatile("{\n\t.reg .pred p;\n\tsetp.eq.b32 p, 0, 0;\n\twgmma.mma_async.sync.aligned.m64n" #columns         \
-                   "k16.f32." kind " {" QCUT_LIST##words "}, {" r0 ", " r1 ", " r2 ", " r3 "}, " r4 ", p, 1, 1, 1;\n\t}"\
+                   "k16.f32." kind " {" QCUT_LIST##words "}, {" r0 ", " r1 ", " r2 ", " r3 "}, " r4                   \
+                   ", p, 1, 1, 1;\n\t}"                                                                               \
                    : QCUT_ALL##words                                                                                  \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_descriptor));                                  \
     }                                                                                                                 \

@@ -84,7 +84,7 @@ struct PromptSoftmax {
 
   __device__ __forceinline__ PromptSoftmax() : largest{QCUT_HIDDEN, QCUT_HIDDEN}, sum{0.0f, 0.0f} {}
 
-  // Makes weights 2^(s * scale) of scores, relative to the largest of a row, and returns by what to multiply earlier sums.
+  // Makes weights 2^(s * scale) of scores, relative to a row's largest, and returns by what to multiply earlier sums.
   // A weight counts `count(j)[e]` times in the sum that divides: e is the column's parity, j its tile of 8 columns.
   template <int kScores, class Count>
   __device__ __forceinline__ float2 weigh(float (&s)[kScores], float scale, const Count& count) {

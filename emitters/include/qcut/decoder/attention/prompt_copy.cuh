@@ -99,7 +99,8 @@ struct PromptCopy {
     const int chunk = thread % kRawLanes;
     const int row = thread / kRawLanes;
     if (16 * chunk >= kColumns) return;
-    const int odd = chunk / 4 & 1;  // lanes of every other 64 columns store their halves in the other order: other banks
+    // Lanes of every other 64 columns store their halves in the other order: other banks.
+    const int odd = chunk / 4 & 1;
     constexpr int kBatch = kRawCount < 4 ? kRawCount : 4;  // loads in flight
 #pragma unroll
     for (int i0 = 0; i0 < kRawCount; i0 += kBatch) {

@@ -47,9 +47,10 @@ struct PromptTile {
   // What a CTA of a cluster leaves of each row: weighted values, the largest score, the sum; in the place of the ring.
   static constexpr int kLeft = kRing;
   static constexpr int kLeftPitch = 4 * kColumns + 16;
-  // Registers of a thread after setmaxnreg, of 512 for each four warps and SM; two warpgroups need no more than a launch gives.
-  static constexpr int kFeedRegisters = kGroups == 3 ? 32 : 72;
-  static constexpr int kRegisters = kGroups == 3 ? 160 : (504 - kFeedRegisters) / 2;
+  // Registers of a thread after setmaxnreg, where a launch gives each thread of three warpgroups 168.
+  static constexpr int kFeedRegisters = 72;
+  static constexpr int kRegisters = (3 * 168 - kFeedRegisters) / 2;
+  static_assert(kGroups == 1 || kGroups == 2, "see emitters/decoder/attention/prompt_wgmma.py");
 };
 
 // The tiles of a CTA, one in each round: rounds go through the CTAs in turns from the first and from the last, so that
@@ -121,7 +122,9 @@ struct PromptFeed {
 
   __device__ __forceinline__ uint32_t slot() const { return base + Tile::kRing + place.slot * Tile::kSlotBytes; }
 
-  __device__ __forceinline__ void await_slot() const { barrier_wait(base + Tile::kEmpty + 8 * place.slot, place.parity ^ 1); }
+  __device__ __forceinline__ void await_slot() const {
+    barrier_wait(base + Tile::kEmpty + 8 * place.slot, place.parity ^ 1);
+  }
 
   // Fills the next slot with `count` rows of the cache from `row` on; with keys come the scales of an int8 cache.
   template <bool kKeys, class Args>
