@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -151,6 +151,10 @@ class DeferredSource(KernelSource):
                 object.__setattr__(self, field_name, written)
             value = super().__getattribute__(name)
         return value
+
+    def __reduce__(self) -> tuple[type[KernelSource], tuple[object, ...]]:
+        """For another process, which builds it: with its texts, and without what writes them."""
+        return KernelSource, tuple(getattr(self, part.name) for part in fields(self))
 
 
 def deferred(write: Callable[[], tuple[str, str]], **facts: Any) -> DeferredSource:

@@ -150,7 +150,8 @@ def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target,
     Raises:
         EmitError: no kernel takes the product on this GPU.
     """
-    cutlass = problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma and has_cutlass()
+    prompts = problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma
+    cutlass = prompts and not gpu.closed and has_cutlass()
     choice = dispatch.select(problem, m, n, units, gpu, cutlass=cutlass)
     # codebook_mma starts late, as w8a16_mma must; an early start was not measured.
     early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name

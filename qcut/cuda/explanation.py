@@ -55,11 +55,12 @@ def explain(
         >>> print(qcut.explain(16, 4096, 4096, gpu="NVIDIA H200"))  # doctest: +SKIP
     """
     from qcut import jit
+    from qcut.dispatch import closed
     from qcut.dispatch import gemm as dispatch
 
     problem = dispatch.problem_of(m, n, k, layouts=layouts, out=out, epilogue=epilogue, tokens=tokens)
     target = _target(gpu)
-    cutlass = target.closed or jit.is_toolchain_available("nvcc")
+    cutlass = (target.closed and closed.covers(problem)) or jit.is_toolchain_available("nvcc")
     return dispatch.explain(problem, m, n, k, target, cutlass=cutlass, tensor_cores=tensor_cores)
 
 

@@ -51,6 +51,11 @@ def has_cutlass() -> bool:
     return missing is None
 
 
+def serves_cutlass(problem: GemmProblem, gpu: Target) -> bool:
+    """Whether CUTLASS's kernels for a problem are in the GPU's pack, or else can be built here."""
+    return (gpu.closed and closed.covers(problem)) or has_cutlass()
+
+
 class Product(NamedTuple):
     """An int8 product of up to ``rows`` rows: all that chooses its kernel.
 
@@ -120,7 +125,7 @@ class Product(NamedTuple):
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
     """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
-    nvcc = architecture(gpu.arch).wgmma and has_cutlass()
+    nvcc = architecture(gpu.arch).wgmma and not gpu.closed and has_cutlass()
     choice = dispatch.select_w8a16(problem, rows, n, k, gpu, nvcc=nvcc)
     return chosen_spec(choice, problem, n, gpu, pdl=pdl)
 
@@ -149,7 +154,7 @@ def plan_for(product: Product, choice: Choice | None, device: int) -> LaunchPlan
     """The launch plan of a product on a device, with the kernel ``choice``; None lets dispatch choose."""
     gpu = target(device)
     if choice is None:
-        return product.spec(gpu, cutlass=gpu.closed or has_cutlass()).load(device)
+        return product.spec(gpu, cutlass=serves_cutlass(product.problem, gpu)).load(device)
     return chosen_spec(choice, product.problem, product.n, gpu).load(device)
 
 

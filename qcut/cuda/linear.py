@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qcut.config import padded_k
 from qcut.cuda import native
-from qcut.cuda.gemm import TMA_ROWS, Product, has_cutlass, w8a16_spec
+from qcut.cuda.gemm import TMA_ROWS, Product, serves_cutlass, w8a16_spec
 from qcut.cuda.operands import dense, parameters, row_major
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, await_job, m_bucket, target
 from qcut.cuda.quantize import per_tensor_spec, per_token_spec
@@ -116,7 +116,7 @@ class LinearLayer(NamedTuple):
                 return None, whole
             quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned)
         few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
-        return quantize, few or many.spec(gpu, cutlass=gpu.closed or has_cutlass())
+        return quantize, few or many.spec(gpu, cutlass=serves_cutlass(problem, gpu))
 
     def _quantizing_spec(self, gpu: Target) -> LaunchSpec | None:
         """The launch of a product that quantizes its tokens itself, where they are so few that every CTA can."""
@@ -329,7 +329,7 @@ class Int8Layer(NamedTuple):
         few = product.stream_spec("given", gpu, absmax=self.absmax, constants=self.constants)
         if few is not None:
             return few, self.absmax
-        return product.spec(gpu, cutlass=gpu.closed or has_cutlass()), False
+        return product.spec(gpu, cutlass=serves_cutlass(problem, gpu)), False
 
 
 class Int8Plan(NamedTuple):

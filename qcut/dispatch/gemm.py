@@ -301,7 +301,7 @@ def explain(
     if few is not None:
         ctas, _, _ = INT8_STREAM.grid_of(few.tile, n, target.sm_count)(m)
         return Explanation(
-            procedural_name(INT8_STREAM.name, target.arch, few.problem, few.tile),
+            procedural_name(INT8_STREAM.name, target.arch, closed.bounded_problem(few.problem, target)[0], few.tile),
             Choice(INT8_STREAM.name, few.tile, reason="few tokens"),
             Estimate(few.ns * target.machine.ghz, few.ns / 1e3, 1, ctas / target.sm_count),
             (),
@@ -327,8 +327,9 @@ def explain(
 
 def _explain_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, cutlass: bool) -> Explanation:
     choice = select_w8a16(problem, m, n, k, target, nvcc=cutlass)
+    named, _ = closed.bounded_problem(problem, target, element_stores=choice.family == W8A16_STREAM.name)
     return Explanation(
-        procedural_name(choice.family, target.arch, problem, choice.tile),
+        procedural_name(choice.family, target.arch, named, choice.tile),
         choice,
         expected(choice, problem, m, n, k, target) if choice.family in CUTLASS_FAMILIES else None,
         (),

@@ -78,11 +78,9 @@ def build(source: KernelSource) -> Binary:
         ToolchainError: the compiler or its headers are missing.
         BuildError: the compiler failed; carries its command and log. Or the installed pack is damaged.
     """
-    if (binary := _packed(source)) is not None:
+    if (binary := find(source)) is not None:
         return binary
-    key = _key_to_build(source)
-    if (binary := _lookup(source, key)) is not None:
-        return binary
+    key = fingerprint(source)
     with cache.locked(key):
         if (binary := _lookup(source, key)) is None:
             binary = _compile_and_store(source, key, _read_device(source))
@@ -90,12 +88,13 @@ def build(source: KernelSource) -> Binary:
 
 
 def find(source: KernelSource) -> Binary | None:
-    """The binary of a kernel from memory or disk; None where `build` would compile it.
+    """The binary of a kernel from memory, pack or disk; None where `build` would compile it.
 
     Raises:
-        ToolchainError: the compiler or its headers are missing.
+        ToolchainError: none of them has it, and the compiler or its headers are missing.
+        BuildError: the installed pack is damaged.
     """
-    return _lookup(source, fingerprint(source))
+    return _packed(source) or _lookup(source, _key_to_build(source))
 
 
 def rebuild(source: KernelSource) -> Binary:
@@ -141,7 +140,7 @@ def build_many(
     missing = []
     for name, source in wanted.items():
         try:
-            binary = _packed(source) or _lookup(source, _key_to_build(source))
+            binary = find(source)
         except BuildError as error:
             results[name] = error
             continue

@@ -33,8 +33,7 @@ HALF = torch.float16
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (linear_cuda, codebook_cuda, norm_cuda):
         monkeypatch.setattr(module, "target", lambda device: H200)
-    for module in (linear_cuda, gemm_cuda):
-        monkeypatch.setattr(module, "has_cutlass", lambda: False)
+    monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: False)
     monkeypatch.setattr(norm_cuda, "pdl", lambda device: True)
 
 

@@ -181,7 +181,7 @@ def test_cpp_comes_later_too(compilers: Compilers, monkeypatch: pytest.MonkeyPat
 def layers(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[LinearLayer]]:
     for module in (linear_cuda, gemm_cuda, plans):
         monkeypatch.setattr(module, "target", lambda device: H200)
-    monkeypatch.setattr(linear_cuda, "has_cutlass", lambda: True)
+    monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: True)
     monkeypatch.setattr(native, "problem", lambda: "no g++")
     monkeypatch.setattr(native, "build", lambda: None)
     return lambda: [LinearLayer("w8a8", torch.float16, rows, 1280, 1280, True, "none", True) for rows in (1, 64, 4096)]

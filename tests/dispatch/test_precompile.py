@@ -11,6 +11,7 @@ from itertools import product
 import pytest
 import torch
 
+from qcut.cuda import gemm as gemm_cuda
 from qcut.cuda import linear as linear_cuda
 from qcut.cuda.codebook import CodebookLayer, Rotation
 from qcut.cuda.codebook import Product as CodebookProduct
@@ -91,7 +92,7 @@ def layers(chance: random.Random) -> Iterator[tuple[str, object]]:
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_layers_find_their_kernels(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(arch)
-    monkeypatch.setattr(linear_cuda, "has_cutlass", lambda: pytest.fail("asked for nvcc"))
+    monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: pytest.fail("asked for nvcc"))
     asked = 0
     for gpu in gpus(arch):
         monkeypatch.setattr(linear_cuda, "target", lambda device, gpu=gpu: gpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,13 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from qcut.cuda.plans import LaunchSpec
+from qcut.cuda.rehearsal import missing_kernel, rehearsal
 from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.families import INT8_CUTLASS
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import BuildError
-from qcut.jit import Resources, build, packs
+from qcut.jit import Resources, build, find, packs
 from qcut.jit.packs import Pack, Packed, pack_bytes
 
 builder = import_module("qcut.jit.build")  # qcut.jit.build is the function
@@ -91,9 +95,21 @@ def test_a_pack_comes_before_compilers(folder: Path, monkeypatch: pytest.MonkeyP
         binary = build(source)
         assert (binary.cubin, binary.host_so, binary.resources) == (packed.cubin, packed.host_so, packed.resources)
         assert (binary.name, binary.entry, binary.arch) == (source.name, source.entry, ARCH)
-        assert build(source) is binary
-    with pytest.raises(AssertionError, match="asked for a compiler"):
-        build(argmax(DType.BF16))
+        assert build(source) is find(source) is binary
+        spec = LaunchSpec(source, Grid(1, (1, 1, 1)), stand_in=lambda: pytest.fail("asked for a stand-in"))
+        assert not spec.must_wait
+        with rehearsal():
+            assert missing_kernel(source, 0) is None
+    for lookup in (build, find):
+        with pytest.raises(AssertionError, match="asked for a compiler"):
+            lookup(argmax(DType.BF16))
+
+
+def test_a_source_travels_to_another_process_with_its_texts() -> None:
+    source = cutlass()
+    there = pickle.loads(pickle.dumps(source))
+    assert (there.text, there.host_text) == (source.text, source.host_text)
+    assert builder.fingerprint(there) == builder.fingerprint(source)
 
 
 def test_a_text_that_was_changed_is_another_kernel(folder: Path) -> None:
