@@ -76,6 +76,7 @@ class Rotation(NamedTuple):
         k_padded = Geometry(self.k, self.group_size).k_padded
 
         early = architecture(gpu.arch).pdl and (self.constants or self.kind == rotation.NO_ROTATION)
+        early = early and dispatch.starts_early(self.rows, self.k)
 
         def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
             return LaunchSpec(dispatch.emit_rotation(kernel), lambda m: kernel.grid(m, columns), pdl=early)
