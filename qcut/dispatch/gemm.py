@@ -192,7 +192,7 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
     """
     if nvcc and (choice := w8a16_by_cutlass(problem, m, n, k, target)) is not None:
         return choice
-    if nvcc and W8A16_WGMMA.menu(problem, target.arch) and is_wgmma_better(m, n, k, target):
+    if nvcc and W8A16_WGMMA.menu(problem, target.arch) and is_wgmma_better(m):
         return Choice(W8A16_WGMMA.name, wgmma_tile(m, n, k, target))
     if m <= w8a16_stream.MAX_TOKENS:
         return Choice(W8A16_STREAM.name, w8a16_tile(problem, m, n, k, target))
