@@ -32,6 +32,9 @@ from qcut.emitters.families import CODEBOOK_MMA, CUTLASS_FAMILIES
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens, can_rotate
 from qcut.ops.registry import serves
 
+USES_CUTLASS = False
+"""Whether dispatch may give prompts on weights of one norm a row to CUTLASS: not before a GPU has shown its results."""
+
 # ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
 
 
@@ -150,7 +153,9 @@ def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target,
     Raises:
         EmitError: no kernel takes the product on this GPU.
     """
-    cutlass = problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma and has_cutlass()
+    cutlass = (
+        USES_CUTLASS and problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma and has_cutlass()
+    )
     choice = dispatch.select(problem, m, n, units, gpu, cutlass=cutlass)
     # codebook_mma starts late, as w8a16_mma must; an early start was not measured.
     early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name

@@ -284,6 +284,7 @@ def test_cutlass_serves_prompts_of_w8a16_where_it_can():
         chosen(problem, 4096, k=4088),
         chosen(replace(problem, alignment_k=1), 4096),
         chosen(replace(problem, alignment_n=4), 4096),
+        chosen(replace(problem, a=DType.BF16), 4096),
     ]
     assert "w8a16_cutlass" not in others
 

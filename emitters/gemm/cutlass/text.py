@@ -106,7 +106,7 @@ def emit(
         arch=arch,
         toolchain="nvcc",
         host_text=host_text,
-        defines=(*defines, *((f'QCUT_BOOK_PARAM="{name}_param_1"',) if operands.units else ())),
+        defines=(*defines, *((f'QCUT_BOOK_PARAM="{name}_param_0"',) if operands.units else ())),
         includes=("qcut", "cutlass", "cuda"),
         waits=sm90 and tile.schedule != "stream_k",
     )
