@@ -43,7 +43,8 @@ struct W8A16Launcher {
     }
     unsigned const rows = unsigned((a.n + Tile::kRows - 1) / Tile::kRows);
     unsigned const tokens = unsigned((a.m + Tile::kTokens - 1) / Tile::kTokens);
-    return qcut::launch(function, dim3{rows * tokens * Tile::kSplits, 1, 1}, dim3{1, 1, 1}, Tile::kThreads, Tile::kBytes, stream, flags & 1, &params);
+    dim3 const grid{rows * tokens * Tile::kSplits, 1, 1}, no_cluster{1, 1, 1};  // the kernel itself states its cluster
+    return qcut::launch(function, grid, no_cluster, Tile::kThreads, Tile::kBytes, stream, flags & 1, &params);
   }
 
   static long query(int what) {

@@ -2,7 +2,7 @@
 // weights are the operand of wgmma that lies in registers.
 //
 // A warpgroup computes 64 rows of B, a CTA kGroups of them for kTokens tokens. The CTAs of a cluster (kSplits) divide K
-// into contiguous parts. Weights go from global memory straight to registers, kPrefetch units of 128 columns ahead: lane
+// into contiguous parts. Weights go from global memory to registers, kPrefetch units of 128 columns ahead: lane
 // 4g + t reads 16 bytes each of rows g and g + 8, columns 16t .. 16t + 15 of 64. The four lanes of a row then exchange
 // pairs of columns, so that each has those that the instruction wants of it. One more warp copies tokens by a tensor
 // map, which swizzles them as wgmma reads them and makes zeros of what lies past m and k.
