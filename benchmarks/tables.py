@@ -101,8 +101,8 @@ def gemm(rows: Rows) -> str:
     count = len(gemm_speeds(measured, "qcut_s8", "cublaslt_s8"))
     return (
         f"{table}\n\nSquares: {squares}.\n\nOver the {count} shapes with M ≥ {CLAIM_MIN_TOKENS}, speed relative to "
-        f"cuBLASLt, geometric mean: {mean('qcut_f16')} with float16 output, {mean('qcut_s8')} with int8 output. At "
-        f"M = 16 cuBLASLt is faster where K ≥ 4096: the least is {few:.2f}×."
+        f"cuBLASLt, geometric mean: {mean('qcut_f16')} with float16 output, {mean('qcut_s8')} with int8 output. With "
+        f"fewer rows the least is {few:.2f}×."
     )
 
 

@@ -28,6 +28,26 @@ TOKENS = (64, 96, 128, 160, 192, 256)
 PAIR_TABLE_BYTES = 65_536
 _SMEM_BYTES = architecture("sm_90a").smem_bytes
 _STAGED_BYTES = 16 * 4 * (64 + 8)  # 16 tokens of 64 channels, padded: PaddedStage<64> of epilogue.cuh
+_SHAPES: dict[DType, tuple[tuple[int, int, int, bool, bool], ...]] = {
+    DType.S8: (
+        (256, 1, 1, False, False),
+        (256, 2, 1, False, False),
+        (192, 1, 1, False, True),
+        (128, 1, 1, False, False),
+        (128, 1, 2, False, False),
+        (256, 1, 2, False, False),
+    ),
+    DType.F16: (
+        (256, 1, 1, True, True),
+        (256, 2, 1, True, False),
+        (192, 1, 1, True, True),
+        (160, 2, 1, True, False),
+        (128, 1, 1, True, True),
+        (96, 1, 1, True, True),
+        (256, 1, 2, False, False),
+    ),
+}
+"""Tokens, cluster, splits, pairs and fine of the menu's tiles: those that were the fastest somewhere on an H200."""
 _BUFFERS = (4, 2, 1)
 _STAGES = (4, 8)
 """Fewer stages than the first give buffers up; more than the last gain nothing."""
@@ -44,7 +64,7 @@ class CodebookWgmmaTile:
         splits: CTAs, one cluster, that share K: 1, 2, 4 or 8.
         lead: units that one warpgroup is ahead of the other, which hides the writing of D; less than ``stages``.
         pairs: whether 16-bit weights are decoded by a table of pairs in shared memory.
-        fine: as of `qcut.emitters.stream.codebook_wgmma.CodebookStreamWgmmaTile`.
+        fine: whether each product follows the decoding of its weights; else half a unit is decoded, then multiplied.
     """
 
     tokens: int = 256
@@ -149,13 +169,13 @@ def grid(tile: CodebookWgmmaTile, n: int, sm_count: int) -> Grid:
 
 def default_tiles(problem: CodebookProblem) -> tuple[CodebookWgmmaTile, ...]:
     """Return tiles of each width of tokens, for one CTA, for two CTAs, and with K split, with as many stages as fit."""
-    shapes = ((1, 1), (2, 1), (1, 2), (1, 4), (1, 8))
-    tiles = (_deepest(problem, tokens, *shape) for tokens in (64, 128, 256) for shape in shapes)
+    shapes = _SHAPES[DType.S8 if problem.x is DType.S8 else DType.F16]
+    tiles = (_deepest(problem, *shape) for shape in shapes)
     return tuple(tile for tile in tiles if holds(CONSTRAINTS, problem, tile, "sm_90a"))
 
 
 def _deepest(
-    problem: CodebookProblem, tokens: int, cluster: int, splits: int, pairs: bool = False
+    problem: CodebookProblem, tokens: int, cluster: int, splits: int, pairs: bool = False, fine: bool = False
 ) -> CodebookWgmmaTile:
     enough, most = _STAGES
     stages = 0
@@ -164,7 +184,7 @@ def _deepest(
         stages = min(free // (stage_bytes(problem, tokens) + _barrier_bytes(problem)), most)
         if stages >= enough:
             break
-    return CodebookWgmmaTile(tokens, stages, cluster, splits, max(1, stages // 2), pairs)
+    return CodebookWgmmaTile(tokens, stages, cluster, splits, max(1, stages // 2), pairs, fine)
 
 
 def emit_codebook_wgmma(problem: CodebookProblem, tile: CodebookWgmmaTile, arch: str) -> KernelSource:

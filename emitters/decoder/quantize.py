@@ -17,6 +17,8 @@ MAX_VECTORS = 6
 _MAX_VECTORS_1024 = 4  # 64 registers a thread hold no more
 _VECTOR_BYTES = 16
 _COLSUM_ROWS = 4
+_BUSY_THREADS = 768
+"""Threads of an SM that keep its memory pipeline busy with five vectors each."""
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -116,10 +118,11 @@ class QuantizePerToken(_RowKernel):
 
         Few rows: as many threads as the row has vectors, because latency bounds the time. Many rows: up to five
         vectors per thread, which keeps enough bytes in flight per SM and needs a barrier over fewer warps, or no
-        barrier for rows of up to 160 vectors.
+        barrier for rows of up to 160 vectors; up to three where five would leave the SMs few threads.
         """
         vectors = max(1, _ceil_div(k_padded * x.bits // 8, _VECTOR_BYTES))
-        per_thread = 5 if m >= 4 * sm_count else 1
+        busy = m * _ceil_div(vectors, 5) >= _BUSY_THREADS * sm_count
+        per_thread = 1 if m < 4 * sm_count else 5 if busy else 3
         threads = next((t for t in THREADS if t * per_thread >= vectors), THREADS[-1])
         held = _ceil_div(vectors, threads)
         return cls(x, arch, threads, held if held <= _max_vectors(threads) else 0, aligned)

@@ -37,8 +37,7 @@ class W8A16WgmmaTile:
     Attributes:
         tokens: tokens of a CTA's tile: 32, 64, 128 or 256.
         groups: warpgroups of a CTA that multiply, 64 rows of weights each. One more copies tokens.
-        share: CTAs of a cluster that have other rows and the same tokens, and copy these for each other: 1, 2 or 4.
-        splits: CTAs of a cluster that divide K: 1, 2, 4 or 8.
+        splits: CTAs of a cluster, which divide K: 1, 2, 4 or 8.
         stages: parts of 64 columns whose tokens shared memory holds at once.
         prefetch: units of 128 columns of weights that a warp has in flight.
         ctas: CTAs of a multiprocessor that registers are kept for.
@@ -46,7 +45,6 @@ class W8A16WgmmaTile:
 
     tokens: int
     groups: int
-    share: int = 1
     splits: int = 1
     stages: int = 8
     prefetch: int = 1
@@ -64,10 +62,10 @@ class W8A16WgmmaTile:
 
     @property
     def name(self) -> str:
-        """``t{tokens}_g{groups}_s{stages}_p{prefetch}``, then share, splits and CTAs where they are not 1."""
-        counts = (("c", self.share), ("k", self.splits), ("x", self.ctas))
-        rest = "".join(f"_{letter}{count}" for letter, count in counts if count > 1)
-        return f"t{self.tokens}_g{self.groups}_s{self.stages}_p{self.prefetch}{rest}"
+        """``t{tokens}_g{groups}_s{stages}_p{prefetch}``, then splits and CTAs where they are not 1."""
+        splits = f"_k{self.splits}" if self.splits > 1 else ""
+        ctas = f"_x{self.ctas}" if self.ctas > 1 else ""
+        return f"t{self.tokens}_g{self.groups}_s{self.stages}_p{self.prefetch}{splits}{ctas}"
 
 
 def registers(tile: W8A16WgmmaTile) -> int:
@@ -108,11 +106,6 @@ CONSTRAINTS = (
     Constraint("tokens", "are 32, 64, 128 or 256", lambda p, t, arch: t.tokens in TOKENS),
     Constraint("groups", "are 1 to 4", lambda p, t, arch: 1 <= t.groups <= 4),
     SPLITS,
-    Constraint(
-        "share",
-        "is 1, 2 or 4, with the splits at most 8",
-        lambda p, t, arch: t.share in (1, 2, 4) and t.share * t.splits <= 8,
-    ),
     Constraint("stages", "are 2 to 32: one to read and one to fill", lambda p, t, arch: 2 <= t.stages <= 32),
     Constraint("prefetch", "is 1 to 8 units", lambda p, t, arch: 1 <= t.prefetch <= 8),
     Constraint("ctas", "of a multiprocessor are 1 or 2", lambda p, t, arch: t.ctas in (1, 2)),
@@ -140,21 +133,23 @@ def validate(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> None:
 
 
 def ctas(tile: W8A16WgmmaTile, m: int, n: int) -> int:
-    """CTAs of a launch: a cluster for every ``share`` tiles of rows of weights, for every tile of tokens."""
-    return -(-n // (tile.share * tile.rows)) * -(-m // tile.tokens) * tile.share * tile.splits
+    """CTAs of a launch: a cluster for every tile of rows of weights and every tile of tokens."""
+    return -(-n // tile.rows) * -(-m // tile.tokens) * tile.splits
 
 
 def default_tiles() -> tuple[W8A16WgmmaTile, ...]:
-    """Return the menu: widths of tokens, with K whole and split, and tokens for one CTA and for two."""
-    shapes = (
-        W8A16WgmmaTile(32, 2, stages=16, prefetch=4),
-        W8A16WgmmaTile(64, 1, stages=12, prefetch=2, ctas=2),
-        W8A16WgmmaTile(64, 2, stages=12, prefetch=4),
-        W8A16WgmmaTile(128, 2, stages=10, prefetch=4),
-        W8A16WgmmaTile(128, 2, 2, stages=10, prefetch=4),
-        W8A16WgmmaTile(256, 2, 2, stages=6),
+    """Return the menu: the tiles that were among the fastest at some shape."""
+    few = W8A16WgmmaTile(64, 1, stages=12, prefetch=2, ctas=2)
+    some = W8A16WgmmaTile(64, 2, stages=12, prefetch=4)
+    many = W8A16WgmmaTile(128, 2, stages=10, prefetch=4)
+    most = W8A16WgmmaTile(256, 2, stages=6)
+    return (
+        *(replace(few, splits=splits) for splits in (4, 8)),
+        *(replace(some, splits=splits) for splits in (1, 2)),
+        replace(some, groups=3, splits=4, prefetch=3),
+        *(replace(many, splits=splits) for splits in (1, 2, 4, 8)),
+        *(replace(most, splits=splits) for splits in (1, 2)),
     )
-    return tuple(replace(tile, splits=splits) for tile in shapes for splits in (1, 2, 4))
 
 
 def emit_w8a16_wgmma(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> KernelSource:
@@ -190,11 +185,11 @@ def emit_w8a16_wgmma(problem: GemmProblem, tile: W8A16WgmmaTile, arch: str) -> K
 
 
 def _device_text(name: str, problem: GemmProblem, tile: W8A16WgmmaTile) -> str:
-    params, cluster = problem.params(), tile.share * tile.splits
-    shape = (tile.tokens, tile.groups, tile.share, tile.splits, tile.stages, tile.prefetch)
+    params = problem.params()
+    shape = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch)
     sizes = ", ".join(map(str, (*shape, *register_shares(tile))))
     align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
-    dims = f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else ""
+    dims = f"__cluster_dims__({tile.splits}, 1, 1) " if tile.splits > 1 else ""
     statements = (
         f"using Tile = qcut::W8A16WgmmaTile<{sizes}>;",
         f'static_assert(Tile::kBytes == {smem_bytes(tile)}, "the launch\'s shared memory");',
@@ -215,7 +210,7 @@ def _host_text(problem: GemmProblem, tile: W8A16WgmmaTile) -> str:
     kinds = {"ptr": "void*", "i32": "int", "i64": "long long", "f32": "float"}
     fields = "".join(f"  {kinds[param.kind]} {param.name};\n" for param in problem.params())
     element = "FLOAT16" if problem.a is DType.F16 else "BFLOAT16"
-    shape = f"kTokens = {tile.tokens}, kRows = {tile.rows}, kShare = {tile.share}, kSplits = {tile.splits}"
+    shape = f"kTokens = {tile.tokens}, kRows = {tile.rows}, kSplits = {tile.splits}"
     return (
         f"{include('gemm/w8a16_launcher.cuh')}\n"
         "namespace {\n"

@@ -22,13 +22,8 @@ from qcut.emitters.gemm.tensor_core import (
 )
 
 FAMILY = "int8_wmma"
-SharedLayout = Literal["spaced", "blocked", "padded", "linear"]
-_LAYOUTS: dict[SharedLayout, str] = {
-    "spaced": "SpacedLayout",
-    "blocked": "BlockedLayout",
-    "padded": "PaddedLayout",
-    "linear": "LinearLayout",
-}
+SharedLayout = Literal["blocked", "padded", "linear"]
+_LAYOUTS: dict[SharedLayout, str] = {"blocked": "BlockedLayout", "padded": "PaddedLayout", "linear": "LinearLayout"}
 _STAGING_PADDING = 8
 
 __all__ = [
@@ -72,8 +67,7 @@ def smem_bytes(problem: GemmProblem, tile: TileConfig, shared: SharedLayout = "b
     pipeline = 0
     for extent, by_k in ((bm, problem.layout_a == "row"), (bn, problem.layout_b == "column")):
         runs, length = (extent, bk) if by_k else (bk, extent)
-        padding = {"spaced": length // 8, "padded": 16}.get(shared, 0)
-        pipeline += tile.stages * runs * (length + padding)
+        pipeline += tile.stages * runs * (length + (16 if shared == "padded" else 0))
     return max(pipeline, staging_bytes(problem, tile, _STAGING_PADDING))
 
 
@@ -112,8 +106,7 @@ def emit_wmma_gemm(
         tile: how the kernel divides the problem.
         arch: real architecture.
         shared: layout of operands in shared memory. ``blocked``: each 16 x 16 fragment is contiguous, so that its load
-            is free of bank conflicts; ``spaced``: the same with 32 bytes between fragments, so that the copy of a run
-            is free of conflicts, too; ``padded``: rows of the tile with 16 bytes of padding; ``linear``: rows of the
+            is free of bank conflicts; ``padded``: rows of the tile with 16 bytes of padding; ``linear``: rows of the
             tile without padding, so that loads of fragments conflict. If an operand is not contiguous along K, the
             library loads fragments byte by byte, with conflicts in every layout.
 

@@ -16,7 +16,6 @@ from qcut.emitters.core.constraints import SPLITS, Constraint, check, holds
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.core.text import flag
 from qcut.emitters.stream.codebook import PAIR_TABLE_BYTES, ROW_TILE, decode_source
 
 FAMILY = "codebook_stream_wgmma"
@@ -37,8 +36,6 @@ class CodebookStreamWgmmaTile:
         splits: CTAs of a cluster, which share K: 1, 2, 4 or 8.
         stages: units whose tokens shared memory holds at once.
         prefetch: units of weights that a warp has in flight.
-        fine: whether each product follows the decoding of its weights; else weights of half a unit are decoded, then
-            multiplied, which takes several warpgroups to keep the tensor core busy.
         alone: as of `qcut.emitters.stream.codebook.CodebookStreamTile`.
     """
 
@@ -47,14 +44,12 @@ class CodebookStreamWgmmaTile:
     splits: int
     stages: int
     prefetch: int
-    fine: bool = False
     alone: bool = False
 
     @property
     def name(self) -> str:
-        """``t{tokens}_g{groups}_k{splits}_s{stages}_p{prefetch}``, ``_f`` if fine, and ``_a`` if alone."""
-        sizes = f"t{self.tokens}_g{self.groups}_k{self.splits}_s{self.stages}_p{self.prefetch}"
-        return sizes + "_f" * self.fine + "_a" * self.alone
+        """``t{tokens}_g{groups}_k{splits}_s{stages}_p{prefetch}``, and ``_a`` if alone."""
+        return f"t{self.tokens}_g{self.groups}_k{self.splits}_s{self.stages}_p{self.prefetch}" + "_a" * self.alone
 
 
 def _register_limit(tile: CodebookStreamWgmmaTile) -> int:
@@ -65,7 +60,7 @@ def registers(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     """Estimate a thread's registers: accumulators, two halves of a decoded unit, weights in flight, and the rest."""
     int8 = problem.x is DType.S8
     weights = tile.prefetch * (2 * problem.bits + problem.slots)
-    return tile.tokens // 2 + (16 if int8 or tile.fine else 32) + weights + (32 if int8 else 21)
+    return tile.tokens // 2 + (16 if int8 else 32) + weights + (32 if int8 else 21)
 
 
 CONSTRAINTS = (
@@ -111,26 +106,45 @@ def smem_bytes(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     return max(staged, sums) + 16 * tile.stages + 8 * rows + 4 * tile.tokens
 
 
-PROMPT_SHAPES = (
-    (64, 1, 1), (64, 1, 2), (64, 2, 1), (64, 2, 2), (96, 1, 1), (96, 1, 2), (96, 2, 1), (128, 1, 1), (128, 1, 2),
-    (128, 1, 4), (128, 2, 1), (128, 2, 2), (128, 4, 1), (192, 1, 1), (192, 2, 1),
-)  # fmt: skip
-"""(tokens, groups, splits) of tiles for prompts."""
+_SHAPES = {
+    DType.S8: (
+        (96, 1, 2),
+        (96, 2, 1),
+        (96, 2, 4),
+        (128, 1, 1),
+        (128, 1, 2),
+        (128, 1, 4),
+        (128, 2, 1),
+        (128, 2, 2),
+        (192, 1, 1),
+    ),
+    DType.F16: (
+        (64, 1, 1),
+        (64, 1, 2),
+        (64, 3, 2),
+        (64, 3, 4),
+        (96, 1, 2),
+        (96, 2, 1),
+        (128, 1, 4),
+        (128, 2, 1),
+        (128, 2, 2),
+    ),
+}
+"""Tokens, groups and splits of tiles for prompts: those that were the fastest somewhere on an H200."""
 
 
 def default_tiles(problem: CodebookProblem) -> tuple[CodebookStreamWgmmaTile, ...]:
     """Return tiles for prompts, each with as many units of weights and of tokens in flight as fit."""
-    tiles = (deepest(problem, *shape) for shape in PROMPT_SHAPES)
-    return tuple(tile for tile in tiles if tile is not None)
+    shapes = _SHAPES[DType.S8 if problem.x is DType.S8 else DType.F16]
+    return tuple(tile for shape in shapes for tile in _deepest(problem, *shape))
 
 
-def deepest(problem: CodebookProblem, tokens: int, groups: int, splits: int) -> CodebookStreamWgmmaTile | None:
-    """The tile for prompts of a shape, or None if none fits."""
+def _deepest(problem: CodebookProblem, tokens: int, groups: int, splits: int) -> tuple[CodebookStreamWgmmaTile, ...]:
     for prefetch, stages in product((4, 3, 2, 1), range(8, 2, -1)):
-        tile = CodebookStreamWgmmaTile(tokens, groups, splits, stages, prefetch, fine=True)
+        tile = CodebookStreamWgmmaTile(tokens, groups, splits, stages, prefetch, alone=True)
         if holds(CONSTRAINTS, problem, tile, "sm_90a"):
-            return tile
-    return None
+            return (tile,)
+    return ()
 
 
 def grid(tile: CodebookStreamWgmmaTile, n: int) -> Grid:
@@ -158,7 +172,7 @@ def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgm
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch, flag(tile.fine))
+    sizes = (tile.tokens, tile.groups, tile.splits, tile.stages, tile.prefetch)
     return decode_source(
         name,
         problem,

@@ -18,13 +18,13 @@ from qcut.emitters.gemm.problem import K_MAX
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
 FAMILY = "int8_stream"
-MAX_TOKENS = 64
+MAX_TOKENS = 32
 """The most int8 tokens of a kernel, which registers hold beside the weights in flight."""
 MAX_ROWS = 8
 """The most rows that a kernel quantizes: the columns of one tensor-core product."""
 Tokens = Literal["none", "given", "rows", "floats"]
 
-_TOKENS = (1, 2, 4, 8, 16, 32, 64)
+_TOKENS = (1, 2, 4, 8, 16, 32)
 _FLOATS = (DType.F16, DType.BF16, DType.F32)
 _OTHER_REGISTERS = 36
 """Registers of a thread for addresses, counters, bounds and a token on its way."""
@@ -92,7 +92,7 @@ class W8A8Problem:
 
 @dataclass(frozen=True)
 class W8A8Tile(Int8StreamTile):
-    """An `Int8StreamTile` whose ``tokens`` are 1, 2, 4, 8, 16, 32 or 64.
+    """An `Int8StreamTile` whose ``tokens`` are 1, 2, 4, 8, 16 or 32.
 
     Attributes:
         common_sums: whether the warps add their sums to one set in shared memory, in place of a set for each.
@@ -154,7 +154,6 @@ CONSTRAINTS = (
     ARCHITECTURE,
     Constraint("tokens", f"are one of {_TOKENS}", lambda p, t, arch: t.tokens in _TOKENS),
     *CUT_CONSTRAINTS,
-    Constraint("threads", "are at least the tokens", lambda p, t, arch: t.tokens <= 32 * t.warps),
     Constraint(
         "registers",
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
@@ -194,7 +193,7 @@ def tokens_of(problem: W8A8Problem, m: int, k: int) -> int:
 def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
     """Whether there is a kernel for m tokens of k columns, with any N and on a GPU of any size."""
     try:
-        validate(problem, W8A8Tile(1, 2, tokens=tokens_of(problem, m, k)), arch)
+        validate(problem, W8A8Tile(1, 1, tokens=tokens_of(problem, m, k)), arch)
     except EmitError:
         return False
     return True

@@ -33,6 +33,9 @@ from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREA
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens, can_rotate
 from qcut.ops.registry import serves
 
+USES_CUTLASS = False
+"""Whether dispatch may give prompts on weights of one norm a row to CUTLASS: not before a GPU has shown its results."""
+
 # ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
 
 
@@ -77,6 +80,7 @@ class Rotation(NamedTuple):
         k_padded = Geometry(self.k, self.group_size).k_padded
 
         early = architecture(gpu.arch).pdl and (self.constants or self.kind == rotation.NO_ROTATION)
+        early = early and dispatch.starts_early(self.rows, self.k)
 
         def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
             return LaunchSpec(dispatch.emit_rotation(kernel), lambda m: kernel.grid(m, columns), pdl=early)
@@ -150,7 +154,7 @@ def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target,
     Raises:
         EmitError: no kernel takes the product on this GPU.
     """
-    prompts = problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma
+    prompts = USES_CUTLASS and problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma
     cutlass = prompts and not gpu.closed and has_cutlass()
     choice = dispatch.select(problem, m, n, units, gpu, cutlass=cutlass)
     # codebook_mma starts late, as w8a16_mma must; an early start was not measured.

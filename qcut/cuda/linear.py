@@ -119,8 +119,8 @@ class LinearLayer(NamedTuple):
         return quantize, few or many.spec(gpu, cutlass=serves_cutlass(problem, gpu))
 
     def _quantizing_spec(self, gpu: Target) -> LaunchSpec | None:
-        """The launch of a product that quantizes its tokens itself, where they are so few that every CTA can."""
-        if self.rows * self.k > FEW_ELEMENTS:
+        """The launch of a product that quantizes its token itself; for more than one a kernel of its own is faster."""
+        if self.rows > 1 or self.k > FEW_ELEMENTS:
             return None
         product = Product(self.problem(), self.rows, self.n, self.k)
         return product.stream_spec("floats", gpu, aligned=self.aligned, constants=self.constants)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
@@ -25,7 +25,7 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.errors import LaunchError
-from qcut.jit import background, packs
+from qcut.jit import packs
 from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
 from qcut.process.locks import Lock, once
@@ -140,14 +140,14 @@ def forget_plans() -> None:
 _awaited: set[str] = set()  # jobs in the background whose results plans would use
 
 
-def await_job(job: background.Job) -> bool:
+def await_job(job: jit.background.Job) -> bool:
     """Do a job in the background, and forget the plans when its result can take over.
 
     Returns:
         Whether the job is to be done still; see `qcut.jit.background.Builder.later`.
     """
     with _lock:
-        if coming := background.builder.later(job, first=True):
+        if coming := jit.background.builder.later(job, first=True):
             _awaited.add(job.key)
     return coming
 
@@ -159,7 +159,7 @@ def _take_over(finished: Collection[str]) -> None:
             forget_plans()
 
 
-background.builder.listen(_take_over)
+jit.background.builder.listen(_take_over)
 
 
 @contextmanager
@@ -204,7 +204,7 @@ class LaunchSpec:
     needs_workspace: bool = False
     pdl: bool = False
     min_rows: int = 1
-    stand_in: Callable[[], LaunchSpec] | None = field(default=None, compare=False, repr=False)
+    stand_in: Callable[[], LaunchSpec] | None = None
 
     def __post_init__(self) -> None:
         if self.pdl and not self.source.waits:
@@ -216,7 +216,7 @@ class LaunchSpec:
         The plan may be the stand-in's; it is forgotten when the kernel has been built.
         """
         if self.must_wait and self.stand_in is not None:
-            await_job(background.kernel_job(self.source))
+            await_job(jit.background.kernel_job(self.source))
             return self.stand_in().load(device)
         return LaunchPlan(
             rehearsal.missing_kernel(self.source, device) or load(self.source, device),
@@ -230,7 +230,7 @@ class LaunchSpec:
     @property
     def must_wait(self) -> bool:
         """Whether a stand-in serves now, because the kernel is not built yet and callers do not wait for nvcc."""
-        return self.stand_in is not None and background.enabled() and jit.find(self.source) is None
+        return self.stand_in is not None and jit.background.enabled() and jit.find(self.source) is None
 
 
 class LaunchPlan:

@@ -67,6 +67,17 @@ def bucket(m: int) -> int:
 
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────
 
+_LATE_TOKENS = range(1 << 19, (1 << 22) + 1)
+
+
+def starts_early(rows: int, k: int) -> bool:
+    """Whether the rotation of some rows of k columns shall begin before its predecessor ends.
+
+    The CTAs of medium rotations that start early crowd on the multiprocessors that are idle at that moment: on an H200,
+    layers of 128 to 512 tokens and 4,096 columns take 1 to 2 µs less where the rotation starts late.
+    """
+    return rows * k not in _LATE_TOKENS
+
 
 def select_rotation(
     kind: str,

@@ -3,6 +3,7 @@
 Importing this package finds no compiler, loads no driver and makes no CUDA context.
 """
 
+from qcut.jit import background as background
 from qcut.jit.build import Binary, build, build_many, find, is_toolchain_available, missing_toolchain
 from qcut.jit.compilers import Resources
 from qcut.jit.launch import Kernel, load

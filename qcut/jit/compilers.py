@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import io
 import os
 import re
 import shlex
@@ -115,38 +115,25 @@ def _include_paths(source: KernelSource) -> list[str]:
 
 def _compile_nvrtc(source: KernelSource) -> tuple[bytes, str]:
     toolchain.find_nvrtc()
-    flags = [*device_flags(source), f"-arch={source.arch}", "--ptxas-options=-v"]
-    flags += [f"-I{path}" for path in _include_paths(source)]
-    status, code, log = _run_nvrtc(source, flags)
-    if status or not code.startswith(_ELF):
-        raise BuildError("NVRTC failed", kernel=source.name, command=shlex.join(["nvrtc", *flags]), log=log)
-    return code, log
-
-
-def _run_nvrtc(source: KernelSource, flags: Sequence[str]) -> tuple[int, bytes, str]:
-    """NVRTC's status, the cubin and the log.
-
-    Only the program is cuda-core's. Its ``compile`` lets no other thread run, so that compilations would wait for one
-    another; a foreign call does.
-    """
-    nvrtc, (program, options) = toolchain.nvrtc_library(), toolchain.program_class()
+    program, options = toolchain.program_class()
+    log = io.StringIO()
+    include = _include_paths(source)
+    command = shlex.join(["nvrtc", *device_flags(source), f"-arch={source.arch}", *(f"-I{path}" for path in include)])
     try:
-        owner = program(source.text, "c++", options(name=f"{source.name}.cu", arch=source.arch))
+        settings = options(
+            name=f"{source.name}.cu",
+            arch=source.arch,
+            std="c++17",
+            fma=False,
+            include_path=include,
+            define_macro=["NDEBUG", *source.defines],
+            ptxas_options=["-v"],
+        )
+        code = program(source.text, "c++", settings).compile("cubin", logs=log).code
     except Exception as error:  # cuda-core's exception classes moved between versions
-        return -1, b"", str(error)
-    handle = ctypes.c_void_p(int(owner.handle))
-
-    def output(what: str) -> bytes:
-        size = ctypes.c_size_t()
-        if getattr(nvrtc, f"nvrtcGet{what}Size")(handle, ctypes.byref(size)):
-            return b""
-        buffer = ctypes.create_string_buffer(size.value)
-        return b"" if getattr(nvrtc, f"nvrtcGet{what}")(handle, buffer) else buffer.raw
-
-    status = nvrtc.nvrtcCompileProgram(handle, len(flags), (ctypes.c_char_p * len(flags))(*map(os.fsencode, flags)))
-    log, code = output("ProgramLog").replace(b"\0", b"").decode(errors="replace").strip(), output("CUBIN")
-    owner.close()
-    return status, code, log
+        text = f"{log.getvalue()}\n{error}".replace("\0", "").strip()
+        raise BuildError("NVRTC failed", kernel=source.name, command=command, log=text) from error
+    return bytes(code), log.getvalue().replace("\0", "").strip()
 
 
 def _compile_nvcc(source: KernelSource, device: bool) -> tuple[bytes, bytes | None, str]:

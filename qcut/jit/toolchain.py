@@ -87,16 +87,6 @@ def find_nvrtc() -> Tool:
 
 
 @imports_once
-def nvrtc_library() -> ctypes.CDLL:
-    """The library of `find_nvrtc`, for calls that let other threads run.
-
-    Raises:
-        ToolchainError: as `find_nvrtc`.
-    """
-    return ctypes.CDLL(str(find_nvrtc().path))
-
-
-@imports_once
 def program_class() -> tuple[type, type]:
     """Return ``Program`` and ``ProgramOptions`` of whichever cuda-core is installed (0.3 to 1.x)."""
     from cuda import core
@@ -258,7 +248,6 @@ def reset() -> None:
     """Forget everything found, so that the next ``find_*`` searches again."""
     for find in (
         find_nvrtc,
-        nvrtc_library,
         program_class,
         find_gxx,
         find_nvcc,

@@ -108,9 +108,9 @@ def int8(arch: str) -> list[KernelSource]:
         (W8A8Problem("rows", F16, _TOKENS, absmax=True), 1, 14336, 4096),
         (W8A8Problem("given", F16, replace(_TOKENS, activation=Activation.SILU)), 8, 4096, 14336),
         (W8A8Problem("none", F16, _TOKENS), 4, 1280, 5120),
-        (W8A8Problem("floats", F16, _TOKENS), 8, 5120, 1280),
+        (W8A8Problem("floats", F16, _TOKENS), 1, 5120, 1280),
         (W8A8Problem("none", F16, replace(_TOKENS, out=S8, zero_point="per_token")), 16, 4096, 14336),
-        (W8A8Problem("given", F16, _TOKENS), 64, 5120, 1280),
+        (W8A8Problem("given", F16, _TOKENS), 32, 5120, 1280),
     ):
         found.append(INT8_STREAM.emit(few, int8_tile(few, m, n, k, gpu), arch))
     for a, m, n, k in ((F16, 1, 14336, 4096), (F16, 16, 32000, 288), (BF16, 32, 4096, 14336)):

@@ -275,7 +275,11 @@ def test_few_tokens_take_the_streaming_kernel() -> None:
             spec.source.name for tokens in ("none", "given", "rows") if (spec := product.stream_spec(tokens, H200))
         }
         assert len(kernels) == 3
-    assert not streamed(problem, 9)
+    assert streamed(problem, 16)
+    assert not streamed(problem, 17)
+    small = Product(linear_problem(DType.F16, 1280, 1280, True, "none", "w8a8"), 32, 1280, 1280)
+    assert small.stream_spec("given", H200) is not None
+    assert small._replace(rows=33).stream_spec("given", H200) is None
     for other in (
         replace(problem, layout_b="row"),
         replace(problem, layout_d="column"),

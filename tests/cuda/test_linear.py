@@ -40,16 +40,16 @@ def test_the_class_of_a_layer_describes_its_calls() -> None:
 
 def test_a_call_of_w8a8_quantizes_and_multiplies(gpu: Target) -> None:
     for scheme in ("w8a8", "w8a8_static"):
-        for m in (8, 9, 64, 65, 4096):
+        for m in (8, 16, 17, 64, 65, 4096):
             quantize, product = layer(scheme, m, k=4096).sources(0)
             assert quantize.name.startswith("qcut_quantize_per_t")
             problem = linear_problem(DType.F16, 1280, 4096, True, "none", scheme)
             choice = dispatch.select_gemm(problem, max(m_bucket(m), 64), 1280, 4096, gpu, cutlass=False)
-            assert (product.name == dispatch.emit(choice, problem, gpu.arch).name) == (m > 8)
+            assert (product.name == dispatch.emit(choice, problem, gpu.arch).name) == (m > 16)
 
 
-def test_few_tokens_of_w8a8_are_quantized_by_their_product(gpu: Target) -> None:
-    for m, k, fused in ((1, 16_384, True), (1, 16_400, False), (8, 2048, True), (2, 2064, False), (9, 640, False)):
+def test_a_token_of_w8a8_is_quantized_by_its_product(gpu: Target) -> None:
+    for m, k, fused in ((1, 640, True), (1, 16_384, True), (1, 16_400, False), (2, 640, False)):
         names = [source.name for source in layer("w8a8", m, k=k).sources(0)]
         assert (len(names) == 1) == fused, (m, k)
         assert ("_floats_f16_" in names[-1]) == fused
@@ -79,7 +79,7 @@ def test_launches_are_data_that_cpp_can_repeat(gpu: Target) -> None:
 
 def test_the_kernel_for_few_int8_tokens_notes_magnitudes(gpu: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: False)
-    for m, absmax, notes in ((1, True, True), (8, True, True), (8, False, False), (9, True, False)):
+    for m, absmax, notes in ((1, True, True), (8, True, True), (16, True, True), (8, False, False), (33, True, False)):
         spec, noted = Int8Layer(torch.float16, m_bucket(m), 1280, 640, True, "none", absmax).spec(0)
         assert noted == notes
         assert any(p.name == "absmax" for p in spec.source.params) == notes

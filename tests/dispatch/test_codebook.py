@@ -154,7 +154,7 @@ def test_families_by_architecture_and_tokens():
     assert families(A100, 1280, 10) == ["codebook_stream"] * 3 + ["codebook_mma"] * 4
     hopper = families(H200)
     assert hopper[:2] == ["codebook_stream"] * 2
-    assert hopper[4:] == ["codebook_stream_wgmma", "codebook_wgmma", "codebook_wgmma"]
+    assert hopper[4:] == ["codebook_stream_wgmma", "codebook_stream_wgmma", "codebook_wgmma"]
     # K so long that no warps hold the tokens of all of it.
     assert families(A100, 64, 4000)[:3] == ["codebook_stream_rounds"] * 3
     assert families(H200, 64, 4000)[:3] == ["codebook_stream_wgmma"] * 3
@@ -212,6 +212,11 @@ def test_grids_of_rotations_cover_all_columns(kind: str, out: DType):
                 assert x * one.rows >= m
                 assert y * one.row_columns >= columns or not one.held
                 assert z == 1
+
+
+def test_medium_rotations_start_late():
+    early = [codebook_dispatch.starts_early(m, 4096) for m in (1, 16, 64, 128, 512, 4096)]
+    assert early == [True, True, True, False, False, True]
 
 
 def test_padding_is_that_of_the_layout():

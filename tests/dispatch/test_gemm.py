@@ -20,6 +20,7 @@ from qcut.dispatch.cost_model import tile_cycles
 from qcut.dispatch.gemm import Choice, select_gemm
 from qcut.dispatch.gpus import Target, target_for, target_named
 from qcut.dispatch.tables import Row, Table
+from qcut.dispatch.tiles.w8a16 import wgmma_tile
 from qcut.emitters.core.arch import ARCHITECTURES
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.family import Grid
@@ -27,6 +28,7 @@ from qcut.emitters.core.source import DType
 from qcut.emitters.families import W8A16_WGMMA, family
 from qcut.emitters.gemm.cutlass.tiles import SM80_MENU, SM90_MENU
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
+from qcut.emitters.gemm.w8a16_wgmma import ctas
 from qcut.errors import ConfigError, DeviceError, UnsupportedError
 
 H200 = Target("sm_90a", 132, "NVIDIA H200")
@@ -279,6 +281,7 @@ def test_cutlass_serves_prompts_of_w8a16_where_it_can():
         chosen(problem, 4096, k=4088),
         chosen(replace(problem, alignment_k=1), 4096),
         chosen(replace(problem, alignment_n=4), 4096),
+        chosen(replace(problem, a=DType.BF16), 4096),
     ]
     assert "w8a16_cutlass" not in others
 
@@ -304,6 +307,15 @@ def test_w8a16_products_that_wgmma_cannot_serve_stay_where_they_were():
     assert dispatch.select_w8a16(problem, 256, 4096, 4096, H200).family == "w8a16_wgmma"
     assert dispatch.select_w8a16(problem, 256, 4096, 4096, H200, nvcc=False).family == "w8a16_mma"
     assert dispatch.select_w8a16(replace(problem, alignment_k=1), 256, 4096, 4095, H200).family == "w8a16_mma"
+
+
+def test_w8a16_splits_k_within_one_wave_and_leaves_no_cta_idle():
+    for m in (33, 64, 65, 128, 200, 512, 1024, 4096):
+        for n, k in ((16, 16), (1280, 1280), (5120, 1280), (1280, 5120), (333, 1008), (14336, 4096), (4096, 14336)):
+            tile = wgmma_tile(m, n, k, H200)
+            units = -(-k // 128)
+            assert (tile.splits - 1) * -(-units // tile.splits) < units
+            assert tile.splits == 1 or ctas(tile, m, n) <= 132 * tile.ctas
 
 
 # ── explain ──────────────────────────────────────────────────────────────────────────────────────

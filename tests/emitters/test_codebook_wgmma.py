@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from qcut import jit
 from qcut.codebooks import layout as codebook_layout
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.codebook import wgmma_cycles, wgmma_tile
+from qcut.dispatch.tiles.codebook import prompt_cycles, prompt_tile
 from qcut.emitters.codebook import wgmma as codebook_wgmma
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.wgmma import (
@@ -31,6 +31,7 @@ from qcut.emitters.codebook.wgmma import (
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.stream import codebook_wgmma as codebook_stream_wgmma
 from tests.support.sass import find_nvdisasm, instructions
 
 ARCH = "sm_90a"
@@ -54,7 +55,7 @@ def sources() -> list[KernelSource]:
     for bits, slots in ((2, 1), (2, 4), (3, 2), (4, 4)):
         for problem in (INT8, HALF):
             other = replace(problem, bits=bits, slots=slots)
-            pairs.append((other, wgmma_tile(other, 4096, 4096, 32, H200)))
+            pairs += [(other, tile) for tile in default_tiles(other)[:3]]
     full = replace(INT8.epilogue, activation=Activation.SILU, residual=True)
     pairs += [
         (BRAIN, replace(DEEP, tokens=128)),
@@ -81,7 +82,7 @@ def test_text_instantiates_the_header():
         "    const char* x, const char* units, const char* norms, const float* fold, __half* d, int m, int n, "
         f"int units_k, int ldd, {', '.join(f'int book{i}' for i in range(8))}, const float* row_scale, "
         "const float* col_scale, const float* bias) {\n"
-        "  using Tile = qcut::WgmmaTile<int8_t, 4, 1, 256, 5, 2, 2, 1, 4, false>;\n"
+        "  using Tile = qcut::WgmmaTile<int8_t, 4, 1, 256, 5, 2, 2, 1, 4, false, false>;\n"
         "  using Epilogue = qcut::Epilogue<__half, qcut::ZeroPoint::kNone, true, qcut::ColScale::kPerChannel, true, "
         "qcut::Activation::kNone, false>;\n"
         "  Epilogue::Args args{};\n"
@@ -156,21 +157,29 @@ def test_shared_memory_counts_stages_barriers_and_staging():
 @pytest.mark.parametrize("problem", [INT8, HALF, BRAIN, replace(HALF, slots=4)], ids=lambda p: p.name)
 def test_menu_is_legal_and_holds_a_tile_for_every_shape(problem: CodebookProblem):
     menu = default_tiles(problem)
-    assert {t.tokens for t in menu} == {64, 128, 256} - ({256} if problem.slots == 4 else set())
+    assert {96, 128} <= {t.tokens for t in menu} if problem.x is not DType.S8 else {128, 256}
     for tile in menu:
         codebook_wgmma.validate(problem, tile, ARCH)
         deeper = replace(tile, stages=tile.stages + 1)
         fits = smem_bytes(problem, deeper) <= architecture(ARCH).smem_bytes
         assert tile.stages == 8 or not fits or buffers(problem, deeper) < buffers(problem, tile)
+    menu = (*menu, *codebook_stream_wgmma.default_tiles(problem))
     for m, n, units in ((1, 1, 1), (64, 1280, 10), (256, 4096, 112), (8192, 14336, 32)):
-        assert wgmma_tile(problem, m, n, units, H200) in menu
+        assert prompt_tile(problem, m, n, units, H200) in menu
 
 
 def test_large_prompts_take_the_large_tile_and_few_tiles_split_k():
-    assert (wgmma_tile(INT8, 4096, 14336, 32, H200).tokens, wgmma_tile(INT8, 4096, 14336, 32, H200).cluster) == (256, 2)
-    assert wgmma_tile(HALF, 4096, 14336, 32, H200).tokens == 256
-    assert wgmma_tile(HALF, 64, 4096, 112, H200).splits > 1
-    assert wgmma_cycles(HALF, DEEP, 4096, 4096, 32, 132) > wgmma_cycles(INT8, DEEP, 4096, 4096, 32, 132)
+    assert isinstance(prompt_tile(INT8, 4096, 14336, 32, H200), CodebookWgmmaTile)
+    assert prompt_tile(INT8, 4096, 14336, 32, H200).tokens == prompt_tile(HALF, 4096, 14336, 32, H200).tokens == 256
+    assert prompt_tile(HALF, 128, 4096, 112, H200).splits > 1
+    assert prompt_cycles(HALF, DEEP, 4096, 4096, 32, H200) > prompt_cycles(INT8, DEEP, 4096, 4096, 32, H200)
+
+
+def test_clusters_that_do_not_fit_at_once_take_a_second_wave():
+    """Of 132 multiprocessors, 30 clusters of 4 run at once, not 33."""
+    four = CodebookWgmmaTile(128, 4, 1, 4, lead=2)
+    fits, second = (prompt_cycles(HALF, four, 128, 128 * rows, 32, H200) for rows in (30, 31))
+    assert second > 1.5 * fits
 
 
 def test_grid_is_persistent_but_for_splits():

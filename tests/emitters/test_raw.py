@@ -211,6 +211,8 @@ def test_few_rows_take_more_threads_than_many():
     few, many = (QuantizePerToken.for_shape(DType.F16, "sm_90a", m, 4096) for m in (1, 8192))
     assert (few.threads, few.vectors) == (512, 1)
     assert (many.threads, many.vectors) == (128, 4)
+    some, many = (QuantizePerToken.for_shape(DType.F16, "sm_90a", m, 1280) for m in (1024, 4096))
+    assert ((some.threads, some.vectors), (many.threads, many.vectors)) == ((64, 3), (32, 5))
 
 
 @pytest.mark.parametrize(("m", "k"), [(1, 1), (7, 48), (129, 4096), (3, 131_072)])

@@ -55,7 +55,7 @@ def chosen(problem: W8A8Problem, arch: str, m: int, n: int, k: int) -> KernelSou
 
 
 def sources(arch: str) -> list[KernelSource]:
-    """Every kind of tokens and type, in tiles of 1 to 32 warps, of 1 to 64 tokens."""
+    """Every kind of tokens and type, in tiles of 1 to 32 warps, of 1 to 32 tokens."""
     kernels = [
         chosen(problem_of("none", BF16), arch, 8, 4096, 14336),
         chosen(problem_of("given", F16, activation=Activation.GELU_TANH, absmax=True), arch, 8, 5120, 1280),
@@ -71,7 +71,6 @@ def sources(arch: str) -> list[KernelSource]:
         chosen(problem_of("floats", F32, aligned=False), arch, 8, 1280, 1280),
         emit_int8_stream(ZERO_POINT, W8A8Tile(7, 16, 2, 1, 16), arch),
         emit_int8_stream(replace(ZERO_POINT, tokens="none"), W8A8Tile(7, 8, 2, 1, 32, common_sums=True), arch),
-        emit_int8_stream(ZERO_POINT, W8A8Tile(1, 10, 1, 1, 64), arch),
         chosen(problem_of("rows", F32, aligned=False, activation=Activation.SILU), arch, 8, 4096, 14336),
     ]
     if arch == "sm_90a":
@@ -149,7 +148,6 @@ REFUSALS: dict[str, tuple[W8A8Problem, W8A8Tile, str]] = {
     "warps": (ROWS, replace(TILE, warps=33), "sm_80"),
     "units": (ROWS, replace(TILE, units=0), "sm_80"),
     "prefetch": (ROWS, replace(TILE, prefetch=3), "sm_80"),
-    "threads": (NONE, W8A8Tile(2, 1, tokens=64), "sm_80"),
     "registers": (ROWS, replace(TILE, warps=32), "sm_80"),
     "splits": (ROWS, replace(TILE, splits=3), "sm_90a"),
     "clusters": (ROWS, replace(TILE, splits=2), "sm_89"),
@@ -197,7 +195,7 @@ def test_the_other_side_of_a_constraint(name: str, problem: W8A8Problem, tile: W
 def test_every_shape_has_a_tile(tokens: Tokens, x: DType, arch: str) -> None:
     problem = problem_of(tokens, x)
     for n, k in GPT2 + LLAMA + LLAMA2C + ODD:
-        for m in (1, 2, 3, 8):
+        for m in (1, 2, 3, 8) if problem.quantizes else (1, 2, 3, 8, 16, 20):
             assert is_legal(problem, m, k, arch)
             tile = int8_tile(problem, m, n, k, Target(arch, SM_COUNT[arch]))
             validate(problem, tile, arch)
@@ -207,6 +205,19 @@ def test_every_shape_has_a_tile(tokens: Tokens, x: DType, arch: str) -> None:
             assert (tile.warps - 1) * tile.units * tile.splits * 128 < k, "no warp is idle"
             rows = grid(tile, m, n)[0] // tile.splits * 16 * tile.row_tiles
             assert n <= rows < n + 16 * tile.row_tiles
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "tile"),
+    [
+        (1280, 1280, "m16_r1_w10_u1_p1_c"),
+        (5120, 1280, "m16_r2_w10_u1_p2_c"),
+        (4096, 4096, "m16_r2_w32_u1_p1_c"),
+        (14336, 4096, "m16_r7_w32_u1_p1_c"),
+    ],
+)
+def test_sixteen_tokens_take_the_tile_that_was_fastest(n: int, k: int, tile: str) -> None:
+    assert int8_tile(problem_of("given"), 16, n, k, Target("sm_90a", 132)).name == tile
 
 
 @pytest.mark.parametrize("sm_count", [1, 2, 8, 9, 16])

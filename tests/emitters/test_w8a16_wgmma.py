@@ -31,24 +31,24 @@ FULL = Epilogue(DType.BF16, col_scale="per_channel", bias=True, activation=Activ
 BRAIN = GemmProblem(a=DType.BF16, epilogue=FULL, alignment_k=8, alignment_n=1)
 TILE = W8A16WgmmaTile(64, 2, stages=12, prefetch=4)
 SPLIT = W8A16WgmmaTile(64, 1, splits=4, stages=12, prefetch=2, ctas=2)
-SHARED = W8A16WgmmaTile(128, 2, 2, 2, stages=10, prefetch=4)
+WIDE = W8A16WgmmaTile(128, 2, 2, stages=10, prefetch=4)
 
 
 # ── text ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_text_instantiates_the_header():
-    source = emit_w8a16_wgmma(HALF, SHARED, ARCH)
-    name = "qcut_w8a16_wgmma_sm90a_f16xs8_f16_sn_b_k8n16_t128_g2_s10_p4_c2_k2"
+    source = emit_w8a16_wgmma(HALF, WIDE, ARCH)
+    name = "qcut_w8a16_wgmma_sm90a_f16xs8_f16_sn_b_k8n16_t128_g2_s10_p4_k2"
     assert source.text == (
         "#include <qcut/gemm/w8a16_wgmma.cuh>\n\n"
         "struct Call {\n  const __half* a;\n  const int8_t* b;\n  __half* d;\n  int m;\n  int n;\n  int k;\n"
         "  int lda;\n  int ldb;\n  int ldd;\n  const float* col_scale;\n  const float* bias;\n};\n"
         "struct Params {\n  qcut::TensorMap tokens;\n  Call call;\n};\n\n"
-        'extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(384, 1)\n'
+        'extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)\n'
         f"{name}(const __grid_constant__ Params params) {{\n"
-        "  using Tile = qcut::W8A16WgmmaTile<128, 2, 2, 2, 10, 4, 32, 232>;\n"
-        f'  static_assert(Tile::kBytes == {smem_bytes(SHARED)}, "the launch\'s shared memory");\n'
+        "  using Tile = qcut::W8A16WgmmaTile<128, 2, 2, 10, 4, 32, 232>;\n"
+        f'  static_assert(Tile::kBytes == {smem_bytes(WIDE)}, "the launch\'s shared memory");\n'
         + "".join(
             f"  const auto {field} = params.call.{field};\n"
             for field in ("b", "d", "m", "n", "k", "ldb", "ldd", "col_scale", "bias")
@@ -62,9 +62,9 @@ def test_text_instantiates_the_header():
         "}\n"
     )
     assert (source.name, source.waits, source.params) == (name, True, HALF.params())
-    assert "kTokens = 128, kRows = 128, kShare = 2, kSplits = 2;" in (source.host_text or "")
+    assert "kTokens = 128, kRows = 128, kSplits = 2;" in (source.host_text or "")
     assert "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16" in (emit_w8a16_wgmma(BRAIN, TILE, ARCH).host_text or "")
-    assert emit_w8a16_wgmma(HALF, SHARED, ARCH) == source
+    assert emit_w8a16_wgmma(HALF, WIDE, ARCH) == source
 
 
 REFUSALS = {
@@ -78,7 +78,6 @@ REFUSALS = {
     "tokens": (HALF, replace(TILE, tokens=48), ARCH),
     "groups": (HALF, replace(TILE, groups=5), ARCH),
     "splits": (HALF, replace(TILE, splits=3), ARCH),
-    "share": (HALF, replace(TILE, share=4, splits=4), ARCH),
     "stages": (HALF, replace(TILE, stages=1), ARCH),
     "prefetch": (HALF, replace(TILE, prefetch=9), ARCH),
     "ctas": (HALF, replace(TILE, ctas=3), ARCH),
@@ -101,7 +100,6 @@ def test_illegal_kernels_are_refused_by_name():
 def test_a_cluster_for_each_tile_of_rows_and_of_tokens():
     assert ctas(TILE, 64, 14336) == 112
     assert ctas(SPLIT, 65, 1281) == 21 * 2 * 4
-    assert ctas(SHARED, 128, 129) == 4
 
 
 def test_the_menu_is_legal_and_has_names_of_its_own():
@@ -117,9 +115,9 @@ def test_the_menu_is_legal_and_has_names_of_its_own():
 
 def sources() -> list[KernelSource]:
     """A tile of each width of tokens and number of groups of the menu, and other types and epilogues."""
-    shapes = {(tile.tokens, tile.groups, tile.share): tile for tile in default_tiles()}
+    shapes = {(tile.tokens, tile.groups): tile for tile in default_tiles()}
     sources = [emit_w8a16_wgmma(HALF, tile, ARCH) for tile in shapes.values()]
-    sources += [emit_w8a16_wgmma(BRAIN, tile, ARCH) for tile in (SPLIT, SHARED)]
+    sources += [emit_w8a16_wgmma(BRAIN, tile, ARCH) for tile in (SPLIT, WIDE)]
     return [*sources, emit_w8a16_wgmma(replace(HALF, epilogue=Epilogue(DType.F32)), TILE, ARCH)]
 
 
@@ -141,7 +139,6 @@ def test_binaries_convert_in_registers_and_multiply_asynchronously():
         kind = "HGMMA.64x{}x16.F32.BF16" if "_bf16xs8_" in source.name else "HGMMA.64x{}x16.F32"
         assert kind.format(tokens[1]) in names, source.name
         assert any(name.startswith("UTMALDG") for name in names), source.name
-        assert any("MULTICAST" in name for name in names) == ("_c2" in source.name), source.name
         assert any(name.startswith("UCGABAR") for name in names) == ("__cluster_dims__" in source.text), source.name
 
 

@@ -133,7 +133,7 @@ def edit_sm90_text(text: str, epilogue_tile: tuple[int, int]) -> str:
 
 
 def edit_units_text(text: str) -> str:
-    """Put codebook weights in units and tokens in blocks where 4-bit rows stood, and add the codebook's argument."""
+    """Put weights in units and tokens in blocks where 4-bit rows stood, and the codebook before the parameters."""
     parameters = "(__grid_constant__ typename Operator::Params const params)"
     edits = (
         ("cutlass::uint4b_t, cutlass::layout::RowMajor,", "qcut::CodebookIndex, qcut::UnitsLayout,"),
@@ -141,7 +141,8 @@ def edit_units_text(text: str) -> str:
             "    CollectiveMainloop,\n    CollectiveEpilogue,",
             "    qcut::BlockTokens<CollectiveMainloop>,\n    CollectiveEpilogue,",
         ),
-        (parameters, parameters[:-1] + ", __grid_constant__ qcut::Int8Book const book)"),
+        (parameters, "(__grid_constant__ qcut::WithBook<typename Operator::Params> const argument)"),
+        ("op(params, smem)", "op(argument.params, smem)"),
     )
     for old, new in edits:
         if text.count(old) != 1:

@@ -84,7 +84,7 @@ def emit(
         params=params,
         arch=arch,
         toolchain="nvcc",
-        defines=(*defines, *((f'QCUT_BOOK_PARAM="{name}_param_1"',) if operands.units else ())),
+        defines=(*defines, *((f'QCUT_BOOK_PARAM="{name}_param_0"',) if operands.units else ())),
         includes=("qcut", "cutlass", "cuda"),
         waits=sm90 and tile.schedule != "stream_k",
     )

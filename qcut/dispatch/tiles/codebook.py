@@ -211,7 +211,7 @@ CUTLASS_TOKENS = 1024
 
 def prompt_menu(problem: CodebookProblem) -> tuple[CodebookStreamWgmmaTile | CodebookWgmmaTile, ...]:
     """The tiles that `prompt_tile` chooses from."""
-    return (*stream_wgmma.default_tiles(problem), *wgmma.default_tiles(problem))
+    return (*wgmma.default_tiles(problem), *stream_wgmma.default_tiles(problem))
 
 
 def prompt_tile(
@@ -271,10 +271,10 @@ class _WgmmaCost(NamedTuple):
     launch: float
 
 
-_STREAM_F16 = _StreamCost(1.089, 190, 0.786, 600, 2800, 14.2, 255, 0)
-_STREAM_S8 = _StreamCost(1.122, 243, 0.0, 1060, 812, 14.1, 1124, 2275)
-_WGMMA_F16 = _WgmmaCost(1164, 4.7, 904, 5.46, 667, 22.3, 31, 0, 2900)
-_WGMMA_S8 = _WgmmaCost(911, 1.09, 0, 0, 1372, 26, 28, 385, 2100)
+_STREAM_F16 = _StreamCost(0.985, 221, 0.76, 626, 2900, 15.4, 375, 0)
+_STREAM_S8 = _StreamCost(0.638, 365, 0.412, 759, 1760, 17.9, 400, 0)
+_WGMMA_F16 = _WgmmaCost(1194, 4.89, 1099, 4.87, 0, 18.3, 18, 100, 3900)
+_WGMMA_S8 = _WgmmaCost(974, 1.05, 0, 0, 494, 22.5, 18, 916, 2800)
 _SLOT = 60
 """Cycles of a unit for each norm after the first."""
 

@@ -31,6 +31,10 @@ _CTA_NS = 300.0
 """Time in ns to sum over warps and write, where another CTA follows on the SM."""
 _CLUSTER_NS = 700.0
 """Time in ns to sum over a cluster's CTAs."""
+_MOST_TOKENS = 16
+"""Int8 tokens up to which streaming is faster than the tiled kernels with weights of any size."""
+_SMALL_WEIGHTS = 2 << 20
+"""Bytes of weights up to which it is for as many tokens as the kernel takes."""
 _TOKEN_BYTES_PER_NS = 50.0
 """Bytes of int8 tokens per ns that each SM reads, where all SMs read the same."""
 _SUM_BYTES_PER_NS = 200.0
@@ -97,7 +101,7 @@ def few_tokens(
 
 def most_tokens(n: int, k: int) -> int:
     """Tokens up to which streaming weights ``[n, k]`` is faster than the tiled kernels."""
-    return w8a8.MAX_ROWS
+    return w8a8.MAX_TOKENS if n * k <= _SMALL_WEIGHTS else _MOST_TOKENS
 
 
 def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W8A8Tile:
@@ -122,11 +126,14 @@ def _int8(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> tuple
             tile = tile_of(cut)
             smem = ctas * w8a8.smem_bytes(tile)
             registers = w8a8.registers(problem, tile, target.arch)
-            enough = tokens <= 32 * cut.warps and registers <= register_limit(ctas * cut.warps)
-            return enough and smem <= architecture(target.arch).smem_bytes
+            return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
 
-        cuts = ((cut, ns + _tokens_ns(tokens, k, cut, common_sums, target)) for cut, ns in _cuts(n, k, target, fits))
-        cut, ns = min(cuts, key=lambda one: one[1], default=(Cut(1, -(-tokens // 32), 1, 1, 1), float("inf")))
+        # Several tiles of tokens make a cluster's sums dear: it lost at every shape that was measured.
+        cuts = (
+            (cut, ns + _tokens_ns(tokens, k, cut, common_sums, target))
+            for cut, ns in _cuts(n, k, target, fits, clusters=tokens <= w8a8.MAX_ROWS)
+        )
+        cut, ns = min(cuts, key=lambda one: one[1], default=(Cut(1, 1, 1, 1, 1), float("inf")))
         return tile_of(cut), ns
 
     kinds = (False,) if tokens <= w8a8.MAX_ROWS else (False, True)
@@ -174,14 +181,16 @@ def _best_cut(n: int, k: int, target: Target, fits: Callable[[Cut, int], bool]) 
     return min(_cuts(n, k, target, fits), key=lambda one: one[1], default=(Cut(1, 1, 1, 1, 1), 0.0))[0]
 
 
-def _cuts(n: int, k: int, target: Target, fits: Callable[[Cut, int], bool]) -> Iterator[tuple[Cut, float]]:
-    """Cuts of weights ``[n, k]``, and the nanoseconds that the model expects of each.
+def _cuts(
+    n: int, k: int, target: Target, fits: Callable[[Cut, int], bool], *, clusters: bool = True
+) -> Iterator[tuple[Cut, float]]:
+    """Cuts of weights ``[n, k]``, over clusters if wanted, and the nanoseconds that the model expects of each.
 
     Two CTAs on one SM hide each other's start and end; they are used where each reads its part of K in one round.
     ``fits`` says whether registers and shared memory of an SM hold a given number of CTAs with a cut.
     """
     machine = target.machine
-    for splits in CLUSTER_SIZES if architecture(target.arch).clusters else (1,):
+    for splits in CLUSTER_SIZES if clusters and architecture(target.arch).clusters else (1,):
         at_once = machine.clusters_at_once(splits)
         for units in (1, 2):
             for ctas in (1, 2) if splits == 1 else (1,):

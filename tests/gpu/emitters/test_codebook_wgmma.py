@@ -51,7 +51,8 @@ PAIRS = (
     CodebookWgmmaTile(256, 2, 2, lead=1, pairs=True, fine=True),
 )
 """Tiles with a table of pairs, for 16-bit tokens."""
-CASES = [(problem, tile) for problem in (INT8, HALF) for tile in TILES] + [(HALF, tile) for tile in PAIRS]
+CASES = [(problem, tile) for problem in (INT8, HALF) for tile in (*TILES, *default_tiles(problem))]
+CASES += [(HALF, tile) for tile in PAIRS]
 SHAPES = (
     (1, 16, 1),
     (7, 64, 2),

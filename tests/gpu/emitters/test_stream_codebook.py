@@ -56,10 +56,10 @@ TILES: tuple[Tile, ...] = (
     CodebookStreamWgmmaTile(32, 3, 4, 8, 4),
     CodebookStreamWgmmaTile(64, 4, 2, 8, 4),
     CodebookStreamWgmmaTile(64, 5, 8, 4, 1),
-    CodebookStreamWgmmaTile(96, 1, 4, 4, 2, fine=True),
+    CodebookStreamWgmmaTile(96, 1, 4, 4, 2),
     CodebookStreamWgmmaTile(128, 3, 2, 3, 4),
     CodebookStreamWgmmaTile(160, 2, 1, 3, 4),
-    CodebookStreamWgmmaTile(192, 1, 8, 3, 4, fine=True),
+    CodebookStreamWgmmaTile(192, 1, 8, 3, 4),
 )
 MMA = CodebookStreamTile(16, 2, 4, 2, 1, 1)
 ROUNDS = CodebookRoundsTile(16, 2, 4, 2)
@@ -67,10 +67,11 @@ WGMMA = CodebookStreamWgmmaTile(16, 2, 2, 4, 3)
 EACH = (MMA, ROUNDS, WGMMA)
 """One tile of each family."""
 PROMPT_TILES = (
+    CodebookStreamWgmmaTile(64, 3, 4, 5, 4, alone=True),
     CodebookStreamWgmmaTile(64, 2, 2, 6, 4),
-    CodebookStreamWgmmaTile(96, 1, 4, 4, 2, fine=True),
+    CodebookStreamWgmmaTile(96, 1, 4, 4, 2),
     CodebookStreamWgmmaTile(128, 3, 1, 3, 4),
-    CodebookStreamWgmmaTile(192, 2, 2, 3, 2, fine=True),
+    CodebookStreamWgmmaTile(192, 2, 2, 3, 2),
 )
 """Tiles that a prompt is divided into."""
 FORMATS = ((2, 4), (3, 2), (4, 1))
@@ -117,6 +118,10 @@ def problem_of(
     if x is DType.S8:
         epilogue = replace(epilogue, row_scale="per_token")
     return CodebookProblem(x, bits, slots, epilogue, alignment)
+
+
+def menu(x: DType) -> tuple[CodebookStreamWgmmaTile, ...]:
+    return codebook_stream_wgmma.default_tiles(prompt_problem(x)) if arch() == "sm_90a" else ()
 
 
 def prompt_problem(x: DType) -> CodebookProblem:
@@ -172,6 +177,7 @@ def _built() -> None:
     cases += [
         (problem_of(x, epilogue=EPILOGUES[0] if x is DType.F16 else PLAIN), t) for x in DTYPES for t in PROMPT_TILES
     ]
+    cases += [(prompt_problem(x), t) for x in DTYPES for t in menu(x)]
     cases += [*format_cases(), *epilogue_cases(), *((p, t) for p, t, *_ in [*chosen_cases(), *foreign_cases()])]
     sources = {source.name: source for source in (emit(p, t) for p, t in cases if has_tile(t))}
     errors = [r for r in jit.build_many(list(sources.values()), progress=False).values() if isinstance(r, Exception)]
@@ -340,6 +346,14 @@ def test_more_tokens_than_a_tile(tile: CodebookStreamWgmmaTile, x: DType) -> Non
     ):
         product = Product.random(problem, m, n, units, seed=m)
         product.check(product.run(tile, extra=n % 3), tile)
+
+
+@pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
+def test_tiles_of_the_menu_for_prompts(x: DType) -> None:
+    for tile in menu(x):
+        for m, n, units in ((65, 257, 10), (2 * tile.tokens + 3, 130, 3)):
+            product = Product.random(prompt_problem(x), m, n, units, seed=m)
+            product.check(product.run(tile, pdl=m == 65), tile)
 
 
 @pytest.mark.parametrize(

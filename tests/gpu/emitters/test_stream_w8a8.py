@@ -87,9 +87,9 @@ def test_tokens(tokens: Tokens, absmax: bool, m: int) -> None:
 
 
 @pytest.mark.parametrize("common", [False, True])
-@pytest.mark.parametrize("m", [9, 16, 17, 32, 33, 64])
+@pytest.mark.parametrize("m", [9, 16, 17, 32])
 def test_several_tiles_of_tokens(m: int, common: bool) -> None:
-    tokens = next(size for size in (16, 32, 64) if m <= size)
+    tokens = next(size for size in (16, 32) if m <= size)
     for kind in ("none", "given"):
         for tile in (W8A8Tile(2, 5, 1, 2, tokens), W8A8Tile(3, 2, 2, 1, tokens), W8A8Tile(2, 2, 1, 1, tokens, 4)):
             Case(problem_of(kind, absmax=True), m, 152, 1296).run(replace(tile, common_sums=common))

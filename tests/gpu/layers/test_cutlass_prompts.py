@@ -61,8 +61,11 @@ def test_w8a16(m: int, k: int, n: int, cutlass: bool) -> None:
         ("codebook4_int8", CUTLASS_TOKENS, 336, False),
     ],
 )
-def test_codebooks_of_one_norm_a_row(scheme: str, m: int, n: int, cutlass: bool) -> None:
+def test_codebooks_of_one_norm_a_row(
+    scheme: str, m: int, n: int, cutlass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same integers as on the CPU."""
+    monkeypatch.setattr("qcut.cuda.codebook.USES_CUTLASS", True)
     quantized = layer(scheme, 1024, n)
     x = torch.randn(m, 1024, generator=torch.Generator().manual_seed(m)).half()
     results, loaded = call(quantized, x)

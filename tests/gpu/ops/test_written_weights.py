@@ -106,8 +106,8 @@ CASES: dict[str, tuple[Write, Callable[[], Use]]] = {
     **{
         f"{op}-{m}": (quantized, lambda op=op, m=m: linear(op, m))
         for op in ("w8a8_linear", "w8a16_linear", "int8_linear", "noted_linear", "gemm_s8")
-        for m in (1, 8, 64)
-        if m <= 8 or op in ("w8a8_linear", "w8a16_linear")
+        for m in (1, 8, 16, 64)
+        if m <= 16 or op in ("w8a8_linear", "w8a16_linear")
     },
     **{
         f"{op}-{m}": (quantized, lambda op=op, m=m: codebook(op, m))

@@ -139,9 +139,6 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
       if (lead > 0 && group == 0 && --lead == 0) named_barrier_arrive<T::kThreads>(kLeadBarrier);
     }
     begin_tile(tile + work.step());
-#ifdef QCUT_LATE
-    if (tile + work.step() >= work.count()) launch_dependents();
-#endif
 
     if constexpr (T::kSplits == 1) {
       // A warp writes four of sixteen tokens, as a CTA of a cluster of four does.
@@ -223,9 +220,7 @@ __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units,
                                                 const float* fold, typename E::Out* d, int m, int n, int units_k,
                                                 int ldd, const Book& book, const typename E::Args& args) {
   extern __shared__ __align__(1024) char shared[];
-#ifndef QCUT_LATE
   launch_dependents();
-#endif
   const uint32_t base = shared_address(shared);
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {

@@ -53,8 +53,15 @@ struct CodebookIndex : cutlass::integer_subbyte<4, false> {
   CUTLASS_HOST_DEVICE CodebookIndex(Base base) : Base(base) {}
 };
 
-// The codebook is the kernel's second argument, which a conversion that CUTLASS calls cannot be handed: it is read by
-// the name that the compiler gives it.
+// The argument of a kernel: the codebook, then CUTLASS's parameters.
+template <class Params_>
+struct WithBook {
+  alignas(128) Int8Book book;
+  Params_ params;
+};
+
+// A conversion that CUTLASS calls cannot be handed the codebook: it reads the start of the kernel's argument, by the
+// name that the compiler gives it.
 CUTLASS_DEVICE Int8Book book_argument() {
   Int8Book book;
   asm("ld.param.v4.b32 {%0, %1, %2, %3}, [" QCUT_BOOK_PARAM "];"

@@ -8,9 +8,8 @@
 
 namespace qcut {
 
-template <class... Params>
-int launch(void* function, dim3 grid, dim3 cluster, unsigned block, unsigned smem, void* stream, bool pdl,
-           Params*... params) {
+inline int launch(void* function, dim3 grid, dim3 cluster, unsigned block, unsigned smem, void* stream, bool pdl,
+                  void* params) {
   CUlaunchAttribute attributes[2];
   unsigned count = 0;
   if (cluster.x * cluster.y * cluster.z > 1) {
@@ -24,7 +23,7 @@ int launch(void* function, dim3 grid, dim3 cluster, unsigned block, unsigned sme
     ++count;
   }
   CUlaunchConfig config{grid.x, grid.y, grid.z, block, 1, 1, smem, static_cast<CUstream>(stream), attributes, count};
-  void* kernel_params[] = {params...};
+  void* kernel_params[] = {params};
   return cuLaunchKernelEx(&config, static_cast<CUfunction>(function), kernel_params, nullptr);
 }
 

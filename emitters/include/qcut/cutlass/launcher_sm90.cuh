@@ -25,9 +25,10 @@ struct Launcher {
     if constexpr (Call::kUnits) {
       auto* weights = (typename Kernel::ElementA const*)a.units;
       auto* tokens = (typename Kernel::ElementB const*)a.x;
+      int const k = 128 * a.units_k;
       return {mode,
-              {a.n, a.m, 128 * a.units_k, 1},
-              {weights, units_layout((a.n + 63) / 64 * 4, a.units_k), tokens, {128, {}, {}}},
+              {a.n, a.m, k, 1},
+              {weights, units_layout((a.n + 63) / 64 * 4, a.units_k), tokens, {int64_t(k), {}, {}}},
               {Call::epilogue(a), c, {{}, ldd, {}}, d, {{}, ldd, {}}}};
     } else if constexpr (Call::kTransposed) {
       int64_t const lda = a.lda, ldb = a.ldb;
@@ -82,22 +83,34 @@ struct Launcher {
       if (status != CUDA_SUCCESS) return status;
     }
     typename Kernel::DispatchPolicy::ClusterShape cluster;
-    dim3 const ctas(cute::size<0>(cluster), cute::size<1>(cluster), 1);
-    auto launch_with = [&](auto... book) {
-      return qcut::launch(function, Kernel::get_grid_shape(*params), ctas, Kernel::MaxThreadsPerBlock,
-                          Kernel::SharedStorageSize, stream, flags & 1, &*params, &book...);
-    };
+    return qcut::launch(function, Kernel::get_grid_shape(*params),
+                        dim3(cute::size<0>(cluster), cute::size<1>(cluster), 1), Kernel::MaxThreadsPerBlock,
+                        Kernel::SharedStorageSize, stream, flags & 1, argument(a, *params));
+  }
+
+  // What the kernel is given: CUTLASS's parameters, behind the codebook where there is one.
+  static void* argument(Call const& a, typename Kernel::Params& params) {
     if constexpr (Call::kUnits) {
-      return launch_with(int8_book(&a.book0));
+      static thread_local std::optional<WithBook<typename Kernel::Params>> last;
+      last.emplace(WithBook<typename Kernel::Params>{int8_book(&a.book0), params});
+      return &*last;
     } else {
-      return launch_with();
+      return &params;
+    }
+  }
+
+  static constexpr long argument_bytes() {
+    if constexpr (Call::kUnits) {
+      return sizeof(WithBook<typename Kernel::Params>);
+    } else {
+      return sizeof(typename Kernel::Params);
     }
   }
 
   static long query(int what, void const* args) {
     switch (what) {
       case 0: return Kernel::SharedStorageSize;
-      case 1: return sizeof(typename Kernel::Params);
+      case 1: return argument_bytes();
       case 2: return long(Kernel::get_workspace_size(arguments(*static_cast<Call const*>(args))));
       case 3: return Kernel::MaxThreadsPerBlock;
       case 4: return Kernel::can_implement(arguments(*static_cast<Call const*>(args)));

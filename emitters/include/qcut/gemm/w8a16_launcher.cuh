@@ -33,7 +33,7 @@ struct W8A16Launcher {
     if (!same) {
       cuuint64_t const sizes[] = {cuuint64_t(a.k), cuuint64_t(a.m)};
       cuuint64_t const pitch[] = {2 * cuuint64_t(a.lda)};
-      cuuint32_t const box[] = {64, Tile::kTokens / Tile::kShare}, one[] = {1, 1};
+      cuuint32_t const box[] = {64, Tile::kTokens}, one[] = {1, 1};
       filled = false;
       CUresult const status = cuTensorMapEncodeTiled(
           &params.tokens, Tile::kElement, 2, a.a, sizes, pitch, box, one, CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -41,10 +41,10 @@ struct W8A16Launcher {
       if (status != CUDA_SUCCESS) return status;
       filled = true;
     }
-    int const rows = Tile::kRows * Tile::kShare;
-    unsigned const clusters = unsigned((a.n + rows - 1) / rows) * unsigned((a.m + Tile::kTokens - 1) / Tile::kTokens);
-    dim3 const grid{clusters * Tile::kShare * Tile::kSplits, 1, 1};
-    return qcut::launch(function, grid, dim3{1, 1, 1}, Tile::kThreads, Tile::kBytes, stream, flags & 1, &params);
+    unsigned const rows = unsigned((a.n + Tile::kRows - 1) / Tile::kRows);
+    unsigned const tokens = unsigned((a.m + Tile::kTokens - 1) / Tile::kTokens);
+    dim3 const grid{rows * tokens * Tile::kSplits, 1, 1}, no_cluster{1, 1, 1};  // the kernel itself states its cluster
+    return qcut::launch(function, grid, no_cluster, Tile::kThreads, Tile::kBytes, stream, flags & 1, &params);
   }
 
   static long query(int what) {

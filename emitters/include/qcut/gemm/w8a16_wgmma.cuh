@@ -1,15 +1,14 @@
 // W8A16 on wgmma (sm_90a): D = epilogue(A B^T) of 16-bit tokens A and int8 weights B in row-major order. Converted
 // weights are the operand of wgmma that lies in registers.
 //
-// A warpgroup computes 64 rows of B, a CTA kGroups of them for kTokens tokens. The CTAs of a cluster divide K into
-// kSplits contiguous parts; kShare of them have neighbouring rows of B and the same part of K, and copy each other's
-// tokens. Weights go from global memory straight to registers, kPrefetch units of 128 columns ahead: lane 4g + t reads
-// 16 bytes each of rows g and g + 8, columns 16t .. 16t + 15 of 64. The four lanes of a row then exchange pairs of
-// columns, so that each has those that the instruction wants of it. One more warp copies tokens by a tensor map, which
-// swizzles them as wgmma reads them and makes zeros of what lies past m and k.
+// A warpgroup computes 64 rows of B, a CTA kGroups of them for kTokens tokens. The CTAs of a cluster (kSplits) divide K
+// into contiguous parts. Weights go from global memory to registers, kPrefetch units of 128 columns ahead: lane
+// 4g + t reads 16 bytes each of rows g and g + 8, columns 16t .. 16t + 15 of 64. The four lanes of a row then exchange
+// pairs of columns, so that each has those that the instruction wants of it. One more warp copies tokens by a tensor
+// map, which swizzles them as wgmma reads them and makes zeros of what lies past m and k.
 //
 // Exactness: conversions and products are exact; the tensor core adds the products of a CTA's part of K in float32, and
-// the CTAs of a cluster add each other's sums in the order of their parts.
+// the CTAs of a cluster add each other's sums in the order of their ranks.
 //
 // Shared memory: the stages, whose place the sums take later; barriers; the epilogue's vectors of rows of B.
 //
@@ -29,11 +28,9 @@ struct alignas(128) TensorMap {
 };
 
 // W8A16WgmmaTile in emitters/gemm/w8a16_wgmma.py describes the sizes.
-template <int kTokens_, int kGroups_, int kShare_, int kSplits_, int kStages_, int kPrefetch_, int kCopyRegisters_,
-          int kRegisters_>
+template <int kTokens_, int kGroups_, int kSplits_, int kStages_, int kPrefetch_, int kCopyRegisters_, int kRegisters_>
 struct W8A16WgmmaTile {
-  static constexpr int kTokens = kTokens_, kGroups = kGroups_, kShare = kShare_, kSplits = kSplits_;
-  static constexpr int kCtas = kShare * kSplits;
+  static constexpr int kTokens = kTokens_, kGroups = kGroups_, kSplits = kSplits_;
   static constexpr int kCopyRegisters = kCopyRegisters_, kRegisters = kRegisters_;
   static constexpr int kStages = kStages_, kPrefetch = kPrefetch_;
   static constexpr int kRows = 64 * kGroups;
@@ -49,54 +46,38 @@ struct W8A16WgmmaTile {
   static constexpr int kBytes = kBias + 4 * kRows;
 };
 
-// Copies a box of the tensor map, from column and row on, to shared memory, with kShare > 1 to that of every CTA whose
-// rank has a bit in `ranks`. The barriers at this address count the bytes.
-template <int kShare>
-__device__ __forceinline__ void copy_box(uint32_t shared, const TensorMap& map, int column, int row, uint32_t barrier,
-                                         int ranks) {
-  if constexpr (kShare > 1) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared),
-        "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(static_cast<unsigned short>(ranks))
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-            shared),
-        "l"(&map), "r"(column), "r"(row), "r"(barrier)
-        : "memory");
-  }
+// Copies a box of the tensor map, from column and row on, to shared memory. The barrier counts the bytes.
+__device__ __forceinline__ void copy_box(uint32_t shared, const TensorMap& map, int column, int row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          shared),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
 }
 
 // The part of K of a CTA: units of 128 columns.
 template <class Tile>
 struct UnitRange {
   int first, count;
-  __device__ __forceinline__ UnitRange(int k, int index) {
+  __device__ __forceinline__ UnitRange(int k, int rank) {
     const int units = (k + 127) / 128;
     const int part = (units + Tile::kSplits - 1) / Tile::kSplits;
-    first = index * part;
+    first = rank * part;
     count = max(0, min(part, units - first));
   }
 };
 
-// The work of the copying warp: tokens from token0 on, columns `range`. Each CTA that shares them copies its part of the
-// rows to all.
+// The work of the copying warp: tokens from token0 on, columns `range`.
 template <class Tile>
 __device__ __forceinline__ void copy_tokens(const TensorMap& map, int token0, const UnitRange<Tile>& range,
-                                            uint32_t base, int rank) {
-  constexpr int kPart = Tile::kTokens / Tile::kShare;
-  const int sub = rank % Tile::kShare;
-  const int ranks = ((1 << Tile::kShare) - 1) << (rank - sub);
+                                            uint32_t base) {
   int stage = 0, parity = 1;
   for (int step = 0; step < 2 * range.count; ++step) {
     const uint32_t full = base + Tile::kFull + 8 * stage;
     barrier_wait(base + Tile::kEmpty + 8 * stage, parity);
     if (threadIdx.x % 32 == 0) {
       barrier_expect(full, Tile::kStageBytes);
-      copy_box<Tile::kShare>(base + stage * Tile::kStageBytes + 128 * kPart * sub, map, 128 * range.first + 64 * step,
-                             token0 + kPart * sub, full, ranks);
+      copy_box(base + stage * Tile::kStageBytes, map, 128 * range.first + 64 * step, token0, full);
     }
     __syncwarp();
     if (++stage == Tile::kStages) {
@@ -128,8 +109,7 @@ __device__ __forceinline__ void exchange_columns(uint32_t (&w)[4]) {
 // The work of the multiplying warpgroups: adds the products of the CTA's part of K to `sum`.
 template <class Tile, class T>
 __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], const int8_t* b, int row0, int n, int k,
-                                               int ldb, const UnitRange<Tile>& range, uint32_t base,
-                                               int rank) {
+                                               int ldb, const UnitRange<Tile>& range, uint32_t base) {
   using Product = Wgmma<T, Tile::kTokens>;
   constexpr int kSteps = 4;  // products of 64 columns
   const int lane = threadIdx.x % 32;
@@ -161,16 +141,6 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) pin(part[i]);
   };
-  const uint32_t empty = Tile::kShare > 1
-                             ? map_to_rank(base + Tile::kEmpty, rank - rank % Tile::kShare + lane % Tile::kShare)
-                             : base + Tile::kEmpty;
-  const auto release = [&](int stage) {
-    if constexpr (Tile::kShare > 1) {
-      barrier_arrive_cluster(empty + 8 * stage);
-    } else {
-      barrier_arrive(empty + 8 * stage);
-    }
-  };
   int stage = 0, parity = 0, previous = -1;
 #pragma unroll 1
   for (int u0 = 0; u0 < range.count; u0 += Tile::kPrefetch) {
@@ -197,7 +167,7 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
         wgmma_commit();
         wgmma_wait<1>();  // the 64 columns before
         keep(a[half ^ 1]);
-        if (previous >= 0 && lane < Tile::kShare) release(previous);
+        if (previous >= 0 && lane == 0) barrier_arrive(base + Tile::kEmpty + 8 * previous);
         previous = stage;
         if (++stage == Tile::kStages) {
           stage = 0;
@@ -212,25 +182,6 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
   for (int i = 0; i < Tile::kTokens / 2; ++i) pin(sum[i]);  // no sum is read before the wait
 }
 
-// Loads the sums at `shared`, added over the CTAs of these rows in the order of their parts of K.
-template <class Tile>
-__device__ __forceinline__ void load_parts_16(uint32_t (&w)[4], uint32_t shared, int sub) {
-  if constexpr (Tile::kSplits == 1) {
-    load_shared_16(w, shared);
-  } else {
-    uint32_t part[Tile::kSplits][4];
-#pragma unroll
-    for (int i = 0; i < Tile::kSplits; ++i) load_cluster_16(part[i], shared, i * Tile::kShare + sub);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      float sum = __uint_as_float(part[0][j]);
-#pragma unroll
-      for (int i = 1; i < Tile::kSplits; ++i) sum += __uint_as_float(part[i][j]);
-      w[j] = __float_as_uint(sum);
-    }
-  }
-}
-
 // The kernel. The grid has a cluster for every kRows rows of B and kTokens tokens, rows first.
 template <class Tile, class T, class E, int kAlign>
 __device__ __forceinline__ void w8a16_wgmma(const TensorMap& tokens_map, const int8_t* b, typename E::Out* d, int m,
@@ -238,12 +189,12 @@ __device__ __forceinline__ void w8a16_wgmma(const TensorMap& tokens_map, const i
   extern __shared__ __align__(1024) char shared[];
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
-  const int rank = blockIdx.x % Tile::kCtas;
-  const int cluster = static_cast<int>(blockIdx.x) / Tile::kCtas;
-  const int row_tiles = (n + Tile::kShare * Tile::kRows - 1) / (Tile::kShare * Tile::kRows);
-  const int col0 = (cluster % row_tiles * Tile::kShare + rank % Tile::kShare) * Tile::kRows;
+  const int rank = blockIdx.x % Tile::kSplits;
+  const int cluster = static_cast<int>(blockIdx.x) / Tile::kSplits;
+  const int row_tiles = (n + Tile::kRows - 1) / Tile::kRows;
+  const int col0 = cluster % row_tiles * Tile::kRows;
   const int token0 = cluster / row_tiles * Tile::kTokens;
-  const UnitRange<Tile> range(k, rank / Tile::kShare);
+  const UnitRange<Tile> range(k, rank);
   const uint32_t base = shared_address(shared);
   float* const col_scale = reinterpret_cast<float*>(shared + Tile::kColScale);
   float* const bias = reinterpret_cast<float*>(shared + Tile::kBias);
@@ -251,21 +202,16 @@ __device__ __forceinline__ void w8a16_wgmma(const TensorMap& tokens_map, const i
   if (threadIdx.x == Tile::kThreads) {
     for (int i = 0; i < Tile::kStages; ++i) {
       barrier_init(base + Tile::kFull + 8 * i, 1);
-      barrier_init(base + Tile::kEmpty + 8 * i, Tile::kWarps * Tile::kShare);
+      barrier_init(base + Tile::kEmpty + 8 * i, Tile::kWarps);
     }
     barrier_init_fence();
   }
-  if constexpr (Tile::kShare > 1) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   if (warp >= Tile::kWarps) {
     if constexpr (Tile::kCopyRegisters > 0) give_registers<Tile::kCopyRegisters>();
     wait_for_dependencies();
-    if (warp == Tile::kWarps) copy_tokens<Tile>(tokens_map, token0, range, base, rank);
+    if (warp == Tile::kWarps) copy_tokens<Tile>(tokens_map, token0, range, base);
     for (int i = threadIdx.x - Tile::kThreads; i < Tile::kRows; i += 128) {
       const typename E::Column column = E::column(args, col0 + i, n);
       col_scale[i] = column.scale;
@@ -280,7 +226,7 @@ __device__ __forceinline__ void w8a16_wgmma(const TensorMap& tokens_map, const i
   } else {
     if constexpr (Tile::kRegisters > 0) take_registers<Tile::kRegisters>();
     float sum[Tile::kTokens / 2] = {};
-    multiply_units<Tile, T>(sum, b, col0 + 16 * warp, n, k, ldb, range, base, rank);
+    multiply_units<Tile, T>(sum, b, col0 + 16 * warp, n, k, ldb, range, base);
     wait_for_dependencies();
     named_barrier_sync<Tile::kThreads>(1);  // the stages have been read
     const int row0 = 16 * warp + lane / 4;
@@ -305,20 +251,19 @@ __device__ __forceinline__ void w8a16_wgmma(const TensorMap& tokens_map, const i
     constexpr int kQuads = Tile::kRows / 4;
     const int tokens = min(Tile::kTokens, m - token0);
     const int share = (tokens * kQuads + Tile::kSplits - 1) / Tile::kSplits;
-    const int part = rank / Tile::kShare;
-    const int end = min((part + 1) * share, tokens * kQuads);
+    const int end = min((rank + 1) * share, tokens * kQuads);
 #pragma unroll 2
-    for (int i = part * share + threadIdx.x; i < end; i += Tile::kThreads) {
+    for (int i = rank * share + threadIdx.x; i < end; i += Tile::kThreads) {
       const int token = i / kQuads;
       const int row = i % kQuads * 4;
       if (col0 + row >= n) continue;
       uint32_t sums[4];
-      load_parts_16<Tile>(sums, base + 4 * (token * Tile::kPitch + row), rank % Tile::kShare);
+      load_sum_16<float, Tile::kSplits>(sums, base + 4 * (token * Tile::kPitch + row));
       finish_quad<E, kAlign, float>(sums, token0 + token, row, col0, d, m, n, ldd, args);
     }
   }
-  if constexpr (Tile::kCtas > 1) {
-    // No CTA exits while other CTAs read its sums, copy to its memory or arrive at its barriers.
+  if constexpr (Tile::kSplits > 1) {
+    // No CTA exits while other CTAs read its sums.
     cluster_arrive();
     cluster_wait();
   }

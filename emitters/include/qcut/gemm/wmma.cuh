@@ -52,28 +52,6 @@ struct BlockedLayout {
   static __host__ __device__ constexpr int bytes(int runs) { return 16 * kChunks * runs; }
 };
 
-// The same with 32 bytes between fragments, the alignment of their loads: four chunks of a run, and of its neighbour, go
-// to all banks, and threads copy them in this order.
-template <int kChunks_>
-struct SpacedLayout {
-  static constexpr int kChunks = kChunks_;
-  static constexpr int kPeriod = 8;
-  static constexpr int kPitch = 16;
-  static constexpr int kTogether = kChunks < 4 ? kChunks : 4;
-  static constexpr int kRuns = 8 / kTogether;
-  static __device__ __forceinline__ int run(int thread) {
-    return thread / kTogether % kRuns + thread / (kRuns * kChunks) * kRuns;
-  }
-  static __device__ __forceinline__ int chunk(int thread) {
-    return thread % kTogether + thread / 8 % (kChunks / kTogether) * kTogether;
-  }
-  static __host__ __device__ constexpr int source(int run) { return run; }
-  static __host__ __device__ constexpr int offset(int run, int chunk) {
-    return 288 * (run / 16 * kChunks + chunk) + 16 * (run % 16);
-  }
-  static __host__ __device__ constexpr int bytes(int runs) { return 18 * kChunks * runs; }
-};
-
 // One operand of a warp. The library calls an operand row-major if A's runs lie along K, or if B's runs do not.
 template <class Use, bool kRowMajor, class Op, int kRows, int kWarpRows, int kBlockK, int kThreads,
           template <int> class LayoutOf>

@@ -249,9 +249,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
     if (lane == 31) prefetch_l2(next_norms);
   }
   x.begin(cta_first, units_k);
-#ifndef QCUT_LATE
   launch_dependents();
-#endif
   if constexpr (Tile::kSplits > 1) cluster_arrive_relaxed();
   if constexpr (!kIsInt8<T>) fill_pair_table<Tile::kWarps>(shared, book);
 
@@ -313,9 +311,6 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
     }
   }
 
-#ifdef QCUT_LATE
-  launch_dependents();
-#endif
   copy_async_wait<0>();
   __syncthreads();
   const auto sum_of_warps = [&](int token, int row) {

@@ -22,7 +22,7 @@
 
 namespace qcut {
 
-template <int kTokens_, int kGroups_, int kSplits_, int kStages_, int kPrefetch_, bool kFine_>
+template <int kTokens_, int kGroups_, int kSplits_, int kStages_, int kPrefetch_>
 struct StreamWgmmaTile {
   static constexpr int kTokens = kTokens_;  // of a CTA
   static constexpr int kGroups = kGroups_;  // warpgroups
@@ -31,7 +31,6 @@ struct StreamWgmmaTile {
   static constexpr int kSplits = kSplits_;
   static constexpr int kStages = kStages_;
   static constexpr int kPrefetch = kPrefetch_;
-  static constexpr bool kFine = kFine_;  // whether each product follows the decoding of its weights
 };
 
 // Byte offsets in shared memory.
@@ -99,11 +98,7 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
   using Product = Wgmma<T, Tile::kTokens>;
   using Acc = typename Product::Acc;
   using Decoder = UnitDecoder<T>;
-  // Products are issued in batches of kBatch, whose weights are in one of kBuffers buffers. A warp that issues products
-  // waits until their operands have been read: with few warpgroups, small batches let it decode meanwhile.
-  constexpr int kBatch = Tile::kFine ? 1 : Decoder::kUnitSteps / 2;
-  constexpr int kBatches = Decoder::kUnitSteps / kBatch;
-  constexpr int kBuffers = Tile::kFine ? 4 : 2;
+  constexpr int kBatch = Decoder::kUnitSteps / 2;  // half a unit is multiplied while the other half is decoded
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kStages = Tile::kStages;
   constexpr int kPitch = Shared::kPitch;
@@ -143,9 +138,7 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
     if (s < count) load_unit(weights[s], s);
   }
   row_fold.load(fold, tile);
-#ifndef QCUT_LATE
   launch_dependents();
-#endif
 
   const uint32_t base = shared_address(stages);
   const uint32_t full = base + Shared::kFull;
@@ -192,7 +185,7 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
   for (int s = 0; s < Tile::kPrefetch; ++s) pin(weights[s].words);
   Decoder decoder(book, stages, row_fold);
   Acc sum[Tile::kTokens / 2] = {};
-  uint32_t a[kBuffers][kBatch][4] = {};
+  uint32_t a[2][kBatch][4] = {};
   // Products in flight read the registers of their first operand. A use of the operand after the wait for these
   // products keeps the compiler from giving the registers to other values earlier.
   const auto keep = [&](uint32_t(&batch)[kBatch][4]) {
@@ -222,25 +215,20 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
       const unsigned long long b_high = kIsInt8<T> ? b + 2 * kWgmmaStep : b + 64 * m8;
 
 #pragma unroll
-      for (int k = 0; k < kBatches; ++k) {
-        uint32_t(&batch)[kBatch][4] = a[k % kBuffers];
+      for (int half = 0; half < 2; ++half) {
+        uint32_t(&batch)[kBatch][4] = a[half];
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) decoder.decode(batch[i], weights[s], k * kBatch + i);
+        for (int i = 0; i < kBatch; ++i) decoder.decode(batch[i], weights[s], half * kBatch + i);
         wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          const int step = k * kBatch + i;
-          const bool is_high = 2 * step >= Decoder::kUnitSteps;
-          Product::issue(sum, batch[i], (is_high ? b_high : b) + step % (Decoder::kUnitSteps / 2) * kWgmmaStep, 1);
+          Product::issue(sum, batch[i], (half ? b_high : b) + i * kWgmmaStep, 1);
         }
         wgmma_commit();
-        if (k == kBatches - 1 && u + Tile::kPrefetch < count) load_unit(weights[s], u + Tile::kPrefetch);
-        wgmma_wait<kBuffers - 1>();
-        keep(a[(k + 1) % kBuffers]);
-        // All products of the last unit are done.
-        if (k == kBuffers - 2 && ring && u > 0 && lane == 0) {
-          barrier_arrive(empty + 8 * (stage > 0 ? stage - 1 : kStages - 1));
-        }
+        if (half && u + Tile::kPrefetch < count) load_unit(weights[s], u + Tile::kPrefetch);
+        wgmma_wait<1>();  // the half before
+        keep(a[1 - half]);
+        if (!half && ring && u > 0 && lane == 0) barrier_arrive(empty + 8 * (stage > 0 ? stage - 1 : kStages - 1));
       }
       if (++stage == kStages) {
         stage = 0;
@@ -248,12 +236,9 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
       }
     }
   }
-#ifdef QCUT_LATE
-  launch_dependents();
-#endif
   wgmma_wait<0>();
 #pragma unroll
-  for (int k = 0; k < kBuffers; ++k) keep(a[k]);
+  for (int half = 0; half < 2; ++half) keep(a[half]);
 #pragma unroll
   for (int i = 0; i < Tile::kTokens / 2; ++i) pin(sum[i]);  // no sum is read before the wait
   copy_async_wait<0>();
