@@ -21,6 +21,11 @@ class MissingKernel(jit.Kernel):
         self.name, self.device, self.resources = source.name, device, None
         self.block, self.smem_bytes = source.block, source.smem_bytes
 
+    @property
+    def host_launcher(self) -> int:
+        """0: nothing is launched."""
+        return 0
+
     def launch(self, grid: tuple[int, int, int], args: Sequence[int | float], stream: int, pdl: bool = False) -> None:
         """Do nothing."""
 

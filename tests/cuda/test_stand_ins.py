@@ -28,6 +28,14 @@ QUICK = KernelSource("quick", "", "quick", (), "sm_90a")
 
 
 @dataclass
+class Loaded:
+    """A kernel on a device."""
+
+    name: str
+    host_launcher: int = 0
+
+
+@dataclass
 class Compilers:
     """What has been built, and what is to be built in the background."""
 
@@ -54,7 +62,7 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
     monkeypatch.setenv("QCUT_BUILD", "background")
     monkeypatch.setattr(plans.jit, "find", found.find)
     monkeypatch.setattr(plans.jit, "build", found.build)
-    monkeypatch.setattr(plans.jit, "load", lambda binary, source, device: source)
+    monkeypatch.setattr(plans.jit, "load", lambda binary, source, device: Loaded(source.name))
     monkeypatch.setattr(plans.jit, "build_many", lambda sources, progress: {s.name: found.build(s) for s in sources})
     monkeypatch.setattr(background.builder, "later", found.later)
     monkeypatch.setattr(
