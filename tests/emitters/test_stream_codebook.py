@@ -68,6 +68,7 @@ def mma_sources(arch: str) -> list[KernelSource]:
 def wgmma_sources() -> list[KernelSource]:
     tiles = [(HALF, WGMMA), (HALF, CodebookStreamWgmmaTile(64, 5, 8, 10, 1)), (INT8, WGMMA)]
     tiles += [(BRAIN, CodebookStreamWgmmaTile(32, 2, 2, 5, 4)), (INT8, CodebookStreamWgmmaTile(8, 1, 1, 3, 2))]
+    tiles += [(problem, codebook_stream_wgmma.default_tiles(problem)[-1]) for problem in (HALF, BRAIN, INT8)]
     return [emit_codebook_stream_wgmma(problem, tile, "sm_90a") for problem, tile in tiles]
 
 
@@ -128,6 +129,16 @@ def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem):
             codebook_stream.validate(problem, tile, "sm_90a")
             assert m <= tile.tokens
             assert units <= tile.capacity
+
+
+@pytest.mark.parametrize("problem", [HALF, BRAIN, INT8], ids=lambda p: p.name)
+def test_tiles_for_prompts_are_legal_and_alone(problem: CodebookProblem):
+    tiles = codebook_stream_wgmma.default_tiles(problem)
+    assert len(tiles) == len(set(tiles)) == 9
+    for tile in tiles:
+        codebook_stream_wgmma.validate(problem, tile, "sm_90a")
+        source = emit_codebook_stream_wgmma(problem, tile, "sm_90a")
+        assert 2 * source.smem_bytes >= architecture("sm_90a").sm_smem_bytes
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_120"])

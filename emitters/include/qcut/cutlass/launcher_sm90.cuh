@@ -11,6 +11,9 @@
 
 namespace qcut {
 
+template <class Params>
+struct WithBook;  // of codebook_operands.cuh
+
 template <class Call>
 struct Launcher {
   using Kernel = typename Call::Kernel;
