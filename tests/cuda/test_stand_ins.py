@@ -150,6 +150,7 @@ def test_forgetting_plans_is_counted() -> None:
 
 def test_cpp_comes_later_too(compilers: Compilers, monkeypatch: pytest.MonkeyPatch) -> None:
     activated: list[int] = []
+    native.build.cache_clear()
 
     def activate() -> Any:
         activated.append(1)

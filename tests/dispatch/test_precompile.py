@@ -150,7 +150,7 @@ def test_the_set_is_whole_and_small(arch: str) -> None:
     families = {re.split("_sm[0-9]", source.name)[0].removeprefix("qcut_") for source in sources}
     assert wanted < families
     assert {"norm", "append", "attention_append", "argmax", "embed", "quantize_per_token"} < families
-    assert len({source.name for source in sources}) == len(sources) < 6000
+    assert len({source.name for source in sources}) == len(sources) < 7000
     assert sum(source.toolchain == "nvcc" for source in sources) < 150
     assert {source.arch for source in sources} == {arch}
 
