@@ -185,7 +185,7 @@ def _rows(target: Target) -> Iterator[KernelSource]:
     """Quantization, norms, activations, embeddings, the next token."""
     arch, sms = target.arch, target.sm_count
     for x, aligned in product(FLOATS, _BOOLS):
-        for k, m in product(_widths(), (1, 4 * sms)):
+        for k, m in product(_widths(), (1, 4 * sms, 1 << 24)):  # few rows, many, and many for every SM
             yield emit_quantize_per_token(QuantizePerToken.for_shape(x, arch, m, k, aligned=aligned, sm_count=sms))
             yield emit_quantize_per_tensor(QuantizePerTensor.for_shape(x, arch, m, k, aligned=aligned))
             yield emit_dequantize(Dequantize.for_shape(x, arch, m, k, aligned=aligned))
