@@ -227,8 +227,8 @@ def w8a16_by_cutlass(problem: GemmProblem, m: int, n: int, k: int, target: Targe
     tile = best_tile(name, problem, m, n, k, target)
     if tile is None:
         return None
-    rows, columns, _ = tile.threadblock_shape
-    fills = -(-n // rows) * -(-m // columns) >= 0.9 * target.sm_count  # else ``w8a16_wgmma``, which splits K
+    tokens, channels, _ = tile.threadblock_shape
+    fills = -(-m // tokens) * -(-n // channels) >= 0.9 * target.sm_count  # else ``w8a16_wgmma``, which splits K
     return Choice(name, tile, *W8A16_CUTLASS_WALK) if fills else None
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
 from qcut import jit
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.core.source import DType
+from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.emitters.gemm.w8a16_wgmma import W8A16WgmmaTile, default_tiles, emit_w8a16_wgmma
 from tests.gpu.support.launching import arch, launch_gemm
@@ -39,16 +41,19 @@ def of(epilogue: Epilogue, alignment: int) -> GemmProblem:
     return GemmProblem(a=DType.F16, epilogue=epilogue, alignment_k=8, alignment_n=alignment)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _built() -> None:
-    if arch() != "sm_90a" or not jit.is_toolchain_available("nvcc"):
-        pytest.skip("needs wgmma, nvcc and g++")
+def cases() -> Iterator[KernelSource]:
     kernels = [(UNALIGNED, tile) for tile in MENU]
     kernels += [(of(*epilogue), tile) for epilogue in EPILOGUES for tile in (PLAIN, SPLIT)]
     kernels += [(problem, PLAIN) for problem in EXACT.values()]
     kernels += [(problem, tile) for problem in ALIGNED.values() for tile in (*ROUNDED, WIDE)]
-    sources = [emit_w8a16_wgmma(problem, tile, arch()) for problem, tile in kernels]
-    errors = [r for r in jit.build_many(sources, progress=False).values() if isinstance(r, Exception)]
+    yield from (emit_w8a16_wgmma(problem, tile, arch()) for problem, tile in kernels)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _built() -> None:
+    if arch() != "sm_90a" or not jit.is_toolchain_available("nvcc"):
+        pytest.skip("needs wgmma, nvcc and g++")
+    errors = [r for r in jit.build_many(cases(), progress=False).values() if isinstance(r, Exception)]
     assert not errors, errors[0]
 
 

@@ -11,8 +11,10 @@ from qcut import jit
 from qcut.cuda.linear import LinearLayer
 from qcut.cuda.plans import m_bucket
 from qcut.cuda.prebuild import prebuild as prebuild_layers
+from qcut.emitters.core.source import KernelSource
 from tests.gpu.emitters.test_cutlass import cases
 from tests.gpu.layers.test_stacking import ROWS, K
+from tests.gpu.support.launching import arch
 from tests.gpu.support.problems import gpu_test_calls
 
 
@@ -22,7 +24,16 @@ def stacked_layers() -> list[LinearLayer]:
     return [LinearLayer("w8a8", dtype, rows, n, K, bias, "none", True) for dtype, rows, n, bias in options]
 
 
+def mixed_products() -> list[KernelSource]:
+    """Kernels of 16-bit and codebook weights that need nvcc."""
+    if arch() != "sm_90a":
+        return []
+    from tests.gpu.emitters import test_codebook_cutlass, test_w8a16_cutlass, test_w8a16_wgmma
+
+    return [*test_w8a16_cutlass.cases(), *test_codebook_cutlass.cases(), *test_w8a16_wgmma.cases()]
+
+
 if __name__ == "__main__":
     prebuild_layers(stacked_layers(), torch.cuda.current_device(), progress=False)  # the tests that run first
     prebuild(gpu_test_calls())
-    jit.build_many(cases(), progress=False)
+    jit.build_many([*cases(), *mixed_products()], progress=False)
