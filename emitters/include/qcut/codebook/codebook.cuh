@@ -220,7 +220,9 @@ struct RowBook {
 };
 
 // Decodes two words of indices (32 columns) to the registers of an int8 m16n8k32 first operand: columns from 16i
-// on of rows g and g + 8, then columns from 16i + 16 on of both rows. Tokens are permuted to match.
+// on of rows g and g + 8, then columns from 16i + 16 on of both rows. Tokens are permuted to match. `kShifts` takes the
+// upper halves by shifts, which need fewer registers.
+template <bool kShifts = false>
 __device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint32_t word1, const RowBook& row,
                                           const RowBook& row8) {
 #pragma unroll
@@ -229,7 +231,11 @@ __device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint
     const uint32_t index = word & 0x77777777u;
     const uint32_t half = half_selector(word);
     a[2 * i] = select_4_of_16(row.table, index, half);
-    a[2 * i + 1] = select_4_of_16(row8.table, upper_half(index), upper_half(half));
+    if constexpr (kShifts) {
+      a[2 * i + 1] = select_4_of_16(row8.table, index >> 16, half >> 16);
+    } else {
+      a[2 * i + 1] = select_4_of_16(row8.table, upper_half(index), upper_half(half));
+    }
   }
 }
 
