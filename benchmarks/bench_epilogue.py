@@ -70,9 +70,10 @@ def emit_stock(problem: GemmProblem, tile: TileConfig) -> KernelSource:
     """The same kernel with the stock visitor tree, under a name of its own."""
     with mock.patch.object(cutlass_text, "EpilogueGraph", StockTree):
         source = cutlass_gemm.emit_cutlass_gemm(problem, tile, ARCH)
+        text, host_text = source.text, source.host_text  # written now, with the stock tree
     name = f"{source.name}_stock"
-    assert source.host_text is not None
-    text, host_text = (t.replace(source.name, name) for t in (source.text, source.host_text))
+    assert host_text is not None
+    text, host_text = (t.replace(source.name, name) for t in (text, host_text))
     return replace(source, name=name, entry=name, text=text, host_text=host_text)
 
 

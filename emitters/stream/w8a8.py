@@ -123,6 +123,7 @@ def registers(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> int:
     tokens = (16 if problem.quantizes and problem.x is DType.F32 else 8) * tile.units
     more = 16 * tile.units if arch in _NEEDS_MORE and problem.quantizes and tile.tokens == 8 else 0
     tiles = -(-tile.tokens // 8)
+    more += 8 if arch in _NEEDS_MORE and tiles > 1 else 0
     other = _OTHER_REGISTERS if tiles == 1 else _OTHER_REGISTERS_INT8
     return 16 * tile.units * tile.prefetch + tiles * (tokens + 4) + other + more
 

@@ -27,6 +27,7 @@ from qcut.emitters.families import (
     CODEBOOK_STREAM,
     CODEBOOK_STREAM_ROUNDS,
     CODEBOOK_STREAM_WGMMA,
+    CODEBOOK_WGMMA,
     INT8_CUTLASS,
     INT8_DP4A,
     INT8_MMA,
@@ -149,6 +150,7 @@ def codebooks(arch: str) -> list[KernelSource]:
         for problem, m in ((half, 64), (wide, 1024), (integer, 32), (two, 4096)):
             found.append(codebook.emit(codebook.select(problem, m, 4096, 32, gpu), problem, arch))
         found.append(CODEBOOK_STREAM_WGMMA.emit(half, stream_wgmma_tile(half, 16, 4096, 112, gpu), arch))
+        found += [CODEBOOK_WGMMA.emit(p, CODEBOOK_WGMMA.menu(p, arch)[0], arch) for p in (half, integer)]
     return found
 
 

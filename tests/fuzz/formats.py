@@ -478,7 +478,8 @@ def read_table(folder: Path) -> Read:
     for m, n, k, out in ((1, 1280, 1280, "s8"), (40, 1280, 1280, "s8"), (1, 64, 64, "f16")):
         for tensor_cores in (True, False):
             problem = gemm.problem_of(m, n, k, out=out)
-            choice = gemm.explain(problem, m, n, k, TARGET, cutlass=False, tensor_cores=tensor_cores).choice
+            gemm.explain(problem, m, n, k, TARGET, cutlass=False, tensor_cores=tensor_cores)
+            choice = gemm.select_gemm(problem, m, n, k, TARGET, cutlass=False, tensor_cores=tensor_cores)
             gemm.emit(choice, problem, TARGET.arch)
     return Read((found.gpu, dict(found.environment), {row.key: row for row in found.rows}), ignored=found.partial)
 
