@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ from qcut import jit
 from qcut.cuda import plans
 from qcut.emitters.core.source import KernelSource
 from qcut.engine.engine import Engine
-from qcut.jit import build
 from tests.gpu.support.decoders import llama
 from tests.support.decoders import VOCABULARY, prompts_of
 
@@ -24,7 +24,7 @@ def test_the_first_request_builds_its_kernels_together(
     model, prompts = llama(), prompts_of(VOCABULARY, 40)
     want = Engine(model).generate(prompts, 3)
     monkeypatch.setenv("QCUT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(build, "_memory", {})
+    monkeypatch.setattr(importlib.import_module("qcut.jit.build"), "_memory", {})  # qcut.jit.build is the function
     plans.forget_plans()
     together: list[int] = []
     load, build_many = plans.load, jit.build_many
