@@ -333,7 +333,8 @@ def _gemm() -> Iterator[Check]:
 
 
 def _codebook() -> Iterator[Check]:
-    # Few tokens, some, a prompt; few of a long K, and a prompt of many channels, with kernels of their own on some GPUs.
+    # Few tokens, some, a prompt; few of a long K and a prompt of many channels, which have kernels of their own on some
+    # GPUs.
     for n, k, rows in ((136, 384, (1, 9, 40, 130)), (48, 14336, (1, 9)), (8192, 128, (300,))):
         linear = nn.Linear(k, n)
         with torch.no_grad():
