@@ -16,9 +16,12 @@ from qcut.emitters.core.source import INCLUDE_DIR, KernelSource
 from qcut.errors import BuildError, ToolchainError
 from qcut.jit import toolchain
 from qcut.jit.scratch import environment, scratch_folder, unsafe_character
+from qcut.process.locks import Section
 
 _INCLUDE_ROOTS = ("qcut", "cutlass", "cuda", "cccl")
 _ELF = b"\x7fELF"
+
+_nvrtc = Section()  # NVRTC has locks of its own
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,8 @@ def _compile_nvrtc(source: KernelSource) -> tuple[bytes, str]:
             define_macro=["NDEBUG", *source.defines],
             ptxas_options=["-v"],
         )
-        code = program(source.text, "c++", settings).compile("cubin", logs=log).code
+        with _nvrtc:
+            code = program(source.text, "c++", settings).compile("cubin", logs=log).code
     except Exception as error:  # cuda-core's exception classes moved between versions
         text = f"{log.getvalue()}\n{error}".replace("\0", "").strip()
         raise BuildError("NVRTC failed", kernel=source.name, command=command, log=text) from error

@@ -64,21 +64,59 @@ class Lock:
             self._lock = threading.RLock()
 
 
-_locks: list[weakref.ref[Lock]] = []  # a list's copy is made in one step, whatever threads make meanwhile
+class Section:
+    """Work that any number of threads may do at a time, and that a fork waits for, a minute at most.
+
+    For calls of libraries with locks of their own: a child that is forked in the middle of another thread's call finds
+    them held for ever. ``with`` surrounds the work.
+    """
+
+    def __init__(self) -> None:
+        self._changed, self._inside = threading.Condition(), list[int]()
+        self._forking: int | None = None
+        _locks.append(weakref.ref(self, _locks.remove))
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._inside.append(threading.get_ident())
+
+    def __exit__(self, *exc: object) -> None:
+        with self._changed:
+            self._inside.remove(threading.get_ident())
+            self._changed.notify_all()
+
+    def _before_fork(self) -> None:
+        self._changed.acquire()  # nobody enters before the fork is made
+        own = threading.get_ident()
+        self._changed.wait_for(lambda: set(self._inside) <= {own}, FORK_TIMEOUT_S)
+        self._forking = own
+
+    def _after_fork(self) -> None:
+        if self._forking == threading.get_ident():
+            self._forking = None
+            self._changed.release()
+
+    def _in_child(self) -> None:
+        self._forking, own = None, threading.get_ident()
+        self._changed, self._inside = threading.Condition(), [thread for thread in self._inside if thread == own]
 
 
-def _each(step: Callable[[Lock], None]) -> Callable[[], None]:
+# A list's copy is made in one step, whatever threads make meanwhile.
+_locks: list[weakref.ref[Lock] | weakref.ref[Section]] = []
+
+
+def _each(step: str) -> Callable[[], None]:
     def run() -> None:
         for reference in list(_locks):
             if (lock := reference()) is not None:
-                step(lock)
+                getattr(lock, step)()
 
     return run
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_each(Lock._before_fork), after_in_parent=_each(Lock._after_fork), after_in_child=_each(Lock._in_child)
+        before=_each("_before_fork"), after_in_parent=_each("_after_fork"), after_in_child=_each("_in_child")
     )
 
 

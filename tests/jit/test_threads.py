@@ -219,6 +219,30 @@ print(json.dumps(codes))
     assert result_of(script, tmp_path) == [0, 0, 0]
 
 
+def test_a_fork_waits_for_nvrtc_to_end(tmp_path: Path) -> None:
+    """In the child, NVRTC's own locks would stay held for ever; here a lock stands for them."""
+    script = """
+toolchain.find_nvrtc()
+real, options = toolchain.program_class()
+inside, begun = threading.Lock(), threading.Event()
+class Program(real):
+    def compile(self, *args, **kwargs):
+        with inside:
+            begun.set()
+            time.sleep(0.3)
+            return super().compile(*args, **kwargs)
+toolchain.program_class = lambda: (Program, options)
+thread = threading.Thread(target=lambda: build(source("a")))
+thread.start()
+begun.wait()
+children = [forked(lambda: build(source("b"))) for _ in range(3)]
+codes = [ended(child) for child in children]
+thread.join()
+print(json.dumps(codes))
+"""
+    assert result_of(script, tmp_path) == [0, 0, 0]
+
+
 def test_a_fault_in_a_package_is_named(tmp_path: Path) -> None:
     """It is neither taken for an older package nor remembered."""
     script = """

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from qcut.process.locks import Lock, imports_once, once
+from qcut.process.locks import Lock, Section, imports_once, once
 
 # Python 3.12 and later warn of forks of processes with threads, which is what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -140,6 +140,43 @@ def test_a_fork_waits_for_functions_that_import_and_call_each_other() -> None:
     assert in_child(both_are_done)
     assert time.monotonic() - start < 20
     thread.join()
+
+
+def test_a_fork_waits_until_threads_have_left_a_section() -> None:
+    section, left = Section(), []
+    inside = threading.Barrier(4)
+
+    def work() -> None:
+        with section:
+            inside.wait(30)  # all at once
+            time.sleep(0.2)
+            left.append(True)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    inside.wait(30)
+
+    def enter() -> bool:
+        with section:
+            return len(left) == 3
+
+    assert in_child(enter)
+    for thread in threads:
+        thread.join()
+
+
+def test_a_thread_forks_inside_a_section() -> None:
+    section = Section()
+
+    def enter_again() -> bool:
+        with section:
+            return True
+
+    start = time.monotonic()
+    with section:
+        assert in_child(enter_again)
+    assert time.monotonic() - start < 20
 
 
 def test_threads_fork_at_the_same_time() -> None:
