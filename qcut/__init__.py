@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from qcut.layers.base import Linear as Linear
     from qcut.layers.codebook import execution_path as execution_path
     from qcut.layers.embedding import Embedding as Embedding
+    from qcut.layers.gradients import disable_input_gradients as disable_input_gradients
+    from qcut.layers.gradients import enable_input_gradients as enable_input_gradients
     from qcut.numerics.sampling import Sampling as Sampling
     from qcut.ops.gemm import gemm_s8 as gemm_s8
 
@@ -64,6 +66,8 @@ _HOME = {
     "Calibration": "conversion.calibration",
     "calibrate": "conversion.calibration",
     "collect_second_moments": "conversion.second_moments",
+    "enable_input_gradients": "layers.gradients",
+    "disable_input_gradients": "layers.gradients",
     "execution_path": "layers.codebook",
     "smooth": "conversion.smoothing",
     "Plan": "conversion.planning",

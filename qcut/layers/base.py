@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.config import ALLOWED_SCHEMES, Scheme, StaticRange, check_activation, parse_scheme
 from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
+from qcut.layers.gradients import InputGradient
 from qcut.layers.stored import StateEntry
 from qcut.models.guards import described, refuse_foreign_saving
 from qcut.models.modules import Quantized, float_bias, float_weight
@@ -32,9 +33,10 @@ class Linear(Quantized):
 
     Calling this class makes a layer of the subclass that computes the scheme, whose buffers and exactness are its own.
 
-    Build one with `from_float`, or with the class and a state dict. Inference only: a backward pass that reaches the
-    layer raises `UnsupportedError`. ``.to(dtype)``, ``.half()`` and the like leave the buffers as they are: the layer
-    computes in whatever type its input has, and ``.to(device)`` moves everything.
+    Build one with `from_float`, or with the class and a state dict. The weight is frozen, and a backward pass that
+    reaches the layer raises `UnsupportedError` unless `qcut.enable_input_gradients` was called. ``.to(dtype)``,
+    ``.half()`` and the like leave the buffers as they are: the layer computes in whatever type its input has, and
+    ``.to(device)`` moves everything.
 
     Args:
         in_features: K.
@@ -50,6 +52,7 @@ class Linear(Quantized):
         k_max: the largest K whose products are exact, or None where any is.
         weight_dtype: of the float weight that the layer stands for; ``.half()`` and the like change it. Model code
             reads it as ``weight.dtype`` and casts inputs to it; the layer itself takes any.
+        input_gradients: whether its input has gradients; see `qcut.enable_input_gradients`.
         block_rows: rows of the weight that memory keeps together; weights of whole blocks can be concatenated.
 
     Raises:
@@ -60,6 +63,7 @@ class Linear(Quantized):
     bias: Tensor | None
 
     weight_dtype: torch.dtype = torch.float32
+    input_gradients: bool = False
     k_max: ClassVar[int | None] = None
     block_rows: ClassVar[int] = 1
     _subclasses: ClassVar[dict[Scheme | type[Scheme], type[Linear]]] = {}
@@ -220,9 +224,14 @@ class Linear(Quantized):
                 f"{layer_prefix(self.name)}x has shape {list(x.shape)}; allowed: [..., {self.in_features}]"
             )
         if x.requires_grad and torch.is_grad_enabled():
+            result: Tensor
+            if self.input_gradients:
+                result = InputGradient.apply(x, self)
+                return result
             with torch.no_grad():
                 y = self._product(x)
-            result: Tensor = inference_only(y, x, f"{layer_prefix(self.name)}{self.scheme.name}")
+            who = f"{layer_prefix(self.name)}{self.scheme.name} without qcut.enable_input_gradients(model)"
+            result = inference_only(y, x, who)
             return result
         return self._product(x)
 

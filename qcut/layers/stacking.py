@@ -172,6 +172,7 @@ def _module(siblings: Sequence[nn.Module], tensors: dict[str, Tensor]) -> nn.Mod
         name = " + ".join(str(cast(Linear, module).name) for module in siblings) if first.name else None
         made = type(first)(k, n, first.bias is not None, first.scheme, first.activation, "meta", name)
         made._buffers.update({**first._buffers, **tensors})
+        made.input_gradients = all(cast(Linear, module).input_gradients for module in siblings)
     else:
         made = nn.Linear(k, n, "bias" in tensors, device="meta")
         made._parameters.update({key: nn.Parameter(t, requires_grad=False) for key, t in tensors.items()})
