@@ -84,7 +84,8 @@ def refuse_foreign_saving(name: str | None) -> None:
     """Raise where a layer's state is being collected for somebody's ``save_pretrained``.
 
     The class that such a folder names has float layers: it would load with their weights drawn at random. Whether it is
-    the model's own method, a part's, a pipeline's or a wrapper's, it asks the layer for its state while it runs.
+    the model's own method, a part's, a pipeline's or a wrapper's, it asks the layer for its state while it runs. PEFT's
+    asks too, and keeps the adapters alone.
 
     Raises:
         UnsupportedError: a function of that name is running.
@@ -92,6 +93,8 @@ def refuse_foreign_saving(name: str | None) -> None:
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name in _SAVERS:
+            if frame.f_globals.get("__name__", "").partition(".")[0] == "peft":
+                return
             raise UnsupportedError(
                 f"{layer_prefix(name)}save_pretrained cannot write a quantized layer in a form that from_pretrained "
                 "reads back; use qcut.save(model, directory) and qcut.load(directory)"
