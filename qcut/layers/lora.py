@@ -27,7 +27,7 @@ def wrapper_class() -> type[nn.Module]:
     """PEFT's LoRA layer for `qcut.Linear`: a float product of low rank beside the quantized one."""
     from peft.tuners.lora.layer import Linear as FloatLora
 
-    class QuantizedLora(FloatLora):  # type: ignore[misc]
+    class QuantizedLoraLinear(FloatLora):  # type: ignore[misc]
         """``y = layer(x) + scaling * (dropout(x) @ A.T) @ B.T`` over a quantized layer, which stays as it is.
 
         Raises:
@@ -46,27 +46,12 @@ def wrapper_class() -> type[nn.Module]:
                 super().__init__(base_layer, adapter_name, *args, **kwargs)
             self.fan_in_fan_out = False  # qcut's weights are [N, K], those of a former Conv1D, too
 
-        def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-            """Adds the product to a float weight.
-
-            Raises:
-                UnsupportedError: the weight is quantized.
-            """
-            layer = _base(self)
-            if layer is not None:
-                raise UnsupportedError(
-                    f"{layer_prefix(layer.name)}an adapter cannot be merged into a quantized weight "
-                    f"({layer.scheme.name}): load the adapter over the float model, merge_and_unload() there, and "
-                    "quantize the result; or keep it unmerged, where it costs two small products"
-                )
-            super().merge(safe_merge, adapter_names)
-
-    QuantizedLora.__qualname__ = QuantizedLora.__name__  # pickle finds it by `__getattr__`
-    return QuantizedLora
+    QuantizedLoraLinear.__qualname__ = QuantizedLoraLinear.__name__  # pickle finds it by `__getattr__`
+    return QuantizedLoraLinear
 
 
 def __getattr__(name: str) -> Any:
-    if name == "QuantizedLora":
+    if name == "QuantizedLoraLinear":
         return wrapper_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -80,8 +65,8 @@ def _base(module: Any) -> Linear | None:
     return module
 
 
-def _wrap_quantized_layers(peft: ModuleType) -> None:
-    """Have PEFT's LoRA choose `wrapper_class` for quantized layers, and find them as ``"all-linear"``."""
+def _teach(peft: ModuleType) -> None:
+    """Have PEFT's LoRA wrap quantized layers, find them as ``"all-linear"``, and merge nothing into them."""
     make: Callable[..., Any] = peft.LoraModel._create_new_module
 
     @wraps(make)
@@ -108,6 +93,23 @@ def _wrap_quantized_layers(peft: ModuleType) -> None:
 
     tuners._maybe_include_all_linear_layers = expand_with_quantized
 
+    # This class wraps the float layers, too, that are quantized when they are wrapped.
+    float_lora: Any = sys.modules["peft.tuners.lora.layer"].Linear
+    merge: Callable[..., None] = float_lora.merge
+
+    @wraps(merge)
+    def merge_floats(self: Any, *args: Any, **kwargs: Any) -> None:
+        layer = _base(self)
+        if layer is not None:
+            raise UnsupportedError(
+                f"{layer_prefix(layer.name)}an adapter cannot be merged into a quantized weight ({layer.scheme.name}); "
+                "load the adapter over the float model, merge it there, and quantize the result; or keep it unmerged, "
+                "where it costs two small products"
+            )
+        merge(self, *args, **kwargs)
+
+    float_lora.merge = merge_floats
+
 
 def _quantized_names(model: nn.Module) -> set[str]:
     """Names of a model's quantized layers: tables and the classifier, which PEFT leaves out too, are not among them."""
@@ -122,4 +124,4 @@ def _quantized_names(model: nn.Module) -> set[str]:
     }
 
 
-when_imported("peft.tuners.lora.model", _wrap_quantized_layers)
+when_imported("peft.tuners.lora.model", _teach)
