@@ -247,5 +247,5 @@ def test_a_model_with_quantized_embeddings_trains_what_lies_between() -> None:
 def test_models_without_quantized_layers_are_refused() -> None:
     with pytest.raises(QuantizationError, match="Sequential: no quantized layer"):
         qcut.enable_input_gradients(nn.Sequential(nn.Linear(3, 4)))
-    with pytest.raises(DtypeError, match="an nn.Module"):
+    with pytest.raises(DtypeError, match=r"an nn\.Module"):
         qcut.disable_input_gradients("gpt2")  # type: ignore[arg-type]

@@ -19,9 +19,10 @@ from qcut.models.modules import is_conv1d
 from tests.support.zoo import tiny_hf
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore:Could not find a config file", "ignore:fan_in_fan_out"
-)
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{text}")
+    for text in ("Could not find a config file", "fan_in_fan_out", "`is_gradient_checkpointing`")
+]
 
 TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj", "down_proj"]}
 IDS = torch.arange(24).view(2, 12) * 7 % 60
@@ -210,3 +211,19 @@ def test_a_float_model_and_its_quantized_copy_take_the_same_adapter(scheme: str,
     get: Callable[[Any], dict[str, Tensor]] = peft.get_peft_model_state_dict
     assert get(back).keys() == get(model).keys()
     assert all(torch.equal(t, get(model)[key]) for key, t in get(back).items())
+    back.save_pretrained(tmp_path / "again")
+    again = peft.PeftModel.from_pretrained(tiny_hf("gpt2"), tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
+
+
+def test_the_example_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from examples import lora
+
+    monkeypatch.setattr(lora, "ROWS", 1)
+    monkeypatch.setattr(lora, "LENGTH", 16)
+    losses = lora.main(3, "w8a8")
+    assert losses.keys() == {"float32", "w8a8"}
+    # The first step's adapters are zero: what differs is the quantized weight.
+    assert abs(losses["w8a8"][0] - losses["float32"][0]) < 0.05 * losses["float32"][0]
+    assert "w8a8" in capsys.readouterr().out.splitlines()[0]

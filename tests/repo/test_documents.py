@@ -91,6 +91,13 @@ def test_walkthrough_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert names["again"] is not names["model"]
 
 
+def test_the_page_on_lora_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.chdir(ROOT)
+    names = run_snippets(ROOT / "docs" / "lora.md", tmp_path)
+    assert names["served"].peft_config.keys() == {"default"}
+
+
 def test_cited_sections_of_the_schemes_exist() -> None:
     sections = set(re.findall(r"^## (\d+)\.", (ROOT / "docs" / "schemes.md").read_text(), re.MULTILINE))
     cited = {
