@@ -4,8 +4,8 @@
     python examples/lora.py                       # w8a8 and codebook4 beside float32: some seconds
     python examples/lora.py 200 codebook4_int8    # other steps, other schemes
 
-The text is this repository's documents. The quantized weights stay as they are; the adapters are some 130,000 float
-parameters, and what is saved is the adapters alone.
+The text is the beginning of this repository's page on schemes, read again and again. The quantized weights stay as they
+are; the adapters are some 130,000 float parameters.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ from qcut.process.progress import with_progress
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "gpt2-5m"
-ROWS, LENGTH = 2, 64
+PAGE = ROOT / "docs" / "schemes.md"
+WINDOWS, LENGTH, ROWS = 8, 64, 2
+EPOCH = WINDOWS // ROWS
 
 
 def main(steps: int = 40, *schemes: str) -> dict[str, list[float]]:
     losses = {name: train(name, steps) for name in ("float32", *(schemes or ("w8a8", "codebook4")))}
-    print(f"{'step':>6}" + "".join(f"{name:>18}" for name in losses))
-    for first in range(0, steps, max(1, steps // 10)):
-        means = [sum(part) / len(part) for part in (of[first : first + max(1, steps // 10)] for of in losses.values())]
-        print(f"{first:>6}" + "".join(f"{mean:>18.3f}" for mean in means) + "  " + "▪" * round(12 * means[-1]))
+    print(f"{'epoch':>6}" + "".join(f"{name:>18}" for name in losses))
+    for epoch in range(steps // EPOCH):
+        means = [sum(of[epoch * EPOCH :][:EPOCH]) / EPOCH for of in losses.values()]
+        print(f"{epoch:>6}" + "".join(f"{mean:>18.3f}" for mean in means) + "  " + "▪" * round(8 * means[-1]))
     return losses
 
 
@@ -58,12 +60,10 @@ def train(name: str, steps: int) -> list[float]:
 
 
 def batches(steps: int) -> list[Tensor]:
-    """Token ids of the documents, ``[ROWS, LENGTH]`` each, the same for every model."""
-    text = "\n\n".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
-    ids = torch.tensor(AutoTokenizer.from_pretrained(MODEL)(text, verbose=False)["input_ids"])
-    windows = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
-    order = torch.randint(len(windows), (steps, ROWS), generator=torch.Generator().manual_seed(0))
-    return list(windows[order])
+    """Token ids of the text, ``[ROWS, LENGTH]`` each, the same for every model."""
+    ids = torch.tensor(AutoTokenizer.from_pretrained(MODEL)(PAGE.read_text(), verbose=False)["input_ids"])
+    windows = ids[: WINDOWS * LENGTH].view(EPOCH, ROWS, LENGTH)
+    return [windows[step % EPOCH] for step in range(steps)]
 
 
 if __name__ == "__main__":
