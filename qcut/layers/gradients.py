@@ -68,7 +68,16 @@ class InputGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, layer: Linear) -> Tensor:
-        """The layer's product, of which torch records nothing."""
+        """The layer's product, of which torch records nothing.
+
+        Raises:
+            UnsupportedError: a buffer of the layer wants a gradient.
+        """
+        for key, buffer in layer._buffers.items():
+            if buffer is not None and buffer.requires_grad:
+                raise UnsupportedError(
+                    f"{layer_prefix(layer.name)}{key} requires a gradient; quantized layers are frozen"
+                )
         return layer._product(x)
 
     @staticmethod

@@ -168,6 +168,14 @@ def test_weights_stay_frozen() -> None:
     assert all(torch.equal(t, before[key]) for key, t in net[1].state_dict().items())
 
 
+def test_buffers_cannot_be_trained() -> None:
+    layer = layer_of("w8a8")
+    assert layer.bias is not None
+    layer.bias.requires_grad_()
+    with pytest.raises(UnsupportedError, match="layer 'mid': bias requires a gradient"):
+        layer(torch.randn(3, 64, requires_grad=True))
+
+
 def test_a_second_derivative_is_refused() -> None:
     layer, x = layer_of("w8a16"), torch.randn(3, 64, requires_grad=True)
     with pytest.raises(UnsupportedError, match=r"layer 'mid': w8a16: a second derivative .*create_graph"):
