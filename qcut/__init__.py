@@ -8,9 +8,9 @@ a compiler and creates no CUDA context. Programs that find operators from C++, `
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from qcut.cuda.waiting import wait_for_kernels as wait_for_kernels
     from qcut.engine.engine import Engine as Engine
     from qcut.engine.generated import Generated as Generated
+    from qcut.integrations.transformers.config import QcutConfig as QcutConfig
     from qcut.layers.base import Linear as Linear
     from qcut.layers.codebook import execution_path as execution_path
     from qcut.layers.embedding import Embedding as Embedding
@@ -67,6 +68,7 @@ _HOME = {
     "execution_path": "layers.codebook",
     "smooth": "conversion.smoothing",
     "Plan": "conversion.planning",
+    "QcutConfig": "integrations.transformers.config",
     "plan": "conversion.planning",
     "quantize": "conversion.convert",
     "gemm_s8": "ops.gemm",
@@ -111,26 +113,38 @@ def _announce(torch: Any) -> None:
     torch.ops.qcut = Operators("qcut")
 
 
-class _TorchFinder:
-    """Finds torch when it is imported, and announces the operators afterwards."""
+def _register(auto: Any) -> None:
+    """Let transformers find ``quant_method: qcut``."""
+    import_module("qcut.integrations.transformers.registration").register(auto)
+
+
+_AFTER: dict[str, Callable[[Any], None]] = {"torch": _announce, "transformers.quantizers.auto": _register}
+"""What is done when a module has been imported, and again when it has been reloaded."""
+
+
+class _Finder:
+    """Finds the modules of `_AFTER` as the other finders do, and adds to what their import does."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != "torch" or self not in sys.meta_path:
+        after = _AFTER.get(name)
+        if after is None:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        for finder in sys.meta_path:
+            spec = None if isinstance(finder, _Finder) else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                execute = spec.loader.exec_module
 
-            def execute_and_announce(module: ModuleType) -> None:
-                execute(module)
-                _announce(module)
+                def execute_and_add(module: ModuleType) -> None:
+                    execute(module)
+                    after(module)
 
-            spec.loader.exec_module = execute_and_announce  # type: ignore[method-assign]
-        return spec
+                spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]
+                return spec
+        return None
 
 
-if hasattr(sys.modules.get("torch"), "ops"):
-    _announce(sys.modules["torch"])
-else:
-    sys.meta_path.insert(0, _TorchFinder())
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__qualname__ != "_Finder" or type(finder).__module__ != __name__]
+sys.meta_path.insert(0, _Finder())
+for _name, _mark in (("torch", "ops"), ("transformers.quantizers.auto", "AUTO_QUANTIZER_MAPPING")):
+    if hasattr(sys.modules.get(_name), _mark):
+        _AFTER[_name](sys.modules[_name])

@@ -31,11 +31,12 @@ from qcut.checkpoints.skeleton import (
     from_huggingface,
     read_headers,
 )
-from qcut.checkpoints.state import stored_tensors
+from qcut.checkpoints.state import passing_buffers, stored_tensors
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError
 from qcut.layers.base import Linear, state_dtype
 from qcut.layers.stored import StateEntry
+from qcut.models.listeners import announce
 from qcut.models.modules import dtype_name
 from qcut.numerics.checks import out_of_range
 from qcut.process.progress import progress_bar, with_progress
@@ -92,7 +93,7 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
             raise CheckpointError(f"{directory}: tensor {name!r}: found {found}; finite parameters can be saved")
     try:
         with TensorFiles(directory, "model", CONFIG_NAME) as files:
-            weight_map = _write_shards(files, tensors, max_shard_bytes, progress)
+            weight_map = _write_shards(files, tensors, passing_buffers(model), max_shard_bytes, progress)
             huggingface = _huggingface(model)
             described = Description.of(model, tied)
             files.commit(
@@ -112,11 +113,15 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
         raise CheckpointError(f"{directory}: cannot be written: {exc}") from exc
 
 
-def _write_shards(files: TensorFiles, tensors: dict[str, StateEntry], limit: int, progress: bool) -> dict[str, str]:
-    """Write the tensors, and return which file holds each."""
+def _write_shards(
+    files: TensorFiles, tensors: dict[str, StateEntry], passing: set[str], limit: int, progress: bool
+) -> dict[str, str]:
+    """Write the tensors, and return which file holds each; those outside the state dict have files of their own."""
     weight_map: dict[str, str] = {}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in passing}
+    others = {name: tensor for name, tensor in tensors.items() if name in passing}
     with progress_bar(len(tensors), "save", "tensor", shown=progress) as advance:
-        for names in _shards(tensors, limit):
+        for names in (*_shards(kept, limit), *_shards(others, limit)):
             file = files.add({name: tensors[name].read().detach().cpu().contiguous() for name in names})
             weight_map |= dict.fromkeys(names, file)
             advance(len(names))
@@ -132,7 +137,8 @@ def _shards(tensors: dict[str, StateEntry], limit: int) -> Iterator[list[str]]:
             names, size = [], 0
         names.append(name)
         size += tensor.nbytes
-    yield names
+    if names:
+        yield names
 
 
 def _huggingface(model: nn.Module) -> dict[str, Any]:
@@ -170,15 +176,14 @@ def _beside(
     entry = quantization_config(model, tied, CONFIG_NAME)
     if entry["layers"]:
         config["quantization_config"] = entry
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    files = {"config.json": config, "model.safetensors.index.json": _weights_index(size, weight_map)}
+    passing = passing_buffers(model)
+    listed = {name: file for name, file in weight_map.items() if name not in passing}
+    size = sum(tensors[name].nbytes for name in listed)
+    index = {"metadata": {"total_size": size}, "weight_map": listed}
+    files = {"config.json": config, "model.safetensors.index.json": index}
     if "generation_config" in huggingface:
         files["generation_config.json"] = huggingface["generation_config"]
     return files
-
-
-def _weights_index(size: int, weight_map: dict[str, str]) -> dict[str, Any]:
-    return {"metadata": {"total_size": size}, "weight_map": weight_map}
 
 
 def load(
@@ -238,6 +243,7 @@ def load(
         _fill(model, wanted, saved, files, path, device=device, dtype=dtype, progress=progress, verify=verify)
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     state_dtype(model, dtype or next(floats, torch.float32))
+    announce(model)
     return model.eval()
 
 

@@ -11,7 +11,7 @@ from transformers.core_model_loading import ConversionOps
 
 from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.convert import prepare
-from qcut.conversion.tables import rotatable_table
+from qcut.conversion.fitting import rotatable
 from qcut.conversion.tasks import Task
 from qcut.errors import CheckpointError, QcutError
 from qcut.integrations.transformers.config import QcutConfig
@@ -53,6 +53,7 @@ class OnlineLoading:
 
     def __init__(self, model: Any, config: QcutConfig) -> None:
         self._config = config
+        _tie_parameters(model)
         self._work = prepare(
             model,
             config.scheme,
@@ -134,7 +135,8 @@ class OnlineLoading:
             if before is None:
                 self._layers[layer_name] = layer
         if not one.layers:
-            made = rotatable_table(weight, self._config.embeddings, next(iter(one.tables)))
+            served, _ = rotatable(self._config.embeddings, weight.shape[1])
+            made = _from_weight(weight, Task(module, served), next(iter(one.tables)))
             _tie(made, one.made, name, again=before is not None)
             one.made = one.made or made
         for i, table_name in enumerate(one.tables):
@@ -144,6 +146,15 @@ class OnlineLoading:
                 self._tables[table_name] = Embedding(one.made, weight.dtype, tied=not owns)
         # Marked, or transformers would draw values for weights that it takes to be missing.
         wanted._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def _tie_parameters(model: Any) -> None:
+    """Let tied names hold one parameter, which transformers does only when all has been loaded."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if target in parameters and source in parameters and parameters[target].shape == parameters[source].shape:
+            parent, _, key = target.rpartition(".")
+            model.get_submodule(parent)._parameters[key] = parameters[source]
 
 
 def _from_weight(weight: Tensor, task: Task, name: str) -> Linear:

@@ -77,7 +77,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         if self.pre_quantized:
             from qcut.integrations.transformers.stored import StoredLoading
 
-            self._loading = StoredLoading(model, self.quantization_config.stored, checkpoint_files)
+            self._loading = StoredLoading(model, self.quantization_config.stored, checkpoint_paths(checkpoint_files))
         else:
             from qcut.integrations.transformers.online import OnlineLoading
 
@@ -120,12 +120,12 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
 def attach(model: nn.Module) -> None:
     """Give a model that holds quantized layers, and the models in it, the quantizer that saves and dequantizes them."""
-    from transformers import PreTrainedModel
-
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and not isinstance(
-            getattr(module, "hf_quantizer", None), QcutHfQuantizer
-        ):
+        known = isinstance(getattr(module, "hf_quantizer", None), QcutHfQuantizer)
+        if isinstance(module, modeling.PreTrainedModel) and not known:
             module.hf_quantizer = QcutHfQuantizer(QcutConfig.describing({}), pre_quantized=True)
 
 

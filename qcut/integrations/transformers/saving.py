@@ -9,7 +9,6 @@ from torch import Tensor
 from qcut.checkpoints.quantization_config import quantization_config
 from qcut.checkpoints.state import passing_buffers, stored_tensors
 from qcut.integrations.transformers.config import QcutConfig
-from qcut.models.listeners import on_quantized
 
 
 def describe(model: Any) -> None:
@@ -26,5 +25,3 @@ def state_of(model: Any) -> dict[str, Tensor]:
     passing = passing_buffers(model)
     return {name: entry.read().detach() for name, entry in tensors.items() if name not in passing}
 
-
-__all__ = ["describe", "on_quantized", "state_of"]
