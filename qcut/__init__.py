@@ -122,7 +122,7 @@ _AFTER: dict[str, Callable[[Any], None]] = {"torch": _announce, "transformers.qu
 """What is done when a module has been imported, and again when it has been reloaded."""
 
 
-class _Finder:
+class _QcutFinder:
     """Finds the modules of `_AFTER` as the other finders do, and adds to what their import does."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -130,21 +130,23 @@ class _Finder:
         if after is None:
             return None
         for finder in sys.meta_path:
-            spec = None if isinstance(finder, _Finder) else finder.find_spec(name, path, target)
+            spec = None if type(finder).__name__ == "_QcutFinder" else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                execute = spec.loader.exec_module
-
-                def execute_and_add(module: ModuleType) -> None:
-                    execute(module)
-                    after(module)
-
-                spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]
+                spec.loader.exec_module = _adding(spec.loader.exec_module, after)  # type: ignore[method-assign]
                 return spec
         return None
 
 
-sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__qualname__ != "_Finder" or type(finder).__module__ != __name__]
-sys.meta_path.insert(0, _Finder())
-for _name, _mark in (("torch", "ops"), ("transformers.quantizers.auto", "AUTO_QUANTIZER_MAPPING")):
-    if hasattr(sys.modules.get(_name), _mark):
+def _adding(execute: Callable[[ModuleType], None], after: Callable[[Any], None]) -> Callable[[ModuleType], None]:
+    def execute_and_add(module: ModuleType) -> None:
+        execute(module)
+        after(module)
+
+    return execute_and_add
+
+
+# Once, even where this module is reloaded.
+sys.meta_path[:] = [_QcutFinder(), *(finder for finder in sys.meta_path if type(finder).__name__ != "_QcutFinder")]
+for _name, _last in (("torch", "ops"), ("transformers.quantizers.auto", "register_quantizer")):
+    if hasattr(sys.modules.get(_name), _last):
         _AFTER[_name](sys.modules[_name])

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints import pretrained_format
 from qcut.checkpoints.description import (
     EMBEDDINGS,
     FUSED,
@@ -32,6 +33,7 @@ from qcut.checkpoints.skeleton import (
     read_headers,
 )
 from qcut.checkpoints.state import passing_buffers, stored_tensors
+from qcut.checkpoints.tokenizers import copy_tokenizer
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError
 from qcut.layers.base import Linear, state_dtype
@@ -58,14 +60,22 @@ _SCHEMA = schema.record(
 )
 
 
-def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 << 30, progress: bool = False) -> None:
+def save(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    max_shard_bytes: int = 4 << 30,
+    progress: bool = False,
+    tokenizer: Any = None,
+) -> None:
     """Write a model, quantized or partly so, to a directory.
 
     The directory gets ``model-*.safetensors`` (several where the tensors exceed ``max_shard_bytes``; every parameter
     and buffer, also those outside the state dict; tied ones once) and ``qcut_config.json``: which layers are
     `qcut.Linear` with their schemes, which tensors are tied, which file holds what, and for a Hugging Face model its
-    class and configuration. Such a model's ``config.json`` and ``generation_config.json`` are written too, for
-    tokenizers and people. Other files, a tokenizer's for example, are left alone.
+    class and configuration. Such a model's ``config.json``, ``generation_config.json`` and
+    ``model.safetensors.index.json`` are written too, so that transformers' ``from_pretrained`` reads the same tensors.
+    Other files are left alone.
 
     Saving over an earlier checkpoint is safe: the new files have new names, and the rename of ``qcut_config.json``
     puts them in force all at once. Only then are the old ones deleted (`qcut.storage.tensors`).
@@ -75,26 +85,35 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
         directory: created if missing.
         max_shard_bytes: a file takes tensors until it holds this much.
         progress: show a progress bar.
+        tokenizer: of transformers, to be saved beside the model. With None, the files of the tokenizer that lies in the
+            directory from which transformers loaded the model are copied, where they are not there yet.
 
     One process saves at a time; others wait, up to ten minutes. Processes that load meanwhile get the checkpoint that
     was in force when they began, whole, or the new one.
 
     Raises:
         CheckpointError: the directory cannot be written, another process does not end its save, a tensor is on the
-            meta device, a parameter holds NaN or Inf, or an embedding is tied to a layer that is not in the model. The
+            meta device, a parameter holds NaN or Inf, an embedding is tied to a layer that is not in the model, or the
+            directory has a ``model.safetensors``, which transformers would read in place of what is saved. The
             checkpoint that was there is then in force as before.
 
     Exactness: `load` gives back every tensor bit by bit.
     """
     directory = Path(directory)
+    if (other := directory / "model.safetensors").exists() and _huggingface(model):
+        raise CheckpointError(
+            f"{other}: transformers would read this file in place of the model; save to another directory, or delete it"
+        )
     tensors, tied = stored_tensors(model)
     for name, parameter in model.named_parameters():
         if found := out_of_range(parameter.detach()):
             raise CheckpointError(f"{directory}: tensor {name!r}: found {found}; finite parameters can be saved")
     try:
         with TensorFiles(directory, "model", CONFIG_NAME) as files:
-            weight_map = _write_shards(files, tensors, passing_buffers(model), max_shard_bytes, progress)
             huggingface = _huggingface(model)
+            # transformers makes buffers outside the state dict itself, and would warn of those in files it reads.
+            apart = passing_buffers(model) if huggingface else set()
+            weight_map = _write_shards(files, tensors, apart, max_shard_bytes, progress)
             described = Description.of(model, tied)
             files.commit(
                 {
@@ -107,6 +126,7 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
                 },
                 _beside(model, huggingface, tied, tensors, weight_map),
             )
+        copy_tokenizer(tokenizer, model, directory)
     except (OSError, ValueError, TypeError) as exc:
         if isinstance(exc, CheckpointError):
             raise
@@ -195,16 +215,20 @@ def load(
     progress: bool = True,
     verify: bool = True,
 ) -> nn.Module:
-    """Read what `save`, or the turboquant-model package, wrote and return the model, ready to run, in evaluation mode.
+    """Read a quantized model and return it, ready to run, in evaluation mode.
+
+    Read are directories of `save`, of ``save_pretrained`` of a quantized model, and of the turboquant-model package;
+    and models of the hub by name, where transformers finds them.
 
     The model is built on the meta device, without memory; its quantized layers are put in; names, shapes and dtypes
     of all tensors are checked against the files' headers; then tensors are read one at a time. At no moment does a
     second copy of the model, or a full-precision one, exist. What was saved with digests is compared with them, and the
     values of quantized layers are checked. No code of the checkpoint is run, and no pickle read. For directories with
-    a ``turboquant_config.json`` and no ``qcut_config.json`` see `qcut.checkpoints.turboquant.reader.load`.
+    a ``turboquant_config.json`` and no ``qcut_config.json`` see `qcut.checkpoints.turboquant.reader.load`. What
+    ``save_pretrained`` wrote is read by transformers, with the same checks of names, shapes, dtypes and values.
 
     Args:
-        directory: the checkpoint.
+        directory: the checkpoint, or a name on the hub.
         model: for models that are not of a class in transformers: a function that builds the model (called on the
             meta device), or the model itself, which is filled and returned; what it holds is dropped.
         device: where the tensors shall be.
@@ -222,8 +246,12 @@ def load(
 
     Exactness: tensors come back bit by bit, but for ``dtype``.
     """
-    directory = Path(directory)
+    name, directory = str(directory), Path(directory)
     path = directory / CONFIG_NAME
+    if model is None and pretrained_format.is_saved(directory, CONFIG_NAME):
+        return pretrained_format.load(str(directory), device=device, dtype=dtype)
+    if model is None and not directory.parent.exists() and pretrained_format.may_be_hub_name(name):
+        return pretrained_format.load(name, device=device, dtype=dtype)
     if not path.exists() and turboquant_reader.is_turboquant(directory):
         return turboquant_reader.load(
             directory, model=model, device=device, dtype=dtype, progress=progress, verify=verify

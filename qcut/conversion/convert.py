@@ -115,9 +115,7 @@ def quantize(
     """
     check_model(model)
     smoothing, calibration = _smoothing(model, scheme, calibration, smooth)
-    work = prepare(
-        model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse, allow_growth
-    )
+    work = prepare(model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse, allow_growth)
     target = None if device is None else torch.device(device)
     before = model_bytes(model)
     prebuild_layers(work.tasks, target, prebuild, progress)

@@ -143,7 +143,5 @@ def _checked(scheme: str | Scheme | Plan, calibration: Calibration | None) -> Sc
     if parsed.is_float:
         raise ConfigError(f"scheme {parsed.name!r} leaves every layer as it is; {ALLOWED_SCHEMES}")
     if parsed.needs_range and calibration is None:
-        raise ConfigError(
-            f"scheme {parsed.name!r} needs calibration=qcut.calibrate(model, batches) of the float model; w8a8 needs none"
-        )
+        raise ConfigError(f"scheme {parsed.name!r} needs calibration=qcut.calibrate(model, batches) of the float model")
     return parsed

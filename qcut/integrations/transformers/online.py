@@ -135,6 +135,7 @@ class OnlineLoading:
             if before is None:
                 self._layers[layer_name] = layer
         if not one.layers:
+            assert self._config.embeddings is not None, "there are tables to quantize only where it is given"
             served, _ = rotatable(self._config.embeddings, weight.shape[1])
             made = _from_weight(weight, Task(module, served), next(iter(one.tables)))
             _tie(made, one.made, name, again=before is not None)
@@ -188,9 +189,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
     def __init__(self, loading: OnlineLoading) -> None:
         self._loading = loading
 
-    def convert(
-        self, input_dict: Mapping[str, Any], missing_keys: set[str] | None = None, **_: Any
-    ) -> dict[str, Any]:
+    def convert(self, input_dict: Mapping[str, Any], missing_keys: set[str] | None = None, **_: Any) -> dict[str, Any]:
         rest = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value

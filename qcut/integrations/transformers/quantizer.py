@@ -48,7 +48,9 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         versions.transformers()
         versions.require("torch")
         if self.pre_quantized and self.quantization_config.stored is None:
-            raise CheckpointError("config.json: quantization_config of qcut describes no layers; the model is not qcut's")
+            raise CheckpointError(
+                "config.json: quantization_config of qcut describes no layers; the model is not qcut's"
+            )
 
     def update_device_map(self, device_map: Any) -> Any:
         """Refuses what would lose the tensors of quantized layers, which are buffers.
@@ -71,9 +73,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """Tensors of quantized layers keep the dtype they are stored in."""
         return super().get_new_dtype(converter, param, dtype)
 
-    def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Any = None, **kwargs: Any
-    ) -> None:
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         if self.pre_quantized:
             from qcut.integrations.transformers.stored import StoredLoading
 

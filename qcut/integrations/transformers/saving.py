@@ -24,4 +24,3 @@ def state_of(model: Any) -> dict[str, Tensor]:
     tensors, _ = stored_tensors(model)
     passing = passing_buffers(model)
     return {name: entry.read().detach() for name, entry in tensors.items() if name not in passing}
-

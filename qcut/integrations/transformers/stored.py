@@ -16,7 +16,8 @@ from qcut.checkpoints.quantization_config import description_of
 from qcut.checkpoints.skeleton import check_layer_sizes
 from qcut.checkpoints.state import passing_buffers
 from qcut.errors import CheckpointError
-from qcut.layers.base import Linear, state_dtype
+from qcut.layers.base import state_dtype
+from qcut.models.modules import weight_of
 from qcut.numerics.checks import out_of_range
 from qcut.storage.safetensors_file import TensorFile, TensorHeader
 
@@ -96,7 +97,7 @@ class StoredLoading:
         floats = (p.dtype for p in model.parameters() if p.is_floating_point())
         state_dtype(model, next(floats, torch.float32))
         for name in self._saved.embeddings:
-            model.get_submodule(name).dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()))
+            model.get_submodule(name).dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
     def _make_room(self, model: nn.Module, name: str, wanted: Mapping[str, Tensor]) -> None:
         """Let transformers find the buffers that it is to fill."""
@@ -159,8 +160,9 @@ class StoredLoading:
 
 def _without_weight(module: nn.Module) -> None:
     """Take a weight out of what transformers loads, and leave what its initialization looks at."""
-    weight = module._parameters.pop("weight").detach()  # type: ignore[union-attr]
-    weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    weight: Any = weight_of(module).detach()
+    del module._parameters["weight"]
+    weight._is_hf_initialized = True
     module.__dict__["weight"] = weight
 
 
