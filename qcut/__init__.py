@@ -132,7 +132,7 @@ class _QcutFinder:
         for finder in sys.meta_path:
             spec = None if type(finder).__name__ == "_QcutFinder" else finder.find_spec(name, path, target)
             if spec is not None and spec.loader is not None:
-                spec.loader.exec_module = _adding(spec.loader.exec_module, after)  # type: ignore[method-assign]
+                spec.loader.exec_module = _adding(spec.loader.exec_module, after)  # type: ignore[assignment,method-assign]
                 return spec
         return None
 
