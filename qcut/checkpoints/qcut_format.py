@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -100,7 +101,8 @@ def save(
     Exactness: `load` gives back every tensor bit by bit.
     """
     directory = Path(directory)
-    if (other := directory / "model.safetensors").exists() and _huggingface(model):
+    other = directory / "model.safetensors"
+    if os.path.lexists(other) and _huggingface(model):
         raise CheckpointError(
             f"{other}: transformers would read this file in place of the model; save to another directory, or delete it"
         )

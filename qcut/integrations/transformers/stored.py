@@ -145,10 +145,13 @@ class StoredLoading:
                     )
         known = {name.removeprefix(base) for name in (*model.state_dict(), *passing_buffers(model))}
         layers = tuple(f"{name.removeprefix(base)}." for name in self._keys)
-        dropped = tuple(f"{name}." for name, _ in model.named_children())
-        for name in by_name:
-            own = name.startswith(layers)
-            if name not in known and (own or (name.startswith(dropped) and not _converted(model))):
+        children = [name for name, _ in model.named_children()]
+        inside = ("",) if model.base_model_prefix in children else (base, *(f"{child}." for child in children))
+        ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+        foreign = [name for name in headers if name.removeprefix(base) not in known and name.startswith(inside)]
+        for name in foreign:
+            expected = _converted(model) or any(pattern.search(name) for pattern in ignored)
+            if name.removeprefix(base).startswith(layers) or not expected:
                 raise CheckpointError(f"{self._where}: tensor {name!r} does not belong to the model")
         for name, parameter in model.named_parameters():
             header = by_name.get(name.removeprefix(base))

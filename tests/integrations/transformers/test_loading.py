@@ -113,10 +113,8 @@ def test_which_layers(tmp_path: Path) -> None:
 def test_a_configuration_may_be_plain_data(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path)
     config = qcut.QcutConfig("codebook4_g16", embeddings="w8a16", modules_to_not_convert=["o_proj"], fuse=False)
-    assert same(
-        opened(folder, quantization_config=config.to_dict()), opened(folder, quantization_config=config)
-    )
-    with pytest.raises(CheckpointError, match="unknown.*bits|bits"):
+    assert same(opened(folder, quantization_config=config.to_dict()), opened(folder, quantization_config=config))
+    with pytest.raises(CheckpointError, match="bits"):
         opened(folder, quantization_config={"quant_method": "qcut", "scheme": "w8a8", "bits": 8})
 
 
@@ -155,7 +153,8 @@ def test_one_float_weight_is_alive_at_a_time(tmp_path: Path, monkeypatch: pytest
         gc.collect()
         alive.append(sum(one() is not None for one in watched))
         weight = module.weight
-        assert isinstance(weight, Tensor) and not weight.is_meta
+        assert isinstance(weight, Tensor)
+        assert not weight.is_meta
         watched.append(weakref.ref(weight.untyped_storage()))
         made: Linear = from_float(cls, module, *args, **kwargs)
         return made
@@ -196,7 +195,7 @@ def test_tied_names_that_are_stored_twice(tmp_path: Path) -> None:
     save_file({**tensors, "lm_head.weight": table.clone()}, folder / "model.safetensors", metadata={"format": "pt"})
     assert same(opened(folder, quantization_config=config), expected)
     save_file({**tensors, "lm_head.weight": table + 1}, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="ties it to another.*two that differ"):
+    with pytest.raises(CheckpointError, match=r"ties it to another.*two that differ"):
         opened(folder, quantization_config=config)
     del tensors["transformer.wte.weight"]
     save_file({**tensors, "lm_head.weight": table}, folder / "model.safetensors", metadata={"format": "pt"})

@@ -125,7 +125,10 @@ def test_experts_that_transformers_stores_one_by_one(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=4, **sizes)
     MixtralForCausalLM(config).save_pretrained(tmp_path / "float")
-    model, expected = opened(tmp_path / "float", quantization_config=qcut.QcutConfig("w8a8")), opened(tmp_path / "float")
+    model, expected = (
+        opened(tmp_path / "float", quantization_config=qcut.QcutConfig("w8a8")),
+        opened(tmp_path / "float"),
+    )
     qcut.quantize(expected, "w8a8", progress=False)
     assert same(model, expected)
     model.save_pretrained(tmp_path / "out")
