@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from qcut.checkpoints.huggingface import check_class, plain_config, read_config
+from qcut.checkpoints.huggingface import check_class, model_of, plain_config, read_config
 from qcut.checkpoints.quantization_config import QUANT_METHOD, entry_of
 from qcut.errors import CheckpointError, QcutError
 from qcut.process import versions
+from qcut.storage.safetensors_file import TensorFile
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
 
@@ -34,6 +35,15 @@ def is_saved(folder: Path, index: str) -> bool:
 def may_be_hub_name(name: str) -> bool:
     """Whether a name can be one of the hub."""
     return _HUB_NAME.fullmatch(name) is not None and ".." not in name and "--" not in name
+
+
+def _stored_tensors(folder: Path) -> int:
+    """Number of tensors in a folder's safetensors files."""
+    count = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with TensorFile(path, CheckpointError) as file:
+            count += len(file.headers)
+    return count
 
 
 def load(name: str, *, device: torch.device | str, dtype: torch.dtype | None) -> nn.Module:
@@ -59,7 +69,11 @@ def load(name: str, *, device: torch.device | str, dtype: torch.dtype | None) ->
             raise CheckpointError(f"{where}: found no quantization_config of qcut; quantize the float model")
         plain_config(config, where)
         names = config.get("architectures")
-        cls = check_class(names[0] if isinstance(names, list) and len(names) == 1 else names, where)
+        class_name = names[0] if isinstance(names, list) and len(names) == 1 else names
+        cls = check_class(class_name, where)
+        if local:
+            with torch.device("meta"):  # within bounds that the files bear out
+                model_of(class_name, config, where, tensors=_stored_tensors(Path(name)))
         model: Any = cls.from_pretrained(
             name,
             dtype=dtype or "auto",

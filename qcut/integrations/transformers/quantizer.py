@@ -69,10 +69,6 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """What is done with a weight when it arrives."""
         return self._loading.operation()
 
-    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """Tensors of quantized layers keep the dtype they are stored in."""
-        return super().get_new_dtype(converter, param, dtype)
-
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         if self.pre_quantized:
             from qcut.integrations.transformers.stored import StoredLoading
@@ -86,6 +82,8 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         loading, self._loading = self._loading, None
         _check_devices(getattr(model, "hf_device_map", None))
+        if getattr(model, "_tp_size", None) is not None:
+            raise UnsupportedError(f"tensor parallel of {model._tp_size} for quantized layers; allowed: {_ONE_DEVICE}")
         loading.finish(model)
         attach(model)
         return model

@@ -87,10 +87,9 @@ class StoredLoading:
             self._drop(model, name, held)
         self._skeleton.put_into(model)
         tie_layers(dict(model.named_modules(remove_duplicate=False)), self._saved.tied)
-        ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
         for name, parameter in model.named_parameters():
             arrived = getattr(parameter, "_is_hf_initialized", False)
-            if not arrived and not any(pattern.search(name) for pattern in ignored):
+            if not arrived and not _may_miss(model, name):
                 raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
             if found := out_of_range(parameter.detach()):
                 raise CheckpointError(f"{self._where}: tensor {name!r}: found {found}; finite values are needed")
@@ -153,8 +152,13 @@ class StoredLoading:
             expected = _converted(model) or any(pattern.search(name) for pattern in ignored)
             if name.removeprefix(base).startswith(layers) or not expected:
                 raise CheckpointError(f"{self._where}: tensor {name!r} does not belong to the model")
+        tied = model.all_tied_weights_keys
+        optional = {*tied, *tied.values()}
         for name, parameter in model.named_parameters():
             header = by_name.get(name.removeprefix(base))
+            # transformers would make memory for what is missing, as large as the configuration says.
+            if header is None and name not in optional and not _converted(model) and not _may_miss(model, name):
+                raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
             if header is not None and header.shape != list(parameter.shape):
                 raise CheckpointError(
                     f"{self._where}: tensor {name!r}: found {header.shape}, {list(parameter.shape)} is needed"
@@ -175,6 +179,11 @@ def _headers(files: list[Path]) -> dict[str, TensorHeader]:
         for path in files:
             headers |= stack.enter_context(TensorFile(path, CheckpointError)).headers
     return headers
+
+
+def _may_miss(model: Any, name: str) -> bool:
+    """Whether a model's class says that checkpoints need not have a tensor."""
+    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_missing or ())
 
 
 def _converted(model: Any) -> bool:

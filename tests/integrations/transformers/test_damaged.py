@@ -111,6 +111,17 @@ def test_truncated_files(folder: Path) -> None:
     refused(folder, "model.safetensors|truncated|incomplete")
 
 
+@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "intermediate_size", "hidden_size"])
+def test_sizes_that_the_files_do_not_bear_out(folder: Path, key: str) -> None:
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**data, key: 1 << 15}))
+    with pytest.raises(CheckpointError):
+        qcut.load(folder)
+    if key != "num_hidden_layers":  # a model of so many layers takes minutes to make, before it is given to qcut
+        with pytest.raises(CheckpointError):
+            opened(folder)
+
+
 def test_a_class_that_transformers_does_not_have_is_not_looked_for(folder: Path) -> None:
     data = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**data, "architectures": ["Nothing"]}))
