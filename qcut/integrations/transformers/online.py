@@ -53,6 +53,7 @@ class OnlineLoading:
 
     def __init__(self, model: Any, config: QcutConfig) -> None:
         self._config = config
+        self._to_tie = set(getattr(model, "all_tied_weights_keys", {}))
         _tie_parameters(model)
         self._work = prepare(
             model,
@@ -93,6 +94,10 @@ class OnlineLoading:
                 self._quantize(name, weight)
             except QcutError as error:  # transformers would catch it, and go on with random weights
                 self._failure = error
+
+    def settled(self, name: str) -> set[str]:
+        """Names of the parameters that are no longer missing when a weight has arrived, but for those to be tied."""
+        return set(self.targets[name].names) - self._to_tie
 
     def finish(self, model: Any) -> None:
         """Put the quantized modules in place.
@@ -196,7 +201,7 @@ class _Quantize(ConversionOps):  # type: ignore[misc]
             if name in self._loading.targets:
                 self._loading.take(name, tensor)
                 if missing_keys is not None:
-                    missing_keys.discard(name)
+                    missing_keys -= self._loading.settled(name)
             else:
                 rest[name] = value
         return rest
