@@ -8,9 +8,9 @@ a compiler and creates no CUDA context. Programs that find operators from C++, `
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from qcut.cuda.waiting import wait_for_kernels as wait_for_kernels
     from qcut.engine.engine import Engine as Engine
     from qcut.engine.generated import Generated as Generated
+    from qcut.integrations.transformers.config import QcutConfig as QcutConfig
     from qcut.layers.base import Linear as Linear
     from qcut.layers.codebook import execution_path as execution_path
     from qcut.layers.embedding import Embedding as Embedding
@@ -71,6 +72,7 @@ _HOME = {
     "execution_path": "layers.codebook",
     "smooth": "conversion.smoothing",
     "Plan": "conversion.planning",
+    "QcutConfig": "integrations.transformers.config",
     "plan": "conversion.planning",
     "quantize": "conversion.convert",
     "gemm_s8": "ops.gemm",
@@ -115,26 +117,40 @@ def _announce(torch: Any) -> None:
     torch.ops.qcut = Operators("qcut")
 
 
-class _TorchFinder:
-    """Finds torch when it is imported, and announces the operators afterwards."""
+def _register(auto: Any) -> None:
+    """Let transformers find ``quant_method: qcut``."""
+    import_module("qcut.integrations.transformers.registration").register(auto)
+
+
+_AFTER: dict[str, Callable[[Any], None]] = {"torch": _announce, "transformers.quantizers.auto": _register}
+"""What is done when a module has been imported, and again when it has been reloaded."""
+
+
+class _QcutFinder:
+    """Finds the modules of `_AFTER` as the other finders do, and adds to what their import does."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != "torch" or self not in sys.meta_path:
+        after = _AFTER.get(name)
+        if after is None:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def execute_and_announce(module: ModuleType) -> None:
-                execute(module)
-                _announce(module)
-
-            spec.loader.exec_module = execute_and_announce  # type: ignore[method-assign]
-        return spec
+        for finder in sys.meta_path:
+            spec = None if type(finder).__name__ == "_QcutFinder" else finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader.exec_module = _adding(spec.loader.exec_module, after)  # type: ignore[assignment,method-assign]
+                return spec
+        return None
 
 
-if hasattr(sys.modules.get("torch"), "ops"):
-    _announce(sys.modules["torch"])
-else:
-    sys.meta_path.insert(0, _TorchFinder())
+def _adding(execute: Callable[[ModuleType], None], after: Callable[[Any], None]) -> Callable[[ModuleType], None]:
+    def execute_and_add(module: ModuleType) -> None:
+        execute(module)
+        after(module)
+
+    return execute_and_add
+
+
+# Once, even where this module is reloaded.
+sys.meta_path[:] = [_QcutFinder(), *(finder for finder in sys.meta_path if type(finder).__name__ != "_QcutFinder")]
+for _name, _last in (("torch", "ops"), ("transformers.quantizers.auto", "register_quantizer")):
+    if hasattr(sys.modules.get(_name), _last):
+        _AFTER[_name](sys.modules[_name])

@@ -28,6 +28,7 @@ FOLDER = ROOT / "build" / "floors"
 TESTS = (
     "tests/checkpoints",
     "tests/engine",
+    "tests/integrations",
     "tests/storage",
     "tests/cli/test_models.py",
     "tests/cli/test_refusals.py",

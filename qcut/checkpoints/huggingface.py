@@ -95,25 +95,35 @@ def model_of(name: Any, config: Any, where: str, *, tensors: int | None = None, 
             impossible numbers, asks for more tensors than there are, or does not fit the class.
         UnsupportedError: transformers is missing or too old.
     """
-    transformers = versions.transformers()
-    if not isinstance(name, str) or name not in _class_names() or not isinstance(config, dict):
-        raise CheckpointError(
-            f"{where}: found model class {name!r}; a model class of transformers is needed: a causal, encoder or "
-            "encoder-decoder model"
-        )
+    cls = check_class(name, where)
     plain = plain_config(config, where)
     given = None if generation is None else plain_config(generation, where, "generation_config")
     try:
-        cls = getattr(transformers, name)
         with _at_most(_MOST_PARTS if tensors is None else 8 * tensors + 1024, where):
             model: nn.Module = cls(cls.config_class.from_dict(_with_floats(plain)))
         if given is not None:
-            model.generation_config = transformers.GenerationConfig.from_dict(given)
+            model.generation_config = versions.transformers().GenerationConfig.from_dict(given)
         return model
     except CheckpointError:
         raise
     except Exception as exc:  # whatever a configuration of wrong types makes the class do
         raise CheckpointError(f"{where}: {name} cannot be built from the saved configuration: {exc}") from exc
+
+
+def check_class(name: Any, where: str) -> Any:
+    """The class of transformers that a checkpoint names.
+
+    Raises:
+        CheckpointError: it is none of the models that `model_of` builds.
+        UnsupportedError: transformers is missing or too old.
+    """
+    transformers = versions.transformers()
+    if not isinstance(name, str) or name not in _class_names():
+        raise CheckpointError(
+            f"{where}: found model class {name!r}; a model class of transformers is needed: a causal, encoder or "
+            "encoder-decoder model"
+        )
+    return getattr(transformers, name)
 
 
 def read_config(path: Path) -> dict[str, Any]:

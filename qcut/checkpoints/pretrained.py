@@ -13,8 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from qcut.checkpoints import qcut_format
+from qcut.checkpoints import pretrained_format, qcut_format
 from qcut.checkpoints.huggingface import causal_model, read_config
+from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError, ConfigError, UnsupportedError
 from qcut.process import versions
@@ -50,7 +51,7 @@ def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, prog
     if local:
         _check_tokenizer_files(folder)
     with _no_progress_bars():
-        if local and ((folder / qcut_format.CONFIG_NAME).exists() or turboquant_reader.is_turboquant(folder)):
+        if local and _is_quantized(folder):
             model = qcut_format.load(folder, device=device, dtype=dtype, progress=progress)
         else:
             model = _huggingface(transformers, name, tensors if local else None, dtype)
@@ -66,14 +67,19 @@ def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, prog
         return model.to(device).eval(), tokenizer
 
 
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "tekken.json", "*.model", "*.spm", "*.tiktoken")
+def _is_quantized(folder: Path) -> bool:
+    """Whether `qcut.load` reads the folder."""
+    saved = (folder / qcut_format.CONFIG_NAME).exists() or pretrained_format.is_saved(folder, qcut_format.CONFIG_NAME)
+    return saved or turboquant_reader.is_turboquant(folder)
+
+
 _SAVE_TOKENIZER = "tokenizer.save_pretrained(directory) puts one beside the model"
 
 
 def _check_tokenizer_files(folder: Path) -> None:
     """Look for a tokenizer's data: without, transformers makes up an empty tokenizer."""
-    if not any(True for pattern in _TOKENIZER_FILES for _ in folder.glob(pattern)):
-        raise CheckpointError(f"{folder}: there is no tokenizer ({', '.join(_TOKENIZER_FILES)}); {_SAVE_TOKENIZER}")
+    if not has_tokenizer(folder):
+        raise CheckpointError(f"{folder}: there is no tokenizer ({', '.join(DATA_FILES)}); {_SAVE_TOKENIZER}")
 
 
 def _huggingface(transformers: Any, name: str, tensors: _Stored | None, dtype: torch.dtype) -> nn.Module:

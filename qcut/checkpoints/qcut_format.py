@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,25 +12,35 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints import pretrained_format
+from qcut.checkpoints.description import (
+    EMBEDDINGS,
+    FUSED,
+    LAYERS,
+    TIED,
+    Description,
+    fill_layer,
+    skeleton_of,
+    tie_layers,
+)
+from qcut.checkpoints.quantization_config import quantization_config
 from qcut.checkpoints.skeleton import (
-    activation_parent,
     as_like,
     check_headers,
     check_layer_sizes,
     check_no_meta,
-    empty_embedding,
-    empty_layer,
     expected_tensors,
     from_huggingface,
     read_headers,
 )
+from qcut.checkpoints.state import passing_buffers, stored_tensors
+from qcut.checkpoints.tokenizers import copy_tokenizer
 from qcut.checkpoints.turboquant import reader as turboquant_reader
-from qcut.config import ACTIVATIONS
 from qcut.errors import CheckpointError
 from qcut.layers.base import Linear, state_dtype
-from qcut.layers.embedding import Embedding
 from qcut.layers.stored import StateEntry
-from qcut.models.modules import WEIGHT_DTYPES, FusedActivation, dtype_name, replace_modules
+from qcut.models.listeners import announce
+from qcut.models.modules import dtype_name
 from qcut.numerics.checks import out_of_range
 from qcut.process.progress import progress_bar, with_progress
 from qcut.storage import schema
@@ -38,36 +49,34 @@ from qcut.storage.tensors import TensorFiles, read_index
 
 CONFIG_NAME = "qcut_config.json"
 _FORMAT, _VERSION = "qcut", 1
-_LAYER = schema.record(
-    {
-        "scheme": schema.anything(),
-        "in_features": schema.integer(1),
-        "out_features": schema.integer(1),
-        "bias": schema.boolean(),
-        "activation": schema.text(choices=ACTIVATIONS),
-    }
-)
-_EMBEDDING = schema.record({"table": schema.text(), "dtype": schema.text(choices=[*map(dtype_name, WEIGHT_DTYPES)])})
 _SCHEMA = schema.record(
     {
-        "layers": schema.table(_LAYER),
-        "fused": schema.table(schema.text(choices=ACTIVATIONS)),
-        "tied": schema.table(schema.text()),
+        "layers": LAYERS,
+        "fused": FUSED,
+        "tied": TIED,
         "weight_map": schema.table(schema.text()),
     },
-    {"embeddings": (schema.table(_EMBEDDING), {})},
+    {"embeddings": (EMBEDDINGS, {})},
     more=True,
 )
 
 
-def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 << 30, progress: bool = False) -> None:
+def save(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    max_shard_bytes: int = 4 << 30,
+    progress: bool = False,
+    tokenizer: Any = None,
+) -> None:
     """Write a model, quantized or partly so, to a directory.
 
     The directory gets ``model-*.safetensors`` (several where the tensors exceed ``max_shard_bytes``; every parameter
     and buffer, also those outside the state dict; tied ones once) and ``qcut_config.json``: which layers are
     `qcut.Linear` with their schemes, which tensors are tied, which file holds what, and for a Hugging Face model its
-    class and configuration. Such a model's ``config.json`` and ``generation_config.json`` are written too, for
-    tokenizers and people. Other files, a tokenizer's for example, are left alone.
+    class and configuration. Such a model's ``config.json``, ``generation_config.json`` and
+    ``model.safetensors.index.json`` are written too, so that transformers' ``from_pretrained`` reads the same tensors.
+    Other files are left alone.
 
     Saving over an earlier checkpoint is safe: the new files have new names, and the rename of ``qcut_config.json``
     puts them in force all at once. Only then are the old ones deleted (`qcut.storage.tensors`).
@@ -77,89 +86,68 @@ def save(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 <<
         directory: created if missing.
         max_shard_bytes: a file takes tensors until it holds this much.
         progress: show a progress bar.
+        tokenizer: of transformers, to be saved beside the model. With None, the files of the tokenizer that lies in the
+            directory from which transformers loaded the model are copied, where they are not there yet.
 
     One process saves at a time; others wait, up to ten minutes. Processes that load meanwhile get the checkpoint that
     was in force when they began, whole, or the new one.
 
     Raises:
         CheckpointError: the directory cannot be written, another process does not end its save, a tensor is on the
-            meta device, a parameter holds NaN or Inf, or an embedding is tied to a layer that is not in the model. The
+            meta device, a parameter holds NaN or Inf, an embedding is tied to a layer that is not in the model, or the
+            directory has a ``model.safetensors``, which transformers would read in place of what is saved. The
             checkpoint that was there is then in force as before.
 
     Exactness: `load` gives back every tensor bit by bit.
     """
     directory = Path(directory)
-    tensors, tied = _tensors(model)
+    other = directory / "model.safetensors"
+    if os.path.lexists(other) and _huggingface(model):
+        raise CheckpointError(
+            f"{other}: transformers would read this file in place of the model; save to another directory, or delete it"
+        )
+    tensors, tied = stored_tensors(model)
     for name, parameter in model.named_parameters():
         if found := out_of_range(parameter.detach()):
             raise CheckpointError(f"{directory}: tensor {name!r}: found {found}; finite parameters can be saved")
     try:
         with TensorFiles(directory, "model", CONFIG_NAME) as files:
-            weight_map = _write_shards(files, tensors, max_shard_bytes, progress)
             huggingface = _huggingface(model)
-            described = {f"{key}.json": huggingface.get(key) for key in ("config", "generation_config")}
+            # transformers makes buffers outside the state dict itself, and would warn of those in files it reads.
+            apart = passing_buffers(model) if huggingface else set()
+            weight_map = _write_shards(files, tensors, apart, max_shard_bytes, progress)
+            described = Description.of(model, tied)
             files.commit(
                 {
                     "format": _FORMAT,
                     "version": _VERSION,
                     "model_class": type(model).__name__,
                     "huggingface": huggingface or None,
-                    "layers": {name: _describe(m) for name, m in model.named_modules() if isinstance(m, Linear)},
-                    "embeddings": _embeddings(model),
-                    "fused": {n: m.activation for n, m in model.named_modules() if isinstance(m, FusedActivation)},
-                    "tied": tied,
+                    **described._asdict(),
                     "weight_map": weight_map,
                 },
-                {name: data for name, data in described.items() if data is not None},
+                _beside(model, huggingface, tied, tensors, weight_map),
             )
+        copy_tokenizer(tokenizer, model, directory)
     except (OSError, ValueError, TypeError) as exc:
         if isinstance(exc, CheckpointError):
             raise
         raise CheckpointError(f"{directory}: cannot be written: {exc}") from exc
 
 
-def _write_shards(files: TensorFiles, tensors: dict[str, StateEntry], limit: int, progress: bool) -> dict[str, str]:
-    """Write the tensors, and return which file holds each."""
+def _write_shards(
+    files: TensorFiles, tensors: dict[str, StateEntry], passing: set[str], limit: int, progress: bool
+) -> dict[str, str]:
+    """Write the tensors, and return which file holds each; those outside the state dict have files of their own."""
     weight_map: dict[str, str] = {}
+    kept = {name: tensor for name, tensor in tensors.items() if name not in passing}
+    others = {name: tensor for name, tensor in tensors.items() if name in passing}
     with progress_bar(len(tensors), "save", "tensor", shown=progress) as advance:
-        for names in _shards(tensors, limit):
+        for names in (*_shards(kept, limit), *_shards(others, limit)):
             file = files.add({name: tensors[name].read().detach().cpu().contiguous() for name in names})
             weight_map |= dict.fromkeys(names, file)
             advance(len(names))
     return weight_map
-
-
-def _tensors(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, str]]:
-    """Every parameter and buffer once, and the names of tied ones with the name they are stored under."""
-    tensors: dict[str, StateEntry] = {}
-    tied: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in _named_tensors(model):
-        owner = seen.setdefault(tensor.identity, name)
-        if owner == name:
-            tensors[name] = tensor
-        else:
-            tied[name] = owner
-    return tensors, tied
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, StateEntry]]:
-    """Parameters first, then buffers, those of quantized layers as the layers store them."""
-    modules = [(f"{name}." if name else "", m) for name, m in model.named_modules(remove_duplicate=False)]
-    for prefix, module in modules:
-        yield from ((prefix + key, tensor) for key, tensor in _plain(module._parameters, prefix).items())
-    for prefix, module in modules:
-        stored = _plain(module._buffers, prefix)
-        stored = module.stored() if isinstance(module, Linear) else stored
-        yield from ((prefix + key, tensor) for key, tensor in stored.items())
-
-
-def _plain(tensors: Mapping[str, Tensor | None], prefix: str) -> dict[str, StateEntry]:
-    held = {key: tensor for key, tensor in tensors.items() if tensor is not None}
-    for key, tensor in held.items():
-        if tensor.is_meta:
-            raise CheckpointError(f"{prefix}{key}: the tensor is on the meta device and has no values to save")
-    return {key: StateEntry.of(tensor) for key, tensor in held.items()}
 
 
 def _shards(tensors: dict[str, StateEntry], limit: int) -> Iterator[list[str]]:
@@ -171,30 +159,8 @@ def _shards(tensors: dict[str, StateEntry], limit: int) -> Iterator[list[str]]:
             names, size = [], 0
         names.append(name)
         size += tensor.nbytes
-    yield names
-
-
-def _describe(layer: Linear) -> dict[str, Any]:
-    return {
-        "scheme": layer.scheme.to_json(),
-        "in_features": layer.in_features,
-        "out_features": layer.out_features,
-        "bias": layer.bias is not None,
-        "activation": layer.activation,
-    }
-
-
-def _embeddings(model: nn.Module) -> dict[str, dict[str, str]]:
-    """The layer that each quantized embedding reads, its own or the classifier's, and the dtype it returns."""
-    layers = {id(m): name for name, m in model.named_modules() if isinstance(m, Linear)}
-    described = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Embedding):
-            if id(module.linear) not in layers:
-                raise CheckpointError(f"{name}: the embedding is tied to a layer that is not in the model")
-            dtype = str(module.dtype).removeprefix("torch.")
-            described[name] = {"table": layers[id(module.linear)], "dtype": dtype}
-    return described
+    if names:
+        yield names
 
 
 def _huggingface(model: nn.Module) -> dict[str, Any]:
@@ -202,11 +168,44 @@ def _huggingface(model: nn.Module) -> dict[str, Any]:
     if not type(model).__module__.startswith("transformers.models."):
         return {}
     config: Any = model.config
-    described = {"class": type(model).__name__, "config": json.loads(config.to_json_string(use_diff=False))}
+    plain = json.loads(config.to_json_string(use_diff=False))
+    plain.pop("quantization_config", None)  # of the last save, perhaps; what is in the model counts
+    described = {"class": type(model).__name__, "config": plain | _loading_facts(model)}
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
         described["generation_config"] = json.loads(generation.to_json_string())
     return described
+
+
+def _loading_facts(model: nn.Module) -> dict[str, Any]:
+    """What ``from_pretrained`` reads of a configuration: the class, and the dtype to load in."""
+    floats = (dtype_name(p.dtype) for p in model.parameters() if p.is_floating_point())
+    dtype = next(floats, None)
+    return {"architectures": [type(model).__name__]} | ({} if dtype is None else {"dtype": dtype})
+
+
+def _beside(
+    model: nn.Module,
+    huggingface: dict[str, Any],
+    tied: dict[str, str],
+    tensors: dict[str, StateEntry],
+    weight_map: dict[str, str],
+) -> dict[str, dict[str, Any]]:
+    """The files by which transformers finds the same tensors, by name."""
+    if not huggingface:
+        return {}
+    config = dict(huggingface["config"])
+    entry = quantization_config(model, tied, CONFIG_NAME)
+    if entry["layers"]:
+        config["quantization_config"] = entry
+    passing = passing_buffers(model)
+    listed = {name: file for name, file in weight_map.items() if name not in passing}
+    size = sum(tensors[name].nbytes for name in listed)
+    index = {"metadata": {"total_size": size}, "weight_map": listed}
+    files = {"config.json": config, "model.safetensors.index.json": index}
+    if "generation_config" in huggingface:
+        files["generation_config.json"] = huggingface["generation_config"]
+    return files
 
 
 def load(
@@ -218,16 +217,20 @@ def load(
     progress: bool = True,
     verify: bool = True,
 ) -> nn.Module:
-    """Read what `save`, or the turboquant-model package, wrote and return the model, ready to run, in evaluation mode.
+    """Read a quantized model and return it, ready to run, in evaluation mode.
+
+    Read are directories of `save`, of ``save_pretrained`` of a quantized model, and of the turboquant-model package;
+    and models of the hub by name, where transformers finds them.
 
     The model is built on the meta device, without memory; its quantized layers are put in; names, shapes and dtypes
     of all tensors are checked against the files' headers; then tensors are read one at a time. At no moment does a
     second copy of the model, or a full-precision one, exist. What was saved with digests is compared with them, and the
     values of quantized layers are checked. No code of the checkpoint is run, and no pickle read. For directories with
-    a ``turboquant_config.json`` and no ``qcut_config.json`` see `qcut.checkpoints.turboquant.reader.load`.
+    a ``turboquant_config.json`` and no ``qcut_config.json`` see `qcut.checkpoints.turboquant.reader.load`. What
+    ``save_pretrained`` wrote is read by transformers, with the same checks of names, shapes, dtypes and values.
 
     Args:
-        directory: the checkpoint.
+        directory: the checkpoint, or a name on the hub.
         model: for models that are not of a class in transformers: a function that builds the model (called on the
             meta device), or the model itself, which is filled and returned; what it holds is dropped.
         device: where the tensors shall be.
@@ -245,8 +248,12 @@ def load(
 
     Exactness: tensors come back bit by bit, but for ``dtype``.
     """
-    directory = Path(directory)
+    name, directory = str(directory), Path(directory)
     path = directory / CONFIG_NAME
+    if model is None and pretrained_format.is_saved(directory, CONFIG_NAME):
+        return pretrained_format.load(str(directory), device=device, dtype=dtype)
+    if model is None and not directory.parent.exists() and pretrained_format.may_be_hub_name(name):
+        return pretrained_format.load(name, device=device, dtype=dtype)
     if not path.exists() and turboquant_reader.is_turboquant(directory):
         return turboquant_reader.load(
             directory, model=model, device=device, dtype=dtype, progress=progress, verify=verify
@@ -255,17 +262,18 @@ def load(
     with ExitStack() as opened:
         for file in files.values():
             opened.enter_context(file)
-        check_layer_sizes(saved.layers, sum(file.size for file in files.values()), path)
+        check_layer_sizes(saved.described.layers, sum(file.size for file in files.values()), path)
         if not isinstance(model, nn.Module):
             with torch.device("meta"):
                 model = from_huggingface(saved.data, path) if model is None else model()
-        skeleton = _prepare(saved, model, dtype, path)
+        skeleton = skeleton_of(saved.described, model, dtype, path)
         wanted, exact = expected_tensors(model, skeleton.modules)
         check_headers(wanted, exact, read_headers(files, saved.weight_map, path), saved.tied, path)
         skeleton.put_into(model)
         _fill(model, wanted, saved, files, path, device=device, dtype=dtype, progress=progress, verify=verify)
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     state_dtype(model, dtype or next(floats, torch.float32))
+    announce(model)
     return model.eval()
 
 
@@ -273,11 +281,12 @@ class _Index(NamedTuple):
     """``qcut_config.json``: the data as a whole, and the fields that every checkpoint has."""
 
     data: dict[str, Any]
-    layers: dict[str, Any]
-    embeddings: dict[str, Any]
-    fused: dict[str, str]
-    tied: dict[str, str]
+    described: Description
     weight_map: dict[str, str]
+
+    @property
+    def tied(self) -> dict[str, str]:
+        return self.described.tied
 
 
 def _checked(data: dict[str, Any], path: Path) -> tuple[_Index, set[str]]:
@@ -288,32 +297,8 @@ def _checked(data: dict[str, Any], path: Path) -> tuple[_Index, set[str]]:
             f"{_FORMAT!r} version {_VERSION} is needed"
         )
     data = schema.conform(data, _SCHEMA, path, CheckpointError)
-    fields = {name: data[name] for name in _Index._fields if name != "data"}
-    return _Index(data, **fields), set(data["weight_map"].values())
-
-
-class _Skeleton(NamedTuple):
-    """Modules that take the place of a model's: quantized layers and embeddings, and activations that layers apply."""
-
-    modules: dict[str, nn.Module]
-    activations: dict[str, tuple[nn.Module, str]]
-    """The parent of each activation's module, and the activation's name."""
-
-    def put_into(self, model: nn.Module) -> None:
-        replace_modules(model, {id(model.get_submodule(name)): new for name, new in self.modules.items()})
-        for name, (parent, activation) in self.activations.items():
-            parent._modules[name.rpartition(".")[2]] = FusedActivation(activation)
-
-
-def _prepare(saved: _Index, model: nn.Module, dtype: torch.dtype | None, path: Path) -> _Skeleton:
-    """Quantized modules without memory, checked against those of the model that they replace."""
-    own_tables = {f"{name}.table": name for name in saved.embeddings}
-    linears = {name: empty_layer(name, spec, model, own_tables.get(name), path) for name, spec in saved.layers.items()}
-    modules: dict[str, nn.Module] = {name: layer for name, layer in linears.items() if name not in own_tables}
-    for name, spec in saved.embeddings.items():
-        modules[name] = empty_embedding(name, spec, linears, model, dtype, path)
-    parents = {name: activation_parent(name, model, path) for name in saved.fused}
-    return _Skeleton(modules, {name: (parent, saved.fused[name]) for name, parent in parents.items()})
+    described = Description(**{name: data[name] for name in Description._fields})
+    return _Index(data, described, data["weight_map"]), set(data["weight_map"].values())
 
 
 def _fill(
@@ -354,8 +339,7 @@ def _fill(
                 _load_layer(module, state.pop(parent), parent, saved, path)
         else:
             (module._parameters if key in module._parameters else module._buffers)[key] = tensor  # type: ignore[index]
-    for layer, other in _tied_layers(modules, saved.tied):
-        layer.tie_to(other)
+    tie_layers(modules, saved.tied)
     check_no_meta(modules, path)
 
 
@@ -365,17 +349,4 @@ def _load_layer(layer: Linear, state: dict[str, Tensor], name: str, saved: _Inde
         tensor = f"{name}.{key}" if name else key
         where = path.parent / saved.weight_map[saved.tied.get(tensor, tensor)]
         raise CheckpointError(f"{where}: tensor {tensor!r}: {what}")
-    try:
-        layer.load_state_dict(state, assign=True)
-    except RuntimeError as exc:
-        raise CheckpointError(f"{path}: layer {name!r}: {exc}") from exc
-
-
-def _tied_layers(modules: dict[str, nn.Module], tied: dict[str, str]) -> list[tuple[Linear, Linear]]:
-    """Quantized layers that share stored tensors with another, and the other."""
-    pairs = {}
-    for name, owner in tied.items():
-        layer, other = (modules.get(full.rpartition(".")[0]) for full in (name, owner))
-        if layer is not other and isinstance(layer, Linear) and isinstance(other, Linear):
-            pairs[id(layer)] = layer, other
-    return list(pairs.values())
+    fill_layer(layer, state, f"{path}: layer {name!r}")

@@ -22,6 +22,7 @@ from qcut.conversion.tasks import Task, add_second_moments, layer_tasks
 from qcut.errors import ConfigError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, token_tables
+from qcut.models.listeners import announce
 from qcut.models.modules import as_given, fusible_activations, keep_hooks, tensor_key, weight_nk, weight_of
 from qcut.models.selection import check_model, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
@@ -114,9 +115,7 @@ def quantize(
     """
     check_model(model)
     smoothing, calibration = _smoothing(model, scheme, calibration, smooth)
-    work = _prepare(
-        model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse, allow_growth
-    )
+    work = prepare(model, scheme, calibration, second_moments, smoothing, include, skip, embeddings, fuse, allow_growth)
     target = None if device is None else torch.device(device)
     before = model_bytes(model)
     prebuild_layers(work.tasks, target, prebuild, progress)
@@ -130,6 +129,7 @@ def quantize(
     updates = _float_updates(model, smoothing, layers) if smoothing else []
     parameters, already = count_parameters(model, replacements), tuple(quantized_layers(model))
     commit(changes_of(model, replacements, work.fused, updates, target))
+    announce(model)
     return Report(tuple(reports), work.skipped, before, model_bytes(model), parameters, already, smoothing)
 
 
@@ -139,7 +139,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """All changes of a model, decided and checked before any layer is made.
 
     Attributes:
@@ -171,7 +171,7 @@ def _smoothing(
     return smoothing, calibration
 
 
-def _prepare(
+def prepare(
     model: nn.Module,
     scheme: str | Scheme | Plan,
     calibration: Calibration | None,
@@ -182,7 +182,8 @@ def _prepare(
     embeddings: str | Scheme | None,
     fuse: bool,
     allow_growth: bool,
-) -> _Work:
+) -> Work:
+    """Decide what changes; arguments and errors are those of `quantize`. The model may be on the meta device."""
     tasks, skipped = layer_tasks(model, scheme, calibration, include, skip, allow_growth)
     tables = {} if embeddings is None else token_tables(model)
     classifiers = {} if embeddings is None else classifier_tasks(model, tables, embeddings)
@@ -201,7 +202,7 @@ def _prepare(
         if name in tasks:
             tasks[name].activation = activation
             fused[follower] = activation
-    return _Work(tasks, skipped, tables, fused)
+    return Work(tasks, skipped, tables, fused)
 
 
 def _make_layers(
@@ -232,7 +233,7 @@ def _make_layers(
 
 
 def _make_tables(
-    work: _Work, layers: dict[str, Linear], scheme: str | Scheme | None, device: torch.device | None
+    work: Work, layers: dict[str, Linear], scheme: str | Scheme | None, device: torch.device | None
 ) -> dict[str, Embedding]:
     """The quantized embeddings by name, tied to the first layer that has their weight."""
     owners: dict[tuple[Any, ...], Linear] = {}

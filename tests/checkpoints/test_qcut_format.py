@@ -123,12 +123,12 @@ def test_nothing_is_read_twice_and_no_float_weight_is_made(tmp_path: Path, monke
 
 def test_saving_again_keeps_other_files_and_drops_old_ones(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"someone else's")
+    (tmp_path / "other.safetensors").write_bytes(b"someone else's")
     for scheme in ("w8a8", "w8a16"):
         save(quantized("gpt2", scheme), tmp_path)
     assert len(list(tmp_path.glob("model-*.safetensors"))) == 1
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
-    assert (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "other.safetensors").exists()
     assert "w8a16" in str(load(tmp_path, progress=False))
     assert not [p for p in tmp_path.iterdir() if p.name.endswith(".tmp")]
 

@@ -98,6 +98,11 @@ def test_the_page_on_lora_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert names["served"].peft_config.keys() == {"default"}
 
 
+def test_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    run_snippets(ROOT / "docs" / "transformers.md", tmp_path)
+
+
 def test_cited_sections_of_the_schemes_exist() -> None:
     sections = set(re.findall(r"^## (\d+)\.", (ROOT / "docs" / "schemes.md").read_text(), re.MULTILINE))
     cited = {

@@ -1,0 +1,147 @@
+"""`QcutConfig`: what ``from_pretrained(quantization_config=…)`` takes, and what ``config.json`` holds afterwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from qcut.config import ALLOWED_SCHEMES, Scheme, parse_scheme
+from qcut.errors import CheckpointError, ConfigError
+from qcut.process import versions
+from qcut.storage import schema
+
+versions.transformers()
+
+from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: E402  (after the check)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from qcut.conversion.calibration import Calibration
+    from qcut.conversion.plan import Plan
+
+_METHOD, _VERSION = "qcut", 1
+_GLOBS = schema.nothing_or(schema.items(schema.text()))
+_REQUEST = schema.record(
+    {"quant_method": schema.anything(), "scheme": schema.anything()},
+    {
+        "format_version": (schema.anything(), _VERSION),
+        "include": (_GLOBS, None),
+        "modules_to_not_convert": (_GLOBS, None),
+        "embeddings": (schema.anything(), None),
+        "fuse": (schema.boolean(), True),
+        "allow_growth": (schema.boolean(), False),
+    },
+)
+
+
+class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """How transformers' ``from_pretrained`` quantizes a model while it loads: one layer's float weight at a time.
+
+    ``AutoModelForCausalLM.from_pretrained(folder, quantization_config=qcut.QcutConfig("codebook4"))`` gives the layers
+    that `qcut.quantize` with the same arguments makes of the loaded float model. What ``save_pretrained`` then writes
+    loads without a configuration.
+
+    Args:
+        scheme: one for all layers, or a `Plan`.
+        include: globs of layers to quantize; None takes all (of the plan).
+        modules_to_not_convert: globs of layers to leave in float; None means ``["lm_head"]``, or none with a plan.
+        embeddings: scheme of the tables of tokens and of the classifier; None leaves them as they are otherwise.
+        calibration: `qcut.calibrate` of the float model; ``w8a8_static`` needs it.
+        second_moments: `qcut.collect_second_moments` of the float model, by layer: codebooks are fitted to them.
+        fuse: let a layer compute the activation that follows.
+        allow_growth: quantize layers too whose quantized form takes as many bytes as the float one or more.
+
+    Raises:
+        ConfigError: an unknown scheme, ``fp16`` for the whole model, or ``w8a8_static`` without a calibration.
+        UnsupportedError: transformers is missing, or too old.
+
+    Exactness: bitwise that of `qcut.quantize` on the model that the same call loads without a configuration.
+    """
+
+    def __init__(
+        self,
+        scheme: str | Scheme | Plan = "w8a8",
+        *,
+        include: Sequence[str] | None = None,
+        modules_to_not_convert: Sequence[str] | None = None,
+        embeddings: str | Scheme | None = None,
+        calibration: Calibration | None = None,
+        second_moments: Mapping[str, Tensor] | None = None,
+        fuse: bool = True,
+        allow_growth: bool = False,
+    ) -> None:
+        self.quant_method = _METHOD
+        self.scheme: Any = _checked(scheme, calibration)
+        self.include = include
+        self.modules_to_not_convert = modules_to_not_convert
+        self.embeddings = None if embeddings is None else parse_scheme(embeddings)
+        self.calibration = calibration
+        self.second_moments = second_moments
+        self.fuse = fuse
+        self.allow_growth = allow_growth
+        self.stored: dict[str, Any] | None = None
+
+    @classmethod
+    def describing(cls, stored: Mapping[str, Any]) -> QcutConfig:
+        """The configuration of a model that is quantized already, as `qcut.checkpoints.quantization_config` has it."""
+        config = cls()
+        config.stored = dict(stored)
+        return config
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Read what `to_dict` wrote. A description of quantized layers is checked when the model is there.
+
+        Raises:
+            CheckpointError: unknown keys, values of a wrong type, or a newer version.
+            ConfigError: an unknown scheme.
+        """
+        data = dict(config_dict)
+        config = cls.describing(data) if "scheme" not in data else cls._requested(data)
+        return (config, kwargs) if return_unused_kwargs else config
+
+    @classmethod
+    def _requested(cls, data: dict[str, Any]) -> QcutConfig:
+        where = "quantization_config"
+        given = schema.conform(data, _REQUEST, where, CheckpointError)
+        if given.pop("format_version") != _VERSION or given.pop("quant_method") != _METHOD:
+            raise CheckpointError(f"{where}: found {data}; quant_method {_METHOD!r} version {_VERSION} is needed")
+        scheme = given.pop("scheme")
+        if isinstance(scheme, dict):
+            from qcut.conversion.plan import Plan
+
+            scheme = Plan.from_json(scheme, f"{where}.scheme")
+        return cls(scheme, **given)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: the description of a quantized model, or else what was asked for, without calibration."""
+        if self.stored is not None:
+            return copy.deepcopy(self.stored)
+        return {
+            "quant_method": _METHOD,
+            "format_version": _VERSION,
+            "scheme": self.scheme.name if isinstance(self.scheme, Scheme) else self.scheme.to_json(),
+            "include": None if self.include is None else list(self.include),
+            "modules_to_not_convert": (
+                None if self.modules_to_not_convert is None else list(self.modules_to_not_convert)
+            ),
+            "embeddings": None if self.embeddings is None else self.embeddings.name,
+            "fuse": self.fuse,
+            "allow_growth": self.allow_growth,
+        }
+
+
+def _checked(scheme: str | Scheme | Plan, calibration: Calibration | None) -> Scheme | Plan:
+    from qcut.conversion.plan import Plan
+
+    if isinstance(scheme, Plan):
+        scheme.check()
+        return scheme
+    parsed = parse_scheme(scheme)
+    if parsed.is_float:
+        raise ConfigError(f"scheme {parsed.name!r} leaves every layer as it is; {ALLOWED_SCHEMES}")
+    if parsed.needs_range and calibration is None:
+        raise ConfigError(f"scheme {parsed.name!r} needs calibration=qcut.calibrate(model, batches) of the float model")
+    return parsed

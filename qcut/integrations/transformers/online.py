@@ -1,0 +1,207 @@
+"""Quantizes a model while transformers loads it: each weight is quantized when it arrives, and then dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps
+
+from qcut.conversion.commit import changes_of, commit
+from qcut.conversion.convert import prepare
+from qcut.conversion.fitting import rotatable
+from qcut.conversion.tasks import Task
+from qcut.errors import CheckpointError, QcutError
+from qcut.integrations.transformers.config import QcutConfig
+from qcut.layers.base import Linear
+from qcut.layers.embedding import Embedding
+from qcut.models.modules import float_bias, is_conv1d, keep_hooks, tensor_key, weight_of
+
+
+@dataclass
+class _Shared:
+    """One weight, and all that is quantized from it.
+
+    Attributes:
+        names: of the parameter, one for each module that holds it.
+        layers: tasks of linear layers, by name.
+        tables: embeddings, by name.
+        made: the quantized layer that the others share; None until the weight has arrived.
+    """
+
+    names: list[str] = field(default_factory=list)
+    layers: dict[str, Task] = field(default_factory=dict)
+    tables: dict[str, nn.Embedding] = field(default_factory=dict)
+    made: Linear | None = None
+
+
+class OnlineLoading:
+    """The state of one ``from_pretrained`` that quantizes.
+
+    What to quantize is decided on the model without memory. Modules stay in place until all tensors have arrived, their
+    weights on the meta device; then all are replaced at once.
+
+    Args:
+        model: on the meta device.
+        config: what to do.
+
+    Raises:
+        QcutError: see `qcut.quantize`.
+    """
+
+    def __init__(self, model: Any, config: QcutConfig) -> None:
+        self._config = config
+        self._to_tie = set(getattr(model, "all_tied_weights_keys", {}))
+        _tie_parameters(model)
+        self._work = prepare(
+            model,
+            config.scheme,
+            config.calibration,
+            config.second_moments,
+            None,
+            config.include,
+            config.modules_to_not_convert,
+            config.embeddings,
+            config.fuse,
+            config.allow_growth,
+        )
+        self._layers: dict[str, Linear] = {}
+        self._tables: dict[str, Embedding] = {}
+        self._failure: QcutError | None = None
+        self.targets: dict[str, _Shared] = {}
+        shared: dict[tuple[Any, ...], _Shared] = {}
+        for name, task in self._work.tasks.items():
+            shared.setdefault(tensor_key(weight_of(task.module)), _Shared()).layers[name] = task
+        for name, table in self._work.tables.items():
+            shared.setdefault(tensor_key(table.weight), _Shared()).tables[name] = table
+        for name, module in model.named_modules(remove_duplicate=False):
+            weight = module._parameters.get("weight")
+            if weight is not None and tensor_key(weight) in shared:
+                one = shared[tensor_key(weight)]
+                one.names.append(f"{name}.weight")
+                self.targets[f"{name}.weight"] = one
+
+    def operation(self) -> ConversionOps:
+        """What transformers calls with each weight in `targets`."""
+        return _Quantize(self)
+
+    def take(self, name: str, weight: Tensor) -> None:
+        """Quantize a weight that has arrived; the first failure is kept for `finish`."""
+        if self._failure is None:
+            try:
+                self._quantize(name, weight)
+            except QcutError as error:  # transformers would catch it, and go on with random weights
+                self._failure = error
+
+    def settled(self, name: str) -> set[str]:
+        """Names of the parameters that are no longer missing when a weight has arrived, but for those to be tied."""
+        return set(self.targets[name].names) - self._to_tie
+
+    def finish(self, model: Any) -> None:
+        """Put the quantized modules in place.
+
+        Raises:
+            CheckpointError: a weight to quantize was not in the checkpoint (named).
+            QcutError: a weight could not be quantized; see `qcut.Linear.from_float`.
+        """
+        if self._failure is not None:
+            raise self._failure
+        for name, one in self.targets.items():
+            if one.made is None:
+                raise CheckpointError(f"the checkpoint has no tensor {name!r}, which was to be quantized")
+        replacements: dict[int, nn.Module] = {}
+        for name, task in self._work.tasks.items():
+            layer = self._layers[name]
+            bias = task.module._parameters.get("bias")
+            if bias is not None:
+                layer.bias = float_bias(bias.detach(), name)
+            keep_hooks(task.module, layer)
+            replacements[id(task.module)] = layer.train(task.module.training)
+        for name, table in self._work.tables.items():
+            replacements[id(table)] = self._tables[name].train(table.training)
+        commit(changes_of(model, replacements, self._work.fused, (), None))
+
+    def _quantize(self, name: str, weight: Tensor) -> None:
+        one = self.targets[name]
+        module = next(iter((*(task.module for task in one.layers.values()), *one.tables.values())))
+        wanted = weight_of(module)
+        if weight.shape != wanted.shape:
+            raise CheckpointError(
+                f"tensor {name!r}: found {list(weight.shape)}, the configuration asks for {list(wanted.shape)}"
+            )
+        before = one.made
+        weight_nk = weight.t() if is_conv1d(module) else weight
+        for layer_name, task in one.layers.items():
+            layer = _from_weight(weight_nk, task, layer_name)
+            _tie(layer, one.made, name, again=before is not None)
+            one.made = one.made or layer
+            if before is None:
+                self._layers[layer_name] = layer
+        if not one.layers:
+            assert self._config.embeddings is not None, "there are tables to quantize only where it is given"
+            served, _ = rotatable(self._config.embeddings, weight.shape[1])
+            made = _from_weight(weight, Task(module, served), next(iter(one.tables)))
+            _tie(made, one.made, name, again=before is not None)
+            one.made = one.made or made
+        for i, table_name in enumerate(one.tables):
+            owns = not one.layers and i == 0
+            assert one.made is not None
+            if before is None:
+                self._tables[table_name] = Embedding(one.made, weight.dtype, tied=not owns)
+        # Marked, or transformers would draw values for weights that it takes to be missing.
+        wanted._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def _tie_parameters(model: Any) -> None:
+    """Let tied names hold one parameter, which transformers does only when all has been loaded."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if target in parameters and source in parameters and parameters[target].shape == parameters[source].shape:
+            parent, _, key = target.rpartition(".")
+            model.get_submodule(parent)._parameters[key] = parameters[source]
+
+
+def _from_weight(weight: Tensor, task: Task, name: str) -> Linear:
+    stand_in = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    stand_in.weight = nn.Parameter(weight, requires_grad=False)
+    return Linear.from_float(
+        stand_in,
+        task.scheme,
+        activation=task.activation,
+        static_range=task.static_range,
+        second_moment=task.second_moment,
+        name=name,
+    )
+
+
+def _tie(layer: Linear, owner: Linear | None, name: str, *, again: bool) -> None:
+    """Share the owner's tensors; where the weight is stored a second time, check that it is the same one."""
+    if owner is None:
+        return
+    layer.tie_to(owner)
+    if again and any(layer._buffers[key] is not owner._buffers[key] for key in owner._buffers if key != "bias"):
+        raise CheckpointError(
+            f"tensor {name!r}: the configuration ties it to another, and the checkpoint has two that differ; load with "
+            "tie_word_embeddings=False"
+        )
+
+
+class _Quantize(ConversionOps):  # type: ignore[misc]
+    """Takes weights to quantize out of what transformers puts into the model."""
+
+    def __init__(self, loading: OnlineLoading) -> None:
+        self._loading = loading
+
+    def convert(self, input_dict: Mapping[str, Any], missing_keys: set[str] | None = None, **_: Any) -> dict[str, Any]:
+        rest = {}
+        for name, value in input_dict.items():
+            tensor = value[0] if isinstance(value, list) else value
+            if name in self._loading.targets:
+                self._loading.take(name, tensor)
+                if missing_keys is not None:
+                    missing_keys -= self._loading.settled(name)
+            else:
+                rest[name] = value
+        return rest

@@ -1,0 +1,143 @@
+"""The quantizer that transformers asks while it loads and saves."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.quantizers.base import HfQuantizer
+
+from qcut.errors import CheckpointError, UnsupportedError
+from qcut.integrations.transformers.config import QcutConfig
+from qcut.process import versions
+
+_ONE_DEVICE = "one device for the whole model, as in device_map='cpu' or device_map={'': 'cuda:0'}"
+
+
+class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Quantizes a model of transformers while it is loaded, or loads one that is quantized; see `QcutConfig`.
+
+    transformers makes one for each model, and keeps it as ``model.hf_quantizer``.
+    """
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: QcutConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._loading: Any = None
+
+    @property
+    def is_trainable(self) -> bool:
+        """Weights are frozen, and no gradient passes a quantized layer."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether ``generate`` may compile the model."""
+        return True
+
+    def is_serializable(self, **_: Any) -> bool:
+        """Whether ``save_pretrained`` can write the model."""
+        return True
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        """See `qcut.process.versions`."""
+        versions.transformers()
+        versions.require("torch")
+        if self.pre_quantized and self.quantization_config.stored is None:
+            raise CheckpointError(
+                "config.json: quantization_config of qcut describes no layers; the model is not qcut's"
+            )
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """Refuses what would lose the tensors of quantized layers, which are buffers.
+
+        Raises:
+            UnsupportedError: a map with several devices, with ``disk``, or with ``meta``.
+        """
+        _check_devices(device_map)
+        return device_map
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **_: Any) -> bool:
+        """Whether a weight is to be quantized when it arrives."""
+        return not self.pre_quantized and self._loading is not None and param_name in self._loading.targets
+
+    def get_quantize_ops(self) -> Any:
+        """What is done with a weight when it arrives."""
+        return self._loading.operation()
+
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+        if self.pre_quantized:
+            from qcut.integrations.transformers.stored import StoredLoading
+
+            self._loading = StoredLoading(model, self.quantization_config.stored, checkpoint_paths(checkpoint_files))
+        else:
+            from qcut.integrations.transformers.online import OnlineLoading
+
+            self._loading = OnlineLoading(model, self.quantization_config)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        loading, self._loading = self._loading, None
+        _check_devices(getattr(model, "hf_device_map", None))
+        if getattr(model, "_tp_size", None) is not None:
+            raise UnsupportedError(f"tensor parallel of {model._tp_size} for quantized layers; allowed: {_ONE_DEVICE}")
+        loading.finish(model)
+        attach(model)
+        return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The tensors to save, those of quantized layers as they are stored, and no metadata.
+
+        Raises:
+            UnsupportedError: ``save_pretrained`` was given a state dict, which says nothing of its layers' schemes.
+        """
+        caller = sys._getframe(1).f_locals
+        if caller.get("state_dict") is not None:
+            raise UnsupportedError(
+                "save_pretrained(state_dict=…) of a quantized model: a state dict says nothing of schemes; allowed: "
+                "save_pretrained(directory) of the model that holds these tensors"
+            )
+        from qcut.integrations.transformers.saving import describe, state_of
+
+        describe(model)
+        return state_of(model), {}
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        from qcut.integrations.transformers.dequantizing import dequantize
+
+        return dequantize(model, dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QcutHfQuantizer:
+        made = type(self)(self.quantization_config, pre_quantized=self.pre_quantized)
+        memo[id(self)] = made
+        return made
+
+
+def attach(model: nn.Module) -> None:
+    """Give a model that holds quantized layers, and the models in it, the quantizer that saves and dequantizes them."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return
+    for module in model.modules():
+        known = isinstance(getattr(module, "hf_quantizer", None), QcutHfQuantizer)
+        if isinstance(module, modeling.PreTrainedModel) and not known:
+            module.hf_quantizer = QcutHfQuantizer(QcutConfig.describing({}), pre_quantized=True)
+
+
+def _check_devices(device_map: Any) -> None:
+    if device_map is None:
+        return
+    devices = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else {str(device_map)}
+    if len(devices) > 1 or devices & {"disk", "meta"}:
+        raise UnsupportedError(
+            f"device_map asks for {', '.join(sorted(devices))}: quantized layers keep their weights in buffers, which "
+            f"offloading and splitting lose; allowed: {_ONE_DEVICE}"
+        )
+
+
+def checkpoint_paths(files: Any) -> list[Path]:
+    """The safetensors files that transformers is about to read."""
+    return [Path(file) for file in files or () if str(file).endswith(".safetensors")]

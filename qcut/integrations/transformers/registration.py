@@ -1,0 +1,24 @@
+"""Makes transformers know the quantization method ``qcut``; runs when transformers' registry has been imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qcut.errors import UnsupportedError
+
+
+def register(auto: Any) -> None:
+    """Enter configuration and quantizer, in place of earlier ones where there are any.
+
+    Args:
+        auto: the module ``transformers.quantizers.auto``.
+    """
+    try:
+        from qcut.integrations.transformers.config import QcutConfig
+        from qcut.integrations.transformers.quantizer import QcutHfQuantizer, attach
+        from qcut.models.listeners import on_quantized
+    except (ImportError, UnsupportedError):
+        return  # without torch, or of another age: `qcut.QcutConfig` says what is wrong
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING["qcut"] = QcutConfig
+    auto.AUTO_QUANTIZER_MAPPING["qcut"] = QcutHfQuantizer
+    on_quantized("transformers", attach)

@@ -1,0 +1,227 @@
+"""Loads a model that is quantized already: transformers fills plain buffers, of which layers are made afterwards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qcut.checkpoints.description import Description, Skeleton, fill_layer, skeleton_of, tie_layers
+from qcut.checkpoints.quantization_config import description_of
+from qcut.checkpoints.skeleton import check_layer_sizes
+from qcut.checkpoints.state import passing_buffers
+from qcut.errors import CheckpointError
+from qcut.layers.base import state_dtype
+from qcut.models.modules import weight_of
+from qcut.numerics.checks import out_of_range
+from qcut.storage.safetensors_file import TensorFile, TensorHeader
+
+_WHERE = Path("config.json")
+
+
+class StoredLoading:
+    """The state of one ``from_pretrained`` of a quantized model.
+
+    Modules stay in place until all tensors have arrived, with the buffers that the checkpoint stores in place of their
+    weights: transformers sets attributes, and knows no layer that lays its tensors out anew.
+
+    Args:
+        model: on the meta device.
+        stored: ``quantization_config`` of the checkpoint.
+        files: safetensors files of the checkpoint; none where transformers was given a state dict.
+
+    Raises:
+        CheckpointError: a description that is damaged, newer, or does not fit the model; a tensor that is missing,
+            superfluous, or of another dtype or shape (named).
+    """
+
+    def __init__(self, model: Any, stored: Mapping[str, Any], files: list[Path]) -> None:
+        where = files[0].parent / _WHERE if files else _WHERE
+        self._where = where
+        self._saved = _renamed(description_of(stored, f"{where}: quantization_config"), model, where)
+        headers = _headers(files)
+        if files:
+            check_layer_sizes(self._saved.layers, sum(header.nbytes for header in headers.values()), where)
+        self._skeleton: Skeleton = skeleton_of(self._saved, model, None, where)
+        self._keys: dict[str, dict[str, Tensor]] = {}
+        for name, layer in self._skeleton.layers.items():
+            wanted = {key: entry.read() for key, entry in layer.stored().items()}
+            self._keys[name] = wanted
+            self._make_room(model, name, wanted)
+        for name in self._saved.embeddings:
+            _without_weight(model.get_submodule(name))
+        present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        model.all_tied_weights_keys = {
+            target: source
+            for target, source in getattr(model, "all_tied_weights_keys", {}).items()
+            if target in present and source in present
+        }
+        if files:
+            self._check(model, headers)
+
+    def finish(self, model: Any) -> None:
+        """Make the layers of what has arrived, one after another, and put them in place.
+
+        Raises:
+            CheckpointError: a tensor did not arrive, or holds what quantizing never gives (named).
+        """
+        held = {name: self._arrived(model, name) for name in self._keys}
+        for name, layer in self._skeleton.layers.items():
+            state = {}
+            for key, wanted in self._keys[name].items():
+                owner = self._saved.tied.get(f"{name}.{key}", f"{name}.{key}")
+                parent, _, owner_key = owner.rpartition(".")
+                tensor = held.get(parent, {}).get(owner_key)
+                if tensor is None:
+                    raise CheckpointError(f"{self._where}: tensor {owner!r} is missing")
+                state[key] = tensor.to(wanted.dtype)
+            if problem := layer.state_problem(state):
+                raise CheckpointError(f"{self._where}: tensor {f'{name}.{problem[0]}'!r}: {problem[1]}")
+            fill_layer(layer, state, f"{self._where}: layer {name!r}")
+            layer.train(False)
+            self._drop(model, name, held)
+        self._skeleton.put_into(model)
+        tie_layers(dict(model.named_modules(remove_duplicate=False)), self._saved.tied)
+        for name, parameter in model.named_parameters():
+            arrived = getattr(parameter, "_is_hf_initialized", False)
+            if not arrived and not _may_miss(model, name):
+                raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
+            if found := out_of_range(parameter.detach()):
+                raise CheckpointError(f"{self._where}: tensor {name!r}: found {found}; finite values are needed")
+        floats = (p.dtype for p in model.parameters() if p.is_floating_point())
+        state_dtype(model, next(floats, torch.float32))
+        for name in self._saved.embeddings:
+            model.get_submodule(name).dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+    def _make_room(self, model: nn.Module, name: str, wanted: Mapping[str, Tensor]) -> None:
+        """Let transformers find the buffers that it is to fill."""
+        table_of = name.removesuffix(".table")
+        if table_of in self._saved.embeddings and name.endswith(".table"):
+            module: nn.Module = nn.Module()
+            model.get_submodule(table_of).add_module("table", module)
+        else:
+            module = model.get_submodule(name)
+            _without_weight(module)
+            if "bias" in module._parameters:
+                del module._parameters["bias"]
+            if "bias" not in wanted:
+                module.__dict__["bias"] = None
+        for key, tensor in wanted.items():
+            if f"{name}.{key}" not in self._saved.tied:
+                module.register_buffer(key, tensor)
+
+    def _arrived(self, model: nn.Module, name: str) -> dict[str, Tensor]:
+        buffers = model.get_submodule(name)._buffers
+        given = {key: buffers.get(key) for key in self._keys[name]}
+        # transformers fills what is missing with memory as it finds it, and marks what it has loaded.
+        return {key: t for key, t in given.items() if t is not None and getattr(t, "_is_hf_initialized", False)}
+
+    def _drop(self, model: nn.Module, name: str, held: dict[str, dict[str, Tensor]]) -> None:
+        """Let go of tensors that no other layer is made of."""
+        if name not in {owner.rpartition(".")[0] for owner in self._saved.tied.values()}:
+            held[name].clear()
+            model.get_submodule(name)._buffers.clear()
+
+    def _check(self, model: Any, headers: Mapping[str, TensorHeader]) -> None:
+        """Hold the files' headers to the model before anything is read."""
+        base = f"{model.base_model_prefix}."
+        by_name = {name.removeprefix(base): header for name, header in headers.items()}
+        for name, wanted in self._keys.items():
+            for key, tensor in wanted.items():
+                full = f"{name}.{key}"
+                header = by_name.get(self._saved.tied.get(full, full).removeprefix(base))
+                if header is None:
+                    raise CheckpointError(f"{self._where}: tensor {full!r} is missing")
+                if header.dtype != tensor.dtype or header.shape != list(tensor.shape):
+                    raise CheckpointError(
+                        f"{self._where}: tensor {full!r}: found {header.dtype} {header.shape}, {tensor.dtype} "
+                        f"{list(tensor.shape)} is needed"
+                    )
+        known = {name.removeprefix(base) for name in (*model.state_dict(), *passing_buffers(model))}
+        layers = tuple(f"{name.removeprefix(base)}." for name in self._keys)
+        children = [name for name, _ in model.named_children()]
+        inside = ("",) if model.base_model_prefix in children else (base, *(f"{child}." for child in children))
+        ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+        foreign = [name for name in headers if name.removeprefix(base) not in known and name.startswith(inside)]
+        for name in foreign:
+            expected = _converted(model) or any(pattern.search(name) for pattern in ignored)
+            if name.removeprefix(base).startswith(layers) or not expected:
+                raise CheckpointError(f"{self._where}: tensor {name!r} does not belong to the model")
+        tied = model.all_tied_weights_keys
+        optional = {*tied, *tied.values()}
+        for name, parameter in model.named_parameters():
+            header = by_name.get(name.removeprefix(base))
+            # transformers would make memory for what is missing, as large as the configuration says.
+            if header is None and name not in optional and not _converted(model) and not _may_miss(model, name):
+                raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
+            if header is not None and header.shape != list(parameter.shape):
+                raise CheckpointError(
+                    f"{self._where}: tensor {name!r}: found {header.shape}, {list(parameter.shape)} is needed"
+                )
+
+
+def _without_weight(module: nn.Module) -> None:
+    """Take a weight out of what transformers loads, and leave what its initialization looks at."""
+    weight: Any = weight_of(module).detach()
+    del module._parameters["weight"]
+    weight._is_hf_initialized = True
+    module.__dict__["weight"] = weight
+
+
+def _headers(files: list[Path]) -> dict[str, TensorHeader]:
+    headers: dict[str, TensorHeader] = {}
+    with ExitStack() as stack:
+        for path in files:
+            headers |= stack.enter_context(TensorFile(path, CheckpointError)).headers
+    return headers
+
+
+def _may_miss(model: Any, name: str) -> bool:
+    """Whether a model's class says that checkpoints need not have a tensor."""
+    return any(re.search(pattern, name) for pattern in model._keys_to_ignore_on_load_missing or ())
+
+
+def _converted(model: Any) -> bool:
+    """Whether transformers stores some tensors of a model under other names than the model has."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _renamed(saved: Description, model: Any, where: Path) -> Description:
+    """The description with the names that modules have in this model: of the whole that was saved, or of its base.
+
+    Raises:
+        CheckpointError: a module of the base is in neither.
+    """
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    prefix = f"{model.base_model_prefix}."
+    tops = {name for name, _ in model.named_children()}
+    prefixed = any(name.startswith(prefix) for name in (*saved.layers, *saved.fused, *saved.embeddings))
+    if model.base_model_prefix in tops or not prefixed:
+        if model.base_model_prefix in tops and not prefixed and saved.layers and not set(saved.layers) <= names:
+            return _mapped(saved, lambda name: prefix + name)
+        return saved
+
+    def inside(name: str) -> str | None:
+        return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+    return _mapped(saved, inside)
+
+
+def _mapped(saved: Description, rename: Any) -> Description:
+    """A description with other names, without what has none."""
+    layers = {new: spec for name, spec in saved.layers.items() if (new := rename(name))}
+    fused = {new: activation for name, activation in saved.fused.items() if (new := rename(name))}
+    tied = {new: owner for name, o in saved.tied.items() if (new := rename(name)) and (owner := rename(o))}
+    embeddings = {
+        new: {**spec, "table": table}
+        for name, spec in saved.embeddings.items()
+        if (new := rename(name)) and (table := rename(spec["table"]))
+    }
+    return Description(layers, embeddings, fused, tied)

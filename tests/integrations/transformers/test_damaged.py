@@ -1,0 +1,143 @@
+"""Folders of quantized models that are damaged, newer or made up: an exception of qcut's that names what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import qcut
+from qcut.errors import CheckpointError, QcutError
+from tests.integrations.transformers.support import opened, same, small
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    model = small("llama")
+    qcut.quantize(model, "codebook4_g16", embeddings="w8a16", progress=False)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder / "config.json"
+    data = json.loads(path.read_text())
+    change(data["quantization_config"])
+    path.write_text(json.dumps(data))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def refused(folder: Path, match: str) -> None:
+    for read in (opened, lambda path: qcut.load(path, progress=False)):
+        with pytest.raises(CheckpointError, match=match):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda q: q.update(format_version=2), "format_version 2; 'qcut' and 1 are needed"),
+        (lambda q: q.pop("format_version"), "format_version None"),
+        (lambda q: q.update(bits=4), "bits"),
+        (lambda q: q.pop("layers"), "layers"),
+        (lambda q: q.update(layers=[]), "layers"),
+        (lambda q: q["layers"][UP].update(in_features="64"), "in_features"),
+        (lambda q: q["layers"][UP].update(in_features=1 << 40), "in_features"),
+        (lambda q: q["layers"][UP].update(out_features=1 << 30), "up_proj"),
+        (lambda q: q["layers"][UP].update(in_features=32), r"up_proj.*saved with \(K, N\) = \(32, 128\)"),
+        (lambda q: q["layers"][UP].update(activation="exp"), "activation"),
+        (lambda q: q["layers"][UP].update(bias=True), "up_proj.bias' is missing"),
+        (lambda q: q["layers"][UP].update(extra=1), "extra"),
+        (lambda q: q["layers"][UP].update(scheme={"kind": "codebook", "bits": 9}), "up_proj.*bits is 9"),
+        (lambda q: q["layers"][UP].update(scheme="w8a8"), "up_proj"),
+        (lambda q: q["layers"].update({"model.layers.9.mlp.up_proj": q["layers"][UP]}), "layers.9.mlp.up_proj"),
+        (lambda q: q["layers"].update({"model.norm": q["layers"][UP]}), "model.norm.*no linear layer"),
+        (lambda q: q["layers"].pop(UP), "up_proj"),
+        (lambda q: q.update(fused={UP: "relu"}), "up_proj"),
+        (lambda q: q.update(fused={"model.nothing": "relu"}), "model.nothing"),
+        (lambda q: q.update(embeddings={}), "embed_tokens"),
+        (lambda q: q["embeddings"]["model.embed_tokens"].update(dtype="int8"), "dtype"),
+        (lambda q: q["embeddings"]["model.embed_tokens"].update(table="nothing"), "embed_tokens"),
+        (lambda q: q.update(tied={f"{UP}.indices": "nothing.indices"}), "up_proj.indices|nothing.indices"),
+        (lambda q: q.update(tied=3), "tied"),
+    ],
+)
+def test_descriptions(folder: Path, change: Any, match: str) -> None:
+    change_config(folder, change)
+    refused(folder, match)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.pop(f"{UP}.indices"), "up_proj.indices' is missing"),
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight' is missing"),
+        (lambda t: t.update({f"{UP}.more": torch.ones(2)}), "up_proj.more' does not belong"),
+        (lambda t: t.update({f"{UP}.weight": torch.ones(128, 64)}), "up_proj.weight' does not belong"),
+        (lambda t: t.update({"model.norm.more": torch.ones(2)}), "norm.more' does not belong"),
+        (
+            lambda t: t.update({f"{UP}.norms": torch.ones(128, 9).half()}),
+            r"up_proj.norms': found torch.float16 \[128, 9\]",
+        ),
+        (lambda t: t.update({f"{UP}.norms": t[f"{UP}.norms"].float()}), "up_proj.norms': found torch.float32"),
+        (lambda t: t.update({f"{UP}.norms": -t[f"{UP}.norms"]}), "up_proj.norms': found -"),
+        (lambda t: t.update({f"{UP}.codebook": t[f"{UP}.codebook"].flip(0)}), "codebook.*ascending"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(65)}), r"norm.weight': found \[65\], \[64\]"),
+        (lambda t: t["model.norm.weight"].fill_(torch.nan), "norm.weight': found nan"),
+        (lambda t: t["lm_head.weight_scale"].fill_(0), "lm_head.weight_scale"),
+    ],
+)
+def test_tensors(folder: Path, change: Any, match: str) -> None:
+    change_tensors(folder, change)
+    refused(folder, match)
+
+
+def test_truncated_files(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    refused(folder, "model.safetensors|truncated|incomplete")
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "vocab_size", "intermediate_size", "hidden_size"])
+def test_sizes_that_the_files_do_not_bear_out(folder: Path, key: str) -> None:
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**data, key: 1 << 15}))
+    with pytest.raises(CheckpointError):
+        qcut.load(folder)
+    if key != "num_hidden_layers":  # a model of so many layers takes minutes to make, before it is given to qcut
+        with pytest.raises(CheckpointError):
+            opened(folder)
+
+
+def test_a_class_that_transformers_does_not_have_is_not_looked_for(folder: Path) -> None:
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**data, "architectures": ["Nothing"]}))
+    with pytest.raises(CheckpointError, match="model class 'Nothing'"):
+        qcut.load(folder)
+    (folder / "config.json").write_text(json.dumps({**data, "auto_map": {"AutoModelForCausalLM": "code.Model"}}))
+    assert same(qcut.load(folder), opened(folder))
+
+
+def test_a_second_configuration_does_not_quantize_again(folder: Path) -> None:
+    model = opened(folder)
+    with pytest.warns(UserWarning, match="already has a `quantization_config`"):
+        assert same(opened(folder, quantization_config=qcut.QcutConfig("w8a8")), model)
+
+
+def test_a_float_folder_is_no_quantized_model(tmp_path: Path) -> None:
+    small("llama").save_pretrained(tmp_path)
+    with pytest.raises(QcutError, match=r"qcut_config\.json"):
+        qcut.load(tmp_path)

@@ -1,0 +1,208 @@
+"""``from_pretrained(quantization_config=…)``: the same layers as `qcut.quantize`, and one float weight at a time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModel
+
+import qcut
+from qcut.errors import CheckpointError, ConfigError, QuantizationError
+from qcut.layers.base import Linear
+from qcut.models.modules import FusedActivation
+from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
+
+SCHEMES = ("w8a8", "w8a16", "codebook4", "codebook2+3_g16", "codebook4_int8", "codebook4_g32_qr", "int4_g16")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_loading_gives_what_quantize_gives(kind: str, scheme: str, tmp_path: Path) -> None:
+    folder = folder_of(kind, tmp_path)
+    model, expected = opened(folder, quantization_config=qcut.QcutConfig(scheme)), opened(folder)
+    report = qcut.quantize(expected, scheme, progress=False)
+    assert same(model, expected)
+    assert sum(isinstance(m, Linear) for m in model.modules()) == len(report.layers)
+    assert any(isinstance(m, FusedActivation) for m in model.modules()) == (kind == "gpt2")
+    assert not model.training
+    model.save_pretrained(tmp_path / "out")
+    assert same(opened(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("embeddings", ["w8a16", "codebook4_g16"])
+def test_tables_and_classifiers(kind: str, embeddings: str, tmp_path: Path) -> None:
+    folder = folder_of(kind, tmp_path)
+    config = qcut.QcutConfig("w8a8", embeddings=embeddings)
+    model, expected = opened(folder, quantization_config=config), opened(folder)
+    qcut.quantize(expected, "w8a8", embeddings=embeddings, progress=False)
+    assert same(model, expected)
+    assert isinstance(model.lm_head, Linear)
+    assert isinstance(model.get_input_embeddings(), qcut.Embedding)
+    assert model.get_input_embeddings().tied == (kind == "gpt2")
+    model.save_pretrained(tmp_path / "out")
+    again = opened(tmp_path / "out")
+    assert same(again, expected)
+    assert (again.get_input_embeddings().linear is again.lm_head) == (kind == "gpt2")
+
+
+def test_static_ranges_come_from_a_calibration(tmp_path: Path) -> None:
+    folder = folder_of("gpt2", tmp_path)
+    expected = opened(folder)
+    calibration = qcut.calibrate(expected, [IDS], progress=False)
+    with pytest.raises(ConfigError, match=r"w8a8_static.*needs calibration=qcut\.calibrate"):
+        qcut.QcutConfig("w8a8_static")
+    config = qcut.QcutConfig("w8a8_static", calibration=calibration)
+    model = opened(folder, quantization_config=config)
+    qcut.quantize(expected, "w8a8_static", calibration=calibration, progress=False)
+    assert same(model, expected)
+    model.save_pretrained(tmp_path / "out")
+    assert same(opened(tmp_path / "out"), expected)
+
+
+def test_codebooks_are_fitted_to_second_moments(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path)
+    expected = opened(folder)
+    moments = qcut.collect_second_moments(expected, [IDS], progress=False)
+    config = qcut.QcutConfig("codebook3", second_moments=moments)
+    model = opened(folder, quantization_config=config)
+    qcut.quantize(expected, "codebook3", second_moments=moments, progress=False)
+    assert same(model, expected)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_plans_give_each_layer_its_scheme(kind: str, tmp_path: Path) -> None:
+    folder = folder_of(kind, tmp_path)
+    expected = opened(folder)
+    candidates = ("w8a8_static", "w8a16", "fp16")
+    plan = qcut.plan(expected, [IDS], budget=10.0, candidates=candidates, objective="memory", progress=False)
+    names = list(plan.layers)
+    for name, scheme in zip(names, ("w8a8_static", "codebook4_g16", "fp16", "w8a8"), strict=False):
+        plan.layers[name].scheme = scheme
+    model = opened(folder, quantization_config=qcut.QcutConfig(plan))
+    qcut.quantize(expected, plan, progress=False)
+    assert same(model, expected)
+    schemes = {name: m.scheme.name for name, m in model.named_modules() if isinstance(m, Linear)}
+    assert [schemes.get(name) for name in names[:4]] == ["w8a8_static", "codebook4_g16", None, "w8a8"]
+    model.save_pretrained(tmp_path / "out")
+    assert same(opened(tmp_path / "out"), expected)
+
+
+def test_which_layers(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path)
+    config = qcut.QcutConfig("w8a8", include=["*_proj"], modules_to_not_convert=["o_proj", "layers.1.*"])
+    model = opened(folder, quantization_config=config)
+    found = {name for name, m in model.named_modules() if isinstance(m, Linear)}
+    assert found == {
+        *(f"model.layers.0.self_attn.{name}_proj" for name in "qkv"),
+        *(f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")),
+    }
+    with pytest.raises(QuantizationError, match="'nothing' matches none"):
+        opened(folder, quantization_config=qcut.QcutConfig("w8a8", include=["nothing"]))
+    with pytest.raises(ConfigError, match="leaves every layer as it is"):
+        qcut.QcutConfig("fp16")
+
+
+def test_a_configuration_may_be_plain_data(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path)
+    config = qcut.QcutConfig("codebook4_g16", embeddings="w8a16", modules_to_not_convert=["o_proj"], fuse=False)
+    assert same(opened(folder, quantization_config=config.to_dict()), opened(folder, quantization_config=config))
+    with pytest.raises(CheckpointError, match="bits"):
+        opened(folder, quantization_config={"quant_method": "qcut", "scheme": "w8a8", "bits": 8})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = folder_of("gpt2", tmp_path)
+    options: dict[str, Any] = {"dtype": dtype}
+    model = opened(folder, quantization_config=qcut.QcutConfig("w8a16", embeddings="w8a16"), **options)
+    expected = opened(folder, **options)
+    qcut.quantize(expected, "w8a16", embeddings="w8a16", progress=False)
+    assert same(model, expected)
+    model.save_pretrained(tmp_path / "out")
+    again = opened(tmp_path / "out")
+    assert same(again, expected)
+    assert again.transformer.wte.dtype is dtype
+    assert again.transformer.h[0].attn.c_attn.weight.dtype is dtype
+
+
+def test_a_model_without_its_head(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path)
+    model = opened(folder, quantization_config=qcut.QcutConfig("codebook4_g16"))
+    model.save_pretrained(tmp_path / "out")
+    base = AutoModel.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(base(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+
+
+def test_one_float_weight_is_alive_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every weight that reaches a layer is watched; when the next one comes, those before it must be gone."""
+    folder = folder_of("llama", tmp_path)
+    watched: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    from_float = Linear.from_float.__func__  # type: ignore[attr-defined]
+
+    def watching(cls: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Linear:
+        gc.collect()
+        alive.append(sum(one() is not None for one in watched))
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        assert not weight.is_meta
+        watched.append(weakref.ref(weight.untyped_storage()))
+        made: Linear = from_float(cls, module, *args, **kwargs)
+        return made
+
+    monkeypatch.setattr(Linear, "from_float", classmethod(watching))
+    opened(folder, quantization_config=qcut.QcutConfig("w8a8"))
+    gc.collect()
+    assert len(watched) == 14
+    assert max(alive) <= 1
+    assert sum(one() is not None for one in watched) == 0
+
+
+def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
+    folder = folder_of("llama", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def rewritten(change: dict[str, Tensor | None]) -> Path:
+        kept = {key: t for key, t in (tensors | change).items() if t is not None}
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    config = qcut.QcutConfig("w8a8")
+    with pytest.raises(QuantizationError, match=r"model\.layers\.1\.mlp\.up_proj.*NaN"):
+        opened(rewritten({name: torch.full_like(tensors[name], torch.nan)}), quantization_config=config)
+    with pytest.raises(CheckpointError, match=rf"no tensor '{name}'"):
+        opened(rewritten({name: None}), quantization_config=config)
+    with pytest.raises(CheckpointError, match=rf"'{name}': found \[2, 3\], .*\[128, 64\]"):
+        opened(rewritten({name: torch.ones(2, 3)}), quantization_config=config)
+
+
+def test_tied_names_that_are_stored_twice(tmp_path: Path) -> None:
+    folder = folder_of("gpt2", tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    table = tensors["transformer.wte.weight"]
+    config = qcut.QcutConfig("w8a8", embeddings="w8a16")
+    expected = opened(folder, quantization_config=config)
+    save_file({**tensors, "lm_head.weight": table.clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert same(opened(folder, quantization_config=config), expected)
+    save_file({**tensors, "lm_head.weight": table + 1}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"ties it to another.*two that differ"):
+        opened(folder, quantization_config=config)
+    del tensors["transformer.wte.weight"]
+    save_file({**tensors, "lm_head.weight": table}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert same(opened(folder, quantization_config=config), expected)
+
+
+def test_float_models_load_as_before(tmp_path: Path) -> None:
+    folder = folder_of("gpt2", tmp_path)
+    assert torch.equal(logits(opened(folder)), logits(small("gpt2")))
+    assert not hasattr(opened(folder).config, "quantization_config")

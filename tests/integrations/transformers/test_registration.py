@@ -1,0 +1,50 @@
+"""transformers knows qcut, whichever is imported first, and at no cost where it is not used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import ROOT
+
+KNOWN = """
+from transformers.quantizers import auto
+known = auto.AUTO_QUANTIZER_MAPPING["qcut"], auto.AUTO_QUANTIZATION_CONFIG_MAPPING["qcut"]
+assert known[1] is qcut.QcutConfig, known
+assert known[0].__name__ == "QcutHfQuantizer"
+print(list(auto.AUTO_QUANTIZER_MAPPING).count("qcut"))
+"""
+
+
+RELOADING = "import qcut\nfrom importlib import reload\nfrom transformers.quantizers import auto\n"
+
+
+def run(code: str) -> str:
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import transformers, qcut",
+        "from transformers.quantizers import auto\nimport qcut",
+        "import qcut\nfrom transformers.quantizers import auto",
+        f"{RELOADING}reload(auto)\nreload(qcut)\nreload(auto)",
+    ],
+)
+def test_the_order_of_imports_does_not_matter(imports: str) -> None:
+    assert run(imports + KNOWN) == "1"
+
+
+def test_importing_qcut_imports_neither_torch_nor_transformers() -> None:
+    code = "import qcut, sys; print([m for m in ('torch', 'transformers', 'qcut.integrations') if m in sys.modules])"
+    assert run(code) == "[]"
+
+
+def test_one_finder_whatever_is_reloaded() -> None:
+    code = "import qcut, sys, importlib\nfor _ in range(3): importlib.reload(qcut)\n"
+    assert run(code + "print([type(f).__name__ for f in sys.meta_path].count('_QcutFinder'))") == "1"
