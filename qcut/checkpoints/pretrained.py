@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from qcut.checkpoints import qcut_format
+from qcut.checkpoints.foreign.reader import reader_of
 from qcut.checkpoints.huggingface import causal_model, read_config
 from qcut.checkpoints.turboquant import reader as turboquant_reader
 from qcut.errors import CheckpointError, ConfigError, UnsupportedError
@@ -50,7 +51,8 @@ def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, prog
     if local:
         _check_tokenizer_files(folder)
     with _no_progress_bars():
-        if local and ((folder / qcut_format.CONFIG_NAME).exists() or turboquant_reader.is_turboquant(folder)):
+        ours = (folder / qcut_format.CONFIG_NAME).exists() or turboquant_reader.is_turboquant(folder)
+        if local and (ours or reader_of(folder)):
             model = qcut_format.load(folder, device=device, dtype=dtype, progress=progress)
         else:
             model = _huggingface(transformers, name, tensors if local else None, dtype)

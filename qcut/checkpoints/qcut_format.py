@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qcut.checkpoints.foreign.reader import reader_of
 from qcut.checkpoints.skeleton import (
     activation_parent,
     as_like,
@@ -218,16 +219,17 @@ def load(
     progress: bool = True,
     verify: bool = True,
 ) -> nn.Module:
-    """Read what `save`, or the turboquant-model package, wrote and return the model, ready to run, in evaluation mode.
+    """Read what `save`, or another library, wrote and return the model, ready to run, in evaluation mode.
 
     The model is built on the meta device, without memory; its quantized layers are put in; names, shapes and dtypes
     of all tensors are checked against the files' headers; then tensors are read one at a time. At no moment does a
     second copy of the model, or a full-precision one, exist. What was saved with digests is compared with them, and the
     values of quantized layers are checked. No code of the checkpoint is run, and no pickle read. For directories with
-    a ``turboquant_config.json`` and no ``qcut_config.json`` see `qcut.checkpoints.turboquant.reader.load`.
+    a ``turboquant_config.json`` and no ``qcut_config.json`` see `qcut.checkpoints.turboquant.reader.load`; for those of
+    compressed-tensors, GPTQ, AWQ and bitsandbytes, and GGUF files, see docs/foreign-checkpoints.md.
 
     Args:
-        directory: the checkpoint.
+        directory: the checkpoint; a folder, or a ``.gguf`` file.
         model: for models that are not of a class in transformers: a function that builds the model (called on the
             meta device), or the model itself, which is filled and returned; what it holds is dropped.
         device: where the tensors shall be.
@@ -241,12 +243,14 @@ def load(
         CheckpointError: a file is missing, truncated, damaged or foreign; a tensor is missing, superfluous, of a wrong
             shape or dtype, or holds what quantizing never gives (named); or the model cannot be built without
             ``model``. A model passed in is then incomplete only if reading fails after all checks have passed.
-        UnsupportedError: what qcut does not read of the turboquant-model package's format (named).
+        UnsupportedError: what qcut does not read of another library's format (named).
 
     Exactness: tensors come back bit by bit, but for ``dtype``.
     """
     directory = Path(directory)
     path = directory / CONFIG_NAME
+    if not path.exists() and (foreign := reader_of(directory)):
+        return foreign.load(model=model, device=device, dtype=dtype, progress=progress)
     if not path.exists() and turboquant_reader.is_turboquant(directory):
         return turboquant_reader.load(
             directory, model=model, device=device, dtype=dtype, progress=progress, verify=verify
