@@ -3,7 +3,8 @@
 - ``int-quantized``: ``weight`` int8 ``[N, K]``, ``weight_scale`` ``[N, 1]``, or ``[1]`` for one scale of a layer.
 - ``pack-quantized``: ``weight_packed`` int32 ``[N, K / 8]`` of 4 bits (``[N, K / 4]`` of 8), along K, low bits first,
   q + 8; ``weight_scale`` ``[N, G]``; ``weight_shape`` int64 ``[2]``; without symmetry ``weight_zero_point`` int32
-  ``[ceil(N / 8), G]``, packed along N in the same way.
+  ``[ceil(N / 8), G]``, packed along N in the same way; of columns sorted by activation ``weight_g_idx`` int32 ``[K]``,
+  the group of each column.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qcut.checkpoints.foreign.making import int8_layer, integer_layer
+from qcut.checkpoints.foreign.making import by_order, byte_layer, int8_layer, integer_layer
 from qcut.checkpoints.foreign.packing import centred, unpack_words
 from qcut.checkpoints.foreign.parts import FLOATS, Parts, Stored
 from qcut.config import W8A8, W8A16
@@ -128,12 +129,14 @@ class CompressedTensors:
         group, n, k = self._group_of(parts), parts.n, parts.k
         parts.require_bias()
         if not group.packed:
-            parts.only(("weight", "weight_scale", "bias"))
+            parts.only(("weight", "weight_scale", "weight_zero_point", "bias"))
             parts.require("weight", ("I8",), [n, k])
             parts.require("weight_scale", FLOATS, *([[1], []] if group.one_scale else [[n, 1], [n]]))
             return
-        own = ("weight_packed", "weight_scale", "weight_shape", "bias")
+        own = ("weight_packed", "weight_scale", "weight_shape", "weight_g_idx", "bias")
         parts.only(own if group.symmetric else (*own, "weight_zero_point"))
+        if "weight_g_idx" in parts.tensors:
+            parts.require("weight_g_idx", ("I32", "I64"), [k])
         groups = -(-k // (group.group_size or k))
         per_word = 32 // group.bits
         parts.require("weight_packed", ("I32",), [n, -(-k // per_word)])
@@ -147,17 +150,23 @@ class CompressedTensors:
         group, n, k = self._group_of(parts), parts.n, parts.k
         scales = parts.read_scales("weight_scale")
         if not group.packed:
+            if "weight_zero_point" in parts.tensors and bool(parts.read("weight_zero_point").any()):
+                raise parts.error("weight_zero_point", "found values that are not 0; symmetric weights have none")
             scheme = W8A8() if group.int8_tokens else W8A16()
             return int8_layer(parts, parts.read("weight"), scales.reshape(-1).expand(n), scheme)
         if (shape := parts.read("weight_shape").tolist()) != [n, k]:
             raise parts.error("weight_shape", f"found {shape}; the model asks for {[n, k]}")
         q = unpack_words(parts.read("weight_packed"), group.bits, 1)[:, :k]
-        if group.bits == 8:
-            return int8_layer(parts, centred(q), scales[:, 0], W8A8() if group.int8_tokens else W8A16())
         zero_points: Tensor | None = None
         if not group.symmetric:
             zero_points = unpack_words(parts.read("weight_zero_point"), group.bits, 0)[:n]
-        return integer_layer(parts, q, scales, zero_points, group.group_size)
+        order = _order(parts, group)
+        if order is not None:
+            q = q[:, order.long()]
+        if group.int8_tokens:
+            return int8_layer(parts, centred(q), scales[:, 0], W8A8())
+        make = integer_layer if group.bits == 4 else byte_layer
+        return make(parts, q, scales, zero_points, group.group_size, order)
 
     def _group_of(self, parts: Parts) -> _Group:
         """The group whose targets name the layer, by itself before a pattern, and by a pattern before its class."""
@@ -168,6 +177,15 @@ class CompressedTensors:
         raise CheckpointError(
             f"{self._where}: layer {parts.name!r} has quantized tensors, and no group has it as target"
         )
+
+
+def _order(parts: Parts, group: _Group) -> Tensor | None:
+    if "weight_g_idx" not in parts.tensors or bool(((groups := parts.read("weight_g_idx")) == -1).all()):
+        return None
+    try:
+        return by_order(groups, group.group_size)
+    except ValueError as exc:
+        raise UnsupportedError(f"{parts.where}: tensor '{parts.name}.weight_g_idx': {exc}") from None
 
 
 def _by_name(target: str, name: str) -> bool:
@@ -202,30 +220,24 @@ def _group(label: str, data: dict[str, Any], common: str | None, where: str) -> 
         raise UnsupportedError(
             f"{where}: weights are {kind} of {bits} bits; {form} is served of int with {'4 or 8' if packed else 8} bits"
         )
-    if weights["dynamic"] or weights["actorder"] not in (None, False, "weight", "static"):
-        raise UnsupportedError(
-            f"{where}: weights are dynamic {weights['dynamic']!r}, actorder {weights['actorder']!r}; static weights "
-            "with actorder null, weight or static are served"
-        )
+    if weights["dynamic"]:
+        raise UnsupportedError(f"{where}: weights are dynamic; static ones are served")
     strategies = {"int-quantized": ("channel", "tensor"), "pack-quantized": ("group", "channel")}[form]
-    if strategy not in strategies or (bits == 8 and strategy == "group"):
-        raise UnsupportedError(
-            f"{where}: weights have the strategy {strategy!r} with {bits} bits; {', '.join(strategies)} are served"
-            + (", of 8 bits channel alone" if packed else "")
-        )
+    if strategy not in strategies:
+        raise UnsupportedError(f"{where}: weights have the strategy {strategy!r}; {', '.join(strategies)} are served")
     if strategy == "group" and (size is None or size < 1):
         raise CheckpointError(f"{where}: weights have groups of {size}; allowed: 1 and more")
-    if bits == 8 and not weights["symmetric"]:
-        raise UnsupportedError(f"{where}: weights of 8 bits are not symmetric; symmetric ones are served")
+    if not packed and not weights["symmetric"]:
+        raise UnsupportedError(f"{where}: weights are not symmetric; symmetric ones are served of {form}")
     if data["output_activations"]:
         raise UnsupportedError(f"{where}: output_activations are quantized; those of inputs are served")
     if tokens is not None:
         found = {key: tokens[key] for key in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
         wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
-        if found != wanted or bits != 8:
+        if found != wanted or bits != 8 or strategy == "group" or not weights["symmetric"]:
             raise UnsupportedError(
-                f"{where}: input_activations are {found} with weights of {bits} bits; {wanted} with weights of 8 bits "
-                "are served"
+                f"{where}: input_activations are {found} with weights of {bits} bits; {wanted} with symmetric "
+                "weights of 8 bits and a scale for each row are served"
             )
     return _Group(
         label,

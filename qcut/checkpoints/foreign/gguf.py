@@ -18,11 +18,8 @@ import torch
 from torch import Tensor
 
 from qcut.checkpoints.foreign.gguf_file import GgufFile
-from qcut.checkpoints.foreign.making import codebook_layer, integer_layer
+from qcut.checkpoints.foreign.making import byte_layer, integer_layer
 from qcut.checkpoints.foreign.parts import Parts, Stored
-from qcut.codebooks.quantizer import RotatedCodebook
-from qcut.codebooks.rotation import NO_ROTATION
-from qcut.config import Codebook
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.base import Linear
 from qcut.numerics.checks import out_of_range
@@ -72,29 +69,7 @@ class Gguf:
         if parts.tensors["weight"].code == "Q4_0":
             q = torch.cat((values & 15, values >> 4), -1).reshape(n, k)
             return integer_layer(parts, q, scales, None, _BLOCK)
-        return _two_passes(parts, values.reshape(n, k), scales)
-
-
-def _two_passes(parts: Parts, q: Tensor, scales: Tensor) -> Linear:
-    """int8 with a scale for 32 columns, as two passes of four bits.
-
-    With ``u = q + 128 = 16 i + j`` and the codebook ``c[i] = i - 7.5``, ``16 c[i] + c[j] = u - 127.5 = q + 0.5``: the
-    passes have the norms 16 d and d, and the shift takes d / 2 off.
-    """
-    u = q ^ 0x80
-    if float(scales.abs().max()) * 16 > torch.finfo(torch.float16).max:
-        scales = scales.float()
-    if bool((scales < 0).any()):
-        raise UnsupportedError(
-            f"{parts.where}: layer {parts.name!r}: found a Q8_0 scale below 0; scales from 0 are served"
-        )
-    book = torch.arange(16) - 7.5
-    passes = [
-        RotatedCodebook(indices, norms, book, _BLOCK, NO_ROTATION, 0)
-        for indices, norms in ((u >> 4, scales * 16), (u & 15, scales))
-    ]
-    scheme = Codebook(group_size=_BLOCK, rotation="none", residual_bits=4)
-    return codebook_layer(parts, passes, scheme, scales.float() * -0.5)
+        return byte_layer(parts, values.reshape(n, k) ^ 0x80, scales, None, _BLOCK)
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:

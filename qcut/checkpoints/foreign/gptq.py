@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from qcut.checkpoints.foreign.making import by_order, int8_layer, integer_layer
-from qcut.checkpoints.foreign.packing import centred, unpack_words
+from qcut.checkpoints.foreign.making import by_order, byte_layer, integer_layer
+from qcut.checkpoints.foreign.packing import unpack_words
 from qcut.checkpoints.foreign.parts import FLOATS, Parts, Stored
-from qcut.config import W8A16
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.base import Linear
 from qcut.storage import schema
@@ -55,7 +54,7 @@ class Gptq:
             found = "marlin" if data["is_marlin_format"] else version
             raise UnsupportedError(f"{where}: checkpoint_format is {found!r}; {', '.join(_VERSIONS)} are served")
         if self._bits not in (4, 8):
-            raise UnsupportedError(f"{where}: bits is {self._bits}; 4 are served, and 8 with a scale for each row")
+            raise UnsupportedError(f"{where}: bits is {self._bits}; 4 and 8 are served")
         if data["pack_dtype"] not in (None, "int32"):
             raise UnsupportedError(f"{where}: pack_dtype is {data['pack_dtype']!r}; int32 is read")
         if data["dynamic"]:
@@ -84,11 +83,6 @@ class Gptq:
         parts.require("scales", FLOATS, [groups, n])
         if "g_idx" in parts.tensors:
             parts.require("g_idx", ("I32", "I64"), [k])
-        if self._bits == 8 and groups > 1:
-            raise UnsupportedError(
-                f"{parts.where}: layer {parts.name!r}: 8 bits in groups of {self._group_size}; 8 bits are served "
-                "with a scale for each row (group_size -1)"
-            )
 
     def layer(self, parts: Parts) -> Linear:
         """See `Format.layer`."""
@@ -101,13 +95,7 @@ class Gptq:
                 order = by_order(parts.read("g_idx"), self._group_size)
             except ValueError as exc:
                 raise UnsupportedError(f"{parts.where}: tensor '{parts.name}.g_idx': {exc}") from None
-        if self._bits == 8:
-            if bool((zeros != 128).any()):
-                found = int(zeros[zeros != 128][0])
-                raise UnsupportedError(
-                    f"{parts.where}: tensor '{parts.name}.qzeros': found {found}; with 8 bits 128 is served"
-                )
-            return int8_layer(parts, centred(q), scales[:, 0], W8A16())
         if order is not None:
             q = q[:, order.long()]
-        return integer_layer(parts, q, scales, zeros, self._group_size, order)
+        make = integer_layer if self._bits == 4 else byte_layer
+        return make(parts, q, scales, zeros, self._group_size, order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qcut.checkpoints.foreign.packing import centred
 from qcut.checkpoints.foreign.parts import Parts
 from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.codebooks.rotation import NO_ROTATION
@@ -85,6 +86,47 @@ def integer_layer(
     return codebook_layer(parts, [book], scheme, shifts, order)
 
 
+def byte_layer(
+    parts: Parts,
+    u: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    group_size: int | None,
+    order: Tensor | None = None,
+) -> Linear:
+    """A layer of 8-bit integers, ``w = scale * (u - zero_point)``: W8A16 where a row has one scale, else two passes.
+
+    With ``u = 16 i + j`` and the codebook ``c[i] = i - 7.5``, ``16 c[i] + c[j] = u - 127.5``: the passes have the norms
+    ``16 * scale`` and ``scale``, and ``scale * (127.5 - zero_point)`` is the shift.
+
+    Args:
+        parts: name, sizes and bias of the layer.
+        u: uint8 ``[N, K]``, columns of a group side by side.
+        scales: floating ``[N, G]``, finite.
+        zero_points: integers ``[N, G]``; None: 128 everywhere.
+        group_size: columns of a group; None: whole rows.
+        order: see `integer_layer`.
+
+    Raises:
+        CheckpointError: a scale below 0.
+
+    Exactness: that of `integer_layer`.
+    """
+    zeros = torch.full(scales.shape, 128, dtype=torch.int32) if zero_points is None else zero_points.to(torch.int32)
+    if scales.shape[1] == 1 and bool((zeros == 128).all()):
+        return int8_layer(parts, centred(u), scales[:, 0], W8A16())
+    norms = stored_scales(scales)
+    if norms.dtype is torch.float16 and float(norms.abs().max()) * 16 > torch.finfo(torch.float16).max:
+        norms = norms.float()
+    book, size = torch.arange(16) - 7.5, group_size or parts.k
+    passes = [
+        RotatedCodebook(indices, part, book, size, NO_ROTATION, 0)
+        for indices, part in ((u >> 4, norms * 16), (u & 15, norms))
+    ]
+    scheme = Codebook(group_size=group_size, rotation="none", residual_bits=4)
+    return codebook_layer(parts, passes, scheme, norms.float() * (127.5 - zeros), order)
+
+
 def codebook_layer(
     parts: Parts,
     passes: list[RotatedCodebook],
@@ -145,8 +187,8 @@ def by_order(group_of_column: Tensor, group_size: int | None) -> Tensor | None:
     if not torch.equal(found.long(), expected):
         at = int((found != expected).nonzero()[0])
         raise ValueError(
-            f"found group {int(found[at])} for the {at + 1}th column in the order of groups; groups of {size} columns, "
-            "the last of which may have fewer, are served"
+            f"found group {int(found[at])} at place {at} of the columns in the order of their groups; groups of {size} "
+            "columns, the last of which may have fewer, are served"
         )
     return None if torch.equal(order, torch.arange(k)) else order.to(torch.int32)
 

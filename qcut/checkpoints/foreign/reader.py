@@ -19,7 +19,7 @@ from qcut.checkpoints.foreign.compressed_tensors import CompressedTensors
 from qcut.checkpoints.foreign.gguf import Gguf, config_of, tensors_of
 from qcut.checkpoints.foreign.gguf_file import MAGIC, GgufFile
 from qcut.checkpoints.foreign.gptq import Gptq
-from qcut.checkpoints.foreign.parts import Format, Parts, Stored
+from qcut.checkpoints.foreign.parts import FLOATS, Format, Parts, Stored
 from qcut.checkpoints.huggingface import causal_class, model_of, read_config
 from qcut.checkpoints.skeleton import as_like, check_no_meta
 from qcut.errors import CheckpointError, UnsupportedError
@@ -293,6 +293,8 @@ def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.
             continue
         layers[name] = Parts(name, where, *_sizes(modules[name], name, where), tensors)
         form.check(layers[name])
+        if getattr(modules[name], "bias", None) is not None:
+            layers[name].require("bias", FLOATS, [layers[name].n])
     holders = _held(model, layers, rest, where)
     made: dict[str, Linear] = {}
     new: dict[int, nn.Module] = {}
@@ -300,7 +302,7 @@ def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.
         layer = form.layer(layers[name]).to(device)
         made[name] = layer
         new[id(modules[name])] = layer if is_linear(modules[name]) else Embedding(layer, dtype or torch.float16)
-    _tie(model, modules, made, new, dtype or torch.float16)
+    _tie(modules, made, new, rest, dtype or torch.float16)
     for names in holders:
         stored = next(name for name in names if name in rest)
         like = _tensor(modules, names[0])
@@ -408,18 +410,18 @@ def _tensor(modules: Mapping[str, nn.Module], name: str) -> Tensor:
 
 
 def _tie(
-    model: nn.Module,
     modules: Mapping[str, nn.Module],
     made: Mapping[str, Linear],
     new: dict[int, nn.Module],
+    rest: Mapping[str, Stored],
     dtype: torch.dtype,
 ) -> None:
-    """Have the classifier be the quantized table that it is tied to."""
+    """Have the classifier and the table of tokens that are tied, and of which one is stored, be one quantized layer."""
     tied = {id(module._parameters.get("weight")): name for name, module in modules.items() if name in made}
-    for module in modules.values():
+    for other, module in modules.items():
         weight = module._parameters.get("weight")
         name = tied.get(id(weight))
-        if weight is None or name is None or id(module) in new:
+        if weight is None or name is None or id(module) in new or f"{other}.weight" in rest:
             continue
         if is_linear(module) and not is_linear(modules[name]):
             new[id(module)] = made[name]
