@@ -39,7 +39,8 @@ Reading = tuple[int, Callable[[], Tensor]]
 def save_compressed_tensors(model: nn.Module, directory: str | Path, *, max_shard_bytes: int = 4 << 30) -> None:
     """Write a W8A8 model as a compressed-tensors checkpoint, which vLLM and others read.
 
-    It is ``int-quantized``: int8 weights with a scale for each output channel, tokens quantized as they come. The directory gets ``model.safetensors`` (or several files and their index), ``config.json`` with a
+    It is ``int-quantized``: int8 weights with a scale for each output channel, tokens quantized as they come. The
+    directory gets ``model.safetensors`` (or several files and their index), ``config.json`` with a
     ``quantization_config``, and ``generation_config.json``. Layers in float go in float, and are named under
     ``ignore``. Activations that qcut fused into layers are not written: the model's class has them. All files are put
     in force together.

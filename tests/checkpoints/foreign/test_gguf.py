@@ -47,7 +47,7 @@ def halves(weight: Tensor, heads: int) -> Tensor:
 def write(path: Path, kind: Any, *, tied: bool = False, table: Any = Type.F16, arch: str = "llama",
           metadata: Callable[[Any], object] | None = None) -> Any:  # fmt: skip
     """Write a Llama, and return the float64 model that the gguf package dequantizes it to."""
-    model = samples.llama(tie_word_embeddings=tied)
+    model = samples.llama(tie_word_embeddings=tied, rope_theta=30000.0)
     out = gguf.GGUFWriter(str(path), arch)
     out.add_block_count(2)
     out.add_context_length(64)
@@ -56,7 +56,7 @@ def write(path: Path, kind: Any, *, tied: bool = False, table: Any = Type.F16, a
     out.add_head_count(4)
     out.add_head_count_kv(2)
     out.add_layer_norm_rms_eps(1e-6)
-    out.add_rope_freq_base(10000.0)
+    out.add_rope_freq_base(30000.0)
     out.add_rope_dimension_count(16)
     out.add_tokenizer_model("gpt2")
     out.add_token_list([f"t{i}" for i in range(samples.VOCABULARY)])
