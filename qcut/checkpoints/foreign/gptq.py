@@ -1,8 +1,8 @@
 """GPTQ checkpoints, of AutoGPTQ and its successors.
 
 ``qweight`` int32 ``[K / 8, N]`` (``[K / 4, N]`` of 8 bits), packed along K; ``qzeros`` int32 ``[G, N / 8]``, packed
-along N, z - 1 in the first version of the format and z in the second; ``scales`` ``[G, N]``; ``g_idx`` int32 ``[K]``,
-the group of each column: ``w[k, n] = scales[g, n] * (q[k, n] - z[g, n])``, ``g = g_idx[k]``.
+along N, z - 1 (of 0 all bits) in the first version of the format and z in the second; ``scales`` ``[G, N]``; ``g_idx``
+int32 ``[K]``, the group of each column: ``w[k, n] = scales[g, n] * (q[k, n] - z[g, n])``, ``g = g_idx[k]``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _CONFIG = schema.record(
         "is_marlin_format": (schema.anything(), None),
         "pack_dtype": (schema.nothing_or(schema.text()), "int32"),
         "dynamic": (schema.anything(), None),
+        "sym": (schema.boolean(), False),
     },
     more=True,
 )
@@ -65,6 +66,8 @@ class Gptq:
             raise CheckpointError(f"{where}: group_size is 0; allowed: -1, or 1 and more")
         self._group_size = None if size == -1 else size
         self._added = _VERSIONS[version]
+        # Some writers call the second version the first; the zero point of symmetric weights tells.
+        self._symmetric = data["sym"]
 
     def quantized(self, tensors: Mapping[str, Stored]) -> bool:
         """See `Format.quantized`."""
@@ -87,7 +90,10 @@ class Gptq:
     def layer(self, parts: Parts) -> Linear:
         """See `Format.layer`."""
         q = unpack_words(parts.read("qweight"), self._bits, 0).t().contiguous()
-        zeros = unpack_words(parts.read("qzeros"), self._bits, 1).t().int() + self._added
+        zeros = unpack_words(parts.read("qzeros"), self._bits, 1).t().int()
+        if not (self._symmetric and bool((zeros == 1 << self._bits - 1).all())):
+            # Zero points are below 2**bits: one of 0, less 1, is stored as all bits.
+            zeros = zeros + self._added & (1 << self._bits) - 1
         scales = parts.read_scales("scales").t().contiguous()
         order = None
         if "g_idx" in parts.tensors:

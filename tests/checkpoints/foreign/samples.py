@@ -127,15 +127,13 @@ def gptq(weight: Tensor, *, size: int, bits: int = 4, added: int = 1, order: Ten
     k = weight.shape[1]
     order = torch.arange(k) if order is None else order
     q, scales, zeros = asymmetric(weight[:, order], size, bits, symmetric=symmetric)
-    if added:
-        zeros = zeros.clamp(min=1)
     groups = torch.empty(k, dtype=torch.int32)
     groups[order] = torch.arange(k, dtype=torch.int32) // size
     back = torch.empty_like(q)
     back[:, order] = q
     stored = {
         "qweight": words(back, bits).t(),  # along K
-        "qzeros": words((zeros - added).t(), bits),  # along N
+        "qzeros": words((zeros - added).t() % (1 << bits), bits),  # along N
         "scales": scales.t(),
         "g_idx": groups,
     }

@@ -47,8 +47,23 @@ def test_zero_points_of_gptq(tmp_path: Path, form: str, added: int, size: int) -
     check(tmp_path, samples.write(tmp_path, config, pack), scheme)
 
 
+@pytest.mark.parametrize(("form", "added"), [("gptq", 1), ("gptq_v2", 0)])
+def test_zero_points_of_0(tmp_path: Path, form: str, added: int) -> None:
+    config = {**GPTQ, "checkpoint_format": form}
+    expected = samples.write(tmp_path, config, lambda _, w: samples.gptq(w.abs(), size=32, added=added))
+    assert min(float(m.weight.detach().min()) for m in samples.linears(expected).values()) >= 0
+    check(tmp_path, expected, "int4_g32_shifted")
+
+
 def test_symmetric_gptq_is_a_plain_codebook(tmp_path: Path) -> None:
     expected = samples.write(tmp_path, GPTQ, lambda _, w: samples.gptq(w, size=32, symmetric=True))
+    check(tmp_path, expected, "int4_g32")
+
+
+def test_symmetric_weights_of_the_second_version_that_say_the_first(tmp_path: Path) -> None:
+    expected = samples.write(
+        tmp_path, {**GPTQ, "sym": True}, lambda _, w: samples.gptq(w, size=32, added=0, symmetric=True)
+    )
     check(tmp_path, expected, "int4_g32")
 
 

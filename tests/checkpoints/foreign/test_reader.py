@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from torch import Tensor
 
 import qcut
 from qcut.checkpoints.foreign.reader import format_of, layer_of, reader_of
+from qcut.checkpoints.pretrained import load_pretrained
 from qcut.errors import CheckpointError
 from tests.checkpoints.foreign import samples
+from tests.support import ROOT
 
 CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
 FIRST = "model.layers.0.self_attn.q_proj"
@@ -42,6 +45,14 @@ def test_the_engine_runs_it(tmp_path: Path) -> None:
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, 5:].tolist()
     engine = qcut.Engine(model, context=32)
     assert engine.generate([prompt[0].tolist()], max_new_tokens=6)[0].tokens == expected
+
+
+def test_the_commands_loader_reads_it(tmp_path: Path) -> None:
+    samples.write(tmp_path, CONFIG, pack)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "models" / "gpt2-5m" / file, tmp_path)
+    model, _ = load_pretrained(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    assert model.get_submodule(FIRST).scheme.name == "int4_g32_shifted_ordered"
 
 
 def test_layers_without_a_model(tmp_path: Path) -> None:
