@@ -19,6 +19,7 @@ from qcut.process.versions import require
 if TYPE_CHECKING:
     from qcut import errors as errors
     from qcut import ops as ops
+    from qcut.checkpoints.foreign.writer import save_compressed_tensors as save_compressed_tensors
     from qcut.checkpoints.llama2c.files import load_llama2c as load_llama2c
     from qcut.checkpoints.llama2c.files import save_llama2c as save_llama2c
     from qcut.checkpoints.qcut_format import load as load
@@ -79,6 +80,7 @@ _HOME = {
     "explain": "cuda.explanation",
     "wait_for_kernels": "cuda.waiting",
     "save": "checkpoints.qcut_format",
+    "save_compressed_tensors": "checkpoints.foreign.writer",
     "save_turboquant": "checkpoints.turboquant.writer",
     "load": "checkpoints.qcut_format",
 }

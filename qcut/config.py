@@ -355,6 +355,57 @@ class Codebook(Scheme):
         return n * (k * sum(self.widths) / 8 + 2 * groups * self.passes)
 
 
+@dataclass(frozen=True)
+class ShiftedCodebook(Codebook):
+    """A codebook without rotation, with a shift for each row and group, or with columns in an order of the layer's own.
+
+    Quantizing never chooses it: it holds what other libraries wrote with zero points, or sorted by activation.
+
+    Attributes:
+        shifted: every row and group has a number that is added to all its weights, a zero point times a scale.
+        ordered: groups are of columns in an order that the layer holds, in place of neighbours.
+
+    Raises:
+        ConfigError: neither of both, a rotation, int8 products, or two passes of different widths.
+    """
+
+    rotation: Literal["hadamard", "qr", "none"] = "none"
+    shifted: bool = False
+    ordered: bool = False
+    kind: ClassVar[str] = "shifted_codebook"
+    usual: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        flags = self.shifted, self.ordered
+        if any(type(flag) is not bool for flag in flags) or not any(flags):
+            raise ConfigError(
+                f"ShiftedCodebook shifted and ordered are {flags}; allowed: true for one of them, or both"
+            )
+        if self.rotation != "none" or self.int8_products or len(set(self.widths)) > 1:
+            raise ConfigError(
+                f"ShiftedCodebook {self.name}: allowed: the rotation 'none', 16-bit products and passes of one width"
+            )
+
+    @classmethod
+    def from_name(cls, name: str) -> Codebook | None:
+        """Reads `name`."""
+        plain, ordered = name.removesuffix("_ordered"), name.endswith("_ordered")
+        plain, shifted = plain.removesuffix("_shifted"), plain.endswith("_shifted")
+        base = Codebook.from_name(plain) if shifted or ordered else None
+        return None if base is None else cls(**asdict(base), shifted=shifted, ordered=ordered)
+
+    @property
+    def name(self) -> str:
+        """The codebook's name, ``_shifted`` and ``_ordered``, such as ``int4_g32_shifted``."""
+        return super().name + "_shifted" * self.shifted + "_ordered" * self.ordered
+
+    def weight_bytes(self, n: int, k: int) -> float:
+        """That of the codebook, and a float32 shift for each group."""
+        groups = -(-k // self.group_columns(k))
+        return super().weight_bytes(n, k) + 4 * n * groups * self.shifted
+
+
 SCHEME_NAMES = tuple(name for cls in Scheme._classes.values() for name in cls.usual)
 """Names for lists that users read. `parse_scheme` knows more names of codebooks: see `Codebook.name`."""
 ALLOWED_SCHEMES = "use w8a8, w8a8_static, w8a16 or a codebook such as codebook4"

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from qcut.checkpoints import pretrained_format, qcut_format
+from qcut.checkpoints.foreign.reader import reader_of
 from qcut.checkpoints.huggingface import causal_model, read_config
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.checkpoints.turboquant import reader as turboquant_reader
@@ -51,7 +52,7 @@ def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, prog
     if local:
         _check_tokenizer_files(folder)
     with _no_progress_bars():
-        if local and _is_quantized(folder):
+        if local and (_is_quantized(folder) or reader_of(folder)):
             model = qcut_format.load(folder, device=device, dtype=dtype, progress=progress)
         else:
             model = _huggingface(transformers, name, tensors if local else None, dtype)

@@ -24,6 +24,7 @@ from qcut.checkpoints.description import (
     tie_layers,
 )
 from qcut.checkpoints.quantization_config import quantization_config
+from qcut.checkpoints.foreign.reader import reader_of
 from qcut.checkpoints.skeleton import (
     as_like,
     check_headers,
@@ -219,8 +220,8 @@ def load(
 ) -> nn.Module:
     """Read a quantized model and return it, ready to run, in evaluation mode.
 
-    Read are directories of `save`, of ``save_pretrained`` of a quantized model, and of the turboquant-model package;
-    and models of the hub by name, where transformers finds them.
+    Read are directories of `save`, of ``save_pretrained`` of a quantized model, and of other libraries; and models of
+    the hub by name, where transformers finds them.
 
     The model is built on the meta device, without memory; its quantized layers are put in; names, shapes and dtypes
     of all tensors are checked against the files' headers; then tensors are read one at a time. At no moment does a
@@ -229,8 +230,10 @@ def load(
     a ``turboquant_config.json`` and no ``qcut_config.json`` see `qcut.checkpoints.turboquant.reader.load`. What
     ``save_pretrained`` wrote is read by transformers, with the same checks of names, shapes, dtypes and values.
 
+    For checkpoints of compressed-tensors, GPTQ, AWQ and bitsandbytes, and GGUF files, see docs/foreign-checkpoints.md.
+
     Args:
-        directory: the checkpoint, or a name on the hub.
+        directory: the checkpoint, a folder or a ``.gguf`` file, or a name on the hub.
         model: for models that are not of a class in transformers: a function that builds the model (called on the
             meta device), or the model itself, which is filled and returned; what it holds is dropped.
         device: where the tensors shall be.
@@ -244,7 +247,7 @@ def load(
         CheckpointError: a file is missing, truncated, damaged or foreign; a tensor is missing, superfluous, of a wrong
             shape or dtype, or holds what quantizing never gives (named); or the model cannot be built without
             ``model``. A model passed in is then incomplete only if reading fails after all checks have passed.
-        UnsupportedError: what qcut does not read of the turboquant-model package's format (named).
+        UnsupportedError: what qcut does not read of another library's format (named).
 
     Exactness: tensors come back bit by bit, but for ``dtype``.
     """
@@ -254,6 +257,8 @@ def load(
         return pretrained_format.load(str(directory), device=device, dtype=dtype)
     if model is None and not directory.parent.exists() and pretrained_format.may_be_hub_name(name):
         return pretrained_format.load(name, device=device, dtype=dtype)
+    if not path.exists() and (foreign := reader_of(directory)):
+        return foreign.load(model=model, device=device, dtype=dtype, progress=progress)
     if not path.exists() and turboquant_reader.is_turboquant(directory):
         return turboquant_reader.load(
             directory, model=model, device=device, dtype=dtype, progress=progress, verify=verify

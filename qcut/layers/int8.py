@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,10 +38,13 @@ class Int8Linear(Linear):
     Attributes:
         qweight: int8 ``[N, padded_k(K)]``, zero padded.
         weight_scale: float32 ``[N]``.
+        least_code: the least integer that a weight may be. Quantizing gives -127 and more; other libraries' weights
+            have -128 too, which sums of `qcut.config.K_MAX` columns take, and those with a zero point do not.
     """
 
     qweight: Tensor
     weight_scale: Tensor
+    least_code: ClassVar[int] = -128
 
     @property
     def codes(self) -> Tensor:
@@ -68,10 +71,10 @@ class Int8Linear(Linear):
         return [LinearLayer(scheme.name, dtype, m_bucket(rows), n, k, bias, activation, aligned)]
 
     def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
-        """See `Linear.state_problem`: weights from -127 to 127, zero padding, and scales above 0."""
+        """See `Linear.state_problem`: weights from `least_code` to 127, zero padding, and scales above 0."""
         q = state["qweight"]
-        if found := out_of_range(q[:, : self.in_features], -127, 127):
-            return "qweight", f"found {found}; -127 to 127 are allowed"
+        if found := out_of_range(q[:, : self.in_features], self.least_code, 127):
+            return "qweight", f"found {found}; {self.least_code} to 127 are allowed"
         if found := out_of_range(q[:, self.in_features :], 0, 0):
             return "qweight", f"found {found} of the padding; 0 is allowed"
         if found := out_of_range(state["weight_scale"], 0.0, _MOST_SCALE, above=True):
@@ -157,6 +160,7 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
     """
 
     k_max = K_MAX_ZERO_POINT
+    least_code = -127
 
     col_scale: Tensor
     colsum: Tensor

@@ -43,7 +43,7 @@ def put(at: tuple[int, ...], value: float) -> Callable[[Tensor], Tensor]:
 
 
 CASES: list[tuple[str, str, Callable[[Tensor], Tensor], str]] = [
-    ("w8a8", "l.qweight", put((2, 3), -128), r"found -128 at \[2, 3\]; -127 to 127"),
+    ("w8a8_static", "l.qweight", put((2, 3), -128), r"found -128 at \[2, 3\]; -127 to 127"),
     ("w8a8", "l.qweight", put((2, 31), 1), r"found 1 at \[2, 11\] of the padding; 0"),
     *[("w8a16", "l.weight_scale", put((5,), v), rf"found {v} at \[5\]; values above 0") for v in (NAN, INF, -1.0, 0.0)],
     ("w8a8", "l.weight_scale", put((5,), 3e38), r"found 3\.0.*e\+38 at \[5\]"),

@@ -1,0 +1,251 @@
+"""The compressed-tensors format: integers of ``int-quantized`` and ``pack-quantized`` layers.
+
+- ``int-quantized``: ``weight`` int8 ``[N, K]``, ``weight_scale`` ``[N, 1]``, or ``[1]`` for one scale of a layer.
+- ``pack-quantized``: ``weight_packed`` int32 ``[N, K / 8]`` of 4 bits (``[N, K / 4]`` of 8), along K, low bits first,
+  q + 8; ``weight_scale`` ``[N, G]``; ``weight_shape`` int64 ``[2]``; without symmetry ``weight_zero_point`` int32
+  ``[ceil(N / 8), G]``, packed along N in the same way; of columns sorted by activation ``weight_g_idx`` int32 ``[K]``,
+  the group of each column.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from qcut.checkpoints.foreign.making import by_order, byte_layer, int8_layer, integer_layer
+from qcut.checkpoints.foreign.packing import centred, unpack_words
+from qcut.checkpoints.foreign.parts import FLOATS, Parts, Stored
+from qcut.config import W8A8, W8A16
+from qcut.errors import CheckpointError, UnsupportedError
+from qcut.layers.base import Linear
+from qcut.storage import schema
+
+_FORMATS = ("int-quantized", "pack-quantized")
+_ARGS = schema.record(
+    {"num_bits": schema.integer(1, 64)},
+    {
+        "type": (schema.text(), "int"),
+        "symmetric": (schema.boolean(), True),
+        "strategy": (schema.nothing_or(schema.text()), None),
+        "group_size": (schema.nothing_or(schema.integer(-1)), None),
+        "dynamic": (schema.anything(), False),
+        "actorder": (schema.anything(), None),
+    },
+    more=True,
+)
+_GROUP = schema.record(
+    {"targets": schema.items(schema.text()), "weights": schema.nothing_or(_ARGS)},
+    {
+        "input_activations": (schema.nothing_or(_ARGS), None),
+        "output_activations": (schema.nothing_or(_ARGS), None),
+        "format": (schema.nothing_or(schema.text()), None),
+    },
+    more=True,
+)
+_CONFIG = schema.record(
+    {"config_groups": schema.table(_GROUP)},
+    {
+        "format": (schema.nothing_or(schema.text()), None),
+        "quantization_status": (schema.nothing_or(schema.text()), "compressed"),
+        "kv_cache_scheme": (schema.anything(), None),
+        "sparsity_config": (schema.anything(), None),
+        "transform_config": (schema.anything(), None),
+        "ignore": (schema.nothing_or(schema.items(schema.text())), None),
+    },
+    more=True,
+)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """How the layers of one group are stored.
+
+    Attributes:
+        label: of the group, for messages.
+        targets: names of layers, ``re:`` and a pattern, or classes of modules.
+        packed: whether integers are packed to words.
+        bits: of an integer.
+        symmetric: whether there are no zero points.
+        group_size: columns of a group; None: whole rows.
+        one_scale: one scale for the layer.
+        int8_tokens: activations are int8, a scale for each token.
+    """
+
+    label: str
+    targets: tuple[str, ...]
+    packed: bool
+    bits: int
+    symmetric: bool
+    group_size: int | None
+    one_scale: bool
+    int8_tokens: bool
+
+
+class CompressedTensors:
+    """The format as a checkpoint's ``quantization_config`` describes it.
+
+    Args:
+        config: the configuration, as JSON holds it.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointError: a field is missing, or holds what it cannot.
+        UnsupportedError: types, bits or strategies that no qcut layer computes exactly (named).
+    """
+
+    def __init__(self, config: dict[str, Any], where: str) -> None:
+        where = f"{where}: quantization_config"
+        data = schema.conform(config, _CONFIG, where, CheckpointError)
+        status = data["quantization_status"]
+        if status not in (None, "compressed"):
+            raise UnsupportedError(f"{where}: quantization_status is {status!r}; 'compressed' is read")
+        for key in ("kv_cache_scheme", "transform_config"):
+            if data[key]:
+                raise UnsupportedError(f"{where}: {key} is {str(data[key])[:80]}; none is served")
+        sparsity = data["sparsity_config"] or {}
+        if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
+            raise UnsupportedError(
+                f"{where}: sparsity_config is of format {sparsity['format']!r}; dense weights are read"
+            )
+        self._where = where
+        self._groups = [
+            _group(label, group, data["format"], f"{where}: config_groups.{label}")
+            for label, group in data["config_groups"].items()
+            if group["weights"] is not None
+        ]
+        if not self._groups:
+            raise CheckpointError(f"{where}: no group has quantized weights")
+
+    def quantized(self, tensors: Mapping[str, Stored]) -> bool:
+        """See `Format.quantized`."""
+        return "weight_packed" in tensors or "weight_scale" in tensors
+
+    def check(self, parts: Parts) -> None:
+        """See `Format.check`."""
+        group, n, k = self._group_of(parts), parts.n, parts.k
+        parts.require_bias()
+        if not group.packed:
+            parts.only(("weight", "weight_scale", "weight_zero_point", "bias"))
+            parts.require("weight", ("I8",), [n, k])
+            parts.require("weight_scale", FLOATS, *([[1], []] if group.one_scale else [[n, 1], [n]]))
+            return
+        own = ("weight_packed", "weight_scale", "weight_shape", "weight_g_idx", "bias")
+        parts.only(own if group.symmetric else (*own, "weight_zero_point"))
+        if "weight_g_idx" in parts.tensors:
+            parts.require("weight_g_idx", ("I32", "I64"), [k])
+        groups = -(-k // (group.group_size or k))
+        per_word = 32 // group.bits
+        parts.require("weight_packed", ("I32",), [n, -(-k // per_word)])
+        parts.require("weight_scale", FLOATS, [n, groups])
+        parts.require("weight_shape", ("I64", "I32"), [2])
+        if not group.symmetric:
+            parts.require("weight_zero_point", ("I32",), [-(-n // per_word), groups])
+
+    def layer(self, parts: Parts) -> Linear:
+        """See `Format.layer`."""
+        group, n, k = self._group_of(parts), parts.n, parts.k
+        scales = parts.read_scales("weight_scale")
+        if not group.packed:
+            if "weight_zero_point" in parts.tensors and bool(parts.read("weight_zero_point").any()):
+                raise parts.error("weight_zero_point", "found values that are not 0; symmetric weights have none")
+            scheme = W8A8() if group.int8_tokens else W8A16()
+            return int8_layer(parts, parts.read("weight"), scales.reshape(-1).expand(n), scheme)
+        if (shape := parts.read("weight_shape").tolist()) != [n, k]:
+            raise parts.error("weight_shape", f"found {shape}; the model asks for {[n, k]}")
+        q = unpack_words(parts.read("weight_packed"), group.bits, 1)[:, :k]
+        zero_points: Tensor | None = None
+        if not group.symmetric:
+            zero_points = unpack_words(parts.read("weight_zero_point"), group.bits, 0)[:n]
+        order = _order(parts, group)
+        if order is not None:
+            q = q[:, order.long()]
+        if group.int8_tokens:
+            return int8_layer(parts, centred(q), scales[:, 0], W8A8())
+        make = integer_layer if group.bits == 4 else byte_layer
+        return make(parts, q, scales, zero_points, group.group_size, order)
+
+    def _group_of(self, parts: Parts) -> _Group:
+        """The group whose targets name the layer, by itself before a pattern, and by a pattern before its class."""
+        for fits in (_by_name, _by_pattern, _by_class):
+            for group in self._groups:
+                if any(fits(target, parts.name) for target in group.targets):
+                    return group
+        raise CheckpointError(
+            f"{self._where}: layer {parts.name!r} has quantized tensors, and no group has it as target"
+        )
+
+
+def _order(parts: Parts, group: _Group) -> Tensor | None:
+    if "weight_g_idx" not in parts.tensors or bool(((groups := parts.read("weight_g_idx")) == -1).all()):
+        return None
+    try:
+        return by_order(groups, group.group_size)
+    except ValueError as exc:
+        raise UnsupportedError(f"{parts.where}: tensor '{parts.name}.weight_g_idx': {exc}") from None
+
+
+def _by_name(target: str, name: str) -> bool:
+    return target == name
+
+
+def _by_pattern(target: str, name: str) -> bool:
+    return target.startswith("re:") and re.match(target[3:], name) is not None
+
+
+def _by_class(target: str, name: str) -> bool:
+    return target == "Linear"
+
+
+def _group(label: str, data: dict[str, Any], common: str | None, where: str) -> _Group:
+    form = data["format"] or common
+    if form not in _FORMATS:
+        raise UnsupportedError(f"{where}: format is {form!r}; {', '.join(_FORMATS)} are served")
+    for target in data["targets"]:
+        if target.startswith("re:"):
+            try:
+                re.compile(target[3:])
+            except (re.error, RecursionError, OverflowError) as exc:
+                raise CheckpointError(f"{where}: target {target[:80]!r} is no pattern: {exc}") from None
+    weights, tokens = data["weights"], data["input_activations"]
+    packed = form == "pack-quantized"
+    bits, kind, strategy = weights["num_bits"], weights["type"], weights["strategy"]
+    size = weights["group_size"]
+    if strategy is None:
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    if kind != "int" or bits not in ((4, 8) if packed else (8,)):
+        raise UnsupportedError(
+            f"{where}: weights are {kind} of {bits} bits; {form} is served of int with {'4 or 8' if packed else 8} bits"
+        )
+    if weights["dynamic"]:
+        raise UnsupportedError(f"{where}: weights are dynamic; static ones are served")
+    strategies = {"int-quantized": ("channel", "tensor"), "pack-quantized": ("group", "channel")}[form]
+    if strategy not in strategies:
+        raise UnsupportedError(f"{where}: weights have the strategy {strategy!r}; {', '.join(strategies)} are served")
+    if strategy == "group" and (size is None or size < 1):
+        raise CheckpointError(f"{where}: weights have groups of {size}; allowed: 1 and more")
+    if not packed and not weights["symmetric"]:
+        raise UnsupportedError(f"{where}: weights are not symmetric; symmetric ones are served of {form}")
+    if data["output_activations"]:
+        raise UnsupportedError(f"{where}: output_activations are quantized; those of inputs are served")
+    if tokens is not None:
+        found = {key: tokens[key] for key in ("num_bits", "type", "symmetric", "strategy", "dynamic")}
+        wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        if found != wanted or bits != 8 or strategy == "group" or not weights["symmetric"]:
+            raise UnsupportedError(
+                f"{where}: input_activations are {found} with weights of {bits} bits; {wanted} with symmetric "
+                "weights of 8 bits and a scale for each row are served"
+            )
+    return _Group(
+        label,
+        tuple(data["targets"]),
+        packed,
+        bits,
+        weights["symmetric"],
+        size if strategy == "group" else None,
+        strategy == "tensor",
+        tokens is not None,
+    )

@@ -1,0 +1,430 @@
+"""Checkpoints of other libraries: found by their configuration or magic, and loaded as models with qcut layers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as registration
+
+from qcut.checkpoints.foreign.awq import Awq
+from qcut.checkpoints.foreign.bitsandbytes import BitsAndBytes
+from qcut.checkpoints.foreign.compressed_tensors import CompressedTensors
+from qcut.checkpoints.foreign.gguf import Gguf, config_of, tensors_of
+from qcut.checkpoints.foreign.gguf_file import MAGIC, GgufFile
+from qcut.checkpoints.foreign.gptq import Gptq
+from qcut.checkpoints.foreign.parts import FLOATS, Format, Parts, Stored
+from qcut.checkpoints.huggingface import causal_class, model_of, read_config
+from qcut.checkpoints.skeleton import as_like, check_no_meta
+from qcut.errors import CheckpointError, UnsupportedError
+from qcut.layers.base import Linear, state_dtype
+from qcut.layers.embedding import Embedding, is_table
+from qcut.models.modules import is_linear, replace_modules, weight_nk
+from qcut.numerics.checks import out_of_range
+from qcut.process.progress import with_progress
+from qcut.storage import schema
+from qcut.storage.reading import open_regular, read_json, read_up_to
+from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile
+
+_FORMATS: dict[str, Callable[[dict[str, Any], str], Format]] = {
+    "compressed-tensors": CompressedTensors,
+    "gptq": Gptq,
+    "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
+}
+"""By ``quant_method``."""
+_CONFIG, _GENERATION, _INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
+_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Files that older writers put their configuration in, beside config.json."""
+_INDEX_SCHEMA = schema.record({"weight_map": schema.table(schema.text())}, more=True)
+_OUR_OWN = "qcut"
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What a checkpoint says, and its tensors by their names in the model."""
+
+    where: str
+    config: dict[str, Any]
+    format: Format
+    tensors: Mapping[str, Stored]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A checkpoint of another library.
+
+    Attributes:
+        path: the folder, or the ``.gguf`` file.
+        method: ``compressed-tensors``, ``gptq``, ``awq``, ``bitsandbytes`` or ``gguf``.
+        config: ``quantization_config``; empty for ``gguf``.
+    """
+
+    path: Path
+    method: str
+    config: dict[str, Any]
+
+    def format(self) -> Format:
+        """How layers are stored.
+
+        Raises:
+            CheckpointError, UnsupportedError: see the formats.
+        """
+        return format_of(self.config, str(self.path), self.method)
+
+    def load(
+        self,
+        *,
+        model: nn.Module | Callable[[], nn.Module] | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        progress: bool = True,
+    ) -> nn.Module:
+        """The model of transformers with qcut layers, ready to run, in evaluation mode.
+
+        Names, shapes and dtypes of all tensors are checked against the model before any is read; then layers are made
+        one at a time.
+
+        Args:
+            model: see `qcut.load`.
+            device: where the tensors shall be.
+            dtype: what floating parameters are cast to; None keeps what was saved, and takes float16 of GGUF files,
+                whose norms are float32.
+            progress: show a progress bar.
+
+        Raises:
+            CheckpointError: a file is missing, truncated or foreign; a tensor is missing, superfluous, of a wrong shape
+                or dtype, or holds what cannot be (named).
+            UnsupportedError: what cannot be served exactly (named).
+
+        Exactness: docs/foreign-checkpoints.md.
+        """
+        with ExitStack() as stack:
+            opened = self._open(stack)
+            if not isinstance(model, nn.Module):
+                model = self._skeleton(opened) if model is None else model()
+            if self.method == "gguf" and dtype is None:
+                dtype = torch.float16
+            _fill(model, opened, torch.device(device), dtype, progress)
+        floats = (p.dtype for p in model.parameters() if p.is_floating_point())
+        state_dtype(model, dtype or next(floats, torch.float32))
+        return model.eval()
+
+    @contextmanager
+    def layers(self) -> Iterator[tuple[Format, dict[str, Stored]]]:
+        """The format, and the tensors by the names that they have in a model of transformers, open for reading."""
+        with ExitStack() as stack:
+            opened = self._open(stack)
+            yield opened.format, dict(opened.tensors)
+
+    def _open(self, stack: ExitStack) -> _Opened:
+        if self.method != "gguf":
+            config = read_config(self.path / _CONFIG)
+            plain = {
+                key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")
+            }
+            return _Opened(str(self.path), plain, self.format(), _safetensors(self.path, stack))
+        file = stack.enter_context(GgufFile(self.path))
+        beside = self.path.parent / _CONFIG
+        config = read_config(beside) if beside.exists() else config_of(file)
+        config.pop("quantization_config", None)
+        return _Opened(str(self.path), config, Gguf(), tensors_of(file, config))
+
+    def _skeleton(self, opened: _Opened) -> nn.Module:
+        """The model, its parameters without memory, its buffers as its class computes them."""
+        names = opened.config.get("architectures")
+        name = names[0] if isinstance(names, list) and len(names) == 1 else causal_class(opened.config, opened.where)
+        beside = (self.path if self.method != "gguf" else self.path.parent) / _GENERATION
+        generation = read_config(beside) if beside.exists() else None
+        with _parameters_on_meta():
+            return model_of(name, opened.config, opened.where, tensors=len(opened.tensors), generation=generation)
+
+
+def reader_of(path: str | Path) -> Reader | None:
+    """The reader of a folder or file that another library quantized, or None where it is no such thing.
+
+    Args:
+        path: a folder with ``config.json``, whose ``quantization_config`` names the method; a ``.gguf`` file; or a
+            folder with one such file and no safetensors.
+
+    Raises:
+        UnsupportedError: a method that qcut does not read (named).
+        CheckpointError: ``config.json`` cannot be read.
+    """
+    path = Path(path)
+    if path.is_file():
+        with open_regular(path, CheckpointError) as file:
+            is_gguf = read_up_to(file, len(MAGIC)) == MAGIC
+        if not is_gguf and path.suffix == ".gguf":
+            raise CheckpointError(f"{path}: not a GGUF file: it does not begin with GGUF")
+        return Reader(path, "gguf", {}) if is_gguf else None
+    if not path.is_dir():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if files and not any(path.glob("*.safetensors")):
+        if len(files) > 1:
+            raise CheckpointError(f"{path}: found {len(files)} GGUF files; name one of them")
+        return reader_of(files[0])
+    if not (path / _CONFIG).exists():
+        return None
+    config = read_config(path / _CONFIG)
+    found = config.get("quantization_config") or config.get("compression_config")
+    method = None
+    if not found:
+        name = next((name for name in _BESIDE if (path / name).exists()), None)
+        if name is None:
+            return None
+        found, method = read_json(path / name, CheckpointError), _BESIDE[name]
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path / _CONFIG}: quantization_config is a {type(found).__name__}; an object is needed")
+    method = found.get("quant_method", method)
+    if method is None and ("load_in_4bit" in found or "load_in_8bit" in found):
+        method = "bitsandbytes"
+    if method == _OUR_OWN:
+        return None
+    if method not in _FORMATS:
+        raise UnsupportedError(
+            f"{path / _CONFIG}: quantization_config has the quant_method {str(method)[:80]!r}; "
+            f"{', '.join(_FORMATS)} and GGUF files are read"
+        )
+    return Reader(path, method, found)
+
+
+def format_of(config: dict[str, Any], where: str, method: str | None = None) -> Format:
+    """How a ``quantization_config`` says that layers are stored.
+
+    Args:
+        config: the configuration, as JSON holds it.
+        where: the file or folder, for messages.
+        method: its ``quant_method``, where it names none.
+
+    Raises:
+        UnsupportedError: a method that qcut does not read, or what of it cannot be served exactly (named).
+        CheckpointError: a field is missing, or holds what it cannot.
+    """
+    method = config.get("quant_method", method)
+    if method not in _FORMATS:
+        raise UnsupportedError(f"{where}: quant_method is {str(method)[:80]!r}; {', '.join(_FORMATS)} are read")
+    return _FORMATS[method](config, where)
+
+
+def layer_of(form: Format, name: str, tensors: Mapping[str, Tensor], n: int, k: int, where: str = "tensors") -> Linear:
+    """The qcut layer of one layer's tensors, for loaders that bring their own files.
+
+    Args:
+        form: see `format_of`.
+        name: of the layer.
+        tensors: on the CPU, by the end of their names, behind that of the layer, such as ``weight_scale``.
+        n: output channels of the model's layer.
+        k: input channels.
+        where: for messages.
+
+    Raises:
+        CheckpointError, UnsupportedError: see `Format`.
+    """
+    parts = Parts(name, where, n, k, {key: Stored.of(tensor) for key, tensor in tensors.items()})
+    form.check(parts)
+    return form.layer(parts)
+
+
+# ── files ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _safetensors(folder: Path, stack: ExitStack) -> dict[str, Stored]:
+    """The tensors of a folder's safetensors files: those of its index, or all."""
+    index = folder / _INDEX
+    if index.exists():
+        data = schema.conform(read_json(index, CheckpointError), _INDEX_SCHEMA, index, CheckpointError)
+        names = sorted(set(data["weight_map"].values()))
+        if foreign := [name for name in names if Path(name).name != name]:
+            raise CheckpointError(f"{index}: found the file {foreign[0]!r}; names without folders are allowed")
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        raise CheckpointError(f"{folder}: there are no safetensors files; pickles are not read")
+    tensors: dict[str, Stored] = {}
+    for name in names:
+        file = stack.enter_context(TensorFile(folder / name, CheckpointError))
+        for key, header in file.headers.items():
+            if key in tensors:
+                raise CheckpointError(f"{file.path}: tensor {key!r} is in another file too")
+            tensors[key] = Stored(header.code, tuple(header.shape), _reading(file, key))
+    return tensors
+
+
+def _reading(file: TensorFile, key: str) -> Callable[[], Tensor]:
+    return lambda: file.read(key)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Have this thread's modules register parameters without memory; their buffers are computed."""
+    thread = threading.get_ident()
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        if threading.get_ident() != thread or parameter is None or parameter.is_meta:
+            return None
+        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+
+    handle = registration.register_module_parameter_registration_hook(to_meta)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# ── the model ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.dtype | None, progress: bool) -> None:
+    where, form = opened.where, opened.format
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers: dict[str, Parts] = {}
+    rest: dict[str, Stored] = {}
+    for name, tensors in _by_module(model, modules, opened.tensors, where).items():
+        if not form.quantized(tensors):
+            rest |= {f"{name}.{key}" if name else key: stored for key, stored in tensors.items()}
+            continue
+        layers[name] = Parts(name, where, *_sizes(modules[name], name, where), tensors)
+        form.check(layers[name])
+        if getattr(modules[name], "bias", None) is not None:
+            layers[name].require("bias", FLOATS, [layers[name].n])
+    holders = _held(model, layers, rest, where)
+    made: dict[str, Linear] = {}
+    new: dict[int, nn.Module] = {}
+    for name in with_progress(layers, "load", "layer", shown=progress):
+        layer = form.layer(layers[name]).to(device)
+        made[name] = layer
+        new[id(modules[name])] = layer if is_linear(modules[name]) else Embedding(layer, dtype or torch.float16)
+    _tie(modules, made, new, rest, dtype or torch.float16)
+    for names in holders:
+        stored = next(name for name in names if name in rest)
+        like = _tensor(modules, names[0])
+        tensor = as_like(rest[stored].read(), like, device, dtype)
+        if tensor.is_floating_point() and (found := out_of_range(tensor.detach())):
+            raise CheckpointError(f"{where}: tensor {stored!r}: found {found}; finite values are needed")
+        for name in names:
+            parent, _, key = name.rpartition(".")
+            module = modules[parent]
+            (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[key] = tensor  # type: ignore[assignment]
+    replace_modules(model, new)
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not isinstance(module, Linear):
+                module._buffers[key] = buffer.to(device)
+    check_no_meta(dict(model.named_modules()), Path(where))
+
+
+def _by_module(
+    model: nn.Module, modules: Mapping[str, nn.Module], tensors: Mapping[str, Stored], where: str
+) -> dict[str, dict[str, Stored]]:
+    """Tensors by the module that their names begin with, and by the rest of their names."""
+    base = getattr(model, "base_model_prefix", "")
+    grouped: dict[str, dict[str, Stored]] = {}
+    foreign = []
+    for name, stored in tensors.items():
+        for full in (name, f"{base}.{name}" if base else name):
+            head = full.rpartition(".")[0]
+            while head and head not in modules:
+                head = head.rpartition(".")[0]
+            if head and (full[len(head) + 1 :] in _own(modules[head]) or not modules[head]._modules):
+                grouped.setdefault(head, {})[full[len(head) + 1 :]] = stored
+                break
+        else:
+            foreign.append(name)
+    if foreign:
+        raise CheckpointError(
+            f"{where}: {len(foreign)} tensors belong to no layer of {type(model).__name__}; the first is {foreign[0]!r}"
+        )
+    return grouped
+
+
+def _own(module: nn.Module) -> set[str]:
+    return {*module._parameters, *module._buffers}
+
+
+def _sizes(module: nn.Module, name: str, where: str) -> tuple[int, int]:
+    if is_linear(module):
+        n, k = weight_nk(module).shape
+        return n, k
+    if isinstance(module, nn.Embedding) and is_table(module):
+        return module.num_embeddings, module.embedding_dim
+    raise CheckpointError(
+        f"{where}: layer {name!r} has quantized tensors; the model has a {type(module).__name__} there, no linear layer"
+    )
+
+
+def _held(model: nn.Module, layers: Mapping[str, Parts], rest: Mapping[str, Stored], where: str) -> list[list[str]]:
+    """Names of each tensor outside quantized layers that is stored, tied ones together, checked against the model."""
+    same: dict[int, list[str]] = {}
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    computed = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    for name, tensor in tensors.items():
+        same.setdefault(id(tensor), []).append(name)
+    missing, filled, wanted = [], [], set()
+    for names in same.values():
+        kept = [name for name in names if name.rpartition(".")[0] not in layers]
+        if len(kept) < len(names) and not any(name in rest for name in kept):
+            continue  # tied to a quantized layer
+        found = [name for name in kept if name in rest]
+        wanted |= set(kept)
+        if not found:
+            missing += [name for name in kept[:1] if name not in computed]
+            continue
+        tensor = tensors[kept[0]]
+        for name in found:
+            stored = rest[name]
+            dtype = TENSOR_DTYPES.get(stored.code)
+            ok = dtype is not None and (
+                dtype.is_floating_point if tensor.is_floating_point() else dtype == tensor.dtype
+            )
+            if not ok or list(stored.shape) != list(tensor.shape):
+                raise CheckpointError(
+                    f"{where}: tensor {name!r}: found {stored.code} {list(stored.shape)}; {tensor.dtype} "
+                    f"{list(tensor.shape)} is needed"
+                )
+        filled.append([found[0], *(name for name in kept if name != found[0])])
+    foreign = [name for name in rest if name not in wanted]
+    if missing or foreign:
+        raise CheckpointError(
+            f"{where}: {len(missing)} tensors of the model are missing and {len(foreign)} do not belong to it; "
+            f"the first is {(missing or foreign)[0]!r}"
+        )
+    return filled
+
+
+def _tensor(modules: Mapping[str, nn.Module], name: str) -> Tensor:
+    parent, _, key = name.rpartition(".")
+    module = modules[parent]
+    held = module._parameters.get(key)
+    tensor = held if held is not None else module._buffers[key]
+    assert tensor is not None
+    return tensor
+
+
+def _tie(
+    modules: Mapping[str, nn.Module],
+    made: Mapping[str, Linear],
+    new: dict[int, nn.Module],
+    rest: Mapping[str, Stored],
+    dtype: torch.dtype,
+) -> None:
+    """Have the classifier and the table of tokens that are tied, and of which one is stored, be one quantized layer."""
+    tied = {id(module._parameters.get("weight")): name for name, module in modules.items() if name in made}
+    for other, module in modules.items():
+        weight = module._parameters.get("weight")
+        name = tied.get(id(weight))
+        if weight is None or name is None or id(module) in new or f"{other}.weight" in rest:
+            continue
+        if is_linear(module) and not is_linear(modules[name]):
+            new[id(module)] = made[name]
+            new[id(modules[name])] = Embedding.tied_to(made[name], dtype)
+        elif is_table(module):
+            new[id(module)] = Embedding.tied_to(made[name], dtype)

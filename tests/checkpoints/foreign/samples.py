@@ -1,0 +1,153 @@
+"""Tiny Llamas in other libraries' formats: packed here from the formats' definitions, integer by integer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HIDDEN, MLP, VOCABULARY = 64, 128, 40
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": MLP,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+IDS = torch.arange(9)[None] * 4 % VOCABULARY
+
+Packed = tuple[dict[str, Tensor], Tensor]
+"""A layer's tensors by the ends of their names, and the weight that they stand for, float64 ``[N, K]``."""
+
+
+def llama(**changes: Any) -> Any:
+    """A Llama with weights large enough that tokens differ."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter * (5 if parameter.dim() > 1 else 1)).half())
+    return model
+
+
+def linears(model: Any) -> dict[str, Any]:
+    """The layers that writers quantize: all but the classifier."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+
+
+def write(folder: Path, config: dict[str, Any], pack: Callable[[str, Tensor], Packed], **changes: Any) -> Any:
+    """Write a checkpoint.
+
+    Args:
+        folder: where.
+        config: the ``quantization_config``.
+        pack: of a layer's name and float weight.
+        changes: of the model's sizes.
+
+    Returns:
+        The float model whose weights are those that the tensors stand for, in float64.
+    """
+    model = llama(**changes)
+    tensors = {name: p.detach().half() for name, p in model.state_dict().items()}
+    weights = {}
+    for name, module in linears(model).items():
+        del tensors[f"{name}.weight"]
+        packed, weights[name] = pack(name, module.weight.detach())
+        tensors |= {f"{name}.{key}": tensor.contiguous() for key, tensor in packed.items()}
+    save(folder, tensors)
+    described = {**json.loads(model.config.to_json_string(use_diff=False)), "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps({**described, "architectures": ["LlamaForCausalLM"]}))
+    model = model.double()
+    with torch.no_grad():
+        for name, module in linears(model).items():
+            module.weight.copy_(weights[name])
+    return model
+
+
+def save(folder: Path, tensors: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save(folder, tensors)
+
+
+def change_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Change the ``quantization_config`` of a checkpoint."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    edit(config["quantization_config"])
+    path.write_text(json.dumps(config))
+
+
+def asymmetric(weight: Tensor, size: int, bits: int = 4, *, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers ``[N, K]`` from 0 up, float16 scales ``[N, G]`` and zero points ``[N, G]`` of groups of neighbours."""
+    n, k = weight.shape
+    most = (1 << bits) - 1
+    groups = weight.view(n, k // size, size)
+    if symmetric:
+        scales = (groups.abs().amax(2) / (most // 2)).half()
+        zeros = torch.full(scales.shape, (most + 1) // 2)
+    else:
+        low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+        scales = ((high - low) / most).half()
+        zeros = (-low / scales.float()).round().clamp(0, most).int()
+    q = (groups / scales.float()[..., None]).round() + zeros[..., None]
+    return q.clamp(0, most).int().view(n, k), scales, zeros.int()
+
+
+def words(q: Tensor, bits: int = 4) -> Tensor:
+    """int32 words of integers along the last dimension, the lowest bits first."""
+    count = 32 // bits
+    rows = q.reshape(-1, q.shape[-1]).tolist()
+    packed = [
+        [sum(int(v) << (bits * i) for i, v in enumerate(row[at : at + count])) for at in range(0, len(row), count)]
+        for row in rows
+    ]
+    signed = torch.tensor(packed, dtype=torch.int64)
+    signed = torch.where(signed >= 1 << 31, signed - (1 << 32), signed)
+    return signed.to(torch.int32).view(*q.shape[:-1], -1)
+
+
+def gptq(weight: Tensor, *, size: int, bits: int = 4, added: int = 1, order: Tensor | None = None,
+         symmetric: bool = False) -> Packed:  # fmt: skip
+    """A layer as GPTQ stores it; ``order`` says which columns make a group, one after another."""
+    k = weight.shape[1]
+    order = torch.arange(k) if order is None else order
+    q, scales, zeros = asymmetric(weight[:, order], size, bits, symmetric=symmetric)
+    groups = torch.empty(k, dtype=torch.int32)
+    groups[order] = torch.arange(k, dtype=torch.int32) // size
+    back = torch.empty_like(q)
+    back[:, order] = q
+    stored = {
+        "qweight": words(back, bits).t(),  # along K
+        "qzeros": words((zeros - added).t() % (1 << bits), bits),  # along N
+        "scales": scales.t(),
+        "g_idx": groups,
+    }
+    exact = scales.double()[:, groups.long()] * (back - zeros[:, groups.long()]).double()
+    return stored, exact
+
+
+def awq(weight: Tensor, size: int) -> Packed:
+    """A layer as AWQ's gemm version stores it."""
+    q, scales, zeros = asymmetric(weight, size)
+
+    def pack(by_row: Tensor) -> Tensor:
+        eights = by_row.reshape(len(by_row), -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]
+        return words(eights.reshape(len(by_row), -1))
+
+    exact = scales.double().repeat_interleave(size, 1) * (q - zeros.repeat_interleave(size, 1)).double()
+    return {"qweight": pack(q.t()), "qzeros": pack(zeros.t()), "scales": scales.t()}, exact
