@@ -151,11 +151,11 @@ def add_quantizing_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="scheme of the token table and of the classifier, such as w8a16 (default: both stay in float)",
     )
-    add_layer_options(group)
+    add_layer_options(group, "lm_head; with --plan, none")
 
 
-def add_layer_options(parser: Any) -> None:
-    """Add ``--include`` and ``--skip``."""
+def add_layer_options(parser: Any, skipped: str) -> None:
+    """Add ``--include`` and ``--skip``, which skips some layers by default."""
     parser.add_argument(
         "--include",
         nargs="+",
@@ -166,7 +166,7 @@ def add_layer_options(parser: Any) -> None:
         "--skip",
         nargs="+",
         metavar="GLOB",
-        help="leave layers whose name, or the end of it, matches in float (default: lm_head; with a plan, none)",
+        help=f"leave layers whose name, or the end of it, matches in float (default: {skipped})",
     )
 
 

@@ -81,7 +81,7 @@ def add_parser(commands: Any) -> None:
     )
     add_out_options(parser, "FILE", "the plan to write, as JSON")
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="also write a page about it (default: none)")
-    add_layer_options(parser)
+    add_layer_options(parser, "lm_head")
     add_window_options(parser, 8, 4)
     add_device_options(parser, "float16 on a GPU, float32 on a CPU")
     parser.set_defaults(command=run)

@@ -41,8 +41,8 @@ def add_parser(commands: Any) -> None:
         help="find the fastest tile for given GEMMs on this GPU, and write the table that dispatch reads",
         description="Measures which tile is the fastest for given int8 products on this GPU, and writes the table\n"
         "from which qcut chooses afterwards: $QCUT_CACHE_DIR/tuned/GPU.json (default ~/.cache/qcut). Each tile is\n"
-        "checked bitwise first. Measurements are kept in a journal: a run that was stopped goes on where it was. The exit\n"
-        "status is 1 if a kernel computed something wrong.",
+        "checked bitwise first. Measurements are kept in a journal: a run that was stopped goes on where it was. The\n"
+        "exit status is 1 if a kernel computed something wrong.",
         example="qcut tune --model gpt2-large --tokens 512 4096",
         fields=FIELDS,
     )
