@@ -19,7 +19,7 @@ from qcut.cli.arguments import (
 )
 
 _DESCRIPTION = """\
-Continues a prompt. The text goes to standard output token by token; messages go to standard error.
+Continues a prompt with the model's text, which goes to standard output token by token. Messages go to standard error.
 
 MODEL is any causal language model of transformers, quantized or not: a folder of Hugging Face, of qcut or of the
 turboquant-model package, or a name on the hub. GPT-2, Llama, Mistral and Qwen2 run on qcut's engine, others on

@@ -51,12 +51,14 @@ def check_file(path: Path, option: str, overwrite: bool) -> None:
         overwrite: whether a file that is there may be replaced.
 
     Raises:
-        ConfigError: something is there, or the folder is not.
+        ConfigError: something is there, or the folder is not, or may not be written to.
     """
     if path.is_dir():
         raise ConfigError(f"{option} {path}: there is a folder of that name")
     if not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: no permission to write to the folder {path.parent}")
     if path.exists() and not overwrite:
         raise ConfigError(f"{option} {path}: the file exists already; --overwrite replaces it")
 
@@ -73,16 +75,18 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
         overwrite: replace a model that is there.
 
     Raises:
-        ConfigError: see `check_folder`, which is asked again at the end; or the folder cannot be written.
+        ConfigError: see `check_folder`, which is asked at the beginning and at the end; or the folder cannot be
+            written.
     """
+    check_folder(path, overwrite)
     try:
-        make_directory(path.parent)
+        created = make_directory(path.parent)
         _remove_leftovers(path)
         work = path.parent / f".{path.name}.{secrets.token_hex(4)}.partial"
         work.mkdir()
+        lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from error
-    lock = os.open(work / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -96,6 +100,9 @@ def new_folder(path: Path, overwrite: bool) -> Iterator[Path]:
     finally:
         shutil.rmtree(work, ignore_errors=True)
         os.close(lock)
+        with contextlib.suppress(OSError):  # where something lies in them
+            for folder in created:
+                folder.rmdir()
 
 
 def _put(work: Path, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qcut.cli.answer import Answer
 from qcut.cli.arguments import (
@@ -16,6 +16,10 @@ from qcut.cli.arguments import (
     add_window_options,
 )
 from qcut.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from qcut.cli.quantizing import Quantizing
+    from qcut.conversion.report import Report
 
 _DESCRIPTION = """\
 Makes a model smaller: reads it, replaces its linear layers by quantized ones, and writes the result to a folder, which
@@ -58,26 +62,17 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> Answer:
     """Run the command."""
-    from qcut.cli.out_folder import check_folder, new_folder
-    from qcut.cli.quantizing import Quantizing, open_model, shown
+    from qcut.cli.out_folder import new_folder
+    from qcut.cli.quantizing import Quantizing
 
     out: Path = arguments.out
     quantizing = Quantizing.of(arguments)
     if quantizing.scheme is None:
         raise ConfigError("quantize: give --scheme NAME, such as w8a8 or codebook4, or --plan FILE")
-    check_folder(out, arguments.overwrite)
     if Path(arguments.model).is_dir() and out.exists() and out.resolve() == Path(arguments.model).resolve():
         raise ConfigError(f"--out {out}: this is MODEL itself, which is not replaced")
-    import qcut
-
-    model, tokenizer = open_model(arguments, _stored_dtype(arguments.model))
-    report = quantizing.apply(
-        model, tokenizer, window=arguments.window, most=arguments.max_windows, batch=arguments.batch
-    )
-    assert report is not None
-    with new_folder(out, arguments.overwrite) as folder:
-        qcut.save(model, folder, progress=shown())
-        tokenizer.save_pretrained(folder)
+    with new_folder(out, arguments.overwrite) as folder:  # first: nobody computes for a folder that cannot be written
+        report = _write(arguments, quantizing, folder)
     sizes = [path.stat().st_size for path in out.iterdir() if path.is_file()]
     schemes: dict[str, int] = {}
     for layer in report.layers:
@@ -86,6 +81,26 @@ def run(arguments: argparse.Namespace) -> Answer:
     data |= {"bytes_before": report.bytes_before, "bytes_after": report.bytes_after, "file_bytes": sum(sizes)}
     text = f"{report}\n{out}: {sum(sizes) / 1e6:.2f} MB in {len(sizes)} files"
     return Answer({**data, "report": report.to_json()}, text)
+
+
+def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) -> Report:
+    """Quantize the model, and write it to an empty folder."""
+    import qcut
+    from qcut.cli.quantizing import open_model, shown
+
+    model, tokenizer = open_model(arguments, _stored_dtype(arguments.model))
+    report = quantizing.apply(
+        model, tokenizer, window=arguments.window, most=arguments.max_windows, batch=arguments.batch
+    )
+    assert report is not None  # a scheme was given
+    try:
+        qcut.save(model, folder, progress=shown())
+        tokenizer.save_pretrained(folder)
+    except CheckpointError as error:
+        raise CheckpointError(str(error).replace(str(folder), str(arguments.out))) from error
+    except OSError as error:
+        raise CheckpointError(f"{arguments.out}: cannot be written: {error.strerror or error}") from error
+    return report
 
 
 def _stored_dtype(name: str) -> Any:

@@ -170,7 +170,12 @@ COMMANDS: list[tuple[tuple[object, ...], str]] = [
     (("quantize", DEMO, "--scheme", "w8a8", "--out", "empty.txt/new"), "--out empty.txt/new: cannot be written: "),
     (("quantize", DEMO, "--scheme", "w8a8", "--out", "new", "--embeddings", "4"), "scheme '4' does not exist"),
     (("quantize", DEMO, "--scheme", "w8a8", "--out", "new", "--smooth", "0.5"), "--smooth needs --calibrate TEXT"),
-    (("quantize", DEMO, "--scheme", "w8a8", "--out", "new", "--include", "x"), "x"),
+    (
+        ("quantize", DEMO, "--scheme", "w8a8", "--out", "new", "--include", "z"),
+        "'z' matches none of its 17 linear layers",
+    ),
+    (("quantize", DEMO, "--scheme", "w8a8", "--out", "/proc/new"), "--out /proc/new: cannot be written: "),
+    (("quantize", "truncated", "--scheme", "w8a8", "--out", "new/a/b"), "truncated/model.safetensors: truncated or"),
     (("quantize", DEMO, "--plan", "nowhere.json", "--out", "new"), "nowhere.json: "),
     (("quantize", DEMO, "--plan", "list.json", "--out", "new"), "list.json: "),
     (("quantize", "truncated", "--scheme", "w8a8", "--out", "new"), "truncated/model.safetensors: truncated or not"),
@@ -292,6 +297,33 @@ def test_a_fault_of_qcuts_own_shows_where_it_is(
     monkeypatch.setenv("QCUT_TRACEBACK", "1")
     assert cli.main(["doctor"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/a/file"), "qcut: /a/file: Permission denied\n"),
+        (torch.OutOfMemoryError("tried\nmore"), "qcut: the GPU has not enough memory: tried\n"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(
+    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("qcut.cli.doctor.examine", refuse)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_folders_that_may_not_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o500)
+    text = str(ROOT / "README.md")
+    for words in (["quantize", "--scheme", "w8a8"], ["plan", "--calibrate", text]):
+        assert cli.main([words[0], str(DEMO), *words[1:], "--out", str(tmp_path / "new")]) == 1
+        assert f"--out {tmp_path / 'new'}: " in capfd.readouterr().err
 
 
 def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
