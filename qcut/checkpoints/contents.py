@@ -144,11 +144,12 @@ def contents(directory: str | Path) -> Contents:
             layers = _own_layers(index, headers, files, path)
             return _contents(directory, "qcut", str(index.get("model_class") or ""), layers, headers, files)
         config = _config(directory)
-        files, headers = _headers(directory, opened)
         model = _model_name(config)
         if turboquant.is_turboquant(directory):
+            files, headers = _all_of(directory, (turboquant.QUANTIZED_NAME, turboquant.REST_NAME), opened)
             layers = _turboquant_layers(directory, headers)
             return _contents(directory, "turboquant-model", model, layers, headers, files)
+        files, headers = _headers(directory, opened)
         found = config.get("quantization_config")
         quantization = found if isinstance(found, dict) else {}
         method = quantization.get("quant_method")
@@ -181,6 +182,13 @@ def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, TensorFile],
     names = sorted(found.name for found in directory.glob("*.safetensors"))
     if not names:
         raise CheckpointError(f"{directory}: there are no safetensors files")
+    return _all_of(directory, names, opened)
+
+
+def _all_of(
+    directory: Path, names: Iterable[str], opened: ExitStack
+) -> tuple[dict[str, TensorFile], dict[str, TensorHeader]]:
+    """Files, and all tensors in them."""
     files = _open(directory, names, opened)
     return files, {name: header for file in files.values() for name, header in file.headers.items()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -28,11 +29,25 @@ class UsageError(Exception):
         self.parser = parser
 
 
+class Help(argparse.HelpFormatter):
+    """Fills paragraphs to the terminal's width; one with indented lines, an example or a list, stays as it is."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, max_help_position=26, **options)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = (
+            part if "\n  " in part else super(Help, self)._fill_text(part, width, indent)
+            for part in re.split(r"\n\n+", text)
+        )
+        return "\n\n".join(paragraphs)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviated options, raises `UsageError`, and says which command may have been meant."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", Help)
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:

@@ -37,9 +37,7 @@ def run(arguments: argparse.Namespace) -> Answer:
         import shtab
     except ImportError as error:
         raise UnsupportedError("completion: shtab is not installed: pip install 'qcut[completion]'") from error
-    from qcut.cli.main import parser
-
-    top = parser()
+    top = arguments.top
     for action in _actions(top):
         if action.type is not None and getattr(action.type, "__name__", "") == "Path":
             action.complete = shtab.FILE  # type: ignore[attr-defined]

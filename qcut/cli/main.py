@@ -141,6 +141,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     top.add_argument("--version", action="version", version=f"qcut {__version__}", help="print the version and exit")
+    top.set_defaults(top=top)
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for module in (quantize, plan, info, generate, evaluate, doctor, precompile, gemm, tune, completion):
         module.add_parser(commands)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qcut.engine.engine import Engine
 from qcut.engine.generated import Generated
-from qcut.errors import ConfigError, UnsupportedError
+from qcut.errors import ConfigError, QcutError, UnsupportedError
 from qcut.models.evaluation import perplexity
 from qcut.models.modules import model_device
 from qcut.numerics.sampling import Sampling
@@ -152,7 +152,11 @@ class TransformersRunner:
                 streamer=_Streamer(take),
                 **options,
             )
-        except (ValueError, TypeError, AttributeError, NotImplementedError, IndexError) as error:
+        except QcutError:
+            raise
+        except Exception as error:  # of dozens of kinds, where a model and this version of transformers do not fit
+            if isinstance(error, (torch.OutOfMemoryError, OSError, MemoryError)):
+                raise
             raise UnsupportedError(
                 f"transformers cannot generate with {type(self._model).__name__}: {' '.join(str(error).split())[:300]}"
             ) from error
