@@ -50,6 +50,17 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", Help)
         super().__init__(allow_abbrev=False, **options)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the command line; what is left over is an error of the command, and no other is told of it."""
+        found, extra = self.parse_known_args(args, namespace)
+        if extra:
+            command = getattr(found, "parser", self)
+            options = [option for action in command._actions for option in action.option_strings]
+            near = get_close_matches(extra[0].partition("=")[0], options, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            command.error(f"{hint}unrecognized arguments: {' '.join(map(str, extra))}")
+        return found
+
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError`."""
         raise UsageError(self, message)
@@ -82,7 +93,7 @@ def add_command(
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=help, description=description.strip(), epilog=f"example:\n{lines}", **options
     )
-    parser.set_defaults(name=name, fields=fields, example=example.strip())
+    parser.set_defaults(parser=parser, name=name, fields=fields, example=example.strip())
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     return parser
 

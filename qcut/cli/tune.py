@@ -79,7 +79,7 @@ def add_parser(commands: Any) -> None:
         help="memory orders of A, B, D: t row-major, n column-major (default: tnt)",
     )
     parser.add_argument(
-        "--out", nargs="+", choices=("f16", "s8"), default=["f16", "s8"], help="element types of D (default: both)"
+        "--types", nargs="+", choices=("f16", "s8"), default=["f16", "s8"], help="element types of D (default: both)"
     )
     parser.add_argument(
         "--limit", type=positive, metavar="N", help="build at most N tiles for each GEMM and family (default: 48)"
@@ -95,7 +95,7 @@ def add_parser(commands: Any) -> None:
     journal = parser.add_mutually_exclusive_group()
     journal.add_argument("--resume", action="store_true", help="use what earlier runs measured (the default)")
     journal.add_argument("--fresh", action="store_true", help="measure everything anew")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="update this table (default: the user's own)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="update this table (default: the user's own)")
     parser.add_argument(
         "--merge",
         nargs="+",
@@ -141,9 +141,9 @@ def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None)
     merged = tuned.merge(tuned.read(path) for path in arguments.merge) if arguments.merge else None
     device = (bench or _cuda_bench)() if shapes else None
     gpu = device.target.name if device else merged.gpu if merged else ""
-    path = arguments.output or tuned.user_path(gpu)
+    path = arguments.out or tuned.user_path(gpu)
     if path is None:
-        raise ConfigError("tune: there is no home directory for the table; set QCUT_CACHE_DIR or give --output FILE")
+        raise ConfigError("tune: there is no home directory for the table; set QCUT_CACHE_DIR or give --out FILE")
     book = _Book(path, gpu)
     if merged is not None:
         book.take(merged)
@@ -234,7 +234,7 @@ def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], dev
     tasks, refused = _tasks(arguments, shapes, device.target)
     for line in refused:
         print(line)
-    base = tuned.user_path(device.target.name) or arguments.output
+    base = tuned.user_path(device.target.name) or arguments.out
     facts = vars(timing.environment(device.target.name))
     path = base.with_name(base.name.removesuffix(".json") + ".journal.jsonl")
     limit = arguments.limit or tuning.DEFAULT_LIMIT
@@ -290,7 +290,7 @@ def _tasks(
     for m, n, k in shapes:
         for name in dict.fromkeys(families):
             for layouts in dict.fromkeys(arguments.layouts):
-                for out in dict.fromkeys(arguments.out):
+                for out in dict.fromkeys(arguments.types):
                     task = tuning.Task(name, out, layouts, m, n, k)
                     if tuning.candidates(task, target, 1):
                         tasks.append(task)
