@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import textwrap
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -36,11 +37,12 @@ class Help(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=26, **options)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = (
-            part if "\n  " in part else super(Help, self)._fill_text(part, width, indent)
-            for part in re.split(r"\n\n+", text)
-        )
-        return "\n\n".join(paragraphs)
+        parts = re.split(r"\n\n+", text)
+        return "\n\n".join(part if "\n  " in part else "\n".join(self._split_lines(part, width)) for part in parts)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        """Words stay whole: a hyphen is a part of options and of column-major."""
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False, break_long_words=False)
 
 
 class Parser(argparse.ArgumentParser):

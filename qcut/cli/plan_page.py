@@ -101,7 +101,7 @@ def _percent(value: float) -> str:
     if size == 0:
         return "0 %"
     if size < 1e-4:
-        return f"{percent:.0e} %"
+        return "< 0.0001 %"
     digits = max(0, 2 - math.floor(math.log10(size)))
     return f"{percent:,.{min(digits, 5)}f} %"
 

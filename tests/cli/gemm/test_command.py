@@ -118,7 +118,7 @@ def test_help_says_which_flags_exist(capsys: pytest.CaptureFixture[str]) -> None
     assert ended.value.code == 0
     out = capsys.readouterr().out
     assert "qcut gemm M N K [transA transB transC] [use_tensor_cores]" in out
-    assert "T or 1 for a row-major matrix, N or 0 for a column-major one" in out
+    assert "T or 1 for a row-major matrix, N or 0 for a column-major one" in " ".join(out.split())
 
 
 # ── without a GPU ────────────────────────────────────────────────────────────────────────────────
