@@ -113,7 +113,7 @@ def _text(found: Contents, each: bool) -> str:
 
 
 def _name(name: str, each: bool) -> str:
-    return name if each else re.sub(r"(?<![^._])\d+(?=[._])", "*", name)
+    return name if each else re.sub(r"(?<![^.])\d+(?=\.)|(?<=_)\d+(?=_)", "*", name)
 
 
 def _count(tensor: StoredTensor) -> int:
