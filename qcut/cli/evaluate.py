@@ -3,92 +3,78 @@
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import sys
 from pathlib import Path
 from typing import Any
 
-from qcut.cli.arguments import positive
-from qcut.cli.generate import add_model_options
+from qcut.cli.answer import Answer
+from qcut.cli.arguments import (
+    MODEL_HELP,
+    add_command,
+    add_device_options,
+    add_quantizing_options,
+    add_window_options,
+)
+from qcut.cli.generate import add_cache_option
 
 _DESCRIPTION = """\
-Computes the perplexity of a model on a text. The text is cut into windows that do not overlap; the model predicts each
-token of a window from the tokens before it in the same window.
+Measures how well a model predicts a text, as perplexity: the lower, the better; 20 means that the model is as unsure of
+each next token as of a choice among 20. The text is cut into windows that do not overlap; the model predicts each token
+of a window from the tokens before it in the same window.
 
-MODEL is a directory written by Hugging Face, qcut or the turboquant-model package, or the name of a model on the hub.
-The model is a GPT-2, Llama, Mistral or Qwen2.
+MODEL is any causal language model of transformers, quantized or not: a folder of Hugging Face, of qcut or of the
+turboquant-model package, or a name on the hub. GPT-2, Llama, Mistral and Qwen2 run on qcut's engine, others on
+transformers, which standard error then says.
 """
+
+FIELDS = {
+    "model": "MODEL as given",
+    "scheme": "--scheme as given, or null",
+    "plan": "--plan as given, or null",
+    "kv_cache": "--kv-cache as given",
+    "text": "path of the text",
+    "windows, window": "how many windows were predicted, and their tokens",
+    "device": "cpu or cuda:N",
+    "runs_on": "qcut, its engine, or transformers",
+    "perplexity": "the perplexity; null where it is not finite",
+}
 
 
 def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of ``qcut``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "eval",
-        help="perplexity of a model on a text",
+        help="measure how well a model predicts a text",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example="qcut eval models/gpt2-5m --text book.txt\n"
+        "qcut eval models/gpt2-5m --text book.txt --scheme codebook4 --json",
+        fields=FIELDS,
     )
-    parser.add_argument("model", metavar="MODEL", help="a directory, or a name on the hub")
-    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text")
-    parser.add_argument("--window", type=positive, default=512, metavar="N", help="tokens in a window (default: 512)")
-    parser.add_argument("--max-windows", type=positive, metavar="N", help="use only the first N windows (default: all)")
-    parser.add_argument(
-        "--batch", type=positive, default=8, metavar="N", help="windows computed at a time (default: 8)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_model_options(parser)
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="the UTF-8 text to predict")
+    add_window_options(parser, None, 8)
+    add_quantizing_options(parser)
+    add_cache_option(parser)
+    add_device_options(parser, "float16 on a GPU, float32 on a CPU")
     parser.set_defaults(command=run)
 
 
-_LARGEST_EXPONENT = 700.0
-_MOST_BYTES = 1 << 30
+def run(arguments: argparse.Namespace) -> Answer:
+    """Run the command."""
+    from qcut.cli.quantizing import Quantizing, cut_text, open_model, read_text, shown
+    from qcut.cli.runners import runner_for
 
-
-def _read(path: Path) -> str:
-    from qcut.errors import ConfigError
-
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise ConfigError(f"--text {path}: more than {_MOST_BYTES} bytes")
-        return data.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--text {path}: {error}") from error
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit status."""
-    import torch
-
-    import qcut
-    from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained, token_ids
-    from qcut.engine.engine import Engine
-    from qcut.models.evaluation import windows_of
-    from qcut.process.progress import with_progress
-
-    text = _read(arguments.text)
-    device = device_of(arguments.device)
-    bar = sys.stderr.isatty()
-    model, tokenizer = load_pretrained(
-        arguments.model, dtype=dtype_for(arguments.dtype, device), device=device, progress=bar
+    text = read_text(arguments.text, "--text")
+    quantizing = Quantizing.of(arguments)
+    model, tokenizer = open_model(arguments)
+    windows, window = cut_text(
+        model, tokenizer, text, f"--text {arguments.text}", arguments.window, arguments.max_windows
     )
-    tokens = torch.tensor(token_ids(tokenizer, text, f"--text {arguments.text}"), dtype=torch.int64)
-    windows = windows_of(tokens, arguments.window, arguments.max_windows)
-    if arguments.scheme is not None:
-        qcut.quantize(model, arguments.scheme, progress=bar)
+    quantizing.apply(model, tokenizer, window=window, batch=arguments.batch)
     size = min(arguments.batch, len(windows))
-    engine = Engine(model, batch=size, context=arguments.window, kv_cache=arguments.kv_cache)
-    total = 0.0
-    for batch in with_progress(windows.split(size), "perplexity", "batch", shown=bar):
-        total += sum(float(scores.double().sum()) for scores in engine.score(batch))
-    mean = total / (len(windows) * (arguments.window - 1))
-    value = math.inf if mean > _LARGEST_EXPONENT else math.exp(mean)
-    if arguments.json:
-        result = {"model": arguments.model, "scheme": arguments.scheme, "kv_cache": arguments.kv_cache}
-        result |= {"text": str(arguments.text), "windows": len(windows), "window": arguments.window}
-        print(json.dumps({**result, "device": str(device), "perplexity": value}))
-    else:
-        print(f"perplexity {value:.4f} on {len(windows)} windows of {arguments.window} tokens ({device})")
-    return 0
+    runner = runner_for(model, kv_cache=arguments.kv_cache, batch=size, context=window)
+    value = runner.perplexity(windows, size, shown())
+    data = {"model": arguments.model, "scheme": arguments.scheme, "plan": arguments.plan and str(arguments.plan)}
+    data |= {"kv_cache": arguments.kv_cache, "text": str(arguments.text), "windows": len(windows), "window": window}
+    data |= {"device": str(runner.device), "runs_on": runner.name, "perplexity": value}
+    return Answer(data, f"perplexity {value:.4f} on {len(windows)} windows of {window} tokens ({runner.device})")

@@ -7,15 +7,37 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from qcut.cli.arguments import positive
+from qcut.cli.answer import Answer
+from qcut.cli.arguments import (
+    MODEL_HELP,
+    UsageError,
+    add_command,
+    add_device_options,
+    add_quantizing_options,
+    natural,
+    positive,
+)
 
 _DESCRIPTION = """\
-Continues a prompt. The text goes to standard output token by token; messages go to standard error.
+Continues a prompt with the model's text, which goes to standard output token by token. Messages go to standard error.
 
-MODEL is a directory written by Hugging Face, qcut or the turboquant-model package, or the name of a model on the hub.
-The model is a GPT-2, Llama, Mistral or Qwen2. --llama2c takes a llama2.c checkpoint and its tokenizer instead; the
-model then runs in float32, and --steps counts the tokens of the prompt too, as llama2.c does.
+MODEL is any causal language model of transformers, quantized or not: a folder of Hugging Face, of qcut or of the
+turboquant-model package, or a name on the hub. GPT-2, Llama, Mistral and Qwen2 run on qcut's engine, others on
+transformers' own generate, which standard error then says. --llama2c takes a checkpoint of llama2.c and its tokenizer
+instead; the model then runs in float32, and --steps counts the tokens of the prompt too, as llama2.c does.
 """
+
+FIELDS = {
+    "model": "MODEL, or the file of --llama2c, as given",
+    "prompt": "the prompt",
+    "text": "what the model added",
+    "prompt_tokens": "number of tokens of the prompt",
+    "tokens": "ids of the new tokens",
+    "reason": "why the text ends: stop at a token that ends texts, length after --steps tokens, context where the "
+    "model's context is full",
+    "runs_on": "qcut, its engine, or transformers",
+    "device": "cpu or cuda:N",
+}
 
 _NEXT_TEXT = 1
 """Token that ends a text of llama2.c: the token with which the next text starts."""
@@ -23,110 +45,107 @@ _NEXT_TEXT = 1
 
 def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of ``qcut``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "generate",
         help="continue a prompt",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example='qcut generate models/gpt2-5m --prompt "The import statement" --steps 40\n'
+        'qcut generate models/gpt2-5m --scheme codebook4 --prompt "Once" --temperature 0.8 --top-p 0.95',
+        fields=FIELDS,
     )
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="a directory, or a name on the hub")
-    parser.add_argument("--llama2c", metavar="FILE", help="a checkpoint of llama2.c")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--llama2c", metavar="FILE", help="a checkpoint of llama2.c, in place of MODEL")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer of --llama2c")
     parser.add_argument(
         "--prompt", default="", metavar="TEXT", help="text to continue (default: none, a new text begins)"
     )
-    parser.add_argument(
-        "--steps", type=positive, default=256, metavar="N", help="at most this many new tokens (default: 256)"
-    )
-    parser.add_argument(
+    parser.add_argument("--steps", type=positive, default=256, metavar="N", help="add at most N tokens (default: 256)")
+    group = parser.add_argument_group("how the next token is chosen")
+    group.add_argument(
         "--temperature",
         type=float,
         default=0.0,
         metavar="T",
-        help="divide logits by T and draw tokens at random; 0 always takes the likeliest token (default: 0)",
+        help="0 always takes the most probable token; above 0 tokens are drawn at random, and higher values make "
+        "improbable ones more frequent; 1 draws by the model's own probabilities (default: 0)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--top-k",
-        type=int,
+        type=natural,
         default=0,
         metavar="K",
-        help="draw from the K likeliest tokens only; 0 draws from all (default: 0)",
+        help="draw among the K most probable tokens only; 0 draws among all (default: 0)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--top-p",
         type=float,
         default=1.0,
         metavar="P",
-        help="draw from the smallest set of likeliest tokens whose probabilities sum to P or more (default: 1, all)",
+        help="draw only among the most probable tokens, as few as have a probability of P or more together: 0.9 leaves "
+        "out the improbable tenth; 1 draws among all (default: 1)",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the random draws (default: 0)")
-    add_model_options(parser)
-    parser.set_defaults(command=run)
+    group.add_argument(
+        "--seed", type=natural, default=0, metavar="S", help="the same seed draws the same text again (default: 0)"
+    )
+    add_quantizing_options(parser)
+    add_cache_option(parser)
+    add_device_options(parser, "float16 on a GPU, float32 on a CPU")
+    parser.set_defaults(command=lambda arguments: run(parser, arguments))
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that every command which runs a model has."""
-    parser.add_argument(
-        "--scheme", metavar="NAME", help="quantize the model first, with w8a8, codebook4, … (default: no)"
-    )
+def add_cache_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--kv-cache``."""
     parser.add_argument(
         "--kv-cache",
         choices=("auto", "int8"),
         default="auto",
-        help="type of cached keys and values: auto keeps the model's own, int8 quantizes (default: auto)",
-    )
-    parser.add_argument(
-        "--device", default="auto", metavar="D", help="auto (a GPU where there is one), cpu or cuda[:N]"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float16", "bfloat16", "float32"),
-        default="auto",
-        help="type of activations and of weights that are not quantized (default: float16 on a GPU, float32 on a CPU)",
+        help="type in which the engine keeps keys and values of earlier tokens: auto is the model's own, int8 takes "
+        "half the memory of float16 (default: auto)",
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the command; return its exit status, 2 for a wrong command line."""
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Answer:
+    """Run the command."""
     sources = [arguments.model, arguments.llama2c]
     if sum(source is not None for source in sources) != 1 or (arguments.llama2c is None) != (
         arguments.tokenizer is None
     ):
-        print("qcut generate: name a MODEL, or --llama2c FILE with --tokenizer FILE", file=sys.stderr)
-        return 2
+        raise UsageError(parser, "name a MODEL, or --llama2c FILE with --tokenizer FILE")
+    from qcut.cli.quantizing import Quantizing
     from qcut.numerics.sampling import Sampling
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    if arguments.llama2c is not None:
-        _llama2c(arguments, sampling)
-    else:
-        _huggingface(arguments, sampling)
-    return 0
+    continue_prompt = _huggingface if arguments.llama2c is None else _llama2c
+    return Answer(continue_prompt(arguments, sampling, Quantizing.of(arguments)))
 
 
-def _write(text: str | bytes) -> None:
-    if isinstance(text, str):
-        text = text.encode("utf-8", "replace")
-    sys.stdout.buffer.write(text)
-    sys.stdout.buffer.flush()
+class _Output:
+    """Standard output while the text comes; with ``--json`` only the whole text is kept."""
+
+    def __init__(self, silent: bool) -> None:
+        self._silent = silent
+        self._data: list[bytes] = []
+
+    def __call__(self, text: str | bytes) -> None:
+        data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+        self._data.append(data)
+        if not self._silent:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+
+    def text(self) -> str:
+        """All that was written."""
+        return b"".join(self._data).decode("utf-8", "replace")
 
 
-def _prepare(model: Any, arguments: argparse.Namespace) -> Any:
-    """An engine for one sequence, on the model quantized as ``--scheme`` says."""
-    import qcut
-    from qcut.engine.engine import Engine
-
-    if arguments.scheme is not None:
-        qcut.quantize(model, arguments.scheme, progress=sys.stderr.isatty())
-    return Engine(model, kv_cache=arguments.kv_cache)
-
-
-def _huggingface(arguments: argparse.Namespace, sampling: Any) -> None:
-    from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained, token_ids
+def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> dict[str, Any]:
+    from qcut.checkpoints.pretrained import token_ids
+    from qcut.cli.quantizing import open_model
+    from qcut.cli.runners import runner_for
     from qcut.errors import ConfigError, ContextError
 
-    device = device_of(arguments.device)
-    model, tokenizer = load_pretrained(arguments.model, dtype=dtype_for(arguments.dtype, device), device=device)
+    model, tokenizer = open_model(arguments)
     ids = token_ids(tokenizer, arguments.prompt, "--prompt")
     if not ids:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else model.config.bos_token_id
@@ -135,45 +154,83 @@ def _huggingface(arguments: argparse.Namespace, sampling: Any) -> None:
         ids = [start]
     ends = getattr(model.generation_config, "eos_token_id", None)
     stop = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    engine = _prepare(model, arguments)
-    if len(ids) > engine.context:  # before the prompt is printed
-        raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {engine.context}")
-    _write(arguments.prompt)
+    quantizing.apply(model, tokenizer)
+    runner = runner_for(model, kv_cache=arguments.kv_cache)
+    if runner.context is not None and len(ids) > runner.context:  # before the prompt is printed
+        raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {runner.context}")
+    write, added = _Output(arguments.json), _Output(True)
+    write(arguments.prompt)
     pieces = TextPieces(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), ids)
-    engine.generate(
-        [ids], arguments.steps, sampling=sampling, stop=stop, on_token=lambda _, token: _write(pieces.add(token))
-    )
-    _write(pieces.rest() + "\n")
+
+    def show(token: int) -> None:
+        piece = pieces.add(token)
+        added(piece)
+        write(piece)
+
+    result = runner.generate(ids, arguments.steps, sampling, stop, show)
+    rest = pieces.rest()
+    added(rest)
+    write(rest + "\n")
+    return {
+        "model": arguments.model,
+        "prompt": arguments.prompt,
+        "text": added.text(),
+        "prompt_tokens": len(ids),
+        "tokens": result.tokens,
+        "reason": result.reason,
+        "runs_on": runner.name,
+        "device": str(runner.device),
+    }
 
 
-def _llama2c(arguments: argparse.Namespace, sampling: Any) -> None:
+def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> dict[str, Any]:
     import torch
 
     from qcut.checkpoints.llama2c.files import load_llama2c
     from qcut.checkpoints.llama2c.tokenizer import Llama2cTokenizer
     from qcut.checkpoints.pretrained import device_of, dtype_for
+    from qcut.cli.runners import runner_for
+    from qcut.engine.generated import Generated
+    from qcut.errors import ConfigError
 
+    if quantizing.text is not None:
+        raise ConfigError("--calibrate: not with --llama2c")
     device = device_of(arguments.device)
     dtype = torch.float32 if arguments.dtype == "auto" else dtype_for(arguments.dtype, device)
     model = load_llama2c(arguments.llama2c, dtype=dtype, device=device)
     tokenizer = Llama2cTokenizer.from_file(arguments.tokenizer, model.config.vocab_size)
     ids = tokenizer.encode(arguments.prompt)
-    engine = _prepare(model, arguments)
+    quantizing.apply(model, tokenizer)
+    runner = runner_for(model, kv_cache=arguments.kv_cache)
+    write, added = _Output(arguments.json), _Output(True)
     previous = ids[0]
     for token in ids[1:]:
-        _write(tokenizer.printed_piece(previous, token))
+        write(tokenizer.printed_piece(previous, token))
         previous = token
     steps = arguments.steps - (len(ids) - 1)
+    result = Generated()
     if steps > 0:
 
-        def show(_: int, token: int) -> None:
+        def show(token: int) -> None:
             nonlocal previous
             if token != _NEXT_TEXT:
-                _write(tokenizer.printed_piece(previous, token))
+                piece = tokenizer.printed_piece(previous, token)
+                added(piece)
+                write(piece)
             previous = token
 
-        engine.generate([ids], steps, sampling=sampling, stop=[_NEXT_TEXT], on_token=show)
-    _write("\n")
+        result = runner.generate(ids, steps, sampling, [_NEXT_TEXT], show)
+    write("\n")
+    return {
+        "model": arguments.llama2c,
+        "prompt": arguments.prompt,
+        "text": added.text(),
+        "prompt_tokens": len(ids),
+        "tokens": result.tokens,
+        "reason": result.reason,
+        "runs_on": runner.name,
+        "device": str(runner.device),
+    }
 
 
 class TextPieces:

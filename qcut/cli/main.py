@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import errno
+import contextlib
 import os
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from qcut.cli import evaluate as eval_command
-from qcut.cli import generate as generate_command
-from qcut.cli import tune as tune_command
-from qcut.cli.arguments import positive
-from qcut.cli.gemm import command as gemm_command
-from qcut.emitters.core.arch import ARCHITECTURES
+from qcut.cli import completion, evaluate, generate, info, plan, precompile, quantize, tune
+from qcut.cli import doctor_command as doctor
+from qcut.cli.answer import Answer, write_json
+from qcut.cli.arguments import Parser, UsageError
+from qcut.cli.gemm import command as gemm
 from qcut.emitters.core.source import EmitError
-from qcut.errors import ConfigError, QcutError
+from qcut.errors import QcutError
+
+TRACEBACK = "QCUT_TRACEBACK"
+"""Environment variable that has the traceback of a fault printed, for reports."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C: 128 and the signal's number, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes those of the process.
 
     Returns:
-        Exit status: 0 on success, 1 if something is missing or failed, 2 for a wrong command line.
+        Exit status: 0 on success, 1 if something is missing or failed, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: with status 2 for a wrong command line, 0 after ``--help`` and ``--version``.
     """
     for name in ("stdout", "stderr"):
         stream: Any = getattr(sys, name)
@@ -36,117 +43,106 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure"):  # a terminal without UTF-8, or a file name that is none
             stream.reconfigure(errors="backslashreplace")
-    arguments = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    as_json, out = "--json" in words, sys.stdout
     try:
-        status = int(arguments.command(arguments))
-        sys.stdout.flush()
-        return status
-    except (QcutError, EmitError) as error:
-        print(f"qcut: {error}", file=sys.stderr)
-        return 1
+        # What commands print on the way is for people: with --json standard output has the answer alone.
+        with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+            name, answer, error = _run(words)
+            if answer.text and not as_json:
+                print(answer.text)
+        if error:
+            print(f"qcut: {error}", file=sys.stderr)
+        if as_json:
+            write_json(out, name, answer.status, answer.data)
+        out.flush()
+        return answer.status
     except BrokenPipeError:  # a reader such as `head` has seen enough
-        _forget_output()
+        _forget(out)
         return 1
-    except KeyboardInterrupt:
-        print("qcut: interrupted", file=sys.stderr)
-        return 130
+    except OSError as problem:
+        print(f"qcut: standard output cannot be written: {problem.strerror}", file=sys.stderr)
+        _forget(out)
+        return 1
+    except UsageError as problem:
+        problem.parser.print_usage(sys.stderr)
+        print(f"{problem.parser.prog}: error: {problem}", file=sys.stderr)
+        if as_json:
+            write_json(out, "error", 2, {"error": {"kind": "UsageError", "message": str(problem)}})
+        raise SystemExit(2) from None
+
+
+def _run(words: Sequence[str]) -> tuple[str, Answer, str]:
+    """Run the command; returns the name of its answer, the answer, and the line that says what failed."""
+    arguments = parser().parse_args(words)
+    try:
+        answer = arguments.command(arguments)
+        return arguments.name, answer if isinstance(answer, Answer) else Answer(status=int(answer)), ""
+    except (UsageError, BrokenPipeError):
+        raise
+    except (QcutError, EmitError) as error:
+        return _failed(error, str(error))
+    except KeyboardInterrupt as error:
+        return _failed(error, "interrupted", INTERRUPTED)
     except OSError as error:
-        if error.filename is not None or error.errno not in _UNWRITABLE:
-            return _own_fault()
-        print(f"qcut: standard output cannot be written: {error.strerror}", file=sys.stderr)
-        _forget_output()
-        return 1
-    except MemoryError:
-        print("qcut: there is not enough memory", file=sys.stderr)
-        return 1
-    except Exception:
-        return _own_fault()
+        if error.filename is None:  # standard output's
+            raise
+        return _failed(error, f"{os.fsdecode(error.filename)}: {error.strerror or error}")
+    except MemoryError as error:
+        return _failed(error, "there is not enough memory")
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+            return _failed(error, f"the GPU has not enough memory: {_first_line(error)}")
+        if os.environ.get(TRACEBACK):
+            traceback.print_exc()
+        kind = type(error).__name__
+        told = f"this is a fault in qcut, please report it: {kind}: {_first_line(error)} ({_place(error)})"
+        return _failed(error, told if os.environ.get(TRACEBACK) else f"{told}; {TRACEBACK}=1 shows more")
 
 
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF)
+def _failed(error: BaseException, message: str, status: int = 1) -> tuple[str, Answer, str]:
+    data = {"error": {"kind": type(error).__name__, "message": message}}
+    return "error", Answer(data, status=status), message
 
 
-def _forget_output() -> None:
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:300]
+
+
+def _place(error: BaseException) -> str:
+    """File and line of the innermost function of qcut that the exception passed."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if f"{os.sep}qcut{os.sep}" in frame.filename] or frames
+    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}"
+
+
+def _forget(stream: Any) -> None:
     """Point standard output at nothing: Python flushes once more as it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _own_fault() -> int:
-    traceback.print_exc()
-    print("qcut: this is a fault in qcut; please report it with the lines above", file=sys.stderr)
-    return 1
+EPILOG = """\
+`qcut COMMAND --help` explains a command, with an example.
+
+exit status:
+  0    done
+  1    something failed or was found wrong; one line that begins with `qcut:` says what
+  2    a wrong command line
+  130  interrupted with Ctrl-C"""
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     from qcut import __version__
 
-    parser = argparse.ArgumentParser(prog="qcut", description="Int8 and codebook inference for transformers.")
-    parser.add_argument("--version", action="version", version=f"qcut {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    doctor = commands.add_parser(
-        "doctor",
-        help="check GPUs, driver, compilers and cache of this machine, and advise where one is missing",
-        description="Looks at GPUs, driver, compilers, headers and the kernel cache, and compiles a probe with each "
-        "toolchain. Exit status 1 if anything but a GPU is missing.",
+    top = Parser(
+        prog="qcut",
+        description="Quantizes transformer models to 8-bit integers or 2 to 4 bits a weight, and runs them.",
+        epilog=EPILOG,
     )
-    doctor.add_argument("--no-probe", action="store_true", help="do not compile anything")
-    doctor.add_argument(
-        "--selftest",
-        action="store_true",
-        help="instead, run every family of kernels once on each GPU beside the CPU's reference, and name what differs; "
-        "exit status 1 if anything does, or without a GPU",
-    )
-    doctor.add_argument("--device", type=int, metavar="N", help="the one GPU that --selftest tests (default: all)")
-    doctor.set_defaults(command=_doctor)
-
-    precompile = commands.add_parser(
-        "precompile",
-        help="build all kernels of an architecture; needs no GPU",
-        description="Builds every kernel that a model can need on an architecture, and packs them into one file, with "
-        "which nothing is built later and no compiler is asked for. Kernels that are built stay in the cache, so that "
-        "the command goes on where it was stopped. Exit status 1 if a kernel fails.",
-    )
-    precompile.add_argument(
-        "--arch",
-        action="append",
-        required=True,
-        choices=ARCHITECTURES,
-        metavar="ARCH",
-        help=f"one of {', '.join(ARCHITECTURES)}; may be repeated",
-    )
-    precompile.add_argument(
-        "--pack",
-        type=Path,
-        metavar="FOLDER",
-        help="where the packs go (default: packs in $QCUT_CACHE_DIR, where qcut finds them)",
-    )
-    precompile.add_argument("--list", action="store_true", help="print the kernels' names and build nothing")
-    precompile.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per core)")
-    precompile.set_defaults(command=_precompile)
-
-    generate_command.add_parser(commands)
-    eval_command.add_parser(commands)
-    gemm_command.add_parser(commands)
-    tune_command.add_parser(commands)
-    return parser
-
-
-def _doctor(arguments: argparse.Namespace) -> int:
-    from qcut.cli import doctor
-
-    if arguments.selftest:
-        from qcut.cli.selftest import run
-
-        return run.command(arguments.device)
-    if arguments.device is not None:
-        raise ConfigError("doctor: --device goes with --selftest")
-    findings = doctor.examine(compile_probe=not arguments.no_probe)
-    print(doctor.report(findings))
-    return 0 if doctor.is_healthy(findings) else 1
-
-
-def _precompile(arguments: argparse.Namespace) -> int:
-    from qcut.cli import precompile
-
-    return precompile.command(list(dict.fromkeys(arguments.arch)), arguments.pack, arguments.jobs, arguments.list)
+    top.add_argument("--version", action="version", version=f"qcut {__version__}", help="print the version and exit")
+    top.set_defaults(top=top)
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for module in (quantize, plan, info, generate, evaluate, doctor, precompile, gemm, tune, completion):
+        module.add_parser(commands)
+    return top

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qcut.cli.arguments import positive, positive_float
+from qcut.cli.answer import Answer
+from qcut.cli.arguments import add_command, positive, positive_float
 from qcut.emitters.families import CUTLASS_FAMILIES, FAMILIES, INT8_CUTLASS, SPELLINGS, W8A16_CUTLASS
 from qcut.errors import ConfigError, DeviceError
 from qcut.process.progress import print_above
@@ -23,15 +24,27 @@ if TYPE_CHECKING:
 
 _TOKENS = (16, 64, 256, 1024, 4096)
 
+FIELDS = {
+    "table": "path of the table",
+    "rows": "how many rows the table has now",
+    "gemms": "list of {name, tile, time_us, tiles, measured, left_out}: the fastest tile and its time, null where none "
+    "could be timed; of how many tiles; how many were measured now; those left out, with the reason",
+    "unfinished": "how many GEMMs the time budget left; the same command goes on with them",
+}
+
 
 def add_parser(commands: Any) -> None:
     """Add the command to ``qcut``'s sub-parsers."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "tune",
         help="find the fastest tile for given GEMMs on this GPU, and write the table that dispatch reads",
-        description="Builds a family's promising tiles, checks each bitwise, times them in turns, and writes the "
-        "fastest to $QCUT_CACHE_DIR/tuned/GPU.json (default ~/.cache/qcut). Measurements are kept in a journal: a run "
-        "that was stopped goes on where it was. Exit status 1 if a kernel computed something wrong.",
+        description="Measures which tile is the fastest for given int8 products on this GPU, and writes the table\n"
+        "from which qcut chooses afterwards: $QCUT_CACHE_DIR/tuned/GPU.json (default ~/.cache/qcut). Each tile is\n"
+        "checked bitwise first. Measurements are kept in a journal: a run that was stopped goes on where it was. The\n"
+        "exit status is 1 if a kernel computed something wrong.",
+        example="qcut tune --model gpt2-large --tokens 512 4096",
+        fields=FIELDS,
     )
     parser.add_argument(
         "--family",
@@ -39,13 +52,16 @@ def add_parser(commands: Any) -> None:
         choices=(*SPELLINGS, W8A16_CUTLASS.name),
         help="kernel family to tune; may be repeated (default: every int8 family that can be built here)",
     )
-    parser.add_argument("--shape", nargs="+", type=_shape, default=[], metavar="MxNxK", help="sizes of GEMMs")
+    parser.add_argument(
+        "--shape", nargs="+", type=_shape, default=[], metavar="MxNxK", help="sizes of GEMMs (default: none)"
+    )
     parser.add_argument(
         "--model",
         action="append",
         default=[],
         metavar="DIR",
-        help="tune for the layers of a checkpoint directory or a preset",
+        help="tune for the layers of a model: a folder with a config.json, or a preset such as gpt2-large or "
+        "llama-3-8b (default: none)",
     )
     parser.add_argument(
         "--tokens",
@@ -53,29 +69,40 @@ def add_parser(commands: Any) -> None:
         type=positive,
         default=_TOKENS,
         metavar="M",
-        help="numbers of tokens M to tune --model's layers for",
+        help=f"numbers of tokens M to tune --model's layers for (default: {' '.join(map(str, _TOKENS))})",
     )
     parser.add_argument(
         "--layouts",
         nargs="+",
         type=_layouts,
         default=["tnt"],
-        help="memory orders of A, B, D: t row-major, n column-major [tnt]",
-    )
-    parser.add_argument("--out", nargs="+", choices=("f16", "s8"), default=["f16", "s8"], help="element types of D")
-    parser.add_argument(
-        "--limit", type=positive, metavar="N", help="build at most N tiles for each GEMM and family [48]"
+        help="memory orders of A, B, D: t row-major, n column-major (default: tnt)",
     )
     parser.add_argument(
-        "--time-budget", type=positive_float, default=math.inf, metavar="S", help="stop measuring after S seconds"
+        "--types", nargs="+", choices=("f16", "s8"), default=["f16", "s8"], help="element types of D (default: both)"
+    )
+    parser.add_argument(
+        "--limit", type=positive, metavar="N", help="build at most N tiles for each GEMM and family (default: 48)"
+    )
+    parser.add_argument(
+        "--time-budget",
+        type=positive_float,
+        default=math.inf,
+        metavar="S",
+        help="stop measuring after S seconds (default: never)",
     )
     parser.add_argument("--jobs", type=positive, metavar="N", help="compilers at a time (default: one per core)")
     journal = parser.add_mutually_exclusive_group()
     journal.add_argument("--resume", action="store_true", help="use what earlier runs measured (the default)")
     journal.add_argument("--fresh", action="store_true", help="measure everything anew")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="update this table instead of the user's own")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="update this table (default: the user's own)")
     parser.add_argument(
-        "--merge", nargs="+", type=Path, default=[], metavar="FILE", help="take in the rows of these tables"
+        "--merge",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="take in the rows of these tables (default: none)",
     )
     parser.set_defaults(command=run)
 
@@ -95,15 +122,16 @@ def _layouts(text: str) -> str:
     return flags
 
 
-def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None) -> int:
+def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None) -> Answer:
     """Run the command.
 
     Args:
         arguments: the parsed command line.
         bench: makes the bench that measures; None measures on the current CUDA device.
 
-    Returns:
-        Exit status.
+    Raises:
+        ConfigError: nothing to do, or no place for the table.
+        DeviceError: there is no GPU to measure on.
     """
     from qcut.dispatch import tables as tuned
 
@@ -113,14 +141,14 @@ def run(arguments: argparse.Namespace, bench: Callable[[], Bench] | None = None)
     merged = tuned.merge(tuned.read(path) for path in arguments.merge) if arguments.merge else None
     device = (bench or _cuda_bench)() if shapes else None
     gpu = device.target.name if device else merged.gpu if merged else ""
-    path = arguments.output or tuned.user_path(gpu)
+    path = arguments.out or tuned.user_path(gpu)
     if path is None:
-        raise ConfigError("tune: there is no home directory for the table; set QCUT_CACHE_DIR or give --output FILE")
+        raise ConfigError("tune: there is no home directory for the table; set QCUT_CACHE_DIR or give --out FILE")
     book = _Book(path, gpu)
     if merged is not None:
         book.take(merged)
     if device is None:
-        return 0
+        return _answer(book, [], 0)
     return _tune(arguments, shapes, device, book)
 
 
@@ -150,7 +178,7 @@ class _Book:
     def __init__(self, path: Path, gpu: str) -> None:
         from qcut.dispatch import tables as tuned
 
-        self._path, self._table = path, tuned.Table(gpu)
+        self.path, self._table = path, tuned.Table(gpu)
         if path.exists():
             try:
                 self._table = tuned.read(path)
@@ -171,7 +199,7 @@ class _Book:
         changed = sum(before.get(row.key) != row for row in self._table.rows)
         for note in other.notes:
             print(note)
-        print(f"{changed} rows taken into {self._path}, which has {len(self._table.rows)}")
+        print(f"{changed} rows taken into {self.path}, which has {len(self._table.rows)}")
 
     def put(self, result: Result, environment: dict[str, str]) -> None:
         """Replace a row by a result. A result cut short by the time budget replaces only a slower row."""
@@ -184,15 +212,20 @@ class _Book:
     def _write(self, table: Table) -> None:
         from qcut.dispatch import tables as tuned
 
-        if (kept := tuned.write(self._path, table)) is not None:
-            print(f"qcut: what {self._path} held and was not used is kept as {kept}", file=sys.stderr)
+        if (kept := tuned.write(self.path, table)) is not None:
+            print(f"qcut: what {self.path} held and was not used is kept as {kept}", file=sys.stderr)
         self._table = table
 
+    @property
+    def rows(self) -> int:
+        """How many rows the table has."""
+        return len(self._table.rows)
+
     def __str__(self) -> str:
-        return f"{self._path} has {len(self._table.rows)} rows"
+        return f"{self.path} has {len(self._table.rows)} rows"
 
 
-def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], device: Bench, book: _Book) -> int:
+def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], device: Bench, book: _Book) -> Answer:
     from qcut.dispatch import tables as tuned
     from qcut.tuning import search as tuning
     from qcut.tuning import timing
@@ -201,7 +234,7 @@ def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], dev
     tasks, refused = _tasks(arguments, shapes, device.target)
     for line in refused:
         print(line)
-    base = tuned.user_path(device.target.name) or arguments.output
+    base = tuned.user_path(device.target.name) or arguments.out
     facts = vars(timing.environment(device.target.name))
     path = base.with_name(base.name.removesuffix(".json") + ".journal.jsonl")
     limit = arguments.limit or tuning.DEFAULT_LIMIT
@@ -224,7 +257,23 @@ def _tune(arguments: argparse.Namespace, shapes: list[tuple[int, int, int]], dev
     if unfinished:
         print(f"time budget spent: {unfinished} of {len(tasks)} GEMMs unfinished; the same command goes on with them")
     print(book)
-    return 1 if any(result.wrong for result in results) else 0
+    return _answer(book, results, unfinished)
+
+
+def _answer(book: _Book, results: list[Result], unfinished: int) -> Answer:
+    gemms = [
+        {
+            "name": result.task.name,
+            "tile": result.row and result.row.tile.name,
+            "time_us": result.row and result.row.time_us,
+            "tiles": result.tiles,
+            "measured": result.measured,
+            "left_out": result.left_out,
+        }
+        for result in results
+    ]
+    data = {"table": str(book.path), "rows": book.rows, "gemms": gemms, "unfinished": unfinished}
+    return Answer(data, status=1 if any(result.wrong for result in results) else 0)
 
 
 def _tasks(
@@ -241,7 +290,7 @@ def _tasks(
     for m, n, k in shapes:
         for name in dict.fromkeys(families):
             for layouts in dict.fromkeys(arguments.layouts):
-                for out in dict.fromkeys(arguments.out):
+                for out in dict.fromkeys(arguments.types):
                     task = tuning.Task(name, out, layouts, m, n, k)
                     if tuning.candidates(task, target, 1):
                         tasks.append(task)

@@ -22,7 +22,10 @@ PROMPT = "The import statement"
 
 def run(capfd: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
     capfd.readouterr()  # a test may have loaded a model itself, with progress bars
-    status = cli.main([*map(str, arguments), "--device", "cpu"])
+    try:
+        status = cli.main([*map(str, arguments), "--device", "cpu"])
+    except SystemExit as ended:  # a wrong command line
+        status = int(str(ended.code))
     out, err = capfd.readouterr()
     return status, out, err
 

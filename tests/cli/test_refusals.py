@@ -74,6 +74,12 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (base / "empty").mkdir()
     (base / "empty.txt").touch()
     (base / "latin.txt").write_bytes("Käse".encode("latin-1"))
+    (base / "short.txt").write_text("An import.")
+    (base / "list.json").write_text("[]")
+    (base / "other").mkdir()
+    (base / "other" / "letter.txt").touch()
+    sealed = copy("sealed", "model.safetensors")  # its index names a file that is not there
+    (sealed / "model.safetensors.index.json").write_text('{"weight_map": {"a.weight": "model-1.safetensors"}}')
     (base / "text.txt").write_text("An import statement names a module.\n" * 60)
     return base
 
@@ -128,7 +134,7 @@ COMMANDS: list[tuple[tuple[object, ...], str]] = [
     (("generate", DEMO, "--steps", "-3"), "'-3' is not a whole number from 1 up"),
     (("generate", DEMO, "--seed", HUGE), "seed"),
     (("generate", DEMO, "--seed", "-1"), "seed"),
-    (("generate", DEMO, "--top-k", "-1"), "top_k -1"),
+    (("generate", DEMO, "--top-k", "-1"), "'-1' is not a whole number from 0 up"),
     (("generate", DEMO, "--top-p", "nan"), "top_p nan"),
     (("generate", DEMO, "--temperature", "inf"), "temperature inf"),
     (("generate", DEMO, "--temperature", "warm"), "--temperature"),
@@ -145,7 +151,62 @@ COMMANDS: list[tuple[tuple[object, ...], str]] = [
     (("eval", DEMO, *TEXT, "--window", "1"), "window"),
     (("eval", DEMO, *TEXT, "--window", HUGE), "has 30 digits; allowed: 18"),
     (("eval", DEMO, *TEXT, "--batch", "0"), "--batch"),
-    (("eval", DEMO, *TEXT, "--window", "9" * 18), "fewer than one window"),
+    (("eval", DEMO, *TEXT, "--window", "9" * 18), "allowed: 2 to 512, the model's context"),
+    (("eval", DEMO, "--text", "short.txt"), "--text short.txt: found 3 tokens, fewer than one window of 512"),
+    (("eval", DEMO, *TEXT, "--scheme", "4bit"), "did you mean codebook4"),
+    (("eval", DEMO, *TEXT, "--scheme", "w8a8", "--plan", "p.json"), "not allowed with argument --scheme"),
+    (("eval", DEMO, *TEXT, "--fit"), "--fit says how to quantize; it goes with --scheme or --plan"),
+    (("generate", DEMO, "--scheme", "w8a8_static"), "scheme w8a8_static needs --calibrate TEXT"),
+    (("generate", DEMO, "--scheme", "W8A8-static", "--calibrate", "nowhere"), "--calibrate nowhere: No such file"),
+    (("generate", DEMO, "--top", "3"), "did you mean --top-p? unrecognized arguments: --top 3"),
+    (("eval", DEMO, *TEXT, "--kv_cache=int8"), "qcut eval: error: did you mean --kv-cache? unrecognized arguments"),
+    (("quantize", DEMO, "--out", "new"), "give --scheme NAME, such as w8a8 or codebook4, or --plan FILE"),
+    (("quantize", DEMO, "--scheme", "nf4", "--out", "new"), "did you mean codebook4"),
+    (("quantize", DEMO, "--scheme", "int8", "--out", "new"), "did you mean w8a8"),
+    (("quantize", DEMO, "--scheme", "w8a8"), "the following arguments are required: --out"),
+    (("quantize", DEMO, "--scheme", "w8a8", "--out", "saved"), "there is a model already; --overwrite replaces it"),
+    (("quantize", DEMO, "--scheme", "w8a8", "--out", "other", "--overwrite"), "other things than a model"),
+    (("quantize", DEMO, "--scheme", "w8a8", "--out", "empty.txt"), "--out empty.txt: there is something that is no"),
+    (("quantize", "more", "--scheme", "w8a8", "--out", "more", "--overwrite"), "--out more: this is MODEL itself"),
+    (("quantize", DEMO, "--scheme", "w8a8", "--out", "empty.txt/new"), "--out empty.txt/new: cannot be written: "),
+    (("quantize", DEMO, "--scheme", "w8a8", "--out", "new", "--embeddings", "4"), "scheme '4' does not exist"),
+    (("quantize", DEMO, "--scheme", "w8a8", "--out", "new", "--smooth", "0.5"), "--smooth needs --calibrate TEXT"),
+    (
+        ("quantize", DEMO, "--scheme", "w8a8", "--out", "new", "--include", "z"),
+        "'z' matches none of its 17 linear layers",
+    ),
+    (("quantize", DEMO, "--scheme", "w8a8", "--out", "/proc/new"), "--out /proc/new: cannot be written: "),
+    (("quantize", "truncated", "--scheme", "w8a8", "--out", "new/a/b"), "truncated/model.safetensors: truncated or"),
+    (("quantize", DEMO, "--plan", "nowhere.json", "--out", "new"), "nowhere.json: "),
+    (("quantize", DEMO, "--plan", "list.json", "--out", "new"), "list.json: "),
+    (("quantize", "truncated", "--scheme", "w8a8", "--out", "new"), "truncated/model.safetensors: truncated or not"),
+    (("quantize", "no_tokenizer", "--scheme", "w8a8", "--out", "new"), "no_tokenizer: there is no tokenizer"),
+    (("quantize", "saved", "--scheme", "w8a8", "--out", "new"), "saved: there is no tokenizer"),
+    (("quantize", "org/no-such-model", "--scheme", "w8a8", "--out", "new"), "org/no-such-model: "),
+    (
+        ("quantize", DEMO, "--scheme", "w8a8_static", "--calibrate", "short.txt", "--out", "new"),
+        "--calibrate short.txt: found 3 tokens, fewer than one window of 512",
+    ),
+    (("plan", DEMO, "--out", "p.json"), "the following arguments are required: --calibrate"),
+    (("plan", DEMO, "--calibrate", "text.txt", "--out", "list.json"), "--out list.json: the file exists already"),
+    (("plan", DEMO, "--calibrate", "text.txt", "--out", "empty"), "--out empty: there is a folder of that name"),
+    (("plan", DEMO, "--calibrate", "text.txt", "--out", "no/p.json"), "--out no/p.json: there is no folder no"),
+    (("plan", DEMO, "--calibrate", "text.txt", "--out", "p", "--report", "p"), "--report p: the same file as --out"),
+    (("plan", DEMO, "--calibrate", "latin.txt", "--out", "p.json"), "--calibrate latin.txt: "),
+    (("plan", DEMO, "--calibrate", "text.txt", "--out", "p.json", "--candidates", "w9"), "scheme 'w9' does not exist"),
+    (
+        ("plan", DEMO, "--calibrate", "text.txt", "--out", "p.json", "--window", "64", "--budget", "-1"),
+        "budget: found -1.0",
+    ),
+    (("info", "nowhere"), "nowhere: not a directory"),
+    (("info", "empty"), "empty: there are no safetensors files"),
+    (("info", "truncated"), "truncated/model.safetensors: "),
+    (("info", "cut_header"), "cut_header/model.safetensors: truncated or not a safetensors file"),
+    (("info", "saved_broken"), "saved_broken/qcut_config.json: "),
+    (("info", "sealed"), "sealed/model-1.safetensors: "),
+    (("completion", "csh"), "invalid choice"),
+    (("inf", DEMO), "did you mean info?"),
+    (("doctor", "--device", "0"), "doctor: --device goes with --selftest"),
     (("gemm", "0", "1", "1"), "'0' is not a whole number from 1 up"),
     (("gemm", "1", "1", HUGE), "has 30 digits; allowed: 18"),
     (("gemm", "9" * 18, "9" * 18, "16"), "GiB; the memory has"),
@@ -186,6 +247,35 @@ def test_one_line_says_what_is_wrong(
     lines = [line for line in err.splitlines() if line.startswith("qcut")]
     assert len(lines) == 1, err
     assert len(lines[0]) < 1000
+    assert not (there / "new").exists()
+    assert not list(there.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "kind"),
+    [
+        (["info", "nowhere"], 1, "CheckpointError"),
+        (["eval", str(DEMO), "--text", "nowhere"], 1, "ConfigError"),
+        (["quantize", str(DEMO), "--scheme", "w9", "--out", "new"], 1, "ConfigError"),
+        (["generate"], 2, "UsageError"),
+        (["gemm", "0", "1", "1"], 2, "UsageError"),
+        (["unheard-of"], 2, "UsageError"),
+    ],
+)
+def test_failures_are_json_too(
+    words: list[str], status: int, kind: str, there: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.chdir(there)
+    try:
+        got: Any = cli.main([*words, "--json"])
+    except SystemExit as ended:
+        got = ended.code
+    out, err = capfd.readouterr()
+    answer = json.loads(out)
+    assert got == answer["status"] == status
+    assert (answer["schema"], answer["error"]["kind"]) == ("qcut.error/1", kind)
+    assert answer["error"]["message"] in err
+    assert out.count("\n") == 1
 
 
 def test_an_empty_prompt_begins_a_text(capfd: pytest.CaptureFixture[str]) -> None:
@@ -202,8 +292,39 @@ def test_a_fault_of_qcuts_own_shows_where_it_is(
     monkeypatch.setattr("qcut.cli.doctor.examine", wrong)
     assert cli.main(["doctor"]) == 1
     error = capsys.readouterr().err
-    assert "ZeroDivisionError: a fault" in error
-    assert error.rstrip().endswith("qcut: this is a fault in qcut; please report it with the lines above")
+    assert error.startswith("qcut: this is a fault in qcut, please report it: ZeroDivisionError: a fault (")
+    assert error.endswith("; QCUT_TRACEBACK=1 shows more\n")
+    assert "Traceback" not in error
+    monkeypatch.setenv("QCUT_TRACEBACK", "1")
+    assert cli.main(["doctor"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/a/file"), "qcut: /a/file: Permission denied\n"),
+        (torch.OutOfMemoryError("tried\nmore"), "qcut: the GPU has not enough memory: tried\n"),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(
+    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("qcut.cli.doctor.examine", refuse)
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_folders_that_may_not_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o500)
+    text = str(ROOT / "README.md")
+    for words in (["quantize", "--scheme", "w8a8"], ["plan", "--calibrate", text]):
+        assert cli.main([words[0], str(DEMO), *words[1:], "--out", str(tmp_path / "new")]) == 1
+        assert f"--out {tmp_path / 'new'}: " in capfd.readouterr().err
 
 
 def test_an_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 from qcut.cli import main as cli
 from qcut.cli import model_shapes
 from qcut.cli import tune as tune_command
+from qcut.cli.arguments import Parser, UsageError
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch import tables as tuned
 from qcut.emitters.gemm.problem import TileConfig
@@ -33,10 +33,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def command(*words: str, bench: FakeBench | None = None) -> int:
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     tune_command.add_parser(parser.add_subparsers())
     arguments = parser.parse_args(["tune", *words])
-    return tune_command.run(arguments, (lambda: bench) if bench else None)
+    return tune_command.run(arguments, (lambda: bench) if bench else None).status
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("built")
 def test_the_command_writes_the_table_that_dispatch_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("--family", "mma", "--shape", "256x1280x1280", "--out", "s8", bench=FakeBench()) == 0
+    assert command("--family", "mma", "--shape", "256x1280x1280", "--types", "s8", bench=FakeBench()) == 0
     said = capsys.readouterr()
     rows = [row for row in tuned.users(H200.name).rows if row in tuned.table_for(H200.name).rows]
     assert [(row.family, row.m, row.n, row.k, row.out) for row in rows] == [("int8_mma", 256, 1280, 1280, "s8")]
@@ -62,7 +62,7 @@ def test_the_command_writes_the_table_that_dispatch_reads(folder: Path, capsys: 
 
 @pytest.mark.usefixtures("built")
 def test_the_command_resumes_and_starts_afresh(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--family", "mma", "--shape", "256x1280x1280", "--out", "f16")
+    words = ("--family", "mma", "--shape", "256x1280x1280", "--types", "f16")
     assert command(*words, bench=FakeBench()) == 0
     again = FakeBench()
     assert command(*words, bench=again) == 0
@@ -80,7 +80,7 @@ def test_the_command_fails_where_a_kernel_is_wrong_and_says_what_no_family_has(
     bench = FakeBench()
     bench.wrong = {candidates(TASK, H200)[0].name}
     words = ["--family", "mma", "--family", "cutlass", "--layouts", "tnt", "0n1", "--shape", "256x1280x1280"]
-    assert command(*words, "--out", "s8", bench=bench) == 1
+    assert command(*words, "--types", "s8", bench=bench) == 1
     said = capsys.readouterr()
     assert "wrong: 3 of 9 elements differ" in said.out
     assert "cutlass 256x1280x1280 nnt s8: the family has no tile for it" in said.out
@@ -95,7 +95,7 @@ def test_the_command_merges_without_a_gpu(tmp_path: Path, capsys: pytest.Capture
     for path, row in zip(paths, (slow, fast, other), strict=True):
         tuned.write(path, tuned.Table("NVIDIA Test", (row,)))
     output = tmp_path / "new" / "table.json"
-    assert command("--merge", *map(str, paths), "--output", str(output)) == 0
+    assert command("--merge", *map(str, paths), "--out", str(output)) == 0
     assert set(tuned.read(output).rows) == {fast, other}
     assert "2 rows taken into" in capsys.readouterr().out
     assert command("--merge", *map(str, paths)) == 0
@@ -114,16 +114,15 @@ def test_the_command_merges_without_a_gpu(tmp_path: Path, capsys: pytest.Capture
         ["--layouts", "tt", "--shape", "1x1x1"],
         ["--layouts", "xyz"],
         ["--family", "fast"],
-        ["--out", "f32"],
+        ["--types", "f32"],
         ["--tokens", "0"],
         ["--time-budget", "-1"],
         ["--resume", "--fresh"],
     ],
 )
 def test_wrong_options_are_refused(words: list[str]) -> None:
-    with pytest.raises(SystemExit) as error:
+    with pytest.raises(UsageError):
         command(*words)
-    assert error.value.code == 2
 
 
 def test_models_give_shapes(tmp_path: Path) -> None:

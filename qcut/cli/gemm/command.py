@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
-from qcut.cli.arguments import natural, positive, positive_float
+from qcut.cli.answer import Answer
+from qcut.cli.arguments import add_command, natural, positive, positive_float
 from qcut.cli.gemm.report import Request
 from qcut.emitters.families import SPELLINGS
 
@@ -21,8 +21,24 @@ CPU's reference runs, and nothing is timed.
 
 transA, transB, transC: T or 1 for a row-major matrix, N or 0 for a column-major one (cuBLAS's flags).
 use_tensor_cores: 1, or 0 for the dp4a kernels. Default: 1 0 1 1, that is A row-major, B stored [N, K], C row-major.
+
+The exit status is 1 if the result is wrong or the kernel cannot be built.
 """
-_EPILOG = "Exit status: 0, 1 if the result is wrong or the kernel cannot be built, 2 for a wrong command line."
+FIELDS = {
+    "m, n, k": "sizes",
+    "layouts": "memory orders of A, B, C: t row-major, n column-major",
+    "tensor_cores": "whether tensor cores were asked for",
+    "mode, scale, seed": "as given; scale is null with --mode wrap",
+    "device": "the GPU's name, or cpu",
+    "kernel, family, tile, reason": "the kernel and why it was chosen; null on the CPU but for the kernel",
+    "checked": "whether the result was compared with the exact one",
+    "wrong": "number of elements that differ; null where nothing was checked",
+    "timing": "{median_us, p20_us, p80_us, samples, mode}, or null where nothing was timed",
+    "tops, gb_s": "10^12 operations and 10^9 bytes a second, or null",
+    "cublaslt": "{kernel, layouts, timing} of cuBLASLt, or null",
+    "x_cublaslt": "the kernel's speed over cuBLASLt's, or null",
+    "notes": "remarks, such as why nothing was timed",
+}
 
 
 class _Flags(argparse.Action):
@@ -61,13 +77,14 @@ class _Flags(argparse.Action):
 
 def add_parser(commands: Any) -> None:
     """Add the command to the subparsers of ``qcut``."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "gemm",
         help="check and time one int8 product of any sizes and layouts",
         usage=USAGE,
         description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        example="qcut gemm 1024 1024 1024 1 0 1 1\nqcut gemm 4096 4096 4096 N N T --kernel mma --json",
+        fields=FIELDS,
     )
     for name, text in (("m", "rows of A and C"), ("n", "columns of B and C"), ("k", "columns of A, rows of B")):
         parser.add_argument(name, type=positive, metavar=name.upper(), help=text)
@@ -97,11 +114,10 @@ def add_parser(commands: Any) -> None:
         default="cublas",
         help="library to time beside the kernel (default: cublas)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=lambda arguments: _run(parser, arguments))
 
 
-def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Answer:
     if arguments.tile and arguments.kernel == "auto":
         parser.error(f"--tile needs --kernel, one of {', '.join(SPELLINGS)}: families have tiles of their own")
     if not arguments.tensor_cores and arguments.kernel not in ("auto", "simt"):
@@ -126,5 +142,4 @@ def _run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
             compare=arguments.compare == "cublas",
         )
     )
-    print(json.dumps(report.to_json(), indent=2) if arguments.json else report)
-    return 1 if report.wrong else 0
+    return Answer(report.to_json(), str(report), 1 if report.wrong else 0)

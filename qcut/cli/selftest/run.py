@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -139,12 +140,13 @@ def _device_error(ordinal: int) -> str:
     return ""
 
 
-def command(ordinal: int | None, *, progress: bool | None = None) -> int:
+def command(ordinal: int | None, *, progress: bool | None = None, record: list[dict[str, Any]] | None = None) -> int:
     """``qcut doctor --selftest``: test GPUs and print what was found.
 
     Args:
         ordinal: CUDA ordinal; None: every visible GPU.
         progress: show a bar; None: where standard error is a terminal.
+        record: takes each verdict as plain data, and its GPU's number.
 
     Returns:
         Exit status: 0 where everything that ran was right.
@@ -161,6 +163,8 @@ def command(ordinal: int | None, *, progress: bool | None = None) -> int:
     failed = 0
     for each in range(count) if ordinal is None else (ordinal,):
         verdicts = selftest(each, progress=sys.stderr.isatty() if progress is None else progress)
+        if record is not None:
+            record += [{"gpu": each, **asdict(verdict)} for verdict in verdicts]
         gpu, wrong = target(each), [v for v in verdicts if v.problem]
         skipped = sum(bool(v.skipped) for v in verdicts)
         print(f"cuda:{each} {gpu.name} ({gpu.arch}): {gpu.machine}")

@@ -128,7 +128,7 @@ def test_the_command_tunes_and_writes_the_users_table(
     from qcut.cli import main as cli
 
     monkeypatch.setenv("QCUT_CACHE_DIR", str(tmp_path))
-    words = ["tune", "--family", "mma", "--shape", "64x256x256", "--out", "s8", "--limit", "2"]
+    words = ["tune", "--family", "mma", "--shape", "64x256x256", "--types", "s8", "--limit", "2"]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
     name = torch.cuda.get_device_name()

@@ -1,0 +1,295 @@
+"""What a folder with a model holds, from its files' headers alone: no model is built and no weight is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qcut.checkpoints.huggingface import read_config
+from qcut.checkpoints.qcut_format import CONFIG_NAME
+from qcut.checkpoints.skeleton import check_layer_sizes
+from qcut.checkpoints.turboquant import reader as turboquant
+from qcut.config import parse_scheme, scheme_from_json
+from qcut.errors import CheckpointError, ConfigError
+from qcut.storage import schema
+from qcut.storage.reading import read_json
+from qcut.storage.safetensors_file import TensorFile, TensorHeader
+from qcut.storage.tensors import plain_name
+
+_INDEX = "model.safetensors.index.json"
+_PACKED = ("I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2")
+_LAYER = schema.record(
+    {"scheme": schema.anything(), "in_features": schema.integer(1), "out_features": schema.integer(1)}, more=True
+)
+_TABLES = schema.table(schema.record({"table": schema.text()}, more=True))
+_LAYERS, _NAMES = schema.table(_LAYER), schema.table(schema.text())
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """A quantized layer in a folder.
+
+    Attributes:
+        name: the layer.
+        scheme: its scheme, or the name of another library's method.
+        out_features: N; None where another library's format does not say.
+        in_features: K; None where another library's format does not say.
+        nbytes: bytes of its tensors that are stored under its own name.
+        tied_to: the layer that stores its tensors, or None.
+    """
+
+    name: str
+    scheme: str
+    out_features: int | None
+    in_features: int | None
+    nbytes: int
+    tied_to: str | None = None
+
+    @property
+    def weights(self) -> int | None:
+        """N times K, or None."""
+        return None if self.out_features is None or self.in_features is None else self.out_features * self.in_features
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Bits of all that the layer stores, over its weights; None where the weights lie elsewhere or are unknown."""
+        return None if self.weights is None or self.tied_to else 8 * self.nbytes / self.weights
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor outside of quantized layers.
+
+    Attributes:
+        name: of the tensor.
+        code: its dtype, as safetensors spells it: F32, F16, BF16, …
+        shape: of the tensor.
+        nbytes: its bytes.
+    """
+
+    name: str
+    code: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the values are floating-point numbers."""
+        return "F" in self.code
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a folder holds.
+
+    Attributes:
+        directory: the folder.
+        format: who wrote it: ``qcut``, ``turboquant-model``, ``transformers``, or the name of another method.
+        model: class of the model, or its type; empty where nothing says so.
+        layers: quantized layers.
+        tensors: all tensors outside of them.
+        files: bytes of the files with tensors, by name.
+    """
+
+    directory: Path
+    format: str
+    model: str
+    layers: tuple[StoredLayer, ...]
+    tensors: tuple[StoredTensor, ...]
+    files: dict[str, int]
+
+    @property
+    def float_parameters(self) -> int:
+        """Floating-point values outside of quantized layers."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors if tensor.is_float)
+
+    @property
+    def parameters(self) -> int | None:
+        """Floating-point values and quantized weights, shared ones once; None where a layer's size is not known."""
+        weights = [layer.weights for layer in self.layers if layer.tied_to is None]
+        known = [count for count in weights if count is not None]
+        return None if len(known) < len(weights) else self.float_parameters + sum(known)
+
+    @property
+    def percent_float(self) -> float | None:
+        """Of the parameters, the per cent that is in floating point."""
+        return None if not self.parameters else 100 * self.float_parameters / self.parameters
+
+
+def contents(directory: str | Path) -> Contents:
+    """Read the headers and the configuration of a folder.
+
+    Args:
+        directory: written by qcut, by transformers or by another library, with safetensors files.
+
+    Raises:
+        CheckpointError: no folder, or no safetensors files in it; a file is missing, truncated or foreign; a
+            configuration that cannot be read; or a layer that has no tensors, or more weights than the files hold
+            (named).
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: not a directory")
+    with ExitStack() as opened:
+        if (directory / CONFIG_NAME).exists():
+            path = directory / CONFIG_NAME
+            index = read_json(path, CheckpointError)
+            where = schema.conform(index.get("weight_map"), _NAMES, path, CheckpointError)
+            files = _open(directory, {plain_name(file, path, CheckpointError) for file in where.values()}, opened)
+            headers = _placed(where, files, path)
+            layers = _own_layers(index, headers, files, path)
+            return _contents(directory, "qcut", str(index.get("model_class") or ""), layers, headers, files)
+        config = _config(directory)
+        model = _model_name(config)
+        if turboquant.is_turboquant(directory):
+            files, headers = _all_of(directory, (turboquant.QUANTIZED_NAME, turboquant.REST_NAME), opened)
+            layers = _turboquant_layers(directory, headers)
+            return _contents(directory, "turboquant-model", model, layers, headers, files)
+        files, headers = _headers(directory, opened)
+        found = config.get("quantization_config")
+        quantization = found if isinstance(found, dict) else {}
+        method = quantization.get("quant_method")
+        if method == "qcut":
+            layers = _own_layers(quantization, headers, files, directory / "config.json")
+        else:
+            layers = [] if method is None else _packed_layers(str(method), headers)
+        return _contents(directory, str(method or "transformers"), model, layers, headers, files)
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    return read_config(path) if path.exists() else {}
+
+
+def _model_name(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else config.get("model_type")
+    return first if isinstance(first, str) else ""
+
+
+def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, TensorFile], dict[str, TensorHeader]]:
+    """The files of a folder of transformers, and their tensors."""
+    path = directory / _INDEX
+    if path.exists():
+        index = read_json(path, CheckpointError)
+        where = schema.conform(index.get("weight_map"), _NAMES, path, CheckpointError)
+        files = _open(directory, {plain_name(file, path, CheckpointError) for file in where.values()}, opened)
+        return files, _placed(where, files, path)
+    names = sorted(found.name for found in directory.glob("*.safetensors"))
+    if not names:
+        raise CheckpointError(f"{directory}: there are no safetensors files")
+    return _all_of(directory, names, opened)
+
+
+def _all_of(
+    directory: Path, names: Iterable[str], opened: ExitStack
+) -> tuple[dict[str, TensorFile], dict[str, TensorHeader]]:
+    """Files, and all tensors in them."""
+    files = _open(directory, names, opened)
+    return files, {name: header for file in files.values() for name, header in file.headers.items()}
+
+
+def _open(directory: Path, names: Iterable[str], opened: ExitStack) -> dict[str, TensorFile]:
+    return {name: opened.enter_context(TensorFile(directory / name, CheckpointError)) for name in sorted(names)}
+
+
+def _placed(where: Mapping[str, str], files: Mapping[str, TensorFile], path: Path) -> dict[str, TensorHeader]:
+    """The headers of the tensors that an index names."""
+    for name, file in where.items():
+        if name not in files[file].headers:
+            raise CheckpointError(f"{path.parent / file}: tensor {name!r} is not in it, but {path.name} says so")
+    return {name: files[file].headers[name] for name, file in where.items()}
+
+
+def _own_layers(
+    index: Mapping[str, Any], headers: Mapping[str, TensorHeader], files: Mapping[str, TensorFile], path: Path
+) -> list[StoredLayer]:
+    """The layers that qcut's own index describes."""
+    specs = schema.conform(index.get("layers", {}), _LAYERS, path, CheckpointError)
+    check_layer_sizes(specs, sum(file.size for file in files.values()), path)
+    tied = schema.conform(index.get("tied", {}), _NAMES, path, CheckpointError)
+    owners = {name.rpartition(".")[0]: owner.rpartition(".")[0] for name, owner in tied.items()}
+    stored = _by_module(headers)
+    layers = []
+    for name, spec in specs.items():
+        try:
+            given = spec["scheme"]
+            scheme = parse_scheme(given) if isinstance(given, str) else scheme_from_json(given)
+        except ConfigError as error:
+            raise CheckpointError(f"{path}: layer {name!r}: {error}") from error
+        nbytes = sum(header.nbytes for header in stored.get(name, {}).values())
+        owner = None if nbytes else owners.get(name)
+        if not nbytes and owner not in specs:
+            raise CheckpointError(f"{path}: layer {name!r}: the files have no tensors of it")
+        layers.append(StoredLayer(name, scheme.name, spec["out_features"], spec["in_features"], nbytes, owner))
+    return layers + _tied_tables(index, {layer.name: layer for layer in layers}, path)
+
+
+def _tied_tables(index: Mapping[str, Any], layers: Mapping[str, StoredLayer], path: Path) -> list[StoredLayer]:
+    """Quantized embeddings that read a layer's weight; one with a table of its own is a layer already."""
+    specs = schema.conform(index.get("embeddings", {}), _TABLES, path, CheckpointError)
+    tied = {name: layers[spec["table"]] for name, spec in specs.items() if spec["table"] in layers}
+    return [
+        StoredLayer(name, layer.scheme, layer.out_features, layer.in_features, 0, layer.name)
+        for name, layer in tied.items()
+        if layer.name != f"{name}.table"
+    ]
+
+
+def _turboquant_layers(directory: Path, headers: Mapping[str, TensorHeader]) -> list[StoredLayer]:
+    """The layers of the turboquant-model package, whose indices take half a byte at any width."""
+    config = read_json(directory / turboquant.CONFIG_NAME, CheckpointError)
+    widths = (config.get("bit_width"), config.get("residual_bit_width"))
+    scheme = "codebook" + "+".join(str(bits) for bits in widths if bits)
+    layers = []
+    for name, parts in _by_module(headers).items():
+        shape = parts["indices"].shape if "indices" in parts else []
+        if len(shape) == 2:
+            nbytes = sum(header.nbytes for header in parts.values())
+            layers.append(StoredLayer(name, scheme, shape[0], 2 * shape[1], nbytes))
+    return layers
+
+
+def _packed_layers(method: str, headers: Mapping[str, TensorHeader]) -> list[StoredLayer]:
+    """The modules that another library's method has packed, in whatever layout."""
+    layers = []
+    for name, parts in _by_module(headers).items():
+        if any(header.code in _PACKED and len(header.shape) >= 2 for header in parts.values()):
+            nbytes = sum(header.nbytes for header in parts.values())
+            plain = parts.get("weight")
+            whole = plain is not None and len(plain.shape) == 2 and plain.code == "I8"
+            n, k = plain.shape if whole and plain is not None else (None, None)
+            layers.append(StoredLayer(name, method, n, k, nbytes))
+    return layers
+
+
+def _by_module(headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:
+    """Tensors by the module's name, and by their own within it."""
+    modules: dict[str, dict[str, TensorHeader]] = {}
+    for name, header in headers.items():
+        module, _, key = name.rpartition(".")
+        modules.setdefault(module, {})[key] = header
+    return modules
+
+
+def _contents(
+    directory: Path,
+    form: str,
+    model: str,
+    layers: list[StoredLayer],
+    headers: Mapping[str, TensorHeader],
+    files: Mapping[str, TensorFile],
+) -> Contents:
+    quantized = {layer.name for layer in layers}
+    tensors = tuple(_outside(quantized, headers))
+    return Contents(directory, form, model, tuple(layers), tensors, {name: file.size for name, file in files.items()})
+
+
+def _outside(quantized: set[str], headers: Mapping[str, TensorHeader]) -> Iterator[StoredTensor]:
+    for name, header in headers.items():
+        if name.rpartition(".")[0] not in quantized:
+            yield StoredTensor(name, header.code, tuple(header.shape), header.nbytes)

@@ -1,0 +1,59 @@
+"""``qcut completion``: a script with which a shell completes qcut's commands and options."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from qcut.cli.answer import Answer
+from qcut.cli.arguments import add_command
+from qcut.errors import UnsupportedError
+
+SHELLS = ("bash", "zsh", "fish")
+
+FIELDS = {"shell": "the shell", "script": "the script"}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers of ``qcut``."""
+    parser = add_command(
+        commands,
+        "completion",
+        help="print a script that completes qcut's commands in your shell",
+        description="Prints a script with which the Tab key completes qcut's commands, options and their values.\n"
+        "Needs the package shtab: pip install 'qcut[completion]'.",
+        example="qcut completion bash > ~/.local/share/bash-completion/completions/qcut\n"
+        "qcut completion zsh > ~/.zfunc/_qcut     # in a folder of $fpath\n"
+        "qcut completion fish > ~/.config/fish/completions/qcut.fish",
+        fields=FIELDS,
+    )
+    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=f"one of {', '.join(SHELLS)}")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Run the command."""
+    try:
+        import shtab
+    except ImportError as error:
+        raise UnsupportedError("completion: shtab is not installed: pip install 'qcut[completion]'") from error
+    top = arguments.top
+    for action in _actions(top):
+        if action.type is not None and getattr(action.type, "__name__", "") == "Path":
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif action.dest == "model":
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+    script = shtab.complete(top, shell=arguments.shell)
+    return Answer({"shell": arguments.shell, "script": script}, script)
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The arguments of a parser and of its subparsers."""
+    found: list[argparse.Action] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                found += _actions(command)
+        else:
+            found.append(action)
+    return found

@@ -1,0 +1,123 @@
+"""``qcut info``: what a folder with a model holds."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qcut.cli.answer import Answer
+from qcut.cli.arguments import add_command
+
+if TYPE_CHECKING:
+    from qcut.checkpoints.contents import Contents, StoredLayer, StoredTensor
+
+_DESCRIPTION = """\
+Shows what a folder with a model holds: its quantized layers with sizes, schemes, bytes and bits a weight, and what is
+left in floating point. Reads the files' headers alone, and checks them against the files' sizes; no model is built, and
+no package but qcut is needed. Layers that differ in their number alone are one line: h.* stands for h.0, h.1, …
+"""
+
+FIELDS = {
+    "directory": "DIR as given",
+    "format": "who wrote it: qcut, turboquant-model, transformers, or the name of another library's method",
+    "model": "class of the model, or its type; empty where nothing says so",
+    "layers": "quantized layers: list of {name, scheme, out_features, in_features, bytes, bits_per_weight, tied_to}; "
+    "null where the format does not say; tied_to is the layer that stores the tensors, or null",
+    "tensors": "tensors outside of quantized layers: list of {name, dtype, shape, bytes}",
+    "schemes": "by scheme, {layers, bytes}",
+    "parameters": "number of weights and other floating-point values, shared ones once; null where not known",
+    "percent_float": "of the parameters, the per cent left in floating point; null where not known",
+    "bytes": "bytes of the files with tensors",
+    "files": "bytes by file",
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers of ``qcut``."""
+    parser = add_command(
+        commands,
+        "info",
+        help="show what a folder with a model holds: layers, schemes, bytes",
+        description=_DESCRIPTION,
+        example="qcut info models/gpt2-5m\nqcut info gpt2-4bit --layers",
+        fields=FIELDS,
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="a folder with safetensors files")
+    parser.add_argument("--layers", action="store_true", help="a line for each layer and tensor, none put together")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Run the command."""
+    from qcut.checkpoints.contents import contents
+
+    found = contents(arguments.directory)
+    schemes: dict[str, dict[str, int]] = {}
+    for layer in found.layers:
+        each = schemes.setdefault(layer.scheme, {"layers": 0, "bytes": 0})
+        each["layers"] += 1
+        each["bytes"] += layer.nbytes
+    data = {
+        "directory": str(arguments.directory),
+        "format": found.format,
+        "model": found.model,
+        "layers": [_layer(layer) for layer in found.layers],
+        "tensors": [_tensor(tensor) for tensor in found.tensors],
+        "schemes": schemes,
+        "parameters": found.parameters,
+        "percent_float": found.percent_float,
+        "bytes": sum(found.files.values()),
+        "files": found.files,
+    }
+    return Answer(data, _text(found, arguments.layers))
+
+
+def _layer(layer: StoredLayer) -> dict[str, Any]:
+    sizes = {"out_features": layer.out_features, "in_features": layer.in_features, "bytes": layer.nbytes}
+    rest = {"bits_per_weight": layer.bits_per_weight, "tied_to": layer.tied_to}
+    return {"name": layer.name, "scheme": layer.scheme, **sizes, **rest}
+
+
+def _tensor(tensor: StoredTensor) -> dict[str, Any]:
+    return {"name": tensor.name, "dtype": tensor.code, "shape": list(tensor.shape), "bytes": tensor.nbytes}
+
+
+def _text(found: Contents, each: bool) -> str:
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for layer in found.layers:
+        size = "?" if layer.weights is None else f"{layer.out_features} x {layer.in_features}"
+        bits = layer.bits_per_weight
+        last = f"tied to {layer.tied_to}" if layer.tied_to else "" if bits is None else f"{bits:.2f}"
+        rows.setdefault((_name(layer.name, each), layer.scheme, size, last), []).append(layer.nbytes)
+    for tensor in found.tensors:
+        bits = 8 * tensor.nbytes / max(1, _count(tensor))
+        size = " x ".join(map(str, tensor.shape)) or "1"
+        rows.setdefault((_name(tensor.name, each), tensor.code, size, f"{bits:.2f}"), []).append(tensor.nbytes)
+    table = [("layer or tensor", "scheme", "N x K", "how many", "KB", "bits/weight")]
+    table += [
+        (name, scheme, size, str(len(sizes)), f"{sum(sizes) / 1e3:,.1f}", last)
+        for (name, scheme, size, last), sizes in rows.items()
+    ]
+    widths = [max(len(row[i]) for row in table) for i in range(6)]
+    lines = [f"{found.directory}: {found.model or 'a model'}, format of {found.format}"]
+    for row in table:
+        left = (f"{row[i]:<{widths[i]}}" for i in (0, 1))
+        lines.append("  ".join((*left, *(f"{row[i]:>{widths[i]}}" for i in (2, 3, 4, 5)))).rstrip())
+    stored, files = sum(found.files.values()), len(found.files)
+    lines.append(f"{len(found.layers)} quantized layers; {stored / 1e6:,.2f} MB in {files} file{'s' * (files != 1)}")
+    if found.parameters is not None and found.percent_float is not None:
+        lines.append(f"{found.parameters:,} parameters, {found.percent_float:.1f} % of them in floating point")
+    return "\n".join(lines)
+
+
+def _name(name: str, each: bool) -> str:
+    return name if each else re.sub(r"(?<![^.])\d+(?=\.)|(?<=_)\d+(?=_)", "*", name)
+
+
+def _count(tensor: StoredTensor) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= size
+    return count

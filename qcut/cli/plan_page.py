@@ -1,0 +1,281 @@
+"""A page about a plan: one HTML file that needs no other, for a screen of any size, light or dark."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from html import escape
+from importlib import resources
+from string import Template
+
+from qcut.config import parse_scheme
+from qcut.conversion.plan import LayerPlan, Plan
+
+LEVELS = 9
+"""Colours of the heat map; the last is for schemes that break the model."""
+
+_HUE = 22
+_CELL, _ROW, _LETTER = 92, 24, 7.2
+_MOST_LETTERS = 56
+_BAR_WIDTH, _BAR_ROW = 320, 50
+_UNITS = {"time": "µs", "memory": "bytes"}
+
+
+def plan_page(plan: Plan, model: str) -> str:
+    """The page as HTML.
+
+    Args:
+        plan: from `qcut.plan`; one that was edited or has no measurements will do.
+        model: name of the model. It and all layers' names are escaped.
+    """
+    schemes = _schemes(plan)
+    page = Template(resources.files("qcut.cli").joinpath("plan_page.html").read_text(encoding="utf-8"))
+    return page.substitute(
+        title=escape(f"A plan for {model}"),
+        subtitle=escape(f"{len(plan.layers)} layers: " + _counts(plan)),
+        light=_colours(dark=False),
+        dark=_colours(dark=True),
+        levels="\n".join(
+            f".h{i} {{ fill: var(--h{i}); }} .h{i} + text {{ fill: var(--t{i}); }} "
+            f"td.h{i} {{ background: var(--h{i}); color: var(--t{i}); }}"
+            for i in range(LEVELS)
+        ),
+        facts="\n".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _facts(plan)),
+        bought=escape(_bought(plan)),
+        bars=_bars(plan),
+        explained=escape(_explained(plan)),
+        heat=_heat(plan, schemes),
+        columns="".join(f'<th scope="col"><button>{escape(name)}</button></th>' for name in _columns(plan, schemes)),
+        rows="\n".join(_row(name, layer, schemes, plan) for name, layer in plan.layers.items()),
+    )
+
+
+def _schemes(plan: Plan) -> list[str]:
+    """The schemes that were measured or chosen, in the order in which the plan first names them."""
+    found: dict[str, None] = {}
+    for layer in plan.layers.values():
+        found |= dict.fromkeys((*layer.sensitivity, layer.scheme))
+    return list(found)
+
+
+def _counts(plan: Plan) -> str:
+    return ", ".join(f"{count} {scheme}" for scheme, count in sorted(plan.counts.items()))
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    facts = [("loss allowed", _percent(plan.budget)), ("loss measured", _percent(plan.measured))]
+    if plan.predicted is not None:
+        facts.append(("sum of the layers' own losses", _percent(plan.predicted)))
+    facts.append(("loss with every layer on its cheapest scheme", _percent(plan.start)))
+    if plan.cost:
+        facts.append((f"cost (modelled {plan.objective})", _cost(plan.cost, plan)))
+    return [*facts, ("tokens measured on", f"{plan.tokens:,}")]
+
+
+def _bought(plan: Plan) -> str:
+    moved = sum(bool(layer.reason) for layer in plan.layers.values())
+    loss = "the relative increase of perplexity" if plan.metric == "perplexity" else "the relative error of the output"
+    if not moved:
+        return f"Every layer has its cheapest scheme: all of them together stay within the budget. The loss is {loss}."
+    layers = "1 layer has" if moved == 1 else f"{moved} layers have"
+    return f"{layers} a dearer scheme than the cheapest, and all others the cheapest. The loss is {loss}."
+
+
+def _explained(plan: Plan) -> str:
+    what = (
+        "the loss of the model with that layer alone quantized"
+        if plan.predicted is not None
+        else "the error of the layer's own output on the text"
+    )
+    return (
+        f"A cell is {what}; the darker on a light page, or the brighter on a dark one, the worse, by powers of ten. "
+        "A frame and a tick are what the plan has."
+    )
+
+
+def _percent(value: float) -> str:
+    if not math.isfinite(value):
+        return "∞"
+    percent = 100 * value
+    size = abs(percent)
+    if size == 0:
+        return "0 %"
+    if size < 1e-4:
+        return "< 0.0001 %"
+    digits = max(0, 2 - math.floor(math.log10(size)))
+    return f"{percent:,.{min(digits, 5)}f} %"
+
+
+def _cost(value: float, plan: Plan) -> str:
+    if plan.objective == "memory":
+        return f"{value / 1e6:,.2f} MB"
+    return f"{value:,.2f} {_UNITS.get(plan.objective, '')}".rstrip()
+
+
+# ── the bars: the same model all on the cheapest, as planned, all on the dearest ────────────────────
+
+
+def _bars(plan: Plan) -> str:
+    """Costs side by side, the plan's cut by scheme; or only counts of layers, where costs are not known."""
+    layers = plan.layers.values()
+    rows: list[tuple[str, list[tuple[str, float]], str]] = []
+    if all(layer.cost for layer in layers) and plan.cost:
+        by_scheme: dict[str, float] = {}
+        for layer in layers:
+            by_scheme[layer.scheme] = by_scheme.get(layer.scheme, 0.0) + layer.cost.get(layer.scheme, 0.0)
+        cheapest = sum(min(layer.cost.values()) for layer in layers)
+        dearest = sum(max(layer.cost.values()) for layer in layers)
+        rows = [
+            ("cheapest schemes", [("", cheapest)], _cost(cheapest, plan)),
+            ("this plan", sorted(by_scheme.items()), _cost(plan.cost, plan)),
+            ("dearest schemes", [("", dearest)], _cost(dearest, plan)),
+        ]
+    rows.append(("layers", [(s, float(n)) for s, n in sorted(plan.counts.items())], f"{len(plan.layers)}"))
+    lines = []
+    most = max((sum(value for _, value in parts) for _, parts, _ in rows[:-1]), default=0.0)
+    for i, (name, parts, text) in enumerate(rows):
+        total = most if i < len(rows) - 1 else float(len(plan.layers))
+        lines += _bar(f"{name}: {text}", parts, total, i * _BAR_ROW)
+    return _svg(_BAR_WIDTH, len(rows) * _BAR_ROW, "costs and numbers of layers by scheme", lines)
+
+
+def _bar(name: str, parts: list[tuple[str, float]], total: float, top: int) -> list[str]:
+    """A line of text and a bar under it, of parts that are named where their names fit."""
+    lines = [f'<text class="number" x="0" y="{top + 13}">{escape(name)}</text>']
+    left = 0.0
+    for i, (scheme, value) in enumerate(parts):
+        size = _BAR_WIDTH * value / total if total else 0.0
+        tip = f"{scheme}: {value:,.0f}" if scheme else name
+        shown = escape(scheme) if size > _LETTER * len(scheme) + 8 else ""
+        lines.append(
+            f'<g><title>{escape(tip)}</title><rect class="h{2 + 2 * (i % 3)}" x="{left:.1f}" y="{top + 18}" '
+            f'width="{max(size - 1, 0.5):.1f}" height="22"/><text x="{left + 5:.1f}" y="{top + 33}">{shown}</text></g>'
+        )
+        left += size
+    return lines
+
+
+# ── the heat map ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _heat(plan: Plan, schemes: list[str]) -> str:
+    level = _scale(plan)
+    longest = max((min(len(name), _MOST_LETTERS) for name in plan.layers), default=0)
+    left = int(longest * _LETTER) + 12
+    lines = [
+        f'<text x="{left + i * _CELL + _CELL // 2}" y="14" text-anchor="middle">{escape(_short(scheme, 12))}'
+        f"<title>{escape(scheme)}</title></text>"
+        for i, scheme in enumerate(schemes)
+    ]
+    for j, (name, layer) in enumerate(plan.layers.items()):
+        top = 22 + j * _ROW
+        lines.append(
+            f'<text x="0" y="{top + 16}">{escape(_short(name, _MOST_LETTERS))}<title>{escape(name)}</title></text>'
+        )
+        for i, scheme in enumerate(schemes):
+            lines.append(_heat_cell(name, layer, scheme, left + i * _CELL, top, level))
+    return _svg(left + len(schemes) * _CELL + 2, 24 + len(plan.layers) * _ROW, "sensitivity by layer and scheme", lines)
+
+
+def _heat_cell(name: str, layer: LayerPlan, scheme: str, x: int, y: int, level: _Scale) -> str:
+    chosen = layer.scheme == scheme
+    value = _sensitivity(layer, scheme)
+    middle = f'x="{x + _CELL // 2}" y="{y + 16}" text-anchor="middle"'
+    if value is None:
+        body = f'<text class="soft" {middle}>{"✓ " if chosen else ""}–</text>'
+    else:
+        body = (
+            f'<rect class="h{level(value)}" x="{x + 1}" y="{y + 1}" width="{_CELL - 2}" height="{_ROW - 2}"/>'
+            f'<text class="number" {middle}>{"✓ " if chosen else ""}{_percent(value)}</text>'
+        )
+    frame = f'<rect class="chosen" x="{x + 2}" y="{y + 2}" width="{_CELL - 4}" height="{_ROW - 4}"/>' if chosen else ""
+    told = "not tried" if value is None else _percent(value)
+    return f"<g><title>{escape(f'{name}, {scheme}: {told}')}</title>{body}{frame}</g>"
+
+
+def _sensitivity(layer: LayerPlan, scheme: str) -> float | None:
+    """The loss under a scheme; None where it was not tried. A layer left in float loses nothing."""
+    if scheme in layer.sensitivity:
+        return layer.sensitivity[scheme]
+    return 0.0 if layer.sensitivity and parse_scheme(scheme).is_float else None
+
+
+class _Scale:
+    """Levels of sensitivities, by powers of ten between the least and the greatest.
+
+    Args:
+        values: those that are shown.
+    """
+
+    def __init__(self, values: Iterable[float]) -> None:
+        logs = [math.log10(value) for value in values if 0 < value < math.inf]
+        self._low, self._high = (min(logs), max(logs)) if logs else (0.0, 0.0)
+
+    def __call__(self, value: float) -> int:
+        if not math.isfinite(value):
+            return LEVELS - 1
+        if value <= 0:
+            return 0
+        share = (math.log10(value) - self._low) / max(self._high - self._low, 1e-9)
+        return 1 + min(LEVELS - 3, max(0, int(share * (LEVELS - 2))))
+
+
+def _scale(plan: Plan) -> _Scale:
+    return _Scale(value for layer in plan.layers.values() for value in layer.sensitivity.values())
+
+
+def _short(name: str, most: int) -> str:
+    """A name of at most so many letters: its end says which layer it is."""
+    return name if len(name) <= most else f"…{name[1 - most :]}"
+
+
+def _svg(width: int, height: int, what: str, lines: list[str]) -> str:
+    head = f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{what}">'
+    return "\n".join([head, *lines, "</svg>"])
+
+
+def _colours(dark: bool) -> str:
+    """Custom properties of fill and text of each level."""
+    lines = []
+    for i in range(LEVELS):
+        light = 16 + 6.5 * i if dark else 95 - 7.5 * i
+        text = "#15171a" if (light > 48) else "#fff"
+        lines.append(f"    --h{i}: hsl({_HUE} {40 + 5 * i}% {light:g}%); --t{i}: {text};")
+    return "\n".join(lines)
+
+
+# ── the table ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _columns(plan: Plan, schemes: list[str]) -> list[str]:
+    reason = ["why it is not on the cheapest"] if _has_reasons(plan) else []
+    return ["layer", "scheme", "N", "K", _UNITS.get(plan.objective, "cost"), *schemes, *reason]
+
+
+def _has_reasons(plan: Plan) -> bool:
+    return any(layer.reason for layer in plan.layers.values())
+
+
+def _row(name: str, layer: LayerPlan, schemes: list[str], plan: Plan) -> str:
+    level, cost = _scale(plan), layer.cost.get(layer.scheme)
+    cells = [
+        _data(layer.scheme, layer.scheme, "text"),
+        _data(str(layer.out_features), str(layer.out_features)),
+        _data(str(layer.in_features), str(layer.in_features)),
+        _data("-1" if cost is None else repr(cost), "–" if cost is None else f"{cost:,.2f}".removesuffix(".00")),
+    ]
+    for scheme in schemes:
+        value = _sensitivity(layer, scheme)
+        if value is None:
+            cells.append(_data("-1", "–"))
+        else:
+            mark = " best" if scheme == layer.scheme else ""
+            number = repr(value) if math.isfinite(value) else "Infinity"
+            cells.append(_data(number, _percent(value), f"h{level(value)}{mark}"))
+    if _has_reasons(plan):
+        cells.append(_data(layer.reason, layer.reason, "reason"))
+    return f'<tr><th scope="row" data-value="{escape(name)}">{escape(name)}</th>{"".join(cells)}</tr>'
+
+
+def _data(value: str, text: str, kind: str = "") -> str:
+    return f'<td{f" class={chr(34)}{kind}{chr(34)}" if kind else ""} data-value="{escape(value)}">{escape(text)}</td>'

@@ -1,0 +1,220 @@
+"""Opens the model that a command names, and quantizes it as the command's options say."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qcut.config import Scheme, parse_scheme
+from qcut.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from qcut.conversion.plan import Plan
+    from qcut.conversion.report import Report
+
+_MOST_BYTES = 1 << 30
+_WINDOW = 512
+
+CALIBRATION_WINDOWS = 32
+"""Windows of the text that ranges are derived from, unless told otherwise."""
+
+
+def shown() -> bool:
+    """Whether progress bars are shown."""
+    return sys.stderr.isatty()
+
+
+def read_text(path: Path, option: str) -> str:
+    """Read a text that an option names.
+
+    Raises:
+        ConfigError: the file cannot be read, is no UTF-8, or has more than a gibibyte.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise ConfigError(f"{option} {path}: more than {_MOST_BYTES} bytes")
+        return data.decode()
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        why = error.strerror or error if isinstance(error, OSError) else error
+        raise ConfigError(f"{option} {path}: {why}") from error
+
+
+def open_model(arguments: argparse.Namespace, dtype: torch.dtype | None = None) -> tuple[Any, Any]:
+    """The model that ``MODEL``, ``--device`` and ``--dtype`` name, and its tokenizer.
+
+    Args:
+        arguments: the parsed command line.
+        dtype: what ``--dtype auto`` means; None: float16 on a GPU, float32 on a CPU.
+
+    Raises:
+        QcutError: see `qcut.checkpoints.pretrained`.
+    """
+    from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained
+
+    device = device_of(arguments.device)
+    if dtype is None or arguments.dtype != "auto":
+        dtype = dtype_for(arguments.dtype, device)
+    return load_pretrained(arguments.model, dtype=dtype, device=device, progress=shown())
+
+
+def cut_text(
+    model: Any, tokenizer: Any, text: str, what: str, window: int | None, most: int | None
+) -> tuple[Tensor, int]:
+    """Cut a text into windows of tokens.
+
+    Args:
+        model: whose context is the longest window.
+        tokenizer: the model's.
+        text: the text.
+        what: option and file, for messages.
+        window: tokens in a window; None takes 512, or the model's context where that is shorter.
+        most: windows that are used; None: all.
+
+    Returns:
+        int64 ``[windows, window]``, and the window.
+
+    Raises:
+        ConfigError: the text is too short, or the window too short or longer than the model's context.
+    """
+    import torch
+
+    from qcut.checkpoints.pretrained import token_ids
+    from qcut.models.evaluation import windows_of
+
+    context = getattr(model.config, "max_position_embeddings", None)
+    limit = context if isinstance(context, int) and context > 1 else None
+    if window is None:
+        window = min(_WINDOW, limit or _WINDOW)
+    if window < 2 or (limit is not None and window > limit):
+        raise ConfigError(f"--window {window}: allowed: 2 to {limit or 'any number'}, the model's context")
+    tokens = torch.tensor(token_ids(tokenizer, text, what), dtype=torch.int64)
+    if len(tokens) < window:
+        raise ConfigError(
+            f"{what}: found {len(tokens)} tokens, fewer than one window of {window}; give a longer text, or --window"
+        )
+    return windows_of(tokens, window, most), window
+
+
+@dataclass(frozen=True)
+class Quantizing:
+    """How a model is quantized: what the options say, read and checked before the model is.
+
+    Attributes:
+        scheme: for all layers, or a plan; None: the model stays as it is.
+        text: what data-driven options calibrate on, or None.
+        what: option and file of the text, for messages.
+        smooth: SmoothQuant's alpha, or None.
+        fit: whether codebooks are fitted to the text.
+        embeddings: scheme of tables and classifier, or None.
+        include: globs of layers to take, or None.
+        skip: globs of layers to leave, or None.
+    """
+
+    scheme: Scheme | Plan | None
+    text: str | None
+    what: str
+    smooth: float | None
+    fit: bool
+    embeddings: Scheme | None
+    include: list[str] | None
+    skip: list[str] | None
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Quantizing:
+        """Read what `qcut.cli.arguments.add_quantizing_options` added.
+
+        Raises:
+            ConfigError: an unknown scheme, options that need a text or a scheme and have none, or an unreadable text.
+            PlanError: the plan cannot be read.
+        """
+        scheme: Scheme | Plan | None = None
+        if arguments.plan is not None:
+            from qcut.conversion.plan import Plan
+
+            scheme = Plan.load(arguments.plan)
+        elif arguments.scheme is not None:
+            scheme = parse_scheme(arguments.scheme)
+        embeddings = None if arguments.embeddings is None else parse_scheme(arguments.embeddings)
+        _check_needs(arguments, scheme)
+        path = arguments.calibrate
+        return cls(
+            scheme,
+            None if path is None else read_text(path, "--calibrate"),
+            f"--calibrate {path}",
+            arguments.smooth,
+            arguments.fit,
+            embeddings,
+            arguments.include,
+            arguments.skip,
+        )
+
+    def apply(
+        self, model: Any, tokenizer: Any, *, window: int | None = None, most: int | None = None, batch: int = 8
+    ) -> Report | None:
+        """Quantize a model in place.
+
+        Args:
+            model: of `open_model`.
+            tokenizer: of `open_model`.
+            window: tokens in a window of the text; None: see `cut_text`.
+            most: windows of the text that are used; None: `CALIBRATION_WINDOWS`.
+            batch: windows computed at a time.
+
+        Returns:
+            The report, or None where there is nothing to do.
+
+        Raises:
+            QcutError: see `qcut.quantize`, `qcut.calibrate` and `qcut.collect_second_moments`.
+        """
+        import qcut
+
+        if self.scheme is None:
+            return None
+        calibration = moments = None
+        if self.text is not None:
+            windows, _ = cut_text(model, tokenizer, self.text, self.what, window, most or CALIBRATION_WINDOWS)
+            batches = windows.split(batch)
+            calibration = qcut.calibrate(model, batches, progress=shown())
+            if self.fit:
+                moments = qcut.collect_second_moments(model, batches, progress=shown())
+        return qcut.quantize(
+            model,
+            self.scheme,
+            calibration=calibration,
+            second_moments=moments,
+            smooth=self.smooth,
+            include=self.include,
+            skip=self.skip,
+            embeddings=self.embeddings,
+            progress=shown(),
+        )
+
+
+def _check_needs(arguments: argparse.Namespace, scheme: Scheme | Plan | None) -> None:
+    """Refuse options that lack what they need, before anything is read or computed."""
+    given = {f"--{name}": getattr(arguments, name) for name in ("calibrate", "smooth", "embeddings", "include", "skip")}
+    given["--fit"] = arguments.fit or None
+    if scheme is None:
+        for option, value in given.items():
+            if value is not None:
+                raise ConfigError(f"{option} says how to quantize; it goes with --scheme or --plan")
+        return
+    if arguments.calibrate is None:
+        for option in ("--smooth", "--fit"):
+            if given[option] is not None:
+                raise ConfigError(f"{option} needs --calibrate TEXT, a text like that which the model will read")
+        if isinstance(scheme, Scheme) and scheme.needs_range:
+            raise ConfigError(
+                f"scheme {scheme.name} needs --calibrate TEXT: its ranges come from a text like that which the model "
+                "will read"
+            )

@@ -1,0 +1,170 @@
+"""What runs a causal language model: qcut's engine, or transformers where the engine does not know the architecture."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from qcut.engine.engine import Engine
+from qcut.engine.generated import Generated
+from qcut.errors import ConfigError, QcutError, UnsupportedError
+from qcut.models.evaluation import perplexity
+from qcut.models.modules import model_device
+from qcut.numerics.sampling import Sampling
+from qcut.process.progress import with_progress
+
+_LARGEST_EXPONENT = 700.0
+
+
+class Runner(Protocol):
+    """Runs one model.
+
+    Attributes:
+        name: ``qcut`` or ``transformers``.
+        context: most tokens of a sequence; None: the model sets no bound.
+        device: where the model is.
+    """
+
+    name: str
+    context: int | None
+    device: torch.device
+
+    def generate(
+        self, ids: Sequence[int], steps: int, sampling: Sampling, stop: Sequence[int], show: Callable[[int], object]
+    ) -> Generated:
+        """Continue a prompt by at most ``steps`` tokens, up to one of ``stop``; ``show`` gets each as it comes."""
+
+    def perplexity(self, windows: Tensor, batch: int, progress: bool) -> float:
+        """Perplexity over windows ``[W, T]`` of token ids, ``batch`` of them at a time."""
+
+
+def runner_for(model: nn.Module, *, kv_cache: str = "auto", batch: int = 1, context: int | None = None) -> Runner:
+    """The engine where it knows the model's architecture; else transformers, which standard error is told.
+
+    Args:
+        model: a causal language model.
+        kv_cache: see `qcut.Engine`.
+        batch: most sequences at once.
+        context: most tokens of a sequence; None takes what the model was made for.
+
+    Raises:
+        UnsupportedError: the engine does not know the architecture, and ``kv_cache`` asks for what only it has.
+    """
+    try:
+        return EngineRunner(Engine(model, batch=batch, context=context, kv_cache=kv_cache))  # type: ignore[arg-type]
+    except UnsupportedError as error:
+        if kv_cache != "auto":
+            raise UnsupportedError(f"--kv-cache {kv_cache} is for qcut's engine: {error}") from error
+        print(f"qcut: running on transformers, since the engine does not know it: {error}", file=sys.stderr)
+        return TransformersRunner(model)
+
+
+class EngineRunner:
+    """See `Runner`."""
+
+    name = "qcut"
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.context: int | None = engine.context
+        self.device = engine.decoder.device
+
+    def generate(
+        self, ids: Sequence[int], steps: int, sampling: Sampling, stop: Sequence[int], show: Callable[[int], object]
+    ) -> Generated:
+        """See `Runner`."""
+        (result,) = self._engine.generate(
+            [ids], steps, sampling=sampling, stop=stop, on_token=lambda _, token: show(token)
+        )
+        return result
+
+    def perplexity(self, windows: Tensor, batch: int, progress: bool) -> float:
+        """See `Runner`."""
+        total = 0.0
+        for part in with_progress(windows.split(batch), "perplexity", "batch", shown=progress):
+            total += sum(float(scores.double().sum()) for scores in self._engine.score(part))
+        mean = total / (len(windows) * (windows.shape[1] - 1))
+        return math.inf if mean > _LARGEST_EXPONENT else math.exp(mean)
+
+
+class _Streamer:
+    """Takes tokens from transformers' ``generate``, the prompt first."""
+
+    def __init__(self, show: Callable[[int], object]) -> None:
+        self._show, self._prompt = show, True
+
+    def put(self, value: Tensor) -> None:
+        """Called with the prompt, then with each token."""
+        if not self._prompt:
+            for token in value.flatten().tolist():
+                self._show(int(token))
+        self._prompt = False
+
+    def end(self) -> None:
+        """Called at the end."""
+
+
+class TransformersRunner:
+    """See `Runner`."""
+
+    name = "transformers"
+
+    def __init__(self, model: Any) -> None:
+        self._model = model.eval()
+        context = getattr(model.config, "max_position_embeddings", None)
+        self.context = context if isinstance(context, int) and context > 0 else None
+        self.device = model_device(model)
+
+    def generate(
+        self, ids: Sequence[int], steps: int, sampling: Sampling, stop: Sequence[int], show: Callable[[int], object]
+    ) -> Generated:
+        """See `Runner`.
+
+        Raises:
+            UnsupportedError: transformers cannot generate with the model.
+        """
+        room = steps if self.context is None else min(steps, self.context - len(ids))
+        if room < 1:
+            return Generated([], "context")
+        tokens: list[int] = []
+
+        def take(token: int) -> None:
+            tokens.append(token)
+            show(token)
+
+        prompt = torch.tensor([list(ids)], device=self.device)
+        options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
+        if sampling.temperature > 0:
+            options |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+        torch.manual_seed(sampling.seed)
+        try:
+            self._model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=room,
+                eos_token_id=list(stop) or None,
+                pad_token_id=stop[0] if stop else 0,
+                streamer=_Streamer(take),
+                **options,
+            )
+        except QcutError:
+            raise
+        except Exception as error:  # of dozens of kinds, where a model and this version of transformers do not fit
+            if isinstance(error, (torch.OutOfMemoryError, OSError, MemoryError)):
+                raise
+            raise UnsupportedError(
+                f"transformers cannot generate with {type(self._model).__name__}: {' '.join(str(error).split())[:300]}"
+            ) from error
+        ended = bool(tokens) and tokens[-1] in stop
+        return Generated(tokens, "stop" if ended else "length" if room == steps else "context")
+
+    def perplexity(self, windows: Tensor, batch: int, progress: bool) -> float:
+        """See `Runner`."""
+        if self.context is not None and windows.shape[1] > self.context:
+            raise ConfigError(f"--window {windows.shape[1]}: allowed: 2 to {self.context}, the model's context")
+        return perplexity(self._model, windows.flatten(), window=windows.shape[1], batch_size=batch, progress=progress)
