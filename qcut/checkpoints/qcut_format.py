@@ -23,8 +23,8 @@ from qcut.checkpoints.description import (
     skeleton_of,
     tie_layers,
 )
-from qcut.checkpoints.quantization_config import quantization_config
 from qcut.checkpoints.foreign.reader import reader_of
+from qcut.checkpoints.quantization_config import quantization_config
 from qcut.checkpoints.skeleton import (
     as_like,
     check_headers,

@@ -31,8 +31,8 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @property
     def is_trainable(self) -> bool:
-        """Weights are frozen, and no gradient passes a quantized layer."""
-        return False
+        """Whether `transformers.Trainer` may train adapters over the model: `qcut.enable_input_gradients` lets it."""
+        return True
 
     @property
     def is_compileable(self) -> bool:
