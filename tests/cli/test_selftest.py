@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -220,6 +221,12 @@ def test_every_gpu_is_tested_and_one_that_differs_is_the_status(
     assert "0 right, 1 wrong, 0 not run" in capsys.readouterr().out
     assert main(["doctor", "--selftest", "--device", "0"]) == 0
     assert "cuda:1" not in capsys.readouterr().out
+    assert main(["doctor", "--selftest", "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["healthy"]
+    assert [(each["gpu"], each["problem"]) for each in answer["selftest"] if each["problem"]] == [
+        (1, "1 of 2 values differ")
+    ]
 
 
 @pytest.mark.parametrize("ordinal", [-1, 2])

@@ -13,6 +13,7 @@ import pytest
 from qcut.cli import main as cli
 from qcut.cli import model_shapes
 from qcut.cli import tune as tune_command
+from qcut.cli.answer import Answer
 from qcut.cli.arguments import Parser, UsageError
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch import tables as tuned
@@ -32,11 +33,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     tuned.forget()
 
 
-def command(*words: str, bench: FakeBench | None = None) -> int:
+def answer(*words: str, bench: FakeBench | None = None) -> Answer:
     parser = Parser()
     tune_command.add_parser(parser.add_subparsers())
     arguments = parser.parse_args(["tune", *words])
-    return tune_command.run(arguments, (lambda: bench) if bench else None).status
+    return tune_command.run(arguments, (lambda: bench) if bench else None)
+
+
+def command(*words: str, bench: FakeBench | None = None) -> int:
+    found = answer(*words, bench=bench)
+    assert set(found.data) == set(tune_command.FIELDS)
+    return found.status
 
 
 @pytest.fixture
@@ -46,11 +53,13 @@ def built(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("built")
 def test_the_command_writes_the_table_that_dispatch_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("--family", "mma", "--shape", "256x1280x1280", "--types", "s8", bench=FakeBench()) == 0
+    found = answer("--family", "mma", "--shape", "256x1280x1280", "--types", "s8", bench=FakeBench())
+    assert found.status == 0
     said = capsys.readouterr()
     rows = [row for row in tuned.users(H200.name).rows if row in tuned.table_for(H200.name).rows]
     assert [(row.family, row.m, row.n, row.k, row.out) for row in rows] == [("int8_mma", 256, 1280, 1280, "s8")]
     assert rows[0].tile.name in said.out
+    assert [(gemm["tile"], gemm["time_us"]) for gemm in found.data["gemms"]] == [(rows[0].tile.name, rows[0].time_us)]
     assert str(folder / "nvidia_h200.json") in said.out
     problem = dispatch.problem_of(256, 1280, 1280, out="s8")
     choice = dispatch.select_gemm(problem, 256, 1280, 1280, H200, cutlass=False)
@@ -98,7 +107,8 @@ def test_the_command_merges_without_a_gpu(tmp_path: Path, capsys: pytest.Capture
     assert command("--merge", *map(str, paths), "--out", str(output)) == 0
     assert set(tuned.read(output).rows) == {fast, other}
     assert "2 rows taken into" in capsys.readouterr().out
-    assert command("--merge", *map(str, paths)) == 0
+    found = answer("--merge", *map(str, paths)).data
+    assert (found["rows"], found["gemms"], found["unfinished"]) == (2, [], 0)
     assert set(tuned.table_for("NVIDIA Test").rows) == {fast, other}
     with pytest.raises(ConfigError, match="nothing to do"):
         command()
