@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 import qcut
+from qcut.checkpoints.pretrained import load_pretrained
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.base import Linear
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
@@ -159,6 +160,16 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "known" / "config.json").read_text())["model_type"] == "gpt2"
     with pytest.raises(CheckpointError, match="tokenizer: found a str"):
         qcut.save(model, tmp_path / "wrong", tokenizer="gpt2")
+
+
+def test_the_commands_read_what_transformers_wrote(tmp_path: Path) -> None:
+    model = quantized("llama", "w8a8")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_pretrained(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    tokenizer().save_pretrained(tmp_path)
+    loaded, _ = load_pretrained(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    assert same(loaded, model)
 
 
 def test_one_folder_holds_one_model(tmp_path: Path) -> None:
