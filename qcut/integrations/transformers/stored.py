@@ -79,7 +79,11 @@ class StoredLoading:
                 tensor = held.get(parent, {}).get(owner_key)
                 if tensor is None:
                     raise CheckpointError(f"{self._where}: tensor {owner!r} is missing")
-                state[key] = tensor.to(wanted.dtype)
+                if tensor.dtype != wanted.dtype and not (tensor.is_floating_point() and wanted.is_floating_point()):
+                    raise CheckpointError(
+                        f"{self._where}: tensor {owner!r}: found {tensor.dtype}, {wanted.dtype} is needed"
+                    )
+                state[key] = tensor.to(wanted.dtype)  # transformers may have widened it, which loses nothing
             if problem := layer.state_problem(state):
                 raise CheckpointError(f"{self._where}: tensor {f'{name}.{problem[0]}'!r}: {problem[1]}")
             fill_layer(layer, state, f"{self._where}: layer {name!r}")
@@ -130,11 +134,14 @@ class StoredLoading:
     def _check(self, model: Any, headers: Mapping[str, TensorHeader]) -> None:
         """Hold the files' headers to the model before anything is read."""
         base = f"{model.base_model_prefix}."
+        converted = _converted(model)
         by_name = {name.removeprefix(base): header for name, header in headers.items()}
         for name, wanted in self._keys.items():
             for key, tensor in wanted.items():
                 full = f"{name}.{key}"
                 header = by_name.get(self._saved.tied.get(full, full).removeprefix(base))
+                if header is None and converted:
+                    continue  # stored under another name; `finish` looks whether it has arrived
                 if header is None:
                     raise CheckpointError(f"{self._where}: tensor {full!r} is missing")
                 if header.dtype != tensor.dtype or header.shape != list(tensor.shape):
@@ -149,7 +156,7 @@ class StoredLoading:
         ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
         foreign = [name for name in headers if name.removeprefix(base) not in known and name.startswith(inside)]
         for name in foreign:
-            expected = _converted(model) or any(pattern.search(name) for pattern in ignored)
+            expected = converted or any(pattern.search(name) for pattern in ignored)
             if name.removeprefix(base).startswith(layers) or not expected:
                 raise CheckpointError(f"{self._where}: tensor {name!r} does not belong to the model")
         tied = model.all_tied_weights_keys
@@ -157,7 +164,7 @@ class StoredLoading:
         for name, parameter in model.named_parameters():
             header = by_name.get(name.removeprefix(base))
             # transformers would make memory for what is missing, as large as the configuration says.
-            if header is None and name not in optional and not _converted(model) and not _may_miss(model, name):
+            if header is None and name not in optional and not converted and not _may_miss(model, name):
                 raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
             if header is not None and header.shape != list(parameter.shape):
                 raise CheckpointError(

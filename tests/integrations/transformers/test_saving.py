@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModel, PreTrainedTokenizerFast
 
 import qcut
+from qcut.checkpoints.pretrained import load_pretrained
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.base import Linear
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
+from tests.support.architectures import tiny_model
 
 
 def quantized(kind: str = "gpt2", scheme: str = "codebook4_g16", **options: Any) -> Any:
@@ -120,19 +122,30 @@ def test_a_wrappers_way_of_saving_is_refused(tmp_path: Path) -> None:
         Wrapper(quantized()).save_pretrained(tmp_path)
 
 
-def test_experts_that_transformers_stores_one_by_one(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = MixtralConfig(vocab_size=64, num_key_value_heads=2, num_local_experts=4, **sizes)
-    MixtralForCausalLM(config).save_pretrained(tmp_path / "float")
-    model, expected = (
-        opened(tmp_path / "float", quantization_config=qcut.QcutConfig("w8a8")),
-        opened(tmp_path / "float"),
-    )
+@pytest.mark.parametrize(
+    "name",
+    [
+        "MixtralForCausalLM",  # experts, which are stored one by one
+        "GPTNeoXForCausalLM",  # a classifier that is stored under another name
+        "ViTForImageClassification",  # modules that are
+        "LlavaForConditionalGeneration",
+        "T5ForConditionalGeneration",  # tables that two stacks share
+    ],
+)
+def test_models_that_are_stored_otherwise_than_they_are_built(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    model.save_pretrained(tmp_path / "float")
+    expected = type(model).from_pretrained(tmp_path / "float")
     qcut.quantize(expected, "w8a8", progress=False)
-    assert same(model, expected)
-    model.save_pretrained(tmp_path / "out")
-    assert same(opened(tmp_path / "out"), model)
+    config = qcut.QcutConfig("w8a8")
+    made = type(model).from_pretrained(tmp_path / "float", quantization_config=config)
+    made.save_pretrained(tmp_path / "out")
+    qcut.save(made, tmp_path / "saved")
+    want = expected.state_dict()
+    for one in (made, *(type(model).from_pretrained(tmp_path / folder) for folder in ("out", "saved"))):
+        state = one.state_dict()
+        assert list(state) == list(want)
+        assert all(torch.equal(state[key], want[key]) for key in want)
 
 
 def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
@@ -147,6 +160,16 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "known" / "config.json").read_text())["model_type"] == "gpt2"
     with pytest.raises(CheckpointError, match="tokenizer: found a str"):
         qcut.save(model, tmp_path / "wrong", tokenizer="gpt2")
+
+
+def test_the_commands_read_what_transformers_wrote(tmp_path: Path) -> None:
+    model = quantized("llama", "w8a8")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        load_pretrained(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    tokenizer().save_pretrained(tmp_path)
+    loaded, _ = load_pretrained(str(tmp_path), dtype=torch.float32, device=torch.device("cpu"))
+    assert same(loaded, model)
 
 
 def test_one_folder_holds_one_model(tmp_path: Path) -> None:
