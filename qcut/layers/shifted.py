@@ -42,7 +42,8 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
 
     The state dict has ``shifts`` and ``order`` beside the keys of `CodebookLinear`. Arguments are those of `Linear`.
 
-    Exactness: that of `CodebookLinear`, and a float32 product of the sums with the shifts.
+    Exactness: that of `CodebookLinear`, and a float32 product of the sums with the shifts (TF32 on CUDA where torch is
+    told to take it).
 
     Source: docs/foreign-checkpoints.md.
     """

@@ -120,7 +120,7 @@ COMMANDS: list[tuple[tuple[object, ...], str]] = [
     (("generate", "more", *PROMPT), "more: 60 missing tensors; first transformer.h."),
     (("generate", "wider", *PROMPT), "wider: "),
     (("generate", "words", *PROMPT), "words/config.json: "),
-    (("generate", "quantized", *PROMPT), "config.quantization_config is {'quant_method': 'awq'}"),
+    (("generate", "quantized", *PROMPT), "quantized: config.json has a quantization_config, and no layer has"),
     (("generate", "code", *PROMPT), "model_type is 'own'"),
     (("generate", "empty", *PROMPT), "empty: there is no tokenizer"),
     (("generate", "empty.txt", *PROMPT), "empty.txt: not a directory"),

@@ -25,6 +25,8 @@ from qcut.layers.base import Linear
 from qcut.storage import schema
 
 _FORMATS = ("int-quantized", "pack-quantized")
+_MOST_REPEATS = 5
+_REPEAT, _REPEATED_GROUP = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
 _ARGS = schema.record(
     {"num_bits": schema.integer(1, 64)},
     {
@@ -200,16 +202,27 @@ def _by_class(target: str, name: str) -> bool:
     return target == "Linear"
 
 
+def _check_target(target: str, where: str) -> None:
+    """Refuse what is no pattern, and patterns that may take for ever on a name: a checkpoint is not trusted."""
+    if not target.startswith("re:"):
+        return
+    repeats = len(_REPEAT.findall(target))
+    if repeats > _MOST_REPEATS or _REPEATED_GROUP.search(target):
+        raise UnsupportedError(
+            f"{where}: target {target[:80]!r} has {repeats} repetitions; {_MOST_REPEATS} are read, none of a group"
+        )
+    try:
+        re.compile(target[3:])
+    except (re.error, RecursionError, OverflowError) as exc:
+        raise CheckpointError(f"{where}: target {target[:80]!r} is no pattern: {exc}") from None
+
+
 def _group(label: str, data: dict[str, Any], common: str | None, where: str) -> _Group:
     form = data["format"] or common
     if form not in _FORMATS:
         raise UnsupportedError(f"{where}: format is {form!r}; {', '.join(_FORMATS)} are served")
     for target in data["targets"]:
-        if target.startswith("re:"):
-            try:
-                re.compile(target[3:])
-            except (re.error, RecursionError, OverflowError) as exc:
-                raise CheckpointError(f"{where}: target {target[:80]!r} is no pattern: {exc}") from None
+        _check_target(target, where)
     weights, tokens = data["weights"], data["input_activations"]
     packed = form == "pack-quantized"
     bits, kind, strategy = weights["num_bits"], weights["type"], weights["strategy"]

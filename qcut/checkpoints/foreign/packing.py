@@ -17,11 +17,9 @@ def unpack_words(packed: Tensor, bits: int, dim: int) -> Tensor:
     Returns:
         uint8 ``[A * 32 / bits, B]`` or ``[A, B * 32 / bits]``.
     """
-    count = 32 // bits
-    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-    parts = (packed.unsqueeze(dim + 1) >> shifts.view([-1, 1] if dim == 0 else [-1])) & ((1 << bits) - 1)
-    shape = [packed.shape[0] * count, packed.shape[1]] if dim == 0 else [packed.shape[0], packed.shape[1] * count]
-    return parts.to(torch.uint8).reshape(shape)
+    rows = (packed.t() if dim == 0 else packed).contiguous().view(torch.uint8)  # words are little-endian
+    q = rows if bits == 8 else torch.stack((rows & 15, rows >> 4), -1).flatten(-2)
+    return q.t() if dim == 0 else q
 
 
 def centred(q: Tensor) -> Tensor:

@@ -295,6 +295,8 @@ def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.
         form.check(layers[name])
         if getattr(modules[name], "bias", None) is not None:
             layers[name].require("bias", FLOATS, [layers[name].n])
+    if not layers and not isinstance(form, Gguf):
+        raise CheckpointError(f"{where}: {_CONFIG} has a quantization_config, and no layer has quantized tensors")
     holders = _held(model, layers, rest, where)
     made: dict[str, Linear] = {}
     new: dict[int, nn.Module] = {}

@@ -199,6 +199,8 @@ def test_groups_by_name_and_pattern(tmp_path: Path) -> None:
         (lambda g: g.update(output_activations=TOKENS), "output_activations are"),
         (lambda g: g.update(format="nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'"),
         (lambda g: g.update(targets=["re:("]), "is no pattern"),
+        (lambda g: g.update(targets=["re:(.|m)*x"]), "has 1 repetitions; 5 are read, none of a group"),
+        (lambda g: g.update(targets=["re:" + ".*" * 40 + "x"]), "has 40 repetitions"),
         (lambda g: g.update(targets=["Conv2d"]), "no group has it as target"),
         (lambda g: g.pop("targets"), "field 'targets' is missing"),
     ],

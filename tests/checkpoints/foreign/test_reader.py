@@ -111,6 +111,12 @@ def test_a_bias_that_is_missing(tmp_path: Path) -> None:
         qcut.load(tmp_path, progress=False)
 
 
+def test_a_configuration_without_quantized_layers(tmp_path: Path) -> None:
+    samples.write(tmp_path, CONFIG, lambda _, weight: ({"weight": weight.half()}, weight))
+    with pytest.raises(CheckpointError, match=r"a quantization_config, and no layer has quantized tensors"):
+        qcut.load(tmp_path, progress=False)
+
+
 def test_older_files_beside_the_configuration(tmp_path: Path) -> None:
     samples.write(tmp_path, CONFIG, pack)
     config = json.loads((tmp_path / "config.json").read_text())
