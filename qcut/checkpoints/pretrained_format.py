@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any, cast
@@ -19,17 +20,27 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w][\w.-]{0,95}", re.ASCII)
 
 
 def is_saved(folder: Path, index: str) -> bool:
-    """Whether ``save_pretrained`` wrote the folder's model, last of all.
+    """Whether ``save_pretrained`` wrote the folder's model.
 
     Args:
         folder: any path.
         index: the file that `qcut.save` writes; a configuration that names it is `qcut.save`'s own.
+
+    Raises:
+        CheckpointError: both have written into the folder.
     """
     try:
         entry = entry_of(folder)
     except CheckpointError:
         return False
-    return entry is not None and (entry.get("index") != index or not (folder / index).exists())
+    if entry is None or entry.get("index") == index:
+        return False
+    if os.path.lexists(folder / index):
+        raise CheckpointError(
+            f"{folder}: config.json describes quantized layers and does not name {index}, which is there: qcut.save "
+            "and save_pretrained have both written here; from_pretrained reads config.json's model"
+        )
+    return True
 
 
 def may_be_hub_name(name: str) -> bool:

@@ -74,6 +74,7 @@ def _version(i: int) -> int:
 @remembered
 def _model(version: int) -> Any:
     model = tiny_hf("gpt2")
+    model.config.dtype = torch.float32  # which saving notes, as transformers does
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(version)

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.support.tensors import tensors_of
 
 HIDDEN, MLP, VOCABULARY = 64, 128, 40
 SIZES: dict[str, Any] = {
@@ -79,7 +81,7 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> None:
 
 def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     """Change the tensors of a checkpoint."""
-    tensors = load_file(folder / "model.safetensors")
+    tensors = tensors_of(folder / "model.safetensors")
     edit(tensors)
     save(folder, tensors)
 

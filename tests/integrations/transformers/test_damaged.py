@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import qcut
 from qcut.errors import CheckpointError, QcutError
 from tests.integrations.transformers.support import opened, same, small
+from tests.support.tensors import tensors_of
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -35,7 +36,7 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     path = folder / "model.safetensors"
-    tensors = load_file(path)
+    tensors = tensors_of(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
 

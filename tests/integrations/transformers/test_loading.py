@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModel
 
@@ -18,6 +18,7 @@ from qcut.errors import CheckpointError, ConfigError, QuantizationError
 from qcut.layers.base import Linear
 from qcut.models.modules import FusedActivation
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
+from tests.support.tensors import tensors_of
 
 SCHEMES = ("w8a8", "w8a16", "codebook4", "codebook2+3_g16", "codebook4_int8", "codebook4_g32_qr", "int4_g16")
 
@@ -169,7 +170,7 @@ def test_one_float_weight_is_alive_at_a_time(tmp_path: Path, monkeypatch: pytest
 
 def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path)
-    tensors = load_file(folder / "model.safetensors")
+    tensors = tensors_of(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
 
     def rewritten(change: dict[str, Tensor | None]) -> Path:
@@ -188,7 +189,7 @@ def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
 
 def test_tied_names_that_are_stored_twice(tmp_path: Path) -> None:
     folder = folder_of("gpt2", tmp_path)
-    tensors = load_file(folder / "model.safetensors")
+    tensors = tensors_of(folder / "model.safetensors")
     table = tensors["transformer.wte.weight"]
     config = qcut.QcutConfig("w8a8", embeddings="w8a16")
     expected = opened(folder, quantization_config=config)
