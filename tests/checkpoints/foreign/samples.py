@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.tensors import tensors_of
+from tests.support.tensors import write_tensors
 
 HIDDEN, MLP, VOCABULARY = 64, 128, 40
 SIZES: dict[str, Any] = {
@@ -76,12 +76,12 @@ def write(folder: Path, config: dict[str, Any], pack: Callable[[str, Tensor], Pa
 
 def save(folder: Path, tensors: dict[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+    write_tensors(folder / "model.safetensors", {name: t.contiguous() for name, t in tensors.items()})
 
 
 def change(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     """Change the tensors of a checkpoint."""
-    tensors = tensors_of(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     edit(tensors)
     save(folder, tensors)
 

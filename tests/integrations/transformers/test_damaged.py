@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 import qcut
 from qcut.errors import CheckpointError, QcutError
 from tests.integrations.transformers.support import opened, same, small
-from tests.support.tensors import tensors_of
+from tests.support.tensors import write_tensors
 
 UP = "model.layers.0.mlp.up_proj"
 
@@ -36,9 +36,9 @@ def change_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> N
 
 def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     path = folder / "model.safetensors"
-    tensors = tensors_of(path)
+    tensors = load_file(path)
     change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
+    write_tensors(path, tensors)
 
 
 def refused(folder: Path, match: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModel
 
@@ -18,7 +18,7 @@ from qcut.errors import CheckpointError, ConfigError, QuantizationError
 from qcut.layers.base import Linear
 from qcut.models.modules import FusedActivation
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
-from tests.support.tensors import tensors_of
+from tests.support.tensors import write_tensors
 
 SCHEMES = ("w8a8", "w8a16", "codebook4", "codebook2+3_g16", "codebook4_int8", "codebook4_g32_qr", "int4_g16")
 
@@ -170,12 +170,12 @@ def test_one_float_weight_is_alive_at_a_time(tmp_path: Path, monkeypatch: pytest
 
 def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path)
-    tensors = tensors_of(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
 
     def rewritten(change: dict[str, Tensor | None]) -> Path:
         kept = {key: t for key, t in (tensors | change).items() if t is not None}
-        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(folder / "model.safetensors", kept)
         return folder
 
     config = qcut.QcutConfig("w8a8")
@@ -189,17 +189,17 @@ def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
 
 def test_tied_names_that_are_stored_twice(tmp_path: Path) -> None:
     folder = folder_of("gpt2", tmp_path)
-    tensors = tensors_of(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     table = tensors["transformer.wte.weight"]
     config = qcut.QcutConfig("w8a8", embeddings="w8a16")
     expected = opened(folder, quantization_config=config)
-    save_file({**tensors, "lm_head.weight": table.clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(folder / "model.safetensors", {**tensors, "lm_head.weight": table.clone()})
     assert same(opened(folder, quantization_config=config), expected)
-    save_file({**tensors, "lm_head.weight": table + 1}, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(folder / "model.safetensors", {**tensors, "lm_head.weight": table + 1})
     with pytest.raises(CheckpointError, match=r"ties it to another.*two that differ"):
         opened(folder, quantization_config=config)
     del tensors["transformer.wte.weight"]
-    save_file({**tensors, "lm_head.weight": table}, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(folder / "model.safetensors", {**tensors, "lm_head.weight": table})
     assert same(opened(folder, quantization_config=config), expected)
 
 
