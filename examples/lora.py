@@ -1,7 +1,7 @@
 """Train LoRA adapters over a quantized GPT-2, beside the same adapters over its float weights.
 
     pip install peft
-    python examples/lora.py                       # w8a8 and codebook4 beside float32: some seconds
+    python examples/lora.py                       # w8a8 and codebook4 beside float32: minutes on a few CPU cores
     python examples/lora.py 200 codebook4_int8    # other steps, other schemes
 
 The text is the beginning of this repository's page on schemes, read again and again. The quantized weights stay as they
