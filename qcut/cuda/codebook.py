@@ -9,7 +9,7 @@ before its first call.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -32,9 +32,6 @@ from qcut.emitters.core.source import EmitError, KernelSource
 from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREAM_ROUNDS, CUTLASS_FAMILIES
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens, can_rotate
 from qcut.ops.registry import serves
-
-USES_CUTLASS = False
-"""Whether dispatch may give prompts on weights of one norm a row to CUTLASS: not before a GPU has shown its results."""
 
 # ── what chooses kernels ─────────────────────────────────────────────────────────────────────────
 
@@ -146,17 +143,29 @@ class Product(NamedTuple):
         return gemm_spec(self.problem, self.rows, self.n, self.units, gpu, early=self.constants)
 
 
-def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target, *, early: bool = True) -> LaunchSpec:
+def gemm_spec(
+    problem: CodebookProblem, m: int, n: int, units: int, gpu: Target, *, early: bool = True, nvcc: bool = True
+) -> LaunchSpec:
     """The launch of a product of up to m tokens, on the kernel that dispatch chooses.
 
-    ``early`` lets the kernel begin, and read the weight, before its predecessor has ended, where the GPU supports this.
+    Args:
+        problem: types, norms and epilogue.
+        m: number of tokens.
+        n: number of output channels.
+        units: units of a row of weights.
+        gpu: the GPU.
+        early: the kernel may begin, and read the weight, before its predecessor has ended, where the GPU supports this.
+        nvcc: whether the kernel may be one that nvcc builds.
 
     Raises:
         EmitError: no kernel takes the product on this GPU.
     """
-    prompts = USES_CUTLASS and problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma
+    prompts = nvcc and problem.row_norm and m >= CUTLASS_TOKENS and architecture(gpu.arch).wgmma
     cutlass = prompts and not gpu.closed and has_cutlass()
     choice = dispatch.select(problem, m, n, units, gpu, cutlass=cutlass)
+    stand_in = None
+    if choice.family in CUTLASS_FAMILIES:
+        stand_in = partial(gemm_spec, problem, m, n, units, gpu, early=early, nvcc=False)
     # codebook_mma starts late, as w8a16_mma must; an early start was not measured.
     early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
     by_element = choice.family in (CODEBOOK_STREAM.name, CODEBOOK_STREAM_ROUNDS.name)
@@ -164,7 +173,7 @@ def gemm_spec(problem: CodebookProblem, m: int, n: int, units: int, gpu: Target,
     source, grid = dispatch.emit(choice, problem, gpu.arch), dispatch.grid(choice, n, gpu.sm_count)
     if choice.family in CUTLASS_FAMILIES:
         tail = (*tail, gpu.sm_count, 1, 0, 1)
-    return LaunchSpec(source, grid, tail=tail, pdl=early)
+    return LaunchSpec(source, grid, tail=tail, pdl=early, stand_in=stand_in)
 
 
 @lru_cache(maxsize=4096)

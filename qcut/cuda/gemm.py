@@ -20,7 +20,15 @@ from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import few_tokens
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.families import CUTLASS_FAMILIES, INT8_CUTLASS, INT8_STREAM, W8A16_MMA, W8A16_STREAM
+from qcut.emitters.families import (
+    CUTLASS_FAMILIES,
+    INT8_CUTLASS,
+    INT8_STREAM,
+    W8A16_CUTLASS,
+    W8A16_MMA,
+    W8A16_STREAM,
+    W8A16_WGMMA,
+)
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.stream.w8a8 import Tokens
 from qcut.ops.gemm import GemmS8
@@ -28,7 +36,7 @@ from qcut.ops.registry import serves
 from qcut.process.locks import once
 
 TMA_ROWS = 64
-"""Least rows of a layer's int8 operands on sm_90a: a TMA box that hangs over the edge of A loads slower."""
+"""Least rows of a tile that loads A by TMA."""
 
 STAND_IN_ROWS = (64, 512, 4096)
 """Rows that stand-ins are chosen for, so that three kernels serve any number of rows while better ones are built."""
@@ -127,7 +135,15 @@ def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, 
     """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
     nvcc = architecture(gpu.arch).wgmma and not gpu.closed and has_cutlass()
     choice = dispatch.select_w8a16(problem, rows, n, k, gpu, nvcc=nvcc)
-    return chosen_spec(choice, problem, n, gpu, pdl=pdl)
+    spec = chosen_spec(choice, problem, n, gpu, pdl=pdl)
+    if choice.family not in (W8A16_CUTLASS.name, W8A16_WGMMA.name):
+        return spec
+
+    def stand_in() -> LaunchSpec:
+        few = next((bound for bound in STAND_IN_ROWS if rows <= bound), STAND_IN_ROWS[-1])
+        return chosen_spec(dispatch.select_w8a16(problem, few, n, k, gpu, nvcc=False), problem, n, gpu, pdl=pdl)
+
+    return replace(spec, stand_in=stand_in)
 
 
 def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
@@ -146,8 +162,16 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
         tail=(*tail, gpu.sm_count, choice.swizzle, choice.raster, choice.splits),
         needs_workspace=choice.tile.schedule == "stream_k",
         pdl=pdl,
-        min_rows=TMA_ROWS if choice.family == INT8_CUTLASS.name and choice.tile.schedule != "multistage" else 1,
+        row_multiple=tma_rows(choice.tile) if choice.family == INT8_CUTLASS.name else 1,
     )
+
+
+def tma_rows(tile: TileConfig) -> int:
+    """Number of which the rows of A are best a multiple: a box of TMA that hangs over the edge of A loads slower.
+
+    A row past the edge took 15 cycles of an H200, one that is there 2 (docs/kernel-notes/int8-gemm.md).
+    """
+    return 1 if tile.schedule == "multistage" else tile.threadblock_shape[0] * tile.cluster_shape[0]
 
 
 def plan_for(product: Product, choice: Choice | None, device: int) -> LaunchPlan:

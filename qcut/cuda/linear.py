@@ -147,7 +147,7 @@ class LinearPlan(NamedTuple):
 
     Attributes:
         quantize: launch that quantizes tokens; None where the product takes floating-point tokens.
-        product: launch of the product; int8 tokens and the result have at least its ``min_rows`` rows.
+        product: launch of the product; int8 tokens and the result have its ``rows_for`` rows.
         n: number of output channels.
         k_padded: columns of the weight.
     """
@@ -163,7 +163,7 @@ class LinearPlan(NamedTuple):
         product = self.product.for_native()
         if quantize is None or product is None:
             return None
-        return native.Plan(quantize, product, self.k_padded, self.product.min_rows)
+        return native.Plan(quantize, product, self.k_padded, self.product.row_multiple)
 
 
 _plans: PlanCache[LinearPlan] = PlanCache()
@@ -252,7 +252,7 @@ def _linear(
         plan = _called.make(key, lambda: _shared(layer, device))
     n, k_padded = plan.n, plan.k_padded
     weight, scale, *colsum, bias = addresses
-    rows = max(m, plan.product.min_rows)
+    rows = plan.product.rows_for(m)
     if plan.quantize is None:
         operands, sizes = (address, weight), (m, n, k, stride, k_padded, n)
         epilogue: tuple[int, ...] = (scale,)

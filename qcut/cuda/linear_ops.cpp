@@ -87,7 +87,7 @@ struct Launch {
 
 struct Plan {
   Launch quantize, gemm;  // none to quantize where weights alone are int8
-  std::int64_t k_padded, min_rows;
+  std::int64_t k_padded, row_multiple;
 };
 
 static_assert(sizeof(Key) == 56 && sizeof(Launch) == 64 && sizeof(Plan) == 144, "as qcut/cuda/native.py has them");
@@ -254,7 +254,8 @@ at::Tensor run(c10::IValue const* args) {
 
   auto const tokens = static_cast<std::int32_t>(m), columns = static_cast<std::int32_t>(n);
   auto const depth = static_cast<std::int32_t>(k), padded = static_cast<std::int32_t>(plan.k_padded);
-  std::int64_t const rows = std::max(m, plan.min_rows);
+  std::int64_t const rows = (m + plan.row_multiple - 1) / plan.row_multiple * plan.row_multiple;
+  if (rows > kMaxInt) return {};
   auto const gemm_rows = static_cast<std::int32_t>(rows);
   c10::DataPtr scratch;  // int8 rows, and behind them the scales of dynamic ones; back to the stream's pool on return
   void const* a = data;

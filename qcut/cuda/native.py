@@ -64,7 +64,7 @@ class Launch(ctypes.Structure):
 class Plan(ctypes.Structure):
     """``Plan`` of the source."""
 
-    _fields_ = [("quantize", Launch), ("gemm", Launch), ("k_padded", ctypes.c_int64), ("min_rows", ctypes.c_int64)]
+    _fields_ = [("quantize", Launch), ("gemm", Launch), ("k_padded", ctypes.c_int64), ("row_multiple", ctypes.c_int64)]
 
 
 def key(

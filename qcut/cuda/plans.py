@@ -190,9 +190,9 @@ class LaunchSpec:
         tail: arguments after those of a call; kernels with a host launcher take the workspace after them.
         needs_workspace: whether a launch must be given device memory.
         pdl: whether the kernel may begin before its predecessor on the stream ends.
-        min_rows: rows that the operands of a linear layer must have at least.
-        stand_in: describes the launch of a kernel that NVRTC builds, of bitwise the same results: it serves while nvcc
-            builds this one in the background.
+        row_multiple: number of which the rows of a linear layer's operands must be a multiple.
+        stand_in: describes the launch of a kernel that NVRTC builds: it serves while nvcc builds this one in the
+            background. Its integers are bitwise the same; it may add floats in another order.
 
     Raises:
         LaunchError: ``pdl`` for a kernel that does not wait for its predecessor.
@@ -203,7 +203,7 @@ class LaunchSpec:
     tail: tuple[int, ...] = ()
     needs_workspace: bool = False
     pdl: bool = False
-    min_rows: int = 1
+    row_multiple: int = 1
     stand_in: Callable[[], LaunchSpec] | None = None
 
     def __post_init__(self) -> None:
@@ -224,7 +224,7 @@ class LaunchSpec:
             tail=self.tail,
             needs_workspace=self.needs_workspace,
             pdl=self.pdl,
-            min_rows=self.min_rows,
+            row_multiple=self.row_multiple,
         )
 
     @property
@@ -237,11 +237,11 @@ class LaunchPlan:
     """A loaded kernel, and the parts of its launch that are the same for every call.
 
     Attributes:
-        min_rows: rows that the operands of a linear layer must have at least.
+        row_multiple: number of which the rows of a linear layer's operands must be a multiple.
         needs_workspace: whether `launch` must be given device memory.
     """
 
-    __slots__ = ("_grid", "_hosted", "_kernel", "_pdl", "_tail", "min_rows", "needs_workspace")
+    __slots__ = ("_grid", "_hosted", "_kernel", "_pdl", "_tail", "needs_workspace", "row_multiple")
 
     def __init__(
         self,
@@ -251,17 +251,21 @@ class LaunchPlan:
         tail: tuple[int, ...] = (),
         needs_workspace: bool = False,
         pdl: bool = False,
-        min_rows: int = 1,
+        row_multiple: int = 1,
     ) -> None:
         self._kernel, self._grid, self._tail, self._pdl = kernel, grid, tail, pdl
         self._hosted = bool(tail) and kernel.host_launcher != 0
         self.needs_workspace = needs_workspace
-        self.min_rows = min_rows
+        self.row_multiple = row_multiple
 
     @property
     def name(self) -> str:
         """Procedural name of the kernel."""
         return self._kernel.name
+
+    def rows_for(self, m: int) -> int:
+        """Rows that the operands of a linear layer have for m tokens: the next multiple of ``row_multiple``."""
+        return -(-m // self.row_multiple) * self.row_multiple
 
     def workspace_bytes(self, args: tuple[int | float, ...]) -> int:
         """Bytes of device memory that a launch with these arguments needs."""

@@ -12,7 +12,7 @@ from qcut.dispatch import closed, tables
 from qcut.dispatch.cost_model import Estimate, GemmTile, estimate, tile_cycles
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import few_tokens, w8a16_tile
-from qcut.dispatch.tiles.w8a16 import is_wgmma_better, wgmma_tile
+from qcut.dispatch.tiles.w8a16 import cutlass_cycles, is_wgmma_better, wgmma_cycles, wgmma_tile
 from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
@@ -42,10 +42,6 @@ MODEL_ERROR = 1.5
 """Where CUTLASS could serve, a raw kernel is chosen only if the model expects CUTLASS to take this times as long."""
 
 
-W8A16_CUTLASS_TOKENS = 1024
-"""Fewest tokens that CUTLASS's W8A16 kernels serve."""
-W8A16_CUTLASS_DTYPES = (DType.F16,)
-"""Types of tokens that a GPU has shown them to be right with."""
 W8A16_CUTLASS_WALK = (4, 1)
 """Swizzle and raster where none is tuned: 706 us against 724 to 735 at 4096x14336x4096 on an H200, settled."""
 
@@ -218,18 +214,16 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
 
 
 def w8a16_by_cutlass(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice | None:
-    """CUTLASS's kernel for many tokens, or None where it cannot serve or is not the faster."""
-    name = W8A16_CUTLASS.name
-    if m < W8A16_CUTLASS_TOKENS or k % 16 or problem.a not in W8A16_CUTLASS_DTYPES:
+    """CUTLASS's kernel for many tokens, or None where it cannot serve or ``w8a16_wgmma`` is the faster."""
+    name, menu = W8A16_CUTLASS.name, W8A16_CUTLASS.menu(problem, target.arch)
+    if not is_wgmma_better(m) or k % 16 or not menu:
         return None
     if (tuned := _tuned(problem, m, n, k, target, (name,))) is not None:
         return tuned
-    tile = best_tile(name, problem, m, n, k, target)
-    if tile is None:
-        return None
-    tokens, channels, _ = tile.threadblock_shape
-    fills = -(-m // tokens) * -(-n // channels) >= 0.9 * target.sm_count  # else ``w8a16_wgmma``, which splits K
-    return Choice(name, tile, *W8A16_CUTLASS_WALK) if fills else None
+    tile = min(menu, key=lambda tile: cutlass_cycles(tile, m, n, k, target))
+    own = wgmma_cycles(wgmma_tile(m, n, k, target), m, n, k, target)
+    is_faster = cutlass_cycles(tile, m, n, k, target) < own
+    return Choice(name, tile, *W8A16_CUTLASS_WALK) if is_faster else None
 
 
 def emit(choice: Choice, problem: GemmProblem, arch: str) -> KernelSource:

@@ -99,7 +99,7 @@ class Asked(PlanCache[Any]):
 class Idle:
     """A plan that launches nothing."""
 
-    min_rows, needs_workspace, raises_absmax = 1, False, True
+    row_multiple, needs_workspace, raises_absmax = 1, False, True
     product = property(lambda self: self)
 
     def launch(self, *_: Any) -> None:

@@ -221,7 +221,7 @@ def setting(
         if hosted:
             kernel = Kernel(driver, handle(GEMM, scheme), (*problem.params(), *LAUNCH_PARAMS), host=True)
             tail = (SM_COUNT, SWIZZLE, RASTER, SPLITS)
-            gemm = LaunchPlan(kernel, Grid(1, (1, 1, 1)), tail=tail, pdl=True, min_rows=64)
+            gemm = LaunchPlan(kernel, Grid(1, (1, 1, 1)), tail=tail, pdl=True, row_multiple=64)
         else:
             kernel = Kernel(driver, handle(GEMM, scheme), problem.params(), host=False)
             gemm = LaunchPlan(kernel, Grid(32, (-(-n // 64), 1, 1)), pdl=True)

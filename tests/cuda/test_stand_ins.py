@@ -12,10 +12,12 @@ import torch
 from qcut.cuda import gemm as gemm_cuda
 from qcut.cuda import linear as linear_cuda
 from qcut.cuda import native, plans
-from qcut.cuda.gemm import STAND_IN_ROWS, Product
+from qcut.cuda.codebook import gemm_spec
+from qcut.cuda.gemm import STAND_IN_ROWS, Product, w8a16_spec
 from qcut.cuda.linear import LinearLayer, linear_problem
 from qcut.cuda.plans import LaunchSpec, PlanCache
 from qcut.cuda.prebuild import prebuild
+from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
@@ -76,7 +78,7 @@ def compilers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilers]:
 @pytest.fixture
 def spec() -> LaunchSpec:
     grid = Grid(1, (1, 1, 1))
-    return LaunchSpec(SLOW, grid, (132,), min_rows=64, stand_in=lambda: LaunchSpec(QUICK, grid))
+    return LaunchSpec(SLOW, grid, (132,), row_multiple=64, stand_in=lambda: LaunchSpec(QUICK, grid))
 
 
 # ── which kernels ────────────────────────────────────────────────────────────────────────────────
@@ -101,6 +103,32 @@ def test_three_kernels_that_nvrtc_builds_serve_any_number_of_rows(scheme: str, g
     assert waited > len(STAND_IN_ROWS) >= len(names)
 
 
+def test_w8a16_has_stand_ins_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qcut.cuda.gemm.has_cutlass", lambda: True)
+    problem, names, waited = linear_problem(DType.F16, 5120, 1280, True, "none", "w8a16"), set(), set()
+    for rows in sorted({plans.m_bucket(m) for m in range(1, 10_000, 7)}):
+        spec = w8a16_spec(problem, rows, 5120, 1280, H200)
+        if spec.source.toolchain != "nvcc":
+            assert spec.stand_in is None
+            continue
+        assert spec.stand_in is not None
+        quick = spec.stand_in()
+        assert (quick.source.toolchain, quick.source.host_text, quick.stand_in) == ("nvrtc", None, None)
+        names.add(quick.source.name)
+        waited.add(spec.source.name)
+    assert len(waited) > len(STAND_IN_ROWS) >= len(names)
+
+
+def test_a_codebook_of_one_norm_a_row_has_a_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qcut.cuda.codebook.has_cutlass", lambda: True)
+    problem = codebook_dispatch.problem_of(DType.S8, 4, 1, DType.F16, True, "none", False, 16, row_norm=True)
+    spec = gemm_spec(problem, 4096, 4096, 32, H200)
+    assert (spec.source.toolchain, spec.stand_in is None) == ("nvcc", False)
+    quick = spec.stand_in()
+    assert quick.source.name.startswith("qcut_codebook_wgmma")
+    assert (quick.source.toolchain, quick.stand_in, quick.pdl) == ("nvrtc", None, spec.pdl)
+
+
 # ── how calls leave them ─────────────────────────────────────────────────────────────────────────
 
 
@@ -110,7 +138,7 @@ def test_a_stand_in_serves_until_the_kernel_is_there(compilers: Compilers, spec:
     def plan() -> plans.LaunchPlan:
         return cache.get("key") or cache.make("key", lambda: spec.load(0))
 
-    assert (plan().name, plan().min_rows, compilers.now) == ("quick", 1, ["quick"])
+    assert (plan().name, plan().row_multiple, compilers.now) == ("quick", 1, ["quick"])
     (job,) = compilers.jobs
     assert (job.key, job.name) == ("key of slow", "slow")
     before = plans.generation()
@@ -119,7 +147,7 @@ def test_a_stand_in_serves_until_the_kernel_is_there(compilers: Compilers, spec:
     compilers.built.add("slow")
     plans._take_over(["key of something else", "key of slow"])
     assert plans.generation() == before + 1
-    assert (plan().name, plan().min_rows) == ("slow", 64)
+    assert (plan().name, plan().row_multiple) == ("slow", 64)
     plans._take_over(["key of slow"])  # nobody waits for it any more
     assert plans.generation() == before + 1
 

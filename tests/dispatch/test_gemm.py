@@ -265,23 +265,23 @@ def test_w8a16_kernels_by_tokens(gpu: Target):
 
 def test_cutlass_serves_prompts_of_w8a16_where_it_can():
     problem = GemmProblem(a=DType.F16, epilogue=Epilogue(DType.F16, "none", "per_channel", bias=True), alignment_k=8)
-    first = dispatch.W8A16_CUTLASS_TOKENS
 
     def chosen(problem: GemmProblem, m: int, k: int = 4096, gpu: Target = H200, cutlass: bool = True) -> str:
         choice = dispatch.select_w8a16(problem, m, 4096, k, gpu, nvcc=cutlass)
         assert family(choice.family).is_legal(problem, choice.tile, gpu.arch)
         return choice.family
 
-    for m in (first, 4096, 65_536):
+    for m in (512, 1024, 4096, 65_536):
         assert chosen(problem, m) == "w8a16_cutlass"
+        assert chosen(replace(problem, a=DType.BF16), m) == "w8a16_cutlass"
     others = [
-        chosen(problem, first - 1),
+        chosen(problem, 32),
+        chosen(problem, 256),
         chosen(problem, 4096, cutlass=False),
         chosen(problem, 4096, gpu=A100),
         chosen(problem, 4096, k=4088),
         chosen(replace(problem, alignment_k=1), 4096),
         chosen(replace(problem, alignment_n=4), 4096),
-        chosen(replace(problem, a=DType.BF16), 4096),
     ]
     assert "w8a16_cutlass" not in others
 

@@ -22,9 +22,12 @@ from qcut.emitters.gemm.problem import GemmProblem, Schedule, TileConfig
 
 FAMILY = "w8a16_cutlass"
 
-MENU: tuple[TileConfig, ...] = (tile("cooperative", "256x128x64 c1x2"),)
+MENU: tuple[TileConfig, ...] = (
+    tile("pingpong", "128x64x64"),
+    tile("pingpong", "256x64x64 c1x2"),
+    tile("cooperative", "256x128x64 c1x2"),
+)
 """What sizes that are not tuned choose from. Short, because each member is built on first use."""
-
 
 SPACE: dict[Schedule, tuple[str, ...]] = {
     "cooperative": (

@@ -1,12 +1,16 @@
-"""Chooses tiles of ``w8a16_wgmma`` by a model of their time.
+"""Models of the time of ``w8a16_wgmma`` and of ``w8a16_cutlass``, by which tiles of both are chosen.
 
-Source: measured on an H200 at six shapes and 64 to 1,024 tokens, where the choice takes at most 1.12 times as long as
-the best tile that was measured, 1.005 times in the geometric mean (docs/kernel-notes/few-tokens.md).
+Source: measured on an H200. ``w8a16_wgmma`` at six shapes and 64 to 1,024 tokens, where the choice takes at most 1.12
+times as long as the best tile that was measured, 1.005 times in the geometric mean (docs/kernel-notes/few-tokens.md);
+``w8a16_cutlass`` at three shapes and 512 to 4,096 tokens, to 4 % (docs/kernel-notes/mixed-products.md).
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from qcut.dispatch.gpus import Target
+from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.gemm.w8a16_wgmma import UNIT_COLUMNS, W8A16WgmmaTile, ctas, default_tiles
 from qcut.emitters.stream.w8a16 import MAX_TOKENS
 
@@ -53,3 +57,38 @@ def wgmma_cycles(tile: W8A16WgmmaTile, m: int, n: int, k: int, target: Target) -
 def _waves(tile: W8A16WgmmaTile, m: int, n: int, target: Target) -> int:
     at_once = max(1, target.machine.clusters_at_once(tile.splits)) * tile.splits * tile.ctas
     return -(-ctas(tile, m, n) // at_once)
+
+
+class _CutlassCost(NamedTuple):
+    """Cycles of a tile of ``w8a16_cutlass``.
+
+    Attributes:
+        step: of a step of 64 columns.
+        tile: beside the steps; a ping-pong tile's end is hidden by the next tile.
+    """
+
+    step: float
+    tile: float
+
+
+_CUTLASS_START = 4800.0
+_CUTLASS = {(128, 64): _CutlassCost(390, 530), (256, 64): _CutlassCost(567, 250), (256, 128): _CutlassCost(1009, 4000)}
+"""By tokens and channels of a tile."""
+_ROW, _ROW_PAST_END = 2.0, 15.0
+"""A token's 64 columns, copied by TMA, and the zeros that TMA writes where there is no token."""
+
+
+def cutlass_cycles(tile: TileConfig, m: int, n: int, k: int, target: Target) -> float:
+    """Estimated time of a launch of a tile of ``w8a16_cutlass``'s menu, in cycles of an SM.
+
+    Tiles come in waves. In the last tile of tokens, zeros may take longer than products.
+    """
+    tokens, channels, step_columns = tile.threadblock_shape
+    cluster = tile.cluster_shape[1]
+    cost, steps = _CUTLASS[tokens, channels], -(-k // step_columns)
+    tiles = -(-m // tokens) * -(-n // (channels * cluster))  # of a cluster
+    waves = -(-tiles // max(1, target.machine.clusters_at_once(cluster)))
+    there = (m - 1) % tokens + 1
+    last = max(cost.step, _ROW * there + _ROW_PAST_END * (tokens - there))
+    busiest = waves * cost.tile + steps * ((waves - 1) * cost.step + last)
+    return _CUTLASS_START + max(busiest, n * k / target.machine.dram_bytes)

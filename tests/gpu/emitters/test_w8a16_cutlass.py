@@ -37,7 +37,7 @@ def source(a: DType, epilogue: Epilogue, tile: TileConfig) -> KernelSource:
 
 def cases() -> Iterator[KernelSource]:
     for a in TOKENS:
-        for tile in MENU if a is DType.F16 else (LARGE,):
+        for tile in MENU:
             yield source(a, WHOLE, tile)
     for epilogue in EPILOGUES:
         yield source(DType.F16, epilogue, LARGE)
@@ -64,7 +64,7 @@ def small_integers(m: int, n: int, k: int, epilogue: Epilogue) -> Gemm:
 
 @pytest.mark.parametrize("extra", [0, 16])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-@pytest.mark.parametrize(("a", "tile"), [*((DType.F16, t) for t in MENU), (DType.BF16, LARGE)], ids=str)
+@pytest.mark.parametrize(("a", "tile"), [(a, t) for a in TOKENS for t in MENU], ids=str)
 def test_tiles(a: DType, tile: TileConfig, shape: tuple[int, int, int], extra: int) -> None:
     gemm = small_integers(*shape, WHOLE)
     gemm.check(run(gemm, a, tile, gemm.a.to(TORCH_DTYPE[a]), extra))

@@ -33,7 +33,7 @@ struct W8A16Launcher {
     if (!same) {
       cuuint64_t const sizes[] = {cuuint64_t(a.k), cuuint64_t(a.m)};
       cuuint64_t const pitch[] = {2 * cuuint64_t(a.lda)};
-      cuuint32_t const box[] = {64, Tile::kTokens}, one[] = {1, 1};
+      cuuint32_t const box[] = {64, Tile::kTokens < 32 ? Tile::kTokens : 32}, one[] = {1, 1};
       filled = false;
       CUresult const status = cuTensorMapEncodeTiled(
           &params.tokens, Tile::kElement, 2, a.a, sizes, pitch, box, one, CU_TENSOR_MAP_INTERLEAVE_NONE,
