@@ -23,6 +23,8 @@ GROUP_ROWS = 64
 """Rows of weights of a warpgroup."""
 UNIT_COLUMNS = 128
 """Columns of weights that a warp loads at a time."""
+BOX_TOKENS = 32
+"""Tokens of a copy in a tile that is not whole."""
 COPY_REGISTERS = 32
 """Registers of a thread of the warpgroup that copies, once it has given up the others."""
 _ARCH = architecture("sm_90a")
@@ -193,14 +195,16 @@ def _device_text(name: str, problem: GemmProblem, tile: W8A16WgmmaTile) -> str:
     statements = (
         f"using Tile = qcut::W8A16WgmmaTile<{sizes}>;",
         f'static_assert(Tile::kBytes == {smem_bytes(tile)}, "the launch\'s shared memory");',
+        f'static_assert(Tile::kBoxTokens == {BOX_TOKENS}, "the boxes of the launcher\'s map");',
         *(f"const auto {param.name} = params.call.{param.name};" for param in params if param.name not in ("a", "lda")),
         *problem.epilogue.statements(params),
-        f"qcut::w8a16_wgmma<Tile, {problem.a.cpp}, Epilogue, {align_d}>(params.tokens, b, d, m, n, k, ldb, ldd, args);",
+        f"qcut::w8a16_wgmma<Tile, {problem.a.cpp}, Epilogue, {align_d}>"
+        "(params.tiles, params.parts, b, d, m, n, k, ldb, ldd, args);",
     )
     return (
         f"{include('gemm/w8a16_wgmma.cuh')}\n"
         f"struct Call {{\n{''.join(f'  {param.declaration};' + chr(10) for param in params)}}};\n"
-        "struct Params {\n  qcut::TensorMap tokens;\n  Call call;\n};\n\n"
+        "struct Params {\n  qcut::TensorMap tiles, parts;\n  Call call;\n};\n\n"
         f'extern "C" __global__ void {dims}__launch_bounds__({tile.threads}, {tile.ctas})\n'
         f"{name}(const __grid_constant__ Params params) {{\n{''.join(f'  {line}' + chr(10) for line in statements)}}}\n"
     )
@@ -210,7 +214,7 @@ def _host_text(problem: GemmProblem, tile: W8A16WgmmaTile) -> str:
     kinds = {"ptr": "void*", "i32": "int", "i64": "long long", "f32": "float"}
     fields = "".join(f"  {kinds[param.kind]} {param.name};\n" for param in problem.params())
     element = "FLOAT16" if problem.a is DType.F16 else "BFLOAT16"
-    shape = f"kTokens = {tile.tokens}, kRows = {tile.rows}, kSplits = {tile.splits}"
+    shape = f"kTokens = {tile.tokens}, kBoxTokens = {BOX_TOKENS}, kRows = {tile.rows}, kSplits = {tile.splits}"
     return (
         f"{include('gemm/w8a16_launcher.cuh')}\n"
         "namespace {\n"

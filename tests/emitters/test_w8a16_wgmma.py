@@ -44,11 +44,12 @@ def test_text_instantiates_the_header():
         "#include <qcut/gemm/w8a16_wgmma.cuh>\n\n"
         "struct Call {\n  const __half* a;\n  const int8_t* b;\n  __half* d;\n  int m;\n  int n;\n  int k;\n"
         "  int lda;\n  int ldb;\n  int ldd;\n  const float* col_scale;\n  const float* bias;\n};\n"
-        "struct Params {\n  qcut::TensorMap tokens;\n  Call call;\n};\n\n"
+        "struct Params {\n  qcut::TensorMap tiles, parts;\n  Call call;\n};\n\n"
         'extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)\n'
         f"{name}(const __grid_constant__ Params params) {{\n"
         "  using Tile = qcut::W8A16WgmmaTile<128, 2, 2, 10, 4, 32, 232>;\n"
         f'  static_assert(Tile::kBytes == {smem_bytes(WIDE)}, "the launch\'s shared memory");\n'
+        '  static_assert(Tile::kBoxTokens == 32, "the boxes of the launcher\'s map");\n'
         + "".join(
             f"  const auto {field} = params.call.{field};\n"
             for field in ("b", "d", "m", "n", "k", "ldb", "ldd", "col_scale", "bias")
@@ -58,11 +59,12 @@ def test_text_instantiates_the_header():
         "  Epilogue::Args args{};\n"
         "  args.col_scale_per_channel = col_scale;\n"
         "  args.bias = bias;\n"
-        "  qcut::w8a16_wgmma<Tile, __half, Epilogue, 16>(params.tokens, b, d, m, n, k, ldb, ldd, args);\n"
+        "  qcut::w8a16_wgmma<Tile, __half, Epilogue, 16>"
+        "(params.tiles, params.parts, b, d, m, n, k, ldb, ldd, args);\n"
         "}\n"
     )
     assert (source.name, source.waits, source.params) == (name, True, HALF.params())
-    assert "kTokens = 128, kRows = 128, kSplits = 2;" in (source.host_text or "")
+    assert "kTokens = 128, kBoxTokens = 32, kRows = 128, kSplits = 2;" in (source.host_text or "")
     assert "CU_TENSOR_MAP_DATA_TYPE_BFLOAT16" in (emit_w8a16_wgmma(BRAIN, TILE, ARCH).host_text or "")
     assert emit_w8a16_wgmma(HALF, WIDE, ARCH) == source
 

@@ -9,6 +9,7 @@
 #include <vector_types.h>
 
 #include <cstring>
+#include <initializer_list>
 
 #include "../cutlass/launcher.cuh"
 
@@ -16,7 +17,7 @@ namespace qcut {
 
 template <class Call>
 struct Params {
-  CUtensorMap tokens;
+  CUtensorMap tiles, parts;  // boxes of a tile's tokens, and of those of a tile that is not whole
   Call call;
 };
 
@@ -33,12 +34,16 @@ struct W8A16Launcher {
     if (!same) {
       cuuint64_t const sizes[] = {cuuint64_t(a.k), cuuint64_t(a.m)};
       cuuint64_t const pitch[] = {2 * cuuint64_t(a.lda)};
-      cuuint32_t const box[] = {64, Tile::kTokens < 32 ? Tile::kTokens : 32}, one[] = {1, 1};
+      cuuint32_t const one[] = {1, 1};
       filled = false;
-      CUresult const status = cuTensorMapEncodeTiled(
-          &params.tokens, Tile::kElement, 2, a.a, sizes, pitch, box, one, CU_TENSOR_MAP_INTERLEAVE_NONE,
-          CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-      if (status != CUDA_SUCCESS) return status;
+      for (bool const whole : {true, false}) {
+        cuuint32_t const box[] = {64, whole ? Tile::kTokens : Tile::kBoxTokens};
+        CUresult const status = cuTensorMapEncodeTiled(
+            whole ? &params.tiles : &params.parts, Tile::kElement, 2, a.a, sizes, pitch, box, one,
+            CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        if (status != CUDA_SUCCESS) return status;
+      }
       filled = true;
     }
     unsigned const rows = unsigned((a.n + Tile::kRows - 1) / Tile::kRows);

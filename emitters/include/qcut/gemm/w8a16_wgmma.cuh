@@ -6,8 +6,8 @@
 // 4g + t reads 16 bytes each of rows g and g + 8, columns 16t .. 16t + 15 of 64. The four lanes of a row then exchange
 // pairs of columns, so that each has those that the instruction wants of it. One more warp copies tokens by a tensor
 // map, which swizzles them as wgmma reads them and makes zeros of what lies past m and k. A row of zeros takes longer
-// than one that is copied, so that boxes are small, and those without a token are not copied: what their place holds
-// reaches the sums of tokens past m alone.
+// than one that is copied, so that the last tokens, where they do not fill a tile, come in small boxes by a map of their
+// own, and boxes without a token are not copied: what their place holds reaches the sums of tokens past m alone.
 //
 // Exactness: conversions and products are exact; the tensor core adds the products of a CTA's part of K in float32, and
 // the CTAs of a cluster add each other's sums in the order of their ranks.
@@ -39,7 +39,7 @@ struct W8A16WgmmaTile {
   static constexpr int kWarps = 4 * kGroups;  // that multiply
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStageBytes = 128 * kTokens;
-  static constexpr int kBoxTokens = kTokens < 32 ? kTokens : 32;  // of one copy
+  static constexpr int kBoxTokens = 32;  // of one copy, in a tile that is not whole
   static constexpr int kBoxBytes = 128 * kBoxTokens;
   static constexpr int kPitch = kRows + 4;  // words between the sums of two tokens, [token][row]
   static constexpr int kSumBytes = 4 * kTokens * kPitch;
@@ -73,16 +73,19 @@ struct UnitRange {
 
 // The work of the copying warp: tokens from token0 on, of m, columns `range`.
 template <class Tile>
-__device__ __forceinline__ void copy_tokens(const TensorMap& map, int token0, int m, const UnitRange<Tile>& range,
-                                            uint32_t base) {
+__device__ __forceinline__ void copy_tokens(const TensorMap& tiles, const TensorMap& parts, int token0, int m,
+                                            const UnitRange<Tile>& range, uint32_t base) {
   const int lane = threadIdx.x % 32;
-  const int boxes = min(Tile::kTokens / Tile::kBoxTokens, (m - token0 + Tile::kBoxTokens - 1) / Tile::kBoxTokens);
+  const bool whole = m - token0 >= Tile::kTokens;
+  const int boxes = whole ? 1 : (m - token0 + Tile::kBoxTokens - 1) / Tile::kBoxTokens;
+  const int bytes = whole ? Tile::kStageBytes : boxes * Tile::kBoxBytes;
+  const TensorMap& map = whole ? tiles : parts;
   const int token = token0 + lane * Tile::kBoxTokens;
   int stage = 0, parity = 1;
   for (int step = 0; step < 2 * range.count; ++step) {
     const uint32_t full = base + Tile::kFull + 8 * stage;
     barrier_wait(base + Tile::kEmpty + 8 * stage, parity);
-    if (lane == 0) barrier_expect(full, boxes * Tile::kBoxBytes);
+    if (lane == 0) barrier_expect(full, bytes);
     __syncwarp();
     const uint32_t box = base + stage * Tile::kStageBytes + lane * Tile::kBoxBytes;
     if (lane < boxes) copy_box(box, map, 128 * range.first + 64 * step, token, full);
@@ -190,8 +193,9 @@ __device__ __forceinline__ void multiply_units(float (&sum)[Tile::kTokens / 2], 
 
 // The kernel. The grid has a cluster for every kRows rows of B and kTokens tokens, rows first.
 template <class Tile, class T, class E, int kAlign>
-__device__ __forceinline__ void w8a16_wgmma(const TensorMap& tokens_map, const int8_t* b, typename E::Out* d, int m,
-                                            int n, int k, int ldb, int ldd, typename E::Args args) {
+__device__ __forceinline__ void w8a16_wgmma(const TensorMap& tiles, const TensorMap& parts, const int8_t* b,
+                                            typename E::Out* d, int m, int n, int k, int ldb, int ldd,
+                                            typename E::Args args) {
   extern __shared__ __align__(1024) char shared[];
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
@@ -217,7 +221,7 @@ __device__ __forceinline__ void w8a16_wgmma(const TensorMap& tokens_map, const i
   if (warp >= Tile::kWarps) {
     if constexpr (Tile::kCopyRegisters > 0) give_registers<Tile::kCopyRegisters>();
     wait_for_dependencies();
-    if (warp == Tile::kWarps) copy_tokens<Tile>(tokens_map, token0, m, range, base);
+    if (warp == Tile::kWarps) copy_tokens<Tile>(tiles, parts, token0, m, range, base);
     for (int i = threadIdx.x - Tile::kThreads; i < Tile::kRows; i += 128) {
       const typename E::Column column = E::column(args, col0 + i, n);
       col_scale[i] = column.scale;
