@@ -19,6 +19,7 @@ from qcut.cli.selftest import bounds
 from qcut.cli.selftest.bounds import Near
 from qcut.codebooks import layout, products, tokens
 from qcut.cuda.gemm import gemm_s8
+from qcut.cuda.linear import linear_problem
 from qcut.cuda.plans import target
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gemm import Choice
@@ -275,13 +276,18 @@ def _layer(m: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return weight, (_random(n).abs() + 0.5) / (74 * k**0.5), _random(n, seed=1)
 
 
+_MIXED_SIZES = 80, 336, 272
+
+
 def _gemm_stream() -> Iterator[Check]:
-    n, k = 336, 272
+    many, n, k = _MIXED_SIZES
     weight, scale, bias = _layer(3, n, k)
     q, q_scale = _integers(-128, 128, 3, k), (_random(3).abs() + 0.5) / 74
     yield _same("int8_stream", f"3x{n}x{k}", OPS.int8_linear, q, q_scale, weight, scale, bias, "relu", HALF)
-    # Rows of tokens that are no multiple of 16 bytes are the mma kernel's on every GPU.
-    for family, m, columns in (("w8a16_stream", 3, k), ("w8a16", 70, k), ("w8a16_mma", 70, k - 2)):
+    # Rows of tokens that are no multiple of 16 bytes are the mma kernel's on every GPU. Hopper has other kernels for 40
+    # tokens than for 80.
+    sizes = ("w8a16_stream", 3, k), ("w8a16", 40, k), ("w8a16", many, k), ("w8a16_mma", many, k - 2)
+    for family, m, columns in sizes:
         x = _random(m, columns, dtype=HALF)
         near = bounds.w8a16(x, weight[:, :columns], scale, bias)
 
@@ -308,9 +314,12 @@ def _gemm_choice(name: str, gpu: Target) -> Choice:
 
 
 def slow_sources(gpu: Target, *, cutlass: bool) -> list[KernelSource]:
-    """The kernels of the int8 families, which take longest to build, so that they can be built beside other checks."""
+    """The kernels that take longest to build, so that they can be built beside other checks."""
     names = [name for name in _GEMM_FAMILIES if cutlass or name != INT8_CUTLASS.name]
-    return [dispatch.emit(_gemm_choice(name, gpu), _gemm_problem(), gpu.arch) for name in names]
+    problem = linear_problem(DType.F16, *_MIXED_SIZES[1:], True, "none", "w8a16")
+    mixed = dispatch.select_w8a16(problem, *_MIXED_SIZES, gpu, nvcc=cutlass)
+    int8 = [dispatch.emit(_gemm_choice(name, gpu), _gemm_problem(), gpu.arch) for name in names]
+    return [*int8, dispatch.emit(mixed, problem, gpu.arch)]
 
 
 def _gemm() -> Iterator[Check]:

@@ -19,7 +19,7 @@ from qcut.emitters.core.source import KernelSource
 FAMILIES = ("int8_cutlass", "int8_mma", "int8_wmma", "int8_dp4a", "int8_stream", "w8a16_mma", "w8a16_stream")
 FAMILIES += ("codebook_stream", "rotate", "norm", "attention_mma", "attention_decode", "attention_append", "append")
 FAMILIES += ("embed", "argmax", "silu_mul", "gelu_tanh")
-HOPPER = ("codebook_stream_wgmma", "codebook_wgmma", "w8a16_wgmma")
+HOPPER = ("codebook_stream_wgmma", "codebook_wgmma", "w8a16_wgmma", "w8a16_cutlass")
 
 
 def test_this_gpu_computes_what_the_cpu_does() -> None:
