@@ -146,6 +146,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     import torch
 
+    from qcut.jit import packs
+
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     results = harness.Results("bench_first_use", harness.environment())
@@ -153,9 +155,10 @@ def main(arguments: list[str] | None = None) -> int:
     for mode in options.modes.split(","):
         found = {name: round(value, 3) for name, value in in_a_process(options, mode).items()}
         timing = Timing.of([found["total_s"] * 1e6], "wall")
-        labels = {"shape": options.shape, "scheme": options.scheme, "device": options.device, "build": mode}
+        built = "pack" if any(packs.FOLDER.glob("*.qpack")) else mode
+        labels = {"shape": options.shape, "scheme": options.scheme, "device": options.device, "build": built}
         results.add(timing, **labels, cores=len(os.sched_getaffinity(0)), **found)
-        rows.append([mode, *found.values()])
+        rows.append([built, *found.values()])
     path = results.write_csv(options.out)
     print(harness.table(["build", *found], rows))
     print(f"rows in {path}")
