@@ -357,12 +357,12 @@ class Codebook(Scheme):
 
 @dataclass(frozen=True)
 class ShiftedCodebook(Codebook):
-    """A codebook without rotation, with a shift for each row and group, or with columns in an order of the layer's own.
+    """A codebook without rotation, with an offset for each norm, or with columns in an order of the layer's own.
 
     Quantizing never chooses it: it holds what other libraries wrote with zero points, or sorted by activation.
 
     Attributes:
-        shifted: every row and group has a number that is added to all its weights, a zero point times a scale.
+        shifted: every norm has a number that is added to the values it multiplies, as a zero point is.
         ordered: groups are of columns in an order that the layer holds, in place of neighbours.
 
     Raises:
@@ -401,9 +401,9 @@ class ShiftedCodebook(Codebook):
         return super().name + "_shifted" * self.shifted + "_ordered" * self.ordered
 
     def weight_bytes(self, n: int, k: int) -> float:
-        """That of the codebook, and a float32 shift for each group."""
+        """That of the codebook, and a float16 offset for each norm."""
         groups = -(-k // self.group_columns(k))
-        return super().weight_bytes(n, k) + 4 * n * groups * self.shifted
+        return super().weight_bytes(n, k) + 2 * n * groups * self.passes * self.shifted
 
 
 SCHEME_NAMES = tuple(name for cls in Scheme._classes.values() for name in cls.usual)

@@ -12,7 +12,7 @@ from qcut.emitters.codebook.problem import BOOK, ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, holds, shared_memory
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import TileConfig
 from qcut.emitters.gemm.tensor_core import SHARED_MEMORY, grid
 
@@ -30,7 +30,7 @@ _NEEDS_MORE = ("sm_100", "sm_120")
 def smem_bytes(problem: CodebookProblem, tile: TileConfig) -> int:
     """Dynamic shared memory of a CTA: the pipeline, or the epilogue's staging where that is larger."""
     bm, bn, _ = tile.threadblock_shape
-    unit = 16 * _UNIT_COLUMNS * problem.bits // 8 + 32 * problem.slots
+    unit = 16 * _UNIT_COLUMNS * problem.bits // 8 + problem.norm_bytes
     pipeline = tile.stages * (bm * _UNIT_COLUMNS * problem.x.bits // 8 + bn // 16 * unit)
     return max(pipeline, tile.threads // 32 * 16 * tile.warp_shape[1] * 4)
 
@@ -38,7 +38,7 @@ def smem_bytes(problem: CodebookProblem, tile: TileConfig) -> int:
 def registers(problem: CodebookProblem, tile: TileConfig, arch: str) -> int:
     """Estimate a thread's registers: accumulators, tokens, indices of its row tiles, and the rest."""
     wm, wn, _ = tile.warp_shape
-    decoder = 2 * problem.bits + (10 if problem.x is DType.S8 else 1)
+    decoder = 2 * problem.bits + (10 if problem.x is DType.S8 else 1 + problem.offsets)
     more = 34 if arch in _NEEDS_MORE else 0
     return wm * wn // 32 + wm // 4 + wn // 16 * decoder + _OTHER_REGISTERS + more
 
@@ -127,6 +127,7 @@ def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> 
     (bm, bn, bk), (wm, wn, _) = tile.threadblock_shape, tile.warp_shape
     align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
     params = problem.params()
+    weight = f"{problem.bits}, {problem.slots}, {flag(problem.offsets)}"
     return kernel_source(
         name,
         arch,
@@ -134,7 +135,7 @@ def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> 
         f"using Tile = qcut::Tile<{bm}, {bn}, {bk}, {wm}, {wn}, {tile.stages}, 1>;",
         *problem.epilogue.statements(params),
         BOOK,
-        f"qcut::codebook_mma<Tile, {problem.x.cpp}, {problem.bits}, {problem.slots}, Epilogue, {align_d}>"
+        f"qcut::codebook_mma<Tile, {problem.x.cpp}, {weight}, Epilogue, {align_d}>"
         f"(x, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
         device_code=include("codebook/mma.cuh"),
         block=tile.threads,

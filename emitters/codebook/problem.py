@@ -1,8 +1,8 @@
 """The problem of all kernels on codebook weights, with its arguments and its name.
 
-``D = act((sum_k x[m, k] * norm[n, slot(k)] * book[idx[n, k]]) * col_scale[n] + bias[n]) (+ residual)``, x the rotated
-tokens. Weights, norms and tokens lie in memory as `qcut.codebooks.layout` describes. Device code that all families
-include: ``include/qcut/codebook/codebook.cuh``.
+``D = act((sum_k x[m, k] * norm[n, slot(k)] * (book[idx[n, k]] + offset[n, slot(k)])) * col_scale[n] + bias[n])
+(+ residual)``, x the rotated tokens; most weights have no offsets. Weights, norms and tokens lie in memory as
+`qcut.codebooks.layout` describes. Device code that all families include: ``include/qcut/codebook/codebook.cuh``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class CodebookProblem:
             groups of a slot's columns, and quantizes if ``x`` is s8, bitwise as
             `qcut.emitters.codebook.rotate.RotateTokens` does; None: tokens were rotated before.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
+        offsets: whether each norm has an offset beside it, which is added to values; with 16-bit tokens that were
+            rotated before.
     """
 
     x: DType = DType.F16
@@ -40,6 +42,7 @@ class CodebookProblem:
     alignment_n: int = 8
     rotates: DType | None = None
     row_norm: bool = False
+    offsets: bool = False
 
     def __post_init__(self) -> None:
         e = self.epilogue
@@ -60,6 +63,10 @@ class CodebookProblem:
                 not self.row_norm or (self.x is DType.S8 and self.slots == 1),
                 "rows of one norm: s8 tokens, 1 norm a unit",
             ),
+            (
+                not self.offsets or (self.x is not DType.S8 and self.rotates is None),
+                "offsets: 16-bit tokens, rotated before",
+            ),
         ):
             if not holds:
                 raise EmitError(f"codebook problem: {reason}")
@@ -68,12 +75,12 @@ class CodebookProblem:
     def name(self) -> str:
         """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``; ``h`` or ``h{rotates}`` after x if the kernel rotates.
 
-        Rows of one norm have ``r`` in place of ``s{slots}``.
+        Rows of one norm have ``r`` in place of ``s{slots}``, offsets ``o`` behind it.
         """
         x = self.x.value
         if self.rotates is not None:
             x += "h" if self.rotates is self.x else f"h{self.rotates.value}"
-        norms = "r" if self.row_norm else f"s{self.slots}"
+        norms = "r" if self.row_norm else f"s{self.slots}" + "o" * self.offsets
         return f"{x}xc{self.bits}{norms}_{self.epilogue.name}_n{self.alignment_n}"
 
     def params(self) -> tuple[Param, ...]:
@@ -104,6 +111,11 @@ class CodebookProblem:
             *BOOK_PARAMS,
             *(param for param in self.epilogue.params() if not (rotates and param.name == "row_scale")),
         )
+
+    @property
+    def norm_bytes(self) -> int:
+        """Bytes of a unit's norms, with their offsets: two numbers for each slot of 16 rows."""
+        return 32 * self.slots * (1 + self.offsets)
 
     @property
     def fold(self) -> str:

@@ -138,8 +138,8 @@ CONSTRAINTS = (
     ),
     Constraint(
         "registers",
-        "hold 4 norms a unit beside 16-bit tokens of up to 128, not of 256",
-        lambda p, t, arch: p.x is DType.S8 or p.slots < 4 or t.tokens < 256,
+        "hold 4 norms a unit, or 2 with offsets, beside 16-bit tokens of up to 128, not of 256",
+        lambda p, t, arch: p.x is DType.S8 or p.slots * (1 + p.offsets) < 4 or t.tokens < 256,
     ),
     Constraint(
         "shared_memory",
@@ -208,15 +208,16 @@ def emit_codebook_wgmma(problem: CodebookProblem, tile: CodebookWgmmaTile, arch:
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    shape = (problem.bits, problem.slots, tile.tokens, tile.stages, tile.lead, tile.cluster, tile.splits)
+    weight = f"{problem.bits}, {problem.slots}, {flag(problem.offsets)}"
+    shape = (tile.tokens, tile.stages, tile.lead, tile.cluster, tile.splits)
     align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
     params = problem.params()
     return kernel_source(
         name,
         arch,
         params,
-        f"using Tile = qcut::WgmmaTile<{problem.x.cpp}, {', '.join(map(str, shape))}, {buffers(problem, tile)}, "
-        f"{flag(tile.pairs)}, {flag(tile.fine)}>;",
+        f"using Tile = qcut::WgmmaTile<{problem.x.cpp}, {weight}, {', '.join(map(str, shape))}, "
+        f"{buffers(problem, tile)}, {flag(tile.pairs)}, {flag(tile.fine)}>;",
         *problem.epilogue.statements(params),
         BOOK,
         f"qcut::codebook_wgmma<Tile, Epilogue, {align_d}>(x, units, norms, {problem.fold}, d, m, n, "

@@ -15,7 +15,7 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
-from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.core.text import flag, include, kernel_source
 
 FAMILY = "codebook_stream"
 PAIR_TABLE_BYTES = 65_536
@@ -63,8 +63,11 @@ def registers(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
     token_tiles = -(-tile.tokens // 8)
     int8 = problem.x is DType.S8
     tokens = tile.units * token_tiles * (8 if int8 else 16)
-    weights = tile.prefetch * tile.units * (2 * problem.bits + problem.slots + (2 if int8 else 0))
+    slots = problem.slots * (1 + problem.offsets)
+    weights = tile.prefetch * tile.units * (2 * problem.bits + slots + (2 if int8 else 0))
     sums = token_tiles * (4 if int8 else 12)
+    if problem.offsets:
+        sums += 2 * tile.units * problem.slots * token_tiles + 4 * (tile.units > 1)  # of tokens
     return tokens + weights + sums + (28 + 8 * (tile.units > 1) if int8 else 20)
 
 
@@ -224,7 +227,7 @@ def decode_source(
         f'static_assert({shared}<{x}, Tile{shared_last}>::kBytes == {smem_bytes}, "the launch\'s shared memory");',
         *problem.epilogue.statements(params),
         BOOK,
-        f"qcut::{function}<{x}, {problem.bits}, {problem.slots}, Tile, Epilogue{last}>(\n"
+        f"qcut::{function}<{x}, {problem.bits}, {problem.slots}, {flag(problem.offsets)}, Tile, Epilogue{last}>(\n"
         f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
         device_code=include(f"stream/{header}.cuh"),
         block=block,

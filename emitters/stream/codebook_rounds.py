@@ -43,10 +43,13 @@ def registers(problem: CodebookProblem, tile: CodebookRoundsTile) -> int:
     """Estimate a thread's registers: weights in flight, tokens, sums, operands decoded ahead, and the rest."""
     token_tiles = -(-tile.tokens // 8)
     int8 = problem.x is DType.S8
-    weights = tile.row_tiles * (2 * problem.bits + problem.slots + (2 if int8 else 0))
+    slots = problem.slots * (1 + problem.offsets)
+    weights = tile.row_tiles * (2 * problem.bits + slots + (2 if int8 else 0))
     tokens = token_tiles * (8 if int8 else 16)
     sums = 4 * token_tiles * tile.row_tiles
     # Without bounds, the compiler decodes several tiles of 16-bit weights before it multiplies the first.
+    if problem.offsets:
+        sums += 2 * problem.slots * token_tiles  # of tokens
     return weights + tokens + sums + (40 if int8 else 32 + 14 * tile.row_tiles)
 
 

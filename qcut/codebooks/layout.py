@@ -266,10 +266,34 @@ def pack_norms(norms: Tensor, exponents: Tensor, geometry: Geometry) -> Tensor:
     return split.permute(0, 3, 4, 2, 1).contiguous()
 
 
+def pack_offsets(packed_norms: Tensor, offsets: Tensor, geometry: Geometry) -> Tensor:
+    """Put offsets beside the norms that multiply them: ``weight = norm * (value + offset)``.
+
+    Args:
+        packed_norms: result of `pack_norms` for all passes.
+        offsets: float16 ``[N, passes * G]``.
+        geometry: the geometry of one pass.
+
+    Returns:
+        float16 ``[row_tiles(N), units, slots per unit, 8, 4]``: the norms of rows g and g + 8, and their offsets;
+        padding is 0.
+    """
+    ones = torch.ones(len(offsets), device=offsets.device)
+    packed = [pack_norms(part, ones, geometry) for part in offsets.split(geometry.groups, 1)]
+    return torch.cat((packed_norms, torch.cat(packed, 1)), -1)
+
+
 def unpack_norms(packed: Tensor) -> Tensor:
     """float16 ``[16 row tiles, slots]``: the norm of each row and slot, relative to the row's power of two."""
     t, u, s = packed.shape[:3]
-    return packed.permute(0, 4, 3, 1, 2).reshape(t * UNIT_ROWS, u * s)
+    return packed[..., :2].permute(0, 4, 3, 1, 2).reshape(t * UNIT_ROWS, u * s)
+
+
+def unpack_offsets(packed: Tensor) -> Tensor:
+    """float16 ``[16 row tiles, slots]``: the offset of each row and slot; 0 where none are beside the norms."""
+    if packed.shape[4] == 2:
+        return torch.zeros_like(unpack_norms(packed))
+    return unpack_norms(packed[..., 2:])
 
 
 def fold_scales(packed_norms: Tensor, values: Tensor) -> Tensor:
@@ -311,10 +335,11 @@ def int8_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tensor, 
 
 
 def rotated_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tensor) -> Tensor:
-    """float64 ``[16 row tiles, 128 units]``: ``value * norm``, the weights before the channel's factor."""
+    """float64 ``[16 row tiles, 128 units]``: ``norm * (value + offset)``, the weights before the channel's factor."""
     indices = _all_rows(units, bits).long()
-    norms = unpack_norms(packed_norms).double()
-    return values.double()[indices] * norms.repeat_interleave(indices.shape[1] // norms.shape[1], 1)
+    norms, offsets = (part(packed_norms).double() for part in (unpack_norms, unpack_offsets))
+    columns = indices.shape[1] // norms.shape[1]
+    return (values.double()[indices] + offsets.repeat_interleave(columns, 1)) * norms.repeat_interleave(columns, 1)
 
 
 def token_order(columns: int, dtype: torch.dtype) -> Tensor:

@@ -78,7 +78,7 @@ def codebook_gemm_ref(
 
     ::
 
-        acc = sum_k x[m, k] * norm[n, slot(k)] * values[idx[n, k]]
+        acc = sum_k x[m, k] * norm[n, slot(k)] * (values[idx[n, k]] + offset[n, slot(k)])
         v = act(acc * col_scale[n] + bias[n]) + residual[m, n]
 
     With int8 tokens the weights are `qcut.codebooks.layout.int8_weight`, acc is int32, and the rest
@@ -88,7 +88,7 @@ def codebook_gemm_ref(
         x: float16, bfloat16 or int8 ``[M, 128 units]``; M may be 0.
         row_scale: float32 ``[M]`` with int8 tokens, else None.
         units: uint8 ``[row_tiles(N), units, unit_bytes(bits)]``.
-        norms: float16 ``[row_tiles(N), units, slots, 8, 2]``.
+        norms: float16 ``[row_tiles(N), units, slots, 8, 2]``, or with offsets ``[..., 4]`` (16-bit tokens alone).
         fold: float32 ``[16 row_tiles(N)]`` with int8 tokens, else None.
         col_scale: float32 ``[N]``.
         values: the codebook, ``[16]``, in float16 or x's dtype.

@@ -102,6 +102,7 @@ class Product(NamedTuple):
         rotates: dtype of the one token that the kernel rotates; None: tokens were rotated before.
         constants: whether the weight and the signs are constants, as those of a layer are.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
+        offsets: whether norms have offsets beside them.
     """
 
     x: torch.dtype
@@ -117,6 +118,7 @@ class Product(NamedTuple):
     rotates: torch.dtype | None = None
     constants: bool = True
     row_norm: bool = False
+    offsets: bool = False
 
     @property
     def problem(self) -> CodebookProblem:
@@ -132,6 +134,7 @@ class Product(NamedTuple):
             alignment_n=alignment_of(self.n),
             rotates=None if self.rotates is None else DTYPES[self.rotates],
             row_norm=self.row_norm,
+            offsets=self.offsets,
         )
 
     def spec(self, gpu: Target) -> LaunchSpec:
@@ -203,6 +206,7 @@ class CodebookLayer:
         bias: whether a bias is added.
         activation: activation after the bias.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
+        offsets: whether norms have offsets beside them.
     """
 
     rows: int
@@ -217,6 +221,7 @@ class CodebookLayer:
     bias: bool
     activation: str
     row_norm: bool = False
+    offsets: bool = False
 
     @property
     def rotation(self) -> Rotation:
@@ -246,6 +251,7 @@ class CodebookLayer:
             bias=self.bias,
             activation=self.activation,
             row_norm=self.row_norm,
+            offsets=self.offsets,
         )
 
     @property
@@ -379,6 +385,7 @@ def _product_of(
         rotates=rotates,
         constants=constants,
         row_norm=isinstance(call, CodebookGemm) and call.row_norm,
+        offsets=isinstance(call, CodebookGemm) and call.offsets,
     )
 
 

@@ -135,7 +135,8 @@ def is_usual(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
     """Whether known shapes have tiles of their own: for 16-bit models, rows that are aligned, and 4-bit codebooks."""
     if isinstance(problem, CodebookProblem):
         whole = problem.alignment_n * problem.epilogue.out.bits >= 128
-        return (problem.bits, problem.slots, whole) == (4, 1, True) and problem.epilogue.out is not DType.F32
+        kind = problem.bits, problem.slots, problem.offsets, whole
+        return kind == (4, 1, False, True) and problem.epilogue.out is not DType.F32
     aligned = isinstance(problem, W8A8Problem) or problem.alignment_k > 1
     return problem.epilogue.out is not DType.F32 and aligned
 
@@ -149,6 +150,8 @@ def covers(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
         if e.residual or (e.out is DType.F32 and problem.x is not DType.S8):  # of two passes of different widths
             plain = problem.slots == 1 and e.activation is Activation.NONE and problem.rotates is None
             return e.out is DType.F32 and plain and (e.residual or not e.bias)
+        if problem.offsets and problem.bits != 4:
+            return False
         return (e.out is problem.x or problem.x is DType.S8) and (
             (problem.bits, problem.slots) == (4, 1) or problem.rotates is None
         )

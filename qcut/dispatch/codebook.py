@@ -147,6 +147,7 @@ def problem_of(
     alignment_n: int,
     rotates: DType | None = None,
     row_norm: bool = False,
+    offsets: bool = False,
 ) -> CodebookProblem:
     """The description of a product with codebook weights that kernels are chosen and emitted by.
 
@@ -161,6 +162,7 @@ def problem_of(
         alignment_n: number of elements that divides the length of the result's rows.
         rotates: type of the one token that the kernel rotates; None: tokens were rotated before.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
+        offsets: whether norms have offsets beside them.
 
     Raises:
         EmitError: see `qcut.emitters.codebook.problem.CodebookProblem`.
@@ -173,7 +175,7 @@ def problem_of(
         activation=Activation(activation),
         residual=residual,
     )
-    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm)
+    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets)
 
 
 def select(

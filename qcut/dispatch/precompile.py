@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -135,6 +136,8 @@ def _codebook(target: Target) -> Iterator[KernelSource]:
             for alignment in (16, 1):
                 row = codebook.problem_of(x, bits, slots, out, True, "none", False, alignment, rotates=out)
                 yield from _codebook_products(row, target)
+    for x, slots in product(HALVES, (1, 2, 4)):
+        yield from _codebook_products(codebook.problem_of(x, 4, slots, x, True, "none", False, 1, offsets=True), target)
     # Passes of different widths: float32 sums, to which the second product adds its own.
     for x, bits, residual in product((*HALVES, DType.S8), (2, 3, 4), _BOOLS):
         yield from _codebook_products(codebook.problem_of(x, bits, 1, DType.F32, False, "none", residual, 1), target)
@@ -160,8 +163,7 @@ def _codebook_products(problem: CodebookProblem, target: Target) -> Iterator[Ker
         # Of two passes of different widths the first has no bias.
         for bias in _BOOLS if e.out is not DType.F32 or problem.x is DType.S8 or e.residual else (False,):
             epilogue = Epilogue(e.out, e.row_scale, "per_channel", "none", bias, Activation.ANY, e.residual)
-            whole = CodebookProblem(problem.x, problem.bits, problem.slots, epilogue, alignment, problem.rotates)
-            yield codebook.emit(choice, whole, target.arch)
+            yield codebook.emit(choice, replace(problem, epilogue=epilogue, alignment_n=alignment), target.arch)
 
 
 def _rotations(target: Target) -> Iterator[KernelSource]:

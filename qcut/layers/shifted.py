@@ -1,62 +1,61 @@
-"""`ShiftedCodebookLinear`: codebook weights with a shift for each group, or with columns in an order of their own."""
+"""`ShiftedCodebookLinear`: codebook weights with an offset for each norm, or with columns in an order of their own."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks import rotation
 from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.config import Scheme, ShiftedCodebook, StaticRange
-from qcut.errors import ConfigError, DtypeError, layer_prefix
+from qcut.errors import ConfigError, layer_prefix
 from qcut.layers.codebook import CodebookLinear, _has_kernels, _path
-from qcut.layers.rotations import shared
 from qcut.layers.stored import StateEntry
-from qcut.models.modules import dtype_name
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.int8 import apply_activation
 
 if TYPE_CHECKING:
     from qcut.cuda.prebuild import LayerCall
 
-_GEMM = torch.ops.qcut.codebook_gemm.default
 _EXPLICIT = torch.ops.qcut.codebook_linear.default
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
-    """``y = act(x[:, order] @ (C + shifts).T + b)``, C the codebook weight, without a rotation.
+    """``y = act(x[:, order] @ W.T + b)``, W the sum over passes of ``norm * (value + offset)``, without a rotation.
 
-    The codebook's kernels compute ``x @ C.T``; a small float32 product of each group's sum of x, ``[M, G]``, with the
-    shifts, ``[N, G]``, is added before bias and activation. A zero point z of a weight ``s * (q - z)`` is the shift
-    ``s * (8 - z)`` of the codebook -8 … 7.
+    A zero point z of a weight ``s * (q - z)`` is the offset ``8 - z`` of the codebook -8 … 7. Kernels read offsets
+    beside the norms.
 
     Attributes:
-        shifts: float32 ``[N, G]``, or None.
+        offsets: float16 ``[N, passes * G]``, or None.
         order: int32 ``[K]``: stored column j multiplies column ``order[j]`` of x; or None where the columns are in
             their places.
 
-    The state dict has ``shifts`` and ``order`` beside the keys of `CodebookLinear`. Arguments are those of `Linear`.
+    The state dict has ``offsets`` and ``order`` beside the keys of `CodebookLinear`. Arguments are those of `Linear`.
 
-    Exactness: that of `CodebookLinear`, and a float32 product of the sums with the shifts (TF32 on CUDA where torch is
-    told to take it).
+    Exactness: that of `CodebookLinear`; kernels that round ``value * norm`` round ``offset * norm``, too. The explicit
+    path adds the product of each group's sum of x with ``norm * offset``, in float32.
 
     Source: docs/foreign-checkpoints.md.
     """
 
     scheme: ShiftedCodebook
-    shifts: Tensor | None
+    offsets: Tensor | None
     order: Tensor | None
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
-        n, k, scheme = self.out_features, self.in_features, self.scheme
+        k, scheme = self.in_features, self.scheme
         buffers = super()._empty_buffers(device)
-        shape = n, self.geometry.groups
-        buffers["shifts"] = torch.empty(shape, dtype=torch.float32, device=device) if scheme.shifted else None
+        buffers["offsets"] = None
+        if scheme.shifted:
+            norms, packed = cast(Tensor, buffers["norms"]), cast(Tensor, buffers["packed_norms"])
+            buffers["offsets"] = torch.empty(norms.shape, dtype=torch.float16, device=device)
+            buffers["packed_norms"] = packed.new_empty((*packed.shape[:-1], 4))
         buffers["order"] = torch.empty(k, dtype=torch.int32, device=device) if scheme.ordered else None
         return buffers
 
@@ -73,7 +72,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
         bias: Tensor | None,
         scheme: ShiftedCodebook,
         *,
-        shifts: Tensor | None,
+        offsets: Tensor | None,
         order: Tensor | None,
         name: str | None = None,
     ) -> ShiftedCodebookLinear:
@@ -82,17 +81,17 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
         Args:
             passes: see `CodebookLinear.from_passes`; columns as stored.
             bias: ``[N]`` of any floating dtype, or None.
-            scheme: says whether there are shifts and an order.
-            shifts: float32 ``[N, G]``, or None.
+            scheme: says whether there are offsets and an order.
+            offsets: float16 ``[N, passes * G]``, or None.
             order: int32 ``[K]``, a permutation, or None.
             name: name of the layer, for error messages.
 
         Raises:
-            ConfigError: see `CodebookLinear.from_passes`; or shifts and order that the scheme does not name, or that
+            ConfigError: see `CodebookLinear.from_passes`; or offsets and order that the scheme does not name, or that
                 cannot be.
         """
         layer = cast(ShiftedCodebookLinear, cls.from_passes(passes, bias, scheme, name=name))
-        given = {"shifts": shifts, "order": order}
+        given = {"offsets": offsets, "order": order}
         for key, tensor in given.items():
             entry, wanted = layer._buffers[key], None
             if entry is not None:
@@ -102,6 +101,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
                     f"{layer_prefix(name)}{key} do not go with the scheme {scheme.name}; needed: {wanted}"
                 )
             layer._buffers[key] = tensor
+        layer._pack_offsets()
         if problem := layer._own_problem({key: t for key, t in given.items() if t is not None}):
             raise ConfigError(f"{layer_prefix(name)}{problem[0]}: {problem[1]}")
         return layer
@@ -110,20 +110,28 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
     def cuda_calls(
         cls, scheme: Scheme, *, dtype: torch.dtype, rows: int, n: int, k: int, bias: bool, activation: str
     ) -> Sequence[LayerCall]:
-        """See `Linear.cuda_calls`: kernels are built when the layer is called first."""
-        return ()
+        """See `Linear.cuda_calls`."""
+        calls = super().cuda_calls(scheme, dtype=dtype, rows=rows, n=n, k=k, bias=bias, activation=activation)
+        return [replace(call, offsets=cast(ShiftedCodebook, scheme).shifted) for call in cast(Any, calls)]
 
     def dequantized_weight(self) -> Tensor:
-        """float32 ``[N, K]``: codebook value times norm, plus shift, columns in the order of x.
+        """float32 ``[N, K]``: codebook value times norm, plus offset times norm, columns in the order of x.
 
-        Exactness: exact for float16 norms and shifts of whole steps.
+        Exactness: exact for float16 norms, and values and offsets of whole or half steps.
         """
-        return self._in_place(super().dequantized_weight(), self.shifts)
+        return self._in_place(super().dequantized_weight(), self._shifts())
 
     def rows(self, ids: Tensor) -> Tensor:
         """See `Linear.rows`; bitwise the rows of `dequantized_weight`."""
         weight = super().rows(ids)
-        return self._in_place(weight, None if self.shifts is None else self.shifts.index_select(0, ids))
+        return self._in_place(weight, self._shifts(ids))
+
+    def _shifts(self, ids: Tensor | None = None) -> Tensor | None:
+        """float32 ``[N, G]``: what a group's weights have beside the codebook's values; of all rows, or of some."""
+        if self.offsets is None:
+            return None
+        norms, offsets = (t if ids is None else t.index_select(0, ids) for t in (self.norms, self.offsets))
+        return (norms.float() * offsets.float()).unflatten(1, (-1, self.geometry.groups)).sum(1)
 
     def _in_place(self, weight: Tensor, shifts: Tensor | None) -> Tensor:
         if shifts is not None:
@@ -137,17 +145,17 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
         return {key: buffer for key, buffer in super().row_buffers().items() if key != "order"}
 
     def stored(self) -> dict[str, StateEntry]:
-        """See `CodebookLinear.stored`; shifts and order last."""
-        own = {key: self._buffers[key] for key in ("shifts", "order")}
+        """See `CodebookLinear.stored`; offsets and order last."""
+        own = {key: self._buffers[key] for key in ("offsets", "order")}
         return super().stored() | {key: StateEntry.of(tensor) for key, tensor in own.items() if tensor is not None}
 
     def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
-        """See `Linear.state_problem`: besides, finite shifts, and an order that is a permutation."""
+        """See `Linear.state_problem`: besides, finite offsets, and an order that is a permutation."""
         return self._own_problem(state) or super().state_problem(state)
 
     def _own_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
-        if "shifts" in state and (found := out_of_range(state["shifts"])):
-            return "shifts", f"found {found}; finite values are allowed"
+        if "offsets" in state and (found := out_of_range(state["offsets"])):
+            return "offsets", f"found {found}; finite values are allowed"
         if "order" in state:
             order = state["order"]
             if not torch.equal(order.sort().values, torch.arange(len(order), dtype=order.dtype, device=order.device)):
@@ -157,28 +165,14 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
     # ── products ─────────────────────────────────────────────────────────────────────────────────
 
     def _product(self, x: Tensor) -> Tensor:
-        b = self._buffers
-        order, shifts = b["order"], b["shifts"]
-        if order is not None:
+        if (order := self._buffers["order"]) is not None:
             x = x.index_select(-1, order)
-        if shifts is None:
+        if self._buffers["offsets"] is None or (_path.name == "fused" and _has_kernels(x.device)):
             return super()._product(x)
-        rest, n = x.shape[:-1], self.out_features
-        m = math.prod(rest)
-        added = self._group_sums(x.reshape(m, self.in_features)) @ shifts.t()
-        if _path.name == "fused" and _has_kernels(x.device):
-            if x.dtype not in _HALVES:
-                raise DtypeError(
-                    f"{layer_prefix(self.name)}x is {dtype_name(x.dtype)}; {self.scheme.name} computes in float16, "
-                    "bfloat16 on CUDA"
-                )
-            blocks, _ = shared.rotate(self, self._rotation, x, x.dtype)
-            weight = b["units"], b["packed_norms"], b["fold"], b["col_scale"], self._books()[0][x.dtype]
-            # The residual of a product is added last, the bias here before it: the sum is one in float32.
-            y = _GEMM(blocks, None, m, *weight, b["bias"], self.set_bits[0], "none", added, torch.float32, True)
-        else:
-            y = self._plain_product(x.reshape(m, self.in_features).float()) + added
-        return apply_activation(y, self.activation).to(x.dtype).view(*rest, n)
+        rows = x.reshape(-1, self.in_features)
+        added = self._group_sums(rows) @ cast(Tensor, self._shifts()).t()
+        y = self._plain_product(rows.float()) + added
+        return apply_activation(y, self.activation).to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def _plain_product(self, x: Tensor) -> Tensor:
         """float32 ``[M, N]``: x ``[M, K]`` in float32 times the codebook weight, plus the bias, on any device."""
@@ -188,7 +182,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
             _EXPLICIT(
                 x,
                 units=[part.units],
-                packed_norms=[part.packed_norms],
+                packed_norms=[part.packed_norms[..., :2]],
                 fold=[],
                 col_scale=[part.col_scale],
                 norms=self._buffers["norms"],
@@ -222,7 +216,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        given = {key: state_dict.get(prefix + key) for key in ("shifts", "order") if self._buffers[key] is not None}
+        given = {key: state_dict.get(prefix + key) for key in ("offsets", "order") if self._buffers[key] is not None}
         if problems != (len(missing_keys), len(error_msgs)) or any(t is None or t.is_meta for t in given.values()):
             return
         assign = local_metadata.get("assign_to_params_buffers", False)
@@ -234,3 +228,10 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
                 continue
             held = cast(Tensor, tensor).detach()
             self._buffers[key] = held.to(self.norms.device) if assign else held.to(self.norms.device, copy=True)
+        self._pack_offsets()
+
+    def _pack_offsets(self) -> None:
+        """Put the offsets beside the norms, where kernels read them."""
+        if (offsets := self.offsets) is not None:
+            packed = self.packed_norms[..., :2]
+            self.packed_norms = codebook_layout.pack_offsets(packed, offsets.to(packed.device), self.geometry)

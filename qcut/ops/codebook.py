@@ -110,8 +110,8 @@ class RotateTokens(NamedTuple):
 class CodebookGemm(NamedTuple):
     """The product of rotated tokens with a codebook weight.
 
-    With 16-bit tokens ``acc = sum_k x[m, k] * norm[n, slot(k)] * value[idx[n, k]]``; with int8 tokens acc is the int32
-    product with `qcut.codebooks.layout.int8_weight`, times ``row_scale[m]``. Then
+    With 16-bit tokens ``acc = sum_k x[m, k] * norm[n, slot(k)] * (value[idx[n, k]] + offset[n, slot(k)])``; with int8
+    tokens acc is the int32 product with `qcut.codebooks.layout.int8_weight`, times ``row_scale[m]``. Then
     ``y = rne(act(acc * col_scale[n] + bias[n]) + residual[m, n])``, rne rounding to the nearest value of ``out_dtype``.
 
     Args:
@@ -120,7 +120,8 @@ class CodebookGemm(NamedTuple):
         row_scale: float32 ``[m]`` of int8 tokens, else None.
         m: tokens.
         units: indices, uint8 ``[T, U, unit_bytes(bits)]``, T tiles of 16 rows, U units of 128 columns.
-        norms: float16 ``[T, U, slots, 8, 2]``, 1, 2 or 4 slots.
+        norms: float16 ``[T, U, slots, 8, 2]``, 1, 2 or 4 slots; with 16-bit tokens also ``[T, U, slots, 8, 4]``,
+            offsets behind the norms as `qcut.codebooks.layout.pack_offsets` puts them.
         fold: float32 ``[16 T]``, makes int8 of a row's weights, with int8 tokens; else None.
         col_scale: float32 ``[N]``, N at least 1.
         book: 8 words of two 16-bit values, as `qcut.codebooks.products.pack_book` makes them.
@@ -143,7 +144,8 @@ class CodebookGemm(NamedTuple):
         QuantizationError: int8 tokens of more columns than int32 sums exactly.
 
     Exactness: bitwise with int8 tokens and the activations ``none`` and ``relu``. With 16-bit tokens a kernel is within
-    float32 summation, and one 16-bit rounding of each weight, of the CPU, which sums in float64.
+    float32 summation, and one 16-bit rounding of each weight, of the CPU, which sums in float64; with offsets, a
+    second one, of ``norm * offset``.
     """
 
     x: Tensor
@@ -166,6 +168,11 @@ class CodebookGemm(NamedTuple):
     def tokens(self) -> torch.dtype:
         """Type of the rotated tokens."""
         return self.x.dtype
+
+    @property
+    def offsets(self) -> bool:
+        """Whether norms have offsets beside them."""
+        return self.norms.shape[4] == 4
 
     def check(self) -> None:
         op, x, m = "codebook_gemm", self.x, self.m
@@ -431,7 +438,9 @@ def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: 
     if slots not in (1, 2, 4):
         allowed = f"[{tiles}, {units_k}, 1 or 2 or 4, 8, 2]"
         raise ShapeError(f"qcut::{op}: norms have shape {list(norms.shape)}; allowed: {allowed}")
-    check_tensor(op, "norms", norms, _F16, (tiles, units_k, slots, 8, 2), device)
+    floats = isinstance(call, CodebookGemm) and call.tokens is not torch.int8
+    width = 4 if floats and norms.shape[4] == 4 else 2
+    check_tensor(op, "norms", norms, _F16, (tiles, units_k, slots, 8, width), device)
     if len(call.book) != 8:
         raise ConfigError(f"qcut::{op}: book has {len(call.book)} words; allowed: 8, of two 16-bit values each")
     if call.bias is not None:

@@ -1,4 +1,4 @@
-"""`qcut.Linear` with a shift for each group, or columns in an order of their own: the CPU's path, the kernels'."""
+"""`qcut.Linear` with an offset for each norm, or columns in an order of their own: the CPU's path, the kernels'."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 import qcut
 from qcut import errors
+from qcut.codebooks import layout, products
 from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.config import Codebook, ShiftedCodebook, parse_scheme, scheme_from_json
 from qcut.layers import codebook as codebook_linear
@@ -41,18 +42,18 @@ def made(
     )
     norms = (torch.rand(n, groups, generator=draws) + 0.1).half()
     indices = [torch.randint(0, 16, (n, K), dtype=torch.uint8, generator=draws) for _ in range(passes)]
-    shifts = torch.randn(n, groups, generator=draws) if shifted else None
+    offsets = torch.randint(-15, 16, (n, passes * groups), generator=draws).half() / 2 if shifted else None
     order = torch.randperm(K, generator=torch.Generator().manual_seed(7)).int() if ordered else None
     parts = [RotatedCodebook(i, norms, torch.arange(-8.0, 8.0), size or K, "none", 0) for i in indices]
     bias = torch.randn(n, generator=draws)
-    layer = ShiftedCodebookLinear.from_parts(parts, bias, scheme, shifts=shifts, order=order, name="l")
+    layer = ShiftedCodebookLinear.from_parts(parts, bias, scheme, offsets=offsets, order=order, name="l")
 
     def wide(t: Tensor) -> Tensor:
         return t.double().repeat_interleave(size or K, 1)[:, :K]
 
     stored = sum(wide(norms) * (i.double() - 8) for i in indices)
-    if shifts is not None:
-        stored = stored + wide(shifts)
+    for part in () if offsets is None else offsets.split(groups, 1):
+        stored = stored + wide(norms) * wide(part)
     weight = torch.empty(n, K, dtype=torch.float64)
     weight[:, torch.arange(K) if order is None else order.long()] = stored
     return layer, weight
@@ -98,7 +99,8 @@ def test_float32_computes_on_the_cpu_alone(monkeypatch):
     layer, weight = made()
     x = torch.randn(4, K)
     torch.testing.assert_close(layer(x).double(), x.double() @ weight.T + layer.bias.double(), rtol=1e-5, atol=1e-4)
-    monkeypatch.setattr(shifted_linear, "_has_kernels", lambda device: True)
+    for module in (codebook_linear, shifted_linear):
+        monkeypatch.setattr(module, "_has_kernels", lambda device: True)
     with pytest.raises(
         errors.DtypeError, match="layer 'l': x is float32; int4_g32_shifted_ordered computes in float16"
     ):
@@ -110,13 +112,13 @@ def test_state_dicts(case):
     layer, _ = made(**case)
     x = torch.randn(2, K)
     state = copy.deepcopy(layer.state_dict())
-    assert ("shifts" in state, "order" in state) == (layer.scheme.shifted, layer.scheme.ordered)
+    assert ("offsets" in state, "order" in state) == (layer.scheme.shifted, layer.scheme.ordered)
     assert layer.state_problem(state) is None
     for device, assign in (("cpu", False), ("meta", True)):
         again = qcut.Linear(K, N, True, layer.scheme, device=device)
         again.load_state_dict(state, assign=assign)
         assert torch.equal(again(x), layer(x))
-    for key in {"shifts", "order"} & state.keys():
+    for key in {"offsets", "order"} & state.keys():
         with pytest.raises(RuntimeError, match=key):
             again.load_state_dict({name: t for name, t in state.items() if name != key})
 
@@ -130,7 +132,7 @@ def test_values_that_cannot_be():
         "order",
         "found no permutation; each of the columns 0 to 99 once is allowed",
     )
-    assert "found nan" in layer.state_problem({**state, "shifts": state["shifts"] * float("nan")})[1]
+    assert "found nan" in layer.state_problem({**state, "offsets": state["offsets"] * float("nan")})[1]
     with pytest.raises(RuntimeError, match="order: found no permutation"):
         layer.load_state_dict({**state, "order": twice})
 
@@ -168,3 +170,15 @@ def test_schemes():
             ShiftedCodebook(shifted=True, **fields)
     with pytest.raises(errors.ConfigError, match="holds what other libraries quantized"):
         qcut.Linear.from_float(torch.nn.Linear(64, 64), "int4_shifted")
+
+
+def test_the_operator_refuses_offsets_of_int8():
+    layer = made(None, n=64, ordered=False)[0]
+    x = torch.zeros(1, 1, 8, 128, dtype=torch.int8)
+    book = list(products.pack_book(layer.codebook, torch.float16))
+    rows = layout.row_tiles(64) * layout.UNIT_ROWS
+    with pytest.raises(errors.ShapeError, match="norms"):
+        torch.ops.qcut.codebook_gemm(
+            *(x, torch.ones(1), 1, layer.units, layer.packed_norms, torch.ones(rows), layer.col_scale, book),
+            *(None, 4, "none", None, torch.float16),
+        )

@@ -58,7 +58,7 @@ def integer_layer(
 ) -> Linear:
     """A layer of 4-bit integers, ``w = scale * (q - zero_point)``: a codebook of 16 equal steps, the scale its norm.
 
-    Zero points other than 8, and negative scales, for which integers count backwards, become shifts.
+    Zero points other than 8, and negative scales, for which integers count backwards, become offsets.
 
     Args:
         parts: name, sizes and bias of the layer.
@@ -80,10 +80,10 @@ def integer_layer(
         zeros = torch.where(negative, 15 - zeros, zeros)
         norms = norms.abs()
     centred = bool(((zeros == 8) | (norms == 0)).all())
-    shifts = None if centred else norms.float() * (8 - zeros)
+    offsets = None if centred else torch.where(norms == 0, 0, 8 - zeros).half()
     book = RotatedCodebook(q, norms, torch.arange(-8.0, 8.0), group_size or parts.k, NO_ROTATION, 0)
     scheme = Codebook(group_size=group_size, rotation="none", uniform=True)
-    return codebook_layer(parts, [book], scheme, shifts, order)
+    return codebook_layer(parts, [book], scheme, offsets, order)
 
 
 def byte_layer(
@@ -97,7 +97,8 @@ def byte_layer(
     """A layer of 8-bit integers, ``w = scale * (u - zero_point)``: W8A16 where a row has one scale, else two passes.
 
     With ``u = 16 i + j`` and the codebook ``c[i] = i - 7.5``, ``16 c[i] + c[j] = u - 127.5``: the passes have the norms
-    ``16 * scale`` and ``scale``, and ``scale * (127.5 - zero_point)`` is the shift.
+    ``16 * scale`` and ``scale``. Of what is missing, ``127.5 - zero_point = 16 a + b``, a is a whole number and the
+    first pass's offset, b the second's, less than 8.
 
     Args:
         parts: name, sizes and bias of the layer.
@@ -124,37 +125,39 @@ def byte_layer(
         for indices, part in ((u >> 4, norms * 16), (u & 15, norms))
     ]
     scheme = Codebook(group_size=group_size, rotation="none", residual_bits=4)
-    return codebook_layer(parts, passes, scheme, norms.float() * (127.5 - zeros), order)
+    missing = 127.5 - zeros
+    first = (missing / 16).round()
+    return codebook_layer(parts, passes, scheme, torch.cat((first, missing - 16 * first), 1).half(), order)
 
 
 def codebook_layer(
     parts: Parts,
     passes: list[RotatedCodebook],
     scheme: Codebook,
-    shifts: Tensor | None = None,
+    offsets: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Linear:
-    """A layer of codebook indices and norms, with shifts and an order of the columns where they are given.
+    """A layer of codebook indices and norms, with offsets and an order of the columns where they are given.
 
     Args:
         parts: name, sizes and bias of the layer.
         passes: one, or two of one codebook.
         scheme: what the passes do not say.
-        shifts: float32 ``[N, G]``.
+        offsets: float16 ``[N, passes * G]``.
         order: int32 ``[K]``.
     """
     bias = parts.read_bias()
     try:
-        if shifts is None and order is None:
+        if offsets is None and order is None:
             return CodebookLinear.from_passes(passes, bias, scheme, name=parts.name)
         own = ShiftedCodebook(
             residual_bits=scheme.residual_bits,
             group_size=scheme.group_size,
             uniform=scheme.uniform,
-            shifted=shifts is not None,
+            shifted=offsets is not None,
             ordered=order is not None,
         )
-        return ShiftedCodebookLinear.from_parts(passes, bias, own, shifts=shifts, order=order, name=parts.name)
+        return ShiftedCodebookLinear.from_parts(passes, bias, own, offsets=offsets, order=order, name=parts.name)
     except QcutError as exc:
         raise _placed(exc, parts) from exc
 

@@ -244,39 +244,94 @@ __device__ __forceinline__ float2 norm_pair(uint32_t w) {
   return __half22float2(*reinterpret_cast<const __half2*>(&w));
 }
 
-// Multiplies decoded 16-bit weights by their rows' norms and rounds the products once (bfloat16: the norms, too).
-template <class T>
-struct NormScale;
+// What a slot has beside its indices, of rows g and g + 8, as the lanes of row g hold it: the norms, a word of two
+// float16. With offsets, a second word of two numbers that are added to values before the norms multiply them.
+template <bool kOffsets>
+struct SlotNorms {
+  static constexpr int kLaneBytes = 4;
+  static constexpr int kBytes = 8 * kLaneBytes;
+  uint32_t norms;
 
-template <>
-struct NormScale<__half> {
-  __half2 row, row8;
-  __device__ __forceinline__ explicit NormScale(uint32_t w)
-      : row(__low2half2(*reinterpret_cast<const __half2*>(&w))),
-        row8(__high2half2(*reinterpret_cast<const __half2*>(&w))) {}
-  __device__ __forceinline__ void apply(uint32_t (&a)[4]) const {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const __half2 v = __hmul2(*reinterpret_cast<const __half2*>(&a[i]), i % 2 ? row8 : row);
-      a[i] = *reinterpret_cast<const uint32_t*>(&v);
-    }
-  }
+  __device__ __forceinline__ void load(const char* p) { norms = load_stream_4(p); }
+  __device__ __forceinline__ void load_if(const char* p, bool wanted) { load_stream_4_if(norms, p, wanted); }
+  __device__ __forceinline__ void load_shared(const char* p) { norms = *reinterpret_cast<const uint32_t*>(p); }
 };
 
 template <>
-struct NormScale<__nv_bfloat16> {
+struct SlotNorms<true> {
+  static constexpr int kLaneBytes = 8;
+  static constexpr int kBytes = 8 * kLaneBytes;
+  uint32_t norms, offsets;
+
+  __device__ __forceinline__ void load(const char* p) {
+    uint32_t w[2];
+    load_stream_8(w, p);
+    norms = w[0], offsets = w[1];
+  }
+  __device__ __forceinline__ void load_if(const char* p, bool wanted) {
+    uint32_t w[2] = {norms, offsets};
+    load_stream_8_if(w, p, wanted);
+    norms = w[0], offsets = w[1];
+  }
+  __device__ __forceinline__ void load_shared(const char* p) {
+    const uint2 w = *reinterpret_cast<const uint2*>(p);
+    norms = w.x, offsets = w.y;
+  }
+};
+
+// Two float16 in a word, each as a pair of T.
+template <class T>
+struct RowPairs;
+
+template <>
+struct RowPairs<__half> {
+  __half2 row, row8;
+  __device__ __forceinline__ explicit RowPairs(uint32_t w)
+      : row(__low2half2(*reinterpret_cast<const __half2*>(&w))),
+        row8(__high2half2(*reinterpret_cast<const __half2*>(&w))) {}
+};
+
+template <>
+struct RowPairs<__nv_bfloat16> {
   __nv_bfloat162 row, row8;
-  __device__ __forceinline__ explicit NormScale(uint32_t w) {
+  __device__ __forceinline__ explicit RowPairs(uint32_t w) {
     const float2 n = norm_pair(w);
     row = __float2bfloat162_rn(n.x);
     row8 = __float2bfloat162_rn(n.y);
   }
+};
+
+// Multiplies decoded 16-bit weights by their rows' norms and rounds the products once (bfloat16: the norms, too).
+template <class T, bool kOffsets>
+struct NormScale {
+  RowPairs<T> norms;
+  __device__ __forceinline__ explicit NormScale(const SlotNorms<false>& slot) : norms(slot.norms) {}
   __device__ __forceinline__ void apply(uint32_t (&a)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const __nv_bfloat162 v = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a[i]), i % 2 ? row8 : row);
-      a[i] = *reinterpret_cast<const uint32_t*>(&v);
+      const auto v = __hmul2(reinterpret_cast<const decltype(norms.row)&>(a[i]), i % 2 ? norms.row8 : norms.row);
+      a[i] = reinterpret_cast<const uint32_t&>(v);
     }
+  }
+};
+
+// The same, and adds norm * offset, which is rounded, before the sum is rounded.
+template <class T>
+struct NormScale<T, true> {
+  RowPairs<T> norms, shifts;
+  __device__ __forceinline__ explicit NormScale(const SlotNorms<true>& slot)
+      : norms(slot.norms), shifts(product(slot.norms, slot.offsets)) {}
+  __device__ __forceinline__ void apply(uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto v = __hfma2(reinterpret_cast<const decltype(norms.row)&>(a[i]), i % 2 ? norms.row8 : norms.row,
+                             i % 2 ? shifts.row8 : shifts.row);
+      a[i] = reinterpret_cast<const uint32_t&>(v);
+    }
+  }
+  static __device__ __forceinline__ uint32_t product(uint32_t x, uint32_t y) {
+    const __half2 v = __hmul2(reinterpret_cast<const __half2&>(x), reinterpret_cast<const __half2&>(y));
+    return reinterpret_cast<const uint32_t&>(v);
   }
 };
 

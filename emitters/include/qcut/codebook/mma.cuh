@@ -18,19 +18,19 @@
 namespace qcut {
 
 // Sixteen rows of a unit as a warp multiplies them: kSteps steps of the product's depth.
-template <class T, int kBits>
+template <class T, int kBits, bool kOffsets>
 struct UnitDecoder {
   using Acc = float;
   using Table = RegisterBook;
   static constexpr int kSteps = 8;
   UnitWords<kBits> words;
-  uint32_t norms;
+  SlotNorms<kOffsets> norms;
 
   __device__ __forceinline__ void init(const float*) {}
-  __device__ __forceinline__ void begin_slot(const Table&, uint32_t slot_norms) { norms = slot_norms; }
+  __device__ __forceinline__ void begin_slot(const Table&, const SlotNorms<kOffsets>& slot) { norms = slot; }
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const Table& table, int step) const {
     table.decode(a, words.word(step));
-    NormScale<T>(norms).apply(a);
+    NormScale<T, kOffsets>(norms).apply(a);
   }
   static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     Float16<T>::mma(c, a, {b0, b1});
@@ -38,7 +38,7 @@ struct UnitDecoder {
 };
 
 template <int kBits>
-struct UnitDecoder<int8_t, kBits> {
+struct UnitDecoder<int8_t, kBits, false> {
   using Acc = int;
   using Table = QuarterBook;
   static constexpr int kSteps = 4;
@@ -51,8 +51,8 @@ struct UnitDecoder<int8_t, kBits> {
     fold = fold_g[0];
     fold8 = fold_g[8];
   }
-  __device__ __forceinline__ void begin_slot(const Table& table, uint32_t slot_norms) {
-    const float2 norm = norm_pair(slot_norms);
+  __device__ __forceinline__ void begin_slot(const Table& table, const SlotNorms<false>& slot) {
+    const float2 norm = norm_pair(slot.norms);
     row.build(table, norm.x * fold);
     row8.build(table, norm.y * fold8);
   }
@@ -75,12 +75,12 @@ __device__ __forceinline__ void for_each_chunk(const F& f) {
 }
 
 // A stage of the pipeline: blocks of tokens, units of weights and norms of one unit of K.
-template <class Tile, class T, int kBits, int kSlots>
+template <class Tile, class T, int kBits, int kSlots, bool kOffsets>
 struct CodebookStage {
   static constexpr int kKBlocks = sizeof(T);  // blocks of 128 bytes in 128 columns of a token
   static constexpr int kKBlockBytes = 128 * Tile::kBlockM;
   static constexpr int kRowTiles = Tile::kBlockN / kUnitRows;
-  static constexpr int kNormBytes = 4 * 8 * kSlots;
+  static constexpr int kNormBytes = SlotNorms<kOffsets>::kBytes * kSlots;
   static constexpr int kUnits = kKBlocks * kKBlockBytes;  // offsets of units and norms
   static constexpr int kNorms = kUnits + kRowTiles * kUnitBytes<kBits>;
   static constexpr int kBytes = kNorms + kRowTiles * kNormBytes;
@@ -125,13 +125,14 @@ struct CodebookStage {
 
 // The kernel. kAlignD is the alignment of D's rows in bytes (kAlign of TileWriter). `fold` is read for int8 tokens
 // alone.
-template <class Tile, class T, int kBits, int kSlots, class E, int kAlignD>
+template <class Tile, class T, int kBits, int kSlots, bool kOffsets, class E, int kAlignD>
 __device__ __forceinline__ void codebook_mma(const char* x, const char* units, const char* norms, const float* fold,
                                              typename E::Out* d, int m, int n, int units_k, int ldd, const Book& book,
                                              const typename E::Args& args) {
-  using Decoder = UnitDecoder<T, kBits>;
+  using Decoder = UnitDecoder<T, kBits, kOffsets>;
+  using Norms = SlotNorms<kOffsets>;
   using Acc = typename Decoder::Acc;
-  using Fetch = CodebookStage<Tile, T, kBits, kSlots>;
+  using Fetch = CodebookStage<Tile, T, kBits, kSlots, kOffsets>;
   constexpr int kStages = Tile::kStages;
   constexpr int kSteps = Decoder::kSteps;
   constexpr int kTokenTiles = Tile::kWarpM / 8;
@@ -191,7 +192,7 @@ __device__ __forceinline__ void codebook_mma(const char* x, const char* units, c
     }
     copy_async_commit();
     const uint32_t stage = base + full * Fetch::kBytes;
-    const char* slot_norms = shared + full * Fetch::kBytes + Fetch::kNorms + lane / 4 * 4;
+    const char* slot_norms = shared + full * Fetch::kBytes + Fetch::kNorms + lane / 4 * Norms::kLaneBytes;
     empty = empty + 1 == kStages ? 0 : empty + 1;
     full = full + 1 == kStages ? 0 : full + 1;
 
@@ -212,7 +213,9 @@ __device__ __forceinline__ void codebook_mma(const char* x, const char* units, c
       for (int j = 0; j < kRowTiles; ++j) {
         if (step % (kSteps / kSlots) == 0) {
           const int slot = (warp_n / kUnitRows + j) * kSlots + step / (kSteps / kSlots);
-          rows[j].begin_slot(table, *reinterpret_cast<const uint32_t*>(slot_norms + 32 * slot));
+          Norms norms_here;
+          norms_here.load_shared(slot_norms + Norms::kBytes * slot);
+          rows[j].begin_slot(table, norms_here);
         }
         uint32_t weights[4];
         rows[j].decode(weights, table, step);

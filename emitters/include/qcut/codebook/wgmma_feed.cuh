@@ -13,7 +13,7 @@ namespace qcut {
 __device__ __forceinline__ int keep(int v) { return __shfl_xor_sync(0xffffffffu, v, 0); }
 
 // The tile of emitters/codebook/wgmma.py and its shared memory: tokens and tables of all stages, staging, barriers.
-template <class X_, int kBits_, int kSlots_, int kTokens_, int kStages_, int kLead_, int kCluster_, int kSplits_,
+template <class X_, int kBits_, int kSlots_, bool kOffsets_, int kTokens_, int kStages_, int kLead_, int kCluster_, int kSplits_,
           int kBuffers_, bool kPairs_, bool kFine_>
 struct WgmmaTile {
   using X = X_;
@@ -21,6 +21,7 @@ struct WgmmaTile {
   using Acc = typename Product::Acc;
   using Stage = PaddedStage<64>;
   static constexpr int kBits = kBits_, kSlots = kSlots_, kTokens = kTokens_;
+  static constexpr bool kOffsets = kOffsets_;  // of weights
   static constexpr int kStages = kStages_, kLead = kLead_, kCluster = kCluster_, kSplits = kSplits_;
   static constexpr int kCtas = kCluster * kSplits;
   static constexpr int kBuffers = kBuffers_;                      // buffers of 16 staged tokens of each warpgroup
@@ -52,6 +53,7 @@ struct WgmmaTile {
   static constexpr int kRegisters = (3 * 168 - kFetchRegisters) / 2;
 
   static_assert(kTokens % 32 == 0 && !(kPairs && kHasTables), "see emitters/codebook/wgmma.py");
+  static_assert(!(kOffsets && kHasTables), "offsets are of 16-bit weights");
   static_assert(kCluster == 1 || kSplits == 1, "a cluster shares tokens or K");
 };
 
@@ -61,7 +63,8 @@ template <class T>
 struct UnitStream {
   static constexpr bool kHasNorms = !T::kHasTables;
   UnitWords<T::kBits> words, next;
-  uint32_t norms[T::kSlots], next_norms[T::kSlots];
+  using Norms = SlotNorms<T::kOffsets>;
+  Norms norms[T::kSlots], next_norms[T::kSlots];
   const char* units;  // the unit that is loaded next
   const char* unit_norms;
 
@@ -70,7 +73,7 @@ struct UnitStream {
   // Starts at unit `index` of all units.
   __device__ __forceinline__ void begin(const char* all_units, const char* all_norms, long long index, int lane) {
     units = all_units + index * kUnitBytes<T::kBits>;
-    unit_norms = all_norms + index * (32 * T::kSlots) + lane / 4 * 4;
+    unit_norms = all_norms + index * (Norms::kBytes * T::kSlots) + lane / 4 * Norms::kLaneBytes;
     load(lane);
   }
   __device__ __forceinline__ void load(int lane) {
@@ -78,8 +81,8 @@ struct UnitStream {
     units += kUnitBytes<T::kBits>;
     if constexpr (kHasNorms) {
 #pragma unroll
-      for (int s = 0; s < T::kSlots; ++s) next_norms[s] = load_stream_4(unit_norms + 32 * s);
-      unit_norms += 32 * T::kSlots;
+      for (int s = 0; s < T::kSlots; ++s) next_norms[s].load(unit_norms + Norms::kBytes * s);
+      unit_norms += Norms::kBytes * T::kSlots;
     }
   }
   __device__ __forceinline__ void advance(bool more, int lane) {
@@ -118,7 +121,7 @@ struct PromptDecoder {
   __device__ __forceinline__ void fetch(int, int) {}
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) const {
     book.decode(a, unit.words.word(step));
-    NormScale<typename T::X>(unit.norms[step * T::kSlots / kSteps]).apply(a);
+    NormScale<typename T::X, T::kOffsets>(unit.norms[step * T::kSlots / kSteps]).apply(a);
   }
 };
 
@@ -133,7 +136,7 @@ struct PromptPairDecoder {
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) const {
     extern __shared__ __align__(1024) char shared[];
     PairTable::decode(a, unit.words.word(step), shared, lane4);
-    NormScale<typename T::X>(unit.norms[step * T::kSlots / kSteps]).apply(a);
+    NormScale<typename T::X, T::kOffsets>(unit.norms[step * T::kSlots / kSteps]).apply(a);
   }
 };
 

@@ -53,23 +53,25 @@ __device__ __forceinline__ void pin(UnitWords<3>& w) {
 __device__ __forceinline__ void pin(UnitWords<2>& w) { pin(w.packed); }
 
 // The part of a unit and of the unit's norms that lane 4g + t holds: rows g and g + 8.
-template <int kBits, int kSlots>
+template <int kBits, int kSlots, bool kOffsets>
 struct WeightUnit {
+  using Norms = SlotNorms<kOffsets>;
+  static constexpr int kNormBytes = Norms::kBytes * kSlots;
   UnitWords<kBits> words;
-  uint32_t norms[kSlots];
+  Norms norms[kSlots];
 
   // Loads from the addresses of a unit and of the unit's norms.
   __device__ __forceinline__ void load(const char* unit, const char* unit_norms) {
     const int lane = threadIdx.x % 32;
     words.load(unit, lane);
 #pragma unroll
-    for (int s = 0; s < kSlots; ++s) norms[s] = load_stream_4(unit_norms + 32 * s + lane / 4 * 4);
+    for (int s = 0; s < kSlots; ++s) norms[s].load(unit_norms + Norms::kBytes * s + lane / 4 * Norms::kLaneBytes);
   }
   // Loads from the addresses of the lane's part of a unit and of the unit's norms.
   __device__ __forceinline__ void load_if(const char* mine, const char* my_norms, bool wanted) {
     words.load_if(mine, threadIdx.x % 32, wanted);
 #pragma unroll
-    for (int s = 0; s < kSlots; ++s) load_stream_4_if(norms[s], my_norms + 32 * s, wanted);
+    for (int s = 0; s < kSlots; ++s) norms[s].load_if(my_norms + Norms::kBytes * s, wanted);
   }
 };
 
@@ -106,6 +108,37 @@ struct TableBook {
   }
 };
 
+// Sums of eight tokens' columns, for weights with offsets: lane 4g + t has those of tokens 2t and 2t + 1 of each tile.
+template <class T, int kSlots, int kTokenTiles, bool kOffsets>
+struct TokenSums {
+  template <int kWords>
+  __device__ __forceinline__ void load(const uint32_t (&)[kTokenTiles][kWords]) {}
+};
+
+template <class T, int kSlots, int kTokenTiles>
+struct TokenSums<T, kSlots, kTokenTiles, true> {
+  float of[kSlots][kTokenTiles][2];
+
+  // Multiplies the tokens of a unit by ones.
+  __device__ __forceinline__ void load(const uint32_t (&b)[kTokenTiles][16]) {
+    constexpr int kSteps = 8 / kSlots;  // of 16 columns
+    const uint32_t ones = Float16<T>::kOnes;
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+#pragma unroll
+      for (int j = 0; j < kTokenTiles; ++j) {
+        float sum[4] = {};
+#pragma unroll
+        for (int i = s * kSteps; i < (s + 1) * kSteps; ++i) {
+          Float16<T>::mma(sum, {ones, ones, ones, ones}, {b[j][2 * i], b[j][2 * i + 1]});
+        }
+        of[s][j][0] = sum[0];
+        of[s][j][1] = sum[1];
+      }
+    }
+  }
+};
+
 // Adds the products of a unit's 16 rows with the warp's tokens. b holds chunks of 16 bytes of eight tokens; each chunk
 // is one 8 x 8 matrix of the second operand. Values, a TableBook or a RegisterBook, decodes 16-bit weights.
 template <class T, class Values>
@@ -116,9 +149,10 @@ struct UnitProduct {
   template <class... Args>
   __device__ __forceinline__ explicit UnitProduct(const Args&... args) : values(args...) {}
 
-  template <int kBits, int kSlots, int kTokenTiles>
-  __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots>& unit,
-                                      const RowFold<T>&, const uint32_t (&b)[kTokenTiles][16]) const {
+  template <int kBits, int kSlots, bool kOffsets, int kTokenTiles>
+  __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots, kOffsets>& unit,
+                                      const RowFold<T>&, const uint32_t (&b)[kTokenTiles][16],
+                                      const TokenSums<T, kSlots, kTokenTiles, kOffsets>& sums) const {
     constexpr int kSteps = 8 / kSlots;  // of 16 columns
     constexpr bool kTwoChains = kTokenTiles == 1 && kSteps > 2;
 #pragma unroll
@@ -136,12 +170,16 @@ struct UnitProduct {
           Float16<T>::mma(odd[j], a1, {b[j][2 * i + 2], b[j][2 * i + 3]});
         }
       }
-      const float2 norm = norm_pair(unit.norms[s]);
+      const float2 norm = norm_pair(unit.norms[s].norms);
 #pragma unroll
       for (int j = 0; j < kTokenTiles; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float part = kTwoChains ? even[j][e] + odd[j][e] : even[j][e];
+          float part = kTwoChains ? even[j][e] + odd[j][e] : even[j][e];
+          if constexpr (kOffsets) {
+            const float2 offset = norm_pair(unit.norms[s].offsets);
+            part = fmaf(e < 2 ? offset.x : offset.y, sums.of[s][j][e % 2], part);
+          }
           sum[j][e] = fmaf(e < 2 ? norm.x : norm.y, part, sum[j][e]);
         }
       }
@@ -158,12 +196,13 @@ struct UnitProduct<int8_t, Values> {
   __device__ __forceinline__ explicit UnitProduct(const Book& book, const Args&...) : quarter(book) {}
 
   template <int kBits, int kSlots, int kTokenTiles>
-  __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots>& unit,
-                                      const RowFold<int8_t>& fold, const uint32_t (&b)[kTokenTiles][8]) const {
+  __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots, false>& unit,
+                                      const RowFold<int8_t>& fold, const uint32_t (&b)[kTokenTiles][8],
+                                      const TokenSums<int8_t, kSlots, kTokenTiles, false>&) const {
     constexpr int kSteps = 4 / kSlots;  // of 32 columns
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
-      const float2 norm = norm_pair(unit.norms[s]);
+      const float2 norm = norm_pair(unit.norms[s].norms);
       RowBook row, row8;
       row.build(quarter, norm.x * fold.row);
       row8.build(quarter, norm.y * fold.row8);
@@ -191,7 +230,7 @@ __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int 
 
 // The kernel. units_k <= kSplits * kWarps * kUnits, m <= kTokens. The grid has a cluster for every kRowTiles tiles. x
 // is a BlockTokens, a RowToken or a QuantizedToken.
-template <class T, int kBits, int kSlots, class Tile, class E, class X>
+template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, class X>
 __device__ __forceinline__ void codebook_stream(X x, const char* units, const char* norms, const float* fold,
                                                 typename E::Out* d, int m, int n, int units_k, int ldd,
                                                 const Book& book, typename E::Args args) {
@@ -214,19 +253,20 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
 
   // Units past the last one stay zero, and so do their tokens. All warps take the same branches: the table's address
   // then stays in a uniform register, which saves an addition for every two weights.
-  WeightUnit<kBits, kSlots> weights[Tile::kPrefetch][kUnits] = {};
+  using Unit = WeightUnit<kBits, kSlots, kOffsets>;
+  Unit weights[Tile::kPrefetch][kUnits] = {};
   RowFold<T> folds[Tile::kPrefetch];
   // The address of this lane's part of unit k0 of the next tile, computed before the tile's registers are free.
   const int k0 = min(first, units_k - 1);
   const long long unit0 = static_cast<long long>(tile0) * units_k + k0;
   const char* next_unit = units + unit0 * kUnitBytes<kBits> + 16 * lane;
-  const char* next_norms = norms + unit0 * (32 * kSlots) + lane / 4 * 4;
-  const auto load_unit = [&](WeightUnit<kBits, kSlots>& unit, int u, bool wanted) {
-    unit.load_if(next_unit + u * kUnitBytes<kBits>, next_norms + u * (32 * kSlots), wanted && first + u < units_k);
+  const char* next_norms = norms + unit0 * Unit::kNormBytes + lane / 4 * Unit::Norms::kLaneBytes;
+  const auto load_unit = [&](Unit& unit, int u, bool wanted) {
+    unit.load_if(next_unit + u * kUnitBytes<kBits>, next_norms + u * Unit::kNormBytes, wanted && first + u < units_k);
   };
   const auto next_tile = [&] {
     next_unit += units_k * kUnitBytes<kBits>;
-    next_norms += units_k * (32 * kSlots);
+    next_norms += units_k * Unit::kNormBytes;
   };
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) {
@@ -283,6 +323,9 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
     for (int u = 0; u < kUnits; ++u) pin(weights[s][u].words);
   }
   const Product product(book, shared);
+  TokenSums<T, kSlots, Tile::kTokenTiles, kOffsets> sums[kUnits];
+#pragma unroll
+  for (int u = 0; u < kUnits; ++u) sums[u].load(tokens.b[u]);
   uint32_t mine = region + 4 * (2 * (lane % 4) * kPitch + lane / 4);
   asm volatile("" : "+r"(mine));  // keeps the compiler from computing the address anew for every tile
 #pragma unroll 1
@@ -293,7 +336,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
       Acc sum[Tile::kTokenTiles][4] = {};
 #pragma unroll
       for (int u = 0; u < kUnits; ++u) {
-        product.add(sum, weights[s][u], folds[s], tokens.b[u]);
+        product.add(sum, weights[s][u], folds[s], tokens.b[u], sums[u]);
         load_unit(weights[s][u], u, tile + s + Tile::kPrefetch < tiles);
       }
       folds[s].load_if(fold, tile0 + tile + s + Tile::kPrefetch, tile + s + Tile::kPrefetch < tiles);

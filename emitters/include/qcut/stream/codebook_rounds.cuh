@@ -18,7 +18,7 @@
 namespace qcut {
 
 // The kernel. m <= kTokens; the grid has a CTA for every kRowTiles tiles.
-template <class T, int kBits, int kSlots, class Tile, class E>
+template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E>
 __device__ __forceinline__ void codebook_stream_rounds(const BlockTokens<T, Tile>& x, const char* units,
                                                        const char* norms, const float* fold, typename E::Out* d, int m,
                                                        int n, int units_k, int ldd, const Book& book,
@@ -40,12 +40,13 @@ __device__ __forceinline__ void codebook_stream_rounds(const BlockTokens<T, Tile
 
   // Tiles past the last one repeat it, and their sums are not stored. Units past the last one are not loaded: what the
   // registers hold is multiplied by zero tokens.
-  WeightUnit<kBits, kSlots> weights[kTiles] = {};
+  using Unit = WeightUnit<kBits, kSlots, kOffsets>;
+  Unit weights[kTiles] = {};
   RowFold<T> folds[kTiles];
   const auto load = [&](int r, int unit) {
     const long long at = static_cast<long long>(min(tile0 + r, last_tile)) * units_k + unit;
-    weights[r].load_if(units + at * kUnitBytes<kBits> + 16 * lane, norms + at * (32 * kSlots) + lane / 4 * 4,
-                       unit < units_k);
+    weights[r].load_if(units + at * kUnitBytes<kBits> + 16 * lane,
+                       norms + at * Unit::kNormBytes + lane / 4 * Unit::Norms::kLaneBytes, unit < units_k);
   };
 #pragma unroll
   for (int r = 0; r < kTiles; ++r) {
@@ -82,9 +83,11 @@ __device__ __forceinline__ void codebook_stream_rounds(const BlockTokens<T, Tile
     const int next = first + Tile::kWarps;
     if (next < units_k) x.request(regions, m, next, units_k);
     copy_async_commit();
+    TokenSums<T, kSlots, Tile::kTokenTiles, kOffsets> token_sums;
+    token_sums.load(tokens.b[0]);
 #pragma unroll
     for (int r = 0; r < kTiles; ++r) {
-      product.add(sums[r], weights[r], folds[r], tokens.b[0]);
+      product.add(sums[r], weights[r], folds[r], tokens.b[0], token_sums);
       load(r, next + warp);
     }
   }

@@ -61,10 +61,10 @@ struct UnitDecoder {
       : table(table), lane4(4 * (threadIdx.x % 32)) {}
 
   // Decodes the weights of a product. `step` is a constant after unrolling; steps come in order.
-  template <int kBits, int kSlots>
-  __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots>& unit, int step) {
+  template <int kBits, int kSlots, bool kOffsets>
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots, kOffsets>& unit, int step) {
     PairTable::decode(a, unit.words.word(step), table, lane4);
-    NormScale<T>(unit.norms[step * kSlots / 8]).apply(a);
+    NormScale<T, kOffsets>(unit.norms[step * kSlots / 8]).apply(a);
   }
 };
 
@@ -79,9 +79,9 @@ struct UnitDecoder<int8_t> {
       : quarter(book), fold(fold) {}
 
   template <int kBits, int kSlots>
-  __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots>& unit, int step) {
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots, false>& unit, int step) {
     if (step * kSlots % 4 == 0) {
-      const float2 norm = norm_pair(unit.norms[step * kSlots / 4]);
+      const float2 norm = norm_pair(unit.norms[step * kSlots / 4].norms);
       row.build(quarter, norm.x * fold.row);
       row8.build(quarter, norm.y * fold.row8);
     }
@@ -90,7 +90,7 @@ struct UnitDecoder<int8_t> {
 };
 
 // The kernel. The grid has a cluster for every kRows rows and kTokens tokens.
-template <class T, int kBits, int kSlots, class Tile, class E, int kAlign>
+template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, int kAlign>
 __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char* units, const char* norms,
                                                       const float* fold, typename E::Out* d, int m, int n,
                                                       int units_k, int ldd, const Book& book, typename E::Args args) {
@@ -126,12 +126,13 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
   const int first = rank * part;
   const int count = max(0, min(part, units_k - first));
 
-  WeightUnit<kBits, kSlots> weights[Tile::kPrefetch];
+  using Unit = WeightUnit<kBits, kSlots, kOffsets>;
+  Unit weights[Tile::kPrefetch];
   RowFold<T> row_fold;
   const int index = tile * units_k + first;  // the first unit's index, which takes fewer registers than its address
-  const auto load_unit = [&](WeightUnit<kBits, kSlots>& unit, int u) {
+  const auto load_unit = [&](Unit& unit, int u) {
     const long long at = index + u;
-    unit.load(units + at * kUnitBytes<kBits>, norms + at * (32 * kSlots));
+    unit.load(units + at * kUnitBytes<kBits>, norms + at * Unit::kNormBytes);
   };
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) {
