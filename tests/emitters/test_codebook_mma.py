@@ -69,7 +69,7 @@ def test_text_instantiates_the_header():
         "  args.row_scale = row_scale;\n"
         "  args.col_scale_per_channel = col_scale;\n"
         f"  const qcut::Book book{{{{{book}}}}};\n"
-        "  qcut::codebook_mma<Tile, int8_t, 3, 2, Epilogue, 4>"
+        "  qcut::codebook_mma<Tile, int8_t, 3, 2, false, Epilogue, 4>"
         "(x, units, norms, fold, d, m, n, units_k, ldd, book, args);\n"
         "}\n"
     )

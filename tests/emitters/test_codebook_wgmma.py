@@ -82,7 +82,7 @@ def test_text_instantiates_the_header():
         "    const char* x, const char* units, const char* norms, const float* fold, __half* d, int m, int n, "
         f"int units_k, int ldd, {', '.join(f'int book{i}' for i in range(8))}, const float* row_scale, "
         "const float* col_scale, const float* bias) {\n"
-        "  using Tile = qcut::WgmmaTile<int8_t, 4, 1, 256, 5, 2, 2, 1, 4, false, false>;\n"
+        "  using Tile = qcut::WgmmaTile<int8_t, 4, 1, false, 256, 5, 2, 2, 1, 4, false, false>;\n"
         "  using Epilogue = qcut::Epilogue<__half, qcut::ZeroPoint::kNone, true, qcut::ColScale::kPerChannel, true, "
         "qcut::Activation::kNone, false>;\n"
         "  Epilogue::Args args{};\n"

@@ -41,7 +41,7 @@ def test_text_instantiates_the_header() -> None:
     assert "__launch_bounds__(256, 2)" in source.text
     assert "using Tile = qcut::StreamTile<8, 2, 8, 1, 1, 2>;" in source.text
     assert f"qcut::StreamShared<int8_t, Tile, false>::kBytes == {source.smem_bytes}," in source.text
-    assert "qcut::codebook_stream_rounds<int8_t, 2, 2, Tile, Epilogue>(" in source.text
+    assert "qcut::codebook_stream_rounds<int8_t, 2, 2, false, Tile, Epilogue>(" in source.text
     assert (source.block, source.waits) == (256, True)
     assert source.params == INT8.params()
 

@@ -107,7 +107,6 @@ struct Float16;
 
 template <>
 struct Float16<__half> {
-  static constexpr uint32_t kOnes = 0x3c003c00u;
   static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -128,7 +127,6 @@ struct Float16<__half> {
 
 template <>
 struct Float16<__nv_bfloat16> {
-  static constexpr uint32_t kOnes = 0x3f803f80u;
   static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

@@ -108,6 +108,12 @@ struct TableBook {
   }
 };
 
+// Two ones of a 16-bit type.
+template <class T>
+constexpr uint32_t kOnes = 0x3c003c00u;
+template <>
+constexpr uint32_t kOnes<__nv_bfloat16> = 0x3f803f80u;
+
 // Sums of eight tokens' columns, for weights with offsets: lane 4g + t has those of tokens 2t and 2t + 1 of each tile.
 template <class T, int kSlots, int kTokenTiles, bool kOffsets>
 struct TokenSums {
@@ -122,7 +128,7 @@ struct TokenSums<T, kSlots, kTokenTiles, true> {
   // Multiplies the tokens of a unit by ones.
   __device__ __forceinline__ void load(const uint32_t (&b)[kTokenTiles][16]) {
     constexpr int kSteps = 8 / kSlots;  // of 16 columns
-    const uint32_t ones = Float16<T>::kOnes;
+    constexpr uint32_t ones = kOnes<T>;
 #pragma unroll
     for (int s = 0; s < kSlots; ++s) {
 #pragma unroll
