@@ -124,4 +124,4 @@ def _quantized_names(model: nn.Module) -> set[str]:
     }
 
 
-when_imported("peft.tuners.lora.model", _teach)
+when_imported("peft.tuners.lora.model", "qcut.layers.lora:_teach")
