@@ -7,6 +7,7 @@ import importlib
 import pickle
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -224,17 +225,24 @@ def test_a_float_model_and_its_quantized_copy_take_the_same_adapter(scheme: str,
         assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_the_example_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     from examples import lora as example
 
     for name, value in {"WINDOWS": 1, "ROWS": 1, "LENGTH": 16, "EPOCH": 1}.items():
         monkeypatch.setattr(example, name, value)
-    losses = example.main(4, "w8a8")
-    assert losses.keys() == {"float32", "w8a8"}
+    plot = ["--plot", str(tmp_path / "losses.png")] if find_spec("matplotlib") else []
+    losses = example.main(["w8a8", "--steps", "4", *plot])
+    assert losses.keys() == {"float", "w8a8"}
     assert all(of[-1] < of[0] for of in losses.values())
     # The first step's adapters are zero: what differs is the quantized weight.
-    assert abs(losses["w8a8"][0] - losses["float32"][0]) < 0.05 * losses["float32"][0]
-    assert "w8a8" in capsys.readouterr().out.splitlines()[0]
+    assert abs(losses["w8a8"][0] - losses["float"][0]) < 0.05 * losses["float"][0]
+    said = capsys.readouterr()
+    assert "w8a8" in said.out.splitlines()[0]
+    assert len(said.out.splitlines()) == 5 + len(plot) // 2
+    assert "4/4" in said.err
+    assert (tmp_path / "losses.png").exists() == bool(plot)
 
 
 def test_one_function_of_peft_is_replaced_and_once() -> None:
