@@ -310,8 +310,12 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     def _product(self, x: Tensor) -> Tensor:
         if _path.name == "fused" and _has_kernels(x.device):
             return self._fused(x)
+        return self._explicit(x, self.activation)
+
+    def _explicit(self, x: Tensor, activation: str) -> Tensor:
+        """The product through rotated tokens and dequantized weights, on any device and in any type of x."""
         sets = self.sets()
-        return _EXPLICIT(
+        y: Tensor = _EXPLICIT(
             x,
             units=[part.units for part in sets],
             packed_norms=[part.packed_norms for part in sets],
@@ -324,8 +328,9 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             kind=self.kind,
             group_size=self.group_size,
             seeds=self.scheme.seeds,
-            activation=self.activation,
+            activation=activation,
         )
+        return y
 
     def _fused(self, x: Tensor) -> Tensor:
         dtype = x.dtype

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from qcut.cuda.prebuild import LayerCall
 
 _GEMM = torch.ops.qcut.codebook_gemm.default
-_EXPLICIT = torch.ops.qcut.codebook_linear.default
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -177,30 +176,8 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
             # The residual of a product is added last, the bias here before it: the sum is one in float32.
             y = _GEMM(blocks, None, m, *weight, b["bias"], self.set_bits[0], "none", added, torch.float32, True)
         else:
-            y = self._plain_product(x.reshape(m, self.in_features).float()) + added
+            y = self._explicit(x.reshape(m, self.in_features).float(), "none") + added
         return apply_activation(y, self.activation).to(x.dtype).view(*rest, n)
-
-    def _plain_product(self, x: Tensor) -> Tensor:
-        """float32 ``[M, N]``: x ``[M, K]`` in float32 times the codebook weight, plus the bias, on any device."""
-        part = self.sets()[0]
-        return cast(
-            Tensor,
-            _EXPLICIT(
-                x,
-                units=[part.units],
-                packed_norms=[part.packed_norms],
-                fold=[],
-                col_scale=[part.col_scale],
-                norms=self._buffers["norms"],
-                codebooks=[part.codebook],
-                bias=self._buffers["bias"],
-                bits=self.set_bits,
-                kind=self.kind,
-                group_size=self.group_size,
-                seeds=self.scheme.seeds,
-                activation="none",
-            ),
-        )
 
     def _group_sums(self, x: Tensor) -> Tensor:
         """float32 ``[M, G]``: the sum of x over the columns of each group."""
