@@ -1,8 +1,9 @@
 """Train LoRA adapters over a quantized GPT-2, beside the same adapters over its float weights.
 
     pip install peft
-    python examples/lora.py                       # w8a8 and codebook4 beside float32: minutes on a few CPU cores
-    python examples/lora.py 200 codebook4_int8    # other steps, other schemes
+    python examples/lora.py                                    # w8a8 and codebook4 beside float: 20 s of a CPU
+    python examples/lora.py --steps 200 codebook4_int8         # other steps, other schemes
+    python examples/lora.py --plot losses.png                  # the curves, with matplotlib
 
 The text is the beginning of this repository's page on schemes, read again and again. The quantized weights stay as they
 are; the adapters are some 130,000 float parameters.
@@ -10,8 +11,10 @@ are; the adapters are some 130,000 float parameters.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -28,20 +31,29 @@ WINDOWS, LENGTH, ROWS = 8, 64, 2
 EPOCH = WINDOWS // ROWS
 
 
-def main(steps: int = 40, *schemes: str) -> dict[str, list[float]]:
-    losses = {name: train(name, steps) for name in ("float32", *(schemes or ("w8a8", "codebook4")))}
+def main(argv: list[str] | None = None) -> dict[str, list[float]]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("schemes", nargs="*", default=["w8a8", "codebook4"], help="of linear layers [w8a8 codebook4]")
+    parser.add_argument("--steps", type=int, default=40, metavar="N", help="of two windows of 64 tokens each [40]")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses: .png, .svg or .pdf")
+    args = parser.parse_args(argv)
+
+    losses = {name: train(name, args.steps) for name in ("float", *args.schemes)}
+    starts = range(0, args.steps, EPOCH)
+    epochs = {name: [fmean(of[at : at + EPOCH]) for at in starts] for name, of in losses.items()}
     print(f"{'epoch':>6}" + "".join(f"{name:>18}" for name in losses))
-    for epoch in range(steps // EPOCH):
-        means = [sum(of[epoch * EPOCH :][:EPOCH]) / EPOCH for of in losses.values()]
+    for epoch, means in enumerate(zip(*epochs.values(), strict=True)):
         print(f"{epoch:>6}" + "".join(f"{mean:>18.3f}" for mean in means) + "  " + "▪" * round(8 * means[-1]))
+    if args.plot:
+        draw(losses, args.plot)
     return losses
 
 
 def train(name: str, steps: int) -> list[float]:
     """The loss at every step, of adapters over a model of this scheme."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(MODEL).to(device)
-    if name != "float32":
+    device, dtype = ("cuda", torch.float16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=dtype).to(device)
+    if name != "float":
         # Adapters come before an activation, so that no quantized layer may compute one itself.
         qcut.quantize(model, name, fuse=False, progress=False)
         qcut.enable_input_gradients(model)
@@ -66,5 +78,23 @@ def batches(steps: int) -> list[Tensor]:
     return [windows[step % EPOCH] for step in range(steps)]
 
 
+def draw(losses: dict[str, list[float]], path: Path) -> None:
+    """A curve for each model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, of in losses.items():
+        axes.plot(of, "k--" if name == "float" else "-", label=name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    print(f"drawn: {path}")
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40, *sys.argv[2:])
+    torch.set_num_threads(1)  # products so small gain nothing from more, and wait for each other on a busy machine
+    main(sys.argv[1:])

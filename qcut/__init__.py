@@ -7,13 +7,10 @@ a compiler and creates no CUDA context. Programs that find operators from C++, `
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from qcut.process.imports import when_imported
 from qcut.process.versions import require
 
 if TYPE_CHECKING:
@@ -119,40 +116,5 @@ def _announce(torch: Any) -> None:
     torch.ops.qcut = Operators("qcut")
 
 
-def _register(auto: Any) -> None:
-    """Let transformers find ``quant_method: qcut``."""
-    import_module("qcut.integrations.transformers.registration").register(auto)
-
-
-_AFTER: dict[str, Callable[[Any], None]] = {"torch": _announce, "transformers.quantizers.auto": _register}
-"""What is done when a module has been imported, and again when it has been reloaded."""
-
-
-class _QcutFinder:
-    """Finds the modules of `_AFTER` as the other finders do, and adds to what their import does."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        after = _AFTER.get(name)
-        if after is None:
-            return None
-        for finder in sys.meta_path:
-            spec = None if type(finder).__name__ == "_QcutFinder" else finder.find_spec(name, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader.exec_module = _adding(spec.loader.exec_module, after)  # type: ignore[assignment,method-assign]
-                return spec
-        return None
-
-
-def _adding(execute: Callable[[ModuleType], None], after: Callable[[Any], None]) -> Callable[[ModuleType], None]:
-    def execute_and_add(module: ModuleType) -> None:
-        execute(module)
-        after(module)
-
-    return execute_and_add
-
-
-# Once, even where this module is reloaded.
-sys.meta_path[:] = [_QcutFinder(), *(finder for finder in sys.meta_path if type(finder).__name__ != "_QcutFinder")]
-for _name, _last in (("torch", "ops"), ("transformers.quantizers.auto", "register_quantizer")):
-    if hasattr(sys.modules.get(_name), _last):
-        _AFTER[_name](sys.modules[_name])
+when_imported("torch", "qcut:_announce")
+when_imported("transformers.quantizers.auto", "qcut.integrations.transformers.registration:register")

@@ -28,26 +28,20 @@ TOKENS = (64, 96, 128, 160, 192, 256)
 PAIR_TABLE_BYTES = 65_536
 _SMEM_BYTES = architecture("sm_90a").smem_bytes
 _STAGED_BYTES = 16 * 4 * (64 + 8)  # 16 tokens of 64 channels, padded: PaddedStage<64> of epilogue.cuh
-_SHAPES: dict[DType, tuple[tuple[int, int, int, bool, bool], ...]] = {
-    DType.S8: (
-        (256, 1, 1, False, False),
-        (256, 2, 1, False, False),
-        (192, 1, 1, False, True),
-        (128, 1, 1, False, False),
-        (128, 1, 2, False, False),
-        (256, 1, 2, False, False),
-    ),
-    DType.F16: (
-        (256, 1, 1, True, True),
-        (256, 2, 1, True, False),
-        (192, 1, 1, True, True),
-        (160, 2, 1, True, False),
-        (128, 1, 1, True, True),
-        (96, 1, 1, True, True),
-        (256, 1, 2, False, False),
-    ),
-}
-"""Tokens, cluster, splits, pairs and fine of the menu's tiles: those that were the fastest somewhere on an H200."""
+_SHAPES = (
+    (256, 1, 1, "", "tf"),
+    (256, 2, 1, "", "t"),
+    (192, 1, 1, "f", "tf"),
+    (160, 2, 1, None, "t"),
+    (128, 1, 1, "", "tf"),
+    (128, 1, 2, "", None),
+    (96, 1, 1, None, "tf"),
+    (256, 1, 2, "", ""),
+)
+"""Tokens, cluster and splits of the menu's tiles: those that were the fastest somewhere on an H200.
+
+Then the tile's letters (``t`` with pairs, ``f`` fine) for int8 tokens and for 16 bits; None: no such tile.
+"""
 _BUFFERS = (4, 2, 1)
 _STAGES = (4, 8)
 """Fewer stages than the first give buffers up; more than the last gain nothing."""
@@ -169,13 +163,16 @@ def grid(tile: CodebookWgmmaTile, n: int, sm_count: int) -> Grid:
 
 def default_tiles(problem: CodebookProblem) -> tuple[CodebookWgmmaTile, ...]:
     """Return tiles of each width of tokens, for one CTA, for two CTAs, and with K split, with as many stages as fit."""
-    shapes = _SHAPES[DType.S8 if problem.x is DType.S8 else DType.F16]
-    tiles = (_deepest(problem, *shape) for shape in shapes)
+    tiles = (
+        _deepest(problem, tokens, cluster, splits, "t" in letters, "f" in letters)
+        for tokens, cluster, splits, int8, halves in _SHAPES
+        if (letters := int8 if problem.x is DType.S8 else halves) is not None
+    )
     return tuple(tile for tile in tiles if holds(CONSTRAINTS, problem, tile, "sm_90a"))
 
 
 def _deepest(
-    problem: CodebookProblem, tokens: int, cluster: int, splits: int, pairs: bool = False, fine: bool = False
+    problem: CodebookProblem, tokens: int, cluster: int, splits: int, pairs: bool, fine: bool
 ) -> CodebookWgmmaTile:
     enough, most = _STAGES
     stages = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from qcut.checkpoints.huggingface import read_config
 from qcut.checkpoints.qcut_format import CONFIG_NAME
-from qcut.checkpoints.skeleton import check_layer_sizes
+from qcut.checkpoints.skeleton import check_layer_sizes, read_headers
 from qcut.checkpoints.turboquant import reader as turboquant
 from qcut.config import parse_scheme, scheme_from_json
 from qcut.errors import CheckpointError, ConfigError
@@ -140,7 +140,7 @@ def contents(directory: str | Path) -> Contents:
             index = read_json(path, CheckpointError)
             where = schema.conform(index.get("weight_map"), _NAMES, path, CheckpointError)
             files = _open(directory, {plain_name(file, path, CheckpointError) for file in where.values()}, opened)
-            headers = _placed(where, files, path)
+            headers = read_headers(files, where, path)
             layers = _own_layers(index, headers, files, path)
             return _contents(directory, "qcut", str(index.get("model_class") or ""), layers, headers, files)
         config = _config(directory)
@@ -178,7 +178,7 @@ def _headers(directory: Path, opened: ExitStack) -> tuple[dict[str, TensorFile],
         index = read_json(path, CheckpointError)
         where = schema.conform(index.get("weight_map"), _NAMES, path, CheckpointError)
         files = _open(directory, {plain_name(file, path, CheckpointError) for file in where.values()}, opened)
-        return files, _placed(where, files, path)
+        return files, read_headers(files, where, path)
     names = sorted(found.name for found in directory.glob("*.safetensors"))
     if not names:
         raise CheckpointError(f"{directory}: there are no safetensors files")
@@ -195,14 +195,6 @@ def _all_of(
 
 def _open(directory: Path, names: Iterable[str], opened: ExitStack) -> dict[str, TensorFile]:
     return {name: opened.enter_context(TensorFile(directory / name, CheckpointError)) for name in sorted(names)}
-
-
-def _placed(where: Mapping[str, str], files: Mapping[str, TensorFile], path: Path) -> dict[str, TensorHeader]:
-    """The headers of the tensors that an index names."""
-    for name, file in where.items():
-        if name not in files[file].headers:
-            raise CheckpointError(f"{path.parent / file}: tensor {name!r} is not in it, but {path.name} says so")
-    return {name: files[file].headers[name] for name, file in where.items()}
 
 
 def _own_layers(

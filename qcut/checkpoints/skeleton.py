@@ -120,7 +120,16 @@ def expected_tensors(model: nn.Module, replacements: dict[str, nn.Module]) -> tu
 
 
 def read_headers(files: Mapping[str, TensorFile], weight_map: Mapping[str, str], path: Path) -> dict[str, TensorHeader]:
-    """What the data files' headers say of every stored tensor."""
+    """What the data files' headers say of every stored tensor.
+
+    Args:
+        files: by name.
+        weight_map: the file of each tensor.
+        path: where the map stands, for messages.
+
+    Raises:
+        CheckpointError: a file lacks a tensor.
+    """
     for name, file in weight_map.items():
         if name not in files[file].headers:
             raise CheckpointError(f"{path.parent / file}: tensor {name!r} is not in it, but {path.name} says so")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from qcut.cli.answer import Answer
 from qcut.cli.arguments import (
@@ -17,6 +17,10 @@ from qcut.cli.arguments import (
     natural,
     positive,
 )
+
+if TYPE_CHECKING:
+    from qcut.cli.runners import Runner
+    from qcut.engine.generated import Generated
 
 _DESCRIPTION = """\
 Continues a prompt with the model's text, which goes to standard output token by token. Messages go to standard error.
@@ -171,10 +175,17 @@ def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) 
     rest = pieces.rest()
     added(rest)
     write(rest + "\n")
+    return _fields(arguments, ids, added.text(), result, runner)
+
+
+def _fields(
+    arguments: argparse.Namespace, ids: Sequence[int], text: str, result: Generated, runner: Runner
+) -> dict[str, Any]:
+    """The answer's fields."""
     return {
-        "model": arguments.model,
+        "model": arguments.model if arguments.llama2c is None else arguments.llama2c,
         "prompt": arguments.prompt,
-        "text": added.text(),
+        "text": text,
         "prompt_tokens": len(ids),
         "tokens": result.tokens,
         "reason": result.reason,
@@ -221,16 +232,7 @@ def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> d
 
         result = runner.generate(ids, steps, sampling, [_NEXT_TEXT], show)
     write("\n")
-    return {
-        "model": arguments.llama2c,
-        "prompt": arguments.prompt,
-        "text": added.text(),
-        "prompt_tokens": len(ids),
-        "tokens": result.tokens,
-        "reason": result.reason,
-        "runs_on": runner.name,
-        "device": str(runner.device),
-    }
+    return _fields(arguments, ids, added.text(), result, runner)
 
 
 class TextPieces:

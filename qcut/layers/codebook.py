@@ -310,11 +310,15 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     def _product(self, x: Tensor) -> Tensor:
         if _path.name == "fused" and _has_kernels(x.device):
             return self._fused(x)
+        return self._explicit(x, self.activation)
+
+    def _explicit(self, x: Tensor, activation: str) -> Tensor:
+        """The product through rotated tokens and dequantized weights, on any device and in any type of x."""
         sets = self.sets()
-        return _EXPLICIT(
+        y: Tensor = _EXPLICIT(
             x,
             units=[part.units for part in sets],
-            packed_norms=[part.packed_norms for part in sets],
+            packed_norms=[part.packed_norms[..., :2] for part in sets],  # without offsets
             fold=[part.fold for part in sets] if self.int8 else [],
             col_scale=[part.col_scale for part in sets],
             norms=self._buffers["norms"],
@@ -324,8 +328,9 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             kind=self.kind,
             group_size=self.group_size,
             seeds=self.scheme.seeds,
-            activation=self.activation,
+            activation=activation,
         )
+        return y
 
     def _fused(self, x: Tensor) -> Tensor:
         dtype = x.dtype

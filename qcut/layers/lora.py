@@ -1,16 +1,16 @@
 """LoRA of the package PEFT over quantized layers: tells PEFT which of its layers wraps a `qcut.Linear`.
 
 PEFT chooses a wrapper by the class of the layer, and lets a `LoraConfig` name wrappers for classes that it does not
-know. Each config gets that entry at its first quantized layer, so that ``get_peft_model`` and
+know. Each config gets that entry when PEFT settles its targets, so that ``get_peft_model`` and
 ``PeftModel.from_pretrained`` need nothing from the user. PEFT is not imported here: the entry is made once it is.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
 from functools import cache, wraps
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -46,6 +46,22 @@ def wrapper_class() -> type[nn.Module]:
                 super().__init__(base_layer, adapter_name, *args, **kwargs)
             self.fan_in_fan_out = False  # qcut's weights are [N, K], those of a former Conv1D, too
 
+        def merge(self, *args: Any, **kwargs: Any) -> None:
+            """PEFT's, over a float layer.
+
+            Raises:
+                UnsupportedError: the layer is quantized. PEFT's own wrapper, over a layer that was quantized after it
+                    was wrapped, raises one, too, where it reads the weight.
+            """
+            layer = _base(self)
+            if layer is not None:
+                raise UnsupportedError(
+                    f"{layer_prefix(layer.name)}an adapter cannot be merged into a quantized weight "
+                    f"({layer.scheme.name}); load the adapter over the float model, merge it there, and quantize the "
+                    "result; or keep it unmerged, where it costs two small products"
+                )
+            super().merge(*args, **kwargs)
+
     QuantizedLoraLinear.__qualname__ = QuantizedLoraLinear.__name__  # pickle finds it by `__getattr__`
     return QuantizedLoraLinear
 
@@ -65,50 +81,67 @@ def _base(module: Any) -> Linear | None:
     return module
 
 
-def _teach(peft: ModuleType) -> None:
-    """Have PEFT's LoRA wrap quantized layers, find them as ``"all-linear"``, and merge nothing into them."""
-    make: Callable[..., Any] = peft.LoraModel._create_new_module
+def _teach(tuners: ModuleType) -> None:
+    """Have PEFT wrap the quantized layers of a model, and find them as ``"all-linear"``.
 
-    @wraps(make)
-    def make_over_quantized(lora_config: Any, adapter_name: str, target: Any, **kwargs: Any) -> Any:
-        layer = _base(target)
-        if layer is not None:
-            if not hasattr(lora_config, "_register_custom_module"):
-                raise UnsupportedError(f"{layer_prefix(layer.name)}LoRA over quantized layers needs peft >= 0.13")
-            lora_config._register_custom_module({Linear: wrapper_class()})
-        return make(lora_config, adapter_name, target, **kwargs)
+    PEFT calls one function with config and model before it wraps anything, and has no public place there. Where that
+    function is another than the one known here, quantized models are refused.
 
-    peft.LoraModel._create_new_module = staticmethod(make_over_quantized)
-
-    tuners: Any = sys.modules["peft.tuners.tuners_utils"]
-    expand: Callable[..., Any] = tuners._maybe_include_all_linear_layers
+    Args:
+        tuners: the module ``peft.tuners.tuners_utils``.
+    """
+    name = "_maybe_include_all_linear_layers"
+    if problem := _difference(tuners, name, ["peft_config", "model"]):
+        tuners.BaseTuner.__init__ = _refusing(tuners.BaseTuner.__init__, problem)
+        return
+    found = getattr(tuners, name)
+    expand: Callable[[Any, nn.Module], Any] = getattr(found, "of_peft", found)
 
     @wraps(expand)
     def expand_with_quantized(peft_config: Any, model: nn.Module) -> Any:
+        if not _has_quantized(model):
+            return expand(peft_config, model)
         asked = getattr(peft_config, "target_modules", None)
         expanded = expand(peft_config, model)
         if isinstance(asked, str) and asked.lower() == "all-linear":
             expanded.target_modules |= _quantized_names(model)
+        if hasattr(expanded, "_custom_modules"):  # those of LoRA
+            if problem := _difference(type(expanded), "_register_custom_module", ["self", "mapping"]):
+                raise UnsupportedError(problem)
+            expanded._register_custom_module({Linear: wrapper_class()})
         return expanded
 
-    tuners._maybe_include_all_linear_layers = expand_with_quantized
+    expand_with_quantized.of_peft = expand  # type: ignore[attr-defined]
+    setattr(tuners, name, expand_with_quantized)
 
-    # This class wraps the float layers, too, that are quantized when they are wrapped.
-    float_lora: Any = sys.modules["peft.tuners.lora.layer"].Linear
-    merge: Callable[..., None] = float_lora.merge
 
-    @wraps(merge)
-    def merge_floats(self: Any, *args: Any, **kwargs: Any) -> None:
-        layer = _base(self)
-        if layer is not None:
-            raise UnsupportedError(
-                f"{layer_prefix(layer.name)}an adapter cannot be merged into a quantized weight ({layer.scheme.name}); "
-                "load the adapter over the float model, merge it there, and quantize the result; or keep it unmerged, "
-                "where it costs two small products"
-            )
-        merge(self, *args, **kwargs)
+def _difference(owner: Any, name: str, parameters: list[str]) -> str | None:
+    """What is wrong with a function of PEFT that is not as this module knows it, or None."""
+    function = getattr(owner, name, None)
+    found = None if function is None else list(signature(function).parameters)
+    if found == parameters:
+        return None
+    import peft
 
-    float_lora.merge = merge_floats
+    takes = "is missing" if found is None else f"takes ({', '.join(found)})"
+    return (
+        f"adapters over quantized layers need {name}({', '.join(parameters)}) of PEFT, which peft 0.18 to 0.21 have; "
+        f"in peft {peft.__version__} it {takes}"
+    )
+
+
+def _refusing(init: Callable[..., None], problem: str) -> Callable[..., None]:
+    @wraps(init)
+    def refuse_quantized(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        if _has_quantized(model):
+            raise UnsupportedError(problem)
+        init(self, model, *args, **kwargs)
+
+    return refuse_quantized
+
+
+def _has_quantized(model: nn.Module) -> bool:
+    return any(isinstance(module, Linear) for module in model.modules())
 
 
 def _quantized_names(model: nn.Module) -> set[str]:
@@ -124,4 +157,4 @@ def _quantized_names(model: nn.Module) -> set[str]:
     }
 
 
-when_imported("peft.tuners.lora.model", _teach)
+when_imported("peft.tuners.tuners_utils", "qcut.layers.lora:_teach")

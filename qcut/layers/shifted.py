@@ -22,8 +22,6 @@ from qcut.numerics.int8 import apply_activation
 if TYPE_CHECKING:
     from qcut.cuda.prebuild import LayerCall
 
-_EXPLICIT = torch.ops.qcut.codebook_linear.default
-
 
 class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
     """``y = act(x[:, order] @ W.T + b)``, W the sum over passes of ``norm * (value + offset)``, without a rotation.
@@ -171,30 +169,8 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
             return super()._product(x)
         rows = x.reshape(-1, self.in_features)
         added = self._group_sums(rows) @ cast(Tensor, self._shifts()).t()
-        y = self._plain_product(rows.float()) + added
+        y = self._explicit(rows.float(), "none") + added
         return apply_activation(y, self.activation).to(x.dtype).view(*x.shape[:-1], self.out_features)
-
-    def _plain_product(self, x: Tensor) -> Tensor:
-        """float32 ``[M, N]``: x ``[M, K]`` in float32 times the codebook weight, plus the bias, on any device."""
-        part = self.sets()[0]
-        return cast(
-            Tensor,
-            _EXPLICIT(
-                x,
-                units=[part.units],
-                packed_norms=[part.packed_norms[..., :2]],
-                fold=[],
-                col_scale=[part.col_scale],
-                norms=self._buffers["norms"],
-                codebooks=[part.codebook],
-                bias=self._buffers["bias"],
-                bits=self.set_bits,
-                kind=self.kind,
-                group_size=self.group_size,
-                seeds=self.scheme.seeds,
-                activation="none",
-            ),
-        )
 
     def _group_sums(self, x: Tensor) -> Tensor:
         """float32 ``[M, G]``: the sum of x over the columns of each group."""

@@ -46,7 +46,8 @@ class _Described(Tensor):
         owner = next((leaf.owner for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, _Described)), "")
         raise UnsupportedError(
             f"{owner}its weight is quantized, and something reads it as a float weight ({name}); call the layer, take "
-            "dequantized_weight(), or leave the layer in float with qcut.quantize(..., skip=[its name])"
+            "dequantized_weight(), leave the layer in float with qcut.quantize(..., skip=[its name]), or merge "
+            "adapters before it is quantized"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

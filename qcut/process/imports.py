@@ -1,47 +1,117 @@
-"""Runs code when a package is imported, which may be never."""
+"""Runs code when a module is imported, which may be never."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from importlib import import_module
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 
-def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call a function on a module: now where it was imported, else right after its import; never if there is none.
+def when_imported(name: str, then: str) -> None:
+    """Call a function on a module: now where it was imported, and after each import and each reload that follows.
+
+    Where the module is being imported, by this thread or another, the call comes at the end of that. An import that
+    fails, or that is only looked for, calls nothing.
 
     Args:
-        name: dotted name of the module.
-        then: gets the module, its code executed. What it raises, the import raises.
+        name: dotted name of the module, which need not exist.
+        then: ``"module:function"``, looked up at the call. It gets the module, its code executed, may be called again
+            for the same one, and what it raises, the import raises. A second wait for the same function adds nothing.
     """
+    waiting = _FINDER.waiting.setdefault(name, [])
+    if then not in waiting:
+        waiting.append(then)
     module = sys.modules.get(name)
-    spec = getattr(module, "__spec__", None)
-    if module is not None and not getattr(spec, "_initializing", False):
-        then(module)
-    else:
-        sys.meta_path.insert(0, _Finder(name, then))
+    spec: Any = getattr(module, "__spec__", None)
+    if module is None:
+        return
+    if not getattr(spec, "_initializing", False):
+        _call(then, module)
+    elif type(spec.loader).__name__ != _Loader.__name__:
+        _call_at_the_end(spec, then)
 
 
-class _Finder:
-    """Finds one module as all others would, once, and lets its loader call the function."""
+class _QcutFinder:
+    """Finds the modules that functions wait for as the finders behind it would, and adds to what their import does.
 
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
+    Attributes:
+        waiting: functions, by the module that they wait for.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[str]] = {}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != self._name or self not in sys.meta_path:
+        finders = list(sys.meta_path)
+        if name not in self.waiting or self not in finders:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        for finder in finders[finders.index(self) + 1 :]:
+            spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec, self.waiting[name])  # type: ignore[assignment]
+                return spec
+        return None
 
-            def execute_and_call(module: ModuleType) -> None:
-                execute(module)
-                self._then(module)
 
-            spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec
+class _Loader:
+    """A module's own loader until the module has been executed: what it does not know, it asks that one."""
+
+    def __init__(self, spec: ModuleSpec, waiting: list[str]) -> None:
+        self._spec, self._loader, self._waiting = spec, spec.loader, waiting
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self).get("_loader"), name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)  # type: ignore[union-attr]
+        self._spec.loader = self._loader
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self._loader
+        for then in list(self._waiting):
+            _call(then, sys.modules.get(self._spec.name, module))
+
+
+def _call_at_the_end(spec: Any, then: str) -> None:
+    """Call a function when a module that was found before anybody waited for it has been imported.
+
+    The import system tells a module's spec when that is over, and nobody else.
+    """
+    own: Any = type(spec)
+
+    class Telling(own):
+        @property
+        def _initializing(self) -> bool:
+            return True
+
+        @_initializing.setter
+        def _initializing(self, value: bool) -> None:
+            self.__class__ = own
+            self._initializing = value
+            module = sys.modules.get(self.name)  # none after a failure
+            if module is not None and not value:
+                _call(then, module)
+
+    spec.__class__ = Telling
+    if not vars(spec)["_initializing"]:  # it ended meanwhile, in another thread
+        spec._initializing = False
+
+
+def _call(then: str, module: ModuleType) -> None:
+    home, _, function = then.partition(":")
+    getattr(import_module(home), function)(module)
+
+
+def _installed() -> _QcutFinder:
+    """The finder of this process: one, even where this module is reloaded, or imported anew."""
+    for finder in sys.meta_path:
+        if type(finder).__name__ == _QcutFinder.__name__:
+            return finder  # type: ignore[return-value]
+    finder = _QcutFinder()
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
+_FINDER = _installed()

@@ -48,11 +48,20 @@ def open_regular(path: Path, error: type[QcutError]) -> BinaryIO:
 @contextmanager
 def reading(path: Path, error: type[QcutError]) -> Iterator[BinaryIO]:
     """`open_regular` for a block, whose OSError and MemoryError become ``error`` with the path."""
-    with open_regular(path, error) as file:
-        try:
-            yield file
-        except (OSError, MemoryError) as exc:
+    with open_regular(path, error) as file, closed_if_refused(file, path, error):
+        yield file
+
+
+@contextmanager
+def closed_if_refused(file: BinaryIO, path: Path, error: type[QcutError]) -> Iterator[None]:
+    """Check an open file in a block that closes it where it raises; OSError and MemoryError become ``error``."""
+    try:
+        yield
+    except BaseException as exc:
+        file.close()
+        if isinstance(exc, (OSError, MemoryError)):
             raise error(f"{_shown(path)}: cannot be read: {getattr(exc, 'strerror', None) or exc!r}") from exc
+        raise
 
 
 def file_size(file: BinaryIO) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 from qcut.errors import QcutError
 from qcut.storage import schema
 from qcut.storage.digests import HEX, bytes_digest, tensor_digest
-from qcut.storage.reading import file_size, open_regular, parse_json, read_into, read_up_to
+from qcut.storage.reading import closed_if_refused, file_size, open_regular, parse_json, read_into, read_up_to
 
 TENSOR_DTYPES = {
     "F64": torch.float64,
@@ -114,15 +114,9 @@ class TensorFile:
     def __init__(self, path: Path, error: type[QcutError], file: BinaryIO | None = None) -> None:
         self.path, self._error = path, error
         self._file = open_regular(path, error) if file is None else file
-        try:
+        with closed_if_refused(self._file, path, error):
             self.size = file_size(self._file)
             self._read_header()
-        except OSError as exc:
-            self._file.close()
-            raise error(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-        except BaseException:
-            self._file.close()
-            raise
 
     def read(self, name: str, *, verify: bool = True) -> Tensor:
         """Read a tensor into new memory on the CPU.

@@ -53,7 +53,7 @@ def layer_of(scheme: str, n: int = 48, k: int = 64, activation: str = "none", bi
 def wanted(layer: Linear, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of x in float64 by autograd, and how far one of dy's dtype may lie from it, both ``[M, K]``."""
     weight = layer.dequantized_weight().double()
-    bias = torch.zeros(layer.out_features) if layer.bias is None else layer.bias
+    bias = weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
     tokens = x.detach().double().requires_grad_()
     z = F.linear(tokens, weight, bias.double())
     slope = torch.autograd.grad(ACTIVATE[layer.activation](z), z, torch.ones_like(z), retain_graph=True)[0]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
+import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,6 +18,7 @@ from torch import Tensor, nn
 
 import qcut
 from qcut.errors import UnsupportedError
+from qcut.layers import lora
 from qcut.layers.base import Linear
 from qcut.models.modules import is_conv1d
 from tests.support.zoo import tiny_hf
@@ -156,7 +161,10 @@ def test_merging_is_refused_and_done_in_float(first: str) -> None:
         qcut.enable_input_gradients(model)
         assert not any(isinstance(m, Linear) for name, m in model.named_modules() if "lora_" in name)
         trained(model, 1)
-    refusal = r"layer '.*_proj.*': an adapter cannot be merged into a quantized weight \(codebook4_g16\)"
+    refusal = {
+        "quantize": r"layer '.*_proj.*': an adapter cannot be merged into a quantized weight \(codebook4_g16\)",
+        "peft": r"layer '.*_proj.*': its weight is quantized, .* merge adapters before",
+    }[first]
     for merge in (model.merge_and_unload, model.merge_adapter):
         with pytest.raises(UnsupportedError, match=refusal):
             merge()
@@ -217,14 +225,88 @@ def test_a_float_model_and_its_quantized_copy_take_the_same_adapter(scheme: str,
         assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
-def test_the_example_trains(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from examples import lora
+def test_the_example_trains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from examples import lora as example
 
     for name, value in {"WINDOWS": 1, "ROWS": 1, "LENGTH": 16, "EPOCH": 1}.items():
-        monkeypatch.setattr(lora, name, value)
-    losses = lora.main(4, "w8a8")
-    assert losses.keys() == {"float32", "w8a8"}
+        monkeypatch.setattr(example, name, value)
+    plot = ["--plot", str(tmp_path / "losses.png")] if find_spec("matplotlib") else []
+    losses = example.main(["w8a8", "--steps", "4", *plot])
+    assert losses.keys() == {"float", "w8a8"}
     assert all(of[-1] < of[0] for of in losses.values())
     # The first step's adapters are zero: what differs is the quantized weight.
-    assert abs(losses["w8a8"][0] - losses["float32"][0]) < 0.05 * losses["float32"][0]
-    assert "w8a8" in capsys.readouterr().out.splitlines()[0]
+    assert abs(losses["w8a8"][0] - losses["float"][0]) < 0.05 * losses["float"][0]
+    said = capsys.readouterr()
+    assert "w8a8" in said.out.splitlines()[0]
+    assert len(said.out.splitlines()) == 5 + len(plot) // 2
+    assert "w8a8:" in said.err
+    assert "/4 [" in said.err
+    assert (tmp_path / "losses.png").exists() == bool(plot)
+
+
+def test_one_function_of_peft_is_replaced_and_once() -> None:
+    tuners, model = peft.tuners.tuners_utils, peft.tuners.lora.model
+    name = "_maybe_include_all_linear_layers"
+    plain = getattr(tuners, name).of_peft
+    assert plain.__module__ == tuners.__name__
+    importlib.reload(lora)
+    assert getattr(tuners, name).of_peft is plain
+    for owner in (model.LoraModel, tuners.BaseTuner, peft.tuners.lora.layer.Linear, peft.LoraConfig):
+        codes = [f.__code__ for f in vars(owner).values() if hasattr(f, "__code__")]
+        assert codes
+        assert not any(code.co_filename == lora.__file__ for code in codes)
+    floats = config()
+    peft.get_peft_model(tiny_hf("llama"), floats)
+    assert floats._custom_modules is None
+
+
+@pytest.mark.parametrize("takes", ["peft_config, model, more", None])
+def test_another_function_of_peft_is_refused_for_quantized_models(takes: str | None) -> None:
+    """As PEFT is imported in a process of its own, the other one stands in its file."""
+    source = Path(peft.tuners.tuners_utils.__file__).read_text()
+    head = "def _maybe_include_all_linear_layers(peft_config: PeftConfig, model: nn.Module)"
+    assert head in source
+    name = head if takes else "_maybe_include_all_linear_layers"
+    other = source.replace(name, f"def _maybe_include_all_linear_layers({takes})" if takes else "_another")
+    module = ModuleType("peft.tuners.tuners_utils")
+    module.__dict__["__package__"] = "peft.tuners"
+    exec(compile(other, peft.tuners.tuners_utils.__file__, "exec"), module.__dict__)
+    lora._teach(module)
+    refusal = (
+        r"need _maybe_include_all_linear_layers\(peft_config, model\) of PEFT, which peft 0.18 to 0.21 have; in peft "
+        + re.escape(f"{peft.__version__} it {f'takes ({takes})' if takes else 'is missing'}")
+    )
+
+    class Tuner(module.BaseTuner):  # type: ignore[misc, name-defined]
+        inject_adapter = _create_and_replace = _mark_only_adapters_as_trainable = lambda *_, **__: None
+        _prepare_adapter_config = disable_adapter_layers = enable_adapter_layers = lambda *_, **__: None
+
+    with pytest.raises(UnsupportedError, match=refusal):
+        Tuner(quantized(), config(), "default")
+    assert Tuner(tiny_hf("llama"), config(), "default").peft_config
+
+
+def test_another_door_of_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(peft.LoraConfig, "_register_custom_module")
+    with pytest.raises(UnsupportedError, match=r"need _register_custom_module\(self, mapping\) of PEFT.* is missing"):
+        adapted(quantized())
+    adapted(tiny_hf("llama"))
+
+
+def test_adapters_of_a_model_that_was_wrapped_before_it_was_quantized_are_joined_by_others() -> None:
+    model = peft.get_peft_model(tiny_hf("llama"), config(target_modules=["q_proj"]))
+    qcut.quantize(model, "w8a16", allow_growth=True, progress=False)
+    model.add_adapter("second", config(target_modules=["q_proj", "down_proj"]))
+    over = {name.rpartition(".")[2] for name, m in model.named_modules() if "second" in getattr(m, "lora_A", ())}
+    assert over == {"q_proj", "down_proj"}
+
+
+def test_adapters_are_injected_without_a_model_of_peft() -> None:
+    from peft import PeftMixedModel, inject_adapter_in_model
+
+    injected = inject_adapter_in_model(config(), quantized())
+    assert sum(isinstance(m, lora.wrapper_class()) for m in injected.modules()) == 6
+    mixed = PeftMixedModel(quantized(), config())
+    assert sum(isinstance(m, lora.wrapper_class()) for m in mixed.modules()) == 6

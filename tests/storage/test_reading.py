@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from qcut.errors import ConfigError
-from qcut.storage.reading import JSON_DEPTH, parse_json, read_bytes, read_json
+from qcut.errors import CheckpointError, ConfigError
+from qcut.storage.reading import JSON_DEPTH, closed_if_refused, open_regular, parse_json, read_bytes, read_json
 
 REFUSED = {
     "empty": (b"", "not readable as JSON"),
@@ -80,3 +81,28 @@ def test_files_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
         read_json(path, ConfigError)
     with pytest.raises(ConfigError, match="at most 10 are read"):
         read_bytes(Path("/proc/self/maps"), 10, ConfigError)  # which has no size and does not end
+
+
+@pytest.mark.parametrize(
+    ("raised", "wanted"),
+    [
+        (OSError(errno.EIO, "Input/output error"), CheckpointError),
+        (MemoryError(), CheckpointError),
+        (KeyError("x"), KeyError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_a_file_that_is_refused_is_closed(tmp_path: Path, raised: BaseException, wanted: type[BaseException]) -> None:
+    path = tmp_path / "some"
+    path.write_bytes(b"data")
+    for refuse in (True, False):
+        file = open_regular(path, CheckpointError)
+        if refuse:
+            with pytest.raises(wanted) as caught, closed_if_refused(file, path, CheckpointError):
+                raise raised
+            assert (wanted is CheckpointError) == ("some: cannot be read: " in str(caught.value))
+        else:
+            with closed_if_refused(file, path, CheckpointError):
+                pass
+        assert file.closed == refuse
+        file.close()

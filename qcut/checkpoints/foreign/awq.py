@@ -6,17 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from qcut.checkpoints.foreign.making import integer_layer
 from qcut.checkpoints.foreign.packing import unpack_words
-from qcut.checkpoints.foreign.parts import FLOATS, Parts, Stored
+from qcut.checkpoints.foreign.words import Words
 from qcut.errors import CheckpointError, UnsupportedError
-from qcut.layers.base import Linear
 from qcut.storage import schema
 
 _CHANNELS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -36,7 +33,7 @@ _CONFIG = schema.record(
 )
 
 
-class Awq:
+class Awq(Words):
     """The format as a checkpoint's ``quantization_config`` describes it.
 
     Args:
@@ -57,35 +54,11 @@ class Awq:
         version = str(data["format"] or data["version"]).lower()
         if version != "gemm":
             raise UnsupportedError(f"{where}: version is {version!r}; gemm is served")
-        if bits != 4:
-            raise UnsupportedError(f"{where}: bits is {bits}; 4 are served")
-        if size == 0:
-            raise CheckpointError(f"{where}: group_size is 0; allowed: -1, or 1 and more")
-        self._group_size = None if size == -1 else size
+        super().__init__(bits, (4,), size, False, where)
 
-    def quantized(self, tensors: Mapping[str, Stored]) -> bool:
-        """See `Format.quantized`."""
-        return "qweight" in tensors
+    def _integers(self, qweight: Tensor) -> Tensor:
+        stored = unpack_words(qweight, 4, 1).view(len(qweight), -1, 8)
+        return stored.index_select(2, torch.tensor(_PLACES)).flatten(1)
 
-    def check(self, parts: Parts) -> None:
-        """See `Format.check`."""
-        n, k = parts.n, parts.k
-        parts.only(("qweight", "qzeros", "scales", "bias"))
-        parts.require_bias()
-        if n % 8:
-            raise parts.error("qweight", f"the layer is [N={n}, K={k}]; N is packed in multiples of 8")
-        groups = -(-k // (self._group_size or k))
-        parts.require("qweight", ("I32",), [k, n // 8])
-        parts.require("qzeros", ("I32",), [groups, n // 8])
-        parts.require("scales", FLOATS, [groups, n])
-
-    def layer(self, parts: Parts) -> Linear:
-        """See `Format.layer`."""
-        q, zeros = (_unpack(parts.read(key)).t().contiguous() for key in ("qweight", "qzeros"))
-        return integer_layer(parts, q, parts.read_scales("scales").t().contiguous(), zeros, self._group_size)
-
-
-def _unpack(packed: Tensor) -> Tensor:
-    """uint8 ``[A, 8 B]`` of int32 ``[A, B]``, channels in their order."""
-    stored = unpack_words(packed, 4, 1).view(len(packed), -1, 8)
-    return stored.index_select(2, torch.tensor(_PLACES)).flatten(1)
+    def _zero_points(self, qzeros: Tensor) -> Tensor:
+        return self._integers(qzeros)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qcut.checkpoints.foreign.making import by_order, byte_layer, int8_layer, integer_layer
+from qcut.checkpoints.foreign.making import column_order, int8_layer, packed_layer
 from qcut.checkpoints.foreign.packing import centred, unpack_words
 from qcut.checkpoints.foreign.parts import FLOATS, Parts, Stored
 from qcut.config import W8A8, W8A16
@@ -162,13 +162,12 @@ class CompressedTensors:
         zero_points: Tensor | None = None
         if not group.symmetric:
             zero_points = unpack_words(parts.read("weight_zero_point"), group.bits, 0)[:n]
-        order = _order(parts, group)
-        if order is not None:
-            q = q[:, order.long()]
+        g_idx = "weight_g_idx"
+        unset = g_idx in parts.tensors and bool((parts.read(g_idx) == -1).all())
+        order = None if unset else column_order(parts, g_idx, group.group_size)
         if group.int8_tokens:
             return int8_layer(parts, centred(q), scales[:, 0], W8A8())
-        make = integer_layer if group.bits == 4 else byte_layer
-        return make(parts, q, scales, zero_points, group.group_size, order)
+        return packed_layer(parts, group.bits, q, scales, zero_points, group.group_size, order)
 
     def _group_of(self, parts: Parts) -> _Group:
         """The group whose targets name the layer, by itself before a pattern, and by a pattern before its class."""
@@ -179,15 +178,6 @@ class CompressedTensors:
         raise CheckpointError(
             f"{self._where}: layer {parts.name!r} has quantized tensors, and no group has it as target"
         )
-
-
-def _order(parts: Parts, group: _Group) -> Tensor | None:
-    if "weight_g_idx" not in parts.tensors or bool(((groups := parts.read("weight_g_idx")) == -1).all()):
-        return None
-    try:
-        return by_order(groups, group.group_size)
-    except ValueError as exc:
-        raise UnsupportedError(f"{parts.where}: tensor '{parts.name}.weight_g_idx': {exc}") from None
 
 
 def _by_name(target: str, name: str) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from qcut.errors import CheckpointError, UnsupportedError
-from qcut.storage.reading import file_size, open_regular, read_into, read_up_to
+from qcut.storage.reading import closed_if_refused, file_size, open_regular, read_into, read_up_to
 
 MAGIC = b"GGUF"
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
@@ -99,15 +99,9 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = open_regular(path, CheckpointError)
-        try:
+        with closed_if_refused(self._file, path, CheckpointError):
             self._size = file_size(self._file)
             self._read_head()
-        except OSError as exc:
-            self._file.close()
-            raise CheckpointError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-        except BaseException:
-            self._file.close()
-            raise
 
     def __enter__(self) -> GgufFile:
         return self

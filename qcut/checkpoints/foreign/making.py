@@ -10,7 +10,7 @@ from qcut.checkpoints.foreign.parts import Parts
 from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.codebooks.rotation import NO_ROTATION
 from qcut.config import W8A8, W8A16, Codebook, ShiftedCodebook, padded_k
-from qcut.errors import CheckpointError, QcutError
+from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.shifted import ShiftedCodebookLinear
@@ -46,6 +46,32 @@ def int8_layer(parts: Parts, q: Tensor, scale: Tensor, scheme: W8A8 | W8A16) -> 
     except QcutError as exc:
         raise _placed(exc, parts) from exc
     return layer.eval()
+
+
+def packed_layer(
+    parts: Parts,
+    bits: int,
+    q: Tensor,
+    scales: Tensor,
+    zero_points: Tensor | None,
+    group_size: int | None,
+    order: Tensor | None,
+) -> Linear:
+    """`integer_layer` of 4 bits or `byte_layer` of 8, of columns in the model's order.
+
+    Args:
+        parts: name, sizes and bias of the layer.
+        bits: 4 or 8.
+        q: uint8 ``[N, K]``, columns in the model's order.
+        scales: see `integer_layer`, as what follows.
+        zero_points: integers ``[N, G]``; None: half of ``2**bits`` everywhere.
+        group_size: columns of a group; None: whole rows.
+        order: of `column_order`.
+    """
+    if order is not None:
+        q = q[:, order.long()]
+    make = integer_layer if bits == 4 else byte_layer
+    return make(parts, q, scales, zero_points, group_size, order)
 
 
 def integer_layer(
@@ -169,31 +195,34 @@ def stored_scales(scales: Tensor) -> Tensor:
     return halves if torch.equal(halves.float(), wide) else wide
 
 
-def by_order(group_of_column: Tensor, group_size: int | None) -> Tensor | None:
+def column_order(parts: Parts, key: str, group_size: int | None) -> Tensor | None:
     """The order that puts the columns of each group side by side, or None where they are so already.
 
     Args:
-        group_of_column: integers ``[K]``.
+        parts: of the layer.
+        key: of a tensor that may be missing: integers ``[K]``, the group of each column.
         group_size: columns of a group; None: all.
 
     Returns:
         int32 ``[K]``, or None.
 
     Raises:
-        ValueError: a group has more or fewer columns than the others; the message says which.
+        UnsupportedError: a group has more or fewer columns than the others.
     """
-    k = len(group_of_column)
-    size = group_size or k
-    order = torch.argsort(group_of_column, stable=True)
-    expected = torch.arange(k) // size
-    found = group_of_column[order]
+    if key not in parts.tensors:
+        return None
+    groups = parts.read(key)
+    size = group_size or parts.k
+    order = torch.argsort(groups, stable=True)
+    expected = torch.arange(parts.k) // size
+    found = groups[order]
     if not torch.equal(found.long(), expected):
         at = int((found != expected).nonzero()[0])
-        raise ValueError(
-            f"found group {int(found[at])} at place {at} of the columns in the order of their groups; groups of {size} "
-            "columns, the last of which may have fewer, are served"
+        raise UnsupportedError(
+            f"{parts.where}: tensor '{parts.name}.{key}': found group {int(found[at])} at place {at} of the columns in "
+            f"the order of their groups; groups of {size} columns, the last of which may have fewer, are served"
         )
-    return None if torch.equal(order, torch.arange(k)) else order.to(torch.int32)
+    return None if torch.equal(order, torch.arange(parts.k)) else order.to(torch.int32)
 
 
 def _placed(exc: QcutError, parts: Parts) -> QcutError:

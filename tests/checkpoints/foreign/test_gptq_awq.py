@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import qcut
+from qcut.checkpoints.foreign.reader import format_of, layer_of
 from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from tests.checkpoints.foreign import samples
 
@@ -148,6 +149,24 @@ def test_tensors_that_are_refused(tmp_path: Path) -> None:
     damaged("nan", lambda t: t[f"{FIRST}.scales"].fill_(float("nan")), "scales': found nan")
     damaged("norm", lambda t: t.pop("model.norm.weight"), "1 tensors of the model are missing .*'model.norm.weight'")
     damaged("uneven", lambda t: t[f"{FIRST}.g_idx"].fill_(0), "g_idx': found group 0 at place 32")
+
+
+@pytest.mark.parametrize(
+    ("config", "n", "k", "text"),
+    [
+        (GPTQ, 60, 64, "qweight': the layer is .N=60, K=64.; N and K are packed in multiples of 8"),
+        (GPTQ, 64, 68, "N and K are packed in multiples of 8"),
+        ({**GPTQ, "bits": 8}, 64, 62, "N and K are packed in multiples of 4"),
+        (AWQ, 60, 64, "N is packed in multiples of 8"),
+        (AWQ, 64, 68, "qweight': found I32 .64, 8.; needed: I32 .68, 8."),
+    ],
+)
+def test_sizes_that_words_do_not_fill_are_refused(config: dict[str, Any], n: int, k: int, text: str) -> None:
+    method = config["quant_method"]
+    weight = torch.randn(64, 64)
+    packed, _ = samples.gptq(weight, size=32) if method == "gptq" else samples.awq(weight, 32)
+    with pytest.raises(CheckpointError, match=text):
+        layer_of(format_of(config, "c", method), "l", packed, n, k)
 
 
 def test_other_versions_of_awq_are_refused(tmp_path: Path) -> None:

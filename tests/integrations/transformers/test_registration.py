@@ -19,6 +19,15 @@ print(list(auto.AUTO_QUANTIZER_MAPPING).count("qcut"))
 
 
 RELOADING = "import qcut\nfrom importlib import reload\nfrom transformers.quantizers import auto\n"
+THREADS = """
+import sys, threading, time
+name = "transformers.quantizers.auto"
+thread = threading.Thread(target=__import__, args=(name,))
+thread.start()
+while name not in sys.modules: time.sleep(1e-4)
+import qcut
+thread.join()
+"""
 
 
 def run(code: str) -> str:
@@ -33,6 +42,7 @@ def run(code: str) -> str:
         "import transformers, qcut",
         "from transformers.quantizers import auto\nimport qcut",
         "import qcut\nfrom transformers.quantizers import auto",
+        THREADS,
         f"{RELOADING}reload(auto)\nreload(qcut)\nreload(auto)",
     ],
 )
