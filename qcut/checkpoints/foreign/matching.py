@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,7 @@ class Matched:
         modules: the model's, by every name.
         layers: what is stored of each quantized layer, by name.
         tied: modules without tensors of their own, with the quantized layer that each is tied to.
+        tables: which of both are tables of tokens; the others are linear layers.
         rest: stored tensors outside quantized layers.
         holders: names of each tensor of the rest in the model, tied ones together, one that is stored first.
     """
@@ -37,6 +38,7 @@ class Matched:
     modules: Mapping[str, nn.Module]
     layers: Mapping[str, Parts]
     tied: Mapping[str, str]
+    tables: Collection[str]
     rest: Mapping[str, Stored]
     holders: list[list[str]]
 
@@ -58,15 +60,12 @@ class Matched:
         new: dict[int, nn.Module] = {}
         for name in with_progress(self.layers, "load", "layer", shown=progress):
             made[name] = self.format.layer(self.layers[name]).to(device)
-            module = self.modules[name]
-            new[id(module)] = made[name] if is_linear(module) else Embedding(made[name], dtype or torch.float16)
+            layer = made[name]
+            new[id(self.modules[name])] = Embedding(layer, dtype or torch.float16) if name in self.tables else layer
         for other, name in self.tied.items():
-            module, owner = self.modules[other], self.modules[name]
-            if is_linear(module):
-                new[id(module)] = made[name]
-                new[id(owner)] = Embedding.tied_to(made[name], dtype or torch.float16)
-            else:
-                new[id(module)] = Embedding.tied_to(made[name], dtype or torch.float16)
+            table = other if other in self.tables else name
+            new[id(self.modules[other])] = made[name]
+            new[id(self.modules[table])] = Embedding.tied_to(made[name], dtype or torch.float16)
         return new
 
 
@@ -97,7 +96,9 @@ def match(model: nn.Module, form: Format, tensors: Mapping[str, Stored], where: 
     if not layers and not isinstance(form, Gguf):
         raise CheckpointError(f"{where}: config.json has a quantization_config, and no layer has quantized tensors")
     holders = _held(model, layers, rest, where)
-    return Matched(where, form, modules, layers, _tied(modules, layers, rest), rest, holders)
+    tied = _tied(modules, layers, rest)
+    tables = {name for name in (*layers, *tied) if not is_linear(modules[name])}
+    return Matched(where, form, modules, layers, tied, tables, rest, holders)
 
 
 def _by_module(

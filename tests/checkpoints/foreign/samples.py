@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import qcut
+from qcut.errors import QcutError
 from tests.support.tensors import write_tensors
 
 HIDDEN, MLP, VOCABULARY = 64, 128, 40
@@ -38,6 +41,21 @@ def llama(**changes: Any) -> Any:
         for parameter in model.parameters():
             parameter.copy_((parameter * (5 if parameter.dim() > 1 else 1)).half())
     return model
+
+
+def refused(path: Path, error: type[QcutError] | tuple[type[QcutError], ...], text: str) -> None:
+    """Check that both doors refuse a checkpoint, with one message."""
+    said = []
+    for door in (lambda: qcut.load(path, progress=False), lambda: served(path)):
+        with pytest.raises(error, match=text) as caught:
+            door()
+        said.append((type(caught.value), str(caught.value)))
+    assert said[0] == said[1]
+
+
+def served(folder: Path, **options: Any) -> Any:
+    """A checkpoint as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, config=qcut.foreign_config(folder), **options)
 
 
 def linears(model: Any) -> dict[str, Any]:

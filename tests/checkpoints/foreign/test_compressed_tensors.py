@@ -208,15 +208,13 @@ def test_groups_by_name_and_pattern(tmp_path: Path) -> None:
 def test_settings_that_are_refused(tmp_path: Path, edit: Any, text: str) -> None:
     samples.write(tmp_path, config("pack-quantized", int4(True, 32)), lambda _, w: compress(w, int4(True, 32)))
     samples.change_config(tmp_path, lambda c: edit(c["config_groups"]["group_0"]))
-    with pytest.raises((CheckpointError, UnsupportedError), match=text):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, (CheckpointError, UnsupportedError), text)
 
 
 def test_static_tokens_are_refused(tmp_path: Path) -> None:
     static = {**TOKENS, "dynamic": False, "strategy": "tensor"}
     samples.write(tmp_path, config("int-quantized", INT8, static), lambda _, w: compress(w, INT8))
-    with pytest.raises(UnsupportedError, match=r"input_activations are .*'dynamic': False"):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, UnsupportedError, r"input_activations are .*'dynamic': False")
 
 
 @pytest.mark.parametrize(
@@ -232,5 +230,4 @@ def test_static_tokens_are_refused(tmp_path: Path) -> None:
 def test_tensors_that_are_refused(tmp_path: Path, key: str, value: Tensor, text: str) -> None:
     samples.write(tmp_path, config("pack-quantized", int4(True, 32)), lambda _, w: compress(w, int4(True, 32)))
     samples.change(tmp_path, lambda t: t.update({f"{FIRST}.{key}": value}))
-    with pytest.raises((CheckpointError, UnsupportedError), match=text):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, (CheckpointError, UnsupportedError), text)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import qcut
-from qcut.errors import CheckpointError, QcutError, UnsupportedError
+from qcut.errors import CheckpointError, UnsupportedError
 from tests.checkpoints.foreign import samples
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False}
@@ -108,11 +108,6 @@ def test_16_bit_tokens_round_once(tmp_path: Path) -> None:
     assert bool(((layer(x).double() - exact).abs() <= bound).all())
 
 
-def refused(folder: Path, error: type[QcutError], text: str) -> None:
-    with pytest.raises(error, match=text):
-        qcut.load(folder, progress=False)
-
-
 @pytest.mark.parametrize(
     ("key", "value", "text"),
     [
@@ -129,16 +124,14 @@ def refused(folder: Path, error: type[QcutError], text: str) -> None:
 def test_settings_that_are_refused(tmp_path: Path, key: str, value: object, text: str) -> None:
     samples.write(tmp_path, GPTQ, lambda _, w: samples.gptq(w, size=32))
     samples.change_config(tmp_path, lambda config: config.update({key: value}))
-    with pytest.raises((CheckpointError, UnsupportedError), match=text):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, (CheckpointError, UnsupportedError), text)
 
 
 def test_tensors_that_are_refused(tmp_path: Path) -> None:
     def damaged(name: str, edit: Any, text: str) -> None:
         samples.write(tmp_path, GPTQ, lambda _, w: samples.gptq(w, size=32))
         samples.change(tmp_path, edit)
-        with pytest.raises((CheckpointError, UnsupportedError), match=text):
-            qcut.load(tmp_path, progress=False)
+        samples.refused(tmp_path, (CheckpointError, UnsupportedError), text)
 
     damaged("shape", lambda t: t.update({f"{FIRST}.scales": torch.ones(3, 64).half()}), "scales': found F16 .3, 64.")
     damaged("dtype", lambda t: t.update({f"{FIRST}.qweight": torch.ones(8, 64)}), "qweight': found F32")
@@ -152,17 +145,17 @@ def test_tensors_that_are_refused(tmp_path: Path) -> None:
 
 def test_other_versions_of_awq_are_refused(tmp_path: Path) -> None:
     samples.write(tmp_path, {**AWQ, "version": "gemv"}, lambda _, w: samples.awq(w, 32))
-    refused(tmp_path, UnsupportedError, "version is 'gemv'; gemm is served")
+    samples.refused(tmp_path, UnsupportedError, "version is 'gemv'; gemm is served")
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     samples.write(tmp_path, AWQ, lambda _, w: samples.awq(w, 32))
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    refused(tmp_path, CheckpointError, "model.safetensors: truncated")
+    samples.refused(tmp_path, CheckpointError, "model.safetensors: truncated")
 
 
 def test_pickles_are_not_read(tmp_path: Path) -> None:
     samples.write(tmp_path, AWQ, lambda _, w: samples.awq(w, 32))
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    refused(tmp_path, CheckpointError, "no safetensors files; pickles are not read")
+    samples.refused(tmp_path, CheckpointError, "no safetensors files; pickles are not read")
