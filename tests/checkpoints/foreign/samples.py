@@ -58,6 +58,18 @@ def served(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, config=qcut.foreign_config(folder), **options)
 
 
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A checkpoint through `qcut.load`, and through transformers, which gives the same tensors."""
+    model, other = qcut.load(folder, dtype=dtype, progress=False), served(folder, dtype=dtype)
+    mine, its = model.state_dict(), other.state_dict()
+    assert list(mine) == list(its)
+    assert all(mine[key].dtype == its[key].dtype and torch.equal(mine[key], its[key]) for key in mine)
+    for name, layer in other.named_modules():
+        if isinstance(layer, qcut.Linear):
+            assert layer.scheme == model.get_submodule(name).scheme
+    return model
+
+
 def linears(model: Any) -> dict[str, Any]:
     """The layers that writers quantize: all but the classifier."""
     return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}

@@ -20,7 +20,7 @@ FIRST = "model.layers.0.self_attn.q_proj"
 
 def check(folder: Path, expected: Any, scheme: str) -> torch.nn.Module:
     """Weights exactly those expected, logits near those of float64, and a save and load that change no bit."""
-    model = qcut.load(folder, dtype=torch.float32, progress=False)
+    model = samples.loaded(folder)
     for name, module in samples.linears(expected).items():
         layer = model.get_submodule(name)
         assert isinstance(layer, qcut.Linear)

@@ -40,7 +40,7 @@ def test_one_layer_of_given_tensors() -> None:
 
 def test_the_engine_runs_it(tmp_path: Path) -> None:
     samples.write(tmp_path, CONFIG, pack)
-    model = qcut.load(tmp_path, progress=False, dtype=torch.float32)
+    model = samples.loaded(tmp_path)
     prompt = samples.IDS[:, :5]
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, 5:].tolist()
     engine = qcut.Engine(model, context=32)
@@ -98,7 +98,7 @@ def test_a_quantized_classifier_beside_a_float_table(tmp_path: Path) -> None:
         tensors.update({f"lm_head.{key}": t.contiguous() for key, t in packed.items()})
 
     samples.change(tmp_path, edit)
-    again = qcut.load(tmp_path, progress=False, dtype=torch.float32)
+    again = samples.loaded(tmp_path)
     assert torch.equal(again.get_submodule("lm_head").dequantized_weight().double(), exact)
     assert torch.equal(again.get_submodule("model.embed_tokens").weight.double(), model.model.embed_tokens.weight)
 
