@@ -43,7 +43,7 @@ def foreign_config(name: str | Path, **options: Any) -> Any:
         reader = reader_of(path)
         if reader is not None and reader.method == "gguf":
             raise UnsupportedError(
-                f"{reader.path}: transformers reads GGUF files into float weights alone; "
+                f"{reader.path}: transformers leaves GGUF files to no other quantizer than its own; "
                 f"qcut.load({str(name)!r}) reads them as qcut layers"
             )
         if reader is None:

@@ -67,7 +67,7 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
 
 
 def simulated(model: torch.nn.Module, kind: str, divisor: float) -> torch.Tensor:
-    """Logits in float of a model's dequantized weights, tokens rounded to steps of their largest magnitude over that."""
+    """Logits in float of a model's dequantized weights, tokens rounded to steps of their largest over that."""
 
     def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
         step = inputs[0].abs().amax(-1, keepdim=True) / divisor

@@ -199,7 +199,7 @@ def test_folders_that_are_not_another_librarys(tmp_path: Path) -> None:
 def test_gguf_files_are_left_to_load(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF" + bytes(20))
     for name in (tmp_path, tmp_path / "x.gguf"):
-        with pytest.raises(UnsupportedError, match=r"x\.gguf: transformers reads .*qcut\.load\("):
+        with pytest.raises(UnsupportedError, match=r"x\.gguf: transformers leaves .*qcut\.load\("):
             qcut.foreign_config(name)
 
 
