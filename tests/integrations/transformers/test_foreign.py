@@ -272,3 +272,39 @@ def test_classes_and_code_from_elsewhere_are_refused(tmp_path: Path) -> None:
         samples.refused(tmp_path, CheckpointError, text)
     path.write_text(json.dumps(config)[:-5])
     samples.refused(tmp_path, CheckpointError, "not readable as JSON")
+
+
+def test_older_files_beside_the_configuration(tmp_path: Path) -> None:
+    expected = samples.served(write(tmp_path / "new"))
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    del quantization["quant_method"]
+    (tmp_path / "new" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "new" / "quantize_config.json").write_text(json.dumps(quantization))
+    assert same(samples.served(tmp_path / "new"), expected)
+
+
+def test_subfolders(tmp_path: Path) -> None:
+    write(tmp_path / "part")
+    config = qcut.foreign_config(tmp_path, subfolder="part")
+    assert same(opened(tmp_path, config=config, subfolder="part"), samples.served(tmp_path / "part"))
+
+
+def test_a_saved_request_is_one(tmp_path: Path) -> None:
+    expected = samples.served(write(tmp_path))
+    qcut.foreign_config(tmp_path).save_pretrained(tmp_path)
+    assert same(opened(tmp_path), expected)
+    assert same(qcut.load(tmp_path), expected)
+    samples.change(tmp_path, lambda t: t.pop(f"{FIRST}.scales"))
+    for door in (opened, qcut.load):
+        with pytest.raises(CheckpointError, match=r"q_proj\.scales': is missing"):
+            door(tmp_path)
+
+
+def test_generating_and_dequantizing(tmp_path: Path) -> None:
+    model = samples.served(write(tmp_path), dtype=torch.float32)
+    ids = model.generate(samples.IDS, max_new_tokens=4, do_sample=False)
+    weight = model.get_submodule(FIRST).dequantized_weight()
+    plain = model.dequantize()
+    assert torch.equal(plain.get_submodule(FIRST).weight, weight)
+    assert torch.equal(plain.generate(samples.IDS, max_new_tokens=4, do_sample=False), ids)
