@@ -214,7 +214,7 @@ def stored_config(config: Mapping[str, Any], where: str) -> dict[str, Any] | Non
         method = "bitsandbytes"
     if method == _OUR_OWN:
         return None
-    if method not in _FORMATS:
+    if not isinstance(method, str) or method not in _FORMATS:
         raise UnsupportedError(
             f"{where}: quantization_config has the quant_method {str(method)[:80]!r}; "
             f"{', '.join(_FORMATS)} and GGUF files are read"
@@ -239,7 +239,7 @@ def format_of(config: dict[str, Any], where: str, method: str | None = None) -> 
         CheckpointError: a field is missing, or holds what it cannot.
     """
     method = config.get("quant_method", method)
-    if method not in _FORMATS:
+    if not isinstance(method, str) or method not in _FORMATS:
         raise UnsupportedError(f"{where}: quant_method is {str(method)[:80]!r}; {', '.join(_FORMATS)} are read")
     return _FORMATS[method](config, where)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from qcut.checkpoints.foreign.reader import format_of, reader_of, stored_config
 from qcut.checkpoints.huggingface import causal_class, check_class, plain_config
 from qcut.checkpoints.pretrained_format import may_be_hub_name
@@ -69,6 +71,9 @@ def foreign_config(name: str | Path, **options: Any) -> Any:
     except Exception as error:  # whatever the hub, or wrong types in a configuration, make transformers do
         text = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{where}: transformers cannot read it: {text[:600]}") from error
+    dtype = getattr(config, "dtype", None)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(f"{where}: dtype is {dtype!r}; a floating dtype of torch is needed")
     if hasattr(config, "compression_config"):
         del config.compression_config
     config.quantization_config = QcutConfig.serving(found).to_dict()

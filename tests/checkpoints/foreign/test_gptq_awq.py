@@ -117,6 +117,7 @@ def test_16_bit_tokens_round_once(tmp_path: Path) -> None:
         ("checkpoint_format", "marlin", "checkpoint_format is 'marlin'; gptq, gptq_v2"),
         ("pack_dtype", "int8", "pack_dtype is 'int8'"),
         ("dynamic", {"-:lm_head": {}}, "dynamic is"),
+        ("quant_method", ["gptq"], r"quant_method \"\['gptq'\]\"; compressed-tensors, gptq"),
         ("quant_method", "quip", "quant_method 'quip'; compressed-tensors, gptq"),
         ("group_size", 64, "qzeros': found I32 .*; needed: I32"),
     ],

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, LlamaForCausalLM
 
 import qcut
-from qcut.errors import CheckpointError, ConfigError, UnsupportedError
+from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.layers.base import Linear
 from tests.checkpoints.foreign import samples
 from tests.integrations.transformers.support import opened, same
@@ -270,6 +270,10 @@ def test_classes_and_code_from_elsewhere_are_refused(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps({**config, **change}))
         samples.refused(tmp_path, CheckpointError, text)
+    for dtype in (3, "int8", "nothing", ["float16"]):
+        path.write_text(json.dumps({**config, "dtype": dtype}))
+        with pytest.raises(CheckpointError, match=r"dtype is|cannot be built"):
+            qcut.foreign_config(tmp_path)
     path.write_text(json.dumps(config)[:-5])
     samples.refused(tmp_path, CheckpointError, "not readable as JSON")
 
@@ -308,3 +312,31 @@ def test_generating_and_dequantizing(tmp_path: Path) -> None:
     plain = model.dequantize()
     assert torch.equal(plain.get_submodule(FIRST).weight, weight)
     assert torch.equal(plain.generate(samples.IDS, max_new_tokens=4, do_sample=False), ids)
+
+
+def outcome(door: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        door()
+    except QcutError as error:  # any other is a failure of the test
+        return type(error).__name__, str(error)
+    return "read", ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_doors_say_the_same_of_changed_bytes(kind: str, tmp_path: Path) -> None:
+    write(tmp_path, kind, num_hidden_layers=1)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    header = 8 + int.from_bytes(data[:8], "little")
+    draws = torch.Generator().manual_seed(1)
+    seen = set()
+    for i in range(15):
+        changed = bytearray(data)
+        first, last = ((0, header), (header, len(data)), (0, 8))[i % 3]
+        at = int(torch.randint(first, last, (), generator=draws))
+        changed[at] = int(torch.randint(0, 256, (), generator=draws))
+        path.write_bytes(changed if i % 5 else changed[:at])
+        one = outcome(lambda: qcut.load(tmp_path, progress=False))
+        assert one == outcome(lambda: samples.served(tmp_path))
+        seen.add(one[0])
+    assert "CheckpointError" in seen
