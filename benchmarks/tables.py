@@ -1,4 +1,4 @@
-"""The measured figures of README.md and docs/performance.md, written from the rows in ``benchmarks/results``.
+"""The measured figures of README.md and two pages of docs, written from the rows in ``benchmarks/results``.
 
     python benchmarks/tables.py
 
@@ -25,7 +25,7 @@ from benchmarks.reporting.markdown import MISSING, figures, markdown, us
 from benchmarks.reporting.rows import Row, Rows, missing, shape_of
 from benchmarks.shapes import CLAIM_MIN_TOKENS
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "transformers.md")
 RESULTS = ROOT / "benchmarks" / "results"
 
 Shape = tuple[int, int, int]
@@ -355,6 +355,13 @@ def quantizing(rows: Rows) -> str:
     return markdown(["scheme", "indices", "seconds", "GB beside the float model"], lines)
 
 
+def loading(rows: Rows) -> str:
+    """Memory of loading a model, by door."""
+    columns = ("model_mb", "anonymous_mb", "mapped_mb")
+    lines = ([row["door"], *(f"{float(row[column]):.0f}" for column in columns)] for row in rows.of("bench_loading"))
+    return markdown(["", "the model's tensors, MB", "most memory, MB", "most pages of files, MB"], lines)
+
+
 # ── the README ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -469,6 +476,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "attention": attention,
     "prompt attention": prompt_attention,
     "quantizing": quantizing,
+    "loading": loading,
 }
 _PLACE = re.compile(r"<!-- measured: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
 

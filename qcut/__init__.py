@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from qcut.engine.engine import Engine as Engine
     from qcut.engine.generated import Generated as Generated
     from qcut.integrations.transformers.config import QcutConfig as QcutConfig
+    from qcut.integrations.transformers.foreign_config import foreign_config as foreign_config
     from qcut.layers.base import Linear as Linear
     from qcut.layers.codebook import execution_path as execution_path
     from qcut.layers.embedding import Embedding as Embedding
@@ -71,6 +72,7 @@ _HOME = {
     "smooth": "conversion.smoothing",
     "Plan": "conversion.planning",
     "QcutConfig": "integrations.transformers.config",
+    "foreign_config": "integrations.transformers.foreign_config",
     "plan": "conversion.planning",
     "quantize": "conversion.convert",
     "gemm_s8": "ops.gemm",

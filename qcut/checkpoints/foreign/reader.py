@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +19,17 @@ from qcut.checkpoints.foreign.compressed_tensors import CompressedTensors
 from qcut.checkpoints.foreign.gguf import Gguf, config_of, tensors_of
 from qcut.checkpoints.foreign.gguf_file import MAGIC, GgufFile
 from qcut.checkpoints.foreign.gptq import Gptq
-from qcut.checkpoints.foreign.parts import FLOATS, Format, Parts, Stored
+from qcut.checkpoints.foreign.matching import match
+from qcut.checkpoints.foreign.parts import Format, Parts, Stored
 from qcut.checkpoints.huggingface import causal_class, model_of, read_config
 from qcut.checkpoints.skeleton import as_like, check_no_meta
 from qcut.errors import CheckpointError, UnsupportedError
 from qcut.layers.base import Linear, state_dtype
-from qcut.layers.embedding import Embedding, is_table
-from qcut.models.modules import is_linear, replace_modules, weight_nk
+from qcut.models.modules import replace_modules
 from qcut.numerics.checks import out_of_range
-from qcut.process.progress import with_progress
 from qcut.storage import schema
 from qcut.storage.reading import open_regular, read_json, read_up_to
-from qcut.storage.safetensors_file import TENSOR_DTYPES, TensorFile
+from qcut.storage.safetensors_file import TensorFile
 
 _FORMATS: dict[str, Callable[[dict[str, Any], str], Format]] = {
     "compressed-tensors": CompressedTensors,
@@ -116,6 +115,16 @@ class Reader:
         state_dtype(model, dtype or next(floats, torch.float32))
         return model.eval()
 
+    def check(self) -> None:
+        """Do everything that loading does but read tensors: hold configuration and headers to the model.
+
+        Raises:
+            CheckpointError, UnsupportedError: see `load`; values of tensors are not looked at.
+        """
+        with ExitStack() as stack:
+            opened = self._open(stack)
+            match(self._skeleton(opened), opened.format, opened.tensors, opened.where)
+
     @contextmanager
     def layers(self) -> Iterator[tuple[Format, dict[str, Stored]]]:
         """The format, and the tensors by the names that they have in a model of transformers, open for reading."""
@@ -129,7 +138,7 @@ class Reader:
             plain = {
                 key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")
             }
-            return _Opened(str(self.path), plain, self.format(), _safetensors(self.path, stack))
+            return _Opened(str(self.path), plain, self.format(), stored_in(_files_of(self.path), stack))
         file = stack.enter_context(GgufFile(self.path))
         beside = self.path.parent / _CONFIG
         config = read_config(beside) if beside.exists() else config_of(file)
@@ -174,26 +183,47 @@ def reader_of(path: str | Path) -> Reader | None:
     if not (path / _CONFIG).exists():
         return None
     config = read_config(path / _CONFIG)
-    found = config.get("quantization_config") or config.get("compression_config")
-    method = None
+    name = next((name for name in _BESIDE if (path / name).exists()), None)
+    if name is not None and not _entry(config):
+        beside = read_json(path / name, CheckpointError)
+        config = {
+            "quantization_config": {"quant_method": _BESIDE[name], **beside} if isinstance(beside, dict) else beside
+        }
+    found = stored_config(config, str(path / _CONFIG))
+    return None if found is None else Reader(path, found["quant_method"], found)
+
+
+def stored_config(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """The ``quantization_config`` of another library, its ``quant_method`` always named; None where there is none.
+
+    Args:
+        config: the model's configuration, as JSON holds it.
+        where: its file, for messages.
+
+    Raises:
+        UnsupportedError: a method that qcut does not read (named).
+        CheckpointError: it is no object.
+    """
+    found = _entry(config)
     if not found:
-        name = next((name for name in _BESIDE if (path / name).exists()), None)
-        if name is None:
-            return None
-        found, method = read_json(path / name, CheckpointError), _BESIDE[name]
+        return None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path / _CONFIG}: quantization_config is a {type(found).__name__}; an object is needed")
-    method = found.get("quant_method", method)
+        raise CheckpointError(f"{where}: quantization_config is a {type(found).__name__}; an object is needed")
+    method = found.get("quant_method")
     if method is None and ("load_in_4bit" in found or "load_in_8bit" in found):
         method = "bitsandbytes"
     if method == _OUR_OWN:
         return None
-    if method not in _FORMATS:
+    if not isinstance(method, str) or method not in _FORMATS:
         raise UnsupportedError(
-            f"{path / _CONFIG}: quantization_config has the quant_method {str(method)[:80]!r}; "
+            f"{where}: quantization_config has the quant_method {str(method)[:80]!r}; "
             f"{', '.join(_FORMATS)} and GGUF files are read"
         )
-    return Reader(path, method, found)
+    return {**found, "quant_method": method}
+
+
+def _entry(config: Mapping[str, Any]) -> Any:
+    return config.get("quantization_config") or config.get("compression_config")
 
 
 def format_of(config: dict[str, Any], where: str, method: str | None = None) -> Format:
@@ -209,7 +239,7 @@ def format_of(config: dict[str, Any], where: str, method: str | None = None) -> 
         CheckpointError: a field is missing, or holds what it cannot.
     """
     method = config.get("quant_method", method)
-    if method not in _FORMATS:
+    if not isinstance(method, str) or method not in _FORMATS:
         raise UnsupportedError(f"{where}: quant_method is {str(method)[:80]!r}; {', '.join(_FORMATS)} are read")
     return _FORMATS[method](config, where)
 
@@ -236,8 +266,8 @@ def layer_of(form: Format, name: str, tensors: Mapping[str, Tensor], n: int, k: 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _safetensors(folder: Path, stack: ExitStack) -> dict[str, Stored]:
-    """The tensors of a folder's safetensors files: those of its index, or all."""
+def _files_of(folder: Path) -> list[Path]:
+    """A folder's safetensors files: those of its index, or all."""
     index = folder / _INDEX
     if index.exists():
         data = schema.conform(read_json(index, CheckpointError), _INDEX_SCHEMA, index, CheckpointError)
@@ -248,9 +278,18 @@ def _safetensors(folder: Path, stack: ExitStack) -> dict[str, Stored]:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
         raise CheckpointError(f"{folder}: there are no safetensors files; pickles are not read")
+    return [folder / name for name in names]
+
+
+def stored_in(files: Iterable[Path], stack: ExitStack) -> dict[str, Stored]:
+    """The tensors of safetensors files, which stay open as long as the stack.
+
+    Raises:
+        CheckpointError: a file cannot be read or is damaged, or two have the same tensor.
+    """
     tensors: dict[str, Stored] = {}
-    for name in names:
-        file = stack.enter_context(TensorFile(folder / name, CheckpointError))
+    for path in files:
+        file = stack.enter_context(TensorFile(path, CheckpointError))
         for key, header in file.headers.items():
             if key in tensors:
                 raise CheckpointError(f"{file.path}: tensor {key!r} is in another file too")
@@ -283,37 +322,17 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.dtype | None, progress: bool) -> None:
-    where, form = opened.where, opened.format
-    modules = dict(model.named_modules(remove_duplicate=False))
-    layers: dict[str, Parts] = {}
-    rest: dict[str, Stored] = {}
-    for name, tensors in _by_module(model, modules, opened.tensors, where).items():
-        if not form.quantized(tensors):
-            rest |= {f"{name}.{key}" if name else key: stored for key, stored in tensors.items()}
-            continue
-        layers[name] = Parts(name, where, *_sizes(modules[name], name, where), tensors)
-        form.check(layers[name])
-        if getattr(modules[name], "bias", None) is not None:
-            layers[name].require("bias", FLOATS, [layers[name].n])
-    if not layers and not isinstance(form, Gguf):
-        raise CheckpointError(f"{where}: {_CONFIG} has a quantization_config, and no layer has quantized tensors")
-    holders = _held(model, layers, rest, where)
-    made: dict[str, Linear] = {}
-    new: dict[int, nn.Module] = {}
-    for name in with_progress(layers, "load", "layer", shown=progress):
-        layer = form.layer(layers[name]).to(device)
-        made[name] = layer
-        new[id(modules[name])] = layer if is_linear(modules[name]) else Embedding(layer, dtype or torch.float16)
-    _tie(modules, made, new, rest, dtype or torch.float16)
-    for names in holders:
-        stored = next(name for name in names if name in rest)
-        like = _tensor(modules, names[0])
-        tensor = as_like(rest[stored].read(), like, device, dtype)
+    where = opened.where
+    matched = match(model, opened.format, opened.tensors, where)
+    new = matched.make(device, dtype, progress)
+    for names in matched.holders:
+        like = _tensor(matched.modules, names[0])
+        tensor = as_like(matched.rest[names[0]].read(), like, device, dtype)
         if tensor.is_floating_point() and (found := out_of_range(tensor.detach())):
-            raise CheckpointError(f"{where}: tensor {stored!r}: found {found}; finite values are needed")
+            raise CheckpointError(f"{where}: tensor {names[0]!r}: found {found}; finite values are needed")
         for name in names:
             parent, _, key = name.rpartition(".")
-            module = modules[parent]
+            module = matched.modules[parent]
             (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[key] = tensor  # type: ignore[assignment]
     replace_modules(model, new)
     for module in model.modules():
@@ -323,85 +342,6 @@ def _fill(model: nn.Module, opened: _Opened, device: torch.device, dtype: torch.
     check_no_meta(dict(model.named_modules()), Path(where))
 
 
-def _by_module(
-    model: nn.Module, modules: Mapping[str, nn.Module], tensors: Mapping[str, Stored], where: str
-) -> dict[str, dict[str, Stored]]:
-    """Tensors by the module that their names begin with, and by the rest of their names."""
-    base = getattr(model, "base_model_prefix", "")
-    grouped: dict[str, dict[str, Stored]] = {}
-    foreign = []
-    for name, stored in tensors.items():
-        for full in (name, f"{base}.{name}" if base else name):
-            head = full.rpartition(".")[0]
-            while head and head not in modules:
-                head = head.rpartition(".")[0]
-            if head and (full[len(head) + 1 :] in _own(modules[head]) or not modules[head]._modules):
-                grouped.setdefault(head, {})[full[len(head) + 1 :]] = stored
-                break
-        else:
-            foreign.append(name)
-    if foreign:
-        raise CheckpointError(
-            f"{where}: {len(foreign)} tensors belong to no layer of {type(model).__name__}; the first is {foreign[0]!r}"
-        )
-    return grouped
-
-
-def _own(module: nn.Module) -> set[str]:
-    return {*module._parameters, *module._buffers}
-
-
-def _sizes(module: nn.Module, name: str, where: str) -> tuple[int, int]:
-    if is_linear(module):
-        n, k = weight_nk(module).shape
-        return n, k
-    if isinstance(module, nn.Embedding) and is_table(module):
-        return module.num_embeddings, module.embedding_dim
-    raise CheckpointError(
-        f"{where}: layer {name!r} has quantized tensors; the model has a {type(module).__name__} there, no linear layer"
-    )
-
-
-def _held(model: nn.Module, layers: Mapping[str, Parts], rest: Mapping[str, Stored], where: str) -> list[list[str]]:
-    """Names of each tensor outside quantized layers that is stored, tied ones together, checked against the model."""
-    same: dict[int, list[str]] = {}
-    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    computed = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    tensors |= dict(model.named_buffers(remove_duplicate=False))
-    for name, tensor in tensors.items():
-        same.setdefault(id(tensor), []).append(name)
-    missing, filled, wanted = [], [], set()
-    for names in same.values():
-        kept = [name for name in names if name.rpartition(".")[0] not in layers]
-        if len(kept) < len(names) and not any(name in rest for name in kept):
-            continue  # tied to a quantized layer
-        found = [name for name in kept if name in rest]
-        wanted |= set(kept)
-        if not found:
-            missing += [name for name in kept[:1] if name not in computed]
-            continue
-        tensor = tensors[kept[0]]
-        for name in found:
-            stored = rest[name]
-            dtype = TENSOR_DTYPES.get(stored.code)
-            ok = dtype is not None and (
-                dtype.is_floating_point if tensor.is_floating_point() else dtype == tensor.dtype
-            )
-            if not ok or list(stored.shape) != list(tensor.shape):
-                raise CheckpointError(
-                    f"{where}: tensor {name!r}: found {stored.code} {list(stored.shape)}; {tensor.dtype} "
-                    f"{list(tensor.shape)} is needed"
-                )
-        filled.append([found[0], *(name for name in kept if name != found[0])])
-    foreign = [name for name in rest if name not in wanted]
-    if missing or foreign:
-        raise CheckpointError(
-            f"{where}: {len(missing)} tensors of the model are missing and {len(foreign)} do not belong to it; "
-            f"the first is {(missing or foreign)[0]!r}"
-        )
-    return filled
-
-
 def _tensor(modules: Mapping[str, nn.Module], name: str) -> Tensor:
     parent, _, key = name.rpartition(".")
     module = modules[parent]
@@ -409,24 +349,3 @@ def _tensor(modules: Mapping[str, nn.Module], name: str) -> Tensor:
     tensor = held if held is not None else module._buffers[key]
     assert tensor is not None
     return tensor
-
-
-def _tie(
-    modules: Mapping[str, nn.Module],
-    made: Mapping[str, Linear],
-    new: dict[int, nn.Module],
-    rest: Mapping[str, Stored],
-    dtype: torch.dtype,
-) -> None:
-    """Have the classifier and the table of tokens that are tied, and of which one is stored, be one quantized layer."""
-    tied = {id(module._parameters.get("weight")): name for name, module in modules.items() if name in made}
-    for other, module in modules.items():
-        weight = module._parameters.get("weight")
-        name = tied.get(id(weight))
-        if weight is None or name is None or id(module) in new or f"{other}.weight" in rest:
-            continue
-        if is_linear(module) and not is_linear(modules[name]):
-            new[id(module)] = made[name]
-            new[id(modules[name])] = Embedding.tied_to(made[name], dtype)
-        elif is_table(module):
-            new[id(module)] = Embedding.tied_to(made[name], dtype)

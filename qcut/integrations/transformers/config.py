@@ -36,6 +36,13 @@ _REQUEST = schema.record(
 )
 
 
+_SERVING = schema.record(
+    {"quant_method": schema.anything(), "foreign": schema.table(schema.anything())},
+    {"format_version": (schema.anything(), _VERSION)},
+)
+_WHERE = "quantization_config"
+
+
 class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """How transformers' ``from_pretrained`` quantizes a model while it loads: one layer's float weight at a time.
 
@@ -82,12 +89,20 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.fuse = fuse
         self.allow_growth = allow_growth
         self.stored: dict[str, Any] | None = None
+        self.foreign: dict[str, Any] | None = None
 
     @classmethod
     def describing(cls, stored: Mapping[str, Any]) -> QcutConfig:
         """The configuration of a model that is quantized already, as `qcut.checkpoints.quantization_config` has it."""
         config = cls()
         config.stored = dict(stored)
+        return config
+
+    @classmethod
+    def serving(cls, foreign: Mapping[str, Any]) -> QcutConfig:
+        """The request to load what another library's ``quantization_config`` describes; see `qcut.foreign_config`."""
+        config = cls()
+        config.foreign = dict(foreign)
         return config
 
     @classmethod
@@ -99,26 +114,28 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
             ConfigError: an unknown scheme.
         """
         data = dict(config_dict)
-        config = cls.describing(data) if "scheme" not in data else cls._requested(data)
+        if "foreign" in data:
+            config = cls.serving(_conforming(data, _SERVING)["foreign"])
+        else:
+            config = cls._requested(data) if "scheme" in data else cls.describing(data)
         return (config, kwargs) if return_unused_kwargs else config
 
     @classmethod
     def _requested(cls, data: dict[str, Any]) -> QcutConfig:
-        where = "quantization_config"
-        given = schema.conform(data, _REQUEST, where, CheckpointError)
-        if given.pop("format_version") != _VERSION or given.pop("quant_method") != _METHOD:
-            raise CheckpointError(f"{where}: found {data}; quant_method {_METHOD!r} version {_VERSION} is needed")
+        given = _conforming(data, _REQUEST)
         scheme = given.pop("scheme")
         if isinstance(scheme, dict):
             from qcut.conversion.plan import Plan
 
-            scheme = Plan.from_json(scheme, f"{where}.scheme")
+            scheme = Plan.from_json(scheme, f"{_WHERE}.scheme")
         return cls(scheme, **given)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the description of a quantized model, or else what was asked for, without calibration."""
         if self.stored is not None:
             return copy.deepcopy(self.stored)
+        if self.foreign is not None:
+            return {"quant_method": _METHOD, "format_version": _VERSION, "foreign": copy.deepcopy(self.foreign)}
         return {
             "quant_method": _METHOD,
             "format_version": _VERSION,
@@ -131,6 +148,14 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
             "fuse": self.fuse,
             "allow_growth": self.allow_growth,
         }
+
+
+def _conforming(data: dict[str, Any], fields: schema.Check) -> dict[str, Any]:
+    """A request's fields but for method and version, which are checked."""
+    given: dict[str, Any] = schema.conform(data, fields, _WHERE, CheckpointError)
+    if given.pop("format_version") != _VERSION or given.pop("quant_method") != _METHOD:
+        raise CheckpointError(f"{_WHERE}: found {data}; quant_method {_METHOD!r} version {_VERSION} is needed")
+    return given
 
 
 def _checked(scheme: str | Scheme | Plan, calibration: Calibration | None) -> Scheme | Plan:

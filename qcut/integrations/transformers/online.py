@@ -15,6 +15,7 @@ from qcut.conversion.fitting import rotatable
 from qcut.conversion.tasks import Task
 from qcut.errors import CheckpointError, QcutError
 from qcut.integrations.transformers.config import QcutConfig
+from qcut.integrations.transformers.placing import tie_parameters
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import float_bias, is_conv1d, keep_hooks, tensor_key, weight_of
@@ -54,7 +55,7 @@ class OnlineLoading:
     def __init__(self, model: Any, config: QcutConfig) -> None:
         self._config = config
         self._to_tie = set(getattr(model, "all_tied_weights_keys", {}))
-        _tie_parameters(model)
+        tie_parameters(model)
         self._work = prepare(
             model,
             config.scheme,
@@ -152,15 +153,6 @@ class OnlineLoading:
                 self._tables[table_name] = Embedding(one.made, weight.dtype, tied=not owns)
         # Marked, or transformers would draw values for weights that it takes to be missing.
         wanted._is_hf_initialized = True  # type: ignore[attr-defined]
-
-
-def _tie_parameters(model: Any) -> None:
-    """Let tied names hold one parameter, which transformers does only when all has been loaded."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-        if target in parameters and source in parameters and parameters[target].shape == parameters[source].shape:
-            parent, _, key = target.rpartition(".")
-            model.get_submodule(parent)._parameters[key] = parameters[source]
 
 
 def _from_weight(weight: Tensor, task: Task, name: str) -> Linear:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
 
-from qcut.errors import CheckpointError, UnsupportedError
+from qcut.errors import CheckpointError, ConfigError, UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
 from qcut.process import versions
 
@@ -47,10 +47,13 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """See `qcut.process.versions`."""
         versions.transformers()
         versions.require("torch")
-        if self.pre_quantized and self.quantization_config.stored is None:
+        config = self.quantization_config
+        if self.pre_quantized and config.stored is None and config.foreign is None:
             raise CheckpointError(
                 "config.json: quantization_config of qcut describes no layers; the model is not qcut's"
             )
+        if not self.pre_quantized and config.foreign is not None:
+            raise ConfigError("a request for another library's checkpoint; allowed: config=qcut.foreign_config(name)")
 
     def update_device_map(self, device_map: Any) -> Any:
         """Refuses what would lose the tensors of quantized layers, which are buffers.
@@ -70,14 +73,19 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         return self._loading.operation()
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
-        if self.pre_quantized:
+        config = self.quantization_config
+        if config.foreign is not None:
+            from qcut.integrations.transformers.foreign_loading import ForeignLoading
+
+            self._loading = ForeignLoading(model, config.foreign, [Path(file) for file in checkpoint_files or ()])
+        elif self.pre_quantized:
             from qcut.integrations.transformers.stored import StoredLoading
 
-            self._loading = StoredLoading(model, self.quantization_config.stored, checkpoint_paths(checkpoint_files))
+            self._loading = StoredLoading(model, config.stored, checkpoint_paths(checkpoint_files))
         else:
             from qcut.integrations.transformers.online import OnlineLoading
 
-            self._loading = OnlineLoading(model, self.quantization_config)
+            self._loading = OnlineLoading(model, config)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         loading, self._loading = self._loading, None
@@ -86,6 +94,10 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
             raise UnsupportedError(f"tensor parallel of {model._tp_size} for quantized layers; allowed: {_ONE_DEVICE}")
         loading.finish(model)
         attach(model)
+        if self.quantization_config.foreign is not None:
+            from qcut.integrations.transformers.saving import describe
+
+            describe(model)
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:

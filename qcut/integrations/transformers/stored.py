@@ -16,8 +16,8 @@ from qcut.checkpoints.quantization_config import description_of
 from qcut.checkpoints.skeleton import check_layer_sizes
 from qcut.checkpoints.state import passing_buffers
 from qcut.errors import CheckpointError
+from qcut.integrations.transformers.placing import keep_present_ties, without_weight
 from qcut.layers.base import state_dtype
-from qcut.models.modules import weight_of
 from qcut.numerics.checks import out_of_range
 from qcut.storage.safetensors_file import TensorFile, TensorHeader
 
@@ -54,13 +54,8 @@ class StoredLoading:
             self._keys[name] = wanted
             self._make_room(model, name, wanted)
         for name in self._saved.embeddings:
-            _without_weight(model.get_submodule(name))
-        present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        model.all_tied_weights_keys = {
-            target: source
-            for target, source in getattr(model, "all_tied_weights_keys", {}).items()
-            if target in present and source in present
-        }
+            without_weight(model.get_submodule(name))
+        keep_present_ties(model)
         if files:
             self._check(model, headers)
 
@@ -110,7 +105,7 @@ class StoredLoading:
             model.get_submodule(table_of).add_module("table", module)
         else:
             module = model.get_submodule(name)
-            _without_weight(module)
+            without_weight(module)
             if "bias" in module._parameters:
                 del module._parameters["bias"]
             if "bias" not in wanted:
@@ -170,14 +165,6 @@ class StoredLoading:
                 raise CheckpointError(
                     f"{self._where}: tensor {name!r}: found {header.shape}, {list(parameter.shape)} is needed"
                 )
-
-
-def _without_weight(module: nn.Module) -> None:
-    """Take a weight out of what transformers loads, and leave what its initialization looks at."""
-    weight: Any = weight_of(module).detach()
-    del module._parameters["weight"]
-    weight._is_hf_initialized = True
-    module.__dict__["weight"] = weight
 
 
 def _headers(files: list[Path]) -> dict[str, TensorHeader]:

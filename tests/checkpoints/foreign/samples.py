@@ -7,11 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import qcut
+from qcut.errors import QcutError
 from tests.support.tensors import write_tensors
 
 HIDDEN, MLP, VOCABULARY = 64, 128, 40
@@ -37,6 +40,33 @@ def llama(**changes: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_((parameter * (5 if parameter.dim() > 1 else 1)).half())
+    return model
+
+
+def refused(path: Path, error: type[QcutError] | tuple[type[QcutError], ...], text: str) -> None:
+    """Check that both doors refuse a checkpoint, with one message."""
+    said = []
+    for door in (lambda: qcut.load(path, progress=False), lambda: served(path)):
+        with pytest.raises(error, match=text) as caught:
+            door()
+        said.append((type(caught.value), str(caught.value)))
+    assert said[0] == said[1]
+
+
+def served(folder: Path, **options: Any) -> Any:
+    """A checkpoint as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, config=qcut.foreign_config(folder), **options)
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """A checkpoint through `qcut.load`, and through transformers, which gives the same tensors."""
+    model, other = qcut.load(folder, dtype=dtype, progress=False), served(folder, dtype=dtype)
+    mine, its = model.state_dict(), other.state_dict()
+    assert list(mine) == list(its)
+    assert all(mine[key].dtype == its[key].dtype and torch.equal(mine[key], its[key]) for key in mine)
+    for name, layer in other.named_modules():
+        if isinstance(layer, qcut.Linear):
+            assert layer.scheme == model.get_submodule(name).scheme
     return model
 
 

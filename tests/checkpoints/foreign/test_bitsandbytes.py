@@ -39,7 +39,7 @@ def eight(weight: Tensor) -> samples.Packed:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_4_bits_are_a_codebook_of_the_librarys_levels(tmp_path: Path, kind: str, nested: bool) -> None:
     expected = samples.write(tmp_path, FOUR, lambda _, w: four(w, kind, nested))
-    model = qcut.load(tmp_path, dtype=torch.float32, progress=False)
+    model = samples.loaded(tmp_path)
     for name, module in samples.linears(expected).items():
         layer = model.get_submodule(name)
         # Scales that were largest magnitudes of float16 weights are float16, nested ones are not.
@@ -59,7 +59,7 @@ def test_rows_of_zeros(tmp_path: Path) -> None:
         return four(weight, nested=True)
 
     expected = samples.write(tmp_path, FOUR, pack)
-    layer = qcut.load(tmp_path, progress=False).get_submodule(FIRST)
+    layer = samples.loaded(tmp_path).get_submodule(FIRST)
     assert torch.equal(layer.dequantized_weight().double(), expected.get_submodule(FIRST).weight)
 
 
@@ -71,7 +71,7 @@ def test_int8(tmp_path: Path, threshold: float, scheme: str) -> None:
         return eight(weight)
 
     expected = samples.write(tmp_path, {**EIGHT, "llm_int8_threshold": threshold}, pack)
-    model = qcut.load(tmp_path, dtype=torch.float32, progress=False)
+    model = samples.loaded(tmp_path)
     for name, module in samples.linears(expected).items():
         layer = model.get_submodule(name)
         assert layer.scheme.name == scheme
@@ -105,12 +105,10 @@ STATE = f"{FIRST}.weight.quant_state.bitsandbytes__nf4"
 def test_tensors_that_are_refused(tmp_path: Path, key: str, edit: Any, text: str) -> None:
     samples.write(tmp_path, FOUR, lambda _, w: four(w))
     samples.change(tmp_path, lambda t: t.update({key: edit(t[key]).clone()}))
-    with pytest.raises((CheckpointError, UnsupportedError), match=text):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, (CheckpointError, UnsupportedError), text)
 
 
 def test_other_orders_of_int8_are_refused(tmp_path: Path) -> None:
     samples.write(tmp_path, EIGHT, lambda _, w: eight(w))
     samples.change(tmp_path, lambda t: t[f"{FIRST}.weight_format"].fill_(2))
-    with pytest.raises(UnsupportedError, match="weight_format': found 2; 0, plain rows"):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, UnsupportedError, "weight_format': found 2; 0, plain rows")

@@ -99,7 +99,7 @@ def test_int_quantized_is_w8a8_bit_for_bit(tmp_path: Path) -> None:
         return packed, back
 
     expected = samples.write(tmp_path, config("int-quantized", INT8, TOKENS), pack).float()
-    model = qcut.load(tmp_path, dtype=torch.float32, progress=False)
+    model = samples.loaded(tmp_path)
     assert min(int(packed["weight"].min()) for packed in stored.values()) == -128  # that library's range
     for name, packed in stored.items():
         layer = model.get_submodule(name)
@@ -120,7 +120,7 @@ def test_packed_integers_are_the_librarys(
 ) -> None:
     weights = int4(symmetric, size)
     expected = samples.write(tmp_path, config("pack-quantized", weights), lambda _, w: compress(w, weights, dtype))
-    model = qcut.load(tmp_path, dtype=torch.float32, progress=False)
+    model = samples.loaded(tmp_path)
     for name, module in samples.linears(expected).items():
         layer = model.get_submodule(name)
         # That library rounds to the type of its scales, once.
@@ -132,7 +132,7 @@ def test_packed_integers_are_the_librarys(
 
 def test_8_bits_without_int8_tokens_are_w8a16(tmp_path: Path) -> None:
     expected = samples.write(tmp_path, config("int-quantized", INT8), lambda _, w: compress(w, INT8))
-    layer = qcut.load(tmp_path, progress=False).get_submodule(FIRST)
+    layer = samples.loaded(tmp_path).get_submodule(FIRST)
     assert layer.scheme == qcut.W8A16()
     assert torch.equal(layer.dequantized_weight().half().double(), expected.get_submodule(FIRST).weight)
 
@@ -154,7 +154,7 @@ def test_columns_sorted_by_activation(tmp_path: Path) -> None:
         return {**packed, "weight_packed": pack_to_int32(unsorted, 4), "weight_g_idx": groups}, exact
 
     expected = samples.write(tmp_path, config("pack-quantized", weights), pack)
-    layer = qcut.load(tmp_path, progress=False).get_submodule(FIRST)
+    layer = samples.loaded(tmp_path).get_submodule(FIRST)
     assert layer.scheme.name == "int4_g32_shifted_ordered"
     assert torch.equal(layer.dequantized_weight().half().double(), expected.get_submodule(FIRST).weight)
 
@@ -166,7 +166,7 @@ def test_packed_bytes_in_groups(tmp_path: Path) -> None:
         return compress(weight, weights, packs=True)
 
     expected = samples.write(tmp_path, config("pack-quantized", weights), pack)
-    layer = qcut.load(tmp_path, progress=False).get_submodule(FIRST)
+    layer = samples.loaded(tmp_path).get_submodule(FIRST)
     assert layer.scheme.name == "codebook4+4_g32_none_shifted"
     assert torch.equal(layer.dequantized_weight().half().double(), expected.get_submodule(FIRST).weight)
 
@@ -208,15 +208,13 @@ def test_groups_by_name_and_pattern(tmp_path: Path) -> None:
 def test_settings_that_are_refused(tmp_path: Path, edit: Any, text: str) -> None:
     samples.write(tmp_path, config("pack-quantized", int4(True, 32)), lambda _, w: compress(w, int4(True, 32)))
     samples.change_config(tmp_path, lambda c: edit(c["config_groups"]["group_0"]))
-    with pytest.raises((CheckpointError, UnsupportedError), match=text):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, (CheckpointError, UnsupportedError), text)
 
 
 def test_static_tokens_are_refused(tmp_path: Path) -> None:
     static = {**TOKENS, "dynamic": False, "strategy": "tensor"}
     samples.write(tmp_path, config("int-quantized", INT8, static), lambda _, w: compress(w, INT8))
-    with pytest.raises(UnsupportedError, match=r"input_activations are .*'dynamic': False"):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, UnsupportedError, r"input_activations are .*'dynamic': False")
 
 
 @pytest.mark.parametrize(
@@ -232,5 +230,4 @@ def test_static_tokens_are_refused(tmp_path: Path) -> None:
 def test_tensors_that_are_refused(tmp_path: Path, key: str, value: Tensor, text: str) -> None:
     samples.write(tmp_path, config("pack-quantized", int4(True, 32)), lambda _, w: compress(w, int4(True, 32)))
     samples.change(tmp_path, lambda t: t.update({f"{FIRST}.{key}": value}))
-    with pytest.raises((CheckpointError, UnsupportedError), match=text):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, (CheckpointError, UnsupportedError), text)

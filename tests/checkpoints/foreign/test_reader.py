@@ -40,7 +40,7 @@ def test_one_layer_of_given_tensors() -> None:
 
 def test_the_engine_runs_it(tmp_path: Path) -> None:
     samples.write(tmp_path, CONFIG, pack)
-    model = qcut.load(tmp_path, progress=False, dtype=torch.float32)
+    model = samples.loaded(tmp_path)
     prompt = samples.IDS[:, :5]
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, 5:].tolist()
     engine = qcut.Engine(model, context=32)
@@ -79,8 +79,7 @@ def test_shards(tmp_path: Path) -> None:
     assert torch.equal(qcut.load(tmp_path, progress=False)(samples.IDS).logits, whole)
     index["weight_map"]["x"] = "../a.safetensors"
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"found the file '\.\./a\.safetensors'"):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, CheckpointError, r"found the file '\.\./a\.safetensors'")
 
 
 def test_a_tied_classifier_stays_float(tmp_path: Path) -> None:
@@ -99,7 +98,7 @@ def test_a_quantized_classifier_beside_a_float_table(tmp_path: Path) -> None:
         tensors.update({f"lm_head.{key}": t.contiguous() for key, t in packed.items()})
 
     samples.change(tmp_path, edit)
-    again = qcut.load(tmp_path, progress=False, dtype=torch.float32)
+    again = samples.loaded(tmp_path)
     assert torch.equal(again.get_submodule("lm_head").dequantized_weight().double(), exact)
     assert torch.equal(again.get_submodule("model.embed_tokens").weight.double(), model.model.embed_tokens.weight)
 
@@ -107,14 +106,12 @@ def test_a_quantized_classifier_beside_a_float_table(tmp_path: Path) -> None:
 def test_a_bias_that_is_missing(tmp_path: Path) -> None:
     samples.write(tmp_path, CONFIG, pack, attention_bias=True)
     samples.change(tmp_path, lambda t: t.pop(f"{FIRST}.bias"))
-    with pytest.raises(CheckpointError, match=r"q_proj\.bias': is missing"):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, CheckpointError, r"q_proj\.bias': is missing")
 
 
 def test_a_configuration_without_quantized_layers(tmp_path: Path) -> None:
     samples.write(tmp_path, CONFIG, lambda _, weight: ({"weight": weight.half()}, weight))
-    with pytest.raises(CheckpointError, match=r"a quantization_config, and no layer has quantized tensors"):
-        qcut.load(tmp_path, progress=False)
+    samples.refused(tmp_path, CheckpointError, r"a quantization_config, and no layer has quantized tensors")
 
 
 def test_older_files_beside_the_configuration(tmp_path: Path) -> None:

@@ -66,6 +66,38 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
             assert torch.equal(read.get_submodule(name).weight, layer.dequantized_weight()), name
 
 
+def simulated(model: torch.nn.Module, kind: str, divisor: float) -> torch.Tensor:
+    """Logits in float of a model's dequantized weights, tokens rounded to steps of their largest over that."""
+
+    def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+        step = inputs[0].abs().amax(-1, keepdim=True) / divisor
+        return (inputs[0] / step).round().clamp(-128, 127) * step
+
+    plain = small(kind)
+    with torch.no_grad():
+        for name, layer in model.named_modules():
+            if isinstance(layer, qcut.Linear):
+                plain.get_submodule(name).weight.copy_(layer.dequantized_weight())
+                plain.get_submodule(name).register_forward_pre_hook(rounded)
+        return plain(samples.IDS).logits
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_logits_differ_by_how_tokens_are_rounded_alone(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    from transformers import AutoModelForCausalLM
+
+    model = quantized(kind)
+    qcut.save_compressed_tensors(model, tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        ours, theirs = model(samples.IDS).logits, read(samples.IDS).logits
+    torch.testing.assert_close(ours, simulated(model, kind, 127), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(theirs, simulated(model, kind, 127.5), rtol=1e-4, atol=1e-4)
+    assert float((theirs - ours).norm() / ours.norm()) < 0.05
+    assert not torch.equal(theirs, ours)
+
+
 @pytest.mark.parametrize("scheme", ["w8a16", "int4", "codebook4_g16"])
 def test_other_schemes_are_refused(tmp_path: Path, scheme: str) -> None:
     with pytest.raises(UnsupportedError, match=r"layer 'model.* is .*; w8a8 alone"):

@@ -1,0 +1,87 @@
+"""`foreign_config`: what has ``from_pretrained`` give a checkpoint of another library as qcut layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qcut.checkpoints.foreign.reader import format_of, reader_of, stored_config
+from qcut.checkpoints.huggingface import causal_class, check_class, plain_config
+from qcut.checkpoints.pretrained_format import may_be_hub_name
+from qcut.errors import CheckpointError, QcutError, UnsupportedError
+from qcut.integrations.transformers.config import QcutConfig
+from qcut.process import versions
+
+
+def foreign_config(name: str | Path, **options: Any) -> Any:
+    """The configuration of a model that another library quantized, which has transformers load it as qcut layers.
+
+    ``AutoModelForCausalLM.from_pretrained(name, config=qcut.foreign_config(name))`` gives the layers of
+    ``qcut.load(name)``, and ``save_pretrained`` then writes them as qcut's. It is ``config=`` because transformers
+    takes no ``quantization_config=`` of another method than the checkpoint names.
+
+    Args:
+        name: a folder of compressed-tensors, GPTQ, AWQ or bitsandbytes, or its name on the hub.
+        options: that ``from_pretrained`` of configurations takes, such as ``revision``, ``subfolder`` and ``token``;
+            the model's ``from_pretrained`` needs the same ones.
+
+    Returns:
+        A configuration of transformers, whose ``quantization_config`` is a request to qcut.
+
+    Raises:
+        CheckpointError: the configuration is no other library's, or cannot be read; and, of a folder, what `qcut.load`
+            finds in the headers of its files.
+        UnsupportedError: a method, layer or file that cannot be served exactly, GGUF files among them; transformers is
+            missing, or too old.
+
+    Exactness: docs/foreign-checkpoints.md.
+    """
+    transformers = versions.transformers()
+    path = Path(name, options.get("subfolder") or "")
+    where = f"{name}: config.json"
+    if path.exists():
+        reader = reader_of(path)
+        if reader is not None and reader.method == "gguf":
+            raise UnsupportedError(
+                f"{reader.path}: transformers leaves GGUF files to no other quantizer than its own; "
+                f"qcut.load({str(name)!r}) reads them as qcut layers"
+            )
+        if reader is None:
+            raise CheckpointError(f"{path}: {_NOT_FOREIGN}")
+        where, found = str(path / "config.json"), reader.config
+        reader.check()
+    elif not may_be_hub_name(str(name)):
+        raise CheckpointError(f"{name}: no such folder")
+    try:
+        data, _ = transformers.PretrainedConfig.get_config_dict(name, **options)
+        if not path.exists():
+            hub = stored_config(data, where)
+            if hub is None:
+                raise CheckpointError(f"{name}: {_NOT_FOREIGN}")
+            format_of(hub, where)
+            found = hub
+        names = data.get("architectures")
+        kind = names[0] if isinstance(names, list) and len(names) == 1 else causal_class(data, where)
+        plain_config({key: value for key, value in data.items() if key not in _QUANTIZATION}, where)
+        config = check_class(kind, where).config_class.from_pretrained(name, **options)
+    except QcutError:
+        raise
+    except Exception as error:  # whatever the hub, or wrong types in a configuration, make transformers do
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"{where}: transformers cannot read it: {text[:600]}") from error
+    dtype = getattr(config, "dtype", None)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(f"{where}: dtype is {dtype!r}; a floating dtype of torch is needed")
+    if hasattr(config, "compression_config"):
+        del config.compression_config
+    config.quantization_config = QcutConfig.serving(found).to_dict()
+    return config
+
+
+_QUANTIZATION = ("quantization_config", "compression_config")
+_NOT_FOREIGN = (
+    "config.json names no quantization of another library; qcut.QcutConfig(scheme) quantizes float models, and models "
+    "of qcut's need no configuration"
+)

@@ -1,0 +1,36 @@
+"""Changes to a model without memory that keep transformers from loading what qcut makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from qcut.models.modules import weight_of
+
+
+def tie_parameters(model: Any) -> None:
+    """Let tied names hold one parameter, which transformers does only when all has been loaded."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if target in parameters and source in parameters and parameters[target].shape == parameters[source].shape:
+            parent, _, key = target.rpartition(".")
+            model.get_submodule(parent)._parameters[key] = parameters[source]
+
+
+def keep_present_ties(model: Any) -> None:
+    """Leave transformers to tie only what it still loads."""
+    present = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    model.all_tied_weights_keys = {
+        target: source
+        for target, source in getattr(model, "all_tied_weights_keys", {}).items()
+        if target in present and source in present
+    }
+
+
+def without_weight(module: nn.Module) -> None:
+    """Take a weight out of what transformers loads, and leave what its initialization looks at."""
+    weight: Any = weight_of(module).detach()
+    del module._parameters["weight"]
+    weight._is_hf_initialized = True
+    module.__dict__["weight"] = weight
