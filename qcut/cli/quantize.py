@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Makes a model smaller: reads it, replaces its linear layers by quantized ones, and writes the result to a folder, which
-`qcut generate`, `qcut eval`, `qcut info` and qcut.load take. MODEL itself is not changed. The folder appears when it is
-complete; if anything fails, nothing is left.
+`qcut generate`, `qcut eval`, `qcut info`, qcut.load and transformers take. MODEL itself is not changed. The folder
+appears when it is complete; if anything fails, nothing is left.
+
+MODEL may be a model for any task, of text, images or sound. Its layers are quantized while it is loaded, one after
+another, so that it takes the memory of the quantized model and of one layer; with --calibrate, that of the float model.
 
 w8a8 keeps weights and activations in 8 bits and suits long prompts and many sequences; codebook4 keeps weights in 4
 bits and suits few sequences and little memory; w8a16 loses the least.
@@ -86,16 +89,14 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) -> Report:
     """Quantize the model, and write it to an empty folder."""
     import qcut
-    from qcut.cli.quantizing import open_model, shown
+    from qcut.checkpoints.tokenizers import fetch_processors
+    from qcut.cli.quantizing import open_quantized, shown
 
-    model, tokenizer = open_model(arguments, _stored_dtype(arguments.model))
-    report = quantizing.apply(
-        model, tokenizer, window=arguments.window, most=arguments.max_windows, batch=arguments.batch
-    )
-    assert report is not None  # a scheme was given
+    model, tokenizer, report = open_quantized(arguments, quantizing, _stored_dtype(arguments.model))
     try:
-        qcut.save(model, folder, progress=shown())
-        tokenizer.save_pretrained(folder)
+        qcut.save(model, folder, progress=shown(), tokenizer=tokenizer)
+        if not Path(arguments.model).is_dir():
+            fetch_processors(arguments.model, folder)
     except CheckpointError as error:
         raise CheckpointError(str(error).replace(str(folder), str(arguments.out))) from error
     except OSError as error:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
 from qcut.conversion.commit import changes_of, commit
-from qcut.conversion.convert import prepare
+from qcut.conversion.convert import model_bytes, prepare
 from qcut.conversion.fitting import rotatable
+from qcut.conversion.inventory import count_parameters
+from qcut.conversion.report import LayerReport, Report, weight_error
+from qcut.conversion.tables import table_report
 from qcut.conversion.tasks import Task
 from qcut.errors import CheckpointError, QcutError
 from qcut.integrations.transformers.config import QcutConfig
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import float_bias, is_conv1d, keep_hooks, tensor_key, weight_of
+from qcut.models.selection import quantized_layers
 
 
 @dataclass
@@ -29,12 +33,16 @@ class _Shared:
         layers: tasks of linear layers, by name.
         tables: embeddings, by name.
         made: the quantized layer that the others share; None until the weight has arrived.
+        nbytes: of the float weight.
+        errors: of the quantized weights, by layer; see `qcut.conversion.report.weight_error`.
     """
 
     names: list[str] = field(default_factory=list)
     layers: dict[str, Task] = field(default_factory=dict)
     tables: dict[str, nn.Embedding] = field(default_factory=dict)
     made: Linear | None = None
+    nbytes: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
 
 
 class OnlineLoading:
@@ -47,9 +55,14 @@ class OnlineLoading:
         model: on the meta device.
         config: what to do.
 
+    Attributes:
+        report: what `finish` has done, where the configuration asks for it.
+
     Raises:
         QcutError: see `qcut.quantize`.
     """
+
+    report: Report | None = None
 
     def __init__(self, model: Any, config: QcutConfig) -> None:
         self._config = config
@@ -121,7 +134,44 @@ class OnlineLoading:
             replacements[id(task.module)] = layer.train(task.module.training)
         for name, table in self._work.tables.items():
             replacements[id(table)] = self._tables[name].train(table.training)
+        report = self._report(model, replacements) if self._config.report else None
         commit(changes_of(model, replacements, self._work.fused, (), None))
+        if report is not None:
+            self.report = replace(report, bytes_after=model_bytes(model))
+
+    def _report(self, model: nn.Module, replacements: Mapping[int, nn.Module]) -> Report:
+        """The report of `qcut.quantize`, before the modules are replaced."""
+        sizes = {tensor_key(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
+        by_layer: dict[str, _Shared] = {}
+        by_table: dict[str, _Shared] = {}
+        for one in self.targets.values():
+            by_layer |= dict.fromkeys(one.layers, one)
+            by_table |= dict.fromkeys(one.tables, one)
+        reports = []
+        for name, task in self._work.tasks.items():
+            one, layer, bias = by_layer[name], self._layers[name], task.module._parameters.get("bias")
+            first = next(iter(one.layers))
+            sizes[tensor_key(weight_of(task.module))] = one.nbytes
+            reports.append(
+                LayerReport(
+                    name,
+                    task.scheme.name,
+                    layer.in_features,
+                    layer.out_features,
+                    one.nbytes + (0 if bias is None else bias.nbytes),
+                    layer.weight_bytes,
+                    one.errors[name],
+                    tied_to=None if name == first else first,
+                    note=task.note,
+                )
+            )
+        for name, table in self._work.tables.items():
+            one = by_table[name]
+            sizes[tensor_key(table.weight)] = one.nbytes
+            error = next(iter(one.errors.values()))
+            reports.append(table_report(name, self._tables[name], self._layers, one.nbytes, error))
+        parameters, already = count_parameters(model, replacements), tuple(quantized_layers(model))
+        return Report(tuple(reports), self._work.skipped, sum(sizes.values()), 0, parameters, already)
 
     def _quantize(self, name: str, weight: Tensor) -> None:
         one = self.targets[name]
@@ -132,6 +182,7 @@ class OnlineLoading:
                 f"tensor {name!r}: found {list(weight.shape)}, the configuration asks for {list(wanted.shape)}"
             )
         before = one.made
+        one.nbytes = weight.nbytes
         weight_nk = weight.t() if is_conv1d(module) else weight
         for layer_name, task in one.layers.items():
             layer = _from_weight(weight_nk, task, layer_name)
@@ -139,12 +190,14 @@ class OnlineLoading:
             one.made = one.made or layer
             if before is None:
                 self._layers[layer_name] = layer
+                self._measure(one, layer_name, weight_nk, layer)
         if not one.layers:
             assert self._config.embeddings is not None, "there are tables to quantize only where it is given"
             served, _ = rotatable(self._config.embeddings, weight.shape[1])
             made = _from_weight(weight, Task(module, served), next(iter(one.tables)))
             _tie(made, one.made, name, again=before is not None)
             one.made = one.made or made
+            self._measure(one, next(iter(one.tables)), weight, made)
         for i, table_name in enumerate(one.tables):
             owns = not one.layers and i == 0
             assert one.made is not None
@@ -152,6 +205,10 @@ class OnlineLoading:
                 self._tables[table_name] = Embedding(one.made, weight.dtype, tied=not owns)
         # Marked, or transformers would draw values for weights that it takes to be missing.
         wanted._is_hf_initialized = True  # type: ignore[attr-defined]
+
+    def _measure(self, one: _Shared, name: str, weight: Tensor, layer: Linear) -> None:
+        if self._config.report:
+            one.errors[name] = weight_error(weight, layer.dequantized_weight())
 
 
 def _tie_parameters(model: Any) -> None:

@@ -134,6 +134,23 @@ def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     assert again.transformer.h[0].attn.c_attn.weight.dtype is dtype
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("embeddings", [None, "w8a16"])
+def test_the_report_is_that_of_quantize(kind: str, embeddings: str | None, tmp_path: Path) -> None:
+    folder = folder_of(kind, tmp_path)
+    options: dict[str, Any] = {"dtype": torch.float16}
+    config = qcut.QcutConfig("codebook4_g16", embeddings=embeddings, modules_to_not_convert=["1.*"], report=True)
+    report = opened(folder, quantization_config=config, **options).hf_quantizer.report
+    expected = qcut.quantize(
+        opened(folder, **options), "codebook4_g16", embeddings=embeddings, skip=["1.*"], progress=False
+    )
+    assert report == expected
+    assert str(report) == str(expected)
+    assert len(report.layers) >= 4
+    assert report.skipped
+    assert opened(folder, quantization_config=qcut.QcutConfig("w8a8")).hf_quantizer.report is None
+
+
 def test_a_model_without_its_head(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path)
     model = opened(folder, quantization_config=qcut.QcutConfig("codebook4_g16"))
