@@ -22,6 +22,10 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import float_bias, is_conv1d, keep_hooks, tensor_key, weight_of
 from qcut.models.selection import quantized_layers
+from qcut.process.memory import return_free_memory
+
+_LARGE_BYTES = 1 << 20
+"""From here on a weight leaves holes in the heap that count."""
 
 
 @dataclass
@@ -107,6 +111,8 @@ class OnlineLoading:
                 self._quantize(name, weight)
             except QcutError as error:  # transformers would catch it, and go on with random weights
                 self._failure = error
+        if weight.device.type == "cpu" and weight.nbytes >= _LARGE_BYTES:
+            return_free_memory()
 
     def settled(self, name: str) -> set[str]:
         """Names of the parameters that are no longer missing when a weight has arrived, but for those to be tied."""
