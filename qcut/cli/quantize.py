@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcut.cli.answer import Answer
-from qcut.cli.arguments import (
-    MODEL_HELP,
-    add_command,
-    add_device_options,
-    add_out_options,
-    add_quantizing_options,
-    add_window_options,
-)
+from qcut.cli.arguments import add_command, add_making_options, add_quantizing_options
 from qcut.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -55,11 +48,8 @@ def add_parser(commands: Any) -> None:
         "qcut quantize models/gpt2-5m --scheme w8a8_static --calibrate book.txt --out gpt2-int8",
         fields=FIELDS,
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    add_out_options(parser, "DIR", "the folder to write")
     add_quantizing_options(parser)
-    add_window_options(parser.add_argument_group("the text of --calibrate"), 32, 8)
-    add_device_options(parser, "that of the model's files")
+    add_making_options(parser, "DIR", "the folder to write", most=32, batch=8, dtype="that of the model's files")
     parser.set_defaults(command=run)
 
 
