@@ -36,10 +36,15 @@ _HEADS = (
     "FOR_MASKED_IMAGE_MODELING_",
     "FOR_IMAGE_CLASSIFICATION_",
     "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_",
+    "FOR_VIDEO_CLASSIFICATION_",
+    "FOR_VISUAL_QUESTION_ANSWERING_",
     "FOR_AUDIO_CLASSIFICATION_",
+    "FOR_AUDIO_FRAME_CLASSIFICATION_",
+    "FOR_AUDIO_XVECTOR_",
     "FOR_CTC_",
 )
-"""Causal, encoder and encoder-decoder models, by the names of transformers' tables ``MODEL_…MAPPING_NAMES``."""
+"""Causal, encoder and encoder-decoder models, and those for usual tasks, by the names of transformers' tables
+``MODEL_…MAPPING_NAMES``."""
 
 _LOADING_ONLY = {
     "_commit_hash",
