@@ -31,6 +31,7 @@ TESTS = (
     "tests/integrations",
     "tests/storage",
     "tests/cli/test_models.py",
+    "tests/cli/test_quantize_any.py",
     "tests/cli/test_refusals.py",
     "tests/conversion/test_fusion.py",
     "tests/jit/test_cache.py",

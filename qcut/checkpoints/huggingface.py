@@ -36,10 +36,15 @@ _HEADS = (
     "FOR_MASKED_IMAGE_MODELING_",
     "FOR_IMAGE_CLASSIFICATION_",
     "FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_",
+    "FOR_VIDEO_CLASSIFICATION_",
+    "FOR_VISUAL_QUESTION_ANSWERING_",
     "FOR_AUDIO_CLASSIFICATION_",
+    "FOR_AUDIO_FRAME_CLASSIFICATION_",
+    "FOR_AUDIO_XVECTOR_",
     "FOR_CTC_",
 )
-"""Causal, encoder and encoder-decoder models, by the names of transformers' tables ``MODEL_…MAPPING_NAMES``."""
+"""Causal, encoder and encoder-decoder models, and those for usual tasks, by the names of transformers' tables
+``MODEL_…MAPPING_NAMES``."""
 
 _LOADING_ONLY = {
     "_commit_hash",
@@ -170,6 +175,31 @@ def causal_class(config: Mapping[str, Any], where: str) -> str:
     return str(name)
 
 
+def is_causal_name(name: str) -> bool:
+    """Whether a class is a causal language model, by its name."""
+    return name.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def stated_class(config: Mapping[str, Any], where: str) -> str:
+    """Name of the class that a configuration states under ``architectures``, a model for any task.
+
+    Where it states none, or a causal language model that transformers does not have under that name, the class is that
+    of `causal_class`.
+
+    Raises:
+        CheckpointError: it states another class that transformers does not have, or several; or see `causal_class`.
+        UnsupportedError: transformers is missing or too old.
+    """
+    versions.transformers()
+    names = config.get("architectures")
+    one = names[0] if isinstance(names, list) and len(names) == 1 else names
+    if isinstance(one, str) and one in _class_names():
+        return one
+    if not one or (isinstance(one, str) and is_causal_name(one)):
+        return causal_class(config, where)
+    raise CheckpointError(f"{where}: architectures is {_short(names)}; one model class of transformers is needed")
+
+
 def plain_config(config: Any, where: str, key: str = "config") -> dict[str, Any]:
     """A configuration without what matters to loading alone.
 
@@ -265,11 +295,20 @@ def _at_most(parts: int, where: str) -> Iterator[None]:
         yield
 
 
-def causal_model(config: dict[str, Any], where: str, tensors: int | None = None) -> nn.Module:
-    """The causal language model of a configuration on the meta device: its sizes, without memory.
+def skeleton_model(name: str, config: dict[str, Any], where: str, tensors: int | None = None) -> nn.Module:
+    """A model of a class of transformers on the meta device: its sizes, without memory.
+
+    Raises:
+        CheckpointError, UnsupportedError: see `model_of`.
+    """
+    with torch.device("meta"):
+        return model_of(name, config, where, tensors=tensors)
+
+
+def causal_model(config: dict[str, Any], where: str) -> nn.Module:
+    """The causal language model of a configuration on the meta device.
 
     Raises:
         CheckpointError, UnsupportedError: see `model_of` and `causal_class`.
     """
-    with torch.device("meta"):
-        return model_of(causal_class(config, where), config, where, tensors=tensors)
+    return skeleton_model(causal_class(config, where), config, where)

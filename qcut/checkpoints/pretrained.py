@@ -1,11 +1,11 @@
-"""Loads a causal language model and its tokenizer from a directory or the hub, for qcut's commands."""
+"""Loads a model and its tokenizer from a directory or the hub, for qcut's commands."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +15,10 @@ from torch import nn
 
 from qcut.checkpoints import pretrained_format, qcut_format
 from qcut.checkpoints.foreign.reader import reader_of
-from qcut.checkpoints.huggingface import causal_model, read_config
+from qcut.checkpoints.huggingface import causal_class, is_causal_name, read_config, skeleton_model, stated_class
 from qcut.checkpoints.tokenizers import DATA_FILES, has_tokenizer
 from qcut.checkpoints.turboquant import reader as turboquant_reader
-from qcut.errors import CheckpointError, ConfigError, UnsupportedError
+from qcut.errors import CheckpointError, ConfigError, QcutError, UnsupportedError
 from qcut.process import versions
 from qcut.storage.reading import JSON_BYTES, check_extent, open_regular, read_bytes
 
@@ -27,7 +27,7 @@ _Stored = dict[str, tuple[str, list[int]]]
 
 
 def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, progress: bool = False) -> tuple[Any, Any]:
-    """Read a directory of qcut, of the turboquant-model package or of Hugging Face, or a model of the hub.
+    """Read a causal language model: a directory of qcut, of another library or of Hugging Face, or a model of the hub.
 
     Args:
         name: a directory, which never touches the network, or a model's name on the hub.
@@ -40,30 +40,60 @@ def load_pretrained(name: str, *, dtype: torch.dtype, device: torch.device, prog
 
     Raises:
         UnsupportedError: transformers is not installed, or too old.
-        CheckpointError: ``name`` names nothing that qcut or transformers can read, has no tokenizer, has no values for
-            some of the model's tensors, or has a configuration that is refused; see `qcut.load`.
+        CheckpointError: ``name`` names nothing that qcut or transformers can read, no causal language model, has no
+            tokenizer, has no values for some of the model's tensors, or has a configuration that is refused; see
+            `qcut.load`.
     """
-    transformers = versions.transformers()
+    model, tokenizer = _load(name, causal_class, dtype, device, None, progress)
+    generates = getattr(model, "can_generate", None)
+    if generates is not None and (not generates() or model.config.is_encoder_decoder):
+        raise CheckpointError(f"{name}: found a {type(model).__name__}; a causal language model is needed")
+    return model, tokenizer
+
+
+def load_any(
+    name: str, *, dtype: torch.dtype, device: torch.device, quantization: Any = None, progress: bool = False
+) -> tuple[Any, Any]:
+    """Read a model for any task, of the class that its configuration states; arguments and errors as `load_pretrained`.
+
+    Args:
+        name: see `load_pretrained`.
+        dtype: see `load_pretrained`.
+        device: see `load_pretrained`.
+        quantization: a `qcut.QcutConfig`, by which float models are quantized while they are loaded; a directory of
+            qcut or of another quantizing library is read as it is.
+        progress: show progress bars.
+
+    Returns:
+        The model, and its tokenizer: None where there is none, which a causal language model has to have.
+    """
+    return _load(name, stated_class, dtype, device, quantization, progress)
+
+
+def _load(
+    name: str,
+    class_of: Callable[[Mapping[str, Any], str], str],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Any,
+    progress: bool,
+) -> tuple[Any, Any]:
+    versions.transformers()
     folder = Path(name)
     local = bool(name) and folder.is_dir()
     if not local and (not name or name.startswith((".", "/", "~")) or folder.exists()):
         raise CheckpointError(f"{name!r}: not a directory" if not name else f"{name}: not a directory")
     tensors = _check_folder(folder) if local else {}
-    if local:
-        _check_tokenizer_files(folder)
-    with _no_progress_bars():
+    without = local and not has_tokenizer(folder)
+    if without and (class_of is causal_class or _is_causal(folder)):
+        raise CheckpointError(f"{folder}: there is no tokenizer ({', '.join(DATA_FILES)}); {_SAVE_TOKENIZER}")
+    with contextlib.nullcontext() if progress and quantization is not None else _no_progress_bars():
         if local and (_is_quantized(folder) or reader_of(folder)):
             model = qcut_format.load(folder, device=device, dtype=dtype, progress=progress)
         else:
-            model = _huggingface(transformers, name, tensors if local else None, dtype)
-        with _as_checkpoint_errors(f"{name}: its tokenizer cannot be read"):
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                name, local_files_only=local, trust_remote_code=False, config=getattr(model, "config", None)
-            )
-            tokenizer("a")  # Some of what a tokenizer's files state is looked at when it is used.
-            empty = not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
-    if empty:
-        raise CheckpointError(f"{name}: its tokenizer has no tokens; {_SAVE_TOKENIZER}")
+            model = _huggingface(name, tensors if local else None, class_of, dtype, device, quantization)
+    with _no_progress_bars():
+        tokenizer = None if without else _tokenizer(name, local, model)
     with _as_checkpoint_errors(f"{name}: the model cannot be put on {device}"):
         return model.to(device).eval(), tokenizer
 
@@ -77,18 +107,44 @@ def _is_quantized(folder: Path) -> bool:
 _SAVE_TOKENIZER = "tokenizer.save_pretrained(directory) puts one beside the model"
 
 
-def _check_tokenizer_files(folder: Path) -> None:
-    """Look for a tokenizer's data: without, transformers makes up an empty tokenizer."""
-    if not has_tokenizer(folder):
-        raise CheckpointError(f"{folder}: there is no tokenizer ({', '.join(DATA_FILES)}); {_SAVE_TOKENIZER}")
+def _is_causal(folder: Path) -> bool:
+    """Whether a folder's configuration states a causal language model, or none."""
+    path = folder / "config.json"
+    return not path.is_file() or is_causal_name(stated_class(read_config(path), str(path)))
 
 
-def _huggingface(transformers: Any, name: str, tensors: _Stored | None, dtype: torch.dtype) -> nn.Module:
+def _tokenizer(name: str, local: bool, model: Any) -> Any:
+    """The tokenizer; None for a model of the hub that reads images or sound, and has none."""
+    transformers = versions.transformers()
+    try:
+        with _as_checkpoint_errors(f"{name}: its tokenizer cannot be read"):
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                name, local_files_only=local, trust_remote_code=False, config=getattr(model, "config", None)
+            )
+            tokenizer("a")  # Some of what a tokenizer's files state is looked at when it is used.
+            empty = not set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
+    except CheckpointError:
+        if local or getattr(model, "main_input_name", "input_ids") == "input_ids":
+            raise
+        return None
+    if empty:
+        raise CheckpointError(f"{name}: its tokenizer has no tokens; {_SAVE_TOKENIZER}")
+    return tokenizer
+
+
+def _huggingface(
+    name: str,
+    tensors: _Stored | None,
+    class_of: Callable[[Mapping[str, Any], str], str],
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Any,
+) -> nn.Module:
     """A model whose weights transformers reads, from a directory or the hub, of a configuration that is checked.
 
     transformers fills what is missing with random numbers, casts whole numbers to weights, and at most warns.
     """
-    local = tensors is not None
+    transformers, local = versions.transformers(), tensors is not None
     if local:
         where = str(Path(name) / "config.json")
         config = read_config(Path(where))
@@ -98,9 +154,13 @@ def _huggingface(transformers: Any, name: str, tensors: _Stored | None, dtype: t
         where = f"{name}: config.json"
         with _as_checkpoint_errors(name):
             config, _ = transformers.PretrainedConfig.get_config_dict(name)
-    skeleton: Any = causal_model(config, where, None if tensors is None else len(tensors))
+    stored = None if tensors is None else len(tensors)
+    skeleton: Any = skeleton_model(class_of(config, where), config, where, stored)
     if tensors is not None:
         _check_sizes(skeleton, tensors, name)
+    given = {} if quantization is None else {"quantization_config": quantization}
+    if quantization is not None and device.type != "cpu":
+        given["device_map"] = {"": str(device)}
     with _as_checkpoint_errors(name):
         model, info = type(skeleton).from_pretrained(
             name,
@@ -110,25 +170,25 @@ def _huggingface(transformers: Any, name: str, tensors: _Stored | None, dtype: t
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            **given,
         )
     for problem in ("missing_keys", "mismatched_keys"):
         if info.get(problem):
             first = sorted(map(str, info[problem]))[0]
             raise CheckpointError(f"{name}: {len(info[problem])} {problem.replace('_keys', '')} tensors; first {first}")
-    for key, parameter in model.named_parameters():
-        code, _ = (tensors or {}).get(key, ("", []))
-        if parameter.is_floating_point() and code.startswith(("I", "U", "BOOL")):
-            raise CheckpointError(f"{name}: tensor {key!r}: found {code}, a floating dtype is needed")
     return cast(nn.Module, model)
 
 
 def _check_sizes(skeleton: nn.Module, tensors: _Stored, name: str) -> None:
-    """Hold a model's sizes to the stored tensors before transformers makes memory for them."""
+    """Hold a model's sizes and dtypes to the stored tensors before transformers makes memory for them."""
     for key, parameter in skeleton.named_parameters():
         if key in tensors and tensors[key][1] != list(parameter.shape):
             raise CheckpointError(
                 f"{name}: tensor {key!r}: found {tensors[key][1]}, the configuration asks for {list(parameter.shape)}"
             )
+        code, _ = tensors.get(key, ("", []))
+        if parameter.is_floating_point() and code.startswith(("I", "U", "BOOL")):
+            raise CheckpointError(f"{name}: tensor {key!r}: found {code}, a floating dtype is needed")
     wanted = sum(parameter.numel() for parameter in skeleton.parameters())
     stored = sum(math.prod(shape) for _, shape in tensors.values())
     if wanted > 2 * stored + _FEW_VALUES:  # a tied tensor may be stored once and counted twice
@@ -178,7 +238,8 @@ def _as_checkpoint_errors(what: str) -> Iterator[None]:
         yield
     except BaseException as error:  # transformers, tokenizers, safetensors and the hub have dozens of kinds
         # A panic in the Rust of tokenizers is no Exception.
-        if not isinstance(error, Exception) and type(error).__module__ != "pyo3_runtime":
+        foreign = isinstance(error, Exception) or type(error).__module__ == "pyo3_runtime"
+        if not foreign or isinstance(error, QcutError):
             raise
         text = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"{what}: {text[:_MOST_CHARACTERS]}") from error

@@ -1,4 +1,4 @@
-"""A tokenizer's files beside a model's."""
+"""The files of a tokenizer, and of what prepares images and sound, beside a model's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from qcut.errors import CheckpointError
 
 DATA_FILES = ("tokenizer.json", "vocab.*", "merges.txt", "tekken.json", "*.model", "*.spm", "*.tiktoken")
 """Patterns of the files that hold a tokenizer's tokens."""
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.*")
 
 
@@ -21,17 +22,20 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def copy_tokenizer(tokenizer: Any, model: nn.Module, directory: Path) -> None:
-    """Put a tokenizer beside a model.
+    """Put a tokenizer beside a model, and the files that say how images and sound are prepared.
 
     Args:
         tokenizer: of transformers; or None for the files beside which transformers found the model, where that is a
-            directory. Then no file of the directory is replaced, and nothing is copied where a tokenizer is.
+            directory. Then no file of the directory is replaced, and no tokenizer is copied where one is.
         model: the model.
         directory: where the model was saved.
 
     Raises:
         CheckpointError: the files cannot be written, or the tokenizer cannot be saved.
     """
+    source = _source(model)
+    if source is not None:
+        _copy(source, directory, _PROCESSOR_FILES)
     if tokenizer is not None:
         if not callable(getattr(tokenizer, "save_pretrained", None)):
             raise CheckpointError(
@@ -42,15 +46,41 @@ def copy_tokenizer(tokenizer: Any, model: nn.Module, directory: Path) -> None:
         except Exception as error:  # of the many kinds that tokenizers raise
             raise CheckpointError(f"{directory}: the tokenizer cannot be saved: {error}") from error
         return
-    source = getattr(getattr(model, "config", None), "_name_or_path", None)
-    if not isinstance(source, str) or not source or not Path(source).is_dir() or not has_tokenizer(Path(source)):
-        return
-    if has_tokenizer(directory):
-        return
+    if source is not None and has_tokenizer(source) and not has_tokenizer(directory):
+        _copy(source, directory, (*DATA_FILES, *_OTHER_FILES))
+
+
+def fetch_processors(name: str, directory: Path) -> None:
+    """Put the files that say how images and sound are prepared beside a model that came from the hub.
+
+    Args:
+        name: of the model on the hub.
+        directory: where the model was saved.
+
+    Raises:
+        CheckpointError: the files cannot be written.
+    """
+    from transformers.utils import cached_file
+
+    optional = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    for file in _PROCESSOR_FILES:
+        found = cached_file(name, file, **optional)
+        if found is not None:
+            _copy(Path(found).parent, directory, (file,))
+
+
+def _source(model: nn.Module) -> Path | None:
+    """The directory from which transformers loaded a model."""
+    name = getattr(getattr(model, "config", None), "_name_or_path", None)
+    return Path(name) if isinstance(name, str) and name and Path(name).is_dir() else None
+
+
+def _copy(source: Path, directory: Path, patterns: tuple[str, ...]) -> None:
+    """Copy the files that the directory lacks."""
     try:
-        for pattern in (*DATA_FILES, *_OTHER_FILES):
-            for path in Path(source).glob(pattern):
+        for pattern in patterns:
+            for path in source.glob(pattern):
                 if path.is_file() and not (directory / path.name).exists():
                     shutil.copyfile(path, directory / path.name)
     except OSError as error:
-        raise CheckpointError(f"{directory}: the tokenizer of {source} cannot be copied: {error}") from error
+        raise CheckpointError(f"{directory}: files of {source} cannot be copied: {error}") from error

@@ -156,13 +156,6 @@ def add_quantizing_options(parser: argparse.ArgumentParser) -> None:
     ways.add_argument("--scheme", metavar="NAME", help="one scheme for all layers, such as w8a8, w8a16 or codebook4")
     ways.add_argument("--plan", type=Path, metavar="FILE", help="a scheme for each layer, from a file of `qcut plan`")
     group.add_argument(
-        "--calibrate",
-        type=Path,
-        metavar="TEXT",
-        help="UTF-8 text like that which the model will read, for what is derived from data: the ranges of "
-        "w8a8_static, --smooth and --fit (default: none)",
-    )
-    group.add_argument(
         "--smooth",
         type=float,
         metavar="A",
@@ -179,11 +172,26 @@ def add_quantizing_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="scheme of the token table and of the classifier, such as w8a16 (default: both stay in float)",
     )
-    add_layer_options(group, "lm_head; with --plan, none")
+    use = "what is derived from data: the ranges of w8a8_static, --smooth and --fit (default: none)"
+    add_data_options(group, use, "lm_head; with --plan, none")
 
 
-def add_layer_options(parser: Any, skipped: str) -> None:
-    """Add ``--include`` and ``--skip``, which skips some layers by default."""
+def add_data_options(parser: Any, use: str, skipped: str, *, required: bool = False) -> None:
+    """Add ``--calibrate``, ``--include`` and ``--skip``: the text that a model is quantized by, and the layers.
+
+    Args:
+        parser: of the command, or a group of it.
+        use: what the text is for.
+        skipped: the layers that ``--skip`` skips by default.
+        required: whether there has to be a text.
+    """
+    parser.add_argument(
+        "--calibrate",
+        type=Path,
+        required=required,
+        metavar="TEXT",
+        help=f"UTF-8 text like that which the model will read, for {use}",
+    )
     parser.add_argument(
         "--include",
         nargs="+",
@@ -224,7 +232,21 @@ def add_window_options(parser: Any, most: int | None, batch: int) -> None:
     )
 
 
-def add_out_options(parser: argparse.ArgumentParser, metavar: str, help: str) -> None:
-    """Add ``--out`` and ``--overwrite``."""
-    parser.add_argument("--out", type=Path, required=True, metavar=metavar, help=help)
+def add_making_options(
+    parser: argparse.ArgumentParser, out: str, out_help: str, *, most: int, batch: int, dtype: str
+) -> None:
+    """Add what commands take that make a file or a folder of a float model, by a text: all but how they make it.
+
+    Args:
+        parser: of the command.
+        out: how the help calls what is written: FILE or DIR.
+        out_help: the help of ``--out``.
+        most: default of ``--max-windows``.
+        batch: default of ``--batch``.
+        dtype: what ``--dtype auto`` means, for the help.
+    """
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--out", type=Path, required=True, metavar=out, help=out_help)
     parser.add_argument("--overwrite", action="store_true", help="replace what is there (default: refuse)")
+    add_window_options(parser.add_argument_group("the text of --calibrate"), most, batch)
+    add_device_options(parser, dtype)

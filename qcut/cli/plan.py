@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from qcut.cli.answer import Answer
-from qcut.cli.arguments import (
-    MODEL_HELP,
-    add_command,
-    add_device_options,
-    add_layer_options,
-    add_out_options,
-    add_window_options,
-)
+from qcut.cli.arguments import add_command, add_data_options, add_making_options
 from qcut.config import parse_scheme
 from qcut.errors import ConfigError
 
@@ -48,10 +41,7 @@ def add_parser(commands: Any) -> None:
         "qcut quantize models/gpt2-5m --plan plan.json --out gpt2-mixed",
         fields=FIELDS,
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--calibrate", type=Path, required=True, metavar="TEXT", help="UTF-8 text that layers are tried on"
-    )
+    add_data_options(parser, "trying the layers on", "lm_head", required=True)
     parser.add_argument(
         "--budget",
         type=float,
@@ -79,11 +69,9 @@ def add_parser(commands: Any) -> None:
         help="how a layer's sensitivity is measured: by running the whole model with that layer quantized, or, much "
         "quicker, by the error of the layer's own output (default: model)",
     )
-    add_out_options(parser, "FILE", "the plan to write, as JSON")
+    dtype = "float16 on a GPU, float32 on a CPU"
+    add_making_options(parser, "FILE", "the plan to write, as JSON", most=8, batch=4, dtype=dtype)
     parser.add_argument("--report", type=Path, metavar="FILE.html", help="also write a page about it (default: none)")
-    add_layer_options(parser, "lm_head")
-    add_window_options(parser, 8, 4)
-    add_device_options(parser, "float16 on a GPU, float32 on a CPU")
     parser.set_defaults(command=run)
 
 

@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qcut.cli.answer import Answer
-from qcut.cli.arguments import (
-    MODEL_HELP,
-    add_command,
-    add_device_options,
-    add_out_options,
-    add_quantizing_options,
-    add_window_options,
-)
+from qcut.cli.arguments import add_command, add_making_options, add_quantizing_options
 from qcut.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -23,8 +16,11 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """\
 Makes a model smaller: reads it, replaces its linear layers by quantized ones, and writes the result to a folder, which
-`qcut generate`, `qcut eval`, `qcut info` and qcut.load take. MODEL itself is not changed. The folder appears when it is
-complete; if anything fails, nothing is left.
+`qcut generate`, `qcut eval`, `qcut info`, qcut.load and transformers take. MODEL itself is not changed. The folder
+appears when it is complete; if anything fails, nothing is left.
+
+MODEL may be a model for any task, of text, images or sound. Its layers are quantized while it is loaded, one after
+another, so that it takes the memory of the quantized model and of one layer; with --calibrate, that of the float model.
 
 w8a8 keeps weights and activations in 8 bits and suits long prompts and many sequences; codebook4 keeps weights in 4
 bits and suits few sequences and little memory; w8a16 loses the least.
@@ -52,11 +48,8 @@ def add_parser(commands: Any) -> None:
         "qcut quantize models/gpt2-5m --scheme w8a8_static --calibrate book.txt --out gpt2-int8",
         fields=FIELDS,
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    add_out_options(parser, "DIR", "the folder to write")
     add_quantizing_options(parser)
-    add_window_options(parser.add_argument_group("the text of --calibrate"), 32, 8)
-    add_device_options(parser, "that of the model's files")
+    add_making_options(parser, "DIR", "the folder to write", most=32, batch=8, dtype="that of the model's files")
     parser.set_defaults(command=run)
 
 
@@ -86,16 +79,14 @@ def run(arguments: argparse.Namespace) -> Answer:
 def _write(arguments: argparse.Namespace, quantizing: Quantizing, folder: Path) -> Report:
     """Quantize the model, and write it to an empty folder."""
     import qcut
-    from qcut.cli.quantizing import open_model, shown
+    from qcut.checkpoints.tokenizers import fetch_processors
+    from qcut.cli.quantizing import open_quantized, shown
 
-    model, tokenizer = open_model(arguments, _stored_dtype(arguments.model))
-    report = quantizing.apply(
-        model, tokenizer, window=arguments.window, most=arguments.max_windows, batch=arguments.batch
-    )
-    assert report is not None  # a scheme was given
+    model, tokenizer, report = open_quantized(arguments, quantizing, _stored_dtype(arguments.model))
     try:
-        qcut.save(model, folder, progress=shown())
-        tokenizer.save_pretrained(folder)
+        qcut.save(model, folder, progress=shown(), tokenizer=tokenizer)
+        if not Path(arguments.model).is_dir():
+            fetch_processors(arguments.model, folder)
     except CheckpointError as error:
         raise CheckpointError(str(error).replace(str(folder), str(arguments.out))) from error
     except OSError as error:

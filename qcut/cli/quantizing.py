@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from qcut.conversion.plan import Plan
     from qcut.conversion.report import Report
+    from qcut.integrations.transformers.config import QcutConfig
 
 _MOST_BYTES = 1 << 30
 _WINDOW = 512
@@ -65,6 +66,38 @@ def open_model(arguments: argparse.Namespace, dtype: torch.dtype | None = None) 
     if dtype is None or arguments.dtype != "auto":
         dtype = dtype_for(arguments.dtype, device)
     return load_pretrained(arguments.model, dtype=dtype, device=device, progress=shown())
+
+
+def open_quantized(
+    arguments: argparse.Namespace, quantizing: Quantizing, dtype: torch.dtype
+) -> tuple[Any, Any, Report]:
+    """A model for any task, quantized: while it is loaded, unless a text has to be run through the float model first.
+
+    Args:
+        arguments: the parsed command line; `open_model` says which of it counts.
+        quantizing: with a scheme.
+        dtype: what ``--dtype auto`` means.
+
+    Returns:
+        The model, its tokenizer or None, and the report.
+
+    Raises:
+        QcutError: see `qcut.checkpoints.pretrained.load_any` and `Quantizing.apply`.
+    """
+    from qcut.checkpoints.pretrained import device_of, dtype_for, load_any
+
+    device = device_of(arguments.device)
+    if arguments.dtype != "auto":
+        dtype = dtype_for(arguments.dtype, device)
+    config = quantizing.while_loading()
+    model, tokenizer = load_any(arguments.model, dtype=dtype, device=device, quantization=config, progress=shown())
+    report = getattr(getattr(model, "hf_quantizer", None), "report", None)
+    if report is None:
+        report = quantizing.apply(
+            model, tokenizer, window=arguments.window, most=arguments.max_windows, batch=arguments.batch
+        )
+    assert report is not None, "a scheme was given"
+    return model, tokenizer, report
 
 
 def cut_text(
@@ -158,6 +191,24 @@ class Quantizing:
             arguments.skip,
         )
 
+    def while_loading(self) -> QcutConfig | None:
+        """What transformers needs to quantize the model while it loads; None where the float model is needed.
+
+        Raises:
+            ConfigError: see `qcut.QcutConfig`.
+        """
+        import qcut
+
+        if self.scheme is None or self.text is not None:
+            return None
+        return qcut.QcutConfig(
+            self.scheme,
+            include=self.include,
+            modules_to_not_convert=self.skip,
+            embeddings=self.embeddings,
+            report=True,
+        )
+
     def apply(
         self, model: Any, tokenizer: Any, *, window: int | None = None, most: int | None = None, batch: int = 8
     ) -> Report | None:
@@ -182,6 +233,7 @@ class Quantizing:
             return None
         calibration = moments = None
         if self.text is not None:
+            _check_reads_text(model, tokenizer)
             windows, _ = cut_text(model, tokenizer, self.text, self.what, window, most or CALIBRATION_WINDOWS)
             batches = windows.split(batch)
             calibration = qcut.calibrate(model, batches, progress=shown())
@@ -197,6 +249,19 @@ class Quantizing:
             skip=self.skip,
             embeddings=self.embeddings,
             progress=shown(),
+        )
+
+
+def _check_reads_text(model: Any, tokenizer: Any) -> None:
+    """Refuse to run a text through a model that does not read text, or needs another one beside it."""
+    if tokenizer is None:
+        raise ConfigError("--calibrate TEXT needs a tokenizer, and there is none beside the model")
+    reads = getattr(model, "main_input_name", "input_ids")
+    if reads != "input_ids" or model.config.is_encoder_decoder:
+        what = "a text and its continuation" if reads == "input_ids" else reads
+        raise ConfigError(
+            f"--calibrate TEXT: {type(model).__name__} reads {what}, and not text alone; qcut.calibrate takes such "
+            "batches in Python"
         )
 
 

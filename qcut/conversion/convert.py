@@ -15,7 +15,7 @@ from qcut.conversion.commit import changes_of, commit
 from qcut.conversion.inventory import count_parameters
 from qcut.conversion.plan import Plan
 from qcut.conversion.prebuild import prebuild_layers
-from qcut.conversion.report import LayerReport, Report
+from qcut.conversion.report import LayerReport, Report, weight_error
 from qcut.conversion.smoothing import Smoothing, migrations_for, norm_updates, rescale, scaled_weight
 from qcut.conversion.tables import classifier_tasks, quantized_table, table_report
 from qcut.conversion.tasks import Task, add_second_moments, layer_tasks
@@ -122,7 +122,9 @@ def quantize(
 
     layers, reports = _make_layers(work.tasks, calibration, target, progress)
     tables = _make_tables(work, layers, embeddings, target)
-    reports += [table_report(name, module, tables[name], layers) for name, module in work.tables.items()]
+    for name, module in work.tables.items():
+        error = weight_error(module.weight, tables[name].dequantized_weight())
+        reports.append(table_report(name, tables[name], layers, module.weight.nbytes, error))
 
     replacements: dict[int, nn.Module] = {id(task.module): layers[name] for name, task in work.tasks.items()}
     replacements |= {id(module): tables[name] for name, module in work.tables.items()}
@@ -285,8 +287,7 @@ def _report(
     name: str, task: Task, source: nn.Module, layer: Linear, calibration: Calibration | None, tied_to: str | None
 ) -> LayerReport:
     weight = weight_nk(source).float()
-    norm = weight.double().norm().item()
-    error = (layer.dequantized_weight() - weight).double().norm().item() / norm if norm else 0.0
+    error = weight_error(weight, layer.dequantized_weight())
     sqnr = None
     if calibration is not None and name in calibration.layers:
         x = calibration.layers[name].sample[:_ERROR_ROWS].to(weight.device)

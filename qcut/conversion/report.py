@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from qcut.conversion.inventory import ALREADY, QUANTIZED
 from qcut.conversion.smoothing import Smoothing
 
@@ -131,6 +133,13 @@ class Report:
         rest = sorted((share, kind) for kind, share in percent.items() if kind not in (QUANTIZED, ALREADY))
         stay = [f"{share:.1f} % {_LONG.get(kind, kind)}" for share, kind in reversed(rest)]
         return f"parameters: {', '.join(done)}" + (f"; in float: {', '.join(stay)}" if stay else "")
+
+
+def weight_error(weight: Tensor, dequantized: Tensor) -> float:
+    """``‖W − Ŵ‖ / ‖W‖`` (Frobenius) of two matrices of one shape, on the device of ``dequantized``; 0 for zeros."""
+    plain = weight.detach().to(dequantized.device, dtype=dequantized.dtype)
+    norm = plain.double().norm().item()
+    return (dequantized - plain).double().norm().item() / norm if norm else 0.0
 
 
 _LONG = {"experts": "experts in parameters of three dimensions, which qcut does not quantize"}

@@ -58,19 +58,24 @@ def quantized_table(
     return made
 
 
-def table_report(name: str, module: nn.Embedding, made: Embedding, layers: dict[str, Linear]) -> LayerReport:
-    """The report on a quantized table; ``layers`` are the quantized layers by name."""
-    weight = module.weight.detach().float()
-    norm = weight.double().norm().item()
-    difference = made.dequantized_weight() - weight.to(made.weight.device)
+def table_report(name: str, made: Embedding, layers: dict[str, Linear], before: int, error: float) -> LayerReport:
+    """The report on a quantized table.
+
+    Args:
+        name: of the table.
+        made: the quantized table.
+        layers: the quantized layers by name.
+        before: bytes of the float table.
+        error: see `weight_error`.
+    """
     return LayerReport(
         name,
         made.scheme.name,
         made.embedding_dim,
         made.num_embeddings,
-        module.weight.nbytes,
+        before,
         made.linear.weight_bytes,
-        difference.double().norm().item() / norm if norm else 0.0,
+        error,
         None,
         next((other for other, layer in layers.items() if layer is made.linear), None),
     )

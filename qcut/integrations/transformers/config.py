@@ -59,6 +59,8 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         second_moments: `qcut.collect_second_moments` of the float model, by layer: codebooks are fitted to them.
         fuse: let a layer compute the activation that follows.
         allow_growth: quantize layers too whose quantized form takes as many bytes as the float one or more.
+        report: keep, as ``model.hf_quantizer.report``, the report that `qcut.quantize` returns, but for the errors of
+            outputs. Measuring the errors of weights takes time.
 
     Raises:
         ConfigError: an unknown scheme, ``fp16`` for the whole model, or ``w8a8_static`` without a calibration.
@@ -78,6 +80,7 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         second_moments: Mapping[str, Tensor] | None = None,
         fuse: bool = True,
         allow_growth: bool = False,
+        report: bool = False,
     ) -> None:
         self.quant_method = _METHOD
         self.scheme: Any = _checked(scheme, calibration)
@@ -88,6 +91,7 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.second_moments = second_moments
         self.fuse = fuse
         self.allow_growth = allow_growth
+        self.report = report
         self.stored: dict[str, Any] | None = None
         self.foreign: dict[str, Any] | None = None
 

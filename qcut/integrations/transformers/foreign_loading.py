@@ -38,6 +38,8 @@ class ForeignLoading:
             file.
     """
 
+    report = None
+
     def __init__(self, model: Any, config: Mapping[str, Any], files: list[Path]) -> None:
         where = str(files[0].parent) if files else "from_pretrained"
         if not files or any(path.suffix != ".safetensors" for path in files):

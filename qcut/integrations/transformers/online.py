@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
 from qcut.conversion.commit import changes_of, commit
-from qcut.conversion.convert import prepare
+from qcut.conversion.convert import model_bytes, prepare
 from qcut.conversion.fitting import rotatable
+from qcut.conversion.inventory import count_parameters
+from qcut.conversion.report import LayerReport, Report, weight_error
+from qcut.conversion.tables import table_report
 from qcut.conversion.tasks import Task
 from qcut.errors import CheckpointError, QcutError
 from qcut.integrations.transformers.config import QcutConfig
@@ -19,6 +22,11 @@ from qcut.integrations.transformers.placing import tie_parameters
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from qcut.models.modules import float_bias, is_conv1d, keep_hooks, tensor_key, weight_of
+from qcut.models.selection import quantized_layers
+from qcut.process.memory import return_free_memory
+
+_LARGE_BYTES = 1 << 20
+"""From here on a weight leaves holes in the heap that count."""
 
 
 @dataclass
@@ -30,12 +38,16 @@ class _Shared:
         layers: tasks of linear layers, by name.
         tables: embeddings, by name.
         made: the quantized layer that the others share; None until the weight has arrived.
+        nbytes: of the float weight.
+        errors: of the quantized weights, by layer; see `qcut.conversion.report.weight_error`.
     """
 
     names: list[str] = field(default_factory=list)
     layers: dict[str, Task] = field(default_factory=dict)
     tables: dict[str, nn.Embedding] = field(default_factory=dict)
     made: Linear | None = None
+    nbytes: int = 0
+    errors: dict[str, float] = field(default_factory=dict)
 
 
 class OnlineLoading:
@@ -48,9 +60,14 @@ class OnlineLoading:
         model: on the meta device.
         config: what to do.
 
+    Attributes:
+        report: what `finish` has done, where the configuration asks for it.
+
     Raises:
         QcutError: see `qcut.quantize`.
     """
+
+    report: Report | None = None
 
     def __init__(self, model: Any, config: QcutConfig) -> None:
         self._config = config
@@ -95,6 +112,8 @@ class OnlineLoading:
                 self._quantize(name, weight)
             except QcutError as error:  # transformers would catch it, and go on with random weights
                 self._failure = error
+        if weight.device.type == "cpu" and weight.nbytes >= _LARGE_BYTES:
+            return_free_memory()
 
     def settled(self, name: str) -> set[str]:
         """Names of the parameters that are no longer missing when a weight has arrived, but for those to be tied."""
@@ -122,7 +141,44 @@ class OnlineLoading:
             replacements[id(task.module)] = layer.train(task.module.training)
         for name, table in self._work.tables.items():
             replacements[id(table)] = self._tables[name].train(table.training)
+        report = self._report(model, replacements) if self._config.report else None
         commit(changes_of(model, replacements, self._work.fused, (), None))
+        if report is not None:
+            self.report = replace(report, bytes_after=model_bytes(model))
+
+    def _report(self, model: nn.Module, replacements: Mapping[int, nn.Module]) -> Report:
+        """The report of `qcut.quantize`, before the modules are replaced."""
+        sizes = {tensor_key(t): t.nbytes for t in (*model.parameters(), *model.buffers())}
+        by_layer: dict[str, _Shared] = {}
+        by_table: dict[str, _Shared] = {}
+        for one in self.targets.values():
+            by_layer |= dict.fromkeys(one.layers, one)
+            by_table |= dict.fromkeys(one.tables, one)
+        reports = []
+        for name, task in self._work.tasks.items():
+            one, layer, bias = by_layer[name], self._layers[name], task.module._parameters.get("bias")
+            first = next(iter(one.layers))
+            sizes[tensor_key(weight_of(task.module))] = one.nbytes
+            reports.append(
+                LayerReport(
+                    name,
+                    task.scheme.name,
+                    layer.in_features,
+                    layer.out_features,
+                    one.nbytes + (0 if bias is None else bias.nbytes),
+                    layer.weight_bytes,
+                    one.errors[name],
+                    tied_to=None if name == first else first,
+                    note=task.note,
+                )
+            )
+        for name, table in self._work.tables.items():
+            one = by_table[name]
+            sizes[tensor_key(table.weight)] = one.nbytes
+            error = next(iter(one.errors.values()))
+            reports.append(table_report(name, self._tables[name], self._layers, one.nbytes, error))
+        parameters, already = count_parameters(model, replacements), tuple(quantized_layers(model))
+        return Report(tuple(reports), self._work.skipped, sum(sizes.values()), 0, parameters, already)
 
     def _quantize(self, name: str, weight: Tensor) -> None:
         one = self.targets[name]
@@ -133,6 +189,7 @@ class OnlineLoading:
                 f"tensor {name!r}: found {list(weight.shape)}, the configuration asks for {list(wanted.shape)}"
             )
         before = one.made
+        one.nbytes = weight.nbytes
         weight_nk = weight.t() if is_conv1d(module) else weight
         for layer_name, task in one.layers.items():
             layer = _from_weight(weight_nk, task, layer_name)
@@ -140,12 +197,14 @@ class OnlineLoading:
             one.made = one.made or layer
             if before is None:
                 self._layers[layer_name] = layer
+                self._measure(one, layer_name, weight_nk, layer)
         if not one.layers:
             assert self._config.embeddings is not None, "there are tables to quantize only where it is given"
             served, _ = rotatable(self._config.embeddings, weight.shape[1])
             made = _from_weight(weight, Task(module, served), next(iter(one.tables)))
             _tie(made, one.made, name, again=before is not None)
             one.made = one.made or made
+            self._measure(one, next(iter(one.tables)), weight, made)
         for i, table_name in enumerate(one.tables):
             owns = not one.layers and i == 0
             assert one.made is not None
@@ -153,6 +212,10 @@ class OnlineLoading:
                 self._tables[table_name] = Embedding(one.made, weight.dtype, tied=not owns)
         # Marked, or transformers would draw values for weights that it takes to be missing.
         wanted._is_hf_initialized = True  # type: ignore[attr-defined]
+
+    def _measure(self, one: _Shared, name: str, weight: Tensor, layer: Linear) -> None:
+        if self._config.report:
+            one.errors[name] = weight_error(weight, layer.dequantized_weight())
 
 
 def _from_weight(weight: Tensor, task: Task, name: str) -> Linear:

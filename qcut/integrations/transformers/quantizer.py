@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from transformers.quantizers.base import HfQuantizer
@@ -14,6 +14,9 @@ from qcut.errors import CheckpointError, ConfigError, UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
 from qcut.process import versions
 
+if TYPE_CHECKING:
+    from qcut.conversion.report import Report
+
 _ONE_DEVICE = "one device for the whole model, as in device_map='cpu' or device_map={'': 'cuda:0'}"
 
 
@@ -21,9 +24,13 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
     """Quantizes a model of transformers while it is loaded, or loads one that is quantized; see `QcutConfig`.
 
     transformers makes one for each model, and keeps it as ``model.hf_quantizer``.
+
+    Attributes:
+        report: what was quantized while loading, where `QcutConfig` asks for it; None elsewhere.
     """
 
     requires_calibration = False
+    report: Report | None = None
 
     def __init__(self, quantization_config: QcutConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -93,6 +100,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         if getattr(model, "_tp_size", None) is not None:
             raise UnsupportedError(f"tensor parallel of {model._tp_size} for quantized layers; allowed: {_ONE_DEVICE}")
         loading.finish(model)
+        self.report = loading.report
         attach(model)
         if self.quantization_config.foreign is not None:
             from qcut.integrations.transformers.saving import describe

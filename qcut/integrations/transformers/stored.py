@@ -40,6 +40,8 @@ class StoredLoading:
             superfluous, or of another dtype or shape (named).
     """
 
+    report = None
+
     def __init__(self, model: Any, stored: Mapping[str, Any], files: list[Path]) -> None:
         where = files[0].parent / _WHERE if files else _WHERE
         self._where = where

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModel
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import qcut
 from qcut.errors import CheckpointError, ConfigError, QuantizationError
@@ -134,6 +137,23 @@ def test_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     assert again.transformer.h[0].attn.c_attn.weight.dtype is dtype
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("embeddings", [None, "w8a16"])
+def test_the_report_is_that_of_quantize(kind: str, embeddings: str | None, tmp_path: Path) -> None:
+    folder = folder_of(kind, tmp_path)
+    options: dict[str, Any] = {"dtype": torch.float16}
+    config = qcut.QcutConfig("codebook4_g16", embeddings=embeddings, modules_to_not_convert=["1.*"], report=True)
+    report = opened(folder, quantization_config=config, **options).hf_quantizer.report
+    expected = qcut.quantize(
+        opened(folder, **options), "codebook4_g16", embeddings=embeddings, skip=["1.*"], progress=False
+    )
+    assert report == expected
+    assert str(report) == str(expected)
+    assert len(report.layers) >= 4
+    assert report.skipped
+    assert opened(folder, quantization_config=qcut.QcutConfig("w8a8")).hf_quantizer.report is None
+
+
 def test_a_model_without_its_head(tmp_path: Path) -> None:
     folder = folder_of("llama", tmp_path)
     model = opened(folder, quantization_config=qcut.QcutConfig("codebook4_g16"))
@@ -166,6 +186,51 @@ def test_one_float_weight_is_alive_at_a_time(tmp_path: Path, monkeypatch: pytest
     assert len(watched) == 14
     assert max(alive) <= 1
     assert sum(one() is not None for one in watched) == 0
+
+
+_PEAK = """
+import pathlib, re, sys
+import torch
+from transformers import AutoModelForCausalLM
+import qcut
+from qcut.layers.base import Linear
+
+def held():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) << 10
+
+peak = [0]
+from_float = Linear.from_float.__func__
+
+def watching(cls, module, *args, **kwargs):
+    peak[0] = max(peak[0], held())
+    return from_float(cls, module, *args, **kwargs)
+
+Linear.from_float = classmethod(watching)
+config = qcut.QcutConfig("w8a8", report=True)
+AutoModelForCausalLM.from_pretrained(sys.argv[1] + "/small", dtype=torch.float32, quantization_config=config)
+before, peak[0] = held(), 0
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32, quantization_config=config)
+print(peak[0] - before, sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from Linux")
+def test_holes_in_the_heap_are_given_back(tmp_path: Path) -> None:
+    """Float32 weights of 12 MiB each, 336 MiB in all: what is resident when a layer is quantized is what was made."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8, "vocab_size": 128}
+    for folder, layers in ((tmp_path, 8), (tmp_path / "small", 1)):
+        with torch.device("meta"):
+            model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **sizes))
+        model.to_empty(device="cpu").half()
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.arange(parameter.shape[-1]) % 7 - 3)
+        model.save_pretrained(folder)
+    words = [sys.executable, "-c", _PEAK, str(tmp_path)]
+    # glibc comes to such settings by itself, sooner or later: large tensors lie in the heap, which keeps what it has.
+    heap = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+    ended = subprocess.run(words, capture_output=True, text=True, check=True, env=os.environ | heap)
+    grown, made = map(int, ended.stdout.split())
+    assert grown < made + 3 * 4 * 3072 * 1024
 
 
 def test_a_weight_that_cannot_be_quantized_is_named(tmp_path: Path) -> None:
