@@ -66,8 +66,9 @@ def registers(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
     slots = problem.slots * (1 + problem.offsets)
     weights = tile.prefetch * tile.units * (2 * problem.bits + slots + (2 if int8 else 0))
     sums = token_tiles * (4 if int8 else 12)
-    if problem.offsets:
-        sums += 2 * tile.units * problem.slots * token_tiles + 4 * (tile.units > 1)  # of tokens
+    if problem.offsets and problem.slots > 1:
+        # Sums of tokens by slot; of four slots and several units the compiler keeps more than these.
+        sums += 2 * tile.units * problem.slots * token_tiles + 20 * (problem.slots == 4 and tile.units > 1)
     return tokens + weights + sums + (28 + 8 * (tile.units > 1) if int8 else 20)
 
 

@@ -107,10 +107,10 @@ def assert_near(got: Tensor, layer: ShiftedCodebookLinear, x: Tensor) -> None:
 
 
 FAMILIES: list[tuple[str, Any]] = [
-    (CODEBOOK_STREAM.name, CodebookStreamTile(1, 7, 32)),
+    (CODEBOOK_STREAM.name, CodebookStreamTile(1, 7, 16)),
     (CODEBOOK_STREAM.name, CodebookStreamTile(8, 3, 10, 1, 1, 3)),
     (CODEBOOK_STREAM.name, CodebookStreamTile(4, 2, 4, 2, 2)),
-    (CODEBOOK_STREAM.name, CodebookStreamTile(24, 2, 5, 3, 1, 2)),
+    (CODEBOOK_STREAM.name, CodebookStreamTile(24, 2, 5, 1, 1, 2)),
     (CODEBOOK_STREAM_ROUNDS.name, CodebookRoundsTile(1, 3, 2, 2)),
     (CODEBOOK_STREAM_ROUNDS.name, CodebookRoundsTile(16, 2, 4, 2)),
     (CODEBOOK_STREAM_WGMMA.name, CodebookStreamWgmmaTile(8, 1, 1, 3, 1)),
