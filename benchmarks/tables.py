@@ -355,6 +355,21 @@ def quantizing(rows: Rows) -> str:
     return markdown(["scheme", "indices", "seconds", "GB beside the float model"], lines)
 
 
+def zero_points(rows: Rows) -> str:
+    """Speed of layers with zero points over int4's without, by tokens and shape."""
+    found = rows.of("bench_foreign")
+    if not found:
+        return missing("bench_foreign")
+    cells = {(row["variant"], int(row["m"]), f"{row['n']} × {row['k']}"): float(row["x_int4"]) for row in found}
+    names, tokens, shapes = ([*dict.fromkeys(key[i] for key in cells)] for i in range(3))
+    header = ["M", *(f"{name.removesuffix('_shifted')}, {shape}" for name in names for shape in shapes)]
+    lines = (
+        [f"{m:,}", *(f"{cells[name, m, shape]:.2f}×" for name in names for shape in shapes)] for m in sorted(tokens)
+    )
+    means = (f"`{name}` {geomean([v for key, v in cells.items() if key[0] == name]):.3f}×" for name in names)
+    return f"{markdown(header, lines)}\n\nGeometric means: {', '.join(means)}."
+
+
 def loading(rows: Rows) -> str:
     """Memory of loading a model, by door."""
     columns = ("model_mb", "anonymous_mb", "mapped_mb")
@@ -477,6 +492,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "prompt attention": prompt_attention,
     "quantizing": quantizing,
     "loading": loading,
+    "zero points": zero_points,
 }
 _PLACE = re.compile(r"<!-- measured: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
 

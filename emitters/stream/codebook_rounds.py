@@ -49,7 +49,8 @@ def registers(problem: CodebookProblem, tile: CodebookRoundsTile) -> int:
     sums = 4 * token_tiles * tile.row_tiles
     # Without bounds, the compiler decodes several tiles of 16-bit weights before it multiplies the first.
     if problem.offsets:
-        sums += 2 * problem.slots * token_tiles  # of tokens
+        # Sums of tokens by slot; of four slots the compiler keeps each tile's as well.
+        sums += 2 * problem.slots * token_tiles + (8 * tile.row_tiles + 4) * (problem.slots == 4)
     return weights + tokens + sums + (40 if int8 else 32 + 14 * tile.row_tiles)
 
 
