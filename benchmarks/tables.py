@@ -361,10 +361,12 @@ def zero_points(rows: Rows) -> str:
     if not found:
         return missing("bench_foreign")
     cells = {(row["variant"], int(row["m"]), f"{row['n']} × {row['k']}"): float(row["x_int4"]) for row in found}
-    names, tokens, shapes = ([*dict.fromkeys(key[i] for key in cells)] for i in range(3))
-    header = ["M", *(f"{name.removesuffix('_shifted')}, {shape}" for name in names for shape in shapes)]
+    names, shapes = dict.fromkeys(key[0] for key in cells), dict.fromkeys(key[2] for key in cells)
+    columns = [(name, shape) for name in names for shape in shapes]
+    header = ["M", *(f"{name.removesuffix('_shifted')}, {shape}" for name, shape in columns)]
     lines = (
-        [f"{m:,}", *(f"{cells[name, m, shape]:.2f}×" for name in names for shape in shapes)] for m in sorted(tokens)
+        [f"{m:,}", *(f"{cells[name, m, shape]:.2f}×" for name, shape in columns)]
+        for m in sorted({key[1] for key in cells})
     )
     means = (f"`{name}` {geomean([v for key, v in cells.items() if key[0] == name]):.3f}×" for name in names)
     return f"{markdown(header, lines)}\n\nGeometric means: {', '.join(means)}."
