@@ -58,7 +58,7 @@ def layer_tasks(
     """
     check_model(model)
     patterns = tuple(skip or ()) if isinstance(scheme, Plan) else tuple(DEFAULT_SKIP if skip is None else skip)
-    parsed = scheme if isinstance(scheme, Plan) else _uniform_scheme(scheme, calibration)
+    parsed = scheme if isinstance(scheme, Plan) else uniform_scheme(scheme, calibration)
     chosen = find_layers(model, include, patterns)
     every, skipped = linear_layers(model)
     if isinstance(parsed, Plan):
@@ -76,13 +76,17 @@ def layer_tasks(
     return tasks, dict(sorted(skipped.items(), key=lambda item: order[item[0]]))
 
 
-def _uniform_scheme(scheme: str | Scheme, calibration: Calibration | None) -> Scheme:
-    """A scheme for all layers."""
+def uniform_scheme(scheme: str | Scheme, calibration: Calibration | None) -> Scheme:
+    """A scheme for all layers.
+
+    Raises:
+        ConfigError: no such scheme, a scheme that quantizes nothing, or one that needs a calibration and has none.
+    """
     scheme = parse_scheme(scheme)
     if scheme.is_float:
         raise ConfigError(f"scheme {scheme.name!r} leaves every layer as it is; {ALLOWED_SCHEMES}")
     if scheme.needs_range and calibration is None:
-        raise ConfigError(f"scheme {scheme.name!r} needs calibration=qcut.calibrate(model, batches)")
+        raise ConfigError(f"scheme {scheme.name!r} needs calibration=qcut.calibrate(model, batches) of the float model")
     return scheme
 
 

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qcut.config import ALLOWED_SCHEMES, Scheme, parse_scheme
-from qcut.errors import CheckpointError, ConfigError
+from qcut.config import Scheme, parse_scheme
+from qcut.errors import CheckpointError
 from qcut.process import versions
 from qcut.storage import schema
 
@@ -164,13 +164,9 @@ def _conforming(data: dict[str, Any], fields: schema.Check) -> dict[str, Any]:
 
 def _checked(scheme: str | Scheme | Plan, calibration: Calibration | None) -> Scheme | Plan:
     from qcut.conversion.plan import Plan
+    from qcut.conversion.tasks import uniform_scheme
 
     if isinstance(scheme, Plan):
         scheme.check()
         return scheme
-    parsed = parse_scheme(scheme)
-    if parsed.is_float:
-        raise ConfigError(f"scheme {parsed.name!r} leaves every layer as it is; {ALLOWED_SCHEMES}")
-    if parsed.needs_range and calibration is None:
-        raise ConfigError(f"scheme {parsed.name!r} needs calibration=qcut.calibrate(model, batches) of the float model")
-    return parsed
+    return uniform_scheme(scheme, calibration)
