@@ -84,6 +84,17 @@ def spec() -> LaunchSpec:
 # ── which kernels ────────────────────────────────────────────────────────────────────────────────
 
 
+def stand_in_of(spec: LaunchSpec) -> LaunchSpec | None:
+    """What serves while nvcc builds a kernel: one that NVRTC builds, for which nothing stands in; None without nvcc."""
+    if spec.source.toolchain != "nvcc":
+        assert spec.stand_in is None
+        return None
+    assert spec.stand_in is not None
+    quick = spec.stand_in()
+    assert (quick.source.toolchain, quick.source.host_text, quick.stand_in) == ("nvrtc", None, None)
+    return quick
+
+
 @pytest.mark.parametrize("gpu", [H200, A100], ids=lambda gpu: gpu.arch)
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static"])
 def test_three_kernels_that_nvrtc_builds_serve_any_number_of_rows(scheme: str, gpu: Target) -> None:
@@ -91,12 +102,8 @@ def test_three_kernels_that_nvrtc_builds_serve_any_number_of_rows(scheme: str, g
     names, waited = set(), 0
     for rows in sorted({plans.m_bucket(m) for m in range(9, 10_000, 7)}):
         spec = Product(problem, rows, 5120, 1280).spec(gpu, cutlass=True)
-        if spec.source.toolchain != "nvcc":
-            assert spec.stand_in is None
+        if (quick := stand_in_of(spec)) is None:
             continue
-        assert spec.stand_in is not None
-        quick = spec.stand_in()
-        assert (quick.source.toolchain, quick.source.host_text, quick.stand_in) == ("nvrtc", None, None)
         assert isinstance(quick.grid, Grid)  # so that C++ can launch it
         names.add(quick.source.name)
         waited += 1
@@ -108,12 +115,8 @@ def test_w8a16_has_stand_ins_too(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, names, waited = linear_problem(DType.F16, 5120, 1280, True, "none", "w8a16"), set(), set()
     for rows in sorted({plans.m_bucket(m) for m in range(1, 10_000, 7)}):
         spec = w8a16_spec(problem, rows, 5120, 1280, H200)
-        if spec.source.toolchain != "nvcc":
-            assert spec.stand_in is None
+        if (quick := stand_in_of(spec)) is None:
             continue
-        assert spec.stand_in is not None
-        quick = spec.stand_in()
-        assert (quick.source.toolchain, quick.source.host_text, quick.stand_in) == ("nvrtc", None, None)
         names.add(quick.source.name)
         waited.add(spec.source.name)
     assert len(waited) > len(STAND_IN_ROWS) >= len(names)
