@@ -70,6 +70,15 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
+def assert_serves(model: Any, expected: Any, folder: Path) -> None:
+    """Check a model's logits beside those in float64, and that it computes the same bits after `qcut.save`."""
+    with torch.no_grad():
+        logits = model(IDS).logits
+        torch.testing.assert_close(logits.double(), expected(IDS).logits, rtol=1e-3, atol=1e-3)
+        qcut.save(model, folder)
+        assert torch.equal(qcut.load(folder, progress=False)(IDS).logits, logits)
+
+
 def linears(model: Any) -> dict[str, Any]:
     """The layers that writers quantize: all but the classifier."""
     return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}

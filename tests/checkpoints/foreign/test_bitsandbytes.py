@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import qcut
 from qcut.errors import CheckpointError, UnsupportedError
 from tests.checkpoints.foreign import samples
 
@@ -45,11 +44,7 @@ def test_4_bits_are_a_codebook_of_the_librarys_levels(tmp_path: Path, kind: str,
         # Scales that were largest magnitudes of float16 weights are float16, nested ones are not.
         assert layer.scheme.name == "codebook4_g64_none" + "_fp32norms" * nested
         assert torch.equal(layer.dequantized_weight().double(), module.weight), name
-    with torch.no_grad():
-        logits = model(samples.IDS).logits
-        torch.testing.assert_close(logits.double(), expected(samples.IDS).logits, rtol=1e-3, atol=1e-3)
-        qcut.save(model, tmp_path / "saved")
-        assert torch.equal(qcut.load(tmp_path / "saved", progress=False)(samples.IDS).logits, logits)
+    samples.assert_serves(model, expected, tmp_path / "saved")
 
 
 def test_rows_of_zeros(tmp_path: Path) -> None:

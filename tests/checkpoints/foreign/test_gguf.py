@@ -93,11 +93,7 @@ def test_blocks_are_the_packages(tmp_path: Path, kind: str, scheme: str, tied: b
         layer = model.get_submodule(name)
         assert layer.scheme.name == scheme
         assert torch.equal(layer.dequantized_weight().double(), module.weight), name
-    with torch.no_grad():
-        logits = model(samples.IDS).logits
-        torch.testing.assert_close(logits.double(), expected(samples.IDS).logits, rtol=1e-3, atol=1e-3)
-        qcut.save(model, tmp_path / "saved")
-        assert torch.equal(qcut.load(tmp_path / "saved", progress=False)(samples.IDS).logits, logits)
+    samples.assert_serves(model, expected, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -109,11 +105,7 @@ def test_quantized_tables_of_tokens(tmp_path: Path, kind: str, tied: bool) -> No
     assert isinstance(table, qcut.Embedding)
     assert (table.linear is model.get_submodule("lm_head")) == tied
     assert torch.equal(table(samples.IDS).double(), expected.get_submodule("model.embed_tokens")(samples.IDS))
-    with torch.no_grad():
-        logits = model(samples.IDS).logits
-        torch.testing.assert_close(logits.double(), expected(samples.IDS).logits, rtol=1e-3, atol=1e-3)
-        qcut.save(model, tmp_path / "saved")
-        assert torch.equal(qcut.load(tmp_path / "saved", progress=False)(samples.IDS).logits, logits)
+    samples.assert_serves(model, expected, tmp_path / "saved")
 
 
 def test_floats_stay_floats(tmp_path: Path) -> None:
