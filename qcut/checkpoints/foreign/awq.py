@@ -34,16 +34,7 @@ _CONFIG = schema.record(
 
 
 class Awq(Words):
-    """The format as a checkpoint's ``quantization_config`` describes it.
-
-    Args:
-        config: the configuration, as JSON holds it.
-        where: the file, for messages.
-
-    Raises:
-        CheckpointError: a field is missing, or holds what it cannot.
-        UnsupportedError: bits or a version of the format that is not served (named).
-    """
+    """AWQ's, as `Format` says."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         where = f"{where}: quantization_config"

@@ -52,15 +52,7 @@ _STATE_BYTES = 1 << 16
 
 
 class BitsAndBytes:
-    """The format as a checkpoint's ``quantization_config`` describes it.
-
-    Args:
-        config: the configuration, as JSON holds it.
-        where: the file, for messages.
-
-    Raises:
-        CheckpointError: a field is missing, or holds what it cannot.
-    """
+    """bitsandbytes's, as `Format` says."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         data = schema.conform(config, _CONFIG, f"{where}: quantization_config", CheckpointError)

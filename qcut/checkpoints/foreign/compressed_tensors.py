@@ -88,16 +88,7 @@ class _Group:
 
 
 class CompressedTensors:
-    """The format as a checkpoint's ``quantization_config`` describes it.
-
-    Args:
-        config: the configuration, as JSON holds it.
-        where: the file, for messages.
-
-    Raises:
-        CheckpointError: a field is missing, or holds what it cannot.
-        UnsupportedError: types, bits or strategies that no qcut layer computes exactly (named).
-    """
+    """compressed-tensors's, as `Format` says."""
 
     def __init__(self, config: dict[str, Any], where: str) -> None:
         where = f"{where}: quantization_config"

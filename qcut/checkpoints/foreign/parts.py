@@ -114,7 +114,12 @@ class Parts:
 
 
 class Format(Protocol):
-    """How a library stores quantized layers: read from the checkpoint's configuration, asked layer by layer."""
+    """How a library stores quantized layers: read from the checkpoint's configuration, asked layer by layer.
+
+    Formats with a ``quantization_config`` are made of it, as JSON holds it, and of the name of its file, for messages.
+    They raise `CheckpointError` where a field is missing or holds what it cannot, and `UnsupportedError` where types,
+    bits, strategies or a version are not served (named).
+    """
 
     def quantized(self, tensors: Mapping[str, Stored]) -> bool:
         """Whether the tensors of a module, by the ends of their names, are those of a quantized layer."""
