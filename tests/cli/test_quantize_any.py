@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import qcut
 from qcut.cli import main as cli
@@ -18,6 +15,7 @@ from qcut.cli import quantizing
 from qcut.layers.base import Linear
 from tests.fuzz.formats import build_huggingface
 from tests.support import ROOT
+from tests.support.alive import watch_float_weights
 from tests.support.architectures import inputs_of, run, tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -91,21 +89,10 @@ def _printed(capfd: pytest.CaptureFixture[str], *words: object) -> str:
 
 def test_one_float_weight_is_alive_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of("ViTForImageClassification", tmp_path / "float")
-    watched: list[weakref.ref[Any]] = []
-    alive: list[int] = []
-    from_float = Linear.from_float.__func__  # type: ignore[attr-defined]
-
-    def watching(cls: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Linear:
-        gc.collect()
-        alive.append(sum(one() is not None for one in watched))
-        watched.append(weakref.ref(module.weight.untyped_storage()))  # type: ignore[operator, union-attr]
-        made: Linear = from_float(cls, module, *args, **kwargs)
-        return made
-
-    monkeypatch.setattr(Linear, "from_float", classmethod(watching))
+    weights = watch_float_weights(monkeypatch)
     assert cli.main(["quantize", str(folder), "--scheme", "w8a8", "--out", str(tmp_path / "out")]) == 0
-    assert len(watched) >= 12
-    assert max(alive) <= 1
+    assert len(weights.watched) >= 12
+    assert max(weights.alive) <= 1
 
 
 def test_a_plan_is_served_while_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

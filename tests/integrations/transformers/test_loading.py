@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import qcut
@@ -21,6 +19,7 @@ from qcut.errors import CheckpointError, ConfigError, QuantizationError
 from qcut.layers.base import Linear
 from qcut.models.modules import FusedActivation
 from tests.integrations.transformers.support import IDS, folder_of, logits, opened, same, small
+from tests.support.alive import watch_float_weights
 from tests.support.tensors import write_tensors
 
 SCHEMES = ("w8a8", "w8a16", "codebook4", "codebook2+3_g16", "codebook4_int8", "codebook4_g32_qr", "int4_g16")
@@ -166,26 +165,11 @@ def test_a_model_without_its_head(tmp_path: Path) -> None:
 def test_one_float_weight_is_alive_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every weight that reaches a layer is watched; when the next one comes, those before it must be gone."""
     folder = folder_of("llama", tmp_path)
-    watched: list[weakref.ref[Any]] = []
-    alive: list[int] = []
-    from_float = Linear.from_float.__func__  # type: ignore[attr-defined]
-
-    def watching(cls: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Linear:
-        gc.collect()
-        alive.append(sum(one() is not None for one in watched))
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        assert not weight.is_meta
-        watched.append(weakref.ref(weight.untyped_storage()))
-        made: Linear = from_float(cls, module, *args, **kwargs)
-        return made
-
-    monkeypatch.setattr(Linear, "from_float", classmethod(watching))
+    weights = watch_float_weights(monkeypatch)
     opened(folder, quantization_config=qcut.QcutConfig("w8a8"))
-    gc.collect()
-    assert len(watched) == 14
-    assert max(alive) <= 1
-    assert sum(one() is not None for one in watched) == 0
+    assert len(weights.watched) == 14
+    assert max(weights.alive) <= 1
+    assert weights.now() == 0
 
 
 _PEAK = """
