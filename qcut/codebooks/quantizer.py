@@ -87,7 +87,8 @@ def quantize(
         QuantizationError: NaN or Inf, or a norm beyond float16.
         ConfigError: another number of bits, a group size below 1, a group that the rotation cannot take.
 
-    Exactness: float32; an index may differ between devices where a rotated value lies within rounding of a midpoint.
+    Exactness: float32; between devices an index may differ where a rotated value lies within rounding of a midpoint,
+    and a norm by its last bit.
 
     Source: docs/schemes.md, section 4; Lloyd-Max (`qcut.codebooks.lloyd_max`).
     """

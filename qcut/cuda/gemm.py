@@ -257,9 +257,8 @@ def gemm_s8(call: GemmS8, choice: Choice | None = None) -> Tensor:
     ldd, residual = n if out_layout == "row" else m, call.residual
     if residual is not None and out_layout == "column":
         residual = residual.t()
-    zero_point = None if call.zero_point is None else call.zero_point.clamp(-128, 127)
     # In the order of Epilogue.params().
-    vectors = (zero_point, call.colsum, call.row_scale, call.col_scale, call.bias, residual)
+    vectors = (call.zero_point, call.colsum, call.row_scale, call.col_scale, call.bias, residual)
     fused = tuple(vector is not None for vector in vectors)
     memory = (left.along_k, left.alignment, right.along_k, right.alignment, out_layout, dispatch.alignment_of(ldd))
     options = (call.dtype, call.wrap, call.activation, call.tensor_cores, choice)

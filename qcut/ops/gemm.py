@@ -168,8 +168,9 @@ def gemm_s8(
         b: int8 ``[N, K]``, N >= 1, as weights are stored: the right operand of the product is its transpose. Read in
             place where it is contiguous along K or along N. Pointers, leading dimensions and contiguous extents of a
             and b that are multiples of 16 bytes are the fast case.
-        zero_point: int32 ``[M]``, in [-128, 127]; goes with ``colsum``. The CPU refuses values out of range; CUDA
-            saturates them, since an error would have to wait for the device.
+        zero_point: int32 ``[M]``, in [-128, 127]; goes with ``colsum``. The CPU refuses values out of range. CUDA does
+            not look, since an error would have to wait for the device: rows with such values have no meaning, and the
+            others are right.
         colsum: int32 ``[N]``, ``sum_k b[n, k]``.
         row_scale: float32 ``[M]``.
         col_scale: float32 ``[N]``.
