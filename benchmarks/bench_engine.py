@@ -34,6 +34,8 @@ from benchmarks.harness import CEILINGS, CheckError, Timing
 
 PROMPT, NEW = 256, 256
 ROUNDS, QUICK_ROUNDS = 5, 2
+SETTLE_S, SAMPLED_S = 0.1, 0.1
+"""Seconds of calls before those that are counted, and of those, at least."""
 KEY = ("case",)
 """Rows of the cases that a call does not measure stay."""
 CHECKED = 64
@@ -187,15 +189,22 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def wall_us(call: Callable[[], object], rounds: int) -> list[float]:
-    """Microseconds of each call, including the device's work; a first call is not counted."""
-    samples = []
-    for _ in range(rounds + 1):
+    """Microseconds of calls, each with the device's work: at least ``rounds``, and as many as fit into `SAMPLED_S`.
+
+    Calls before them, for `SETTLE_S`, are not counted: a device that was idle takes that long to reach its clocks.
+    """
+    samples: list[float] = []
+    begin = time.perf_counter()
+    settled = 0
+    while len(samples) < settled + rounds or time.perf_counter() - begin < SETTLE_S + SAMPLED_S:
         start = time.perf_counter()
         call()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         samples.append((time.perf_counter() - start) * 1e6)
-    return samples[1:]
+        if time.perf_counter() - begin < SETTLE_S or not settled:
+            settled = len(samples)
+    return samples[settled:]
 
 
 def decode_us(engine: qcut.Engine, prompts: list[list[int]], new: int, rounds: int) -> Timing:
