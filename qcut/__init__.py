@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from qcut.config import W8A16 as W8A16
     from qcut.config import Codebook as Codebook
     from qcut.config import Float as Float
+    from qcut.config import Int16x8 as Int16x8
     from qcut.config import StaticRange as StaticRange
     from qcut.conversion.calibration import Calibration as Calibration
     from qcut.conversion.calibration import calibrate as calibrate
@@ -55,6 +56,7 @@ _HOME = {
     "W8A16": "config",
     "Codebook": "config",
     "Float": "config",
+    "Int16x8": "config",
     "StaticRange": "config",
     "Embedding": "layers.embedding",
     "Engine": "engine.engine",

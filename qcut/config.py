@@ -168,6 +168,54 @@ class W8A16(Scheme):
 
 
 @dataclass(frozen=True)
+class Int16x8(Scheme):
+    """int16 activations, int8 weights; sums are exact integers, rounded once.
+
+    Attributes:
+        mode: ``dynamic`` scales each token by its own largest magnitude; ``static`` uses the larger bound of one
+            calibrated `StaticRange` per layer. Both are symmetric.
+    """
+
+    mode: Literal["dynamic", "static"] = "dynamic"
+    kind: ClassVar[str] = "int16x8"
+    usual: ClassVar[tuple[str, ...]] = ("int16x8", "int16x8_static")
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("dynamic", "static"):
+            raise ConfigError(f"Int16x8 mode {self.mode!r} does not exist; use 'dynamic' or 'static'")
+
+    @classmethod
+    def from_name(cls, name: str) -> Int16x8 | None:
+        """See `Scheme`."""
+        modes: dict[str, Literal["dynamic", "static"]] = {"int16x8": "dynamic", "int16x8_static": "static"}
+        return cls(modes[name]) if name in modes else None
+
+    @property
+    def name(self) -> str:
+        """``int16x8`` or ``int16x8_static``."""
+        return "int16x8" if self.mode == "dynamic" else "int16x8_static"
+
+    @property
+    def int8_products(self) -> bool:
+        """An int16 is two int8: its high and its low half."""
+        return True
+
+    @property
+    def needs_range(self) -> bool:
+        """Whether the mode is ``static``."""
+        return self.mode == "static"
+
+    @property
+    def passes(self) -> int:
+        """Two: the weight is multiplied by both halves of the activations."""
+        return 2
+
+    def weight_bytes(self, n: int, k: int) -> float:
+        """One byte a value."""
+        return float(n * k)
+
+
+@dataclass(frozen=True)
 class Float(Scheme):
     """The layer stays as it is, in the model's own floating-point type."""
 
@@ -408,16 +456,23 @@ class ShiftedCodebook(Codebook):
 
 SCHEME_NAMES = tuple(name for cls in Scheme._classes.values() for name in cls.usual)
 """Names for lists that users read. `parse_scheme` knows more names of codebooks: see `Codebook.name`."""
-ALLOWED_SCHEMES = "use w8a8, w8a8_static, w8a16 or a codebook such as codebook4"
+ALLOWED_SCHEMES = "use w8a8, w8a8_static, w8a16, int16x8 or a codebook such as codebook4"
 """The end of messages about a scheme that quantizes nothing."""
 
 
-_SAME = {"w8a8_dynamic": "w8a8", "int8_w8a8": "w8a8", "int8_weight_only": "w8a16", "int4_w4a16": "int4"}
+_SAME = {
+    "w8a8_dynamic": "w8a8",
+    "int8_w8a8": "w8a8",
+    "int8_weight_only": "w8a16",
+    "int4_w4a16": "int4",
+    "16x8": "int16x8",
+}
 """Other names of a scheme that mean the same thing."""
 
 _NEAR = {
     "int8": "w8a8 (weights and activations in int8) or w8a16 (weights alone)",
     "8bit": "w8a8 (weights and activations in int8) or w8a16 (weights alone)",
+    "int16": "int16x8 (int16 activations, int8 weights)",
     "w8": "w8a16 (int8 weights, activations as they are)",
     "a8w8": "w8a8",
     "int8_dynamic": "w8a8",

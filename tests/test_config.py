@@ -8,11 +8,12 @@ import pickle
 import pytest
 
 from qcut import config, errors
-from qcut.config import W8A8, W8A16, Codebook, Float, StaticRange, parse_scheme, scheme_from_json
+from qcut.config import W8A8, W8A16, Codebook, Float, Int16x8, StaticRange, parse_scheme, scheme_from_json
 from qcut.emitters.core import epilogue
 from qcut.emitters.gemm import problem as gemm
 
-PLAIN = (W8A8(), W8A8("static"), W8A16(), Float())
+PLAIN_NAMES = ("w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static", "fp16")
+PLAIN = (W8A8(), W8A8("static"), W8A16(), Int16x8(), Int16x8("static"), Float())
 CODEBOOKS = {
     "codebook4": Codebook(),
     "codebook3": Codebook(3),
@@ -45,23 +46,25 @@ def test_padded_k():
 
 
 def test_scheme_names():
-    assert [s.name for s in PLAIN] == ["w8a8", "w8a8_static", "w8a16", "fp16"] == list(config.SCHEME_NAMES[:4])
+    assert [s.name for s in PLAIN] == list(PLAIN_NAMES) == list(config.SCHEME_NAMES[:6])
     assert [s.name for s in CODEBOOKS.values()] == list(CODEBOOKS)
-    assert list(config.SCHEME_NAMES[4:]) == list(CODEBOOKS)[:7]
-    assert [s.int8_products for s in PLAIN] == [True, True, False, False]
+    assert list(config.SCHEME_NAMES[6:]) == list(CODEBOOKS)[:7]
+    assert [s.int8_products for s in PLAIN] == [True, True, False, True, True, False]
     assert [name for name, s in CODEBOOKS.items() if s.int8_products] == [n for n in CODEBOOKS if n.endswith("_int8")]
 
 
 def test_schemes_say_what_they_need():
     said = {
         name: (scheme.int8_products, scheme.is_float, scheme.needs_range, scheme.takes_second_moments, scheme.passes)
-        for name in ("w8a8", "w8a8_static", "w8a16", "fp16", "codebook4", "codebook4+4_int8", "int4")
+        for name in (*PLAIN_NAMES, "codebook4", "codebook4+4_int8", "int4")
         for scheme in (parse_scheme(name),)
     }
     assert said == {
         "w8a8": (True, False, False, False, 1),
         "w8a8_static": (True, False, True, False, 1),
         "w8a16": (False, False, False, False, 1),
+        "int16x8": (True, False, False, False, 2),
+        "int16x8_static": (True, False, True, False, 2),
         "fp16": (False, True, False, False, 1),
         "codebook4": (False, False, False, True, 1),
         "codebook4+4_int8": (True, False, False, True, 2),
@@ -88,14 +91,15 @@ def test_scheme_round_trips(scheme):
 )
 def test_unknown_scheme_lists_the_names(name):
     with pytest.raises(
-        errors.ConfigError, match=r"does not exist; (did.*\? )?use one of w8a8, w8a8_static, w8a16, fp16"
+        errors.ConfigError,
+        match=rf"does not exist; (did.*\? )?use one of {', '.join(PLAIN_NAMES)}",
     ):
         parse_scheme(name)
 
 
 @pytest.mark.parametrize(
     ("alias", "name"),
-    [("W8A8", "w8a8"), ("W8A8-Static", "w8a8_static"), ("int8_weight_only", "w8a16"), ("INT4", "int4")],
+    [("W8A8", "w8a8"), ("W8A8-Static", "w8a8_static"), ("int8_weight_only", "w8a16"), ("16x8", "int16x8")],
 )
 def test_other_spellings_of_the_same_scheme(alias, name):
     assert parse_scheme(alias) == parse_scheme(name)
@@ -120,13 +124,16 @@ def test_did_you_mean(name, near):
 
 
 def test_unknown_mode():
-    with pytest.raises(errors.ConfigError, match="'fast' does not exist; use 'dynamic' or 'static'"):
-        W8A8("fast")  # type: ignore[arg-type]
+    for scheme in (W8A8, Int16x8):
+        with pytest.raises(errors.ConfigError, match="'fast' does not exist; use 'dynamic' or 'static'"):
+            scheme("fast")  # type: ignore[arg-type]
 
 
 def test_foreign_scheme_json():
     for data in [None, [], {}, {"kind": "w4"}, {"kind": ["w8a8"]}]:
-        with pytest.raises(errors.ConfigError, match=r"not a scheme: .*'kind' is one of w8a8, w8a16, fp16, codebook"):
+        with pytest.raises(
+            errors.ConfigError, match=r"not a scheme: .*'kind' is one of w8a8, w8a16, int16x8, fp16, codebook"
+        ):
             scheme_from_json(data)
 
 

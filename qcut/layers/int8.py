@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights: dynamic and static W8A8, and W8A16."""
+"""Linear layers with int8 weights: dynamic and static W8A8, W8A16, and int16 tokens (16×8)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from qcut.config import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Scheme, StaticRange, padded_k
+from qcut.config import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Int16x8, Scheme, StaticRange, padded_k
 from qcut.errors import ConfigError, QuantizationError, layer_prefix
 from qcut.layers.base import Linear
 from qcut.layers.readings import Reading
 from qcut.numerics import int8 as numerics
+from qcut.numerics import int16
 from qcut.numerics.checks import first_difference, out_of_range
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ _INT8 = torch.ops.qcut.int8_linear.default
 _WITH_ABSMAX = torch.ops.qcut.noted_linear.default
 _W8A8_STATIC = torch.ops.qcut.w8a8_static_linear.default
 _W8A16 = torch.ops.qcut.w8a16_linear.default
+_INT16X8 = torch.ops.qcut.int16x8_linear.default
+_INT16X8_STATIC = torch.ops.qcut.int16x8_static_linear.default
 
-_RANGE_KEYS = ("input_scale", "input_zero_point")
 _MOST_SCALE = torch.finfo(torch.float32).max / 127 * (1 + 2**-23)
 """The scale of the largest float32, which may be rounded up."""
 
@@ -147,7 +149,70 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
         return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
 
 
-class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
+class _CalibratedLinear(Int8Linear):
+    """A layer that quantizes all tokens with one calibrated scale.
+
+    Attributes:
+        col_scale: float32 ``[N]``, ``input_scale * weight_scale`` rounded.
+        input_scale: float32 ``[1]``.
+    """
+
+    col_scale: Tensor
+    input_scale: Tensor
+    _range: ClassVar[tuple[str, ...]] = ("input_scale",)  # the buffers that say how tokens are quantized
+    _read: Reading[Any] | None
+
+    @property
+    def input_qparams(self) -> Any:
+        """What the tokens are quantized with, read from the device once, and again when a tensor has changed."""
+        raise NotImplementedError
+
+    def _read_scale(self) -> float:
+        """The scale of the input, read from the device.
+
+        Raises:
+            QuantizationError: a scale that is not positive and finite.
+        """
+        scale = float(self.input_scale)
+        if not 0 < scale < math.inf:
+            raise QuantizationError(f"input_scale is {scale}; allowed: positive and finite", self.name)
+        return scale
+
+    def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
+        """See `Linear.state_problem`: besides, a scale of the input that can be, and factors as defined."""
+        if problem := super().state_problem(state):
+            return problem
+        if found := out_of_range(state["input_scale"], 0.0, above=True):
+            return "input_scale", f"found {found}; a finite value above 0 is allowed"
+        if found := out_of_range(state["col_scale"]):
+            return "col_scale", f"found {found}; finite values are allowed"
+        if found := first_difference(state["col_scale"], state["input_scale"] * state["weight_scale"]):
+            return "col_scale", f"found {found}: input_scale * weight_scale"
+        return None
+
+    def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
+        self._read = None
+        return super()._empty_buffers(device) | {
+            "col_scale": torch.empty(self.out_features, dtype=torch.float32, device=device),
+            "input_scale": torch.empty(1, dtype=torch.float32, device=device),
+        }
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._read = None
+        if not self.input_scale.is_meta:
+            # Read here, since reading a tensor at the first call would break a compiled graph.
+            _ = self.input_qparams
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        read = self._read
+        super()._apply(fn, recurse)
+        # Moving changes no value: the call that follows need not wait for the device.
+        self._read = None if read is None else Reading(self._buffers, self._range, read.value)
+        return self
+
+
+class W8A8StaticLinear(_CalibratedLinear, schemes=[W8A8("static")]):
     """A W8A8 layer that quantizes all tokens with one calibrated scale and zero point; sums are int32.
 
     Attributes:
@@ -162,11 +227,9 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
     k_max = K_MAX_ZERO_POINT
     least_code = -127
 
-    col_scale: Tensor
     colsum: Tensor
-    input_scale: Tensor
     input_zero_point: Tensor
-    _read: Reading[tuple[float, int]] | None
+    _range = ("input_scale", "input_zero_point")
 
     @property
     def input_qparams(self) -> tuple[float, int]:
@@ -175,39 +238,30 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
         Raises:
             QuantizationError: a scale that is not positive and finite, or a zero point out of range.
         """
-        read = self._read
+        read: Reading[tuple[float, int]] | None = self._read
         if read is None or not (torch.compiler.is_compiling() or read.holds_for(self._buffers)):
-            scale, zero_point = float(self.input_scale), int(self.input_zero_point)
-            if not 0 < scale < math.inf:
-                raise QuantizationError(f"input_scale is {scale}; allowed: positive and finite", self.name)
+            scale, zero_point = self._read_scale(), int(self.input_zero_point)
             if not -128 <= zero_point <= 127:
                 raise QuantizationError(f"input_zero_point is {zero_point}; allowed: -128 to 127", self.name)
-            read = self._read = Reading(self._buffers, _RANGE_KEYS, (scale, zero_point))
+            read = self._read = Reading(self._buffers, self._range, (scale, zero_point))
         return read.value
 
     def state_problem(self, state: Mapping[str, Tensor]) -> tuple[str, str] | None:
         """See `Linear.state_problem`: besides, parameters of the input that can be, and factors and sums as defined."""
         if problem := super().state_problem(state):
             return problem
-        if found := out_of_range(state["input_scale"], 0.0, above=True):
-            return "input_scale", f"found {found}; a finite value above 0 is allowed"
         if found := out_of_range(state["input_zero_point"], -128, 127):
             return "input_zero_point", f"found {found}; -128 to 127 are allowed"
-        if found := out_of_range(state["col_scale"]):
-            return "col_scale", f"found {found}; finite values are allowed"
-        if found := first_difference(state["col_scale"], state["input_scale"] * state["weight_scale"]):
-            return "col_scale", f"found {found}: input_scale * weight_scale"
         if found := first_difference(state["colsum"], numerics.colsum_ref(state["qweight"])):
             return "colsum", f"found {found}: the sum of its row of qweight"
         return None
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:
-        self._read = None
-        n = self.out_features
-        return super()._empty_buffers(device) | {
-            "col_scale": torch.empty(n, dtype=torch.float32, device=device),
-            "colsum": torch.empty(n, dtype=torch.int32, device=device),
-            "input_scale": torch.empty(1, dtype=torch.float32, device=device),
+        calibrated = super()._empty_buffers(device)
+        input_scale = calibrated.pop("input_scale")  # after colsum, where checkpoints have it
+        return calibrated | {
+            "colsum": torch.empty(self.out_features, dtype=torch.int32, device=device),
+            "input_scale": input_scale,
             "input_zero_point": torch.empty(1, dtype=torch.int32, device=device),
         }
 
@@ -219,27 +273,13 @@ class W8A8StaticLinear(Int8Linear, schemes=[W8A8("static")]):
         self.input_zero_point = torch.full((1,), zero_point, dtype=torch.int32, device=weight.device)
         self.col_scale = self.input_scale * self.weight_scale
         self.colsum = numerics.colsum_ref(self.qweight)
-        self._read = Reading(self._buffers, _RANGE_KEYS, (scale, zero_point))
+        self._read = Reading(self._buffers, self._range, (scale, zero_point))
 
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
         scale, zero_point = self.input_qparams
         weight = b["qweight"], b["col_scale"], b["colsum"], b["bias"]
         return _W8A8_STATIC(x, *weight, scale, zero_point, self.activation, True)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._read = None
-        if not self.input_scale.is_meta:
-            # Read here, since reading a tensor at the first call would break a compiled graph.
-            _ = self.input_qparams
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        read = self._read
-        super()._apply(fn, recurse)
-        # Moving changes no value: the call that follows need not wait for the device.
-        self._read = None if read is None else Reading(self._buffers, _RANGE_KEYS, read.value)
-        return self
 
 
 class W8A16Linear(Int8Linear, schemes=[W8A16()]):
@@ -251,3 +291,53 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
         return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
+
+
+class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
+    """A layer that quantizes each token to int16 by the token's own largest magnitude; sums are int64.
+
+    Exactness: that of `qcut.numerics.int16.int16x8_linear_ref`, bitwise.
+    """
+
+    k_max = K_MAX
+
+    def _product(self, x: Tensor) -> Tensor:
+        b = self._buffers
+        return _INT16X8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
+
+
+class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
+    """A layer that quantizes all tokens to int16 with one calibrated scale; sums are int64.
+
+    Attributes:
+        col_scale: float32 ``[N]``, ``input_scale * weight_scale`` rounded.
+        input_scale: float32 ``[1]``.
+
+    Exactness: that of `qcut.numerics.int16.int16x8_static_linear_ref`, bitwise.
+    """
+
+    k_max = K_MAX
+
+    @property
+    def input_qparams(self) -> float:
+        """Scale of the input, read from the device once, and again when the tensor has changed.
+
+        Raises:
+            QuantizationError: a scale that is not positive and finite.
+        """
+        read: Reading[float] | None = self._read
+        if read is None or not (torch.compiler.is_compiling() or read.holds_for(self._buffers)):
+            read = self._read = Reading(self._buffers, self._range, self._read_scale())
+        return read.value
+
+    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
+        assert static_range is not None, "from_float checks needs_range"
+        super()._quantize(weight, static_range, second_moment)
+        scale = int16.static_scale(static_range.lo, static_range.hi)
+        self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=weight.device)
+        self.col_scale = self.input_scale * self.weight_scale
+        self._read = Reading(self._buffers, self._range, scale)
+
+    def _product(self, x: Tensor) -> Tensor:
+        b = self._buffers
+        return _INT16X8_STATIC(x, b["qweight"], b["col_scale"], b["bias"], self.input_qparams, self.activation, True)

@@ -290,15 +290,60 @@ def gemm_s8_ref(
         fused = (zero_point, colsum, row_scale, col_scale, bias, residual)
         if any(x is not None for x in fused) or (activation, out_inv_scale, out_zero_point) != ("none", 1.0, 0):
             raise ConfigError("gemm_s8: an output of raw accumulators (int32, or wrap) can fuse nothing")
-        return _matmul_s8(a, b).to(out_dtype)
-    acc = _matmul_s8(a, b)
+        return matmul_s8(a, b).to(out_dtype)
+    acc = matmul_s8(a, b)
     if zero_point is not None:
         if colsum is None:
             raise ConfigError("gemm_s8: a zero point needs colsum")
         check_zero_points(zero_point)
         zp = zero_point[:, None] if isinstance(zero_point, Tensor) else zero_point
         acc -= zp * colsum
-    v = acc.float()
+    return epilogue_ref(
+        acc.float(),
+        row_scale=row_scale,
+        col_scale=col_scale,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        out_dtype=out_dtype,
+        out_inv_scale=out_inv_scale,
+        out_zero_point=out_zero_point,
+    )
+
+
+def epilogue_ref(
+    v: Tensor,
+    *,
+    row_scale: Tensor | None,
+    col_scale: Tensor | float | None,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype,
+    out_inv_scale: float = 1.0,
+    out_zero_point: int = 0,
+) -> Tensor:
+    """What follows the sums of a product, as `gemm_s8_ref` states it.
+
+    Args:
+        v: float32 ``[M, N]``, the sums rounded once; overwritten.
+        row_scale: float32 ``[M]`` or None.
+        col_scale: float32 ``[N]``, one float, or None.
+        bias: float32 ``[N]`` or None.
+        activation: see `ACTIVATIONS`.
+        residual: ``out_dtype`` ``[M, N]`` or None; not with int8.
+        out_dtype: float16, bfloat16, float32 or int8.
+        out_inv_scale: inverse scale of an int8 result.
+        out_zero_point: zero point of an int8 result.
+
+    Returns:
+        ``out_dtype`` ``[M, N]``.
+
+    Raises:
+        ConfigError: a residual with int8, or an unknown activation.
+
+    Exactness: as `gemm_s8_ref`.
+    """
     if row_scale is not None:
         v *= row_scale[:, None]
     if col_scale is not None:
@@ -424,7 +469,7 @@ def sqnr_db(ref: Tensor, got: Tensor) -> float:
     return math.inf if noise == 0 else 10 * math.log10(max(ref.square().sum().item(), 1e-300) / noise)
 
 
-def _matmul_s8(a: Tensor, b: Tensor) -> Tensor:
+def matmul_s8(a: Tensor, b: Tensor) -> Tensor:
     """Exact ``a @ b.T`` of int8 matrices ``[M, K]`` and ``[N, K]``, as int32 ``[M, N]``."""
     if a.shape[0] == 0:
         return torch.zeros(0, b.shape[0], dtype=torch.int32, device=a.device)

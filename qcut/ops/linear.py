@@ -16,6 +16,7 @@ from torch import Tensor
 from qcut.config import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, padded_k
 from qcut.errors import ShapeError
 from qcut.numerics import int8 as numerics
+from qcut.numerics import int16
 from qcut.ops.checks import (
     F32,
     FLOAT_DTYPES,
@@ -194,6 +195,91 @@ class W8A16Linear(NamedTuple):
 
     def cpu(self) -> Tensor:
         return _by_rows(numerics.w8a16_linear_ref, *self[:-1])
+
+
+@operator("int16x8_linear", returns="Tensor", native=True)
+class Int16x8Linear(NamedTuple):
+    """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on int16 tokens with a scale each, ``acc`` in int64.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.config.K_MAX`, any strides.
+        qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
+        weight_scale: float32 ``[N]``.
+        bias: float32 ``[N]``; None: zeros.
+        activation: one of `qcut.config.ACTIVATIONS`.
+        constants: see the module.
+
+    Returns:
+        ``[..., N]``, contiguous, of x's type.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument that is not as above.
+        QuantizationError: K beyond the exact range.
+
+    Exactness: that of `qcut.gemm_s8`; a token's result does not depend on the other tokens.
+    """
+
+    x: Tensor
+    qweight: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+    activation: str
+    constants: bool = False
+
+    def check(self) -> None:
+        op = "int16x8_linear"
+        _check_layer(op, self.x, self.qweight, ("weight_scale", self.weight_scale), self.bias, self.activation)
+        check_k(op, self.x.shape[-1], K_MAX)
+
+    def fake(self) -> Tensor:
+        return _like_tokens(self.x, self.qweight)
+
+    def cpu(self) -> Tensor:
+        return _by_rows(int16.int16x8_linear_ref, *self[:-1])
+
+
+@operator("int16x8_static_linear", returns="Tensor")
+class Int16x8StaticLinear(NamedTuple):
+    """``y = act(f32(acc) * col_scale[n] + b[n])`` on int16 tokens with one calibrated scale, ``acc`` in int64.
+
+    Args:
+        x: float16, bfloat16 or float32 ``[..., K]``, K from 1 to `qcut.config.K_MAX`, any strides.
+        qweight: int8 ``[N, padded_k(K)]``, N >= 1, zero padded.
+        col_scale: float32 ``[N]``, the rounded product ``x_scale * weight_scale[n]``.
+        bias: float32 ``[N]``; None: zeros.
+        x_scale: scale of the tokens, a positive float32.
+        activation: one of `qcut.config.ACTIVATIONS`.
+        constants: see the module.
+
+    Returns:
+        ``[..., N]``, contiguous, of x's type.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError, ConfigError: an argument that is not as above.
+        QuantizationError: K beyond the exact range.
+
+    Exactness: that of `qcut.gemm_s8`; a token's result does not depend on the other tokens.
+    """
+
+    x: Tensor
+    qweight: Tensor
+    col_scale: Tensor
+    bias: Tensor | None
+    x_scale: float
+    activation: str
+    constants: bool = False
+
+    def check(self) -> None:
+        op = "int16x8_static_linear"
+        _check_layer(op, self.x, self.qweight, ("col_scale", self.col_scale), self.bias, self.activation)
+        check_k(op, self.x.shape[-1], K_MAX)
+        check_scale(op, "x_scale", self.x_scale)
+
+    def fake(self) -> Tensor:
+        return _like_tokens(self.x, self.qweight)
+
+    def cpu(self) -> Tensor:
+        return _by_rows(int16.int16x8_static_linear_ref, *self[:-1])
 
 
 @operator("int8_linear", returns="Tensor")

@@ -43,7 +43,7 @@ def embeddings(model: nn.Module) -> nn.Module:
     return model.embed if isinstance(model, TinyLM) else model.get_input_embeddings()
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static", "w8a16"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "plain"])
 def test_round_trip(tmp_path: Path, kind: str, scheme: str) -> None:
     model = quantized(kind, scheme)

@@ -33,7 +33,7 @@ def make_plan(model: nn.Module, schemes: dict[str, str], cal=None) -> Plan:
     return Plan(layers, 0.003, "perplexity", "time", 0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static", "w8a16"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "plain"])
 def test_every_layer_becomes_the_one_from_float_makes(kind: str, scheme: str) -> None:
     model = tiny_lm() if kind == "plain" else tiny_hf(kind)
@@ -44,7 +44,7 @@ def test_every_layer_becomes_the_one_from_float_makes(kind: str, scheme: str) ->
     made = linears(model)
     assert set(made) == set(report.schemes) == set(cal.layers)
     for name, layer in made.items():
-        static_range = cal.range(name) if scheme == "w8a8_static" else None
+        static_range = cal.range(name) if scheme.endswith("_static") else None
         expected = Linear.from_float(original.get_submodule(name), scheme, static_range=static_range)
         assert all(torch.equal(a, b) for a, b in zip(layer.buffers(), expected.buffers(), strict=True))
         assert layer.scheme.name == scheme

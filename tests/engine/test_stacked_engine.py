@@ -18,7 +18,7 @@ from qcut.engine.engine import Engine
 from qcut.engine.families import decoder_of
 from tests.support.decoders import VOCABULARY, last_logits, prompts_of, sizes, small, theirs
 
-SCHEMES = (None, "w8a8", "w8a16", "codebook4_g32", "codebook4+4_g64_int8", "codebook3+2_g32_qr")
+SCHEMES = (None, "w8a8", "w8a16", "int16x8", "codebook4_g32", "codebook4+4_g64_int8", "codebook3+2_g32_qr")
 EXACT = ("w8a8", "codebook4+4_g64_int8")
 
 

@@ -17,9 +17,10 @@ from qcut.config import ACTIVATIONS, K_MAX, K_MAX_ZERO_POINT, W8A8, Float, Stati
 from qcut.layers.base import Linear
 from qcut.layers.int8 import W8A8Linear, W8A8StaticLinear, W8A16Linear
 from qcut.numerics import int8 as numerics
+from qcut.numerics import int16
 from tests.support.oracles import FLOATS, INF, NAN, tokens
 
-SCHEMES = ("w8a8", "w8a8_static", "w8a16")
+SCHEMES = ("w8a8", "w8a8_static", "w8a16", "int16x8", "int16x8_static")
 RANGE = StaticRange(-3.0, 4.0)
 
 
@@ -35,7 +36,7 @@ class Conv1D(nn.Module):
 
 def quantized(scheme: str, n: int = 33, k: int = 21, bias: bool = True, **options) -> tuple[nn.Linear, Linear]:
     module = nn.Linear(k, n, bias)
-    static_range = RANGE if scheme == "w8a8_static" else None
+    static_range = RANGE if scheme.endswith("_static") else None
     return module, Linear.from_float(module, scheme, static_range=static_range, **options)
 
 
@@ -65,8 +66,14 @@ def test_forward_is_the_scheme_on_quantized_weights(scheme):
             col_scale = scale * torch.tensor(x_scale)
             colsum = q.sum(1, dtype=torch.int32)
             want = numerics.w8a8_static_linear_ref(flat, layer.qweight, col_scale, colsum, b, x_scale, zp, "relu")
+        elif scheme == "int16x8_static":
+            x_scale = int16.static_scale(RANGE.lo, RANGE.hi)
+            col_scale = scale * torch.tensor(x_scale)
+            want = int16.int16x8_static_linear_ref(flat, layer.qweight, col_scale, b, x_scale, "relu")
         else:
-            want = getattr(numerics, f"{scheme}_linear_ref")(flat, layer.qweight, scale, b, "relu")
+            want = getattr(int16 if scheme == "int16x8" else numerics, f"{scheme}_linear_ref")(
+                flat, layer.qweight, scale, b, "relu"
+            )
         got = layer(x)
         assert (got.shape, got.dtype) == ((2, 3, n), dtype)
         assert torch.equal(got.reshape(6, n), want)
@@ -93,7 +100,7 @@ def test_conv1d_is_the_transposed_linear(scheme):
     conv = Conv1D(33, 21)
     module = nn.Linear(21, 33)
     module.weight.data, module.bias.data = conv.weight.data.t().contiguous(), conv.bias.data
-    static_range = RANGE if scheme == "w8a8_static" else None
+    static_range = RANGE if scheme.endswith("_static") else None
     got, want = (Linear.from_float(m, scheme, static_range=static_range) for m in (conv, module))
     assert (got.in_features, got.out_features) == (21, 33)
     assert same_state(got, want)
@@ -314,7 +321,7 @@ def test_empty_weights(k, n):
 
 @pytest.mark.parametrize(("scheme", "k_max"), [("w8a8", K_MAX), ("w8a8_static", K_MAX_ZERO_POINT)])
 def test_k_beyond_the_exact_range(scheme, k_max):
-    static_range = RANGE if scheme == "w8a8_static" else None
+    static_range = RANGE if scheme.endswith("_static") else None
     with pytest.raises(
         errors.QuantizationError, match=rf"K={k_max + 1}\]; {scheme} allows N >= 1 and K in \[1, {k_max}\]"
     ):
@@ -348,7 +355,7 @@ def test_meta_and_integer_weights():
 
 def test_schemes_and_ranges():
     module = nn.Linear(3, 4)
-    with pytest.raises(errors.ConfigError, match="has no scheme 'fp16'; use w8a8, w8a8_static, w8a16 or a codebook"):
+    with pytest.raises(errors.ConfigError, match=r"has no scheme 'fp16'; use w8a8, .*, int16x8 or a codebook"):
         Linear.from_float(module, Float())
     with pytest.raises(errors.ConfigError, match="scheme 'w4' does not exist"):
         Linear.from_float(module, "w4")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qcut.numerics import int8 as numerics
+from qcut.numerics import int16
 from qcut.ops.gemm import OUT_DTYPES
 from tests.support.oracles import FLOATS, NAN, layer, s8, tokens
 
@@ -19,6 +20,8 @@ NAMES = (
     "w8a8_linear",
     "w8a8_static_linear",
     "w8a16_linear",
+    "int16x8_linear",
+    "int16x8_static_linear",
 )
 S8, S32, F32 = torch.int8, torch.int32, torch.float32
 
@@ -55,6 +58,8 @@ def samples() -> dict[str, list[tuple[tuple, dict]]]:
             ((x, w["qweight"], w["scale"], w["colsum"], w["bias"], 0.05, 7, "none"), {}) for x in (batch, none)
         ],
         "w8a16_linear": [((x, w["qweight"], w["scale"], None, "gelu_tanh"), {}) for x in (batch, none)],
+        "int16x8_linear": [((x, w["qweight"], w["scale"], w["bias"], "silu"), {}) for x in (batch, none)],
+        "int16x8_static_linear": [((x, w["qweight"], w["scale"], w["bias"], 1e-4, "none"), {}) for x in (batch, none)],
     }
 
 
@@ -88,10 +93,16 @@ def test_linears_flatten_leading_dimensions(dtype, n, k):
     x = tokens(2, 3, k, dtype=dtype)
     dynamic = (w["qweight"], w["scale"], w["bias"], "relu")
     static = (w["qweight"], w["scale"], w["colsum"], w["bias"], 0.05, 7, "relu")
-    for name, rest in (("w8a8_linear", dynamic), ("w8a8_static_linear", static), ("w8a16_linear", dynamic)):
+    for name, module, rest in (
+        ("w8a8_linear", numerics, dynamic),
+        ("w8a8_static_linear", numerics, static),
+        ("w8a16_linear", numerics, dynamic),
+        ("int16x8_linear", int16, dynamic),
+        ("int16x8_static_linear", int16, (w["qweight"], w["scale"], w["bias"], 1e-4, "relu")),
+    ):
         got = getattr(qcut, name)(x, *rest)
         assert (got.dtype, got.shape) == (dtype, (2, 3, n))
-        want = getattr(numerics, f"{name}_ref")(x.reshape(6, k), *rest)
+        want = getattr(module, f"{name}_ref")(x.reshape(6, k), *rest)
         assert torch.equal(got.reshape(6, n), want), name
         assert getattr(qcut, name)(x[0, 0], *rest).shape == (n,)
         assert getattr(qcut, name)(x[:0], *rest).shape == (0, 3, n)
@@ -130,8 +141,9 @@ def test_a_bad_token_makes_its_row_nan():
     w = layer()
     x = tokens(3, 21)
     x[1, 4] = NAN
-    y = qcut.w8a8_linear(x, w["qweight"], w["scale"], w["bias"], "none")
-    assert y.isnan().all(1).tolist() == [False, True, False]
+    for op in (qcut.w8a8_linear, qcut.int16x8_linear):
+        y = op(x, w["qweight"], w["scale"], w["bias"], "none")
+        assert y.isnan().all(1).tolist() == [False, True, False]
 
 
 # ── compilation ──────────────────────────────────────────────────────────────────────────────────
@@ -166,6 +178,7 @@ def test_compile_one_graph_for_every_number_of_tokens():
 def test_compile_through_aot(name):
     args, kwargs = samples()[name][0]
     op = getattr(qcut, name)
+    torch.compiler.reset()  # all operators share the code that is compiled here
     compiled = torch.compile(lambda *a: op(*a, **kwargs), fullgraph=True, backend="aot_eager")
     for got, want in zip(as_tuple(compiled(*args)), as_tuple(op(*args, **kwargs)), strict=True):
         assert torch.equal(got, want)
