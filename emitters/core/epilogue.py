@@ -8,7 +8,7 @@ One description serves every GEMM family::
     v = v + residual[m, n]
     D = out_dtype(v)                             # s8: clamp(rne(v * out_inv_scale) + out_zero_point)
 
-or, for the accumulator itself::
+where int16 tokens come as two rows of int8, ``acc = 256 * high + low`` in int64; or, for the accumulator itself::
 
     D = acc                                      # s32
     D = int8(acc)                                # s8 with wrap: the low eight bits
@@ -67,6 +67,8 @@ class Epilogue:
         residual: add a [M, N] tensor of D's type and layout, after the activation. Not with s8.
         wrap: an s8 output keeps the low eight bits of the accumulator, for agreement with programs that cast; like
             an s32 output it can fuse nothing else.
+        halves: of A's rows, 16 belong to eight tokens of int16: those of their high halves, then those of their low
+            ones. D has ``tokens`` rows. Without zero points.
     """
 
     out: DType = DType.F16
@@ -77,6 +79,7 @@ class Epilogue:
     activation: Activation = Activation.NONE
     residual: bool = False
     wrap: bool = False
+    halves: bool = False
 
     def __post_init__(self) -> None:
         if self.out not in OUT_DTYPES:
@@ -85,6 +88,8 @@ class Epilogue:
             raise EmitError("epilogue: a residual cannot be added to an s8 output")
         if self.wrap and self.out is not DType.S8:
             raise EmitError(f"epilogue: wrap takes the low eight bits, the output is {self.out.value}")
+        if self.halves and (self.is_raw or self.zero_point != "none"):
+            raise EmitError(f"epilogue: halves ({self.name}) have no zero point, and are no raw accumulators")
         if self.is_raw and self._fuses:
             raise EmitError(f"epilogue: an output of raw accumulators ({self.name}) can fuse nothing")
 
@@ -98,12 +103,18 @@ class Epilogue:
         modes = (self.row_scale, self.col_scale, self.zero_point, self.activation.value)
         return self.bias or self.residual or any(mode != "none" for mode in modes)
 
+    def rows(self, tokens: int) -> int:
+        """Rows of A that a number of tokens has."""
+        return -(-tokens // 8) * 16 if self.halves else tokens
+
     @property
     def name(self) -> str:
         """Short name: the output type, then one token per thing that is fused."""
         parts = [self.out.value]
         if self.wrap:
             parts.append("wrap")
+        if self.halves:
+            parts.append("halves")
         if self.zero_point != "none":
             parts.append({"per_tensor": "zt", "per_token": "zm"}[self.zero_point])
         if self.row_scale != "none":
@@ -120,7 +131,7 @@ class Epilogue:
 
     def params(self) -> tuple[Param, ...]:
         """Arguments this epilogue reads, in the fixed order all families use."""
-        params: list[Param] = []
+        params = [Param("tokens", "i32")] if self.halves else []
         if self.zero_point == "per_tensor":
             params.append(Param("zero_point", "i32"))
         if self.zero_point == "per_token":
@@ -145,7 +156,7 @@ class Epilogue:
 
     @property
     def cpp(self) -> str:
-        """C++ type, ``qcut::Epilogue<...>`` of ``core/epilogue.cuh``."""
+        """C++ type, ``qcut::Epilogue<...>`` of ``core/epilogue.cuh``, of halves that of ``gemm/halves.cuh`` over it."""
         arguments = (
             self.out.cpp,
             f"qcut::ZeroPoint::{_MODES[self.zero_point]}",
@@ -156,7 +167,8 @@ class Epilogue:
             flag(self.residual),
             *(("true",) if self.wrap else ()),
         )
-        return f"qcut::Epilogue<{', '.join(arguments)}>"
+        whole = f"qcut::Epilogue<{', '.join(arguments)}>"
+        return f"qcut::OfHalves<{whole}>" if self.halves else whole
 
     def statements(self, params: tuple[Param, ...]) -> tuple[str, ...]:
         """C++ that declares the type ``Epilogue`` and fills its ``args`` from the kernel's parameters.

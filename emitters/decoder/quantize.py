@@ -104,15 +104,35 @@ class QuantizePerToken(_RowKernel):
 
     With ``vectors > 0`` the row stays in registers: k_padded <= `row_elements`.
 
-    Exactness: bitwise equal to ``qcut.numerics.int8.quantize_per_token_ref`` (IEEE division, ties to even).
+    Attributes:
+        halves: tokens become int16, whose scale is ``max |x| / 32639``; q has their halves in blocks of 16 rows, as
+            `qcut.numerics.int16.in_blocks` describes. Rows of tokens past m are not written.
+
+    Exactness: bitwise equal to ``qcut.numerics.int8.quantize_per_token_ref`` (IEEE division, ties to even), and with
+    halves to ``qcut.numerics.int16.quantize_tokens_ref``.
     """
+
+    halves: bool = False
 
     _kind = "quantize_per_token"
     _min_vectors = 0
 
+    @property
+    def name(self) -> str:
+        """That of all row kernels, and ``_halves``."""
+        return super().name + "_halves" * self.halves
+
     @classmethod
     def for_shape(
-        cls, x: DType, arch: str, m: int, k_padded: int, *, aligned: bool = True, sm_count: int = 132
+        cls,
+        x: DType,
+        arch: str,
+        m: int,
+        k_padded: int,
+        *,
+        aligned: bool = True,
+        sm_count: int = 132,
+        halves: bool = False,
     ) -> QuantizePerToken:
         """The layout for m rows of k_padded columns.
 
@@ -125,7 +145,7 @@ class QuantizePerToken(_RowKernel):
         per_thread = 1 if m < 4 * sm_count else 5 if busy else 3
         threads = next((t for t in THREADS if t * per_thread >= vectors), THREADS[-1])
         held = _ceil_div(vectors, threads)
-        return cls(x, arch, threads, held if held <= _max_vectors(threads) else 0, aligned)
+        return cls(x, arch, threads, held if held <= _max_vectors(threads) else 0, aligned, halves)
 
     def grid(self, m: int, k: int) -> tuple[int, int, int]:
         """CTAs for m rows; k_padded must fit in the registers of a row's threads.
@@ -145,16 +165,29 @@ class QuantizePerTensor(_RowKernel):
     x and q as in `QuantizePerToken`; columns beyond k are 0 (not zero_point: padded weights and their colsum hold no
     such column). NaN becomes zero_point, infinities saturate. scale must be positive.
 
-    Exactness: bitwise equal to ``qcut.numerics.int8.quantize_per_tensor_ref``.
+    Attributes:
+        halves: tokens become int16, without a zero point; q is as that of `QuantizePerToken` with halves.
+
+    Exactness: bitwise equal to ``qcut.numerics.int8.quantize_per_tensor_ref``, and with halves to
+    ``qcut.numerics.int16.quantize_tensor_ref``.
     """
+
+    halves: bool = False
 
     _kind = "quantize_per_tensor"
 
     @classmethod
-    def for_shape(cls, x: DType, arch: str, m: int, k_padded: int, *, aligned: bool = True) -> QuantizePerTensor:
+    def for_shape(
+        cls, x: DType, arch: str, m: int, k_padded: int, *, aligned: bool = True, halves: bool = False
+    ) -> QuantizePerTensor:
         """The layout for rows of k_padded columns: two vectors per thread, up to 256 threads along a row."""
         del m
-        return cls(x, arch, *_elementwise(x, k_padded), aligned)
+        return cls(x, arch, *_elementwise(x, k_padded), aligned, halves)
+
+    @property
+    def name(self) -> str:
+        """That of all row kernels, and ``_halves``."""
+        return super().name + "_halves" * self.halves
 
 
 @dataclass(frozen=True)
@@ -206,7 +239,7 @@ def emit_quantize_per_token(desc: QuantizePerToken) -> KernelSource:
         desc.name,
         desc.arch,
         desc.block,
-        f"quantize_per_token<{desc.template}>",
+        f"{'quantize_halves' if desc.halves else 'quantize_per_token'}<{desc.template}>",
         Param("x", "ptr", f"const {desc.x.cpp}*"),
         Param("q", "ptr", "int8_t*"),
         Param("scale", "ptr", "float*"),
@@ -214,16 +247,13 @@ def emit_quantize_per_token(desc: QuantizePerToken) -> KernelSource:
         Param("m", "i32"),
         Param("k", "i32"),
         Param("k_padded", "i32"),
+        header="quantize_halves" if desc.halves else "quantize",
     )
 
 
 def emit_quantize_per_tensor(desc: QuantizePerTensor) -> KernelSource:
-    """Text of the per-tensor kernel; arguments ``x, q, x_stride, m, k, k_padded, scale, zero_point``."""
-    return _source(
-        desc.name,
-        desc.arch,
-        desc.block,
-        f"quantize_per_tensor<{desc.template}>",
+    """Text of the per-tensor kernel; arguments ``x, q, x_stride, m, k, k_padded, scale``, for int8 ``zero_point``."""
+    params = (
         Param("x", "ptr", f"const {desc.x.cpp}*"),
         Param("q", "ptr", "int8_t*"),
         Param("x_stride", "i64"),
@@ -231,8 +261,12 @@ def emit_quantize_per_tensor(desc: QuantizePerTensor) -> KernelSource:
         Param("k", "i32"),
         Param("k_padded", "i32"),
         Param("scale", "f32"),
-        Param("zero_point", "i32"),
     )
+    if desc.halves:
+        function = f"quantize_halves_per_tensor<{desc.template}>"
+        return _source(desc.name, desc.arch, desc.block, function, *params, header="quantize_halves")
+    function = f"quantize_per_tensor<{desc.template}>"
+    return _source(desc.name, desc.arch, desc.block, function, *params, Param("zero_point", "i32"))
 
 
 def emit_dequantize(desc: Dequantize) -> KernelSource:
@@ -273,14 +307,14 @@ def _elementwise(x: DType, columns: int) -> tuple[int, int]:
     return threads, min(2, _ceil_div(vectors, threads))
 
 
-def _source(name: str, arch: str, block: int, function: str, *params: Param) -> KernelSource:
+def _source(name: str, arch: str, block: int, function: str, *params: Param, header: str = "quantize") -> KernelSource:
     """A kernel that passes its parameters on to a function, in order."""
     return kernel_source(
         name,
         arch,
         params,
         f"qcut::{function}({', '.join(param.name for param in params)});",
-        device_code=include("decoder/quantize.cuh"),
+        device_code=include(f"decoder/{header}.cuh"),
         block=block,
         waits=True,
     )

@@ -121,6 +121,7 @@ CONSTRAINTS = (
         "are s8 x s8, which dp4a multiplies",
         lambda p, t, arch: p.a is DType.S8 and p.b is DType.S8,
     ),
+    Constraint("halves", "are the tensor cores': a row of A is a row of D", lambda p, t, arch: not p.epilogue.halves),
     Constraint(
         "alignments",
         "are at least 1",

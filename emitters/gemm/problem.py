@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from qcut.emitters.core.epilogue import Epilogue
-from qcut.emitters.core.source import DType, Param
+from qcut.emitters.core.source import DType, EmitError, Param
 
 K_MAX = 131_071
 """Largest K whose int8 products cannot overflow int32: 2**14 * K < 2**31."""
@@ -48,6 +48,10 @@ class GemmProblem:
     layout_b: Layout = "column"
     layout_d: Layout = "row"
 
+    def __post_init__(self) -> None:
+        if self.epilogue.halves and (self.a is not DType.S8 or self.layouts != "tnt"):
+            raise EmitError(f"{self.name}: halves are of int8 tokens, and in layouts tnt")
+
     @property
     def layouts(self) -> str:
         """BLAS flags of A, B and D, ``t`` for row-major and ``n`` for column-major: ``tnt`` unless told otherwise."""
@@ -61,7 +65,10 @@ class GemmProblem:
         return f"{self.a.value}x{self.b.value}_{self.epilogue.name}{layouts}{align}"
 
     def params(self) -> tuple[Param, ...]:
-        """Arguments of a launch: operands, sizes, leading dimensions, then the epilogue's."""
+        """Arguments of a launch: operands, sizes, leading dimensions, then the epilogue's.
+
+        m is the number of A's rows. D has as many, or ``tokens`` where the epilogue has halves.
+        """
         return (
             Param("a", "ptr", f"const {self.a.cpp}*"),
             Param("b", "ptr", f"const {self.b.cpp}*"),

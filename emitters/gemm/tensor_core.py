@@ -146,7 +146,7 @@ def gemm_source(
         *operand_types(problem),
         *problem.epilogue.statements(params),
         f"qcut::{function}<{first}Tile, {operands}, Epilogue, {align_d}, {flag(swapped)}>({call}, ldd, args);",
-        device_code=include(f"gemm/{header}.cuh"),
+        device_code=include(f"gemm/{header}.cuh") + (include("gemm/halves.cuh") if problem.epilogue.halves else ""),
         block=tile.threads,
         waits=True,
         smem_bytes=smem_bytes,

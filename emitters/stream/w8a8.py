@@ -1,12 +1,13 @@
 """W8A8 for few tokens, bound by memory, on ``mma.sync.m16n8k32``, with int8 weights in the layout of the int8 GEMMs.
 
 Tokens are int8, or rows of floats whose largest magnitudes the previous kernel has stored. The kernel quantizes such
-rows as it loads them. Device code: ``include/qcut/stream/w8a8.cuh``.
+rows as it loads them. Device code: ``include/qcut/stream/w8a8.cuh``, and ``int16x8.cuh`` for int16 tokens in halves,
+whose two sums of an element are combined before warps add theirs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
@@ -21,7 +22,7 @@ FAMILY = "int8_stream"
 MAX_TOKENS = 32
 """The most int8 tokens of a kernel, which registers hold beside the weights in flight."""
 MAX_ROWS = 8
-"""The most rows that a kernel quantizes: the columns of one tensor-core product."""
+"""The most rows that a kernel quantizes, and the most tokens in halves: the columns of one tensor-core product."""
 Tokens = Literal["none", "given", "rows", "floats"]
 
 _TOKENS = (1, 2, 4, 8, 16, 32)
@@ -71,7 +72,7 @@ class W8A8Problem:
         """Arguments, in order: those of a `GemmProblem`, ``absmax`` where there is one, and ``activation`` last.
 
         int8 rows of a are multiples of 16 bytes apart. ``rows`` have ``a_absmax`` in place of ``row_scale``, ``floats``
-        neither.
+        neither. With halves, ``tokens`` counts, and m is of no use.
         """
         sizes = ("m", "n", "k", "lda", "ldb", "ldd")
         scaling = self.epilogue.params()
@@ -106,15 +107,16 @@ class W8A8Tile(Int8StreamTile):
         return super().name + "_c" * self.common_sums
 
 
-def smem_bytes(tile: W8A8Tile) -> int:
+def smem_bytes(tile: W8A8Tile, halves: bool = False) -> int:
     """Dynamic shared memory of a CTA.
 
     Rows of weights have a scale, a bias and a sum; tokens a scale, a zero point and a largest magnitude. The sums of
-    the warps follow, and before them what each warp finds of the largest magnitudes of up to eight tokens.
+    the warps follow, and before them what each warp finds of the largest magnitudes of up to eight tokens. Sums of
+    tokens in halves have 64 bits.
     """
     rows, sets = 16 * tile.row_tiles, 1 if tile.common_sums else tile.warps
     found = -(-tile.warps * tile.tokens // 4) * 16 if tile.tokens <= MAX_ROWS else 0
-    return 12 * rows + 12 * max(8, tile.tokens) + found + 4 * sets * tile.tokens * (rows + 4)
+    return 12 * rows + 12 * max(8, tile.tokens) + found + (8 if halves else 4) * sets * tile.tokens * (rows + 4)
 
 
 def registers(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> int:
@@ -124,6 +126,9 @@ def registers(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> int:
     more = 16 * tile.units if arch in _NEEDS_MORE and problem.quantizes and tile.tokens == 8 else 0
     tiles = -(-tile.tokens // 8)
     more += 8 if arch in _NEEDS_MORE and tiles > 1 else 0
+    if problem.epilogue.halves:  # of each token two halves, and sums of theirs; a single row leaves room for them
+        one = problem.tokens == "floats" and tile.tokens == 1
+        more += 24 * (tile.units - 1) + (16 if arch in _NEEDS_MORE else 0 if one else 8)
     other = _OTHER_REGISTERS if tiles == 1 else _OTHER_REGISTERS_INT8
     return 16 * tile.units * tile.prefetch + tiles * (tokens + 4) + other + more
 
@@ -154,6 +159,11 @@ CONSTRAINTS = (
     ),
     ARCHITECTURE,
     Constraint("tokens", f"are one of {_TOKENS}", lambda p, t, arch: t.tokens in _TOKENS),
+    Constraint(
+        "halves",
+        f"are of {MAX_ROWS} tokens at most, and their sums those of a CTA's warps, a set for each",
+        lambda p, t, arch: not p.epilogue.halves or (t.tokens <= MAX_ROWS and t.splits == 1 and not t.common_sums),
+    ),
     *CUT_CONSTRAINTS,
     Constraint(
         "registers",
@@ -162,7 +172,9 @@ CONSTRAINTS = (
     ),
     SPLITS,
     CLUSTERS,
-    shared_memory("sums fit what the architecture gives a CTA", lambda problem, tile: smem_bytes(tile)),
+    shared_memory(
+        "sums fit what the architecture gives a CTA", lambda p, tile: smem_bytes(tile, halves=p.epilogue.halves)
+    ),
 )
 """What this family can build, on (problem, tile, arch)."""
 
@@ -180,10 +192,10 @@ def tokens_of(problem: W8A8Problem, m: int, k: int) -> int:
     """Tokens that a tile holds for m tokens of k columns.
 
     Raises:
-        EmitError: m is more than `MAX_TOKENS`, or than `MAX_ROWS` where the kernel quantizes, or K beyond the exact
-            range.
+        EmitError: m is more than `MAX_TOKENS`, or than `MAX_ROWS` where the kernel quantizes or tokens are in halves,
+            or K beyond the exact range.
     """
-    most = MAX_ROWS if problem.quantizes else MAX_TOKENS
+    most = MAX_ROWS if problem.quantizes or problem.epilogue.halves else MAX_TOKENS
     if not 1 <= m <= most:
         raise EmitError(f"{FAMILY}: {m} tokens; allowed are 1 to {most}")
     if not 1 <= k <= K_MAX:
@@ -220,19 +232,20 @@ def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
     tokens = f"qcut::Tokens::k{problem.tokens.capitalize()}"
     a_absmax = "a_absmax" if problem.tokens == "rows" else "nullptr"
     absmax = "absmax" if problem.absmax else "nullptr"
-    params = problem.params()
+    params, halves = problem.params(), problem.epilogue.halves
+    function, m = ("int16x8_stream", "tokens") if halves else ("int8_stream", "m")
     return kernel_source(
         name,
         arch,
         params,
         f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {tile.sizes}>;",
-        *problem.epilogue.statements(params),
-        f"qcut::int8_stream<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
-        f"      a, {a_absmax}, b, d, {absmax}, m, n, k, lda, ldb, ldd, args);",
-        device_code=include("stream/w8a8.cuh"),
+        *replace(problem.epilogue, halves=False).statements(params),
+        f"qcut::{function}<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
+        f"      a, {a_absmax}, b, d, {absmax}, {m}, n, k, lda, ldb, ldd, args);",
+        device_code=include("stream/int16x8.cuh" if halves else "stream/w8a8.cuh"),
         block=32 * tile.warps,
         ctas_per_sm=1,
         waits=True,
-        smem_bytes=smem_bytes(tile),
+        smem_bytes=smem_bytes(tile, halves),
         cluster=tile.splits,
     )

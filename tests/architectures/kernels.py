@@ -86,6 +86,7 @@ def rows(arch: str) -> list[KernelSource]:
         emit_activation(ActivateRows("silu_mul", F16, arch)),
         emit_argmax(ArgmaxRows(F16, arch, True)),
         quantize.emit_quantize_per_token(quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096)),
+        quantize.emit_quantize_per_token(quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096, halves=True)),
         quantize.emit_quantize_per_tensor(quantize.QuantizePerTensor.for_shape(F32, arch, 4096, 1280)),
         quantize.emit_dequantize(quantize.Dequantize.for_shape(F16, arch, 4096, 4096)),
         quantize.emit_colsum(quantize.ColSum(arch)),
@@ -100,6 +101,8 @@ def int8(arch: str) -> list[KernelSource]:
         INT8_MMA.emit(problem, menu[0], arch),
         INT8_MMA.emit(GemmProblem(epilogue=replace(_TOKENS, out=S8)), menu[-1], arch),
     ]
+    halves = replace(_TOKENS, halves=True)
+    found.append(INT8_MMA.emit(GemmProblem(epilogue=halves), menu[-1], arch))
     for kind in (INT8_WMMA, INT8_DP4A):
         tile = gemm.best_tile(kind.name, problem, 4096, 4096, 4096, gpu)
         assert tile is not None
@@ -112,6 +115,8 @@ def int8(arch: str) -> list[KernelSource]:
         (W8A8Problem("floats", F16, _TOKENS), 1, 5120, 1280),
         (W8A8Problem("none", F16, replace(_TOKENS, out=S8, zero_point="per_token")), 16, 4096, 14336),
         (W8A8Problem("given", F16, _TOKENS), 32, 5120, 1280),
+        (W8A8Problem("floats", F16, halves), 1, 14336, 4096),
+        (W8A8Problem("given", F16, halves), 8, 5120, 1280),
     ):
         found.append(INT8_STREAM.emit(few, int8_tile(few, m, n, k, gpu), arch))
     for a, m, n, k in ((F16, 1, 14336, 4096), (F16, 16, 32000, 288), (BF16, 32, 4096, 14336)):

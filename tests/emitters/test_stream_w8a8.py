@@ -144,6 +144,7 @@ REFUSALS: dict[str, tuple[W8A8Problem, W8A8Tile, str]] = {
     "absmax": (replace(ZERO_POINT, absmax=True), TILE, "sm_80"),
     "architecture": (ROWS, TILE, "sm_75"),
     "tokens": (NONE, replace(TILE, tokens=24), "sm_80"),
+    "halves": (replace(NONE, epilogue=replace(PLAIN, halves=True)), replace(TILE, tokens=16), "sm_80"),
     "row_tiles": (ROWS, replace(TILE, row_tiles=0), "sm_80"),
     "warps": (ROWS, replace(TILE, warps=33), "sm_80"),
     "units": (ROWS, replace(TILE, units=0), "sm_80"),

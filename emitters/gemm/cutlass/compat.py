@@ -117,7 +117,7 @@ class DequantizeTag(FunctorTag):
     accumulator: str
 
     def __new__(cls, form: str, *flags: bool, accumulator: str = "") -> DequantizeTag:
-        """A tag of ``qcut::Sm90Dequantize{form}``, with the type of the sums where the node takes several."""
+        """A tag of ``qcut::Sm90Dequantize{form}``; ``accumulator`` is one more type, which some forms take."""
         tag = super().__new__(cls, f"qcut::Sm90Dequantize{form}")
         tag.flags = flags
         tag.accumulator = accumulator
@@ -130,6 +130,14 @@ def edit_sm90_text(text: str, epilogue_tile: tuple[int, int]) -> str:
     if any(epilogue_tile):
         text = text.replace(auto, "cute::Shape<cute::_{}, cute::_{}>".format(*epilogue_tile))
     return text
+
+
+def edit_halves_text(text: str, element: str) -> str:
+    """Take D from CUTLASS, since the visitor node of halves stores it."""
+    old = f"using ElementD = {element};"
+    if text.count(old) != 1:
+        raise EmitError(f"emitted text holds {text.count(old)} times {old!r}, once expected")
+    return text.replace(old, "using ElementD = void;")
 
 
 def edit_units_text(text: str) -> str:

@@ -6,7 +6,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.epilogue import ACTIVATIONS, Activation, Epilogue
 from qcut.emitters.core.source import DType
 from qcut.emitters.gemm.cutlass.compat import DequantizeTag, FunctorTag
 
@@ -35,7 +35,8 @@ class EpilogueGraph:
     """An `Epilogue` as nvidia-cutlass's visitor graph, and as the initializer of its arguments.
 
     On SM90 one node of qcut computes everything up to the bias (``include/qcut/cutlass/sm90_dequantize.cuh``, or
-    ``sm90_dequantize_transposed.cuh`` where the kernel computes the transpose of D); on SM80 each operation is a node.
+    ``sm90_dequantize_transposed.cuh`` where the kernel computes the transpose of D), or everything where tokens are in
+    halves (``sm90_dequantize_halves.cuh``); on SM80 each operation is a node.
 
     Args:
         epilogue: the epilogue.
@@ -90,10 +91,26 @@ class EpilogueGraph:
     def _build(self, frontend: Any) -> None:
         self._frontend = frontend
         e, m, n = self._epilogue, self._M, self._N
-        if self._transposed is not None:
-            value = self._dequantize_transposed()
+        if e.halves:
+            value = self._dequantize_halves()
+        elif self._transposed is not None:
+            value = self._finished(self._dequantize_transposed())
         else:
-            value = self._dequantize_sm90() if self._sm90 else self._dequantize_sm80()
+            value = self._finished(self._dequantize_sm90() if self._sm90 else self._dequantize_sm80())
+        frontend.add_store_node("D")
+        frontend.add_edge(value.name, "D")
+        layouts = self._library.LayoutType
+        layout = layouts.RowMajor if self._transposed is None else layouts.ColumnMajor
+        frontend.set_store_tensor("D", self._tensor(element=element_of(e.out), shape=(m, n), layout_tag=layout))
+        frontend.mark_output("D")
+        if self._sm90:
+            self.arguments = value.arguments
+        else:
+            self.arguments = f"{{{value.arguments}, {{({cutlass_type(e.out)}*)a.d, {{a.ldd, {{}}, {{}}}}}}}}"
+
+    def _finished(self, value: _Leaf) -> _Leaf:
+        """The value after activation and residual, requantized where D is int8."""
+        e, m, n = self._epilogue, self._M, self._N
         if e.activation is Activation.ANY:
             which = self._scalar("qcut_activation", DType.F32, "float(a.activation)")
             value = self._compute(FunctorTag("qcut::Activate"), value, which)
@@ -103,7 +120,7 @@ class EpilogueGraph:
             aux = (
                 "{}"
                 if self._sm90
-                else "{(Element*)a.residual, {}, {a.ldd, {}, {}}}".replace("Element", _cutlass_type(e.out))
+                else "{(Element*)a.residual, {}, {a.ldd, {}, {}}}".replace("Element", cutlass_type(e.out))
             )
             source = self._load("C", e.out, (m, n), aux)
             value = self._compute(FunctorTag("qcut::Add"), value, source)
@@ -114,16 +131,7 @@ class EpilogueGraph:
                 self._scalar("qcut_out_inv_scale", DType.F32, "a.out_inv_scale"),
                 self._scalar("qcut_out_zero_point", DType.F32, "a.out_zero_point"),
             )
-        frontend.add_store_node("D")
-        frontend.add_edge(value.name, "D")
-        layouts = self._library.LayoutType
-        layout = layouts.RowMajor if self._transposed is None else layouts.ColumnMajor
-        frontend.set_store_tensor("D", self._tensor(element=element_of(e.out), shape=(m, n), layout_tag=layout))
-        frontend.mark_output("D")
-        if self._sm90:
-            self.arguments = value.arguments
-        else:
-            self.arguments = f"{{{value.arguments}, {{({_cutlass_type(e.out)}*)a.d, {{a.ldd, {{}}, {{}}}}}}}}"
+        return value
 
     def _accumulator(self, dtype: DType = DType.S32) -> _Leaf:
         return self._load("accum", dtype, (self._M, self._N), "{}")
@@ -143,9 +151,24 @@ class EpilogueGraph:
             e.row_scale == "per_token",
             e.col_scale == "per_channel",
             e.bias,
-            accumulator=_cutlass_type(sums),
+            accumulator=cutlass_type(sums),
         )
         return self._compute(tag, self._accumulator(sums), own=f"{{{own}}}")
+
+    def _dequantize_halves(self) -> _Leaf:
+        e = self._epilogue
+        own = ", ".join(
+            [
+                "a.d, a.ldd, a.tokens",
+                "(float const*)a.row_scale" if e.row_scale == "per_token" else "nullptr",
+                "(float const*)a.col_scale" if e.col_scale == "per_channel" else "nullptr",
+                "(float const*)a.bias" if e.bias else "nullptr",
+            ]
+        )
+        flags = e.row_scale == "per_token", e.col_scale == "per_channel", e.bias
+        activation = f"cute::Int<{ACTIVATIONS.index(e.activation.value)}>"
+        tag = DequantizeTag("Halves", *flags, accumulator=activation)
+        return self._compute(tag, self._accumulator(), own=f"{{{own}}}")
 
     def _dequantize_sm90(self) -> _Leaf:
         e = self._epilogue
@@ -203,7 +226,8 @@ class EpilogueGraph:
         return value if self._count else self._compute(FunctorTag("qcut::Identity"), value)
 
 
-def _cutlass_type(dtype: DType) -> str:
+def cutlass_type(dtype: DType) -> str:
+    """CUTLASS's C++ name of an element type."""
     return {
         DType.F16: "cutlass::half_t",
         DType.BF16: "cutlass::bfloat16_t",

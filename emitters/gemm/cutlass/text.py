@@ -9,7 +9,7 @@ from typing import Any
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType, KernelSource, Param, deferred
 from qcut.emitters.gemm.cutlass import compat as cutlass_compat
-from qcut.emitters.gemm.cutlass.epilogue import EpilogueGraph, element_of
+from qcut.emitters.gemm.cutlass.epilogue import EpilogueGraph, cutlass_type, element_of
 from qcut.emitters.gemm.cutlass.launcher import emit_launcher
 from qcut.emitters.gemm.problem import TileConfig
 
@@ -102,8 +102,11 @@ def _texts(
         text = cutlass_compat.edit_sm90_text(text, tile.epilogue_tile)
     if operands.units:
         text = cutlass_compat.edit_units_text(text)
+    if epilogue.halves:
+        text = cutlass_compat.edit_halves_text(text, cutlass_type(epilogue.out))
     declarations, kernel = cutlass_compat.split_kernel(text, emitted_name, name)
-    node = "sm90_dequantize_transposed" if operands.transposed else "sm90_dequantize" if sm90 else "epilogue"
+    of_sm90 = "sm90_dequantize" + ("_transposed" if operands.transposed else "_halves" if epilogue.halves else "")
+    node = of_sm90 if sm90 else "epilogue"
     headers = (*(("codebook_operands",) if operands.units else ()), node)
     declarations = "".join(f"#include <qcut/cutlass/{header}.cuh>\n" for header in headers) + declarations
     host_text = emit_launcher(

@@ -1,0 +1,146 @@
+// int16 tokens and int8 weights for few tokens, on the skeleton of stream/int8.cuh: a unit of weights is multiplied by
+// the high halves of up to eight tokens and by their low halves, and the sums of both are combined in 64 bits.
+//
+// Tokens are int8 rows as decoder/quantize_halves.cuh leaves them, eight of high halves and eight of low ones, or rows of
+// floats that are quantized as they are loaded; see stream/w8a8.cuh.
+//
+// Exactness: integer sums are exact; the quantization equals that of decoder/quantize_halves.cuh bitwise.
+#pragma once
+
+#include <qcut/core/int16.cuh>
+#include <qcut/stream/w8a8.cuh>
+
+namespace qcut {
+
+// Adds the products of a unit of weights with the two halves of eight tokens: lane 4g + t's part of token g.
+__device__ __forceinline__ void multiply_halves(long long (&acc)[1][4], const Int8Unit& unit,
+                                                const uint32_t (&high)[2][4], const uint32_t (&low)[2][4]) {
+  int sums[2][4] = {};
+  multiply_int8(sums, unit, [&](int half) -> const uint32_t(&)[2][4] { return half == 0 ? high : low; });
+#pragma unroll
+  for (int c = 0; c < 4; ++c) acc[0][c] += combine_halves(sums[0][c], sums[1][c]);
+}
+
+// Tokens as int8 rows, lda elements apart.
+template <class Tile, class E>
+struct HalvesTokens {
+  using Acc = long long;
+  static_assert(Tile::kTokenTiles == 1, "rows 0 to 7 are high halves, 8 to 15 low ones");
+  Int8Tokens<Tile, E> high, low;
+
+  __device__ __forceinline__ HalvesTokens(const void* a, int m, int k, int lda, typename E::Args& args, char* shared)
+      : high(a, m, k, lda, args, shared), low(static_cast<const int8_t*>(a) + 8LL * lda, m, k, lda, args, shared) {}
+  __device__ __forceinline__ void begin(int column) {
+    high.begin(column);
+    low.next(column);
+  }
+  __device__ __forceinline__ void settle() { high.settle(); }
+  __device__ __forceinline__ void next(int column) {
+    high.next(column);
+    low.next(column);
+  }
+  __device__ __forceinline__ void multiply(long long (&acc)[1][4], const Int8Unit& unit, int u) const {
+    multiply_halves(acc, unit, high.x[0][u], low.x[0][u]);
+  }
+};
+
+// Tokens as rows of floats: those of w8a8.cuh, whose x are the high halves here.
+template <class Tile, bool kAligned>
+struct HalvesRows : RowTokens<Tile, kAligned> {
+  using Acc = long long;
+  using Base = RowTokens<Tile, kAligned>;
+  using T = typename Tile::T;
+  static constexpr int kTokens = Tile::kTokens, kUnits = Tile::kUnits, kSize = Base::kSize, kLoads = Base::kLoads;
+  uint32_t low[kUnits][2][4];
+  QuantizedRow16 row16;
+
+  __device__ __forceinline__ HalvesRows(const void* a, const float* absmax, float* scales, uint32_t* found, int m, int k,
+                                        int lda)
+      : Base(a, absmax, scales, found, m, k, lda), row16(0) {}
+  __device__ __forceinline__ void begin(int column) {
+    this->load(column);
+    if constexpr (Tile::kFinds) {
+      this->find();
+    } else {
+      row16 = QuantizedRow16(this->columns > 0 ? __float_as_uint(this->absmax[this->token]) : 0);
+    }
+  }
+  __device__ __forceinline__ void settle() {
+    if constexpr (Tile::kFinds) {
+      __syncthreads();
+      const int lane = threadIdx.x % 32;
+      uint32_t peak = 0;
+#pragma unroll
+      for (int i = 0; i < kTokens; ++i) {
+        const uint32_t of_row = warp_max(lane < Tile::kWarps ? this->found[lane * kTokens + i] : 0u);
+        if (i == this->token) peak = of_row;
+      }
+      row16 = QuantizedRow16(peak);
+    }
+    if (threadIdx.x % 4 == 0 && threadIdx.x < 4 * this->m) this->scales[this->token] = row16.scale();
+    quantize();
+  }
+  __device__ __forceinline__ void next(int column) {
+    this->load(column);
+    quantize();
+  }
+  __device__ __forceinline__ void multiply(long long (&acc)[1][4], const Int8Unit& unit, int u) const {
+    multiply_halves(acc, unit, this->x[u], low[u]);
+  }
+
+  __device__ __forceinline__ void quantize() {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+      uint32_t words[2][kTokens];
+#pragma unroll
+      for (int l = 0; l < kLoads; ++l) {
+        float f[Vector<T>::kSize], used[kSize];
+        uint32_t q[kSize], packed[2][kSize / 4];
+        this->raw[u][l].to_float(f);
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) used[j] = f[j];
+        row16.quantize(used, q);
+        pack_half<true>(q, packed[0]);
+        pack_half<false>(q, packed[1]);
+#pragma unroll
+        for (int j = 0; j < kSize / 4; ++j) {
+          words[0][l * kSize / 4 + j] = packed[0][j];
+          words[1][l * kSize / 4 + j] = packed[1][j];
+        }
+      }
+#pragma unroll
+      for (int w = 0; w < 8; ++w) {
+        const int lane = 4 * (w / kTokens * kTokens + this->token) + this->t;
+        uint32_t& to_high = this->x[u][w / 4][w % 4];
+        uint32_t& to_low = low[u][w / 4][w % 4];
+        to_high = words[0][w % kTokens];
+        to_low = words[1][w % kTokens];
+        if constexpr (kTokens < 8) {
+          to_high = __shfl_sync(0xffffffffu, to_high, lane);
+          to_low = __shfl_sync(0xffffffffu, to_low, lane);
+        }
+      }
+    }
+  }
+};
+
+// The kernel: as int8_stream, for `tokens` tokens; int8 rows of a are 16.
+template <class Tile, bool kAligned, bool kAbsmax, class E>
+__device__ __forceinline__ void int16x8_stream(const void* a, const float* a_absmax, const int8_t* b,
+                                               typename E::Out* d, float* absmax, int tokens, int n, int k, int lda,
+                                               int ldb, int ldd, typename E::Args args) {
+  static_assert(Tile::kSplits == 1 && !Tile::kCommonSums, "sums of 64 bits are added within a CTA, without atomics");
+  extern __shared__ __align__(16) char shared[];
+  if constexpr (Tile::kQuantizes) {
+    float* const scales = reinterpret_cast<float*>(shared + Tile::kTokenScales);
+    args.row_scale = scales;
+    uint32_t* const found = reinterpret_cast<uint32_t*>(shared + Tile::kFound);
+    const HalvesRows<Tile, kAligned> rows(a, a_absmax, scales, found, tokens, k, lda);
+    stream_int8<Tile, kAbsmax, E>(rows, b, d, absmax, tokens, n, k, ldb, ldd, args);
+  } else {
+    const HalvesTokens<Tile, E> rows(a, tokens, k, lda, args, shared);
+    stream_int8<Tile, kAbsmax, E>(rows, b, d, absmax, tokens, n, k, ldb, ldd, args);
+  }
+}
+
+}  // namespace qcut
