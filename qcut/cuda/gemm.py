@@ -69,7 +69,7 @@ class Product(NamedTuple):
 
     Attributes:
         problem: types, layouts, alignments and epilogue.
-        rows: rows of A and D.
+        rows: rows of D, and of A where tokens are not in halves.
         n: columns of B and D.
         k: summed over, with the operands' padding.
         tensor_cores: False asks for the dp4a kernels.
@@ -86,7 +86,7 @@ class Product(NamedTuple):
         few = self.stream_spec("none", gpu) if self.tensor_cores else None
         if few is not None:
             return few
-        sizes = (self.rows, self.n, self.k)
+        sizes = (self.problem.epilogue.rows(self.rows), self.n, self.k)
         choice = dispatch.select_gemm(self.problem, *sizes, gpu, cutlass=cutlass, tensor_cores=self.tensor_cores)
         spec = chosen_spec(choice, self.problem, self.n, gpu)
         return replace(spec, stand_in=lambda: self.stand_in(gpu)) if choice.family == INT8_CUTLASS.name else spec
@@ -97,7 +97,8 @@ class Product(NamedTuple):
 
     def stand_in_choice(self, gpu: Target) -> Choice:
         """The kernel of `stand_in`: the best for one of `STAND_IN_ROWS` among those that NVRTC builds."""
-        rows = next((rows for rows in STAND_IN_ROWS if self.rows <= rows), STAND_IN_ROWS[-1])
+        of_a = self.problem.epilogue.rows(self.rows)
+        rows = next((rows for rows in STAND_IN_ROWS if of_a <= rows), STAND_IN_ROWS[-1])
         return dispatch.select_gemm(self.problem, rows, self.n, self.k, gpu, cutlass=False)
 
     def stream_spec(
@@ -153,6 +154,8 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
     # Started early, w8a16_mma took 1.7 to 2.4 times as long (14336×4096, M = 64).
     pdl = pdl and has_pdl(gpu) and source.waits and choice.family != W8A16_MMA.name
     grid = dispatch.grid(choice, n, gpu.sm_count)
+    of_token = 2 if problem.epilogue.halves else 1  # rows of A, of which tiles are made
+    grid = replace(grid, rows=max(1, grid.rows // of_token))
     if choice.family not in CUTLASS_FAMILIES:
         return LaunchSpec(source, grid, tail=tail, pdl=pdl)
     assert isinstance(choice.tile, TileConfig)
@@ -162,7 +165,7 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
         tail=(*tail, gpu.sm_count, choice.swizzle, choice.raster, choice.splits),
         needs_workspace=choice.tile.schedule == "stream_k",
         pdl=pdl,
-        row_multiple=tma_rows(choice.tile) if choice.family == INT8_CUTLASS.name else 1,
+        row_multiple=max(1, tma_rows(choice.tile) // of_token) if choice.family == INT8_CUTLASS.name else 1,
     )
 
 

@@ -29,10 +29,13 @@ from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import DtypeError
 from qcut.numerics import int8 as numerics
+from qcut.numerics import int16
 from qcut.ops.checks import check_scale, check_zero_point
 from qcut.ops.linear import (
     FEW_ELEMENTS,
     Int8Linear,
+    Int16x8Linear,
+    Int16x8StaticLinear,
     LinearWithAbsmax,
     W8A8Linear,
     W8A8StaticLinear,
@@ -54,16 +57,17 @@ def linear_problem(
         k: columns of the tokens.
         bias: whether a bias is added.
         activation: activation after the bias.
-        scheme: ``w8a8``, ``w8a8_static`` or ``w8a16``.
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
         aligned: whether rows of tokens start at multiples of 16 bytes.
     """
     epilogue = Epilogue(
         out=dtype,
-        row_scale="per_token" if scheme == "w8a8" else "none",
+        row_scale="per_token" if scheme in ("w8a8", "int16x8") else "none",
         col_scale="per_channel",
         zero_point="per_tensor" if scheme == "w8a8_static" else "none",
         bias=bias,
         activation=Activation(activation),
+        halves=scheme.startswith("int16x8"),
     )
     problem = GemmProblem(epilogue=epilogue, alignment_n=dispatch.alignment_of(n))
     if scheme == "w8a16":
@@ -75,7 +79,7 @@ class LinearLayer(NamedTuple):
     """A layer with int8 weights at up to ``rows`` tokens: all that chooses its kernels.
 
     Attributes:
-        scheme: ``w8a8``, ``w8a8_static`` or ``w8a16``.
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
         dtype: dtype of tokens and result.
         rows: number of tokens, a `qcut.cuda.plans.m_bucket`.
         n: number of output channels.
@@ -107,14 +111,15 @@ class LinearLayer(NamedTuple):
         problem = self.problem()
         if self.scheme == "w8a16":
             return None, w8a16_spec(problem, self.rows, self.n, self.k, gpu, pdl=self.constants)
-        many = Product(problem, max(self.rows, TMA_ROWS), self.n, k)
-        if self.scheme == "w8a8_static":
-            quantize = per_tensor_spec(dtype, k, gpu, aligned=self.aligned)
+        halves = problem.epilogue.halves
+        many = Product(problem, max(self.rows, TMA_ROWS // (1 + halves)), self.n, k)
+        if self.scheme.endswith("_static"):
+            quantize = per_tensor_spec(dtype, k, gpu, aligned=self.aligned, halves=halves)
         else:
             whole = self._quantizing_spec(gpu)
             if whole is not None:
                 return None, whole
-            quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned)
+            quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned, halves=halves)
         few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
         return quantize, few or many.spec(gpu, cutlass=serves_cutlass(problem, gpu))
 
@@ -135,8 +140,8 @@ class LinearLayer(NamedTuple):
 
     @property
     def calls_native(self) -> bool:
-        """Whether C++ serves calls: always."""
-        return True
+        """Whether C++ serves calls: those of all schemes that it knows."""
+        return self.scheme in native.SCHEMES
 
 
 # ── plans ────────────────────────────────────────────────────────────────────────────────────────
@@ -202,6 +207,16 @@ def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
     )
 
 
+@serves(Int16x8Linear)
+def int16x8_linear(call: Int16x8Linear) -> Tensor:
+    return _linear("int16x8", call, (call.qweight, call.weight_scale, call.bias))
+
+
+@serves(Int16x8StaticLinear)
+def int16x8_static_linear(call: Int16x8StaticLinear) -> Tensor:
+    return _linear("int16x8_static", call, (call.qweight, call.col_scale, call.bias), (call.x_scale,))
+
+
 @serves(W8A16Linear)
 def w8a16_linear(call: W8A16Linear) -> Tensor:
     return _linear("w8a16", call, (call.qweight, call.weight_scale, call.bias))
@@ -209,24 +224,25 @@ def w8a16_linear(call: W8A16Linear) -> Tensor:
 
 def _linear(
     scheme: str,
-    call: W8A8Linear | W8A8StaticLinear | W8A16Linear,
+    call: W8A8Linear | W8A8StaticLinear | W8A16Linear | Int16x8Linear | Int16x8StaticLinear,
     weights: Sequence[Tensor | None],
-    x_range: tuple[float, int] | None = None,
+    x_range: tuple[float] | tuple[float, int] | None = None,
 ) -> Tensor:
-    """One of the three operators.
+    """One of the five operators.
 
     Args:
-        scheme: ``w8a8``, ``w8a8_static`` or ``w8a16``.
+        scheme: ``w8a8``, ``w8a8_static``, ``w8a16``, ``int16x8`` or ``int16x8_static``.
         call: the operator's arguments.
         weights: weight, its scale, its sums along K (w8a8_static alone) and the bias, or dense copies of them.
-        x_range: scale and zero point of the tokens (w8a8_static alone).
+        x_range: scale and zero point of the tokens (w8a8_static), or the scale alone (int16x8_static).
     """
-    x = call.x
+    x, halves = call.x, scheme.startswith("int16x8")
     if x.dim() == 0 or x.shape[-1] == 0:
         call.check()  # raises
     if x_range is not None:  # no part of the key
-        check_scale("w8a8_static_linear", "x_scale", x_range[0])
-        check_zero_point("w8a8_static_linear", "x_zero_point", x_range[1])
+        check_scale(f"{scheme}_linear", "x_scale", x_range[0])
+        for zero_point in x_range[1:]:
+            check_zero_point("w8a8_static_linear", "x_zero_point", zero_point)
     k = x.shape[-1]
     m = x.numel() // k
     tokens, stride = row_major(x)
@@ -255,19 +271,20 @@ def _linear(
     rows = plan.product.rows_for(m)
     if plan.quantize is None:
         operands, sizes = (address, weight), (m, n, k, stride, k_padded, n)
-        epilogue: tuple[int, ...] = (scale,)
+        epilogue: tuple[int, ...] = (m, scale) if halves else (scale,)
     else:
         # One allocation for all, in x's dtype, which spares a conversion of arguments: int8 rows are multiples of
         # 16 bytes, so the scales behind them are aligned.
-        scratch = x.new_empty(rows * (k_padded + 4 * (x_range is None)) // x.element_size())
+        q_rows = int16.rows_of_blocks(rows) if halves else rows
+        scratch = x.new_empty((q_rows * k_padded + 4 * rows * (x_range is None)) // x.element_size())
         q = scratch.data_ptr()
-        operands, sizes = (q, weight), (rows, n, k_padded, k_padded, k_padded, n)
+        operands, sizes = (q, weight), (q_rows, n, k_padded, k_padded, k_padded, n)
         if x_range is None:
-            token_scale = q + rows * k_padded
-            epilogue = (token_scale, scale)
+            token_scale = q + q_rows * k_padded
+            epilogue = (rows, token_scale, scale) if halves else (token_scale, scale)
             plan.quantize.run(m, (address, q, token_scale, stride, m, k, k_padded), device)
         else:
-            epilogue = (x_range[1], *colsum, scale)
+            epilogue = (rows, scale) if halves else (*x_range[1:], *colsum, scale)
             plan.quantize.run(m, (address, q, stride, m, k, k_padded, *x_range), device)
     y, y_rows = _result(x, m, rows, n)
     args = (*operands, y_rows.data_ptr(), *sizes, *epilogue)
@@ -279,7 +296,7 @@ def _shared(layer: LinearLayer, device: int) -> LinearPlan:
     """The plan of a layer, handed to C++."""
     plan = plan_for(layer, device)
     library, launches = native.library(await_job), plan.for_native()
-    if library is not None and launches is not None:
+    if library is not None and launches is not None and layer.calls_native:
         sizes, options = (layer.n, layer.k, layer.rows), (layer.aligned, layer.bias, layer.constants)
         library.insert(native.key(layer.scheme, *sizes, layer.dtype, layer.activation, device, *options), launches)
     return plan

@@ -50,7 +50,7 @@ using CurrentStream = int(std::int32_t device, void** stream);
 
 // ── what Python inserts ──────────────────────────────────────────────────────────────────────────────────────────
 
-enum Op : std::int32_t { kDynamic, kStatic, kWeightOnly };
+enum Op : std::int32_t { kDynamic, kStatic, kWeightOnly, kInt16 };
 
 // A layer at one bucket of rows. Plans hold no address: what a call's parameters must be is the same for all plans and
 // is compared (is_vector, and the weight in run).
@@ -257,20 +257,25 @@ at::Tensor run(c10::IValue const* args) {
   std::int64_t const rows = (m + plan.row_multiple - 1) / plan.row_multiple * plan.row_multiple;
   if (rows > kMaxInt) return {};
   auto const gemm_rows = static_cast<std::int32_t>(rows);
-  c10::DataPtr scratch;  // int8 rows, and behind them the scales of dynamic ones; back to the stream's pool on return
+  constexpr bool kScaled = op == kDynamic || op == kInt16;  // each token
+  c10::DataPtr scratch;  // int8 rows, and behind them the scales of tokens; back to the stream's pool on return
   void const* a = data;
-  std::int32_t k_gemm = depth, lda = static_cast<std::int32_t>(stride), zero_point = 0;
+  std::int32_t a_rows = gemm_rows, k_gemm = depth, lda = static_cast<std::int32_t>(stride), zero_point = 0;
   char const* row_scale = nullptr;
   if (plan.quantize.function != nullptr) {
-    std::int64_t const scale_bytes = op == kDynamic ? sizeof(float) : 0;
+    std::int64_t const scale_bytes = kScaled ? rows * std::int64_t{sizeof(float)} : 0;
+    // Two rows for each token of int16, in whole blocks of eight tokens.
+    std::int64_t const q_rows = op == kInt16 ? (rows + 7) / 8 * 16 : rows, q_bytes = plan.k_padded * q_rows;
+    if (q_rows > kMaxInt) return {};
+    a_rows = static_cast<std::int32_t>(q_rows);
     // Not a tensor: the allocator itself is spared the dispatcher's share of at::empty.
-    scratch = c10::GetAllocator(device.type())->allocate(rows * (plan.k_padded + scale_bytes));
+    scratch = c10::GetAllocator(device.type())->allocate(q_bytes + scale_bytes);
     auto* const q = static_cast<char*>(scratch.get());
-    if constexpr (op == kDynamic) row_scale = q + rows * plan.k_padded;
+    if constexpr (kScaled) row_scale = q + q_bytes;
     a = q;
     k_gemm = lda = padded;
     int status = 0;
-    if constexpr (op == kDynamic) {
+    if constexpr (kScaled) {
       Arguments arguments(data, q, row_scale, stride, tokens, depth, padded);
       status = launch(plan.quantize, tokens, arguments, stream);
     } else if constexpr (op == kStatic) {
@@ -287,7 +292,8 @@ at::Tensor run(c10::IValue const* args) {
   c10::DimVector shape(x.sizes());
   shape.back() = n;
   at::Tensor out = at::empty(rows == m ? c10::IntArrayRef(shape) : c10::IntArrayRef{rows, n}, x.options());
-  Arguments arguments(a, weight, out.mutable_data_ptr(), gemm_rows, columns, k_gemm, lda, padded, columns);
+  Arguments arguments(a, weight, out.mutable_data_ptr(), a_rows, columns, k_gemm, lda, padded, columns);
+  if constexpr (op == kInt16) arguments.add(gemm_rows);
   if constexpr (op == kStatic) {
     arguments.add(zero_point);
     arguments.add(colsum);
@@ -324,7 +330,7 @@ void linear(c10::OperatorHandle const& handle, c10::DispatchKeySet keys, torch::
 // mask, one word, as it was before or after.
 QCUT_EXPORT char const* qcut_register(char const* ns, char const* device, LaunchKernel* launch_kernel,
                                       CurrentStream* current_stream) noexcept try {
-  for (auto const* const name : {"w8a8_linear", "w8a8_static_linear", "w8a16_linear"}) {
+  for (auto const* const name : {"w8a8_linear", "w8a8_static_linear", "w8a16_linear", "int16x8_linear"}) {
     c10::Dispatcher::singleton().findSchemaOrThrow((std::string(ns) + "::" + name).c_str(), "");
   }
   runtime = new Runtime{launch_kernel, current_stream, c10::Device(device).type()};
@@ -332,6 +338,7 @@ QCUT_EXPORT char const* qcut_register(char const* ns, char const* device, Launch
   library->impl("w8a8_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kDynamic>>());
   library->impl("w8a8_static_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kStatic>>());
   library->impl("w8a16_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kWeightOnly>>());
+  library->impl("int16x8_linear", torch::CppFunction::makeFromBoxedFunction<&linear<kInt16>>());
   return nullptr;
 } catch (std::exception const& error) {
   static std::string message;

@@ -27,9 +27,9 @@ from qcut.jit.scratch import scratch_folder
 from qcut.process.locks import Lock, once
 
 SOURCE = Path(__file__).with_name("linear_ops.cpp")
-SCHEMES = ("w8a8", "w8a8_static", "w8a16")
+SCHEMES = ("w8a8", "w8a8_static", "w8a16", "int16x8")
 """Schemes in the order of ``Op`` in ``linear_ops.cpp``."""
-OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear")
+OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear", "int16x8_linear")
 """The operators of `SCHEMES`."""
 
 _NAME = "qcut_linear_ops"

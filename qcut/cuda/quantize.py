@@ -22,7 +22,9 @@ from qcut.ops.registry import serves
 _plans: PlanCache[LaunchPlan] = PlanCache()
 
 
-def per_token_spec(dtype: DType, rows: int, k_padded: int, gpu: Target, *, aligned: bool) -> LaunchSpec:
+def per_token_spec(
+    dtype: DType, rows: int, k_padded: int, gpu: Target, *, aligned: bool, halves: bool = False
+) -> LaunchSpec:
     """The launch of the kernel that quantizes up to ``rows`` tokens with a scale each.
 
     Args:
@@ -31,15 +33,18 @@ def per_token_spec(dtype: DType, rows: int, k_padded: int, gpu: Target, *, align
         k_padded: columns of the result.
         gpu: the GPU.
         aligned: whether rows, of tokens and of the result, start at multiples of 16 bytes.
+        halves: whether tokens become int16, in halves, in place of int8.
     """
-    kernel = kernels.QuantizePerToken.for_shape(dtype, gpu.arch, rows, k_padded, aligned=aligned, sm_count=gpu.sm_count)
+    kernel = kernels.QuantizePerToken.for_shape(
+        dtype, gpu.arch, rows, k_padded, aligned=aligned, sm_count=gpu.sm_count, halves=halves
+    )
     grid = Grid(kernel.rows, kernel.grid(1, k_padded))
     return LaunchSpec(emit_quantize_per_token(kernel), grid, pdl=has_pdl(gpu))
 
 
-def per_tensor_spec(dtype: DType, k_padded: int, gpu: Target, *, aligned: bool) -> LaunchSpec:
+def per_tensor_spec(dtype: DType, k_padded: int, gpu: Target, *, aligned: bool, halves: bool = False) -> LaunchSpec:
     """The launch of the kernel that quantizes all tokens with one scale and zero point. Args: see `per_token_spec`."""
-    kernel = kernels.QuantizePerTensor.for_shape(dtype, gpu.arch, 1, k_padded, aligned=aligned)
+    kernel = kernels.QuantizePerTensor.for_shape(dtype, gpu.arch, 1, k_padded, aligned=aligned, halves=halves)
     grid = Grid(kernel.rows, kernel.grid(1, k_padded))
     return LaunchSpec(emit_quantize_per_tensor(kernel), grid, pdl=has_pdl(gpu))
 

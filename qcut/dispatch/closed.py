@@ -144,7 +144,7 @@ def is_usual(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
 def covers(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
     """Whether the closed set has kernels for a problem: for those of layers, not for every GEMM there is."""
     e = problem.epilogue
-    if e.out not in FLOATS or e.col_scale != "per_channel" or e.activation is Activation.ANY:
+    if e.halves or e.out not in FLOATS or e.col_scale != "per_channel" or e.activation is Activation.ANY:
         return False
     if isinstance(problem, CodebookProblem):
         if e.residual or (e.out is DType.F32 and problem.x is not DType.S8):  # of two passes of different widths

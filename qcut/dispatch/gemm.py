@@ -83,7 +83,7 @@ def select_gemm(
 
     Args:
         problem: types, layouts, alignments and epilogue.
-        m: rows of A and D.
+        m: rows of A: those of D, or ``problem.epilogue.rows`` of them.
         n: columns of B and D.
         k: summed over, with the operands' padding.
         target: the GPU.

@@ -31,7 +31,7 @@ def layer(scheme: str, m: int, *, k: int = 640, aligned: bool = True) -> LinearL
 
 
 def test_the_class_of_a_layer_describes_its_calls() -> None:
-    for scheme in ("w8a8", "w8a8_static", "w8a16"):
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "int16x8"):
         describe, call = Linear.subclass_for(scheme).cuda_calls, layer(scheme, 63)
         wanted = {"dtype": torch.float16, "rows": 63, "n": 1280, "bias": True, "activation": "none"}
         assert describe(parse_scheme(scheme), k=640, **wanted) == [call]
@@ -56,6 +56,27 @@ def test_a_token_of_w8a8_is_quantized_by_its_product(gpu: Target) -> None:
     assert len(layer("w8a8_static", 1).sources(0)) == 2
 
 
+def test_a_call_of_int16x8_quantizes_halves_and_multiplies_twice_the_rows(gpu: Target) -> None:
+    problem = linear_problem(DType.F16, 14336, 4096, True, "none", "int16x8")
+    for m in (1, 2, 8, 9, 16, 17, 64, 65, 4096):
+        call = layer("int16x8", m, k=4096)._replace(n=14336)
+        *quantize, product = call.specs(0)
+        if m == 1:
+            assert quantize == [None]
+            assert "_floats_f16_f16_halves_" in product.source.name
+            continue
+        assert quantize[0] is not None
+        assert quantize[0].source.name.endswith("_halves")
+        if m <= 8:
+            assert "_given_f16_halves_" in product.source.name
+            continue
+        choice = dispatch.select_gemm(problem, max(2 * m_bucket(m), 64), 14336, 4096, gpu, cutlass=False)
+        assert product.source.name == dispatch.emit(choice, problem, gpu.arch).name
+        tile = choice.tile.threadblock_shape  # type: ignore[union-attr]
+        splits = getattr(choice.tile, "splits", 1)
+        assert product.grid(m) == (-(-problem.epilogue.rows(m) // tile[0]) * -(-14336 // tile[1]) * splits, 1, 1)
+
+
 def test_a_call_of_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
     for m in (1, 16, 17, 512):
         (product,) = layer("w8a16", m).sources(0)
@@ -65,13 +86,13 @@ def test_a_call_of_w8a16_multiplies_tokens_as_they_are(gpu: Target) -> None:
 
 
 def test_unaligned_tokens_are_read_by_other_kernels(gpu: Target) -> None:
-    for scheme in ("w8a8", "w8a8_static", "w8a16"):
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "int16x8"):
         first, other = layer(scheme, 32).sources(0)[0], layer(scheme, 32, aligned=False).sources(0)[0]
         assert first.name != other.name
 
 
 def test_launches_are_data_that_cpp_can_repeat(gpu: Target) -> None:
-    for scheme in ("w8a8", "w8a8_static", "w8a16"):
+    for scheme in ("w8a8", "w8a8_static", "w8a16", "int16x8"):
         for m in (1, 64, 4096):
             for spec in layer(scheme, m).specs(0):
                 assert spec is None or (isinstance(spec.grid, Grid) and spec.grid.one[2] == 1)

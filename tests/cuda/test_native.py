@@ -37,7 +37,8 @@ from qcut.emitters.decoder.quantize import (
 from qcut.emitters.gemm.cutlass.text import LAUNCH_PARAMS
 from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.errors import QcutError
-from qcut.ops.linear import W8A8Linear, W8A8StaticLinear, W8A16Linear
+from qcut.numerics.int16 import rows_of_blocks
+from qcut.ops.linear import Int16x8Linear, W8A8Linear, W8A8StaticLinear, W8A16Linear
 
 NAMESPACE = "qcut_native_test"
 STREAM = 0x5500_1234_5678
@@ -45,7 +46,14 @@ SM_COUNT, SWIZZLE, RASTER, SPLITS = 132, 4, 2, 3
 BLOCK, SMEM = 384, 100_000
 LIMIT = 100
 """Layers that the plan cache holds."""
-CALLS = {"w8a8_linear": W8A8Linear, "w8a8_static_linear": W8A8StaticLinear, "w8a16_linear": W8A16Linear}
+CALLS = {
+    "w8a8_linear": W8A8Linear,
+    "w8a8_static_linear": W8A8StaticLinear,
+    "w8a16_linear": W8A16Linear,
+    "int16x8_linear": Int16x8Linear,
+}
+BY_TOKEN = ("w8a8", "int16x8")
+"""Schemes with a scale for each token."""
 QUANTIZE, GEMM = 0x7F00_0000_0010, 0x7F00_0000_0020
 """Function handles of W8A8 layers; see `handle`."""
 
@@ -205,13 +213,13 @@ def setting(
         if scheme == "w8a16":
             kernel = Kernel(driver, handle(GEMM, scheme), problem.params(), host=False)
             return LinearPlan(None, LaunchPlan(kernel, Grid(16, (3, 1, 1)), pdl=True), n, k_padded)
-        if scheme == "w8a8" and layer.rows == 1:  # its product quantizes
+        if scheme in BY_TOKEN and layer.rows == 1:  # its product quantizes
             params = W8A8Problem("floats", dtype, problem.epilogue).params()
             kernel = Kernel(driver, handle(GEMM, scheme), params, host=False)
             return LinearPlan(None, LaunchPlan(kernel, Grid(1, (3, 1, 1)), pdl=True), n, k_padded)
         desc: Any
-        if scheme == "w8a8":
-            desc = QuantizePerToken(dtype, "sm_90a", threads=32)
+        if scheme in BY_TOKEN:
+            desc = QuantizePerToken(dtype, "sm_90a", threads=32, halves=problem.epilogue.halves)
             source = emit_quantize_per_token(desc)
         else:
             desc = QuantizePerTensor(dtype, "sm_90a", threads=32, vectors=1)
@@ -281,6 +289,8 @@ def compare(python: list[Record], native: list[Record], driver: Driver, out: tup
                 assert not base or args["a"] == base["q"]
                 assert "row_scale" not in args or args["row_scale"] == base["scale"]
                 if "row_scale" in args:
+                    of_int16 = record.function & 0xFF00 == handle(0, "int16x8")
+                    assert args["m"] == (rows_of_blocks(args["tokens"]) if of_int16 else args["m"])
                     assert args["row_scale"] - args["a"] == args["m"] * args["lda"]
                 base["d"] = args["d"]
             facts.append((record._replace(block=b""), {name: v for name, v in args.items() if name not in own}))
@@ -302,7 +312,7 @@ def test_launches_are_pythons(setting: Setting, op: str, bias: bool) -> None:
         linear_cuda._called.clear()
         expected, python, by_native = setting.served(lambda a=args: operator(op)(*a))
         assert not by_native
-        one = op == "w8a16_linear" or (op == "w8a8_linear" and m == 1)
+        one = op == "w8a16_linear" or (op in ("w8a8_linear", "int16x8_linear") and m == 1)
         assert len(python) == (1 if one else 2)
         got, native, by_native = setting.served(lambda a=args: operator(op)(*a))
         assert by_native
@@ -313,7 +323,12 @@ def test_launches_are_pythons(setting: Setting, op: str, bias: bool) -> None:
 
 @pytest.mark.parametrize(
     ("op", "dtype"),
-    [(op, d) for op in _native.OPS for d in (torch.float16, torch.bfloat16, torch.float32)][:-1],  # w8a16: no float32
+    [
+        (op, d)
+        for op in _native.OPS
+        for d in (torch.float16, torch.bfloat16, torch.float32)
+        if op != "w8a16_linear" or d is not torch.float32
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("shape", [(37,), (1, 37), (3, 37), (2, 5, 37), (2, 1, 3, 70)], ids=str)

@@ -80,7 +80,7 @@ def few_tokens(
 
     Args:
         problem: of the product, whose tokens are int8.
-        m: rows of A and D.
+        m: rows of D.
         n: columns of D.
         k: summed over, with the operands' padding where tokens are int8.
         target: the GPU.
@@ -116,7 +116,7 @@ def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W
 
 def _int8(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> tuple[W8A8Tile, float]:
     """`int8_tile`, and the time in ns that the model expects."""
-    tokens = w8a8.tokens_of(problem, m, k)
+    tokens, halves = w8a8.tokens_of(problem, m, k), problem.epilogue.halves
 
     def best(common_sums: bool) -> tuple[W8A8Tile, float]:
         def tile_of(cut: Cut) -> W8A8Tile:
@@ -124,14 +124,14 @@ def _int8(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> tuple
 
         def fits(cut: Cut, ctas: int) -> bool:
             tile = tile_of(cut)
-            smem = ctas * w8a8.smem_bytes(tile)
+            smem = ctas * w8a8.smem_bytes(tile, halves)
             registers = w8a8.registers(problem, tile, target.arch)
             return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
 
         # Several tiles of tokens make a cluster's sums dear: it lost at every shape that was measured.
         cuts = (
             (cut, ns + _tokens_ns(tokens, k, cut, common_sums, target))
-            for cut, ns in _cuts(n, k, target, fits, clusters=tokens <= w8a8.MAX_ROWS)
+            for cut, ns in _cuts(n, k, target, fits, clusters=tokens <= w8a8.MAX_ROWS and not halves)
         )
         cut, ns = min(cuts, key=lambda one: one[1], default=(Cut(1, 1, 1, 1, 1), float("inf")))
         return tile_of(cut), ns

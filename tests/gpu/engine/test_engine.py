@@ -32,7 +32,7 @@ def test_float32_tokens_are_the_cpus(graphs: bool, kv_cache: Any) -> None:
     assert engine.generate(prompts[:1], 40) == want[:1]
 
 
-@pytest.mark.parametrize("scheme", [None, "w8a8", "w8a16", "codebook4", "codebook4_int8"])
+@pytest.mark.parametrize("scheme", [None, "w8a8", "w8a16", "int16x8", "codebook4", "codebook4_int8"])
 def test_graphs_are_the_launches(scheme: str | None) -> None:
     model = llama(scheme)
     prompts = prompts_of(VOCABULARY, 20, 3)
