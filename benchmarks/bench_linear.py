@@ -29,10 +29,11 @@ from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.source import DType
 
 BASELINE = "fp16"
-SCHEMES = ("w8a8", "w8a8_static", "w8a16")
+SCHEMES = ("w8a8", "w8a8_static", "w8a16", "int16x8")
 EPILOGUES = {
     "w8a8": Epilogue(row_scale="per_token", col_scale="per_channel", bias=True),
     "w8a8_static": Epilogue(zero_point="per_tensor", col_scale="per_channel", bias=True),
+    "int16x8": Epilogue(row_scale="per_token", col_scale="per_channel", bias=True, halves=True),
 }
 W8A16_EPILOGUE = Epilogue(col_scale="per_channel", bias=True)
 HEADLINE = (Shape(4096, 14336, 4096), 350.0)

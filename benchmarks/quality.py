@@ -27,12 +27,14 @@ if __package__ in (None, ""):
 import qcut
 from benchmarks.demo import int8_first, language_reference
 from benchmarks.harness import ROOT, Results, environment, table
+from qcut.config import parse_scheme
 from qcut.errors import QcutError
 from qcut.models.evaluation import perplexity, windows_of
 from qcut.models.modules import weight_nk
 
 SCHEMES = {
     "w8a16": "int8 weights only",
+    "int16x8": "int16 tokens, dynamic scales",
     "w8a8": "dynamic scales per token",
     "w8a8_static": "one range per layer, min/max",
     "static_mse": "one range per layer, least squared error",
@@ -167,7 +169,7 @@ def measure(path: Path, condition: str, args: argparse.Namespace, results: Resul
             model, schemes = subject.quantized(scheme)
             value = subject.perplexity(model)
             del model
-        off = [name for name, chosen in schemes.items() if not chosen.startswith("w8a8")]
+        off = [name for name, chosen in schemes.items() if not parse_scheme(chosen).int8_products]
         results.rows.append(
             {
                 "bench": results.bench,

@@ -46,6 +46,7 @@ REFERENCE = "int4_asymmetric"
 """Weights in 4-bit integers with zero points: not a scheme of qcut's, dequantized to be compared with."""
 SCHEMES = {
     "w8a8": "int8 weights and tokens",
+    "int16x8": "int8 weights, int16 tokens",
     "w8a16": "int8 weights",
     "codebook4": "4 bits, rounded",
     "codebook4_fit": "4 bits, fitted",

@@ -221,15 +221,17 @@ def quality(rows: Rows) -> str:
     lines: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows.of("quality"):
         lines.setdefault((row["model"], row["condition"]), {})[row["scheme"]] = row
-    names = ("w8a16", "w8a8", "w8a8_static", "smooth", "hybrid")
+    names = ("w8a16", "int16x8", "w8a8", "w8a8_static", "smooth", "hybrid")
     table = []
     for (model, condition), of_scheme in lines.items():
-        cells = [f"{float(of_scheme[name]['change_percent']):+.2f} %" for name in names]
+        changes = [of_scheme.get(name, {}).get("change_percent") for name in names]
+        cells = [MISSING if change is None else f"{float(change):+.2f} %" for change in changes]
         plan = of_scheme["hybrid"]
         left = f"{plan['off_int8']} of {plan['layers']}"
         title = model if condition == "plain" else f"{model}, {condition}"
         table.append([title, f"{float(of_scheme['float16']['perplexity']):.2f}", *cells, left])
-    header = ["", "float16", "w8a16", "w8a8", "w8a8_static", "w8a8_static, smoothed", "plan", "layers the plan moved"]
+    titles = ("w8a8_static, smoothed", "plan", "layers the plan moved")
+    header = ["", "float16", *names[:-2], *titles]
     return markdown(header, table)
 
 

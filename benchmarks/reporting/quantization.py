@@ -27,6 +27,9 @@ def text(rows: Rows) -> str:
             "![perplexity by bits of a weight](report_memory.png)",
             provenance("report_quality", quality),
         ]
+    parts.append("### Types of activations, and outliers")
+    by_type = rows.of("quality")
+    parts += [_outlier_table(by_type), provenance("quality", by_type)] if by_type else [missing("quality")]
     parts.append("### Time of a layer")
     if not layers:
         return "\n\n".join([*parts, missing("report_layers")])
@@ -68,6 +71,28 @@ def _cache_table(rows: list[Row]) -> str:
         return f"{rows[0]['model']}, int8 keys and values: not measured."
     header = ["scheme", "float cache", "int8 cache", "the cache's own change", "bytes a token"]
     return f"{rows[0]['model']}, keys and values in float and in int8:\n\n{markdown(header, lines)}"
+
+
+def _outlier_table(rows: list[Row]) -> str:
+    """Change of perplexity by scheme, with outliers injected into the activations and without."""
+    names = list(dict.fromkeys(row["scheme"] for row in rows))
+    subjects = list(dict.fromkeys((row["model"], row["condition"]) for row in rows))
+    by = {(row["scheme"], row["model"], row["condition"]): row for row in rows}
+
+    def cell(name: str, model: str, condition: str) -> str:
+        row = by.get((name, model, condition))
+        if row is None:
+            return "–"
+        is_float = name.startswith("float")
+        return f"{float(row['perplexity']):.2f}" if is_float else f"{float(row['change_percent']):+.3f} %"
+
+    header = ["", *(model if condition == "plain" else f"{model}, {condition}" for model, condition in subjects)]
+    lines = [[name, *(cell(name, *subject) for subject in subjects)] for name in names]
+    head = (
+        f"Weights in 8 bits, {rows[0]['windows']} windows of {rows[0]['window']} tokens of {rows[0]['text']}. Outliers "
+        "multiply three channels of each norm by 60, and divide the weights that read them:\n\n"
+    )
+    return head + markdown(header, lines)
 
 
 def _layer_table(rows: list[Row], m: str) -> str:

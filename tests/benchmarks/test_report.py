@@ -119,6 +119,19 @@ def test_schemes_and_the_cache_by_itself(write: Writer, tmp_path: Path) -> None:
     assert "small, int8 keys and values: not measured." in report.report(tmp_path)
 
 
+def test_types_of_activations_with_outliers_and_without(write: Writer, tmp_path: Path) -> None:
+    facts = {"model": "small", "windows": 9, "window": 512, "text": "book.txt"}
+    measured = (("plain", "float16", 40.0, 0.0), ("plain", "w8a8", 40.4, 1.0), ("outliers", "w8a8", 44.0, 10.0))
+    write(
+        "quality",
+        [{**facts, "condition": c, "scheme": s, "perplexity": p, "change_percent": d} for c, s, p, d in measured],
+    )
+    text = report.report(tmp_path)
+    assert "| small | small, outliers |" in text
+    assert lines_of(text, "| float16 |") == [["float16", "40.00", "–"]]
+    assert lines_of(text, "| w8a8 |") == [["w8a8", "+1.000 %", "+10.000 %"]]
+
+
 CODEBOOK = [
     timed("fp16", 1, 4, 8, part="layer"),
     timed("codebook4", 1, 4, 4, part="layer"),
