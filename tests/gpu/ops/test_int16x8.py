@@ -156,7 +156,7 @@ def test_a_captured_graph_and_another_stream() -> None:
 
 
 def test_a_model_of_layers_prebuilds_what_it_calls() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(96, 160), torch.nn.ReLU(), torch.nn.Linear(160, 64)).half().to(DEVICE)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 161), torch.nn.ReLU(), torch.nn.Linear(161, 63)).half().to(DEVICE)
     x = torch.randn(20, 96, device=DEVICE).half()
     want = model(x)
     qcut.quantize(model, "int16x8", skip=(), allow_growth=True, prebuild=(1, 20), progress=False)
