@@ -15,7 +15,7 @@ from qcut.codebooks import lloyd_max
 from qcut.codebooks.rotation import per_column
 
 _BLOCK = 128
-_ROW_SETS = 8  # rows of one set do not see each other's changes
+_ROW_SETS = 4  # rows of one set do not see each other's changes
 _STEPS = 16  # of conjugate gradients: a scale has few neighbours that matter
 _TINY = 1e-30
 
@@ -35,7 +35,7 @@ def indices(
         parts: the groups.
 
     Returns:
-        uint8 ``[N, K]``. With g, rows are taken in eight sets, and the indices of a set that is worse off stay.
+        uint8 ``[N, K]``. With g, rows are taken in four sets, and the indices of a set that is worse off stay.
     """
     if g is None:
         left = _left(w, chosen, scales, values, parts)

@@ -90,7 +90,7 @@ def fit(
     of rows may change an index where a value lies within rounding of a midpoint.
 
     Cost: ``2 N K^2`` operations for the feedback, as many for each sweep, in K steps; with an output moment
-    ``2 N K (N + K)`` each, in ``N + K`` steps for the feedback and 8 K for each sweep.
+    ``2 N K (N + K)`` each, in ``N + K`` steps for the feedback and 4 K for each sweep.
     """
     check_weight(weight, norm_dtype, layer)
     n, k = weight.shape

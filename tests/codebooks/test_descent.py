@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
@@ -42,7 +44,7 @@ def test_indices_and_scales_lower_the_error(rows: str, bits: int):
         errors.append(loss(w, indices, scales, h, weights, bits).sum())
         scales = descent.scales(w, indices, scales, h, g, values, PARTS)
         errors.append(loss(w, indices, scales, h, weights, bits).sum())
-    assert all(after <= before * (1 + 1e-6) for before, after in zip(errors, errors[1:], strict=False))
+    assert all(after <= before * (1 + 1e-6) for before, after in pairwise(errors))
     assert errors[-1] < 0.9 * errors[0]
 
 
