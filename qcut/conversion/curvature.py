@@ -73,7 +73,7 @@ def collect_curvature(
     device, generator = model_device(model), torch.Generator().manual_seed(seed)
     sums = {name: _Sums(name, *weight_nk(module).shape) for name, module in chosen.items()}
     count = 0
-    with evaluating(model), _frozen(model), torch.enable_grad():
+    with evaluating(model), frozen(model), torch.enable_grad():
         anchor = torch.zeros((), device=device, requires_grad=True)
         handles = [
             module.register_forward_hook(_observe(sums[name], anchor), with_kwargs=True)
@@ -162,7 +162,7 @@ def _differentiate(output: Any, loss: Loss | None, generator: torch.Generator) -
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     """Stop derivatives by parameters, which nothing here needs, and allow them again afterwards."""
     wanted = [p for p in model.parameters() if p.requires_grad]
     for p in wanted:
