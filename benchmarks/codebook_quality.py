@@ -128,7 +128,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--window", type=int, default=512, help="tokens per window [512]")
     options.add_argument("--windows", type=int, help="evaluate on at most so many windows [all]")
     options.add_argument("--calibration", choices=("own", "reference"), default="own", help="text [own]")
-    options.add_argument("--calibration-windows", type=int, default=128)
+    options.add_argument("--calibration-windows", type=int, default=256)
     options.add_argument("--damping", type=float, default=DAMPING, help=f"of the calibrated fits [{DAMPING}]")
     options.add_argument("--seed", type=int, default=42, help="of the rotations [42]")
     options.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")

@@ -434,7 +434,7 @@ def headline(rows: Rows) -> str:
         [
             "perplexity at 4 bits a weight, a GPT-2 of 14M",
             f"{float(weights['float32']['perplexity']):.2f}",
-            f"**{change('codebook4_calibrated')}** (`codebook4`, fitted)",
+            f"**{change('codebook4_curvature')}** (`codebook4`, fitted)",
             f"{change('int4')} (4-bit integers)",
         ],
     ]

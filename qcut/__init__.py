@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from qcut.conversion.calibration import calibrate as calibrate
     from qcut.conversion.convert import quantize as quantize
     from qcut.conversion.curvature import collect_curvature as collect_curvature
-    from qcut.conversion.distillation import Distillation as Distillation
-    from qcut.conversion.distillation import distill as distill
     from qcut.conversion.planning import Plan as Plan
     from qcut.conversion.planning import plan as plan
     from qcut.conversion.second_moments import collect_second_moments as collect_second_moments
@@ -70,8 +68,6 @@ _HOME = {
     "Calibration": "conversion.calibration",
     "calibrate": "conversion.calibration",
     "Curvature": "codebooks.curvature",
-    "Distillation": "conversion.distillation",
-    "distill": "conversion.distillation",
     "collect_curvature": "conversion.curvature",
     "collect_second_moments": "conversion.second_moments",
     "enable_input_gradients": "layers.gradients",

@@ -17,8 +17,8 @@ from qcut.process.progress import with_progress
 
 Loss = Literal["tokens", "outputs"]
 
-OUTPUT_LIMIT = 16384
-"""Most rows of a layer whose outputs are fitted together: their moment takes 1 GiB."""
+OUTPUT_LIMIT = 8192
+"""Most rows of a layer whose outputs are fitted together: their moment takes 256 MiB."""
 
 _SCALE = 256.0  # of the derivatives, which float16 would lose otherwise; moments are fitted up to a factor
 
@@ -39,8 +39,8 @@ def collect_curvature(
     the labels are drawn from its own distribution, so that batches need none, and the moments of the derivatives are
     the curvature of the model's divergence from itself (the Fisher information).
 
-    A layer of N rows and K columns takes ``4 (K^2 + N^2)`` bytes, 1.7 GB at 14336 and 14336: ``layers`` takes the
-    layers of a large model in turns.
+    A layer of N rows and K columns takes ``4 (K^2 + N^2)`` bytes, 46 GB in all for a Llama of 8 billion parameters:
+    ``layers`` takes the layers of a large model in turns.
 
     Args:
         model: run in evaluation mode; modes and ``requires_grad`` are restored, gradients are left alone.
@@ -54,7 +54,7 @@ def collect_curvature(
         progress: show a progress bar.
 
     Returns:
-        `qcut.Curvature` by layer name, on the model's device. Layers of more than 16384 rows have no ``outputs``.
+        `qcut.Curvature` by layer name, on the model's device. Layers of more than 8192 rows have no ``outputs``.
 
     Raises:
         CalibrationError: no batch, a layer that never ran or that the loss does not depend on, or NaN or Inf in a
@@ -73,7 +73,7 @@ def collect_curvature(
     device, generator = model_device(model), torch.Generator().manual_seed(seed)
     sums = {name: _Sums(name, *weight_nk(module).shape) for name, module in chosen.items()}
     count = 0
-    with evaluating(model), frozen(model), torch.enable_grad():
+    with evaluating(model), _frozen(model), torch.enable_grad():
         anchor = torch.zeros((), device=device, requires_grad=True)
         handles = [
             module.register_forward_hook(_observe(sums[name], anchor), with_kwargs=True)
@@ -162,7 +162,7 @@ def _differentiate(output: Any, loss: Loss | None, generator: torch.Generator) -
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
+def _frozen(model: nn.Module) -> Iterator[None]:
     """Stop derivatives by parameters, which nothing here needs, and allow them again afterwards."""
     wanted = [p for p in model.parameters() if p.requires_grad]
     for p in wanted:

@@ -89,7 +89,7 @@ def test_outputs_that_matter_together_are_fitted_together(bits: int):
         return ((g.double() @ error @ h.double()) * error).sum()
 
     # With fine steps feedback over rows pays the geometric mean of this spectrum, 0.22 of its arithmetic mean.
-    assert loss(output_moment=g) < (0.6 if bits == 2 else 0.5) * loss()
+    assert loss(output_moment=g) < (0.7 if bits == 2 else 0.5) * loss()
 
 
 def test_rows_do_not_depend_on_the_chunk(monkeypatch: pytest.MonkeyPatch):
