@@ -16,7 +16,8 @@ from qcut.codebooks.rotation import per_column
 
 _BLOCK = 128
 _ROW_SETS = 4  # rows of one set do not see each other's changes
-_STEPS = 16  # of conjugate gradients: a scale has few neighbours that matter
+_STEPS = 16  # of conjugate gradients at most: a scale has few neighbours that matter
+_ENOUGH = 1e-9  # of the first residual, squared
 _TINY = 1e-30
 
 
@@ -90,7 +91,10 @@ def scales(
     x, r = scales, by_group(slope)
     z = r / own
     p, size = z, (r * z).sum(dims, keepdim=True)
+    enough = _ENOUGH * size
     for _ in range(_STEPS):
+        if bool((size <= enough).all()):
+            break
         turned = by_group(metric(c * per_column(p, parts)))
         step = size / (p * turned).sum(dims, keepdim=True).clamp_min(_TINY)
         x, r = x + step * p, r - step * turned
