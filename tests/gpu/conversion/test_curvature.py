@@ -26,5 +26,7 @@ def test_curvatures_are_those_of_the_cpu(dtype: torch.dtype, tolerance: float):
             assert a is not None
             assert b is not None
             assert float((a.cpu() - b).norm() / b.norm()) < tolerance, name
-    report = qcut.quantize(there.half(), "codebook4", second_moments=found, allow_growth=True, progress=False)
+    report = qcut.quantize(
+        there.half(), "codebook4", second_moments=found, allow_growth=True, prebuild=(), progress=False
+    )
     assert set(report.schemes.values()) == {"codebook4"}
