@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,8 +29,10 @@ from benchmarks.harness import ROOT, Results, environment
 from benchmarks.quality import tokens_of
 from benchmarks.reporting.markdown import markdown
 from qcut.codebooks import rotation
+from qcut.codebooks.curvature import Curvature
 from qcut.codebooks.fit import DAMPING, fit
 from qcut.codebooks.quantizer import dequantize, quantize
+from qcut.conversion.curvature import collect_curvature
 from qcut.conversion.second_moments import collect_second_moments
 from qcut.errors import QcutError
 from qcut.models.evaluation import perplexity, windows_of
@@ -60,43 +63,50 @@ def int4(weight: Tensor, symmetric: bool) -> Tensor:
     return out
 
 
-def two_passes(weight: Tensor, second_moment: Tensor | None, seed: int, damping: float) -> Tensor:
-    """A weight in two passes of 4 bits, the second fitted to the layer's inputs where their second moment is given."""
-    first = quantize(weight, 4, seed=seed, refit=second_moment is not None)
-    if second_moment is None:
-        return dequantize((first, quantize(weight, 4, before=[first], seed=RESIDUAL_SEED)))
-    return dequantize((first, fit(weight, second_moment, 4, before=[first], seed=RESIDUAL_SEED, damping=damping)))
+def nearest(bits: int, refit: bool = False) -> Fit:
+    """Rounds to nearest."""
+    return lambda w, given, seed, damping: dequantize(quantize(w, bits, seed=seed, refit=refit))
 
 
-Fit = Callable[[Tensor, Tensor, int, float], Tensor]
+def fitted(bits: int) -> Fit:
+    """Fits one pass to the curvature, or to the second moment of inputs alone."""
+
+    def fit_one(w: Tensor, given: Curvature | None, seed: int, damping: float) -> Tensor:
+        assert given is not None
+        return dequantize(fit(w, given.inputs, bits, output_moment=given.outputs, seed=seed, damping=damping))
+
+    return fit_one
+
+
+def two_passes(w: Tensor, given: Curvature | None, seed: int, damping: float) -> Tensor:
+    """Two passes of 4 bits, the second fitted where there is something to fit it to."""
+    first = quantize(w, 4, seed=seed, refit=given is not None)
+    if given is None:
+        return dequantize((first, quantize(w, 4, before=[first], seed=RESIDUAL_SEED)))
+    options: dict[str, Any] = {"before": [first], "seed": RESIDUAL_SEED, "damping": damping}
+    return dequantize((first, fit(w, given.inputs, 4, output_moment=given.outputs, **options)))
+
+
+Fit = Callable[[Tensor, Curvature | None, int, float], Tensor]
 
 VARIANTS: dict[str, tuple[str, Fit]] = {
-    "int4": ("4-bit integers, asymmetric, to nearest", lambda w, h, seed, damping: int4(w, symmetric=False)),
-    "int4_symmetric": ("4-bit integers, symmetric, to nearest", lambda w, h, seed, damping: int4(w, symmetric=True)),
-    "codebook4": ("to nearest", lambda w, h, seed, damping: dequantize(quantize(w, 4, seed=seed))),
-    "codebook4_refit": (
-        "to nearest, norms refitted without data",
-        lambda w, h, seed, damping: dequantize(quantize(w, 4, seed=seed, refit=True)),
+    "int4": ("4-bit integers, asymmetric, to nearest", lambda w, given, seed, damping: int4(w, symmetric=False)),
+    "int4_symmetric": (
+        "4-bit integers, symmetric, to nearest",
+        lambda w, given, seed, damping: int4(w, symmetric=True),
     ),
-    "codebook4_calibrated": (
-        "fitted to inputs",
-        lambda w, h, seed, damping: dequantize(fit(w, h, 4, seed=seed, damping=damping)),
-    ),
-    "codebook4_4": ("two passes", lambda w, h, seed, damping: two_passes(w, None, seed, damping)),
-    "codebook4_4_calibrated": (
-        "two passes, the second fitted to inputs",
-        two_passes,
-    ),
-    "codebook3": ("to nearest", lambda w, h, seed, damping: dequantize(quantize(w, 3, seed=seed))),
-    "codebook3_calibrated": (
-        "fitted to inputs",
-        lambda w, h, seed, damping: dequantize(fit(w, h, 3, seed=seed, damping=damping)),
-    ),
-    "codebook2": ("to nearest", lambda w, h, seed, damping: dequantize(quantize(w, 2, seed=seed))),
-    "codebook2_calibrated": (
-        "fitted to inputs",
-        lambda w, h, seed, damping: dequantize(fit(w, h, 2, seed=seed, damping=damping)),
-    ),
+    "codebook4": ("to nearest", nearest(4)),
+    "codebook4_refit": ("to nearest, norms refitted without data", nearest(4, refit=True)),
+    "codebook4_inputs": ("fitted to inputs", fitted(4)),
+    "codebook4_curvature": ("fitted to the loss's curvature", fitted(4)),
+    "codebook4_4": ("two passes", two_passes),
+    "codebook4_4_curvature": ("two passes, the second fitted to the loss's curvature", two_passes),
+    "codebook3": ("to nearest", nearest(3)),
+    "codebook3_inputs": ("fitted to inputs", fitted(3)),
+    "codebook3_curvature": ("fitted to the loss's curvature", fitted(3)),
+    "codebook2": ("to nearest", nearest(2)),
+    "codebook2_inputs": ("fitted to inputs", fitted(2)),
+    "codebook2_curvature": ("fitted to the loss's curvature", fitted(2)),
 }
 
 
@@ -118,7 +128,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--window", type=int, default=512, help="tokens per window [512]")
     options.add_argument("--windows", type=int, help="evaluate on at most so many windows [all]")
     options.add_argument("--calibration", choices=("own", "reference"), default="own", help="text [own]")
-    options.add_argument("--calibration-windows", type=int, default=128)
+    options.add_argument("--calibration-windows", type=int, default=256)
     options.add_argument("--damping", type=float, default=DAMPING, help=f"of the calibrated fits [{DAMPING}]")
     options.add_argument("--seed", type=int, default=42, help="of the rotations [42]")
     options.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -136,6 +146,12 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     return args
+
+
+def kind_of(variant: str) -> str:
+    """What a variant is fitted to: ``inputs``, ``curvature``, or nothing."""
+    kind = variant.rpartition("_")[2]
+    return kind if kind in ("inputs", "curvature") else ""
 
 
 @torch.no_grad()
@@ -166,20 +182,24 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
     layers = find_layers(model)
     originals = {name: weight_nk(module).clone() for name, module in layers.items()}
     bar = sys.stderr.isatty()
-    moments: dict[str, Tensor] = {}
-    if any(name.endswith("calibrated") for name in args.variants):
+    given: dict[str, dict[str, Curvature]] = {"inputs": {}, "curvature": {}}
+    if any(kind_of(name) for name in args.variants):
         if args.calibration == "own":
             windows = own_text(model, args.calibration_windows, args.window, model.config.vocab_size)
         else:
             windows = windows_of(tokens_of(tokenizer, language_reference()), args.window, args.calibration_windows)
-        moments = collect_second_moments(model, windows.split(8), progress=bar)
+        if any(kind_of(name) == "curvature" for name in args.variants):
+            given["curvature"] = collect_curvature(model, windows.split(8), progress=bar)
+        if any(kind_of(name) == "inputs" for name in args.variants):
+            moments = collect_second_moments(model, windows.split(8), progress=bar)
+            given["inputs"] = {name: Curvature(moment, None) for name, moment in moments.items()}
     baseline = 0.0
     for variant in ("float32", *args.variants):
         start = time.perf_counter()
         for name, module in layers.items():
             if variant != "float32":
-                h = moments.get(name, torch.empty(0))
-                weight_nk(module).copy_(VARIANTS[variant][1](originals[name], h, args.seed, args.damping))
+                known = given[kind_of(variant)][name] if kind_of(variant) else None
+                weight_nk(module).copy_(VARIANTS[variant][1](originals[name], known, args.seed, args.damping))
         seconds = time.perf_counter() - start
         value = perplexity(model, tokens, window=args.window, max_windows=args.windows, progress=bar)
         baseline = baseline or value
@@ -197,12 +217,15 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
                 "windows": len(windows_of(tokens, args.window, args.windows)),
                 "window": args.window,
                 "text": args.text.name,
-                "damping": args.damping if variant.endswith("calibrated") else "",
-                "calibration": args.calibration if variant.endswith("calibrated") else "",
-                "calibration_windows": args.calibration_windows if variant.endswith("calibrated") else "",
+                "damping": args.damping if kind_of(variant) else "",
+                "calibration": args.calibration if kind_of(variant) else "",
+                "calibration_windows": args.calibration_windows if kind_of(variant) else "",
                 "quantize_seconds": round(seconds, 1),
             }
         )
+        # A run that is cut short keeps what it has measured.
+        csv = results.write_csv(args.out, key=("model", "variant"))
+        csv.with_suffix(".md").write_text(report(results), encoding="utf-8")
         print(
             f"{path.name} {variant}: {value:.3f} ({100 * (value / baseline - 1):+.2f} %)", file=sys.stderr, flush=True
         )
@@ -233,14 +256,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for path in args.models:
             measure(path, args, results)
-            # A run that is cut short keeps what it has measured.
-            csv = results.write_csv(args.out)
-            csv.with_suffix(".md").write_text(report(results), encoding="utf-8")
     except QcutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(report(results))
-    print(f"{results.env}; {csv}")
+    print(f"{results.env}; rows in {args.out}")
     return 0
 
 

@@ -50,7 +50,7 @@ SCHEMES = {
     "w8a8_static": "the same with one calibrated range per layer",
     "smooth": "w8a8_static after moving outliers into the weights (SmoothQuant, alpha 0.5)",
     "codebook4": "4-bit indices into a codebook, rotated groups of 128 columns, 16-bit activations",
-    "codebook4_fit": "codebook4 fitted to the second moments of the layers' inputs, in place of rounding",
+    "codebook4_fit": "codebook4 fitted to the loss's curvature by the weights, in place of rounding",
     "hybrid": "each layer the cheapest scheme that keeps the whole within the quality budget",
 }
 OTHERS = "or another codebook: codebook3, codebook2, codebook4+4, codebook4_int8, codebook4_g64_qr, int4, …"
@@ -292,7 +292,7 @@ def quantized(
     setup: Setup,
     calibration: qcut.Calibration | None,
     plan: qcut.Plan | None,
-    moments: dict[str, torch.Tensor] | None,
+    moments: dict[str, qcut.Curvature] | None,
 ) -> tuple[Any, dict[str, int]]:
     """A fresh model quantized the way the table's row `name` says, and how many layers each scheme got."""
     model = fresh_model(setup)
@@ -331,7 +331,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     progress = sys.stderr.isatty()
     calibration = plan = moments = None
     if "codebook4_fit" in args.schemes:
-        moments = qcut.collect_second_moments(model, batches, progress=progress)
+        moments = qcut.collect_curvature(model, batches, progress=progress)
     if {"w8a8_static", "smooth", "hybrid"} & set(args.schemes):
         calibration = qcut.calibrate(model, batches, progress=progress)
     if "hybrid" in args.schemes:

@@ -35,7 +35,7 @@ from benchmarks.demo import EMBEDDED, language_reference
 from benchmarks.harness import Results, Variant
 from benchmarks.quality import tokens_of
 from qcut.codebooks import rotation
-from qcut.conversion.second_moments import collect_second_moments
+from qcut.conversion.curvature import collect_curvature
 from qcut.engine.kv_cache import KV_DTYPES, KVDtype
 from qcut.errors import QcutError
 from qcut.models.evaluation import windows_of
@@ -91,13 +91,13 @@ class Subject:
         name: name of the model's folder.
         model: the model in the dtype of the measurements.
         windows: windows of the text, int64 ``[windows, tokens]``.
-        moments: second moments of the layers' inputs; empty if nothing is fitted.
+        moments: curvatures of the loss by the layers' weights; empty if nothing is fitted.
     """
 
     name: str
     model: Any
     windows: Tensor
-    moments: dict[str, Tensor]
+    moments: dict[str, qcut.Curvature]
 
     @classmethod
     def load(cls, path: Path, options: argparse.Namespace) -> Subject:
@@ -114,7 +114,7 @@ class Subject:
         if any(name.endswith("_fit") for name in options.schemes):
             say(f"{path.name}: {options.calibration_windows} windows of its own text")
             own = own_text(model, options.calibration_windows, options.window, model.config.vocab_size)
-            moments = collect_second_moments(model, own.split(BATCH), progress=sys.stderr.isatty())
+            moments = collect_curvature(model, own.split(BATCH), progress=sys.stderr.isatty())
         return cls(path.name, model, windows, moments)
 
     def quantized(self, scheme: str) -> tuple[Any, int]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qcut.checkpoints.qcut_format import load as load
     from qcut.checkpoints.qcut_format import save as save
     from qcut.checkpoints.turboquant.writer import save_turboquant as save_turboquant
+    from qcut.codebooks.curvature import Curvature as Curvature
     from qcut.config import W8A8 as W8A8
     from qcut.config import W8A16 as W8A16
     from qcut.config import Codebook as Codebook
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from qcut.conversion.calibration import Calibration as Calibration
     from qcut.conversion.calibration import calibrate as calibrate
     from qcut.conversion.convert import quantize as quantize
+    from qcut.conversion.curvature import collect_curvature as collect_curvature
     from qcut.conversion.planning import Plan as Plan
     from qcut.conversion.planning import plan as plan
     from qcut.conversion.second_moments import collect_second_moments as collect_second_moments
@@ -67,6 +69,8 @@ _HOME = {
     "Linear": "layers.base",
     "Calibration": "conversion.calibration",
     "calibrate": "conversion.calibration",
+    "Curvature": "codebooks.curvature",
+    "collect_curvature": "conversion.curvature",
     "collect_second_moments": "conversion.second_moments",
     "enable_input_gradients": "layers.gradients",
     "disable_input_gradients": "layers.gradients",

@@ -225,7 +225,7 @@ class Quantizing:
             The report, or None where there is nothing to do.
 
         Raises:
-            QcutError: see `qcut.quantize`, `qcut.calibrate` and `qcut.collect_second_moments`.
+            QcutError: see `qcut.quantize`, `qcut.calibrate` and `qcut.collect_curvature`.
         """
         import qcut
 
@@ -238,7 +238,7 @@ class Quantizing:
             batches = windows.split(batch)
             calibration = qcut.calibrate(model, batches, progress=shown())
             if self.fit:
-                moments = qcut.collect_second_moments(model, batches, progress=shown())
+                moments = qcut.collect_curvature(model, batches, progress=shown())
         return qcut.quantize(
             model,
             self.scheme,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qcut.codebooks import rotation
+from qcut.codebooks.curvature import Curvature, as_curvature
 from qcut.codebooks.fit import fit
 from qcut.codebooks.quantizer import RotatedCodebook, quantize, quantize_plain
 from qcut.config import Codebook, Scheme, parse_scheme
@@ -19,14 +20,15 @@ NORM_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 
 
 def quantize_weight(
-    weight: Tensor, scheme: Codebook, *, second_moment: Tensor | None = None, layer: str | None = None
+    weight: Tensor, scheme: Codebook, *, second_moment: Tensor | Curvature | None = None, layer: str | None = None
 ) -> list[RotatedCodebook]:
     """Quantize a weight ``[N, K]`` in the passes of a scheme.
 
     Args:
         weight: float16, bfloat16, float32 or float64, any strides.
         scheme: a codebook scheme.
-        second_moment: ``E[x x^T]`` of the layer's input, ``[K, K]``, to fit indices and norms; None rounds to nearest.
+        second_moment: ``E[x x^T]`` of the layer's input, ``[K, K]``, or the loss's curvature by the weight, to fit
+            indices and norms; None rounds to nearest.
         layer: name for error messages.
 
     Raises:
@@ -46,7 +48,17 @@ def quantize_weight(
         if not rotated:
             q = quantize_plain(weight, bits, before=passes, uniform=scheme.uniform, **common)
         elif second_moment is not None and len(passes) + 1 == len(scheme.widths):
-            q = fit(weight, second_moment, bits, before=passes, kind=scheme.rotation, seed=seed, **common)
+            curvature = as_curvature(second_moment)
+            q = fit(
+                weight,
+                curvature.inputs,
+                bits,
+                output_moment=curvature.outputs,
+                before=passes,
+                kind=scheme.rotation,
+                seed=seed,
+                **common,
+            )
         else:
             # A pass before a fitted one takes the norms with the least squared error.
             refit = second_moment is not None

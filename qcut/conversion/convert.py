@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qcut.codebooks.curvature import Curvature
 from qcut.config import Scheme
 from qcut.conversion.calibration import Calibration
 from qcut.conversion.commit import changes_of, commit
@@ -37,7 +38,7 @@ def quantize(
     scheme: str | Scheme | Plan = "w8a8",
     *,
     calibration: Calibration | None = None,
-    second_moments: Mapping[str, Tensor] | None = None,
+    second_moments: Mapping[str, Tensor | Curvature] | None = None,
     smooth: float | None = None,
     include: Sequence[str] | None = None,
     skip: Sequence[str] | None = None,
@@ -72,8 +73,9 @@ def quantize(
             `qcut.Codebook`), or a `Plan`.
         calibration: `qcut.calibrate` of this model. ``w8a8_static`` and ``smooth`` need it; with it, the report
             states each layer's output error. The calibration is not changed.
-        second_moments: of the layers' inputs by name, `qcut.collect_second_moments` of this model: codebook layers
-            are then fitted to them, in place of rounding to the nearest. Other schemes ignore second moments.
+        second_moments: by name, `qcut.collect_curvature` of this model, or `qcut.collect_second_moments` of the
+            layers' inputs: codebook layers are then fitted to them, in place of rounding to the nearest. Other schemes
+            ignore them.
         smooth: SmoothQuant's alpha, to migrate outliers into the weights first; see `qcut.smooth`. Not with a plan,
             whose ranges hold for the model it was made on: call `qcut.smooth` before `qcut.plan`.
         include: globs of layers to quantize; None takes all (of the plan).
@@ -177,7 +179,7 @@ def prepare(
     model: nn.Module,
     scheme: str | Scheme | Plan,
     calibration: Calibration | None,
-    second_moments: Mapping[str, Tensor] | None,
+    second_moments: Mapping[str, Tensor | Curvature] | None,
     smoothing: Smoothing | None,
     include: Sequence[str] | None,
     skip: Sequence[str] | None,
@@ -274,11 +276,13 @@ def _source(task: Task, device: torch.device | None) -> nn.Module:
     return stand_in
 
 
-def _scaled_moment(task: Task) -> Tensor | None:
+def _scaled_moment(task: Task) -> Tensor | Curvature | None:
     """The second moment of the layer's input, divided by the scale as the input is."""
     moment = task.second_moment
     if moment is None or task.scale is None:
         return moment
+    if isinstance(moment, Curvature):
+        return moment.divided(task.scale)
     inverse = 1 / task.scale.to(moment.device, moment.dtype)
     return moment * inverse[:, None] * inverse
 

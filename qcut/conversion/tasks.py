@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from qcut.codebooks.curvature import Curvature, as_curvature
 from qcut.config import ALLOWED_SCHEMES, Scheme, StaticRange, parse_scheme
 from qcut.conversion.calibration import Calibration
 from qcut.conversion.fitting import fitting_scheme
@@ -25,7 +26,8 @@ class Task:
         scheme: its new scheme.
         static_range: calibrated range of the layer's input, for schemes that need one.
         activation: activation that the layer computes after its bias.
-        second_moment: ``E[x x^T]`` of its input ``[K, K]``, which a codebook is fitted to.
+        second_moment: ``E[x x^T]`` of its input ``[K, K]``, or the loss's curvature by its weight, which a codebook is
+            fitted to.
         scale: float32 ``[K]``, what smoothing multiplies the weight's columns by and divides the input by; or None.
         note: why the scheme is not the one that was asked for; empty where it is.
     """
@@ -34,7 +36,7 @@ class Task:
     scheme: Scheme
     static_range: StaticRange | None = None
     activation: str = "none"
-    second_moment: Tensor | None = None
+    second_moment: Tensor | Curvature | None = None
     scale: Tensor | None = None
     note: str = ""
 
@@ -141,7 +143,9 @@ def _planned_tasks(model: nn.Module, plan: Plan, every: dict[str, nn.Module]) ->
     return tasks, skipped
 
 
-def add_second_moments(tasks: dict[str, Task], moments: Mapping[str, Tensor], optional: Container[str]) -> None:
+def add_second_moments(
+    tasks: dict[str, Task], moments: Mapping[str, Tensor | Curvature], optional: Container[str]
+) -> None:
     """Give each scheme that takes one the second moment of its layer's input; optional layers may have none.
 
     Raises:
@@ -150,14 +154,26 @@ def add_second_moments(tasks: dict[str, Task], moments: Mapping[str, Tensor], op
     for name, task in tasks.items():
         if not task.scheme.takes_second_moments:
             continue
-        moment, k = moments.get(name), weight_nk(task.module).shape[1]
-        if moment is not None and moment.shape != (k, k):
-            raise CalibrationError(
-                f"layer {name!r}: its second moment has shape {list(moment.shape)}; allowed: {[k, k]}"
-            )
+        moment = moments.get(name)
+        if moment is not None:
+            _check_moment(moment, weight_nk(task.module), name)
         if moment is None and name not in optional:
             raise CalibrationError(
                 f"layer {name!r}: no second moment; collect_second_moments(model, batches) of this model has one for "
                 "each"
             )
         task.second_moment = moment
+
+
+def _check_moment(moment: Tensor | Curvature, weight: Tensor, name: str) -> None:
+    n, k = weight.shape
+    curvature = as_curvature(moment)
+    if curvature.inputs.shape != (k, k):
+        raise CalibrationError(
+            f"layer {name!r}: its second moment has shape {list(curvature.inputs.shape)}; allowed: {[k, k]}"
+        )
+    if curvature.outputs is not None and curvature.outputs.shape != (n, n):
+        raise CalibrationError(
+            f"layer {name!r}: the second moment of the derivatives by its outputs has shape "
+            f"{list(curvature.outputs.shape)}; allowed: {[n, n]}"
+        )

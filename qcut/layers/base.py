@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.codebooks.curvature import Curvature
 from qcut.config import ALLOWED_SCHEMES, Scheme, StaticRange, check_activation, parse_scheme
 from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 from qcut.layers.gradients import InputGradient
@@ -141,7 +142,7 @@ class Linear(Quantized):
         *,
         activation: str = "none",
         static_range: StaticRange | None = None,
-        second_moment: Tensor | None = None,
+        second_moment: Tensor | Curvature | None = None,
         name: str | None = None,
     ) -> Self:
         """Quantizes a layer; the original is left alone.
@@ -152,8 +153,8 @@ class Linear(Quantized):
             scheme: see the class.
             activation: fused after the bias.
             static_range: calibrated range of the input; w8a8_static needs it, the others refuse it.
-            second_moment: ``E[x x^T]`` of the input, ``[K, K]``: codebooks are then fitted with it
-                (`qcut.codebooks.fit`); the other schemes refuse it.
+            second_moment: ``E[x x^T]`` of the input, ``[K, K]``, or the loss's curvature by the weight: codebooks are
+                then fitted with it (`qcut.codebooks.fit`); the other schemes refuse it.
             name: name of the layer, for error messages.
 
         Returns:
@@ -306,7 +307,9 @@ class Linear(Quantized):
         """The scheme's buffers, uninitialized, in the order of the state dict; sizes and scheme are set."""
         raise NotImplementedError
 
-    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
+    def _quantize(
+        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
+    ) -> None:
         """Put new buffers, on the weight's device, in place of the empty ones."""
         raise NotImplementedError
 

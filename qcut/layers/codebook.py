@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks import packing, products, rotation
+from qcut.codebooks.curvature import Curvature
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.codebooks.passes import NORM_DTYPES, check_norms, check_values, quantize_weight, scheme_of
 from qcut.codebooks.quantizer import RotatedCodebook, dequantize
@@ -188,7 +189,9 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             buffers |= zip(SET_KEYS[i], part, strict=True)
         return buffers
 
-    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
+    def _quantize(
+        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
+    ) -> None:
         passes = quantize_weight(weight, self.scheme, second_moment=second_moment, layer=self.name)
         self._set_passes(passes, weight.device)
 

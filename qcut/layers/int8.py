@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from qcut.codebooks.curvature import Curvature
 from qcut.config import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Int16x8, Scheme, StaticRange, padded_k
 from qcut.errors import ConfigError, QuantizationError, layer_prefix
 from qcut.layers.base import Linear
@@ -96,7 +97,9 @@ class Int8Linear(Linear):
             "weight_scale": torch.empty(n, dtype=torch.float32, device=device),
         }
 
-    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
+    def _quantize(
+        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
+    ) -> None:
         if second_moment is not None:
             raise ConfigError(
                 f"{layer_prefix(self.name)}scheme {self.scheme.name} got a second moment; codebooks take one"
@@ -265,7 +268,9 @@ class W8A8StaticLinear(_CalibratedLinear, schemes=[W8A8("static")]):
             "input_zero_point": torch.empty(1, dtype=torch.int32, device=device),
         }
 
-    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
+    def _quantize(
+        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
+    ) -> None:
         assert static_range is not None, "from_float checks needs_range"
         super()._quantize(weight, static_range, second_moment)
         scale, zero_point = numerics.static_qparams(static_range.lo, static_range.hi)
@@ -330,7 +335,7 @@ class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
             read = self._read = Reading(self._buffers, self._range, self._read_scale())
         return read.value
 
-    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
+    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None) -> None:
         assert static_range is not None, "from_float checks needs_range"
         super()._quantize(weight, static_range, second_moment)
         scale = int16.static_scale(static_range.lo, static_range.hi)

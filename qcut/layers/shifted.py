@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks import rotation
+from qcut.codebooks.curvature import Curvature
 from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.config import Scheme, ShiftedCodebook, StaticRange
 from qcut.errors import ConfigError, layer_prefix
@@ -57,7 +58,9 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
         buffers["order"] = torch.empty(k, dtype=torch.int32, device=device) if scheme.ordered else None
         return buffers
 
-    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | None) -> None:
+    def _quantize(
+        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
+    ) -> None:
         raise ConfigError(
             f"{layer_prefix(self.name)}scheme {self.scheme.name} holds what other libraries quantized; int4 and "
             "codebook4 quantize weights"

@@ -51,7 +51,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
 def test_a_folder_is_what_python_makes(saved: Path, text: Path) -> None:
     model, tokenizer = load_pretrained(str(DEMO), dtype=torch.float16, device=torch.device("cpu"))
     tokens = torch.tensor(tokenizer(text.read_text(), verbose=False)["input_ids"][: 4 * 64]).view(4, 64)
-    moments = qcut.collect_second_moments(model, tokens.split(2), progress=False)
+    moments = qcut.collect_curvature(model, tokens.split(2), progress=False)
     qcut.quantize(model, "codebook4", second_moments=moments, embeddings="w8a16", skip=["h.3.mlp.*"], progress=False)
     found = qcut.load(saved, progress=False)
     want, got = model.state_dict(), found.state_dict()

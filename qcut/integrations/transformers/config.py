@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin  # no
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from qcut.codebooks.curvature import Curvature
     from qcut.conversion.calibration import Calibration
     from qcut.conversion.plan import Plan
 
@@ -56,7 +57,8 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         modules_to_not_convert: globs of layers to leave in float; None means ``["lm_head"]``, or none with a plan.
         embeddings: scheme of the tables of tokens and of the classifier; None leaves them as they are otherwise.
         calibration: `qcut.calibrate` of the float model; ``w8a8_static`` needs it.
-        second_moments: `qcut.collect_second_moments` of the float model, by layer: codebooks are fitted to them.
+        second_moments: `qcut.collect_curvature` or `qcut.collect_second_moments` of the float model, by layer:
+            codebooks are fitted to them.
         fuse: let a layer compute the activation that follows.
         allow_growth: quantize layers too whose quantized form takes as many bytes as the float one or more.
         report: keep, as ``model.hf_quantizer.report``, the report that `qcut.quantize` returns, but for the errors of
@@ -77,7 +79,7 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         modules_to_not_convert: Sequence[str] | None = None,
         embeddings: str | Scheme | None = None,
         calibration: Calibration | None = None,
-        second_moments: Mapping[str, Tensor] | None = None,
+        second_moments: Mapping[str, Tensor | Curvature] | None = None,
         fuse: bool = True,
         allow_growth: bool = False,
         report: bool = False,
