@@ -335,7 +335,9 @@ class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
             read = self._read = Reading(self._buffers, self._range, self._read_scale())
         return read.value
 
-    def _quantize(self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None) -> None:
+    def _quantize(
+        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
+    ) -> None:
         assert static_range is not None, "from_float checks needs_range"
         super()._quantize(weight, static_range, second_moment)
         scale = int16.static_scale(static_range.lo, static_range.hi)
