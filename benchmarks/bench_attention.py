@@ -24,6 +24,7 @@ if __package__ in (None, ""):
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from benchmarks import harness, plots
 from benchmarks.harness import CEILINGS, CheckError, Timing, Variant, rotation
+from qcut.numerics import int4
 from qcut.numerics import int8 as numerics
 
 CONTEXTS = (64, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -31,7 +32,10 @@ HEADS, KV_HEADS, HEAD = 32, 8, 128
 BATCHES = (1, 8)
 MARK = (8, 8192, 75.0)
 """Batch, context, and the share of the bandwidth in percent to reach there."""
-NAMES = ("qcut", "qcut int8", "sdpa", "naive")
+PACKED_MARK = (8, 32768, 80.0)
+"""The same for keys and values of 4 bits."""
+NAMES = ("qcut", "qcut int8", "qcut int4", "sdpa", "naive")
+OURS = NAMES[:3]
 
 
 @dataclass
@@ -42,6 +46,8 @@ class Problem:
         q: ``[batch, heads, D]``.
         kv: keys and values of each copy, ``[2, batch, kv_heads, context, D]``.
         stored: int8 keys and values of each copy, and their scales. They have fewer bytes and at least as many copies.
+        packed: the same of 4 bits, and their words; queries that go with them are turned.
+        turned: ``[batch, heads, D]``, q turned as 4-bit keys are.
         positions: the last position of each sequence, int32.
         counters: zeros, int32, one for each query. Without counters a graph would zero its own at each launch.
     """
@@ -49,6 +55,8 @@ class Problem:
     q: Tensor
     kv: list[Tensor]
     stored: list[tuple[Tensor, Tensor]]
+    packed: list[tuple[Tensor, Tensor]]
+    turned: Tensor
     positions: Tensor
     counters: Tensor
 
@@ -66,17 +74,27 @@ def problem_of(batch: int, context: int, heads: int, kv_heads: int, head: int, d
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
-    int8_bytes = 2 * batch * kv_heads * context * head
-    copies = rotation(int8_bytes) if device == "cuda" else 1
-    kv, stored = [], []
+    packed_bytes = batch * kv_heads * context * head
+    copies = rotation(packed_bytes) if device == "cuda" else 1
+    kv, stored, packed = [], [], []
     for _ in range(copies):
         values = random(2, batch, kv_heads, context, head)
         q8, scale = numerics.quantize_per_token_ref(values.reshape(-1, head).float(), head)
         kv.append(values)
         stored.append((q8.view(values.shape), scale.view(values.shape[:-1])))
+        codes, words = packed_rows(values.reshape(-1, head))
+        packed.append((codes.view(*values.shape[:-1], -1), words.view(values.shape[:-1])))
     positions = torch.full((batch,), context - 1, dtype=torch.int32, device=device)
     counters = torch.zeros(batch * heads, dtype=torch.int32, device=device)
-    return Problem(random(batch, heads, head), kv, stored, positions, counters)
+    q = random(batch, heads, head)
+    return Problem(q, kv, stored, packed, int4.turn(q).to(dtype), positions, counters)
+
+
+def packed_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and words of rows ``[R, D]``, some at a time: the reference has several float32 copies of its rows."""
+    parts = [int4.quantize_rows_ref(int4.turn(part)) for part in rows.split(1 << 18)]
+    codes, words = zip(*parts, strict=True)
+    return torch.cat(codes), torch.cat(words)
 
 
 def ours(problem: Problem, i: int) -> Tensor:
@@ -93,6 +111,15 @@ def ours_int8(problem: Problem, i: int) -> Tensor:
     (keys, values), scales = problem.stored[i]
     out: Tensor = torch.ops.qcut.decode_attention(
         problem.q, keys, values, *scales, problem.positions, problem.q.shape[2] ** -0.5, problem.counters
+    )
+    return out
+
+
+def ours_int4(problem: Problem, i: int) -> Tensor:
+    """The kernel on keys and values of 4 bits."""
+    (keys, values), words = problem.packed[i]
+    out: Tensor = torch.ops.qcut.decode_attention(
+        problem.turned, keys, values, *words, problem.positions, problem.q.shape[2] ** -0.5, problem.counters
     )
     return out
 
@@ -117,6 +144,9 @@ def checked(name: str, call: functools.partial[Tensor], problem: Problem) -> Non
     if name == "qcut int8":
         keys, values = problem.stored[0][0].double() * problem.stored[0][1][..., None].double()
     q = problem.q.double().unflatten(1, (keys.shape[1], -1))
+    if name == "qcut int4":
+        parts = zip(*problem.packed[0], strict=True)
+        keys, values = (int4.turn_back(int4.dequantize_rows_ref(*part)).double() for part in parts)
     want = ((q @ keys.transpose(2, 3) * q.shape[-1] ** -0.5).softmax(-1) @ values).flatten(1, 2)
     error = (call(0).double() - want).abs().max().item() / want.abs().max().item()
     if not error <= 5e-3:
@@ -125,7 +155,7 @@ def checked(name: str, call: functools.partial[Tensor], problem: Problem) -> Non
 
 def variants_of(problem: Problem) -> list[Variant]:
     """The ways to compute a problem."""
-    calls = dict(zip(NAMES, (ours, ours_int8, sdpa, naive), strict=True))
+    calls = dict(zip(NAMES, (ours, ours_int8, ours_int4, sdpa, naive), strict=True))
     found = []
     for name, call in calls.items():
         bound = functools.partial(call, problem)
@@ -146,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     """Check, measure, print and write everything."""
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    heads, kv_heads, head = (HEADS, KV_HEADS, HEAD) if device == "cuda" else (4, 2, 16)
+    heads, kv_heads, head = (HEADS, KV_HEADS, HEAD) if device == "cuda" else (4, 2, 32)
     results = harness.Results("bench_attention", harness.environment())
     ceiling = CEILINGS.get(results.env.gpu)
     clock = harness.CudaClock() if device == "cuda" else None
@@ -173,8 +203,8 @@ def run(options: argparse.Namespace) -> int:
                 continue
             times[batch, context] = harness.measure(good, clock, rounds=7 if options.quick else 15, deadline=deadline)
             for name, timing in times[batch, context].items():
-                # int8 has a float32 scale for each head of a token.
-                bytes_each = head + 4 if name == "qcut int8" else 2 * head
+                # int8 has a float32 scale for each head of a token, 4 bits a word of 16 bits.
+                bytes_each = {"qcut int8": head + 4, "qcut int4": head // 2 + 2}.get(name, 2 * head)
                 moved = 2 * batch * kv_heads * context * bytes_each
                 share = 100 * moved / ceiling.read_bytes * 1e6 / timing.median_us if ceiling else math.nan
                 shares[batch, context, name] = share
@@ -203,8 +233,8 @@ def report(
     rows = []
     for (batch, context), found in times.items():
         cells = [found[n].median_us if n in found else math.nan for n in NAMES]
-        rows.append([batch, context, *cells, *(shares.get((batch, context, n), math.nan) for n in NAMES[:2])])
-    header = ["batch", "context", *(f"{n} us" for n in NAMES), *(f"{n} % of bandwidth" for n in NAMES[:2])]
+        rows.append([batch, context, *cells, *(shares.get((batch, context, n), math.nan) for n in OURS)])
+    header = ["batch", "context", *(f"{n} us" for n in NAMES), *(f"{n} % of bandwidth" for n in OURS)]
     print(harness.table(header, rows))
     labels = [f"{batch} × {context}" for batch, context in times]
     naive_us = [found["naive"].median_us if "naive" in found else math.nan for found in times.values()]
@@ -217,11 +247,12 @@ def report(
     }
     title = f"Attention of one token, {HEADS} heads of {HEAD}, {KV_HEADS} of keys: batch × context"
     plots.ratios(out / "bench_attention", labels, series, title, "speed, matmul and softmax = 1")
-    batch, context, mark = MARK
-    if (batch, context, "qcut") in shares:
-        share = shares[batch, context, "qcut"]
-        verdict = "reached" if share >= mark else "NOT reached"
-        print(f"batch {batch}, context {context}: {share:.1f} % of the bandwidth (to reach {mark:.0f}: {verdict})")
+    for name, (batch, context, mark) in (("qcut", MARK), ("qcut int4", PACKED_MARK)):
+        if (batch, context, name) in shares:
+            share = shares[batch, context, name]
+            verdict = "reached" if share >= mark else "NOT reached"
+            reach = f"to reach {mark:.0f}: {verdict}"
+            print(f"{name}, batch {batch}, context {context}: {share:.1f} % of the bandwidth ({reach})")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/report_quality.py --models DIR DIR --text FILE
 
 Perplexity is measured with the layers that would serve, in their own arithmetic (float16 on a GPU, float32 without
-one). Some schemes are measured a second time with int8 keys and values, which shows the cost of the cache alone. Fits
+one). Some schemes are measured again with keys and values in fewer bits, which shows the cost of the cache alone. Fits
 see text that the model itself writes, and none of the evaluated text. Times need a GPU.
 """
 
@@ -59,7 +59,7 @@ SCHEMES = {
     REFERENCE: "4-bit integers in groups of 128, with zero points",
 }
 CACHED = ("float", "w8a8", "codebook4")
-"""Measured with an int8 cache too; ``float`` is the model as it is."""
+"""Measured with every other cache too; ``float`` is the model as it is."""
 BATCH = 8
 TOKENS = (1, 16)
 TIMED = tuple(name for name in SCHEMES if name != REFERENCE and not name.endswith("_fit"))

@@ -53,7 +53,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--scheme", default="codebook4", help="of the linear layers: w8a8, w8a16, codebook4, … [codebook4]"
     )
     parser.add_argument("--embeddings", help="of token table and classifier: w8a16, codebook4, … [as they are]")
-    parser.add_argument("--kv-cache", choices=("auto", "int8"), default="auto", help="of keys and values [auto]")
+    parser.add_argument(
+        "--kv-cache", choices=("auto", "int8", "int4", "int8/int4"), default="auto", help="of keys and values [auto]"
+    )
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to continue; may be given often")
     parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="for each prompt [64]")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest [0]")

@@ -19,6 +19,7 @@ class DType(Enum):
     """Element types, named as kernels name them."""
 
     S8 = "s8"
+    U4 = "u4"
     S32 = "s32"
     F16 = "f16"
     BF16 = "bf16"
@@ -27,13 +28,14 @@ class DType(Enum):
     @property
     def bits(self) -> int:
         """Size of one element in bits."""
-        return {"s8": 8, "f16": 16, "bf16": 16, "s32": 32, "f32": 32}[self.value]
+        return {"u4": 4, "s8": 8, "f16": 16, "bf16": 16, "s32": 32, "f32": 32}[self.value]
 
     @property
     def cpp(self) -> str:
         """C++ spelling in raw kernels (CUTLASS has its own)."""
         return {
             "s8": "int8_t",
+            "u4": "qcut::Nibbles",
             "s32": "int32_t",
             "f16": "__half",
             "bf16": "__nv_bfloat16",

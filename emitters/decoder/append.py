@@ -11,6 +11,7 @@ from typing import Literal
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, include, kernel_source
+from qcut.emitters.decoder.cache import cache_name, cache_params, cache_template, serves_cache
 
 Rotary = Literal["none", "half", "interleaved"]
 ROTARY: tuple[Rotary, ...] = ("none", "half", "interleaved")
@@ -20,7 +21,12 @@ MANY_TOKENS = 256
 """From so many on a thread has several heads of its token."""
 CONSTRAINTS = (
     Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
-    Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
+    Constraint(
+        "cache",
+        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
+        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
+    ),
+    Constraint("aligned", "is true of u4", lambda k: k.aligned or DType.U4 not in (k.cache, k.values)),
     Constraint("head", "is 2 to 256 columns, an even number", lambda k: 2 <= k.head <= 256 and k.head % 2 == 0),
     Constraint("rotary", f"is {', '.join(ROTARY)}", lambda k: k.rotary in ROTARY),
 )
@@ -38,15 +44,17 @@ class RotateAndAppend:
 
     Attributes:
         x: element type of queries, keys, values and tables.
-        cache: of the cache: x, or s8 with a float32 scale ``[sequences, kv_heads, context]`` for each token and head.
+        cache: of the cache's keys: x, or s8 with a float32 scale ``[sequences, kv_heads, context]`` for each token and
+            head, or u4 with a word of 16 bits; queries are turned as u4 keys are.
         head: columns of a head.
         rotary: see `ROTARY`; with none, keys and values are only stored.
         arch: real architecture.
         many: whether the kernel is meant for `MANY_TOKENS` tokens and more; results are the same.
         aligned: rows of q, k and v, tables and caches start at multiples of `vector` elements. False reads single ones.
+        values: type of values; None: that of keys.
 
     Exactness: bitwise equal to eager arithmetic in x's type, which rounds each product and the sum; s8 is bitwise
-    ``qcut.numerics.int8.quantize_per_token_ref`` of each head.
+    ``qcut.numerics.int8.quantize_per_token_ref`` of each head, u4 is bitwise that of `qcut.numerics.int4`.
     """
 
     x: DType
@@ -56,6 +64,7 @@ class RotateAndAppend:
     arch: str
     many: bool = False
     aligned: bool = True
+    values: DType | None = None
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
@@ -65,7 +74,8 @@ class RotateAndAppend:
         """``qcut_append_{arch}_{x}_{cache}_h{head}``, ``_rope`` or ``_rope_pairs``, ``_m``, ``_u``."""
         flags = {"half": "_rope", "interleaved": "_rope_pairs"}.get(self.rotary, "")
         flags += "_m" * self.many + "_u" * (not self.aligned)
-        return f"qcut_append_{self.arch.replace('_', '')}_{self.x.value}_{self.cache.value}_h{self.head}{flags}"
+        cache = cache_name(self.cache, self.values)
+        return f"qcut_append_{self.arch.replace('_', '')}_{self.x.value}_{cache}_h{self.head}{flags}"
 
     @property
     def block(self) -> int:
@@ -103,7 +113,7 @@ class RotateAndAppend:
         return self.head // 2 // self.vector
 
     def grid(self, tokens: int, heads: int, kv_heads: int) -> tuple[int, int, int]:
-        """CTAs of a launch. Without rotary positions queries stay as they are: pass 0 heads here and to the kernel."""
+        """CTAs of a launch. Where queries are neither rotated nor turned, pass 0 heads here and to the kernel."""
         each = self._groups // self.cta_tokens * self.thread_heads
         return (-(-tokens // self.cta_tokens), -(-(heads + 2 * kv_heads) // each), 1)
 
@@ -111,21 +121,20 @@ class RotateAndAppend:
         """Arguments, in order.
 
         ``q, k, v``; ``cos, sin, positions`` (rotary alone); ``slots``; ``keys, values``; ``key_scales, value_scales``
-        (s8 alone); ``q_stride, kv_stride, batch_stride`` in elements; ``heads, kv_heads, context, tokens``, ``length``,
-        tokens of each sequence. Positions and slots are int32.
+        (s8 and u4 alone); ``q_stride, kv_stride, batch_stride`` in columns; ``heads, kv_heads, context, tokens``,
+        ``length``, tokens of each sequence. Positions and slots are int32.
         """
-        x, cache = f"const {self.x.cpp}*", f"{self.cache.cpp}*"
+        x = f"const {self.x.cpp}*"
+        rows, scales = cache_params(self.cache, self.values, writes=True)
         tables = (Param("cos", "ptr", x), Param("sin", "ptr", x), Param("positions", "ptr", "const int*"))
-        scales = (Param("key_scales", "ptr", "float*"), Param("value_scales", "ptr", "float*"))
         return (
             Param("q", "ptr", f"{self.x.cpp}*"),
             Param("k", "ptr", x),
             Param("v", "ptr", x),
             *(tables if self.rotary != "none" else ()),
             Param("slots", "ptr", "const int*"),
-            Param("keys", "ptr", cache),
-            Param("values", "ptr", cache),
-            *(scales if self.cache is DType.S8 else ()),
+            *rows,
+            *scales,
             *(Param(name, "i64") for name in ("q_stride", "kv_stride", "batch_stride")),
             *(Param(name, "i32") for name in ("heads", "kv_heads", "context", "tokens", "length")),
         )
@@ -140,8 +149,8 @@ def emit_append(desc: RotateAndAppend) -> KernelSource:
         desc.name,
         desc.arch,
         params,
-        f"qcut::rotate_and_append<{desc.x.cpp}, {desc.cache.cpp}, {desc.head}, qcut::Pairs::{_PAIRS[desc.rotary]}, "
-        f"{sizes}>({call_arguments(pointers, params)}, "
+        f"qcut::rotate_and_append<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {desc.head}, "
+        f"qcut::Pairs::{_PAIRS[desc.rotary]}, {sizes}>({call_arguments(pointers, params)}, "
         "q_stride, kv_stride, batch_stride, heads, kv_heads, context, tokens, length);",
         device_code=include("decoder/append.cuh"),
         block=desc.block,

@@ -102,10 +102,11 @@ def add_cache_option(parser: argparse.ArgumentParser) -> None:
     """Add ``--kv-cache``."""
     parser.add_argument(
         "--kv-cache",
-        choices=("auto", "int8"),
+        choices=("auto", "int8", "int4", "int8/int4"),
         default="auto",
         help="type in which the engine keeps keys and values of earlier tokens: auto is the model's own, int8 takes "
-        "half the memory of float16 (default: auto)",
+        "half the memory of float16, int4 a little more than a quarter, int8/int4 is int8 keys and 4-bit values "
+        "(default: auto)",
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError, layer_prefix
+from qcut.numerics.hadamard import walsh_hadamard as walsh_hadamard
 from qcut.process.locks import Lock
 
 Kind = Literal["hadamard", "qr", "none"]
@@ -104,29 +105,6 @@ def haar(d: int, seed: int) -> Tensor:
 def signs(d: int, seed: int) -> Tensor:
     """Random signs +1 and -1, float32 ``[d]``. Calls share the tensor, which must not be written to."""
     return torch.randint(0, 2, (d,), generator=torch.Generator().manual_seed(seed)).float() * 2 - 1
-
-
-def walsh_hadamard(x: Tensor) -> Tensor:
-    """``x H``, H the Walsh-Hadamard matrix of +1 and -1 in natural (Sylvester) order; in x's dtype.
-
-    Args:
-        x: floating point ``[..., d]``, d a power of two.
-
-    Raises:
-        ConfigError: d is not a power of two.
-
-    Exactness: additions in the order of the fast transform's butterflies, d log2 d of them.
-    """
-    d = x.shape[-1]
-    if d < 1 or d & (d - 1):
-        raise ConfigError(f"a Hadamard rotation of {d} columns; allowed: powers of two")
-    half = 1
-    while half < d:
-        pairs = x.unflatten(-1, (-1, 2, half))
-        low, high = pairs[..., 0, :], pairs[..., 1, :]
-        x = torch.stack((low + high, low - high), -2).flatten(-3)
-        half *= 2
-    return x
 
 
 def rotate(x: Tensor, kind: Kind, seed: int) -> Tensor:

@@ -15,9 +15,11 @@ from qcut.cuda import clusters
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch.attention import Attention, emit_attention, select_attention
+from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.mma import AttentionMma
+from qcut.errors import DtypeError
 from qcut.numerics import int8
 from qcut.ops.attention import AppendAttention, AppendKv, DecodeAttention
 from qcut.ops.registry import serves
@@ -39,13 +41,14 @@ def _append(call: AppendKv) -> None:
     tokens, cache = call.tokens, call.cache
     q, k, v = tokens.q, tokens.k, tokens.v
     (count, heads, head), (_, kv_heads, context, _), device = q.shape, cache.keys.shape, q.get_device()
+    turned = cache.has_turned_keys or cache.has_turned_values
     if count == 0:
         return
     if v.stride(0) != k.stride(0):
         k, v = k.contiguous(), v.contiguous()
     tables = [table.contiguous() for table in tokens.rotary]
     rotary: Rotary = "none" if not tables else "interleaved" if call.interleaved else "half"
-    queries = heads if tables else 0  # without rotary positions the kernel leaves queries alone
+    queries = heads if tables or cache.has_turned_keys else 0  # else the kernel leaves queries alone
     size, many = q.element_size(), count >= MANY_TOKENS
     vector = RotateAndAppend.widest(head, size)
     rows = q.data_ptr() | k.data_ptr() | v.data_ptr() | (q.stride(0) | k.stride(0)) * size
@@ -53,19 +56,42 @@ def _append(call: AppendKv) -> None:
         rows |= table.data_ptr()
     stored = cache.keys.data_ptr() | cache.values.data_ptr()
     aligned = rows % (vector * size) == 0 == stored % (vector * cache.keys.element_size())
-    key = (q.dtype, cache.keys.dtype, head, queries, kv_heads, rotary, many, aligned, device)
+    if turned and rows % (vector * size):
+        _append_aligned(call, tables)
+        return
+    key = (
+        q.dtype,
+        cache.keys.dtype,
+        cache.values.dtype,
+        head,
+        queries,
+        kv_heads,
+        rotary,
+        many,
+        aligned or turned,
+        device,
+    )
     plan = _append_plans.get(key) or _append_plans.make(key, lambda: _plan_append(*key))
     if tables:
         tables.append(tokens.positions.contiguous())
     given = [q, k, v, *tables, tokens.slots.contiguous(), cache.keys, cache.values, *cache.scales]
-    strides = (q.stride(0), k.stride(0), cache.keys.stride(0))
+    strides = (q.stride(0), k.stride(0), kv_heads * context * head)
     sizes = (queries, kv_heads, context, count, call.length)
     plan.launch(count, (*(t.data_ptr() for t in given), *strides, *sizes), current_stream(device))
 
 
+def _append_aligned(call: AppendKv, tables: list[Tensor]) -> None:
+    """The same where rows do not start at whole vectors, of which no kernel makes 4-bit rows."""
+    q, k, v = (rows.clone(memory_format=torch.contiguous_format) for rows in call.tokens[:3])
+    cos, sin = (table.clone() for table in tables) if tables else (None, None)
+    _append(call._replace(q=q, k=k, v=v, cos=cos, sin=sin))
+    call.q.copy_(q)
+
+
 def _plan_append(
     dtype: torch.dtype,
-    cache: torch.dtype,
+    keys: torch.dtype,
+    values: torch.dtype,
     head: int,
     queries: int,
     kv_heads: int,
@@ -74,12 +100,18 @@ def _plan_append(
     aligned: bool,
     device: int,
 ) -> LaunchPlan:
-    desc = RotateAndAppend(DTYPES[dtype], DTYPES[cache], head, rotary, target(device).arch, many, aligned)
+    arch = target(device).arch
+    desc = RotateAndAppend(DTYPES[dtype], DTYPES[keys], head, rotary, arch, many, aligned, values_beside(keys, values))
     source = emit_append(desc)
     return LaunchSpec(source, lambda m: desc.grid(m, queries, kv_heads), pdl=pdl(device)).load(device)
 
 
 # ── reading the cache ────────────────────────────────────────────────────────────────────────────
+
+
+def values_beside(keys: torch.dtype, values: torch.dtype) -> DType | None:
+    """The emitters' type of values that are of another type than keys."""
+    return None if values is keys else DTYPES[values]
 
 
 class Counters:
@@ -187,6 +219,7 @@ def _launch(
 ) -> Tensor:
     """Queue the kernel; a kernel that appends takes absmax and the stride of keys and values too."""
     q, (_, kv_heads, context, _) = call.q, call.keys.shape
+    head = q.shape[2]
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if plan.workspace_floats:
         workspace = torch.empty(plan.workspace_floats, dtype=torch.float32, device=q.device)
@@ -195,7 +228,7 @@ def _launch(
     else:
         met = (0, 0)
     pointers = (*(t.data_ptr() for t in given), y.data_ptr(), *met)
-    strides = (q.stride(0), *kv_stride, call.keys.stride(0))
+    strides = (q.stride(0), *kv_stride, kv_heads * context * head)
     sizes = (kv_heads, q.shape[1] // kv_heads, context, call.scale * _LOG2_E)
     plan.kernel.launch(q.shape[0], (*pointers, *absmax, *strides, *sizes), current_stream(q.get_device()))
     return y
@@ -204,13 +237,21 @@ def _launch(
 def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionPlan:
     """The plan for the call's shape, in which batch and context too decide the kernel and its number of parts."""
     q, keys = call.q, call.keys
-    key = (form, q.dtype, keys.dtype, q.shape, keys.shape[1:3], q.get_device())
+    key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, keys.shape[1:3], q.get_device())
     return _attention_plans.get(key) or _attention_plans.make(key, lambda: _plan_attention(*key))
 
 
 def _plan_attention(
-    form: Form, dtype: torch.dtype, cache: torch.dtype, q: torch.Size, stored: torch.Size, device: int
+    form: Form,
+    dtype: torch.dtype,
+    cache: torch.dtype,
+    values: torch.dtype,
+    q: torch.Size,
+    stored: torch.Size,
+    device: int,
 ) -> AttentionPlan:
+    if torch.uint8 in (cache, values) and dtype is torch.float32:
+        raise DtypeError("qcut: attention's q is float32; allowed with a 4-bit cache on a GPU: float16, bfloat16")
     (batch, heads, head), (kv_heads, context), gpu = q, stored, target(device)
     queries = heads // kv_heads
 
@@ -225,6 +266,7 @@ def _plan_attention(
             kv_heads=kv_heads,
             context=context,
             clusters=with_clusters,
+            values=values_beside(cache, values),
         )
 
     desc, parts = select(True)

@@ -35,6 +35,7 @@ DTYPES = {
     torch.bfloat16: DType.BF16,
     torch.float32: DType.F32,
     torch.int8: DType.S8,
+    torch.uint8: DType.U4,
     torch.int32: DType.S32,
 }
 """The emitters' name of each torch dtype."""

@@ -15,7 +15,8 @@ from qcut.cuda.streams import current_stream
 from qcut.dispatch.attention import emit_prompt_attention, select_prompt_attention
 from qcut.emitters.decoder.attention.prompt import tiles
 from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma
-from qcut.numerics import int8
+from qcut.numerics import int4, int8
+from qcut.ops.cache import dequantized
 from qcut.ops.prompt_attention import PromptAttention
 from qcut.ops.registry import serves
 
@@ -31,9 +32,22 @@ def prompt_attention(call: PromptAttention) -> Tensor:
     (count, heads, head), (_, kv_heads, context, _) = q.shape, cache.keys.shape
     if count == 0:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    key = (q.dtype, cache.keys.dtype, head, count, call.length, heads, kv_heads, context, q.get_device())
+    key = (
+        q.dtype,
+        cache.keys.dtype,
+        cache.values.dtype,
+        head,
+        count,
+        call.length,
+        heads,
+        kv_heads,
+        context,
+        q.get_device(),
+    )
     plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
     stored = cache.keys.data_ptr() | cache.values.data_ptr()
+    for scales in cache.scales:
+        stored |= scales.data_ptr() % 4
     if isinstance(plan, str) or not call.scale > 0 or stored % 16:
         y = _in_torch(call)
         int8.raise_absmax(call.absmax, y)
@@ -52,7 +66,8 @@ def prompt_attention(call: PromptAttention) -> Tensor:
 
 def _plan(
     dtype: torch.dtype,
-    cache: torch.dtype,
+    keys: torch.dtype,
+    values: torch.dtype,
     head: int,
     count: int,
     length: int,
@@ -63,7 +78,8 @@ def _plan(
 ) -> LaunchPlan | str:
     gpu, sequences, group = target(device), count // length, heads // kv_heads
     shape = {"sequences": sequences, "length": length, "kv_heads": kv_heads, "group": group}
-    desc = select_prompt_attention(DTYPES[dtype], DTYPES[cache], head, gpu, **shape, context=context)
+    beside = None if values is keys else DTYPES[values]
+    desc = select_prompt_attention(DTYPES[dtype], DTYPES[keys], head, gpu, **shape, context=context, values=beside)
     if isinstance(desc, PromptWgmma) and desc.parts > 1 and not clusters.are_usable(gpu, device, desc.parts):
         desc = replace(desc, parts=1)
     if desc is None:
@@ -81,15 +97,19 @@ def _in_torch(call: PromptAttention) -> Tensor:
     lengths = torch.minimum(call.lengths.clamp(0, length), context - starts)
     places, tokens = torch.arange(context, device=q.device), torch.arange(length, device=q.device)
     held = (places < (starts + lengths)[:, None])[:, None, :, None]
+    turned = cache.has_turned_keys or cache.has_turned_values
+    dtype = torch.float32 if turned else q.dtype  # what is turned is not rounded before it is turned back
     kept = []
     for rows, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
-        rows = rows[:sequences]
-        floats = rows if scales is None else (rows.float() * scales[:sequences, ..., None]).to(q.dtype)
+        floats = dequantized(rows, scales, sequences, context, dtype)
         kept.append(torch.where(held, floats, 0).repeat_interleave(heads // kv_heads, 1))
     keys, values = kept
     seen = places <= (starts[:, None] + tokens)[:, None, :, None]  # place 0 always: no row is empty
     mixed = F.scaled_dot_product_attention(
-        q.unflatten(0, (sequences, length)).transpose(1, 2), keys, values, attn_mask=seen, scale=call.scale
+        q.unflatten(0, (sequences, length)).transpose(1, 2).to(dtype), keys, values, attn_mask=seen, scale=call.scale
     )
+    if cache.has_turned_values:
+        mixed = int4.turn_back(mixed)
+    mixed = mixed.to(q.dtype)
     real = (tokens < lengths[:, None])[..., None, None]
     return torch.where(real, mixed.transpose(1, 2), 0).flatten(0, 1).contiguous()

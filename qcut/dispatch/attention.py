@@ -27,6 +27,8 @@ _BYTES_PER_CYCLE = 20
 """Bytes of a cache per cycle for each SM, where all SMs read."""
 _SM_BYTES_PER_CYCLE = 44
 """Bytes of a cache per cycle that one SM reads at most."""
+_NIBBLE_BYTES_PER_CYCLE = 13
+"""Bytes of a 4-bit cache per cycle that one SM unpacks."""
 _CLUSTER_CYCLES = 1000
 """Cycles in which a cluster adds up its parts."""
 _WORKSPACE_CYCLES = 4000
@@ -50,6 +52,7 @@ def select_attention(
     kv_heads: int,
     context: int,
     clusters: bool = True,
+    values: DType | None = None,
 ) -> tuple[Attention, int]:
     """Choose the kernel of a shape and its number of parts by `estimated_cycles`.
 
@@ -57,7 +60,7 @@ def select_attention(
 
     Args:
         x: element type of queries.
-        cache: element type of keys and values.
+        cache: element type of keys.
         head: columns of a head.
         queries: query heads for each head of keys.
         target: the GPU.
@@ -65,19 +68,20 @@ def select_attention(
         kv_heads: number of heads of keys.
         context: tokens that the cache has room for.
         clusters: whether the parts of a context may meet in a cluster, where the architecture has clusters.
+        values: element type of values; None: that of keys.
 
     Raises:
         EmitError: neither form serves the shape.
     """
     arch, sm_count = target.arch, target.sm_count
     group = closed.attention_queries(queries, target)
-    if not AttentionMma.is_legal(x, cache, head, 1, arch):
+    if not AttentionMma.is_legal(x, cache, head, 1, arch, values=values) and not _has_nibbles(cache, values):
         simt = AttentionDecode.for_shape(x, cache, head, group, arch)
         return simt, simt.parts(batch, kv_heads, queries, context, sm_count)
     clusters = clusters and architecture(arch).clusters and (not target.closed or head in closed.CLUSTER_HEADS)
     sizes = [n for n in CLUSTERS if n == 1 or (clusters and n * TILE <= context)]
     most = max(1, min(MAX_PARTS, context // (2 * TILE)))
-    kernels = [AttentionMma.for_shape(x, cache, head, group, arch, cluster) for cluster in sizes]
+    kernels = [AttentionMma.for_shape(x, cache, head, group, arch, cluster, values) for cluster in sizes]
     choices = [
         (desc, parts) for desc in kernels for parts in ([desc.cluster] if desc.cluster > 1 else range(1, most + 1))
     ]
@@ -87,6 +91,10 @@ def select_attention(
         return estimated_cycles(desc, parts, desc.places(batch, kv_heads, queries), context, target)
 
     return min(choices, key=cycles)
+
+
+def _has_nibbles(cache: DType, values: DType | None) -> bool:
+    return DType.U4 in (cache, values)
 
 
 def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, target: Target) -> float:
@@ -99,11 +107,13 @@ def estimated_cycles(desc: AttentionMma, parts: int, places: int, context: int, 
     machine, sm_count = target.machine, target.sm_count
     rate = _BYTES_PER_CYCLE * machine.cycle_bandwidth
     latency = _LATENCY_CYCLES + _ARRIVAL_CYCLES * (machine.clock - 1)
-    part_bytes = 2 * context * desc.head * desc.cache.bits / 8 / parts
+    part_bytes = context * desc.row_bytes / parts
+
+    most = _NIBBLE_BYTES_PER_CYCLE if _has_nibbles(desc.cache, desc.values) else _SM_BYTES_PER_CYCLE
 
     def read(ctas: int) -> float:
         flight = ctas * min(part_bytes, desc.flight_bytes)
-        bandwidth = min(rate * sm_count, _SM_BYTES_PER_CYCLE * min(ctas, sm_count))
+        bandwidth = min(rate * sm_count, most * min(ctas, sm_count))
         return _START_CYCLES + ctas * part_bytes * (latency / flight + 1 / bandwidth)
 
     sms = desc.cluster * machine.clusters_at_once(desc.cluster)
@@ -125,12 +135,17 @@ def emit_prompt_attention(desc: PromptKernel) -> KernelSource:
     return emit_prompt_wgmma(desc) if isinstance(desc, PromptWgmma) else emit_prompt_mma(desc)
 
 
-def prompt_attention_menu(x: DType, cache: DType, head: int, arch: str) -> tuple[PromptKernel, ...]:
+def prompt_attention_menu(
+    x: DType, cache: DType, head: int, arch: str, values: DType | None = None
+) -> tuple[PromptKernel, ...]:
     """Every kernel that `select_prompt_attention` chooses from, whatever the sizes; none for other types and heads."""
-    if PromptWgmma.is_legal(x, cache, head, arch):
-        small = PromptWgmma.for_shape(x, cache, head, arch, 1)
-        return (PromptWgmma.for_shape(x, cache, head, arch), *(replace(small, parts=parts) for parts in PARTS))
-    return (PromptMma.for_shape(x, cache, head, arch),) if PromptMma.is_legal(x, cache, head, arch) else ()
+    if PromptWgmma.is_legal(x, cache, head, arch, values=values):
+        small = PromptWgmma.for_shape(x, cache, head, arch, 1, values=values)
+        wide = PromptWgmma.for_shape(x, cache, head, arch, values=values)
+        return (wide, *(replace(small, parts=parts) for parts in PARTS))
+    if PromptMma.is_legal(x, cache, head, arch, values):
+        return (PromptMma.for_shape(x, cache, head, arch, values),)
+    return ()
 
 
 def select_prompt_attention(
@@ -144,6 +159,7 @@ def select_prompt_attention(
     kv_heads: int,
     group: int,
     context: int,
+    values: DType | None = None,
 ) -> PromptKernel | None:
     """Choose the kernel of a chunk's shape; None: none of them takes the types or the head's size.
 
@@ -151,7 +167,7 @@ def select_prompt_attention(
 
     Args:
         x: element type of queries.
-        cache: element type of keys and values.
+        cache: element type of keys.
         head: columns of a head.
         target: the GPU.
         sequences: number of sequences.
@@ -159,8 +175,9 @@ def select_prompt_attention(
         kv_heads: number of heads of keys.
         group: query heads for each head of keys.
         context: tokens that the cache has room for.
+        values: element type of values; None: that of keys.
     """
-    menu = prompt_attention_menu(x, cache, head, target.arch)
+    menu = prompt_attention_menu(x, cache, head, target.arch, values)
     first = menu[0] if menu else None
     if not isinstance(first, PromptWgmma) or tiles(first.rows, sequences, length, kv_heads, group) >= target.sm_count:
         return first

@@ -36,6 +36,7 @@ from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.cluster_probe import ClusterProbe, emit_cluster_probe
 from qcut.emitters.decoder.attention.mma import CLUSTERS, TILE, AttentionMma
+from qcut.emitters.decoder.cache import TURNED_HEADS
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from qcut.emitters.decoder.norm import NormRows, emit_norm
 from qcut.emitters.decoder.quantize import (
@@ -217,24 +218,31 @@ def _widths() -> tuple[int, ...]:
 
 def _attention(target: Target) -> Iterator[KernelSource]:
     arch = target.arch
-    for x, head, compressed in product(FLOATS, closed.HEADS, _BOOLS):
-        cache = DType.S8 if compressed else x
-        for rotary, many in product(ROTARY, _BOOLS):
-            with suppress(EmitError):
-                yield emit_append(RotateAndAppend(x, cache, head, rotary, arch, many))
-        for kernel in prompt_attention_menu(x, cache, head, arch):
-            yield emit_prompt_attention(kernel)
-        for queries, cluster in product(closed.QUERIES, CLUSTERS):
-            yield from _attention_forms(x, cache, head, queries, cluster, target)
+    for x, head in product(FLOATS, closed.HEADS):
+        for cache, values in _caches(x, head):
+            for rotary, many in product(ROTARY, _BOOLS):
+                with suppress(EmitError):
+                    yield emit_append(RotateAndAppend(x, cache, head, rotary, arch, many, values=values))
+            for kernel in prompt_attention_menu(x, cache, head, arch, values):
+                yield emit_prompt_attention(kernel)
+            for queries, cluster in product(closed.QUERIES, CLUSTERS):
+                yield from _attention_forms(x, cache, values, head, queries, cluster, target)
     if architecture(arch).clusters:
         for cluster in CLUSTERS[1:]:
             yield emit_cluster_probe(ClusterProbe(arch, cluster))
 
 
+def _caches(x: DType, head: int) -> Iterator[tuple[DType, DType | None]]:
+    """Types of keys, and of values where these have another, that an engine with activations of type x may keep."""
+    yield from ((x, None), (DType.S8, None))
+    if x in HALVES and head in TURNED_HEADS:
+        yield from ((DType.U4, None), (DType.S8, DType.U4))
+
+
 def _attention_forms(
-    x: DType, cache: DType, head: int, queries: int, cluster: int, target: Target
+    x: DType, cache: DType, values: DType | None, head: int, queries: int, cluster: int, target: Target
 ) -> Iterator[KernelSource]:
-    if not AttentionMma.is_legal(x, cache, head, 1, target.arch):
+    if not AttentionMma.is_legal(x, cache, head, 1, target.arch, values=values):
         with suppress(EmitError):
             desc, _ = select_attention(x, cache, head, queries, target, batch=1, kv_heads=1, context=TILE)
             yield emit_attention(desc)
@@ -242,7 +250,7 @@ def _attention_forms(
     if cluster > 1 and not (architecture(target.arch).clusters and head in closed.CLUSTER_HEADS):
         return
     with suppress(EmitError):
-        kernel = AttentionMma.for_shape(x, cache, head, queries, target.arch, cluster)
+        kernel = AttentionMma.for_shape(x, cache, head, queries, target.arch, cluster, values)
         yield emit_attention(kernel)
         for rotary in _BOOLS:
             yield emit_attention_append(AttentionAppend(kernel, rotary))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from qcut.errors import ConfigError
+from qcut.numerics import int4
 
-KVDtype = Literal["auto", "int8"]
-KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8")
+KVDtype = Literal["auto", "int8", "int4", "int8/int4"]
+KV_DTYPES: tuple[KVDtype, ...] = ("auto", "int8", "int4", "int8/int4")
 Memory = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Keys, values, and the scales of keys and values, None unless the cache is int8."""
+"""Keys, values, and the scales of keys and values, None unless keys and values are compressed."""
 
 
 class KVCache:
@@ -22,6 +24,9 @@ class KVCache:
     NaN, and q = 0, where x holds NaN or Inf): `qcut.numerics.int8.quantize_per_token_ref` of its ``head_size``
     elements. Attention reads ``q * scale`` in the activations' dtype, for prompts as for single tokens.
 
+    ``int4`` keeps two codes in a byte and a word of 16 bits for each token and head: `qcut.numerics.int4`. Rows are
+    turned before they are rounded; attention turns queries as keys are turned, and its results back.
+
     Args:
         layers: number of layers.
         batch: number of sequences.
@@ -30,10 +35,12 @@ class KVCache:
         head_size: elements of a key.
         dtype: dtype of activations.
         device: device of the memory.
-        kv_dtype: ``auto`` keeps keys and values in the activations' dtype, ``int8`` quantizes them.
+        kv_dtype: ``auto`` keeps keys and values in the activations' dtype, ``int8`` and ``int4`` quantize them,
+            ``int8/int4`` keys and values each in its own way.
 
     Raises:
-        ConfigError: another ``kv_dtype``.
+        ConfigError: another ``kv_dtype``; or 4 bits for a head of another size than `qcut.numerics.int4.HEADS`, or, on
+            a GPU, for float32 activations.
     """
 
     def __init__(
@@ -50,19 +57,45 @@ class KVCache:
     ) -> None:
         if kv_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_cache is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
-        shape = (layers, 2, batch, kv_heads, context)
-        stored = torch.int8 if kv_dtype == "int8" else dtype
-        self._values = torch.zeros((*shape, head_size), dtype=stored, device=device)
-        self._scales = torch.zeros(shape, dtype=torch.float32, device=device) if kv_dtype == "int8" else None
+        keys, _, values = kv_dtype.partition("/")
+        kinds = (keys, values or keys)
+        if "int4" in kinds:
+            int4.check_head(head_size)
+            if device.type == "cuda" and dtype not in (torch.float16, torch.bfloat16):
+                name = str(dtype).removeprefix("torch.")
+                raise ConfigError(
+                    f"kv_cache is {kv_dtype!r} of a {name} model; allowed on a GPU: float16 and bfloat16 models"
+                )
+        shape = (layers, batch, kv_heads, context)
+        # A layer's keys and values are contiguous.
+        self._rows = [_rows(kind, shape, head_size, dtype, device) for kind in kinds]
+        self._scales = [_scales(kind, shape, device) for kind in kinds]
         # Views are made once: making a view takes longer than the kernel that reads it.
-        scales = [(None, None)] * layers if self._scales is None else [(s[0], s[1]) for s in self._scales]
-        self._layers: list[Memory] = [(v[0], v[1], *s) for v, s in zip(self._values, scales, strict=True)]
+        self._layers: list[Memory] = [
+            (self._rows[0][i], self._rows[1][i], *(None if s is None else s[i] for s in self._scales))  # type: ignore[misc]
+            for i in range(layers)
+        ]
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and scales together."""
-        return self._values.nbytes + (0 if self._scales is None else self._scales.nbytes)
+        return sum(part.nbytes for part in (*self._rows, *self._scales) if part is not None)
 
     def layer(self, index: int) -> Memory:
-        """A layer's memory: keys, values ``[batch, kv_heads, context, D]`` and, of int8, their scales."""
+        """A layer's memory: keys, values ``[batch, kv_heads, context, D]`` and, of compressed ones, their scales."""
         return self._layers[index]
+
+
+def _rows(kind: str, shape: tuple[int, ...], head: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    stored = {"int8": torch.int8, "int4": torch.uint8}.get(kind, dtype)
+    return torch.zeros((*shape, head // 2 if kind == "int4" else head), dtype=stored, device=device)
+
+
+def _scales(kind: str, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    stored = {"int8": torch.float32, "int4": torch.int16}.get(kind)
+    if stored is None:
+        return None
+    layers, *sizes = shape
+    count = math.prod(sizes)
+    padded = -(-count // 8) * 8  # each layer's words start at 16 bytes
+    return torch.zeros((layers, padded), dtype=stored, device=device)[:, :count].view(shape)

@@ -6,11 +6,10 @@ from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qcut.errors import ConfigError, ShapeError
-from qcut.numerics import int8
-from qcut.ops.cache import Cache, check_cache, check_heads, check_queries, dequantized
+from qcut.numerics import int4, int8
+from qcut.ops.cache import Cache, attended, check_cache, check_heads, check_queries
 from qcut.ops.checks import S32, check_absmax, check_dtype, check_indices, check_tensor
 from qcut.ops.registry import MUTATED, operator
 
@@ -49,6 +48,8 @@ class Tokens(NamedTuple):
 class AppendKv(NamedTuple):
     """Rotates the queries of new tokens in place, and stores their rotated keys and their values in the cache.
 
+    Where keys are of 4 bits, queries are then turned as these are (`qcut.numerics.int4.turn`), rounded to their type.
+
     Token t belongs to sequence ``t // length``. Queries and keys are rotated alike, head by head, rne rounding to the
     nearest value of the type::
 
@@ -58,7 +59,7 @@ class AppendKv(NamedTuple):
 
     Args:
         q: float16, bfloat16 or float32 ``[T, heads, head]``, heads of a token side by side, any stride between tokens;
-            rotated in place, or left alone without cosines.
+            rotated and turned in place, or left alone without cosines and 4-bit keys.
         k: ``[T, kv_heads, head]`` of q's type, heads of a token side by side.
         v: as k.
         cos: ``[positions, head]`` of q's type, alike for both columns of a pair; None: positions are not rotary.
@@ -66,9 +67,9 @@ class AppendKv(NamedTuple):
         positions: int32 ``[T]``, rows of ``cos`` and ``sin``; CUDA does not check them.
         slots: int32 ``[T]``, places in the cache, each below ``context``. CUDA stores nothing of a token whose place is
             none of the cache's.
-        keys: ``[S, kv_heads, context, head]`` of q's type or int8, contiguous, S at least ``T / length``; written.
+        keys: as in `qcut.ops.cache.Cache`, S at least ``T / length``; written.
         values: as ``keys``.
-        key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous, written; else None.
+        key_scales: as in `qcut.ops.cache.Cache`, written.
         value_scales: as ``key_scales``.
         length: tokens of each sequence; T is a multiple.
         interleaved: pairs are neighbouring columns, as GPT-J has them, not halves, as Llama has them.
@@ -78,7 +79,8 @@ class AppendKv(NamedTuple):
         ConfigError: cosines without sines, or scales that do not go with the cache's type.
         RangeError: a place or position out of range, on the CPU.
 
-    Exactness: bitwise; int8 rows and scales are `qcut.numerics.int8.quantize_per_token_ref` of a head.
+    Exactness: bitwise; int8 rows and scales are `qcut.numerics.int8.quantize_per_token_ref` of a head, 4-bit rows and
+    words `qcut.numerics.int4.quantize_rows_ref` of a turned head.
     """
 
     q: Annotated[Tensor, MUTATED]
@@ -120,13 +122,19 @@ class AppendKv(NamedTuple):
             cos, sin = (table[tokens.positions.long(), None] for table in tokens.rotary)
             q.copy_(_rotated(q, cos, sin, self.interleaved))
             k = _rotated(k, cos, sin, self.interleaved)
+        if cache.has_turned_keys:
+            q.copy_(int4.turn(q))
         sequences, places = torch.arange(len(q), device=q.device) // self.length, tokens.slots.long()
         for stored, scales, rows in ((cache.keys, cache.key_scales, k), (cache.values, cache.value_scales, tokens.v)):
             if scales is None:
                 stored[sequences, :, places] = rows
                 continue
-            q8, scale = int8.quantize_per_token_ref(rows.reshape(-1, rows.shape[2]), rows.shape[2])
-            stored[sequences, :, places] = q8.view(rows.shape)
+            flat = rows.reshape(-1, rows.shape[2])
+            if stored.dtype is torch.uint8:
+                codes, scale = int4.quantize_rows_ref(int4.turn(flat))
+            else:
+                codes, scale = int8.quantize_per_token_ref(flat, flat.shape[1])
+            stored[sequences, :, places] = codes.view(*rows.shape[:2], -1)
             scales[sequences, :, places] = scale.view(rows.shape[:2])
 
 
@@ -140,10 +148,10 @@ class DecodeAttention(NamedTuple):
 
     Args:
         q: float16, bfloat16 or float32 ``[B, heads, head]``, heads side by side, B to 65,535.
-        keys: ``[S, kv_heads, context, head]`` of q's type or int8, contiguous, S at least B, kv_heads a divisor of
+        keys: as in `qcut.ops.cache.Cache`, S at least B, kv_heads a divisor of
             heads.
         values: as ``keys``.
-        key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous; else None.
+        key_scales: as in `qcut.ops.cache.Cache`.
         value_scales: as ``key_scales``.
         positions: int32 ``[B]``, each below ``context``; CUDA takes the nearest of those for another.
         scale: multiplies scores.
@@ -192,10 +200,8 @@ class DecodeAttention(NamedTuple):
         q, positions, cache = self.q, self.positions, self.cache
         check_indices("qcut::decode_attention", "positions", positions, cache.keys.shape[2])
         longest = int(positions.max()) + 1 if len(q) else 0
-        k = dequantized(cache.keys, cache.key_scales, len(q), longest, q.dtype)
-        v = dequantized(cache.values, cache.value_scales, len(q), longest, q.dtype)
         mask = (torch.arange(longest, device=q.device) <= positions[:, None])[:, None, None]
-        y = F.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
+        y = attended(q[:, :, None], cache, 0, len(q), longest, mask, self.scale)
         return y[:, :, 0]
 
 
@@ -216,9 +222,9 @@ class AppendAttention(NamedTuple):
             ``context``; CUDA takes the nearest of those for another.
         slots: int32 ``[B]``, places in the cache, each below ``context``. CUDA stores nothing of a token whose place is
             none of the cache's.
-        keys: ``[S, kv_heads, context, head]`` of q's type or int8, contiguous, S at least B; written.
+        keys: as in `qcut.ops.cache.Cache`, S at least B; written.
         values: as ``keys``.
-        key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous, written; else None.
+        key_scales: as in `qcut.ops.cache.Cache`, written.
         value_scales: as ``key_scales``.
         scale: multiplies scores.
         counters: int32 of at least ``B * heads`` zeros for the kernel to count with, which leaves zeros; None: the
@@ -264,9 +270,9 @@ class AppendAttention(NamedTuple):
 
     @property
     def parts(self) -> tuple[AppendKv, DecodeAttention]:
-        """The two operators that compute the same, where positions are rotary on a copy of the queries."""
+        """The two operators that compute the same, on a copy of the queries where these are rotated or turned."""
         tokens, cache = self.tokens, self.cache
-        if tokens.rotary:
+        if tokens.rotary or cache.has_turned_keys:
             tokens = tokens._replace(q=tokens.q.clone())
         attention = DecodeAttention(tokens.q, *cache, tokens.positions, self.scale, self.counters)
         return AppendKv(*tokens, *cache), attention

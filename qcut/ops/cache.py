@@ -6,19 +6,25 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qcut.errors import ConfigError, ShapeError
-from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.numerics import int4
+from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
+
+SCALE_DTYPES = {torch.int8: torch.float32, torch.uint8: torch.int16}
+"""Of scales, by the dtype of the rows that have them."""
 
 
 class Cache(NamedTuple):
     """Keys and values of earlier tokens.
 
     Attributes:
-        keys: ``[S, kv_heads, context, head]`` of the queries' type or int8, contiguous.
-        values: as ``keys``.
-        key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous; else None.
-        value_scales: as ``key_scales``.
+        keys: ``[S, kv_heads, context, head]`` of the queries' type or int8, contiguous; or uint8 ``[.., head / 2]`` of
+            two 4-bit codes, the even column's in the lower half, for heads of `qcut.numerics.int4.HEADS`.
+        values: as ``keys``; of int8 and 4-bit rows, keys may be the ones and values the others.
+        key_scales: contiguous ``[S, kv_heads, context]``: float32 of int8 keys, int16 words of 4-bit keys; else None.
+        value_scales: as ``key_scales``, of the values.
     """
 
     keys: Tensor
@@ -26,18 +32,62 @@ class Cache(NamedTuple):
     key_scales: Tensor | None
     value_scales: Tensor | None
 
+    @staticmethod
+    def columns(head: int, dtype: torch.dtype) -> int:
+        """Elements of a row of a head in a dtype."""
+        return head // 2 if dtype is torch.uint8 else head
+
+    @property
+    def has_turned_keys(self) -> bool:
+        """Whether keys are of 4 bits, so that queries are turned with them."""
+        return self.keys.dtype is torch.uint8
+
+    @property
+    def has_turned_values(self) -> bool:
+        """Whether values are of 4 bits, so that weighted values are to be turned back."""
+        return self.values.dtype is torch.uint8
+
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """Scales of keys and of values where the cache is int8."""
+        """Scales of keys and of values where they are int8 or of 4 bits."""
         if self.key_scales is None or self.value_scales is None:
             return ()
         return self.key_scales, self.value_scales
 
 
 def dequantized(stored: Tensor, scales: Tensor | None, batch: int, tokens: int, dtype: torch.dtype) -> Tensor:
-    """The first tokens of the first sequences' keys or values, of an int8 cache rounded to a dtype."""
+    """The first tokens of the first sequences' keys or values, rounded to a dtype; 4-bit rows are turned ones."""
     rows = stored[:batch, :, :tokens]
-    return rows if scales is None else (rows.float() * scales[:batch, :, :tokens, None]).to(dtype)
+    if scales is None:
+        return rows
+    mine = scales[:batch, :, :tokens]
+    floats = int4.dequantize_rows_ref(rows, mine) if rows.dtype is torch.uint8 else rows.float() * mine[..., None]
+    return floats.to(dtype)
+
+
+def attended(q: Tensor, cache: Cache, first: int, batch: int, tokens: int, mask: Tensor, scale: float) -> Tensor:
+    """Attention of queries ``[batch, heads, rows, head]`` to the first tokens of sequences, in plain torch.
+
+    Args:
+        q: queries, turned where keys are of 4 bits.
+        cache: keys and values.
+        first: the first sequence.
+        batch: number of sequences.
+        tokens: places of each that are read.
+        mask: the places that each row sees, of a shape that broadcasts to ``[batch, heads, rows, tokens]``.
+        scale: multiplies scores.
+
+    Returns:
+        ``[batch, heads, rows, head]`` of q's dtype.
+    """
+    # What is turned is not rounded before it is turned back.
+    dtype = torch.float32 if cache.has_turned_keys or cache.has_turned_values else q.dtype
+    k, v = (
+        dequantized(rows[first:], None if scales is None else scales[first:], batch, tokens, dtype)
+        for rows, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales))
+    )
+    y = F.scaled_dot_product_attention(q.to(dtype), k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    return (int4.turn_back(y) if cache.has_turned_values else y).to(q.dtype)
 
 
 def check_queries(op: str, q: Tensor) -> tuple[int, int]:
@@ -68,21 +118,28 @@ def check_cache(op: str, q: Tensor, cache: Cache, sequences: int) -> int:
     keys, values, key_scales, value_scales = cache
     dtype, shape, device = keys.dtype, keys.shape, keys.device
     _, heads, head = q.shape
-    check_dtype(op, "keys", dtype, (q.dtype, torch.int8))
-    if len(shape) != 4 or shape[0] < sequences or shape[3] != head or not keys.is_contiguous():
-        allowed = f"[{sequences} or more, kv_heads, context, {head}], contiguous"
+    check_dtype(op, "keys", dtype, (q.dtype, *SCALE_DTYPES))
+    if cache.has_turned_keys or cache.has_turned_values:
+        int4.check_head(head)
+    columns = cache.columns(head, dtype)
+    if len(shape) != 4 or shape[0] < sequences or shape[3] != columns or not keys.is_contiguous():
+        allowed = f"[{sequences} or more, kv_heads, context, {columns}], contiguous"
         raise ShapeError(f"qcut::{op}: keys have shape {list(shape)}; allowed: {allowed}")
-    check_tensor(op, "values", values, (dtype,), shape, device)
+    kinds = tuple(SCALE_DTYPES) if dtype in SCALE_DTYPES else (dtype,)
+    check_tensor(op, "values", values, kinds, (*shape[:3], cache.columns(head, values.dtype)), device)
     _check_contiguous(op, "values", values)
     if heads % shape[1]:
         raise ShapeError(f"qcut::{op}: {heads} queries of {shape[1]} heads of keys; allowed: whole multiples")
-    if dtype is not torch.int8 and key_scales is value_scales is None:
+    if dtype not in SCALE_DTYPES and key_scales is value_scales is None:
         return shape[1]
-    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
-        if (scales is not None) != (dtype is torch.int8):
-            raise ConfigError(f"qcut::{op}: {name} goes with an int8 cache, and only with one")
-        if scales is not None:
-            check_tensor(op, name, scales, F32, shape[:3], device)
+    for name, scales, kind in (
+        ("key_scales", key_scales, SCALE_DTYPES.get(dtype)),
+        ("value_scales", value_scales, SCALE_DTYPES.get(values.dtype)),
+    ):
+        if (scales is not None) != (kind is not None):
+            raise ConfigError(f"qcut::{op}: {name} goes with an int8 cache or a 4-bit one, and only with these")
+        if scales is not None and kind is not None:
+            check_tensor(op, name, scales, (kind,), shape[:3], device)
             _check_contiguous(op, name, scales)
     return shape[1]
 

@@ -6,11 +6,10 @@ from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qcut.errors import RangeError, ShapeError
 from qcut.numerics import int8
-from qcut.ops.cache import Cache, check_cache, check_queries, dequantized
+from qcut.ops.cache import Cache, attended, check_cache, check_queries
 from qcut.ops.checks import S32, check_absmax, check_indices, check_tensor
 from qcut.ops.registry import MUTATED, operator
 
@@ -32,7 +31,7 @@ class PromptAttention(NamedTuple):
         keys: ``[S, kv_heads, context, head]`` of q's type or int8, contiguous, S at least ``T / length``, kv_heads a
             divisor of heads.
         values: as ``keys``.
-        key_scales: float32 ``[S, kv_heads, context]`` of an int8 cache, contiguous; else None.
+        key_scales: as in `qcut.ops.cache.Cache`.
         value_scales: as ``key_scales``.
         starts: int32 ``[T / length]``, tokens of each sequence before its chunk.
         lengths: int32 ``[T / length]``, tokens of each chunk, 0 to ``length``; ``starts + lengths`` is at most
@@ -98,13 +97,9 @@ class PromptAttention(NamedTuple):
                 )
             if tokens == 0:
                 continue
-            k, v = (
-                dequantized(stored[b : b + 1], None if scales is None else scales[b : b + 1], 1, end, q.dtype)
-                for stored, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales))
-            )
             mask = torch.arange(end, device=q.device) <= torch.arange(start, end, device=q.device)[:, None]
             rows = q[first : first + tokens].transpose(0, 1)[None]
-            mixed = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=self.scale, enable_gqa=True)
+            mixed = attended(rows, cache, b, 1, end, mask, self.scale)
             y[first : first + tokens] = mixed[0].transpose(0, 1)
         int8.raise_absmax(self.absmax, y)
         return y

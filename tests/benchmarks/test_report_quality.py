@@ -19,6 +19,7 @@ from benchmarks.demo import EMBEDDED, language_reference
 from benchmarks.quality import tokens_of
 from benchmarks.report_quality import TIMED, int4_bytes, tensor_bytes
 from benchmarks.reporting.rows import Rows
+from qcut.engine.kv_cache import KV_DTYPES
 from qcut.models.evaluation import perplexity
 
 
@@ -29,13 +30,15 @@ def test_quality_is_measured_and_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert report.main(["--run", "a", "--out", str(tmp_path), *given]) == 0
     rows = {(row["scheme"], row["kv_cache"]): row for row in Rows(tmp_path).of("report_quality")}
     assert list(rows) == [
-        *(("float", "auto"), ("float", "int8"), ("w8a8", "auto"), ("w8a8", "int8")),
+        *((scheme, cache) for scheme in ("float", "w8a8") for cache in KV_DTYPES),
         *(("codebook2_fit", "auto"), ("int4_asymmetric", "auto")),
     ]
-    assert [round(float(row["weight_bits"])) for row in rows.values()] == [32, 32, 8, 8, 2, 4]
+    assert [round(float(row["weight_bits"])) for row in rows.values()] == [32] * 4 + [8] * 4 + [2, 4]
     changes = {key: float(row["change_percent"]) for key, row in rows.items()}
     assert changes["float", "auto"] == 0
     assert 0 < abs(changes["float", "int8"]) < 1
+    assert 0 < abs(changes["float", "int8/int4"]) < 2
+    assert 0 < abs(changes["float", "int4"]) < 5
     fewer_bits = [abs(changes[scheme, "auto"]) for scheme in ("w8a8", "int4_asymmetric", "codebook2_fit")]
     assert fewer_bits == sorted(fewer_bits)
     model = AutoModelForCausalLM.from_pretrained(EMBEDDED, dtype=torch.float32)

@@ -24,7 +24,7 @@ from tests.support.compiled import build, in_turns
 from tests.support.sass import instructions
 
 H200 = Target("sm_90a", 132)
-F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
+F16, BF16, F32, S8, U4 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.U4
 WIDE = AttentionDecode(F16, F16, 128, 4, "sm_90a")
 MMA = AttentionMma(F16, F16, 128, 4, "sm_90a", cluster=8)
 NORM = NormRows(F16, False, "sm_90a")
@@ -35,7 +35,10 @@ def mma_attention(arch: str) -> list[AttentionMma]:
     heads = ((F16, F16, 16, 1), (BF16, BF16, 64, 3), (F16, F16, 80, 8), (F16, F16, 128, 4), (BF16, BF16, 256, 8))
     heads += ((BF16, S8, 64, 1), (F16, S8, 128, 4), (F16, S8, 256, 12))
     clusters = (1, 2, 4, 8, 1, 8, 4, 2) if arch == "sm_90a" else (1,) * len(heads)
-    return [AttentionMma.for_shape(*head, arch, n) for head, n in zip(heads, clusters, strict=True)]
+    found = [AttentionMma.for_shape(*head, arch, n) for head, n in zip(heads, clusters, strict=True)]
+    few_bits = ((F16, U4, 128, 4, None), (BF16, U4, 64, 3, None), (BF16, S8, 128, 8, U4), (F16, U4, 32, 1, None))
+    found += [AttentionMma.for_shape(x, keys, head, n, arch, values=v) for x, keys, head, n, v in few_bits]
+    return [*found, AttentionMma.for_shape(BF16, U4, 256, 8, arch)]
 
 
 def appends(arch: str) -> list[RotateAndAppend]:
@@ -43,7 +46,9 @@ def appends(arch: str) -> list[RotateAndAppend]:
     heads += ((F16, S8, 64, "none"), (F16, F16, 64, "none"), (F32, F32, 250, "half"))
     heads += ((BF16, BF16, 128, "interleaved"), (F16, S8, 64, "interleaved"), (F32, F32, 40, "interleaved"))
     found = [RotateAndAppend(*head, arch, many) for head in heads for many in (False, True)]
-    return [*found, *(replace(desc, aligned=False) for desc in found if desc.head != 250)]
+    found += [replace(desc, aligned=False) for desc in found if desc.head != 250]
+    few_bits = (RotateAndAppend(F16, U4, 128, "half", arch), RotateAndAppend(BF16, S8, 64, "none", arch, values=U4))
+    return [*found, *(replace(desc, many=many) for desc in few_bits for many in (False, True))]
 
 
 def sources(arch: str) -> list[KernelSource]:
@@ -76,6 +81,9 @@ def test_names_spell_the_kernel() -> None:
     assert MMA.name == "qcut_attention_mma_sm90a_f16_f16_h128g4_w4t2_c8"
     assert AttentionAppend(MMA, True).name == "qcut_attention_append_sm90a_f16_f16_h128g4_w4t2_c8_rope"
     assert AttentionAppend(MMA, False).name == "qcut_attention_append_sm90a_f16_f16_h128g4_w4t2_c8"
+    assert replace(MMA, cache=U4, cluster=1).name == "qcut_attention_mma_sm90a_f16_u4_h128g4_w4t2"
+    assert replace(MMA, cache=S8, values=U4, cluster=1).name == "qcut_attention_mma_sm90a_f16_s8u4_h128g4_w4t2"
+    assert replace(APPEND, cache=S8, values=U4).name == "qcut_append_sm90a_f16_s8u4_h128_rope"
     assert replace(MMA, cache=S8, cluster=1).name == "qcut_attention_mma_sm90a_f16_s8_h128g4_w4t2"
     assert replace(NORM, residual=True, quantized=True).name == "qcut_norm_sm90a_f16_rms_r_q_t256v1"
     assert replace(NORM, layer=True, aligned=False).name == "qcut_norm_sm90a_f16_layer_t256v1_u"
@@ -106,7 +114,8 @@ def test_attention_multiplies_on_tensor_cores(arch: str) -> None:
     for desc, binary in zip(descs * 2, build(*apart, *steps), strict=True):
         found = instructions(binary.cubin)
         assert any(name.startswith("HMMA.16816.F32") for name in found), desc.name
-        assert any(name.startswith("LDG.E") and "128" in name for name in found)
+        widest = any(name.startswith("LDG.E") and "128" in name for name in found)
+        assert widest or (desc.cache is U4 and desc.head < 128)
         assert any(name.startswith("MOVM") for name in found)
         assert any(name.startswith("STAS") for name in found) == (desc.cluster > 1)  # to other CTAs' shared memory
         resources = binary.resources
@@ -252,7 +261,7 @@ def test_every_constraint_is_refused_below() -> None:
     assert [c.name for c in attention_mma.CONSTRAINTS] == list(MMA_REFUSALS)
     assert [c.name for c in attention.CONSTRAINTS] == list(REFUSALS)
     assert [c.name for c in norm.CONSTRAINTS] == ["x", "threads", "vectors"]
-    assert [c.name for c in append.CONSTRAINTS] == ["x", "cache", "head", "rotary"]
+    assert [c.name for c in append.CONSTRAINTS] == ["x", "cache", "aligned", "head", "rotary"]
     assert [c.name for c in activate.CONSTRAINTS] == ["kind", "x"]
     assert [c.name for c in argmax.CONSTRAINTS] == ["x"]
 
@@ -272,6 +281,9 @@ def test_illegal_attention_is_refused_by_name(name: str) -> None:
         (NORM, {"vectors": 6}, "vectors"),
         (APPEND, {"x": S8}, "x"),
         (APPEND, {"cache": BF16}, "cache"),
+        (APPEND, {"values": U4}, "cache"),
+        (APPEND, {"cache": U4, "head": 96}, "cache"),
+        (APPEND, {"cache": U4, "aligned": False}, "aligned"),
         (APPEND, {"head": 7}, "head"),
         (APPEND, {"head": 258}, "head"),
         (APPEND, {"rotary": "pairs"}, "rotary"),

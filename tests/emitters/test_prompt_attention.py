@@ -24,7 +24,7 @@ from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma
 from tests.support.compiled import build
 from tests.support.sass import instructions, listing
 
-F16, BF16, F32, S8 = DType.F16, DType.BF16, DType.F32, DType.S8
+F16, BF16, F32, S8, U4 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.U4
 H200, A100 = Target("sm_90a", 132), Target("sm_80", 108)
 WGMMA = PromptWgmma(F16, F16, 128, "sm_90a")
 MMA = PromptMma(F16, F16, 128, "sm_80")
@@ -35,12 +35,17 @@ def wgmma_kernels() -> list[PromptWgmma]:
     heads += ((BF16, S8, 256), (F16, F16, 192), (F16, S8, 160))
     found = [PromptWgmma.for_shape(*head, "sm_90a") for head in heads]
     shared = (((BF16, BF16, 80), 2), ((F16, S8, 128), 8), ((F16, F16, 256), 1))
-    return [*found, *(PromptWgmma.for_shape(*head, "sm_90a", 1, parts) for head, parts in shared)]
+    found += [PromptWgmma.for_shape(*head, "sm_90a", 1, parts) for head, parts in shared]
+    few_bits = ((F16, U4, 128, None), (BF16, U4, 64, None), (F16, S8, 128, U4), (BF16, U4, 256, None))
+    found += [PromptWgmma.for_shape(x, keys, head, "sm_90a", values=v) for x, keys, head, v in few_bits]
+    return [*found, PromptWgmma.for_shape(F16, U4, 128, "sm_90a", 1, 4)]
 
 
 def mma_kernels(arch: str) -> list[PromptMma]:
     heads = ((F16, F16, 8), (BF16, S8, 16), (F16, F16, 80), (F16, F16, 128), (BF16, S8, 128), (F16, F16, 256))
-    return [PromptMma.for_shape(*head, arch) for head in (*heads, (F16, S8, 256))]
+    found = [PromptMma.for_shape(*head, arch) for head in (*heads, (F16, S8, 256))]
+    few_bits = ((F16, U4, 128, None), (BF16, S8, 64, U4), (BF16, U4, 256, None))
+    return [*found, *(PromptMma.for_shape(x, keys, head, arch, values=v) for x, keys, head, v in few_bits)]
 
 
 def sources(*kernels: PromptKernel) -> list[KernelSource]:

@@ -296,7 +296,7 @@ def test_sizes_are_checked() -> None:
         ({"batch": 0}, "batch is 0; allowed: 1 and more"),
         ({"context": 0}, "context is 0; allowed for LlamaForCausalLM: 1 to 64"),
         ({"context": 65}, "context is 65; allowed for LlamaForCausalLM: 1 to 64"),
-        ({"kv_cache": "int4"}, "kv_cache is 'int4'; allowed: auto, int8"),
+        ({"kv_cache": "int3"}, "kv_cache is 'int3'; allowed: auto, int8, int4, int8/int4"),
     ):
         with pytest.raises(errors.ConfigError, match=message):
             Engine(model, **options)

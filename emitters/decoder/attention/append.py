@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcut.emitters.core.source import DType, KernelSource, Param
+from qcut.emitters.core.source import KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
 from qcut.emitters.decoder.attention.mma import AttentionMma
+from qcut.emitters.decoder.cache import cache_params
 
 FAMILY = "attention_append"
 
@@ -42,21 +43,20 @@ class AttentionAppend:
         """Arguments, in order.
 
         ``q, k, v``; ``cos, sin`` (rotary alone); ``positions, slots``; ``keys, values``; ``key_scales, value_scales``
-        (s8 alone); ``out, workspace, counters``; ``absmax``, null or float32 for each sequence, which is raised to the
+        (s8 and u4); ``out, workspace, counters``; ``absmax``, null or float32 for each sequence, which is raised to the
         largest magnitude of its row of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``,
         ``queries`` of each, ``context``, ``scale * log2(e)``.
         """
-        x, cache = f"const {self.attention.x.cpp}*", f"{self.attention.cache.cpp}*"
+        x = f"const {self.attention.x.cpp}*"
+        rows, scales = cache_params(self.attention.cache, self.attention.values, writes=True)
         tables = (Param("cos", "ptr", x), Param("sin", "ptr", x))
-        scales = (Param("key_scales", "ptr", "float*"), Param("value_scales", "ptr", "float*"))
         return (
             *(Param(name, "ptr", x) for name in ("q", "k", "v")),
             *(tables if self.rotary else ()),
             Param("positions", "ptr", "const int*"),
             Param("slots", "ptr", "const int*"),
-            Param("keys", "ptr", cache),
-            Param("values", "ptr", cache),
-            *(scales if self.attention.cache is DType.S8 else ()),
+            *rows,
+            *scales,
             Param("out", "ptr", f"{self.attention.x.cpp}*"),
             Param("workspace", "ptr", "float*"),
             Param("counters", "ptr", "unsigned*"),

@@ -14,6 +14,7 @@ from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import include, kernel_source
 from qcut.emitters.decoder.attention.simt import attention_call, attention_params
+from qcut.emitters.decoder.cache import SCALED, cache_bits, cache_name, cache_template, serves_cache, value_type
 
 FAMILY = "attention_mma"
 MAX_GROUP = 8
@@ -26,23 +27,30 @@ TILE = 16
 _SMEM_STATIC = 48 * 1024
 
 
-def _columns(cache: DType) -> int:
-    """Columns in 16 bytes."""
-    return 128 // cache.bits
+def _piece(cache: DType, head: int, lanes: int) -> int:
+    """Columns of a lane's pieces of a row: of 16 bytes, or less of 4-bit rows; see ``RowPieces``."""
+    share = head * cache.bits // 8 // lanes
+    return (share if cache is DType.U4 and share < 16 else 16) * 8 // cache.bits
 
 
-def _tile_registers(cache: DType, head: int) -> int:
+def _share(cache: DType, head: int, lanes: int) -> int:
+    """Columns of a row that a lane holds."""
+    piece = _piece(cache, head, lanes)
+    return -(-(head // piece) // lanes) * piece
+
+
+def _tile_registers(kernel: AttentionMma) -> int:
     """Registers of a lane for 16 keys and values: 4 lanes share a key and 8 share a value, as in `TensorAttention`."""
-    pieces = head // _columns(cache)
-    return 8 * -(-pieces // 4) + 16 * -(-pieces // 8)
+    keys, values = kernel.cache, value_type(kernel.cache, kernel.values)
+    of_keys = -(-_share(keys, kernel.head, 4) * keys.bits // 32)
+    return 2 * of_keys + 4 * -(-_share(values, kernel.head, 8) * values.bits // 32)
 
 
 def _registers(kernel: AttentionMma) -> int:
     """Estimate a thread's registers: keys, values and scores, queries, weighted values, and the rest."""
-    pieces, columns = kernel.head // _columns(kernel.cache), _columns(kernel.cache)
-    tile = _tile_registers(kernel.cache, kernel.head) + (12 if kernel.cache is DType.S8 else 8)
-    queries = -(-pieces // 4) * columns // 2
-    values = -(-pieces // 8) * columns * 2
+    tile = _tile_registers(kernel) + (12 if kernel.cache in SCALED else 8)
+    queries = _share(kernel.cache, kernel.head, 4) // 2
+    values = _share(value_type(kernel.cache, kernel.values), kernel.head, 8) * 2
     return kernel.tiles * tile + queries + values + 22
 
 
@@ -55,11 +63,15 @@ def _smem_bytes(kernel: AttentionMma) -> int:
 
 CONSTRAINTS = (
     Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
-    Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
+    Constraint(
+        "cache",
+        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
+        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
+    ),
     Constraint(
         "head",
         "is 16 to 256 columns, in whole vectors of 16 bytes of the cache",
-        lambda k: 16 <= k.head <= 256 and k.head % _columns(k.cache) == 0,
+        lambda k: 16 <= k.head <= 256 and k.head % _piece(k.cache, k.head, 4) == 0,
     ),
     Constraint("group", f"is 1 to {MAX_GROUP} queries", lambda k: 1 <= k.group <= MAX_GROUP),
     Constraint("warps", "are 1 to 8", lambda k: 1 <= k.warps <= 8),
@@ -88,7 +100,7 @@ class AttentionMma:
 
     Attributes:
         x: element type of queries and results, f16 or bf16.
-        cache: of keys and values: x, or s8.
+        cache: of keys: x, s8, or u4, with which queries are turned.
         head: columns of a head.
         group: queries of a CTA, of those that share a head of keys.
         arch: real architecture.
@@ -96,12 +108,14 @@ class AttentionMma:
         tiles: tiles of 16 keys that a warp holds.
         cluster: parts of the context whose results are added up in the shared memory of a cluster; 1: any number of
             parts, whose results are added up in a workspace.
+        values: type of values; None: that of keys.
 
     Exactness: scores and sums are float32, in an order that the length and the number of parts fix; exponentials have
-    4 ulp. A weight ``2**(score - largest)``, with s8 times its value's scale and relative to the largest product of
-    the two, is rounded to x's type: by 2**-11 of itself and, below 2**-14, by 2**-25 at most (f16), by 2**-8 of itself
-    (bf16). The sum that divides adds rounded weights, with s8 the float32 ones before scales. A sequence's result does
-    not depend on the others, nor on what the cache holds past its end. NaN in a key or value that is read, or in q,
+    4 ulp. A weight ``2**(score - largest)``, with s8 or u4 times its value's scale and relative to the largest product
+    of the two, is rounded to x's type: by 2**-11 of itself and, below 2**-14, by 2**-25 at most (f16), by 2**-8 of
+    itself (bf16). The sum that divides adds rounded weights, with s8 and u4 the float32 ones before scales. What the
+    zero points of u4 values add, the same for all columns of a turned row, is float32. A sequence's result does not
+    depend on the others, nor on what the cache holds past its end. NaN in a key or value that is read, or in q,
     reaches the results.
     """
 
@@ -113,12 +127,22 @@ class AttentionMma:
     warps: int = 4
     tiles: int = 2
     cluster: int = 1
+    values: DType | None = None
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
 
     @classmethod
-    def for_shape(cls, x: DType, cache: DType, head: int, queries: int, arch: str, cluster: int = 1) -> AttentionMma:
+    def for_shape(
+        cls,
+        x: DType,
+        cache: DType,
+        head: int,
+        queries: int,
+        arch: str,
+        cluster: int = 1,
+        values: DType | None = None,
+    ) -> AttentionMma:
         """Return the kernel for a number of queries per head of keys, with as many loads in flight as registers allow.
 
         Raises:
@@ -126,16 +150,25 @@ class AttentionMma:
         """
         group = -(-queries // -(-queries // MAX_GROUP))
         shape = (x, cache, head, group, arch)
-        fitting = (n for n in (4, 3, 2) if cls.is_legal(*shape, tiles=n, cluster=cluster))
-        return cls(*shape, tiles=next(fitting, 1), cluster=cluster)
+        fitting = (n for n in (4, 3, 2) if cls.is_legal(*shape, tiles=n, cluster=cluster, values=values))
+        return cls(*shape, tiles=next(fitting, 1), cluster=cluster, values=values)
 
     @classmethod
     def is_legal(
-        cls, x: DType, cache: DType, head: int, group: int, arch: str, *, tiles: int = 1, cluster: int = 1
+        cls,
+        x: DType,
+        cache: DType,
+        head: int,
+        group: int,
+        arch: str,
+        *,
+        tiles: int = 1,
+        cluster: int = 1,
+        values: DType | None = None,
     ) -> bool:
         """Whether there is such a kernel."""
         try:
-            cls(x, cache, head, group, arch, tiles=tiles, cluster=cluster)
+            cls(x, cache, head, group, arch, tiles=tiles, cluster=cluster, values=values)
         except EmitError:
             return False
         return True
@@ -149,13 +182,14 @@ class AttentionMma:
     def shape(self) -> str:
         """``{x}_{cache}_h{head}g{group}_w{warps}t{tiles}``, ``_c{cluster}`` with one."""
         cluster = f"_c{self.cluster}" if self.cluster > 1 else ""
-        return f"{self.x.value}_{self.cache.value}_h{self.head}g{self.group}_w{self.warps}t{self.tiles}{cluster}"
+        cache = cache_name(self.cache, self.values)
+        return f"{self.x.value}_{cache}_h{self.head}g{self.group}_w{self.warps}t{self.tiles}{cluster}"
 
     @property
     def template(self) -> str:
         """Arguments of the device code's templates."""
         sizes = (self.head, self.group, self.warps, self.tiles, self.cluster)
-        return f"{self.x.cpp}, {self.cache.cpp}, {', '.join(map(str, sizes))}"
+        return f"{self.x.cpp}, {cache_template(self.cache, self.values)}, {', '.join(map(str, sizes))}"
 
     @property
     def block(self) -> int:
@@ -170,7 +204,12 @@ class AttentionMma:
     @property
     def flight_bytes(self) -> int:
         """Bytes of keys and values that a CTA has in flight."""
-        return self.warps * self.tiles * TILE * self.head * 2 * self.cache.bits // 8
+        return self.warps * self.tiles * TILE * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a key and a value of a head."""
+        return self.head * cache_bits(self.cache, self.values) // 8
 
     def places(self, batch: int, kv_heads: int, queries: int) -> int:
         """CTAs of a part of the context."""
@@ -187,7 +226,7 @@ class AttentionMma:
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `qcut.emitters.decoder.attention.simt.attention_params`."""
-        return attention_params(self.x, self.cache)
+        return attention_params(self.x, self.cache, self.values)
 
 
 def emit_attention_mma(desc: AttentionMma) -> KernelSource:

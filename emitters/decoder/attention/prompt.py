@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from qcut.emitters.core.source import DType, Param
 from qcut.emitters.core.text import call_arguments
+from qcut.emitters.decoder.cache import cache_params, value_type
 
 
-def prompt_params(x: DType, cache: DType) -> tuple[Param, ...]:
+def prompt_params(x: DType, keys: DType, values: DType | None = None) -> tuple[Param, ...]:
     """Arguments of every form, in order.
 
-    ``q, keys, values``; ``key_scales, value_scales`` (s8 alone); ``starts, lengths`` int32 ``[sequences]``; ``out``;
+    ``q, keys, values``; ``key_scales, value_scales`` (s8 and u4); ``starts, lengths`` int32 ``[sequences]``; ``out``;
     ``absmax``, null or float32 for each token, which is raised to the largest magnitude of its row of out; the stride
     of q between tokens in elements; ``sequences``; ``length``; ``kv_heads``; ``group``, queries of each; ``context``;
     ``scale * log2(e)``, above 0. q and the cache start at multiples of 16 bytes, and so does every token of q.
     """
-    scales = (Param("key_scales", "ptr", "const float*"), Param("value_scales", "ptr", "const float*"))
+    rows, scales = cache_params(keys, values, writes=False)
     return (
         Param("q", "ptr", f"const {x.cpp}*"),
-        Param("keys", "ptr", f"const {cache.cpp}*"),
-        Param("values", "ptr", f"const {cache.cpp}*"),
-        *(scales if cache is DType.S8 else ()),
+        *rows,
+        *scales,
         Param("starts", "ptr", "const int*"),
         Param("lengths", "ptr", "const int*"),
         Param("out", "ptr", f"{x.cpp}*"),
@@ -47,7 +47,19 @@ def tiles(rows: int, sequences: int, length: int, kv_heads: int, group: int) -> 
     return -(-length * group // rows) * kv_heads * sequences
 
 
-def raw_bytes(head: int, keys: int) -> int:
-    """Shared memory for int8 keys or values of a block before they become 16-bit floats, and for their scales."""
-    lanes = 1 << (-(-head // 16) - 1).bit_length()  # that copy a row, 16 bytes each
-    return 2048 * -(-keys * lanes // 128) + 8 * keys
+def raw_bytes(keys: DType, values: DType | None, columns: int, count: int) -> int:
+    """Shared memory for compressed keys or values of a block before they become 16-bit floats, and for their scales.
+
+    Args:
+        keys: type of keys.
+        values: type of values; None: that of keys.
+        columns: of a product.
+        count: rows of a block.
+    """
+
+    def of(kind: DType) -> int:
+        lanes = 1 << (-(-columns * kind.bits // 128) - 1).bit_length()  # that copy a row, 16 bytes each
+        rounds = -(-count * lanes // 128)
+        return 2048 * rounds + 8 * count + (512 * rounds if kind is DType.U4 else 0)
+
+    return max(of(keys), of(value_type(keys, values)))

@@ -12,6 +12,7 @@ from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import include, kernel_source
 from qcut.emitters.decoder.attention.prompt import prompt_arguments, prompt_params, raw_bytes
+from qcut.emitters.decoder.cache import SCALED, cache_name, cache_template, serves_cache
 
 FAMILY = "prompt_mma"
 KEYS = (64, 32, 16)
@@ -19,11 +20,15 @@ KEYS = (64, 32, 16)
 
 CONSTRAINTS = (
     Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
-    Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
+    Constraint(
+        "cache",
+        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
+        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
+    ),
     Constraint(
         "head",
         "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
-        lambda k: 8 <= k.head <= 256 and k.head % (128 // k.cache.bits) == 0,
+        lambda k: 8 <= k.head <= 256 and k.head % min(16, 128 // k.cache.bits) == 0,
     ),
     Constraint("keys", "are 16, 32 or 64", lambda k: k.keys in KEYS),
     Constraint(
@@ -41,10 +46,11 @@ class PromptMma:
 
     Attributes:
         x: element type of queries and results, f16 or bf16.
-        cache: of keys and values: x, or s8.
+        cache: of keys: x, s8 or u4, with which queries are turned.
         head: columns of a head.
         arch: real architecture.
         keys: of a block.
+        values: type of values; None: that of keys.
     """
 
     x: DType
@@ -52,34 +58,35 @@ class PromptMma:
     head: int
     arch: str
     keys: int = 64
+    values: DType | None = None
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
 
     @classmethod
-    def for_shape(cls, x: DType, cache: DType, head: int, arch: str) -> PromptMma:
+    def for_shape(cls, x: DType, cache: DType, head: int, arch: str, values: DType | None = None) -> PromptMma:
         """Return the kernel with blocks of as many keys as registers and shared memory allow.
 
         Raises:
             EmitError: see `CONSTRAINTS`.
         """
         keys = [n for n in KEYS if n < 64 or head <= 128]
-        fitting = (n for n in keys[:-1] if cls._fits(x, cache, head, arch, n))
-        return cls(x, cache, head, arch, next(fitting, keys[-1]))
+        fitting = (n for n in keys[:-1] if cls._fits(x, cache, head, arch, n, values))
+        return cls(x, cache, head, arch, next(fitting, keys[-1]), values)
 
     @classmethod
-    def _fits(cls, x: DType, cache: DType, head: int, arch: str, keys: int) -> bool:
+    def _fits(cls, x: DType, cache: DType, head: int, arch: str, keys: int, values: DType | None) -> bool:
         try:
-            cls(x, cache, head, arch, keys)
+            cls(x, cache, head, arch, keys, values)
         except EmitError:
             return False
         return True
 
     @classmethod
-    def is_legal(cls, x: DType, cache: DType, head: int, arch: str) -> bool:
+    def is_legal(cls, x: DType, cache: DType, head: int, arch: str, values: DType | None = None) -> bool:
         """Whether `for_shape` has a kernel."""
         try:
-            cls.for_shape(x, cache, head, arch)
+            cls.for_shape(x, cache, head, arch, values)
         except EmitError:
             return False
         return True
@@ -88,7 +95,8 @@ class PromptMma:
     def name(self) -> str:
         """``qcut_prompt_mma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``."""
         arch = self.arch.replace("_", "")
-        return f"qcut_{FAMILY}_{arch}_{self.x.value}_{self.cache.value}_h{self.head}_{self.rows}x{self.keys}"
+        types = f"{self.x.value}_{cache_name(self.cache, self.values)}"
+        return f"qcut_{FAMILY}_{arch}_{types}_h{self.head}_{self.rows}x{self.keys}"
 
     @property
     def columns(self) -> int:
@@ -109,7 +117,8 @@ class PromptMma:
     def smem_bytes(self) -> int:
         """Shared memory: queries, two stages of keys, values and scales, and int8 rows on their way to a stage."""
         row = 128 * -(-self.columns // 64)
-        scales, raw = (12 * self.keys, 2 * raw_bytes(self.head, self.keys)) if self.cache is DType.S8 else (0, 0)
+        raw = raw_bytes(self.cache, self.values, self.columns, self.keys)
+        scales, raw = (12 * self.keys, 2 * raw) if self.cache in SCALED else (0, 0)
         return self.rows * row + 2 * (2 * self.keys * row + scales) + raw
 
     def grid(self, count: int, sm_count: int) -> tuple[int, int, int]:
@@ -118,13 +127,14 @@ class PromptMma:
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `qcut.emitters.decoder.attention.prompt.prompt_params`."""
-        return prompt_params(self.x, self.cache)
+        return prompt_params(self.x, self.cache, self.values)
 
 
 def emit_prompt_mma(desc: PromptMma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     params = desc.params()
-    tile = f"qcut::PromptMmaTile<{desc.x.cpp}, {desc.cache.cpp}, {desc.head}, {desc.columns}, {desc.keys}>"
+    types = f"{desc.x.cpp}, {cache_template(desc.cache, desc.values)}"
+    tile = f"qcut::PromptMmaTile<{types}, {desc.head}, {desc.columns}, {desc.keys}>"
     return kernel_source(
         desc.name,
         desc.arch,

@@ -12,6 +12,7 @@ from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import include, kernel_source
 from qcut.emitters.decoder.attention.prompt import prompt_arguments, prompt_params, raw_bytes
+from qcut.emitters.decoder.cache import SCALED, cache_name, cache_template, serves_cache
 
 FAMILY = "prompt_wgmma"
 ARCH = "sm_90a"
@@ -37,13 +38,14 @@ def _row_bytes(head: int) -> int:
 
 def _fixed_bytes(kernel: PromptWgmma) -> int:
     """Shared memory beside slots: queries, two barriers, and int8 rows on their way to a slot."""
-    raw = RAW_TILES * raw_bytes(kernel.head, kernel.keys) if kernel.cache is DType.S8 else 0
+    tile = raw_bytes(kernel.cache, kernel.values, _columns(kernel.head), kernel.keys)
+    raw = RAW_TILES * tile if kernel.cache in SCALED else 0
     return kernel.rows * _row_bytes(kernel.head) + raw + 16
 
 
 def _slot_bytes(kernel: PromptWgmma) -> int:
-    """Shared memory of a slot: keys or values, three float32 of each key of an int8 cache, two barriers."""
-    scales = 12 * kernel.keys if kernel.cache is DType.S8 else 0
+    """Shared memory of a slot: keys or values, three float32 of each key of a compressed cache, two barriers."""
+    scales = 12 * kernel.keys if kernel.cache in SCALED else 0
     return kernel.keys * _row_bytes(kernel.head) + scales + 16
 
 
@@ -55,11 +57,15 @@ def _slots(kernel: PromptWgmma) -> int:
 CONSTRAINTS = (
     Constraint("arch", f"is {ARCH}", lambda k: k.arch == ARCH),
     Constraint("x", "is f16 or bf16", lambda k: k.x in (DType.F16, DType.BF16)),
-    Constraint("cache", "is x's type, or s8", lambda k: k.cache in (k.x, DType.S8)),
+    Constraint(
+        "cache",
+        "is x's type, s8, or u4 of heads of 32, 64, 128 or 256",
+        lambda k: serves_cache(k.x, k.cache, k.values, k.head),
+    ),
     Constraint(
         "head",
         "is 8 to 256 columns, in whole vectors of 16 bytes of the cache",
-        lambda k: 8 <= k.head <= 256 and k.head % (128 // k.cache.bits) == 0,
+        lambda k: 8 <= k.head <= 256 and k.head % min(16, 128 // k.cache.bits) == 0,
     ),
     Constraint("groups", "are 1 or 2 warpgroups", lambda k: k.groups in (1, 2)),
     Constraint("keys", "are 64, 80 or 128", lambda k: k.keys in (64, 80, 128)),
@@ -81,12 +87,13 @@ class PromptWgmma:
 
     Attributes:
         x: element type of queries and results, f16 or bf16.
-        cache: of keys and values: x, or s8.
+        cache: of keys: x, s8 or u4, with which queries are turned.
         head: columns of a head.
         arch: sm_90a.
         groups: warpgroups that multiply, 64 rows each.
         keys: of a block.
         parts: CTAs of a cluster, which share the places of a tile.
+        values: type of values; None: that of keys.
     """
 
     x: DType
@@ -96,24 +103,37 @@ class PromptWgmma:
     groups: int = 2
     keys: int = 128
     parts: int = 1
+    values: DType | None = None
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
 
     @classmethod
-    def for_shape(cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2, parts: int = 1) -> PromptWgmma:
+    def for_shape(
+        cls,
+        x: DType,
+        cache: DType,
+        head: int,
+        arch: str,
+        groups: int = 2,
+        parts: int = 1,
+        values: DType | None = None,
+    ) -> PromptWgmma:
         """Return the kernel with blocks of as many keys as registers allow.
 
         Raises:
             EmitError: see `CONSTRAINTS`.
         """
-        return cls(x, cache, head, arch, groups, 128 if head <= 128 else 64 if cache is DType.S8 else 80, parts)
+        keys = 128 if head <= 128 else 64 if cache in SCALED else 80
+        return cls(x, cache, head, arch, groups, keys, parts, values)
 
     @classmethod
-    def is_legal(cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2) -> bool:
+    def is_legal(
+        cls, x: DType, cache: DType, head: int, arch: str, groups: int = 2, values: DType | None = None
+    ) -> bool:
         """Whether `for_shape` has a kernel."""
         try:
-            cls.for_shape(x, cache, head, arch, groups)
+            cls.for_shape(x, cache, head, arch, groups, values=values)
         except EmitError:
             return False
         return True
@@ -123,7 +143,7 @@ class PromptWgmma:
         """``qcut_prompt_wgmma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``, ``_c{parts}`` with a cluster."""
         arch, cluster = self.arch.replace("_", ""), f"_c{self.parts}" if self.parts > 1 else ""
         shape = f"h{self.head}_{self.rows}x{self.keys}{cluster}"
-        return f"qcut_{FAMILY}_{arch}_{self.x.value}_{self.cache.value}_{shape}"
+        return f"qcut_{FAMILY}_{arch}_{self.x.value}_{cache_name(self.cache, self.values)}_{shape}"
 
     @property
     def rows(self) -> int:
@@ -146,14 +166,14 @@ class PromptWgmma:
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `qcut.emitters.decoder.attention.prompt.prompt_params`."""
-        return prompt_params(self.x, self.cache)
+        return prompt_params(self.x, self.cache, self.values)
 
 
 def emit_prompt_wgmma(desc: PromptWgmma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     params = desc.params()
     sizes = (desc.head, _columns(desc.head), desc.groups, desc.keys, _slots(desc), desc.parts)
-    tile = f"qcut::PromptTile<{desc.x.cpp}, {desc.cache.cpp}, {', '.join(map(str, sizes))}>"
+    tile = f"qcut::PromptTile<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {', '.join(map(str, sizes))}>"
     return kernel_source(
         desc.name,
         desc.arch,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, include, kernel_source
+from qcut.emitters.decoder.cache import cache_params
 
 FAMILY = "attention_decode"
 _SMEM_STATIC = 48 * 1024
@@ -148,19 +149,18 @@ class AttentionDecode:
         return attention_params(self.x, self.cache)
 
 
-def attention_params(x: DType, cache: DType) -> tuple[Param, ...]:
+def attention_params(x: DType, keys: DType, values: DType | None = None) -> tuple[Param, ...]:
     """Arguments of every form of attention, in order.
 
-    ``q, keys, values``; ``key_scales, value_scales`` (s8 alone); ``positions`` int32 ``[B]``; ``out, workspace,
+    ``q, keys, values``; ``key_scales, value_scales`` (s8 and u4); ``positions`` int32 ``[B]``; ``out, workspace,
     counters`` (uint32, one for each CTA of a part, 0 before the first launch, and again after each); strides of q
     and of the cache between sequences; ``kv_heads``, ``queries`` of each, ``context``, ``scale * log2(e)``.
     """
-    scales = (Param("key_scales", "ptr", "const float*"), Param("value_scales", "ptr", "const float*"))
+    rows, scales = cache_params(keys, values, writes=False)
     return (
         Param("q", "ptr", f"const {x.cpp}*"),
-        Param("keys", "ptr", f"const {cache.cpp}*"),
-        Param("values", "ptr", f"const {cache.cpp}*"),
-        *(scales if cache is DType.S8 else ()),
+        *rows,
+        *scales,
         Param("positions", "ptr", "const int*"),
         Param("out", "ptr", f"{x.cpp}*"),
         Param("workspace", "ptr", "float*"),

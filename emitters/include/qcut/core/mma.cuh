@@ -65,6 +65,12 @@ __device__ __forceinline__ void load_shared_16(uint32_t (&w)[4], uint32_t shared
                : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_shared_4(uint32_t shared) {
+  uint32_t w;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w) : "r"(shared) : "memory");
+  return w;
+}
+
 __device__ __forceinline__ void load_shared_8(uint32_t (&w)[2], uint32_t shared) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(shared) : "memory");
 }
@@ -105,6 +111,25 @@ __device__ __forceinline__ void mma_s8(int (&c)[4], const uint32_t (&a)[4], uint
 template <class T>
 struct Float16;
 
+// (v & mask) | magic, in one instruction.
+__device__ __forceinline__ uint32_t masked(uint32_t v, uint32_t mask, uint32_t magic) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(v), "r"(mask), "r"(magic));
+  return d;
+}
+
+// The eight nibbles of a word in their order, less 8 and plus `lift`.
+template <class Float>
+__device__ __forceinline__ void nibbles_in_order(uint32_t q, uint32_t lift, uint32_t (&w)[4]) {
+#pragma unroll
+  for (int k = 0; k < 4; k += 2) {
+    const uint32_t even = Float::add(Float::from_nibbles(q, k), lift);
+    const uint32_t odd = Float::add(Float::from_nibbles(q, k + 1), lift);
+    w[k / 2] = __byte_perm(even, odd, 0x5410);
+    w[2 + k / 2] = __byte_perm(even, odd, 0x7632);
+  }
+}
+
 template <>
 struct Float16<__half> {
   static __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
@@ -122,6 +147,31 @@ struct Float16<__half> {
     const uint32_t h = __byte_perm(biased, 0x64646464u, 0x4342);
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(low) : "r"(l), "r"(0x64806480u));
     asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(high) : "r"(h), "r"(0x64806480u));
+  }
+
+  // Nibbles k and k + 4 of a word. Under exponent 2^10 a nibble counts ones, four bits further up under 2^6: it is there
+  // with 1024 or 64, which `from_nibbles` takes away, and 8. `near_nibbles` leaves kNear[k % 2] and takes 8 more away.
+  static constexpr float kNear[2] = {0.0f, 72.0f};
+  static __device__ __forceinline__ uint32_t near_nibbles(uint32_t q, int k) {
+    const uint32_t shifted = k < 2 ? q : q >> 8;
+    if (k % 2) return masked(shifted, 0x00f000f0u, 0x54005400u);
+    return less(masked(shifted, 0x000f000fu, 0x64006400u), 0x64086408u);
+  }
+  static __device__ __forceinline__ uint32_t from_nibbles(uint32_t q, int k) {
+    return k % 2 ? less(near_nibbles(q, k), 0x54805480u) : near_nibbles(q, k);
+  }
+  static __device__ __forceinline__ uint32_t less(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+  }
+  static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+  }
+  static __device__ __forceinline__ void from_nibbles(uint32_t q, uint32_t lift, uint32_t (&w)[4]) {
+    nibbles_in_order<Float16>(q, lift, w);
   }
 };
 
@@ -150,6 +200,23 @@ struct Float16<__nv_bfloat16> {
   static __device__ __forceinline__ void from_int8(uint32_t q, uint32_t& low, uint32_t& high) {
     low = pair(q, 0x4140);
     high = pair(q, 0x4342);
+  }
+
+  // Nibbles k and k + 4 of a word, as above: under exponent 2^7 there are 128 with a nibble.
+  static constexpr float kNear[2] = {136.0f, 136.0f};
+  static __device__ __forceinline__ uint32_t near_nibbles(uint32_t q, int k) {
+    return masked(q >> 4 * k, 0x000f000fu, 0x43004300u);
+  }
+  static __device__ __forceinline__ uint32_t from_nibbles(uint32_t q, int k) {
+    return add(near_nibbles(q, k), 0xc308c308u);
+  }
+  static __device__ __forceinline__ uint32_t add(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(0x3f803f80u), "r"(b));
+    return d;
+  }
+  static __device__ __forceinline__ void from_nibbles(uint32_t q, uint32_t lift, uint32_t (&w)[4]) {
+    nibbles_in_order<Float16>(q, lift, w);
   }
 };
 

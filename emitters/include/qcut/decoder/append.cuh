@@ -146,6 +146,75 @@ struct HeadShare {
     }
   }
 
+  // Turns the head (nibbles.cuh), and returns its columns: those of `low`, then those of `high`. All lanes call.
+  static constexpr bool kTurns = kPieces == 1 && kShares == kLanes && kApart == kHead / 2;
+  __device__ __forceinline__ void turned(float (&y)[2 * kVec], int lane) const {
+    static_assert(kTurns, "a lane has one piece of each half");
+    float a[kVec], b[kVec];
+    low[0].get(a), high[0].get(b);
+    const int first = column(0, lane);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      y[j] = a[j] * turned_sign(first + j);
+      y[kVec + j] = b[j] * turned_sign(first + j + kHead / 2);
+    }
+#pragma unroll
+    for (int apart = 1; apart < kVec; apart *= 2) {
+#pragma unroll
+      for (int j = 0; j < 2 * kVec; ++j) {
+        if (!(j & apart)) butterfly(y[j], y[j + apart]);
+      }
+    }
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+#pragma unroll
+      for (int j = 0; j < 2 * kVec; ++j) y[j] = butterfly(y[j], offset);
+    }
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      butterfly(y[j], y[kVec + j]);
+      y[j] *= turned_size<kHead>(), y[kVec + j] *= turned_size<kHead>();
+    }
+  }
+  __device__ __forceinline__ void set(const float (&y)[2 * kVec]) {
+    float a[kVec], b[kVec];
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) a[j] = y[j], b[j] = y[kVec + j];
+    low[0].set(a), high[0].set(b);
+  }
+
+  // Stores the head in a cache at element `at`, with its scale at `scale_at` of those; `y` are turned columns. All lanes
+  // call, and those of heads that are `kept` store.
+  template <class C, class Scale>
+  __device__ __forceinline__ void keep(C* cache, Scale* scales, long long at, long long scale_at,
+                                       const float (&y)[2 * kVec], int lane, bool kept) const {
+    if constexpr (CacheType<C>::kTurned) {
+      const RowQuantizer<2 * kVec, LaneGroup<kLanes>> row(y, {});
+      if (!kept) return;
+      if (lane == 0) scales[scale_at] = static_cast<unsigned short>(row.word);
+      store(cache + at / 2, y, row, lane);
+    } else if constexpr (CacheType<C>::kScaled) {
+      const QuantizedRow quantized(peak());
+      if (!kept) return;
+      if (lane == 0) scales[scale_at] = quantized.scale();
+      store(cache + at, quantized, lane);
+    } else {
+      if (kept) store(cache + at, lane);
+    }
+  }
+
+  // Stores columns as Nibbles.
+  template <class Row>
+  static __device__ __forceinline__ void store(Nibbles* to, const float (&y)[2 * kVec], const Row& row, int lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t w[1] = {};
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) w[0] |= row.code(y[half * kVec + j]) << 4 * j;
+      write_words<kVec / 2>(to + (column(0, lane) + half * (kHead / 2)) / 2, w);
+    }
+  }
+
   // The bits of the head's largest magnitude, in each of the head's lanes. All lanes of the warp must call.
   __device__ __forceinline__ uint32_t peak() const {
     uint32_t largest = 0;
@@ -191,13 +260,15 @@ struct HeadShare {
 
 // The kernel. q [tokens, heads, kHead] is rotated in place; k and v are [tokens, kv_heads, kHead]. Tokens are q_stride
 // and kv_stride elements apart; the `length` tokens of a sequence follow one another. cos and sin [context, kHead] hold
-// the factors of each column in T. C is the cache's type: T, or int8 with a scale for each token and head. Caches are
+// the factors of each column in T. C and V are the types of keys and values: T for both, or each int8 or Nibbles with a
+// scale for each token and head. Queries are turned as keys are. Caches are
 // [sequences, kv_heads, context, kHead], batch_stride elements between sequences. kVec elements are read at once: rows,
 // tables and caches start at multiples of kVec elements. A CTA has kTokens tokens; each thread has kHeads heads.
-template <class T, class C, int kHead, Pairs kPairs, int kVec, int kTokens, int kHeads, int kThreads>
+template <class T, class C, class V, int kHead, Pairs kPairs, int kVec, int kTokens, int kHeads, int kThreads>
 __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, const T* cos, const T* sin,
-                                                  const int* positions, const int* slots, C* keys, C* values,
-                                                  float* key_scales, float* value_scales, long long q_stride,
+                                                  const int* positions, const int* slots, C* keys, V* values,
+                                                  typename CacheType<C>::Scale* key_scales,
+                                                  typename CacheType<V>::Scale* value_scales, long long q_stride,
                                                   long long kv_stride, long long batch_stride, int heads, int kv_heads,
                                                   int context, int tokens, int length) {
   using Share = HeadShare<T, kHead, kPairs, kVec>;
@@ -234,8 +305,16 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
     const int head = first + i * kAtOnce;
+    constexpr bool kTurnedKeys = CacheType<C>::kTurned, kTurnedValues = CacheType<V>::kTurned;
     if constexpr (kRotary) {
       if (head < rotated) rows[i].rotate(cosines, sines);
+    }
+    float y[2 * kVec];
+    if constexpr (kTurnedKeys || kTurnedValues) rows[i].turned(y, lane);
+    if constexpr (kTurnedKeys) {
+      if (head < heads) rows[i].set(y);
+    }
+    if constexpr (kRotary || kTurnedKeys) {
       if (head < heads && live) rows[i].store(query + head * kHead, lane);
     }
     if (kAtOnce == 1 && head < heads) continue;  // uniform over the CTA: every group has this query
@@ -245,14 +324,12 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
     const bool kept = live && head >= heads && head < total && has_place;
     const int mine = head - (is_key ? heads : rotated);
     const long long place = static_cast<long long>(mine) * context + slot;
-    C* const to = (is_key ? keys : values) + sequence * batch_stride + place * kHead;
-    if constexpr (sizeof(C) > 1) {
-      if (kept) rows[i].store(to, lane);
+    const long long at = sequence * batch_stride + place * kHead, scale_at = sequence * kv_heads * context + place;
+    if constexpr (kSameTypes<C, V>) {
+      rows[i].keep(is_key ? keys : values, is_key ? key_scales : value_scales, at, scale_at, y, lane, kept);
     } else {
-      const QuantizedRow quantized(rows[i].peak());
-      if (!kept) continue;
-      if (lane == 0) (is_key ? key_scales : value_scales)[sequence * kv_heads * context + place] = quantized.scale();
-      rows[i].store(to, quantized, lane);
+      rows[i].keep(keys, key_scales, at, scale_at, y, lane, kept && is_key);
+      rows[i].keep(values, value_scales, at, scale_at, y, lane, kept && !is_key);
     }
   }
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <qcut/core/quantize.cuh>
+#include <qcut/decoder/nibbles.cuh>
 
 namespace qcut {
 
@@ -33,6 +34,68 @@ struct StoredRow {
       const int column = lane + 32 * i;
       low[i] = column < kHalf ? row[column] : from_float<T>(0.0f);
       high[i] = column < kHalf ? row[column + kHalf] : from_float<T>(0.0f);
+    }
+  }
+};
+
+// A head of a token as int8: column `lane + 32 i` and the one half a head further on are a lane's.
+template <int kHead>
+struct HeadInt8 {
+  static constexpr int kHalf = kHead / 2, kPairs = (kHalf + 31) / 32;
+  float scale;  // NaN if the head holds NaN or Inf
+  const float (&low)[kPairs], (&high)[kPairs];
+
+  __device__ __forceinline__ HeadInt8(const float (&low)[kPairs], const float (&high)[kPairs]) : low(low), high(high) {
+    uint32_t peak = 0;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      peak = max(peak, max(__float_as_uint(low[i]) & 0x7fffffffu, __float_as_uint(high[i]) & 0x7fffffffu));
+    }
+    scale = QuantizedRow(warp_max(peak)).scale();
+  }
+  // Stores zeros if the scale is NaN.
+  __device__ __forceinline__ void store(int8_t* to, int lane) const {
+    // |v / scale| is at most 127 before rounding: the conversion never saturates.
+    const auto quantize = [&](float v) { return from_float<int8_t>(scale == scale ? __fdiv_rn(v, scale) : 0.0f); };
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int column = lane + 32 * i;
+      if (column >= kHalf) continue;
+      to[column] = quantize(low[i]);
+      to[column + kHalf] = quantize(high[i]);
+    }
+  }
+};
+
+// A turned head as Nibbles, columns as above.
+template <int kHead>
+struct HeadNibbles {
+  static constexpr int kHalf = kHead / 2, kPairs = (kHalf + 31) / 32;
+  static constexpr int kLanes = kHalf < 32 ? kHalf : 32;
+  unsigned short scale;
+  unsigned char low[kPairs], high[kPairs];  // two codes each, in even lanes
+
+  __device__ __forceinline__ HeadNibbles(const float (&low_)[kPairs], const float (&high_)[kPairs]) {
+    float y[2 * kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) y[2 * i] = low_[i], y[2 * i + 1] = high_[i];
+    const RowQuantizer<2 * kPairs, LaneGroup<kLanes>> row(y, {});
+    scale = static_cast<unsigned short>(row.word);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const uint32_t codes = row.code(low_[i]) | row.code(high_[i]) << 8;
+      const uint32_t next = __shfl_down_sync(0xffffffffu, codes, 1);
+      const uint32_t pairs = codes | next << 4;
+      low[i] = static_cast<unsigned char>(pairs), high[i] = static_cast<unsigned char>(pairs >> 8);
+    }
+  }
+  __device__ __forceinline__ void store(Nibbles* to, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int column = lane + 32 * i;
+      if (column >= kHalf || lane % 2) continue;
+      to[column / 2].pair = low[i];
+      to[(column + kHalf) / 2].pair = high[i];
     }
   }
 };
@@ -71,26 +134,46 @@ struct HeadRow {
     }
   }
 
-  // The scale of the head as int8, in every lane; NaN if the head holds NaN or Inf.
-  __device__ __forceinline__ float scale() const {
-    uint32_t peak = 0;
+  // Turns the head (nibbles.cuh). All lanes call.
+  __device__ __forceinline__ void turn_columns() {
+    constexpr int kLanes = kHalf < 32 ? kHalf : 32;
+    const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      peak = max(peak, max(__float_as_uint(low[i]) & 0x7fffffffu, __float_as_uint(high[i]) & 0x7fffffffu));
+      low[i] *= turned_sign(lane + 32 * i);
+      high[i] *= turned_sign(lane + 32 * i + kHalf);
     }
-    return QuantizedRow(warp_max(peak)).scale();
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        low[i] = butterfly(low[i], offset);
+        high[i] = butterfly(high[i], offset);
+      }
+    }
+#pragma unroll
+    for (int apart = 1; apart < kPairs; apart *= 2) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i) {
+        if (i & apart) continue;
+        butterfly(low[i], low[i + apart]);
+        butterfly(high[i], high[i + apart]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      butterfly(low[i], high[i]);
+      low[i] *= turned_size<kHead>(), high[i] *= turned_size<kHead>();
+    }
   }
 
-  // Stores the head as int8, divided by `scale`; zeros if the scale is NaN.
-  __device__ __forceinline__ void store(int8_t* to, float scale, int lane) const {
-    // |v / scale| is at most 127 before rounding: the conversion never saturates.
-    const auto quantize = [&](float v) { return from_float<int8_t>(scale == scale ? __fdiv_rn(v, scale) : 0.0f); };
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      const int column = lane + 32 * i;
-      if (column >= kHalf) continue;
-      to[column] = quantize(low[i]);
-      to[column + kHalf] = quantize(high[i]);
+  // The head as int8, or, turned, as Nibbles. All lanes call.
+  template <class C>
+  __device__ __forceinline__ auto quantized() const {
+    if constexpr (CacheType<C>::kTurned) {
+      return HeadNibbles<kHead>(low, high);
+    } else {
+      return HeadInt8<kHead>(low, high);
     }
   }
 };

@@ -14,22 +14,47 @@
 namespace qcut {
 
 // AttentionAppend in emitters/decoder/attention/append.py describes the sizes.
-template <class T, class C, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary>
+template <class T, class C, class V, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary>
 struct AppendAttention {
-  using Attention = TensorAttention<T, C, kHead, kGroup, kWarps, kTiles, kCluster>;
+  using Attention = TensorAttention<T, C, V, kHead, kGroup, kWarps, kTiles, kCluster>;
   using Merge = typename Attention::Merge;
   using Tile = typename Attention::Tile;
   using Rows = typename Attention::Rows;
   using Stored = StoredRow<T, kHead>;
-  static constexpr bool kScaled = sizeof(C) == 1;
+  using KeyScale = typename Attention::KeyScale;
+  using ValueScale = typename Attention::ValueScale;
+  using Row = HeadRow<T, kHead>;
+  static constexpr bool kScaled = Attention::kScaled;
   static constexpr int kItems = (kGroup + 2 + kWarps - 1) / kWarps;  // rows of a warp: queries, key, value
 
   struct Shared {
     typename Merge::Shared merge;
     alignas(16) T queries[kGroup][kHead + 8];
-    alignas(16) C rows[2][kHead];  // new key and value
-    float scales[2];
+    alignas(16) C key[kHead * CacheType<C>::kBits / 8 / sizeof(C)];  // the new ones
+    alignas(16) V value[kHead * CacheType<V>::kBits / 8 / sizeof(V)];
+    KeyScale key_scale;
+    ValueScale value_scale;
   };
+
+  // Stores a new key or value in shared memory, and with `writes` in row `slot` of the cache.
+  template <class Stores, class Scale>
+  static __device__ __forceinline__ void keep(Row& row, Stores* shared, Scale& shared_scale, const Stores* cache,
+                                              const Scale* scales, int slot, bool writes, int lane) {
+    constexpr int kBits = CacheType<Stores>::kBits;
+    constexpr int kRow = kHead * kBits / 8 / static_cast<int>(sizeof(Stores));
+    Stores* const to = const_cast<Stores*>(cache) + static_cast<long long>(slot) * kRow;
+    if constexpr (!kScaled) {
+      row.store(shared, lane);
+      if (writes) row.store(to, lane);
+    } else {
+      const auto quantized = row.template quantized<Stores>();
+      quantized.store(shared, lane);
+      if (lane == 0) shared_scale = quantized.scale;
+      if (!writes) return;
+      quantized.store(to, lane);
+      if (lane == 0) const_cast<Scale*>(scales)[slot] = quantized.scale;
+    }
+  }
 
   // Starts the loads of a warp's share of the token: every kWarps-th row of the queries, the key and the value.
   static __device__ __forceinline__ void fetch(Stored (&rows)[kItems], const T* q, const T* k, const T* v, int mine) {
@@ -51,24 +76,17 @@ struct AppendAttention {
     for (int i = 0; i < kItems; ++i) {
       const int item = threadIdx.x / 32 + i * kWarps;
       if (item >= (has_slot ? mine + 2 : mine)) continue;
-      HeadRow<T, kHead> row(rows[i]);
+      Row row(rows[i]);
       if (kRotary && item <= mine) row.rotate(cosines, sines);
+      if constexpr (Attention::kTurnedKeys || Attention::kTurnedValues) {
+        if (item <= mine ? Attention::kTurnedKeys : Attention::kTurnedValues) row.turn_columns();
+      }
       if (item < mine) {
         row.store(shared.queries[item], lane);
-        continue;
-      }
-      const bool is_key = item == mine;
-      C* const to = const_cast<C*>(is_key ? cache.keys : cache.values) + static_cast<long long>(slot) * kHead;
-      if constexpr (kScaled) {
-        const float scale = row.scale();
-        row.store(shared.rows[!is_key], scale, lane);
-        if (lane == 0) shared.scales[!is_key] = scale;
-        if (!writes) continue;
-        row.store(to, scale, lane);
-        if (lane == 0) const_cast<float*>(is_key ? cache.key_scales : cache.value_scales)[slot] = scale;
+      } else if (item == mine) {
+        keep(row, shared.key, shared.key_scale, cache.keys, cache.key_scales, slot, writes, lane);
       } else {
-        row.store(shared.rows[!is_key], lane);
-        if (writes) row.store(to, lane);
+        keep(row, shared.value, shared.value_scale, cache.values, cache.value_scales, slot, writes, lane);
       }
     }
   }
@@ -76,39 +94,27 @@ struct AppendAttention {
   // Replaces a lane's share of the slot's key and value, also in the places past the end that repeat the last key.
   static __device__ __forceinline__ void replace(Tile& into, const Shared& shared, const Rows& rows, int tile, int slot,
                                                  int g, int t) {
-    const auto copy = [](uint32_t (&to)[4], const C* from) {
-      const uint4 w = *reinterpret_cast<const uint4*>(from);
-      to[0] = w.x, to[1] = w.y, to[2] = w.z, to[3] = w.w;
-    };
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (min(16 * tile + g + 8 * r, rows.length - 1) != slot) continue;
-#pragma unroll
-      for (int i = 0; i < Attention::kKeyPieces; ++i) {
-        const int piece = t + 4 * i;
-        if (piece < Attention::kPieces) copy(into.keys[r][i], shared.rows[0] + piece * Attention::kSize);
-      }
+      Attention::KeyPieces::copy(into.keys[r], reinterpret_cast<const char*>(shared.key), t);
       if constexpr (kScaled) {
-        into.key_scale[r] = shared.scales[0];
-        into.value_scale[r] = shared.scales[1];
+        into.key_scale[r] = shared.key_scale;
+        into.value_scale[r] = shared.value_scale;
       }
     }
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       if (min(Attention::value_of(tile, r, t), rows.length - 1) != slot) continue;
-#pragma unroll
-      for (int i = 0; i < Attention::kValuePieces; ++i) {
-        const int piece = g + 8 * i;
-        if (piece < Attention::kPieces) copy(into.values[r][i], shared.rows[1] + piece * Attention::kSize);
-      }
+      Attention::ValuePieces::copy(into.values[r], reinterpret_cast<const char*>(shared.value), g);
     }
   }
 
   // The kernel. The arguments are those of rotate_and_append and TensorAttention::run, but q is not written. If absmax
   // [batch] is not null, each of its elements is raised to the largest magnitude of the sequence's row of out.
   static __device__ __forceinline__ void run(const T* q, const T* k, const T* v, const T* cos, const T* sin,
-                                             const int* positions, const int* slots, C* keys, C* values,
-                                             float* key_scales, float* value_scales, T* out, float* workspace,
+                                             const int* positions, const int* slots, C* keys, V* values,
+                                             KeyScale* key_scales, ValueScale* value_scales, T* out, float* workspace,
                                              unsigned* counters, float* absmax, long long q_stride, long long kv_stride,
                                              long long batch_stride, int kv_heads, int queries, int context,
                                              float scale) {

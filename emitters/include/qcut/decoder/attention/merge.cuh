@@ -12,6 +12,7 @@
 
 #include <qcut/core/barrier.cuh>
 #include <qcut/decoder/attention/softmax.cuh>
+#include <qcut/decoder/nibbles.cuh>
 
 namespace qcut {
 
@@ -23,8 +24,9 @@ __device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
   return before;
 }
 
-// T is the type of results. A kernel calls begin() first and run() last.
-template <class T, int kHead, int kGroup, int kWarps, int kCluster>
+// T is the type of results. With kTurned, values are those of turned rows (nibbles.cuh) and results are turned back. A
+// kernel calls begin() first and run() last.
+template <class T, int kHead, int kGroup, int kWarps, int kCluster, bool kTurned = false>
 struct AttentionMerge {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRecord = kHead + 4;                            // weighted values, maximum, sum
@@ -77,6 +79,59 @@ struct AttentionMerge {
     return Vector<T>{low, high, 0, 0}.abs_max();
   }
 
+  // Turns the columns of a query back: a lane has four columns of each of kChunks times 4 * kLanes. All lanes call.
+  template <int kLanes, int kChunks>
+  static __device__ __forceinline__ void turn_back(Combined (&sums)[kChunks], int lane) {
+    const float size = turned_size<kHead>();
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      float4& v = sums[c].value;
+      butterfly(v.x, v.y), butterfly(v.z, v.w);
+      butterfly(v.x, v.z), butterfly(v.y, v.w);
+#pragma unroll
+      for (int offset = 1; offset < kLanes; offset *= 2) {
+        v.x = butterfly(v.x, offset), v.y = butterfly(v.y, offset);
+        v.z = butterfly(v.z, offset), v.w = butterfly(v.w, offset);
+      }
+    }
+    static_assert(kChunks <= 2, "heads of up to 256 columns");
+    if constexpr (kChunks == 2) {
+      float4 &low = sums[0].value, &high = sums[1].value;
+      butterfly(low.x, high.x), butterfly(low.y, high.y), butterfly(low.z, high.z), butterfly(low.w, high.w);
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      float4& v = sums[c].value;
+      const int column = 4 * (lane + c * kLanes);
+      v.x *= turned_sign(column) * size, v.y *= turned_sign(column + 1) * size;
+      v.z *= turned_sign(column + 2) * size, v.w *= turned_sign(column + 3) * size;
+    }
+  }
+
+  // Calls `use(v, sum)` for each of a thread's vectors of the CTA's queries; `sum(v)` makes one.
+  template <class Sum, class Use>
+  static __device__ __forceinline__ void for_vectors(int mine, const Sum& sum, const Use& use) {
+    if constexpr (kTurned) {
+      constexpr int kLanes = kHead / 4 < 32 ? kHead / 4 : 32, kChunks = kHead / 4 / kLanes;
+      const int lane = threadIdx.x % kLanes;
+      for (int first = threadIdx.x / 32 * 32; first < mine * kLanes; first += kThreads) {
+        const int query = (first + static_cast<int>(threadIdx.x % 32)) / kLanes;
+        Combined sums[kChunks] = {};
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          if (query < mine) sums[c] = sum(query * (kHead / 4) + lane + c * kLanes);
+        }
+        turn_back<kLanes>(sums, lane);
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          if (query < mine) use(query * (kHead / 4) + lane + c * kLanes, sums[c]);
+        }
+      }
+    } else {
+      for (int v = threadIdx.x; v < mine * (kHead / 4); v += kThreads) use(v, sum(v));
+    }
+  }
+
   // Comes first: all CTAs of a cluster must have started before one of them sends. `mine` counts the CTA's queries.
   static __device__ __forceinline__ void begin(Shared& shared, int mine) {
     if constexpr (kCluster > 1) {
@@ -113,14 +168,13 @@ struct AttentionMerge {
     if constexpr (kCluster > 1) {
       const uint32_t barrier = shared_address(&shared.barrier);
       cluster_wait();
-      for (int v = threadIdx.x; v < vectors; v += kThreads) {
-        const Combined sum = of_warps(v);
+      for_vectors(mine, of_warps, [&](int v, const Combined& sum) {
         store_async(shared_address(&shared.received[part * kShare + v / kCluster]), barrier, v % kCluster, sum.value);
-        if (v % (kHead / 4) != 0) continue;
+        if (v % (kHead / 4) != 0) return;
         const uint32_t to = shared_address(&shared.parts[part][v / (kHead / 4)]);
 #pragma unroll
         for (int rank = 0; rank < kCluster; ++rank) store_async(to, barrier, rank, make_float2(sum.peak, sum.weights));
-      }
+      });
       barrier_wait_cluster(barrier);
       for (int i = threadIdx.x; i * kCluster + part < vectors; i += kThreads) {
         const int v = i * kCluster + part;
@@ -133,19 +187,18 @@ struct AttentionMerge {
       return;
     }
     if (parts == 1) {
-      for (int v = threadIdx.x; v < vectors; v += kThreads) peak = max(peak, store(out + 4 * v, of_warps(v)));
+      for_vectors(mine, of_warps, [&](int v, const Combined& sum) { peak = max(peak, store(out + 4 * v, sum)); });
       note();
       return;
     }
     const long long place = blockIdx.z * static_cast<long long>(gridDim.y) + blockIdx.y;
     float* const records = workspace + place * parts * (kGroup * kRecord);
-    for (int v = threadIdx.x; v < vectors; v += kThreads) {
+    for_vectors(mine, of_warps, [&](int v, const Combined& sum) {
       const int query = v / (kHead / 4), column = v % (kHead / 4) * 4;
-      const Combined sum = of_warps(v);
       float* const to = records + (part * kGroup + query) * kRecord;
       *reinterpret_cast<float4*>(to + column) = sum.value;
       if (column == 0) *reinterpret_cast<float2*>(to + kHead) = make_float2(sum.peak, sum.weights);
-    }
+    });
     __syncthreads();
     if (threadIdx.x == 0) shared.last = count_up(counters + place, parts - 1) == static_cast<unsigned>(parts - 1);
     __syncthreads();

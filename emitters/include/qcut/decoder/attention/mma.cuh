@@ -22,15 +22,28 @@
 
 #include <qcut/core/mma.cuh>
 #include <qcut/decoder/attention/merge.cuh>
+#include <qcut/decoder/nibbles.cuh>
 
 namespace qcut {
 
-// Loads sixteen bytes that are read once.
-__device__ __forceinline__ void load_streamed(uint32_t (&w)[4], const void* p) {
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-               : "l"(p)
-               : "memory");
+// Loads 16, 8, 4 or 2 bytes that are read once; two bytes are the low half of a word.
+template <int kWords>
+__device__ __forceinline__ void load_streamed(uint32_t (&w)[kWords], const void* p, bool half = false) {
+  if constexpr (kWords == 4) {
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "l"(p)
+                 : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(p) : "memory");
+  } else if (half) {
+    asm volatile("{\n\t.reg .u16 h;\n\tld.global.L1::no_allocate.u16 h, [%1];\n\tcvt.u32.u16 %0, h;\n\t}"
+                 : "=r"(w[0])
+                 : "l"(p)
+                 : "memory");
+  } else {
+    asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(w[0]) : "l"(p) : "memory");
+  }
 }
 
 // Transposes an 8 x 8 matrix of 16-bit elements, of which lane 4g + t holds (g, 2t) and (g, 2t + 1).
@@ -46,28 +59,74 @@ __device__ __forceinline__ float log2_approx(float v) {
   return d;
 }
 
-// T is the type of queries and results; C is the cache's type, T or int8_t. AttentionMma in
-// emitters/decoder/attention/mma.py describes the sizes.
-template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kTiles_, int kCluster_>
+// Pieces of a row of a cache that kLanes lanes share: of 16 bytes, or, of 4-bit rows, of a lane's share up to that.
+template <class C, int kHead, int kLanes>
+struct RowPieces {
+  static constexpr int kBits = CacheType<C>::kBits;
+  static constexpr int kRowBytes = kHead * kBits / 8;
+  static constexpr int kBytes = kBits == 4 && kRowBytes / kLanes < 16 ? kRowBytes / kLanes : 16;
+  static constexpr int kSize = kBytes * 8 / kBits;          // columns of a piece
+  static constexpr int kPieces = kHead / kSize;             // pieces of a row
+  static constexpr int kOwn = (kPieces + kLanes - 1) / kLanes;  // a lane's
+  static constexpr int kWords = (kBytes + 3) / 4;
+  static_assert(kHead % kSize == 0 && kHead % 8 == 0, "heads are whole pieces");
+
+  static __device__ __forceinline__ const char* row(const C* rows, int i) {
+    return reinterpret_cast<const char*>(rows) + static_cast<long long>(i) * kRowBytes;
+  }
+  // Loads the pieces `lane`, lane + kLanes, ... of a row.
+  static __device__ __forceinline__ void load(uint32_t (&w)[kOwn][kWords], const char* row, int lane) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (lane + kLanes * i < kPieces) load_streamed(w[i], row + (lane + kLanes * i) * kBytes, kBytes == 2);
+    }
+  }
+  // The same from shared memory.
+  static __device__ __forceinline__ void copy(uint32_t (&w)[kOwn][kWords], const char* row, int lane) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      if (lane + kLanes * i >= kPieces) continue;
+      const char* const from = row + (lane + kLanes * i) * kBytes;
+      if constexpr (kBytes == 16) {
+        const uint4 v = *reinterpret_cast<const uint4*>(from);
+        w[i][0] = v.x, w[i][1] = v.y, w[i][2] = v.z, w[i][3] = v.w;
+      } else if constexpr (kBytes == 8) {
+        const uint2 v = *reinterpret_cast<const uint2*>(from);
+        w[i][0] = v.x, w[i][1] = v.y;
+      } else if constexpr (kBytes == 4) {
+        w[i][0] = *reinterpret_cast<const uint32_t*>(from);
+      } else {
+        w[i][0] = *reinterpret_cast<const unsigned short*>(from);
+      }
+    }
+  }
+};
+
+// T is the type of queries and results; C and V are those of keys and values: T for both, or each int8_t or Nibbles.
+// Queries are turned as 4-bit keys are. AttentionMma in emitters/decoder/attention/mma.py describes the sizes.
+template <class T, class C, class V, int kHead_, int kGroup_, int kWarps_, int kTiles_, int kCluster_>
 struct TensorAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kTiles = kTiles_, kCluster = kCluster_;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr bool kScaled = sizeof(C) == 1;
-  static constexpr int kSize = 16 / sizeof(C);             // columns of a piece
-  static constexpr int kPieces = kHead / kSize;            // pieces of a row
-  static constexpr int kKeyPieces = (kPieces + 3) / 4;     // a lane's pieces of a key
-  static constexpr int kValuePieces = (kPieces + 7) / 8;   // a lane's pieces of a value
-  static constexpr int kSteps = kKeyPieces * kSize / 4;    // products of S: 16 columns each
-  static constexpr int kRows = kValuePieces * kSize / 2;   // products of O: 16 columns each
-  using Merge = AttentionMerge<T, kHead, kGroup, kWarps, kCluster>;
+  using KeyPieces = RowPieces<C, kHead, 4>;
+  using ValuePieces = RowPieces<V, kHead, 8>;
+  using KeyScale = typename CacheType<C>::Scale;
+  using ValueScale = typename CacheType<V>::Scale;
+  static constexpr bool kScaled = CacheType<C>::kScaled;
+  static constexpr bool kTurnedKeys = CacheType<C>::kTurned, kTurnedValues = CacheType<V>::kTurned;
+  static constexpr int kSteps = KeyPieces::kOwn * KeyPieces::kSize / 4;    // products of S: 16 columns each
+  static constexpr int kRows = ValuePieces::kOwn * ValuePieces::kSize / 2;  // products of O: 16 columns each
+  using Merge = AttentionMerge<T, kHead, kGroup, kWarps, kCluster, kTurnedValues>;
   static constexpr unsigned kAll = 0xffffffffu;
-  static_assert(kHead % kSize == 0 && kHead % 8 == 0, "heads are whole pieces");
+  static_assert(kScaled == CacheType<V>::kScaled, "keys and values have scales, or neither");
   static_assert(1 <= kGroup && kGroup <= 8, "queries are the columns of a product");
 
   // The addresses of the keys and values of a sequence and head, and their number.
   struct Rows {
-    const C *keys, *values;
-    const float *key_scales, *value_scales;
+    const C* keys;
+    const V* values;
+    const KeyScale* key_scales;
+    const ValueScale* value_scales;
     int length;
   };
 
@@ -87,26 +146,31 @@ struct TensorAttention {
 
     __device__ __forceinline__ long long first_out() const { return batch * heads + head; }
     // The rows of the CTA's sequence and head; the length is still to be set.
-    __device__ __forceinline__ Rows rows(const C* keys, const C* values, const float* key_scales,
-                                         const float* value_scales, long long batch_stride, int context) const {
+    __device__ __forceinline__ Rows rows(const C* keys, const V* values, const KeyScale* key_scales,
+                                         const ValueScale* value_scales, long long batch_stride, int context) const {
       const long long at = batch * batch_stride + static_cast<long long>(kv) * context * kHead;
-      if constexpr (!kScaled) return {keys + at, values + at, nullptr, nullptr, 0};
+      const C* const first_key = keys + at * CacheType<C>::kBits / (8 * static_cast<int>(sizeof(C)));
+      const V* const first_value = values + at * CacheType<V>::kBits / (8 * static_cast<int>(sizeof(V)));
+      if constexpr (!kScaled) return {first_key, first_value, nullptr, nullptr, 0};
       const long long scale_at = (batch * kv_heads + kv) * context;
-      return {keys + at, values + at, key_scales + scale_at, value_scales + scale_at, 0};
+      return {first_key, first_value, key_scales + scale_at, value_scales + scale_at, 0};
     }
   };
 
   // A lane's share of 16 keys and 16 values.
   struct Tile {
-    uint32_t keys[2][kKeyPieces][4];
-    uint32_t values[4][kValuePieces][4];
-    float key_scale[2], value_scale[2];
+    uint32_t keys[2][KeyPieces::kOwn][KeyPieces::kWords];
+    uint32_t values[4][ValuePieces::kOwn][ValuePieces::kWords];
+    KeyScale key_scale[2];
+    ValueScale value_scale[2];
   };
 
   // The state of queries 2t and 2t + 1: the largest score so far, as an exponent of 2 that includes the scale of the
-  // score's value; this lane's part of the sum of weights; and the sum of weighted values, relative to 2^peak.
+  // score's value; this lane's part of the sum of weights; and the sum of weighted values, relative to 2^peak. Of 4-bit
+  // values, what all columns have in common is this lane's part of `lift`.
   struct State {
     float peak[2], sum[2], values[kRows][4];
+    float lift[2];
   };
 
   static __device__ __forceinline__ int value_of(int tile, int row, int t) {
@@ -119,11 +183,7 @@ struct TensorAttention {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = min(16 * tile + g + 8 * r, rows.length - 1);
-      const C* const row = rows.keys + static_cast<long long>(key) * kHead;
-#pragma unroll
-      for (int i = 0; i < kKeyPieces; ++i) {
-        if (t + 4 * i < kPieces) load_streamed(into.keys[r][i], row + (t + 4 * i) * kSize);
-      }
+      KeyPieces::load(into.keys[r], KeyPieces::row(rows.keys, key), t);
     }
   }
 
@@ -139,18 +199,19 @@ struct TensorAttention {
   static __device__ __forceinline__ void load_values(Tile& into, const Rows& rows, int tile, int g, int t) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const C* const row = rows.values + static_cast<long long>(min(value_of(tile, r, t), rows.length - 1)) * kHead;
-#pragma unroll
-      for (int i = 0; i < kValuePieces; ++i) {
-        if (g + 8 * i < kPieces) load_streamed(into.values[r][i], row + (g + 8 * i) * kSize);
-      }
+      const int value = min(value_of(tile, r, t), rows.length - 1);
+      ValuePieces::load(into.values[r], ValuePieces::row(rows.values, value), g);
     }
   }
 
   // The A operand of one product of S, from the lane's columns of keys g and g + 8.
   static __device__ __forceinline__ void key_fragment(uint32_t (&a)[4], const Tile& tile, int step) {
-    const int i = step / (kSize / 4), word = step % (kSize / 4);
-    if constexpr (kScaled) {
+    constexpr int kPieceSteps = KeyPieces::kSize / 4;
+    const int i = step / kPieceSteps, word = step % kPieceSteps;
+    if constexpr (kTurnedKeys) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a[j] = Float16<T>::near_nibbles(tile.keys[j % 2][i][word / 2], word % 2 * 2 + j / 2);
+    } else if constexpr (kScaled) {
       Float16<T>::from_int8(tile.keys[0][i][word], a[0], a[2]);
       Float16<T>::from_int8(tile.keys[1][i][word], a[1], a[3]);
     } else {
@@ -165,7 +226,11 @@ struct TensorAttention {
     for (int j = 0; j < 4; j += 2) {
       const auto& even = tile.values[j][i];
       const auto& odd = tile.values[j + 1][i];
-      if constexpr (kScaled) {
+      if constexpr (kTurnedValues) {
+        const uint32_t both = __byte_perm(even[pair / 4], odd[pair / 4], pair / 2 % 2 ? 0x7632 : 0x5410);
+        a[j] = Float16<T>::from_nibbles(both, pair % 2 * 2);
+        a[j + 1] = Float16<T>::from_nibbles(both, pair % 2 * 2 + 1);
+      } else if constexpr (kScaled) {
         const uint32_t bytes = __byte_perm(even[pair / 2], odd[pair / 2], pair % 2 ? 0x7362 : 0x5140);
         Float16<T>::from_int8(bytes, a[j], a[j + 1]);
       } else {
@@ -179,13 +244,14 @@ struct TensorAttention {
   // the last one are zero. With `aligned`, the row starts at a multiple of 16 bytes.
   static __device__ __forceinline__ void load_queries(uint32_t (&query)[kSteps][2], const T* row, bool aligned,
                                                       bool there, int t) {
+    constexpr int kSize = KeyPieces::kSize, kVector = kSize < 8 ? kSize : 8;
 #pragma unroll
-    for (int i = 0; i < kKeyPieces; ++i) {
+    for (int i = 0; i < KeyPieces::kOwn; ++i) {
 #pragma unroll
-      for (int half = 0; half < kSize / 8; ++half) {
-        const int column = (t + 4 * i) * kSize + 8 * half;
+      for (int half = 0; half < kSize / kVector; ++half) {
+        const int column = (t + 4 * i) * kSize + kVector * half;
         Vector<T> v{};
-        if (there && t + 4 * i < kPieces) {
+        if (there && t + 4 * i < KeyPieces::kPieces) {
           if (aligned) {
             const uint4 raw = *reinterpret_cast<const uint4*>(row + column);
             v = Vector<T>{raw.x, raw.y, raw.z, raw.w};
@@ -194,9 +260,42 @@ struct TensorAttention {
             for (int j = 0; j < 8; ++j) v.set(j, row[column + j]);
           }
         }
+        if constexpr (kTurnedKeys) {  // a word of keys has pairs of the columns k and k + 4
+          const uint32_t pairs[4] = {__byte_perm(v.w[0], v.w[2], 0x5410), __byte_perm(v.w[0], v.w[2], 0x7632),
+                                     __byte_perm(v.w[1], v.w[3], 0x5410), __byte_perm(v.w[1], v.w[3], 0x7632)};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) v.w[j] = pairs[j];
+        }
 #pragma unroll
         for (int j = 0; j < 4; ++j) query[i * kSize / 4 + 2 * half + j / 2][j % 2] = v.w[j];
       }
+    }
+  }
+
+  // Of queries 2t and 2t + 1, as rounded to T: the sum of all columns, and what a score has to begin with since keys'
+  // fragments hold more than their codes.
+  static __device__ __forceinline__ void add_columns(float (&sum)[2], float (&begin)[2],
+                                                     const uint32_t (&query)[kSteps][2], int t) {
+    float own[2] = {};
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const Vector<T> v{query[i][0], query[i][1]};
+      float f[8];
+      v.to_float(f);
+      own[0] += f[0] + f[1];
+      own[1] += f[2] + f[3];
+    }
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      own[k] += __shfl_xor_sync(kAll, own[k], 1);
+      own[k] += __shfl_xor_sync(kAll, own[k], 2);
+    }
+    constexpr float kEven = Float16<T>::kNear[0], kOdd = Float16<T>::kNear[1];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float even = __shfl_sync(kAll, own[0], 4 * (2 * t + h)), odd = __shfl_sync(kAll, own[1], 4 * (2 * t + h));
+      sum[h] = even + odd;
+      begin[h] = -(even * kEven + odd * kOdd);
     }
   }
 
@@ -204,20 +303,35 @@ struct TensorAttention {
   // some keys lie past the end.
   static __device__ __forceinline__ void soften(State& state, const Tile (&tiles)[kTiles], float (&score)[kTiles][4],
                                                 uint32_t (&weight)[kTiles][2], const int (&tile)[kTiles], int length,
-                                                bool partial, float scale, int g) {
+                                                bool partial, float scale, const float (&columns)[2], int g) {
     float size[kTiles][2];  // log2 of the values' scales, which multiply the weights
+    float value_scale[kTiles][2], value_lift[kTiles][2];
     float top[2] = {state.peak[0], state.peak[1]};
 #pragma unroll
     for (int u = 0; u < kTiles; ++u) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         // The bound keeps a weight in the sum finite if its scale is 0 or tiny.
-        size[u][r] = kScaled ? fmaxf(log2_approx(tiles[u].value_scale[r]), -100.0f) : 0.0f;
+        if constexpr (kTurnedValues) {
+          const RowScale row(tiles[u].value_scale[r]);
+          value_scale[u][r] = row.scale, value_lift[u][r] = row.lift;
+        } else if constexpr (kScaled) {
+          value_scale[u][r] = tiles[u].value_scale[r];
+        }
+        size[u][r] = kScaled ? fmaxf(log2_approx(value_scale[u][r]), -100.0f) : 0.0f;
+        float key_scale = scale, key_lift = 0.0f;
+        if constexpr (kTurnedKeys) {
+          const RowScale row(tiles[u].key_scale[r]);
+          key_scale = scale * row.scale, key_lift = row.lift;
+        } else if constexpr (kScaled) {
+          key_scale = scale * tiles[u].key_scale[r];
+        }
         const bool there = !partial || 16 * tile[u] + g + 8 * r < length;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& s = score[u][2 * r + h];
-          s = there ? s * (kScaled ? scale * tiles[u].key_scale[r] : scale) : -__int_as_float(0x7f800000);
+          if constexpr (kTurnedKeys) s = fmaf(key_lift, columns[h], s);
+          s = there ? s * key_scale : -__int_as_float(0x7f800000);
           top[h] = fmaxf(top[h], s + size[u][r]);
         }
       }
@@ -230,6 +344,7 @@ struct TensorAttention {
         const float kept = power(state.peak[h] - top[h]);
         state.peak[h] = top[h];
         state.sum[h] *= kept;
+        if constexpr (kTurnedValues) state.lift[h] *= kept;
 #pragma unroll
         for (int m = 0; m < kRows; ++m) {
           state.values[m][h] *= kept;
@@ -247,7 +362,8 @@ struct TensorAttention {
           w[h] = power(score[u][2 * r + h] - state.peak[h]);
           if constexpr (kScaled) {
             state.sum[h] += w[h];
-            w[h] *= tiles[u].value_scale[r];
+            w[h] *= value_scale[u][r];
+            if constexpr (kTurnedValues) state.lift[h] = fmaf(w[h], value_lift[u][r], state.lift[h]);
           }
         }
         const uint32_t pair = pack_pair<T>(w[0], w[1]);
@@ -270,7 +386,12 @@ struct TensorAttention {
     for (int offset = 4; offset < 32; offset *= 2) {
       state.sum[0] += __shfl_xor_sync(kAll, state.sum[0], offset);
       state.sum[1] += __shfl_xor_sync(kAll, state.sum[1], offset);
+      if constexpr (kTurnedValues) {
+        state.lift[0] += __shfl_xor_sync(kAll, state.lift[0], offset);
+        state.lift[1] += __shfl_xor_sync(kAll, state.lift[1], offset);
+      }
     }
+    constexpr int kSize = ValuePieces::kSize;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int query = 2 * t + h;
@@ -279,8 +400,11 @@ struct TensorAttention {
       for (int m = 0; m < kRows; m += 2) {
         const int piece = g + m / (kSize / 2) * 8, pair = m % (kSize / 2);
         const auto &low = state.values[m], &high = state.values[m + 1];
-        if (piece >= kPieces) continue;
-        const float4 v = make_float4(low[h], low[h + 2], high[h], high[h + 2]);
+        if (piece >= ValuePieces::kPieces) continue;
+        float4 v = make_float4(low[h], low[h + 2], high[h], high[h + 2]);
+        if constexpr (kTurnedValues) {
+          v.x += state.lift[h], v.y += state.lift[h], v.z += state.lift[h], v.w += state.lift[h];
+        }
         *reinterpret_cast<float4*>(&to[query][piece * kSize + 2 * pair]) = v;
       }
       if (g == 0) *reinterpret_cast<float2*>(&to[query][kHead]) = make_float2(state.peak[h], state.sum[h]);
@@ -307,11 +431,18 @@ struct TensorAttention {
                                                 const uint32_t (&query)[kSteps][2], const Rows& rows, int stride,
                                                 float scale, int g, int t, const Arrived& arrived) {
     const int count = (rows.length + 15) / 16;
+    float columns[2] = {}, begin[2] = {};
+    if constexpr (kTurnedKeys) add_columns(columns, begin, query, t);
 #pragma unroll 1
     while (tile[0] < count) {
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) arrived(tiles[u], tile[u]);
-      float score[kTiles][4] = {};
+      float score[kTiles][4];
+#pragma unroll
+      for (int u = 0; u < kTiles; ++u) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) score[u][i] = begin[i % 2];
+      }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
@@ -328,13 +459,13 @@ struct TensorAttention {
       // Only the context's last tile may be partial. Tiles after it do not exist; their registers hold old values.
       const bool partial = 16 * (tile[kTiles - 1] + 1) > rows.length;
       uint32_t weight[kTiles][2];
-      soften(state, tiles, score, weight, tile, rows.length, partial, scale, g);
+      soften(state, tiles, score, weight, tile, rows.length, partial, scale, columns, g);
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) {
 #pragma unroll
         for (int m = 0; m < kRows; ++m) {
           uint32_t a[4];
-          value_fragment(a, tiles[u], m / (kSize / 2), m % (kSize / 2));
+          value_fragment(a, tiles[u], m / (ValuePieces::kSize / 2), m % (ValuePieces::kSize / 2));
           Float16<T>::mma(state.values[m], a, weight[u]);
         }
         tile[u] += kTiles * stride;
@@ -348,10 +479,11 @@ struct TensorAttention {
 
   // The kernel. `queries` counts the queries of a head of keys. Strides are in elements; each token and head of an int8
   // cache has a scale. AttentionMerge describes results, workspace and counters.
-  static __device__ __forceinline__ void run(const T* q, const C* keys, const C* values, const float* key_scales,
-                                             const float* value_scales, const int* positions, T* out, float* workspace,
-                                             unsigned* counters, long long q_stride, long long batch_stride,
-                                             int kv_heads, int queries, int context, float scale) {
+  static __device__ __forceinline__ void run(const T* q, const C* keys, const V* values, const KeyScale* key_scales,
+                                             const ValueScale* value_scales, const int* positions, T* out,
+                                             float* workspace, unsigned* counters, long long q_stride,
+                                             long long batch_stride, int kv_heads, int queries, int context,
+                                             float scale) {
     __shared__ typename Merge::Shared shared;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int parts = kCluster > 1 ? kCluster : gridDim.x;

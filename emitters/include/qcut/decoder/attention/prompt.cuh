@@ -5,16 +5,17 @@
 #pragma once
 
 #include <qcut/decoder/attention/softmax.cuh>
+#include <qcut/decoder/nibbles.cuh>
 
 namespace qcut {
 
-template <class T, class Cache>
+template <class T, class Keys, class Values>
 struct PromptArgs {
   const T* q;
-  const Cache* keys;
-  const Cache* values;
-  const float* key_scales;
-  const float* value_scales;
+  const Keys* keys;
+  const Values* values;
+  const typename CacheType<Keys>::Scale* key_scales;
+  const typename CacheType<Values>::Scale* value_scales;
   const int* starts;
   const int* lengths;
   T* out;
@@ -151,6 +152,33 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4]) {
     const uint32_t got = __shfl_xor_sync(0xffffffffu, high ? w[i] : w[i + 2], 2);
     (high ? w[i] : w[i + 2]) = got;
   }
+}
+
+// Turns rows of weighted 4-bit values back (nibbles.cuh), columns in the order of an accumulator.
+template <int kHead, int kValues>
+__device__ __forceinline__ void turn_rows_back(float (&o)[kValues]) {
+  constexpr int kTiles = kHead / 8;
+  static_assert(4 * kTiles <= kValues, "an accumulator has all columns");
+#pragma unroll
+  for (int i = 0; i < 4 * kTiles; i += 2) {
+    butterfly(o[i], o[i + 1]);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      o[i + e] = butterfly(o[i + e], 1);
+      o[i + e] = butterfly(o[i + e], 2);
+    }
+  }
+#pragma unroll
+  for (int apart = 4; apart < 4 * kTiles; apart *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4 * kTiles; ++i) {
+      if (!(i & apart)) butterfly(o[i], o[i + apart]);
+    }
+  }
+  int first = 2 * static_cast<int>(threadIdx.x % 4);
+  asm volatile("" : "+r"(first));  // signs are made here: made before a kernel's loop, they would take its registers
+#pragma unroll
+  for (int i = 0; i < 4 * kTiles; ++i) o[i] *= turned_sign(i / 4 * 8 + first + i % 2) * turned_size<kHead>();
 }
 
 // Stores the rows `i` and i + 8 of a tile, columns in the order of an accumulator, times `factor`; rows without a real

@@ -20,16 +20,33 @@ __device__ __forceinline__ uint32_t tile_at(int row, int chunk, int block) {
   return chunk / 8 * block + row * 128 + ((chunk ^ row) & 7) * 16;
 }
 
+// How 128 threads copy a block of rows of int8 or Nibbles, 16 bytes each, of which they are to make 16-bit floats.
+template <class C, int kHead, int kColumns, int kKeys>
+struct RawRows {
+  static constexpr bool kNibbles = CacheType<C>::kTurned;
+  static constexpr int kRowBytes = kHead * CacheType<C>::kBits / 8;
+  static constexpr int kLanes = kNextPower<(kColumns * CacheType<C>::kBits / 8 + 15) / 16>;
+  static constexpr int kStep = 128 / kLanes;
+  static constexpr int kCount = (kKeys + kStep - 1) / kStep;
+  // Rows; scales of keys and values; and of Nibbles, words for each thread's own rows.
+  static constexpr int kScales = 2048 * kCount;
+  static constexpr int kWords = kScales + 8 * kKeys;
+  static constexpr int kBytes = kWords + (kNibbles ? 512 * kCount : 0);
+};
+
+// Copies the four bytes that hold the 16-bit word `i`: words start at a multiple of four bytes.
+__device__ __forceinline__ void copy_word(uint32_t shared, const unsigned short* words, long long i, bool zero) {
+  copy_async<4>(shared, words + (i & ~1ll), zero);
+}
+__device__ __forceinline__ uint32_t word_of(uint32_t both, bool odd) { return odd ? both >> 16 : both & 0xffffu; }
+
 // kColumns, a multiple of 16, are those of products: kHead and zeros.
-template <class T, int kHead, int kColumns, int kKeys>
+template <class T, class Keys, class Values, int kHead, int kColumns, int kKeys>
 struct PromptCopy {
   static constexpr int kBlock = 128 * kKeys;
   static constexpr int kLanes = kNextPower<kColumns / 8>;  // neighbours that copy a row, 16 bytes each
   static constexpr int kStep = 128 / kLanes;               // rows copied at once
   static constexpr int kCount = (kKeys + kStep - 1) / kStep;
-  static constexpr int kRawLanes = kNextPower<(kHead + 15) / 16>;  // of int8 rows
-  static constexpr int kRawStep = 128 / kRawLanes;
-  static constexpr int kRawCount = (kKeys + kRawStep - 1) / kRawStep;
   static constexpr int kScaleBytes = 12 * kKeys;
 
   int thread;  // 0..127
@@ -73,79 +90,142 @@ struct PromptCopy {
     }
   }
 
-  // The same of int8 rows, in two steps: raw bytes, of which each thread gets those that it is to convert, and 16-bit
-  // floats, exactly. With keys come what the scores of the block need of its scales.
-  static constexpr int kRawBytes = 2048 * kRawCount + 8 * kKeys;
+  // The same of compressed rows, in two steps: raw bytes, of which each thread gets those that it is to convert, and
+  // 16-bit floats, exactly. With keys come what the scores of the block need of its scales. `odd`: the first row is an
+  // odd one of all rows of the cache.
+  static constexpr int kKeyBytes = RawRows<Keys, kHead, kColumns, kKeys>::kBytes;
+  static constexpr int kValueBytes = RawRows<Values, kHead, kColumns, kKeys>::kBytes;
+  static constexpr int kRawBytes = kKeyBytes > kValueBytes ? kKeyBytes : kValueBytes;
 
-  template <bool kHasScales, class Args>
+  template <bool kOfKeys, class Args>
   __device__ __forceinline__ void fetch(const Args& args, long long first, int count, uint32_t raw) const {
-    const int8_t* from = (kHasScales ? args.keys : args.values) + first * kHead;
-    const int chunk = thread % kRawLanes;
-    const int row = thread / kRawLanes;
-#pragma unroll
-    for (int i = 0; i < kRawCount; ++i) {
-      const bool absent = row + i * kRawStep >= count || 16 * chunk >= kHead;
-      copy_async<16>(raw + 16 * thread + 2048 * i, absent ? from : from + (row + i * kRawStep) * kHead + 16 * chunk,
-                     absent);
-    }
-    if (kHasScales && thread < kKeys) {
+    if constexpr (kOfKeys) {
+      fetch_rows(args.keys, args.key_scales, first, count, raw);
+      if (thread >= kKeys) return;
       const bool absent = thread >= count;
       const long long at = absent ? first : first + thread;
-      copy_async<4>(raw + 2048 * kRawCount + 8 * thread, args.key_scales + at, absent);
-      copy_async<4>(raw + 2048 * kRawCount + 8 * thread + 4, args.value_scales + at, absent);
+      const uint32_t to = raw + RawRows<Keys, kHead, kColumns, kKeys>::kScales + 8 * thread;
+      fetch_scale(to, args.key_scales, at, absent);
+      fetch_scale(to + 4, args.value_scales, at, absent);
+    } else {
+      fetch_rows(args.values, args.value_scales, first, count, raw);
     }
   }
-  __device__ __forceinline__ void convert(uint32_t raw, uint32_t to) const {
-    const int chunk = thread % kRawLanes;
-    const int row = thread / kRawLanes;
-    if (16 * chunk >= kColumns) return;
-    // Lanes of every other 64 columns store their halves in the other order: other banks.
-    const int odd = chunk / 4 & 1;
-    constexpr int kBatch = kRawCount < 4 ? kRawCount : 4;  // loads in flight
+  template <bool kOfKeys>
+  __device__ __forceinline__ void convert(uint32_t raw, uint32_t to, bool odd) const {
+    if constexpr (kOfKeys) {
+      convert_rows<Keys>(raw, to, odd);
+    } else {
+      convert_rows<Values>(raw, to, odd);
+    }
+  }
+  // Three float32 of each key: see weigh_block.
+  __device__ __forceinline__ void convert_scales(uint32_t raw, float scale, uint32_t to, bool odd) const {
+    if (thread >= kKeys) return;
+    uint32_t w[2];
+    load_shared_8(w, raw + RawRows<Keys, kHead, kColumns, kKeys>::kScales + 8 * thread);
+    const float value = scale_of<Values>(w[1], odd);
+    const float held = value < 0x1p-100f ? 0x1p-100f : value;  // 0 has no logarithm; NaN stays
+    store_shared_8(to + 8 * thread, bits(scale_of<Keys>(w[0], odd) * scale), bits(log2f(held)));
+    store_shared_4(to + 8 * kKeys + 4 * thread, bits(1.0f / held));
+  }
+
+ private:
+  __device__ __forceinline__ void fetch_scale(uint32_t to, const float* scales, long long at, bool absent) const {
+    copy_async<4>(to, scales + at, absent);
+  }
+  __device__ __forceinline__ void fetch_scale(uint32_t to, const unsigned short* words, long long at,
+                                              bool absent) const {
+    copy_word(to, words, at, absent);
+  }
+  template <class C>
+  __device__ __forceinline__ float scale_of(uint32_t w, bool odd) const {
+    if constexpr (CacheType<C>::kTurned) {
+      return RowScale(word_of(w, odd != (thread % 2 == 1))).scale;
+    } else {
+      return __uint_as_float(w);
+    }
+  }
+
+  template <class C, class Scale>
+  __device__ __forceinline__ void fetch_rows(const C* rows, const Scale* scales, long long first, int count,
+                                             uint32_t raw) const {
+    using Raw = RawRows<C, kHead, kColumns, kKeys>;
+    const char* from = reinterpret_cast<const char*>(rows) + first * Raw::kRowBytes;
+    const int chunk = thread % Raw::kLanes;
+    const int row = thread / Raw::kLanes;
 #pragma unroll
-    for (int i0 = 0; i0 < kRawCount; i0 += kBatch) {
-      uint32_t bytes[kBatch][4];
+    for (int i = 0; i < Raw::kCount; ++i) {
+      const bool absent = row + i * Raw::kStep >= count || 16 * chunk >= Raw::kRowBytes;
+      copy_async<16>(raw + 16 * thread + 2048 * i,
+                     absent ? from : from + (row + i * Raw::kStep) * Raw::kRowBytes + 16 * chunk, absent);
+      if constexpr (Raw::kNibbles) {
+        copy_word(raw + Raw::kWords + 512 * i + 4 * thread, scales, absent ? first : first + row + i * Raw::kStep,
+                  absent);
+      }
+    }
+  }
+  template <class C>
+  __device__ __forceinline__ void convert_rows(uint32_t raw, uint32_t to, bool odd) const {
+    using Raw = RawRows<C, kHead, kColumns, kKeys>;
+    constexpr int kChunk = 128 / CacheType<C>::kBits;  // columns
+    const int chunk = thread % Raw::kLanes;
+    const int row = thread / Raw::kLanes;
+    if (kChunk * chunk >= kColumns) return;
+    // Lanes of every other 64 columns store their halves in the other order: other banks.
+    const int other = chunk / (64 / kChunk) & 1;
+    constexpr int kMost = Raw::kNibbles ? 2 : 4, kBatch = Raw::kCount < kMost ? Raw::kCount : kMost;  // in flight
+#pragma unroll
+    for (int i0 = 0; i0 < Raw::kCount; i0 += kBatch) {
+      uint32_t bytes[kBatch][4], words[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (i0 + i < kRawCount) load_shared_16(bytes[i], raw + 16 * thread + 2048 * (i0 + i));
+        if (i0 + i >= Raw::kCount) break;
+        load_shared_16(bytes[i], raw + 16 * thread + 2048 * (i0 + i));
+        if constexpr (Raw::kNibbles) words[i] = load_shared_4(raw + Raw::kWords + 512 * (i0 + i) + 4 * thread);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const int to_row = row + (i0 + i) * kRawStep;
-        if (i0 + i >= kRawCount || (kKeys % kRawStep != 0 && to_row >= kKeys)) break;
+        const int to_row = row + (i0 + i) * Raw::kStep;
+        if (i0 + i >= Raw::kCount || (kKeys % Raw::kStep != 0 && to_row >= kKeys)) break;
+        if constexpr (Raw::kNibbles) {
+          const float lift = RowScale(word_of(words[i], odd != (to_row % 2 == 1))).lift;
+          const uint32_t lifts = pack_pair<T>(lift, lift);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int which = half ^ odd;
-          uint32_t w[4];
-          Float16<T>::from_int8(which ? bytes[i][2] : bytes[i][0], w[0], w[1]);
-          Float16<T>::from_int8(which ? bytes[i][3] : bytes[i][1], w[2], w[3]);
-          store_shared_16(to + tile_at(to_row, 2 * chunk + which, kBlock), w);
+          for (int part = 0; part < 4; ++part) {
+            const int which = part ^ other;
+            uint32_t w[4];
+            Float16<T>::from_nibbles(which & 2 ? (which & 1 ? bytes[i][3] : bytes[i][2])
+                                               : (which & 1 ? bytes[i][1] : bytes[i][0]),
+                                     lifts, w);
+            if (kColumns % 32 != 0 && 32 * chunk + 8 * which >= kColumns) continue;
+            store_shared_16(to + tile_at(to_row, 4 * chunk + which, kBlock), w);
+          }
+        } else {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int which = half ^ other;
+            uint32_t w[4];
+            Float16<T>::from_int8(which ? bytes[i][2] : bytes[i][0], w[0], w[1]);
+            Float16<T>::from_int8(which ? bytes[i][3] : bytes[i][1], w[2], w[3]);
+            store_shared_16(to + tile_at(to_row, 2 * chunk + which, kBlock), w);
+          }
         }
       }
     }
   }
-  // Three float32 of each key: see weigh_block.
-  __device__ __forceinline__ void convert_scales(uint32_t raw, float scale, uint32_t to) const {
-    if (thread >= kKeys) return;
-    uint32_t w[2];
-    load_shared_8(w, raw + 2048 * kRawCount + 8 * thread);
-    const float value = __uint_as_float(w[1]);
-    const float held = value < 0x1p-100f ? 0x1p-100f : value;  // 0 has no logarithm; NaN stays
-    store_shared_8(to + 8 * thread, bits(__uint_as_float(w[0]) * scale), bits(log2f(held)));
-    store_shared_4(to + 8 * kKeys + 4 * thread, bits(1.0f / held));
-  }
 };
 
 // Makes weights of a block's scores, the first of which is at place `at`, and returns by what to multiply earlier sums.
-// Scores of an int8 cache become s * key_scale + log2(value_scale), so that a weight holds its value's scale, relative
+// Scores of a compressed cache become s * key_scale + log2(value_scale), so that a weight holds its value's scale, relative
 // to the largest such product of a row; the sum that divides takes weights without it. `scales` is the shared address
 // of PromptCopy's.
-template <bool kInt8, int kScores>
+template <bool kScaled, int kScores>
 __device__ __forceinline__ float2 weigh_block(PromptSoftmax& softmax, float (&s)[kScores], float scale, uint32_t scales,
                                               const PromptRows& rows, int at, int last, int last8) {
   constexpr int kKeys = 2 * kScores;
   const uint32_t mine = scales + 16 * (threadIdx.x % 4);
-  if constexpr (kInt8) {
+  if constexpr (kScaled) {
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j) {
       uint32_t w[4];
@@ -157,7 +237,7 @@ __device__ __forceinline__ float2 weigh_block(PromptSoftmax& softmax, float (&s)
     }
   }
   if (at + kKeys > rows.clear) hide_scores(s, at, last, last8);
-  if constexpr (kInt8) {
+  if constexpr (kScaled) {
     const uint32_t counts = scales + 8 * kKeys + 8 * (threadIdx.x % 4);
     return softmax.weigh(s, 1.0f, [&](int j) {
       uint32_t w[2];

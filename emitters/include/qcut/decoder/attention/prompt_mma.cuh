@@ -10,25 +10,26 @@
 
 namespace qcut {
 
-template <class T_, class Cache_, int kHead_, int kColumns_, int kKeys_>
+template <class T_, class Keys_, class Values_, int kHead_, int kColumns_, int kKeys_>
 struct PromptMmaTile {
   using T = T_;
-  using Cache = Cache_;
-  using Copy = PromptCopy<T, kHead_, kColumns_, kKeys_>;
+  using Keys = Keys_;
+  using Values = Values_;
+  using Copy = PromptCopy<T, Keys, Values, kHead_, kColumns_, kKeys_>;
   static constexpr int kHead = kHead_;
   static constexpr int kColumns = kColumns_;  // of products: kHead and zeros
   static constexpr int kKeys = kKeys_;        // of a block
-  static constexpr bool kInt8 = sizeof(Cache) == 1;
+  static constexpr bool kScaled = CacheType<Keys>::kScaled;
   static constexpr int kRows = 64;
   static constexpr int kBlocks = (kColumns + 63) / 64;
   static constexpr int kQueryBlock = 128 * kRows;
   static constexpr int kKeyBlock = 128 * kKeys;
   static constexpr int kTileBytes = kBlocks * kKeyBlock;
-  static constexpr int kStageBytes = 2 * kTileBytes + (kInt8 ? Copy::kScaleBytes : 0);
+  static constexpr int kStageBytes = 2 * kTileBytes + (kScaled ? Copy::kScaleBytes : 0);
   static constexpr int kStages = kBlocks * kQueryBlock;  // offset of the first stage
   static constexpr int kRaw = kStages + 2 * kStageBytes;  // int8 keys and values on their way to a stage
   // Queries stay in registers where these suffice.
-  static constexpr bool kHoldsQueries = kColumns <= (kInt8 ? 96 : 128);
+  static constexpr bool kHoldsQueries = kColumns <= (kScaled ? 96 : 128);
 };
 
 template <class Tile>
@@ -72,7 +73,7 @@ struct PromptWarp {
       }
     }
     const float2 factor =
-        weigh_block<Tile::kInt8>(softmax, s, args.scale, stage + 2 * Tile::kTileBytes, rows, at, last, last8);
+        weigh_block<Tile::kScaled>(softmax, s, args.scale, stage + 2 * Tile::kTileBytes, rows, at, last, last8);
 #pragma unroll
     for (int i = 0; i < Tile::kColumns / 2; ++i) o[i] *= i / 2 % 2 ? factor.y : factor.x;
     uint32_t p[Tile::kKeys / 16][4];
@@ -107,7 +108,8 @@ struct PromptWarp {
 };
 
 template <class Tile>
-__device__ __forceinline__ void prompt_attention_mma(const PromptArgs<typename Tile::T, typename Tile::Cache>& args) {
+__device__ __forceinline__ void prompt_attention_mma(
+    const PromptArgs<typename Tile::T, typename Tile::Keys, typename Tile::Values>& args) {
   extern __shared__ __align__(1024) char shared[];
   const uint32_t base = shared_address(shared);
   launch_dependents();
@@ -120,10 +122,11 @@ __device__ __forceinline__ void prompt_attention_mma(const PromptArgs<typename T
   if (rows.places > 0) {
     const long long first = rows.cache_row(args);
     const uint32_t raw = base + Tile::kRaw;
+    const bool odd = first % 2 != 0;  // blocks start at even places
     const auto stage = [&](int i) { return base + Tile::kStages + (i & 1) * Tile::kStageBytes; };
     const auto fetch = [&](int at, uint32_t to) {
       const int count = min(rows.places - at, Tile::kKeys);
-      if constexpr (Tile::kInt8) {
+      if constexpr (Tile::kScaled) {
         copy.template fetch<true>(args, first + at, count, raw);
         copy.template fetch<false>(args, first + at, count, raw + Tile::Copy::kRawBytes);
       } else {
@@ -135,10 +138,10 @@ __device__ __forceinline__ void prompt_attention_mma(const PromptArgs<typename T
     // Waits for a thread's own copies, and has all see each other's.
     const auto settle = [&](uint32_t to) {
       copy_async_wait<0>();
-      if constexpr (Tile::kInt8) {
-        copy.convert(raw, to);
-        copy.convert(raw + Tile::Copy::kRawBytes, to + Tile::kTileBytes);
-        copy.convert_scales(raw, args.scale, to + 2 * Tile::kTileBytes);
+      if constexpr (Tile::kScaled) {
+        copy.template convert<true>(raw, to, odd);
+        copy.template convert<false>(raw + Tile::Copy::kRawBytes, to + Tile::kTileBytes, odd);
+        copy.convert_scales(raw, args.scale, to + 2 * Tile::kTileBytes, odd);
       }
       __syncthreads();
     };
@@ -157,6 +160,7 @@ __device__ __forceinline__ void prompt_attention_mma(const PromptArgs<typename T
     factor[0] = 1.0f / warp.softmax.total(0);
     factor[1] = 1.0f / warp.softmax.total(1);
   }
+  if constexpr (CacheType<typename Tile::Values>::kTurned) turn_rows_back<Tile::kHead>(warp.o);
   store_rows<typename Tile::T, Tile::kHead>(args, rows, row, warp.o, factor);
 }
 

@@ -17,24 +17,26 @@
 
 namespace qcut {
 
-template <class T_, class Cache_, int kHead_, int kColumns_, int kGroups_, int kKeys_, int kSlots_, int kParts_>
+template <class T_, class Keys_, class Values_, int kHead_, int kColumns_, int kGroups_, int kKeys_, int kSlots_,
+          int kParts_>
 struct PromptTile {
   using T = T_;
-  using Cache = Cache_;
+  using Keys = Keys_;
+  using Values = Values_;
   static constexpr int kHead = kHead_;
   static constexpr int kColumns = kColumns_;  // of a product: kHead and zeros
   static constexpr int kGroups = kGroups_;    // warpgroups that multiply
   static constexpr int kKeys = kKeys_;        // of a block
   static constexpr int kSlots = kSlots_;
   static constexpr int kParts = kParts_;  // CTAs of a cluster that share the places of a tile
-  static constexpr bool kInt8 = sizeof(Cache) == 1;
+  static constexpr bool kScaled = CacheType<Keys>::kScaled;
   static constexpr int kRows = 64 * kGroups;
   static constexpr int kThreads = 128 * kGroups + 128;
   static constexpr int kBlocks = (kColumns + 63) / 64;  // of 64 columns, 128 bytes a row
   static constexpr int kQueryBlock = 128 * kRows;
   static constexpr int kKeyBlock = 128 * kKeys;
   static constexpr int kSlotBytes = kBlocks * kKeyBlock;
-  static constexpr int kScaleBytes = kInt8 ? 12 * kKeys : 0;  // of a slot of keys: three float32 of each
+  static constexpr int kScaleBytes = kScaled ? 12 * kKeys : 0;  // of a slot of keys: three float32 of each
   static constexpr int kAhead = 2;  // tiles of int8 rows that are fetched before they are converted
   // Byte offsets in shared memory.
   static constexpr int kRing = kBlocks * kQueryBlock;
@@ -48,7 +50,8 @@ struct PromptTile {
   static constexpr int kLeft = kRing;
   static constexpr int kLeftPitch = 4 * kColumns + 16;
   // Registers of a thread after setmaxnreg, where a launch gives each thread of three warpgroups 168.
-  static constexpr int kFeedRegisters = 72;
+  static constexpr bool kNibbles = CacheType<Keys>::kTurned || CacheType<Values>::kTurned;
+  static constexpr int kFeedRegisters = !kNibbles ? 72 : kColumns > 128 ? 88 : 104;
   static constexpr int kRegisters = (3 * 168 - kFeedRegisters) / 2;
   static_assert(kGroups == 1 || kGroups == 2, "see emitters/decoder/attention/prompt_wgmma.py");
 };
@@ -108,13 +111,13 @@ __device__ __forceinline__ void hold(float v) {
 template <class Tile>
 struct PromptFeed {
   using T = typename Tile::T;
-  using Cache = typename Tile::Cache;
-  using Copy = PromptCopy<T, Tile::kHead, Tile::kColumns, Tile::kKeys>;
+  using Copy = PromptCopy<T, typename Tile::Keys, typename Tile::Values, Tile::kHead, Tile::kColumns, Tile::kKeys>;
 
   uint32_t base;
   Copy copy;
   RingPlace<Tile::kSlots> place;
-  // Of int8 rows: tiles fetched and not converted, a bit of each, 1 for keys, and the places of the next ones.
+  // Of compressed rows: tiles fetched and not converted, two bits of each, 1 for keys and 2 for an odd first row, and the
+  // places of the next ones.
   int held = 0, fetched = 0, converted = 0;
   unsigned kinds = 0;
 
@@ -129,10 +132,10 @@ struct PromptFeed {
   // Fills the next slot with `count` rows of the cache from `row` on; with keys come the scales of an int8 cache.
   template <bool kKeys, class Args>
   __device__ __forceinline__ void fill(const Args& args, long long row, int count) {
-    if constexpr (Tile::kInt8) {
+    if constexpr (Tile::kScaled) {
       copy.template fetch<kKeys>(args, row, count, raw(fetched));
       copy_async_commit();
-      kinds = kinds << 1 | kKeys;
+      kinds = kinds << 2 | static_cast<unsigned>(row % 2) << 1 | kKeys;
       fetched = fetched == Tile::kAhead ? 0 : fetched + 1;
       if (++held > Tile::kAhead) {
         copy_async_wait<Tile::kAhead>();
@@ -151,8 +154,14 @@ struct PromptFeed {
     const uint32_t from = raw(converted);
     --held;
     await_slot();
-    copy.convert(from, slot());
-    if (kinds >> held & 1) copy.convert_scales(from, scale, base + Tile::kScales + place.slot * Tile::kScaleBytes);
+    const unsigned kind = kinds >> 2 * held;
+    const bool odd = kind & 2;
+    if (kSameTypes<typename Tile::Keys, typename Tile::Values> || kind & 1) {
+      copy.template convert<true>(from, slot(), odd);
+    } else {
+      copy.template convert<false>(from, slot(), odd);
+    }
+    if (kind & 1) copy.convert_scales(from, scale, base + Tile::kScales + place.slot * Tile::kScaleBytes, odd);
     barrier_arrive(base + Tile::kFull + 8 * place.slot);
     converted = converted == Tile::kAhead ? 0 : converted + 1;
     place.advance();
@@ -179,7 +188,7 @@ struct PromptFeed {
         fill<false>(args, first + at, rows.places - at);
       }
       fill<false>(args, first + at, rows.places - at);
-      if constexpr (Tile::kInt8) {
+      if constexpr (Tile::kScaled) {
         copy_async_wait<0>();
         while (held > 0) convert(args.scale);
       }
@@ -262,7 +271,7 @@ struct PromptGroup {
   __device__ __forceinline__ float2 weigh(const Args& args, const PromptRows& rows, int at, int slot, int last,
                                           int last8) {
     const uint32_t scales = base + Tile::kScales + slot * Tile::kScaleBytes;
-    return weigh_block<Tile::kInt8>(softmax, s, args.scale, scales, rows, at, last, last8);
+    return weigh_block<Tile::kScaled>(softmax, s, args.scale, scales, rows, at, last, last8);
   }
 
   // Warpgroups take turns: each waits for the one before, and lets the next one go.
@@ -311,9 +320,9 @@ struct PromptGroup {
           pass_turn();
           wgmma_wait<1>();
           pin_scores();
-          if constexpr (!Tile::kInt8) release(keys);
+          if constexpr (!Tile::kScaled) release(keys);
           const float2 scale = weigh(args, rows, at, keys, last, last8);
-          if constexpr (Tile::kInt8) release(keys);
+          if constexpr (Tile::kScaled) release(keys);
           hold(fminf(softmax.sum[0], softmax.sum[1]));
           wgmma_wait<0>();
           pin_values();
@@ -334,6 +343,7 @@ struct PromptGroup {
         release(place.slot);
         place.advance();
       }
+      if constexpr (CacheType<typename Tile::Values>::kTurned) turn_rows_back<Tile::kHead>(o);
       if (part.alone) {
         if (part.first > 0) continue;
         const float factor[2] = {1.0f / softmax.total(0), 1.0f / softmax.total(1)};
@@ -367,7 +377,7 @@ __device__ __forceinline__ void merge_parts(const Args& args, const PromptRows& 
   using T = typename Tile::T;
   constexpr int kQuads = Tile::kHead / 4;
   constexpr int kShare = Tile::kRows / Tile::kParts;
-  const float scale = Tile::kInt8 ? 1.0f : args.scale;
+  const float scale = Tile::kScaled ? 1.0f : args.scale;
   const int begin = blockIdx.x % Tile::kParts * kShare;
   for (int i = threadIdx.x; i < kShare * kQuads; i += Tile::kThreads) {
     const int row = begin + i / kQuads, column = i % kQuads * 4;
@@ -411,7 +421,8 @@ __device__ __forceinline__ void merge_parts(const Args& args, const PromptRows& 
 }
 
 template <class Tile>
-__device__ __forceinline__ void prompt_attention_wgmma(const PromptArgs<typename Tile::T, typename Tile::Cache>& args) {
+__device__ __forceinline__ void prompt_attention_wgmma(
+    const PromptArgs<typename Tile::T, typename Tile::Keys, typename Tile::Values>& args) {
   extern __shared__ __align__(1024) char shared[];
   const uint32_t base = shared_address(shared);
   launch_dependents();

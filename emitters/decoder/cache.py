@@ -1,0 +1,50 @@
+"""The types of a cache of keys and values: their names in kernels, and the arguments that go with them."""
+
+from __future__ import annotations
+
+from qcut.emitters.core.source import DType, Param
+
+SCALED = (DType.S8, DType.U4)
+"""Types that have a scale for each token and head; keys may have one and values the other."""
+TURNED_HEADS = (32, 64, 128, 256)
+"""Columns of a head that is kept in 4 bits."""
+
+
+def value_type(keys: DType, values: DType | None) -> DType:
+    """The type of values: that of keys unless another is given."""
+    return keys if values is None else values
+
+
+def cache_name(keys: DType, values: DType | None) -> str:
+    """``{keys}``, and the type of values behind it where it is another."""
+    other = "" if values in (None, keys) else value_type(keys, values).value
+    return keys.value + other
+
+
+def serves_cache(x: DType, keys: DType, values: DType | None, head: int) -> bool:
+    """Whether keys and values of these types go with queries of type x: x for both, or scaled ones for both."""
+    types = (keys, value_type(keys, values))
+    if DType.U4 in types and head not in TURNED_HEADS:
+        return False
+    return types == (x, x) or all(kind in SCALED for kind in types)
+
+
+def cache_bits(keys: DType, values: DType | None) -> int:
+    """Bits of a column of a key and of a value together."""
+    return keys.bits + value_type(keys, values).bits
+
+
+def cache_params(keys: DType, values: DType | None, *, writes: bool) -> tuple[tuple[Param, ...], tuple[Param, ...]]:
+    """``keys, values``, and ``key_scales, value_scales``, none for types without scales."""
+    const = "" if writes else "const "
+    kinds = {"key": keys, "value": value_type(keys, values)}
+    rows = tuple(Param(f"{name}s", "ptr", f"{const}{kind.cpp}*") for name, kind in kinds.items())
+    if keys not in SCALED:
+        return rows, ()
+    scales = {DType.S8: "float", DType.U4: "unsigned short"}
+    return rows, tuple(Param(f"{name}_scales", "ptr", f"{const}{scales[kind]}*") for name, kind in kinds.items())
+
+
+def cache_template(keys: DType, values: DType | None) -> str:
+    """Template arguments of the two types."""
+    return f"{keys.cpp}, {value_type(keys, values).cpp}"
