@@ -21,7 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"numerics", "dispatch"}),
     frozenset({"codebooks"}),
     frozenset({"ops"}),
-    frozenset({"cuda"}),
+    frozenset({"cuda", "portable"}),
     frozenset({"layers", "tuning"}),
     frozenset({"conversion", "checkpoints", "engine"}),
     frozenset({"integrations"}),

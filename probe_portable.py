@@ -1,0 +1,106 @@
+"""time every tile"""
+import os, sys, time, itertools
+from concurrent.futures import ProcessPoolExecutor
+import torch
+from torch import Tensor
+import qcut.ops
+from qcut.codebooks import layout, products
+from qcut.portable import triton as rt, codebook as cb, int8 as i8
+
+def prune(op,m):
+    pass
+SHAPES=[(14336,4096),(4096,14336),(4096,4096)]
+def graph_us(call, copies, reps=20):
+    s=torch.cuda.Stream(); 
+    with torch.cuda.stream(s):
+        call(0); torch.cuda.synchronize()
+        g=torch.cuda.CUDAGraph()
+        g.capture_begin()
+        for i in range(reps): call(i%copies)
+        g.capture_end()
+        g.replay(); torch.cuda.synchronize()
+        best=[]
+        for _ in range(3):
+            a,b=torch.cuda.Event(enable_timing=True),torch.cuda.Event(enable_timing=True)
+            a.record(); g.replay(); b.record(); b.synchronize(); best.append(a.elapsed_time(b)/reps*1e3)
+    return sorted(best)[1]
+class MT(Tensor): pass
+def codebook_case(m,n,k,dt,copies,bits=4,row_norm=False):
+    T,U=layout.row_tiles(n),k//128
+    out=[]
+    for c in range(copies):
+        units=torch.randint(0,256,(T,U,layout.unit_bytes(bits)),dtype=torch.uint8,device="cuda")
+        norms=torch.rand(T,U,1,8,2,device="cuda").half()
+        fold=torch.full((16*T,),100.,device="cuda") if dt is torch.int8 else None
+        x=(torch.randint(-127,128,(k//128,(m+7)//8,8,128),device="cuda").to(torch.int8) if dt is torch.int8 else torch.randn(k//64,(m+7)//8,8,64,device="cuda").to(dt)) if c==0 else out[0][0]
+        rs=torch.rand(m,device="cuda") if dt is torch.int8 else None
+        out.append((x,rs,m,units,norms,fold,torch.rand(n,device="cuda"),None,))
+    vals=torch.linspace(-2.5,2.6,16)
+    book=products.pack_book(vals, torch.float16 if dt is torch.int8 else dt)
+    return [a[:7]+(book,torch.zeros(n,device="cuda"),bits,"none",None,torch.float16 if dt is torch.int8 else dt,True,row_norm) for a in out]
+def linear_case(m,n,k,dt,copies):
+    out=[]
+    for c in range(copies):
+        out.append((torch.randint(-127,128,(m,k),device="cuda").to(torch.int8) if dt is torch.int8 else torch.randn(m,k,device="cuda").to(dt), torch.randint(-127,128,(n,k),dtype=torch.int8,device="cuda"), torch.rand(n,device="cuda"), torch.zeros(n,device="cuda"), "none", torch.float16))
+    return out
+CASES=[("cb",torch.float16,False),("cb",torch.int8,True),("cb",torch.int8,False),("i8",torch.int8,False),("i8",torch.float16,False)]
+def tiles(kind,m,dt):
+    return list(cb.tiles_of(m) if kind=="cb" else i8.tiles_of(m,dt is torch.int8))
+MS=[1,8,16,64,4096]
+def force(tile):
+    def lb(key,ts,launch,device): launch(tile)
+    rt.launch_best=lb
+def run_one(kind,dt,row_norm,m,n,k,tile,case,warm=False):
+    force(tile)
+    if kind=="cb":
+        from qcut.ops.codebook import CodebookGemm
+        call=lambda i: cb._multiply(CodebookGemm(*case[i]))
+    else:
+        def call(i):
+            x,w,cs,b,act,out=case[i]
+            return i8.product(x,w,cs,b,act,out,row_scale=None if dt is not torch.int8 else torch_rs(m))
+    if warm:
+        call(0); return None
+    return graph_us(call,len(case),20 if m<256 else 6)
+_rs={}
+def torch_rs(m):
+    if m not in _rs: _rs[m]=torch.rand(m,device="cuda")
+    return _rs[m]
+def work(job):
+    import triton
+    triton.runtime.jit.JITFunction.__getitem__=lambda self,grid:(lambda *a,**k:self.run(*a,grid=grid,warmup=True,**k))
+    kind,dt,rn,m,tile=job
+    n,k=512,512
+    case=codebook_case(m,n,k,dt,1,row_norm=rn) if kind=="cb" else linear_case(m,n,k,dt,1)
+    try:
+        t=time.time(); run_one(kind,dt,rn,m,n,k,tile,case,True); torch.cuda.synchronize(); return f"{kind} {dt} {m} {tile} {time.time()-t:.1f}s"
+    except Exception as e: return f"{kind} {dt} {m} {tile} FAIL {str(e)[:200]}"
+def jobs():
+    seen=set(); out=[]
+    for m in MS:
+        for kind,dt,rn in CASES:
+            for tile in tiles(kind,m,dt):
+                if (kind,dt,rn,tile) not in seen: seen.add((kind,dt,rn,tile)); out.append((kind,dt,rn,m,tile))
+    return out
+if __name__=="__main__":
+    if sys.argv[1]=="warm":
+        import multiprocessing as mp
+        with mp.get_context("spawn").Pool(int(sys.argv[2])) as p:
+            for r in p.imap_unordered(work,jobs(),chunksize=2): print(r,flush=True)
+    else:
+        end=time.time()+float(sys.argv[2])
+        for m in MS[::-1] if len(sys.argv)>3 else MS:
+          for kind,dt,rn in CASES:
+            for n,k in (SHAPES if m<100 else SHAPES[2:]+SHAPES[:1]):
+                nbytes=n*k//(2 if kind=="cb" else 1)
+                copies=1 if m>100 else max(1,min(10,(150<<20)//nbytes))
+                try: case=codebook_case(m,n,k,dt,copies,row_norm=rn) if kind=="cb" else linear_case(m,n,k,dt,copies)
+                except Exception as e: print("CASE",e); continue
+                res=[]
+                for tile in tiles(kind,m,dt):
+                    if time.time()>end: print("out of time"); sys.exit()
+                    try: us=run_one(kind,dt,rn,m,n,k,tile,case); res.append(us)
+                    except Exception as e: res.append(float("nan")); print(" !",tile,str(e)[:150].replace("\n"," "))
+                best=min((r for r in res if r==r),default=float("nan"))
+                print(f"{kind} {str(dt)[6:]} rn{int(rn)} m{m} {n}x{k}: best {best:.1f}us {2*m*n*k/best/1e6:.0f}TOPS {nbytes/best/1e3:.0f}GB/s | "+" ".join(f"{r:.1f}" for r in res),flush=True)
+                del case; torch.cuda.empty_cache()

@@ -1,0 +1,141 @@
+"""Triton itself: whether it is there, what it runs on, and the launch of a kernel in the fastest of its tiles."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from qcut.errors import UnsupportedError
+from qcut.process.locks import Lock
+
+_FLUSH_BYTES = 1 << 27
+_REPEATS = 5
+
+T = TypeVar("T")
+_choices: dict[Hashable, Any] = {}
+_lock = Lock()
+
+
+def required() -> Any:
+    """Import triton.
+
+    Raises:
+        UnsupportedError: triton is missing or does not load.
+    """
+    try:
+        return importlib.import_module("triton")
+    except Exception as error:  # a broken driver library raises what it likes
+        raise UnsupportedError(
+            f"the portable path needs triton, which does not load ({error}): pip install triton, in the version that "
+            "this build of torch names"
+        ) from error
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels, on the CPU: the variable TRITON_INTERPRET says so."""
+    return bool(required().knobs.runtime.interpret)
+
+
+def require_device(device: torch.device) -> None:
+    """Check that kernels run on a device.
+
+    Raises:
+        UnsupportedError: Triton has no kernels there.
+    """
+    if device.type != "cuda" and not interpreted():
+        raise UnsupportedError(
+            f"the portable path runs on GPUs, and tensors are on {device}; on the CPU it runs in Triton's interpreter "
+            "alone, with TRITON_INTERPRET=1 in the environment"
+        )
+
+
+def has_ptx(device: torch.device) -> bool:
+    """Whether a device takes PTX instructions, which kernels have where Triton's language has none as fast."""
+    return device.type == "cuda" and torch.version.hip is None and not interpreted()
+
+
+@contextlib.contextmanager
+def on(device: torch.device) -> Iterator[None]:
+    """Make a device the current one, on which Triton launches."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            yield
+    else:
+        yield
+
+
+def bucket(m: int) -> int:
+    """The most rows for which the tile of m rows is kept: a power of two."""
+    return 1 << (m - 1).bit_length()
+
+
+def launch_best(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], device: torch.device) -> None:
+    """Launch a kernel in the fastest of its tiles, measured at the first call and kept for the process.
+
+    A tile that a GPU cannot take, for its shared memory above all, is passed over. While a CUDA graph is captured
+    nothing can be measured: a call that has no tile yet takes the first that works, and keeps none.
+
+    Args:
+        key: all that decides which tile is fastest, the device included.
+        tiles: to choose from, the likeliest first.
+        launch: launches the kernel in a tile; calls may be repeated.
+        device: of the launch.
+
+    Raises:
+        UnsupportedError: the GPU takes no tile.
+    """
+    tile = _choices.get(key)
+    if tile is not None:
+        launch(tile)
+        return
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda" or capturing:
+        for tile in tiles:
+            if _works(launch, tile):
+                return
+        raise _no_tile(key)
+    with _lock:
+        tile = _choices.get(key)
+        if tile is None:
+            tile = _choices[key] = _fastest(key, tiles, launch, device)
+    launch(tile)
+
+
+def _fastest(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], device: torch.device) -> T:
+    working = [tile for tile in tiles if _works(launch, tile)]
+    if not working:
+        raise _no_tile(key)
+    if len(working) == 1:
+        return working[0]
+    # Weights that lie in the cache from the last launch would favour tiles that are slow on memory.
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times = []
+    for tile in working:
+        best = float("inf")
+        for _ in range(_REPEATS):
+            flush.zero_()
+            start.record()
+            launch(tile)
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end))
+        times.append(best)
+    return working[times.index(min(times))]
+
+
+def _works(launch: Callable[[T], None], tile: T) -> bool:
+    triton = required()
+    try:
+        launch(tile)
+    except (triton.runtime.errors.OutOfResources, triton.compiler.CompilationError):
+        return False
+    return True
+
+
+def _no_tile(key: Hashable) -> UnsupportedError:
+    return UnsupportedError(f"the portable path: no tile of the kernel {key} fits this GPU")
