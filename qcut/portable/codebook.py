@@ -51,11 +51,11 @@ def tiles_of(m: int) -> Sequence[Tile]:
     if m <= 16:
         rows = 8 if m <= 8 else 16
         return [
-            Tile(rows, 16, 2, True, 2, 4),
-            Tile(rows, 16, 4, True, 4, 3),
             Tile(rows, 32, 2, True, 4, 4),
-            Tile(rows, 16, 2, True, 1, 4),
+            Tile(rows, 16, 4, True, 4, 3),
+            Tile(rows, 16, 2, True, 2, 4),
             Tile(rows, 64, 1, True, 4, 4),
+            Tile(rows, 64, 2, True, 4, 3),
         ]
     if m <= 64:
         rows = 32 if m <= 32 else 64

@@ -276,7 +276,11 @@ def product(
         acc = tl.zeros((BM, BN), SUMS)
     for first in range(0, U, BU):
         inside = U - first
-        a = tl.load(x_at, mask=block < NB // BU * inside, other=0)
+        if TURNED:
+            # Rows that hold no token are not read: few tokens would be as many bytes as the weights.
+            a = tl.load(x_at, mask=(block < NB // BU * inside) & (row < M), other=0)
+        else:
+            a = tl.load(x_at, mask=block < NB // BU * inside, other=0)
         a = tl.reshape(a, (BM, BU * 128))
         words = index_words(units, tile, inside, U, BT, BU, BITS)
         norm = tl.load(norm_at, mask=u < inside, other=0)

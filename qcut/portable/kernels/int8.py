@@ -53,14 +53,15 @@ def widened(q, dtype: tl.constexpr, PTX: tl.constexpr):
         # Bytes become the lowest bits of 1,024: converting integers takes four times as long.
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 t;
+            .reg .b32 t, b;
+            mov.b32 b, 0x64806480;
             xor.b32 t, $2, 0x80808080;
             prmt.b32 $0, t, 0x64646464, 0x4140;
             prmt.b32 $1, t, 0x64646464, 0x4342;
-            sub.rn.f16x2 $0, $0, 0x64806480;
-            sub.rn.f16x2 $1, $1, 0x64806480;
+            sub.rn.f16x2 $0, $0, b;
+            sub.rn.f16x2 $1, $1, b;
             }""",
-            "=r,=r,r",
+            "=&r,=&r,r",
             [q],
             dtype=tl.float16,
             is_pure=True,
@@ -110,11 +111,18 @@ def product(
     else:
         acc = tl.zeros((BM, BN), sums)
     for first in range(0, K, BK):
+        inside = (k < K - first)[None, :]
         if WHOLE_K:
-            a, b = tl.load(x_at), tl.load(w_at)
+            b = tl.load(w_at)
         else:
-            inside = (k < K - first)[None, :]
-            a, b = tl.load(x_at, mask=inside, other=0), tl.load(w_at, mask=inside, other=0)
+            b = tl.load(w_at, mask=inside, other=0)
+        if TURNED:
+            # Rows that hold no token are not read: few tokens would be as many bytes as the weights.
+            a = tl.load(x_at, mask=(m < M)[:, None] & inside, other=0)
+        elif WHOLE_K:
+            a = tl.load(x_at)
+        else:
+            a = tl.load(x_at, mask=inside, other=0)
         if sums == tl.float32:
             b = widened(b, a.dtype, PTX)
         if TURNED:
