@@ -1,1 +1,1 @@
-"""The operators of layers as Triton kernels: for GPUs that qcut's CUDA kernels refuse, and wherever they are asked for."""
+"""The operators of layers as Triton kernels: for GPUs without qcut's CUDA kernels, and for whoever asks."""

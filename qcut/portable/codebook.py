@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qcut.codebooks import layout, products
+from qcut.codebooks import products
 from qcut.codebooks.layout import Geometry
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
 from qcut.ops.registry import serves
@@ -190,10 +190,9 @@ def _multiply(call: CodebookGemm) -> Tensor:
     if m == 0:
         return y
     device, is_int8 = y.device, call.tokens is torch.int8
-    x, row_scale, units, norms, fold, col_scale, bias, residual = (
-        None if t is None else t.contiguous()
-        for t in (call.x, call.row_scale, call.units, call.norms, call.fold, call.col_scale, call.bias, call.residual)
-    )
+    x, units, norms, col_scale = (t.contiguous() for t in (call.x, call.units, call.norms, call.col_scale))
+    vectors = (call.row_scale, call.fold, call.bias, call.residual)
+    row_scale, fold, bias, residual = (None if t is None else t.contiguous() for t in vectors)
     ptx = runtime.has_ptx(device)
     book = tuple(call.book)
     one_table = call.row_norm and ptx

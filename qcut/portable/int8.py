@@ -96,9 +96,7 @@ def quantized_by(x: Tensor, scale: float, zero_point: int, k_padded: int) -> Ten
     q = x.new_empty((m, k_padded), dtype=torch.int8)
     block = min(max(128, 1 << (k_padded - 1).bit_length()), 2048)
     with runtime.on(x.device):
-        kernels.quantize_by[(m, -(-k_padded // block))](
-            x, q, x.stride(0), k, k_padded, scale, zero_point, BLOCK=block
-        )
+        kernels.quantize_by[(m, -(-k_padded // block))](x, q, x.stride(0), k, k_padded, scale, zero_point, BLOCK=block)
     return q
 
 
@@ -129,9 +127,8 @@ def product(
     """
     (m, k), n, device = x.shape, len(weight), x.device
     y = x.new_empty((m, n), dtype=out)
-    weight, col_scale, bias, row_scale, colsum = (
-        None if t is None else t.contiguous() for t in (weight, col_scale, bias, row_scale, colsum)
-    )
+    weight, col_scale = weight.contiguous(), col_scale.contiguous()
+    bias, row_scale, colsum = (None if t is None else t.contiguous() for t in (bias, row_scale, colsum))
     ptx = runtime.has_ptx(device)
 
     def launch(tile: Tile) -> None:
@@ -196,8 +193,8 @@ def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
     if not call.x.numel():
         return call.fake()
     q = quantized_by(_rows(call.x), call.x_scale, call.x_zero_point, call.qweight.shape[1])
-    sums = {"colsum": call.colsum, "zero_point": call.x_zero_point}
-    y = product(q, call.qweight, call.col_scale, call.bias, call.activation, call.x.dtype, **sums)
+    weight, zero_point = (call.qweight, call.col_scale, call.bias), call.x_zero_point
+    y = product(q, *weight, call.activation, call.x.dtype, colsum=call.colsum, zero_point=zero_point)
     return y.view(*call.x.shape[:-1], -1)
 
 
@@ -220,7 +217,9 @@ def int8_linear(call: Int8Linear) -> Tensor:
     if not len(call.q):
         return call.fake()
     row_scale = call.q_scale
-    y = product(_rows(call.q), call.qweight, call.weight_scale, call.bias, call.activation, call.dtype, row_scale=row_scale)
+    y = product(
+        _rows(call.q), call.qweight, call.weight_scale, call.bias, call.activation, call.dtype, row_scale=row_scale
+    )
     numerics.raise_absmax(call.absmax, y)
     return y
 

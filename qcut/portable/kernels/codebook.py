@@ -150,9 +150,9 @@ def float_weights(words, norm, shift, table, book, OFFSETS: tl.constexpr, PTX: t
         four: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
         b0, b1, b2, b3, b4, b5, b6, b7 = book
         if OFFSETS:
-            asm: tl.constexpr = _F16_OFFSETS if dtype == tl.float16 else _BF16_OFFSETS
+            text: tl.constexpr = _F16_OFFSETS if dtype == tl.float16 else _BF16_OFFSETS
             a, b, c, d = tl.inline_asm_elementwise(
-                asm, _OUT4_OFFSETS, [words, b0, b1, b2, b3, b4, b5, b6, b7, norm, shift], four, True, 1
+                text, _OUT4_OFFSETS, [words, b0, b1, b2, b3, b4, b5, b6, b7, norm, shift], four, True, 1
             )
         else:
             asm: tl.constexpr = _F16 if dtype == tl.float16 else _BF16
@@ -175,7 +175,9 @@ def float_weights(words, norm, shift, table, book, OFFSETS: tl.constexpr, PTX: t
 
 
 @triton.jit
-def int8_weights(words, norm, fold0, fold1, table, book, ONE_TABLE: tl.constexpr, PTX: tl.constexpr, EXACT: tl.constexpr):
+def int8_weights(
+    words, norm, fold0, fold1, table, book, ONE_TABLE: tl.constexpr, PTX: tl.constexpr, EXACT: tl.constexpr
+):
     """Weights ``[..., 2 (r), 2 (h), 2 (e)]``: `qcut.codebooks.layout.int8_weight`, bitwise.
 
     ONE_TABLE: the book is a table of 16 bytes for all rows. EXACT: multiply in float64, where no fused product is.

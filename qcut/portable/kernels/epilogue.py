@@ -32,7 +32,7 @@ def activated(v, ACTIVATION: tl.constexpr):
 def store_rows(
     y, v, residual, bias, m, n, M, N, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr
 ):
-    """Add the bias, apply the activation, add the residual, round and store: a tile ``[BM, BN]`` at rows m, columns n."""
+    """Add the bias, apply the activation, add the residual, round and store a tile ``[BM, BN]``: rows m, columns n."""
     inside = (m < M)[:, None] & (n < N)[None, :]
     if HAS_BIAS:
         v += tl.load(bias + n, mask=n < N, other=0.0)[None, :]

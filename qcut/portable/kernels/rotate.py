@@ -8,7 +8,7 @@ from qcut.portable.kernels.epilogue import rounded
 
 @triton.jit
 def hadamard(v, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
-    """The Walsh-Hadamard transform of groups of ``2**STAGES`` values in ``v [COLUMNS]``, butterflies in torch's order."""
+    """The Walsh-Hadamard transform of groups of ``2**STAGES`` values in ``v [COLUMNS]``, in torch's order."""
     for stage in tl.static_range(STAGES):
         pairs = tl.reshape(v, (COLUMNS // (2 << stage), 2, 1 << stage))
         low, high = tl.split(tl.permute(pairs, (0, 2, 1)))

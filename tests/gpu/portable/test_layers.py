@@ -126,6 +126,8 @@ def test_activations(activation: str) -> None:
         got = gpu(x).double()
     ulp = torch.maximum(v.abs(), want.abs()) * 2.0**-23
     assert bool(((got - want).abs() <= 8 * ulp).all())
+
+
 @pytest.mark.usefixtures("likely_tiles")
 def test_special_tokens() -> None:
     cpu = layer("w8a8")
@@ -165,6 +167,8 @@ def test_a_cuda_graph_and_compiled_code(scheme: str) -> None:
         static.copy_(x)
         graph.replay()
         assert_same(y, want)
+
+
 @pytest.mark.usefixtures("likely_tiles")
 def test_a_capture_before_any_call() -> None:
     gpu = layer("w8a8", 96, 48).to(DEVICE)
@@ -188,6 +192,8 @@ def test_no_memory_of_the_weights_size(scheme: str) -> None:
         y = gpu(x)
         activations = y.nbytes + 3 * x.nbytes
         assert torch.cuda.max_memory_allocated() - before <= activations + (1 << 20)
+
+
 @pytest.mark.usefixtures("likely_tiles")
 def test_a_gpu_that_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [layer(scheme).to(DEVICE) for scheme in ("w8a8", "codebook4_int8")]
@@ -195,7 +201,7 @@ def test_a_gpu_that_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     want = [gpu(x) for gpu in layers]
     monkeypatch.setattr(paths, "_refusals", {0: "GPU Thor has compute capability 11.0"})
     monkeypatch.setattr(paths, "_warned", set())
-    with pytest.warns(PathWarning, match="compute capability 11.0. Layers run Triton's kernels") as caught:
+    with pytest.warns(PathWarning, match="11[.]0[.] Layers run Triton's kernels") as caught:
         got = [gpu(x) for gpu in layers]
     assert len(caught) == 1
     for a, b in zip(got, want, strict=True):
@@ -203,8 +209,10 @@ def test_a_gpu_that_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layers[0](x)
-    with pytest.raises(UnsupportedError, match="compute capability 11.0; layers alone"):
+    with pytest.raises(UnsupportedError, match="11[.]0; layers alone"):
         torch.ops.qcut.silu_mul(x, x)
+
+
 @pytest.mark.usefixtures("likely_tiles")
 def test_paths_are_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the portable path no CUDA kernel of qcut's runs."""
