@@ -36,10 +36,10 @@ def execution_path(name: str) -> Iterator[None]:
     """Choose how layers compute within a block, in the thread that runs it.
 
     Args:
-        name: ``fused``: CUDA kernels on GPUs that have them, plain torch on the CPU. ``portable``: Triton kernels on any
-            GPU that Triton knows, which decode weights on their way to the product; on the CPU in its interpreter, with
-            TRITON_INTERPRET=1. ``explicit``: plain torch everywhere: weights unpacked, looked up, multiplied and
-            rescaled. Integers are the same on all three.
+        name: ``fused``: CUDA kernels on GPUs that have them, plain torch on the CPU. ``portable``: Triton kernels on
+            any GPU that Triton knows, which decode weights on their way to the product; on the CPU in Triton's
+            interpreter, with TRITON_INTERPRET=1. ``explicit``: plain torch everywhere: weights unpacked, looked up,
+            multiplied and rescaled. Integers are the same on all three.
 
     Raises:
         ConfigError: another name.

@@ -201,7 +201,7 @@ def test_a_gpu_that_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     want = [gpu(x) for gpu in layers]
     monkeypatch.setattr(paths, "_refusals", {0: "GPU Thor has compute capability 11.0"})
     monkeypatch.setattr(paths, "_warned", set())
-    with pytest.warns(PathWarning, match="11[.]0[.] Layers run Triton's kernels") as caught:
+    with pytest.warns(PathWarning, match=r"11[.]0[.] Layers run Triton's kernels") as caught:
         got = [gpu(x) for gpu in layers]
     assert len(caught) == 1
     for a, b in zip(got, want, strict=True):
@@ -209,7 +209,7 @@ def test_a_gpu_that_kernels_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layers[0](x)
-    with pytest.raises(UnsupportedError, match="11[.]0; layers alone"):
+    with pytest.raises(UnsupportedError, match=r"11[.]0; layers alone"):
         torch.ops.qcut.silu_mul(x, x)
 
 
