@@ -30,6 +30,7 @@ class Tile(NamedTuple):
         warps: of a program.
         stages: steps whose loads are under way.
         group: tiles of rows that take turns on the columns.
+        boxes: whether tiles are loaded by tensor descriptors.
     """
 
     rows: int
@@ -39,6 +40,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     group: int = 8
+    boxes: bool = False
 
 
 def tiles_of(m: int, is_int8: bool) -> Sequence[Tile]:
@@ -62,6 +64,9 @@ def tiles_of(m: int, is_int8: bool) -> Sequence[Tile]:
         ]
     if is_int8:
         return [
+            Tile(128, 256, 128, False, 8, 3, boxes=True),
+            Tile(128, 256, 128, False, 8, 4, boxes=True),
+            Tile(128, 128, 128, False, 4, 4, boxes=True),
             Tile(128, 256, 128, False, 8, 3),
             Tile(128, 128, 128, False, 4, 4),
             Tile(256, 128, 128, False, 8, 3),
@@ -69,6 +74,8 @@ def tiles_of(m: int, is_int8: bool) -> Sequence[Tile]:
             Tile(64, 64, 128, False, 4, 5),
         ]
     return [
+        Tile(256, 128, 64, True, 8, 3, boxes=True),
+        Tile(128, 256, 64, True, 8, 3, boxes=True),
         Tile(256, 128, 64, True, 8, 3),
         Tile(128, 256, 64, True, 8, 3),
         Tile(128, 128, 64, True, 4, 4),
@@ -130,12 +137,18 @@ def product(
     weight, col_scale = weight.contiguous(), col_scale.contiguous()
     bias, row_scale, colsum = (None if t is None else t.contiguous() for t in (bias, row_scale, colsum))
     ptx = runtime.has_ptx(device)
+    boxes = runtime.has_boxes(x) and runtime.has_boxes(weight)
+    tiles = [tile for tile in tiles_of(m, x.dtype is torch.int8) if boxes or not tile.boxes]
 
     def launch(tile: Tile) -> None:
+        x_box = runtime.box(x, (tile.rows, tile.depth)) if tile.boxes else None
+        w_box = runtime.box(weight, (tile.columns, tile.depth)) if tile.boxes else None
         grid = (-(-m // tile.rows) * -(-n // tile.columns),)
         kernels.product[grid](
             x,
             weight,
+            x_box,
+            w_box,
             y,
             row_scale,
             col_scale,
@@ -157,15 +170,16 @@ def product(
             BK=tile.depth,
             GROUP=tile.group,
             TURNED=tile.turned,
+            BOXES=tile.boxes,
             PTX=ptx,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,
         )
 
-    key = ("int8", x.dtype, out, runtime.bucket(m), n, k, device)
+    key = ("int8", x.dtype, out, runtime.bucket(m), n, k, boxes, device)
     with runtime.on(device):
-        runtime.launch_best(key, tiles_of(m, x.dtype is torch.int8), launch, device)
+        runtime.launch_best(key, tiles, launch, device)
     return y
 
 

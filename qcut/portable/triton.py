@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from qcut.errors import UnsupportedError
 from qcut.process.locks import Lock
@@ -56,6 +57,19 @@ def require_device(device: torch.device) -> None:
 def has_ptx(device: torch.device) -> bool:
     """Whether a device takes PTX instructions, which kernels have where Triton's language has none as fast."""
     return device.type == "cuda" and torch.version.hip is None and not interpreted()
+
+
+def has_boxes(x: Tensor) -> bool:
+    """Whether a GPU loads tiles of a matrix with unit column stride by tensor descriptors."""
+    if not has_ptx(x.device) or torch.cuda.get_device_capability(x.device)[0] < 9:
+        return False
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def box(x: Tensor, tile: tuple[int, int]) -> Any:
+    """A tensor descriptor that loads tiles of a matrix."""
+    descriptors = importlib.import_module("triton.tools.tensor_descriptor")
+    return descriptors.TensorDescriptor(x, list(x.shape), [x.stride(0), 1], list(tile))
 
 
 @contextlib.contextmanager

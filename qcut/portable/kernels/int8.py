@@ -74,6 +74,8 @@ def widened(q, dtype: tl.constexpr, PTX: tl.constexpr):
 def product(
     x,
     w,
+    x_box,
+    w_box,
     y,
     row_scale,
     col_scale,
@@ -95,11 +97,13 @@ def product(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     TURNED: tl.constexpr,
+    BOXES: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """``y = act(f(x w^T) + bias)``: tokens int8 with exact sums, or of 16 bits with float32 sums, weights int8.
 
-    TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill.
+    TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. BOXES loads tiles by tensor
+    descriptors, which a unit of the GPU's own carries out.
     """
     m0, n0 = tile_of(M, N, BM, BN, GROUP)
     m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
@@ -112,11 +116,15 @@ def product(
         acc = tl.zeros((BM, BN), sums)
     for first in range(0, K, BK):
         inside = (k < K - first)[None, :]
-        if WHOLE_K:
+        if BOXES:
+            b = w_box.load([n0, first])
+        elif WHOLE_K:
             b = tl.load(w_at)
         else:
             b = tl.load(w_at, mask=inside, other=0)
-        if TURNED:
+        if BOXES:
+            a = x_box.load([m0, first])
+        elif TURNED:
             # Rows that hold no token are not read: few tokens would be as many bytes as the weights.
             a = tl.load(x_at, mask=(m < M)[:, None] & inside, other=0)
         elif WHOLE_K:
