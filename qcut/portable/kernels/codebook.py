@@ -251,12 +251,10 @@ def product(
     BT: tl.constexpr = BN // 16
     # A block holds 128 bytes of each token, in 8 chunks: chunk c of token r lies at c ^ (r % 8).
     PER: tl.constexpr = 16 if INT8 else 8
-    NB: tl.constexpr = 16 * BU // PER
-    row = tl.minimum(m, blocks * 8 - 1)[:, None, None, None]
-    block = tl.arange(0, NB)[None, :, None, None]
-    chunk = tl.arange(0, 8)[None, None, :, None] ^ (row & 7)
-    line = block.to(tl.int64) * (blocks * 8) + row
-    x_at = x + (line * 8 + chunk) * PER + tl.arange(0, PER)[None, None, None, :]
+    k = tl.arange(0, BU * 128)[None, :]
+    row = tl.minimum(m, blocks * 8 - 1)[:, None]
+    line = k // (8 * PER) * (blocks * 8) + row
+    x_place = (line * 8 + ((k // PER % 8) ^ (row % 8))) * PER + k % PER
     first_tile = n0 // 16
     tile = tl.minimum(first_tile + tl.arange(0, BT), (N + 63) // 64 * 4 - 1)
     g = tl.arange(0, 8)[None, None, None, :, None, None]
@@ -280,10 +278,11 @@ def product(
         inside = U - first
         if TURNED:
             # Rows that hold no token are not read: few tokens would be as many bytes as the weights.
-            a = tl.load(x_at, mask=(block < NB // BU * inside) & (row < M), other=0)
+            a = tl.load(x + x_place, mask=(k < inside * 128) & (row < M), other=0)
+        elif BU == 1:
+            a = tl.load(x + x_place)
         else:
-            a = tl.load(x_at, mask=block < NB // BU * inside, other=0)
-        a = tl.reshape(a, (BM, BU * 128))
+            a = tl.load(x + x_place, mask=k < inside * 128, other=0)
         words = index_words(units, tile, inside, U, BT, BU, BITS)
         norm = tl.load(norm_at, mask=u < inside, other=0)
         if INT8:
@@ -303,7 +302,7 @@ def product(
             acc = tl.dot(w, tl.trans(a), acc, out_dtype=SUMS)
         else:
             acc = tl.dot(a, tl.trans(w), acc, out_dtype=SUMS)
-        x_at += NB * blocks.to(tl.int64) * (64 * PER)
+        x += blocks.to(tl.int64) * (BU * 1024)
         units += BU * 64 * BITS
         norm_at += BU * SLOTS * 8 * WORDS
     if TURNED:
