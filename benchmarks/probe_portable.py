@@ -44,9 +44,23 @@ def linear_case(m,n,k,dt,copies):
         out.append((torch.randint(-127,128,(m,k),device="cuda").to(torch.int8) if dt is torch.int8 else torch.randn(m,k,device="cuda").to(dt), torch.randint(-127,128,(n,k),dtype=torch.int8,device="cuda"), torch.rand(n,device="cuda"), torch.zeros(n,device="cuda"), "none", torch.float16))
     return out
 CASES=[("cb",torch.float16,False),("cb",torch.int8,True),("cb",torch.int8,False),("i8",torch.int8,False),("i8",torch.float16,False)]
+T=cb.Tile
+I=i8.Tile
 def tiles(kind,m,dt):
-    return list(cb.tiles_of(m) if kind=="cb" else i8.tiles_of(m,dt is torch.int8))
-MS=[1,8,16,64,4096]
+    if kind=="cb":
+        base=list(cb.tiles_of(m))
+        r=8 if m<=8 else 16 if m<=16 else 32 if m<=32 else 64
+        if m<=16: base+=[T(r,32,4,True,4,3),T(r,64,1,True,4,5),T(r,128,1,True,8,4),T(r,32,2,True,2,4)]
+        elif m<=64: base+=[T(r,128,1,True,8,3),T(r,64,1,False,4,3)]
+        else: base+=[T(128,256,1,False,8,2),T(256,64,1,False,8,3),T(128,128,1,False,8,2),T(128,128,1,False,4,3)]+([T(128,256,1,False,8,3),T(256,128,1,False,8,4)] if dt is torch.int8 else [])
+    else:
+        base=list(i8.tiles_of(m,dt is torch.int8))
+        if m<=16: base+=[I(16,64,256,True,4,3),I(16,64,256,True,4,4),I(16,128,128,True,4,4)]
+        elif m<=64: base+=[I(64,64,256,True,8,3)]
+        elif dt is torch.int8: base+=[I(128,256,128,False,8,4),I(256,128,128,False,8,3,boxes=True)]
+        else: base+=[I(128,128,64,True,4,4,boxes=True),I(128,128,128,True,4,3),I(128,256,128,True,8,2)]
+    return list(dict.fromkeys(base))
+MS=[1,8,64,4096]
 def force(tile):
     def lb(key,ts,launch,device): launch(tile)
     rt.launch_best=lb
@@ -89,9 +103,18 @@ if __name__=="__main__":
             for r in p.imap_unordered(work,jobs(),chunksize=2): print(r,flush=True)
     else:
         end=time.time()+float(sys.argv[2])
+        for m,k in ((1,4096),(1,14336),(8,4096),(4096,4096),(4096,14336)):
+            x=torch.randn(m,k,device="cuda").half()
+            from qcut.codebooks import tokens
+            from qcut.ops.codebook import RotateTokens
+            ops=tokens.operands("hadamard",128,k,[1],torch.float16,"cuda")
+            a=graph_us(lambda i: cb._rotate(RotateTokens(x,ops,"hadamard",128,[1],torch.float16)),1)
+            b=graph_us(lambda i: cb._rotate(RotateTokens(x,ops,"hadamard",128,[1],torch.int8)),1)
+            c=graph_us(lambda i: i8.quantized_rows(x,k),1); d=graph_us(lambda i: i8.quantized_by(x,.1,3,k),1)
+            print(f"tokens m{m} k{k}: halves {a:.1f} int8 {b:.1f} rows {c:.1f} static {d:.1f}",flush=True)
         for m in MS[::-1] if len(sys.argv)>3 else MS:
           for kind,dt,rn in CASES:
-            for n,k in (SHAPES if m<100 else SHAPES[2:]+SHAPES[:1]):
+            for n,k in (SHAPES[:2] if m<100 else SHAPES[:1]):
                 nbytes=n*k//(2 if kind=="cb" else 1)
                 copies=1 if m>100 else max(1,min(10,(150<<20)//nbytes))
                 try: case=codebook_case(m,n,k,dt,copies,row_norm=rn) if kind=="cb" else linear_case(m,n,k,dt,copies)
@@ -100,7 +123,7 @@ if __name__=="__main__":
                 for tile in tiles(kind,m,dt):
                     if time.time()>end: print("out of time"); sys.exit()
                     try: us=run_one(kind,dt,rn,m,n,k,tile,case); res.append(us)
-                    except Exception as e: res.append(float("nan")); print(" !",tile,str(e)[:150].replace("\n"," "))
+                    except Exception as e: res.append(float("nan")); print(" !",tile,str(e)[:150].replace("\n"," ")); torch.cuda.synchronize()
                 best=min((r for r in res if r==r),default=float("nan"))
                 print(f"{kind} {str(dt)[6:]} rn{int(rn)} m{m} {n}x{k}: best {best:.1f}us {2*m*n*k/best/1e6:.0f}TOPS {nbytes/best/1e3:.0f}GB/s | "+" ".join(f"{r:.1f}" for r in res),flush=True)
                 del case; torch.cuda.empty_cache()

@@ -68,9 +68,9 @@ def tiles_of(m: int) -> Sequence[Tile]:
     return [
         Tile(256, 128, 1, False, 8, 3),
         Tile(128, 128, 1, False, 8, 3),
-        Tile(128, 64, 1, False, 4, 4),
-        Tile(64, 64, 1, False, 4, 4),
         Tile(256, 128, 1, False, 8, 2),
+        Tile(128, 64, 1, False, 4, 3),
+        Tile(64, 64, 1, False, 4, 4),
     ]
 
 

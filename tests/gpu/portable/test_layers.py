@@ -73,7 +73,7 @@ def tokens(m: int, k: int = 384, dtype: torch.dtype = HALF) -> Tensor:
 def test_int8_products_are_the_same_on_three_paths(scheme: str, dtype: torch.dtype) -> None:
     cpu = layer(scheme, activation="relu")
     gpu = copy.deepcopy(cpu).to(DEVICE)
-    for m in (5, 150):
+    for m in (5, 150) if scheme in (EXACT[0], EXACT[2], EXACT[4]) else (5,):
         x = tokens(m, dtype=dtype)
         want = cpu(x)
         # Many tokens are W8A8's in CUTLASS kernels, which take nvcc a minute.
@@ -85,11 +85,12 @@ def test_int8_products_are_the_same_on_three_paths(scheme: str, dtype: torch.dty
 
 
 @pytest.mark.usefixtures("likely_tiles")
-@pytest.mark.parametrize("dtype", [HALF, BRAIN])
-@pytest.mark.parametrize("scheme", NEAR)
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [*((scheme, HALF) for scheme in NEAR), *((scheme, BRAIN) for scheme in NEAR[:4])]
+)
 def test_16_bit_products_are_near(scheme: str, dtype: torch.dtype) -> None:
     gpu = layer(scheme, activation="relu").to(DEVICE)
-    for m in (5, 150):
+    for m in (5, 150) if scheme in NEAR[:2] else (5,):
         x = tokens(m, dtype=dtype).to(DEVICE)
         with qcut.execution_path("explicit"):
             want = gpu(x).double()
@@ -103,11 +104,11 @@ def test_16_bit_products_are_near(scheme: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("likely_tiles")
-@pytest.mark.parametrize("scheme", ["w8a8", "codebook4_int8"])
-def test_every_number_of_tokens_to_40(scheme: str) -> None:
+@pytest.mark.parametrize(("scheme", "most"), [("w8a8", 40), ("codebook4_int8", 20)])
+def test_every_number_of_tokens(scheme: str, most: int) -> None:
     cpu = layer(scheme, 128, 72)
     gpu = copy.deepcopy(cpu).to(DEVICE)
-    for m in range(1, 41):
+    for m in range(1, most + 1):
         x = tokens(m, 128)
         with qcut.execution_path("portable"):
             assert_same(gpu(x.to(DEVICE)).cpu(), cpu(x))
@@ -153,7 +154,7 @@ def test_tokens_of_any_strides(scheme: str) -> None:
 
 
 @pytest.mark.usefixtures("likely_tiles")
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "codebook4", "codebook4_int8"])
+@pytest.mark.parametrize("scheme", ["w8a8", "codebook4"])
 def test_a_cuda_graph_and_compiled_code(scheme: str) -> None:
     gpu = layer(scheme).to(DEVICE)
     x = tokens(5).to(DEVICE)
