@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qcut.errors import UnsupportedError
+from qcut.jit.device import capture_tolerated
 from qcut.process.locks import Lock
 
 _FLUSH_BYTES = 1 << 27
@@ -74,12 +75,19 @@ def box(x: Tensor, tile: tuple[int, int]) -> Any:
 
 @contextlib.contextmanager
 def on(device: torch.device) -> Iterator[None]:
-    """Make a device the current one, on which Triton launches."""
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            yield
-    else:
+    """Make a device the current one, on which Triton launches, and let it load kernels while a graph is captured."""
+    with contextlib.ExitStack() as stack:
+        if device.type == "cuda":
+            if device.index != torch.cuda.current_device():
+                stack.enter_context(torch.cuda.device(device))
+            if has_ptx(device) and is_capturing(device):
+                stack.enter_context(capture_tolerated())
         yield
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched on the device now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def bucket(m: int) -> int:
@@ -106,8 +114,7 @@ def launch_best(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], 
     if tile is not None:
         launch(tile)
         return
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if device.type != "cuda" or capturing:
+    if device.type != "cuda" or is_capturing(device):
         for tile in tiles:
             if _works(launch, tile):
                 return
