@@ -46,10 +46,10 @@ class Tile(NamedTuple):
     group: int = 8
 
 
-def tiles_of(m: int) -> Sequence[Tile]:
-    """The tiles to choose from for m tokens, the likeliest first."""
+def tiles_of(m: int, narrow: bool = True) -> Sequence[Tile]:
+    """The tiles to choose from for m tokens, the likeliest first; ``narrow``: tensor cores take 8 columns."""
     if m <= 16:
-        rows = 8 if m <= 8 else 16
+        rows = 8 if m <= 8 and narrow else 16
         return [
             Tile(rows, 32, 2, True, 4, 4),
             Tile(rows, 16, 4, True, 4, 3),
@@ -243,7 +243,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
     kind = (call.bits, slots, norms.shape[4], one_table, residual is not None)
     key = ("codebook", x.dtype, y.dtype, runtime.bucket(m), n, units.shape[1], kind, device)
     with runtime.on(device):
-        runtime.launch_best(key, tiles_of(m), launch, device)
+        runtime.launch_best(key, tiles_of(m, narrow=ptx), launch, device)
     return y
 
 

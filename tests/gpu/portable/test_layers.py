@@ -47,7 +47,7 @@ def likely_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tile of each list: Triton takes a second for each."""
     for module in (codebook, int8):
         tiles_of = module.tiles_of
-        monkeypatch.setattr(module, "tiles_of", lambda *args, all_of=tiles_of: all_of(*args)[:1])
+        monkeypatch.setattr(module, "tiles_of", lambda *args, all_of=tiles_of, **kw: all_of(*args, **kw)[:1])
     monkeypatch.setattr(triton, "_choices", {})
 
 
