@@ -241,7 +241,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
         )
 
     kind = (call.bits, slots, norms.shape[4], one_table, residual is not None)
-    key = ("codebook", x.dtype, y.dtype, runtime.bucket(m), n, units.shape[1], kind, device)
+    key = ("codebook", x.dtype, y.dtype, runtime.bucket(m), n, units.shape[1], kind)
     with runtime.on(device):
         runtime.launch_best(key, tiles_of(m, narrow=ptx), launch, device)
     return y

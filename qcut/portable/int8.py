@@ -177,7 +177,7 @@ def product(
             enable_fp_fusion=False,
         )
 
-    key = ("int8", x.dtype, out, runtime.bucket(m), n, k, boxes, device)
+    key = ("int8", x.dtype, out, runtime.bucket(m), n, k, boxes)
     with runtime.on(device):
         runtime.launch_best(key, tiles, launch, device)
     return y

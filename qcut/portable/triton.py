@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from qcut import __version__
 from qcut.errors import UnsupportedError
 from qcut.jit.device import capture_tolerated
 from qcut.process.locks import Lock
 
 _FLUSH_BYTES = 1 << 27
 _REPEATS = 5
+_CHOICE = "tile"
 
 T = TypeVar("T")
 _choices: dict[Hashable, Any] = {}
@@ -96,13 +100,13 @@ def bucket(m: int) -> int:
 
 
 def launch_best(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], device: torch.device) -> None:
-    """Launch a kernel in the fastest of its tiles, measured at the first call and kept for the process.
+    """Launch a kernel in the fastest of its tiles, measured at the first call and kept in Triton's cache.
 
     A tile that a GPU cannot take, for its shared memory above all, is passed over. While a CUDA graph is captured
     nothing can be measured: a call that has no tile yet takes the first that works, and keeps none.
 
     Args:
-        key: all that decides which tile is fastest, the device included.
+        key: all that decides which tile is fastest on a GPU, of values that print alike in every process.
         tiles: to choose from, the likeliest first.
         launch: launches the kernel in a tile; calls may be repeated.
         device: of the launch.
@@ -110,7 +114,7 @@ def launch_best(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], 
     Raises:
         UnsupportedError: the GPU takes no tile.
     """
-    tile = _choices.get(key)
+    tile = _choices.get((key, device))
     if tile is not None:
         launch(tile)
         return
@@ -120,9 +124,13 @@ def launch_best(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], 
                 return
         raise _no_tile(key)
     with _lock:
-        tile = _choices.get(key)
+        tile = _choices.get((key, device))
         if tile is None:
-            tile = _choices[key] = _fastest(key, tiles, launch, device)
+            tile = _kept(key, tiles, device)
+            if tile is None or not _works(launch, tile):
+                tile = _fastest(key, tiles, launch, device)
+                _keep(key, tiles, device, tile)
+            _choices[key, device] = tile
     launch(tile)
 
 
@@ -147,6 +155,29 @@ def _fastest(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], dev
             best = min(best, start.elapsed_time(end))
         times.append(best)
     return working[times.index(min(times))]
+
+
+def _store(key: Hashable, tiles: Sequence[T], device: torch.device) -> Any:
+    """The entry of Triton's cache that keeps a choice, for GPUs of the device's name."""
+    triton = required()
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    facts = repr((__version__, triton.__version__, gpu, key, list(tiles)))
+    return triton.runtime.cache.get_cache_manager(hashlib.sha256(facts.encode()).hexdigest())
+
+
+def _kept(key: Hashable, tiles: Sequence[T], device: torch.device) -> T | None:
+    """The tile that another process has measured to be the fastest; None where none has."""
+    try:
+        path = _store(key, tiles, device).get_file(_CHOICE)
+        number = -1 if path is None else int(Path(path).read_bytes()[:8])
+    except (OSError, ValueError):
+        return None
+    return tiles[number] if 0 <= number < len(tiles) else None
+
+
+def _keep(key: Hashable, tiles: Sequence[T], device: torch.device, tile: T) -> None:
+    with contextlib.suppress(OSError):  # a cache that cannot be written: the next process measures again
+        _store(key, tiles, device).put(str(tiles.index(tile)), _CHOICE, binary=False)
 
 
 def _works(launch: Callable[[T], None], tile: T) -> bool:

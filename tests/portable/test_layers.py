@@ -179,6 +179,20 @@ def test_the_first_tile_that_fits_serves_where_nothing_can_be_measured():
         triton.launch_best("kernel", [0, 1], launch, torch.device("cpu"))
 
 
+def test_a_choice_is_kept_for_other_processes(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    cpu = torch.device("cpu")
+    assert triton._kept("kernel", ["a", "b"], cpu) is None
+    triton._keep("kernel", ["a", "b"], cpu, "b")
+    assert triton._kept("kernel", ["a", "b"], cpu) == "b"
+    assert triton._kept("kernel", ["b", "a"], cpu) is None  # other tiles to choose from
+    assert triton._kept("other", ["a", "b"], cpu) is None
+    (file,) = (path for path in tmp_path.rglob("tile*") if path.is_file())
+    for content in (b"7", b"", b"\xff", b"-1"):
+        file.write_bytes(content)
+        assert triton._kept("kernel", ["a", "b"], cpu) is None
+
+
 @pytest.mark.parametrize("m", [1, 2, 3, 64, 65, 4096])
 def test_buckets(m):
     assert m <= triton.bucket(m) < 2 * m

@@ -235,6 +235,7 @@ def test_paths_are_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_fastest_tile_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "_choices", {})
+    monkeypatch.setattr(triton, "_kept", lambda *args: None)
     gpu = layer("w8a8", 2048, 1024).to(DEVICE)
     x = tokens(4, 2048).to(DEVICE)
     with qcut.execution_path("portable"):
