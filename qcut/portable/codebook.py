@@ -65,6 +65,14 @@ def tiles_of(m: int, narrow: bool = True) -> Sequence[Tile]:
             Tile(rows, 64, 1, True, 4, 4),
             Tile(rows, 64, 1, False, 4, 4),
         ]
+    if m <= 256:
+        return [
+            Tile(64, 64, 1, False, 4, 4),
+            Tile(128, 64, 1, False, 4, 3),
+            Tile(128, 32, 1, False, 4, 4),
+            Tile(64, 32, 2, True, 4, 3),
+            Tile(128, 128, 1, False, 8, 3),
+        ]
     return [
         Tile(256, 128, 1, False, 8, 3),
         Tile(128, 128, 1, False, 8, 3),

@@ -62,6 +62,15 @@ def tiles_of(m: int, is_int8: bool) -> Sequence[Tile]:
             Tile(rows, 64, 256, True, 4, 3),
             Tile(rows, 128, 128, True, 4, 4),
         ]
+    if m <= 256:
+        depth = 128 if is_int8 else 64
+        return [
+            Tile(64, 64, 2 * depth, not is_int8, 4, 3),
+            Tile(128, 64, depth, not is_int8, 4, 4),
+            Tile(128, 32, 2 * depth, is_int8, 4, 3),
+            Tile(128, 128, depth, not is_int8, 8, 4),
+            Tile(64, 32, 2 * depth, True, 4, 4),
+        ]
     if is_int8:
         return [
             Tile(128, 256, 128, False, 8, 3, boxes=True),
