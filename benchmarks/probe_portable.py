@@ -50,12 +50,12 @@ def tiles(kind,m,dt):
     if kind=="cb":
         base=list(cb.tiles_of(m))
         r=8 if m<=8 else 16 if m<=16 else 32 if m<=32 else 64
-        if m<=16: base+=[T(r,32,4,True,4,3),T(r,64,1,True,4,5),T(r,128,1,True,8,4),T(r,32,2,True,2,4)]
+        if m<=16: base+=[T(r,32,4,True,4,3),T(r,64,1,True,4,5),T(r,128,1,True,8,4),T(r,32,2,True,2,4),T(64,64,1,False,4,4),T(64,32,2,False,4,3),T(64,128,1,False,8,3)]
         elif m<=256: base+=[] if m>64 else [T(r,128,1,True,8,3),T(r,64,1,False,4,3)]
         else: base+=[T(128,256,1,False,8,2),T(256,64,1,False,8,3),T(128,128,1,False,8,2),T(128,128,1,False,4,2)]+([T(128,256,1,False,8,3),T(256,128,1,False,8,4)] if dt is torch.int8 else [])
     else:
         base=list(i8.tiles_of(m,dt is torch.int8))
-        if m<=16: base+=[I(16,64,256,True,4,3),I(16,64,256,True,4,4),I(16,128,128,True,4,4)]
+        if m<=16: base+=[I(16,64,256,True,4,3),I(16,64,256,True,4,4),I(16,128,128,True,4,4),I(64,32,256,False,4,4),I(64,64,256,False,4,3)]
         elif m<=256: base+=[] if m>64 else [I(64,64,256,True,8,3)]
         elif dt is torch.int8: base+=[I(128,256,128,False,8,4),I(256,128,128,False,8,3,boxes=True)]
         else: base+=[I(128,128,64,True,4,4,boxes=True),I(128,128,128,True,4,3),I(128,256,128,True,8,2)]

@@ -243,6 +243,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
             BU=tile.units,
             GROUP=tile.group,
             TURNED=tile.turned,
+            SPARSE=2 * m <= tile.rows,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **options,

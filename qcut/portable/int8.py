@@ -179,6 +179,7 @@ def product(
             BK=tile.depth,
             GROUP=tile.group,
             TURNED=tile.turned,
+            SPARSE=2 * m <= tile.rows,
             BOXES=tile.boxes,
             PTX=ptx,
             num_warps=tile.warps,

@@ -41,6 +41,7 @@ OPTIONS: dict[str, Any] = {
     "ONE_TABLE": False,
     "EXACT": False,
     "GROUP": 8,
+    "SPARSE": True,
     "SLOTS": 2,
 }
 

@@ -240,10 +240,12 @@ def product(
     BU: tl.constexpr,
     GROUP: tl.constexpr,
     TURNED: tl.constexpr,
+    SPARSE: tl.constexpr,
 ):
     """`qcut.codebooks.products.codebook_gemm_ref`: x of ``blocks`` times 8 rows, K in the order of its memory.
 
-    TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill.
+    TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a tile hold
+    no token.
     """
     INT8: tl.constexpr = x.dtype.element_ty == tl.int8
     m0, n0 = tile_of(M, N, BM, BN, GROUP)
@@ -276,7 +278,7 @@ def product(
         acc = tl.zeros((BM, BN), SUMS)
     for first in range(0, U, BU):
         inside = U - first
-        if TURNED:
+        if SPARSE:
             # Rows that hold no token are not read: few tokens would be as many bytes as the weights.
             a = tl.load(x + x_place, mask=(k < inside * 128) & (row < M), other=0)
         elif BU == 1:

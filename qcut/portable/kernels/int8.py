@@ -97,13 +97,14 @@ def product(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     TURNED: tl.constexpr,
+    SPARSE: tl.constexpr,
     BOXES: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """``y = act(f(x w^T) + bias)``: tokens int8 with exact sums, or of 16 bits with float32 sums, weights int8.
 
-    TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. BOXES loads tiles by tensor
-    descriptors, which a unit of the GPU's own carries out.
+    TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a tile hold
+    no token. BOXES loads tiles by tensor descriptors, which a unit of the GPU's own carries out.
     """
     m0, n0 = tile_of(M, N, BM, BN, GROUP)
     m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
@@ -124,7 +125,7 @@ def product(
             b = tl.load(w_at, mask=inside, other=0)
         if BOXES:
             a = x_box.load([m0, first])
-        elif TURNED:
+        elif SPARSE:
             # Rows that hold no token are not read: few tokens would be as many bytes as the weights.
             a = tl.load(x_at, mask=(m < M)[:, None] & inside, other=0)
         elif WHOLE_K:
