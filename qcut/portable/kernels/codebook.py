@@ -244,8 +244,8 @@ def product(
 ):
     """`qcut.codebooks.products.codebook_gemm_ref`: x of ``blocks`` times 8 rows, K in the order of its memory.
 
-    TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a tile hold
-    no token.
+    TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a tile
+    hold no token.
     """
     INT8: tl.constexpr = x.dtype.element_ty == tl.int8
     m0, n0 = tile_of(M, N, BM, BN, GROUP)
