@@ -135,9 +135,11 @@ def operator(
         def side(path: str) -> Callable[[C], Any]:
             """What computes on a path; operators that are no layers have the fused path alone."""
             if (found := sides.get(path)) is None:
-                path = path if layers else "fused"
-                import_module(_SIDES[path])
-                found = sides[path] = _served[call, path]
+                served_on = path if layers else "fused"
+                import_module(_SIDES[served_on])
+                if (call, served_on) not in _served:
+                    raise UnsupportedError(f"qcut::{name}: nothing serves it on the {served_on} path")
+                found = sides[path] = _served[call, served_on]
             return found
 
         def on_cpu(*args: Any, **kwargs: Any) -> Any:

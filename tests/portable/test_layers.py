@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 from torch import nn
 
 import qcut
 from qcut import errors
-from qcut.ops import paths
+from qcut.ops import paths, registry
 from qcut.portable import triton
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -238,3 +242,30 @@ def test_paths_are_counted_for_all_threads():
         assert [count - counts[0] for count in counts] == [0, 1, 2, 1, 0]
     finally:
         paths._watchers.remove(counts.append)
+
+
+def test_an_operator_that_nothing_serves_there_is_refused(monkeypatch):
+    class Probe(NamedTuple):
+        x: torch.Tensor
+
+        def check(self) -> None:
+            pass
+
+        def fake(self) -> torch.Tensor:
+            return self.x
+
+        cpu = fake
+
+    served: dict[str, Callable[..., Any]] = {}
+    library = SimpleNamespace(define=lambda *_, **__: None, impl=lambda name, call, key: served.update({key: call}))
+    monkeypatch.setattr(registry, "library", library)
+    monkeypatch.setattr(registry, "get_type_hints", lambda *_, **__: {"x": torch.Tensor})
+    monkeypatch.setattr(torch.library, "register_fake", lambda *_, **__: None)
+    registry.operator("probe", returns="Tensor", layers=True)(Probe)
+    x = torch.zeros(1)
+    assert served["CPU"](x) is x
+    with (
+        pytest.raises(errors.UnsupportedError, match="qcut::probe: nothing serves it on the portable path"),
+        qcut.execution_path("portable"),
+    ):
+        served["CPU"](x)
