@@ -30,55 +30,47 @@ class Tile(NamedTuple):
     Attributes:
         rows: tokens of a program.
         columns: output channels of a program, a multiple of 16.
-        units: units of 128 columns of the weight in one step.
         turned: whether weights have the rows of the tensor core's tile.
         warps: of a program.
         stages: steps whose loads are under way.
+        parts: programs that share the columns of the weight, for weights of few rows.
         group: tiles of rows that take turns on the columns.
     """
 
     rows: int
     columns: int
-    units: int
     turned: bool
     warps: int
     stages: int
+    parts: int = 1
     group: int = 8
 
 
-def tiles_of(m: int, narrow: bool = True) -> Sequence[Tile]:
-    """The tiles to choose from for m tokens, the likeliest first; ``narrow``: tensor cores take 8 columns."""
-    if m <= 16:
-        rows = 8 if m <= 8 and narrow else 16
-        return [
-            Tile(rows, 32, 2, True, 4, 4),
-            Tile(rows, 16, 4, True, 4, 3),
-            Tile(rows, 16, 2, True, 2, 4),
-            Tile(rows, 64, 1, True, 4, 4),
-            Tile(rows, 64, 2, True, 4, 3),
-        ]
+def tiles_of(m: int) -> Sequence[Tile]:
+    """The tiles to choose from for m tokens, the likeliest first."""
     if m <= 64:
-        rows = 32 if m <= 32 else 64
+        rows = 16 if m <= 16 else 32 if m <= 32 else 64
         return [
-            Tile(rows, 32, 1, True, 4, 4),
-            Tile(rows, 32, 2, True, 4, 3),
-            Tile(rows, 64, 1, True, 4, 4),
-            Tile(rows, 64, 1, False, 4, 4),
+            Tile(rows, 64, True, 4, 4),
+            Tile(rows, 64, True, 4, 4, 2),
+            Tile(rows, 64, True, 4, 4, 4),
+            Tile(rows, 64, True, 4, 5, 8),
+            Tile(rows, 128, True, 8, 3),
         ]
     if m <= 256:
         return [
-            Tile(64, 64, 1, False, 4, 4),
-            Tile(128, 64, 1, False, 4, 3),
-            Tile(128, 32, 1, False, 4, 4),
-            Tile(64, 32, 2, True, 4, 3),
-            Tile(128, 128, 1, False, 8, 3),
+            Tile(128, 64, True, 4, 3),
+            Tile(128, 64, True, 4, 3, 2),
+            Tile(128, 64, True, 4, 3, 4),
+            Tile(128, 128, True, 8, 3),
+            Tile(64, 64, True, 4, 4, 4),
         ]
     return [
-        Tile(256, 128, 1, False, 8, 3),
-        Tile(128, 128, 1, False, 8, 3),
-        Tile(256, 128, 1, False, 8, 2),
-        Tile(128, 64, 1, False, 4, 3),
-        Tile(64, 64, 1, False, 4, 4),
+        Tile(256, 128, True, 8, 3),
+        Tile(128, 128, False, 4, 2),
+        Tile(256, 128, True, 8, 2),
+        Tile(128, 64, True, 4, 3),
+        Tile(256, 128, False, 8, 2),
     ]
 
 
@@ -222,7 +214,8 @@ def _multiply(call: CodebookGemm) -> Tensor:
     }
 
     def launch(tile: Tile) -> None:
-        kernels.product[(-(-m // tile.rows) * -(-n // tile.columns),)](
+        out = y if tile.parts == 1 else y.new_empty((tile.parts, m, n), dtype=torch.int32 if is_int8 else torch.float32)
+        kernels.product[(-(-m // tile.rows) * -(-n // tile.columns), tile.parts)](
             x,
             row_scale,
             words[0],
@@ -231,7 +224,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
             col_scale,
             bias,
             residual,
-            y,
+            out,
             table,
             planes,
             m,
@@ -240,19 +233,21 @@ def _multiply(call: CodebookGemm) -> Tensor:
             x.shape[1],
             BM=tile.rows,
             BN=tile.columns,
-            BU=tile.units,
             GROUP=tile.group,
             TURNED=tile.turned,
             SPARSE=2 * m <= tile.rows,
+            PARTS=tile.parts,
             num_warps=tile.warps,
             num_stages=tile.stages,
             **options,
         )
+        if tile.parts > 1:
+            runtime.finish(out, y, row_scale, col_scale, None, bias, residual, 0, call.activation)
 
     kind = (call.bits, slots, norms.shape[4], one_table, residual is not None)
     key = ("codebook", x.dtype, y.dtype, runtime.bucket(m), n, units.shape[1], kind)
     with runtime.on(device):
-        runtime.launch_best(key, tiles_of(m, narrow=ptx), launch, device)
+        runtime.launch_best(key, tiles_of(m), launch, device)
     return y
 
 

@@ -29,6 +29,7 @@ class Tile(NamedTuple):
         turned: whether weights have the rows of the tensor core's tile.
         warps: of a program.
         stages: steps whose loads are under way.
+        parts: programs that share the columns of the weight, for weights of few rows.
         group: tiles of rows that take turns on the columns.
         boxes: whether tiles are loaded by tensor descriptors.
     """
@@ -39,6 +40,7 @@ class Tile(NamedTuple):
     turned: bool
     warps: int
     stages: int
+    parts: int = 1
     group: int = 8
     boxes: bool = False
 
@@ -49,44 +51,40 @@ def tiles_of(m: int, is_int8: bool) -> Sequence[Tile]:
         rows = 16
         return [
             Tile(rows, 32, 256, True, 4, 4),
-            Tile(rows, 16, 512, True, 2, 4),
             Tile(rows, 16, 256, True, 2, 5),
-            Tile(rows, 32, 512, True, 4, 3),
             Tile(rows, 64, 128, True, 4, 5),
+            Tile(rows, 64, 128, True, 4, 5, 2),
+            Tile(rows, 64, 128, True, 4, 5, 4),
         ]
     if m <= 64:
         rows = 32 if m <= 32 else 64
         return [
-            Tile(rows, 32, 256, True, 4, 4),
             Tile(rows, 64, 128, True, 4, 4),
+            Tile(rows, 64, 128, True, 4, 4, 2),
+            Tile(rows, 64, 128, True, 4, 4, 4),
             Tile(rows, 64, 256, True, 4, 3),
-            Tile(rows, 128, 128, True, 4, 4),
+            Tile(rows, 32, 256, True, 4, 4),
         ]
     if m <= 256:
         depth = 128 if is_int8 else 64
         return [
             Tile(64, 64, 2 * depth, not is_int8, 4, 3),
             Tile(128, 64, depth, not is_int8, 4, 4),
-            Tile(128, 32, 2 * depth, is_int8, 4, 3),
+            Tile(128, 64, depth, not is_int8, 4, 4, 4),
             Tile(128, 128, depth, not is_int8, 8, 4),
-            Tile(64, 32, 2 * depth, True, 4, 4),
+            Tile(128, 64, depth, not is_int8, 4, 4, 2),
         ]
     if is_int8:
         return [
-            Tile(128, 256, 128, False, 8, 3, boxes=True),
             Tile(128, 256, 128, False, 8, 4, boxes=True),
-            Tile(128, 128, 128, False, 4, 4, boxes=True),
+            Tile(256, 128, 128, False, 8, 3, boxes=True),
             Tile(128, 256, 128, False, 8, 3),
             Tile(128, 128, 128, False, 4, 4),
-            Tile(256, 128, 128, False, 8, 3),
             Tile(64, 128, 128, False, 4, 4),
-            Tile(64, 64, 128, False, 4, 5),
         ]
     return [
         Tile(256, 128, 64, True, 8, 3, boxes=True),
-        Tile(128, 256, 64, True, 8, 3, boxes=True),
         Tile(256, 128, 64, True, 8, 3),
-        Tile(128, 256, 64, True, 8, 3),
         Tile(128, 128, 64, True, 4, 4),
         Tile(128, 64, 64, True, 4, 4),
         Tile(64, 128, 64, True, 4, 4),
@@ -152,13 +150,15 @@ def product(
     def launch(tile: Tile) -> None:
         x_box = runtime.box(x, (tile.rows, tile.depth)) if tile.boxes else None
         w_box = runtime.box(weight, (tile.columns, tile.depth)) if tile.boxes else None
-        grid = (-(-m // tile.rows) * -(-n // tile.columns),)
+        sums = torch.int32 if x.dtype is torch.int8 else torch.float32
+        to = y if tile.parts == 1 else y.new_empty((tile.parts, m, n), dtype=sums)
+        grid = (-(-m // tile.rows) * -(-n // tile.columns), tile.parts)
         kernels.product[grid](
             x,
             weight,
             x_box,
             w_box,
-            y,
+            to,
             row_scale,
             col_scale,
             colsum,
@@ -181,11 +181,14 @@ def product(
             TURNED=tile.turned,
             SPARSE=2 * m <= tile.rows,
             BOXES=tile.boxes,
+            PARTS=tile.parts,
             PTX=ptx,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,
         )
+        if tile.parts > 1:
+            runtime.finish(to, y, row_scale, col_scale, colsum, bias, None, zero_point, activation)
 
     key = ("int8", x.dtype, out, runtime.bucket(m), n, k, boxes)
     with runtime.on(device):

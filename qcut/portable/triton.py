@@ -94,6 +94,43 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def finish(
+    sums: Tensor,
+    y: Tensor,
+    row_scale: Tensor | None,
+    col_scale: Tensor,
+    colsum: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    zero_point: int,
+    activation: str,
+) -> None:
+    """Add parts of sums ``[parts, M, N]`` and do what follows them, into y ``[M, N]``."""
+    from qcut.portable.kernels import epilogue
+
+    parts, m, n = sums.shape
+    epilogue.finish[(-(-n // 1024), m)](
+        sums,
+        y,
+        row_scale,
+        col_scale,
+        colsum,
+        bias,
+        residual,
+        m,
+        n,
+        zero_point,
+        PARTS=parts,
+        ACTIVATION=activation,
+        HAS_ROW_SCALE=row_scale is not None,
+        HAS_COLSUM=colsum is not None,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        BN=1024,
+        enable_fp_fusion=False,
+    )
+
+
 def bucket(m: int) -> int:
     """The most rows for which the tile of m rows is kept: a power of two."""
     return 1 << (m - 1).bit_length()

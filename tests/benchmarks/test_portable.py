@@ -22,7 +22,7 @@ def timing(us: float) -> Timing:
 
 def test_shapes() -> None:
     shapes = bench_portable.shapes_of((1, 8), (4096,), quick=False)
-    assert len(shapes) == 3 * len(bench_portable.NK)
+    assert len(shapes) == 3 * len(bench_portable.NK) > 0
     assert bench_portable.shapes_of((1,), (), quick=True) == [Shape(1, *bench_portable.NK[0])]
 
 

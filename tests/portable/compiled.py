@@ -42,6 +42,7 @@ OPTIONS: dict[str, Any] = {
     "EXACT": False,
     "GROUP": 8,
     "SPARSE": True,
+    "PARTS": 1,
     "SLOTS": 2,
 }
 
@@ -50,7 +51,7 @@ def build(kernel: Any, tokens: str, target: GPUTarget, tile: codebook.Tile | int
     """Bytes of a kernel's binary; raises where it does not compile."""
     signature = dict.fromkeys(NUMBERS, "i32") | POINTERS | {"x": f"*{tokens}", "book": ("i32",) * 8}
     signature["table"] = "*fp16" if tokens == "i8" else signature["x"]
-    depth = {"BU": tile.units} if isinstance(tile, codebook.Tile) else {"BK": tile.depth}
+    depth = {} if isinstance(tile, codebook.Tile) else {"BK": tile.depth}
     options = OPTIONS | {"BITS": bits, "BM": tile.rows, "BN": tile.columns, "TURNED": tile.turned, **depth}
     options |= {"PTX": target.backend == "cuda", "x_box": None, "w_box": None}
     names = kernel.arg_names
@@ -66,7 +67,7 @@ def main(backend: str, arch: str, tokens: str) -> None:
     """Compile one kernel of each product."""
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, 64 if arch.startswith("gfx9") else 32)
     print(build(int8_kernels.product, tokens, target, int8.Tile(16, 32, 128, True, 4, 2), 8))
-    print(build(codebook_kernels.product, tokens, target, codebook.Tile(16, 32, 1, True, 4, 2), 3))
+    print(build(codebook_kernels.product, tokens, target, codebook.Tile(16, 64, True, 4, 2), 3))
 
 
 if __name__ == "__main__":

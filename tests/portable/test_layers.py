@@ -13,7 +13,7 @@ from torch import nn
 import qcut
 from qcut import errors
 from qcut.ops import paths, registry
-from qcut.portable import triton
+from qcut.portable import codebook, int8, triton
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
@@ -82,6 +82,15 @@ def test_floats_are_near_those_of_the_explicit_path(scheme, m, n, k):
     portable, explicit = both(quantized(scheme, n, k), torch.randn(m, k).half())
     # A rounding of each weight, one of the tokens where they are rotated, and one of the result.
     assert (portable.double() - explicit.double()).norm() <= 3 * 2.0**-11 * explicit.double().norm()
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(("scheme", "k"), [("w8a8", 200), ("w8a8_static", 130), ("codebook4_int8", 384)])
+def test_parts_of_k_add_up(scheme, k, parts, monkeypatch):
+    monkeypatch.setattr(int8, "tiles_of", lambda *_: [int8.Tile(16, 32, 64, True, 4, 2, parts)])
+    monkeypatch.setattr(codebook, "tiles_of", lambda *_: [codebook.Tile(16, 64, True, 4, 2, parts)])
+    portable, explicit = both(quantized(scheme, 40, k, activation="relu"), torch.randn(3, k).half())
+    assert torch.equal(portable, explicit)
 
 
 @pytest.mark.parametrize("activation", ["gelu_erf", "gelu_tanh", "silu"])

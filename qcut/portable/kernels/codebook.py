@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qcut.portable.kernels.epilogue import store_rows, tile_of
+from qcut.portable.kernels.epilogue import store_rows, store_sums, tile_of
 
 # Eight indices of a word are looked up in 16 values of two bytes. PRMT picks four bytes of eight: one lookup for the
 # values' lower bytes and one for the upper, in both halves of the table; the highest bit of an index, spread over a
@@ -101,27 +101,24 @@ _OUT2_TABLE = tl.constexpr("=&r,=&r,r,r,r,r,r")
 
 
 @triton.jit
-def index_words(units, tile, inside, U, BT: tl.constexpr, BU: tl.constexpr, BITS: tl.constexpr):
-    """Words ``[BT, BU, 2 (v), 8 (g), 4 (t), 4 (w)]`` of eight 4-bit indices, of units: see `qcut.codebooks.layout`."""
-    unit = units + tile[:, None] * (U * 64 * BITS)
+def index_words(unit, BT: tl.constexpr, BITS: tl.constexpr):
+    """Words ``[BT, 2 (v), 8 (g), 4 (t), 4 (w)]`` of eight 4-bit indices each, of a unit of each tile of 16 rows.
+
+    A row of 128 words is a warp's load of four words a lane, which makes lanes hold what tensor cores want of them.
+    """
+    place = tl.arange(0, 128)[None, :]
     if BITS == 4:
-        place = tl.arange(0, BU * 256)
-        words = tl.load(unit + place[None, :], mask=(place // 256 < inside)[None, :], other=0)
-        return tl.reshape(words, (BT, BU, 2, 8, 4, 4))
+        words = tl.join(tl.load(unit + place), tl.load(unit + 128 + place))
+        return tl.permute(tl.reshape(words, (BT, 8, 4, 4, 2)), (0, 4, 1, 2, 3))
     else:
-        place = tl.arange(0, BU * 128)
-        at = unit + (place // 128 * (64 * BITS) + place % 128)[None, :]
-        words = tl.load(at, mask=(place // 128 < inside)[None, :], other=0)
-        words = tl.reshape(words, (BT, BU, 8, 4, 2, 2))  # g, t, v, pair of words
+        words = tl.reshape(tl.load(unit + place), (BT, 8, 4, 2, 2))  # g, t, v, pair of words
         words = tl.join(words & 0x33333333, (words >> 2) & 0x33333333)
         if BITS == 3:
-            place = tl.arange(0, BU * 64)
-            at = unit + (place // 64 * 192 + 128 + place % 64)[None, :]
-            third = tl.load(at, mask=(place // 64 < inside)[None, :], other=0)
-            third = tl.reshape(third, (BT, BU, 8, 4, 2, 1, 1))
-            w = tl.reshape(tl.arange(0, 4), (1, 1, 1, 1, 1, 2, 2))
+            third = tl.load(unit + 128 + tl.arange(0, 64)[None, :])
+            third = tl.reshape(third, (BT, 8, 4, 2, 1, 1))
+            w = tl.reshape(tl.arange(0, 4), (1, 1, 1, 1, 2, 2))
             words |= ((third >> w) & 0x11111111) << 2
-        return tl.reshape(tl.permute(words, (0, 1, 4, 2, 3, 5, 6)), (BT, BU, 2, 8, 4, 4))
+        return tl.reshape(tl.permute(words, (0, 3, 1, 2, 4, 5)), (BT, 2, 8, 4, 4))
 
 
 @triton.jit
@@ -134,9 +131,9 @@ def half(words, R: tl.constexpr):
 def looked_up(words, table):
     """Values ``[..., 2 (r), 2 (h), 2 (e)]`` of the eight 4-bit indices of each word, from a table in memory."""
     i = tl.arange(0, 8)
-    words = tl.expand_dims(words, 6)
-    words = (words >> tl.reshape(4 * i, (1, 1, 1, 1, 1, 1, 8))) & 15
-    return tl.reshape(tl.load(table + words), words.shape[:6] + (2, 2, 2))
+    words = tl.expand_dims(words, 5)
+    words = (words >> tl.reshape(4 * i, (1, 1, 1, 1, 1, 8))) & 15
+    return tl.reshape(tl.load(table + words), words.shape[:5] + (2, 2, 2))
 
 
 @triton.jit
@@ -166,10 +163,10 @@ def float_weights(words, norm, shift, table, book, OFFSETS: tl.constexpr, PTX: t
     else:
         weights = looked_up(words, table).to(tl.float32)
         norms = tl.join(half(norm, 0), half(norm, 1)).to(tl.float32)
-        norms = tl.expand_dims(tl.expand_dims(norms, 7), 7)
+        norms = tl.expand_dims(tl.expand_dims(norms, 6), 6)
         if OFFSETS:
             offsets = tl.join(half(shift, 0), half(shift, 1)).to(tl.float32)
-            weights += tl.expand_dims(tl.expand_dims(offsets, 7), 7)
+            weights += tl.expand_dims(tl.expand_dims(offsets, 6), 6)
         weights = (weights * norms).to(dtype)
     return weights
 
@@ -198,7 +195,7 @@ def int8_weights(
         weights = tl.join(first, second)
     else:
         factors = tl.join(half(norm, 0).to(tl.float32) * fold0, half(norm, 1).to(tl.float32) * fold1)
-        factors = tl.expand_dims(tl.expand_dims(factors, 7), 7)
+        factors = tl.expand_dims(tl.expand_dims(factors, 6), 6)
         values = looked_up(words, table)
         # 1.5 * 2**23, or 2**52, has whole numbers alone beside it: the sum is rounded once, to an integer.
         if EXACT:
@@ -237,15 +234,15 @@ def product(
     EXACT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    BU: tl.constexpr,
     GROUP: tl.constexpr,
     TURNED: tl.constexpr,
     SPARSE: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """`qcut.codebooks.products.codebook_gemm_ref`: x of ``blocks`` times 8 rows, K in the order of its memory.
 
     TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a tile
-    hold no token.
+    hold no token. PARTS of K are summed by programs of their own; y then takes their sums, for `finish`.
     """
     INT8: tl.constexpr = x.dtype.element_ty == tl.int8
     m0, n0 = tile_of(M, N, BM, BN, GROUP)
@@ -253,22 +250,20 @@ def product(
     BT: tl.constexpr = BN // 16
     # A block holds 128 bytes of each token, in 8 chunks: chunk c of token r lies at c ^ (r % 8).
     PER: tl.constexpr = 16 if INT8 else 8
-    k = tl.arange(0, BU * 128)[None, :]
+    k = tl.arange(0, 128)[None, :]
     row = tl.minimum(m, blocks * 8 - 1)[:, None]
     line = k // (8 * PER) * (blocks * 8) + row
     x_place = (line * 8 + ((k // PER % 8) ^ (row % 8))) * PER + k % PER
-    first_tile = n0 // 16
-    tile = tl.minimum(first_tile + tl.arange(0, BT), (N + 63) // 64 * 4 - 1)
-    g = tl.arange(0, 8)[None, None, None, :, None, None]
-    u = tl.arange(0, BU)[None, :, None, None, None, None]
-    tiles = tile[:, None, None, None, None, None]
+    tile = tl.minimum(n0 // 16 + tl.arange(0, BT), (N + 63) // 64 * 4 - 1)
+    unit = units + (tile * U)[:, None] * (64 * BITS)
+    tiles = tile[:, None, None, None, None]
+    g = tl.arange(0, 8)[None, None, :, None, None]
     if SLOTS == 4:
-        v = tl.arange(0, 2)[None, None, :, None, None, None]
-        slot = 2 * v + tl.arange(0, 4)[None, None, None, None, None, :] // 2
+        slot = 2 * tl.arange(0, 2)[None, :, None, None, None] + tl.arange(0, 4)[None, None, None, None, :] // 2
     else:
-        slot = tl.arange(0, SLOTS)[None, None, :, None, None, None]
+        slot = tl.arange(0, SLOTS)[None, :, None, None, None]
     WORDS: tl.constexpr = 2 if OFFSETS else 1
-    norm_at = norms + (((tiles * U + u) * SLOTS + slot) * 8 + g) * WORDS
+    norm_at = norms + ((tiles * U * SLOTS + slot) * 8 + g) * WORDS
     if INT8:
         fold0, fold1 = tl.load(fold + tiles * 16 + g), tl.load(fold + tiles * 16 + 8 + g)
     SUMS: tl.constexpr = tl.int32 if INT8 else tl.float32
@@ -276,42 +271,46 @@ def product(
         acc = tl.zeros((BN, BM), SUMS)
     else:
         acc = tl.zeros((BM, BN), SUMS)
-    for first in range(0, U, BU):
-        inside = U - first
+    first = tl.program_id(1) * ((U + PARTS - 1) // PARTS)
+    last = tl.minimum(first + (U + PARTS - 1) // PARTS, U)
+    x += blocks.to(tl.int64) * 1024 * first
+    unit += first * (64 * BITS)
+    norm_at += first * (SLOTS * 8 * WORDS)
+    for _ in range(first, last):
         if SPARSE:
             # Rows that hold no token are not read: few tokens would be as many bytes as the weights.
-            a = tl.load(x + x_place, mask=(k < inside * 128) & (row < M), other=0)
-        elif BU == 1:
-            a = tl.load(x + x_place)
+            a = tl.load(x + x_place, mask=row < M, other=0)
         else:
-            a = tl.load(x + x_place, mask=k < inside * 128, other=0)
-        words = index_words(units, tile, inside, U, BT, BU, BITS)
-        norm = tl.load(norm_at, mask=u < inside, other=0)
+            a = tl.load(x + x_place)
+        words = index_words(unit, BT, BITS)
+        norm = tl.load(norm_at)
         if INT8:
             w = int8_weights(words, norm, fold0, fold1, table, book, ONE_TABLE, PTX, EXACT)
         elif OFFSETS:
-            shift = tl.load(norm_at + 1, mask=u < inside, other=0)
-            w = float_weights(words, norm, shift, table, book, True, PTX)
+            w = float_weights(words, norm, tl.load(norm_at + 1), table, book, True, PTX)
         else:
             w = float_weights(words, norm, norm, table, book, False, PTX)
-        # Tile, unit, v, g, t, w, r, h, e: to rows (tile, r, g), and columns in the order of tokens.
+        # Tile, v, g, t, w, r, h, e: to rows (tile, r, g), and columns in the order of tokens.
         if INT8:
-            w = tl.permute(w, (0, 6, 3, 1, 2, 5, 4, 7, 8))
+            w = tl.permute(w, (0, 5, 2, 1, 4, 3, 6, 7))
         else:
-            w = tl.permute(w, (0, 6, 3, 1, 2, 5, 7, 4, 8))
-        w = tl.reshape(w, (BN, BU * 128))
+            w = tl.permute(w, (0, 5, 2, 1, 4, 6, 3, 7))
+        w = tl.reshape(w, (BN, 128))
         if TURNED:
             acc = tl.dot(w, tl.trans(a), acc, out_dtype=SUMS)
         else:
             acc = tl.dot(a, tl.trans(w), acc, out_dtype=SUMS)
-        x += blocks.to(tl.int64) * (BU * 1024)
-        units += BU * 64 * BITS
-        norm_at += BU * SLOTS * 8 * WORDS
+        x += blocks.to(tl.int64) * 1024
+        unit += 64 * BITS
+        norm_at += SLOTS * 8 * WORDS
     if TURNED:
         acc = tl.trans(acc)
     n = n0 + tl.arange(0, BN)
-    v = acc.to(tl.float32)
-    if INT8:
-        v *= tl.load(row_scale + m, mask=m < M, other=0.0)[:, None]
-    v *= tl.load(col_scale + n, mask=n < N, other=0.0)[None, :]
-    store_rows(y, v, residual, bias, m, n, M, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
+    if PARTS > 1:
+        store_sums(y, acc, m, n, M, N)
+    else:
+        v = acc.to(tl.float32)
+        if INT8:
+            v *= tl.load(row_scale + m, mask=m < M, other=0.0)[:, None]
+        v *= tl.load(col_scale + n, mask=n < N, other=0.0)[None, :]
+        store_rows(y, v, residual, bias, m, n, M, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)

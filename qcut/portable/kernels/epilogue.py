@@ -52,3 +52,46 @@ def tile_of(M, N, BM: tl.constexpr, BN: tl.constexpr, GROUP: tl.constexpr):
     size = tl.minimum(tiles_m - first, GROUP)
     inside = pid % per_group
     return (first + inside % size) * BM, inside // size * BN
+
+
+@triton.jit
+def store_sums(sums, acc, m, n, M, N):
+    """Store a part of the sums, ``[M, N]`` of this program's part of K."""
+    at = (tl.program_id(1) * M + m[:, None]).to(tl.int64) * N + n[None, :]
+    tl.store(sums + at, acc, mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["M", "zero_point"])
+def finish(
+    sums,
+    y,
+    row_scale,
+    col_scale,
+    colsum,
+    bias,
+    residual,
+    M,
+    N,
+    zero_point,
+    PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_ROW_SCALE: tl.constexpr,
+    HAS_COLSUM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Add the parts of a row's sums, one after another, and do what follows them."""
+    m = tl.program_id(1) + tl.arange(0, 1)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    acc = tl.load(sums + at, mask=(n < N)[None, :], other=0)
+    for part in tl.static_range(1, PARTS):
+        acc += tl.load(sums + tl.cast(part * M, tl.int64) * N + at, mask=(n < N)[None, :], other=0)
+    if HAS_COLSUM:
+        acc -= zero_point * tl.load(colsum + n, mask=n < N, other=0)[None, :]
+    v = acc.to(tl.float32)
+    if HAS_ROW_SCALE:
+        v *= tl.load(row_scale + m)[:, None]
+    v *= tl.load(col_scale + n, mask=n < N, other=0.0)[None, :]
+    store_rows(y, v, residual, bias, m, n, M, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qcut.portable.kernels.epilogue import rounded, store_rows, tile_of
+from qcut.portable.kernels.epilogue import rounded, store_rows, store_sums, tile_of
 
 
 @triton.jit
@@ -99,12 +99,13 @@ def product(
     TURNED: tl.constexpr,
     SPARSE: tl.constexpr,
     BOXES: tl.constexpr,
+    PARTS: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """``y = act(f(x w^T) + bias)``: tokens int8 with exact sums, or of 16 bits with float32 sums, weights int8.
 
     TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a tile
-    hold no token. BOXES loads tiles by tensor descriptors, which a unit of the GPU's own carries out.
+    hold no token. PARTS of K are summed by programs of their own; y then takes their sums, for `finish`. BOXES loads tiles by tensor descriptors, which a unit of the GPU's own carries out.
     """
     m0, n0 = tile_of(M, N, BM, BN, GROUP)
     m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
@@ -115,7 +116,12 @@ def product(
         acc = tl.zeros((BN, BM), sums)
     else:
         acc = tl.zeros((BM, BN), sums)
-    for first in range(0, K, BK):
+    steps = (K + PARTS * BK - 1) // (PARTS * BK) * BK
+    start = tl.program_id(1) * steps
+    end = tl.minimum(start + steps, K)
+    x_at += start
+    w_at += start
+    for first in range(start, end, BK):
         inside = (k < K - first)[None, :]
         if BOXES:
             b = w_box.load([n0, first])
@@ -142,10 +148,13 @@ def product(
         w_at += BK
     if TURNED:
         acc = tl.trans(acc)
-    if HAS_COLSUM:
-        acc -= zero_point * tl.load(colsum + n, mask=n < N, other=0)[None, :]
-    v = acc.to(tl.float32)
-    if HAS_ROW_SCALE:
-        v *= tl.load(row_scale + m, mask=m < M, other=0.0)[:, None]
-    v *= tl.load(col_scale + n, mask=n < N, other=0.0)[None, :]
-    store_rows(y, v, y, bias, m, n, M, N, ACTIVATION, HAS_BIAS, False)
+    if PARTS > 1:
+        store_sums(y, acc, m, n, M, N)
+    else:
+        if HAS_COLSUM:
+            acc -= zero_point * tl.load(colsum + n, mask=n < N, other=0)[None, :]
+        v = acc.to(tl.float32)
+        if HAS_ROW_SCALE:
+            v *= tl.load(row_scale + m, mask=m < M, other=0.0)[:, None]
+        v *= tl.load(col_scale + n, mask=n < N, other=0.0)[None, :]
+        store_rows(y, v, y, bias, m, n, M, N, ACTIVATION, HAS_BIAS, False)
