@@ -50,17 +50,23 @@ def kind_of(m: int) -> str:
     return "prompts" if m in PROMPTS else "few"
 
 
-def variants_of(scheme: str, shape: Shape) -> list[Variant]:
-    """A scheme on both paths, in copies that together evict the L2; the portable result is checked by the fused."""
-    linear = nn.Linear(shape.k, shape.n, dtype=torch.float16, device="cuda")
-    nn.init.normal_(linear.weight, std=shape.k**-0.5)
-    x = torch.randn(shape.m, shape.k, device="cuda").half()
-    layer = qcut_layer(linear, scheme, x)
+@functools.cache
+def layers_of(scheme: str, n: int, k: int) -> Sequence[qcut.Linear]:
+    """A layer in copies that together evict the L2."""
+    linear = nn.Linear(k, n, dtype=torch.float16, device="cuda")
+    nn.init.normal_(linear.weight, std=k**-0.5)
+    layer = qcut_layer(linear, scheme, torch.randn(64, k, device="cuda").half())
     copies = min(harness.MAX_COPIES, harness.rotation(int(layer.weight_bytes)))
-    layers = [layer, *(copy.deepcopy(layer) for _ in range(copies - 1))]
-    want = layer(x)
+    return [layer, *(copy.deepcopy(layer) for _ in range(copies - 1))]
+
+
+def variants_of(scheme: str, shape: Shape) -> list[Variant]:
+    """A scheme on both paths; the results are checked by the fused path's."""
+    layers = layers_of(scheme, shape.n, shape.k)
+    x = torch.randn(shape.m, shape.k, device="cuda").half()
+    want = layers[0](x)
     return [
-        Variant(f"{scheme}:{path}", on_path(path, layers, x), copies, checks(path, scheme, layer, x, want))
+        Variant(f"{scheme}:{path}", on_path(path, layers, x), len(layers), checks(path, scheme, layers[0], x, want))
         for path in PATHS
     ]
 

@@ -105,7 +105,8 @@ def product(
     """``y = act(f(x w^T) + bias)``: tokens int8 with exact sums, or of 16 bits with float32 sums, weights int8.
 
     TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a tile
-    hold no token. PARTS of K are summed by programs of their own; y then takes their sums, for `finish`. BOXES loads tiles by tensor descriptors, which a unit of the GPU's own carries out.
+    hold no token. PARTS of K are summed by programs of their own; y then takes their sums, for `finish`. BOXES loads
+    tiles by tensor descriptors, which a unit of the GPU's own carries out.
     """
     m0, n0 = tile_of(M, N, BM, BN, GROUP)
     m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
