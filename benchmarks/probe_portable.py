@@ -22,8 +22,8 @@ def work(job):
     n,k=512,512
     try:
         if kind=="rot":
-            for k in (4096,14336):
-                x=torch.empty(8,k,device="cuda",dtype=torch.float16)
+            for k,mm in ((4096,8),(14336,8),(4096,128),(14336,128)):
+                x=torch.empty(mm,k,device="cuda",dtype=torch.float16)
                 ops=torch.zeros(1,k//32,dtype=torch.int32,device="cuda")
                 for d in (torch.float16,torch.int8): cb._rotate(RotateTokens(x,ops,"hadamard",128,[1],d))
                 i8.quantized_rows(x,k); i8.quantized_by(x,.1,3,k)

@@ -20,6 +20,8 @@ from qcut.portable.kernels import rotate as rotations
 
 _HALF_COLUMNS = 2048
 """Columns that one program rotates at a time, where no quantization needs the whole token."""
+_FEW = 64
+"""Most tokens that do not fill a GPU with programs of their own."""
 _MOST_COLUMNS = 16_384
 """Columns that one program can hold."""
 
@@ -114,16 +116,32 @@ def _blocks(
     (m, k), rows = x.shape, out.shape[1]
     signs = call.operands.contiguous() if stages else x
     sizes = (x.stride(0) if m > 1 else k, m, k, k_padded, width, rows, factor)
+    # Few tokens are few programs: more threads shorten them. Many tokens are done sooner with less to exchange.
+    per_warp = 256 if m <= _FEW else 1024
     if call.out_dtype is torch.int8:
         columns = min(max(1 << stages, 1 << (width - 1).bit_length()), _MOST_COLUMNS)
         once = columns >= width
         rotations.to_int8[(8 * rows,)](
-            x, signs, out, scale, *sizes, COLUMNS=columns, STAGES=stages, ONCE=once, num_warps=max(1, columns // 1024)
+            x,
+            signs,
+            out,
+            scale,
+            *sizes,
+            COLUMNS=columns,
+            STAGES=stages,
+            ONCE=once,
+            num_warps=min(32, max(1, columns // per_warp)),
         )
     else:
         columns = max(1 << stages, min(_HALF_COLUMNS, 1 << (width - 1).bit_length()))
         rotations.to_halves[(8 * rows, -(-width // columns))](
-            x, signs, out, *sizes, COLUMNS=columns, STAGES=stages, num_warps=max(1, columns // 512)
+            x,
+            signs,
+            out,
+            *sizes,
+            COLUMNS=columns,
+            STAGES=stages,
+            num_warps=min(32, max(1, columns // min(per_warp, 512))),
         )
     return out, scale
 
