@@ -21,7 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"numerics", "dispatch"}),
     frozenset({"codebooks"}),
     frozenset({"ops"}),
-    frozenset({"cuda"}),
+    frozenset({"cuda", "portable"}),
     frozenset({"layers", "tuning"}),
     frozenset({"conversion", "checkpoints", "engine"}),
     frozenset({"integrations"}),
@@ -30,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 """Folders of qcut, the ground floor first: a folder imports from the floors below its own, and from itself."""
 
 KNOW_EMITTERS = {"jit", "dispatch", "cuda", "tuning", "cli"}
-KNOW_POINTERS = {"cuda", "tuning"}
+KNOW_POINTERS = {"cuda", "portable", "tuning"}
 WITHOUT_TORCH = {"errors", "process", "config", "jit", "dispatch"}
 
 
