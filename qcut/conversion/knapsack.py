@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -168,9 +169,7 @@ def _steps(group: int, options: Sequence[_Option]) -> list[_Step]:
         while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], option):
             hull.pop()
         hull.append(option)
-    return [
-        _Step(_slope(a, b), group, b, b.cost - a.cost, a.loss - b.loss) for a, b in zip(hull, hull[1:], strict=False)
-    ]
+    return [_Step(_slope(a, b), group, b, b.cost - a.cost, a.loss - b.loss) for a, b in pairwise(hull)]
 
 
 def _all_steps(groups: Sequence[Sequence[_Option]]) -> list[_Step]:
