@@ -24,6 +24,9 @@ token's linear layers, estimated for --gpu; no GPU is needed.
 
 _CANDIDATES = "w8a8_static w8a8 w8a16 fp16; with --bits or --step-us codebook2 codebook3 codebook4 codebook4+4 w8a16"
 
+_FIT_WINDOWS = 128
+"""Windows of the text that codebooks are fitted to: as many as gain by it, while few do to try layers on."""
+
 FIELDS = {
     "model": "MODEL as given",
     "out, report": "paths of the files that were written; report is null without --report",
@@ -93,7 +96,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--fit",
         action="store_true",
-        help="fit codebooks to the text; then give `qcut quantize` --fit and the text, too",
+        help=f"fit codebooks to the first {_FIT_WINDOWS} windows of the text; then give `qcut quantize` --fit and the "
+        "text, too",
     )
     parser.add_argument(
         "--apart",
@@ -127,13 +131,12 @@ def run(arguments: argparse.Namespace) -> Answer:
     from qcut.conversion.costs import StepCost
 
     model, tokenizer = open_model(arguments)
-    windows, _ = cut_text(
-        model, tokenizer, text, f"--calibrate {arguments.calibrate}", arguments.window, arguments.max_windows
-    )
-    batches = windows.split(arguments.batch)
+    most = max(arguments.max_windows, _FIT_WINDOWS) if arguments.fit else arguments.max_windows
+    windows, _ = cut_text(model, tokenizer, text, f"--calibrate {arguments.calibrate}", arguments.window, most)
+    batches = windows[: arguments.max_windows].split(arguments.batch)
     moments = None
     if arguments.fit:
-        moments = qcut.collect_second_moments(model, batches, progress=shown())
+        moments = qcut.collect_second_moments(model, windows.split(arguments.batch), progress=shown())
     chosen = qcut.plan(
         model,
         batches,

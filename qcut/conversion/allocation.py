@@ -54,7 +54,7 @@ def allocate(
     metric: str,
     unit: str,
     rounds: int,
-) -> Allocation | None:
+) -> Allocation:
     """Choose a scheme for each group, so that the loss is least within a limit of cost.
 
     1. The knapsack of the sensitivities.
@@ -74,7 +74,7 @@ def allocate(
         rounds: of step 2.
 
     Returns:
-        The allocation, or None where every group on its cheapest scheme costs more than the limit.
+        The allocation. Every group on its cheapest scheme has to be within the limit.
     """
     schemes, costs, alone = _tables(groups, unit)
     most = math.floor(Fraction(limit) * _FINE)
@@ -90,14 +90,13 @@ def allocate(
         return math.fsum(group.cost[scheme] for group, scheme in zip(groups, choice, strict=True))
 
     first = select(costs, alone, most)
-    if first is None:
-        return None
+    assert first is not None, "the limit allows a choice"
     hull = frontier(costs, alone)
     tried = {named(first.options): None}
     choice = named(first.options)
     for number in range(rounds):
         again = select(costs, _around(groups, choice, variant, nearby, metric, f"refine {number + 1}"), most)
-        assert again is not None, "the limit allows a choice"
+        assert again is not None
         choice = named(again.options)
         if choice in tried:
             break

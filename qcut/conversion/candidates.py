@@ -17,6 +17,10 @@ from qcut.conversion.sensitivity import Judge, Metric, as_loss, best_range, outp
 from qcut.errors import CalibrationError
 from qcut.layers.base import Linear
 from qcut.models.modules import tensor_key, weight_nk, weight_of
+from qcut.process.progress import with_progress
+
+_STAYS = ""
+"""The candidate's name for a group that no candidate serves."""
 
 
 def groups_of(modules: Mapping[str, nn.Module], sets: Sequence[Sequence[str]]) -> list[TiedLayers]:
@@ -47,14 +51,12 @@ class Candidates:
     Args:
         modules: the float layers by name.
         schemes: the candidates.
-        cost: of a layer under a scheme.
         sets: layers that the engine computes by one product where they have one scheme, which groups hold together.
         calibration: of the layers' inputs; None where no candidate and no measure needs it.
         moments: second moments of the layers' inputs, to fit codebooks to; None rounds to the nearest.
 
     Attributes:
-        modules: the float layers by name.
-        groups: `TiedLayers`, with costs after `quantize`.
+        groups: `TiedLayers`, with costs after `price`, and quantized layers after `quantize`.
         ranges: static range and its method, by layer that could use one.
         costs: by layer and scheme.
     """
@@ -63,32 +65,35 @@ class Candidates:
         self,
         modules: Mapping[str, nn.Module],
         schemes: Sequence[Scheme],
-        cost: CostModel,
         sets: Sequence[Sequence[str]],
         calibration: Calibration | None,
         moments: Mapping[str, Tensor] | None,
     ) -> None:
-        self.modules, self._schemes, self._cost = modules, schemes, cost
-        self._calibration, self._moments = calibration, moments
+        self._modules, self._calibration, self._moments = modules, calibration, moments
         self._rows = {name: sum(len(weight_nk(modules[n])) for n in names) for names in sets for name in names}
-        self._fits: list[dict[str, str]] = []
         self.groups = groups_of(modules, sets)
         self.ranges: dict[str, tuple[StaticRange, str]] = {}
-        self.costs: dict[str, dict[str, float]] = {name: {} for name in modules}
+        self.costs: dict[str, dict[str, float]] = {}
+        self._named = [scheme.name for scheme in schemes]
+        self._fits = [self._fitting(group, schemes) for group in self.groups]
 
-    def quantize(self, group: TiedLayers) -> None:
-        """Quantize a group under every scheme that it can have, and cost it."""
-        first = self.modules[group.names[0]]
-        fits = {s.name: s if s.is_float else fitting_scheme(first, s).scheme for s in self._schemes}
-        served = {name: scheme for name, scheme in fits.items() if scheme is not None}
-        # A layer that no candidate serves, or that would grow under all of them, stays.
-        self._fits.append({name: scheme.name for name, scheme in served.items()})
-        for scheme in dict.fromkeys(served.values() or [Float()]):
-            group.cost[scheme.name] = group.sensitivity[scheme.name] = 0.0
-            for name in group.names:
-                cost = self.costs[name][scheme.name] = self._cost(self._size(name), scheme.name)
-                group.cost[scheme.name] += cost
-                if not scheme.is_float:
+    def price(self, cost: CostModel) -> None:
+        """Give groups and layers their costs."""
+        self.costs = {name: {} for name in self._modules}
+        for group, fits in zip(self.groups, self._fits, strict=True):
+            group.cost = {}
+            for scheme in _distinct(fits):
+                for name in group.names:
+                    self.costs[name][scheme.name] = cost(self._size(name), scheme.name)
+                group.cost[scheme.name] = sum(self.costs[name][scheme.name] for name in group.names)
+
+    def quantize(self, progress: bool) -> None:
+        """Quantize every group under every scheme that it can have."""
+        both = zip(self.groups, self._fits, strict=True)
+        for group, fits in with_progress(list(both), "quantize candidates", "layer", shown=progress):
+            for scheme in _distinct(fits):
+                group.sensitivity[scheme.name] = 0.0
+                for name in () if scheme.is_float else group.names:
                     layer = self._layer(name, scheme)
                     for owner in group.quantized():
                         layer.tie_to(owner)
@@ -103,7 +108,7 @@ class Candidates:
 
     def measure_outputs(self) -> None:
         """Make sensitivities the relative error of the layers' own outputs."""
-        self._by_output(lambda name, layer, sample: output_error(self.modules[name], layer, sample))
+        self._by_output(lambda name, layer, sample: output_error(self._modules[name], layer, sample))
 
     def estimate(self, weights: Mapping[str, Tensor], metric: Metric) -> None:
         """Make sensitivities estimates of the model's loss, from the errors of the layers' own outputs.
@@ -112,7 +117,7 @@ class Candidates:
             weights: see `qcut.conversion.second_order.channel_weights`.
             metric: the one that the weights are of.
         """
-        self._by_output(lambda name, layer, sample: expected_loss(self.modules[name], layer, sample, weights[name]))
+        self._by_output(lambda name, layer, sample: expected_loss(self._modules[name], layer, sample, weights[name]))
         for group in self.groups:
             group.sensitivity = {scheme: as_loss(sum_, metric) for scheme, sum_ in group.sensitivity.items()}
 
@@ -126,14 +131,21 @@ class Candidates:
     def uniform(self) -> dict[str, Choice]:
         """Every candidate that all groups can have, as a choice; a group that no candidate serves stays as it is."""
         choices = {}
-        for scheme in self._schemes:
-            names = [fits.get(scheme.name, "" if fits else Float().name) for fits in self._fits]
-            if all(names):
-                choices[scheme.name] = tuple(names)
+        for name in self._named:
+            schemes = [fits.get(name) or (Float() if _STAYS in fits else None) for fits in self._fits]
+            names = tuple(scheme.name for scheme in schemes if scheme is not None)
+            if len(names) == len(schemes):
+                choices[name] = names
         return choices
 
+    def _fitting(self, group: TiedLayers, schemes: Sequence[Scheme]) -> dict[str, Scheme]:
+        """By candidate, the scheme that it means for a group. A group that would grow under all of them stays."""
+        first = self._modules[group.names[0]]
+        fits = {s.name: s if s.is_float else fitting_scheme(first, s).scheme for s in schemes}
+        return {name: scheme for name, scheme in fits.items() if scheme is not None} or {_STAYS: Float()}
+
     def _layer(self, name: str, scheme: Scheme) -> Linear:
-        module = self.modules[name]
+        module = self._modules[name]
         static_range = moment = None
         if scheme.needs_range:
             assert self._calibration is not None
@@ -147,10 +159,14 @@ class Candidates:
         return Linear.from_float(module, scheme, static_range=static_range, second_moment=moment, name=name)
 
     def _size(self, name: str) -> LayerSize:
-        module = self.modules[name]
+        module = self._modules[name]
         n, k = weight_nk(module).shape
         if self._calibration is not None:
             self._calibration.check(name, k)
         parameters = [p for p in module._parameters.values() if p is not None]
         size = sum(p.nbytes for p in parameters)
         return LayerSize(name, n, k, len(parameters) > 1, size, self._rows.get(name, n))
+
+
+def _distinct(fits: Mapping[str, Scheme]) -> list[Scheme]:
+    return list(dict.fromkeys(fits.values()))

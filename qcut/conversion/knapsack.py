@@ -52,7 +52,7 @@ class Selection:
 class _Option(NamedTuple):
     cost: int
     loss: float
-    index: int
+    place: int
 
 
 class _Step(NamedTuple):
@@ -116,11 +116,11 @@ def select(costs: Costs, losses: Losses, limit: int, *, states: int = _STATES) -
         trail.append((option[kept], parent[kept]))
         if not len(kept):
             break
-    chosen = [o.index for o in best]
+    chosen = [o.place for o in best]
     if len(trail) == len(order) and len(cost):
         at = int(loss.argmin())
         for group, (option, parent) in zip(reversed(order), reversed(trail), strict=True):
-            chosen[group] = groups[group][int(option[at])].index
+            chosen[group] = groups[group][int(option[at])].place
             at = int(parent[at])
     return _selection(chosen, costs, losses, dropped)
 
@@ -134,10 +134,10 @@ def frontier(costs: Costs, losses: Losses) -> list[Selection]:
     finite = _finite(losses)
     groups = [_undominated(group, finite[i]) for i, group in enumerate(costs)]
     chosen = [group[0] for group in groups]
-    found = [tuple(o.index for o in chosen)]
+    found = [tuple(o.place for o in chosen)]
     for step in _all_steps(groups):
         chosen[step.group] = step.to
-        found.append(tuple(o.index for o in chosen))
+        found.append(tuple(o.place for o in chosen))
     return [_selection(options, costs, losses) for options in found]
 
 

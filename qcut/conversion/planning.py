@@ -8,29 +8,15 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from qcut.config import Scheme
-from qcut.conversion.allocation import Variant, allocate, curve, predicted
-from qcut.conversion.calibration import Calibration, calibrate
-from qcut.conversion.candidates import Candidates
+from qcut.conversion.calibration import Calibration
 from qcut.conversion.costs import CostModel
 from qcut.conversion.goals import Goal
-from qcut.conversion.plan import LayerPlan, Plan
-from qcut.conversion.search import Choice, Search, TiedLayers
-from qcut.conversion.second_order import channel_weights
-from qcut.conversion.sensitivity import Judge
-from qcut.conversion.siblings import siblings
-from qcut.errors import CalibrationError, ConfigError, PlanError
-from qcut.models.modules import tied_elsewhere, weight_nk
-from qcut.models.selection import DEFAULT_SKIP, find_layers
-from qcut.process.progress import with_progress
+from qcut.conversion.plan import Plan
+from qcut.conversion.survey import Measure, Survey
+from qcut.errors import ConfigError
+from qcut.models.selection import DEFAULT_SKIP
 
 __all__ = ["Plan", "plan"]
-
-_ROUNDS = 1
-"""How often sensitivities are measured again around a choice."""
-
-_Found = tuple[Choice, float, float, dict[str, Any]]
-
-Measure = Literal["model", "layer", "gradient"]
 
 
 def plan(
@@ -127,95 +113,19 @@ def plan(
     schemes = goal.schemes(candidates)
     if sensitivity_batches is not None and sensitivity_batches < 1:
         raise ConfigError(f"sensitivity_batches: found {sensitivity_batches}; at least 1 is allowed, or None for all")
-    batches = list(batches)
-    if not batches:
-        raise CalibrationError("batches: found none; a plan needs at least one batch")
-    modules = _layers_to_plan(model, include, skip)
-    if calibration is None and (measure != "model" or any(scheme.needs_range for scheme in schemes)):
-        calibration = calibrate(model, batches, layers=list(modules), skip=skip, progress=progress)
-
-    judge = Judge(model, batches, progress)
-    sets = siblings(model, batches[0], modules)
-    tied = goal.loss is None if together is None else together
-    work = Candidates(modules, schemes, goal.cost, sets if tied else [], calibration, second_moments)
-    for group in with_progress(work.groups, "quantize candidates", "layer", shown=progress):
-        work.quantize(group)
-    if measure == "model":
-        work.measure(judge, sensitivity_batches)
-    elif measure == "layer":
-        work.measure_outputs()
-    else:
-        few = batches[:sensitivity_batches]
-        work.estimate(channel_weights(model, few, modules, judge.metric, progress=progress), judge.metric)
-    additive = measure != "layer"
-
-    choice, measured, start, rest = (
-        _within_loss(goal, work, judge, additive)
-        if goal.loss is not None
-        else _within_cost(goal, work, judge, additive, sensitivity_batches)
+    survey = Survey(
+        model,
+        batches,
+        schemes,
+        calibration=calibration,
+        second_moments=second_moments,
+        measure=measure,
+        together=goal.loss is None if together is None else together,
+        sensitivity_batches=sensitivity_batches,
+        include=include,
+        skip=skip,
+        progress=progress,
     )
-    entries = {}
-    for group, scheme in zip(work.groups, choice, strict=True):
-        reason = _reason(group, scheme, judge.metric if additive else "its output error")
-        for name in group.names:
-            n, k = weight_nk(modules[name]).shape
-            static_range, method = work.ranges.get(name, (None, ""))
-            costs = work.costs[name]
-            entries[name] = LayerPlan(scheme, k, n, static_range, method, group.sensitivity, costs, reason)
-    return Plan(
-        {name: entries[name] for name in modules},
-        goal.loss,
-        judge.metric,
-        goal.objective,
-        predicted(work.groups, choice, judge.metric) if additive else None,
-        measured,
-        start,
-        judge.tokens,
-        curve=curve(work.groups, judge.metric) if additive else [],
-        siblings=[list(names) for names in sets],
-        fitted=second_moments is not None,
-        **rest,
-    )
-
-
-def _layers_to_plan(model: nn.Module, include: Sequence[str] | None, skip: Sequence[str]) -> dict[str, nn.Module]:
-    modules = find_layers(model, include, skip)
-    for name in tied_elsewhere(model, modules):
-        del modules[name]
-    if not modules:
-        raise PlanError(f"{type(model).__name__}: no layer to plan for: every weight is tied to something else")
-    return modules
-
-
-def _within_loss(goal: Goal, work: Candidates, judge: Judge, additive: bool) -> _Found:
-    def loss(variant: Variant, number: int) -> float:
-        return judge.losses([variant], f"measure plan {number}")[0]
-
-    assert goal.loss is not None
-    choice, measured, start = Search(work.groups, loss, goal.loss, judge.metric, additive=additive).run()
-    return choice, measured, start, {}
-
-
-def _within_cost(goal: Goal, work: Candidates, judge: Judge, additive: bool, few: int | None) -> _Found:
-    weights = sum(weight_nk(module).numel() for module in work.modules.values())
-    limit = goal.limit(weights)
-    assert limit is not None
-
-    def nearby(variants: list[Variant], what: str) -> list[float]:
-        return judge.losses(variants, what, few)
-
-    unit = judge.metric if additive else "output error"
-    found = allocate(work.groups, limit, work.uniform(), judge.losses, nearby, judge.metric, unit, _ROUNDS)
-    if found is None:
-        raise goal.impossible(sum(min(group.cost.values()) for group in work.groups), weights)
-    gap = max(0.0, predicted(work.groups, found.choice, unit) - found.bound) if additive else None
-    return found.choice, found.measured, found.start, {"limit": limit, "gap": gap, "uniform": found.uniform}
-
-
-def _reason(group: TiedLayers, scheme: str, metric: str) -> str:
-    """Why a group is not on its cheapest scheme; empty where it is."""
-    cheapest = group.cheapest
-    if scheme == cheapest:
-        return ""
-    alone, chosen = group.sensitivity[cheapest], group.sensitivity[scheme]
-    return f"{metric} +{alone:.3%} with {cheapest} alone, +{chosen:.3%} with {scheme}"
+    survey.check(goal)
+    survey.measure()
+    return survey.plan(goal)
