@@ -127,5 +127,6 @@ def plan(
         progress=progress,
     )
     survey.check(goal)
+    survey.quantize()
     survey.measure()
     return survey.plan(goal)

@@ -88,10 +88,18 @@ class Survey:
         if limit is not None and least > limit:
             raise goal.impossible(least, self.weights)
 
+    @property
+    def groups(self) -> list[TiedLayers]:
+        """Groups of layers that get one scheme each; with their quantized layers after `quantize`."""
+        return self._candidates.groups
+
+    def quantize(self) -> None:
+        """Quantize the layers under all candidates."""
+        self._candidates.quantize(self._progress)
+
     def measure(self) -> None:
-        """Quantize the layers under all candidates, and measure sensitivities."""
+        """Measure sensitivities, after `quantize`."""
         work, judge = self._candidates, self._judge
-        work.quantize(self._progress)
         if self._measure == "model":
             work.measure(judge, self._few)
         elif self._measure == "layer":
