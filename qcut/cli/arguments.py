@@ -160,7 +160,7 @@ def add_quantizing_options(parser: argparse.ArgumentParser) -> None:
         type=positive_float,
         metavar="B",
         help="a scheme for each layer, chosen by the text of --calibrate as `qcut plan --bits` does: bits a weight "
-        "allowed on average, norms and scales counted",
+        "allowed on average, norms and scales counted (default: none)",
     )
     group.add_argument(
         "--smooth",

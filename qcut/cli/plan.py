@@ -63,10 +63,13 @@ def add_parser(commands: Any) -> None:
         "--bits",
         type=positive_float,
         metavar="B",
-        help="bits a weight allowed on average, norms and scales counted: codebook4 has 4.125",
+        help="bits a weight allowed on average, norms and scales counted: codebook4 has 4.125 (default: no limit)",
     )
     limits.add_argument(
-        "--step-us", type=positive_float, metavar="US", help="microseconds allowed for one token's linear layers"
+        "--step-us",
+        type=positive_float,
+        metavar="US",
+        help="microseconds allowed for one token's linear layers (default: no limit)",
     )
     parser.add_argument(
         "--gpu",
