@@ -146,6 +146,7 @@ class Subject:
         row |= {"windows": len(windows_of(self.tokens, self.args.window, self.args.max_windows))}
         row |= {"window": self.args.window, "seconds": round(time.perf_counter() - start, 1)}
         self.results.rows.append(row)
+        self.results.write_csv(self.args.out, KEY)  # a run that is cut short keeps what it has measured
         print(f"{self.name} {weights} {scheme} {columns['bits']}: {change:+.3f} %", file=sys.stderr, flush=True)
 
 
@@ -163,6 +164,19 @@ def measure(subject: Subject, weights: str) -> None:
     """Plans within every number of bits, and uniform schemes."""
     args = subject.args
     survey, made = subject.survey(weights)
+    sizes = {name: LayerSize(name, len(w), w.shape[1], False, w.nbytes) for name, w in subject.float.items()}
+    total = sum(weight.numel() for weight in subject.float.values())
+
+    def uniform(scheme: str) -> None:
+        stored = sum(stored_cost(size, scheme) for size in sizes.values())
+        used = {n: made[scheme, n] if (scheme, n) in made else subject.weight(n, scheme, weights) for n in sizes}
+        subject.put(used)
+        subject.row(scheme, weights, allowed="", bits=round(8 * stored / total, 4), counts="")
+        subject.put({})
+
+    candidates = [scheme for scheme in args.uniform if scheme in WITHIN_COST]
+    for scheme in candidates:
+        uniform(scheme)
     survey.measure()
     for bits in args.bits:
         start = time.perf_counter()
@@ -175,17 +189,9 @@ def measure(subject: Subject, weights: str) -> None:
         found |= {"predicted_percent": predicted, "tried_percent": round(100 * plan.measured, 3)}
         subject.row(PLAN, weights, **found, plan_seconds=round(seconds, 1))
         subject.put({})
-    sizes = {
-        name: LayerSize(name, len(weight), weight.shape[1], False, weight.nbytes)
-        for name, weight in subject.float.items()
-    }
-    total = sum(weight.numel() for weight in subject.float.values())
     for scheme in args.uniform:
-        stored = sum(stored_cost(size, scheme) for size in sizes.values())
-        used = {n: made[scheme, n] if (scheme, n) in made else subject.weight(n, scheme, weights) for n in sizes}
-        subject.put(used)
-        subject.row(scheme, weights, allowed="", bits=round(8 * stored / total, 4), counts="")
-        subject.put({})
+        if scheme not in candidates:
+            uniform(scheme)
 
 
 def plot(results: Results, out: Path) -> None:
@@ -220,13 +226,11 @@ def main(argv: list[str] | None = None) -> int:
             subject = Subject(path, args, results)
             for weights in args.weights:
                 measure(subject, weights)
-                # A run that is cut short keeps what it has measured.
-                csv = results.write_csv(args.out, KEY)
     except QcutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     plot(results, args.out)
-    print(f"{report(results)}\n{results.env}; {csv}")
+    print(f"{report(results)}\n{results.env}; {args.out}")
     return 0
 
 
