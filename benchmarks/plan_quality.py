@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -207,13 +208,13 @@ def plot(results: Results, out: Path) -> None:
     plots.curves(out / "plan_quality", ordered, title, "bits a weight, norms and scales counted", "loss in %")
 
 
-def report(results: Results) -> str:
-    """The rows as Markdown, by bits: a column for each model and kind of weights."""
-    columns = list(dict.fromkeys((str(row["model"]), str(row["weights"])) for row in results.rows))
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as Markdown, by bits: a column for each model and kind of weights."""
+    columns = list(dict.fromkeys((str(row["model"]), str(row["weights"])) for row in rows))
     cells: dict[tuple[float, str], dict[tuple[str, str], str]] = {}
-    for row in results.rows:
-        at = float(str(row["bits"] if row["scheme"] != PLAN else row["allowed"])), str(row["scheme"])
-        cells.setdefault(at, {})[str(row["model"]), str(row["weights"])] = f"{row['change_percent']:+.2f} %"
+    for row in rows:
+        at = round(float(row["bits"] if row["scheme"] != PLAN else row["allowed"]), 3), str(row["scheme"])
+        cells.setdefault(at, {})[str(row["model"]), str(row["weights"])] = f"{float(row['change_percent']):+.2f} %"
     lines = [[f"{at[0]:.3f}", at[1], *(found.get(c, "–") for c in columns)] for at, found in sorted(cells.items())]
     return markdown(["bits", "", *(f"{model}, {weights}" for model, weights in columns)], lines)
 
@@ -230,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     plot(results, args.out)
-    print(f"{report(results)}\n{results.env}; {args.out}")
+    print(f"{report(results.rows)}\n{results.env}; {args.out}")
     return 0
 
 
