@@ -85,7 +85,7 @@ class Subject:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
         self.model = model.to(args.device).eval()
         reference = tokens_of(tokenizer, language_reference())
-        self.tried = windows_of(reference, args.window, args.plan_windows).split(4)
+        self.tried = windows_of(reference, args.window, args.plan_windows).split(8)
         self.layers = find_layers(self.model)
         self.float = {name: weight_nk(module).clone() for name, module in self.layers.items()}
         self.moments: dict[str, Tensor] | None = None

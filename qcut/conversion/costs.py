@@ -98,8 +98,8 @@ class StepCost:
 
     A start is paid for each product: siblings of one scheme that the engine computes in one share it. Start and rate
     are lines through times of whole layers, rotation included, measured on an H200 with one token
-    (benchmarks/bench_cliff.py); on another GPU the rate is in proportion to the memory's bandwidth, and the start to
-    the clock. Attention, norms and the classifier are not counted.
+    (benchmarks/report_quality.py), which they meet within 15 %; on another GPU the rate goes with the memory's
+    bandwidth, and the start to the clock. Attention, norms and the classifier are not counted.
 
     Attributes:
         gpu: a GPU's name, or an architecture, as `qcut.dispatch.gpus.target_named` knows it.
@@ -110,31 +110,24 @@ class StepCost:
     def __call__(self, layer: LayerSize, scheme: str) -> float:
         """The time of the layer under the scheme: of siblings' product, the share of the layer's rows."""
         parsed, n, k = parse_scheme(scheme), layer.out_features, layer.in_features
-        start, rate = _STEP_LINES[_step_line(parsed)]
+        start, rate = _step_line(parsed)
         machine = target_named(self.gpu).machine
         read = parsed.weight_bytes(n, k)
         return start / machine.clock * n / (layer.rows or n) + read / (rate * machine.gb_s / _H200_GB_S * 1e6)
 
 
-def _step_line(scheme: Scheme) -> str:
-    """The line of `_STEP_LINES` that a scheme is on."""
-    if scheme.is_float:
-        return "fp16"
-    if not isinstance(scheme, Codebook):
-        return "int8"
-    bits = "+".join(map(str, scheme.widths))
-    near = bits if bits in ("2", "3", "4") else "4+4" if scheme.passes > 1 else "4"
-    return f"codebook{near}" + ("_int8" if scheme.int8_products else "")
+def _step_line(scheme: Scheme) -> tuple[float, float]:
+    """Start and rate of a scheme, or of the one measured that is nearest to it."""
+    if isinstance(scheme, Codebook):
+        start, rate = _CODEBOOK_LINES[scheme.bits if scheme.passes == 1 else 8]
+        return start, rate * (_INT8_PRODUCTS if scheme.int8_products else 1.0)
+    return _LINES["fp16" if scheme.is_float else "w8a8" if scheme.int8_products else "w8a16"]
 
 
 _H200_GB_S = 4800.0
-
-_STEP_LINES: dict[str, tuple[float, float]] = {
-    "fp16": (4.9, 4.3),
-    "int8": (1.3, 4.2),
-    "codebook2": (2.0, 2.5),
-    "codebook3": (2.0, 3.0),
-    "codebook4": (2.0, 3.5),
-    "codebook4+4": (2.2, 3.5),
-}
+_LINES = {"fp16": (4.1, 4.35), "w8a16": (1.3, 4.3), "w8a8": (1.3, 4.0)}
 """Start in µs, and rate in 10¹² bytes a second, of one token on an H200."""
+_CODEBOOK_LINES = {2: (2.15, 2.25), 3: (2.15, 2.92), 4: (2.0, 3.4), 8: (2.2, 3.57)}
+"""The same by bits; 8 stands for two passes. Decoding takes its time for each weight, whatever the bits."""
+_INT8_PRODUCTS = 0.8
+"""What int8 products leave of the rate."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import csv
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from qcut.conversion.survey import Survey
 from qcut.engine.engine import Engine
 from qcut.errors import CalibrationError, ConfigError, PlanError, UnsupportedError
 from qcut.layers.base import Linear
+from tests.support import ROOT
 from tests.support.decoders import VOCABULARY, prompts_of, theirs
 from tests.support.zoo import same, snapshot
 
@@ -208,6 +210,17 @@ def test_costs_of_files_and_steps() -> None:
     apart, joined = (step(replace(large, out_features=1024, rows=rows), "codebook4") for rows in (0, 3072))
     assert joined < apart
     assert StepCost("NVIDIA L40S")(large, "codebook4") > 3 * step(large, "codebook4")
+
+
+def test_steps_are_those_of_the_measured_rows() -> None:
+    """Whole layers of one token on an H200."""
+    with (ROOT / "benchmarks" / "results" / "report_layers.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["m"] == "1" and row["variant"] in (*WITHIN_COST, "float")]
+    assert len(rows) == 30
+    for row in rows:
+        n, k, scheme = int(row["n"]), int(row["k"]), row["variant"].replace("float", "fp16")
+        estimate = StepCost()(LayerSize("x", n, k, True, 2 * n * k), scheme)
+        assert estimate == pytest.approx(float(row["median_us"]), rel=0.15), row
 
 
 @cache
