@@ -27,7 +27,7 @@ import qcut
 from benchmarks import plots
 from benchmarks.codebook_quality import own_text
 from benchmarks.demo import language_reference
-from benchmarks.harness import ROOT, Results, environment
+from benchmarks.harness import ROOT, Results, environment, read_rows
 from benchmarks.quality import tokens_of
 from benchmarks.reporting.markdown import markdown
 from qcut.config import parse_scheme
@@ -195,16 +195,16 @@ def measure(subject: Subject, weights: str) -> None:
             uniform(scheme)
 
 
-def plot(results: Results, out: Path) -> None:
-    """Loss by bits: plans as lines, uniform schemes as dots."""
+def plot(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """Loss by bits of plans and of uniform schemes; those of narrower groups stand in the table alone."""
     series: dict[str, dict[float, float]] = {}
-    for row in results.rows:
+    for row in rows:
         kind = "plans" if row["scheme"] == PLAN else "uniform"
         change = float(str(row["change_percent"]))
-        if change > 0 and float(str(row["bits"])) < 6:
+        if change > 0 and float(str(row["bits"])) < 6 and "_g" not in str(row["scheme"]):
             series.setdefault(f"{row['model']}, {row['weights']}, {kind}", {})[float(str(row["bits"]))] = change
     ordered = {name: dict(sorted(points.items())) for name, points in series.items()}
-    title = f"perplexity of mixed and of uniform schemes, {results.rows[0]['text']}"
+    title = f"perplexity of mixed and of uniform schemes, {rows[0]['text']}"
     plots.curves(out / "plan_quality", ordered, title, "bits a weight, norms and scales counted", "loss in %")
 
 
@@ -230,8 +230,9 @@ def main(argv: list[str] | None = None) -> int:
     except QcutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    plot(results, args.out)
-    print(f"{report(results.rows)}\n{results.env}; {args.out}")
+    rows = read_rows(args.out / f"{results.bench}.csv")
+    plot(rows, args.out)
+    print(f"{report(rows)}\n{results.env}; {args.out}")
     return 0
 
 
