@@ -165,8 +165,9 @@ def own_text(model: torch.nn.Module, count: int, length: int, vocabulary: int, s
         output = model(ids[:, -1:].to(device), past_key_values=past, use_cache=True)
         past = output.past_key_values
         # Drawn on the CPU: the same generator everywhere.
-        probabilities = output.logits[:, -1].float().softmax(-1).cpu()
-        ids = torch.cat((ids, torch.multinomial(probabilities, 1, generator=generator)), 1)
+        sums = output.logits[:, -1].float().softmax(-1).cumsum(-1)
+        drawn = torch.searchsorted(sums, torch.rand(count, 1, generator=generator).to(device) * sums[:, -1:])
+        ids = torch.cat((ids, drawn.clamp(max=vocabulary - 1).cpu()), 1)
     return ids
 
 

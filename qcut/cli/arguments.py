@@ -155,6 +155,13 @@ def add_quantizing_options(parser: argparse.ArgumentParser) -> None:
     ways = group.add_mutually_exclusive_group()
     ways.add_argument("--scheme", metavar="NAME", help="one scheme for all layers, such as w8a8, w8a16 or codebook4")
     ways.add_argument("--plan", type=Path, metavar="FILE", help="a scheme for each layer, from a file of `qcut plan`")
+    ways.add_argument(
+        "--bits",
+        type=positive_float,
+        metavar="B",
+        help="a scheme for each layer, chosen by the text of --calibrate as `qcut plan --bits` does: bits a weight "
+        "allowed on average, norms and scales counted (default: none)",
+    )
     group.add_argument(
         "--smooth",
         type=float,
@@ -172,7 +179,7 @@ def add_quantizing_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="scheme of the token table and of the classifier, such as w8a16 (default: both stay in float)",
     )
-    use = "what is derived from data: the ranges of w8a8_static, --smooth and --fit (default: none)"
+    use = "what is derived from data: the ranges of w8a8_static, --bits, --smooth and --fit (default: none)"
     add_data_options(group, use, "lm_head; with --plan, none")
 
 

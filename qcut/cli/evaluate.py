@@ -30,6 +30,7 @@ FIELDS = {
     "model": "MODEL as given",
     "scheme": "--scheme as given, or null",
     "plan": "--plan as given, or null",
+    "bits": "--bits as given, or null",
     "kv_cache": "--kv-cache as given",
     "text": "path of the text",
     "windows, window": "how many windows were predicted, and their tokens",
@@ -75,6 +76,12 @@ def run(arguments: argparse.Namespace) -> Answer:
     runner = runner_for(model, kv_cache=arguments.kv_cache, batch=size, context=window)
     value = runner.perplexity(windows, size, shown())
     data = {"model": arguments.model, "scheme": arguments.scheme, "plan": arguments.plan and str(arguments.plan)}
-    data |= {"kv_cache": arguments.kv_cache, "text": str(arguments.text), "windows": len(windows), "window": window}
+    data |= {
+        "bits": arguments.bits,
+        "kv_cache": arguments.kv_cache,
+        "text": str(arguments.text),
+        "windows": len(windows),
+        "window": window,
+    }
     data |= {"device": str(runner.device), "runs_on": runner.name, "perplexity": value}
     return Answer(data, f"perplexity {value:.4f} on {len(windows)} windows of {window} tokens ({runner.device})")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from html import escape
 from importlib import resources
 from string import Template
 
 from qcut.config import parse_scheme
-from qcut.conversion.plan import LayerPlan, Plan
+from qcut.conversion.plan import LayerPlan, Plan, Point
 
 LEVELS = 9
 """Colours of the heat map; the last is for schemes that break the model."""
@@ -18,7 +18,8 @@ _HUE = 22
 _CELL, _ROW, _LETTER = 92, 24, 7.2
 _MOST_LETTERS = 56
 _BAR_WIDTH, _BAR_ROW = 320, 50
-_UNITS = {"time": "µs", "memory": "bytes"}
+_UNITS = {"time": "µs", "step": "µs a step, estimated", "memory": "bytes", "stored": "bytes"}
+_CURVE = 560, 300
 
 
 def plan_page(plan: Plan, model: str) -> str:
@@ -43,6 +44,7 @@ def plan_page(plan: Plan, model: str) -> str:
         facts="\n".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in _facts(plan)),
         bought=escape(_bought(plan)),
         bars=_bars(plan),
+        curve=_curve(plan),
         explained=escape(_explained(plan)),
         heat=_heat(plan, schemes),
         columns="".join(f'<th scope="col"><button>{escape(name)}</button></th>' for name in _columns(plan, schemes)),
@@ -63,11 +65,19 @@ def _counts(plan: Plan) -> str:
 
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
-    facts = [("loss allowed", _percent(plan.budget)), ("loss measured", _percent(plan.measured))]
+    facts = [] if plan.budget is None else [("loss allowed", _percent(plan.budget))]
+    if plan.limit is not None:
+        facts.append(("cost allowed", _cost(plan.limit, plan)))
+    facts.append(("loss measured", _percent(plan.measured)))
     if plan.predicted is not None:
         facts.append(("sum of the layers' own losses", _percent(plan.predicted)))
+    if plan.predicted is not None and plan.gap is not None:
+        facts.append(("least such sum within this cost", _percent(plan.predicted - plan.gap)))
     facts.append(("loss with every layer on its cheapest scheme", _percent(plan.start)))
-    if plan.cost:
+    if plan.cost and plan.objective == "stored":
+        facts += [("bits a weight, norms and scales counted", f"{plan.bits_of(plan.cost):.3f}")]
+        facts += [("bytes of these weights in a file", _bytes(plan.cost))]
+    elif plan.cost:
         facts.append((f"cost (modelled {plan.objective})", _cost(plan.cost, plan)))
     return [*facts, ("tokens measured on", f"{plan.tokens:,}")]
 
@@ -76,9 +86,17 @@ def _bought(plan: Plan) -> str:
     moved = sum(bool(layer.reason) for layer in plan.layers.values())
     loss = "the relative increase of perplexity" if plan.metric == "perplexity" else "the relative error of the output"
     if not moved:
-        return f"Every layer has its cheapest scheme: all of them together stay within the budget. The loss is {loss}."
-    layers = "1 layer has" if moved == 1 else f"{moved} layers have"
-    return f"{layers} a dearer scheme than the cheapest, and all others the cheapest. The loss is {loss}."
+        told = "Every layer has its cheapest scheme: all of them together stay within the budget."
+    else:
+        layers = "1 layer has" if moved == 1 else f"{moved} layers have"
+        told = f"{layers} a dearer scheme than the cheapest, and all others the cheapest."
+    parted = len(plan.parted)
+    if parted:
+        told += (
+            f" {parted} sets of layers that read the same input have several schemes; the engine computes such a set "
+            "by several products in place of one."
+        )
+    return f"{told} The loss is {loss}."
 
 
 def _explained(plan: Plan) -> str:
@@ -108,8 +126,14 @@ def _percent(value: float) -> str:
 
 def _cost(value: float, plan: Plan) -> str:
     if plan.objective == "memory":
-        return f"{value / 1e6:,.2f} MB"
+        return _bytes(value)
+    if plan.objective == "stored":
+        return f"{plan.bits_of(value):.3f} bits"
     return f"{value:,.2f} {_UNITS.get(plan.objective, '')}".rstrip()
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e6:,.2f} MB"
 
 
 # ── the bars: the same model all on the cheapest, as planned, all on the dearest ────────────────────
@@ -153,6 +177,89 @@ def _bar(name: str, parts: list[tuple[str, float]], total: float, top: int) -> l
         )
         left += size
     return lines
+
+
+# ── the curve: what another budget would buy ────────────────────────────────────────────────────────
+
+
+def _curve(plan: Plan) -> str:
+    """The section with the plot of loss against cost; nothing where the plan has no measurements for one."""
+    line = [point for point in plan.curve if 0 < point.loss < math.inf]
+    dots = [point for point in plan.uniform if 0 < point.loss < math.inf]
+    if len(line) < 2 or plan.cost <= 0:
+        return ""
+    here = [Point("this plan", plan.cost, plan.measured)] if 0 < plan.measured < math.inf else []
+    across = _Axis((p.cost for p in (*line, *dots, *here)), _CURVE[0], 78, 16, log=False)
+    up = _Axis((p.loss for p in (*line, *dots, *here)), -_CURVE[1], -40, -16, log=True)
+    top = _CURVE[1]
+    lines = []
+    bit = plan.weights / 8 if plan.objective == "stored" else 1.0
+    for value in across.ticks(lambda cost: f"{cost / bit:,.4g}", bit):
+        x = across(value[0])
+        lines.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="16" y2="{top - 40}"/>')
+        lines.append(f'<text class="soft" x="{x:.1f}" y="{top - 22}" text-anchor="middle">{escape(value[1])}</text>')
+    for value in up.ticks(_percent):
+        y = top + up(value[0])
+        lines.append(f'<line class="grid" x1="78" x2="{_CURVE[0] - 16}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        lines.append(f'<text class="soft" x="72" y="{y + 4:.1f}" text-anchor="end">{escape(value[1])}</text>')
+    path = " ".join(f"{across(p.cost):.1f},{top + up(p.loss):.1f}" for p in line)
+    lines.append(
+        f'<polyline class="curve" points="{path}"><title>predicted: the least for each cost</title></polyline>'
+    )
+    for point in (*dots, *here):
+        x, y = across(point.cost), top + up(point.loss)
+        told = escape(f"{point.scheme}: {_cost(point.cost, plan)}, measured {_percent(point.loss)}")
+        kind, end = ("plan", "end") if point in here else ("uniform", "end" if x > _CURVE[0] / 2 else "start")
+        shift = 9 if end == "start" else -9
+        below = point in here or dots.index(point) % 2 > 0
+        lines.append(
+            f'<g><title>{told}</title><circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+            f'<text x="{x + shift:.1f}" y="{y + (17 if below else -8):.1f}" text-anchor="{end}">'
+            f"{escape(_short(point.scheme, 18))}</text></g>"
+        )
+    unit = "bits a weight" if plan.objective == "stored" else _UNITS.get(plan.objective, "cost")
+    lines.append(f'<text x="{_CURVE[0] // 2}" y="{top - 4}" text-anchor="middle">{escape(unit)}</text>')
+    told = (
+        "The line is predicted: for each cost, the least that the layers' own losses add up to. Dots are measured: "
+        "one scheme for all layers, and this plan."
+    )
+    plot = _svg(*_CURVE, "loss against cost", lines)
+    return f'<h2>What more or less would buy</h2>\n<p>{escape(told)}</p>\n<div class="wide">{plot}</div>'
+
+
+class _Axis:
+    """Maps values to places between two margins.
+
+    Args:
+        values: those that are shown, positive.
+        length: of the plot; negative for an axis that rises upwards from the end.
+        first: place of the least value.
+        last: distance of the greatest from the other end.
+        log: whether the axis is logarithmic.
+    """
+
+    def __init__(self, values: Iterable[float], length: int, first: int, last: int, log: bool) -> None:
+        self._log = log
+        scaled = [math.log10(value) if log else value for value in values]
+        self._low, self._high = min(scaled), max(scaled)
+        if log:  # whole powers of ten
+            self._low, self._high = math.floor(self._low), math.ceil(self._high)
+        self._first, self._room = first, length - first - last
+
+    def __call__(self, value: float) -> float:
+        scaled = math.log10(value) if self._log else value
+        return self._first + self._room * (scaled - self._low) / max(self._high - self._low, 1e-12)
+
+    def ticks(self, text: Callable[[float], str], unit: float = 1.0) -> list[tuple[float, str]]:
+        """Values to mark, and what stands beside them: powers of ten, or round numbers of a unit."""
+        if self._log:
+            marks = [10.0**power for power in range(int(self._low), int(self._high) + 1)]
+        else:
+            low, high = self._low / unit, self._high / unit
+            power = 10 ** math.floor(math.log10(max(high - low, 1e-9)))
+            step = next(s for s in (0.2 * power, 0.5 * power, power, 2 * power) if (high - low) / s <= 7)
+            marks = [i * step * unit for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+        return [(mark, text(mark)) for mark in marks]
 
 
 # ── the heat map ────────────────────────────────────────────────────────────────────────────────────

@@ -23,7 +23,8 @@ MODEL may be a model for any task, of text, images or sound. Its layers are quan
 another, so that it takes the memory of the quantized model and of one layer; with --calibrate, that of the float model.
 
 w8a8 keeps weights and activations in 8 bits and suits long prompts and many sequences; codebook4 keeps weights in 4
-bits and suits few sequences and little memory; w8a16 loses the least.
+bits and suits few sequences and little memory; w8a16 loses the least. --bits mixes codebooks of 2, 3, 4 and 4+4 bits
+and w8a16 so that the model loses the least for its size.
 """
 
 FIELDS = {
@@ -45,7 +46,8 @@ def add_parser(commands: Any) -> None:
         help="quantize a model and write it to a folder",
         description=_DESCRIPTION,
         example="qcut quantize models/gpt2-5m --scheme codebook4 --out gpt2-4bit\n"
-        "qcut quantize models/gpt2-5m --scheme w8a8_static --calibrate book.txt --out gpt2-int8",
+        "qcut quantize models/gpt2-5m --scheme w8a8_static --calibrate book.txt --out gpt2-int8\n"
+        "qcut quantize models/gpt2-5m --bits 3.5 --calibrate book.txt --out gpt2-mixed",
         fields=FIELDS,
     )
     add_quantizing_options(parser)
@@ -60,8 +62,8 @@ def run(arguments: argparse.Namespace) -> Answer:
 
     out: Path = arguments.out
     quantizing = Quantizing.of(arguments)
-    if quantizing.scheme is None:
-        raise ConfigError("quantize: give --scheme NAME, such as w8a8 or codebook4, or --plan FILE")
+    if quantizing.scheme is None and quantizing.bits is None:
+        raise ConfigError("quantize: give --scheme NAME, such as w8a8 or codebook4, --plan FILE, or --bits B")
     if Path(arguments.model).is_dir() and out.exists() and out.resolve() == Path(arguments.model).resolve():
         raise ConfigError(f"--out {out}: this is MODEL itself, which is not replaced")
     with new_folder(out, arguments.overwrite) as folder:  # first: nobody computes for a folder that cannot be written

@@ -25,6 +25,9 @@ _WINDOW = 512
 CALIBRATION_WINDOWS = 32
 """Windows of the text that ranges are derived from, unless told otherwise."""
 
+PLAN_WINDOWS = 8
+"""Windows of the text that ``--bits`` tries layers on."""
+
 
 def shown() -> bool:
     """Whether progress bars are shown."""
@@ -143,7 +146,8 @@ class Quantizing:
     """How a model is quantized: what the options say, read and checked before the model is.
 
     Attributes:
-        scheme: for all layers, or a plan; None: the model stays as it is.
+        scheme: for all layers, or a plan; None: the model stays as it is, unless there are bits.
+        bits: bits a weight that a plan may have, which is then made by the text; or None.
         text: what data-driven options calibrate on, or None.
         what: option and file of the text, for messages.
         smooth: SmoothQuant's alpha, or None.
@@ -154,6 +158,7 @@ class Quantizing:
     """
 
     scheme: Scheme | Plan | None
+    bits: float | None
     text: str | None
     what: str
     smooth: float | None
@@ -179,9 +184,12 @@ class Quantizing:
             scheme = parse_scheme(arguments.scheme)
         embeddings = None if arguments.embeddings is None else parse_scheme(arguments.embeddings)
         _check_needs(arguments, scheme)
+        if arguments.bits is not None and arguments.smooth is not None:
+            raise ConfigError("--smooth: not with --bits, whose plan holds for the model that it was made on")
         path = arguments.calibrate
         return cls(
             scheme,
+            arguments.bits,
             None if path is None else read_text(path, "--calibrate"),
             f"--calibrate {path}",
             arguments.smooth,
@@ -229,7 +237,8 @@ class Quantizing:
         """
         import qcut
 
-        if self.scheme is None:
+        scheme: Scheme | Plan | None = self.scheme
+        if scheme is None and self.bits is None:
             return None
         calibration = moments = None
         if self.text is not None:
@@ -239,9 +248,23 @@ class Quantizing:
             calibration = qcut.calibrate(model, batches, progress=shown())
             if self.fit:
                 moments = qcut.collect_curvature(model, batches, progress=shown())
+            if self.bits is not None:
+                few = windows[:PLAN_WINDOWS].split(batch)
+                chosen: dict[str, Any] = {} if self.skip is None else {"skip": self.skip}
+                scheme = qcut.plan(
+                    model,
+                    few,
+                    bits=self.bits,
+                    calibration=calibration,
+                    second_moments=moments,
+                    include=self.include,
+                    progress=shown(),
+                    **chosen,
+                )
+        assert scheme is not None, "bits need a text"
         return qcut.quantize(
             model,
-            self.scheme,
+            scheme,
             calibration=calibration,
             second_moments=moments,
             smooth=self.smooth,
@@ -269,13 +292,14 @@ def _check_needs(arguments: argparse.Namespace, scheme: Scheme | Plan | None) ->
     """Refuse options that lack what they need, before anything is read or computed."""
     given = {f"--{name}": getattr(arguments, name) for name in ("calibrate", "smooth", "embeddings", "include", "skip")}
     given["--fit"] = arguments.fit or None
-    if scheme is None:
+    if scheme is None and arguments.bits is None:
         for option, value in given.items():
             if value is not None:
-                raise ConfigError(f"{option} says how to quantize; it goes with --scheme or --plan")
+                raise ConfigError(f"{option} says how to quantize; it goes with --scheme, --plan or --bits")
         return
     if arguments.calibrate is None:
-        for option in ("--smooth", "--fit"):
+        given["--bits"] = arguments.bits
+        for option in ("--bits", "--smooth", "--fit"):
             if given[option] is not None:
                 raise ConfigError(f"{option} needs --calibrate TEXT, a text like that which the model will read")
         if isinstance(scheme, Scheme) and scheme.needs_range:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qcut.config import parse_scheme
+from qcut.config import Codebook, Scheme, parse_scheme
+from qcut.dispatch.gpus import target_named
 from qcut.layers.base import Linear
 
 
@@ -19,6 +20,8 @@ class LayerSize:
         in_features: K.
         bias: whether the layer has a bias.
         float_bytes: bytes of the layer's parameters as they are now.
+        rows: N of the product that the engine computes the layer in: with siblings of its scheme, the sum of all their
+            N (`qcut.conversion.siblings`); 0 means ``out_features``.
     """
 
     name: str
@@ -26,6 +29,7 @@ class LayerSize:
     in_features: int
     bias: bool
     float_bytes: int
+    rows: int = 0
 
 
 CostModel = Callable[[LayerSize, str], float]
@@ -39,6 +43,20 @@ def memory_cost(layer: LayerSize, scheme: str) -> float:
         return float(layer.float_bytes)
     sizes = layer.in_features, layer.out_features, layer.bias
     return float(Linear(*sizes, parsed, device="meta", name=layer.name).weight_bytes)
+
+
+def stored_cost(layer: LayerSize, scheme: str) -> float:
+    """Bytes that a file holds of the weight: indices or integers, norms, and scales of rows, all of them exact.
+
+    Biases, and what all rows share (a codebook's values), are not counted. ``fp16`` is the weight as it is now. In the
+    memory of a GPU a layer takes a little more (`memory_cost`): norms lie there twice, and rows are padded.
+    """
+    parsed, n, k = parse_scheme(scheme), layer.out_features, layer.in_features
+    if parsed.is_float:
+        weights = n * k + (n if layer.bias else 0)
+        return layer.float_bytes / weights * n * k
+    entries = Linear(k, n, False, parsed, device="meta", name=layer.name).stored()
+    return float(sum(entry.nbytes for key, entry in entries.items() if not key.endswith("codebook")))
 
 
 @dataclass(frozen=True)
@@ -72,3 +90,44 @@ class TimeCost:
         moved = parsed.weight_bytes(n, k) + passes * m * k * (1 if int8 else 2) + 2 * m * n
         moved += 8 * m if int8 and not parsed.needs_range else 0
         return (2 * passes * m * n * k / rate + moved / self.bandwidth) * 1e-6
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Time in µs of a layer in a step of few tokens: ``start + bytes / rate``, an estimate.
+
+    A start is paid for each product: siblings of one scheme that the engine computes in one share it. Start and rate
+    are lines through times of whole layers, rotation included, measured on an H200 with one token
+    (benchmarks/report_quality.py), which they meet within 15 %; on another GPU the rate goes with the memory's
+    bandwidth, and the start to the clock. Attention, norms and the classifier are not counted.
+
+    Attributes:
+        gpu: a GPU's name, or an architecture, as `qcut.dispatch.gpus.target_named` knows it.
+    """
+
+    gpu: str = "NVIDIA H200"
+
+    def __call__(self, layer: LayerSize, scheme: str) -> float:
+        """The time of the layer under the scheme: of siblings' product, the share of the layer's rows."""
+        parsed, n, k = parse_scheme(scheme), layer.out_features, layer.in_features
+        start, rate = _step_line(parsed)
+        machine = target_named(self.gpu).machine
+        read = parsed.weight_bytes(n, k)
+        return start / machine.clock * n / (layer.rows or n) + read / (rate * machine.gb_s / _H200_GB_S * 1e6)
+
+
+def _step_line(scheme: Scheme) -> tuple[float, float]:
+    """Start and rate of a scheme, or of the one measured that is nearest to it."""
+    if isinstance(scheme, Codebook):
+        start, rate = _CODEBOOK_LINES[scheme.bits if scheme.passes == 1 else 8]
+        return start, rate * (_INT8_PRODUCTS if scheme.int8_products else 1.0)
+    return _LINES["fp16" if scheme.is_float else "w8a8" if scheme.int8_products else "w8a16"]
+
+
+_H200_GB_S = 4800.0
+_LINES = {"fp16": (4.1, 4.35), "w8a16": (1.3, 4.3), "w8a8": (1.3, 4.0)}
+"""Start in µs, and rate in 10¹² bytes a second, of one token on an H200."""
+_CODEBOOK_LINES = {2: (2.15, 2.25), 3: (2.15, 2.92), 4: (2.0, 3.4), 8: (2.2, 3.57)}
+"""The same by bits; 8 stands for two passes. Decoding takes its time for each weight, whatever the bits."""
+_INT8_PRODUCTS = 0.8
+"""What int8 products leave of the rate."""

@@ -96,7 +96,7 @@ class Judge:
             for batch in batches:
                 batch = to_device(batch, model_device(self.model))
                 y = output_tensor(forward(self.model, batch))
-                keep = _kept(batch, y)
+                keep = kept_positions(batch, y)
                 self.tokens += int(keep.sum())
                 if self.metric == "output error":
                     total += y[keep].double().square().sum().item()
@@ -107,8 +107,7 @@ class Judge:
                     advance(1)
         if self.metric == "output error":
             return [_or_inf(e / total if total else e) for e in error]
-        means = [e / max(1, self.tokens) for e in error]
-        return [math.expm1(mean) if mean < 700 else math.inf for mean in means]
+        return [as_loss(e / max(1, self.tokens), self.metric) for e in error]
 
     def _divergence(self, y: Tensor, got: Tensor, keep: Tensor) -> float:
         if self.metric == "output error":
@@ -125,7 +124,17 @@ def _or_inf(x: float) -> float:
     return x if math.isfinite(x) else math.inf
 
 
-def _kept(batch: Any, y: Tensor) -> Tensor:
+def as_loss(added: float, metric: str) -> float:
+    """A loss in nats a token, the unit in which losses of layers add up, as `Judge` states it."""
+    return added if metric != "perplexity" else math.expm1(added) if added < 700 else math.inf
+
+
+def as_sum(loss: float, metric: str) -> float:
+    """The inverse of `as_loss`."""
+    return math.log1p(loss) if metric == "perplexity" else loss
+
+
+def kept_positions(batch: Any, y: Tensor) -> Tensor:
     """Which positions of the output count: those of the attention mask, where there is one."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     shape = y.shape[:-1] if y.ndim > 1 else y.shape

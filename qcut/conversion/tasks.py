@@ -152,17 +152,23 @@ def add_second_moments(
         CalibrationError: a layer has no second moment, or one of another size (named).
     """
     for name, task in tasks.items():
-        if not task.scheme.takes_second_moments:
-            continue
-        moment = moments.get(name)
-        if moment is not None:
-            _check_moment(moment, weight_nk(task.module), name)
-        if moment is None and name not in optional:
-            raise CalibrationError(
-                f"layer {name!r}: no second moment; collect_second_moments(model, batches) of this model has one for "
-                "each"
-            )
-        task.second_moment = moment
+        if task.scheme.takes_second_moments and (name in moments or name not in optional):
+            task.second_moment = moment_of(moments, name, task.module)
+
+
+def moment_of(moments: Mapping[str, Tensor | Curvature], name: str, module: nn.Module) -> Tensor | Curvature:
+    """The second moment of a layer's input.
+
+    Raises:
+        CalibrationError: there is none, or one of another size.
+    """
+    moment = moments.get(name)
+    if moment is None:
+        raise CalibrationError(
+            f"layer {name!r}: no second moment; collect_second_moments(model, batches) of this model has one for each"
+        )
+    _check_moment(moment, weight_nk(module), name)
+    return moment
 
 
 def _check_moment(moment: Tensor | Curvature, weight: Tensor, name: str) -> None:

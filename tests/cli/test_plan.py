@@ -17,7 +17,7 @@ import pytest
 import qcut
 from qcut.cli import main as cli
 from qcut.cli.plan_page import LEVELS, plan_page
-from qcut.conversion.plan import LayerPlan, Plan
+from qcut.conversion.plan import LayerPlan, Plan, Point
 from tests.support import ROOT
 
 DEMO = ROOT / "models" / "gpt2-5m"
@@ -152,6 +152,32 @@ def test_a_page_says_what_the_budget_bought(plan: Plan) -> None:
     assert any(text.startswith("1 layer has a dearer scheme than the cheapest") for text in texts)
 
 
+def test_a_page_draws_what_more_or_less_would_buy(plan: Plan) -> None:
+    """The line falls, every measured scheme is a named dot at its place, and the plan has a dot of its own."""
+    assert not Page(plan_page(plan, "m")).of("polyline")
+    plan.budget, plan.limit, plan.gap, plan.objective = None, 2000.0, 0.0, "stored"
+    for layer in plan.layers.values():
+        layer.cost = {"w8a8": 256.0, "w8a16": 300.0, "codebook4": 128.0}
+    plan.curve = [Point("", 768.0, 0.4), Point("", 1000.0, 0.05), Point("", 1800.0, 0.0002)]
+    plan.uniform = [Point("codebook4", 768.0, 0.5), Point("w8a16", 1800.0, 0.0003), Point("<i>", 1700.0, math.inf)]
+    plan.siblings = [["h.0.q", "h.0.k"], ["h.1.q", "h.10.q"]]
+    page = Page(plan_page(plan, "m"))
+    (line,) = page.of("polyline")
+    places = [tuple(map(float, place.split(","))) for place in line["points"].split()]
+    assert len(places) == 3
+    assert [x for x, _ in places] == sorted(x for x, _ in places)
+    assert [y for _, y in places] == sorted(y for _, y in places)  # downwards
+    dots = [given for given in page.of("circle") if given["class"] == "uniform"]
+    assert [float(dot["cx"]) for dot in dots] == [places[0][0], places[2][0]]
+    assert sum(given["class"] == "plan" for given in page.of("circle")) == 1
+    titles = [text for tag, text in page.texts if tag == "title"]
+    assert "codebook4: 0.500 bits, measured 50.0 %" in titles
+    facts = dict(zip(*([t for tag, t in page.texts if tag == kind] for kind in ("dt", "dd")), strict=True))
+    assert facts["cost allowed"] == "1.302 bits"
+    assert "loss allowed" not in facts
+    assert any("1 sets of layers that read the same input have several schemes" in text for _, text in page.texts)
+
+
 def test_pages_of_edited_and_empty_plans() -> None:
     """Measurements may be missing, and a scheme may be one that was not tried."""
     layers = {"a": LayerPlan("codebook3", 8, 8), "b": LayerPlan("fp16", 8, 8, sensitivity={"w8a8": 0.0})}
@@ -181,6 +207,29 @@ def test_the_command_writes_pythons_plan(tmp_path: Path, capfd: pytest.CaptureFi
     found = qcut.load(made, progress=False)
     schemes = {name: m.scheme.name for name, m in found.named_modules() if isinstance(m, qcut.Linear)}
     assert schemes == plan.schemes
+
+
+def test_the_command_plans_within_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text, out, report = tmp_path / "text.txt", tmp_path / "plan.json", tmp_path / "plan.html"
+    text.write_text((ROOT / "README.md").read_text())
+    words = ["--calibrate", text, "--include", "h.0.*", "--window", 32, "--max-windows", 2, "--batch", 2]
+    words += ["--device", "cpu", "--out", out, "--json"]
+    few = ["--candidates", "codebook3", "w8a16", "--measure", "gradient"]
+    assert cli.main([*map(str, ["plan", DEMO, "--bits", 5, "--report", report, *few, *words])]) == 0
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["bits_per_weight"] <= 5
+    assert len(answer["schemes"]) == 2
+    assert Page(report.read_text()).of("polyline")
+    made = Plan.load(out)
+    assert made.objective == "stored"
+    assert made.schemes == {name: layer["scheme"] for name, layer in answer["plan"]["layers"].items()}
+    for extra, message in (
+        (["--bits", 2], "allow 3."),
+        (["--bits", 4, "--gpu", "NVIDIA L40S"], "--gpu goes with --step-us"),
+        (["--step-us", 9, "--gpu", "abacus"], "abacus"),
+    ):
+        assert cli.main([*map(str, ["plan", DEMO, "--overwrite", *extra, *few, *words])]) != 0
+        assert message in capfd.readouterr().out, extra
 
 
 @pytest.fixture

@@ -48,6 +48,23 @@ def saved(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     return out
 
 
+def test_bits_make_a_plan_of_the_text(text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--include", "h.0.attn.*", "--window", 16, "--max-windows", 1, "--device", "cpu"]
+    out = tmp_path / "mixed"
+    data = answer(capfd, "quantize", DEMO, "--bits", 3.6, "--calibrate", text, *words, "--out", out)
+    assert len(data["schemes"]) > 1
+    stored = [layer for layer in contents(out).layers if layer.name.startswith("transformer.h.0.")]
+    assert len(stored) == sum(data["schemes"].values()) == 2
+    bits = 8 * sum(layer.nbytes for layer in stored) / sum(layer.weights or 0 for layer in stored)
+    assert bits < 3.6 + 0.15  # biases and codebooks, which the limit does not count
+    for extra, message in (
+        (["--bits", 3], "--bits needs --calibrate TEXT"),
+        (["--bits", 3, "--calibrate", text, "--smooth", 0.5], "--smooth: not with --bits"),
+    ):
+        assert cli.main([*map(str, ["quantize", DEMO, *extra, "--out", tmp_path / "none"])]) != 0
+        assert message in capfd.readouterr().err
+
+
 def test_a_folder_is_what_python_makes(saved: Path, text: Path) -> None:
     model, tokenizer = load_pretrained(str(DEMO), dtype=torch.float16, device=torch.device("cpu"))
     tokens = torch.tensor(tokenizer(text.read_text(), verbose=False)["input_ids"][: 4 * 64]).view(4, 64)

@@ -230,7 +230,7 @@ def test_refusals() -> None:
         ({"budget": -1.0}, "budget"),
         ({"budget": math.nan}, "budget"),
         ({"objective": "speed"}, "'time' and 'memory'"),
-        ({"measure": "guess"}, "'model' and 'layer'"),
+        ({"measure": "guess"}, "'model', 'layer' and 'gradient'"),
         ({"candidates": ()}, "choose among"),
         ({"candidates": ("w4",)}, "w4"),
         ({"sensitivity_batches": 0}, "sensitivity_batches"),

@@ -1,0 +1,240 @@
+"""Perplexity of plans within a number of bits a weight, beside one scheme for all layers.
+
+    python benchmarks/plan_quality.py --models-dir DIR --text FILE
+
+The weights of the attention and MLP layers are replaced by their dequantized values, and the model computes in float32,
+as in ``codebook_quality.py``. Layers are tried on the Python language reference, and codebooks are fitted to text that
+the model itself writes: neither is the evaluated text. Bits count indices or integers, norms, and scales of rows.
+Uniform schemes with groups of 32 and 16 columns have the bits of plans between the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import qcut
+from benchmarks import plots
+from benchmarks.codebook_quality import own_text
+from benchmarks.demo import language_reference
+from benchmarks.harness import ROOT, Results, environment, read_rows
+from benchmarks.quality import tokens_of
+from benchmarks.reporting.markdown import markdown
+from qcut.config import parse_scheme
+from qcut.conversion.costs import LayerSize, stored_cost
+from qcut.conversion.goals import WITHIN_COST, Goal
+from qcut.conversion.survey import Survey
+from qcut.errors import QcutError
+from qcut.models.evaluation import perplexity, windows_of
+from qcut.models.modules import weight_nk
+from qcut.models.selection import find_layers
+
+BITS = (2.5, 3.0, 3.125, 3.5, 4.125, 4.5, 5.0)
+UNIFORM = (*WITHIN_COST, "codebook2_g32", "codebook2_g16", "codebook3_g32", "codebook4_g32", "codebook4_g16")
+WEIGHTS = ("rounded", "fitted")
+PLAN = "plan"
+KEY = ("model", "weights", "scheme", "allowed", "measure", "apart")
+"""Columns that name a row."""
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    options = argparse.ArgumentParser(description="Perplexity of plans within bits a weight, beside uniform schemes.")
+    options.add_argument("--models-dir", type=Path, required=True, help="folder of checkpoints")
+    options.add_argument("--models", default="gpt2-14m,llama-13m", help="folders of --models-dir, comma-separated")
+    options.add_argument("--text", type=Path, required=True, help="UTF-8 text file")
+    options.add_argument("--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS, help="how codebooks are made [all]")
+    options.add_argument("--bits", nargs="+", type=float, default=BITS, help="bits a weight that plans may have")
+    options.add_argument("--uniform", nargs="+", default=UNIFORM, help="schemes for all layers beside the plans")
+    options.add_argument("--measure", choices=("model", "gradient", "layer"), default="model")
+    options.add_argument("--apart", action="store_true", help="let q, k, v and gate, up have different schemes")
+    options.add_argument("--window", type=int, default=512, help="tokens per window [512]")
+    options.add_argument("--max-windows", type=int, help="evaluate on at most so many windows [all]")
+    options.add_argument("--plan-windows", type=int, default=8, help="windows that layers are tried on [8]")
+    options.add_argument("--calibration-windows", type=int, default=128, help="windows that codebooks are fitted to")
+    options.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for CSV and plot")
+    args = options.parse_args(argv)
+    args.models = [args.models_dir / name for name in args.models.split(",")]
+    for path in (*args.models, args.text):
+        if not path.exists():
+            options.error(f"{path} does not exist (--models-dir, --models, --text)")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return args
+
+
+class Subject:
+    """A float model, its texts, and the rows about it."""
+
+    def __init__(self, path: Path, args: argparse.Namespace, results: Results) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.name, self.args, self.results = path.name, args, results
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        self.tokens = tokens_of(tokenizer, args.text.read_text(encoding="utf-8"))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        self.model = model.to(args.device).eval()
+        reference = tokens_of(tokenizer, language_reference())
+        self.tried = windows_of(reference, args.window, args.plan_windows).split(8)
+        self.layers = find_layers(self.model)
+        self.float = {name: weight_nk(module).clone() for name, module in self.layers.items()}
+        self.moments: dict[str, qcut.Curvature] | None = None
+        if "fitted" in args.weights:
+            own = own_text(self.model, args.calibration_windows, args.window, self.model.config.vocab_size)
+            self.moments = qcut.collect_curvature(self.model, own.split(8), progress=sys.stderr.isatty())
+        self.baseline = self.perplexity()
+
+    def perplexity(self) -> float:
+        """Over the evaluation text, with the weights as they are now."""
+        options: dict[str, Any] = {"window": self.args.window, "max_windows": self.args.max_windows}
+        return perplexity(self.model, self.tokens, batch_size=32, progress=sys.stderr.isatty(), **options)
+
+    def survey(self, weights: str) -> tuple[Survey, dict[tuple[str, str], Tensor]]:
+        """All layers under all candidates, as float layers of dequantized weights; and these by scheme and name."""
+        survey = Survey(
+            self.model,
+            self.tried,
+            [parse_scheme(name) for name in WITHIN_COST],
+            calibration=None,
+            second_moments=self.moments if weights == "fitted" else None,
+            measure=self.args.measure,
+            together=not self.args.apart,
+            sensitivity_batches=None,
+            include=None,
+            skip=("lm_head",),
+            progress=sys.stderr.isatty(),
+        )
+        survey.check(Goal.of(None, max(self.args.bits), None, None, None))
+        survey.quantize()
+        made = {}
+        for group in survey.groups:
+            for scheme, layers in group.layers.items():
+                for name in layers:
+                    stand_in: Any = as_float(layers[name])
+                    layers[name] = stand_in
+                    made[scheme, name] = stand_in.weight
+        return survey, made
+
+    def weight(self, name: str, scheme: str, weights: str) -> Tensor:
+        """A layer's dequantized weight under a scheme."""
+        fitted = weights == "fitted" and self.moments is not None and parse_scheme(scheme).takes_second_moments
+        moment = self.moments[name] if fitted and self.moments is not None else None
+        return qcut.Linear.from_float(self.layers[name], scheme, second_moment=moment).dequantized_weight()
+
+    def put(self, weights: dict[str, Tensor]) -> None:
+        """Replace the model's weights by others, or by its own where there are none."""
+        for name, module in self.layers.items():
+            weight_nk(module).copy_(weights.get(name, self.float[name]))
+
+    def row(self, scheme: str, weights: str, **columns: object) -> None:
+        """Evaluate, and add a row."""
+        start = time.perf_counter()
+        value = self.perplexity()
+        change = round(100 * (value / self.baseline - 1), 3)
+        row = {"bench": self.results.bench, "model": self.name, "weights": weights, "scheme": scheme, **columns}
+        row |= {"perplexity": round(value, 4), "change_percent": change, "measure": self.args.measure}
+        row |= {"apart": int(self.args.apart), "plan_windows": self.args.plan_windows, "text": self.args.text.name}
+        row |= {"windows": len(windows_of(self.tokens, self.args.window, self.args.max_windows))}
+        row |= {"window": self.args.window, "seconds": round(time.perf_counter() - start, 1)}
+        self.results.rows.append(row)
+        self.results.write_csv(self.args.out, KEY)  # a run that is cut short keeps what it has measured
+        print(f"{self.name} {weights} {scheme} {columns['bits']}: {change:+.3f} %", file=sys.stderr, flush=True)
+
+
+def as_float(layer: Any) -> nn.Linear:
+    """A float layer with the weights that a quantized one computes with."""
+    made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    made.weight = nn.Parameter(layer.dequantized_weight(), requires_grad=False)
+    if layer.bias is not None:
+        made.bias = nn.Parameter(layer.bias, requires_grad=False)
+    return made
+
+
+@torch.no_grad()
+def measure(subject: Subject, weights: str) -> None:
+    """Plans within every number of bits, and uniform schemes."""
+    args = subject.args
+    survey, made = subject.survey(weights)
+    sizes = {name: LayerSize(name, len(w), w.shape[1], False, w.nbytes) for name, w in subject.float.items()}
+    total = sum(weight.numel() for weight in subject.float.values())
+
+    def uniform(scheme: str) -> None:
+        stored = sum(stored_cost(size, scheme) for size in sizes.values())
+        used = {n: made[scheme, n] if (scheme, n) in made else subject.weight(n, scheme, weights) for n in sizes}
+        subject.put(used)
+        subject.row(scheme, weights, allowed="", bits=round(8 * stored / total, 4), counts="")
+        subject.put({})
+
+    candidates = [scheme for scheme in args.uniform if scheme in WITHIN_COST]
+    for scheme in candidates:
+        uniform(scheme)
+    survey.measure()
+    for bits in args.bits:
+        start = time.perf_counter()
+        plan = survey.plan(Goal.of(None, bits, None, None, None))
+        seconds = time.perf_counter() - start
+        subject.put({name: made[scheme, name] for name, scheme in plan.schemes.items()})
+        counts = ", ".join(f"{count} {scheme}" for scheme, count in sorted(plan.counts.items()))
+        predicted = None if plan.predicted is None else round(100 * plan.predicted, 3)
+        found = {"allowed": bits, "bits": round(plan.bits_of(plan.cost), 4), "counts": counts}
+        found |= {"predicted_percent": predicted, "tried_percent": round(100 * plan.measured, 3)}
+        subject.row(PLAN, weights, **found, plan_seconds=round(seconds, 1))
+        subject.put({})
+    for scheme in args.uniform:
+        if scheme not in candidates:
+            uniform(scheme)
+
+
+def plot(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
+    """Loss by bits of plans and of uniform schemes; those of narrower groups stand in the table alone."""
+    series: dict[str, dict[float, float]] = {}
+    for row in rows:
+        kind = "plans" if row["scheme"] == PLAN else "uniform"
+        change = float(str(row["change_percent"]))
+        if change > 0 and float(str(row["bits"])) < 6 and "_g" not in str(row["scheme"]):
+            series.setdefault(f"{row['model']}, {row['weights']}, {kind}", {})[float(str(row["bits"]))] = change
+    ordered = {name: dict(sorted(points.items())) for name, points in series.items()}
+    title = f"perplexity of mixed and of uniform schemes, {rows[0]['text']}"
+    plots.curves(out / "plan_quality", ordered, title, "bits a weight, norms and scales counted", "loss in %")
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as Markdown, by bits: a column for each model and kind of weights."""
+    columns = list(dict.fromkeys((str(row["model"]), str(row["weights"])) for row in rows))
+    cells: dict[tuple[float, str], dict[tuple[str, str], str]] = {}
+    for row in rows:
+        at = round(float(row["bits"] if row["scheme"] != PLAN else row["allowed"]), 3), str(row["scheme"])
+        cells.setdefault(at, {})[str(row["model"]), str(row["weights"])] = f"{float(row['change_percent']):+.2f} %"
+    lines = [[f"{at[0]:.3f}", at[1], *(found.get(c, "–") for c in columns)] for at, found in sorted(cells.items())]
+    return markdown(["bits", "", *(f"{model}, {weights}" for model, weights in columns)], lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    results = Results("plan_quality", environment())
+    try:
+        for path in args.models:
+            subject = Subject(path, args, results)
+            for weights in args.weights:
+                measure(subject, weights)
+    except QcutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    rows = read_rows(args.out / f"{results.bench}.csv")
+    plot(rows, args.out)
+    print(f"{report(rows)}\n{results.env}; {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

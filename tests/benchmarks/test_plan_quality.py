@@ -1,0 +1,29 @@
+"""The benchmark of plans within bits, on the embedded checkpoint and a CPU."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from benchmarks import demo, plan_quality
+
+pytest.importorskip("transformers", reason="the benchmark needs the hf extra")
+
+
+def test_a_plan_of_a_schemes_size_loses_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(demo.language_reference()[:4000])
+    options = [
+        *("--models-dir", str(demo.EMBEDDED.parent), "--models", "gpt2-5m", "--text", str(text)),
+        *("--window", "64", "--max-windows", "2", "--plan-windows", "1", "--weights", "rounded", "--bits", "3.125"),
+        *("--uniform", "codebook3", "--device", "cpu", "--out", str(tmp_path), "--measure", "gradient"),
+    ]
+    assert plan_quality.main(options) == 0
+    rows = list(csv.DictReader((tmp_path / "plan_quality.csv").open()))
+    uniform, plan = rows
+    assert (uniform["scheme"], float(uniform["bits"]), plan["scheme"]) == ("codebook3", 3.125, "plan")
+    assert float(plan["bits"]) <= 3.125
+    assert float(plan["change_percent"]) < float(uniform["change_percent"])
+    assert "| 3.125 | plan | +" in capsys.readouterr().out
