@@ -16,7 +16,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_cliff, plots
+from benchmarks import bench_cliff, plan_quality, plots
 from benchmarks.bench_codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
 from benchmarks.bench_model import PEERS_GB
 from benchmarks.bench_prompt_attention import NAMES as PROMPT_NAMES
@@ -247,6 +247,11 @@ def codebook_quality(rows: Rows) -> str:
 
     names = dict.fromkeys(name for name, _ in measured)
     return markdown(["weights", *models], ([name, *(cell(name, model) for model in models)] for name in names))
+
+
+def plans(rows: Rows) -> str:
+    """Perplexity of plans within bits a weight, and of one scheme for all layers, by bits."""
+    return plan_quality.report(rows.of("plan_quality"))
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────
@@ -491,6 +496,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "codebook layer": codebook_layer,
     "cliff": cliff,
     "codebook quality": codebook_quality,
+    "plan quality": plans,
     "model": model,
     "engine": engine,
     "comparison": comparison,

@@ -165,10 +165,10 @@ def test_products_are_exact(int8, monkeypatch, int_mm, kind, m, n, k):
     if not int_mm:
         monkeypatch.setattr(numerics, "_int_mm_is_exact", lambda: False)
     a, b = int8(m, k, kind), int8(n, k, kind)
-    got = numerics._matmul_s8(a, b)
+    got = numerics.matmul_s8(a, b)
     assert got.dtype is torch.int32
     assert torch.equal(got.long(), a.long() @ b.long().t())
-    strided = numerics._matmul_s8(a.t().contiguous().t(), b.repeat(1, 2)[:, :k])
+    strided = numerics.matmul_s8(a.t().contiguous().t(), b.repeat(1, 2)[:, :k])
     assert torch.equal(strided, got)
 
 
@@ -176,7 +176,7 @@ def test_products_are_exact(int8, monkeypatch, int_mm, kind, m, n, k):
 def test_products_are_exact_at_the_largest_k(int8, monkeypatch, int_mm):
     if not int_mm:
         monkeypatch.setattr(numerics, "_int_mm_is_exact", lambda: False)
-    got = numerics._matmul_s8(int8(2, K_MAX, "min"), int8(1, K_MAX, "min"))
+    got = numerics.matmul_s8(int8(2, K_MAX, "min"), int8(1, K_MAX, "min"))
     assert got.tolist() == [[2**14 * K_MAX]] * 2
 
 

@@ -23,7 +23,7 @@ def test_the_engine_serves_what_was_planned(measure: Any) -> None:
     model = llama()
     prompts = prompts_of(VOCABULARY, 20, 20)
     batches = [torch.tensor(prompts)]
-    plan = qcut.plan(model, batches, bits=4.4, candidates=CANDIDATES, measure=measure, progress=False)
+    plan = qcut.plan(model, batches, bits=6, candidates=CANDIDATES, measure=measure, progress=False)
     assert plan.limit is not None
     assert plan.cost <= plan.limit
     assert len(set(plan.schemes.values())) > 1
