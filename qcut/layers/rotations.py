@@ -12,7 +12,6 @@ from torch import Tensor
 
 from qcut.codebooks import tokens as rotated_tokens
 from qcut.codebooks.rotation import Kind
-from qcut.ops import paths
 from qcut.process.locks import Lock
 
 _ROTATE = torch.ops.qcut.rotate_tokens.default
@@ -114,8 +113,7 @@ class SharedRotations:
             tokens: dtype of the blocks.
         """
         constants = rotation.operands_for(x)
-        unknown = torch.compiler.is_compiling() or x.is_inference() or not paths.is_usual()
-        state = None if unknown else stream_state(x.device)
+        state = None if torch.compiler.is_compiling() or x.is_inference() else stream_state(x.device)
         if state is None:
             return _rotate(rotation.spec, x, tokens, constants)
         key = (x._version, rotation.spec, tokens, state)

@@ -1,1 +1,0 @@
-"""The operators of layers as Triton kernels: for GPUs without qcut's CUDA kernels, and for whoever asks."""

@@ -1,1 +1,0 @@
-"""The portable path on a GPU."""
