@@ -131,7 +131,10 @@ def test_bash_completes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> No
     lines = ask.format("quan", 1, function) + ask.format("generate --kv-cache ''", 3, function)
     environment = {"PATH": os.environ["PATH"]}
     done = subprocess.run(["bash"], input=script + lines, text=True, capture_output=True, env=environment, cwd=tmp_path)
-    assert [line.split() for line in done.stdout.splitlines()[-2:]] == [["quantize"], ["auto", "int8", "int4", "int8/int4"]]
+    assert [line.split() for line in done.stdout.splitlines()[-2:]] == [
+        ["quantize"],
+        ["auto", "int8", "int4", "int8/int4"],
+    ]
 
 
 def test_completion_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
