@@ -163,7 +163,7 @@ def test_fitted_plans_say_so_and_need_every_second_moment() -> None:
     assert fitted.fitted
     assert fitted.measured < plain.measured
     del moments["2"]
-    with pytest.raises(CalibrationError, match=r"layer '2': its second moment: found none; \[128, 128\]"):
+    with pytest.raises(CalibrationError, match="layer '2': no second moment"):
         plan(model, batches, second_moments=moments, **options)
 
 
