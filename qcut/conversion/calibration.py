@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from qcut.config import StaticRange
+from qcut.conversion.observed import run_observed
 from qcut.errors import CalibrationError, ConfigError
-from qcut.models.modules import evaluating, forward, model_device, to_device, weight_nk
+from qcut.models.modules import forward, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, find_layers
 from qcut.models.tracing import NormPair, trace_norms
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.int8 import quantize_per_tensor_ref, static_qparams
-from qcut.process.progress import with_progress
 from qcut.storage import schema
 from qcut.storage.tensors import TensorFiles, read_index
 
@@ -405,29 +405,27 @@ def calibrate(
     if sample_size < 1:
         raise ConfigError(f"sample_size: found {sample_size}; at least 1 is allowed")
     chosen = find_layers(model, layers, skip)
-    device, counter = model_device(model), [0]
-    observers: dict[str, _Observer] = {}
-    handles = []
+    columns = {name: weight_nk(module).shape[1] for name, module in chosen.items()}
+    observers = {name: _Observer(name, max(1, sample_size // k), k, seed) for name, k in columns.items()}
+    counter = [0]
+    hooks = (
+        partial(module.register_forward_pre_hook, _observe(observers[name], counter), with_kwargs=True)
+        for name, module in chosen.items()
+    )
     pairs: list[NormPair] = []
     refused: dict[str, str] = {}
-    try:
-        for name, module in chosen.items():
-            columns = weight_nk(module).shape[1]
-            observers[name] = _Observer(name, max(1, sample_size // columns), columns, seed)
-            handles.append(module.register_forward_pre_hook(_observe(observers[name], counter), with_kwargs=True))
-        with evaluating(model), torch.no_grad():
-            for batch in with_progress(batches, "calibrate", "batch", shown=progress):
-                batch = to_device(batch, device)
-                if counter[0] == 0:
-                    pairs, refused = trace_norms(model, partial(forward, model, batch))
-                else:
-                    forward(model, batch)
-                counter[0] += 1
-    finally:
-        for handle in handles:
-            handle.remove()
-    if counter[0] == 0:
-        raise CalibrationError("batches: found none; calibration needs at least one batch")
+
+    def run(batch: Any) -> None:
+        if counter[0] == 0:
+            found = trace_norms(model, partial(forward, model, batch))
+            pairs.extend(found[0])
+            refused.update(found[1])
+        else:
+            forward(model, batch)
+        counter[0] += 1
+
+    with torch.no_grad():
+        run_observed(model, batches, hooks, run, "calibrate", progress)
     idle = [name for name, observer in observers.items() if observer.tokens == 0]
     if idle:
         raise CalibrationError(

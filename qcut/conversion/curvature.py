@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from qcut.codebooks.curvature import Curvature
+from qcut.conversion.observed import run_observed
 from qcut.errors import CalibrationError, ConfigError
-from qcut.models.modules import evaluating, forward, model_device, output_tensor, to_device, weight_nk
+from qcut.models.modules import forward, model_device, output_tensor, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, find_layers
-from qcut.process.progress import with_progress
 
 Loss = Literal["tokens", "outputs"]
 
@@ -70,25 +71,20 @@ def collect_curvature(
     if loss not in ("tokens", "outputs", None):
         raise ConfigError(f"loss: found {loss!r}; allowed: tokens, outputs or None")
     chosen = find_layers(model, layers, skip)
-    device, generator = model_device(model), torch.Generator().manual_seed(seed)
+    generator, anchor = torch.Generator().manual_seed(seed), torch.zeros((), device=model_device(model))
+    anchor.requires_grad_(True)
     sums = {name: _Sums(name, *weight_nk(module).shape) for name, module in chosen.items()}
-    count = 0
-    with evaluating(model), _frozen(model), torch.enable_grad():
-        anchor = torch.zeros((), device=device, requires_grad=True)
-        handles = [
-            module.register_forward_hook(_observe(sums[name], anchor), with_kwargs=True)
-            for name, module in chosen.items()
-        ]
-        try:
-            for batch in with_progress(batches, "curvature", "batch", shown=progress):
-                _differentiate(forward(model, to_device(batch, device)), loss, generator)
-                anchor.grad = None
-                count += 1
-        finally:
-            for handle in handles:
-                handle.remove()
-    if count == 0:
-        raise CalibrationError("batches: found none; calibration needs at least one batch")
+    hooks = (
+        partial(module.register_forward_hook, _observe(sums[name], anchor), with_kwargs=True)
+        for name, module in chosen.items()
+    )
+
+    def run(batch: Any) -> None:
+        _differentiate(forward(model, batch), loss, generator)
+        anchor.grad = None
+
+    with frozen(model), torch.enable_grad():
+        count = run_observed(model, batches, hooks, run, "curvature", progress)
     return {name: one.mean(count) for name, one in sums.items()}
 
 
@@ -162,7 +158,7 @@ def _differentiate(output: Any, loss: Loss | None, generator: torch.Generator) -
 
 
 @contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module) -> Iterator[None]:
     """Stop derivatives by parameters, which nothing here needs, and allow them again afterwards."""
     wanted = [p for p in model.parameters() if p.requires_grad]
     for p in wanted:

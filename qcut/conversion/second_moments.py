@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from qcut.conversion.observed import run_observed
 from qcut.errors import CalibrationError
-from qcut.models.modules import evaluating, forward, model_device, to_device
+from qcut.models.modules import forward
 from qcut.models.selection import DEFAULT_SKIP, find_layers
-from qcut.process.progress import with_progress
 
 
 @torch.no_grad()
@@ -46,22 +47,17 @@ def collect_second_moments(
     Exactness: float32 sums, in the order of the batches.
     """
     chosen = find_layers(model, layers, skip)
-    device, collector = model_device(model), _Collector()
-    handles = []
-    count = 0
-    try:
-        for name, module in chosen.items():
-            handles.append(module.register_forward_pre_hook(collector.hook(name), with_kwargs=True))
-        with evaluating(model):
-            for batch in with_progress(batches, "second moments", "batch", shown=progress):
-                forward(model, to_device(batch, device))
-                collector.release()
-                count += 1
-    finally:
-        for handle in handles:
-            handle.remove()
-    if count == 0:
-        raise CalibrationError("batches: found none; calibration needs at least one batch")
+    collector = _Collector()
+    hooks = (
+        partial(module.register_forward_pre_hook, collector.hook(name), with_kwargs=True)
+        for name, module in chosen.items()
+    )
+
+    def run(batch: Any) -> None:
+        forward(model, batch)
+        collector.release()
+
+    count = run_observed(model, batches, hooks, run, "second moments", progress)
     for name in chosen:
         if not collector.tokens.get(collector.owner.get(name, "")):
             raise CalibrationError(
