@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from qcut.conversion.curvature import collect_curvature as collect_curvature
     from qcut.conversion.planning import Plan as Plan
     from qcut.conversion.planning import plan as plan
+    from qcut.conversion.refinement import Refinement as Refinement
+    from qcut.conversion.refinement import refine as refine
     from qcut.conversion.second_moments import collect_second_moments as collect_second_moments
     from qcut.conversion.smoothing import smooth as smooth
     from qcut.cuda.explanation import explain as explain
@@ -72,6 +74,8 @@ _HOME = {
     "Curvature": "codebooks.curvature",
     "collect_curvature": "conversion.curvature",
     "collect_second_moments": "conversion.second_moments",
+    "Refinement": "conversion.refinement",
+    "refine": "conversion.refinement",
     "enable_input_gradients": "layers.gradients",
     "disable_input_gradients": "layers.gradients",
     "execution_path": "layers.codebook",

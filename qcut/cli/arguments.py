@@ -175,11 +175,18 @@ def add_quantizing_options(parser: argparse.ArgumentParser) -> None:
         help="fit the indices of codebooks to the text, which loses less than rounding to the nearest",
     )
     group.add_argument(
+        "--refine",
+        type=positive,
+        metavar="N",
+        help="tune codebook layers and norms toward the float model's predictions on the whole text, in N steps of a "
+        "few windows each; 1500 are usual (default: do not)",
+    )
+    group.add_argument(
         "--embeddings",
         metavar="NAME",
         help="scheme of the token table and of the classifier, such as w8a16 (default: both stay in float)",
     )
-    use = "what is derived from data: the ranges of w8a8_static, --bits, --smooth and --fit (default: none)"
+    use = "what is derived from data: the ranges of w8a8_static, --bits, --smooth, --fit and --refine (default: none)"
     add_data_options(group, use, "lm_head; with --plan, none")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,7 @@ class Quantizing:
         what: option and file of the text, for messages.
         smooth: SmoothQuant's alpha, or None.
         fit: whether codebooks are fitted to the text.
+        refine: steps by which the quantized model is tuned on the text, or None.
         embeddings: scheme of tables and classifier, or None.
         include: globs of layers to take, or None.
         skip: globs of layers to leave, or None.
@@ -163,6 +165,7 @@ class Quantizing:
     what: str
     smooth: float | None
     fit: bool
+    refine: int | None
     embeddings: Scheme | None
     include: list[str] | None
     skip: list[str] | None
@@ -194,6 +197,7 @@ class Quantizing:
             f"--calibrate {path}",
             arguments.smooth,
             arguments.fit,
+            arguments.refine,
             embeddings,
             arguments.include,
             arguments.skip,
@@ -233,7 +237,7 @@ class Quantizing:
             The report, or None where there is nothing to do.
 
         Raises:
-            QcutError: see `qcut.quantize`, `qcut.calibrate` and `qcut.collect_curvature`.
+            QcutError: see `qcut.quantize`, `qcut.calibrate`, `qcut.collect_curvature` and `qcut.refine`.
         """
         import qcut
 
@@ -262,7 +266,8 @@ class Quantizing:
                     **chosen,
                 )
         assert scheme is not None, "bits need a text"
-        return qcut.quantize(
+        reference = None if self.refine is None else copy.deepcopy(model)
+        report = qcut.quantize(
             model,
             scheme,
             calibration=calibration,
@@ -273,6 +278,10 @@ class Quantizing:
             embeddings=self.embeddings,
             progress=shown(),
         )
+        if reference is not None and self.text is not None:
+            windows, _ = cut_text(model, tokenizer, self.text, self.what, window, None)
+            qcut.refine(model, reference, windows.split(batch), steps=self.refine, progress=shown())
+        return report
 
 
 def _check_reads_text(model: Any, tokenizer: Any) -> None:
@@ -290,7 +299,10 @@ def _check_reads_text(model: Any, tokenizer: Any) -> None:
 
 def _check_needs(arguments: argparse.Namespace, scheme: Scheme | Plan | None) -> None:
     """Refuse options that lack what they need, before anything is read or computed."""
-    given = {f"--{name}": getattr(arguments, name) for name in ("calibrate", "smooth", "embeddings", "include", "skip")}
+    given = {
+        f"--{name}": getattr(arguments, name)
+        for name in ("calibrate", "smooth", "refine", "embeddings", "include", "skip")
+    }
     given["--fit"] = arguments.fit or None
     if scheme is None and arguments.bits is None:
         for option, value in given.items():
@@ -299,7 +311,7 @@ def _check_needs(arguments: argparse.Namespace, scheme: Scheme | Plan | None) ->
         return
     if arguments.calibrate is None:
         given["--bits"] = arguments.bits
-        for option in ("--bits", "--smooth", "--fit"):
+        for option in ("--bits", "--smooth", "--fit", "--refine"):
             if given[option] is not None:
                 raise ConfigError(f"{option} needs --calibrate TEXT, a text like that which the model will read")
         if isinstance(scheme, Scheme) and scheme.needs_range:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +21,10 @@ class Curvature:
 
     inputs: Tensor
     outputs: Tensor | None
+
+    def to(self, device: torch.device | str) -> Curvature:
+        """The same on a device."""
+        return Curvature(self.inputs.to(device), None if self.outputs is None else self.outputs.to(device))
 
     def divided(self, scale: Tensor) -> Curvature:
         """The curvature of the layer whose inputs are divided by ``scale [K]``."""

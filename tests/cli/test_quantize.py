@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import struct
@@ -17,6 +18,7 @@ from qcut.checkpoints.pretrained import load_pretrained
 from qcut.cli import main as cli
 from qcut.cli.out_folder import new_folder
 from qcut.errors import CheckpointError, ConfigError
+from qcut.models.evaluation import windows_of
 from tests.support import ROOT
 from tests.support.zoo import tiny_hf
 
@@ -43,7 +45,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """The demo, quantized with all that the shell offers."""
     out = tmp_path_factory.mktemp("models") / "made" / "quantized"
     words = ["--scheme", "codebook4", "--calibrate", text, "--fit", "--embeddings", "w8a16", "--skip", "h.3.mlp.*"]
-    words += ["--window", 64, "--max-windows", 4, "--batch", 2, "--device", "cpu", "--out", out]
+    words += ["--refine", 2, "--window", 64, "--max-windows", 4, "--batch", 2, "--device", "cpu", "--out", out]
     assert cli.main(["quantize", str(DEMO), *map(str, words)]) == 0
     return out
 
@@ -67,9 +69,10 @@ def test_bits_make_a_plan_of_the_text(text: Path, tmp_path: Path, capfd: pytest.
 
 def test_a_folder_is_what_python_makes(saved: Path, text: Path) -> None:
     model, tokenizer = load_pretrained(str(DEMO), dtype=torch.float16, device=torch.device("cpu"))
-    tokens = torch.tensor(tokenizer(text.read_text(), verbose=False)["input_ids"][: 4 * 64]).view(4, 64)
-    moments = qcut.collect_curvature(model, tokens.split(2), progress=False)
+    windows = windows_of(torch.tensor(tokenizer(text.read_text(), verbose=False)["input_ids"]), 64)
+    moments, reference = qcut.collect_curvature(model, windows[:4].split(2), progress=False), copy.deepcopy(model)
     qcut.quantize(model, "codebook4", second_moments=moments, embeddings="w8a16", skip=["h.3.mlp.*"], progress=False)
+    qcut.refine(model, reference, windows.split(2), steps=2, progress=False)
     found = qcut.load(saved, progress=False)
     want, got = model.state_dict(), found.state_dict()
     assert want.keys() == got.keys()
