@@ -5,15 +5,18 @@
 The weights of the attention and MLP layers are replaced by their dequantized values, and the model computes in float32:
 the rows show the loss by the weights alone. Embeddings and the LM head stay in float. Calibrated fits see text that the
 model itself writes, sampled token by token. This text contains none of the evaluated text and is nearer to the model's
-inputs than a text of another kind (``--calibration reference`` takes the Python language reference instead).
+inputs than a text of another kind (``--calibration reference`` takes the Python language reference instead, and so does
+``--text reference``). Refined variants are tuned on more of it, whole models at a time, with norms and biases.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +25,32 @@ import torch
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from torch import Tensor
+from torch import Tensor, nn
 
+import qcut
 from benchmarks.demo import language_reference
-from benchmarks.harness import ROOT, Results, environment
+from benchmarks.harness import Results, add_model_options, environment, with_models
+from benchmarks.processes import Processes
 from benchmarks.quality import tokens_of
 from benchmarks.reporting.markdown import markdown
 from qcut.codebooks import rotation
 from qcut.codebooks.curvature import Curvature
 from qcut.codebooks.fit import DAMPING, fit
-from qcut.codebooks.quantizer import dequantize, quantize
+from qcut.codebooks.quantizer import RotatedCodebook, dequantize, quantize
 from qcut.conversion.curvature import collect_curvature
 from qcut.conversion.second_moments import collect_second_moments
 from qcut.errors import QcutError
+from qcut.layers.codebook import CodebookLinear
 from qcut.models.evaluation import perplexity, windows_of
 from qcut.models.modules import weight_nk
 from qcut.models.selection import find_layers
 
 GROUP = 128
+REFINE_STEPS = 450
+REFINE_BATCH = 8
+OWN_AT_ONCE = 512
 RESIDUAL_SEED = 1042
+REFINED = "refined"
 REFERENCE = Path("reference")
 
 
@@ -65,29 +75,31 @@ def int4(weight: Tensor, symmetric: bool) -> Tensor:
 
 def nearest(bits: int, refit: bool = False) -> Fit:
     """Rounds to nearest."""
-    return lambda w, given, seed, damping: dequantize(quantize(w, bits, seed=seed, refit=refit))
+    return lambda w, given, seed, damping: (quantize(w, bits, seed=seed, refit=refit),)
 
 
 def fitted(bits: int) -> Fit:
     """Fits one pass to the curvature, or to the second moment of inputs alone."""
 
-    def fit_one(w: Tensor, given: Curvature | None, seed: int, damping: float) -> Tensor:
+    def fit_one(w: Tensor, given: Curvature | None, seed: int, damping: float) -> Passes:
         assert given is not None
-        return dequantize(fit(w, given.inputs, bits, output_moment=given.outputs, seed=seed, damping=damping))
+        return (fit(w, given.inputs, bits, output_moment=given.outputs, seed=seed, damping=damping),)
 
     return fit_one
 
 
-def two_passes(w: Tensor, given: Curvature | None, seed: int, damping: float) -> Tensor:
+def two_passes(w: Tensor, given: Curvature | None, seed: int, damping: float) -> Passes:
     """Two passes of 4 bits, the second fitted where there is something to fit it to."""
     first = quantize(w, 4, seed=seed, refit=given is not None)
     if given is None:
-        return dequantize((first, quantize(w, 4, before=[first], seed=RESIDUAL_SEED)))
+        return first, quantize(w, 4, before=[first], seed=RESIDUAL_SEED)
     options: dict[str, Any] = {"before": [first], "seed": RESIDUAL_SEED, "damping": damping}
-    return dequantize((first, fit(w, given.inputs, 4, output_moment=given.outputs, **options)))
+    return first, fit(w, given.inputs, 4, output_moment=given.outputs, **options)
 
 
-Fit = Callable[[Tensor, Curvature | None, int, float], Tensor]
+Passes = Sequence[RotatedCodebook] | Tensor
+"""A weight's codebooks, or the weight as it is after rounding."""
+Fit = Callable[[Tensor, Curvature | None, int, float], Passes]
 
 VARIANTS: dict[str, tuple[str, Fit]] = {
     "int4": ("4-bit integers, asymmetric, to nearest", lambda w, given, seed, damping: int4(w, symmetric=False)),
@@ -99,14 +111,17 @@ VARIANTS: dict[str, tuple[str, Fit]] = {
     "codebook4_refit": ("to nearest, norms refitted without data", nearest(4, refit=True)),
     "codebook4_inputs": ("fitted to inputs", fitted(4)),
     "codebook4_curvature": ("fitted to the loss's curvature", fitted(4)),
+    "codebook4_refined": ("fitted to the loss's curvature, then refined as a whole", fitted(4)),
     "codebook4_4": ("two passes", two_passes),
     "codebook4_4_curvature": ("two passes, the second fitted to the loss's curvature", two_passes),
     "codebook3": ("to nearest", nearest(3)),
     "codebook3_inputs": ("fitted to inputs", fitted(3)),
     "codebook3_curvature": ("fitted to the loss's curvature", fitted(3)),
+    "codebook3_refined": ("fitted to the loss's curvature, then refined as a whole", fitted(3)),
     "codebook2": ("to nearest", nearest(2)),
     "codebook2_inputs": ("fitted to inputs", fitted(2)),
     "codebook2_curvature": ("fitted to the loss's curvature", fitted(2)),
+    "codebook2_refined": ("fitted to the loss's curvature, then refined as a whole", fitted(2)),
 }
 
 
@@ -116,42 +131,73 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="variants:\n" + "\n".join(f"  {name:24} {what}" for name, (what, _) in VARIANTS.items()),
     )
-    options.add_argument("--models-dir", type=Path, required=True, help="folder of checkpoints")
-    options.add_argument("--models", default="gpt2-14m,llama-13m", help="folders of --models-dir, comma-separated")
-    options.add_argument(
-        "--text",
-        type=Path,
-        required=True,
-        help="a file, or `reference` for the Python language reference",
-    )
+    add_model_options(options)
     options.add_argument("--variants", default=",".join(VARIANTS), help="comma-separated [all]")
-    options.add_argument("--window", type=int, default=512, help="tokens per window [512]")
-    options.add_argument("--windows", type=int, help="evaluate on at most so many windows [all]")
     options.add_argument("--calibration", choices=("own", "reference"), default="own", help="text [own]")
     options.add_argument("--calibration-windows", type=int, default=256)
     options.add_argument("--damping", type=float, default=DAMPING, help=f"of the calibrated fits [{DAMPING}]")
     options.add_argument("--seed", type=int, default=42, help="of the rotations [42]")
-    options.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    options.add_argument("--refine-windows", type=int, default=768, help="that refined variants are tuned on")
+    options.add_argument("--refine-steps", type=int, default=REFINE_STEPS, help=f"of refined variants [{REFINE_STEPS}]")
     options.add_argument(
-        "--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for CSV and Markdown"
+        "--fit-processes", type=int, default=0, help="that fit layers on the CPU; 0: --device does [0]"
     )
-    args = options.parse_args(argv)
+    args = with_models(options, argv, text=REFERENCE)
     args.variants = args.variants.split(",")
     if unknown := [name for name in args.variants if name not in VARIANTS]:
         options.error(f"--variants: {', '.join(unknown)} is not one of {', '.join(VARIANTS)}")
-    args.models = [args.models_dir / name for name in args.models.split(",")]
-    for path in (*args.models, *([args.text] if args.text != REFERENCE else [])):
-        if not path.exists():
-            options.error(f"{path} does not exist (--models-dir, --models, --text)")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     return args
 
 
 def kind_of(variant: str) -> str:
     """What a variant is fitted to: ``inputs``, ``curvature``, or nothing."""
     kind = variant.rpartition("_")[2]
-    return kind if kind in ("inputs", "curvature") else ""
+    return {"inputs": "inputs", "curvature": "curvature", REFINED: "curvature"}.get(kind, "")
+
+
+def make(variant: str, weight: Tensor, given: Curvature | None, seed: int, damping: float) -> Passes:
+    """A weight under a variant, on the weight's device."""
+    return VARIANTS[variant][1](weight, given, seed, damping)
+
+
+def on(passes: Passes, device: torch.device | str) -> Passes:
+    """What `make` made, on a device."""
+    if isinstance(passes, Tensor):
+        return passes.to(device)
+    moved: list[RotatedCodebook] = []
+    for q in passes:
+        tensors = {name: getattr(q, name).to(device) for name in ("indices", "norms", "values")}
+        moved.append(replace(q, **tensors))
+    return moved
+
+
+def is_refined(variant: str) -> bool:
+    """Whether a variant is tuned as a whole after it is fitted."""
+    return variant.rpartition("_")[2] == REFINED
+
+
+def refined(model: nn.Module, made: Mapping[str, Passes], windows: Tensor, steps: int, progress: bool) -> nn.Module:
+    """A copy of the float model with codebook layers, refined, as a float model with what came out of it."""
+    copied = copy.deepcopy(model)
+    for name, passes in made.items():
+        module = copied.get_submodule(name)
+        assert not isinstance(passes, Tensor)
+        copied.set_submodule(name, CodebookLinear.from_passes(passes, module._parameters.get("bias"), name=name))
+    torch.set_float32_matmul_precision("high")  # tuned, not measured
+    print(qcut.refine(copied, model, windows.split(REFINE_BATCH), steps=steps, progress=progress), file=sys.stderr)
+    torch.set_float32_matmul_precision("highest")
+    for name in made:
+        copied.set_submodule(name, as_float(copied.get_submodule(name)))
+    return copied
+
+
+def as_float(layer: Any) -> nn.Linear:
+    """A float layer with the weights that a quantized one computes with."""
+    made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    made.weight = nn.Parameter(layer.dequantized_weight(), requires_grad=False)
+    if layer.bias is not None:
+        made.bias = nn.Parameter(layer.bias, requires_grad=False)
+    return made
 
 
 @torch.no_grad()
@@ -171,7 +217,7 @@ def own_text(model: torch.nn.Module, count: int, length: int, vocabulary: int, s
     return ids
 
 
-def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
+def measure(path: Path, args: argparse.Namespace, results: Results, processes: Processes) -> None:
     """One model: the float model and every variant, a row each."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -184,11 +230,19 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
     originals = {name: weight_nk(module).clone() for name, module in layers.items()}
     bar = sys.stderr.isatty()
     given: dict[str, dict[str, Curvature]] = {"inputs": {}, "curvature": {}}
+    to_refine = torch.empty(0)
     if any(kind_of(name) for name in args.variants):
+        count = args.refine_windows if any(map(is_refined, args.variants)) else 0
         if args.calibration == "own":
-            windows = own_text(model, args.calibration_windows, args.window, model.config.vocab_size)
+            vocabulary = model.config.vocab_size
+            windows = own_text(model, args.calibration_windows, args.window, vocabulary)
+            sizes = [min(OWN_AT_ONCE, count - done) for done in range(len(windows), count, OWN_AT_ONCE)]
+            texts = [own_text(model, size, args.window, vocabulary, seed=1 + i) for i, size in enumerate(sizes)]
+            to_refine = torch.cat((windows, *texts))
         else:
-            windows = windows_of(tokens_of(tokenizer, language_reference()), args.window, args.calibration_windows)
+            reference = tokens_of(tokenizer, language_reference())
+            windows = windows_of(reference, args.window, args.calibration_windows)
+            to_refine = windows_of(reference, args.window, count or 1)
         if any(kind_of(name) == "curvature" for name in args.variants):
             given["curvature"] = collect_curvature(model, windows.split(8), progress=bar)
         if any(kind_of(name) == "inputs" for name in args.variants):
@@ -197,12 +251,24 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
     baseline = 0.0
     for variant in ("float32", *args.variants):
         start = time.perf_counter()
-        for name, module in layers.items():
-            if variant != "float32":
-                known = given[kind_of(variant)][name] if kind_of(variant) else None
-                weight_nk(module).copy_(VARIANTS[variant][1](originals[name], known, args.seed, args.damping))
+        made: dict[str, Passes] = dict(originals)
+        if variant != "float32":
+            known = given[kind_of(variant)] if kind_of(variant) else {}
+            where = "cpu" if args.fit_processes and known else args.device
+            calls = [
+                (variant, w.to(where), known[name].to(where) if known else None, args.seed, args.damping)
+                for name, w in originals.items()
+            ]
+            found = processes.map(make, calls) if known else [make(*call) for call in calls]
+            made = {name: on(passes, args.device) for name, passes in zip(originals, found, strict=True)}
+        subject = refined(model, made, to_refine, args.refine_steps, bar) if is_refined(variant) else model
+        for name, module in layers.items() if subject is model else ():
+            weight = made[name]
+            weight_nk(module).copy_(weight if isinstance(weight, Tensor) else dequantize(weight))
         seconds = time.perf_counter() - start
-        value = perplexity(model, tokens, window=args.window, max_windows=args.windows, progress=bar)
+        value = perplexity(subject, tokens, window=args.window, max_windows=args.max_windows, progress=bar)
+        for name, module in layers.items():
+            weight_nk(module).copy_(originals[name])
         baseline = baseline or value
         change = 100 * (value / baseline - 1)
         results.rows.append(
@@ -215,12 +281,14 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
                 "change_percent": round(change, 3),
                 "group_size": GROUP,
                 "seed": args.seed,
-                "windows": len(windows_of(tokens, args.window, args.windows)),
+                "windows": len(windows_of(tokens, args.window, args.max_windows)),
                 "window": args.window,
                 "text": args.text.name,
                 "damping": args.damping if kind_of(variant) else "",
                 "calibration": args.calibration if kind_of(variant) else "",
                 "calibration_windows": args.calibration_windows if kind_of(variant) else "",
+                "refine_windows": len(to_refine) if is_refined(variant) else "",
+                "refine_steps": args.refine_steps if is_refined(variant) else "",
                 "quantize_seconds": round(seconds, 1),
             }
         )
@@ -255,8 +323,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     results = Results("codebook_quality", environment())
     try:
-        for path in args.models:
-            measure(path, args, results)
+        with Processes(args.fit_processes) as processes:
+            for path in args.models:
+                measure(path, args, results, processes)
     except QcutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

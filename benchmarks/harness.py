@@ -45,6 +45,7 @@ __all__ = [
     "Results",
     "Timing",
     "Variant",
+    "add_model_options",
     "checked",
     "cpu_us",
     "environment",
@@ -57,6 +58,7 @@ __all__ = [
     "require_gpu",
     "rotation",
     "table",
+    "with_models",
 ]
 
 # What is measured is the kernel that dispatch chose, not one that serves while nvcc builds that kernel.
@@ -220,6 +222,37 @@ def parser(description: str) -> argparse.ArgumentParser:
     options.add_argument("--quick", action="store_true", help="few shapes, few rounds")
     options.add_argument("--time-budget", type=float, default=90.0, metavar="SECONDS", help="stop measuring after this")
     return options
+
+
+def add_model_options(options: argparse.ArgumentParser) -> None:
+    """The options of benchmarks that evaluate models on a text; `with_models` reads them."""
+    options.add_argument("--models-dir", type=Path, required=True, help="folder of checkpoints")
+    options.add_argument("--models", default="gpt2-14m,llama-13m", help="folders of --models-dir, comma-separated")
+    options.add_argument("--text", type=Path, required=True, help="UTF-8 text file")
+    options.add_argument("--window", type=int, default=512, help="tokens per window [512]")
+    options.add_argument("--max-windows", type=int, help="evaluate on at most so many windows [all]")
+    options.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for results")
+
+
+def with_models(
+    options: argparse.ArgumentParser, argv: list[str] | None, text: Path | None = None
+) -> argparse.Namespace:
+    """Parse options with those of `add_model_options`: models become paths, the device one that is there.
+
+    Args:
+        options: the parser.
+        argv: arguments; None takes the process's own.
+        text: what ``--text`` may be without being a file.
+    """
+    args = options.parse_args(argv)
+    args.models = [args.models_dir / name for name in args.models.split(",")]
+    for path in (*args.models, *([] if args.text == text else [args.text])):
+        if not path.exists():
+            options.error(f"{path} does not exist (--models-dir, --models, --text)")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    return args
 
 
 def require_gpu() -> None:

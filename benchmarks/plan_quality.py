@@ -13,23 +13,27 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import qcut
 from benchmarks import plots
-from benchmarks.codebook_quality import own_text
+from benchmarks.codebook_quality import as_float, on, own_text
 from benchmarks.demo import language_reference
-from benchmarks.harness import ROOT, Results, environment, read_rows
+from benchmarks.harness import Results, add_model_options, environment, read_rows, with_models
+from benchmarks.processes import Processes
 from benchmarks.quality import tokens_of
 from benchmarks.reporting.markdown import markdown
+from qcut.codebooks.passes import quantize_weight
 from qcut.config import parse_scheme
 from qcut.conversion.costs import LayerSize, stored_cost
 from qcut.conversion.goals import WITHIN_COST, Goal
@@ -49,28 +53,18 @@ KEY = ("model", "weights", "scheme", "allowed", "measure", "apart")
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     options = argparse.ArgumentParser(description="Perplexity of plans within bits a weight, beside uniform schemes.")
-    options.add_argument("--models-dir", type=Path, required=True, help="folder of checkpoints")
-    options.add_argument("--models", default="gpt2-14m,llama-13m", help="folders of --models-dir, comma-separated")
-    options.add_argument("--text", type=Path, required=True, help="UTF-8 text file")
+    add_model_options(options)
     options.add_argument("--weights", nargs="+", choices=WEIGHTS, default=WEIGHTS, help="how codebooks are made [all]")
     options.add_argument("--bits", nargs="+", type=float, default=BITS, help="bits a weight that plans may have")
     options.add_argument("--uniform", nargs="+", default=UNIFORM, help="schemes for all layers beside the plans")
     options.add_argument("--measure", choices=("model", "gradient", "layer"), default="model")
     options.add_argument("--apart", action="store_true", help="let q, k, v and gate, up have different schemes")
-    options.add_argument("--window", type=int, default=512, help="tokens per window [512]")
-    options.add_argument("--max-windows", type=int, help="evaluate on at most so many windows [all]")
     options.add_argument("--plan-windows", type=int, default=8, help="windows that layers are tried on [8]")
     options.add_argument("--calibration-windows", type=int, default=128, help="windows that codebooks are fitted to")
-    options.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for CSV and plot")
-    args = options.parse_args(argv)
-    args.models = [args.models_dir / name for name in args.models.split(",")]
-    for path in (*args.models, args.text):
-        if not path.exists():
-            options.error(f"{path} does not exist (--models-dir, --models, --text)")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    return args
+    options.add_argument(
+        "--fit-processes", type=int, default=0, help="that fit layers on the CPU; 0: --device does [0]"
+    )
+    return with_models(options, argv)
 
 
 class Subject:
@@ -89,6 +83,7 @@ class Subject:
         self.layers = find_layers(self.model)
         self.float = {name: weight_nk(module).clone() for name, module in self.layers.items()}
         self.moments: dict[str, qcut.Curvature] | None = None
+        self.fits: dict[tuple[str, str], Any] = {}
         if "fitted" in args.weights:
             own = own_text(self.model, args.calibration_windows, args.window, self.model.config.vocab_size)
             self.moments = qcut.collect_curvature(self.model, own.split(8), progress=sys.stderr.isatty())
@@ -115,7 +110,8 @@ class Subject:
             progress=sys.stderr.isatty(),
         )
         survey.check(Goal.of(None, max(self.args.bits), None, None, None))
-        survey.quantize()
+        with self.fits_found():
+            survey.quantize()
         made = {}
         for group in survey.groups:
             for scheme, layers in group.layers.items():
@@ -129,7 +125,31 @@ class Subject:
         """A layer's dequantized weight under a scheme."""
         fitted = weights == "fitted" and self.moments is not None and parse_scheme(scheme).takes_second_moments
         moment = self.moments[name] if fitted and self.moments is not None else None
-        return qcut.Linear.from_float(self.layers[name], scheme, second_moment=moment).dequantized_weight()
+        with self.fits_found():
+            layer = qcut.Linear.from_float(self.layers[name], scheme, second_moment=moment, name=name)
+        return layer.dequantized_weight()
+
+    def fit(self, schemes: Iterable[str], processes: Processes) -> None:
+        """Fit all layers under schemes, which `Subject.survey` and `Subject.weight` then find."""
+        wanted = [parse_scheme(scheme) for scheme in schemes]
+        moments = self.moments or {}
+        keys = [(s, name) for s in wanted if s.takes_second_moments for name in moments]
+        calls = [(self.float[name].cpu(), s, moments[name].to("cpu")) for s, name in keys]
+        found = processes.map(fitted, calls)
+        self.fits |= {(s.name, name): passes for (s, name), passes in zip(keys, found, strict=True)}
+
+    @contextmanager
+    def fits_found(self) -> Iterator[None]:
+        """Let layers take what `fit` made."""
+
+        def found(weight: Tensor, scheme: Any, *, second_moment: Any = None, layer: str | None = None) -> Any:
+            made = self.fits.get((scheme.name, layer or "")) if second_moment is not None else None
+            if made is None:
+                return quantize_weight(weight, scheme, second_moment=second_moment, layer=layer)
+            return on(made, weight.device)
+
+        with patch("qcut.layers.codebook.quantize_weight", found):
+            yield
 
     def put(self, weights: dict[str, Tensor]) -> None:
         """Replace the model's weights by others, or by its own where there are none."""
@@ -151,19 +171,18 @@ class Subject:
         print(f"{self.name} {weights} {scheme} {columns['bits']}: {change:+.3f} %", file=sys.stderr, flush=True)
 
 
-def as_float(layer: Any) -> nn.Linear:
-    """A float layer with the weights that a quantized one computes with."""
-    made = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
-    made.weight = nn.Parameter(layer.dequantized_weight(), requires_grad=False)
-    if layer.bias is not None:
-        made.bias = nn.Parameter(layer.bias, requires_grad=False)
-    return made
+def fitted(weight: Tensor, scheme: Any, moment: Any) -> Any:
+    """A weight's passes under a scheme, fitted to a moment or curvature, or rounded without one."""
+    return quantize_weight(weight, scheme, second_moment=moment)
 
 
 @torch.no_grad()
-def measure(subject: Subject, weights: str) -> None:
+def measure(subject: Subject, weights: str, processes: Processes) -> None:
     """Plans within every number of bits, and uniform schemes."""
     args = subject.args
+    ahead = weights == "fitted" and args.fit_processes > 0
+    if ahead:
+        subject.fit(WITHIN_COST, processes)
     survey, made = subject.survey(weights)
     sizes = {name: LayerSize(name, len(w), w.shape[1], False, w.nbytes) for name, w in subject.float.items()}
     total = sum(weight.numel() for weight in subject.float.values())
@@ -190,9 +209,11 @@ def measure(subject: Subject, weights: str) -> None:
         found |= {"predicted_percent": predicted, "tried_percent": round(100 * plan.measured, 3)}
         subject.row(PLAN, weights, **found, plan_seconds=round(seconds, 1))
         subject.put({})
-    for scheme in args.uniform:
-        if scheme not in candidates:
-            uniform(scheme)
+    others = [scheme for scheme in args.uniform if scheme not in candidates]
+    if ahead:
+        subject.fit(others, processes)
+    for scheme in others:
+        uniform(scheme)
 
 
 def plot(rows: Sequence[Mapping[str, Any]], out: Path) -> None:
@@ -223,10 +244,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     results = Results("plan_quality", environment())
     try:
-        for path in args.models:
-            subject = Subject(path, args, results)
-            for weights in args.weights:
-                measure(subject, weights)
+        with Processes(args.fit_processes) as processes:
+            for path in args.models:
+                subject = Subject(path, args, results)
+                for weights in args.weights:
+                    measure(subject, weights, processes)
     except QcutError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -26,7 +26,7 @@ if __package__ in (None, ""):
 
 import qcut
 from benchmarks.demo import int8_first, language_reference
-from benchmarks.harness import ROOT, Results, environment, table
+from benchmarks.harness import Results, add_model_options, environment, table, with_models
 from qcut.config import parse_scheme
 from qcut.errors import QcutError
 from qcut.models.evaluation import perplexity, windows_of
@@ -53,30 +53,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="schemes:\n" + "\n".join(f"  {name:14} {what}" for name, what in SCHEMES.items()),
     )
-    options.add_argument("--models-dir", type=Path, required=True, help="folder of checkpoints")
-    options.add_argument("--models", default="gpt2-14m,llama-13m", help="folders of --models-dir, comma-separated")
-    options.add_argument("--text", type=Path, required=True, help="UTF-8 text file")
+    add_model_options(options)
     options.add_argument("--schemes", default=",".join(SCHEMES), help="comma-separated [all]")
     options.add_argument("--conditions", default="plain,outliers", help="plain, outliers or both")
-    options.add_argument("--window", type=int, default=512, help="tokens per window [512]")
-    options.add_argument("--max-windows", type=int, help="evaluate on at most so many windows [all]")
     options.add_argument("--calibration-windows", type=int, default=32)
     options.add_argument("--plan-windows", type=int, default=8)
     options.add_argument("--budget", type=float, default=0.003, help="loss a plan may cost, relative [0.003]")
-    options.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    options.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder for CSV and JSON")
-    args = options.parse_args(argv)
+    args = with_models(options, argv)
     for option, allowed in (("schemes", tuple(SCHEMES)), ("conditions", ("plain", "outliers"))):
         names = getattr(args, option).split(",")
         if unknown := [name for name in names if name not in allowed]:
             options.error(f"--{option}: {', '.join(unknown)} is not one of {', '.join(allowed)}")
         setattr(args, option, names)
-    args.models = [args.models_dir / name for name in args.models.split(",")]
-    for path in (*args.models, args.text):
-        if not path.exists():
-            options.error(f"{path} does not exist (--models-dir, --models, --text)")
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
     return args
 
 

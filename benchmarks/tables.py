@@ -20,6 +20,7 @@ from benchmarks import bench_cliff, plan_quality, plots
 from benchmarks.bench_codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
 from benchmarks.bench_model import PEERS_GB
 from benchmarks.bench_prompt_attention import NAMES as PROMPT_NAMES
+from benchmarks.codebook_quality import VARIANTS, is_refined
 from benchmarks.harness import CEILINGS, ROOT, geomean
 from benchmarks.reporting.markdown import MISSING, figures, markdown, us
 from benchmarks.reporting.rows import Row, Rows, missing, shape_of
@@ -245,7 +246,8 @@ def codebook_quality(rows: Rows) -> str:
         plain = name == "float32"
         return f"{float(row['perplexity']):.2f}" if plain else f"{float(row['change_percent']):+.2f} %"
 
-    names = dict.fromkeys(name for name, _ in measured)
+    found = dict.fromkeys(name for name, _ in measured)
+    names = [name for name in dict.fromkeys(("float32", *VARIANTS, *found)) if name in found]
     return markdown(["weights", *models], ([name, *(cell(name, model) for model in models)] for name in names))
 
 
@@ -443,7 +445,7 @@ def headline(rows: Rows) -> str:
         [
             "perplexity at 4 bits a weight, a GPT-2 of 14M",
             f"{float(weights['float32']['perplexity']):.2f}",
-            f"**{change(fitted)}** (`codebook4`, fitted)",
+            f"**{change(fitted)}** (`codebook4`, {'refined' if is_refined(fitted) else 'fitted'})",
             f"{change('int4')} (4-bit integers)",
         ],
     ]
