@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from qcut.integrations.transformers.config import QcutConfig as QcutConfig
     from qcut.integrations.transformers.foreign_config import foreign_config as foreign_config
     from qcut.layers.base import Linear as Linear
-    from qcut.layers.codebook import execution_path as execution_path
     from qcut.layers.embedding import Embedding as Embedding
     from qcut.layers.gradients import disable_input_gradients as disable_input_gradients
     from qcut.layers.gradients import enable_input_gradients as enable_input_gradients
     from qcut.numerics.sampling import Sampling as Sampling
     from qcut.ops.gemm import gemm_s8 as gemm_s8
+    from qcut.ops.paths import execution_path as execution_path
 
 __version__ = "0.1.0"
 
@@ -78,7 +78,7 @@ _HOME = {
     "refine": "conversion.refinement",
     "enable_input_gradients": "layers.gradients",
     "disable_input_gradients": "layers.gradients",
-    "execution_path": "layers.codebook",
+    "execution_path": "ops.paths",
     "smooth": "conversion.smoothing",
     "Plan": "conversion.planning",
     "QcutConfig": "integrations.transformers.config",

@@ -106,6 +106,10 @@ class ToolchainError(BuildError):
     """A compiler or header set is missing; the message says what to install."""
 
 
+class PathWarning(RuntimeWarning):
+    """Layers run on another execution path than the fastest, because the GPU has no other."""
+
+
 def _rebuild(cls: type[QcutError], args: tuple[object, ...], state: dict[str, object]) -> QcutError:
     error = cls.__new__(cls, *args)
     error.args = args

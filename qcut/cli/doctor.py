@@ -19,14 +19,11 @@ from qcut.dispatch.gpus import Target, target_for
 from qcut.dispatch.machines import Rates
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.source import KernelSource, Param
-from qcut.errors import BuildError, ConfigError, QcutError
+from qcut.errors import BuildError, ConfigError, QcutError, UnsupportedError
 from qcut.jit import cache, device, folders, launch, packs, toolchain
 from qcut.jit.build import compile_source
 
 State = Literal["ok", "warn", "missing"]
-
-MINIMUM_CC = (8, 0)
-"""Oldest compute capability with the int8 tensor-core instructions qcut emits."""
 
 DRIVER_CUDA_MAJOR = 13
 """CUDA version of the compilers qcut installs."""
@@ -145,21 +142,54 @@ def _gpus() -> tuple[list[device.Device], list[Finding]]:
         gpus = device.devices()
     except QcutError as error:
         advice = "to run kernels, install the NVIDIA driver, 580 or newer"
-        return [], [Finding("driver", "missing", str(error), advice)]
+        return [], _amd() or [Finding("driver", "missing", str(error), advice)]
     findings = [Finding("driver", "ok", f"supports CUDA {version}")]
     if int(version.partition(".")[0]) < DRIVER_CUDA_MAJOR:
         advice = "install driver 580 or newer: an older one may refuse code of CUDA 13 compilers"
         findings = [Finding("driver", "warn", f"supports CUDA {version}", advice)]
     for gpu in gpus:
         text = f"{gpu}, {gpu.sm_count} SMs, {gpu.memory_bytes / 2**30:.0f} GiB"
-        if gpu.cc >= MINIMUM_CC:
-            findings.append(Finding("GPU", "ok", text))
-        else:
-            advice = "qcut needs compute capability {}.{} or newer".format(*MINIMUM_CC)
-            findings.append(Finding("GPU", "missing", text, advice))
+        findings.append(Finding("GPU", "ok", text))
+        findings.append(_path(str(gpu), _refusal(gpu)))
     if not gpus:
         findings.append(Finding("GPU", "missing", "the driver sees none", "check nvidia-smi and CUDA_VISIBLE_DEVICES"))
-    return [gpu for gpu in gpus if gpu.cc >= MINIMUM_CC], findings
+    return [gpu for gpu in gpus if _refusal(gpu) is None], findings
+
+
+def _refusal(gpu: device.Device) -> str | None:
+    """Why qcut's CUDA kernels do not run on a GPU; None where they do."""
+    try:
+        target_for(gpu.cc, gpu.sm_count, gpu.name)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def _path(gpu: str, refusal: str | None) -> Finding:
+    """The execution path that layers take on a GPU."""
+    if refusal is None:
+        return Finding("layers", "ok", f"fused on {gpu}: qcut's CUDA kernels")
+    try:
+        version = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        advice = "pip install triton, in the version that this build of torch names"
+        return Finding("layers", "missing", f"none on {gpu}: {refusal}, and the portable path needs triton", advice)
+    return Finding(
+        "layers", "warn", f"portable on {gpu}: triton {version} ({refusal})", "the engine needs CUDA kernels"
+    )
+
+
+def _amd() -> list[Finding]:
+    """The GPUs of a torch that was built for AMD's."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    import torch
+
+    from qcut.ops import paths
+
+    if torch.version.hip is None:
+        return []
+    return [_path(f"cuda:{ordinal}", reason) for ordinal, reason in paths.refusals().items()]
 
 
 def _tool(tool: toolchain.Tool) -> str:

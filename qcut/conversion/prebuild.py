@@ -10,6 +10,7 @@ from qcut.conversion.tasks import Task
 from qcut.errors import ConfigError
 from qcut.layers.base import Linear
 from qcut.models.modules import weight_nk
+from qcut.ops import paths
 
 
 def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: Sequence[int], progress: bool) -> None:
@@ -41,6 +42,8 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
         n, k = weight.shape
         bias = task.module._parameters.get("bias") is not None
         index = home.index if home.index is not None else torch.cuda.current_device()
+        if index in paths.refusals():
+            continue  # the portable path's kernels are built by the first call
         describe, of_device = Linear.subclass_for(scheme).cuda_calls, calls.setdefault(index, set())
         for m in rows:
             of_device.update(

@@ -125,6 +125,7 @@ struct Runtime {
 Table& table = *new Table;
 Runtime const* runtime;
 std::atomic<std::uint64_t> hits;
+std::atomic<std::int64_t> chosen;  // blocks of an execution path that Python must look up
 
 // ── launching ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -216,6 +217,7 @@ constexpr std::size_t kArguments = op == kStatic ? 9 : 6;
 // The operator's result, or an undefined tensor where Python must serve the call.
 template <Op op>
 at::Tensor run(c10::IValue const* args) {
+  if (chosen.load(std::memory_order_relaxed) != 0) return {};
   at::Tensor const &x = args[0].toTensor(), &qweight = args[1].toTensor();
   void const* const weight = qweight.const_data_ptr();
   void const* const scale = address(args[2]);
@@ -349,6 +351,9 @@ QCUT_EXPORT char const* qcut_register(char const* ns, char const* device, Launch
 QCUT_EXPORT void qcut_insert(Key const* key, Plan const* plan) { table.insert(*key, *plan); }
 
 QCUT_EXPORT void qcut_clear() { table.clear(); }
+
+// While blocks of another execution path than the fused run, Python serves all calls: paths are a thread's own.
+QCUT_EXPORT void qcut_chosen(std::int64_t blocks) { chosen.store(blocks); }
 
 QCUT_EXPORT std::uint64_t qcut_hits() { return hits.load(std::memory_order_relaxed); }
 

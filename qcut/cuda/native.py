@@ -24,6 +24,7 @@ from qcut.jit import cache as disk
 from qcut.jit.compilers import read_output, run_all
 from qcut.jit.launch import load_shared
 from qcut.jit.scratch import scratch_folder
+from qcut.ops import paths
 from qcut.process.locks import Lock, once
 
 SOURCE = Path(__file__).with_name("linear_ops.cpp")
@@ -96,7 +97,8 @@ class Library:
         self._register = lib.qcut_register
         self._register.restype = ctypes.c_char_p
         self._register.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
-        lib.qcut_insert.restype = lib.qcut_clear.restype = None
+        lib.qcut_insert.restype = lib.qcut_clear.restype = lib.qcut_chosen.restype = None
+        lib.qcut_chosen.argtypes = (ctypes.c_int64,)
         lib.qcut_hits.restype = ctypes.c_uint64
         lib.qcut_bucket.restype, lib.qcut_bucket.argtypes = ctypes.c_int64, (ctypes.c_int64,)
         self._lib = lib
@@ -124,6 +126,10 @@ class Library:
     def clear(self) -> None:
         """Forget all plans."""
         self._lib.qcut_clear()
+
+    def leave_to_python(self, blocks: int) -> None:
+        """Serve no calls while any block chooses another execution path than the fused."""
+        self._lib.qcut_chosen(blocks)
 
     @property
     def hits(self) -> int:
@@ -192,6 +198,7 @@ def _activate() -> Library | None:
         except QcutError as error:
             _warn(f"cannot be used: {error}")
             return None
+        paths.watch(loaded.leave_to_python)
     return loaded
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -38,6 +36,7 @@ from qcut.models.modules import dtype_name, float_bias, tensor_key
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.int8 import apply_activation
 from qcut.ops.codebook import can_rotate
+from qcut.ops.paths import path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -53,39 +52,7 @@ Books = dict[torch.dtype, tuple[int, ...]]
 
 _CODEBOOK_KEYS = tuple(keys[CodebookSet._fields.index("codebook")] for keys in SET_KEYS)
 
-PATHS = ("fused", "explicit")
 _HALVES = (torch.float16, torch.bfloat16)
-
-
-class _Path(threading.local):
-    """A thread's execution path. Compiled code is guarded by the attribute; a ContextVar could not be traced."""
-
-    def __init__(self) -> None:
-        self.name = "fused"
-
-
-_path = _Path()
-
-
-@contextmanager
-def execution_path(name: str) -> Iterator[None]:
-    """Choose how codebook layers compute within a block, in the thread that runs it.
-
-    Args:
-        name: ``fused``: kernels on CUDA; ``explicit``: plain torch there too, as on every other device: indices
-            unpacked, looked up, multiplied and rescaled, piece by piece. With int8 products both give the same
-            integers.
-
-    Raises:
-        ConfigError: another name.
-    """
-    if name not in PATHS:
-        raise ConfigError(f"execution path {name!r} does not exist; use one of {', '.join(PATHS)}")
-    before, _path.name = _path.name, name
-    try:
-        yield
-    finally:
-        _path.name = before
 
 
 class CodebookLinear(Linear, schemes=[Codebook]):
@@ -311,9 +278,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     # ── products ─────────────────────────────────────────────────────────────────────────────────
 
     def _product(self, x: Tensor) -> Tensor:
-        if _path.name == "fused" and _has_kernels(x.device):
-            return self._fused(x)
-        return self._explicit(x, self.activation)
+        return self._fused(x) if _by_kernels(x.device) else self._explicit(x, self.activation)
 
     def _explicit(self, x: Tensor, activation: str) -> Tensor:
         """The product through rotated tokens and dequantized weights, on any device and in any type of x."""
@@ -491,6 +456,11 @@ def _reader(
         return packing.pack(layer._indices(p), layer.scheme.widths[p])
 
     return read
+
+
+def _by_kernels(device: torch.device) -> bool:
+    """Whether the operators of kernels compute a layer on a device, whoever serves them."""
+    return path.name == "portable" or (path.name == "fused" and _has_kernels(device))
 
 
 def _has_kernels(device: torch.device) -> bool:

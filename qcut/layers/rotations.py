@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qcut.codebooks import tokens as rotated_tokens
 from qcut.codebooks.rotation import Kind
+from qcut.ops import paths
 from qcut.process.locks import Lock
 
 _ROTATE = torch.ops.qcut.rotate_tokens.default
@@ -113,7 +114,8 @@ class SharedRotations:
             tokens: dtype of the blocks.
         """
         constants = rotation.operands_for(x)
-        state = None if torch.compiler.is_compiling() or x.is_inference() else stream_state(x.device)
+        unknown = torch.compiler.is_compiling() or x.is_inference() or not paths.is_usual()
+        state = None if unknown else stream_state(x.device)
         if state is None:
             return _rotate(rotation.spec, x, tokens, constants)
         key = (x._version, rotation.spec, tokens, state)

@@ -15,7 +15,7 @@ from qcut.codebooks.curvature import Curvature
 from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.config import Scheme, ShiftedCodebook, StaticRange
 from qcut.errors import ConfigError, layer_prefix
-from qcut.layers.codebook import CodebookLinear, _has_kernels, _path
+from qcut.layers.codebook import CodebookLinear, _by_kernels
 from qcut.layers.stored import StateEntry
 from qcut.numerics.checks import out_of_range
 from qcut.numerics.int8 import apply_activation
@@ -168,7 +168,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
     def _product(self, x: Tensor) -> Tensor:
         if (order := self._buffers["order"]) is not None:
             x = x.index_select(-1, order)
-        if self._buffers["offsets"] is None or (_path.name == "fused" and _has_kernels(x.device)):
+        if self._buffers["offsets"] is None or _by_kernels(x.device):
             return super()._product(x)
         rows = x.reshape(-1, self.in_features)
         added = self._group_sums(rows) @ cast(Tensor, self._shifts()).t()

@@ -66,7 +66,7 @@ def _by_rows(reference: Callable[..., Tensor], x: Tensor, qweight: Tensor, *rest
     return reference(flat(x), qweight, *rest).view(*x.shape[:-1], qweight.shape[0])
 
 
-@operator("w8a8_linear", returns="Tensor", native=True)
+@operator("w8a8_linear", returns="Tensor", native=True, layers=True)
 class W8A8Linear(NamedTuple):
     """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on tokens quantized with a scale each.
 
@@ -107,7 +107,7 @@ class W8A8Linear(NamedTuple):
         return _by_rows(numerics.w8a8_linear_ref, *self[:-1])
 
 
-@operator("w8a8_static_linear", returns="Tensor", native=True)
+@operator("w8a8_static_linear", returns="Tensor", native=True, layers=True)
 class W8A8StaticLinear(NamedTuple):
     """``y = act(f32(acc - z_x * colsum[n]) * col_scale[n] + b[n])`` on tokens quantized with one scale and zero point.
 
@@ -157,7 +157,7 @@ class W8A8StaticLinear(NamedTuple):
         return _by_rows(numerics.w8a8_static_linear_ref, *self[:-1])
 
 
-@operator("w8a16_linear", returns="Tensor", native=True)
+@operator("w8a16_linear", returns="Tensor", native=True, layers=True)
 class W8A16Linear(NamedTuple):
     """``y = act((sum_k x[m, k] * qweight[n, k]) * s_w[n] + b[n])``: int8 weights, float tokens.
 
@@ -197,7 +197,7 @@ class W8A16Linear(NamedTuple):
         return _by_rows(numerics.w8a16_linear_ref, *self[:-1])
 
 
-@operator("int16x8_linear", returns="Tensor", native=True)
+@operator("int16x8_linear", returns="Tensor", native=True, layers=True)
 class Int16x8Linear(NamedTuple):
     """``y = act(f32(acc) * s_x[m] * s_w[n] + b[n])`` on int16 tokens with a scale each, ``acc`` in int64.
 
@@ -238,7 +238,7 @@ class Int16x8Linear(NamedTuple):
         return _by_rows(int16.int16x8_linear_ref, *self[:-1])
 
 
-@operator("int16x8_static_linear", returns="Tensor")
+@operator("int16x8_static_linear", returns="Tensor", layers=True)
 class Int16x8StaticLinear(NamedTuple):
     """``y = act(f32(acc) * col_scale[n] + b[n])`` on int16 tokens with one calibrated scale, ``acc`` in int64.
 
@@ -282,7 +282,7 @@ class Int16x8StaticLinear(NamedTuple):
         return _by_rows(int16.int16x8_static_linear_ref, *self[:-1])
 
 
-@operator("int8_linear", returns="Tensor")
+@operator("int8_linear", returns="Tensor", layers=True)
 class Int8Linear(NamedTuple):
     """``y = act(f32(acc) * q_scale[m] * s_w[n] + b[n])`` on tokens that are int8 already, as a norm leaves them.
 
@@ -350,7 +350,7 @@ class Int8Linear(NamedTuple):
         return y
 
 
-@operator("noted_linear", returns="Tensor")
+@operator("noted_linear", returns="Tensor", layers=True)
 class LinearWithAbsmax(NamedTuple):
     """The formula of ``w8a8_linear`` on rows whose largest magnitudes are known.
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from qcut.errors import UnsupportedError
-from qcut.ops import gradients
+from qcut.ops import gradients, paths
 from qcut.process.versions import require
 
 require("torch")
@@ -68,7 +68,9 @@ class Call(Protocol):
 
 C = TypeVar("C", bound=Call)
 F = TypeVar("F", bound=Callable[..., Any])
-_served: dict[type, Callable[[Any], Any]] = {}
+_served: dict[tuple[type, str], Callable[[Any], Any]] = {}
+_SIDES = {"fused": "qcut.cuda.operators", "portable": "qcut.portable.operators"}
+"""Modules that register what serves operators on a path, imported at a path's first call: they lie above this one."""
 
 
 def schema_of(name: str, call: type, returns: str, positional: int | None = None) -> str:
@@ -89,7 +91,13 @@ def schema_of(name: str, call: type, returns: str, positional: int | None = None
 
 
 def operator(
-    name: str, *, returns: str, positional: int | None = None, composed: bool = False, native: bool = False
+    name: str,
+    *,
+    returns: str,
+    positional: int | None = None,
+    composed: bool = False,
+    native: bool = False,
+    layers: bool = False,
 ) -> Callable[[type[C]], type[C]]:
     """Register a class as the operator ``torch.ops.qcut.<name>``.
 
@@ -100,6 +108,7 @@ def operator(
         composed: ``cpu`` calls only other operators, and serves CUDA too.
         native: C++ serves CUDA before Python does (`qcut.cuda.native`). The same name with a leading underscore is
             served by Python alone.
+        layers: computes a layer or a part of one: `qcut.execution_path` says who serves it.
     """
 
     def register(call: type[C]) -> type[C]:
@@ -121,8 +130,21 @@ def operator(
             made.check()
             return made.cpu()
 
+        sides: dict[str, Callable[[C], Any]] = {"explicit": checked} if layers else {}
+
+        def side(path: str) -> Callable[[C], Any]:
+            """What computes on a path; operators that are no layers have the fused path alone."""
+            if (found := sides.get(path)) is None:
+                served_on = path if layers else "fused"
+                import_module(_SIDES[served_on])
+                if (call, served_on) not in _served:
+                    raise UnsupportedError(f"qcut::{name}: nothing serves it on the {served_on} path")
+                found = sides[path] = _served[call, served_on]
+            return found
+
         def on_cpu(*args: Any, **kwargs: Any) -> Any:
-            return run(call(*args, **kwargs), checked)
+            made = call(*args, **kwargs)
+            return run(made, side("portable") if layers and paths.path.name == "portable" else checked)
 
         def fake(*args: Any, **kwargs: Any) -> Any:
             made = call(*args, **kwargs)
@@ -132,14 +154,14 @@ def operator(
                 raise UnsupportedError(f"qcut::{name}: an argument to be compiled has gradients; {gradients.ALLOWED}")
             return made.fake()
 
-        serve: Callable[[C], Any] | None = None
-
         def on_cuda(*args: Any, **kwargs: Any) -> Any:
-            nonlocal serve
-            if serve is None:
-                import_module("qcut.cuda.operators")  # at the first CUDA call, since qcut.ops may not import qcut.cuda
-                serve = _served[call]
-            return run(call(*args, **kwargs), serve)
+            made = call(*args, **kwargs)
+            if paths.is_usual():
+                return run(made, side("fused"))
+            device = next(value.device for value in made if isinstance(value, Tensor))  # type: ignore[attr-defined]
+            if not layers and (reason := paths.refusals().get(device.index)) is not None:
+                raise UnsupportedError(f"qcut::{name}: {reason}; layers alone run on others, in Triton")
+            return run(made, side(paths.path_on(device)))
 
         library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, on_cpu, "CPU")
@@ -161,11 +183,11 @@ def _any_floating(values: Iterable[Any]) -> bool:
     return any(isinstance(value, Tensor) and value.is_floating_point() for value in values)
 
 
-def serves(call: type) -> Callable[[F], F]:
-    """Mark the function that computes an operator on CUDA, given the operator's call alone."""
+def serves(call: type, path: str = "fused") -> Callable[[F], F]:
+    """Mark the function that computes an operator on a path, given the operator's call alone."""
 
     def register(function: F) -> F:
-        _served[call] = function
+        _served[call, path] = function
         return function
 
     return register

@@ -141,10 +141,22 @@ def test_doctor_when_the_probe_does_not_run(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_doctor_names_gpus_that_are_too_old_or_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     give_gpus(monkeypatch, replace(H200, name="Tesla T4", cc=(7, 5)))
+    monkeypatch.setattr(doctor.metadata, "version", lambda package: "3.7.1")
     findings = doctor.examine(compile_probe=False)
-    assert states(findings)["GPU"] == "missing"
-    assert "Tesla T4, sm_75" in doctor.report(findings)
-    assert "qcut needs compute capability 8.0" in doctor.report(findings)
+    assert states(findings)["layers"] == "warn"
+    assert "portable on cuda:0 (Tesla T4, sm_75): triton 3.7.1 (GPU Tesla T4 has" in doctor.report(findings)
+    assert "qcut's kernels run on 8.0" in doctor.report(findings)
+
+    def missing(package: str) -> str:
+        raise doctor.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(doctor.metadata, "version", missing)
+    findings = doctor.examine(compile_probe=False)
+    assert states(findings)["layers"] == "missing"
+    assert not doctor.is_healthy(findings)
+    assert "none on cuda:0 (Tesla T4, sm_75)" in doctor.report(findings)
+    give_gpus(monkeypatch, H200)
+    assert "fused on cuda:0 (NVIDIA H200, sm_90)" in doctor.report(doctor.examine(compile_probe=False))
     give_gpus(monkeypatch)
     assert "CUDA_VISIBLE_DEVICES" in doctor.report(doctor.examine(compile_probe=False))
 

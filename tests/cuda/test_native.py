@@ -422,6 +422,16 @@ def test_calls_with_gradients_are_pythons(setting: Setting, op: str) -> None:
     assert not setting.served(lambda: operator(op)(*args))[2]
 
 
+@pytest.mark.parametrize("op", _native.OPS)
+def test_calls_are_pythons_while_another_path_is_chosen(setting: Setting, op: str) -> None:
+    given = arguments(op, (4, 64), 48)
+    call = operator(op)
+    call(*given)
+    for blocks, by_cpp in ((1, False), (2, False), (0, True)):
+        setting.library.leave_to_python(blocks)
+        assert setting.served(lambda: call(*given))[2] is by_cpp
+
+
 def test_a_later_tensor_at_an_address_is_another_layer(setting: Setting) -> None:
     args = arguments("w8a8_static_linear", (5, 64), 64)
     op = operator("w8a8_static_linear")

@@ -15,7 +15,8 @@ import qcut
 from qcut import errors
 from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
-from qcut.layers.codebook import CodebookLinear, execution_path
+from qcut.layers.codebook import CodebookLinear
+from qcut.ops.paths import execution_path, path
 from tests.layers.test_codebook import INT8, SCHEMES, quantized
 from tests.support.oracles import FLOATS
 
@@ -62,8 +63,8 @@ def test_both_paths_agree(scheme, dtype, kernels):
 def test_compiles_to_one_graph(scheme, kernels):
     _, layer = quantized(scheme, activation="silu")
     torch.compiler.reset()
-    for path in ("fused", "explicit"):
-        with execution_path(path):
+    for name in ("fused", "explicit"):
+        with execution_path(name):
             compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
             for m in (3, 8):
                 x = torch.randn(2, m, 320).half()
@@ -71,12 +72,12 @@ def test_compiles_to_one_graph(scheme, kernels):
 
 
 def test_execution_paths():
-    message = "execution path 'fast' does not exist; use one of fused, explicit"
+    message = "execution path 'fast' does not exist; use one of fused, portable, explicit"
     with pytest.raises(errors.ConfigError, match=message), execution_path("fast"):
         pass
     with pytest.raises(ZeroDivisionError), execution_path("explicit"):
         raise ZeroDivisionError
-    assert codebook_linear._path.name == "fused"
+    assert path.name == "fused"
     assert qcut.execution_path is execution_path
 
 

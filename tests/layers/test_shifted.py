@@ -15,7 +15,6 @@ from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.config import Codebook, ShiftedCodebook, parse_scheme, scheme_from_json
 from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
-from qcut.layers import shifted as shifted_linear
 from qcut.layers.shifted import ShiftedCodebookLinear
 from qcut.layers.stacking import Stacker
 
@@ -25,8 +24,7 @@ N, K = 72, 100
 @pytest.fixture
 def kernels(monkeypatch):
     """The path of CUDA on the CPU: the operators' CPU implementations behind it."""
-    for module in (codebook_linear, shifted_linear):
-        monkeypatch.setattr(module, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
     monkeypatch.setattr(shared_rotations, "stream_state", lambda device: (0, 0))
     monkeypatch.setattr(shared_rotations.shared, "_last", None)
 
@@ -99,8 +97,7 @@ def test_float32_computes_on_the_cpu_alone(monkeypatch):
     layer, weight = made()
     x = torch.randn(4, K)
     torch.testing.assert_close(layer(x).double(), x.double() @ weight.T + layer.bias.double(), rtol=1e-5, atol=1e-4)
-    for module in (codebook_linear, shifted_linear):
-        monkeypatch.setattr(module, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(codebook_linear, "_has_kernels", lambda device: True)
     with pytest.raises(
         errors.DtypeError, match="layer 'l': x is float32; int4_g32_shifted_ordered computes in float16"
     ):

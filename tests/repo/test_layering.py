@@ -21,7 +21,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"numerics", "dispatch"}),
     frozenset({"codebooks"}),
     frozenset({"ops"}),
-    frozenset({"cuda"}),
+    frozenset({"cuda", "portable"}),
     frozenset({"layers", "tuning"}),
     frozenset({"conversion", "checkpoints", "engine"}),
     frozenset({"integrations"}),
@@ -30,7 +30,7 @@ FLOORS: tuple[frozenset[str], ...] = (
 """Folders of qcut, the ground floor first: a folder imports from the floors below its own, and from itself."""
 
 KNOW_EMITTERS = {"jit", "dispatch", "cuda", "tuning", "cli"}
-KNOW_POINTERS = {"cuda", "tuning"}
+KNOW_POINTERS = {"cuda", "portable", "tuning"}
 WITHOUT_TORCH = {"errors", "process", "config", "jit", "dispatch"}
 
 
@@ -236,9 +236,10 @@ layer = qcut.Linear.from_float(torch.nn.Linear(5, 3))
 layer(torch.randn(2, 5))
 new = set(sys.modules) - before
 print(torch.cuda.is_initialized())
-print([m for m in new if m.partition(".")[0] in ("cuda", "nvidia", "cutlass_library", "cutlass_cppgen", "triton")])
+# torch itself imports triton where it is installed, with what it compiles Python by.
+print([m for m in new if m.partition(".")[0] in ("cuda", "nvidia", "cutlass_library", "cutlass_cppgen")])
 public = {"qcut.cuda", "qcut.cuda.explanation", "qcut.cuda.waiting"}  # they import the rest when called
-print([m for m in new - public if m.startswith(("qcut.cuda", "qcut.emitters"))])
+print([m for m in new - public if m.startswith(("qcut.cuda", "qcut.emitters", "qcut.portable"))])
 """
     assert run(code).splitlines() == ["False", "[]", "[]"]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qcut.layers.base import Linear
-from qcut.layers.codebook import execution_path
 from qcut.layers.stacking import Stacker
+from qcut.ops.paths import execution_path
 from tests.gpu.support.decoders import llama
 from tests.gpu.support.oracles import DEVICE, assert_same
 

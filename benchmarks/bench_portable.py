@@ -1,0 +1,171 @@
+"""Layers on the portable path, Triton's kernels, against the fused path's CUDA kernels: the same layers and tokens.
+
+A call rotates or quantizes its tokens, too. Triton takes seconds to compile a kernel, and every tile of a list is
+compiled before the first call of a size: `TRITON_CACHE_DIR` keeps what it compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import qcut
+from benchmarks import harness, plots
+from benchmarks.bench_linear import qcut_layer
+from benchmarks.harness import Timing, Variant
+from benchmarks.shapes import Shape
+
+PATHS = ("fused", "portable")
+SCHEMES = ("w8a8", "w8a16", "codebook4", "codebook4_int8", "codebook3", "codebook2")
+NK = ((14336, 4096), (4096, 14336))
+FEW = (1, 8, 64)
+PROMPTS = (4096,)
+TO_REACH = {"few": 0.5, "prompts": 0.7}
+"""Of the fused path's speed."""
+KEY = ("m", "n", "k", "variant")
+EXACT = ("w8a8", "codebook4_int8")
+NEAR = 2.0**-8
+"""Largest relative error of a result of 16-bit products, between the paths."""
+
+
+def shapes_of(few: Sequence[int], prompts: Sequence[int], quick: bool) -> list[Shape]:
+    """Every number of tokens at every weight; ``quick`` keeps the first weight."""
+    return [Shape(m, n, k) for n, k in (NK[:1] if quick else NK) for m in (*few, *prompts)]
+
+
+def kind_of(m: int) -> str:
+    """The row of `TO_REACH` that holds for m tokens."""
+    return "prompts" if m in PROMPTS else "few"
+
+
+@functools.cache
+def layers_of(scheme: str, n: int, k: int) -> Sequence[qcut.Linear]:
+    """A layer in copies that together evict the L2."""
+    linear = nn.Linear(k, n, dtype=torch.float16, device="cuda")
+    nn.init.normal_(linear.weight, std=k**-0.5)
+    layer = qcut_layer(linear, scheme, torch.randn(64, k, device="cuda").half())
+    copies = min(harness.MAX_COPIES, harness.rotation(int(layer.weight_bytes)))
+    return [layer, *(copy.deepcopy(layer) for _ in range(copies - 1))]
+
+
+def variants_of(scheme: str, shape: Shape) -> list[Variant]:
+    """A scheme on both paths; the results are checked by the fused path's."""
+    layers = layers_of(scheme, shape.n, shape.k)
+    x = torch.randn(shape.m, shape.k, device="cuda").half()
+    # A first call copies a layer's constants to the device, which no graph can capture.
+    want, *_ = [layer(x) for layer in layers]
+    return [
+        Variant(f"{scheme}:{path}", on_path(path, layers, x), len(layers), checks(path, scheme, layers[0], x, want))
+        for path in PATHS
+    ]
+
+
+def on_path(path: str, layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Callable[[int], Tensor]:
+    """Calls one of the layers on a path."""
+
+    def call(i: int) -> Tensor:
+        with qcut.execution_path(path):
+            return layers[i](x)
+
+    return call
+
+
+def checks(path: str, scheme: str, layer: nn.Module, x: Tensor, want: Tensor) -> Callable[[], None]:
+    """Raises where a path's result is not the fused path's: in any bit with int8 products, else beyond `NEAR`."""
+
+    def check() -> None:
+        got = on_path(path, [layer], x)(0)
+        error = float((got.double() - want.double()).norm() / want.double().norm())
+        if not (torch.equal(got, want) if scheme in EXACT else error <= NEAR):
+            raise harness.CheckError(f"{scheme} on the path {path}: relative error {error:.2e}")
+
+    return check
+
+
+def add_rows(results: harness.Results, shape: Shape, timings: dict[str, Timing]) -> None:
+    """One CSV row per variant."""
+    for name, timing in timings.items():
+        scheme = name.partition(":")[0]
+        bits = {"w8a8": 8, "w8a16": 8, "codebook3": 3, "codebook2": 2}.get(scheme, 4)
+        moved = shape.bytes_moved(16, bits, 16)
+        fused = timings.get(f"{scheme}:fused")
+        ratio = round(fused.median_us / timing.median_us, 4) if fused else math.nan
+        product_bits = 8 if scheme in EXACT else 16
+        results.add_gemm(timing, shape, name, moved, product_bits, x_fused=ratio)
+
+
+def summary(rows: Sequence[dict[str, object]]) -> str:
+    """The least speed of the portable path, by scheme, for few tokens and for prompts, beside what is to be reached."""
+    least: dict[tuple[str, str], float] = {}
+    for row in rows:
+        scheme, _, path = str(row["variant"]).partition(":")
+        ratio = float(str(row["x_fused"]))
+        if path == "portable" and not math.isnan(ratio):
+            key = scheme, kind_of(int(str(row["m"])))
+            least[key] = min(ratio, least.get(key, math.inf))
+    lines = []
+    for (scheme, kind), ratio in least.items():
+        verdict = "reached" if ratio >= TO_REACH[kind] else "NOT reached"
+        lines.append(f"{scheme}, {kind}: at least {ratio:.2f} of the fused path (to reach {TO_REACH[kind]}): {verdict}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; 1 where the paths differ, 2 without a GPU."""
+    parser = harness.parser(__doc__ or "")
+    parser.add_argument("--schemes", nargs="+", default=[*SCHEMES], help="schemes to measure")
+    parser.add_argument("--few", nargs="*", type=int, default=[*FEW], help="numbers of few tokens")
+    parser.add_argument("--prompts", nargs="*", type=int, default=[*PROMPTS], help="numbers of a prompt's tokens")
+    options = parser.parse_args(arguments)
+    harness.require_gpu()
+    with torch.no_grad():
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and write everything."""
+    torch.manual_seed(0)
+    results = harness.Results("bench_portable", harness.environment())
+    clock, deadline = harness.CudaClock(), time.monotonic() + options.time_budget
+    shapes = shapes_of(options.few, options.prompts, options.quick)
+    wrong = 0
+    ratios: dict[str, list[float]] = {scheme: [math.nan] * len(shapes) for scheme in options.schemes}
+    for i, shape in enumerate(shapes):
+        for scheme in options.schemes:
+            if time.monotonic() > deadline:
+                break
+            report = functools.partial(print, f"{shape.name}:")
+            good, failed = harness.checked(variants_of(scheme, shape), report)
+            wrong += len(failed)
+            rounds = 7 if options.quick else 15
+            timings = harness.measure(good, clock, rounds=rounds, min_rounds=3, deadline=deadline, report=report)
+            add_rows(results, shape, timings)
+            times = [
+                timings[f"{scheme}:{path}"].median_us if f"{scheme}:{path}" in timings else math.nan for path in PATHS
+            ]
+            ratios[scheme][i] = times[0] / times[1]
+            report(f"{scheme}: fused {times[0]:.1f} µs, portable {times[1]:.1f} µs, {ratios[scheme][i]:.2f}")
+    path = results.write_csv(options.out, KEY)
+    title = f"the portable path (Triton) on {results.env.gpu}"
+    plots.ratios(
+        options.out / "bench_portable", [s.name for s in shapes], ratios, title, "speed relative to the fused path"
+    )
+    print(summary(results.rows))
+    print(f"{len(results.rows)} rows in {path}, {wrong} wrong results")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,111 @@
+"""Who computes the operators of layers: CUDA kernels, Triton's, or plain torch; and the GPUs that leave no choice."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from qcut.dispatch.gpus import target_for
+from qcut.errors import ConfigError, PathWarning, UnsupportedError
+from qcut.process.locks import Lock
+
+PATHS = ("fused", "portable", "explicit")
+
+
+class _Path(threading.local):
+    """A thread's execution path. Compiled code is guarded by the attribute; a ContextVar could not be traced."""
+
+    def __init__(self) -> None:
+        self.name = "fused"
+
+
+path = _Path()
+_lock = Lock()
+_chosen = 0  # blocks of another path than fused that are running, in all threads
+_watchers: list[Callable[[int], None]] = []
+_refusals: dict[int, str] | None = None
+_warned: set[int] = set()
+
+
+@contextmanager
+def execution_path(name: str) -> Iterator[None]:
+    """Choose how layers compute within a block, in the thread that runs it.
+
+    Args:
+        name: ``fused``: CUDA kernels on GPUs that have them, plain torch on the CPU. ``portable``: Triton kernels on
+            any GPU that Triton knows, which decode weights on their way to the product; on the CPU in Triton's
+            interpreter, with TRITON_INTERPRET=1. ``explicit``: plain torch everywhere: weights unpacked, looked up,
+            multiplied and rescaled. Integers are the same on all three.
+
+    Raises:
+        ConfigError: another name.
+    """
+    if name not in PATHS:
+        raise ConfigError(f"execution path {name!r} does not exist; use one of {', '.join(PATHS)}")
+    before, path.name = path.name, name
+    _count(name != "fused")
+    try:
+        yield
+    finally:
+        path.name = before
+        _count(-(name != "fused"))
+
+
+def watch(watcher: Callable[[int], None]) -> None:
+    """Call a function now, and whenever it changes, with the number of blocks in which another path than fused runs."""
+    with _lock:
+        _watchers.append(watcher)
+        watcher(_chosen)
+
+
+def _count(change: int) -> None:
+    global _chosen
+    if change:
+        with _lock:
+            _chosen += change
+            for watcher in _watchers:
+                watcher(_chosen)
+
+
+def refusals() -> dict[int, str]:
+    """By CUDA ordinal, why qcut's CUDA kernels do not run on a visible GPU; GPUs on which they do are left out."""
+    global _refusals
+    if _refusals is None:
+        _refusals = {
+            device: reason for device in range(torch.cuda.device_count()) if (reason := _refusal(device)) is not None
+        }
+    return _refusals
+
+
+def _refusal(device: int) -> str | None:
+    gpu = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return f"GPU {gpu.name} is AMD's; qcut's CUDA kernels run on NVIDIA's"
+    try:
+        target_for((gpu.major, gpu.minor), gpu.multi_processor_count, gpu.name)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def is_usual() -> bool:
+    """Whether this thread is on the fused path, and every GPU has it."""
+    return path.name == "fused" and not (refusals() if _refusals is None else _refusals)
+
+
+def path_on(device: torch.device) -> str:
+    """The path of this thread's calls on a CUDA device; says once that a GPU has no other than the portable one."""
+    if path.name != "fused":
+        return path.name
+    reason = refusals().get(device.index if device.index is not None else torch.cuda.current_device())
+    if reason is None:
+        return "fused"
+    ordinal = device.index or 0
+    if ordinal not in _warned:
+        _warned.add(ordinal)
+        warnings.warn(f"{reason}. Layers run Triton's kernels there, the portable path", PathWarning, stacklevel=2)
+    return "portable"

@@ -1,0 +1,1 @@
+"""Kernels in Triton's language. Importing a module imports triton."""

@@ -1,0 +1,30 @@
+"""Kernels that are built before layers are made: none for GPUs that qcut's kernels refuse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qcut.config import parse_scheme
+from qcut.conversion.prebuild import prebuild_layers
+from qcut.conversion.tasks import Task
+from qcut.cuda import prebuild
+from qcut.errors import ConfigError
+from qcut.ops import paths
+
+
+def test_a_gpu_on_the_portable_path_is_left_out(monkeypatch):
+    built = []
+    monkeypatch.setattr(prebuild, "prebuild", lambda calls, device, progress: built.append(device))
+    monkeypatch.setattr(paths, "_refusals", {1: "GPU Thor has compute capability 11.0"})
+    tasks = {"layer": Task(torch.nn.Linear(64, 32).half(), parse_scheme("w8a8"))}
+    for device in range(3):
+        prebuild_layers(tasks, torch.device("cuda", device), [1, 64], progress=False)
+    assert built == [0, 2]
+
+
+def test_float32_weights_of_16_bit_products_are_refused_on_each_path(monkeypatch):
+    monkeypatch.setattr(paths, "_refusals", {0: "GPU Thor has compute capability 11.0"})
+    tasks = {"layer": Task(torch.nn.Linear(64, 32), parse_scheme("codebook4"))}
+    with pytest.raises(ConfigError, match="its weight is float32"):
+        prebuild_layers(tasks, torch.device("cuda", 0), [1], progress=False)

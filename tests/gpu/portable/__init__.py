@@ -1,0 +1,1 @@
+"""The portable path on a GPU."""
