@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qcut.portable.kernels.epilogue import store_rows, store_sums, tile_of
+from qcut.portable.kernels.epilogue import settled, store_rows, store_sums, tile_of
 
 # Eight indices of a word are looked up in 16 values of two bytes. PRMT picks four bytes of eight: one lookup for the
 # values' lower bytes and one for the upper, in both halves of the table; the highest bit of an index, spread over a
@@ -297,7 +297,7 @@ def product(
             w = tl.permute(w, (0, 5, 2, 1, 4, 6, 3, 7))
         w = tl.reshape(w, (BN, 128))
         if TURNED:
-            acc = tl.dot(w, tl.trans(a), acc, out_dtype=SUMS)
+            acc = settled(tl.dot(w, tl.trans(a), acc, out_dtype=SUMS), PTX)
         else:
             acc = tl.dot(a, tl.trans(w), acc, out_dtype=SUMS)
         x += blocks.to(tl.int64) * 1024

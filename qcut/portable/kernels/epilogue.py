@@ -95,3 +95,18 @@ def finish(
         v *= tl.load(row_scale + m)[:, None]
     v *= tl.load(col_scale + n, mask=n < N, other=0.0)[None, :]
     store_rows(y, v, residual, bias, m, n, M, N, ACTIVATION, HAS_BIAS, HAS_RESIDUAL)
+
+
+@triton.jit
+def settled(sums, PTX: tl.constexpr):
+    """The same sums, once the tensor cores have finished them.
+
+    A product whose decoded weights lie in registers runs on while the next step decodes into the same registers: Triton
+    up to 3.6 at least waits for all but seven of a step's eight parts. An instruction that reads the sums makes it wait.
+    """
+    if PTX:
+        if sums.dtype == tl.float32:
+            sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [sums], tl.float32, True, 1)
+        else:
+            sums = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [sums], tl.int32, True, 1)
+    return sums

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qcut.portable.kernels.epilogue import rounded, store_rows, store_sums, tile_of
+from qcut.portable.kernels.epilogue import rounded, settled, store_rows, store_sums, tile_of
 
 
 @triton.jit
@@ -143,6 +143,8 @@ def product(
             b = widened(b, a.dtype, PTX)
         if TURNED:
             acc = tl.dot(b, tl.trans(a), acc, out_dtype=sums)
+            if sums == tl.float32:
+                acc = settled(acc, PTX)
         else:
             acc = tl.dot(a, tl.trans(b), acc, out_dtype=sums)
         x_at += BK
