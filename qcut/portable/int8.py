@@ -15,7 +15,7 @@ from qcut.ops.registry import serves
 from qcut.portable import triton as runtime
 from qcut.portable.kernels import int8 as kernels
 
-_QUANTIZE_ONCE = 16_384
+MOST_AT_ONCE = 16_384
 """Most columns that one program holds in registers."""
 
 
@@ -45,8 +45,8 @@ class Tile(NamedTuple):
     boxes: bool = False
 
 
-def tiles_of(m: int, is_int8: bool) -> Sequence[Tile]:
-    """The tiles to choose from for m tokens, the likeliest first."""
+def tiles_of(m: int, is_int8: bool, halves: bool = False) -> Sequence[Tile]:
+    """The tiles to choose from for m tokens, the likeliest first; those of ``halves`` hold two sums for each output."""
     if m <= 16:
         rows = 16
         return [
@@ -64,6 +64,14 @@ def tiles_of(m: int, is_int8: bool) -> Sequence[Tile]:
             Tile(rows, 64, 128, True, 4, 4, 4),
             Tile(rows, 64, 256, True, 4, 3),
             Tile(rows, 32, 256, True, 4, 4),
+        ]
+    if halves:
+        return [
+            Tile(128, 128, 128, False, 8, 3, boxes=True),
+            Tile(128, 128, 128, False, 8, 3),
+            Tile(64, 128, 128, False, 4, 3),
+            Tile(64, 64, 128, False, 4, 4),
+            Tile(64, 64, 128, False, 4, 4, 2),
         ]
     if m <= 256:
         depth = 128 if is_int8 else 64
@@ -96,7 +104,7 @@ def quantized_rows(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
     m, k = x.shape
     q = x.new_empty((m, k_padded), dtype=torch.int8)
     scale = x.new_empty(m, dtype=torch.float32)
-    block = min(max(128, 1 << (k_padded - 1).bit_length()), _QUANTIZE_ONCE)
+    block = min(max(128, 1 << (k_padded - 1).bit_length()), MOST_AT_ONCE)
     with runtime.on(x.device):
         kernels.quantize_rows[(m,)](
             x, q, scale, x.stride(0), k, k_padded, BLOCK=block, ONCE=block >= k_padded, num_warps=max(1, block // 1024)
@@ -125,6 +133,7 @@ def product(
     row_scale: Tensor | None = None,
     colsum: Tensor | None = None,
     zero_point: int = 0,
+    halves: bool = False,
 ) -> Tensor:
     """``act((x w^T - zero_point * colsum) * row_scale * col_scale + bias)``, ``[M, N]`` of ``out``.
 
@@ -138,19 +147,21 @@ def product(
         row_scale: float32 ``[M]`` or None.
         colsum: int32 ``[N]``, with a zero point.
         zero_point: of x.
+        halves: x is int8 ``[2 M, K]``, the high halves of int16 tokens and then their low halves.
     """
     (m, k), n, device = x.shape, len(weight), x.device
+    m //= 2 if halves else 1
     y = x.new_empty((m, n), dtype=out)
     weight, col_scale = weight.contiguous(), col_scale.contiguous()
     bias, row_scale, colsum = (None if t is None else t.contiguous() for t in (bias, row_scale, colsum))
     ptx = runtime.has_ptx(device)
     boxes = runtime.has_boxes(x) and runtime.has_boxes(weight)
-    tiles = [tile for tile in tiles_of(m, x.dtype is torch.int8) if boxes or not tile.boxes]
+    tiles = [tile for tile in tiles_of(m, x.dtype is torch.int8, halves) if boxes or not tile.boxes]
+    sums = torch.int64 if halves else torch.int32 if x.dtype is torch.int8 else torch.float32
 
     def launch(tile: Tile) -> None:
         x_box = runtime.box(x, (tile.rows, tile.depth)) if tile.boxes else None
         w_box = runtime.box(weight, (tile.columns, tile.depth)) if tile.boxes else None
-        sums = torch.int32 if x.dtype is torch.int8 else torch.float32
         to = y if tile.parts == 1 else y.new_empty((tile.parts, m, n), dtype=sums)
         grid = (-(-m // tile.rows) * -(-n // tile.columns), tile.parts)
         kernels.product[grid](
@@ -183,6 +194,7 @@ def product(
             BOXES=tile.boxes,
             PARTS=tile.parts,
             PTX=ptx,
+            HALVES=halves,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,
@@ -190,13 +202,13 @@ def product(
         if tile.parts > 1:
             runtime.finish(to, y, row_scale, col_scale, colsum, bias, None, zero_point, activation)
 
-    key = ("int8", x.dtype, out, runtime.bucket(m), n, k, boxes)
+    key = ("int16" if halves else "int8", x.dtype, out, runtime.bucket(m), n, k, boxes)
     with runtime.on(device):
         runtime.launch_best(key, tiles, launch, device)
     return y
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
     """``[M, K]`` with unit column stride; a view where x has one."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
@@ -208,7 +220,7 @@ def w8a8_linear(call: W8A8Linear) -> Tensor:
     runtime.require_device(call.x.device)
     if not call.x.numel():
         return call.fake()
-    q, scale = quantized_rows(_rows(call.x), call.qweight.shape[1])
+    q, scale = quantized_rows(rows_of(call.x), call.qweight.shape[1])
     y = product(q, call.qweight, call.weight_scale, call.bias, call.activation, call.x.dtype, row_scale=scale)
     return y.view(*call.x.shape[:-1], -1)
 
@@ -219,7 +231,7 @@ def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
     runtime.require_device(call.x.device)
     if not call.x.numel():
         return call.fake()
-    q = quantized_by(_rows(call.x), call.x_scale, call.x_zero_point, call.qweight.shape[1])
+    q = quantized_by(rows_of(call.x), call.x_scale, call.x_zero_point, call.qweight.shape[1])
     weight, zero_point = (call.qweight, call.col_scale, call.bias), call.x_zero_point
     y = product(q, *weight, call.activation, call.x.dtype, colsum=call.colsum, zero_point=zero_point)
     return y.view(*call.x.shape[:-1], -1)
@@ -233,7 +245,7 @@ def w8a16_linear(call: W8A16Linear) -> Tensor:
         raise DtypeError(f"qcut::w8a16_linear: x is {call.x.dtype}; allowed on the portable path: float16, bfloat16")
     if not call.x.numel():
         return call.fake()
-    y = product(_rows(call.x), call.qweight, call.weight_scale, call.bias, call.activation, call.x.dtype)
+    y = product(rows_of(call.x), call.qweight, call.weight_scale, call.bias, call.activation, call.x.dtype)
     return y.view(*call.x.shape[:-1], -1)
 
 
@@ -245,7 +257,7 @@ def int8_linear(call: Int8Linear) -> Tensor:
         return call.fake()
     row_scale = call.q_scale
     y = product(
-        _rows(call.q), call.qweight, call.weight_scale, call.bias, call.activation, call.dtype, row_scale=row_scale
+        rows_of(call.q), call.qweight, call.weight_scale, call.bias, call.activation, call.dtype, row_scale=row_scale
     )
     numerics.raise_absmax(call.absmax, y)
     return y

@@ -1,10 +1,11 @@
 """Compiles kernels of the portable path for a GPU that is not here: ``python -m tests.portable.compiled cuda 110 i8``.
 
-It needs a process of its own: where Triton's interpreter runs kernels, none are compiled.
+``python -m tests.portable.compiled waits fp16`` prints what Hopper's kernels for many tokens wait for. It needs a process of its own: where Triton's interpreter runs kernels, none are compiled.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -43,32 +44,49 @@ OPTIONS: dict[str, Any] = {
     "GROUP": 8,
     "SPARSE": True,
     "PARTS": 1,
+    "HALVES": False,
     "SLOTS": 2,
 }
 
 
-def build(kernel: Any, tokens: str, target: GPUTarget, tile: codebook.Tile | int8.Tile, bits: int) -> int:
-    """Bytes of a kernel's binary; raises where it does not compile."""
+def build(kernel: Any, tokens: str, target: GPUTarget, tile: codebook.Tile | int8.Tile, bits: int) -> Any:
+    """A compiled kernel; raises where it does not compile."""
     signature = dict.fromkeys(NUMBERS, "i32") | POINTERS | {"x": f"*{tokens}", "book": ("i32",) * 8}
     signature["table"] = "*fp16" if tokens == "i8" else signature["x"]
     depth = {} if isinstance(tile, codebook.Tile) else {"BK": tile.depth}
     options = OPTIONS | {"BITS": bits, "BM": tile.rows, "BN": tile.columns, "TURNED": tile.turned, **depth}
+    options |= {"SPARSE": tile.rows <= 16}
     options |= {"PTX": target.backend == "cuda", "x_box": None, "w_box": None}
     names = kernel.arg_names
     types = {name: "constexpr" if name in options else signature[name] for name in names}
     constants = {(i,): options[name] for i, name in enumerate(names) if name in options}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if str(types[name]).startswith("*")}
     source = ASTSource(kernel, types, constexprs=constants, attrs=aligned)
-    made = compile(source, target, {"num_warps": tile.warps, "num_stages": 2, "enable_fp_fusion": False})
-    return len(made.asm["hsaco" if target.backend == "hip" else "cubin"])
+    return compile(source, target, {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False})
 
 
 def main(backend: str, arch: str, tokens: str) -> None:
-    """Compile one kernel of each product."""
+    """Compile one kernel of each product, and print the bytes of the binaries."""
     target = GPUTarget(backend, int(arch) if arch.isdigit() else arch, 64 if arch.startswith("gfx9") else 32)
-    print(build(int8_kernels.product, tokens, target, int8.Tile(16, 32, 128, True, 4, 2), 8))
-    print(build(codebook_kernels.product, tokens, target, codebook.Tile(16, 64, True, 4, 2), 3))
+    for kernel, tile, bits in (
+        (int8_kernels.product, int8.Tile(16, 32, 128, True, 4, 2), 8),
+        (codebook_kernels.product, codebook.Tile(16, 64, True, 4, 2), 3),
+    ):
+        print(len(build(kernel, tokens, target, tile, bits).asm["hsaco" if backend == "hip" else "cubin"]))
+
+
+def waits(tokens: str) -> None:
+    """Print, for a kernel of each product, the products that Hopper takes from registers, and how many may be left."""
+    target = GPUTarget("cuda", 90, 32)
+    for kernel, tile, bits in (
+        (int8_kernels.product, int8.Tile(256, 128, 64, True, 8, 3), 8),
+        (codebook_kernels.product, codebook.Tile(256, 128, True, 8, 3), 4),
+    ):
+        text = build(kernel, tokens, target, tile, bits).asm["ptx"]
+        from_registers = re.findall(r"wgmma[.]mma_async\S* \{[^}]*\}, *\{", text)
+        left = re.findall(r"wgmma[.]wait_group\S* (\d+)", text)
+        print(len(from_registers), *left)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    waits(*sys.argv[2:]) if sys.argv[1] == "waits" else main(*sys.argv[1:])

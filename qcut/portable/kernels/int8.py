@@ -1,4 +1,4 @@
-"""Kernels of layers with int8 weights: tokens quantized, and products with int8 or 16-bit tokens."""
+"""Kernels of layers with int8 weights: tokens quantized, and products with int8, int16 or 16-bit float tokens."""
 
 import triton
 import triton.language as tl
@@ -44,6 +44,52 @@ def quantize_by(x, q, stride, K, K_PADDED, step, zero_point, BLOCK: tl.constexpr
     steps = tl.where(steps == steps, steps, 0.0) + zero_point
     steps = tl.minimum(tl.maximum(steps, -128.0), 127.0)
     tl.store(q + m * K_PADDED + at, tl.where(at < K, steps, 0.0).to(tl.int8), mask=at < K_PADDED)
+
+
+@triton.jit
+def store_halves(high, M, K_PADDED, m, at, steps):
+    """Store whole numbers from -32,768 to 32,639 as int8 halves: `qcut.numerics.int16.halves`."""
+    q = steps.to(tl.int32)
+    low = ((q + 128) & 255) - 128
+    inside = at < K_PADDED
+    tl.store(high + m * K_PADDED + at, ((q - low) >> 8).to(tl.int8), mask=inside)
+    tl.store(high + (M + m) * K_PADDED + at, low.to(tl.int8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def quantize_rows_to_halves(x, q, scale, stride, M, K, K_PADDED, BLOCK: tl.constexpr, ONCE: tl.constexpr):
+    """Quantize a row by its largest magnitude: `qcut.numerics.int16.quantize_tokens_ref`, bitwise."""
+    m = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    finite = tl.full((BLOCK,), 1, tl.int32)
+    values = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, K, BLOCK):
+        at = first + columns
+        values = tl.load(x + m * stride + at, mask=at < K, other=0.0).to(tl.float32)
+        magnitude = tl.abs(values)
+        finite = tl.where(magnitude < float("inf"), finite, 0)
+        largest = tl.maximum(largest, magnitude)
+    whole = tl.min(finite, 0) == 1
+    absmax = tl.max(largest, 0)
+    step = tl.where(absmax == 0.0, 1.0, tl.maximum(tl.div_rn(absmax, 32639.0), 1.1754943508222875e-38))
+    inverse = tl.div_rn(1.0, step)
+    tl.store(scale + m, tl.where(whole, step, float("nan")))
+    for first in range(0, K_PADDED, BLOCK):
+        at = first + columns
+        if not ONCE:
+            values = tl.load(x + m * stride + at, mask=at < K, other=0.0).to(tl.float32)
+        store_halves(q, M, K_PADDED, m, at, tl.where(whole, rounded(values * inverse), 0.0))
+
+
+@triton.jit(do_not_specialize=["M"])
+def quantize_to_halves_by(x, q, stride, M, K, K_PADDED, inverse, BLOCK: tl.constexpr):
+    """Quantize all rows by one scale, given its reciprocal: `qcut.numerics.int16.quantize_tensor_ref`, bitwise."""
+    m = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    steps = tl.load(x + m * stride + at, mask=at < K, other=0.0).to(tl.float32) * inverse
+    steps = tl.where(steps == steps, steps, 0.0)
+    store_halves(q, M, K_PADDED, m, at, rounded(tl.minimum(tl.maximum(steps, -32639.0), 32639.0)))
 
 
 @triton.jit
@@ -101,9 +147,11 @@ def product(
     BOXES: tl.constexpr,
     PARTS: tl.constexpr,
     PTX: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
     """``y = act(f(x w^T) + bias)``: tokens int8 with exact sums, or of 16 bits with float32 sums, weights int8.
 
+    HALVES: x has 2 M rows, the high halves of int16 tokens and then their low halves; each tile of weights serves both.
     TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a tile
     hold no token. PARTS of K are summed by programs of their own; y then takes their sums, for `finish`. BOXES loads
     tiles by tensor descriptors, which a unit of the GPU's own carries out.
@@ -117,6 +165,7 @@ def product(
         acc = tl.zeros((BN, BM), sums)
     else:
         acc = tl.zeros((BM, BN), sums)
+    low_sums = acc
     steps = (K + PARTS * BK - 1) // (PARTS * BK) * BK
     start = tl.program_id(1) * steps
     end = tl.minimum(start + steps, K)
@@ -139,6 +188,20 @@ def product(
             a = tl.load(x_at)
         else:
             a = tl.load(x_at, mask=inside, other=0)
+        if HALVES:
+            below = M.to(tl.int64) * stride_x
+            if BOXES:
+                low = x_box.load([M + m0, first])
+            elif SPARSE:
+                low = tl.load(x_at + below, mask=(m < M)[:, None] & inside, other=0)
+            elif WHOLE_K:
+                low = tl.load(x_at + below)
+            else:
+                low = tl.load(x_at + below, mask=inside, other=0)
+            if TURNED:
+                low_sums = tl.dot(b, tl.trans(low), low_sums, out_dtype=sums)
+            else:
+                low_sums = tl.dot(low, tl.trans(b), low_sums, out_dtype=sums)
         if sums == tl.float32:
             b = widened(b, a.dtype, PTX)
         if TURNED:
@@ -149,6 +212,8 @@ def product(
             acc = tl.dot(a, tl.trans(b), acc, out_dtype=sums)
         x_at += BK
         w_at += BK
+    if HALVES:
+        acc = acc.to(tl.int64) * 256 + low_sums
     if TURNED:
         acc = tl.trans(acc)
     if PARTS > 1:

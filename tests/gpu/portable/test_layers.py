@@ -20,6 +20,8 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 EXACT = (
     "w8a8",
     "w8a8_static",
+    "int16x8",
+    "int16x8_static",
     "codebook4_int8",
     "codebook4_g64_int8",
     "codebook3_g64_int8",
@@ -27,6 +29,8 @@ EXACT = (
     "codebook4+4_int8",
     "int4_g32_int8",
 )
+MANY = ("w8a8", "int16x8", "codebook4_int8", "codebook3_g64_int8")
+"""Tried with many tokens as well."""
 NEAR = (
     "w8a16",
     "codebook4",
@@ -58,7 +62,7 @@ def layer(scheme: str, k: int = 384, n: int = 136, *, activation: str = "none") 
     with torch.no_grad():
         linear.weight[0] = 0
         linear.weight[n // 2, k // 2] = 9.0
-    static_range = qcut.StaticRange(-3.0, 3.5) if scheme == "w8a8_static" else None
+    static_range = qcut.StaticRange(-3.0, 3.5) if scheme.endswith("_static") else None
     return qcut.Linear.from_float(linear, scheme, activation=activation, static_range=static_range)
 
 
@@ -68,12 +72,19 @@ def tokens(m: int, k: int = 384, dtype: torch.dtype = HALF) -> Tensor:
 
 @pytest.mark.usefixtures("likely_tiles")
 @pytest.mark.parametrize(
-    ("scheme", "dtype"), [*((scheme, HALF) for scheme in EXACT), ("w8a8", SINGLE), ("w8a8", BRAIN), (EXACT[2], BRAIN)]
+    ("scheme", "dtype"),
+    [
+        *((scheme, HALF) for scheme in EXACT),
+        ("w8a8", SINGLE),
+        ("w8a8", BRAIN),
+        ("int16x8", SINGLE),
+        ("codebook4_int8", BRAIN),
+    ],
 )
 def test_int8_products_are_the_same_on_three_paths(scheme: str, dtype: torch.dtype) -> None:
     cpu = layer(scheme, activation="relu")
     gpu = copy.deepcopy(cpu).to(DEVICE)
-    for m in (5, 150) if scheme in (EXACT[0], EXACT[2], EXACT[4]) else (5,):
+    for m in (5, 150) if scheme in MANY else (5,):
         x = tokens(m, dtype=dtype)
         want = cpu(x)
         # Many tokens are W8A8's in CUTLASS kernels, which take nvcc a minute.
