@@ -1,6 +1,7 @@
 """Compiles kernels of the portable path for a GPU that is not here: ``python -m tests.portable.compiled cuda 110 i8``.
 
-``python -m tests.portable.compiled waits fp16`` prints what Hopper's kernels for many tokens wait for. It needs a process of its own: where Triton's interpreter runs kernels, none are compiled.
+``python -m tests.portable.compiled waits fp16`` prints what Hopper's kernels for many tokens wait for. It needs
+a process of its own: where Triton's interpreter runs kernels, none are compiled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels of the portable path compile for GPUs that are not here, those that qcut's own kernels refuse, and wait where they must."""
+"""Kernels of the portable path compile for GPUs that are not here, and wait for products where they must."""
 
 from __future__ import annotations
 

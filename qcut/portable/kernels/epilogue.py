@@ -102,7 +102,7 @@ def settled(sums, PTX: tl.constexpr):
     """The same sums, once the tensor cores have finished them.
 
     A product whose decoded weights lie in registers runs on while the next step decodes into the same registers: Triton
-    up to 3.6 at least waits for all but seven of a step's eight parts. An instruction that reads the sums makes it wait.
+    (3.6, 3.7) awaits all but seven of a step's eight parts. An instruction that reads the sums lets it wait for all.
     """
     if PTX:
         if sums.dtype == tl.float32:
