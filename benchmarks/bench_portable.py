@@ -28,14 +28,14 @@ from benchmarks.harness import Timing, Variant
 from benchmarks.shapes import Shape
 
 PATHS = ("fused", "portable")
-SCHEMES = ("w8a8", "w8a16", "codebook4", "codebook4_int8", "codebook3", "codebook2")
+SCHEMES = ("w8a8", "w8a16", "int16x8", "codebook4", "codebook4_int8", "codebook3", "codebook2")
 NK = ((14336, 4096), (4096, 14336))
 FEW = (1, 8, 64)
 PROMPTS = (4096,)
 TO_REACH = {"few": 0.5, "prompts": 0.7}
 """Of the fused path's speed."""
 KEY = ("m", "n", "k", "variant")
-EXACT = ("w8a8", "codebook4_int8")
+EXACT = ("w8a8", "int16x8", "codebook4_int8")
 NEAR = 2.0**-8
 """Largest relative error of a result of 16-bit products, between the paths."""
 
@@ -98,11 +98,11 @@ def add_rows(results: harness.Results, shape: Shape, timings: dict[str, Timing])
     """One CSV row per variant."""
     for name, timing in timings.items():
         scheme = name.partition(":")[0]
-        bits = {"w8a8": 8, "w8a16": 8, "codebook3": 3, "codebook2": 2}.get(scheme, 4)
+        bits = {"w8a8": 8, "w8a16": 8, "int16x8": 8, "codebook3": 3, "codebook2": 2}.get(scheme, 4)
         moved = shape.bytes_moved(16, bits, 16)
         fused = timings.get(f"{scheme}:fused")
         ratio = round(fused.median_us / timing.median_us, 4) if fused else math.nan
-        product_bits = 8 if scheme in EXACT else 16
+        product_bits = 8 if scheme in ("w8a8", "codebook4_int8") else 16
         results.add_gemm(timing, shape, name, moved, product_bits, x_fused=ratio)
 
 
