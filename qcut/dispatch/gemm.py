@@ -121,6 +121,8 @@ def _why_not_cutlass(problem: GemmProblem, available: bool, tensor_cores: bool) 
     """The reason why CUTLASS's kernels cannot serve a problem of any size; empty where they can."""
     if not tensor_cores:
         return "no tensor cores wanted"
+    if problem.epilogue.rescale:
+        return "results in integers alone"
     if problem.layouts != "tnt":
         return f"its kernels take layouts tnt, these are {problem.layouts}"
     if problem.epilogue.is_raw:

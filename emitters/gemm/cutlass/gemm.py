@@ -31,6 +31,7 @@ def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
     require(problem.a is DType.S8 and problem.b is DType.S8, name, "operands are s8 x s8")
     require(problem.layouts == "tnt", name, "A and B are contiguous along K, D is row-major (tnt)")
     require(not problem.epilogue.is_raw, name, "raw accumulators are the raw families'")
+    require(not problem.epilogue.rescale, name, "rescale: results in integers alone are the raw families'")
     require(takes_halves(problem, tile), name, "halves: a warp-specialized tile, floats, per channel, no residual")
     require(tile.splits == 1, name, "K is split by the stream_k schedule, not by the tile")
     require(problem.alignment_k % 16 == 0, name, "rows of A and B are multiples of 16 bytes")
