@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.constraints import require
-from qcut.emitters.core.epilogue import Activation
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import FLOATS, DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import WGMMA_N, Operands, emit, sm90_defines
@@ -64,7 +63,7 @@ def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
 def takes_halves(problem: GemmProblem, tile: TileConfig) -> bool:
     """Whether the kernel can combine halves of tokens, where the problem has them."""
     e = problem.epilogue
-    plain = e.out in FLOATS and e.col_scale != "per_tensor" and not e.residual and e.activation is not Activation.ANY
+    plain = e.out in FLOATS and e.col_scale != "per_tensor" and not e.residual
     return not e.halves or (plain and tile.schedule not in ("multistage", "stream_k"))
 
 
