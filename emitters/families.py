@@ -80,7 +80,7 @@ INT8_STREAM: Family[W8A8Problem, W8A8Tile] = Family(
     int8_stream.emit_int8_stream,
     grid=lambda tile, n, sm_count: Grid(tile.tokens, int8_cut.grid(tile, 1, n)),
     threads=lambda tile: 32 * tile.warps,
-    smem_bytes=lambda problem, tile: int8_stream.smem_bytes(tile, problem.epilogue.halves),
+    smem_bytes=lambda problem, tile: int8_stream.smem_bytes(tile, problem.epilogue.halves, problem.epilogue.rescale),
 )
 W8A16_MMA: Family[GemmProblem, TileConfig] = Family(
     w8a16.FAMILY,

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from qcut.layers.embedding import Embedding as Embedding
     from qcut.layers.gradients import disable_input_gradients as disable_input_gradients
     from qcut.layers.gradients import enable_input_gradients as enable_input_gradients
+    from qcut.layers.integers import IntegerChain as IntegerChain
+    from qcut.layers.integers import IntegerLinear as IntegerLinear
     from qcut.numerics.sampling import Sampling as Sampling
     from qcut.ops.gemm import gemm_s8 as gemm_s8
     from qcut.ops.paths import execution_path as execution_path
@@ -63,6 +65,8 @@ _HOME = {
     "Int16x8": "config",
     "StaticRange": "config",
     "Embedding": "layers.embedding",
+    "IntegerChain": "layers.integers",
+    "IntegerLinear": "layers.integers",
     "Engine": "engine.engine",
     "Generated": "engine.generated",
     "Sampling": "numerics.sampling",

@@ -8,7 +8,11 @@ One description serves every GEMM family::
     v = v + residual[m, n]
     D = out_dtype(v)                             # s8: clamp(rne(v * out_inv_scale) + out_zero_point)
 
-where int16 tokens come as two rows of int8, ``acc = 256 * high + low`` in int64; or, for the accumulator itself::
+where int16 tokens come as two rows of int8, ``acc = 256 * high + low`` in int64; or, in integers alone::
+
+    D = clamp(rne((acc + bias[n]) * multiplier[n] / 2**shift[n]) + zero_point, least, most)      # 64 bits
+
+to s8, or from int16 tokens to s16, without a zero point; or, for the accumulator itself::
 
     D = acc                                      # s32
     D = int8(acc)                                # s8 with wrap: the low eight bits
@@ -69,6 +73,9 @@ class Epilogue:
             an s32 output it can fuse nothing else.
         halves: of A's rows, 16 belong to eight tokens of int16: those of their high halves, then those of their low
             ones. D has ``tokens`` rows. Without zero points.
+        rescale: in integers alone, as `qcut.numerics.integers` says: int64 vector ``bias``, int32 vectors
+            ``multiplier`` and ``shift`` of N, with s8 the int32 ``zero_point``, and the int ``relu``, whether the zero
+            point is the least result. Nothing else is fused. D is s16 with halves, and s8 without.
     """
 
     out: DType = DType.F16
@@ -80,8 +87,13 @@ class Epilogue:
     residual: bool = False
     wrap: bool = False
     halves: bool = False
+    rescale: bool = False
 
     def __post_init__(self) -> None:
+        if self.rescale:
+            if self._fuses or self.wrap or self.out is not (DType.S16 if self.halves else DType.S8):
+                raise EmitError(f"epilogue: rescale ({self.name}) fuses nothing, and gives s16 of halves, else s8")
+            return
         if self.out not in OUT_DTYPES:
             raise EmitError(f"epilogue output {self.out.value!r} is not one of f16, bf16, f32, s8, s32")
         if self.residual and self.out is DType.S8:
@@ -115,6 +127,8 @@ class Epilogue:
             parts.append("wrap")
         if self.halves:
             parts.append("halves")
+        if self.rescale:
+            parts.append("rescale")
         if self.zero_point != "none":
             parts.append({"per_tensor": "zt", "per_token": "zm"}[self.zero_point])
         if self.row_scale != "none":
@@ -132,6 +146,11 @@ class Epilogue:
     def params(self) -> tuple[Param, ...]:
         """Arguments this epilogue reads, in the fixed order all families use."""
         params = [Param("tokens", "i32")] if self.halves else []
+        if self.rescale:
+            params.append(Param("bias", "ptr", "const long long*"))
+            params += (Param(name, "ptr", "const int32_t*") for name in ("multiplier", "shift"))
+            params += (Param("zero_point", "ptr", "const int32_t*"),) * (not self.halves)
+            return (*params, Param("relu", "i32"))
         if self.zero_point == "per_tensor":
             params.append(Param("zero_point", "i32"))
         if self.zero_point == "per_token":
@@ -156,7 +175,14 @@ class Epilogue:
 
     @property
     def cpp(self) -> str:
-        """C++ type, ``qcut::Epilogue<...>`` of ``core/epilogue.cuh``, of halves that of ``gemm/halves.cuh`` over it."""
+        """C++ type: `sums_cpp`, and of halves that of ``gemm/halves.cuh`` over it."""
+        return f"qcut::OfHalves<{self.sums_cpp}>" if self.halves else self.sums_cpp
+
+    @property
+    def sums_cpp(self) -> str:
+        """C++ type for whole sums: ``qcut::Epilogue<...>`` of ``core/epilogue.cuh``, or ``qcut::IntegerEpilogue``."""
+        if self.rescale:
+            return f"qcut::IntegerEpilogue<{self.out.cpp}>"
         arguments = (
             self.out.cpp,
             f"qcut::ZeroPoint::{_MODES[self.zero_point]}",
@@ -167,18 +193,18 @@ class Epilogue:
             flag(self.residual),
             *(("true",) if self.wrap else ()),
         )
-        whole = f"qcut::Epilogue<{', '.join(arguments)}>"
-        return f"qcut::OfHalves<{whole}>" if self.halves else whole
+        return f"qcut::Epilogue<{', '.join(arguments)}>"
 
-    def statements(self, params: tuple[Param, ...]) -> tuple[str, ...]:
+    def statements(self, params: tuple[Param, ...], *, whole_sums: bool = False) -> tuple[str, ...]:
         """C++ that declares the type ``Epilogue`` and fills its ``args`` from the kernel's parameters.
 
         Args:
             params: the kernel's parameters. The kernel itself fills arguments of the epilogue that are not among them.
+            whole_sums: the kernel combines the halves' sums itself, and knows the number of tokens.
         """
-        given = {param.name for param in params}
+        given = {param.name for param in params} - ({"tokens"} if whole_sums else set())
         return (
-            f"using Epilogue = {self.cpp};",
+            f"using Epilogue = {self.sums_cpp if whole_sums else self.cpp};",
             "Epilogue::Args args{};",
             *(f"args.{self._member(p.name)} = {p.name};" for p in self.params() if p.name in given),
         )

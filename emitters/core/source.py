@@ -20,6 +20,7 @@ class DType(Enum):
 
     S8 = "s8"
     U4 = "u4"
+    S16 = "s16"
     S32 = "s32"
     F16 = "f16"
     BF16 = "bf16"
@@ -28,7 +29,7 @@ class DType(Enum):
     @property
     def bits(self) -> int:
         """Size of one element in bits."""
-        return {"u4": 4, "s8": 8, "f16": 16, "bf16": 16, "s32": 32, "f32": 32}[self.value]
+        return {"u4": 4, "s8": 8, "s16": 16, "f16": 16, "bf16": 16, "s32": 32, "f32": 32}[self.value]
 
     @property
     def cpp(self) -> str:
@@ -36,6 +37,7 @@ class DType(Enum):
         return {
             "s8": "int8_t",
             "u4": "qcut::Nibbles",
+            "s16": "short",
             "s32": "int32_t",
             "f16": "__half",
             "bf16": "__nv_bfloat16",

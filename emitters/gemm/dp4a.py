@@ -122,6 +122,7 @@ CONSTRAINTS = (
         lambda p, t, arch: p.a is DType.S8 and p.b is DType.S8,
     ),
     Constraint("halves", "are the tensor cores': a row of A is a row of D", lambda p, t, arch: not p.epilogue.halves),
+    Constraint("rescale", "is the tensor cores' too", lambda p, t, arch: not p.epilogue.rescale),
     Constraint(
         "alignments",
         "are at least 1",

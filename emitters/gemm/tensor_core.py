@@ -138,6 +138,7 @@ def gemm_source(
     operands, call = ("B, A", "b, a, d, n, m, k, ldb, lda") if swapped else ("A, B", "a, b, d, m, n, k, lda, ldb")
     align_d = gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)
     params = problem.params()
+    extra = "integers" if problem.epilogue.rescale else "halves" if problem.epilogue.halves else ""
     return kernel_source(
         name,
         arch,
@@ -146,7 +147,7 @@ def gemm_source(
         *operand_types(problem),
         *problem.epilogue.statements(params),
         f"qcut::{function}<{first}Tile, {operands}, Epilogue, {align_d}, {flag(swapped)}>({call}, ldd, args);",
-        device_code=include(f"gemm/{header}.cuh") + (include("gemm/halves.cuh") if problem.epilogue.halves else ""),
+        device_code=include(f"gemm/{header}.cuh") + (include(f"gemm/{extra}.cuh") if extra else ""),
         block=tile.threads,
         waits=True,
         smem_bytes=smem_bytes,

@@ -2,12 +2,12 @@
 
 Tokens are int8, or rows of floats whose largest magnitudes the previous kernel has stored. The kernel quantizes such
 rows as it loads them. Device code: ``include/qcut/stream/w8a8.cuh``, and ``int16x8.cuh`` for int16 tokens in halves,
-whose two sums of an element are combined before warps add theirs.
+whose two sums of an element are combined before warps add theirs; ``integers.cuh`` where the epilogue rescales.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
@@ -45,7 +45,8 @@ class W8A8Problem:
             the kernel quantizes as `qcut.emitters.decoder.quantize.QuantizePerToken` does, with weights as for
             ``given``. ``floats``: rows whose largest magnitudes the kernel finds.
         x: element type of rows; int8 tokens have no use for it.
-        epilogue: one with a scale for each token and each channel.
+        epilogue: one with a scale for each token and each channel, or one that rescales: tokens are then ``none`` or
+            ``given``, without scales, and with halves rows of int16.
         aligned: addresses and strides of rows are multiples of 16 bytes.
         absmax: whether ``absmax``, float32 ``[m]``, is raised to the largest magnitude of each row of D; NaN counts
             as the largest.
@@ -71,8 +72,8 @@ class W8A8Problem:
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: those of a `GemmProblem`, ``absmax`` where there is one, and ``activation`` last.
 
-        int8 rows of a are multiples of 16 bytes apart. ``rows`` have ``a_absmax`` in place of ``row_scale``, ``floats``
-        neither. With halves, ``tokens`` counts, and m is of no use.
+        int8 and int16 rows of a are multiples of 16 bytes apart. ``rows`` have ``a_absmax`` in place of ``row_scale``,
+        ``floats`` neither. With halves, ``tokens`` counts, and m is of no use.
         """
         sizes = ("m", "n", "k", "lda", "ldb", "ldd")
         scaling = self.epilogue.params()
@@ -107,16 +108,20 @@ class W8A8Tile(Int8StreamTile):
         return super().name + "_c" * self.common_sums
 
 
-def smem_bytes(tile: W8A8Tile, halves: bool = False) -> int:
+def smem_bytes(tile: W8A8Tile, halves: bool = False, rescale: bool = False) -> int:
     """Dynamic shared memory of a CTA.
 
     Rows of weights have a scale, a bias and a sum; tokens a scale, a zero point and a largest magnitude. The sums of
     the warps follow, and before them what each warp finds of the largest magnitudes of up to eight tokens. Sums of
-    tokens in halves have 64 bits.
+    tokens in halves have 64 bits. Where results are rescaled, rows have a bias, a multiplier and a shift, and the CTA a
+    zero point.
     """
     rows, sets = 16 * tile.row_tiles, 1 if tile.common_sums else tile.warps
+    sums = (8 if halves else 4) * sets * tile.tokens * (rows + 4)
+    if rescale:
+        return 16 * rows + 16 + sums
     found = -(-tile.warps * tile.tokens // 4) * 16 if tile.tokens <= MAX_ROWS else 0
-    return 12 * rows + 12 * max(8, tile.tokens) + found + (8 if halves else 4) * sets * tile.tokens * (rows + 4)
+    return 12 * rows + 12 * max(8, tile.tokens) + found + sums
 
 
 def registers(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> int:
@@ -142,7 +147,12 @@ CONSTRAINTS = (
     Constraint(
         "epilogue",
         "scales channels, and has no residual",
-        lambda p, t, arch: p.epilogue.col_scale == "per_channel" and not p.epilogue.residual,
+        lambda p, t, arch: (p.epilogue.col_scale == "per_channel" or p.epilogue.rescale) and not p.epilogue.residual,
+    ),
+    Constraint(
+        "rescale",
+        "is of tokens that are integers already, without their results' largest magnitudes",
+        lambda p, t, arch: not p.epilogue.rescale or not (p.quantizes or p.absmax),
     ),
     Constraint(
         "rows",
@@ -155,7 +165,7 @@ CONSTRAINTS = (
     Constraint(
         "absmax",
         "is that of f16, bf16 or f32",
-        lambda p, t, arch: p.epilogue.out in _FLOATS or (p.epilogue.out is DType.S8 and not p.absmax),
+        lambda p, t, arch: p.epilogue.out in _FLOATS or (p.epilogue.out in (DType.S8, DType.S16) and not p.absmax),
     ),
     ARCHITECTURE,
     Constraint("tokens", f"are one of {_TOKENS}", lambda p, t, arch: t.tokens in _TOKENS),
@@ -173,7 +183,8 @@ CONSTRAINTS = (
     SPLITS,
     CLUSTERS,
     shared_memory(
-        "sums fit what the architecture gives a CTA", lambda p, tile: smem_bytes(tile, halves=p.epilogue.halves)
+        "sums fit what the architecture gives a CTA",
+        lambda p, tile: smem_bytes(tile, p.epilogue.halves, p.epilogue.rescale),
     ),
 )
 """What this family can build, on (problem, tile, arch)."""
@@ -232,20 +243,30 @@ def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
     tokens = f"qcut::Tokens::k{problem.tokens.capitalize()}"
     a_absmax = "a_absmax" if problem.tokens == "rows" else "nullptr"
     absmax = "absmax" if problem.absmax else "nullptr"
-    params, halves = problem.params(), problem.epilogue.halves
+    params, halves, rescale = problem.params(), problem.epilogue.halves, problem.epilogue.rescale
     function, m = ("int16x8_stream", "tokens") if halves else ("int8_stream", "m")
+    header = "int16x8" if halves else "w8a8"
+    using_tile = f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {tile.sizes}>;"
+    call = (
+        f"qcut::{function}<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
+        f"      a, {a_absmax}, b, d, {absmax}, {m}, n, k, lda, ldb, ldd, args);"
+    )
+    if rescale:
+        header = "integers"
+        flags = f"{flag(problem.tokens == 'none')}, {flag(tile.common_sums)}"
+        using_tile = f"using Tile = qcut::IntegerTile<{flags}, {tile.sizes}>;"
+        call = f"qcut::integer_stream<Tile, {flag(halves)}, Epilogue>(a, b, d, {m}, n, k, lda, ldb, ldd, args);"
     return kernel_source(
         name,
         arch,
         params,
-        f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {tile.sizes}>;",
-        *replace(problem.epilogue, halves=False).statements(params),
-        f"qcut::{function}<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
-        f"      a, {a_absmax}, b, d, {absmax}, {m}, n, k, lda, ldb, ldd, args);",
-        device_code=include("stream/int16x8.cuh" if halves else "stream/w8a8.cuh"),
+        using_tile,
+        *problem.epilogue.statements(params, whole_sums=True),
+        call,
+        device_code=include(f"stream/{header}.cuh"),
         block=32 * tile.warps,
         ctas_per_sm=1,
         waits=True,
-        smem_bytes=smem_bytes(tile, halves),
+        smem_bytes=smem_bytes(tile, halves, rescale),
         cluster=tile.splits,
     )

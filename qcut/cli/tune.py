@@ -79,7 +79,11 @@ def add_parser(commands: Any) -> None:
         help="memory orders of A, B, D: t row-major, n column-major (default: tnt)",
     )
     parser.add_argument(
-        "--types", nargs="+", choices=("f16", "s8"), default=["f16", "s8"], help="element types of D (default: both)"
+        "--types",
+        nargs="+",
+        choices=("f16", "s8", "halves"),
+        default=["f16", "s8"],
+        help="element types of D; halves is f16 of int16 tokens, M of them (default: f16 s8)",
     )
     parser.add_argument(
         "--limit", type=positive, metavar="N", help="build at most N tiles for each GEMM and family (default: 48)"

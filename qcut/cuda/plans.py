@@ -36,6 +36,7 @@ DTYPES = {
     torch.float32: DType.F32,
     torch.int8: DType.S8,
     torch.uint8: DType.U4,
+    torch.int16: DType.S16,
     torch.int32: DType.S32,
 }
 """The emitters' name of each torch dtype."""

@@ -120,9 +120,11 @@ def bounded_problem(problem: P, target: Target, *, element_stores: bool = False)
     """
     if not target.closed or not covers(problem):
         return problem, ()
-    activation = problem.epilogue.activation
-    epilogue = replace(problem.epilogue, activation=Activation.ANY)
-    tail = (ACTIVATIONS.index(activation.value),)
+    epilogue = problem.epilogue
+    tail: tuple[int, ...] = ()
+    if not epilogue.rescale:
+        tail = (ACTIVATIONS.index(epilogue.activation.value),)
+        epilogue = replace(epilogue, activation=Activation.ANY)
     if isinstance(problem, W8A8Problem):
         return replace(problem, epilogue=epilogue), tail
     whole = element_stores or problem.alignment_n * epilogue.out.bits >= 128
@@ -133,6 +135,8 @@ def bounded_problem(problem: P, target: Target, *, element_stores: bool = False)
 
 def is_usual(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
     """Whether known shapes have tiles of their own: for 16-bit models, rows that are aligned, and 4-bit codebooks."""
+    if problem.epilogue.rescale:
+        return False
     if isinstance(problem, CodebookProblem):
         whole = problem.alignment_n * problem.epilogue.out.bits >= 128
         kind = problem.bits, problem.slots, problem.offsets, whole
@@ -144,7 +148,11 @@ def is_usual(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
 def covers(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
     """Whether the closed set has kernels for a problem: for those of layers, not for every GEMM there is."""
     e = problem.epilogue
-    if e.halves or e.out not in FLOATS or e.col_scale != "per_channel" or e.activation is Activation.ANY:
+    if e.rescale:
+        if isinstance(problem, W8A8Problem):
+            return problem.tokens == "given" and problem.aligned
+        return isinstance(problem, GemmProblem) and problem.layouts == "tnt" and problem.alignment_k == 16
+    if e.out not in FLOATS or e.col_scale != "per_channel" or e.activation is Activation.ANY:
         return False
     if isinstance(problem, CodebookProblem):
         if e.residual or (e.out is DType.F32 and problem.x is not DType.S8):  # of two passes of different widths
@@ -162,13 +170,16 @@ def covers(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
     if problem.layouts != "tnt":
         return False
     if problem.a is DType.S8:
-        scaled = (e.row_scale, e.zero_point) in (("per_token", "none"), ("none", "per_tensor"))
+        static = ("none", "none" if e.halves else "per_tensor")
+        scaled = (e.row_scale, e.zero_point) in (("per_token", "none"), static)
         return scaled and problem.alignment_k == 16
     return (e.out, e.row_scale, e.zero_point) == (problem.a, "none", "none") and problem.alignment_k in (1, 8)
 
 
 def _takes_rows(problem: W8A8Problem) -> bool:
     given = problem.tokens == "given" or (problem.tokens == "rows" and not problem.absmax)
+    if problem.epilogue.halves:
+        given = problem.tokens == "given" and not problem.absmax
     return given and problem.aligned and problem.x is problem.epilogue.out
 
 
@@ -176,6 +187,9 @@ def takes(problem: GemmProblem, family: str, tile: object, arch: str) -> bool:
     """Whether the closed set has a tile of an int8 GEMM of many tokens for a problem."""
     e = problem.epilogue
     whole = problem.alignment_n * e.out.bits >= 128
+    if e.halves or e.rescale:
+        usual = e.out is not DType.F32 and e.row_scale == "per_token" and whole
+        return (family, tile) in (_halves_tiles(arch) if usual else _few_raw_tiles(arch))
     usual = e.out is not DType.F32 and e.zero_point == "none" and whole
     return (family, tile) in (gemm_tiles(arch) if usual else _few_gemm_tiles(arch))
 
@@ -191,22 +205,40 @@ def _shipped_rows(arch: str) -> frozenset[tables.Row]:
 
 
 @lru_cache
-def _few_gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
-    problem = GemmProblem()
-    menu = INT8_MMA.menu(problem, arch)
+def _few_raw_tiles(arch: str) -> frozenset[tuple[str, object]]:
+    menu = INT8_MMA.menu(GemmProblem(), arch)
     few = [tile for tile in menu if tile.splits == 1][::2] + [tile for tile in menu if tile.splits == 4]
-    found = {(INT8_CUTLASS.name, tile) for tile in INT8_CUTLASS.menu(problem, arch)}
-    return frozenset(found | {(INT8_MMA.name, tile) for tile in few})
+    return frozenset((INT8_MMA.name, tile) for tile in few)
+
+
+@lru_cache
+def _few_gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
+    cutlass = {(INT8_CUTLASS.name, tile) for tile in INT8_CUTLASS.menu(GemmProblem(), arch)}
+    return _few_raw_tiles(arch) | cutlass
 
 
 @lru_cache
 def gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
     """Families and tiles of int8 GEMMs of many tokens: the menus, and those of the tables that qcut brings."""
+    return _tiles(arch, "f16")
+
+
+@lru_cache
+def _halves_tiles(arch: str) -> frozenset[tuple[str, object]]:
+    return _tiles(arch, "halves")
+
+
+def _tiles(arch: str, out: str) -> frozenset[tuple[str, object]]:
     problem = GemmProblem()
     found = {(family.name, tile) for family in (INT8_CUTLASS, INT8_MMA) for tile in family.menu(problem, arch)}
     names = {INT8_CUTLASS.name, INT8_MMA.name}
-    rows = (row for row in _shipped_rows(arch) if row.layouts == "tnt" and row.out == "f16" and row.family in names)
+    rows = (row for row in _shipped_rows(arch) if row.layouts == "tnt" and row.out == out and row.family in names)
     return frozenset(found | {(row.family, row.tile) for row in rows if row.tile.schedule != "stream_k"})
+
+
+def all_gemm_tiles(arch: str) -> frozenset[tuple[str, object]]:
+    """Those of `gemm_tiles`, and of products of int16 tokens; `takes` says which of them a problem has."""
+    return gemm_tiles(arch) | _halves_tiles(arch)
 
 
 # ── other kernels ────────────────────────────────────────────────────────────────────────────────

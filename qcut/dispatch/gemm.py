@@ -121,6 +121,8 @@ def _why_not_cutlass(problem: GemmProblem, available: bool, tensor_cores: bool) 
     """The reason why CUTLASS's kernels cannot serve a problem of any size; empty where they can."""
     if not tensor_cores:
         return "no tensor cores wanted"
+    if problem.epilogue.rescale:
+        return "results in integers alone"
     if problem.layouts != "tnt":
         return f"its kernels take layouts tnt, these are {problem.layouts}"
     if problem.epilogue.is_raw:
@@ -138,7 +140,18 @@ def _tuned(problem: GemmProblem, m: int, n: int, k: int, target: Target, familie
     When M moves by a quarter, a tile's count of waves changes by less than between two tuned sizes; beyond a
     quarter the model decides. Rows of dp4a count where dp4a is asked for, or beside a tensor-core row.
     """
+    if problem.epilogue.halves:
+        # Where none was measured for halves, what is best for int8 at as many rows is a start.
+        found = _tuned_for("halves", problem, m // 2, n, k, target, families)
+        return found or _tuned_for("f16", problem, m, n, k, target, families)
     out = "s8" if problem.epilogue.out is DType.S8 else "f16"
+    return _tuned_for(out, problem, m, n, k, target, families)
+
+
+def _tuned_for(
+    out: str, problem: GemmProblem, m: int, n: int, k: int, target: Target, families: tuple[str, ...]
+) -> Choice | None:
+    """`_tuned` among the rows of a class of D, m counted as they do."""
     nearest: dict[str, tables.Row] = {}
     for row in tables.rows_for(target).get((out, problem.layouts, n, k), ()):
         near = row.m * 0.75 <= m <= row.m or (m < row.m and row.m <= 64)

@@ -49,6 +49,7 @@ from qcut.emitters.decoder.quantize import (
     emit_quantize_per_tensor,
     emit_quantize_per_token,
 )
+from qcut.emitters.decoder.split_halves import SplitHalves, emit_split_halves
 from qcut.emitters.families import (
     CODEBOOK_MMA,
     CODEBOOK_STREAM,
@@ -96,23 +97,37 @@ def closed_target(arch: str) -> Target:
 
 
 def _int8(target: Target) -> Iterator[KernelSource]:
-    """W8A8, dynamic and static."""
+    """W8A8 and int16 tokens, dynamic and static, and layers in integers."""
     arch = target.arch
-    for out, bias, (row_scale, zero_point) in product(FLOATS, _BOOLS, (("per_token", "none"), ("none", "per_tensor"))):
-        epilogue = Epilogue(out, row_scale, "per_channel", zero_point, bias, Activation.ANY)  # type: ignore[arg-type]
-        for alignment in (16, 1):
-            problem = GemmProblem(epilogue=epilogue, alignment_n=alignment)
-            for name, tile in sorted(closed.gemm_tiles(arch), key=str):
-                if family(name).is_legal(problem, tile, arch) and closed.takes(problem, name, tile, arch):
-                    yield family(name).emit(problem, tile, arch)
-    for out, tokens, bias, absmax in product(FLOATS, ("given", "rows"), _BOOLS, _BOOLS):
-        epilogue = Epilogue(out, "per_token", "per_channel", bias=bias, activation=Activation.ANY)
-        few = W8A8Problem(tokens, out, epilogue, absmax=absmax)  # type: ignore[arg-type]
-        if tokens == "given" or not absmax:
+    for epilogue, alignment in product(_int8_epilogues(), (16, 1)):
+        problem = GemmProblem(epilogue=epilogue, alignment_n=alignment)
+        for name, tile in sorted(closed.all_gemm_tiles(arch), key=str):
+            if family(name).is_legal(problem, tile, arch) and closed.takes(problem, name, tile, arch):
+                yield family(name).emit(problem, tile, arch)
+    for epilogue, tokens, absmax in product(_int8_epilogues(), ("given", "rows"), _BOOLS):
+        few = W8A8Problem(tokens, epilogue.out, epilogue, absmax=absmax)  # type: ignore[arg-type]
+        if closed.covers(replace(few, epilogue=_without_any(epilogue))):
             for m in (m for m in BUCKETS if m <= w8a8.MAX_TOKENS):
                 for n, k in closed.points(closed.is_usual(few)):
                     if w8a8.is_legal(few, m, min(k, K_MAX), arch):
                         yield INT8_STREAM.emit(few, int8_tile(few, m, n, min(k, K_MAX), closed.reference(arch)), arch)
+    for aligned in _BOOLS:
+        yield emit_split_halves(SplitHalves(arch, aligned))
+
+
+def _int8_epilogues() -> Iterator[Epilogue]:
+    """Those of layers with int8 products."""
+    for out, bias, halves in product(FLOATS, _BOOLS, _BOOLS):
+        dynamic = Epilogue(out, "per_token", "per_channel", bias=bias, activation=Activation.ANY, halves=halves)
+        yield dynamic
+        yield replace(dynamic, row_scale="none", zero_point="none" if halves else "per_tensor")
+    yield Epilogue(DType.S8, rescale=True)
+    yield Epilogue(DType.S16, halves=True, rescale=True)
+
+
+def _without_any(epilogue: Epilogue) -> Epilogue:
+    """A layer's own epilogue, whose activation a launch names."""
+    return replace(epilogue, activation=Activation.NONE)
 
 
 def _w8a16(target: Target) -> Iterator[KernelSource]:
@@ -190,8 +205,10 @@ def _rows(target: Target) -> Iterator[KernelSource]:
     arch, sms = target.arch, target.sm_count
     for x, aligned in product(FLOATS, _BOOLS):
         for k, m in product(_widths(), (1, 4 * sms, 1 << 24)):  # few rows, many, and many for every SM
-            yield emit_quantize_per_token(QuantizePerToken.for_shape(x, arch, m, k, aligned=aligned, sm_count=sms))
-            yield emit_quantize_per_tensor(QuantizePerTensor.for_shape(x, arch, m, k, aligned=aligned))
+            for halves in _BOOLS:
+                options = {"aligned": aligned, "halves": halves}
+                yield emit_quantize_per_token(QuantizePerToken.for_shape(x, arch, m, k, sm_count=sms, **options))
+                yield emit_quantize_per_tensor(QuantizePerTensor.for_shape(x, arch, m, k, **options))
             yield emit_dequantize(Dequantize.for_shape(x, arch, m, k, aligned=aligned))
         for layer, residual, quantized, many in product(_BOOLS, repeat=4):
             usual = aligned and x is not DType.F32

@@ -29,8 +29,8 @@ from qcut.storage.files import make_directory, write_text
 from qcut.storage.reading import JSON_BYTES, parse_json, read_bytes
 
 SCHEMA = 2
-OUTPUTS = ("f16", "s8")
-"""Classes of D: ``f16`` stands for every type wider than a byte."""
+OUTPUTS = ("f16", "s8", "halves")
+"""Classes of D: ``f16`` stands for every type wider than a byte, ``halves`` for these where tokens are int16."""
 LAYOUTS = tuple(a + b + d for a in "tn" for b in "tn" for d in "tn")
 
 ALIKE = 1.5
@@ -74,7 +74,7 @@ class Row:
         family: one of `qcut.emitters.families.TUNED_FAMILIES`.
         out: one of `OUTPUTS`.
         layouts: of A, B and D, as `GemmProblem.layouts`.
-        m: rows of A and D.
+        m: rows of D, and of A but where tokens are int16, in halves.
         n: columns of B and D.
         k: summed over.
         tile: the family's tile.

@@ -15,11 +15,12 @@ from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import CUTLASS_FAMILIES
 from qcut.numerics import int8 as numerics
+from qcut.numerics import int16
 from qcut.tuning import timing
 from qcut.tuning.search import Task
 
 MAX_COPIES = 32
-_OUT = {"f16": torch.float16, "s8": torch.int8}
+_OUT = {"f16": torch.float16, "s8": torch.int8, "halves": torch.float16}
 _OUT_INV_SCALE, _OUT_ZERO_POINT = 0.5, 3
 _SENTINEL = 77
 
@@ -31,7 +32,8 @@ class Operands:
     Attributes:
         a: A as it lies in memory.
         b: copies of B as they lie in memory.
-        vectors: zero_point, colsum, row_scale, col_scale, bias, in the order of `Epilogue.params`.
+        vectors: zero_point, colsum, row_scale, col_scale, bias, in the order of `Epilogue.params`; those that the
+            problem has.
         lds: leading dimensions of A, B and D.
         d: memory that every candidate writes its result to.
         expected: the exact result.
@@ -54,6 +56,8 @@ class Operands:
             shape = (rows, columns) if row_major else (columns, rows)
             return torch.randint(-128, 128, shape, dtype=torch.int8, device="cuda", generator=generator)
 
+        if task.out == "halves":
+            return cls._of_halves(task, generator)
         along_k_a, along_k_b, row_d = task.layouts[0] == "t", task.layouts[1] == "n", task.layouts[2] == "t"
         a = ints(along_k_a, m, k)
         b = [ints(along_k_b, n, k) for _ in range(min(MAX_COPIES, timing.rotation(n * k)))]
@@ -80,6 +84,30 @@ class Operands:
         expected = expected if row_d else expected.t().contiguous()
         lds = (k if along_k_a else m, k if along_k_b else n, n if row_d else m)
         return cls(a, b, [zero_point, colsum, row_scale, col_scale, bias], lds, torch.empty_like(expected), expected)
+
+    @classmethod
+    def _of_halves(cls, task: Task, generator: torch.Generator) -> Operands:
+        """int16 tokens in blocks of rows of their halves, which lie along K as B does."""
+        m, n, k = task.m, task.n, task.k
+
+        def ints(dtype: torch.dtype, lo: int, hi: int, rows: int) -> Tensor:
+            return torch.randint(lo, hi + 1, (rows, k), dtype=dtype, device="cuda", generator=generator)
+
+        q = ints(torch.int16, -(2**15), int16.LARGEST, m)
+        b = [ints(torch.int8, -128, 127, n) for _ in range(min(MAX_COPIES, timing.rotation(n * k)))]
+        row_scale = torch.rand(m, device="cuda", generator=generator) * 1e-4
+        col_scale = torch.rand(n, device="cuda", generator=generator) * 1e-2
+        bias = torch.randn(n, device="cuda", generator=generator)
+        expected = numerics.epilogue_ref(
+            (q.double() @ b[0].double().t()).float(),
+            row_scale=row_scale,
+            col_scale=col_scale,
+            bias=bias,
+            activation="none",
+            out_dtype=_OUT[task.out],
+        )
+        vectors = [row_scale, col_scale, bias]
+        return cls(int16.in_blocks(q), b, vectors, (k, k, n), torch.empty_like(expected), expected)
 
     @classmethod
     def _of_16_bits(cls, a: Tensor, b: list[Tensor], task: Task) -> Operands:
@@ -118,11 +146,11 @@ class CudaBench:
         """The kernel on the task's operands, as a variant whose check compares every element bitwise."""
         x = self._for(task)
         kernel = jit.load(binary, source, self.device)
-        grid = dispatch.grid(choice, task.n, self.target.sm_count)(task.m)
+        grid = dispatch.grid(choice, task.n, self.target.sm_count)(task.rows)
         requantize = (_OUT_INV_SCALE, float(_OUT_ZERO_POINT)) if task.out == "s8" else ()
         vectors = [vector.data_ptr() for vector in x.vectors]
         a, d = x.a.data_ptr(), x.d.data_ptr()
-        sizes = (task.m, task.n, task.k, *x.lds)
+        sizes = (task.rows, task.n, task.k, *x.lds, *((task.m,) if task.out == "halves" else ()))
         args = [[a, b.data_ptr(), d, *sizes, *vectors, *requantize] for b in x.b]
         workspace = None
         if choice.family in CUTLASS_FAMILIES:

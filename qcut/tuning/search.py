@@ -23,7 +23,8 @@ from qcut.dispatch.cost_model import occupancy
 from qcut.dispatch.gemm import Choice, emit, expected, problem_of
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tables import Row
-from qcut.emitters.core.source import KernelSource
+from qcut.emitters.core.epilogue import Epilogue
+from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.families import CUTLASS_FAMILIES, W8A16_CUTLASS, family
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import BuildError, DeviceError
@@ -48,11 +49,15 @@ SCREEN_ROUNDS, FINAL_ROUNDS = 4, 7
 GRAPH_US = 300.0
 WALKS = tuple((swizzle, raster) for raster in (1, 2) for swizzle in (1, 2, 4, 8))
 PLAIN_WALK = (1, 0)
+_HALVES = Epilogue(DType.F16, "per_token", "per_channel", bias=True, halves=True)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One GEMM to find a tile of one family for; the fields are those of `qcut.dispatch.tables.Row`."""
+    """One GEMM to find a tile of one family for; the fields are those of `qcut.dispatch.tables.Row`.
+
+    Of the class ``halves``, tokens are int16, and A has the rows of their halves.
+    """
 
     family: str
     out: str
@@ -65,10 +70,18 @@ class Task:
     def problem(self) -> GemmProblem:
         """The GEMM with the whole dequantization fused, which published figures are measured on."""
         if self.family != W8A16_CUTLASS.name:
+            if self.out == "halves":
+                return problem_of(self.m, self.n, self.k, layouts=self.layouts, epilogue=_HALVES)
             return problem_of(self.m, self.n, self.k, layouts=self.layouts, out=self.out)
         # CUTLASS asks for whole 16 bytes of int8, too, and has these layouts alone: no tile serves what is unaligned.
-        serves = self.k % 16 == 0 and self.layouts == "tnt"
-        return replace(problem_of(self.m, self.n, self.k, out=self.out, tokens="f16"), alignment_k=8 if serves else 1)
+        serves = self.k % 16 == 0 and self.layouts == "tnt" and self.out != "halves"
+        out = "f16" if self.out == "halves" else self.out
+        return replace(problem_of(self.m, self.n, self.k, out=out, tokens="f16"), alignment_k=8 if serves else 1)
+
+    @property
+    def rows(self) -> int:
+        """Rows of A."""
+        return self.problem.epilogue.rows(self.m)
 
     @property
     def name(self) -> str:
@@ -133,10 +146,12 @@ def candidates(task: Task, target: Target, limit: int = DEFAULT_LIMIT) -> list[A
     are the tiles that the model ranks first, at most `PER_SHAPE` of the same CTA and warp tiles, and the rest is a
     random sample of the others, the same in every run.
     """
+    if task.out == "halves" and task.layouts != "tnt":
+        return []
     problem = task.problem
 
     def cycles(tile: Any) -> float:
-        return expected(Choice(task.family, tile), problem, task.m, task.n, task.k, target).cycles
+        return expected(Choice(task.family, tile), problem, task.rows, task.n, task.k, target).cycles
 
     ranked = sorted(((cycles(tile), i, tile) for i, tile in enumerate(_space(task.family, problem, target.arch))))
     kept = [tile for cost, _, tile in ranked if cost <= KEEP_WITHIN * ranked[0][0]]

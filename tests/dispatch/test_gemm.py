@@ -105,6 +105,21 @@ def test_of_several_tuned_families_the_fastest_that_can_serve_wins():
         assert select_gemm(problem, *sizes, A100).reason.startswith(reason)
 
 
+def test_rows_of_halves_speak_for_int16_tokens_alone_and_those_of_int8_where_there_are_none():
+    halves = replace(DYNAMIC, epilogue=replace(DYNAMIC.epilogue, zero_point="none", halves=True))
+    int8, int16 = (Row("int8_mma", out, "tnt", 256, 1280, 1280, MMA, us) for out, us in (("f16", 8.0), ("halves", 9.0)))
+    write_user_rows(A100, int16)
+    # 256 int16 tokens are 512 rows of A.
+    assert select_gemm(halves, 512, 1280, 1280, A100, cutlass=False).tuned_us == 9.0
+    assert select_gemm(halves, 256, 1280, 1280, A100, cutlass=False).reason.startswith("model")
+    assert select_gemm(DYNAMIC, 256, 1280, 1280, A100, cutlass=False).reason.startswith("model")
+    write_user_rows(A100, int8)
+    assert select_gemm(halves, 256, 1280, 1280, A100, cutlass=False).tuned_us == 8.0
+    write_user_rows(A100, int8, int16)
+    assert select_gemm(halves, 512, 1280, 1280, A100, cutlass=False).tuned_us == 9.0
+    assert select_gemm(DYNAMIC, 256, 1280, 1280, A100, cutlass=False).tuned_us == 8.0
+
+
 def test_dp4a_rows_do_not_speak_against_tensor_cores_that_nobody_measured():
     sizes = (256, 1280, 1280)
     write_user_rows(A100, Row("int8_dp4a", "f16", "tnt", *sizes, SIMT, 30.0))

@@ -140,6 +140,7 @@ NONE = problem_of("none")
 REFUSALS: dict[str, tuple[W8A8Problem, W8A8Tile, str]] = {
     "x": (replace(ROWS, x=DType.S8), TILE, "sm_80"),
     "epilogue": (replace(ROWS, epilogue=replace(PLAIN, residual=True)), TILE, "sm_80"),
+    "rescale": (replace(ROWS, epilogue=Epilogue(DType.S8, rescale=True)), TILE, "sm_80"),
     "rows": (replace(ROWS, epilogue=replace(PLAIN, zero_point="per_token")), TILE, "sm_80"),
     "absmax": (replace(ZERO_POINT, absmax=True), TILE, "sm_80"),
     "architecture": (ROWS, TILE, "sm_75"),

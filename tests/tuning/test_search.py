@@ -69,6 +69,30 @@ def test_w8a16_is_tuned_on_16_bit_tokens_where_cutlass_takes_them(folder: Path) 
     assert result.row.swizzle * 10 + result.row.raster != 0
 
 
+def test_int16_tokens_are_tuned_with_the_rows_of_their_halves(folder: Path) -> None:
+    task = Task("int8_cutlass", "halves", "tnt", 1020, 4096, 4096)
+    assert task.problem.epilogue.halves
+    assert task.rows == 2048
+    assert replace(task, out="f16").rows == 1020
+    tiles = candidates(task, H200)
+    assert len(tiles) >= 16
+    for tile in tiles:
+        family("int8_cutlass").validate(task.problem, tile, H200.arch)
+    assert candidates(replace(task, family="int8_mma"), A100)
+    for refused in (
+        replace(task, layouts="ttt"),
+        replace(task, family="int8_mma", layouts="ntn"),
+        replace(task, family="int8_dp4a"),
+        replace(task, family="w8a16_cutlass"),
+    ):
+        assert candidates(refused, H200) == []
+    (result,) = run(FakeBench(), folder, (replace(task, family="int8_mma"),), limit=4)
+    assert result.row is not None
+    assert (result.row.out, result.row.m) == ("halves", 1020)
+    table = tuned.Table(H200.name, (result.row,))
+    assert tuned.parse(tuned.to_text(table), "t.json").rows[0].place == ("halves", "tnt", 4096, 4096)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("target", [H200, A100], ids=lambda t: t.arch)
 def test_candidates_are_legal_few_and_the_same_every_time(name: str, target: Target) -> None:

@@ -166,7 +166,9 @@ class EpilogueGraph:
             ]
         )
         flags = e.row_scale == "per_token", e.col_scale == "per_channel", e.bias
-        activation = f"cute::Int<{ACTIVATIONS.index(e.activation.value)}>"
+        named = e.activation is not Activation.ANY
+        own += "" if named else ", a.activation"
+        activation = f"cute::Int<{ACTIVATIONS.index(e.activation.value) if named else len(ACTIVATIONS)}>"
         tag = DequantizeTag("Halves", *flags, accumulator=activation)
         return self._compute(tag, self._accumulator(), own=f"{{{own}}}")
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
 from qcut.emitters.core.constraints import require
-from qcut.emitters.core.epilogue import Activation
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import FLOATS, DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import WGMMA_N, Operands, emit, sm90_defines
@@ -31,6 +30,7 @@ def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
     require(problem.a is DType.S8 and problem.b is DType.S8, name, "operands are s8 x s8")
     require(problem.layouts == "tnt", name, "A and B are contiguous along K, D is row-major (tnt)")
     require(not problem.epilogue.is_raw, name, "raw accumulators are the raw families'")
+    require(not problem.epilogue.rescale, name, "rescale: results in integers alone are the raw families'")
     require(takes_halves(problem, tile), name, "halves: a warp-specialized tile, floats, per channel, no residual")
     require(tile.splits == 1, name, "K is split by the stream_k schedule, not by the tile")
     require(problem.alignment_k % 16 == 0, name, "rows of A and B are multiples of 16 bytes")
@@ -63,7 +63,7 @@ def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
 def takes_halves(problem: GemmProblem, tile: TileConfig) -> bool:
     """Whether the kernel can combine halves of tokens, where the problem has them."""
     e = problem.epilogue
-    plain = e.out in FLOATS and e.col_scale != "per_tensor" and not e.residual and e.activation is not Activation.ANY
+    plain = e.out in FLOATS and e.col_scale != "per_tensor" and not e.residual
     return not e.halves or (plain and tile.schedule not in ("multistage", "stream_k"))
 
 

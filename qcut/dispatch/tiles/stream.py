@@ -116,7 +116,7 @@ def int8_tile(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> W
 
 def _int8(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> tuple[W8A8Tile, float]:
     """`int8_tile`, and the time in ns that the model expects."""
-    tokens, halves = w8a8.tokens_of(problem, m, k), problem.epilogue.halves
+    tokens, halves, rescale = w8a8.tokens_of(problem, m, k), problem.epilogue.halves, problem.epilogue.rescale
 
     def best(common_sums: bool) -> tuple[W8A8Tile, float]:
         def tile_of(cut: Cut) -> W8A8Tile:
@@ -124,7 +124,7 @@ def _int8(problem: W8A8Problem, m: int, n: int, k: int, target: Target) -> tuple
 
         def fits(cut: Cut, ctas: int) -> bool:
             tile = tile_of(cut)
-            smem = ctas * w8a8.smem_bytes(tile, halves)
+            smem = ctas * w8a8.smem_bytes(tile, halves, rescale)
             registers = w8a8.registers(problem, tile, target.arch)
             return registers <= register_limit(ctas * cut.warps) and smem <= architecture(target.arch).smem_bytes
 

@@ -28,6 +28,8 @@ TASKS = (
     Task("int8_dp4a", "s8", "nnt", 64, 384, 512),
     Task("int8_dp4a", "f16", "ttn", 33, 129, 257),
     Task("int8_cutlass", "s8", "tnt", 64, 384, 512),
+    Task("int8_cutlass", "halves", "tnt", 60, 384, 512),
+    Task("int8_mma", "halves", "tnt", 57, 129, 272),
 )
 LIMIT = 3
 

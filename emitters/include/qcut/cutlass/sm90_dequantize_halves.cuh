@@ -31,6 +31,7 @@ struct HalvesArguments {
   float const* row_scale = nullptr;
   float const* col_scale = nullptr;
   float const* bias = nullptr;
+  int activation = 0;  // where kActivation is 5
 };
 
 // The four words of a thread, one of each of four blocks, become the four of one block: that of the thread's number in
@@ -49,7 +50,7 @@ CUTLASS_DEVICE void transpose_quad(uint32_t (&w)[4]) {
   }
 }
 
-// kActivation is the function's place in emitters/core/epilogue.py's ACTIVATIONS.
+// kActivation is the function's place in emitters/core/epilogue.py's ACTIVATIONS, or, one more than these, the argument says.
 template <class CtaTile, class ElementOutput, class kActivation, bool kRowScale, bool kColScale, bool kBias>
 struct Sm90DequantizeHalves : Sm90Node<HalvesArguments> {
   using ElementAux = ElementOutput;  // what CUTLASS divides the tile by, in place of D's type
@@ -142,11 +143,17 @@ struct Sm90DequantizeHalves : Sm90Node<HalvesArguments> {
       if constexpr (kBias) fetch(r_bias);
     }
 
-    static CUTLASS_DEVICE float activate(float v) {
+    CUTLASS_DEVICE float activate(float v) const {
       if constexpr (kActivation::value == 1) return relu(v);
       if constexpr (kActivation::value == 2) return gelu_erf(v);
       if constexpr (kActivation::value == 3) return gelu_tanh(v);
       if constexpr (kActivation::value == 4) return silu(v);
+      if constexpr (kActivation::value == 5) {
+        if (params.activation == 1) return relu(v);
+        if (params.activation == 2) return gelu_erf(v);
+        if (params.activation == 3) return gelu_tanh(v);
+        if (params.activation == 4) return silu(v);
+      }
       return v;
     }
 

@@ -16,9 +16,8 @@
 //   settle()                 makes these tokens the second operand of the products, once they have arrived
 //   next(column)             loads and settles the tokens of the columns of a later round
 //   multiply(acc, unit, u)   adds the products of unit u of a row tile
-// Shared memory of a Tile: scales and biases of rows; from Tile::kSums on, the sums of warps. A Tile whose kCommonSums is
-// true has one set of sums for all warps, of integers; one whose epilogue has a zero point has, from kColSums on, the
-// sums of the rows of weights.
+// Shared memory of a Tile: what the epilogue needs of rows of weights (ColumnStore); from Tile::kSums on, the sums of
+// warps. A Tile whose kCommonSums is true has one set of sums for all warps, of integers.
 //
 // Codebook weights have a kernel of their own in codebook.cuh.
 //
@@ -39,6 +38,30 @@ template <class Out, ZeroPoint kZeroPoint, bool kRowScale, ColScale kColScale, b
           bool kResidual, bool kWrap>
 constexpr bool kHasZeroPoint<Epilogue<Out, kZeroPoint, kRowScale, kColScale, kBias, kActivation, kResidual, kWrap>> =
     kZeroPoint != ZeroPoint::kNone;
+
+// What an epilogue E needs of the rows of weights, columns of D, in shared memory: scales and biases, and with a zero
+// point, from Tile::kColSums on, the rows' sums.
+template <class Tile, class E>
+struct ColumnStore {
+  float* const scales;
+  float* const biases;
+  int* colsums = nullptr;
+
+  __device__ __forceinline__ explicit ColumnStore(char* shared)
+      : scales(reinterpret_cast<float*>(shared)), biases(scales + Tile::kRows) {
+    if constexpr (kHasZeroPoint<E>) colsums = reinterpret_cast<int*>(shared + Tile::kColSums);
+  }
+  __device__ __forceinline__ void store(int row, const typename E::Column& column) const {
+    scales[row] = column.scale;
+    biases[row] = column.bias;
+    if constexpr (kHasZeroPoint<E>) colsums[row] = column.colsum;
+  }
+  __device__ __forceinline__ typename E::Column load(int row) const {
+    typename E::Column column{0, scales[row], biases[row]};
+    if constexpr (kHasZeroPoint<E>) column.colsum = colsums[row];
+    return column;
+  }
+};
 
 // How a CTA divides the product. Int8StreamTile in emitters/stream/int8.py describes the sizes.
 template <int kRowTiles_, int kWarps_, int kUnits_, int kPrefetch_, int kTokens_, int kSplits_>
@@ -63,11 +86,8 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
                                             int n, int k, int ldb, int ldd, const typename E::Args& args) {
   using Acc = typename Tokens::Acc;
   extern __shared__ __align__(16) char shared[];
-  float* const scales = reinterpret_cast<float*>(shared);
-  float* const biases = scales + Tile::kRows;
+  const ColumnStore<Tile, E> stored(shared);
   Acc* const sums = reinterpret_cast<Acc*>(shared + Tile::kSums);  // [warp][token][row]
-  int* colsums = nullptr;
-  if constexpr (kHasZeroPoint<E>) colsums = reinterpret_cast<int*>(shared + Tile::kColSums);
   unsigned* peaks = nullptr;  // bits of the largest magnitudes of D's rows
   if constexpr (kAbsmax) peaks = reinterpret_cast<unsigned*>(shared + Tile::kPeaks);
 
@@ -135,11 +155,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int row = threadIdx.x + i * Tile::kThreads;
-    if (row < Tile::kRows) {
-      scales[row] = columns[i].scale;
-      biases[row] = columns[i].bias;
-      if constexpr (kHasZeroPoint<E>) colsums[row] = columns[i].colsum;
-    }
+    if (row < Tile::kRows) stored.store(row, columns[i]);
   }
   if (kAbsmax && threadIdx.x < Tile::kTokens) peaks[threadIdx.x] = 0;
   tokens.settle();
@@ -206,8 +222,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   // Stores an element of D and returns the bits of its magnitude.
   const auto write = [&](int token, int row, Acc sum, float residual) -> uint32_t {
     if (n0 + row >= n) return 0;
-    typename E::Column column{0, scales[row], biases[row]};
-    if constexpr (kHasZeroPoint<E>) column.colsum = colsums[row];
+    const typename E::Column column = stored.load(row);
     const typename E::Out y = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), residual, args));
     d[static_cast<long long>(token) * ldd + n0 + row] = y;
     if constexpr (kAbsmax) return __float_as_uint(to_float(y)) & 0x7fffffffu;

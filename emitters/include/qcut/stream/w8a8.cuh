@@ -58,37 +58,16 @@ __device__ __forceinline__ void multiply_int8(int (&acc)[kTiles][4], const Int8U
   }
 }
 
-// Tokens as int8 rows, lda elements apart. k is a multiple of 16. Columns past k are zero. Scales and zero points of
-// tokens that the epilogue E reads wait in shared memory for the end.
-template <class Tile, class E>
-struct Int8Tokens {
+// Tokens as int8 rows, lda elements apart. k is a multiple of 16. Columns past k are zero.
+template <class Tile>
+struct Int8Rows {
   using Acc = int;
   uint32_t x[Tile::kTokenTiles][Tile::kUnits][2][4];
   const int8_t* a;
   int m, k, lda;
-  typename E::Args& args;
-  float* scales;
-  int* zero_points;
-  typename E::Row mine;
 
-  __device__ __forceinline__ Int8Tokens(const void* a, int m, int k, int lda, typename E::Args& args, char* shared)
-      : a(static_cast<const int8_t*>(a)), m(m), k(k), lda(lda), args(args),
-        scales(reinterpret_cast<float*>(shared + Tile::kTokenScales)),
-        zero_points(reinterpret_cast<int*>(shared + Tile::kZeroPoints)), mine{0, 0.0f} {
-    static_assert(Tile::kTokens <= Tile::kThreads, "a thread for each token");
-  }
-  __device__ __forceinline__ void begin(int column) {
-    mine = E::row(args, threadIdx.x, m);
-    next(column);
-  }
-  __device__ __forceinline__ void settle() {
-    if (threadIdx.x < Tile::kTokens) {
-      scales[threadIdx.x] = mine.scale;
-      zero_points[threadIdx.x] = mine.zero_point;
-    }
-    args.row_scale = scales;
-    args.zero_point_per_token = zero_points;
-  }
+  __device__ __forceinline__ Int8Rows(const void* a, int m, int k, int lda)
+      : a(static_cast<const int8_t*>(a)), m(m), k(k), lda(lda) {}
   __device__ __forceinline__ void next(int column) {
     const int g = threadIdx.x % 32 / 4;
     const int t = threadIdx.x % 4;
@@ -109,6 +88,33 @@ struct Int8Tokens {
   }
   __device__ __forceinline__ void multiply(int (&acc)[Tile::kTokenTiles][4], const Int8Unit& unit, int u) const {
     multiply_int8(acc, unit, [&](int tile) -> const uint32_t(&)[2][4] { return x[tile][u]; });
+  }
+};
+
+// The same with scales and zero points of tokens, which the epilogue E reads: they wait in shared memory for the end.
+template <class Tile, class E>
+struct Int8Tokens : Int8Rows<Tile> {
+  typename E::Args& args;
+  float* scales;
+  int* zero_points;
+  typename E::Row mine;
+
+  __device__ __forceinline__ Int8Tokens(const void* a, int m, int k, int lda, typename E::Args& args, char* shared)
+      : Int8Rows<Tile>(a, m, k, lda), args(args), scales(reinterpret_cast<float*>(shared + Tile::kTokenScales)),
+        zero_points(reinterpret_cast<int*>(shared + Tile::kZeroPoints)), mine{0, 0.0f} {
+    static_assert(Tile::kTokens <= Tile::kThreads, "a thread for each token");
+  }
+  __device__ __forceinline__ void begin(int column) {
+    mine = E::row(args, threadIdx.x, this->m);
+    this->next(column);
+  }
+  __device__ __forceinline__ void settle() {
+    if (threadIdx.x < Tile::kTokens) {
+      scales[threadIdx.x] = mine.scale;
+      zero_points[threadIdx.x] = mine.zero_point;
+    }
+    args.row_scale = scales;
+    args.zero_point_per_token = zero_points;
   }
 };
 

@@ -1,0 +1,61 @@
+"""The kernel that splits int16 tokens into rows of int8 halves, for products of many tokens.
+
+Device code: ``include/qcut/decoder/split_halves.cuh``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcut.emitters.core.source import KernelSource, Param
+from qcut.emitters.core.text import flag, include, kernel_source
+
+THREADS = 256
+_COLUMNS = 16
+
+
+@dataclass(frozen=True)
+class SplitHalves:
+    """x ``[m, k]`` int16 with a row stride in elements, to q, int8 in blocks of 16 rows with k_padded columns.
+
+    q is as `qcut.numerics.int16.in_blocks` describes, zero beyond k; rows of tokens past m are not written.
+
+    Attributes:
+        arch: real architecture.
+        aligned: k is a multiple of 16, and rows of x start at multiples of 16 bytes; False loads single elements.
+
+    Exactness: bitwise.
+    """
+
+    arch: str
+    aligned: bool = True
+
+    @property
+    def name(self) -> str:
+        """``qcut_split_halves_{arch}``, and ``_u`` where rows are unaligned."""
+        return f"qcut_split_halves_{self.arch.replace('_', '')}{'' if self.aligned else '_u'}"
+
+    def grid(self, m: int, k_padded: int) -> tuple[int, int, int]:
+        """CTAs for m rows, a thread for each 16 columns."""
+        return (-(-m * (k_padded // _COLUMNS) // THREADS), 1, 1)
+
+
+def emit_split_halves(desc: SplitHalves) -> KernelSource:
+    """Text of the kernel; arguments ``x, q, x_stride, m, k, k_padded``, k_padded a multiple of 16."""
+    params = (
+        Param("x", "ptr", "const short*"),
+        Param("q", "ptr", "int8_t*"),
+        Param("x_stride", "i64"),
+        Param("m", "i32"),
+        Param("k", "i32"),
+        Param("k_padded", "i32"),
+    )
+    return kernel_source(
+        desc.name,
+        desc.arch,
+        params,
+        f"qcut::split_rows<{THREADS}, {flag(desc.aligned)}>(x, q, x_stride, m, k, k_padded);",
+        device_code=include("decoder/split_halves.cuh"),
+        block=THREADS,
+        waits=True,
+    )
