@@ -70,8 +70,9 @@ class SentenceEncoder(nn.Module):
 
 def sentences_of(text: str, count: int) -> list[str]:
     """Different sentences of a text, evenly spaced, at most so many."""
-    lines = (line.strip() for line in re.split(r"\n\s*\n|\n(?= = )", text))
-    pieces = (piece for line in lines for piece in re.split(r"(?<=[.!?])\s+", re.sub(r"\s+", " ", line)))
+    paragraphs = (re.sub(r"\s+", " ", part).strip() for part in re.split(r"\n\s*\n", text))
+    prose = (part for part in paragraphs if not part.startswith("="))  # a heading of WikiText
+    pieces = (piece for part in prose for piece in re.split(r"(?<=[.!?])\s+", part))
     found = list(dict.fromkeys(piece for piece in pieces if WORDS[0] <= len(piece.split()) <= WORDS[1]))
     return [found[i * len(found) // count] for i in range(count)] if len(found) > count else found
 
