@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -34,6 +32,7 @@ from benchmarks.processes import Processes
 from benchmarks.quality import tokens_of
 from benchmarks.reporting.markdown import markdown
 from qcut.codebooks.passes import quantize_weight
+from qcut.codebooks.quantizer import dequantize
 from qcut.config import parse_scheme
 from qcut.conversion.costs import LayerSize, stored_cost
 from qcut.conversion.goals import WITHIN_COST, Goal
@@ -83,7 +82,7 @@ class Subject:
         self.layers = find_layers(self.model)
         self.float = {name: weight_nk(module).clone() for name, module in self.layers.items()}
         self.moments: dict[str, qcut.Curvature] | None = None
-        self.fits: dict[tuple[str, str], Any] = {}
+        self.passes: dict[tuple[str, str], Any] = {}
         if "fitted" in args.weights:
             own = own_text(self.model, args.calibration_windows, args.window, self.model.config.vocab_size)
             self.moments = qcut.collect_curvature(self.model, own.split(8), progress=sys.stderr.isatty())
@@ -108,10 +107,10 @@ class Subject:
             include=None,
             skip=("lm_head",),
             progress=sys.stderr.isatty(),
+            passes=self.passes if weights == "fitted" else None,
         )
         survey.check(Goal.of(None, max(self.args.bits), None, None, None))
-        with self.fits_found():
-            survey.quantize()
+        survey.quantize()
         made = {}
         for group in survey.groups:
             for scheme, layers in group.layers.items():
@@ -123,33 +122,22 @@ class Subject:
 
     def weight(self, name: str, scheme: str, weights: str) -> Tensor:
         """A layer's dequantized weight under a scheme."""
-        fitted = weights == "fitted" and self.moments is not None and parse_scheme(scheme).takes_second_moments
+        fitted = weights == "fitted" and parse_scheme(scheme).takes_second_moments
+        if fitted and (scheme, name) in self.passes:
+            return dequantize(self.passes[scheme, name])
         moment = self.moments[name] if fitted and self.moments is not None else None
-        with self.fits_found():
-            layer = qcut.Linear.from_float(self.layers[name], scheme, second_moment=moment, name=name)
+        layer = qcut.Linear.from_float(self.layers[name], scheme, second_moment=moment, name=name)
         return layer.dequantized_weight()
 
     def fit(self, schemes: Iterable[str], processes: Processes) -> None:
-        """Fit all layers under schemes, which `Subject.survey` and `Subject.weight` then find."""
+        """Fit all layers under schemes, which `Subject.survey` and `Subject.weight` then take."""
         wanted = [parse_scheme(scheme) for scheme in schemes]
         moments = self.moments or {}
         keys = [(s, name) for s in wanted if s.takes_second_moments for name in moments]
         calls = [(self.float[name].cpu(), s, moments[name].to("cpu")) for s, name in keys]
         found = processes.map(fitted, calls)
-        self.fits |= {(s.name, name): passes for (s, name), passes in zip(keys, found, strict=True)}
-
-    @contextmanager
-    def fits_found(self) -> Iterator[None]:
-        """Let layers take what `fit` made."""
-
-        def found(weight: Tensor, scheme: Any, *, second_moment: Any = None, layer: str | None = None) -> Any:
-            made = self.fits.get((scheme.name, layer or "")) if second_moment is not None else None
-            if made is None:
-                return quantize_weight(weight, scheme, second_moment=second_moment, layer=layer)
-            return on(made, weight.device)
-
-        with patch("qcut.layers.codebook.quantize_weight", found):
-            yield
+        for (s, name), passes in zip(keys, found, strict=True):
+            self.passes[s.name, name] = on(passes, self.args.device)
 
     def put(self, weights: dict[str, Tensor]) -> None:
         """Replace the model's weights by others, or by its own where there are none."""

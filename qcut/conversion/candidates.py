@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from qcut.codebooks.curvature import Curvature
+from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.config import Float, Scheme, StaticRange
 from qcut.conversion.calibration import Calibration
 from qcut.conversion.costs import CostModel, LayerSize
@@ -16,10 +17,14 @@ from qcut.conversion.search import Choice, TiedLayers
 from qcut.conversion.second_order import expected_loss
 from qcut.conversion.sensitivity import Judge, Metric, as_loss, best_range, output_error
 from qcut.conversion.tasks import moment_of
+from qcut.errors import ConfigError
 from qcut.layers.base import Linear
+from qcut.layers.codebook import CodebookLinear
 from qcut.models.modules import tensor_key, weight_nk, weight_of
 from qcut.process.progress import with_progress
 
+Passes = Mapping[tuple[str, str], Sequence[RotatedCodebook]]
+"""Passes of codebook weights, by the scheme's name and the layer's."""
 _STAYS = ""
 """The candidate's name for a group that no candidate serves."""
 
@@ -55,6 +60,7 @@ class Candidates:
         sets: layers that the engine computes by one product where they have one scheme, which groups hold together.
         calibration: of the layers' inputs; None where no candidate and no measure needs it.
         moments: second moments of the layers' inputs, to fit codebooks to; None rounds to the nearest.
+        passes: codebooks that are made already, by the scheme's name and the layer's.
 
     Attributes:
         groups: `TiedLayers`, with costs after `price`, and quantized layers after `quantize`.
@@ -69,8 +75,9 @@ class Candidates:
         sets: Sequence[Sequence[str]],
         calibration: Calibration | None,
         moments: Mapping[str, Tensor | Curvature] | None,
+        passes: Passes,
     ) -> None:
-        self._modules, self._calibration, self._moments = modules, calibration, moments
+        self._modules, self._calibration, self._moments, self._passes = modules, calibration, moments, passes
         self._rows = {name: sum(len(weight_nk(modules[n])) for n in names) for names in sets for name in names}
         self.groups = groups_of(modules, sets)
         self.ranges: dict[str, tuple[StaticRange, str]] = {}
@@ -147,6 +154,12 @@ class Candidates:
 
     def _layer(self, name: str, scheme: Scheme) -> Linear:
         module = self._modules[name]
+        if made := self._passes.get((scheme.name, name)):
+            layer = CodebookLinear.from_passes(made, module._parameters.get("bias"), scheme, name=name)
+            if layer.scheme != scheme:
+                raise ConfigError(f"layer {name!r}: passes are of {layer.scheme.name}; {scheme.name} is needed")
+            layer.weight_dtype = weight_of(module).dtype
+            return layer
         static_range = moment = None
         if scheme.needs_range:
             assert self._calibration is not None

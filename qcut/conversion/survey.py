@@ -11,7 +11,7 @@ from qcut.codebooks.curvature import Curvature
 from qcut.config import Scheme
 from qcut.conversion.allocation import Variant, allocate, curve, predicted
 from qcut.conversion.calibration import Calibration, calibrate
-from qcut.conversion.candidates import Candidates
+from qcut.conversion.candidates import Candidates, Passes
 from qcut.conversion.goals import Goal
 from qcut.conversion.plan import LayerPlan, Plan
 from qcut.conversion.search import Choice, Search, TiedLayers
@@ -43,9 +43,11 @@ class Survey:
         include: globs of layers to take; None takes every linear layer.
         skip: globs of layers to leave.
         progress: show progress bars.
+        passes: codebooks that are made already, by the scheme's name and the layer's; the others are made here.
 
     Raises:
         PlanError, CalibrationError, QuantizationError: see `qcut.plan`.
+        ConfigError, ShapeError: passes of another scheme, or see `qcut.layers.codebook.CodebookLinear.from_passes`.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Survey:
         include: Sequence[str] | None,
         skip: Sequence[str],
         progress: bool,
+        passes: Passes | None = None,
     ) -> None:
         self._model, self._batches, self._progress = model, list(batches), progress
         if not self._batches:
@@ -74,7 +77,7 @@ class Survey:
         if calibration is None and (measure != "model" or any(scheme.needs_range for scheme in schemes)):
             calibration = calibrate(model, self._batches, layers=list(self._modules), skip=skip, progress=progress)
         sets = self._sets if together else []
-        self._candidates = Candidates(self._modules, schemes, sets, calibration, second_moments)
+        self._candidates = Candidates(self._modules, schemes, sets, calibration, second_moments, passes or {})
         self._judge = Judge(model, self._batches, progress)
 
     @property

@@ -17,6 +17,8 @@ from torch import nn
 
 import qcut
 from qcut.checkpoints.contents import contents
+from qcut.codebooks.passes import quantize_weight
+from qcut.codebooks.quantizer import RotatedCodebook, dequantize
 from qcut.config import parse_scheme
 from qcut.conversion.costs import LayerSize, StepCost, stored_cost
 from qcut.conversion.goals import WITHIN_COST, Goal
@@ -68,6 +70,30 @@ def survey(measure: Any = "model") -> Survey:
     found.quantize()
     found.measure()
     return found
+
+
+def test_passes_that_are_made_already_are_taken() -> None:
+    model = chain()
+    made = {("codebook2", "2"): quantize_weight(model.get_submodule("2").weight, parse_scheme("codebook2"))}
+    made["codebook2", "2"] = [replace(q, norms=q.norms * 2) for q in made["codebook2", "2"]]  # unlike what is made here
+    options = {"calibration": None, "second_moments": None, "measure": "model", "together": True, "include": None}
+    options |= {"sensitivity_batches": None, "skip": (), "progress": False}
+    found = Survey(model, inputs(), [parse_scheme("codebook2")], passes=made, **options)
+    found.quantize()
+    layers = {group.names[0]: group.layers["codebook2"][group.names[0]] for group in found.groups}
+    assert layers["2"].scheme.name == "codebook2"
+    assert torch.equal(layers["2"].dequantized_weight(), dequantize(made["codebook2", "2"]))
+    assert torch.equal(layers["2"].bias, model.get_submodule("2").bias)
+    rounded = quantize_weight(model.get_submodule("4").weight, parse_scheme("codebook2"))
+    assert torch.equal(layers["4"].dequantized_weight(), dequantize(rounded))
+    wrong = Survey(model, inputs(), [parse_scheme("codebook2")], passes={("codebook2", "4"): wider()}, **options)
+    with pytest.raises(ConfigError, match="layer '4': passes are of codebook3; codebook2 is needed"):
+        wrong.quantize()
+
+
+def wider() -> list[RotatedCodebook]:
+    """Passes of a scheme that the plan has not."""
+    return quantize_weight(chain().get_submodule("4").weight, parse_scheme("codebook3"))
 
 
 def within(bits: float, measure: Any = "model") -> Plan:
