@@ -152,6 +152,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             int8=scheme.int8_products,
             bias=bias,
             activation=activation,
+            pairs=scheme.pairs,
             row_norm=scheme.int8_products
             and not scheme.uniform
             and not scheme.pairs
