@@ -361,9 +361,8 @@ class Codebook(Scheme):
         """The name, such as ``codebook4``, ``codebook4+4_int8``, ``codebook3_g64_qr_seed7`` or ``int4``.
 
         A name begins with ``codebook{bits}[+{residual bits}]``, or with ``int{bits}`` for equal steps. Options that
-        differ from the defaults follow in this order: ``_pairs``, ``_g{group size}`` or ``_rows``, ``_qr`` or ``_none``,
-        ``_seed{seed}``,
-        ``_residual_seed{residual seed}``, ``_fp32norms``, ``_int8``.
+        differ from the defaults follow in this order: ``_pairs``, ``_g{group size}`` or ``_rows``, ``_qr`` or
+        ``_none``, ``_seed{seed}``, ``_residual_seed{residual seed}``, ``_fp32norms``, ``_int8``.
         """
         residual = "" if self.residual_bits is None else f"+{self.residual_bits}"
         parts = [f"int{self.bits}" if self.uniform else f"codebook{self.bits}{residual}"]

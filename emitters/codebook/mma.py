@@ -28,7 +28,7 @@ _NEEDS_MORE = ("sm_100", "sm_120")
 
 
 def smem_bytes(problem: CodebookProblem, tile: TileConfig) -> int:
-    """Dynamic shared memory of a CTA: the pipeline, or the epilogue's staging where that is larger; a table of pairs."""
+    """Dynamic shared memory of a CTA: a table of pairs, and the pipeline, or the epilogue's staging if it is larger."""
     bm, bn, _ = tile.threadblock_shape
     unit = 16 * _UNIT_COLUMNS * problem.bits // 8 + problem.norm_bytes
     pipeline = tile.stages * (bm * _UNIT_COLUMNS * problem.x.bits // 8 + bn // 16 * unit)

@@ -343,7 +343,9 @@ def rotated_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tenso
     indices = _all_rows(units, bits)
     norms, offsets = (part(packed_norms).double() for part in (unpack_norms, unpack_offsets))
     columns = indices.shape[1] // norms.shape[1]
-    return (pairs.look_up(values.double(), indices) + offsets.repeat_interleave(columns, 1)) * norms.repeat_interleave(columns, 1)
+    return (pairs.look_up(values.double(), indices) + offsets.repeat_interleave(columns, 1)) * norms.repeat_interleave(
+        columns, 1
+    )
 
 
 def token_order(columns: int, dtype: torch.dtype) -> Tensor:

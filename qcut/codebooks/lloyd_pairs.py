@@ -1,9 +1,9 @@
 """Makes the codebook of pairs: 256 points of the plane that represent two independent normal values.
 
 ``python -m qcut.codebooks.lloyd_pairs`` prints the table that `qcut.codebooks.pairs` holds. The codebook is the same
-under changes of either sign, so that 64 points with positive coordinates are all there is to find. Lloyd's method I ends
-in one of many fixed points; noise that fades before the last steps leads to a good one, and its seed was chosen among
-some hundreds.
+under changes of either sign, so that 64 points with positive coordinates are all there is to find. Lloyd's method I
+ends in one of many fixed points; noise that fades before the last steps leads to a good one, and its seed was chosen
+among a hundred.
 """
 
 from __future__ import annotations

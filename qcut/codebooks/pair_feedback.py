@@ -77,9 +77,7 @@ def by_columns(
     return indices, scales
 
 
-def by_antidiagonals(
-    w: Tensor, columns: Tensor, u: Tensor, v: Tensor, forms: Tensor, values: Tensor
-) -> Tensor:
+def by_antidiagonals(w: Tensor, columns: Tensor, u: Tensor, v: Tensor, forms: Tensor, values: Tensor) -> Tensor:
     """Choose pairs of values so that errors cancel over columns and over rows.
 
     Args:

@@ -87,8 +87,8 @@ def quantize(
         ShapeError: no matrix, or an empty one.
         DtypeError: another dtype of weight or norms.
         QuantizationError: NaN or Inf, or a norm beyond float16.
-        ConfigError: another number of bits, a group size below 1, a group that the rotation cannot take, or an odd group
-            with pairs.
+        ConfigError: another number of bits, a group size below 1, a group that the rotation cannot take, or an odd
+            group with pairs.
 
     Exactness: float32; between devices an index may differ where a rotated value lies within rounding of a midpoint,
     and a norm by its last bit.
@@ -227,9 +227,7 @@ def column_scales(norms: Tensor, k: int, group_size: int, kind: Kind) -> Tensor:
     return per_column(scales, parts)
 
 
-def codebook(
-    bits: int, in_pairs: bool, k: int, group_size: int, device: torch.device, layer: str | None
-) -> Tensor:
+def codebook(bits: int, in_pairs: bool, k: int, group_size: int, device: torch.device, layer: str | None) -> Tensor:
     """The Lloyd-Max codebook, float32 ``[2**bits]``, or that of pairs, ``[256, 2]``.
 
     Raises:
@@ -251,7 +249,7 @@ def check_even(k: int, group_size: int, layer: str | None) -> None:
     """
     if k % 2 or min(group_size, k) % 2:
         raise ConfigError(
-            f"{layer_prefix(layer)}groups of {min(group_size, k)} of {k} columns; a codebook of pairs takes even numbers"
+            f"{layer_prefix(layer)}groups of {min(group_size, k)} of {k} columns; pairs take even numbers"
         )
 
 
