@@ -53,8 +53,8 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
 
     Raises:
         UnsupportedError: a layer of another scheme, of pairs, without a rotation, in place of transformers' ``Conv1D``
-            (which the package does not replace), a quantized embedding, or layers that differ in width, groups, rotation, seeds or
-            codebook, which this format has one of (the layer is named).
+            (which the package does not replace), a quantized embedding, or layers that differ in width,
+            groups, rotation, seeds or codebook, which this format has one of (the layer is named).
         CheckpointError: two layers' names differ in dots and underscores alone; a tensor is on the meta device; a
             parameter holds NaN or Inf; or the directory cannot be written.
 
