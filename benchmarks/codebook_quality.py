@@ -73,17 +73,18 @@ def int4(weight: Tensor, symmetric: bool) -> Tensor:
     return out
 
 
-def nearest(bits: int, refit: bool = False) -> Fit:
+def nearest(bits: int, refit: bool = False, in_pairs: bool = False) -> Fit:
     """Rounds to nearest."""
-    return lambda w, given, seed, damping: (quantize(w, bits, seed=seed, refit=refit),)
+    return lambda w, given, seed, damping: (quantize(w, bits, seed=seed, refit=refit, in_pairs=in_pairs),)
 
 
-def fitted(bits: int) -> Fit:
+def fitted(bits: int, in_pairs: bool = False) -> Fit:
     """Fits one pass to the curvature, or to the second moment of inputs alone."""
 
     def fit_one(w: Tensor, given: Curvature | None, seed: int, damping: float) -> Passes:
         assert given is not None
-        return (fit(w, given.inputs, bits, output_moment=given.outputs, seed=seed, damping=damping),)
+        options: dict[str, Any] = {"seed": seed, "damping": damping, "in_pairs": in_pairs}
+        return (fit(w, given.inputs, bits, output_moment=given.outputs, **options),)
 
     return fit_one
 
@@ -112,6 +113,13 @@ VARIANTS: dict[str, tuple[str, Fit]] = {
     "codebook4_inputs": ("fitted to inputs", fitted(4)),
     "codebook4_curvature": ("fitted to the loss's curvature", fitted(4)),
     "codebook4_refined": ("fitted to the loss's curvature, then refined as a whole", fitted(4)),
+    "codebook4_pairs": ("pairs, to nearest", nearest(4, in_pairs=True)),
+    "codebook4_pairs_inputs": ("pairs, fitted to inputs", fitted(4, in_pairs=True)),
+    "codebook4_pairs_curvature": ("pairs, fitted to the loss's curvature", fitted(4, in_pairs=True)),
+    "codebook4_pairs_refined": (
+        "pairs, fitted to the loss's curvature, then refined as a whole",
+        fitted(4, in_pairs=True),
+    ),
     "codebook4_4": ("two passes", two_passes),
     "codebook4_4_curvature": ("two passes, the second fitted to the loss's curvature", two_passes),
     "codebook3": ("to nearest", nearest(3)),

@@ -248,7 +248,7 @@ class Float(Scheme):
 
 
 _CODEBOOK_NAME = re.compile(
-    r"(?:codebook(?P<bits>[234])(?:\+(?P<residual_bits>[234]))?|int(?P<int_bits>[234]))"
+    r"(?:codebook(?P<bits>[234])(?:\+(?P<residual_bits>[234]))?(?P<pairs>_pairs)?|int(?P<int_bits>[234]))"
     r"(?:_g(?P<group>[1-9]\d{0,8})|(?P<rows>_rows))?(?:_(?P<rotation>qr|none))?(?:_seed(?P<seed>\d{1,18}))?"
     r"(?:_residual_seed(?P<residual_seed>\d{1,18}))?(?P<norms>_fp32norms)?(?P<int8>_int8)?",
     re.ASCII,
@@ -272,6 +272,8 @@ class Codebook(Scheme):
         uniform: use a codebook of equal steps, the integers from ``-2**(bits - 1)`` to ``2**(bits - 1) - 1``, in place
             of the one for normally distributed values. Quantizing is symmetric: a group's largest magnitude becomes
             ``2**(bits - 1) - 1``, so the least integer is not used. Needs the rotation ``none`` and a single pass.
+        pairs: use a codebook of 256 pairs of values, an index for two neighbouring columns together
+            (`qcut.codebooks.pairs`). Needs 4 bits, a rotation, a single pass and groups of an even number of columns.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -291,9 +293,11 @@ class Codebook(Scheme):
     activation: Literal["fp16", "int8"] = "fp16"
     norm_dtype: Literal["fp16", "fp32"] = "fp16"
     uniform: bool = False
+    pairs: bool = False
     kind: ClassVar[str] = "codebook"
     usual: ClassVar[tuple[str, ...]] = (
-        *("codebook4", "codebook3", "codebook2", "codebook4+4", "codebook4_int8", "codebook4+4_int8", "int4"),
+        *("codebook4", "codebook3", "codebook2", "codebook4+4", "codebook4_int8", "codebook4+4_int8"),
+        *("codebook4_pairs", "codebook4_pairs_int8", "int4"),
     )
 
     def __post_init__(self) -> None:
@@ -304,6 +308,7 @@ class Codebook(Scheme):
             ("activation", ("fp16", "int8")),
             ("norm_dtype", ("fp16", "fp32")),
             ("uniform", (False, True)),
+            ("pairs", (False, True)),
         ):
             value = getattr(self, name)
             if not any(type(value) is type(one) and value == one for one in allowed):
@@ -322,6 +327,13 @@ class Codebook(Scheme):
                 f"Codebook with equal steps: rotation is {self.rotation!r} and residual_bits {self.residual_bits}; "
                 "allowed: 'none' and None"
             )
+        if self.pairs and (self.bits != 4 or self.residual_bits is not None or self.rotation == "none"):
+            raise ConfigError(
+                f"Codebook of pairs: bits is {self.bits}, residual_bits {self.residual_bits} and rotation "
+                f"{self.rotation!r}; allowed: 4, None, and 'hadamard' or 'qr'"
+            )
+        if self.pairs and size is not None and size % 2:
+            raise ConfigError(f"Codebook of pairs: group_size is {size}; allowed: even numbers, or None for whole rows")
 
     @classmethod
     def from_name(cls, name: str) -> Codebook | None:
@@ -341,6 +353,7 @@ class Codebook(Scheme):
             activation="int8" if part["int8"] else "fp16",
             norm_dtype="fp32" if part["norms"] else "fp16",
             uniform=uniform,
+            pairs=bool(part["pairs"]),
         )
 
     @property
@@ -348,12 +361,13 @@ class Codebook(Scheme):
         """The name, such as ``codebook4``, ``codebook4+4_int8``, ``codebook3_g64_qr_seed7`` or ``int4``.
 
         A name begins with ``codebook{bits}[+{residual bits}]``, or with ``int{bits}`` for equal steps. Options that
-        differ from the defaults follow in this order: ``_g{group size}`` or ``_rows``, ``_qr`` or ``_none``,
-        ``_seed{seed}``,
-        ``_residual_seed{residual seed}``, ``_fp32norms``, ``_int8``.
+        differ from the defaults follow in this order: ``_pairs``, ``_g{group size}`` or ``_rows``, ``_qr`` or
+        ``_none``, ``_seed{seed}``, ``_residual_seed{residual seed}``, ``_fp32norms``, ``_int8``.
         """
         residual = "" if self.residual_bits is None else f"+{self.residual_bits}"
         parts = [f"int{self.bits}" if self.uniform else f"codebook{self.bits}{residual}"]
+        if self.pairs:
+            parts.append("pairs")
         if self.group_size != 128:
             parts.append("rows" if self.group_size is None else f"g{self.group_size}")
         if self.rotation != ("none" if self.uniform else "hadamard"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import gcd
 
-from qcut.emitters.codebook.problem import BOOK, ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.codebook.problem import DENSE_TABLE_BYTES, ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, holds, shared_memory
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
@@ -28,11 +28,12 @@ _NEEDS_MORE = ("sm_100", "sm_120")
 
 
 def smem_bytes(problem: CodebookProblem, tile: TileConfig) -> int:
-    """Dynamic shared memory of a CTA: the pipeline, or the epilogue's staging where that is larger."""
+    """Dynamic shared memory of a CTA: a table of pairs, and the pipeline, or the epilogue's staging if it is larger."""
     bm, bn, _ = tile.threadblock_shape
     unit = 16 * _UNIT_COLUMNS * problem.bits // 8 + problem.norm_bytes
     pipeline = tile.stages * (bm * _UNIT_COLUMNS * problem.x.bits // 8 + bn // 16 * unit)
-    return max(pipeline, tile.threads // 32 * 16 * tile.warp_shape[1] * 4)
+    table = DENSE_TABLE_BYTES * problem.pairs
+    return table + max(pipeline, tile.threads // 32 * 16 * tile.warp_shape[1] * 4)
 
 
 def registers(problem: CodebookProblem, tile: TileConfig, arch: str) -> int:
@@ -134,7 +135,7 @@ def emit_codebook_mma(problem: CodebookProblem, tile: TileConfig, arch: str) -> 
         params,
         f"using Tile = qcut::Tile<{bm}, {bn}, {bk}, {wm}, {wn}, {tile.stages}, 1>;",
         *problem.epilogue.statements(params),
-        BOOK,
+        problem.book,
         f"qcut::codebook_mma<Tile, {problem.x.cpp}, {weight}, Epilogue, {align_d}>"
         f"(x, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
         device_code=include("codebook/mma.cuh"),

@@ -15,6 +15,10 @@ from qcut.emitters.core.source import DType, EmitError, Param
 
 BOOK_PARAMS = tuple(Param(f"book{i}", "i32") for i in range(8))
 """The codebook: 16 values of the products' 16-bit type (float16 for int8 products), two to a word, the first lower."""
+PAIR_BOOK_PARAMS = tuple(Param(f"book{i}", "i32") for i in range(64))
+"""A codebook of pairs: 64 pairs of positive values, one to a word, which stand for the same with other signs too."""
+DENSE_TABLE_BYTES = 32_768
+"""Shared memory of the dense table of pairs."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class CodebookProblem:
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
         offsets: whether each norm has an offset beside it, which is added to values; with 16-bit tokens that were
             rotated before.
+        pairs: whether the codebook is of pairs, so that a byte of 4-bit indices is the index of two values.
     """
 
     x: DType = DType.F16
@@ -43,6 +48,7 @@ class CodebookProblem:
     rotates: DType | None = None
     row_norm: bool = False
     offsets: bool = False
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         e = self.epilogue
@@ -67,6 +73,10 @@ class CodebookProblem:
                 not self.offsets or (self.x is not DType.S8 and self.rotates is None),
                 "offsets: 16-bit tokens, rotated before",
             ),
+            (
+                not self.pairs or (self.bits == 4 and not self.row_norm and not self.offsets),
+                "pairs: 4 bits, norms that are read, no offsets",
+            ),
         ):
             if not holds:
                 raise EmitError(f"codebook problem: {reason}")
@@ -75,13 +85,13 @@ class CodebookProblem:
     def name(self) -> str:
         """``{x}xc{bits}s{slots}_{epilogue}_n{alignment_n}``; ``h`` or ``h{rotates}`` after x if the kernel rotates.
 
-        Rows of one norm have ``r`` in place of ``s{slots}``, offsets ``o`` behind it.
+        Rows of one norm have ``r`` in place of ``s{slots}``, offsets ``o`` behind it, pairs ``p`` behind the bits.
         """
         x = self.x.value
         if self.rotates is not None:
             x += "h" if self.rotates is self.x else f"h{self.rotates.value}"
         norms = "r" if self.row_norm else f"s{self.slots}" + "o" * self.offsets
-        return f"{x}xc{self.bits}{norms}_{self.epilogue.name}_n{self.alignment_n}"
+        return f"{x}xc{self.bits}{'p' * self.pairs}{norms}_{self.epilogue.name}_n{self.alignment_n}"
 
     def params(self) -> tuple[Param, ...]:
         """Arguments of a kernel, in order.
@@ -108,9 +118,20 @@ class CodebookProblem:
             Param("units_k", "i32"),
             *row,
             Param("ldd", "i32"),
-            *BOOK_PARAMS,
+            *self.book_params,
             *(param for param in self.epilogue.params() if not (rotates and param.name == "row_scale")),
         )
+
+    @property
+    def book_params(self) -> tuple[Param, ...]:
+        """The words of the codebook."""
+        return PAIR_BOOK_PARAMS if self.pairs else BOOK_PARAMS
+
+    @property
+    def book(self) -> str:
+        """The statement that gathers the codebook's words."""
+        words = ", ".join(f"static_cast<uint32_t>({word.name})" for word in self.book_params)
+        return f"const qcut::{'PairBook' if self.pairs else 'Book'} book{{{{{words}}}}};"
 
     @property
     def norm_bytes(self) -> int:
@@ -123,8 +144,6 @@ class CodebookProblem:
         return "fold" if self.x is DType.S8 else "nullptr"
 
 
-BOOK = f"const qcut::Book book{{{{{', '.join(f'static_cast<uint32_t>({word.name})' for word in BOOK_PARAMS)}}}}};"
-"""The statement that gathers `BOOK_PARAMS`."""
 ROTATED_BEFORE = Constraint(
     "rotates", "is None: tokens are rotated before", lambda problem, tile, arch: problem.rotates is None
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import gcd
 
-from qcut.emitters.codebook.problem import BOOK, ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import Constraint, check, holds
 from qcut.emitters.core.family import Grid
@@ -57,7 +57,7 @@ class CodebookWgmmaTile:
         cluster: CTAs along N that share their tokens, 1 or 2.
         splits: CTAs, one cluster, that share K: 1, 2, 4 or 8.
         lead: units that one warpgroup is ahead of the other, which hides the writing of D; less than ``stages``.
-        pairs: whether 16-bit weights are decoded by a table of pairs in shared memory.
+        pairs: whether weights are decoded by a table of pairs in shared memory: 16-bit ones, and a codebook of pairs.
         fine: whether each product follows the decoding of its weights; else half a unit is decoded, then multiplied.
     """
 
@@ -82,7 +82,7 @@ class CodebookWgmmaTile:
 
 def stage_bytes(problem: CodebookProblem, tokens: int) -> int:
     """Shared memory of a unit of K: tokens, and for int8 the 16 values of each row and slot."""
-    tables = ROWS * 16 * problem.slots if problem.x is DType.S8 else 0
+    tables = ROWS * 16 * problem.slots if _has_tables(problem) else 0
     return 128 * problem.x.bits // 8 * tokens + tables
 
 
@@ -108,7 +108,12 @@ def _operand_bytes(problem: CodebookProblem, tile: CodebookWgmmaTile) -> int:
 
 def _barrier_bytes(problem: CodebookProblem) -> int:
     """Barriers of a stage: filled, read, and for int8 tables built."""
-    return 24 if problem.x is DType.S8 else 16
+    return 24 if _has_tables(problem) else 16
+
+
+def _has_tables(problem: CodebookProblem) -> bool:
+    """Whether warps make tables of int8 values of each row and slot."""
+    return problem.x is DType.S8 and not problem.pairs
 
 
 CONSTRAINTS = (
@@ -123,7 +128,11 @@ CONSTRAINTS = (
         "shares tokens or K: cluster or splits are 1",
         lambda p, t, arch: t.cluster == 1 or t.splits == 1,
     ),
-    Constraint("pairs", "are of 16-bit values", lambda p, t, arch: not (t.pairs and p.x is DType.S8)),
+    Constraint(
+        "pairs",
+        "are of 16-bit values, or of a codebook of pairs, which needs them",
+        lambda p, t, arch: t.pairs or not p.pairs if p.pairs or p.x is not DType.S8 else not t.pairs,
+    ),
     Constraint("stages", "are at least 2: one to read and one to fill", lambda p, t, arch: t.stages >= 2),
     Constraint(
         "lead",
@@ -164,7 +173,7 @@ def grid(tile: CodebookWgmmaTile, n: int, sm_count: int) -> Grid:
 def default_tiles(problem: CodebookProblem) -> tuple[CodebookWgmmaTile, ...]:
     """Return tiles of each width of tokens, for one CTA, for two CTAs, and with K split, with as many stages as fit."""
     tiles = (
-        _deepest(problem, tokens, cluster, splits, "t" in letters, "f" in letters)
+        _deepest(problem, tokens, cluster, splits, "t" in letters or problem.pairs, "f" in letters)
         for tokens, cluster, splits, int8, halves in _SHAPES
         if (letters := int8 if problem.x is DType.S8 else halves) is not None
     )
@@ -216,7 +225,7 @@ def emit_codebook_wgmma(problem: CodebookProblem, tile: CodebookWgmmaTile, arch:
         f"using Tile = qcut::WgmmaTile<{problem.x.cpp}, {weight}, {', '.join(map(str, shape))}, "
         f"{buffers(problem, tile)}, {flag(tile.pairs)}, {flag(tile.fine)}>;",
         *problem.epilogue.statements(params),
-        BOOK,
+        problem.book,
         f"qcut::codebook_wgmma<Tile, Epilogue, {align_d}>(x, units, norms, {problem.fold}, d, m, n, "
         "units_k, ldd, book, args);",
         device_code=include("codebook/wgmma.cuh"),

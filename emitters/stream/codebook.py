@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcut.emitters.codebook.problem import BOOK, CodebookProblem
+from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import group_factor
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
@@ -83,8 +83,12 @@ def smem_bytes(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
     staged = tile.units * blocks * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
     sums = 4 * tile.tokens * (rows + 4)
     inbox = 4 * ROW_TILE * tile.splits * -(-tile.row_tiles * tile.tokens // tile.splits) if tile.splits > 1 else 0
-    table = 0 if problem.x is DType.S8 else PAIR_TABLE_BYTES
-    return table + tile.warps * max(staged, sums) + inbox + 8 * rows + 4 * tile.tokens
+    return table_bytes(problem) + tile.warps * max(staged, sums) + inbox + 8 * rows + 4 * tile.tokens
+
+
+def table_bytes(problem: CodebookProblem) -> int:
+    """Shared memory of the table of pairs: 16-bit products have one, and codebooks of pairs."""
+    return PAIR_TABLE_BYTES if problem.pairs or problem.x is not DType.S8 else 0
 
 
 CONSTRAINTS = (
@@ -168,12 +172,18 @@ def emit_codebook_stream(problem: CodebookProblem, tile: CodebookStreamTile, arc
         function="codebook_stream",
         tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
         shared="qcut::StreamShared",
+        shared_last=shared_last(problem),
         tokens=_row_token(problem) if problem.rotates else f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
         block=32 * tile.warps,
         smem_bytes=smem_bytes(problem, tile),
         cluster=tile.splits,
         alone=tile.alone,
     )
+
+
+def shared_last(problem: CodebookProblem) -> str:
+    """What follows the arguments of a template of shared memory where int8 products have a table of pairs."""
+    return ", true" if problem.pairs and problem.x is DType.S8 else ""
 
 
 def _row_token(problem: CodebookProblem) -> str:
@@ -227,7 +237,7 @@ def decode_source(
         f"using Tile = {tile};",
         f'static_assert({shared}<{x}, Tile{shared_last}>::kBytes == {smem_bytes}, "the launch\'s shared memory");',
         *problem.epilogue.statements(params),
-        BOOK,
+        problem.book,
         f"qcut::{function}<{x}, {problem.bits}, {problem.slots}, {flag(problem.offsets)}, Tile, Epilogue{last}>(\n"
         f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
         device_code=include(f"stream/{header}.cuh"),

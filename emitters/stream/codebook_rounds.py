@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.codebook.problem import DENSE_TABLE_BYTES, ROTATED_BEFORE, CodebookProblem
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
@@ -62,12 +63,13 @@ def register_limit(tile: CodebookRoundsTile) -> int:
 def smem_bytes(problem: CodebookProblem, tile: CodebookRoundsTile) -> int:
     """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same.
 
-    CTAs that fit an SM's registers fit every architecture's shared memory, too.
+    CTAs that fit an SM's registers fit every architecture's shared memory, too, but for tables of pairs.
     """
     blocks, rows = problem.x.bits // 8, ROW_TILE * tile.row_tiles
     staged = blocks * -(-tile.tokens // 8) * 128 * min(tile.tokens, 8)
     sums = 4 * tile.tokens * (rows + 4)
-    return tile.warps * max(staged, sums) + 8 * rows + 4 * tile.tokens
+    table = DENSE_TABLE_BYTES * problem.pairs
+    return table + tile.warps * max(staged, sums) + 8 * rows + 4 * tile.tokens
 
 
 CONSTRAINTS = (
@@ -86,6 +88,11 @@ CONSTRAINTS = (
         "registers",
         "weights, tokens and sums fit a thread's 255 and the SM's 65536",
         lambda p, t, arch: registers(p, t) <= register_limit(t),
+    ),
+    Constraint(
+        "shared_memory",
+        "of the CTAs, 1 KB more for each, fits an SM's",
+        lambda p, t, arch: t.ctas * (smem_bytes(p, t) + 1024) <= architecture(arch).sm_smem_bytes,
     ),
 )
 """What this family can build, on (problem, tile, arch)."""
@@ -135,7 +142,7 @@ def emit_codebook_stream_rounds(problem: CodebookProblem, tile: CodebookRoundsTi
         function="codebook_stream_rounds",
         tile=f"qcut::StreamTile<{', '.join(map(str, sizes))}>",
         shared="qcut::StreamShared",
-        shared_last=", false",
+        shared_last=", true, qcut::DensePairTable" if problem.pairs else ", false",
         tokens=f"qcut::BlockTokens<{problem.x.cpp}, Tile>{{x}}",
         block=32 * tile.warps,
         smem_bytes=smem_bytes(problem, tile),

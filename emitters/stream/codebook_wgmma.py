@@ -16,7 +16,7 @@ from qcut.emitters.core.constraints import SPLITS, Constraint, check, holds
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.emitters.stream.codebook import PAIR_TABLE_BYTES, ROW_TILE, decode_source
+from qcut.emitters.stream.codebook import ROW_TILE, decode_source, shared_last, table_bytes
 
 FAMILY = "codebook_stream_wgmma"
 _SMEM_BYTES = architecture("sm_90a").smem_bytes
@@ -100,8 +100,7 @@ def validate(problem: CodebookProblem, tile: CodebookStreamWgmmaTile, arch: str)
 def smem_bytes(problem: CodebookProblem, tile: CodebookStreamWgmmaTile) -> int:
     """Dynamic shared memory of a CTA. The kernel's text asserts that the device code's own count is the same."""
     rows = GROUP_ROWS * tile.groups
-    table = 0 if problem.x is DType.S8 else PAIR_TABLE_BYTES
-    staged = table + tile.stages * 16 * problem.x.bits * tile.tokens
+    staged = table_bytes(problem) + tile.stages * 16 * problem.x.bits * tile.tokens
     sums = 4 * tile.tokens * (rows + 4)
     return max(staged, sums) + 16 * tile.stages + 8 * rows + 4 * tile.tokens
 
@@ -181,6 +180,7 @@ def emit_codebook_stream_wgmma(problem: CodebookProblem, tile: CodebookStreamWgm
         function="codebook_stream_wgmma",
         tile=f"qcut::StreamWgmmaTile<{', '.join(map(str, sizes))}>",
         shared="qcut::StreamWgmmaShared",
+        shared_last=shared_last(problem),
         last=f", {gcd(problem.alignment_n * problem.epilogue.out.bits // 8, 16)}",
         block=128 * tile.groups,
         smem_bytes=smem_bytes(problem, tile),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qcut.codebooks import lloyd_max
+from qcut.codebooks import lloyd_max, pairs
 from qcut.codebooks.rotation import per_column
 
 _BLOCK = 128
@@ -32,7 +32,7 @@ def indices(
         scales: ``[N, G]``.
         h: the inputs' metric, ``[K, K]``.
         g: the outputs' metric, ``[N, N]``; None for rows by themselves.
-        values: codebook.
+        values: codebook, ``[2**bits]`` or of pairs.
         parts: the groups.
 
     Returns:
@@ -74,7 +74,7 @@ def scales(
         ``[N, G]``; the given scales where the result has a larger error or a negative scale: of the row without g, of
         the whole weight with it.
     """
-    c = values[chosen.int()]
+    c = pairs.look_up(values, chosen)
     dims = 1 if g is None else (0, 1)
 
     def metric(error: Tensor) -> Tensor:
@@ -107,13 +107,15 @@ def scales(
 
 
 def _left(w: Tensor, chosen: Tensor, scales: Tensor, values: Tensor, parts: list[tuple[int, int]]) -> Tensor:
-    return w - values[chosen.int()] * per_column(scales, parts)
+    return w - pairs.look_up(values, chosen) * per_column(scales, parts)
 
 
 def _sweep(
     chosen: Tensor, scales: Tensor, slope: Tensor, h: Tensor, values: Tensor, parts: list[tuple[int, int]]
 ) -> Tensor:
     """Better indices of rows by themselves, slope ``[R, K]`` half the derivative of the error by the row's errors."""
+    if pairs.are_pairs(values):
+        return _sweep_pairs(chosen, scales, slope, h, values, parts)
     edges = lloyd_max.boundaries(values)
     # Transposed, so that a column of the weight is contiguous.
     columns = per_column(scales, parts).t().contiguous()
@@ -134,3 +136,29 @@ def _sweep(
             taken[at], found[at] = value, index
         slope[block.stop :] -= h[block.stop :, block] @ (taken[block] - before)
     return found.t().contiguous()
+
+
+def _sweep_pairs(
+    chosen: Tensor, scales: Tensor, slope: Tensor, h: Tensor, values: Tensor, parts: list[tuple[int, int]]
+) -> Tensor:
+    """`_sweep` with two columns at a time."""
+    columns = per_column(scales, parts).t().contiguous()
+    found = pairs.join(chosen)
+    taken = (pairs.look_up(values, chosen).t() * columns).contiguous()
+    slope = slope.t().contiguous()
+    upper, lower, mixed = h.diagonal()[::2], h.diagonal()[1::2], h.diagonal(1)[::2]
+    forms = torch.stack((upper, mixed, lower), 1)
+    inverses = torch.stack((lower, -mixed, -mixed, upper), 1).view(-1, 2, 2) / (upper * lower - mixed**2)[:, None, None]
+    for start in range(0, len(taken), _BLOCK):
+        block = slice(start, min(start + _BLOCK, len(taken)))
+        inside, before, local = h[block, block], taken[block].clone(), slope[block].clone()
+        for j in range(0, len(local), 2):
+            two, at = slice(j, j + 2), slice(start + j, start + j + 2)
+            p = at.start // 2
+            wanted = taken[at] + inverses[p] @ local[two]
+            index = pairs.best(wanted.t(), columns[at.start], forms[None, p], values)
+            value = values[index].t() * columns[at]
+            local -= inside[:, two] @ (value - taken[at])
+            taken[at], found[:, p] = value, index.to(torch.uint8)
+        slope[block.stop :] -= h[block.stop :, block] @ (taken[block] - before)
+    return pairs.split(found)

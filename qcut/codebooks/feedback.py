@@ -13,12 +13,16 @@ Source: Frantar et al., "GPTQ" (2022), section 3; Chee et al., "QuIP" (2023), se
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from qcut.codebooks import lloyd_max
 
-_BLOCK = 128  # errors pass from column to column within a block, and by one product to later blocks
+BLOCK = 128
+"""Errors pass from column to column within a block of so many, and by one product to later blocks."""
+
 _NORM_FACTORS = tuple(0.85 + 0.025 * i for i in range(11))
 
 
@@ -48,23 +52,21 @@ def by_columns(
         uint8 indices ``[R, K]`` and float32 scales ``[R, G]``, which are norms over sqrt(d).
     """
     edges = lloyd_max.boundaries(values)
+
+    def rounded(numbers: Tensor) -> Tensor:
+        return values[torch.searchsorted(edges, numbers, out_int32=True)]
+
     # Transposed, so that a column of the weight is contiguous.
     error = torch.zeros(w.shape[1], w.shape[0], device=w.device)
     indices = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     scales = torch.empty((len(w), len(parts)), device=w.device)
     for g, (first, d) in enumerate(parts):
         group = slice(first, first + d)
-        fed = factor[:first, group].t() @ error[:first]
-        # The real numbers with which the group would leave no error.
-        wanted = torch.linalg.solve_triangular(factor[group, group].t(), fed, upper=False, unitriangular=True)
-        wanted = (wanted + w[:, group].t()).contiguous()
-        scale = torch.linalg.vector_norm(wanted, dim=0) * d**-0.5
-        if refit:
-            scale = _best_scale(wanted, scale, values, edges)
+        fed, scale = begin_group(w, factor, error, group, rounded if refit else None)
         scales[:, g] = scale
         divisor = torch.where(scale > 0, scale, 1.0)
-        for start in range(first, first + d, _BLOCK):
-            block = slice(start, min(start + _BLOCK, first + d))
+        for start in range(first, first + d, BLOCK):
+            block = slice(start, min(start + BLOCK, first + d))
             exact = w[:, block].t().contiguous()
             target = exact + fed[block.start - first : block.stop - first]
             target += factor[first:start, block].t() @ error[first:start]
@@ -121,13 +123,37 @@ def by_antidiagonals(w: Tensor, columns: Tensor, u: Tensor, v: Tensor, values: T
     return indices.view(n, k)
 
 
-def _best_scale(w: Tensor, scale: Tensor, values: Tensor, edges: Tensor) -> Tensor:
+def begin_group(
+    w: Tensor, factor: Tensor, error: Tensor, group: slice, rounded: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """What the columns before a group pass on to it, and the group's scales.
+
+    Args:
+        w: rotated rows, float32 ``[R, K]``.
+        factor: U of the inputs' metric, ``[K, K]``.
+        error: errors of the columns before, ``[K, R]``.
+        group: the group's columns.
+        rounded: rounds numbers ``[d, R]`` to codebook values, to choose the multiple of a norm that rounds best; None
+            takes the norm.
+
+    Returns:
+        ``[d, R]``, and scales ``[R]``.
+    """
+    fed = factor[: group.start, group].t() @ error[: group.start]
+    # The real numbers with which the group would leave no error.
+    wanted = torch.linalg.solve_triangular(factor[group, group].t(), fed, upper=False, unitriangular=True)
+    wanted = (wanted + w[:, group].t()).contiguous()
+    scale = torch.linalg.vector_norm(wanted, dim=0) * (group.stop - group.start) ** -0.5
+    return fed, scale if rounded is None else _best_scale(wanted, scale, rounded)
+
+
+def _best_scale(w: Tensor, scale: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
     """``[R]``: the multiple of each scale that rounds columns ``[d, R]`` with the least squared error."""
     best, least = scale, torch.full_like(scale, torch.inf)
     for factor in _NORM_FACTORS:
         tried = scale * factor
         divisor = torch.where(tried > 0, tried, 1.0)
-        error = (w - values[torch.searchsorted(edges, w / divisor, out_int32=True)] * tried).square().sum(0)
+        error = (w - rounded(w / divisor) * tried).square().sum(0)
         best = torch.where(error < least, tried, best)
         least = torch.minimum(error, least)
     return best

@@ -5,7 +5,8 @@ moment of a layer's inputs, the expected squared error of an output is ``e H e^T
 With G too, the second moment of the loss's derivatives by the outputs, the expected loss grows by ``tr(G E H E^T) / 2``
 (with H weighted as `qcut.collect_curvature` weights it). H is rotated as the weights are; both are damped.
 
-1. Indices and scales by error feedback along the rows (`qcut.codebooks.feedback`), as if G were the identity.
+1. Indices and scales by error feedback along the rows (`qcut.codebooks.feedback`, of pairs
+   `qcut.codebooks.pair_feedback`), as if G were the identity.
 2. With G, indices again, by feedback along rows and columns.
 3. Sweeps of coordinate descent over the indices, and least squares for the scales in between
    (`qcut.codebooks.descent`).
@@ -23,8 +24,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from qcut.codebooks import descent, feedback, lloyd_max, rotation
-from qcut.codebooks.quantizer import RotatedCodebook, check_weight, row_chunks, rows_left, stored_norms
+from qcut.codebooks import descent, feedback, pair_feedback, rotation
+from qcut.codebooks.quantizer import RotatedCodebook, check_weight, codebook, row_chunks, rows_left, stored_norms
 from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 
 DAMPING = 0.1
@@ -51,6 +52,7 @@ def fit(
     damping: float = DAMPING,
     sweeps: int = SWEEPS,
     refit: bool = True,
+    in_pairs: bool = False,
 ) -> RotatedCodebook:
     """Quantize a weight so that the layer's output, or the loss, changes little on inputs like the calibration's.
 
@@ -75,6 +77,7 @@ def fit(
         refit: choose norms too. At a group's first column, take the multiple of the group's norm that rounds the group
             best; after each round over the indices, take the norms with the least error, where these lower the error.
             Without refit, a norm is the group's own, after the errors of earlier columns have been passed on.
+        in_pairs: take the codebook of pairs, with 4 bits and groups of an even number of columns.
 
     Returns:
         Tensors on the weight's device.
@@ -83,8 +86,8 @@ def fit(
         ShapeError: the weight is no matrix or empty, or a moment is not ``[K, K]`` or ``[N, N]``.
         DtypeError: the dtype of weight or norms is another.
         QuantizationError: NaN or Inf, a norm beyond float16, or a moment that cannot be factored.
-        ConfigError: another number of bits, a group that the rotation cannot take, or a negative damping or number of
-            sweeps.
+        ConfigError: another number of bits, a group that the rotation cannot take, an odd group with pairs, or a
+            negative damping or number of sweeps.
 
     Exactness: float32, with the precision that torch is set to use for matrix products. Deterministic; the number
     of rows may change an index where a value lies within rounding of a midpoint.
@@ -109,18 +112,26 @@ def fit(
     g = v = None
     if output_moment is not None:
         g, v = _damped(_finite(output_moment, "output moment", device, layer), damping, layer)
-    values = lloyd_max.codebook(bits, device)
+    values = codebook(bits, in_pairs, k, group_size, device, layer)
+    forms = pair_feedback.metrics(h, u) if in_pairs else None
     indices = torch.empty((n, k), dtype=torch.uint8, device=device)
     norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=device)
     root = torch.tensor([d**0.5 for _, d in parts], device=device)
     # With an output moment, rows are not independent.
     for rows in row_chunks(n, k, _CHUNK_ELEMENTS if g is None else n * k):
         rotated = rotation.rotate_groups(rows_left(weight, before, rows, layer), kind, group_size, seed)
-        chosen, scales = feedback.by_columns(rotated, u, values, parts, refit)
+        if forms is None:
+            chosen, scales = feedback.by_columns(rotated, u, values, parts, refit)
+        else:
+            chosen, scales = pair_feedback.by_columns(rotated, u, forms, values, parts, refit)
         if refit:
             scales = descent.scales(rotated, chosen, scales, h, None, values, parts)
         if v is not None:
-            chosen = feedback.by_antidiagonals(rotated, rotation.per_column(scales, parts), u, v, values)
+            columns = rotation.per_column(scales, parts)
+            if forms is None:
+                chosen = feedback.by_antidiagonals(rotated, columns, u, v, values)
+            else:
+                chosen = pair_feedback.by_antidiagonals(rotated, columns, u, v, forms, values)
             if refit:
                 scales = descent.scales(rotated, chosen, scales, h, g, values, parts)
         for _ in range(sweeps):

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qcut.codebooks import pairs
 from qcut.errors import ConfigError, ShapeError
 
 UNIT_ROWS, UNIT_COLUMNS = 16, 128
@@ -301,7 +302,7 @@ def fold_scales(packed_norms: Tensor, values: Tensor) -> Tensor:
 
     Args:
         packed_norms: result of `pack_norms` for all passes.
-        values: float16 ``[16]``, the codebook.
+        values: float16, the codebook: ``[16]``, or pairs, ``[256, 2]``.
 
     Returns:
         float32 ``[16 row tiles]``; 0 for rows whose norms are 0.
@@ -314,32 +315,37 @@ def fold_scales(packed_norms: Tensor, values: Tensor) -> Tensor:
 
 
 def int8_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tensor, fold: Tensor) -> Tensor:
-    """The int8 weights of int8 products: ``q = rne(value * f32(norm * fold))``.
+    """The int8 weights of int8 products: ``q = rne(value * f32(norm * fold))``, of pairs ``f16(f32(norm * fold))``.
 
     Args:
         units: result of `pack_units`.
         bits: bits of an index.
         packed_norms: result of `pack_norms`.
-        values: float16 ``[2**bits]`` or longer, the codebook.
+        values: float16, the codebook: ``[2**bits]`` or longer, or pairs, ``[256, 2]``.
         fold: result of `fold_scales`.
 
     Returns:
         int8 ``[16 row tiles, 128 units]`` in [-127, 127], columns in the order of `Geometry.columns`.
 
-    Exactness: bitwise; the product of a float16 and a float32 is exact in float64 and rounded once, to an integer.
+    Exactness: bitwise; the product is exact in float64 and rounded once, to an integer.
     """
-    indices = _all_rows(units, bits).long()
+    indices = _all_rows(units, bits)
     norms = unpack_norms(packed_norms).float()
-    factor = (norms * fold[:, None]).double().repeat_interleave(indices.shape[1] // norms.shape[1], 1)
-    return (values.double()[indices] * factor).round().clamp(-127, 127).to(torch.int8)
+    factor = norms * fold[:, None]
+    if pairs.are_pairs(values):
+        factor = factor.half()
+    factor = factor.double().repeat_interleave(indices.shape[1] // norms.shape[1], 1)
+    return (pairs.look_up(values.double(), indices) * factor).round().clamp(-127, 127).to(torch.int8)
 
 
 def rotated_weight(units: Tensor, bits: int, packed_norms: Tensor, values: Tensor) -> Tensor:
     """float64 ``[16 row tiles, 128 units]``: ``norm * (value + offset)``, the weights before the channel's factor."""
-    indices = _all_rows(units, bits).long()
+    indices = _all_rows(units, bits)
     norms, offsets = (part(packed_norms).double() for part in (unpack_norms, unpack_offsets))
     columns = indices.shape[1] // norms.shape[1]
-    return (values.double()[indices] + offsets.repeat_interleave(columns, 1)) * norms.repeat_interleave(columns, 1)
+    return (pairs.look_up(values.double(), indices) + offsets.repeat_interleave(columns, 1)) * norms.repeat_interleave(
+        columns, 1
+    )
 
 
 def token_order(columns: int, dtype: torch.dtype) -> Tensor:

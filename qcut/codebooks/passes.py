@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qcut.codebooks import rotation
+from qcut.codebooks import pairs, rotation
 from qcut.codebooks.curvature import Curvature, as_curvature
 from qcut.codebooks.fit import fit
-from qcut.codebooks.quantizer import RotatedCodebook, quantize, quantize_plain
+from qcut.codebooks.quantizer import RotatedCodebook, check_even, quantize, quantize_plain
 from qcut.config import Codebook, Scheme, parse_scheme
 from qcut.errors import ConfigError, QuantizationError, ShapeError, layer_prefix
 
@@ -57,12 +57,14 @@ def quantize_weight(
                 before=passes,
                 kind=scheme.rotation,
                 seed=seed,
+                in_pairs=scheme.pairs,
                 **common,
             )
         else:
             # A pass before a fitted one takes the norms with the least squared error.
             refit = second_moment is not None
-            q = quantize(weight, bits, before=passes, kind=scheme.rotation, seed=seed, refit=refit, **common)
+            options = {"kind": scheme.rotation, "seed": seed, "refit": refit, "in_pairs": scheme.pairs, **common}
+            q = quantize(weight, bits, before=passes, **options)
         passes.append(q)
     return passes
 
@@ -102,15 +104,21 @@ def scheme_of(passes: Sequence[RotatedCodebook], scheme: str | Scheme, name: str
             first.norms.dtype,
         ):
             raise ConfigError(f"{where}passes differ in shape, group size, rotation or the dtype of their norms")
-        if len(q.values) not in (4, 8, 16):
-            raise ConfigError(f"{where}a codebook of {len(q.values)} values; allowed: 4, 8, 16")
+        if not is_codebook(q.values):
+            raise ConfigError(f"{where}a codebook of {len(q.values)} values; allowed: 4, 8, 16, or 256 pairs")
         groups = len(rotation.groups(k, q.group_size))
         if q.norms.shape != (n, groups):
             raise ShapeError(f"{where}norms have shape {list(q.norms.shape)}; allowed: [{n}, {groups}]")
     check_values(passes, name)
-    widths = [len(q.values).bit_length() - 1 for q in passes]
+    in_pairs = pairs.are_pairs(first.values)
+    if in_pairs:
+        if len(passes) > 1:
+            raise ConfigError(f"{where}{len(passes)} passes of pairs; allowed: 1")
+        check_even(k, first.group_size, name)
+    widths = [4 if pairs.are_pairs(q.values) else len(q.values).bit_length() - 1 for q in passes]
     return replace(
         scheme,
+        pairs=in_pairs,
         bits=widths[0],
         residual_bits=widths[1] if len(passes) == 2 else None,
         group_size=None if scheme.group_size is None and first.group_size >= k else first.group_size,
@@ -125,16 +133,26 @@ def check_values(passes: Sequence[RotatedCodebook], name: str | None) -> None:
     """Check the codebooks of passes.
 
     Raises:
-        ConfigError: values do not ascend, or two passes of one width have different codebooks.
+        ConfigError: values do not ascend, pairs are not the same with other signs, or two passes of one width have
+            different codebooks.
     """
     where = layer_prefix(name)
     for q in passes:
+        if pairs.are_pairs(q.values):
+            if not pairs.are_symmetric(q.values):
+                raise ConfigError(f"{where}a codebook of pairs; allowed: finite points, the same with other signs")
+            continue
         ordered = bool((q.values[1:] > q.values[:-1]).all()) and bool(q.values.isfinite().all())
         if not ordered:
             raise ConfigError(f"{where}codebook {q.values.tolist()}; allowed: finite values, ascending")
     same_width = len(passes) == 2 and len(passes[0].values) == len(passes[1].values)
     if same_width and not torch.equal(passes[0].values, passes[1].values.to(passes[0].values.device)):
         raise ConfigError(f"{where}two passes of one width with different codebooks; allowed: one codebook for both")
+
+
+def is_codebook(values: Tensor) -> bool:
+    """Whether a tensor has the shape of a codebook: 4, 8 or 16 values, or 256 pairs."""
+    return values.shape in ((4,), (8,), (16,), (pairs.COUNT, 2))
 
 
 def check_norms(norms: Tensor, name: str | None) -> None:

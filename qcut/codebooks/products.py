@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from qcut.codebooks import layout, rotation
+from qcut.codebooks import layout, pairs, rotation
 from qcut.codebooks.layout import Geometry
 from qcut.codebooks.quantizer import column_scales
 from qcut.codebooks.rotation import NO_ROTATION, Kind
@@ -26,23 +26,33 @@ _CHUNK_ELEMENTS = 1 << 22  # weights are unpacked in pieces, so that no float co
 
 
 def pack_book(values: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
-    """Pack a codebook as kernels take it: 16 values of a 16-bit type, padded with zeros, two to a signed 32-bit word.
+    """Pack a codebook as kernels take it: values of a 16-bit type, two to a signed 32-bit word.
 
     Args:
-        values: float32 ``[2**bits]``; the host reads the values.
+        values: float32 ``[2**bits]``, or pairs, ``[256, 2]``; the host reads the values.
         dtype: float16, or bfloat16 for bfloat16 tokens.
 
     Returns:
-        8 integers, each with the first of its two values in the lower half.
+        8 integers for 16 values, padded with zeros; 64 for the pairs with positive values. Each has the first of its
+        two values in the lower half.
     """
+    if pairs.are_pairs(values):
+        quadrant = values[: pairs.POINTS].detach().cpu().to(dtype).contiguous()
+        return tuple(quadrant.view(torch.int32).flatten().tolist())
     padded = torch.zeros(16, dtype=dtype)
     padded[: len(values)] = values.detach().cpu().to(dtype)
     return tuple(padded.view(torch.int32).tolist())
 
 
 def unpack_book(book: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[16]`` of dtype: the inverse of `pack_book`."""
-    return torch.tensor(list(book), dtype=torch.int32, device=device).view(dtype)
+    """``[16]`` of dtype, or pairs, ``[256, 2]``: the inverse of `pack_book`."""
+    values = torch.tensor(list(book), dtype=torch.int32, device=device).view(dtype)
+    return pairs.with_signs(values.view(-1, 2)) if is_pair_book(book) else values
+
+
+def is_pair_book(book: Sequence[int]) -> bool:
+    """Whether words of `pack_book` are of pairs."""
+    return len(book) == pairs.POINTS
 
 
 def has_one_table(values: Tensor) -> bool:
@@ -91,7 +101,7 @@ def codebook_gemm_ref(
         norms: float16 ``[row_tiles(N), units, slots, 8, 2]``, or with offsets ``[..., 4]`` (16-bit tokens alone).
         fold: float32 ``[16 row_tiles(N)]`` with int8 tokens, else None.
         col_scale: float32 ``[N]``.
-        values: the codebook, ``[16]``, in float16 or x's dtype.
+        values: the codebook, ``[16]``, or pairs, ``[256, 2]``, in float16 or x's dtype.
         bias: float32 ``[N]``.
         bits: bits of an index.
         activation: see `qcut.config.ACTIVATIONS`.
@@ -153,7 +163,7 @@ def codebook_linear_ref(
         x: ``[M, K]`` float16, bfloat16 or float32.
         units: for each set, uint8 units; a set holds all passes along K, or one pass.
         norms: float16 or float32 ``[N, passes * G]``, as stored.
-        codebooks: for each set, float32 ``[2**bits]``.
+        codebooks: for each set, float32 ``[2**bits]``, or pairs, ``[256, 2]``.
         bias: float32 ``[N]``.
         bits: for each set, the bits of an index.
         kind: kind of the rotation.
@@ -176,7 +186,7 @@ def codebook_linear_ref(
         groups = slice(p * geometry.groups, (p + 1) * geometry.groups)
         for tiles, rows in _tile_chunks(n, k):
             indices = layout.unpack_units(units[i][tiles, along_k], bits[i], rows.stop - rows.start, geometry)
-            weight = codebooks[i][indices.int()].mul_(column_scales(norms[rows, groups], k, group_size, kind))
+            weight = pairs.look_up(codebooks[i], indices).mul_(column_scales(norms[rows, groups], k, group_size, kind))
             v[:, rows] += tokens @ weight.t()
     if bias is not None:
         v += bias
@@ -205,7 +215,7 @@ def codebook_linear_s8_ref(
         packed_norms: for each set, float16; see `qcut.codebooks.layout.pack_norms`.
         fold: for each set, float32; see `qcut.codebooks.layout.fold_scales`.
         col_scale: for each set, float32 ``[N]``.
-        codebooks: for each set, float32 ``[2**bits]``.
+        codebooks: for each set, float32 ``[2**bits]``, or pairs, ``[256, 2]``.
         bias: float32 ``[N]``.
         bits: for each set, the bits of an index.
         kind: kind of the rotation.

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qcut.codebooks import lloyd_max, rotation
+from qcut.codebooks import lloyd_max, pairs, rotation
 from qcut.codebooks.rotation import NO_ROTATION, Kind, per_column
-from qcut.errors import DtypeError, QuantizationError, ShapeError, layer_prefix
+from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
 from qcut.models.modules import WEIGHT_DTYPES
 
 NORM_DTYPES = (torch.float16, torch.float32)
@@ -35,9 +35,9 @@ class RotatedCodebook:
     """A weight ``[N, K]`` as indices into a codebook, a norm for each row and group, and a rotation for each group.
 
     Attributes:
-        indices: uint8 ``[N, K]``, not packed.
+        indices: uint8 ``[N, K]``, not packed; of pairs, four bits of the index of a pair in each of its two columns.
         norms: float16 or float32 ``[N, G]``.
-        values: float32 ``[2**bits]``, ascending.
+        values: float32 ``[2**bits]``, ascending; or pairs, ``[256, 2]``, see `qcut.codebooks.pairs`.
         group_size: columns of a group; the last group may have fewer.
         rotation: kind of the rotation, see `qcut.codebooks.rotation.rotate`; `NO_ROTATION` for plain scales.
         seed: seed of the group at column 0; the seed of any group is ``seed`` plus the group's first column.
@@ -62,6 +62,7 @@ def quantize(
     norm_dtype: torch.dtype = torch.float16,
     layer: str | None = None,
     refit: bool = False,
+    in_pairs: bool = False,
 ) -> RotatedCodebook:
     """Quantize a weight, or the error that earlier passes left, to the nearest codebook values of its rotated groups.
 
@@ -77,6 +78,7 @@ def quantize(
         refit: store, for the same indices, the norm that leaves the least squared error in its group,
             ``norm * <r, c> / <c, c>`` with c the chosen codebook values. The stored number is then no longer the
             Euclidean norm of the group.
+        in_pairs: take the codebook of pairs, with 4 bits and groups of an even number of columns.
 
     Returns:
         Tensors on the weight's device.
@@ -85,7 +87,8 @@ def quantize(
         ShapeError: no matrix, or an empty one.
         DtypeError: another dtype of weight or norms.
         QuantizationError: NaN or Inf, or a norm beyond float16.
-        ConfigError: another number of bits, a group size below 1, a group that the rotation cannot take.
+        ConfigError: another number of bits, a group size below 1, a group that the rotation cannot take, or an odd
+            group with pairs.
 
     Exactness: float32; between devices an index may differ where a rotated value lies within rounding of a midpoint,
     and a norm by its last bit.
@@ -95,7 +98,7 @@ def quantize(
     check_weight(weight, norm_dtype, layer)
     n, k = weight.shape
     parts = rotation.check_groups(k, group_size, kind, layer)
-    values = lloyd_max.codebook(bits, weight.device)
+    values = codebook(bits, in_pairs, k, group_size, weight.device, layer)
     indices = torch.empty((n, k), dtype=torch.uint8, device=weight.device)
     norms = torch.empty((n, len(parts)), dtype=norm_dtype, device=weight.device)
     for rows in row_chunks(n, k):
@@ -106,14 +109,14 @@ def quantize(
             left / per_column(torch.where(exact > 0, exact, 1.0), parts), kind, group_size, seed
         )
         rotated *= per_column(torch.tensor([d**0.5 for _, d in parts], device=weight.device), parts)
-        nearest = torch.searchsorted(lloyd_max.boundaries(values), rotated, out_int32=True)
+        nearest = nearest_indices(rotated, values)
         if refit:
-            chosen = values[nearest]
+            chosen = pairs.look_up(values, nearest)
             for g, (first, d) in enumerate(parts):
                 columns = slice(first, first + d)
                 c = chosen[:, columns]
                 exact[:, g] *= (rotated[:, columns] * c).sum(1) / c.square().sum(1)
-        indices[rows] = nearest.to(torch.uint8)
+        indices[rows] = nearest
         norms[rows] = stored_norms(exact, norm_dtype, layer)
     return RotatedCodebook(indices, norms, values, group_size, kind, seed)
 
@@ -201,7 +204,7 @@ def dequantize(q: RotatedCodebook | Sequence[RotatedCodebook]) -> Tensor:
 
 def dequantize_rows(q: RotatedCodebook, rows: slice) -> Tensor:
     """float32 ``[R, K]``: some rows of the weight that one pass stands for, without checks."""
-    values = q.values[q.indices[rows].int()]
+    values = pairs.look_up(q.values, q.indices[rows])
     scales = column_scales(q.norms[rows], q.indices.shape[1], q.group_size, q.rotation)
     if q.rotation == NO_ROTATION:
         return values.mul_(scales).add_(0.0)  # makes -0 a 0 in groups of zeros
@@ -222,6 +225,39 @@ def column_scales(norms: Tensor, k: int, group_size: int, kind: Kind) -> Tensor:
     if kind != NO_ROTATION:
         scales = scales * torch.tensor([d**-0.5 for _, d in parts], device=norms.device)
     return per_column(scales, parts)
+
+
+def codebook(bits: int, in_pairs: bool, k: int, group_size: int, device: torch.device, layer: str | None) -> Tensor:
+    """The Lloyd-Max codebook, float32 ``[2**bits]``, or that of pairs, ``[256, 2]``.
+
+    Raises:
+        ConfigError: another number of bits, or an odd group with pairs.
+    """
+    if not in_pairs:
+        return lloyd_max.codebook(bits, device)
+    if bits != 4:
+        raise ConfigError(f"{layer_prefix(layer)}pairs of {bits} bits a value; allowed: 4")
+    check_even(k, group_size, layer)
+    return pairs.codebook(device)
+
+
+def check_even(k: int, group_size: int, layer: str | None) -> None:
+    """Check that all groups of K columns have an even number of columns, as pairs need.
+
+    Raises:
+        ConfigError: a group is odd.
+    """
+    if k % 2 or min(group_size, k) % 2:
+        raise ConfigError(
+            f"{layer_prefix(layer)}groups of {min(group_size, k)} of {k} columns; pairs take even numbers"
+        )
+
+
+def nearest_indices(rotated: Tensor, values: Tensor) -> Tensor:
+    """uint8 ``[R, K]``: the indices of the codebook's values, or pairs of values, nearest to numbers ``[R, K]``."""
+    if pairs.are_pairs(values):
+        return pairs.split(pairs.nearest(rotated.unflatten(-1, (-1, 2)), values))
+    return torch.searchsorted(lloyd_max.boundaries(values), rotated, out_int32=True).to(torch.uint8)
 
 
 def check_weight(weight: Tensor, norm_dtype: torch.dtype, layer: str | None) -> None:
@@ -288,5 +324,8 @@ def _check_tensors(q: RotatedCodebook) -> None:
     parts = rotation.groups(k, q.group_size)
     if q.norms.shape != (n, len(parts)):
         raise ShapeError(f"norms have shape {list(q.norms.shape)}; allowed: {[n, len(parts)]}")
-    if q.indices.numel() and int(q.indices.max()) >= len(q.values):
-        raise ShapeError(f"an index is {int(q.indices.max())}; the codebook has {len(q.values)} values")
+    most = 16 if pairs.are_pairs(q.values) else len(q.values)
+    if q.indices.numel() and int(q.indices.max()) >= most:
+        raise ShapeError(f"an index is {int(q.indices.max())}; the codebook has {most} values")
+    if pairs.are_pairs(q.values):
+        check_even(k, q.group_size, None)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from qcut.codebooks.quantizer import check_even
 from qcut.codebooks.rotation import check_group_size
 from qcut.config import Codebook, Scheme
 from qcut.errors import ConfigError, QuantizationError
@@ -25,8 +26,8 @@ class Fit(NamedTuple):
 def fitting_scheme(module: nn.Module, scheme: Scheme, allow_growth: bool = False) -> Fit:
     """The scheme for a linear layer: the one given, the same with another rotation, or none.
 
-    A layer stays in float where K is beyond the scheme's exact range, or where its quantized form would take as many
-    bytes as it has now or more.
+    A layer stays in float where K is beyond the scheme's exact range, or odd with a codebook of pairs, or where its
+    quantized form would take as many bytes as it has now or more.
 
     Args:
         module: a layer that qcut can replace.
@@ -35,6 +36,11 @@ def fitting_scheme(module: nn.Module, scheme: Scheme, allow_growth: bool = False
     """
     n, k = weight_nk(module).shape
     served, note = rotatable(scheme, k)
+    if isinstance(served, Codebook) and served.pairs:
+        try:
+            check_even(k, served.group_columns(k), None)
+        except ConfigError as error:
+            return Fit(None, str(error))
     bias = module._parameters.get("bias") is not None
     try:
         after = _layer_bytes(k, n, bias, served)

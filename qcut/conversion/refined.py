@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qcut.codebooks import lloyd_max, rotation
-from qcut.codebooks.quantizer import RotatedCodebook, dequantize, stored_norms
+from qcut.codebooks import lloyd_max, pairs, rotation
+from qcut.codebooks.quantizer import RotatedCodebook, dequantize, nearest_indices, stored_norms
 from qcut.layers.codebook import CodebookLinear
 from qcut.numerics.hadamard import walsh_hadamard
 
@@ -37,7 +37,7 @@ class RefinedLayer:
     Attributes:
         growth: float32 ``[N, G]``: norms are multiplied by 1 + growth.
         bias: float32 ``[N]``, or None where the layer has none.
-        spacing: the least distance of two codebook values.
+        spacing: the least distance of two codebook values, or of two pairs.
         numbers: float32 ``[N, K]``, in units of their scale: the nearest codebook values count. None without codes.
     """
 
@@ -49,15 +49,14 @@ class RefinedLayer:
         device, k = q.indices.device, q.indices.shape[1]
         self.parts = rotation.groups(k, q.group_size)
         self.scales = q.norms.float() * torch.tensor([d**-0.5 for _, d in self.parts], device=device)
-        self.borders = lloyd_max.boundaries(q.values)
-        self.spacing = float(q.values.diff().min())
+        self.spacing = pairs.spacing(q.values) if pairs.are_pairs(q.values) else float(q.values.diff().min())
         self.back = rotation.back_operands(k, q.rotation, q.group_size, q.seed, device)
         d = self.parts[0][1]
         dense = q.rotation == "hadamard" and k % d == 0 and d <= _DENSE
         self.turn = walsh_hadamard(torch.eye(d, device=device)) if dense else None
         self.growth = torch.zeros(q.norms.shape, device=device, requires_grad=True)
         self.numbers = self._start(weight).requires_grad_(True) if codes else None
-        self.values = None if codes else q.values[q.indices.int()]
+        self.values = None if codes else pairs.look_up(q.values, q.indices)
 
     @property
     def scales_and_bias(self) -> list[Tensor]:
@@ -79,28 +78,28 @@ class RefinedLayer:
         q = self.q
         norms = stored_norms((q.norms.float() * (1 + self.growth)).clamp_min(0), q.norms.dtype, name)
         return replace(
-            q, norms=norms, indices=q.indices if self.numbers is None else self._nearest(self.numbers).to(torch.uint8)
+            q, norms=norms, indices=q.indices if self.numbers is None else nearest_indices(self.numbers, q.values)
         )
 
     @torch.no_grad()
     def _start(self, weight: Tensor | None) -> Tensor:
         """The float weight's own numbers, kept within the intervals of the chosen values; else these values."""
         q = self.q
-        chosen = q.values[q.indices.int()]
+        chosen = pairs.look_up(q.values, q.indices)
         if weight is None or weight.shape != chosen.shape:
             return chosen
         left = weight.float() if self.fixed is None else weight.float() - self.fixed
         rotated = rotation.rotate_groups(left, q.rotation, q.group_size, q.seed)
         wanted = rotated / rotation.per_column(torch.where(self.scales > 0, self.scales, 1.0), self.parts)
+        if pairs.are_pairs(q.values):
+            wanted = wanted.unflatten(1, (-1, 2))
+            return pairs.toward(pairs.join(q.indices), wanted, q.values, 1 - _EDGE).flatten(1)
         far = torch.full((1,), torch.inf, device=chosen.device)
-        low, high = torch.cat((-far, self.borders)), torch.cat((self.borders, far))
+        borders = lloyd_max.boundaries(q.values)
+        low, high = torch.cat((-far, borders)), torch.cat((borders, far))
         low, high = (q.values + (1 - _EDGE) * (border - q.values) for border in (low, high))
         at = q.indices.int()
         return torch.clamp(wanted, low[at], high[at])
-
-    def _nearest(self, numbers: Tensor) -> Tensor:
-        """int32 ``[N, K]``: indices of the codebook's values nearest to numbers."""
-        return torch.searchsorted(self.borders, numbers, out_int32=True)
 
     def _values(self) -> Tensor:
         """The codebook values ``[N, K]``; derivatives by them are derivatives by the numbers."""
@@ -108,7 +107,7 @@ class RefinedLayer:
             assert self.values is not None
             return self.values
         numbers = self.numbers.detach()
-        return self.numbers + (self.q.values[self._nearest(numbers)] - numbers)
+        return self.numbers + (pairs.look_up(self.q.values, nearest_indices(numbers, self.q.values)) - numbers)
 
     def _weight(self) -> Tensor:
         values, scales = self._values(), self.scales * (1 + self.growth)

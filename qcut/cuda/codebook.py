@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qcut.codebooks import rotation
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
+from qcut.codebooks.products import is_pair_book
 from qcut.cuda.gemm import has_cutlass
 from qcut.cuda.operands import dense, parameters
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, target
@@ -103,6 +104,7 @@ class Product(NamedTuple):
         constants: whether the weight and the signs are constants, as those of a layer are.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
         offsets: whether norms have offsets beside them.
+        pairs: whether the codebook is of pairs.
     """
 
     x: torch.dtype
@@ -119,6 +121,7 @@ class Product(NamedTuple):
     constants: bool = True
     row_norm: bool = False
     offsets: bool = False
+    pairs: bool = False
 
     @property
     def problem(self) -> CodebookProblem:
@@ -135,6 +138,7 @@ class Product(NamedTuple):
             rotates=None if self.rotates is None else DTYPES[self.rotates],
             row_norm=self.row_norm,
             offsets=self.offsets,
+            pairs=self.pairs,
         )
 
     def spec(self, gpu: Target) -> LaunchSpec:
@@ -207,6 +211,7 @@ class CodebookLayer:
         activation: activation after the bias.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
         offsets: whether norms have offsets beside them.
+        pairs: whether the codebook is of pairs.
     """
 
     rows: int
@@ -222,6 +227,7 @@ class CodebookLayer:
     activation: str
     row_norm: bool = False
     offsets: bool = False
+    pairs: bool = False
 
     @property
     def rotation(self) -> Rotation:
@@ -252,6 +258,7 @@ class CodebookLayer:
             activation=self.activation,
             row_norm=self.row_norm,
             offsets=self.offsets,
+            pairs=self.pairs,
         )
 
     @property
@@ -386,6 +393,7 @@ def _product_of(
         constants=constants,
         row_norm=isinstance(call, CodebookGemm) and call.row_norm,
         offsets=isinstance(call, CodebookGemm) and call.offsets,
+        pairs=is_pair_book(call.book),
     )
 
 

@@ -148,6 +148,7 @@ def problem_of(
     rotates: DType | None = None,
     row_norm: bool = False,
     offsets: bool = False,
+    pairs: bool = False,
 ) -> CodebookProblem:
     """The description of a product with codebook weights that kernels are chosen and emitted by.
 
@@ -163,6 +164,7 @@ def problem_of(
         rotates: type of the one token that the kernel rotates; None: tokens were rotated before.
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
         offsets: whether norms have offsets beside them.
+        pairs: whether the codebook is of pairs.
 
     Raises:
         EmitError: see `qcut.emitters.codebook.problem.CodebookProblem`.
@@ -175,7 +177,7 @@ def problem_of(
         activation=Activation(activation),
         residual=residual,
     )
-    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets)
+    return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs)
 
 
 def select(

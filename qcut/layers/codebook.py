@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import packing, products, rotation
+from qcut.codebooks import packing, pairs, products, rotation
 from qcut.codebooks.curvature import Curvature
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.codebooks.passes import NORM_DTYPES, check_norms, check_values, quantize_weight, scheme_of
-from qcut.codebooks.quantizer import RotatedCodebook, dequantize
+from qcut.codebooks.quantizer import RotatedCodebook, check_even, dequantize
 from qcut.config import K_MAX, Codebook, Scheme, StaticRange
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
 from qcut.layers.base import Linear
@@ -22,6 +22,7 @@ from qcut.layers.codebook_buffers import (
     PASS_KEYS,
     SET_KEYS,
     CodebookSet,
+    codebook_shape,
     empty_set,
     matching_state,
     packed_set,
@@ -66,7 +67,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         units: uint8 ``[T, U, bytes]``, T tiles of 16 rows, U units of 128 columns, all passes of the set.
         packed_norms: float16 ``[T, U, slots, 8, 2]``, relative to the row's power of two.
         norms: float16 or float32 ``[N, passes * G]``, as they were quantized.
-        codebook: float32 ``[2**bits]``.
+        codebook: float32 ``[2**bits]``, or pairs, ``[256, 2]``.
         col_scale: float32 ``[N]``: the row's power of two over the square root of the group size (1 without a
             rotation) and, with int8 products, over ``fold``.
         fold: float32 ``[16 T]``, which makes int8 of a row's weights; None but for int8 products.
@@ -118,8 +119,10 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             int8=scheme.int8_products,
             bias=bias,
             activation=activation,
+            pairs=scheme.pairs,
             row_norm=scheme.int8_products
             and not scheme.uniform
+            and not scheme.pairs
             and scheme.widths == (4,)
             and scheme.group_columns(k) >= max(k, UNIT_COLUMNS),
         )
@@ -131,6 +134,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         self.group_size = scheme.group_columns(k)
         if scheme.rotation != "none":
             rotation.check_group_size(k, self.group_size, scheme.rotation, self.name)
+        if scheme.pairs:
+            check_even(k, self.group_size, self.name)
         self.geometry = Geometry(k, self.group_size)
         self.int8 = scheme.int8_products
         widths = scheme.widths
@@ -143,7 +148,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         self.set_bits = list(widths) if len(set(widths)) > 1 else [widths[0]]
         self._rotation = rotation_for(RotationSpec(self.kind, self.group_size, k, scheme.seeds))
         self._rotates_one = len(self.set_bits) == 1 and can_rotate(self.kind, self.group_size, k)
-        self._one_norm = self.int8 and list(widths) == [4] and self.geometry.groups == 1 and self.geometry.slot == 128
+        one_norm = list(widths) == [4] and self.geometry.groups == 1 and self.geometry.slot == 128
+        self._one_norm = self.int8 and one_norm and not scheme.pairs
         self._row_norm = False
         self._read: Reading[list[Books]] | None = None
         units = self.geometry.units * len(widths) // len(self.set_bits)
@@ -152,7 +158,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             "norms": torch.empty(norms_shape, dtype=NORM_DTYPES[scheme.norm_dtype], device=device)
         }
         for i, bits in enumerate(self.set_bits):
-            part = empty_set(n, units, bits, self.geometry, self.int8, device)
+            part = empty_set(n, units, bits, self.geometry, self.int8, scheme.pairs, device)
             buffers |= zip(SET_KEYS[i], part, strict=True)
         return buffers
 
@@ -176,7 +182,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
         Args:
             passes: one or two, of one shape, group size and rotation, on one device; the codebooks of 4, 8 or 16
-                values, ascending. Two of one width have the same codebook.
+                values, ascending. Two of one width have the same codebook. A codebook of pairs goes with one pass.
             bias: ``[N]`` of any floating dtype.
             scheme: says what the passes do not: the products' type and whether the codebook is of equal steps. Widths,
                 group size, rotation, seeds and the norms' dtype are the passes' own.
@@ -228,7 +234,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             # Groups that fill their slots need no reordering.
             in_order = geometry.padded_group == geometry.full
             indices = indices[:, : geometry.k] if in_order else indices.index_select(1, lookup.places)
-            values = part.codebook[indices.int()]
+            values = pairs.look_up(part.codebook, indices)
             values = rotation.rotate_groups_back_by(values, self.kind, geometry.full, lookup.turns)
             row = values * (norms[:, groups] * lookup.rsqrt_sizes).index_select(1, lookup.groups)
             total = row if total is None else total + row
@@ -245,7 +251,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         for p, (bits, keys) in enumerate(zip(self.scheme.widths, PASS_KEYS, strict=False)):
             part, _, _ = self._place(p)
             sources = (part.units, self.norms, part.codebook)
-            shapes = ((n, packing.packed_bytes(k, bits)), (n, self.geometry.groups), (1 << bits,))
+            codebook = codebook_shape(bits, self.scheme.pairs)
+            shapes = ((n, packing.packed_bytes(k, bits)), (n, self.geometry.groups), codebook)
             dtypes = (torch.uint8, self.norms.dtype, torch.float32)
             for key, source, shape, dtype in zip(keys, sources, shapes, dtypes, strict=True):
                 identity = (key, *tensor_key(source))
@@ -260,6 +267,10 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             if found := out_of_range(state[norms], 0.0):
                 return norms, f"found {found}; finite values from 0 are allowed"
             book = state[values]
+            if self.scheme.pairs:
+                if not pairs.are_symmetric(book):
+                    return values, "found other points; finite pairs, the same with other signs, are allowed"
+                continue
             if out_of_range(book) or not bool((book.diff() > 0).all()):
                 return values, f"found {book.tolist()}; finite values, ascending, are allowed"
             steps = torch.arange(len(book), device=book.device) - len(book) // 2

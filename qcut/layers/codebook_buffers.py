@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import packing
+from qcut.codebooks import packing, pairs
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.codebooks.quantizer import RotatedCodebook
 from qcut.codebooks.rotation import NO_ROTATION
@@ -28,7 +28,7 @@ class CodebookSet(NamedTuple):
         packed_norms: float16 ``[T, U, slots, 8, 2]``, relative to the row's power of two.
         fold: float32 ``[16 T]``, which makes int8 of a row's weights; None but for int8 products.
         col_scale: float32 ``[N]``, the factor of each output channel.
-        codebook: float32 ``[2**bits]``.
+        codebook: float32 ``[2**bits]``, or pairs, ``[256, 2]``.
     """
 
     units: Tensor
@@ -42,8 +42,13 @@ SET_KEYS = tuple(tuple(prefix + field for field in CodebookSet._fields) for pref
 """Names of the buffers of a layer's first set and of its second."""
 
 
+def codebook_shape(bits: int, in_pairs: bool) -> tuple[int, ...]:
+    """The shape of a codebook."""
+    return (pairs.COUNT, 2) if in_pairs else (1 << bits,)
+
+
 def empty_set(
-    n: int, units: int, bits: int, geometry: Geometry, int8: bool, device: torch.device | str | None
+    n: int, units: int, bits: int, geometry: Geometry, int8: bool, in_pairs: bool, device: torch.device | str | None
 ) -> CodebookSet:
     """A set of uninitialized tensors.
 
@@ -53,6 +58,7 @@ def empty_set(
         bits: of an index.
         geometry: of a pass.
         int8: products are of int8.
+        in_pairs: the codebook is of pairs.
         device: of the tensors.
     """
     tiles = codebook_layout.row_tiles(n)
@@ -63,7 +69,7 @@ def empty_set(
         torch.empty(norms_shape, dtype=torch.float16, device=device),
         torch.empty(fold_shape, dtype=torch.float32, device=device) if int8 else None,
         torch.empty(n, dtype=torch.float32, device=device),
-        torch.empty(1 << bits, dtype=torch.float32, device=device),
+        torch.empty(codebook_shape(bits, in_pairs), dtype=torch.float32, device=device),
     )
 
 
@@ -88,8 +94,7 @@ def packed_set(
     col_scale = exponents if first.rotation == NO_ROTATION else exponents * geometry.full**-0.5
     if not int8:
         return CodebookSet(units, packed_norms, None, col_scale, values)
-    book = torch.nn.functional.pad(values.half(), (0, 16 - len(values)))
-    fold = codebook_layout.fold_scales(packed_norms, book)
+    fold = codebook_layout.fold_scales(packed_norms, values.half())
     rows = fold[: len(norms)]
     return CodebookSet(units, packed_norms, fold, torch.where(rows > 0, col_scale / rows, 0.0), values)
 

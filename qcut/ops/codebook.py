@@ -17,9 +17,9 @@ from typing import Annotated, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from qcut.codebooks import layout, products, rotation, tokens
+from qcut.codebooks import layout, pairs, products, rotation, tokens
 from qcut.codebooks.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
-from qcut.codebooks.quantizer import NORM_DTYPES
+from qcut.codebooks.quantizer import NORM_DTYPES, check_even
 from qcut.config import K_MAX, check_activation
 from qcut.errors import ConfigError, QuantizationError, ShapeError
 from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_tensor
@@ -124,7 +124,7 @@ class CodebookGemm(NamedTuple):
             offsets behind the norms as `qcut.codebooks.layout.pack_offsets` puts them.
         fold: float32 ``[16 T]``, makes int8 of a row's weights, with int8 tokens; else None.
         col_scale: float32 ``[N]``, N at least 1.
-        book: 8 words of two 16-bit values, as `qcut.codebooks.products.pack_book` makes them.
+        book: 8 words of two 16-bit values, or 64 for pairs, as `qcut.codebooks.products.pack_book` makes them.
         bias: float32 ``[N]``; None: none is added.
         bits: of an index: 2, 3 or 4.
         activation: see `qcut.config.ACTIVATIONS`.
@@ -132,8 +132,8 @@ class CodebookGemm(NamedTuple):
         out_dtype: float16, bfloat16 or float32.
         constants: see the module.
         row_norm: the caller promises that all norms of a row are one, and that
-            `qcut.codebooks.products.has_one_table` holds for the codebook, with int8 tokens. Kernels then need not read
-            ``norms`` and ``fold``.
+            `qcut.codebooks.products.has_one_table` holds for the codebook, with int8 tokens; not with pairs. Kernels
+            then need not read ``norms`` and ``fold``.
 
     Returns:
         y ``[m, N]`` of ``out_dtype``, contiguous.
@@ -185,8 +185,8 @@ class CodebookGemm(NamedTuple):
         units_k = shape[0] * per_block // UNIT_COLUMNS
         _check_product(op, self, m, units_k)
         is_int8 = x.dtype is torch.int8
-        if self.row_norm and not (is_int8 and self.norms.shape[2] == 1):
-            raise ConfigError(f"qcut::{op}: row_norm goes with int8 tokens and one norm a unit")
+        if self.row_norm and not (is_int8 and self.norms.shape[2] == 1 and not products.is_pair_book(self.book)):
+            raise ConfigError(f"qcut::{op}: row_norm goes with int8 tokens, one norm a unit, and no pairs")
         rows = layout.row_tiles(self.col_scale.shape[0]) * UNIT_ROWS
         for name, vector, extent in (("row_scale", self.row_scale, m), ("fold", self.fold, rows)):
             if (vector is not None) != is_int8:
@@ -233,8 +233,8 @@ class CodebookGemv(NamedTuple):
         norms: float16 ``[T, U, 128 / group, 8, 2]``.
         fold: float32 ``[16 T]``, makes int8 of a row's weights: the token is multiplied as int8; None: as x's type.
         col_scale: float32 ``[N]``, N at least 1.
-        book: 8 words of two 16-bit values, as `qcut.codebooks.products.pack_book` makes them: of float16 with ``fold``,
-            else of x's type.
+        book: 8 words of two 16-bit values, or 64 for pairs, as `qcut.codebooks.products.pack_book` makes them: of
+            float16 with ``fold``, else of x's type.
         bias: float32 ``[N]``; None: none is added.
         bits: of an index: 2, 3 or 4.
         activation: see `qcut.config.ACTIVATIONS`.
@@ -328,7 +328,7 @@ class CodebookLinear(NamedTuple):
         fold: of each set, float32 ``[16 T]``, with int8 products; else an empty list, and products are float32.
         col_scale: of each set, float32 ``[N]``, read with int8 products.
         norms: float16 or float32 ``[N, passes * groups]``, as they were quantized, read with float32 products.
-        codebooks: of each set, float32 ``[2**bits]``.
+        codebooks: of each set, float32 ``[2**bits]``, or pairs, ``[256, 2]``, with 4 bits and even groups.
         bias: float32 ``[N]``; None: none is added.
         bits: of each set, the bits of an index.
         kind: ``hadamard``, ``qr`` or ``none``.
@@ -381,7 +381,10 @@ class CodebookLinear(NamedTuple):
             check_tensor(op, "units", units, _U8, (tiles, units_k, layout.unit_bytes(bits)), device)
             check_tensor(op, "packed_norms", packed_norms, _F16, (tiles, units_k, slots, 8, 2), device)
             check_tensor(op, "col_scale", col_scale, F32, (n,), device)
-            check_tensor(op, "codebook", codebook, F32, (1 << bits,), device)
+            in_pairs = pairs.are_pairs(codebook) and bits == 4
+            check_tensor(op, "codebook", codebook, F32, (pairs.COUNT, 2) if in_pairs else (1 << bits,), device)
+            if in_pairs:
+                check_even(k, self.group_size, None)
         for fold in self.fold:
             check_tensor(op, "fold", fold, F32, (tiles * UNIT_ROWS,), device)
         if self.bias is not None:
@@ -441,8 +444,13 @@ def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: 
     floats = isinstance(call, CodebookGemm) and call.tokens is not torch.int8
     width = 4 if floats and norms.shape[4] == 4 else 2
     check_tensor(op, "norms", norms, _F16, (tiles, units_k, slots, 8, width), device)
-    if len(call.book) != 8:
-        raise ConfigError(f"qcut::{op}: book has {len(call.book)} words; allowed: 8, of two 16-bit values each")
+    if products.is_pair_book(call.book):
+        if call.bits != 4 or width == 4:
+            raise ConfigError(f"qcut::{op}: a book of pairs goes with 4 bits and without offsets; bits is {call.bits}")
+    elif len(call.book) != 8:
+        raise ConfigError(
+            f"qcut::{op}: book has {len(call.book)} words; allowed: 8, of two 16-bit values each, or 64 for pairs"
+        )
     if call.bias is not None:
         check_tensor(op, "bias", call.bias, F32, (n,), device)
     check_activation(call.activation)

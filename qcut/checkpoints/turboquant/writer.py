@@ -52,9 +52,9 @@ def save_turboquant(model: nn.Module, directory: str | Path) -> None:
         directory: created if missing.
 
     Raises:
-        UnsupportedError: a layer of another scheme, without a rotation, in place of transformers' ``Conv1D`` (which the
-            package does not replace), a quantized embedding, or layers that differ in width, groups, rotation, seeds or
-            codebook, which this format has one of (the layer is named).
+        UnsupportedError: a layer of another scheme, of pairs, without a rotation, in place of transformers' ``Conv1D``
+            (which the package does not replace), a quantized embedding, or layers that differ in width,
+            groups, rotation, seeds or codebook, which this format has one of (the layer is named).
         CheckpointError: two layers' names differ in dots and underscores alone; a tensor is on the meta device; a
             parameter holds NaN or Inf; or the directory cannot be written.
 
@@ -120,6 +120,8 @@ def _describe(model: nn.Module, layers: dict[str, CodebookLinear]) -> Config:
             raise UnsupportedError(
                 f"layer {name!r} is {scheme.name}; the format has rotated layers alone: hadamard, qr"
             )
+        if scheme.pairs:
+            raise UnsupportedError(f"layer {name!r} is {scheme.name}; the format has no codebook of pairs")
         for key in ("bits", "residual_bits", "group_size", "rotation"):
             if getattr(scheme, key) != getattr(first, key):
                 raise UnsupportedError(

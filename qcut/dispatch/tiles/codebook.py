@@ -274,7 +274,7 @@ class _WgmmaCost(NamedTuple):
 _STREAM_F16 = _StreamCost(0.985, 221, 0.76, 626, 2900, 15.4, 375, 0)
 _STREAM_S8 = _StreamCost(0.638, 365, 0.412, 759, 1760, 17.9, 400, 0)
 _WGMMA_F16 = _WgmmaCost(1194, 4.89, 1099, 4.87, 0, 18.3, 18, 100, 3900)
-_WGMMA_S8 = _WgmmaCost(974, 1.05, 0, 0, 494, 22.5, 18, 916, 2800)
+_WGMMA_S8 = _WgmmaCost(974, 1.05, 1160, 1.05, 494, 22.5, 18, 916, 2800)
 _SLOT = 60
 """Cycles of a unit for each norm after the first."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qcut import jit
 from qcut.codebooks import layout as codebook_layout
+from qcut.codebooks import pairs, products
 from qcut.codebooks.layout import Geometry
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.codebook import mma_tile
@@ -41,7 +42,11 @@ INT8_EPILOGUES = (
 @pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
     """The menus, which most tests share, in parallel."""
-    problems = (CodebookProblem(epilogue=BIAS), CodebookProblem(DType.S8, epilogue=INT8_BIAS))
+    problems = [
+        CodebookProblem(x, epilogue=INT8_BIAS if x is DType.S8 else BIAS, pairs=in_pairs)
+        for x in (DType.F16, DType.S8)
+        for in_pairs in (False, True)
+    ]
     sources = [emit_codebook_mma(p, tile, arch()) for p in problems for tile in default_tiles(p, arch())]
     errors = [r for r in jit.build_many(sources, progress=False).values() if isinstance(r, Exception)]
     assert not errors, errors[0]
@@ -58,7 +63,9 @@ class Weight:
     geometry: Geometry
 
     @classmethod
-    def random(cls, n: int, k: int, bits: int, group_size: int, dtype: torch.dtype, seed: int = 0) -> Weight:
+    def random(
+        cls, n: int, k: int, bits: int, group_size: int, dtype: torch.dtype, seed: int = 0, in_pairs: bool = False
+    ) -> Weight:
         gen = torch.Generator().manual_seed(seed)
         geometry = Geometry(k, group_size)
         indices = torch.randint(0, 2**bits, (n, k), generator=gen).to(torch.uint8)
@@ -68,6 +75,8 @@ class Weight:
         norms[n // 4, 0] = 65504
         packed = codebook_layout.pack_norms(norms, codebook_layout.row_exponents(norms), geometry)
         values = torch.randn(16, generator=gen).to(dtype)
+        if in_pairs:
+            values = pairs.with_signs(torch.rand(64, 2, generator=gen) + 0.05).to(dtype)
         return cls(codebook_layout.pack_units(indices, bits, geometry), packed, values, bits, geometry)
 
     @property
@@ -98,7 +107,7 @@ def run(
     if m % 8:
         blocks[:, -1, m % 8 :] = 127 if x.dtype is torch.int8 else float("nan")
     ldd = -(-n // problem.alignment_n) * problem.alignment_n + extra
-    book = weight.values.view(torch.int16).view(torch.int32).tolist()
+    book = products.pack_book(weight.values.float(), weight.values.dtype)
     fold = [weight.fold.to(DEVICE)] if problem.x is DType.S8 else []
     values = []
     for param in problem.epilogue.params():
@@ -129,7 +138,7 @@ def check_int8(
     problem: CodebookProblem, tile: TileConfig, m: int, n: int, k: int, *, extra: int = 0, pdl: bool = False
 ) -> None:
     """Bitwise, on the integers that `int8_weight` says."""
-    weight = Weight.random(n, k, problem.bits, GROUP[problem.slots], torch.float16, seed=n)
+    weight = Weight.random(n, k, problem.bits, GROUP[problem.slots], torch.float16, seed=n, in_pairs=problem.pairs)
     x = full_range(m, weight.geometry.k_padded, seed=m)
     gemm = Gemm.of(problem.epilogue, x, weight.int8(n), seed=m)
     gemm.check(run(problem, tile, weight, x, n, gemm.args, extra=extra, pdl=pdl))
@@ -144,7 +153,7 @@ def check_float(
     8. The sum adds K * 2**-23 * sum |x w|, scale, bias and residual 2**-24 of their result each, D its own rounding.
     """
     dtype = TORCH_DTYPE[problem.x]
-    weight = Weight.random(n, k, problem.bits, GROUP[problem.slots], dtype, seed=n)
+    weight = Weight.random(n, k, problem.bits, GROUP[problem.slots], dtype, seed=n, in_pairs=problem.pairs)
     gen = torch.Generator().manual_seed(m)
     x = torch.randn(m, weight.geometry.k_padded, generator=gen).to(dtype)
     gemm = Gemm.of(problem.epilogue, torch.zeros(m, 1, dtype=torch.int8), torch.zeros(n, 1, dtype=torch.int8), seed=m)
@@ -166,11 +175,12 @@ def check_float(
     assert bool((error <= allowed).all()), f"error {error.flatten()[worst]} over bound {allowed.flatten()[worst]}"
 
 
+@pytest.mark.parametrize("in_pairs", [False, True], ids=["values", "pairs"])
 @pytest.mark.parametrize("x", [DType.F16, DType.S8], ids=lambda x: x.value)
 @pytest.mark.parametrize("tile", default_tiles(CodebookProblem(bits=2), "sm_90a"), ids=lambda t: t.name)
-def test_tiles(tile: TileConfig, x: DType) -> None:
+def test_tiles(tile: TileConfig, x: DType, in_pairs: bool) -> None:
     """Fewer units than stages and more; rows and tokens inside a tile and over several."""
-    problem = CodebookProblem(x, epilogue=INT8_BIAS if x is DType.S8 else BIAS)
+    problem = CodebookProblem(x, epilogue=INT8_BIAS if x is DType.S8 else BIAS, pairs=in_pairs)
     require(problem, tile)
     check = check_int8 if x is DType.S8 else check_float
     for n, k in ((8, 40), (72, 384), (328, 1300)):
@@ -186,12 +196,20 @@ def test_widths_and_slots(bits: int, slots: int) -> None:
         check_float(CodebookProblem(DType.F16, bits, slots, BIAS), MIDDLE, m, n, k)
 
 
+@pytest.mark.parametrize("slots", [2, 4])
+def test_pairs_with_several_norms(slots: int) -> None:
+    for m, n, k in ((5, 80, 700), (65, 136, 256)):
+        check_int8(CodebookProblem(DType.S8, 4, slots, INT8_BIAS, pairs=True), MIDDLE, m, n, k)
+        check_float(CodebookProblem(DType.F16, 4, slots, BIAS, pairs=True), MIDDLE, m, n, k)
+
+
+@pytest.mark.parametrize("in_pairs", [False, True], ids=["values", "pairs"])
 @pytest.mark.parametrize("slots", [1, 4])
-def test_bfloat16(slots: int) -> None:
+def test_bfloat16(slots: int, in_pairs: bool) -> None:
     epilogue = Epilogue(DType.BF16, col_scale="per_channel", bias=True, residual=True)
     for tile in (SMALL, MIDDLE):
         for m, n, k in ((3, 72, 500), (66, 200, 1024)):
-            check_float(CodebookProblem(DType.BF16, 4, slots, epilogue), tile, m, n, k)
+            check_float(CodebookProblem(DType.BF16, 4, slots, epilogue, pairs=in_pairs), tile, m, n, k)
 
 
 @pytest.mark.parametrize("epilogue", INT8_EPILOGUES, ids=lambda e: e.name)

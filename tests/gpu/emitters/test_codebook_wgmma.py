@@ -11,9 +11,9 @@ from torch import Tensor
 
 from qcut import jit
 from qcut.codebooks import layout as codebook_layout
-from qcut.codebooks import lloyd_max
+from qcut.codebooks import lloyd_max, pairs, products
 from qcut.codebooks.layout import Geometry
-from qcut.emitters.codebook.problem import BOOK_PARAMS, CodebookProblem
+from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.wgmma import CodebookWgmmaTile, default_tiles, emit_codebook_wgmma, grid
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType
@@ -53,6 +53,9 @@ PAIRS = (
 """Tiles with a table of pairs, for 16-bit tokens."""
 CASES = [(problem, tile) for problem in (INT8, HALF) for tile in (*TILES, *default_tiles(problem))]
 CASES += [(HALF, tile) for tile in PAIRS]
+IN_PAIRS = tuple(replace(problem, pairs=True) for problem in (INT8, HALF, BRAIN))
+"""Codebooks of pairs, which need the table."""
+CASES += [(problem, tile) for problem in IN_PAIRS for tile in (*PAIRS, *default_tiles(problem))]
 SHAPES = (
     (1, 16, 1),
     (7, 64, 2),
@@ -110,7 +113,8 @@ class Case:
             norms[3] = 65504
         packed = codebook_layout.pack_norms(norms, codebook_layout.row_exponents(norms), geometry)
         dtype = TORCH_DTYPE[problem.x]
-        values = lloyd_max.codebook(problem.bits).to(torch.float16 if dtype is torch.int8 else dtype)
+        values = pairs.codebook() if problem.pairs else lloyd_max.codebook(problem.bits)
+        values = values.to(torch.float16 if dtype is torch.int8 else dtype)
         units = codebook_layout.pack_units(indices, problem.bits, geometry)
         if dtype is torch.int8:
             x = full_range(m, geometry.k, seed=seed)
@@ -138,8 +142,9 @@ class Case:
         x = codebook_layout.to_blocks(self.x)
         if m % 8:
             x[:, -1, m % 8 :] = 127 if x.dtype is torch.int8 else float("nan")
-        book = torch.full((16,), float("nan"), dtype=self.values.dtype)
-        book[: len(self.values)] = self.values
+        book = torch.full((16,), float("nan"))
+        book[: 2**problem.bits] = self.values.flatten()[: 2**problem.bits]
+        words = products.pack_book(self.values.float() if problem.pairs else book, self.values.dtype)
         ldd = (-(-n // problem.alignment_n) + 1) * problem.alignment_n
         arguments: dict[str, Any] = {
             "x": x,
@@ -149,7 +154,7 @@ class Case:
             "n": n,
             "units_k": self.units.shape[1],
             "ldd": ldd,
-            **{p.name: int(w) for p, w in zip(BOOK_PARAMS, book.view(torch.int32), strict=True)},
+            **{p.name: w for p, w in zip(problem.book_params, words, strict=True)},
             **{p.name: self.gemm.args[p.name] for p in problem.epilogue.params()},
         }
         if problem.x is DType.S8:
@@ -216,10 +221,11 @@ def aligned(problem: CodebookProblem, n: int) -> CodebookProblem:
 
 @pytest.fixture(scope="session", autouse=True)
 def _built() -> None:
-    pairs = list(CASES)
-    pairs += [(aligned(problem, 1), tile) for problem in (INT8, HALF) for tile in (MIDDLE, TILES[6])]
-    pairs += [(of_tokens(problem, epilogue), MIDDLE) for problem in (INT8, HALF) for epilogue in EPILOGUES]
-    built = jit.build_many([emit_codebook_wgmma(*pair, arch()) for pair in pairs], progress=False)
+    cases = list(CASES)
+    cases += [(aligned(problem, 1), tile) for problem in (INT8, HALF) for tile in (MIDDLE, TILES[6])]
+    cases += [(of_tokens(problem, epilogue), MIDDLE) for problem in (INT8, HALF) for epilogue in EPILOGUES]
+    cases += [(replace(problem, slots=slots), PAIRS[2]) for problem in IN_PAIRS for slots in (2, 4)]
+    built = jit.build_many([emit_codebook_wgmma(*case, arch()) for case in cases], progress=False)
     errors = [result for result in built.values() if isinstance(result, Exception)]
     assert not errors, errors[0]
 
@@ -260,6 +266,14 @@ def test_formats(problem: CodebookProblem, bits: int, slots: int) -> None:
     for m, n, units_k in ((130, 200, 3), (64, 264, 10), (5, 64, 1)):
         case = Case.random(problem, m, n, units_k, seed=bits + slots)
         case.check(case.run(MIDDLE))
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+@pytest.mark.parametrize("problem", IN_PAIRS, ids=lambda p: p.x.value)
+def test_pairs_with_several_norms(problem: CodebookProblem, slots: int) -> None:
+    for m, n, units_k in ((130, 200, 3), (64, 264, 10)):
+        case = Case.random(replace(problem, slots=slots), m, n, units_k, seed=slots)
+        case.check(case.run(PAIRS[2]))
 
 
 @pytest.mark.parametrize("tile", [MIDDLE, WIDE, TILES[6]], ids=lambda t: t.name)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qcut import jit
 from qcut.codebooks import layout as codebook_layout
+from qcut.codebooks import pairs, products
 from qcut.codebooks.layout import Geometry
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.codebook import is_wgmma_better, rounds_tile, stream_tile, stream_wgmma_tile
@@ -113,19 +114,19 @@ def grid_of(tile: Tile, m: int, n: int) -> tuple[int, int, int]:
 
 
 def problem_of(
-    x: DType, bits: int = 4, slots: int = 1, epilogue: Epilogue = PLAIN, alignment: int = 1
+    x: DType, bits: int = 4, slots: int = 1, epilogue: Epilogue = PLAIN, alignment: int = 1, in_pairs: bool = False
 ) -> CodebookProblem:
     if x is DType.S8:
         epilogue = replace(epilogue, row_scale="per_token")
-    return CodebookProblem(x, bits, slots, epilogue, alignment)
+    return CodebookProblem(x, bits, slots, epilogue, alignment, pairs=in_pairs)
 
 
-def menu(x: DType) -> tuple[CodebookStreamWgmmaTile, ...]:
-    return codebook_stream_wgmma.default_tiles(prompt_problem(x)) if arch() == "sm_90a" else ()
+def menu(x: DType, in_pairs: bool) -> tuple[CodebookStreamWgmmaTile, ...]:
+    return codebook_stream_wgmma.default_tiles(prompt_problem(x, in_pairs)) if arch() == "sm_90a" else ()
 
 
-def prompt_problem(x: DType) -> CodebookProblem:
-    return problem_of(x, epilogue=EPILOGUES[0] if x is DType.F16 else PLAIN)
+def prompt_problem(x: DType, in_pairs: bool) -> CodebookProblem:
+    return problem_of(x, epilogue=EPILOGUES[0] if x is DType.F16 else PLAIN, in_pairs=in_pairs)
 
 
 def format_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
@@ -133,6 +134,22 @@ def format_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
         for bits, slots in FORMATS:
             for tile in EACH:
                 yield problem_of(x, bits, slots), tile
+        for slots in (1, 2, 4):
+            for tile in EACH:
+                yield problem_of(x, 4, slots, in_pairs=True), tile
+
+
+def pair_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
+    """Tables of pairs filled by every number of warps."""
+    for x in (DType.F16, DType.S8):
+        problem = problem_of(x, in_pairs=True)
+        for tile in TILES:
+            if isinstance(tile, CodebookStreamWgmmaTile):
+                is_legal = codebook_stream_wgmma.smem_bytes(problem, tile) <= architecture("sm_90a").smem_bytes
+                if is_legal:
+                    yield problem, tile
+            else:
+                yield problem, tile
 
 
 def epilogue_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
@@ -177,8 +194,13 @@ def _built() -> None:
     cases += [
         (problem_of(x, epilogue=EPILOGUES[0] if x is DType.F16 else PLAIN), t) for x in DTYPES for t in PROMPT_TILES
     ]
-    cases += [(prompt_problem(x), t) for x in DTYPES for t in menu(x)]
-    cases += [*format_cases(), *epilogue_cases(), *((p, t) for p, t, *_ in [*chosen_cases(), *foreign_cases()])]
+    cases += [(prompt_problem(x, p), t) for x in DTYPES for p in (False, True) for t in menu(x, p)]
+    cases += [
+        *pair_cases(),
+        *format_cases(),
+        *epilogue_cases(),
+        *((p, t) for p, t, *_ in [*chosen_cases(), *foreign_cases()]),
+    ]
     sources = {source.name: source for source in (emit(p, t) for p, t in cases if has_tile(t))}
     errors = [r for r in jit.build_many(list(sources.values()), progress=False).values() if isinstance(r, Exception)]
     assert not errors, errors[0]
@@ -211,6 +233,8 @@ class Product:
         dtype = torch.float16 if problem.x is DType.S8 else TORCH_DTYPE[problem.x]
         values = torch.zeros(16, dtype=dtype)
         values[: 2**bits] = torch.linspace(-2.7, 2.7, 2**bits).to(dtype)
+        if problem.pairs:
+            values = pairs.codebook().to(dtype)
         floats = torch.randn(m, k, generator=generator).to(dtype)
         x = full_range(m, k, seed=seed) if problem.x is DType.S8 else floats
         spread = k**0.5 * (74 * 64 if problem.x is DType.S8 else 1)
@@ -252,7 +276,7 @@ class Product:
         ctas = grid_of(tile, m, self.n)
         ldd = -(-self.n // self.problem.alignment_n) * self.problem.alignment_n + extra
         fold = codebook_layout.fold_scales(self.norms, self.values)
-        words = self.values.view(torch.int32).tolist()
+        words = products.pack_book(self.values.float(), self.values.dtype)
         given: dict[str, Any] = {"x": self.blocks(), "units": self.units, "norms": self.norms, "fold": fold}
         given |= {"m": m, "n": self.n, "units_k": self.units_k, "ldd": ldd, **self.args}
         given |= {f"book{i}": word for i, word in enumerate(words)}
@@ -348,11 +372,12 @@ def test_more_tokens_than_a_tile(tile: CodebookStreamWgmmaTile, x: DType) -> Non
         product.check(product.run(tile, extra=n % 3), tile)
 
 
+@pytest.mark.parametrize("in_pairs", [False, True], ids=["values", "pairs"])
 @pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
-def test_tiles_of_the_menu_for_prompts(x: DType) -> None:
-    for tile in menu(x):
+def test_tiles_of_the_menu_for_prompts(x: DType, in_pairs: bool) -> None:
+    for tile in menu(x, in_pairs):
         for m, n, units in ((65, 257, 10), (2 * tile.tokens + 3, 130, 3)):
-            product = Product.random(prompt_problem(x), m, n, units, seed=m)
+            product = Product.random(prompt_problem(x, in_pairs), m, n, units, seed=m)
             product.check(product.run(tile, pdl=m == 65), tile)
 
 
@@ -373,6 +398,15 @@ def test_formats(problem: CodebookProblem, tile: Tile) -> None:
     require(tile)
     for m, n, units in ((1, 64, 3), (5, 65, 7), (16, 130, 8), (9, 33, 1)):
         product = Product.random(problem, m, n, units, seed=m)
+        product.check(product.run(tile), tile)
+
+
+@pytest.mark.parametrize(("problem", "tile"), list(pair_cases()), ids=lambda v: v.name)
+def test_pairs(problem: CodebookProblem, tile: Tile) -> None:
+    require(tile)
+    most = min(tile.capacity, 12) if isinstance(tile, CodebookStreamTile) else 12
+    for m, n, units in ((tile.tokens, 130, most), (1, 657, 1)):
+        product = Product.random(problem, m, n, units, seed=n)
         product.check(product.run(tile), tile)
 
 
@@ -401,12 +435,13 @@ def test_tiles_that_other_gpus_take() -> None:
             product.check(product.run(tile, pdl=tokens == m), tile)
 
 
+@pytest.mark.parametrize("in_pairs", [False, True], ids=["values", "pairs"])
 @pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)
 @pytest.mark.parametrize("tile", EACH, ids=lambda t: t.name)
-def test_identity_tokens_give_the_weights(tile: Tile, x: DType) -> None:
+def test_identity_tokens_give_the_weights(tile: Tile, x: DType, in_pairs: bool) -> None:
     """Every column at its place: token i is column i alone, and D the weights, rounded as the family rounds them."""
     require(tile)
-    product = Product.random(problem_of(x), 16, 130, 2)
+    product = Product.random(problem_of(x, in_pairs=in_pairs), 16, 130, 2)
     product.args = {name: torch.ones_like(v) for name, v in product.args.items()}
     for first in range(0, 256, 16):
         product.x = torch.eye(256)[first : first + 16].to(product.x.dtype)

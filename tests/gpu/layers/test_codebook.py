@@ -22,8 +22,9 @@ from qcut.ops.paths import execution_path
 from tests.gpu.support.oracles import DEVICE, assert_same
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-EXACT = ("codebook4_int8", "codebook3_g64_int8", "codebook4+4_int8", "int4_g32_int8")
-FLOAT = ("codebook4", "codebook2_g64", "codebook4+4", "codebook4+2", "codebook4_g32_qr", "int4")
+EXACT = ("codebook4_int8", "codebook3_g64_int8", "codebook4+4_int8", "int4_g32_int8", "codebook4_pairs_int8")
+EXACT += ("codebook4_pairs_g32_int8",)
+FLOAT = ("codebook4", "codebook2_g64", "codebook4+4", "codebook4+2", "codebook4_g32_qr", "int4", "codebook4_pairs")
 LIMIT = {HALF: 2.0**-10, BRAIN: 2.0**-7}
 """Of the whole error, relative: one rounding of each weight and one of the output, in the tokens' type."""
 
@@ -83,9 +84,10 @@ def test_16_bit_products_are_near_the_cpus(scheme: str, dtype: torch.dtype, monk
         assert (got.double() - explicit.double()).norm() <= 4 * LIMIT[dtype] * explicit.double().norm()
 
 
-def test_every_number_of_tokens_to_130(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_pairs"])
+def test_every_number_of_tokens_to_130(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through dispatch, hence on every family and at the edges of every tile."""
-    exact, near = layer("codebook4_int8"), layer("codebook4")
+    exact, near = layer(f"{scheme}_int8"), layer(scheme)
     exact_gpu, near_gpu = (copy.deepcopy(cpu).to(DEVICE) for cpu in (exact, near))
     for m in range(1, 131):
         x = tokens(m)
@@ -96,7 +98,11 @@ def test_every_number_of_tokens_to_130(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN])
 @pytest.mark.parametrize(
-    "scheme", ["codebook4", "codebook3_g64", "codebook2+2_g32", "codebook4+4", "codebook4_int8", "codebook4_g32_int8"]
+    "scheme",
+    [
+        *("codebook4", "codebook3_g64", "codebook2+2_g32", "codebook4+4", "codebook4_int8", "codebook4_g32_int8"),
+        *("codebook4_pairs", "codebook4_pairs_int8", "codebook4_pairs_g32_int8"),
+    ],
 )
 def test_one_token_is_what_two_kernels_make_of_it(scheme: str, dtype: torch.dtype) -> None:
     """Bitwise: tiles with clusters, with several units to a warp, and with fewer threads than a warp's for a unit."""
@@ -163,7 +169,7 @@ def test_dense_rotations_with_int8_products() -> None:
     assert sqnr_db(cpu(x), copy.deepcopy(cpu).to(DEVICE)(x.to(DEVICE)).cpu()) > 45
 
 
-@pytest.mark.parametrize("scheme", ["codebook4", "codebook4+2_g64_int8", "codebook4_qr", "int4"])
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4+2_g64_int8", "codebook4_qr", "int4", "codebook4_pairs"])
 def test_from_float_on_the_gpu(scheme: str) -> None:
     torch.manual_seed(3)
     linear = nn.Linear(1280, 336)
@@ -177,7 +183,7 @@ def test_from_float_on_the_gpu(scheme: str) -> None:
 
 
 def test_state_goes_to_another_device(tmp_path: Path) -> None:
-    for scheme in ("codebook4+4", "codebook4_int8"):
+    for scheme in ("codebook4+4", "codebook4_int8", "codebook4_pairs_int8"):
         model = nn.Sequential(layer(scheme)).to(DEVICE)
         state = model.state_dict()
         assert {t.device.type for t in state.values()} == {"cuda"}

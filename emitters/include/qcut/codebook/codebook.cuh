@@ -5,12 +5,14 @@
 // 16i + 8(b & 1) + 2t and 16i + 8(b & 1) + 2t + 1 of row g + 8(b >> 1). One word thus gives the four
 // registers of the first operand of a 16-bit m16n8k16, and two words give those of an int8 m16n8k32.
 //
-// Indices become values in three ways:
+// Indices become values in four ways:
 //   PairTable     a table in shared memory with an entry for each byte (two indices) and lane. One PRMT and
 //                 one LDS without bank conflicts give two 16-bit values. For few tokens, where decoding takes
 //                 most of the time.
 //   RegisterBook  PRMT alone, without memory. For many tokens, where the tensor cores take most of the time.
 //   RowBook       int8 values of one row, with the row's norm folded in: q = rne(value * (norm * fold)).
+//   PairFactors   int8 values of a codebook of pairs, whose bytes are indices of two values: a table gives float16
+//                 values, and one HFMA2 for each two makes integers of them: q = rne(value * f16(norm * fold)).
 //
 // Source: PTX ISA, "prmt", "Matrix Fragments for mma.m16n8k16 / mma.m16n8k32".
 #pragma once
@@ -95,7 +97,16 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
 
 // Sixteen values of 16 bits as a kernel's argument, two to a word.
 struct Book {
+  static constexpr bool kPairs = false;
   uint32_t w[8];
+};
+
+// The pairs of values with positive signs, one to a word, as a kernel's argument. A byte of indices is one index of a
+// pair: bits 0 to 5 number the word, bits 6 and 7 are the signs of the lower and of the upper value.
+struct PairBook {
+  static constexpr bool kPairs = true;
+  static constexpr int kWords = 64;
+  uint32_t w[kWords];
 };
 
 // Selects four bytes of a table of sixteen. Each nibble of `low` is the lower three bits of an index. Nibble i
@@ -161,6 +172,19 @@ struct PairTable {
   }
 };
 
+// The same in half the memory, with two instructions for an address: the entry of byte v for lane l lies at 128 v + 4 l.
+struct DensePairTable {
+  static constexpr int kBytes = 32768;
+
+  static __device__ __forceinline__ void decode(uint32_t (&a)[4], uint32_t word, const char* table, uint32_t lane4) {
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+      const uint32_t at = b == 0 ? word << 7 : word >> (8 * b - 7);
+      a[b / 2 + b % 2 * 2] = *reinterpret_cast<const uint32_t*>(table + (at & 0x7f80u | lane4));
+    }
+  }
+};
+
 // Fills a PairTable; a barrier must follow. All warps of the CTA take the same branches. PRMT chooses each lane's
 // value, because an index that depends on the lane would put the book into local memory.
 template <int kWarps>
@@ -184,6 +208,57 @@ __device__ __forceinline__ void fill_pair_table(char* table, const Book& book) {
     *reinterpret_cast<uint32_t*>(table + 256 * v + 4 * lane) = first | second << 16;
   }
 }
+
+// Word kFirst + i of a book, i < kCount, chosen by selections: an index that depends on the warp would put the book into
+// local memory.
+template <int kFirst, int kCount>
+__device__ __forceinline__ uint32_t select_word(const uint32_t (&w)[PairBook::kWords], int i) {
+  if constexpr (kCount == 1) {
+    return w[kFirst];
+  } else {
+    constexpr int kHalf = kCount > 32 ? 32 : kCount > 16 ? 16 : kCount > 8 ? 8 : kCount > 4 ? 4 : kCount > 2 ? 2 : 1;
+    const uint32_t low = select_word<kFirst, kHalf>(w, i);
+    const uint32_t high = select_word<kFirst + kHalf, kCount - kHalf>(w, i);
+    return i & kHalf ? high : low;
+  }
+}
+
+// Stores the entries of some pairs, and of the same pairs with other signs; each warp has one of kCount words from
+// kFirst on.
+template <class Table, int kWarps, int kFirst = 0>
+__device__ __forceinline__ void store_pairs(char* table, const PairBook& book, int warp, int lane) {
+  if constexpr (kFirst < PairBook::kWords) {
+    constexpr int kCount = PairBook::kWords - kFirst < kWarps ? PairBook::kWords - kFirst : kWarps;
+    const int mine = min(warp, kCount - 1);
+    const uint32_t pair = select_word<kFirst, kCount>(book.w, mine);
+    char* at = table + Table::kBytes / 256 * (kFirst + mine) + 4 * lane;
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+      const uint32_t signs = (s & 1 ? 0x8000u : 0u) | (s & 2 ? 0x80000000u : 0u);
+      *reinterpret_cast<uint32_t*>(at + Table::kBytes / 4 * s) = pair ^ signs;
+    }
+    store_pairs<Table, kWarps, kFirst + kWarps>(table, book, warp, lane);
+  }
+}
+
+// Fills a table of pairs; a barrier must follow. All warps of the CTA take the same branches.
+template <int kWarps, class Table = PairTable>
+__device__ __forceinline__ void fill_pair_table(char* table, const PairBook& book) {
+  store_pairs<Table, kWarps>(table, book, threadIdx.x / 32, threadIdx.x % 32);
+}
+
+// Decodes a word of indices by a table of pairs in shared memory.
+template <class Table>
+struct PairValues {
+  const char* table;
+  uint32_t lane4;
+
+  __device__ __forceinline__ PairValues(const PairBook&, const char* table)
+      : table(table), lane4(4 * (threadIdx.x % 32)) {}
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], uint32_t word) const {
+    Table::decode(a, word, table, lane4);
+  }
+};
 
 // The part of the codebook that lane 4g + t converts to int8: values 4t..4t+3.
 struct QuarterBook {
@@ -236,6 +311,40 @@ __device__ __forceinline__ void decode_s8(uint32_t (&a)[4], uint32_t word0, uint
     } else {
       a[2 * i + 1] = select_4_of_16(row8.table, upper_half(index), upper_half(half));
     }
+  }
+}
+
+// The factors, in float16, by which the pairs of rows g and g + 8 of a slot become int8.
+struct PairFactors {
+  __half2 row, row8;
+
+  __device__ __forceinline__ void build(float factor, float factor8) {
+    row = __float2half2_rn(factor);
+    row8 = __float2half2_rn(factor8);
+  }
+
+  // The fused addition of 1.5 * 2^10 rounds the exact products once, to integers in the sums' low bytes.
+  __device__ __forceinline__ void apply(uint32_t (&a)[4]) const {
+    const __half2 bias = __float2half2_rn(1536.0f);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __half2 v = __hfma2(reinterpret_cast<const __half2&>(a[i]), i % 2 ? row8 : row, bias);
+      a[i] = reinterpret_cast<const uint32_t&>(v);
+    }
+  }
+};
+
+// decode_s8 of a codebook of pairs.
+template <class Values>
+__device__ __forceinline__ void decode_pairs_s8(uint32_t (&a)[4], uint32_t word0, uint32_t word1, const Values& values,
+                                                const PairFactors& factors) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    uint32_t v[4];
+    values.decode(v, i ? word1 : word0);
+    factors.apply(v);
+    a[2 * i] = permute_bytes(v[0], v[2], 0x6420);
+    a[2 * i + 1] = permute_bytes(v[1], v[3], 0x6420);
   }
 }
 

@@ -3,7 +3,8 @@
 // A CTA computes a tile of D. A cp.async pipeline copies blocks of tokens and units of weights, 128 columns
 // at a time, to shared memory without reordering: tokens are swizzled for ldmatrix in global memory already,
 // and a lane's part of a unit is contiguous. Weights are the product's first operand (16 rows of N) and
-// tokens the second (8 rows of M). Indices become the first operand's registers by PRMT alone. A warp's tile
+// tokens the second (8 rows of M). Indices become the first operand's registers by PRMT alone, those of a
+// codebook of pairs by a dense table in shared memory, before the pipeline. A warp's tile
 // should be tall in M, because each warp decodes the weights that it multiplies.
 //
 // Exactness: 16-bit weights times their norms are rounded once (bfloat16: the norms, too), and float32 sums are
@@ -18,10 +19,10 @@
 namespace qcut {
 
 // Sixteen rows of a unit as a warp multiplies them: kSteps steps of the product's depth.
-template <class T, int kBits, bool kOffsets>
+template <class T, int kBits, bool kOffsets, bool kPairs>
 struct UnitDecoder {
   using Acc = float;
-  using Table = RegisterBook;
+  using Table = typename Either<kPairs, PairValues<DensePairTable>, RegisterBook>::Type;
   static constexpr int kSteps = 8;
   UnitWords<kBits> words;
   SlotNorms<kOffsets> norms;
@@ -38,7 +39,33 @@ struct UnitDecoder {
 };
 
 template <int kBits>
-struct UnitDecoder<int8_t, kBits, false> {
+struct UnitDecoder<int8_t, kBits, false, true> {
+  using Acc = int;
+  using Table = PairValues<DensePairTable>;
+  static constexpr int kSteps = 4;
+  UnitWords<kBits> words;
+  PairFactors factors;
+  float fold, fold8;
+
+  // `fold_g` is the address of row g's fold.
+  __device__ __forceinline__ void init(const float* fold_g) {
+    fold = fold_g[0];
+    fold8 = fold_g[8];
+  }
+  __device__ __forceinline__ void begin_slot(const Table&, const SlotNorms<false>& slot) {
+    const float2 norm = norm_pair(slot.norms);
+    factors.build(norm.x * fold, norm.y * fold8);
+  }
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const Table& table, int step) const {
+    decode_pairs_s8(a, words.word(2 * step), words.word(2 * step + 1), table, factors);
+  }
+  static __device__ __forceinline__ void mma(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    mma_s8(c, a, b0, b1);
+  }
+};
+
+template <int kBits>
+struct UnitDecoder<int8_t, kBits, false, false> {
   using Acc = int;
   using Table = QuarterBook;
   static constexpr int kSteps = 4;
@@ -125,11 +152,11 @@ struct CodebookStage {
 
 // The kernel. kAlignD is the alignment of D's rows in bytes (kAlign of TileWriter). `fold` is read for int8 tokens
 // alone.
-template <class Tile, class T, int kBits, int kSlots, bool kOffsets, class E, int kAlignD>
+template <class Tile, class T, int kBits, int kSlots, bool kOffsets, class E, int kAlignD, class B>
 __device__ __forceinline__ void codebook_mma(const char* x, const char* units, const char* norms, const float* fold,
-                                             typename E::Out* d, int m, int n, int units_k, int ldd, const Book& book,
+                                             typename E::Out* d, int m, int n, int units_k, int ldd, const B& book,
                                              const typename E::Args& args) {
-  using Decoder = UnitDecoder<T, kBits, kOffsets>;
+  using Decoder = UnitDecoder<T, kBits, kOffsets, B::kPairs>;
   using Norms = SlotNorms<kOffsets>;
   using Acc = typename Decoder::Acc;
   using Fetch = CodebookStage<Tile, T, kBits, kSlots, kOffsets>;
@@ -138,7 +165,12 @@ __device__ __forceinline__ void codebook_mma(const char* x, const char* units, c
   constexpr int kTokenTiles = Tile::kWarpM / 8;
   constexpr int kRowTiles = Tile::kWarpN / kUnitRows;
   static_assert(Tile::kBlockK == kUnitColumns && Tile::kSplits == 1, "a tile of one unit, and no splits");
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(128) char whole[];
+  char* shared = whole;
+  if constexpr (B::kPairs) {
+    fill_pair_table<Tile::kThreads / 32, DensePairTable>(whole, book);  // complete at the first barrier
+    shared += DensePairTable::kBytes;
+  }
   const uint32_t base = shared_address(shared);
 
   const int tiles_m = (m + Tile::kBlockM - 1) / Tile::kBlockM;
@@ -158,7 +190,13 @@ __device__ __forceinline__ void codebook_mma(const char* x, const char* units, c
   const int warp = threadIdx.x / 32;
   const int warp_m = warp / Tile::kWarpsN * Tile::kWarpM;
   const int warp_n = warp % Tile::kWarpsN * Tile::kWarpN;
-  const typename Decoder::Table table(book);
+  const auto table = [&] {
+    if constexpr (B::kPairs) {
+      return typename Decoder::Table(book, whole);
+    } else {
+      return typename Decoder::Table(book);
+    }
+  }();
   Decoder rows[kRowTiles];
 #pragma unroll
   for (int j = 0; j < kRowTiles; ++j) {

@@ -43,14 +43,15 @@ __device__ __forceinline__ void stage_tokens(const Acc* acc, uint32_t shared, in
 }
 
 // The work of the two multiplying warpgroups, each of which writes its 64 channels of D.
-template <class T, class E, int kAlign>
+template <class T, class E, int kAlign, class B>
 __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const char* units, const char* norms,
-                                                typename E::Out* d, int n, int ldd, const Book& book,
+                                                const float* fold, typename E::Out* d, int n, int ldd, const B& book,
                                                 const typename E::Args& args, uint32_t base) {
   using Acc = typename T::Acc;
   using Stage = typename T::Stage;
   using HalfDecoder = typename Either<T::kPairs, PromptPairDecoder<T>, PromptDecoder<T>>::Type;
-  using Decoder = typename Either<T::kHasTables, PromptTableDecoder<T>, HalfDecoder>::Type;
+  using ByteDecoder = typename Either<T::kPairs, PromptPairDecoderS8<T>, PromptTableDecoder<T>>::Type;
+  using Decoder = typename Either<sizeof(typename T::X) == 1, ByteDecoder, HalfDecoder>::Type;
   constexpr int kSteps = Decoder::kSteps;
   // Products are issued in batches of kBatch, whose weights are decoded together into one of kRing buffers.
   constexpr int kBatch = T::kFine ? 1 : kSteps / 2;
@@ -84,6 +85,10 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
     // Warps past the last row read the last rows again; their sums are not stored.
     const long long row_tile = min(work.tile(tile).y + warp, work.row_tiles - 1);
     stream.begin(units, norms, row_tile * work.units_k + work.first_unit, lane);
+    if constexpr (UnitStream<T>::kHasFolds) {
+      const float* at = fold + kUnitRows * row_tile + lane / 4;
+      stream.folds = make_float2(at[0], at[8]);
+    }
   };
   begin_tile(work.first());
   wait_for_dependencies();
@@ -215,10 +220,11 @@ __device__ __forceinline__ void multiply_prompt(const PromptWork<T>& work, const
 }
 
 // The kernel. `fold` is read for int8 tokens alone. kAlign is the alignment of D's rows in bytes, as in TileWriter.
-template <class T, class E, int kAlign>
+template <class T, class E, int kAlign, class B>
 __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units, const char* norms,
                                                 const float* fold, typename E::Out* d, int m, int n, int units_k,
-                                                int ldd, const Book& book, const typename E::Args& args) {
+                                                int ldd, const B& book, const typename E::Args& args) {
+  static_assert(!B::kPairs || T::kPairs, "a codebook of pairs needs the table");
   extern __shared__ __align__(1024) char shared[];
   launch_dependents();
   const uint32_t base = shared_address(shared);
@@ -251,7 +257,7 @@ __device__ __forceinline__ void codebook_wgmma(const char* x, const char* units,
     }
   } else {
     take_registers<T::kRegisters>();
-    multiply_prompt<T, E, kAlign>(PromptWork<T>(m, n, units_k), units, norms, d, n, ldd, book, args, base);
+    multiply_prompt<T, E, kAlign>(PromptWork<T>(m, n, units_k), units, norms, fold, d, n, ldd, book, args, base);
   }
   // No CTA exits while other CTAs copy to its memory, arrive at its barriers or read its sums.
   if constexpr (T::kCtas > 1) {

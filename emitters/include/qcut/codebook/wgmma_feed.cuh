@@ -37,7 +37,7 @@ struct WgmmaTile {
   static constexpr bool kPairs = kPairs_;  // whether a PairTable lies before the stages
   static constexpr int kFirstStage = kPairs ? PairTable::kBytes : 0;
   static constexpr int kTables = kFirstStage + kStages * kTokenBytes;
-  static constexpr bool kHasTables = sizeof(X) == 1;
+  static constexpr bool kHasTables = sizeof(X) == 1 && !kPairs;  // tables of int8 values, of each row
   static constexpr int kTableBytes = kHasTables ? 16 * kRows * kSlots : 0;  // [slot][row][16 int8]
   static constexpr int kOperandBytes = kTables + kStages * kTableBytes;
   // Splits stage all sums in the place of the operands.
@@ -52,21 +52,30 @@ struct WgmmaTile {
   static constexpr int kFetchRegisters = !kHasTables ? 40 : kTokens == 256 && kSlots == 1 ? 56 : 72;
   static constexpr int kRegisters = (3 * 168 - kFetchRegisters) / 2;
 
-  static_assert(kTokens % 32 == 0 && !(kPairs && kHasTables), "see emitters/codebook/wgmma.py");
-  static_assert(!(kOffsets && kHasTables), "offsets are of 16-bit weights");
+  static_assert(kTokens % 32 == 0, "see emitters/codebook/wgmma.py");
+  static_assert(!(kOffsets && sizeof(X) == 1), "offsets are of 16-bit weights");
   static_assert(kCluster == 1 || kSplits == 1, "a cluster shares tokens or K");
 };
+
+struct Nothing {};
+
+__device__ __forceinline__ const char* dynamic_shared() {
+  extern __shared__ __align__(1024) char shared[];
+  return shared;
+}
 
 // Loads a warp's units of 16 rows from global memory to registers, one unit ahead. The units are too small for bulk
 // copies: sixteen copies for each unit of K took longer than the products.
 template <class T>
 struct UnitStream {
   static constexpr bool kHasNorms = !T::kHasTables;
+  static constexpr bool kHasFolds = kHasNorms && sizeof(typename T::X) == 1;
   UnitWords<T::kBits> words, next;
   using Norms = SlotNorms<T::kOffsets>;
   Norms norms[T::kSlots], next_norms[T::kSlots];
   const char* units;  // the unit that is loaded next
   const char* unit_norms;
+  typename Either<kHasFolds, float2, Nothing>::Type folds;  // of rows g and g + 8
 
   __device__ __forceinline__ UnitStream(const char* units, const char* norms) : units(units), unit_norms(norms) {}
 
@@ -131,12 +140,32 @@ struct PromptPairDecoder {
   static constexpr int kSteps = 8;
   uint32_t lane4;
 
-  __device__ __forceinline__ PromptPairDecoder(const Book&, uint32_t, int, int lane) : lane4(4 * lane) {}
+  template <class B>
+  __device__ __forceinline__ PromptPairDecoder(const B&, uint32_t, int, int lane) : lane4(4 * lane) {}
   __device__ __forceinline__ void fetch(int, int) {}
   __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) const {
     extern __shared__ __align__(1024) char shared[];
     PairTable::decode(a, unit.words.word(step), shared, lane4);
     NormScale<typename T::X, T::kOffsets>(unit.norms[step * T::kSlots / kSteps]).apply(a);
+  }
+};
+
+// The same for int8 values of a codebook of pairs.
+template <class T>
+struct PromptPairDecoderS8 {
+  static constexpr int kSteps = 4;
+  PairValues<PairTable> values;
+  PairFactors factors;  // of the slot decoded last
+
+  __device__ __forceinline__ PromptPairDecoderS8(const PairBook& book, uint32_t, int, int)
+      : values(book, dynamic_shared()) {}
+  __device__ __forceinline__ void fetch(int, int) {}
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const UnitStream<T>& unit, int step) {
+    if (step * T::kSlots % kSteps == 0) {
+      const float2 norm = norm_pair(unit.norms[step * T::kSlots / kSteps].norms);
+      factors.build(norm.x * unit.folds.x, norm.y * unit.folds.y);
+    }
+    decode_pairs_s8(a, unit.words.word(2 * step), unit.words.word(2 * step + 1), values, factors);
   }
 };
 

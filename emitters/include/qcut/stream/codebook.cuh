@@ -193,6 +193,34 @@ struct UnitProduct {
   }
 };
 
+template <class Table>
+struct UnitProduct<int8_t, PairValues<Table>> {
+  using Acc = int;
+  PairValues<Table> values;
+
+  __device__ __forceinline__ UnitProduct(const PairBook& book, const char* table) : values(book, table) {}
+
+  template <int kBits, int kSlots, int kTokenTiles>
+  __device__ __forceinline__ void add(Acc (&sum)[kTokenTiles][4], const WeightUnit<kBits, kSlots, false>& unit,
+                                      const RowFold<int8_t>& fold, const uint32_t (&b)[kTokenTiles][8],
+                                      const TokenSums<int8_t, kSlots, kTokenTiles, false>&) const {
+    constexpr int kSteps = 4 / kSlots;  // of 32 columns
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      const float2 norm = norm_pair(unit.norms[s].norms);
+      PairFactors factors;
+      factors.build(norm.x * fold.row, norm.y * fold.row8);
+#pragma unroll
+      for (int i = s * kSteps; i < (s + 1) * kSteps; ++i) {
+        uint32_t a[4];
+        decode_pairs_s8(a, unit.words.word(2 * i), unit.words.word(2 * i + 1), values, factors);
+#pragma unroll
+        for (int j = 0; j < kTokenTiles; ++j) mma_s8(sum[j], a, b[j][2 * i], b[j][2 * i + 1]);
+      }
+    }
+  }
+};
+
 template <class Values>
 struct UnitProduct<int8_t, Values> {
   using Acc = int;
@@ -236,12 +264,13 @@ __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int 
 
 // The kernel. units_k <= kSplits * kWarps * kUnits, m <= kTokens. The grid has a cluster for every kRowTiles tiles. x
 // is a BlockTokens, a RowToken or a QuantizedToken.
-template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, class X>
+template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, class X, class B>
 __device__ __forceinline__ void codebook_stream(X x, const char* units, const char* norms, const float* fold,
                                                 typename E::Out* d, int m, int n, int units_k, int ldd,
-                                                const Book& book, typename E::Args args) {
-  using Shared = StreamShared<T, Tile>;
-  using Product = UnitProduct<T, TableBook>;
+                                                const B& book, typename E::Args args) {
+  constexpr bool kTable = !kIsInt8<T> || B::kPairs;
+  using Shared = StreamShared<T, Tile, kTable>;
+  using Product = UnitProduct<T, typename Either<B::kPairs, PairValues<PairTable>, TableBook>::Type>;
   using Acc = typename Product::Acc;
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kUnits = Tile::kUnits;
@@ -297,7 +326,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   x.begin(cta_first, units_k);
   launch_dependents();
   if constexpr (Tile::kSplits > 1) cluster_arrive_relaxed();
-  if constexpr (!kIsInt8<T>) fill_pair_table<Tile::kWarps>(shared, book);
+  if constexpr (kTable) fill_pair_table<Tile::kWarps>(shared, book);
 
   const uint32_t regions = shared_address(shared) + Shared::kRegions;
   const uint32_t region = regions + warp * Shared::kRegionBytes;

@@ -2,14 +2,14 @@
 //
 // codebook.cuh keeps the tokens of all K in the registers of its warps, and a table of 64 KB beside. Here the warps of a
 // CTA go along K in rounds: in each round a warp multiplies one unit of 128 columns of kRowTiles tiles of 16 rows.
-// Values are chosen by PRMT from a book in registers, and sums stay in registers until the last round, so that shared
+// Values are chosen by PRMT from a book in registers (those of a codebook of pairs from a dense table), and sums stay in registers until the last round, so that shared
 // memory holds nothing but the tokens of one round, and later the sums. The weights of the next round take the place of
 // a tile's weights as soon as these are multiplied, and the tokens of the next round are copied meanwhile. The first
 // weights are loaded before the wait for the previous kernel.
 //
 // Exactness: as codebook.cuh, but sums of a warp's rounds are added in the order of the rounds before sums of warps.
 //
-// Shared memory: a region for each warp, which stages the tokens of a round and later the warp's sums; the vectors of
+// Shared memory: the table of a codebook of pairs; a region for each warp, which stages the tokens of a round and later the warp's sums; the vectors of
 // the epilogue.
 #pragma once
 
@@ -18,14 +18,14 @@
 namespace qcut {
 
 // The kernel. m <= kTokens; the grid has a CTA for every kRowTiles tiles.
-template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E>
+template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, class B>
 __device__ __forceinline__ void codebook_stream_rounds(const BlockTokens<T, Tile>& x, const char* units,
                                                        const char* norms, const float* fold, typename E::Out* d, int m,
-                                                       int n, int units_k, int ldd, const Book& book,
+                                                       int n, int units_k, int ldd, const B& book,
                                                        typename E::Args args) {
   static_assert(Tile::kUnits == 1 && Tile::kSplits == 1 && Tile::kPrefetch == Tile::kRowTiles);
-  using Shared = StreamShared<T, Tile, false>;
-  using Product = UnitProduct<T, RegisterBook>;
+  using Shared = StreamShared<T, Tile, B::kPairs, DensePairTable>;
+  using Product = UnitProduct<T, typename Either<B::kPairs, PairValues<DensePairTable>, RegisterBook>::Type>;
   using Acc = typename Product::Acc;
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kTiles = Tile::kRowTiles;
@@ -54,6 +54,7 @@ __device__ __forceinline__ void codebook_stream_rounds(const BlockTokens<T, Tile
     folds[r].load(fold, min(tile0 + r, last_tile));
   }
   launch_dependents();
+  if constexpr (B::kPairs) fill_pair_table<Tile::kWarps, DensePairTable>(shared, book);
 
   const uint32_t regions = shared_address(shared) + Shared::kRegions;
   const uint32_t region = regions + warp * Shared::kRegionBytes;
@@ -71,7 +72,14 @@ __device__ __forceinline__ void codebook_stream_rounds(const BlockTokens<T, Tile
   args.bias = bias;
   args.row_scale = row_scale;
 
-  const Product product(book);
+  if constexpr (B::kPairs) __syncthreads();  // the table is complete
+  const auto product = [&] {
+    if constexpr (B::kPairs) {
+      return Product(book, shared);
+    } else {
+      return Product(book);
+    }
+  }();
   Acc sums[kTiles][Tile::kTokenTiles][4] = {};
 #pragma unroll 1
   for (int first = 0; first < units_k; first += Tile::kWarps) {

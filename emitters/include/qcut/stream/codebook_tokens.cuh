@@ -29,7 +29,7 @@ template <class T>
 constexpr bool kIsInt8 = sizeof(T) == 1;
 
 // Byte offsets in shared memory, which starts with the table of pairs if there is one.
-template <class T, class Tile, bool kTable = !kIsInt8<T>>
+template <class T, class Tile, bool kTable = !kIsInt8<T>, class Table = PairTable>
 struct StreamShared {
   static constexpr int kBlocks = sizeof(T);  // blocks of 128 bytes of each token, in a unit
   static constexpr int kStagedRows = Tile::kTokens < 8 ? Tile::kTokens : 8;
@@ -43,7 +43,7 @@ struct StreamShared {
   // Pieces of 16 rows of a token are dealt out to the CTAs of a cluster.
   static constexpr int kShare = (Tile::kRowTiles * Tile::kTokens + Tile::kSplits - 1) / Tile::kSplits;
 
-  static constexpr int kRegions = kTable ? PairTable::kBytes : 0;
+  static constexpr int kRegions = kTable ? Table::kBytes : 0;
   static constexpr int kInbox = kRegions + Tile::kWarps * kRegionBytes;
   static constexpr int kColScale = kInbox + (Tile::kSplits > 1 ? 4 * kUnitRows * Tile::kSplits * kShare : 0);
   static constexpr int kBias = kColScale + 4 * Tile::kRows;

@@ -34,13 +34,13 @@ struct StreamWgmmaTile {
 };
 
 // Byte offsets in shared memory.
-template <class T, class Tile>
+template <class T, class Tile, bool kTable = !kIsInt8<T>>
 struct StreamWgmmaShared {
   static constexpr int kBlocks = sizeof(T);  // blocks of 128 bytes of each token, in a unit
   static constexpr int kStageBytes = 128 * kBlocks * Tile::kTokens;
   static constexpr int kPitch = Tile::kRows + 4;  // words between the sums of two tokens, [token][row]
   static constexpr int kSumBytes = 4 * Tile::kTokens * kPitch;
-  static constexpr int kStaged = kIsInt8<T> ? 0 : PairTable::kBytes;
+  static constexpr int kStaged = kTable ? PairTable::kBytes : 0;
   static constexpr int kStagedEnd = kStaged + Tile::kStages * kStageBytes;
   static constexpr int kFull = kStagedEnd > kSumBytes ? kStagedEnd : kSumBytes;
   static constexpr int kEmpty = kFull + 8 * Tile::kStages;
@@ -51,13 +51,14 @@ struct StreamWgmmaShared {
 };
 
 // Decodes units to the first operands of products: kUnitSteps for a unit.
-template <class T>
+template <class T, bool kPairs>
 struct UnitDecoder {
   static constexpr int kUnitSteps = 8;
   const char* table;
   uint32_t lane4;
 
-  __device__ __forceinline__ UnitDecoder(const Book&, const char* table, const RowFold<T>&)
+  template <class B>
+  __device__ __forceinline__ UnitDecoder(const B&, const char* table, const RowFold<T>&)
       : table(table), lane4(4 * (threadIdx.x % 32)) {}
 
   // Decodes the weights of a product. `step` is a constant after unrolling; steps come in order.
@@ -69,7 +70,27 @@ struct UnitDecoder {
 };
 
 template <>
-struct UnitDecoder<int8_t> {
+struct UnitDecoder<int8_t, true> {
+  static constexpr int kUnitSteps = 4;
+  PairValues<PairTable> values;
+  RowFold<int8_t> fold;
+  PairFactors factors;  // of the slot decoded last
+
+  __device__ __forceinline__ UnitDecoder(const PairBook& book, const char* table, const RowFold<int8_t>& fold)
+      : values(book, table), fold(fold) {}
+
+  template <int kBits, int kSlots>
+  __device__ __forceinline__ void decode(uint32_t (&a)[4], const WeightUnit<kBits, kSlots, false>& unit, int step) {
+    if (step * kSlots % 4 == 0) {
+      const float2 norm = norm_pair(unit.norms[step * kSlots / 4].norms);
+      factors.build(norm.x * fold.row, norm.y * fold.row8);
+    }
+    decode_pairs_s8(a, unit.words.word(2 * step), unit.words.word(2 * step + 1), values, factors);
+  }
+};
+
+template <>
+struct UnitDecoder<int8_t, false> {
   static constexpr int kUnitSteps = 4;
   QuarterBook quarter;
   RowFold<int8_t> fold;
@@ -90,14 +111,15 @@ struct UnitDecoder<int8_t> {
 };
 
 // The kernel. The grid has a cluster for every kRows rows and kTokens tokens.
-template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, int kAlign>
+template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, int kAlign, class B>
 __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char* units, const char* norms,
                                                       const float* fold, typename E::Out* d, int m, int n,
-                                                      int units_k, int ldd, const Book& book, typename E::Args args) {
-  using Shared = StreamWgmmaShared<T, Tile>;
+                                                      int units_k, int ldd, const B& book, typename E::Args args) {
+  constexpr bool kTable = !kIsInt8<T> || B::kPairs;
+  using Shared = StreamWgmmaShared<T, Tile, kTable>;
   using Product = Wgmma<T, Tile::kTokens>;
   using Acc = typename Product::Acc;
-  using Decoder = UnitDecoder<T>;
+  using Decoder = UnitDecoder<T, B::kPairs>;
   constexpr int kBatch = Decoder::kUnitSteps / 2;  // half a unit is multiplied while the other half is decoded
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kStages = Tile::kStages;
@@ -164,7 +186,7 @@ __device__ __forceinline__ void codebook_stream_wgmma(const char* x, const char*
     }
     barrier_init_fence();
   }
-  if constexpr (!kIsInt8<T>) fill_pair_table<Tile::kWarps>(stages, book);
+  if constexpr (kTable) fill_pair_table<Tile::kWarps>(stages, book);
   wait_for_dependencies();
   if (threadIdx.x == 0) {
     for (int i = 0; i < min(kStages, count); ++i) copy_tokens(i, i);
