@@ -202,6 +202,15 @@ def test_short_contexts_have_no_tiles_that_do_nothing(cache: DType) -> None:
     assert desc.tiles == most > 1
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_masks_alone_unpack_codes(arch: str) -> None:
+    """Half of what a subtraction for each pair of codes would take: 256 of them for a lane's 16 keys and values."""
+    packed = AttentionMma(F16, U4, 128, 4, arch, tiles=1)
+    for binary in build(emit_attention(packed), emit_attention(replace(packed, x=BF16))):
+        found = [name for name in listing(binary.cubin) if name.startswith(("HADD2", "HFMA2", "HMUL2"))]
+        assert sum(".F32" not in name for name in found) < 16, found
+
+
 def test_short_contexts_append_with_half_the_code() -> None:
     """Code that runs once has to be fetched: a step over a few tokens takes as long as that."""
     long = AttentionMma.for_shape(F16, S8, 128, 4, "sm_90a")
