@@ -56,7 +56,8 @@ def select_attention(
 ) -> tuple[Attention, int]:
     """Choose the kernel of a shape and its number of parts by `estimated_cycles`.
 
-    The kernel uses tensor cores where these take the queries' type and the head's size.
+    The kernel uses tensor cores where these take the queries' type and the head's size. It is shortened to the tiles
+    that its warps have, but for a target whose kernels are closed: there, one kernel serves every context.
 
     Args:
         x: element type of queries.
@@ -90,7 +91,8 @@ def select_attention(
         desc, parts = choice
         return estimated_cycles(desc, parts, desc.places(batch, kv_heads, queries), context, target)
 
-    return min(choices, key=cycles)
+    desc, parts = min(choices, key=cycles)
+    return (desc if target.closed else desc.shortened(-(-context // parts))), parts
 
 
 def _has_nibbles(cache: DType, values: DType | None) -> bool:

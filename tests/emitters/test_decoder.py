@@ -21,7 +21,7 @@ from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
 from qcut.emitters.decoder.norm import NormRows, emit_norm
 from tests.support.compiled import build, in_turns
-from tests.support.sass import instructions
+from tests.support.sass import instructions, listing
 
 H200 = Target("sm_90a", 132)
 F16, BF16, F32, S8, U4 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.U4
@@ -38,7 +38,8 @@ def mma_attention(arch: str) -> list[AttentionMma]:
     found = [AttentionMma.for_shape(*head, arch, n) for head, n in zip(heads, clusters, strict=True)]
     few_bits = ((F16, U4, 128, 4, None), (BF16, U4, 64, 3, None), (BF16, S8, 128, 8, U4), (F16, U4, 32, 1, None))
     found += [AttentionMma.for_shape(x, keys, head, n, arch, values=v) for x, keys, head, n, v in few_bits]
-    return [*found, AttentionMma.for_shape(BF16, U4, 256, 8, arch)]
+    short = AttentionMma.for_shape(F16, S8, 128, 4, arch).shortened(64)
+    return [*found, AttentionMma.for_shape(BF16, U4, 256, 8, arch), short]
 
 
 def appends(arch: str) -> list[RotateAndAppend]:
@@ -182,9 +183,42 @@ def test_halves_attend_on_tensor_cores(head: int, queries: int) -> None:
         assert desc.grid(3, 2, queries, 5) == (5, 2 * -(-queries // 8), 3)
         sizes = {"batch": 3, "kv_heads": 2, "context": 700}
         chosen, parts = select_attention(x, cache, head, queries, Target("sm_80", 108), **sizes)
-        assert (chosen, 1 <= parts <= 21) == (desc, True)
+        assert (chosen, 1 <= parts <= 21) == (desc.shortened(-(-700 // parts)), True)
     for x, head in ((F32, 128), (F16, 8)):
         assert isinstance(select_attention(x, x, head, queries, Target("sm_90a", 108), **sizes)[0], AttentionDecode)
+
+
+@pytest.mark.parametrize("cache", [F16, S8, U4])
+def test_short_contexts_have_no_tiles_that_do_nothing(cache: DType) -> None:
+    most = AttentionMma.for_shape(F16, cache, 128, 4, "sm_90a").tiles
+    for context in (1, 63, 64, 65, 129, 200, 513, 1024, 4096, 1 << 17):
+        sizes = {"batch": 1, "kv_heads": 8, "context": context}
+        desc, parts = select_attention(F16, cache, 128, 4, H200, **sizes)
+        assert isinstance(desc, AttentionMma)
+        held = desc.tiles * desc.warps * 16 * parts
+        assert desc.tiles == most or held >= context > held - desc.warps * 16 * parts
+        closed, same = select_attention(F16, cache, 128, 4, replace(H200, closed=True), **sizes)
+        assert (closed, same) == (replace(desc, tiles=most), parts)
+    assert desc.tiles == most > 1
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_masks_alone_unpack_codes(arch: str) -> None:
+    """Half of what a subtraction for each pair of codes would take: 256 of them for a lane's 16 keys and values."""
+    packed = AttentionMma(F16, U4, 128, 4, arch, tiles=1)
+    for binary in build(emit_attention(packed), emit_attention(replace(packed, x=BF16))):
+        found = [name for name in listing(binary.cubin) if name.startswith(("HADD2", "HFMA2", "HMUL2"))]
+        assert sum(".F32" not in name for name in found) < 16, found
+
+
+def test_short_contexts_append_with_half_the_code() -> None:
+    """Code that runs once has to be fetched: a step over a few tokens takes as long as that."""
+    long = AttentionMma.for_shape(F16, S8, 128, 4, "sm_90a")
+    texts = [emit_attention_append(AttentionAppend(desc, True)) for desc in (long, long.shortened(64))]
+    whole, short = (len(listing(binary.cubin)) for binary in build(*texts))
+    assert short < 0.7 * whole
+    read = build(emit_attention(long))[0]
+    assert whole < 1.22 * len(listing(read.cubin))  # what turns, rounds and stores a new row stands there once
 
 
 def test_parts_meet_in_a_cluster_where_reading_is_short() -> None:

@@ -7,7 +7,7 @@ Device code: ``include/qcut/decoder/attention/mma.cuh``. The kernels compute the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES
 from qcut.emitters.core.constraints import Constraint, check
@@ -21,6 +21,8 @@ MAX_GROUP = 8
 """Queries of a CTA: the columns of a product."""
 MAX_PARTS = 64
 """Of the context, without a cluster."""
+MAX_TILES = 4
+"""Tiles of 16 keys that a warp holds at once."""
 CLUSTERS = (1, 2, 4, 8)
 TILE = 16
 """Keys of a product."""
@@ -47,11 +49,14 @@ def _tile_registers(kernel: AttentionMma) -> int:
 
 
 def _registers(kernel: AttentionMma) -> int:
-    """Estimate a thread's registers: keys, values and scores, queries, weighted values, and the rest."""
+    """Estimate a thread's registers: keys, values and scores, queries, weighted values, and the rest.
+
+    Of 4-bit keys the addresses of a lane's pieces are kept as well.
+    """
     tile = _tile_registers(kernel) + (12 if kernel.cache in SCALED else 8)
     queries = _share(kernel.cache, kernel.head, 4) // 2
     values = _share(value_type(kernel.cache, kernel.values), kernel.head, 8) * 2
-    return kernel.tiles * tile + queries + values + 22
+    return kernel.tiles * tile + queries + values + (30 if kernel.cache is DType.U4 else 22)
 
 
 def _smem_bytes(kernel: AttentionMma) -> int:
@@ -75,7 +80,7 @@ CONSTRAINTS = (
     ),
     Constraint("group", f"is 1 to {MAX_GROUP} queries", lambda k: 1 <= k.group <= MAX_GROUP),
     Constraint("warps", "are 1 to 8", lambda k: 1 <= k.warps <= 8),
-    Constraint("tiles", "are 1 to 4 of 16 keys", lambda k: 1 <= k.tiles <= 4),
+    Constraint("tiles", f"are 1 to {MAX_TILES} of 16 keys", lambda k: 1 <= k.tiles <= MAX_TILES),
     Constraint("cluster", "is 1, 2, 4 or 8 parts: a portable cluster", lambda k: k.cluster in CLUSTERS),
     Constraint(
         "clusters",
@@ -150,8 +155,15 @@ class AttentionMma:
         """
         group = -(-queries // -(-queries // MAX_GROUP))
         shape = (x, cache, head, group, arch)
-        fitting = (n for n in (4, 3, 2) if cls.is_legal(*shape, tiles=n, cluster=cluster, values=values))
+        fitting = (n for n in range(MAX_TILES, 1, -1) if cls.is_legal(*shape, tiles=n, cluster=cluster, values=values))
         return cls(*shape, tiles=next(fitting, 1), cluster=cluster, values=values)
+
+    def shortened(self, tokens: int) -> AttentionMma:
+        """The kernel for a part of the context of so many tokens: without tiles that no warp would have.
+
+        Their code would still be fetched, which takes longer than a short context does.
+        """
+        return replace(self, tiles=min(self.tiles, max(1, -(-tokens // (TILE * self.warps)))))
 
     @classmethod
     def is_legal(

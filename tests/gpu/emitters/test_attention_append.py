@@ -42,8 +42,10 @@ def caches(x: DType, cache: DType, head: int) -> list[Tensor]:
     return [*kv.contiguous().to(DEVICE), *(scales.contiguous().to(DEVICE) if cache is S8 else ())]
 
 
-def append(x: DType, cache: DType, head: int, queries: int, rotary: bool, parts: int, cluster: int) -> None:
-    attention = AttentionMma.for_shape(x, cache, head, queries, arch(), cluster)
+def append(
+    x: DType, cache: DType, head: int, queries: int, rotary: bool, parts: int, cluster: int, tokens: int = 1 << 20
+) -> None:
+    attention = AttentionMma.for_shape(x, cache, head, queries, arch(), cluster).shortened(tokens)
     fused, rotate = (
         AttentionAppend(attention, rotary),
         RotateAndAppend(x, cache, head, "half" if rotary else "none", arch(), aligned=False),
@@ -92,6 +94,12 @@ def append(x: DType, cache: DType, head: int, queries: int, rotary: bool, parts:
 @pytest.mark.parametrize("rotary", [False, True])
 def test_one_launch_is_two(x: DType, cache: DType, head: int, queries: int, parts: int, rotary: bool) -> None:
     append(x, cache, head, queries, rotary, parts, 1)
+
+
+@pytest.mark.parametrize(("x", "cache", "head", "queries"), HEADS)
+@pytest.mark.parametrize("tokens", [64, 128])
+def test_one_launch_is_two_of_few_tiles(x: DType, cache: DType, head: int, queries: int, tokens: int) -> None:
+    append(x, cache, head, queries, True, 1, 1, tokens)
 
 
 @pytest.mark.parametrize("cache", [F16, S8])

@@ -166,6 +166,14 @@ def test_attention_on_tensor_cores_at_the_edges_of_tiles(cache: DType, cluster: 
     assert len({row.sum().item() for row in together}) == len(lengths)
 
 
+@pytest.mark.parametrize(("x", "cache", "head", "queries"), MMA_HEADS)
+def test_attention_on_tensor_cores_of_few_tiles(x: DType, cache: DType, head: int, queries: int) -> None:
+    """Contexts that a warp's tiles hold, and longer ones."""
+    for tokens in (64, 100):
+        desc = AttentionMma.for_shape(x, cache, head, queries, arch()).shortened(tokens)
+        attend(desc, queries, [n - 1 for n in (1, 17, 64, 65, 100, 300)], context=301, kv_heads=2, parts=1)
+
+
 @pytest.mark.parametrize("x", [F16, BF16])
 @pytest.mark.parametrize("cache", ["x", S8])
 def test_attention_on_tensor_cores_of_scores_far_apart(x: DType, cache: Any) -> None:

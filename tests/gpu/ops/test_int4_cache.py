@@ -115,14 +115,15 @@ def test_rows_that_start_anywhere_are_bitwise_the_cpus() -> None:
 def bound(q: Tensor, cache: Cache, places: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """What attention of ``[B, heads, head]`` is in float64, and how far a kernel may be.
 
-    A score's terms are as large as what fragments hold: up to 152 steps of a 4-bit key. A score errs by ``head *
-    2**-23`` of them, an exponential by ``2**-20``, and weights are rounded to q's type: shares of weights, and thus of
-    the values as they are turned back. Zero points of 4-bit values are not among what rounded weights multiply. A sum
-    of T terms errs by ``T * 2**-23`` in each turned column; turning back adds up the columns' errors over the root of
-    their number. Below ``2**-14`` of the largest, weights are rounded by half a step.
+    A score's terms are as large as what fragments hold and zero points take away: 15 and 10 steps of a 4-bit key, and
+    128 more of each where queries are bfloat16 (``MaskedNibbles``). A score errs by ``head * 2**-23`` of them, an
+    exponential by ``2**-20``, and weights are rounded to q's type: shares of weights, and thus of the values as they
+    are turned back, since zero points take rounded weights. A sum of T terms, as large, errs by ``T * 2**-23`` in each
+    turned column; turning back adds up the columns' errors over the root of their number. Below ``2**-14`` of the
+    largest, weights are rounded by half a step. Prompts hold codes less zero points in fragments: smaller terms.
     """
     (batch, heads, head), half = q.shape, 2.0 ** -(MANTISSA_BITS[q.dtype] + 1)
-    group = heads // cache.keys.shape[1]
+    group, held = heads // cache.keys.shape[1], 25 if q.dtype is HALF else 281
     k, v = (
         dequantized(rows, scales, batch, rows.shape[2], torch.float64).repeat_interleave(group, 1)
         for rows, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales))
@@ -130,17 +131,17 @@ def bound(q: Tensor, cache: Cache, places: Tensor, scale: float) -> tuple[Tensor
     seen = (torch.arange(k.shape[2]) <= places[:, None])[:, None]
     mine = q.double()[:, :, None]
     weights = ((mine @ k.transpose(2, 3))[:, :, 0] * scale).masked_fill(~seen, -torch.inf).softmax(-1)[:, :, None]
-    terms = (152 * steps_of(cache.key_scales, group))[..., None].expand_as(k) if cache.has_turned_keys else k.abs()
+    terms = (held * steps_of(cache.key_scales, group))[..., None].expand_as(k) if cache.has_turned_keys else k.abs()
     sizes = (mine.abs() @ terms.transpose(2, 3))[:, :, 0].masked_fill(~seen, 0.0).amax(-1) * scale
     share = (1.25 * head + 8) * 2.0**-23 * sizes + 2.0**-19 + 2 * half
     back = int4.turn_back(v).double() if cache.has_turned_values else v
     slack = 2 * share[..., None] * (weights @ back.abs())[:, :, 0]
-    sums = 1.25 * (k.shape[2] + 64) * 2.0**-23 * 2 * (weights @ v.abs().amax(-1, keepdim=True))[:, :, 0]
+    largest = v.abs().amax(-1, keepdim=True)
+    if cache.has_turned_values:
+        largest = held * steps_of(cache.value_scales, group)[..., None]
+    sums = 1.25 * (k.shape[2] + 64) * 2.0**-23 * 2 * (weights @ largest)[:, :, 0]
     sums = sums + 2.0**-24 * v.abs().amax(-1).sum(-1, keepdim=True)
     if cache.has_turned_values:
-        lifts = 2.5 * steps_of(cache.value_scales, group)[..., None]
-        ones = int4.turn_back(torch.ones(head)).double().abs()
-        slack = slack + 4 * half * (weights @ lifts)[:, :, 0] * ones
         sums = sums * head**0.5
     y = (weights @ back)[:, :, 0]
     return y, slack + sums + half * 2 * y.abs() + 2.0**-24

@@ -70,7 +70,9 @@ struct RowScale {
   __device__ __forceinline__ explicit RowScale(uint32_t word) {
     const unsigned short half = static_cast<unsigned short>(word >> 1 & 0x7ff0u);
     scale = __half2float(__ushort_as_half(half));
-    lift = 1048578.5f - __uint_as_float(0x49800000u | (word & 31u));  // 2.5 - z / 8: the float's last bit is 1/8
+    uint32_t z;  // (word & 31) | 2^20, whose last bit is 1 / 8
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(z) : "r"(word), "r"(31u), "r"(0x49800000u));
+    lift = 1048578.5f - __uint_as_float(z);  // 2.5 - z / 8
   }
 };
 

@@ -42,27 +42,33 @@ struct StoredRow {
 template <int kHead>
 struct HeadInt8 {
   static constexpr int kHalf = kHead / 2, kPairs = (kHalf + 31) / 32;
-  float scale;  // NaN if the head holds NaN or Inf
-  const float (&low)[kPairs], (&high)[kPairs];
+  float scale;                              // NaN if the head holds NaN or Inf
+  unsigned char low[kPairs], high[kPairs];  // 0 then
 
-  __device__ __forceinline__ HeadInt8(const float (&low)[kPairs], const float (&high)[kPairs]) : low(low), high(high) {
+  __device__ __forceinline__ HeadInt8(const float (&low_)[kPairs], const float (&high_)[kPairs]) {
+    float f[2 * kPairs], rounded[2 * kPairs];
     uint32_t peak = 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      peak = max(peak, max(__float_as_uint(low[i]) & 0x7fffffffu, __float_as_uint(high[i]) & 0x7fffffffu));
+      f[2 * i] = low_[i], f[2 * i + 1] = high_[i];
+      peak = max(peak, max(__float_as_uint(low_[i]) & 0x7fffffffu, __float_as_uint(high_[i]) & 0x7fffffffu));
     }
-    scale = QuantizedRow(warp_max(peak)).scale();
+    const QuantizedRow row(warp_max(peak));
+    scale = row.scale();
+    round_quotients(f, row.s, row.inv, 127.0f, rounded);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      low[i] = static_cast<unsigned char>(row.finite ? __float_as_uint(rounded[2 * i]) : 0u);
+      high[i] = static_cast<unsigned char>(row.finite ? __float_as_uint(rounded[2 * i + 1]) : 0u);
+    }
   }
-  // Stores zeros if the scale is NaN.
   __device__ __forceinline__ void store(int8_t* to, int lane) const {
-    // |v / scale| is at most 127 before rounding: the conversion never saturates.
-    const auto quantize = [&](float v) { return from_float<int8_t>(scale == scale ? __fdiv_rn(v, scale) : 0.0f); };
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const int column = lane + 32 * i;
       if (column >= kHalf) continue;
-      to[column] = quantize(low[i]);
-      to[column + kHalf] = quantize(high[i]);
+      to[column] = static_cast<int8_t>(low[i]);
+      to[column + kHalf] = static_cast<int8_t>(high[i]);
     }
   }
 };

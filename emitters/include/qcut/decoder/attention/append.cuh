@@ -25,7 +25,9 @@ struct AppendAttention {
   using ValueScale = typename Attention::ValueScale;
   using Row = HeadRow<T, kHead>;
   static constexpr bool kScaled = Attention::kScaled;
-  static constexpr int kItems = (kGroup + 2 + kWarps - 1) / kWarps;  // rows of a warp: queries, key, value
+  static constexpr int kItems = (kGroup + 2 + kWarps - 1) / kWarps;  // rows of a warp
+  // Queries are the first rows of all warps, key and value the last: only a warp's last row may have to be quantized.
+  static constexpr int kKeyItem = kItems * kWarps - 2, kValueItem = kKeyItem + 1;
 
   struct Shared {
     typename Merge::Shared merge;
@@ -56,13 +58,17 @@ struct AppendAttention {
     }
   }
 
-  // Starts the loads of a warp's share of the token: every kWarps-th row of the queries, the key and the value.
+  // Whether a warp's row i may be a key or a value.
+  static __device__ constexpr bool may_be_new(int i) { return (i + 1) * kWarps > kKeyItem; }
+
+  // Starts the loads of a warp's share of the token: every kWarps-th of the rows.
   static __device__ __forceinline__ void fetch(Stored (&rows)[kItems], const T* q, const T* k, const T* v, int mine) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int item = threadIdx.x / 32 + i * kWarps;
-      const T* const row = item < mine ? q + static_cast<long long>(item) * kHead : item == mine ? k : v;
-      if (item < mine + 2) rows[i].load(row, threadIdx.x % 32);
+      const T* row = q + static_cast<long long>(item) * kHead;
+      if (may_be_new(i) && item >= kKeyItem) row = item == kKeyItem ? k : v;
+      if (item < mine || (may_be_new(i) && item >= kKeyItem)) rows[i].load(row, threadIdx.x % 32);
     }
   }
 
@@ -75,18 +81,24 @@ struct AppendAttention {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int item = threadIdx.x / 32 + i * kWarps;
-      if (item >= (has_slot ? mine + 2 : mine)) continue;
+      const bool is_new = may_be_new(i) && item >= kKeyItem;
+      if (is_new ? !has_slot : item >= mine) continue;
+      const bool is_value = may_be_new(i) && item == kValueItem;
       Row row(rows[i]);
-      if (kRotary && item <= mine) row.rotate(cosines, sines);
+      if (kRotary && !is_value) row.rotate(cosines, sines);
       if constexpr (Attention::kTurnedKeys || Attention::kTurnedValues) {
-        if (item <= mine ? Attention::kTurnedKeys : Attention::kTurnedValues) row.turn_columns();
+        if (is_value ? Attention::kTurnedValues : Attention::kTurnedKeys) row.turn_columns();
       }
-      if (item < mine) {
+      if (!is_new) {
         row.store(shared.queries[item], lane);
-      } else if (item == mine) {
-        keep(row, shared.key, shared.key_scale, cache.keys, cache.key_scales, slot, writes, lane);
-      } else {
+      } else if constexpr (kSameTypes<C, V>) {  // one copy of the code for both
+        keep(row, is_value ? shared.value : shared.key, is_value ? shared.value_scale : shared.key_scale,
+             is_value ? cache.values : cache.keys, is_value ? cache.value_scales : cache.key_scales, slot, writes,
+             lane);
+      } else if (is_value) {
         keep(row, shared.value, shared.value_scale, cache.values, cache.value_scales, slot, writes, lane);
+      } else {
+        keep(row, shared.key, shared.key_scale, cache.keys, cache.key_scales, slot, writes, lane);
       }
     }
   }

@@ -9,6 +9,11 @@
 //   O^T = V^T P^T  The rows are 16 columns of the head. The lane loads pieces g, g + 8, ... of the values 2t, 2t + 1,
 //                  2t + 8 and 2t + 9, and pairs values byte by byte. P^T is S^T transposed 8 x 8 within the warp.
 //
+// Of 4-bit rows, fragments hold codes as MaskedNibbles has them. Their units are powers of two: of keys, products of odd
+// nibbles come first, so that one multiplication by the units' ratio stands between; of values, odd nibbles are rows g +
+// 8 of a fragment. Zero points, and what is added to codes, are the same for all columns: of keys they multiply the sum
+// of the query's columns, of values the sum of weights.
+//
 // Tiles of 16 keys are dealt in turn to the parts of the context, and the tiles of a part to the part's warps. A warp
 // holds kTiles tiles. As soon as the scores of a tile are known, the next tile's keys replace its keys; as soon as the
 // values are added up, the next tile's values replace them. All tiles but the one being multiplied are thus in flight.
@@ -59,6 +64,53 @@ __device__ __forceinline__ float log2_approx(float v) {
   return d;
 }
 
+// Pairs of nibbles as 16-bit floats by a mask alone, for products in float32. Nibbles k and k + 4 of a word are its low
+// and its high half, k of 0 to 3; a float is kOffset + code * kUnit[k % 2].
+//
+// Source: subnormal operands of mma.sync are exact: Fasi et al., "Numerical behavior of NVIDIA tensor cores" (2021).
+template <class T>
+struct MaskedNibbles;
+
+// Under a zero exponent a code is a subnormal half: nothing has to be taken away.
+template <>
+struct MaskedNibbles<__half> {
+  static constexpr float kOffset = 0.0f;
+  static constexpr float kUnit[2] = {0x1p-24f, 0x1p-20f};
+  static __device__ __forceinline__ uint32_t pair(uint32_t q, int k) {
+    return (k < 2 ? q : q >> 8) & (k % 2 ? 0x00f000f0u : 0x000f000fu);
+  }
+};
+
+// Subnormal bfloat16 would be subnormal float32, and seven bits of a fraction hold one nibble: under exponent 2^7 there
+// are 128 with a code.
+template <>
+struct MaskedNibbles<__nv_bfloat16> {
+  static constexpr float kOffset = 128.0f;
+  static constexpr float kUnit[2] = {1.0f, 1.0f};
+  static __device__ __forceinline__ uint32_t pair(uint32_t q, int k) {
+    return masked(q >> 4 * k, 0x000f000fu, 0x43004300u);
+  }
+};
+
+// The address of element i of kBytes, in one instruction: 4-bit rows are bound by instructions.
+template <int kBytes>
+__device__ __forceinline__ const char* element_at(const void* first, int i) {
+  unsigned long long at;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(at) : "r"(i), "n"(kBytes), "l"(first));
+  return reinterpret_cast<const char*>(at);
+}
+
+// A row's scale in a register: a word of 16 bits is the low half.
+__device__ __forceinline__ float load_scale(const float* scales, int i) { return scales[i]; }
+__device__ __forceinline__ uint32_t load_scale(const unsigned short* words, int i) {
+  uint32_t w;
+  asm volatile("{\n\t.reg .u16 h;\n\tld.global.u16 h, [%1];\n\tcvt.u32.u16 %0, h;\n\t}"
+               : "=r"(w)
+               : "l"(element_at<2>(words, i))
+               : "memory");
+  return w;
+}
+
 // Pieces of a row of a cache that kLanes lanes share: of 16 bytes, or, of 4-bit rows, of a lane's share up to that.
 template <class C, int kHead, int kLanes>
 struct RowPieces {
@@ -71,14 +123,14 @@ struct RowPieces {
   static constexpr int kWords = (kBytes + 3) / 4;
   static_assert(kHead % kSize == 0 && kHead % 8 == 0, "heads are whole pieces");
 
-  static __device__ __forceinline__ const char* row(const C* rows, int i) {
-    return reinterpret_cast<const char*>(rows) + static_cast<long long>(i) * kRowBytes;
-  }
-  // Loads the pieces `lane`, lane + kLanes, ... of a row.
-  static __device__ __forceinline__ void load(uint32_t (&w)[kOwn][kWords], const char* row, int lane) {
+  // Loads the pieces `lane`, lane + kLanes, ... of row i.
+  static __device__ __forceinline__ void load(uint32_t (&w)[kOwn][kWords], const C* rows, int i, int lane) {
+    const char* const first = reinterpret_cast<const char*>(rows);
+    const char* row = first + static_cast<long long>(i) * kRowBytes + lane * kBytes;
+    if constexpr (kBits == 4) row = element_at<kRowBytes>(first + lane * kBytes, i);
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      if (lane + kLanes * i < kPieces) load_streamed(w[i], row + (lane + kLanes * i) * kBytes, kBytes == 2);
+    for (int j = 0; j < kOwn; ++j) {
+      if (lane + kLanes * j < kPieces) load_streamed(w[j], row + kLanes * j * kBytes, kBytes == 2);
     }
   }
   // The same from shared memory.
@@ -114,6 +166,7 @@ struct TensorAttention {
   using ValueScale = typename CacheType<V>::Scale;
   static constexpr bool kScaled = CacheType<C>::kScaled;
   static constexpr bool kTurnedKeys = CacheType<C>::kTurned, kTurnedValues = CacheType<V>::kTurned;
+  using Codes = MaskedNibbles<T>;
   static constexpr int kSteps = KeyPieces::kOwn * KeyPieces::kSize / 4;    // products of S: 16 columns each
   static constexpr int kRows = ValuePieces::kOwn * ValuePieces::kSize / 2;  // products of O: 16 columns each
   using Merge = AttentionMerge<T, kHead, kGroup, kWarps, kCluster, kTurnedValues>;
@@ -161,8 +214,8 @@ struct TensorAttention {
   struct Tile {
     uint32_t keys[2][KeyPieces::kOwn][KeyPieces::kWords];
     uint32_t values[4][ValuePieces::kOwn][ValuePieces::kWords];
-    KeyScale key_scale[2];
-    ValueScale value_scale[2];
+    decltype(load_scale(static_cast<const KeyScale*>(nullptr), 0)) key_scale[2];
+    decltype(load_scale(static_cast<const ValueScale*>(nullptr), 0)) value_scale[2];
   };
 
   // The state of queries 2t and 2t + 1: the largest score so far, as an exponent of 2 that includes the scale of the
@@ -183,7 +236,7 @@ struct TensorAttention {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int key = min(16 * tile + g + 8 * r, rows.length - 1);
-      KeyPieces::load(into.keys[r], KeyPieces::row(rows.keys, key), t);
+      KeyPieces::load(into.keys[r], rows.keys, key, t);
     }
   }
 
@@ -191,8 +244,8 @@ struct TensorAttention {
 #pragma unroll
     for (int r = 0; kScaled && r < 2; ++r) {
       const int key = min(16 * tile + g + 8 * r, rows.length - 1);
-      into.key_scale[r] = rows.key_scales[key];
-      into.value_scale[r] = rows.value_scales[key];
+      into.key_scale[r] = load_scale(rows.key_scales, key);
+      into.value_scale[r] = load_scale(rows.value_scales, key);
     }
   }
 
@@ -200,7 +253,7 @@ struct TensorAttention {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const int value = min(value_of(tile, r, t), rows.length - 1);
-      ValuePieces::load(into.values[r], ValuePieces::row(rows.values, value), g);
+      ValuePieces::load(into.values[r], rows.values, value, g);
     }
   }
 
@@ -210,7 +263,7 @@ struct TensorAttention {
     const int i = step / kPieceSteps, word = step % kPieceSteps;
     if constexpr (kTurnedKeys) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) a[j] = Float16<T>::near_nibbles(tile.keys[j % 2][i][word / 2], word % 2 * 2 + j / 2);
+      for (int j = 0; j < 4; ++j) a[j] = Codes::pair(tile.keys[j % 2][i][word / 2], word % 2 + j / 2 * 2);
     } else if constexpr (kScaled) {
       Float16<T>::from_int8(tile.keys[0][i][word], a[0], a[2]);
       Float16<T>::from_int8(tile.keys[1][i][word], a[1], a[3]);
@@ -228,8 +281,8 @@ struct TensorAttention {
       const auto& odd = tile.values[j + 1][i];
       if constexpr (kTurnedValues) {
         const uint32_t both = __byte_perm(even[pair / 4], odd[pair / 4], pair / 2 % 2 ? 0x7632 : 0x5410);
-        a[j] = Float16<T>::from_nibbles(both, pair % 2 * 2);
-        a[j + 1] = Float16<T>::from_nibbles(both, pair % 2 * 2 + 1);
+        a[j] = Codes::pair(both, pair % 2 * 2);
+        a[j + 1] = Codes::pair(both, pair % 2 * 2 + 1);
       } else if constexpr (kScaled) {
         const uint32_t bytes = __byte_perm(even[pair / 2], odd[pair / 2], pair % 2 ? 0x7362 : 0x5140);
         Float16<T>::from_int8(bytes, a[j], a[j + 1]);
@@ -267,36 +320,29 @@ struct TensorAttention {
           for (int j = 0; j < 4; ++j) v.w[j] = pairs[j];
         }
 #pragma unroll
-        for (int j = 0; j < 4; ++j) query[i * kSize / 4 + 2 * half + j / 2][j % 2] = v.w[j];
+        for (int j = 0; j < 4; ++j) {
+          // Even nibbles of a word of 4-bit keys are one step, odd ones the next.
+          const int step = kTurnedKeys ? j % 2 : j / 2, pair = kTurnedKeys ? j / 2 : j % 2;
+          query[i * kSize / 4 + 2 * half + step][pair] = v.w[j];
+        }
       }
     }
   }
 
-  // Of queries 2t and 2t + 1, as rounded to T: the sum of all columns, and what a score has to begin with since keys'
-  // fragments hold more than their codes.
-  static __device__ __forceinline__ void add_columns(float (&sum)[2], float (&begin)[2],
-                                                     const uint32_t (&query)[kSteps][2], int t) {
-    float own[2] = {};
+  // The sums of all columns of queries 2t and 2t + 1, as rounded to T.
+  static __device__ __forceinline__ void add_columns(float (&sum)[2], const uint32_t (&query)[kSteps][2], int t) {
+    float own = 0.0f;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       const Vector<T> v{query[i][0], query[i][1]};
       float f[8];
       v.to_float(f);
-      own[0] += f[0] + f[1];
-      own[1] += f[2] + f[3];
+      own += (f[0] + f[1]) + (f[2] + f[3]);
     }
+    own += __shfl_xor_sync(kAll, own, 1);
+    own += __shfl_xor_sync(kAll, own, 2);
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      own[k] += __shfl_xor_sync(kAll, own[k], 1);
-      own[k] += __shfl_xor_sync(kAll, own[k], 2);
-    }
-    constexpr float kEven = Float16<T>::kNear[0], kOdd = Float16<T>::kNear[1];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float even = __shfl_sync(kAll, own[0], 4 * (2 * t + h)), odd = __shfl_sync(kAll, own[1], 4 * (2 * t + h));
-      sum[h] = even + odd;
-      begin[h] = -(even * kEven + odd * kOdd);
-    }
+    for (int h = 0; h < 2; ++h) sum[h] = __shfl_sync(kAll, own, 4 * (2 * t + h));
   }
 
   // Turns the scores of a warp's tiles into weights relative to a common maximum, the B operand of O. With `partial`,
@@ -314,7 +360,7 @@ struct TensorAttention {
         // The bound keeps a weight in the sum finite if its scale is 0 or tiny.
         if constexpr (kTurnedValues) {
           const RowScale row(tiles[u].value_scale[r]);
-          value_scale[u][r] = row.scale, value_lift[u][r] = row.lift;
+          value_scale[u][r] = row.scale, value_lift[u][r] = row.lift - (8.0f + Codes::kOffset);
         } else if constexpr (kScaled) {
           value_scale[u][r] = tiles[u].value_scale[r];
         }
@@ -322,7 +368,7 @@ struct TensorAttention {
         float key_scale = scale, key_lift = 0.0f;
         if constexpr (kTurnedKeys) {
           const RowScale row(tiles[u].key_scale[r]);
-          key_scale = scale * row.scale, key_lift = row.lift;
+          key_scale = scale * row.scale, key_lift = row.lift - (8.0f + Codes::kOffset);
         } else if constexpr (kScaled) {
           key_scale = scale * tiles[u].key_scale[r];
         }
@@ -363,17 +409,23 @@ struct TensorAttention {
           if constexpr (kScaled) {
             state.sum[h] += w[h];
             w[h] *= value_scale[u][r];
-            if constexpr (kTurnedValues) state.lift[h] = fmaf(w[h], value_lift[u][r], state.lift[h]);
           }
         }
         const uint32_t pair = pack_pair<T>(w[0], w[1]);
-        if constexpr (!kScaled) {
-          // The sum adds the rounded weights that the product uses: the result is then a mean of the values.
+        if constexpr (!kScaled || kTurnedValues) {
+          // Sums add the rounded weights that the product uses: the result is then a mean of the values, and zero points
+          // of 4-bit ones cancel what rounding adds to all columns.
           const Vector<T> rounded{pair};
           float f[8];
           rounded.to_float(f);
-          state.sum[0] += f[0];
-          state.sum[1] += f[1];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            if constexpr (kTurnedValues) {
+              state.lift[h] = fmaf(f[h], value_lift[u][r], state.lift[h]);
+            } else {
+              state.sum[h] += f[h];
+            }
+          }
         }
         weight[u][r] = transposed(pair);
       }
@@ -403,7 +455,9 @@ struct TensorAttention {
         if (piece >= ValuePieces::kPieces) continue;
         float4 v = make_float4(low[h], low[h + 2], high[h], high[h + 2]);
         if constexpr (kTurnedValues) {
-          v.x += state.lift[h], v.y += state.lift[h], v.z += state.lift[h], v.w += state.lift[h];
+          constexpr float kEven = 1.0f / Codes::kUnit[0], kOdd = 1.0f / Codes::kUnit[1];
+          v.x = fmaf(v.x, kEven, state.lift[h]), v.y = fmaf(v.y, kOdd, state.lift[h]);
+          v.z = fmaf(v.z, kEven, state.lift[h]), v.w = fmaf(v.w, kOdd, state.lift[h]);
         }
         *reinterpret_cast<float4*>(&to[query][piece * kSize + 2 * pair]) = v;
       }
@@ -431,22 +485,25 @@ struct TensorAttention {
                                                 const uint32_t (&query)[kSteps][2], const Rows& rows, int stride,
                                                 float scale, int g, int t, const Arrived& arrived) {
     const int count = (rows.length + 15) / 16;
-    float columns[2] = {}, begin[2] = {};
-    if constexpr (kTurnedKeys) add_columns(columns, begin, query, t);
+    float columns[2] = {};
+    if constexpr (kTurnedKeys) {  // in units of even codes, as scores are
+      add_columns(columns, query, t);
+      columns[0] *= Codes::kUnit[0], columns[1] *= Codes::kUnit[0];
+      scale *= 1.0f / Codes::kUnit[0];
+    }
 #pragma unroll 1
     while (tile[0] < count) {
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) arrived(tiles[u], tile[u]);
-      float score[kTiles][4];
+      float score[kTiles][4] = {};
 #pragma unroll
-      for (int u = 0; u < kTiles; ++u) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) score[u][i] = begin[i % 2];
-      }
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
+      for (int i = 0; i < kSteps; ++i) {
+        const int step = !kTurnedKeys ? i : i < kSteps / 2 ? 2 * i + 1 : 2 * i - kSteps;
 #pragma unroll
         for (int u = 0; u < kTiles; ++u) {
+          if (kTurnedKeys && i == kSteps / 2) {
+            for (float& s : score[u]) s *= Codes::kUnit[0] / Codes::kUnit[1];
+          }
           uint32_t a[4];
           key_fragment(a, tiles[u], step);
           Float16<T>::mma(score[u], a, query[step]);
