@@ -140,13 +140,13 @@ def run(options: argparse.Namespace) -> int:
     results = harness.Results("bench_portable", harness.environment())
     clock, deadline = harness.CudaClock(), time.monotonic() + options.time_budget
     shapes = shapes_of(options.few, options.prompts, options.quick)
-    wrong = 0
+    wrong, path = 0, results.write_csv(options.out, KEY)
     ratios: dict[str, list[float]] = {scheme: [math.nan] * len(shapes) for scheme in options.schemes}
     for i, shape in enumerate(shapes):
         for scheme in options.schemes:
             if time.monotonic() > deadline:
                 break
-            report = functools.partial(print, f"{shape.name}:")
+            report = functools.partial(print, f"{shape.name}:", flush=True)
             good, failed = harness.checked(variants_of(scheme, shape), report)
             wrong += len(failed)
             rounds = 7 if options.quick else 15
@@ -156,8 +156,8 @@ def run(options: argparse.Namespace) -> int:
                 timings[f"{scheme}:{path}"].median_us if f"{scheme}:{path}" in timings else math.nan for path in PATHS
             ]
             ratios[scheme][i] = times[0] / times[1]
+            path = results.write_csv(options.out, KEY)  # what is measured stays, should a later kernel take too long
             report(f"{scheme}: fused {times[0]:.1f} µs, portable {times[1]:.1f} µs, {ratios[scheme][i]:.2f}")
-    path = results.write_csv(options.out, KEY)
     title = f"the portable path (Triton) on {results.env.gpu}"
     plots.ratios(
         options.out / "bench_portable", [s.name for s in shapes], ratios, title, "speed relative to the fused path"
