@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from qcut.emitters.core.source import DType
 
 BASELINE = "fp16"
 SCHEMES = ("w8a8", "w8a8_static", "w8a16", "int16x8")
+KEY = ("m", "n", "k", "variant")
 EPILOGUES = {
     "w8a8": Epilogue(row_scale="per_token", col_scale="per_channel", bias=True),
     "w8a8_static": Epilogue(zero_point="per_tensor", col_scale="per_channel", bias=True),
@@ -67,9 +68,12 @@ def variant(name: str, layers: list[Callable[[Tensor], Tensor]], x: Tensor, refe
 
 
 def variants_of(
-    shape: Shape, built: dict[str, tuple[peers.Builder, bool]], most: int = harness.MAX_COPIES
+    shape: Shape,
+    built: dict[str, tuple[peers.Builder, bool]],
+    most: int = harness.MAX_COPIES,
+    schemes: Sequence[str] = SCHEMES,
 ) -> tuple[list[Variant], list[str]]:
-    """Return every variant of a shape in a limited number of copies, and why a peer could not be built."""
+    """Return the variants of a shape in a limited number of copies, and why a peer could not be built."""
     m, n, k = shape.m, shape.n, shape.k
     linear = nn.Linear(k, n, dtype=torch.float16, device="cuda")
     nn.init.normal_(linear.weight, std=k**-0.5)
@@ -82,7 +86,7 @@ def variants_of(
 
     floats = [linear, *(copy.deepcopy(linear) for _ in range(copies(16) - 1))]
     out, failed = [variant(BASELINE, [*floats], x, reference)], []
-    for scheme in SCHEMES:
+    for scheme in schemes:
         layer = qcut_layer(linear, scheme, x)
         layers = [layer, *(copy.deepcopy(layer) for _ in range(copies(8) - 1))]
         out.append(variant(f"qcut_{scheme}", [*layers], x, reference))
@@ -125,11 +129,34 @@ def summary(measured: dict[Shape, dict[str, Timing]]) -> str:
     return "\n".join(lines)
 
 
+def write(results: harness.Results, out: Path, *, whole: bool) -> Path:
+    """Write the CSV: anew with all variants and shapes, else beside the rows of others, float16's among them."""
+    if whole:
+        return results.write_csv(out)
+    path = out / f"{results.bench}.csv"
+    if path.is_file():
+        kept = {tuple(row[column] for column in KEY) for row in harness.read_rows(path) if row["variant"] == BASELINE}
+        results.rows = [row for row in results.rows if tuple(str(row[column]) for column in KEY) not in kept]
+    return results.write_csv(out, KEY)
+
+
+def _shape(text: str) -> Shape:
+    return Shape(*map(int, text.split("x")))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; 1 where a result of qcut's was wrong, 2 without a GPU."""
     parser = harness.parser(__doc__ or "")
     parser.add_argument("--no-names", action="store_true", help="do not ask the profiler what the others launch")
     parser.add_argument("--no-peers", action="store_true", help="measure only float16 and qcut")
+    parser.add_argument(
+        "--schemes",
+        nargs="+",
+        choices=SCHEMES,
+        default=SCHEMES,
+        help="measure these beside float16; where the CSV has rows of others, or of float16, they are kept",
+    )
+    parser.add_argument("--shapes", nargs="+", type=_shape, metavar="MxNxK", help="measure these instead of all")
     options = parser.parse_args(arguments)
     harness.require_gpu()
     with torch.no_grad():
@@ -142,9 +169,11 @@ def run(options: argparse.Namespace) -> int:
     results = harness.Results("bench_linear", harness.environment())
     built = {} if options.no_peers else peers.installed()
     missing = sorted({package for package, *_ in peers.PEERS.values()} - {peers.PEERS[name][0] for name in built})
-    shapes = linear_shapes(options.quick)
-    chosen = device_kernels.prebuild((e, s.m, s.n, s.k) for s in shapes for e in EPILOGUES.values())
-    chosen |= device_kernels.prebuild(((W8A16_EPILOGUE, s.m, s.n, s.k) for s in shapes), DType.F16)
+    shapes, schemes = options.shapes or linear_shapes(options.quick), tuple(options.schemes)
+    epilogues = {f"qcut_{s}": EPILOGUES[s] for s in schemes if s in EPILOGUES}
+    chosen = device_kernels.prebuild((e, s.m, s.n, s.k) for s in shapes for e in epilogues.values())
+    if "w8a16" in schemes:
+        chosen |= device_kernels.prebuild(((W8A16_EPILOGUE, s.m, s.n, s.k) for s in shapes), DType.F16)
     clock = harness.CudaClock()
     deadline = time.monotonic() + options.time_budget
     measured: dict[Shape, dict[str, Timing]] = {}
@@ -153,26 +182,32 @@ def run(options: argparse.Namespace) -> int:
         if time.monotonic() > deadline:
             break
         report = functools.partial(print, f"{shape.name}:")
-        variants, failed = variants_of(shape, built)
+        variants, failed = variants_of(shape, built, schemes=schemes)
         for text in failed:
             report(text)
         good, wrong = harness.checked(variants, report)
         failures += sum(name == BASELINE or name.startswith("qcut") for name in wrong)
         timings = harness.measure(good, clock, rounds=7 if options.quick else 15, deadline=deadline, report=report)
-        names = {f"qcut_{s}": "quantize+" + chosen[e, shape.m, shape.n, shape.k] for s, e in EPILOGUES.items()}
-        names["qcut_w8a16"] = chosen[W8A16_EPILOGUE, shape.m, shape.n, shape.k]
+        names = {name: "quantize+" + chosen[e, shape.m, shape.n, shape.k] for name, e in epilogues.items()}
+        if "w8a16" in schemes:
+            names["qcut_w8a16"] = chosen[W8A16_EPILOGUE, shape.m, shape.n, shape.k]
         add_rows(results, shape, timings, names)
         measured[shape] = timings
-    columns = [BASELINE, *(f"qcut_{s}" for s in SCHEMES), *built]
+    columns = [BASELINE, *(f"qcut_{s}" for s in schemes), *built]
     rows = []
     for shape, timings in measured.items():
         times = [timings[c].median_us if c in timings else math.nan for c in columns]
         rows.append([shape.m, shape.n, shape.k, *times])
-    path = results.write_csv(options.out)
+    whole = schemes == SCHEMES and not options.shapes
+    path = write(results, options.out, whole=whole)
     if not options.no_names:
         for shape in measured:
-            device_kernels.name_rows(results, shape, variants_of(shape, built, most=1)[0])
-        results.write_csv(options.out)
+            device_kernels.name_rows(results, shape, variants_of(shape, built, most=1, schemes=schemes)[0])
+        write(results, options.out, whole=whole)
+    if not whole:
+        print(harness.table(["M", "N", "K", *(f"{c} µs" for c in columns)], rows))
+        print(f"{len(measured)} of {len(shapes)} shapes measured, {failures} wrong results; rows in {path}")
+        return 1 if failures else 0
     plots.ratios(
         options.out / "bench_linear",
         [s.name for s in measured],

@@ -35,7 +35,7 @@ Times = dict[Shape, dict[str, float]]
 SQUARES = (1024, 2048, 4096, 8192)
 LAYERS = ((1280, 1280), (3840, 1280), (5120, 1280), (1280, 5120), (4096, 4096), (14336, 4096), (4096, 14336))
 TOKENS = (64, 256, 1024, 4096)
-LINEARS = ("fp16", "qcut_w8a8", "qcut_w8a8_static", "qcut_w8a16")
+LINEARS = ("fp16", "qcut_w8a8", "qcut_w8a8_static", "qcut_w8a16", "qcut_int16x8")
 LINEAR_SHAPES = (
     *((1, n, k) for n, k in ((1280, 1280), (5120, 1280), (4096, 4096), (14336, 4096), (4096, 14336))),
     *((64, 14336, 4096), (1024, 4096, 4096), (1024, 14336, 4096), (4096, 14336, 4096)),
@@ -115,8 +115,9 @@ def gemm_speeds(measured: Times, variant: str, baseline: str) -> list[float]:
 def linear(rows: Rows) -> str:
     """float16 and int8 schemes, by shape."""
     measured = times(rows, "bench_linear")
-    lines = ([name_of(shape), *(us(measured[shape][name]) for name in LINEARS)] for shape in LINEAR_SHAPES)
-    return markdown(["M × N × K", *(name.removeprefix("qcut_") for name in LINEARS)], lines)
+    names = [name for name in LINEARS if all(name in measured[shape] for shape in LINEAR_SHAPES)]
+    lines = ([name_of(shape), *(us(measured[shape][name]) for name in names)] for shape in LINEAR_SHAPES)
+    return markdown(["M × N × K", *(name.removeprefix("qcut_") for name in names)], lines)
 
 
 def peers(rows: Rows) -> str:

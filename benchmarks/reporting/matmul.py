@@ -77,7 +77,7 @@ TABLES = (
         "Prompts, int8 weights",
         "Whole layers over the float16 layer, geometric mean over layer shapes.",
         "bench_linear",
-        ("w8a8", "w8a8_static", "w8a16"),
+        ("w8a8", "w8a8_static", "w8a16", "int16x8"),
         int8_prompt_speeds,
     ),
     Table(

@@ -16,6 +16,10 @@ from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 
 _OTHER_REGISTERS = 40
 """What a thread needs beside accumulators and fragments: addresses, counters, bounds."""
+_COLUMN_REGISTERS = 112
+"""What 16 columns of D need besides where each has a bias of 64 bits, a multiplier and a shift, and 64-bit values."""
+_NEEDS_MORE = ("sm_100", "sm_120")
+"""Architectures whose compilers compute many columns at the same time: without these registers, they spill."""
 
 
 def registers(tile: TileConfig) -> int:
@@ -40,7 +44,10 @@ def _copies_whole_runs(problem: GemmProblem, tile: TileConfig, arch: str) -> boo
 
 
 def _fits_registers(problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
-    return registers(tile) <= min(255, 65_536 // tile.threads)
+    e = problem.epilogue
+    rescales = e.rescale and not e.halves and arch in _NEEDS_MORE
+    more = _COLUMN_REGISTERS + 8 * tile.splits if rescales else 0
+    return registers(tile) + more <= min(255, 65_536 // tile.threads)
 
 
 TILE_CONSTRAINTS = (

@@ -282,6 +282,21 @@ def test_summary_counts_only_the_claims_shapes_and_judges_both_figures() -> None
     assert bench_gemm.summary(ratios, ["s8"]).endswith(": reached")
 
 
+def test_rows_of_some_schemes_leave_those_of_others(tmp_path: Path) -> None:
+    def results(commit: str, *variants: str) -> harness.Results:
+        found = harness.Results("bench_linear", harness.Environment("GPU", "1", "13.0", "2.11", commit))
+        for name in variants:
+            found.add(Timing(1.0, 1.0, 1.0, 3, "graph"), m=1, n=2, k=3, variant=name, kernel="")
+        return found
+
+    bench_linear.write(results("old", "fp16", "qcut_w8a8", "qcut_int16x8"), tmp_path, whole=True)
+    path = bench_linear.write(results("new", "fp16", "qcut_int16x8"), tmp_path, whole=False)
+    rows = {row["variant"]: row["commit"] for row in harness.read_rows(path)}
+    assert rows == {"fp16": "old", "qcut_w8a8": "old", "qcut_int16x8": "new"}
+    bench_linear.write(results("new", "fp16", "qcut_w8a8"), tmp_path, whole=True)
+    assert {row["commit"] for row in harness.read_rows(path)} == {"new"}
+
+
 @pytest.mark.parametrize("scheme", bench_linear.SCHEMES)
 def test_linear_variant_is_within_the_benchmarks_tolerance(scheme: str) -> None:
     torch.manual_seed(0)

@@ -161,7 +161,7 @@ def test_the_ladder_and_speeds_by_tokens(write: Writer, tmp_path: Path) -> None:
     # w8a16, codebook4 and codebook4_int8: plain, pdl, layer
     assert lines_of(text, "| 1 |") == [["1", "1", *"–––", "2.67×", "4.00×", "2.00×", *"–––"]]
     assert lines_of(text, "| 512 |") == [["512", "1", "0.50×", "–"]]
-    assert lines_of(text, "| 1024 |") == [["1024", "1", "1.50×", "–", "–"]]
+    assert lines_of(text, "| 1024 |") == [["1024", "1", "1.50×", "–", "–", "–"]]
     assert lines_of(text, "| 16 |") == []  # no prompt
     assert lines_of(text, "| 64 |") == [["64", "1", "–", "–", "–", "1.50×", "–"]]
     assert lines_of(text, "| 8 |") == []  # a square

@@ -12,10 +12,12 @@ from qcut.dispatch.tiles.stream import few_tokens, int8_tile
 from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.decoder.split_halves import SplitHalves, emit_split_halves
+from qcut.emitters.families import INT8_MMA
 from qcut.emitters.gemm.cutlass.gemm import emit_cutlass_gemm
 from qcut.emitters.gemm.cutlass.tiles import default_tiles
 from qcut.emitters.gemm.dp4a import default_tiles as dp4a_tiles
 from qcut.emitters.gemm.dp4a import emit_dp4a_gemm
+from qcut.emitters.gemm.mma import default_tiles as mma_tiles
 from qcut.emitters.gemm.mma import emit_mma_gemm
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.gemm.wmma import default_tiles as wmma_tiles
@@ -32,7 +34,9 @@ def sources(arch: str) -> list[KernelSource]:
     found = [emit_split_halves(SplitHalves(arch, aligned)) for aligned in (True, False)]
     for epilogue in (BYTES, WORDS):
         problem = GemmProblem(epilogue=epilogue)
-        found += [emit_mma_gemm(problem, LARGE, arch), emit_wmma_gemm(problem, wmma_tiles(arch)[0], arch)]
+        tiles = [tile for tile in mma_tiles(arch) if INT8_MMA.is_legal(problem, tile, arch)]
+        large = max(tiles, key=lambda tile: (tile.warp_shape[0] * tile.warp_shape[1], tile.threads))
+        found += [emit_mma_gemm(problem, large, arch), emit_wmma_gemm(problem, wmma_tiles(arch)[0], arch)]
         if arch == "sm_90a":
             found.append(emit_mma_gemm(problem, SPLIT, arch))
         for m, n, k in ((1, 14336, 4096), (8, 4096, 14336), (16, 1280, 1280)):
@@ -91,6 +95,11 @@ def test_dispatch_finds_kernels_of_few_tokens_and_of_many() -> None:
                 choice = select_gemm(problem, epilogue.rows(m), 4096, 4096, gpu)
                 assert choice.family in ("int8_mma", "int8_wmma")
                 assert "integers alone" in choice.reason
+
+
+def test_wide_warps_are_left_out_where_their_columns_would_spill() -> None:
+    for arch, legal in (("sm_80", True), ("sm_90a", True), ("sm_100", False), ("sm_120", False)):
+        assert INT8_MMA.is_legal(GemmProblem(epilogue=BYTES), LARGE, arch) == legal
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

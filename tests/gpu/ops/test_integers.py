@@ -127,8 +127,9 @@ def test_a_chain_is_bitwise_that_of_the_cpu(bits: int) -> None:
         for m in ROWS:
             assert_same(on_device(x[:m].to(dtype).to(DEVICE)).cpu(), expected[:m])
     with torch.no_grad():
-        error = (on_device(x[2:].to(DEVICE)).cpu() - model(x[2:])).norm() / model(x[2:]).norm()
-    assert float(error) < (0.1 if bits == 8 else 0.03)
+        floats = model(batches[0])
+        error = (on_device(batches[0].to(DEVICE)).cpu() - floats).norm() / floats.norm()
+    assert float(error) < (0.05 if bits == 8 else 0.015)
 
 
 @pytest.mark.parametrize("bits", [8, 16])
