@@ -48,7 +48,7 @@ from qcut.models.selection import find_layers
 GROUP = 128
 REFINE_STEPS = 450
 REFINE_BATCH = 8
-OWN_AT_ONCE = 512
+OWN_AT_ONCE = 1024
 RESIDUAL_SEED = 1042
 REFINED = "refined"
 REFERENCE = Path("reference")
@@ -147,6 +147,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--seed", type=int, default=42, help="of the rotations [42]")
     options.add_argument("--refine-windows", type=int, default=768, help="that refined variants are tuned on")
     options.add_argument("--refine-steps", type=int, default=REFINE_STEPS, help=f"of refined variants [{REFINE_STEPS}]")
+    options.add_argument("--refine-batch", type=int, default=REFINE_BATCH, help=f"windows of a step [{REFINE_BATCH}]")
     options.add_argument(
         "--fit-processes", type=int, default=0, help="that fit layers on the CPU; 0: --device does [0]"
     )
@@ -184,7 +185,9 @@ def is_refined(variant: str) -> bool:
     return variant.rpartition("_")[2] == REFINED
 
 
-def refined(model: nn.Module, made: Mapping[str, Passes], windows: Tensor, steps: int, progress: bool) -> nn.Module:
+def refined(
+    model: nn.Module, made: Mapping[str, Passes], batches: Sequence[Tensor], steps: int, progress: bool
+) -> nn.Module:
     """A copy of the float model with codebook layers, refined, as a float model with what came out of it."""
     copied = copy.deepcopy(model)
     for name, passes in made.items():
@@ -192,7 +195,7 @@ def refined(model: nn.Module, made: Mapping[str, Passes], windows: Tensor, steps
         assert not isinstance(passes, Tensor)
         copied.set_submodule(name, CodebookLinear.from_passes(passes, module._parameters.get("bias"), name=name))
     torch.set_float32_matmul_precision("high")  # tuned, not measured
-    print(qcut.refine(copied, model, windows.split(REFINE_BATCH), steps=steps, progress=progress), file=sys.stderr)
+    print(qcut.refine(copied, model, batches, steps=steps, progress=progress), file=sys.stderr)
     torch.set_float32_matmul_precision("highest")
     for name in made:
         copied.set_submodule(name, as_float(copied.get_submodule(name)))
@@ -269,7 +272,9 @@ def measure(path: Path, args: argparse.Namespace, results: Results, processes: P
             ]
             found = processes.map(make, calls) if known else [make(*call) for call in calls]
             made = {name: on(passes, args.device) for name, passes in zip(originals, found, strict=True)}
-        subject = refined(model, made, to_refine, args.refine_steps, bar) if is_refined(variant) else model
+        subject = model
+        if is_refined(variant):
+            subject = refined(model, made, to_refine.split(args.refine_batch), args.refine_steps, bar)
         for name, module in layers.items() if subject is model else ():
             weight = made[name]
             weight_nk(module).copy_(weight if isinstance(weight, Tensor) else dequantize(weight))
@@ -297,6 +302,7 @@ def measure(path: Path, args: argparse.Namespace, results: Results, processes: P
                 "calibration_windows": args.calibration_windows if kind_of(variant) else "",
                 "refine_windows": len(to_refine) if is_refined(variant) else "",
                 "refine_steps": args.refine_steps if is_refined(variant) else "",
+                "refine_batch": args.refine_batch if is_refined(variant) else "",
                 "quantize_seconds": round(seconds, 1),
             }
         )

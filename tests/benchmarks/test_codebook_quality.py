@@ -38,7 +38,7 @@ def test_refined_weights_come_back_in_a_float_model() -> None:
     made = {name: (quantize(weight_nk(module), 2),) for name, module in layers.items()}
     before = {name: weight_nk(module).clone() for name, module in layers.items()}
     windows = torch.randint(0, 64, (64, 24), generator=torch.Generator().manual_seed(0))
-    after = refined(model, made, windows, 30, progress=False)
+    after = refined(model, made, windows.split(8), 30, progress=False)
     assert all(type(after.get_submodule(name)) is nn.Linear for name in layers)
     assert all(torch.equal(weight_nk(module), before[name]) for name, module in layers.items())
 
