@@ -120,7 +120,7 @@ def test_int8_weights(group):
     q = layout.int8_weight(units, 4, packed, values, fold)[:40]
     relative = layout.unpack_norms(packed)[:40]
     factor = (relative.float() * fold[:40, None]).half().repeat_interleave(group, 1)
-    # Kernels add 1.5 * 2**10 to the product and round once to float16, as NumPy does; torch would round to float32 before.
+    # Kernels add 1.5 * 2**10 to the product and round once to float16, as NumPy does; torch would round to float32 too.
     sums = (pairs.look_up(values, indices).double() * factor.double() + 1536).numpy().astype(np.float16)
     assert torch.equal(q, torch.from_numpy(sums.astype(np.int32) - 1536).to(torch.int8))
     assert int(q.abs().amax()) <= 127
