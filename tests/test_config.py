@@ -21,9 +21,14 @@ CODEBOOKS = {
     "codebook4+4": Codebook(4, 4),
     "codebook4_int8": Codebook(activation="int8"),
     "codebook4+4_int8": Codebook(4, 4, activation="int8"),
+    "codebook4_pairs": Codebook(pairs=True),
+    "codebook4_pairs_int8": Codebook(pairs=True, activation="int8"),
     "int4": Codebook(uniform=True, rotation="none"),
     "codebook4+2_rows_qr_seed0_residual_seed7_fp32norms_int8": Codebook(
         4, 2, None, "qr", 0, 7, activation="int8", norm_dtype="fp32"
+    ),
+    "codebook4_pairs_g50_qr_seed3_fp32norms_int8": Codebook(
+        group_size=50, rotation="qr", seed=3, activation="int8", norm_dtype="fp32", pairs=True
     ),
     "codebook4_g64_none": Codebook(group_size=64, rotation="none"),
     "int3_g32_int8": Codebook(3, group_size=32, rotation="none", activation="int8", uniform=True),
@@ -48,7 +53,7 @@ def test_padded_k():
 def test_scheme_names():
     assert [s.name for s in PLAIN] == list(PLAIN_NAMES) == list(config.SCHEME_NAMES[:6])
     assert [s.name for s in CODEBOOKS.values()] == list(CODEBOOKS)
-    assert list(config.SCHEME_NAMES[6:]) == list(CODEBOOKS)[:7]
+    assert list(config.SCHEME_NAMES[6:]) == list(CODEBOOKS)[:9]
     assert [s.int8_products for s in PLAIN] == [True, True, False, True, True, False]
     assert [name for name, s in CODEBOOKS.items() if s.int8_products] == [n for n in CODEBOOKS if n.endswith("_int8")]
 
@@ -86,7 +91,15 @@ def test_scheme_round_trips(scheme):
     "name",
     [
         *("int8", "x", "", None, ["w8a8"], "codebook5", "codebook4+1", "codebook4_g0", "codebook4_g64_rows"),
-        *("codebook4_int8_qr", "int4+4", "codebook", "codebook4\n", "codebook\u0664"),
+        *(
+            "codebook4_int8_qr",
+            "codebook4_g64_pairs",
+            "int4_pairs",
+            "int4+4",
+            "codebook",
+            "codebook4\n",
+            "codebook\u0664",
+        ),
     ],
 )
 def test_unknown_scheme_lists_the_names(name):
@@ -127,6 +140,18 @@ def test_unknown_mode():
     for scheme in (W8A8, Int16x8):
         with pytest.raises(errors.ConfigError, match="'fast' does not exist; use 'dynamic' or 'static'"):
             scheme("fast")  # type: ignore[arg-type]
+
+
+def test_what_pairs_do_not_go_with():
+    for name in ("codebook3_pairs", "codebook4+4_pairs", "codebook4_pairs_none"):
+        with pytest.raises(
+            errors.ConfigError, match=r"Codebook of pairs: bits is .*; allowed: 4, None, and 'hadamard'"
+        ):
+            parse_scheme(name)
+    with pytest.raises(errors.ConfigError, match="Codebook of pairs: group_size is 15; allowed: even numbers"):
+        parse_scheme("codebook4_pairs_g15_qr")
+    with pytest.raises(errors.ConfigError, match="Codebook pairs is 1; allowed: False, True"):
+        Codebook(pairs=1)  # type: ignore[arg-type]
 
 
 def test_foreign_scheme_json():

@@ -122,7 +122,7 @@ def join(indices: Tensor) -> Tensor:
 
 
 def split(joined: Tensor) -> Tensor:
-    """uint8 ``[..., K]``: entries for each column, from an index ``[..., K / 2]`` of any integer dtype for each pair."""
+    """uint8 ``[..., K]``: entries for each column, of indices ``[..., K / 2]`` of any integer dtype for each pair."""
     return torch.stack((joined & 15, joined >> 4), -1).flatten(-2).to(torch.uint8)
 
 

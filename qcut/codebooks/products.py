@@ -19,7 +19,7 @@ from qcut.codebooks.layout import Geometry
 from qcut.codebooks.quantizer import column_scales
 from qcut.codebooks.rotation import NO_ROTATION, Kind
 from qcut.codebooks.tokens import rotate_tokens
-from qcut.errors import ShapeError
+from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
 
 _CHUNK_ELEMENTS = 1 << 22  # weights are unpacked in pieces, so that no float copy of a whole weight exists
@@ -35,8 +35,13 @@ def pack_book(values: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
     Returns:
         8 integers for 16 values, padded with zeros; 64 for the pairs with positive values. Each has the first of its
         two values in the lower half.
+
+    Raises:
+        ConfigError: pairs that are not the same with other signs.
     """
     if pairs.are_pairs(values):
+        if not pairs.are_symmetric(values):
+            raise ConfigError("a codebook of pairs; allowed: finite points, the same with other signs")
         quadrant = values[: pairs.POINTS].detach().cpu().to(dtype).contiguous()
         return tuple(quadrant.view(torch.int32).flatten().tolist())
     padded = torch.zeros(16, dtype=dtype)

@@ -134,13 +134,13 @@ def bounded_problem(problem: P, target: Target, *, element_stores: bool = False)
 
 
 def is_usual(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
-    """Whether known shapes have tiles of their own: for 16-bit models, rows that are aligned, and 4-bit codebooks."""
+    """Whether known shapes have tiles of their own: those of 16-bit models, aligned rows, and 16-value codebooks."""
     if problem.epilogue.rescale:
         return False
     if isinstance(problem, CodebookProblem):
         whole = problem.alignment_n * problem.epilogue.out.bits >= 128
-        kind = problem.bits, problem.slots, problem.offsets, whole
-        return kind == (4, 1, False, True) and problem.epilogue.out is not DType.F32
+        kind = problem.bits, problem.slots, problem.offsets, problem.pairs, whole
+        return kind == (4, 1, False, False, True) and problem.epilogue.out is not DType.F32
     aligned = isinstance(problem, W8A8Problem) or problem.alignment_k > 1
     return problem.epilogue.out is not DType.F32 and aligned
 
@@ -161,7 +161,7 @@ def covers(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
         if problem.offsets and problem.bits != 4:
             return False
         return (e.out is problem.x or problem.x is DType.S8) and (
-            (problem.bits, problem.slots) == (4, 1) or problem.rotates is None
+            (problem.bits, problem.slots, problem.pairs) == (4, 1, False) or problem.rotates is None
         )
     if e.residual:
         return False

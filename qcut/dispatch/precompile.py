@@ -154,6 +154,8 @@ def _codebook(target: Target) -> Iterator[KernelSource]:
                 yield from _codebook_products(row, target)
     for x, slots in product(HALVES, (1, 2, 4)):
         yield from _codebook_products(codebook.problem_of(x, 4, slots, x, True, "none", False, 1, offsets=True), target)
+    for (x, out), slots in product(types, (1, 2, 4)):
+        yield from _codebook_products(codebook.problem_of(x, 4, slots, out, True, "none", False, 1, pairs=True), target)
     # Passes of different widths: float32 sums, to which the second product adds its own.
     for x, bits, residual in product((*HALVES, DType.S8), (2, 3, 4), _BOOLS):
         yield from _codebook_products(codebook.problem_of(x, bits, 1, DType.F32, False, "none", residual, 1), target)

@@ -470,6 +470,9 @@ def test_models_that_the_format_has_no_place_for(tmp_path: Path):
     refused([("w8a8", None)], r"q_proj' is w8a8")
     refused([(four, ("*.0.*",)), ("w8a16", ("*.1.*",))], r"layers\.1\..* is w8a16")
     refused([("int4", None)], r"is int4.*rotated layers alone")
+    refused(
+        [(Codebook(group_size=16, pairs=True), None)], r"is codebook4_pairs_g16; the format has no codebook of pairs"
+    )
     refused([(four, attention), (Codebook(bits=3, group_size=16), mlp)], r"mlp.* has bits 3,.* has 4")
     refused([(four, attention), (Codebook(group_size=16, seed=1), mlp)], r"mlp.* has the seeds \(1,\)")
     refused([(four, None)], r"c_attn' is a Conv1D", kind="gpt2")

@@ -27,6 +27,7 @@ from tests.support.zoo import same, snapshot, tiny_hf, tiny_lm, token_batches
         ("codebook4+4_g16_int8", 44, "codebook4+4_g16_qr_int8", 12),
         ("codebook4_seed7", 300, "codebook4_qr_seed7", 44),
         ("codebook4_qr", 300, "codebook4_qr", None),
+        ("codebook4_pairs_int8", 300, "codebook4_pairs_qr_int8", 44),
         ("int4", 300, "int4", None),
         ("w8a8", 300, "w8a8", None),
     ],
@@ -100,6 +101,14 @@ def test_a_plan_knows_both() -> None:
     )
     assert plan.schemes == {"0": "codebook4", "1": "codebook4_qr", "2": "fp16"}
     assert qcut.quantize(model, plan, progress=False).skipped == {"2": "fp16 by the plan"}
+
+
+def test_odd_widths_are_left_by_pairs() -> None:
+    model = nn.Sequential(nn.Linear(256, 255), nn.Linear(255, 256))
+    report = qcut.quantize(model, "codebook4_pairs", progress=False)
+    assert type(model[1]) is nn.Linear
+    assert model[0].scheme.name == "codebook4_pairs"
+    assert "groups of 128 of 255 columns; pairs take even numbers" in str(report)
 
 
 def test_k_beyond_the_exact_range_is_left() -> None:

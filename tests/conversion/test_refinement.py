@@ -42,7 +42,9 @@ def vectors(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.dim() == 1}
 
 
-@pytest.mark.parametrize(("scheme", "kind"), [("codebook2", "llama"), ("codebook3", "gpt2")])
+@pytest.mark.parametrize(
+    ("scheme", "kind"), [("codebook2", "llama"), ("codebook3", "gpt2"), ("codebook4_pairs", "llama")]
+)
 def test_predictions_come_nearer(scheme: str, kind: str):
     model, reference = pair(scheme, kind)
     before, weights = divergence(model, reference), copy.deepcopy(reference.state_dict())

@@ -35,8 +35,10 @@ from tests.support.oracles import FLOATS, INF, NAN
 SCHEMES = (
     *("codebook4", "codebook3", "codebook2", "codebook4+4", "codebook4+2", "codebook3_g64_qr", "codebook4_g32"),
     *("codebook4_g50_qr", "codebook2+2_rows_qr_fp32norms", "codebook4_none", "int4", "int3_g32"),
+    *("codebook4_pairs", "codebook4_pairs_g50_qr_fp32norms"),
 )
 INT8 = ("codebook4_int8", "codebook4+4_int8", "codebook4+3_int8", "codebook3_g32_qr_int8", "int4_int8")
+INT8 += ("codebook4_pairs_int8", "codebook4_pairs_g32_int8")
 TWO_SETS = ("codebook4+2", "codebook4+3_int8")
 
 
@@ -53,7 +55,11 @@ def float64_weight(q: RotatedCodebook) -> Tensor:
     n, k = q.indices.shape
     out = torch.zeros(n, k, dtype=torch.float64)
     for g, (first, d) in enumerate(rotation.groups(k, q.group_size)):
-        group = q.values.double()[q.indices[:, first : first + d].long()]
+        index = q.indices[:, first : first + d].long()
+        if q.values.dim() == 2:
+            group = q.values.double()[index[:, ::2] + 16 * index[:, 1::2]].flatten(1)
+        else:
+            group = q.values.double()[index]
         if q.rotation != "none":
             matrix = rotation.rotate(torch.eye(d, dtype=torch.float64), q.rotation, q.seed + first).t()
             group = group @ matrix / d**0.5
@@ -102,6 +108,7 @@ def test_int8_products_are_exact_integers(scheme):
     [
         *(("codebook2", 8.5), ("codebook3", 13.8), ("codebook4", 19.3), ("codebook4+4", 38.5), ("codebook4+2", 28.0)),
         *(("codebook4_g64_qr", 19.3), ("codebook4_int8", 18.8), ("codebook4+4_int8", 33.0), ("int4", 16.5)),
+        *(("codebook4_pairs", 20.2), ("codebook4_pairs_int8", 19.6)),
     ],
 )
 def test_close_to_the_float_layer(scheme, decibels):
@@ -309,6 +316,21 @@ def test_a_wrong_state_is_refused():
     assert layer.load_state_dict(good, strict=False).missing_keys == ["norms"]
 
 
+def test_pairs_that_are_not_the_same_with_other_signs_are_refused():
+    _, layer = quantized("codebook4_pairs")
+    good = layer.state_dict()
+    other = good["codebook"].clone()
+    other[70, 1] *= 2
+    with pytest.raises(RuntimeError, match="a codebook of pairs; allowed: finite points, the same with other signs"):
+        layer.load_state_dict({**good, "codebook": other})
+    key, problem = layer.state_problem({**good, "codebook": other})
+    assert (key, problem) == ("codebook", "found other points; finite pairs, the same with other signs, are allowed")
+    assert layer.state_problem(good) is None
+    layer.codebook.copy_(other)
+    with pytest.raises(errors.ConfigError, match="a codebook of pairs; allowed: finite points, the same with other"):
+        layer._books()
+
+
 def test_in_a_model_and_under_its_name():
     model = nn.Sequential(nn.LayerNorm(64), quantized("codebook4+4", 32, 64)[1])
     other = nn.Sequential(nn.LayerNorm(64), Linear(64, 32, True, "codebook4+4"))
@@ -394,6 +416,14 @@ def test_passes_that_do_not_go_together():
     ):
         with pytest.raises(errors.ConfigError, match=f"layer 'x': .*{message}"):
             make(passes, None, name="x")
+    (double,) = quantize_weight(torch.randn(8, 64), parse_scheme("codebook4_pairs"))
+    assert make([double], None, "codebook4_int8").scheme.name == "codebook4_pairs_int8"
+    assert make([first], None, "codebook4_pairs").scheme.name == "codebook4"
+    with pytest.raises(errors.ConfigError, match="layer 'x': 2 passes of pairs; allowed: 1"):
+        make([double, double], None, name="x")
+    odd = RotatedCodebook(**{**vars(double), "indices": double.indices[:, :63]})
+    with pytest.raises(errors.ConfigError, match="layer 'x': groups of 63 of 63 columns; pairs take even numbers"):
+        make([odd], None, name="x")
     with pytest.raises(errors.ShapeError, match=r"layer 'x': norms have shape \[8, 2\]; allowed: \[8, 1\]"):
         make([changed(norms=second.norms.repeat(1, 2))], None, name="x")
     with pytest.raises(errors.QuantizationError, match="layer 'x': norms hold NaN, Inf or a negative number"):

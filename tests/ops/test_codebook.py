@@ -194,7 +194,13 @@ def one_token(scheme: str = "codebook4+4", k: int = 256, n: int = 70, dtype: tor
     return layer, x, [x, signs, layer.group_size, seeds, layer.units, layer.packed_norms, layer.fold, *last], last
 
 
-@pytest.mark.parametrize("scheme", ["codebook4", "codebook3+3_g64", "codebook2_g32", "codebook4_int8"])
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *("codebook4", "codebook3+3_g64", "codebook2_g32", "codebook4_int8"),
+        *("codebook4_pairs", "codebook4_pairs_g32_int8"),
+    ],
+)
 @pytest.mark.parametrize("dtype", HALVES)
 def test_one_token_is_rotated_and_multiplied(scheme, dtype):
     layer, x, arguments, last = one_token(scheme, dtype=dtype)
@@ -313,7 +319,12 @@ def test_rotate_tokens_refuses(changes, error, message):
         ({"col_scale": torch.zeros(0)}, errors.ShapeError, "col_scale has shape"),
         ({"norms": torch.zeros(8, 2, 3, 8, 2).half()}, errors.ShapeError, "norms have shape"),
         ({"norms": torch.zeros(8, 2, 2, 8, 2)}, errors.DtypeError, "norms is float32; allowed: float16"),
-        ({"book": [1, 2]}, errors.ConfigError, "book has 2 words; allowed: 8"),
+        ({"book": [1, 2]}, errors.ConfigError, "book has 2 words; allowed: 8, of two 16-bit values each, or 64"),
+        (
+            {"book": [1] * 64, "bits": 3, "units": torch.zeros(8, 2, 768, dtype=torch.uint8)},
+            errors.ConfigError,
+            "a book of pairs goes with 4 bits and without offsets; bits is 3",
+        ),
         ({"row_scale": torch.ones(11)}, errors.ConfigError, "row_scale goes with int8 tokens"),
         ({"fold": torch.ones(128)}, errors.ConfigError, "fold goes with int8 tokens"),
         ({"bias": torch.ones(71)}, errors.ShapeError, r"bias has shape \[71\]; allowed: \[70\]"),
@@ -354,6 +365,7 @@ def test_codebook_linear_refuses():
         ("norms", layer.norms[:, :1], errors.ShapeError, "norms has shape"),
         ("codebooks", [layer.codebook, layer.codebook], errors.ShapeError, "codebook has shape"),
         ("bias", layer.bias[1:], errors.ShapeError, "bias has shape"),
+        ("codebooks", [torch.ones(256, 2)] * 2, errors.ShapeError, "codebook has shape"),
     ):
         arguments = list(layer_arguments(layer, torch.randn(2, 64)))
         arguments[names.index(name)] = change

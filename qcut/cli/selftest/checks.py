@@ -376,7 +376,7 @@ def _codebook_product(layer: Any, m: int, scheme: str) -> Iterator[Check]:
     is_int8 = layer.int8
     x = _random(m, k, seed=m, dtype=HALF)
     signs = tokens.operands("hadamard", group, k, seeds, HALF)
-    book, magnitudes = (list(products.pack_book(values, HALF)) for values in (layer.codebook, layer.codebook.abs()))
+    book = list(products.pack_book(layer.codebook, HALF))
     weight = layer.units, layer.packed_norms, layer.fold, layer.col_scale
     shape = f"{scheme}, {m}x{n}x{k}"
     rotation = (x, signs, "hadamard", group, seeds, torch.int8 if is_int8 else HALF)
@@ -399,7 +399,9 @@ def _codebook_product(layer: Any, m: int, scheme: str) -> Iterator[Check]:
     def expect() -> Near:
         exact = OPS.codebook_gemm(*given[:-1], torch.float32).double()
         # The magnitudes of all weights: pairs without their signs, which are bits of indices.
-        values, units = (book, layer.units & 63) if layer.scheme.pairs else (magnitudes, layer.units)
+        values, units = book, layer.units & 63
+        if not layer.scheme.pairs:
+            values, units = list(products.pack_book(layer.codebook.abs(), HALF)), layer.units
         terms = (blocks.abs(), None, m, units, *weight[1:], values, None, 4, "none", None, torch.float32)
         sizes = OPS.codebook_gemm(*terms).double() + layer.bias.abs().double()
         rows = layout.from_blocks(blocks, m).double().abs().sum(1, keepdim=True)
