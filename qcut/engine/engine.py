@@ -337,7 +337,8 @@ class Engine:
         reader = Engine(model, batch=batch, context=min(self.context, longest), graphs=graphs, stack=stack)
         read = guides.drawn(reader, self.decoder.vocabulary) if rows is None else rows
         with torch.inference_mode(False), torch.no_grad():
-            self.cache.set_guides(guides.guides_of(reader, read))
+            rotary = None if self._cos is None or self._sin is None else (self._cos, self._sin)
+            self.cache.set_guides(guides.guides_of(reader, read, rotary))
 
     def watched(self, prompts: list[Tensor], watch: Callable[[PromptAttention], guides.Watch]) -> list[guides.Watch]:
         """Read prompts as `prefill` does, for `qcut.engine.guides`: what watched the attention of each chunk."""

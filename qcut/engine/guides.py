@@ -21,16 +21,18 @@ from qcut.numerics.sampling import Sampling
 PROMPTS, TOKENS = 4, 512
 """Sequences that are drawn, and tokens of each: fewer where the context is shorter."""
 SEED = 0
+PLACES = 64
+"""Of the context, for which rows with rotary positions stand."""
 
 
 @dataclass
 class Watch:
-    """Attention of a chunk of prompts that also adds up what guides are made of.
+    """Attention of a chunk of prompts that also adds up what guides are made of, before positions rotate it.
 
     Attributes:
-        inner: the attention, over a cache of floats.
-        moments: of each layer, float64 ``[kv_heads, D, D]``: ``q q^T`` summed over the chunk's turned queries.
-        keys: of each layer, float64 ``[kv_heads, D]``: the sum of its turned keys.
+        inner: the attention.
+        moments: of each layer, float64 ``[kv_heads, D, D]``: ``q q^T`` summed over the chunk's queries.
+        keys: of each layer, float64 ``[kv_heads, D]``: the sum of its keys.
     """
 
     raises_absmax: ClassVar[bool] = PromptAttention.raises_absmax
@@ -41,19 +43,13 @@ class Watch:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, absmax: Tensor | None) -> Tensor:
         """As `PromptAttention`, layers in order."""
-        inner = self.inner
-        mixed = inner(layer, q, k, v, scaling, absmax)  # rotates q, and keeps k rotated
-        sequences, kept = len(inner.starts), inner.cache.layer(layer)[0]
-        rows = len(q) // sequences
-        places = torch.arange(rows, device=q.device)
-        real = (places < inner.lengths[:, None]).flatten()
-        owner = torch.arange(sequences, device=q.device).repeat_interleave(rows)
-        stored = kept[owner, :, inner.slots.long()]  # [T, kv_heads, D]
-        turned = torch.where(real[:, None, None], int4.turn(q), 0.0).double()
-        grouped = turned.unflatten(1, (stored.shape[1], -1)).transpose(0, 1).flatten(1, 2)
-        self.moments.append(grouped.transpose(1, 2) @ grouped)
-        self.keys.append(torch.where(real[:, None, None], int4.turn(stored), 0.0).double().sum(0))
-        return mixed
+        lengths = self.inner.lengths
+        places = torch.arange(len(q) // len(lengths), device=q.device)
+        real = (places < lengths[:, None]).flatten()[:, None, None]
+        rows = torch.where(real, q, 0).double().unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)
+        self.moments.append(rows.transpose(1, 2) @ rows)
+        self.keys.append(torch.where(real, k, 0).double().sum(0))
+        return self.inner(layer, q, k, v, scaling, absmax)
 
 
 class Reader(Protocol):
@@ -83,19 +79,43 @@ def drawn(reader: Reader, vocabulary: int) -> list[Tensor]:
     return [torch.tensor([*start.tolist(), *each.tokens]) for start, each in zip(first, found, strict=True)]
 
 
-def guides_of(reader: Reader, prompts: list[Tensor]) -> list[Tensor]:
+def guides_of(reader: Reader, prompts: list[Tensor], rotary: tuple[Tensor, Tensor] | None) -> list[Tensor]:
     """The guide of each layer, int32 on the host: see `qcut.numerics.int4.guide_of`.
+
+    Queries and keys are taken to stand anywhere in the context: second moments and means are those of rows rotated to
+    `PLACES` places of it. What rotary positions turn often has no mean, and no main direction.
 
     Args:
         reader: an engine over the same model with a cache of floats.
         prompts: ids ``[T]`` of each prompt.
+        rotary: cosines and sines ``[context, D]`` of all places; None: positions are not rotary.
 
     Exactness: the same for the same prompts, device and versions of its libraries.
     """
     seen: list[Watch] = []
     for i in range(0, len(prompts), reader.batch):
         seen += reader.watched(prompts[i : i + reader.batch], Watch)
-    count = sum(map(len, prompts))
-    moments = (torch.stack(parts).sum(0) for parts in zip(*(watch.moments for watch in seen), strict=True))
-    keys = (torch.stack(parts).sum(0) for parts in zip(*(watch.keys for watch in seen), strict=True))
-    return [int4.guide_of(moment, total / count) for moment, total in zip(moments, keys, strict=True)]
+    count, found = sum(map(len, prompts)), []
+    for parts in zip(*([*zip(watch.moments, watch.keys, strict=True)] for watch in seen), strict=True):
+        moments, keys = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
+        mean = keys / count
+        if rotary is not None:
+            moments = _anywhere(_anywhere(moments, rotary).transpose(2, 3), rotary, placed=True).mean(0)
+            mean = _anywhere(mean, rotary).mean(0)
+        turned = int4.turn(int4.turn(moments).transpose(1, 2))
+        found.append(int4.guide_of(turned, int4.turn(mean)))
+    return found
+
+
+def _anywhere(rows: Tensor, rotary: tuple[Tensor, Tensor], *, placed: bool = False) -> Tensor:
+    """Rows float64 ``[..., D]``, rotated to each of some places of the context: ``[PLACES, ..., D]``.
+
+    With ``placed``, rows have a first dimension for the place already. The golden ratio's multiples spread places
+    evenly over the context, and fall in step with no wavelength.
+    """
+    context, device = len(rotary[0]), rows.device
+    places = (torch.arange(PLACES).double() * ((5**0.5 - 1) / 2) % 1 * context).long().to(device)
+    shape = (PLACES, *(1,) * (rows.dim() - 1 - placed), -1)
+    c, s = (table[places].double().view(shape) for table in rotary)
+    low, high = rows.chunk(2, -1)
+    return rows * c + torch.cat((-high, low), -1) * s
