@@ -11,7 +11,7 @@ from typing import Literal
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, include, kernel_source
-from qcut.emitters.decoder.cache import cache_name, cache_params, cache_template, serves_cache
+from qcut.emitters.decoder.cache import cache_name, cache_params, cache_template, guide_params, serves_cache
 
 Rotary = Literal["none", "half", "interleaved"]
 ROTARY: tuple[Rotary, ...] = ("none", "half", "interleaved")
@@ -121,8 +121,9 @@ class RotateAndAppend:
         """Arguments, in order.
 
         ``q, k, v``; ``cos, sin, positions`` (rotary alone); ``slots``; ``keys, values``; ``key_scales, value_scales``
-        (s8 and u4 alone); ``q_stride, kv_stride, batch_stride`` in columns; ``heads, kv_heads, context, tokens``,
-        ``length``, tokens of each sequence. Positions and slots are int32.
+        (s8 and u4 alone); ``guide`` (u4 keys alone), null or that of `qcut.numerics.int4.guide_of`; ``q_stride,
+        kv_stride, batch_stride`` in columns; ``heads, kv_heads, context, tokens``, ``length``, tokens of each sequence.
+        Positions and slots are int32.
         """
         x = f"const {self.x.cpp}*"
         rows, scales = cache_params(self.cache, self.values, writes=True)
@@ -135,6 +136,7 @@ class RotateAndAppend:
             Param("slots", "ptr", "const int*"),
             *rows,
             *scales,
+            *guide_params(self.cache),
             *(Param(name, "i64") for name in ("q_stride", "kv_stride", "batch_stride")),
             *(Param(name, "i32") for name in ("heads", "kv_heads", "context", "tokens", "length")),
         )
@@ -145,6 +147,7 @@ def emit_append(desc: RotateAndAppend) -> KernelSource:
     params = desc.params()
     sizes = f"{desc.vector}, {desc.cta_tokens}, {desc.thread_heads}, {desc.block}"
     pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values", "key_scales", "value_scales")
+    pointers += ("guide",)
     return kernel_source(
         desc.name,
         desc.arch,

@@ -45,6 +45,11 @@ def cache_params(keys: DType, values: DType | None, *, writes: bool) -> tuple[tu
     return rows, tuple(Param(f"{name}_scales", "ptr", f"{const}{scales[kind]}*") for name, kind in kinds.items())
 
 
+def guide_params(keys: DType) -> tuple[Param, ...]:
+    """``guide``, by which 4-bit keys are rounded, of kernels that write them."""
+    return (Param("guide", "ptr", "const void*"),) if keys is DType.U4 else ()
+
+
 def cache_template(keys: DType, values: DType | None) -> str:
     """Template arguments of the two types."""
     return f"{keys.cpp}, {value_type(keys, values).cpp}"

@@ -77,7 +77,15 @@ def _append(call: AppendKv) -> None:
     given = [q, k, v, *tables, tokens.slots.contiguous(), cache.keys, cache.values, *cache.scales]
     strides = (q.stride(0), k.stride(0), kv_heads * context * head)
     sizes = (queries, kv_heads, context, count, call.length)
-    plan.launch(count, (*(t.data_ptr() for t in given), *strides, *sizes), current_stream(device))
+    pointers = (*(t.data_ptr() for t in given), *_guide(call))
+    plan.launch(count, (*pointers, *strides, *sizes), current_stream(device))
+
+
+def _guide(call: AppendKv | AppendAttention) -> tuple[int, ...]:
+    """The address that kernels which write 4-bit keys take; null without a guide."""
+    if not call.cache.has_turned_keys:
+        return ()
+    return (0 if call.guide is None else call.guide.data_ptr(),)
 
 
 def _append_aligned(call: AppendKv, tables: list[Tensor]) -> None:
@@ -207,17 +215,18 @@ def append_attention(call: AppendAttention) -> Tensor:
     places = [tokens.positions.contiguous(), tokens.slots.contiguous()]
     given = [tokens.q, k, v, *tables, *places, *cache[:2], *cache.scales]
     absmax = 0 if call.absmax is None else call.absmax.data_ptr()
-    return _launch(plan, call, given, (absmax,), (k.stride(0),))
+    return _launch(plan, call, given, _guide(call), (absmax,), (k.stride(0),))
 
 
 def _launch(
     plan: AttentionPlan,
     call: DecodeAttention | AppendAttention,
     given: list[Tensor],
+    guide: tuple[int, ...] = (),
     absmax: tuple[int, ...] = (),
     kv_stride: tuple[int, ...] = (),
 ) -> Tensor:
-    """Queue the kernel; a kernel that appends takes absmax and the stride of keys and values too."""
+    """Queue the kernel; a kernel that appends takes a guide, absmax and the stride of keys and values too."""
     q, (_, kv_heads, context, _) = call.q, call.keys.shape
     head = q.shape[2]
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -227,7 +236,7 @@ def _launch(
         met = (workspace.data_ptr(), counters.data_ptr())
     else:
         met = (0, 0)
-    pointers = (*(t.data_ptr() for t in given), y.data_ptr(), *met)
+    pointers = (*(t.data_ptr() for t in given), *guide, y.data_ptr(), *met)
     strides = (q.stride(0), *kv_stride, kv_heads * context * head)
     sizes = (kv_heads, q.shape[1] // kv_heads, context, call.scale * _LOG2_E)
     plan.kernel.launch(q.shape[0], (*pointers, *absmax, *strides, *sizes), current_stream(q.get_device()))

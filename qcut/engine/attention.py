@@ -42,7 +42,8 @@ class PromptAttention:
         ``absmax``, float32 ``[B T]``, is raised to the largest magnitudes of the result.
         """
         memory, rows = self.cache.layer(layer), len(q) // len(self.starts)
-        torch.ops.qcut.append_kv(q, k, v, self.cos, self.sin, self.positions, self.slots, *memory, rows)
+        places = (self.cos, self.sin, self.positions, self.slots)
+        torch.ops.qcut.append_kv(q, k, v, *places, *memory, rows, False, self.cache.guide(layer))
         chunk = (self.starts, self.lengths, scaling, rows, absmax)
         mixed: Tensor = torch.ops.qcut.prompt_attention(q, *memory, *chunk)
         return mixed.flatten(1)
@@ -78,5 +79,6 @@ class StepAttention:
         ``absmax``, float32 ``[B]``, is raised to the largest magnitudes of the result.
         """
         step = (q, k, v, self.cos, self.sin, self.positions, self.slots, *self.cache.layer(layer))
-        mixed: Tensor = torch.ops.qcut.append_attention(*step, scaling, self.counters, absmax)
+        guide = self.cache.guide(layer)
+        mixed: Tensor = torch.ops.qcut.append_attention(*step, scaling, self.counters, absmax, guide)
         return mixed.flatten(1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qcut.engine import guides
 from qcut.engine.arguments import Keep, check_ids, is_whole, kept_tokens, prompt_rows, stop_ids, token_row
 from qcut.engine.attention import PromptAttention, StepAttention
 from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
@@ -55,7 +56,11 @@ class Engine:
             `DEFAULT_CONTEXT`.
         kv_cache: ``auto`` keeps keys and values as they are, ``int8`` with a scale for each token and head: half the
             memory of float16; ``int4`` a quarter of it and a little more, for heads of 32, 64, 128 or 256 columns, on a
-            GPU of float16 and bfloat16 models; ``int8/int4`` keys in int8 and values in 4 bits.
+            GPU of float16 and bfloat16 models; ``int8/int4`` keys in int8 and values in 4 bits. Keys of ``int4`` are
+            rounded so that errors cancel along the main directions of the model's queries.
+        guide_prompts: token ids that the model reads first to find these directions, as `prefill` takes them, any
+            number; None reads four sequences of up to 512 tokens that the model draws itself, always the same ones,
+            which takes as long as generating them; an empty list rounds each code to the nearest.
         graphs: capture steps and prompts on a GPU; False launches every kernel of each.
         stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
             calls each module and leaves the weights where they are.
@@ -88,6 +93,7 @@ class Engine:
         batch: int = 1,
         context: int | None = None,
         kv_cache: KVDtype = "auto",
+        guide_prompts: Prompts | None = None,
         graphs: bool = True,
         stack: bool = True,
     ) -> None:
@@ -127,6 +133,8 @@ class Engine:
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
         held = (*model.parameters(), *model.buffers()) if self._graphs is not None else ()
         self._held = [tensor.detach() for tensor in held]
+        if self.cache.takes_guides:
+            self._guide(model, guide_prompts, graphs=graphs, stack=stack)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -319,6 +327,34 @@ class Engine:
         loop.start(tokens, torch.tensor(self._lengths, dtype=torch.int32))
         return loop
 
+    def _guide(self, model: nn.Module, prompts: Prompts | None, *, graphs: bool, stack: bool) -> None:
+        """Find by what keys of 4 bits are rounded: an engine over a cache of floats reads the prompts."""
+        rows = None if prompts is None else prompt_rows(prompts)
+        if rows == []:
+            return
+        batch = guides.PROMPTS if rows is None else min(guides.PROMPTS, len(rows))
+        longest = guides.TOKENS if rows is None else max(1, *map(len, rows), 1)
+        reader = Engine(model, batch=batch, context=min(self.context, longest), graphs=graphs, stack=stack)
+        read = guides.drawn(reader, self.decoder.vocabulary) if rows is None else rows
+        with torch.inference_mode(False), torch.no_grad():
+            rotary = None if self._cos is None or self._sin is None else (self._cos, self._sin)
+            self.cache.set_guides(guides.guides_of(reader, read, rotary))
+
+    def watched(self, prompts: list[Tensor], watch: Callable[[PromptAttention], guides.Watch]) -> list[guides.Watch]:
+        """Read prompts as `prefill` does, for `qcut.engine.guides`: what watched the attention of each chunk."""
+        seen = []
+        for chunk, _ in self._chunks(*self._checked([row.tolist() for row in prompts], False)):
+
+            def read(chunk: Chunk = chunk) -> guides.Watch:
+                found = watch(self._prompt_attention(chunk))
+                positions, _ = chunk.places()
+                self.decoder(chunk.ids.flatten(), positions, chunk.sequences, found)
+                return found
+
+            seen.append(self._launched(read))
+        self._lengths = []
+        return seen
+
     # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
 
     def _fill(self, prompts: list[Tensor], kept: list[int]) -> None:
@@ -370,12 +406,14 @@ class Engine:
         """A chunk of S times T tokens through all blocks: two summands of the result, ``[S T, hidden]`` each."""
         positions, slots = chunk.places()
         attention: Attention
-        memory = (self.cache, self._cos, self._sin, positions, slots)
         if chunk.rows == 1:
-            attention = StepAttention(*memory, self._counters)
+            attention = StepAttention(self.cache, self._cos, self._sin, positions, slots, self._counters)
         else:
-            attention = PromptAttention(*memory, chunk.starts, chunk.lengths)
+            attention = self._prompt_attention(chunk)
         return self.decoder(chunk.ids.flatten(), positions, chunk.sequences, attention)
+
+    def _prompt_attention(self, chunk: Chunk) -> PromptAttention:
+        return PromptAttention(self.cache, self._cos, self._sin, *chunk.places(), chunk.starts, chunk.lengths)
 
     def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Logits of one token of each sequence, at its position, kept at its slot; both int32."""

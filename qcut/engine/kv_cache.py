@@ -25,7 +25,8 @@ class KVCache:
     elements. Attention reads ``q * scale`` in the activations' dtype, for prompts as for single tokens.
 
     ``int4`` keeps two codes in a byte and a word of 16 bits for each token and head: `qcut.numerics.int4`. Rows are
-    turned before they are rounded; attention turns queries as keys are turned, and its results back.
+    turned before they are rounded; attention turns queries as keys are turned, and its results back. Keys are rounded
+    by guides (`set_guides`).
 
     Args:
         layers: number of layers.
@@ -75,6 +76,22 @@ class KVCache:
             (self._rows[0][i], self._rows[1][i], *(None if s is None else s[i] for s in self._scales))  # type: ignore[misc]
             for i in range(layers)
         ]
+
+        self._device, self._takes_guides = device, kinds[0] == "int4"
+        self._guides: list[Tensor | None] = [None] * layers
+
+    @property
+    def takes_guides(self) -> bool:
+        """Whether keys are of 4 bits, which are rounded by guides where these are known."""
+        return self._takes_guides
+
+    def set_guides(self, guides: list[Tensor]) -> None:
+        """Round keys that come by a guide for each layer, `qcut.numerics.int4.guide_of`; before any key is kept."""
+        self._guides = [guide.to(self._device) for guide in guides]
+
+    def guide(self, index: int) -> Tensor | None:
+        """By which a layer's keys are rounded; None: each code is the nearest."""
+        return self._guides[index]
 
     @property
     def nbytes(self) -> int:

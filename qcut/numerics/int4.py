@@ -10,6 +10,12 @@ A turned row becomes codes c from 0 to 15 and a word of 16 bits that holds its s
 
 The word's upper 11 bits are those of a float16 without its sign and its last four fraction bits, the lower 5 are z.
 
+Keys may be *guided*. What matters of a key's error e is the error of scores, ``q . e`` for the queries q to come, and
+these lie along few directions. The guide of a head of keys (`guide_of`) holds the eight main directions of its queries,
+and the keys' mean, which is taken away before a key is rounded: what all keys have in common moves all scores of a
+query alike, and the softmax does not see it. A few codes of a rounded key then move to their other neighbour, so that
+errors cancel along the directions (`quantize_rows_ref`).
+
 Float arithmetic is float32, one rounded operation at a time; ``rne`` rounds half to even.
 
 Source: docs/schemes.md, section 5.
@@ -18,6 +24,7 @@ Source: docs/schemes.md, section 5.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +36,11 @@ HEADS = (32, 64, 128, 256)
 """Columns that a row may have."""
 SHRINKS = (1.0, 0.95, 0.9)
 """Parts of a row's range that its levels may span."""
+DIRECTIONS = 8
+"""Of the queries that read a head of keys, in a guide."""
+MOVES = 4
+"""Codes of a guided row that may move."""
+_UNIT = 8
 _LARGEST_SCALE = 0x7BF0
 _NAN_WORD = 0x7E00 << 1 & 0xFFE0
 
@@ -75,7 +87,7 @@ def turn_back(y: Tensor) -> Tensor:
     return walsh_hadamard(y.float()) * (_signs(d) * d**-0.5).to(y.device)
 
 
-def quantize_rows_ref(y: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows_ref(y: Tensor, guide: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantize turned rows to 4 bits.
 
     With ``lo`` and ``hi`` the least and the largest element of a row, ``range = max(hi - lo, 1.6 * max(hi, -lo))``, and
@@ -90,8 +102,19 @@ def quantize_rows_ref(y: Tensor) -> tuple[Tensor, Tensor]:
 
     the sum in integers. The f of least loss, the first of equals, is the row's.
 
+    With a guide, its mean is subtracted from y first. Afterwards, with ``e = rne(1024 * clamp(t - c, -2, 2))`` and the
+    guide's directions u, their strengths s, and the cost h of each column::
+
+        p = u . e                                           of each direction, in integers
+        g = 8 e + u clamp(rne(p * s), -32767, 32767)        of each column, in integers
+        gain = 2 |g| - h, at most 2 ** 22 - 1               0 where c + sign(g) is no code; sign(0) is 1
+
+    and the code of the largest positive gain, of the first column among equals, becomes ``c + sign(g)``, e less 1024
+    times that sign; and so on, `MOVES` times at most. The words do not change.
+
     Args:
         y: float32 ``[R, d]``, d even.
+        guide: of H heads, see `guide_of`; row r is one of head ``r % H``. None: each code is the nearest.
 
     Returns:
         Codes, uint8 ``[R, d / 2]``, the code of column 2 i in the lower half of byte i; words, int16 ``[R]``. A row
@@ -99,6 +122,8 @@ def quantize_rows_ref(y: Tensor) -> tuple[Tensor, Tensor]:
 
     Exactness: bitwise.
     """
+    if guide is not None:
+        y = y - _fields(guide).mean.repeat(len(y) // len(guide), 1)
     lo, hi = y.amin(1, keepdim=True), y.amax(1, keepdim=True)
     finite = y.isfinite().all(1, keepdim=True)
     y, lo, hi = (v.masked_fill(~finite, 0.0) for v in (y, lo, hi))
@@ -106,6 +131,7 @@ def quantize_rows_ref(y: Tensor) -> tuple[Tensor, Tensor]:
     center = (hi + lo) * 0.5
     least = torch.full_like(lo, torch.inf)
     codes, words = torch.zeros_like(y), torch.zeros_like(lo, dtype=torch.int32)
+    steps = torch.zeros_like(y, dtype=torch.int32)
     for shrink in SHRINKS:
         bits = (span * (shrink / 15.0)).to(torch.float16).view(torch.int16).int()
         bits = ((bits + 8) & 0xFFF0).clamp(max=_LARGEST_SCALE)
@@ -114,15 +140,101 @@ def quantize_rows_ref(y: Tensor) -> tuple[Tensor, Tensor]:
         z = ((2.0 - center * inv) * 8.0).round().clamp(0, 31)
         t = y * inv + (z * 0.125 + 5.5)
         c = t.round().clamp(0, 15)
-        squares = ((t - c).clamp(-2, 2) * 1024.0).round().int().square().sum(1, keepdim=True, dtype=torch.int32)
-        loss = squares.float() * (scale * scale)
+        off = ((t - c).clamp(-2, 2) * 1024.0).round().int()
+        loss = off.square().sum(1, keepdim=True, dtype=torch.int32).float() * (scale * scale)
         better = loss < least
         least = torch.where(better, loss, least)
-        codes = torch.where(better, c, codes)
+        codes, steps = torch.where(better, c, codes), torch.where(better, off, steps)
         words = torch.where(better, bits << 1 | z.int(), words)
+    if guide is not None:
+        codes = _moved(codes, steps, _fields(guide))
     words = torch.where(finite, words, _NAN_WORD)
     codes = codes.masked_fill(~finite, 0.0).to(torch.uint8)
     return codes[:, ::2] | codes[:, 1::2] << 4, words[:, 0].to(torch.int16)
+
+
+def _moved(codes: Tensor, steps: Tensor, guide: _Guide) -> Tensor:
+    """Codes of rows, float32 ``[R, d]`` as given, after the moves that `quantize_rows_ref` describes."""
+    heads, d, _ = guide.directions.shape
+    shape = (-1, heads, d)
+    c, e = codes.reshape(shape).double(), steps.reshape(shape).double()
+    u, column = guide.directions.double(), torch.arange(d, device=codes.device)
+    for _ in range(MOVES):
+        p = torch.einsum("rhd,hdk->rhk", e, u)  # integers below 2 ** 26, as those that follow: float64 is exact
+        q = (p.float() * guide.strengths).round().clamp(-32767, 32767).double()
+        g = _UNIT * e + torch.einsum("rhk,hdk->rhd", q, u)
+        sign = torch.where(g < 0, -1.0, 1.0).double()
+        gain = (2 * g.abs() - guide.costs).clamp(max=2.0**22 - 1)
+        gain = gain.masked_fill((c + sign < 0) | (c + sign > 15), 0.0).clamp(min=0.0)
+        best, at = (gain * 256 + (255 - column)).max(2, keepdim=True)
+        move = torch.where(best >= 256, sign.gather(2, at), 0.0)
+        c.scatter_add_(2, at, move)
+        e.scatter_add_(2, at, -1024 * move)
+    return c.view(codes.shape).float()
+
+
+class _Guide(NamedTuple):
+    """What a guide of H heads holds.
+
+    Attributes:
+        directions: int8 ``[H, d, DIRECTIONS]``.
+        mean: float32 ``[H, d]``.
+        costs: int32 ``[H, d]``.
+        strengths: float32 ``[H, DIRECTIONS]``.
+    """
+
+    directions: Tensor
+    mean: Tensor
+    costs: Tensor
+    strengths: Tensor
+
+
+def _fields(guide: Tensor) -> _Guide:
+    d = guide.shape[1] - 2
+    columns = guide[:, :d]
+    return _Guide(
+        columns[:, :, :2].contiguous().view(torch.int8),
+        columns[:, :, 2].contiguous().view(torch.float32),
+        columns[:, :, 3],
+        guide[:, d:].reshape(len(guide), DIRECTIONS).view(torch.float32),
+    )
+
+
+def guide_of(moments: Tensor, mean: Tensor) -> Tensor:
+    """Return the guide of the keys of some heads.
+
+    The loss of a row's error e is ``e . M e / m``, M the second moment of queries and m the mean of its eigenvalues but
+    the `DIRECTIONS` largest: ``e . e`` and what the eigenvectors v of these add, ``(l / m - 1) (v . e) ** 2`` for an
+    eigenvalue l. Directions are ``sqrt(l / m - 1) v`` in units of 127ths of their largest element a, strengths ``8 (a /
+    127) ** 2``, and a column's cost 8192 times the loss of an error of 1 in this column alone.
+
+    Args:
+        moments: ``[H, d, d]``, sums of ``q q^T`` over the turned queries of all heads that read a head of keys.
+        mean: ``[H, d]``, of turned keys.
+
+    Returns:
+        int32 ``[H, d + 2, 4]``: of each column eight directions of one byte, the float32 mean and the cost; then the
+        eight float32 strengths. Where moments or mean are not finite, or nothing stands out, the head's directions or
+        mean are 0.
+
+    Exactness: eigenvectors are those of float64 on the CPU.
+    """
+    moments, mean = moments.double().cpu(), mean.double().cpu()
+    heads, d, _ = moments.shape
+    known = moments.isfinite().flatten(1).all(1)
+    values, vectors = torch.linalg.eigh(torch.where(known[:, None, None], moments, torch.eye(d, dtype=torch.float64)))
+    rest = values[:, : d - DIRECTIONS].mean(1, keepdim=True).clamp(min=1e-6 * values[:, -1:].clamp(min=1e-30))
+    over = (values[:, d - DIRECTIONS :] / rest - 1).clamp(0, 4095)
+    directions = vectors[:, :, d - DIRECTIONS :] * over.sqrt()[:, None]
+    unit = directions.abs().amax(1, keepdim=True) / 127
+    u = torch.where(unit > 0, directions / unit, 0.0).round()
+    guide = torch.zeros(heads, d + 2, 4, dtype=torch.int32)
+    guide[:, :d, :2] = u.to(torch.int8).contiguous().view(torch.int32)
+    centered = torch.where(mean.isfinite().all(1, keepdim=True), mean, 0.0)
+    guide[:, :d, 2] = centered.float().contiguous().view(torch.int32)
+    guide[:, :d, 3] = (1024 * _UNIT * (1 + (unit * u).square().sum(2))).round().int()
+    guide[:, d:] = (_UNIT * unit.square()).float().view(heads, 2, 4).contiguous().view(torch.int32)
+    return guide
 
 
 def dequantize_rows_ref(codes: Tensor, words: Tensor) -> Tensor:

@@ -73,6 +73,8 @@ class AppendKv(NamedTuple):
         value_scales: as ``key_scales``.
         length: tokens of each sequence; T is a multiple.
         interleaved: pairs are neighbouring columns, as GPT-J has them, not halves, as Llama has them.
+        guide: int32 ``[kv_heads, head + 2, 4]``, contiguous, by which 4-bit keys are rounded
+            (`qcut.numerics.int4.guide_of`); None: each code is the nearest.
 
     Raises:
         DtypeError, ShapeError, DeviceError: a tensor is not as above, or ``length`` does not divide T.
@@ -80,7 +82,7 @@ class AppendKv(NamedTuple):
         RangeError: a place or position out of range, on the CPU.
 
     Exactness: bitwise; int8 rows and scales are `qcut.numerics.int8.quantize_per_token_ref` of a head, 4-bit rows and
-    words `qcut.numerics.int4.quantize_rows_ref` of a turned head.
+    words `qcut.numerics.int4.quantize_rows_ref` of a turned head, keys by the guide.
     """
 
     q: Annotated[Tensor, MUTATED]
@@ -96,6 +98,7 @@ class AppendKv(NamedTuple):
     value_scales: Annotated[Tensor | None, MUTATED]
     length: int = 1
     interleaved: bool = False
+    guide: Tensor | None = None
 
     @property
     def tokens(self) -> Tokens:
@@ -109,6 +112,7 @@ class AppendKv(NamedTuple):
 
     def check(self) -> None:
         _check_tokens("append_kv", self.tokens, self.cache, self.length)
+        _check_guide("append_kv", self.guide, self.k, self.cache)
 
     def fake(self) -> None:
         return None
@@ -131,7 +135,8 @@ class AppendKv(NamedTuple):
                 continue
             flat = rows.reshape(-1, rows.shape[2])
             if stored.dtype is torch.uint8:
-                codes, scale = int4.quantize_rows_ref(int4.turn(flat))
+                guide = self.guide if stored is cache.keys else None
+                codes, scale = int4.quantize_rows_ref(int4.turn(flat), guide)
             else:
                 codes, scale = int8.quantize_per_token_ref(flat, flat.shape[1])
             stored[sequences, :, places] = codes.view(*rows.shape[:2], -1)
@@ -231,6 +236,7 @@ class AppendAttention(NamedTuple):
             operator has its own. Two launches that may run at the same time need counters of their own. In the capture
             of a CUDA graph, counters given spare the graph a memset.
         absmax: float32 ``[B]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
+        guide: as in `AppendKv`.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
@@ -257,6 +263,7 @@ class AppendAttention(NamedTuple):
     scale: float
     counters: Annotated[Tensor | None, MUTATED] = None
     absmax: Annotated[Tensor | None, MUTATED] = None
+    guide: Tensor | None = None
 
     @property
     def tokens(self) -> Tokens:
@@ -275,13 +282,14 @@ class AppendAttention(NamedTuple):
         if tokens.rotary or cache.has_turned_keys:
             tokens = tokens._replace(q=tokens.q.clone())
         attention = DecodeAttention(tokens.q, *cache, tokens.positions, self.scale, self.counters)
-        return AppendKv(*tokens, *cache), attention
+        return AppendKv(*tokens, *cache, guide=self.guide), attention
 
     def check(self) -> None:
         op = "append_attention"
         _check_tokens(op, self.tokens, self.cache)
         _check_launch(op, self.q, self.counters)
         check_absmax(op, "absmax", self.absmax, self.q)
+        _check_guide(op, self.guide, self.k, self.cache)
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)
@@ -323,6 +331,16 @@ def _check_tokens(op: str, tokens: Tokens, cache: Cache, length: int = 1) -> Non
     device = q.device
     check_tensor(op, "positions", positions, S32, (count,), device)
     check_tensor(op, "slots", slots, S32, (count,), device)
+
+
+def _check_guide(op: str, guide: Tensor | None, k: Tensor, cache: Cache) -> None:
+    if guide is None:
+        return
+    if not cache.has_turned_keys:
+        raise ConfigError(f"qcut::{op}: guide goes with 4-bit keys, and only with these")
+    check_tensor(op, "guide", guide, S32, (k.shape[1], k.shape[2] + 2, 4), k.device)
+    if not guide.is_contiguous():
+        raise ShapeError(f"qcut::{op}: guide has strides {list(guide.stride())}; allowed: contiguous")
 
 
 def _check_launch(op: str, q: Tensor, counters: Tensor | None) -> None:

@@ -110,3 +110,78 @@ def test_other_heads_are_refused() -> None:
     for d in (8, 48, 80, 512):
         with pytest.raises(ConfigError, match=f"heads of {d} columns; allowed: 32, 64, 128, 256"):
             int4.check_head(d)
+
+
+# ── guides ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def guide_like(d: int, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Second moments of queries that lie mostly along a few directions, a mean of keys, and their guide."""
+    generator = torch.Generator().manual_seed(d)
+    main = torch.linalg.qr(torch.randn(heads, d, d, generator=generator).double()).Q
+    weights = 2.0 ** torch.arange(5, -d + 5, -1).clamp(min=0).double()
+    moments = main @ (weights[:, None] ** 2 * main.transpose(1, 2))
+    mean = torch.randn(heads, d, generator=generator)
+    return moments, mean, int4.guide_of(moments, mean)
+
+
+@pytest.mark.parametrize("d", int4.HEADS)
+def test_a_guide_lessens_the_error_of_scores(d: int) -> None:
+    moments, mean, guide = guide_like(d)
+    y = (rows(d, 400).view(200, 2, d) + 2 * mean).flatten(0, 1)
+    guide[:, :d, 2] = (2 * mean).view(torch.int32)
+
+    def errors(guided: torch.Tensor | None) -> tuple[float, float]:
+        got = int4.dequantize_rows_ref(*int4.quantize_rows_ref(y, guided)).view(200, 2, d).double()
+        e = got + (0 if guided is None else 2 * mean) - y.view(200, 2, d)
+        return float(torch.einsum("rhd,hdk,rhk->", e, moments, e)), float(e.square().sum())
+
+    centred = guide.clone()
+    centred[:, :d, :2] = centred[:, d:] = 0
+    (nearest, _), (mean_alone, least), (moved, squares) = errors(None), errors(centred), errors(guide)
+    assert mean_alone < 0.8 * nearest  # the range is smaller
+    assert moved < 0.7 * mean_alone  # errors cancel
+    assert least < squares < 1.8 * least  # and cost a little elsewhere
+
+
+def test_moves_are_the_definition() -> None:
+    """Column by column in Python's integers."""
+    d = 32
+    _, _, guide = guide_like(d)
+    y = rows(d, 40) * 2 + 1
+    codes, words = int4.quantize_rows_ref(y, guide)
+    lone = guide.clone()
+    lone[:, :d, :2] = lone[:, d:] = 0
+    nearest, same = int4.quantize_rows_ref(y, lone)
+    assert torch.equal(words, same)
+    assert not torch.equal(codes, nearest)
+    fields = int4._fields(guide)
+    for r, (row, word, before, after) in enumerate(zip(y, words, nearest, codes, strict=True)):
+        u, cost, h = fields.directions[r % 2].tolist(), fields.costs[r % 2].tolist(), fields.strengths[r % 2]
+        c = [int(v) for pair in before.tolist() for v in (pair & 15, pair >> 4)]
+        scale = (word.int() >> 1 & 0x7FF0).to(torch.int16).view(torch.float16).float()
+        t = (row - fields.mean[r % 2]) * (1 / scale) + (5.5 + (int(word) & 31) / 8)
+        e = [round(float(1024 * (v - x).clamp(-2, 2))) for v, x in zip(t, c, strict=True)]
+        for _ in range(int4.MOVES):
+            p = torch.tensor([sum(e[i] * u[i][k] for i in range(d)) for k in range(8)]).float()
+            q = [max(-32767, min(32767, round(float(v)))) for v in p * h]
+            g = [8 * e[i] + sum(u[i][k] * q[k] for k in range(8)) for i in range(d)]
+            signs = [1 if v >= 0 else -1 for v in g]
+            most = 2**22 - 1
+            gains = [min(2 * abs(v) - cost[i], most) if 0 <= c[i] + signs[i] <= 15 else 0 for i, v in enumerate(g)]
+            best = max(range(d), key=lambda i: (gains[i], -i))
+            if gains[best] <= 0:
+                break
+            c[best] += signs[best]
+            e[best] -= 1024 * signs[best]
+        assert c == [v for pair in after.tolist() for v in (pair & 15, pair >> 4)], r
+
+
+def test_a_guide_of_nothing_is_none() -> None:
+    y = rows(64, 50)
+    y[3, 7], y[4, 1] = math.nan, math.inf
+    for moments in (torch.eye(64).expand(2, 64, 64), torch.full((2, 64, 64), math.nan), torch.zeros(2, 64, 64)):
+        guide = int4.guide_of(moments, torch.full((2, 64), math.inf))
+        assert guide.shape == (2, 66, 4)
+        for got, want in zip(int4.quantize_rows_ref(y, guide), int4.quantize_rows_ref(y), strict=True):
+            assert torch.equal(got, want)

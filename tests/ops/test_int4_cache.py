@@ -72,6 +72,40 @@ def test_attention_is_that_of_the_rounded_keys_and_values(kinds: str) -> None:
     torch.testing.assert_close(step, got[last], atol=2e-6, rtol=1e-5)
 
 
+def guide() -> Tensor:
+    """Of queries most of which lie along a column, and of keys with a mean."""
+    moments = torch.eye(HEAD) + 50 * torch.diag((torch.arange(HEAD) == 3).float())
+    main = int4.turn(int4.turn(moments).t())
+    return int4.guide_of(main.expand(KV_HEADS, HEAD, HEAD), torch.linspace(-1, 1, KV_HEADS * HEAD).view(KV_HEADS, HEAD))
+
+
+def test_keys_are_rounded_by_their_heads_guides() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(BATCH, n, HEAD, generator=generator) for n in (HEADS, KV_HEADS, KV_HEADS))
+    slots = torch.tensor([4, 7], dtype=torch.int32)
+    nearest, guided, stepped = (empty("int4") for _ in range(3))
+    OPS.append_kv(q.clone(), k, v, None, None, slots, slots, *nearest)
+    OPS.append_kv(q.clone(), k, v, None, None, slots, slots, *guided, 1, False, guide())
+    for stored, rows, by in ((guided[0], k, guide()), (guided[1], v, None)):
+        for b, slot in enumerate(slots.tolist()):
+            codes, _ = int4.quantize_rows_ref(int4.turn(rows[b]), by)
+            assert torch.equal(stored[b, :, slot], codes)
+    assert not torch.equal(nearest[0], guided[0])
+    assert torch.equal(nearest[1], guided[1])
+    y = OPS.append_attention(q, k, v, None, None, slots, slots, *stepped, 0.1, None, None, guide())
+    assert all(map(torch.equal, stepped, guided))
+    turned = int4.turn(q)
+    assert torch.equal(y, OPS.decode_attention(turned, *guided, slots, 0.1))
+
+
+def test_guides_pass_opcheck() -> None:
+    q, k, v = (torch.randn(BATCH, n, HEAD) for n in (HEADS, KV_HEADS, KV_HEADS))
+    slots = torch.tensor([4, 7], dtype=torch.int32)
+    step = (q, k, v, None, None, slots, slots, *empty("int4"))
+    torch.library.opcheck(OPS.append_kv.default, (*step, 1, False, guide()))
+    torch.library.opcheck(OPS.append_attention.default, (*step, 0.1, None, None, guide()))
+
+
 @pytest.mark.parametrize("kinds", ["int4", "int8/int4"])
 def test_a_step_is_its_two_operators(kinds: str) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -93,6 +127,13 @@ REFUSED: dict[str, tuple[dict[str, Any], type[QcutError], str]] = {
     "columns": ({"keys": torch.zeros(2, 2, 9, 64, dtype=torch.uint8)}, ShapeError, "keys have shape .*context, 32"),
     "values": ({"values": torch.zeros(2, 2, 9, 64)}, DtypeError, "values is float32"),
     "words": ({"key_scales": torch.zeros(2, 2, 9)}, DtypeError, "key_scales is float32; allowed: int16"),
+    "guide": ({"guide": torch.zeros(2, 64, 4, dtype=torch.int32)}, ShapeError, "guide has shape .*2, 66, 4"),
+    "guide type": ({"guide": torch.zeros(2, 66, 4)}, DtypeError, "guide is float32; allowed: int32"),
+    "guide strides": (
+        {"guide": torch.zeros(2, 4, 66, dtype=torch.int32).transpose(1, 2)},
+        ShapeError,
+        "guide has strides",
+    ),
     "none": ({"value_scales": None}, ConfigError, "value_scales goes with an int8 cache or a 4-bit one"),
 }
 
@@ -107,3 +148,11 @@ def test_appending_refuses(name: str) -> None:
     given = [*rows, None, None, slots, slots]
     with pytest.raises(error, match=f"({message})"):
         OPS.append_kv(*given, **(cache | changes))
+
+
+def test_other_keys_have_no_guides() -> None:
+    rows, slots = [torch.zeros(BATCH, n, HEAD) for n in (HEADS, KV_HEADS, KV_HEADS)], torch.zeros(2, dtype=torch.int32)
+    step = (*rows, None, None, slots, slots, *empty("int8/int4"))
+    for op, rest in ((OPS.append_kv, (1, False)), (OPS.append_attention, (0.1, None, None))):
+        with pytest.raises(ConfigError, match="guide goes with 4-bit keys, and only with these"):
+            op(*step, *rest, guide())

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from qcut.emitters.core.source import KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
 from qcut.emitters.decoder.attention.mma import AttentionMma
-from qcut.emitters.decoder.cache import cache_params
+from qcut.emitters.decoder.cache import cache_params, guide_params
 
 FAMILY = "attention_append"
 
@@ -43,9 +43,10 @@ class AttentionAppend:
         """Arguments, in order.
 
         ``q, k, v``; ``cos, sin`` (rotary alone); ``positions, slots``; ``keys, values``; ``key_scales, value_scales``
-        (s8 and u4); ``out, workspace, counters``; ``absmax``, null or float32 for each sequence, which is raised to the
-        largest magnitude of its row of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``,
-        ``queries`` of each, ``context``, ``scale * log2(e)``.
+        (s8 and u4); ``guide`` (u4 keys alone), null or that of `qcut.numerics.int4.guide_of`; ``out, workspace,
+        counters``; ``absmax``, null or float32 for each sequence, which is raised to the largest magnitude of its row
+        of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``, ``queries`` of each, ``context``,
+        ``scale * log2(e)``.
         """
         x = f"const {self.attention.x.cpp}*"
         rows, scales = cache_params(self.attention.cache, self.attention.values, writes=True)
@@ -57,6 +58,7 @@ class AttentionAppend:
             Param("slots", "ptr", "const int*"),
             *rows,
             *scales,
+            *guide_params(self.attention.cache),
             Param("out", "ptr", f"{self.attention.x.cpp}*"),
             Param("workspace", "ptr", "float*"),
             Param("counters", "ptr", "unsigned*"),
@@ -71,6 +73,7 @@ def emit_attention_append(desc: AttentionAppend) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     attention, params = desc.attention, desc.params()
     pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values", "key_scales", "value_scales")
+    pointers += ("guide",)
     given = call_arguments(pointers, params)
     return kernel_source(
         desc.name,

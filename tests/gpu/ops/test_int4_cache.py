@@ -78,10 +78,22 @@ def tables_of(shape: Shape, interleaved: bool = False) -> list[Tensor]:
     return [both.cos().to(shape.dtype), both.sin().to(shape.dtype)]
 
 
+def random_guide(shape: Shape) -> Tensor | None:
+    """Of queries that lie mostly along a few directions, and of keys with a mean; None where keys are int8."""
+    if shape.kinds != "int4":
+        return None
+    generator = torch.Generator().manual_seed(shape.context)
+    weights = 2.0 ** torch.arange(6, -shape.head + 6, -1).clamp(min=-3)
+    main = torch.linalg.qr(torch.randn(shape.kv_heads, shape.head, shape.head, generator=generator)).Q
+    moments = main @ (weights[:, None] ** 2 * main.transpose(1, 2))
+    return int4.guide_of(moments, torch.randn(shape.kv_heads, shape.head, generator=generator))
+
+
 @pytest.mark.parametrize("shape", SHAPES[:7])
 @pytest.mark.parametrize("rotary", ["none", "half", "interleaved"])
 @pytest.mark.parametrize("length", [1, 40])
-def test_appended_rows_are_bitwise_the_cpus(shape: Shape, rotary: str, length: int) -> None:
+@pytest.mark.parametrize("guided", [False, True])
+def test_appended_rows_are_bitwise_the_cpus(shape: Shape, rotary: str, length: int, guided: bool) -> None:
     generator = torch.Generator().manual_seed(shape.head)
     tokens = shape.batch * length
     rows, cache = new_rows(shape, tokens, generator), random_cache(shape, generator)
@@ -89,11 +101,33 @@ def test_appended_rows_are_bitwise_the_cpus(shape: Shape, rotary: str, length: i
     tables = [None, None] if rotary == "none" else tables_of(shape, rotary == "interleaved")
     places = torch.stack([torch.randperm(shape.context, generator=generator)[:length] for _ in range(shape.batch)])
     given = [*rows, *tables, *[places.flatten().int()] * 2, *cache]
-    device = on_gpu(given)
-    OPS.append_kv(*device, length, rotary == "interleaved")
-    OPS.append_kv(*given, length, rotary == "interleaved")
+    guide = random_guide(shape) if guided else None
+    device, (guide_there,) = on_gpu(given), on_gpu([guide])
+    nearest = [t.clone() for t in cache if t is not None]
+    OPS.append_kv(*given[:7], *nearest, length, rotary == "interleaved")
+    given[0] = rows[0] = device[0].cpu()
+    OPS.append_kv(*device, length, rotary == "interleaved", guide_there)
+    OPS.append_kv(*given, length, rotary == "interleaved", guide)
     for got, want in zip((device[0], *device[7:]), (given[0], *given[7:]), strict=True):
         torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(nearest[0], cache.keys) == (guide is None)
+    assert torch.equal(nearest[1], cache.values)
+
+
+def test_guides_of_many_tokens_are_those_of_single_ones() -> None:
+    shape = SHAPES[0]._replace(batch=1)
+    generator = torch.Generator().manual_seed(2)
+    rows, cache, guide = new_rows(shape, 300, generator), random_cache(shape, generator), random_guide(shape)
+    slots = torch.arange(300, dtype=torch.int32)
+    many, single = on_gpu([*rows, *tables_of(shape), slots, slots, *cache, guide]), on_gpu([*cache, guide])
+    tables, places = many[3:5], many[5]
+    tokens = [t.clone() for t in many[:3]]
+    OPS.append_kv(*many[:11], 300, False, many[11])
+    for t in range(300):
+        one = [part[t : t + 1].clone() for part in tokens]
+        OPS.append_kv(*one, *tables, places[t : t + 1], places[t : t + 1], *single[:4], 1, False, single[4])
+    for got, want in zip(many[7:11], single[:4], strict=True):
+        assert torch.equal(got, want)
 
 
 def test_rows_that_start_anywhere_are_bitwise_the_cpus() -> None:
@@ -155,7 +189,8 @@ def steps_of(words: Tensor | None, group: int) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_step_is_within_the_bound_and_the_same_every_time(shape: Shape) -> None:
+@pytest.mark.parametrize("guided", [False, True])
+def test_a_step_is_within_the_bound_and_the_same_every_time(shape: Shape, guided: bool) -> None:
     generator = torch.Generator().manual_seed(shape.context)
     rows, cache = new_rows(shape, shape.batch, generator), random_cache(shape, generator)
     places = torch.randint(shape.context // 2, shape.context, (shape.batch,), generator=generator).int()
@@ -163,13 +198,14 @@ def test_a_step_is_within_the_bound_and_the_same_every_time(shape: Shape) -> Non
     given = [*rows, *tables, places, places, *cache]
     device = on_gpu(given)
     absmax = torch.zeros(shape.batch, device=DEVICE)
-    got = OPS.append_attention(*device, scale, None, absmax)
+    (guide,) = on_gpu([random_guide(shape) if guided else None])
+    got = OPS.append_attention(*device, scale, None, absmax, guide)
     assert_same(absmax, got.float().abs().amax((1, 2)))
     again = on_gpu(given)
-    assert_same(OPS.append_attention(*again, scale), got)
+    assert_same(OPS.append_attention(*again, scale, None, None, guide), got)
     # Bitwise the two operators, whose rows are the CPU's.
     apart = on_gpu(given)
-    OPS.append_kv(*apart)
+    OPS.append_kv(*apart, 1, False, guide)
     for one, other in zip(device[7:], apart[7:], strict=True):
         assert torch.equal(one, other)
     read = OPS.decode_attention(apart[0], *apart[7:], apart[5], scale)

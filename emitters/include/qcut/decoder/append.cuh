@@ -183,16 +183,19 @@ struct HeadShare {
     low[0].set(a), high[0].set(b);
   }
 
-  // Stores the head in a cache at element `at`, with its scale at `scale_at` of those; `y` are turned columns. All lanes
-  // call, and those of heads that are `kept` store.
+  // Stores the head in a cache at element `at`, with its scale at `scale_at` of those; `y` are turned columns, which a
+  // guide or null goes with. All lanes call, and those of heads that are `kept` store.
   template <class C, class Scale>
   __device__ __forceinline__ void keep(C* cache, Scale* scales, long long at, long long scale_at,
-                                       const float (&y)[2 * kVec], int lane, bool kept) const {
+                                       const float (&y)[2 * kVec], const GuideColumn* guide, int lane,
+                                       bool kept) const {
     if constexpr (CacheType<C>::kTurned) {
-      const RowQuantizer<2 * kVec, LaneGroup<kLanes>> row(y, {});
+      const int first = column(0, lane);
+      const auto column_of = [&](int i) { return first + i % kVec + i / kVec * (kHead / 2); };
+      const RowQuantizer<2 * kVec, LaneGroup<kLanes, kHead>> row(y, guide, column_of, {});
       if (!kept) return;
       if (lane == 0) scales[scale_at] = static_cast<unsigned short>(row.word);
-      store(cache + at / 2, y, row, lane);
+      store(cache + at / 2, row.codes, lane);
     } else if constexpr (CacheType<C>::kScaled) {
       const QuantizedRow quantized(peak());
       if (!kept) return;
@@ -203,14 +206,13 @@ struct HeadShare {
     }
   }
 
-  // Stores columns as Nibbles.
-  template <class Row>
-  static __device__ __forceinline__ void store(Nibbles* to, const float (&y)[2 * kVec], const Row& row, int lane) {
+  // Stores codes as Nibbles.
+  static __device__ __forceinline__ void store(Nibbles* to, const int (&codes)[2 * kVec], int lane) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t w[1] = {};
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) w[0] |= row.code(y[half * kVec + j]) << 4 * j;
+      for (int j = 0; j < kVec; ++j) w[0] |= static_cast<uint32_t>(codes[half * kVec + j]) << 4 * j;
       write_words<kVec / 2>(to + (column(0, lane) + half * (kHead / 2)) / 2, w);
     }
   }
@@ -261,16 +263,17 @@ struct HeadShare {
 // The kernel. q [tokens, heads, kHead] is rotated in place; k and v are [tokens, kv_heads, kHead]. Tokens are q_stride
 // and kv_stride elements apart; the `length` tokens of a sequence follow one another. cos and sin [context, kHead] hold
 // the factors of each column in T. C and V are the types of keys and values: T for both, or each int8 or Nibbles with a
-// scale for each token and head. Queries are turned as keys are. Caches are
+// scale for each token and head. Queries are turned as keys are. `guide`, kHead + 2 columns for each head of keys,
+// is null where Nibbles are not guided. Caches are
 // [sequences, kv_heads, context, kHead], batch_stride elements between sequences. kVec elements are read at once: rows,
 // tables and caches start at multiples of kVec elements. A CTA has kTokens tokens; each thread has kHeads heads.
 template <class T, class C, class V, int kHead, Pairs kPairs, int kVec, int kTokens, int kHeads, int kThreads>
 __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, const T* cos, const T* sin,
                                                   const int* positions, const int* slots, C* keys, V* values,
                                                   typename CacheType<C>::Scale* key_scales,
-                                                  typename CacheType<V>::Scale* value_scales, long long q_stride,
-                                                  long long kv_stride, long long batch_stride, int heads, int kv_heads,
-                                                  int context, int tokens, int length) {
+                                                  typename CacheType<V>::Scale* value_scales, const void* guide,
+                                                  long long q_stride, long long kv_stride, long long batch_stride,
+                                                  int heads, int kv_heads, int context, int tokens, int length) {
   using Share = HeadShare<T, kHead, kPairs, kVec>;
   constexpr bool kRotary = kPairs != Pairs::kNone;
   constexpr int kGroups = kThreads / Share::kLanes;
@@ -325,11 +328,17 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
     const int mine = head - (is_key ? heads : rotated);
     const long long place = static_cast<long long>(mine) * context + slot;
     const long long at = sequence * batch_stride + place * kHead, scale_at = sequence * kv_heads * context + place;
+    const GuideColumn* mine_guide = nullptr;
+    if constexpr (kTurnedKeys) {
+      if (guide != nullptr && is_key && head >= heads) {
+        mine_guide = static_cast<const GuideColumn*>(guide) + static_cast<long long>(mine) * (kHead + 2);
+      }
+    }
     if constexpr (kSameTypes<C, V>) {
-      rows[i].keep(is_key ? keys : values, is_key ? key_scales : value_scales, at, scale_at, y, lane, kept);
+      rows[i].keep(is_key ? keys : values, is_key ? key_scales : value_scales, at, scale_at, y, mine_guide, lane, kept);
     } else {
-      rows[i].keep(keys, key_scales, at, scale_at, y, lane, kept && is_key);
-      rows[i].keep(values, value_scales, at, scale_at, y, lane, kept && !is_key);
+      rows[i].keep(keys, key_scales, at, scale_at, y, mine_guide, lane, kept && is_key);
+      rows[i].keep(values, value_scales, at, scale_at, y, nullptr, lane, kept && !is_key);
     }
   }
 }

@@ -81,15 +81,18 @@ struct HeadNibbles {
   unsigned short scale;
   unsigned char low[kPairs], high[kPairs];  // two codes each, in even lanes
 
-  __device__ __forceinline__ HeadNibbles(const float (&low_)[kPairs], const float (&high_)[kPairs]) {
+  __device__ __forceinline__ HeadNibbles(const float (&low_)[kPairs], const float (&high_)[kPairs],
+                                         const GuideColumn* guide) {
+    const int first = threadIdx.x % kLanes;
     float y[2 * kPairs];
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) y[2 * i] = low_[i], y[2 * i + 1] = high_[i];
-    const RowQuantizer<2 * kPairs, LaneGroup<kLanes>> row(y, {});
+    const auto column = [&](int i) { return first + i / 2 * 32 + i % 2 * kHalf; };
+    const RowQuantizer<2 * kPairs, LaneGroup<kLanes, kHead>> row(y, guide, column, {});
     scale = static_cast<unsigned short>(row.word);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const uint32_t codes = row.code(low_[i]) | row.code(high_[i]) << 8;
+      const uint32_t codes = row.codes[2 * i] | row.codes[2 * i + 1] << 8;
       const uint32_t next = __shfl_down_sync(0xffffffffu, codes, 1);
       const uint32_t pairs = codes | next << 4;
       low[i] = static_cast<unsigned char>(pairs), high[i] = static_cast<unsigned char>(pairs >> 8);
@@ -173,11 +176,11 @@ struct HeadRow {
     }
   }
 
-  // The head as int8, or, turned, as Nibbles. All lanes call.
+  // The head as int8, or, turned and by a guide or null, as Nibbles. All lanes call.
   template <class C>
-  __device__ __forceinline__ auto quantized() const {
+  __device__ __forceinline__ auto quantized(const GuideColumn* guide) const {
     if constexpr (CacheType<C>::kTurned) {
-      return HeadNibbles<kHead>(low, high);
+      return HeadNibbles<kHead>(low, high, guide);
     } else {
       return HeadInt8<kHead>(low, high);
     }

@@ -41,7 +41,8 @@ struct AppendAttention {
   // Stores a new key or value in shared memory, and with `writes` in row `slot` of the cache.
   template <class Stores, class Scale>
   static __device__ __forceinline__ void keep(Row& row, Stores* shared, Scale& shared_scale, const Stores* cache,
-                                              const Scale* scales, int slot, bool writes, int lane) {
+                                              const Scale* scales, const GuideColumn* guide, int slot, bool writes,
+                                              int lane) {
     constexpr int kBits = CacheType<Stores>::kBits;
     constexpr int kRow = kHead * kBits / 8 / static_cast<int>(sizeof(Stores));
     Stores* const to = const_cast<Stores*>(cache) + static_cast<long long>(slot) * kRow;
@@ -49,7 +50,7 @@ struct AppendAttention {
       row.store(shared, lane);
       if (writes) row.store(to, lane);
     } else {
-      const auto quantized = row.template quantized<Stores>();
+      const auto quantized = row.template quantized<Stores>(guide);
       quantized.store(shared, lane);
       if (lane == 0) shared_scale = quantized.scale;
       if (!writes) return;
@@ -75,8 +76,8 @@ struct AppendAttention {
   // Rotates the loaded rows and writes them to shared memory: queries, and if the CTA has the slot, key and value. With
   // `writes`, key and value also go to the cache.
   static __device__ __forceinline__ void prepare(Shared& shared, const Stored (&rows)[kItems], const Stored& cosines,
-                                                 const Stored& sines, const Rows& cache, int mine, int slot,
-                                                 bool has_slot, bool writes) {
+                                                 const Stored& sines, const Rows& cache, const GuideColumn* guide,
+                                                 int mine, int slot, bool has_slot, bool writes) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -93,12 +94,12 @@ struct AppendAttention {
         row.store(shared.queries[item], lane);
       } else if constexpr (kSameTypes<C, V>) {  // one copy of the code for both
         keep(row, is_value ? shared.value : shared.key, is_value ? shared.value_scale : shared.key_scale,
-             is_value ? cache.values : cache.keys, is_value ? cache.value_scales : cache.key_scales, slot, writes,
-             lane);
+             is_value ? cache.values : cache.keys, is_value ? cache.value_scales : cache.key_scales,
+             is_value ? nullptr : guide, slot, writes, lane);
       } else if (is_value) {
-        keep(row, shared.value, shared.value_scale, cache.values, cache.value_scales, slot, writes, lane);
+        keep(row, shared.value, shared.value_scale, cache.values, cache.value_scales, nullptr, slot, writes, lane);
       } else {
-        keep(row, shared.key, shared.key_scale, cache.keys, cache.key_scales, slot, writes, lane);
+        keep(row, shared.key, shared.key_scale, cache.keys, cache.key_scales, guide, slot, writes, lane);
       }
     }
   }
@@ -126,10 +127,10 @@ struct AppendAttention {
   // [batch] is not null, each of its elements is raised to the largest magnitude of the sequence's row of out.
   static __device__ __forceinline__ void run(const T* q, const T* k, const T* v, const T* cos, const T* sin,
                                              const int* positions, const int* slots, C* keys, V* values,
-                                             KeyScale* key_scales, ValueScale* value_scales, T* out, float* workspace,
-                                             unsigned* counters, float* absmax, long long q_stride, long long kv_stride,
-                                             long long batch_stride, int kv_heads, int queries, int context,
-                                             float scale) {
+                                             KeyScale* key_scales, ValueScale* value_scales, const void* guide, T* out,
+                                             float* workspace, unsigned* counters, float* absmax, long long q_stride,
+                                             long long kv_stride, long long batch_stride, int kv_heads, int queries,
+                                             int context, float scale) {
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
@@ -156,7 +157,11 @@ struct AppendAttention {
     Attention::fetch(tiles, tile, rows, part + parts * warp, parts * kWarps, g, t);
 
     const bool has_slot = slot >= 0 && slot < context && slot / 16 % parts == part;
-    prepare(shared, token, cosines, sines, rows, place.mine, slot, has_slot, place.first == 0);
+    const GuideColumn* mine_guide = nullptr;
+    if constexpr (Attention::kTurnedKeys) {
+      if (guide != nullptr) mine_guide = static_cast<const GuideColumn*>(guide) + place.kv * (kHead + 2);
+    }
+    prepare(shared, token, cosines, sines, rows, mine_guide, place.mine, slot, has_slot, place.first == 0);
     __syncthreads();
     uint32_t query[Attention::kSteps][2];
     Attention::load_queries(query, shared.queries[g < place.mine ? g : 0], true, g < place.mine, t);
