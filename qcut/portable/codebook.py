@@ -176,7 +176,7 @@ def _turned(x: Tensor, matrices: Tensor, geometry: Geometry, passes: int) -> Ten
 
 @lru_cache(maxsize=256)
 def _table(book: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The codebook in memory, for GPUs without PTX. Kept, so that a CUDA graph may read it."""
+    """The codebook in memory, of pairs or for GPUs without PTX. Kept, so that a CUDA graph may read it."""
     return products.unpack_book(book, dtype, device)
 
 
@@ -214,8 +214,11 @@ def _multiply(call: CodebookGemm) -> Tensor:
     ptx = runtime.has_ptx(device)
     book = tuple(call.book)
     one_table = call.row_norm and ptx
-    planes = _planes(book, one_table) if ptx else (0,) * 8
-    table = x if ptx and not is_int8 else norms if ptx else _table(book, torch.float16 if is_int8 else x.dtype, device)
+    in_pairs = products.is_pair_book(book)
+    if ptx and not in_pairs:
+        planes, table = _planes(book, one_table), norms if is_int8 else x
+    else:
+        planes, table = (0,) * 8, _table(book, torch.float16 if is_int8 else x.dtype, device)
     words = units.view(torch.int32), norms.view(torch.int32)
     slots = norms.shape[2]
     options = {
@@ -226,6 +229,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
         "ACTIVATION": call.activation,
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
+        "PAIRS": in_pairs,
         "PTX": ptx,
         "EXACT": runtime.interpreted(),
         "enable_fp_fusion": False,
@@ -262,7 +266,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
         if tile.parts > 1:
             runtime.finish(out, y, row_scale, col_scale, None, bias, residual, 0, call.activation)
 
-    kind = (call.bits, slots, norms.shape[4], one_table, residual is not None)
+    kind = (in_pairs, call.bits, slots, norms.shape[4], one_table, residual is not None)
     key = ("codebook", x.dtype, y.dtype, runtime.bucket(m), n, units.shape[1], kind)
     with runtime.on(device):
         runtime.launch_best(key, tiles_of(m), launch, device)

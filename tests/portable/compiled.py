@@ -46,6 +46,7 @@ OPTIONS: dict[str, Any] = {
     "SPARSE": True,
     "PARTS": 1,
     "HALVES": False,
+    "PAIRS": False,
     "SLOTS": 2,
 }
 

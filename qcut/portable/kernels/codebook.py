@@ -128,22 +128,25 @@ def half(words, R: tl.constexpr):
 
 
 @triton.jit
-def looked_up(words, table):
-    """Values ``[..., 2 (r), 2 (h), 2 (e)]`` of the eight 4-bit indices of each word, from a table in memory."""
-    i = tl.arange(0, 8)
+def looked_up(words, table, PAIRS: tl.constexpr):
+    """Values ``[..., 2 (r), 2 (h), 2 (e)]`` of each word's eight indices of 4 bits, or four of PAIRS, from memory."""
+    i = tl.reshape(tl.arange(0, 8), (1, 1, 1, 1, 1, 8))
     words = tl.expand_dims(words, 5)
-    words = (words >> tl.reshape(4 * i, (1, 1, 1, 1, 1, 8))) & 15
-    return tl.reshape(tl.load(table + words), words.shape[:5] + (2, 2, 2))
+    if PAIRS:
+        places = ((words >> (i // 2 * 8)) & 255) * 2 + i % 2
+    else:
+        places = (words >> (4 * i)) & 15
+    return tl.reshape(tl.load(table + places), places.shape[:5] + (2, 2, 2))
 
 
 @triton.jit
-def float_weights(words, norm, shift, table, book, OFFSETS: tl.constexpr, PTX: tl.constexpr):
+def float_weights(words, norm, shift, table, book, OFFSETS: tl.constexpr, PAIRS: tl.constexpr, PTX: tl.constexpr):
     """Weights ``[..., 2 (r), 2 (h), 2 (e)]`` in the table's type: values, and offsets, times norms, rounded once.
 
     Norms are words of two float16, those of rows g and g + 8; so is ``shift``, norms times offsets.
     """
     dtype: tl.constexpr = table.dtype.element_ty
-    if PTX:
+    if PTX and not PAIRS:
         four: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
         b0, b1, b2, b3, b4, b5, b6, b7 = book
         if OFFSETS:
@@ -161,7 +164,7 @@ def float_weights(words, norm, shift, table, book, OFFSETS: tl.constexpr, PTX: t
         second = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
         weights = tl.join(first, second)
     else:
-        weights = looked_up(words, table).to(tl.float32)
+        weights = looked_up(words, table, PAIRS).to(tl.float32)
         norms = tl.join(half(norm, 0), half(norm, 1)).to(tl.float32)
         norms = tl.expand_dims(tl.expand_dims(norms, 6), 6)
         if OFFSETS:
@@ -173,13 +176,22 @@ def float_weights(words, norm, shift, table, book, OFFSETS: tl.constexpr, PTX: t
 
 @triton.jit
 def int8_weights(
-    words, norm, fold0, fold1, table, book, ONE_TABLE: tl.constexpr, PTX: tl.constexpr, EXACT: tl.constexpr
+    words,
+    norm,
+    fold0,
+    fold1,
+    table,
+    book,
+    ONE_TABLE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PTX: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
     """Weights ``[..., 2 (r), 2 (h), 2 (e)]``: `qcut.codebooks.layout.int8_weight`, bitwise.
 
     ONE_TABLE: the book is a table of 16 bytes for all rows. EXACT: multiply in float64, where no fused product is.
     """
-    if PTX:
+    if PTX and not PAIRS:
         b0, b1, b2, b3, b4, b5, b6, b7 = book
         two: tl.constexpr = (tl.int32, tl.int32)
         if ONE_TABLE:
@@ -195,8 +207,10 @@ def int8_weights(
         weights = tl.join(first, second)
     else:
         factors = tl.join(half(norm, 0).to(tl.float32) * fold0, half(norm, 1).to(tl.float32) * fold1)
+        if PAIRS:
+            factors = factors.to(tl.float16).to(tl.float32)
         factors = tl.expand_dims(tl.expand_dims(factors, 6), 6)
-        values = looked_up(words, table)
+        values = looked_up(words, table, PAIRS)
         # 1.5 * 2**23, or 2**52, has whole numbers alone beside it: the sum is rounded once, to an integer.
         if EXACT:
             product = values.to(tl.float64) * factors.to(tl.float64)
@@ -238,6 +252,7 @@ def product(
     TURNED: tl.constexpr,
     SPARSE: tl.constexpr,
     PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """`qcut.codebooks.products.codebook_gemm_ref`: x of ``blocks`` times 8 rows, K in the order of its memory.
 
@@ -285,11 +300,11 @@ def product(
         words = index_words(unit, BT, BITS)
         norm = tl.load(norm_at)
         if INT8:
-            w = int8_weights(words, norm, fold0, fold1, table, book, ONE_TABLE, PTX, EXACT)
+            w = int8_weights(words, norm, fold0, fold1, table, book, ONE_TABLE, PAIRS, PTX, EXACT)
         elif OFFSETS:
-            w = float_weights(words, norm, tl.load(norm_at + 1), table, book, True, PTX)
+            w = float_weights(words, norm, tl.load(norm_at + 1), table, book, True, PAIRS, PTX)
         else:
-            w = float_weights(words, norm, norm, table, book, False, PTX)
+            w = float_weights(words, norm, norm, table, book, False, PAIRS, PTX)
         # Tile, v, g, t, w, r, h, e: to rows (tile, r, g), and columns in the order of tokens.
         if INT8:
             w = tl.permute(w, (0, 5, 2, 1, 4, 3, 6, 7))

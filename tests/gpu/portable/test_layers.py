@@ -26,6 +26,7 @@ EXACT = (
     "codebook4_g64_int8",
     "codebook3_g64_int8",
     "codebook2_g32_int8",
+    "codebook4_pairs_int8",
     "codebook4+4_int8",
     "int4_g32_int8",
 )
@@ -34,6 +35,7 @@ MANY = ("w8a8", "int16x8", "codebook4_int8", "codebook3_g64_int8")
 NEAR = (
     "w8a16",
     "codebook4",
+    "codebook4_pairs",
     "codebook4_g32",
     "codebook3",
     "codebook2_g64",
