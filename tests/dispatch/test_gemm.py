@@ -35,6 +35,7 @@ H200 = Target("sm_90a", 132, "NVIDIA H200")
 UNTUNED = Target("sm_90a", 132)
 A100 = Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
 DYNAMIC = GemmProblem(epilogue=Epilogue(DType.F16, "per_token", "per_channel", bias=True))
+HALVES = replace(DYNAMIC.epilogue, halves=True)
 
 
 LAYOUTS = tuple("".join(flags) for flags in itertools.product("tn", repeat=3))
@@ -56,15 +57,18 @@ def test_every_row_of_the_shipped_table_is_legal_and_every_cutlass_row_is_found_
     rows = shipped_rows()
     assert sum(row["family"] == "int8_cutlass" for row in rows) >= 76
     for row in rows:
-        problem = dispatch.problem_of(row["m"], row["n"], row["k"], layouts=row["layouts"], out=row["out"])
+        halves = row["out"] == "halves"
+        options = {"epilogue": HALVES} if halves else {"out": row["out"]}
+        problem = dispatch.problem_of(row["m"], row["n"], row["k"], layouts=row["layouts"], **options)
+        sizes = (problem.epilogue.rows(row["m"]), row["n"], row["k"])
         tile = tuned.tile_from_json(row["family"], row["tile"])
         family(row["family"]).validate(problem, tile, "sm_90a")
         assert tuned.tile_to_json(tile) == row["tile"]
-        choice = select_gemm(problem, row["m"], row["n"], row["k"], H200)
+        choice = select_gemm(problem, *sizes, H200)
         same = [r for r in rows if all(r[key] == row[key] for key in ("out", "layouts", "m", "n", "k"))]
         fastest = min(same, key=lambda r: r["time_us"])
         if row["family"] == "int8_dp4a" and len(same) == 1:
-            choice = select_gemm(problem, row["m"], row["n"], row["k"], H200, tensor_cores=False)
+            choice = select_gemm(problem, *sizes, H200, tensor_cores=False)
         elif row != fastest:
             continue
         assert (choice.family, choice.tile, choice.tuned_us) == (row["family"], tile, row["time_us"])
@@ -106,7 +110,7 @@ def test_of_several_tuned_families_the_fastest_that_can_serve_wins():
 
 
 def test_rows_of_halves_speak_for_int16_tokens_alone_and_those_of_int8_where_there_are_none():
-    halves = replace(DYNAMIC, epilogue=replace(DYNAMIC.epilogue, zero_point="none", halves=True))
+    halves = replace(DYNAMIC, epilogue=HALVES)
     int8, int16 = (Row("int8_mma", out, "tnt", 256, 1280, 1280, MMA, us) for out, us in (("f16", 8.0), ("halves", 9.0)))
     write_user_rows(A100, int16)
     # 256 int16 tokens are 512 rows of A.
