@@ -15,7 +15,7 @@ import argparse
 import copy
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from qcut.codebooks.curvature import Curvature
 from qcut.codebooks.fit import DAMPING, fit
 from qcut.codebooks.quantizer import RotatedCodebook, dequantize, quantize
 from qcut.conversion.curvature import collect_curvature
+from qcut.conversion.refinement import CODE_RATE
 from qcut.conversion.second_moments import collect_second_moments
 from qcut.errors import QcutError
 from qcut.layers.codebook import CodebookLinear
@@ -50,6 +51,7 @@ REFINE_STEPS = 450
 REFINE_BATCH = 8
 OWN_AT_ONCE = 1024
 RESIDUAL_SEED = 1042
+APART = 16  # of so many windows to refine on, one is set apart to judge by
 REFINED = "refined"
 REFERENCE = Path("reference")
 
@@ -149,6 +151,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     options.add_argument("--refine-steps", type=int, default=REFINE_STEPS, help=f"of refined variants [{REFINE_STEPS}]")
     options.add_argument("--refine-batch", type=int, default=REFINE_BATCH, help=f"windows of a step [{REFINE_BATCH}]")
     options.add_argument(
+        "--code-rates",
+        type=float,
+        nargs="+",
+        default=[CODE_RATE],
+        help=f"of refined variants, to choose of [{CODE_RATE}]",
+    )
+    options.add_argument(
         "--fit-processes", type=int, default=0, help="that fit layers on the CPU; 0: --device does [0]"
     )
     args = with_models(options, argv, text=REFERENCE)
@@ -186,20 +195,53 @@ def is_refined(variant: str) -> bool:
 
 
 def refined(
-    model: nn.Module, made: Mapping[str, Passes], batches: Sequence[Tensor], steps: int, progress: bool
-) -> nn.Module:
-    """A copy of the float model with codebook layers, refined, as a float model with what came out of it."""
-    copied = copy.deepcopy(model)
-    for name, passes in made.items():
-        module = copied.get_submodule(name)
-        assert not isinstance(passes, Tensor)
-        copied.set_submodule(name, CodebookLinear.from_passes(passes, module._parameters.get("bias"), name=name))
-    torch.set_float32_matmul_precision("high")  # tuned, not measured
-    print(qcut.refine(copied, model, batches, steps=steps, progress=progress), file=sys.stderr)
-    torch.set_float32_matmul_precision("highest")
-    for name in made:
-        copied.set_submodule(name, as_float(copied.get_submodule(name)))
-    return copied
+    model: nn.Module, made: Mapping[str, Passes], windows: Tensor, args: argparse.Namespace, progress: bool
+) -> tuple[nn.Module, dict[str, object]]:
+    """A copy of the float model with codebook layers, refined, as a float model with what came out of it.
+
+    Of the rates given, the one counts whose predictions are nearest to the float model's on windows set apart.
+
+    Returns:
+        The model, and columns about it.
+    """
+    apart = max(1, len(windows) // APART)
+    batches, held = windows[:-apart].split(args.refine_batch), windows[-apart:]
+    best: tuple[float, float, nn.Module] | None = None
+    before = 0.0
+    for rate in args.code_rates:
+        copied = copy.deepcopy(model)
+        for name, passes in made.items():
+            module = copied.get_submodule(name)
+            assert not isinstance(passes, Tensor)
+            copied.set_submodule(name, CodebookLinear.from_passes(passes, module._parameters.get("bias"), name=name))
+        before = before or divergence(with_float_layers(copy.deepcopy(copied), made), model, held)
+        torch.set_float32_matmul_precision("high")  # tuned, not measured
+        done = qcut.refine(copied, model, batches, steps=args.refine_steps, code_rate=rate, progress=progress)
+        torch.set_float32_matmul_precision("highest")
+        after = divergence(with_float_layers(copied, made), model, held)
+        print(f"{done}; rate {rate:g}: divergence {before:.5f} to {after:.5f}", file=sys.stderr, flush=True)
+        if best is None or after < best[0]:
+            best = after, rate, copied
+    assert best is not None
+    columns = {"code_rate": best[1], "divergence": round(best[0], 6), "divergence_fitted": round(before, 6)}
+    return best[2], {"refine_batch": args.refine_batch, **columns}
+
+
+def with_float_layers(model: nn.Module, names: Iterable[str]) -> nn.Module:
+    """The model with float layers in place of quantized ones, in place."""
+    for name in names:
+        model.set_submodule(name, as_float(model.get_submodule(name)))
+    return model
+
+
+@torch.no_grad()
+def divergence(model: nn.Module, reference: nn.Module, windows: Tensor) -> float:
+    """Mean divergence of a position's predictions from those of the float model, in nats."""
+    device, total = next(reference.parameters()).device, 0.0
+    for ids in windows.to(device).split(8):
+        found, wanted = (m(ids).logits.float().log_softmax(-1) for m in (model, reference))
+        total += float(nn.functional.kl_div(found, wanted, reduction="sum", log_target=True))
+    return total / windows.numel()
 
 
 def as_float(layer: Any) -> nn.Linear:
@@ -272,9 +314,7 @@ def measure(path: Path, args: argparse.Namespace, results: Results, processes: P
             ]
             found = processes.map(make, calls) if known else [make(*call) for call in calls]
             made = {name: on(passes, args.device) for name, passes in zip(originals, found, strict=True)}
-        subject = model
-        if is_refined(variant):
-            subject = refined(model, made, to_refine.split(args.refine_batch), args.refine_steps, bar)
+        subject, about = refined(model, made, to_refine, args, bar) if is_refined(variant) else (model, {})
         for name, module in layers.items() if subject is model else ():
             weight = made[name]
             weight_nk(module).copy_(weight if isinstance(weight, Tensor) else dequantize(weight))
@@ -302,8 +342,8 @@ def measure(path: Path, args: argparse.Namespace, results: Results, processes: P
                 "calibration_windows": args.calibration_windows if kind_of(variant) else "",
                 "refine_windows": len(to_refine) if is_refined(variant) else "",
                 "refine_steps": args.refine_steps if is_refined(variant) else "",
-                "refine_batch": args.refine_batch if is_refined(variant) else "",
                 "quantize_seconds": round(seconds, 1),
+                **about,
             }
         )
         # A run that is cut short keeps what it has measured.

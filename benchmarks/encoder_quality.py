@@ -171,8 +171,9 @@ def report(rows: Sequence[Any]) -> str:
     for row in rows:
         cosine = f"{float(row['mean_cosine']):.4f} ({float(row['least_cosine']):.4f})"
         cells.setdefault((str(row["model"]), str(row["scheme"])), {})[str(row["weights"])] = cosine
-    lines = [[*at, *(found.get(weights, "–") for weights in WEIGHTS)] for at, found in cells.items()]
-    return markdown(["model", "scheme", *WEIGHTS], lines)
+    columns = [weights for weights in WEIGHTS if any(weights in found for found in cells.values())]
+    lines = [[*at, *(found.get(weights, "–") for weights in columns)] for at, found in cells.items()]
+    return markdown(["model", "scheme", *columns], lines)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_cliff, plan_quality, plots
+from benchmarks import bench_cliff, encoder_quality, plan_quality, plots
 from benchmarks.bench_codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
 from benchmarks.bench_model import PEERS_GB
 from benchmarks.bench_prompt_attention import NAMES as PROMPT_NAMES
@@ -255,6 +255,11 @@ def codebook_quality(rows: Rows) -> str:
 def plans(rows: Rows) -> str:
     """Perplexity of plans within bits a weight, and of one scheme for all layers, by bits."""
     return plan_quality.report(rows.of("plan_quality"))
+
+
+def encoders(rows: Rows) -> str:
+    """Mean and least cosine of a quantized sentence encoder's embeddings with the float model's."""
+    return encoder_quality.report(rows.of("encoder_quality"))
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────
@@ -500,6 +505,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "cliff": cliff,
     "codebook quality": codebook_quality,
     "plan quality": plans,
+    "encoder quality": encoders,
     "model": model,
     "engine": engine,
     "comparison": comparison,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.codebook_quality import VARIANTS, is_refined, kind_of, refined
+from benchmarks.codebook_quality import VARIANTS, divergence, is_refined, kind_of, refined
 from qcut.codebooks.quantizer import dequantize, quantize
 from qcut.models.modules import weight_nk
 from qcut.models.selection import find_layers
@@ -38,15 +39,16 @@ def test_refined_weights_come_back_in_a_float_model() -> None:
     made = {name: (quantize(weight_nk(module), 2),) for name, module in layers.items()}
     before = {name: weight_nk(module).clone() for name, module in layers.items()}
     windows = torch.randint(0, 64, (64, 24), generator=torch.Generator().manual_seed(0))
-    after = refined(model, made, windows.split(8), 30, progress=False)
+    args = argparse.Namespace(refine_batch=8, refine_steps=30, code_rates=[0.0, 3e-2])
+    after, about = refined(model, made, windows, args, progress=False)
     assert all(type(after.get_submodule(name)) is nn.Linear for name in layers)
     assert all(torch.equal(weight_nk(module), before[name]) for name, module in layers.items())
-
-    def divergence(other: nn.Module) -> float:
-        found, wanted = (m(windows[:8]).logits.log_softmax(-1) for m in (other, model))
-        return float(nn.functional.kl_div(found, wanted, reduction="batchmean", log_target=True))
 
     rounded = copy.deepcopy(model)
     for name in layers:
         weight_nk(rounded.get_submodule(name)).copy_(dequantize(made[name]))
-    assert divergence(after) < 0.9 * divergence(rounded)
+    held = windows[-4:]  # a sixteenth, which the model was not tuned on
+    assert about["divergence"] == pytest.approx(divergence(after, model, held), abs=1e-6)
+    assert about["divergence_fitted"] == pytest.approx(divergence(rounded, model, held), rel=1e-3)
+    assert divergence(after, model, held) < 0.9 * divergence(rounded, model, held)
+    assert about["code_rate"] == 3e-2
