@@ -10,9 +10,12 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
-from typing import Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from qcut.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 K_MAX = 131_071
 """Largest K whose int8 products cannot overflow int32: 2**14 * K < 2**31."""
@@ -51,7 +54,8 @@ class Scheme(ABC):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        Scheme._classes.setdefault(cls.kind, cls)
+        if "kind" in cls.__dict__:
+            Scheme._classes.setdefault(cls.kind, cls)
 
     @classmethod
     @abstractmethod
@@ -98,32 +102,30 @@ class Scheme(ABC):
 
 
 @dataclass(frozen=True)
-class W8A8(Scheme):
-    """int8 weights and int8 activations, int32 accumulation.
+class Int8Products(Scheme):
+    """int8 weights, and activations whose products with them are products of int8; their scales come in two modes.
 
     Attributes:
-        mode: ``dynamic`` scales each token by its own largest magnitude (symmetric); ``static``
-            uses one calibrated `StaticRange` per layer (asymmetric, a zero point).
+        mode: ``dynamic`` scales each token by its own largest magnitude; ``static`` uses one calibrated `StaticRange`
+            per layer.
     """
 
     mode: Literal["dynamic", "static"] = "dynamic"
-    kind: ClassVar[str] = "w8a8"
-    usual: ClassVar[tuple[str, ...]] = ("w8a8", "w8a8_static")
 
     def __post_init__(self) -> None:
         if self.mode not in ("dynamic", "static"):
-            raise ConfigError(f"W8A8 mode {self.mode!r} does not exist; use 'dynamic' or 'static'")
+            raise ConfigError(f"{type(self).__name__} mode {self.mode!r} does not exist; use 'dynamic' or 'static'")
 
     @classmethod
-    def from_name(cls, name: str) -> W8A8 | None:
+    def from_name(cls, name: str) -> Self | None:
         """See `Scheme`."""
-        modes: dict[str, Literal["dynamic", "static"]] = {"w8a8": "dynamic", "w8a8_static": "static"}
+        modes: dict[str, Literal["dynamic", "static"]] = {cls.kind: "dynamic", f"{cls.kind}_static": "static"}
         return cls(modes[name]) if name in modes else None
 
     @property
     def name(self) -> str:
-        """``w8a8`` or ``w8a8_static``."""
-        return "w8a8" if self.mode == "dynamic" else "w8a8_static"
+        """The kind, and ``_static`` in that mode."""
+        return self.kind if self.mode == "dynamic" else f"{self.kind}_static"
 
     @property
     def int8_products(self) -> bool:
@@ -138,6 +140,19 @@ class W8A8(Scheme):
     def weight_bytes(self, n: int, k: int) -> float:
         """One byte a value."""
         return float(n * k)
+
+
+@dataclass(frozen=True)
+class W8A8(Int8Products):
+    """int8 weights and int8 activations, int32 accumulation.
+
+    Attributes:
+        mode: ``dynamic`` scales each token by its own largest magnitude (symmetric); ``static``
+            uses one calibrated `StaticRange` per layer (asymmetric, a zero point).
+    """
+
+    kind: ClassVar[str] = "w8a8"
+    usual: ClassVar[tuple[str, ...]] = ("w8a8", "w8a8_static")
 
 
 @dataclass(frozen=True)
@@ -168,51 +183,21 @@ class W8A16(Scheme):
 
 
 @dataclass(frozen=True)
-class Int16x8(Scheme):
-    """int16 activations, int8 weights; sums are exact integers, rounded once.
+class Int16x8(Int8Products):
+    """int16 activations, int8 weights; sums are exact integers, rounded once. An int16 is two int8.
 
     Attributes:
         mode: ``dynamic`` scales each token by its own largest magnitude; ``static`` uses the larger bound of one
             calibrated `StaticRange` per layer. Both are symmetric.
     """
 
-    mode: Literal["dynamic", "static"] = "dynamic"
     kind: ClassVar[str] = "int16x8"
     usual: ClassVar[tuple[str, ...]] = ("int16x8", "int16x8_static")
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("dynamic", "static"):
-            raise ConfigError(f"Int16x8 mode {self.mode!r} does not exist; use 'dynamic' or 'static'")
-
-    @classmethod
-    def from_name(cls, name: str) -> Int16x8 | None:
-        """See `Scheme`."""
-        modes: dict[str, Literal["dynamic", "static"]] = {"int16x8": "dynamic", "int16x8_static": "static"}
-        return cls(modes[name]) if name in modes else None
-
-    @property
-    def name(self) -> str:
-        """``int16x8`` or ``int16x8_static``."""
-        return "int16x8" if self.mode == "dynamic" else "int16x8_static"
-
-    @property
-    def int8_products(self) -> bool:
-        """An int16 is two int8: its high and its low half."""
-        return True
-
-    @property
-    def needs_range(self) -> bool:
-        """Whether the mode is ``static``."""
-        return self.mode == "static"
 
     @property
     def passes(self) -> int:
         """Two: the weight is multiplied by both halves of the activations."""
         return 2
-
-    def weight_bytes(self, n: int, k: int) -> float:
-        """One byte a value."""
-        return float(n * k)
 
 
 @dataclass(frozen=True)

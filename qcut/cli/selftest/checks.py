@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -288,6 +289,14 @@ def _gemm_stream() -> Iterator[Check]:
     odd = weight[:-1], scale[:-1], bias[:-1]
     for m in (1, 3, 40):
         yield _same("int16x8", f"{m}x{n - 1}x{k}", OPS.int16x8_linear, _random(m, k, dtype=HALF), *odd, "relu")
+    bias_at_sums = _integers(-(2**20), 2**20, n, dtype=torch.int64)
+    multiplier, shift = (_integers(*ends, n, dtype=torch.int32) for ends in ((2**23, 2**24), (34, 38)))
+    for m, (low, high, dtype) in product((3, 40), ((-128, 128, torch.int8), (-32_639, 32_640, torch.int16))):
+        tokens_of = _integers(low, high, m, k, dtype=dtype)
+        zero_point = torch.tensor([-3], dtype=torch.int32) if dtype is torch.int8 else None
+        scaled = bias_at_sums, multiplier, shift if zero_point is not None else shift + 1, zero_point
+        name = f"integers{8 * dtype.itemsize}"
+        yield _same(name, f"{m}x{n}x{k}", OPS.integer_linear, tokens_of, weight, *scaled, True)
     # Rows of tokens that are no multiple of 16 bytes are the mma kernel's on every GPU. Hopper has other kernels for 40
     # tokens than for 80.
     sizes = ("w8a16_stream", 3, k), ("w8a16", 40, k), ("w8a16", many, k), ("w8a16_mma", many, k - 2)

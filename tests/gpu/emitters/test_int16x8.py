@@ -12,7 +12,7 @@ from torch import Tensor
 from qcut.config import padded_k
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.stream import int8_tile
-from qcut.emitters.core.epilogue import Activation, Epilogue
+from qcut.emitters.core.epilogue import ACTIVATIONS, Activation, Epilogue
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.decoder.quantize import QuantizePerToken, emit_quantize_per_token
 from qcut.emitters.gemm import mma, wmma
@@ -33,7 +33,10 @@ EPILOGUES = (
     replace(PLAIN, out=BF16, bias=False, residual=True),
     replace(PLAIN, out=F32, row_scale="none", activation=Activation.RELU),
     Epilogue(S8, col_scale="per_tensor", halves=True),
+    replace(PLAIN, activation=Activation.ANY),
 )
+NAMED = "relu"
+"""The activation that a launch names, of kernels that have any."""
 ROWS = (1, 7, 8, 9, 33, 129)
 SMALL = TileConfig((16, 64, 128), (16, 16, 128), 5)
 LARGE = TileConfig((128, 128, 64), (64, 64, 64), 3)
@@ -60,7 +63,7 @@ class Case:
             "row_scale": row_scale if epilogue.row_scale != "none" else None,
             "col_scale": (torch.rand(n, generator=generator) + 0.5) / spread,
             "bias": torch.randn(n, generator=generator) if epilogue.bias else None,
-            "activation": epilogue.activation.value,
+            "activation": NAMED if epilogue.activation is Activation.ANY else epilogue.activation.value,
             "residual": torch.randn(m, n, generator=generator).to(out) if epilogue.residual else None,
             "out_dtype": out,
         }
@@ -68,6 +71,12 @@ class Case:
             self.args["col_scale"] = float(torch.tensor(25 / spread))
         if epilogue.out is S8:
             self.args |= {"out_inv_scale": 2.0, "out_zero_point": 3}
+
+    def value(self, name: str) -> Any:
+        """What a kernel is given for an argument of the epilogue."""
+        if name == "tokens":
+            return len(self.q)
+        return ACTIVATIONS.index(NAMED) if name == "activation" else self.args[name]
 
     def expected(self) -> Tensor:
         return int8.epilogue_ref(int16.sums_ref(self.q, self.b).float(), **self.args)
@@ -83,9 +92,7 @@ class Case:
         a, b, ldd = strided(blocks, k + 16), strided(self.b, k + 32), n + alignment_n
         values: list[Any] = []
         for param in self.epilogue.params():
-            value = m if param.name == "tokens" else self.args[param.name]
-            if param.name == "residual":
-                value = strided(value, ldd)
+            value = strided(self.args["residual"], ldd) if param.name == "residual" else self.value(param.name)
             values.append(value.to(DEVICE) if isinstance(value, Tensor) else value)
         results = []
         for _ in range(2):
@@ -103,7 +110,8 @@ class Case:
         source = emit_cutlass_gemm(GemmProblem(epilogue=self.epilogue), tile, arch())
         blocks, ldd = int16.in_blocks(self.q), n + 16
         a, b = strided(blocks, k + 16), strided(self.b, k + 32)
-        vectors = [m if p.name == "tokens" else self.args[p.name].to(DEVICE) for p in self.epilogue.params()]
+        given = (self.value(param.name) for param in self.epilogue.params())
+        vectors = [value.to(DEVICE) if isinstance(value, Tensor) else value for value in given]
         sm_count = torch.cuda.get_device_properties(0).multi_processor_count
         results = []
         for raster in (1, 2):
@@ -188,10 +196,11 @@ def test_the_longest_sums(value: int) -> None:
     ("schedule", "tile", "epilogue"),
     [
         ("pingpong", "128x160x128 c2x1", PLAIN),
+        ("pingpong", "128x160x128 c2x1", replace(PLAIN, activation=Activation.ANY)),
         ("cooperative", "128x256x128 c2x1", replace(PLAIN, out=BF16, bias=False, activation=Activation.RELU)),
         ("warp_specialized", "64x112x256", replace(PLAIN, out=F32, row_scale="none")),
     ],
-    ids=["pingpong", "cooperative", "warp_specialized"],
+    ids=["pingpong", "pingpong_any", "cooperative", "warp_specialized"],
 )
 def test_cutlass(schedule: Any, tile: str, epilogue: Epilogue) -> None:
     if arch() != "sm_90a":
