@@ -147,12 +147,18 @@ def codebooks(arch: str) -> list[KernelSource]:
         (two, 16, 1280, 10),
     ):
         found.append(CODEBOOK_STREAM.emit(problem, stream_tile(problem, m, n, units, gpu), arch))
-    for problem, m, n, units in ((half, 1, 4096, 112), (wide, 16, 4096, 32), (integer, 8, 14336, 112)):
+    pairs, integer_pairs = replace(half, pairs=True), replace(integer, pairs=True)
+    for problem, m, n, units in ((pairs, 8, 1280, 10), (integer_pairs, 1, 14336, 32)):
+        found.append(CODEBOOK_STREAM.emit(problem, stream_tile(problem, m, n, units, gpu), arch))
+    for problem, m, n, units in (
+        *((half, 1, 4096, 112), (wide, 16, 4096, 32), (integer, 8, 14336, 112)),
+        *((pairs, 8, 4096, 112), (integer_pairs, 16, 4096, 112)),
+    ):
         found.append(CODEBOOK_STREAM_ROUNDS.emit(problem, rounds_tile(problem, m, n, units, gpu), arch))
-    for problem, m in ((half, 64), (wide, 4096), (integer, 4096), (two, 4096)):
+    for problem, m in ((half, 64), (wide, 4096), (integer, 4096), (two, 4096), (pairs, 64), (integer_pairs, 4096)):
         found.append(CODEBOOK_MMA.emit(problem, mma_tile(problem, m, 4096, gpu), arch))
     if architecture(arch).wgmma:
-        for problem, m in ((half, 64), (wide, 1024), (integer, 32), (two, 4096)):
+        for problem, m in ((half, 64), (wide, 1024), (integer, 32), (two, 4096), (pairs, 512), (integer_pairs, 4096)):
             found.append(codebook.emit(codebook.select(problem, m, 4096, 32, gpu), problem, arch))
         found.append(CODEBOOK_STREAM_WGMMA.emit(half, stream_wgmma_tile(half, 16, 4096, 112, gpu), arch))
         found += [CODEBOOK_WGMMA.emit(p, CODEBOOK_WGMMA.menu(p, arch)[0], arch) for p in (half, integer)]

@@ -44,6 +44,7 @@ BRAIN = CodebookProblem(
     slots=4,
     epilogue=Epilogue(DType.BF16, col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True),
 )
+PAIRS, INT8_PAIRS = replace(HALF, pairs=True), replace(INT8, pairs=True)
 PAIR = CodebookWgmmaTile(256, 5, 2, lead=2)
 DEEP = CodebookWgmmaTile(256, 3, 2)
 SPLIT = CodebookWgmmaTile(64, 4, 1, 4, lead=2)
@@ -51,7 +52,8 @@ SPLIT = CodebookWgmmaTile(64, 4, 1, 4, lead=2)
 
 def sources() -> list[KernelSource]:
     """Every tile with int8 and float16 tokens, every width and number of slots, other epilogues."""
-    pairs = [(problem, tile) for problem in (INT8, HALF) for tile in default_tiles(problem)]
+    pairs = [(problem, tile) for problem in (INT8, HALF, INT8_PAIRS) for tile in default_tiles(problem)]
+    pairs += [(problem, default_tiles(problem)[0]) for problem in (PAIRS, replace(INT8_PAIRS, slots=4))]
     for bits, slots in ((2, 1), (2, 4), (3, 2), (4, 4)):
         for problem in (INT8, HALF):
             other = replace(problem, bits=bits, slots=slots)
@@ -139,6 +141,17 @@ def test_illegal_kernel_is_refused_by_name(name: str):
         emit_codebook_wgmma(*REFUSALS[name])
 
 
+def test_a_codebook_of_pairs_needs_the_table():
+    for problem in (PAIRS, INT8_PAIRS):
+        assert all(tile.pairs for tile in default_tiles(problem))
+        with pytest.raises(EmitError, match="pairs: are of 16-bit values, or of a codebook of pairs, which needs them"):
+            emit_codebook_wgmma(problem, CodebookWgmmaTile(128, 2, 1), ARCH)
+    # No tables of rows, no barriers for them.
+    assert stage_bytes(INT8_PAIRS, 256) == 32768
+    tile = CodebookWgmmaTile(256, 2, 1, pairs=True)
+    assert smem_bytes(INT8_PAIRS, tile) == 65536 + 2 * (32768 + 16) + 8 * 4608
+
+
 def test_shared_memory_counts_stages_barriers_and_staging():
     assert stage_bytes(INT8, 256) == 32768 + 128 * 16
     assert stage_bytes(replace(INT8, slots=4), 256) == 32768 + 4 * 128 * 16
@@ -154,7 +167,9 @@ def test_shared_memory_counts_stages_barriers_and_staging():
     assert smem_bytes(INT8, wide) == 32 * 4608 + 2 * 24
 
 
-@pytest.mark.parametrize("problem", [INT8, HALF, BRAIN, replace(HALF, slots=4)], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "problem", [INT8, HALF, BRAIN, replace(HALF, slots=4), PAIRS, INT8_PAIRS], ids=lambda p: p.name
+)
 def test_menu_is_legal_and_holds_a_tile_for_every_shape(problem: CodebookProblem):
     menu = default_tiles(problem)
     assert {96, 128} <= {t.tokens for t in menu} if problem.x is not DType.S8 else {128, 256}

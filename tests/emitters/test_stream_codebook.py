@@ -30,6 +30,8 @@ BRAIN = CodebookProblem(DType.BF16, 3, 4, Epilogue(DType.BF16, col_scale="per_ch
 INT8 = CodebookProblem(DType.S8, 2, 2, Epilogue(row_scale="per_token", col_scale="per_channel", residual=True))
 GELU = Epilogue(col_scale="per_channel", bias=True, activation=Activation.GELU_TANH, residual=True)
 ROTATES = replace(HALF, rotates=DType.F16)
+PAIRS = replace(HALF, pairs=True)
+INT8_PAIRS = CodebookProblem(DType.S8, 4, 2, Epilogue(row_scale="per_token", col_scale="per_channel"), pairs=True)
 QUANTIZES = CodebookProblem(DType.S8, 4, 2, Epilogue(row_scale="per_token", col_scale="per_channel"), 8, DType.BF16)
 WIDE = CodebookStreamTile(1, 7, 32)
 SMALL = CodebookStreamTile(16, 2, 8, 2)
@@ -56,9 +58,11 @@ def mma_sources(arch: str) -> list[KernelSource]:
     tiles += [(ROTATES, WIDE), (replace(BRAIN, rotates=DType.BF16), CodebookStreamTile(1, 3, 10, 2))]
     tiles += [(QUANTIZES, WIDE), (replace(INT8, rotates=DType.F16), CodebookStreamTile(1, 3, 10, 2, 1))]
     tiles += [(BRAIN, WIDE), (BRAIN, CodebookStreamTile(32, 1, 10)), (INT8, CodebookStreamTile(16, 2, 32))]
+    tiles += [(PAIRS, SMALL), (INT8_PAIRS, WIDE), (replace(INT8_PAIRS, rotates=DType.BF16), WIDE)]
     if arch == "sm_90a":
         tiles += [
             (HALF, CLUSTER),
+            (INT8_PAIRS, CodebookStreamTile(8, 4, 28, 1, 2)),
             (INT8, CodebookStreamTile(8, 4, 28, 2, 2)),
             (QUANTIZES, CodebookStreamTile(1, 9, 28, 1, 8)),
         ]
@@ -68,7 +72,9 @@ def mma_sources(arch: str) -> list[KernelSource]:
 def wgmma_sources() -> list[KernelSource]:
     tiles = [(HALF, WGMMA), (HALF, CodebookStreamWgmmaTile(64, 5, 8, 10, 1)), (INT8, WGMMA)]
     tiles += [(BRAIN, CodebookStreamWgmmaTile(32, 2, 2, 5, 4)), (INT8, CodebookStreamWgmmaTile(8, 1, 1, 3, 2))]
-    tiles += [(problem, codebook_stream_wgmma.default_tiles(problem)[-1]) for problem in (HALF, BRAIN, INT8)]
+    tiles += [(PAIRS, WGMMA), (INT8_PAIRS, WGMMA)]
+    problems = (HALF, BRAIN, INT8, INT8_PAIRS)
+    tiles += [(problem, codebook_stream_wgmma.default_tiles(problem)[-1]) for problem in problems]
     return [emit_codebook_stream_wgmma(problem, tile, "sm_90a") for problem, tile in tiles]
 
 
@@ -86,6 +92,8 @@ def test_names_spell_the_kernel():
     assert name == "qcut_codebook_stream_sm90a_f16xc4s1_f16_sn_n8_t8_r9_w28_u1_k4_p1"
     name = emit_codebook_stream(ROTATES, WIDE, "sm_90a").name
     assert name == "qcut_codebook_stream_sm90a_f16hxc4s1_f16_sn_n8_t1_r7_w32_u1_k1_p1"
+    name = emit_codebook_stream(INT8_PAIRS, WIDE, "sm_90a").name
+    assert name == "qcut_codebook_stream_sm90a_s8xc4ps2_f16_sm_sn_n8_t1_r7_w32_u1_k1_p1"
     name = emit_codebook_stream_wgmma(INT8, WGMMA, "sm_90a").name
     assert name == "qcut_codebook_stream_wgmma_sm90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
 
@@ -118,7 +126,7 @@ def test_grid_refuses_other_numbers_of_tokens(m: int):
 # ── choices ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("problem", [HALF, BRAIN, INT8], ids=lambda p: p.name)
+@pytest.mark.parametrize("problem", [HALF, BRAIN, INT8, PAIRS, INT8_PAIRS], ids=lambda p: p.name)
 def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem):
     for (n, units), m in product(SHAPES, (1, 2, 8, 9, 16, 17, 32, 33, 64)):
         wide = stream_wgmma_tile(problem, m, n, units, H200)
@@ -131,7 +139,7 @@ def test_chosen_tiles_are_legal_and_cover_k(problem: CodebookProblem):
             assert units <= tile.capacity
 
 
-@pytest.mark.parametrize("problem", [HALF, BRAIN, INT8], ids=lambda p: p.name)
+@pytest.mark.parametrize("problem", [HALF, BRAIN, INT8, PAIRS, INT8_PAIRS], ids=lambda p: p.name)
 def test_tiles_for_prompts_are_legal_and_alone(problem: CodebookProblem):
     tiles = codebook_stream_wgmma.default_tiles(problem)
     assert len(tiles) == len(set(tiles)) == 9
@@ -186,6 +194,23 @@ def test_too_many_tokens_have_no_tile():
         stream_tile(HALF, 33, 64, 1, H200)
     with pytest.raises(EmitError, match=r"m is 65; allowed: 1 to 64"):
         stream_wgmma_tile(HALF, 65, 64, 1, H200)
+
+
+def test_pairs_have_64_words_and_a_table_for_every_type() -> None:
+    for problem in (PAIRS, INT8_PAIRS):
+        source = emit_codebook_stream(problem, WIDE, "sm_90a")
+        assert [p.name for p in source.params if p.name.startswith("book")] == [f"book{i}" for i in range(64)]
+        assert "const qcut::PairBook book{{static_cast<uint32_t>(book0), " in source.text
+        assert source.smem_bytes > codebook_stream.PAIR_TABLE_BYTES
+    assert codebook_stream.smem_bytes(replace(INT8_PAIRS, pairs=False), WIDE) < codebook_stream.PAIR_TABLE_BYTES
+
+
+def test_what_pairs_do_not_go_with() -> None:
+    row = CodebookProblem(DType.S8, epilogue=INT8_PAIRS.epilogue, row_norm=True)
+    for problem in (HALF, row, replace(HALF, offsets=True)):
+        bits = 3 if problem is HALF else 4
+        with pytest.raises(EmitError, match="pairs: 4 bits, norms that are read, no offsets"):
+            replace(problem, bits=bits, pairs=True)
 
 
 # ── refusals ─────────────────────────────────────────────────────────────────────────────────────

@@ -31,6 +31,8 @@ from tests.support.sass import instructions
 HALF = CodebookProblem()
 BRAIN = CodebookProblem(DType.BF16, 3, 4, Epilogue(DType.BF16, col_scale="per_channel", bias=True))
 INT8 = CodebookProblem(DType.S8, 2, 2, Epilogue(row_scale="per_token", col_scale="per_channel", residual=True))
+PAIRS = replace(HALF, pairs=True)
+INT8_PAIRS = replace(INT8, bits=4, pairs=True)
 TILE = CodebookRoundsTile(8, 2, 8, 2)
 
 
@@ -61,6 +63,7 @@ REFUSALS = {
     "warps": (HALF, replace(TILE, warps=33), "sm_80"),
     "ctas": (HALF, replace(TILE, ctas=0), "sm_80"),
     "registers": (HALF, replace(TILE, row_tiles=4), "sm_80"),
+    "shared_memory": (INT8_PAIRS, CodebookRoundsTile(1, 1, 4, 8), "sm_80"),
 }
 
 
@@ -72,7 +75,13 @@ def test_illegal_tiles_are_refused_by_name() -> None:
             emit_codebook_stream_rounds(*REFUSALS[constraint.name])
 
 
-@pytest.mark.parametrize("problem", [HALF, BRAIN, INT8], ids=lambda p: p.name)
+def test_pairs_have_a_dense_table() -> None:
+    source = emit_codebook_stream_rounds(INT8_PAIRS, TILE, "sm_86")
+    assert f"StreamShared<int8_t, Tile, true, qcut::DensePairTable>::kBytes == {source.smem_bytes}," in source.text
+    assert source.smem_bytes == 32768 + smem_bytes(replace(INT8_PAIRS, pairs=False), TILE)
+
+
+@pytest.mark.parametrize("problem", [HALF, BRAIN, INT8, PAIRS, INT8_PAIRS], ids=lambda p: p.name)
 def test_every_shape_has_a_legal_tile(problem: CodebookProblem) -> None:
     for gpu, n, units, m in product(GPUS, (1, 100, 1280, 4096, 50257), (1, 7, 32, 112, 1023), (1, 3, 8, 9, 16)):
         tile = rounds_tile(problem, m, n, units, gpu)
