@@ -97,13 +97,16 @@ CASES = {
     "llama2c-512": _llama2c(512, 1376, 8, 8, "w8a16", 4000),
     "llama2c-288-float": _llama2c(288, 768, 6, 6, None, 0),
     "tiny-gpt2": Case(True, 64, 256, 2, 4, 4, 96, "w8a8", None, {1: 0}, {(2, 32): 0}, {(2, 32): 0}),
-    "tiny-llama": Case(False, 64, 128, 2, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}),
+    "tiny-llama": Case(False, 128, 256, 2, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}),
 }
 """Marks are tokens/s; 0 where none is set. The tiny ones are for machines without a GPU."""
 
 
-def build(case: Case, device: str) -> Any:
-    """Build the model: one layer is quantized and copied, so that a large model takes no longer than a small one."""
+def build(case: Case, device: str, context: int = 8192) -> Any:
+    """Build the model: one layer is quantized and copied, so that a large model takes no longer than a small one.
+
+    A Llama is one that was made for ``context`` tokens.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -116,7 +119,11 @@ def build(case: Case, device: str) -> Any:
                 heads = {"n_embd": case.width, "n_inner": case.hidden, "n_head": case.heads}
                 model = GPT2LMHeadModel(GPT2Config(**sizes, **heads))
             else:
-                llama = {"hidden_size": case.width, "intermediate_size": case.hidden, "max_position_embeddings": 8192}
+                llama = {
+                    "hidden_size": case.width,
+                    "intermediate_size": case.hidden,
+                    "max_position_embeddings": context,
+                }
                 llama |= {"num_attention_heads": case.heads, "num_key_value_heads": case.kv_heads}
                 model = LlamaForCausalLM(LlamaConfig(**sizes, **llama))
     finally:

@@ -25,6 +25,7 @@ from benchmarks.harness import CEILINGS, ROOT, geomean
 from benchmarks.reporting.markdown import MISSING, figures, markdown, us
 from benchmarks.reporting.rows import Row, Rows, missing, shape_of
 from benchmarks.shapes import CLAIM_MIN_TOKENS
+from qcut.engine.kv_cache import KV_DTYPES
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "transformers.md")
 RESULTS = ROOT / "benchmarks" / "results"
@@ -335,7 +336,7 @@ def comparison(rows: Rows) -> str:
 def attention(rows: Rows) -> str:
     """Attention of one token, µs, and the share of the bandwidth."""
     measured = {(r["batch"], r["context"], r["variant"]): r for r in rows.of("bench_attention")}
-    names = ("qcut", "qcut int8", "sdpa", "naive")
+    names = ("qcut", "qcut int8", "qcut int4", "sdpa", "naive")
     lines = []
     for batch, context in ((b, c) for b in ("1", "8") for c in ATTENTION_CONTEXTS):
         here = [measured.get((batch, context, name)) for name in names]
@@ -344,6 +345,41 @@ def attention(rows: Rows) -> str:
             share = f"{float(here[0]['floor_pct']):.0f} %" if here[0] else MISSING
             lines.append([f"{batch} × {int(context):,}", *cells, share])
     return markdown(["sequences × context", *names, "of 4.48 TB/s"], lines)
+
+
+def caches(rows: Rows) -> str:
+    """Tokens per second of all sequences, by sequences and context, and bytes of a token, for each cache."""
+    measured = {(r["batch"], r["context"], r["cache"]): r for r in rows.of("bench_cache")}
+    if not measured:
+        return missing("bench_cache")
+    lines = []
+    for batch, context in dict.fromkeys((batch, context) for batch, context, _ in measured):
+        here = [measured.get((batch, context, cache)) for cache in KV_DTYPES]
+        cells = (f"{float(row['tokens_s']):,.0f}" if row else MISSING for row in here)
+        lines.append([f"{batch} × {int(context):,}", *cells])
+    sizes = (next((r["bytes_token"] for (_, _, c), r in measured.items() if c == cache), "") for cache in KV_DTYPES)
+    lines.append(["bytes a token", *(f"{int(size):,}" if size else MISSING for size in sizes)])
+    return markdown(["sequences × context", *KV_DTYPES], lines)
+
+
+def cache_quality(rows: Rows) -> str:
+    """Change of perplexity by cache, with the standard error of the paired difference over windows."""
+    found = rows.of("cache_quality")
+    if not found:
+        return missing("cache_quality")
+    models = list(dict.fromkeys(row["model"] for row in found))
+    by = {(row["cache"], row["model"]): row for row in found}
+
+    def cell(cache: str, model: str) -> str:
+        row = by.get((cache, model))
+        if row is None:
+            return MISSING
+        if cache == "float":
+            return f"{float(row['perplexity']):.2f}"
+        return f"{float(row['change_percent']):+.2f} ± {float(row['error_percent']):.2f} %"
+
+    names = dict.fromkeys(row["cache"] for row in found)
+    return markdown(["", *models], ([name, *(cell(name, model) for model in models)] for name in names))
 
 
 def prompt_attention(rows: Rows) -> str:
@@ -510,6 +546,8 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "engine": engine,
     "comparison": comparison,
     "attention": attention,
+    "caches": caches,
+    "cache quality": cache_quality,
     "prompt attention": prompt_attention,
     "quantizing": quantizing,
     "loading": loading,

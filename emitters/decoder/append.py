@@ -146,14 +146,14 @@ def emit_append(desc: RotateAndAppend) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     params = desc.params()
     sizes = f"{desc.vector}, {desc.cta_tokens}, {desc.thread_heads}, {desc.block}"
-    pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values", "key_scales", "value_scales")
-    pointers += ("guide",)
+    pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
+    compressed = ("key_scales", "value_scales", "guide")
     return kernel_source(
         desc.name,
         desc.arch,
         params,
         f"qcut::rotate_and_append<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {desc.head}, "
-        f"qcut::Pairs::{_PAIRS[desc.rotary]}, {sizes}>({call_arguments(pointers, params)}, "
+        f"qcut::Pairs::{_PAIRS[desc.rotary]}, {sizes}>({call_arguments((*pointers, *compressed), params)}, "
         "q_stride, kv_stride, batch_stride, heads, kv_heads, context, tokens, length);",
         device_code=include("decoder/append.cuh"),
         block=desc.block,

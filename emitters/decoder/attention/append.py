@@ -72,9 +72,9 @@ class AttentionAppend:
 def emit_attention_append(desc: AttentionAppend) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     attention, params = desc.attention, desc.params()
-    pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values", "key_scales", "value_scales")
-    pointers += ("guide",)
-    given = call_arguments(pointers, params)
+    pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
+    compressed = ("key_scales", "value_scales", "guide")
+    given = call_arguments((*pointers, *compressed), params)
     return kernel_source(
         desc.name,
         attention.arch,

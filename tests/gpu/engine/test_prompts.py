@@ -20,7 +20,7 @@ from tests.support.decoders import VOCABULARY, prompts_of
 LENGTHS = ((1, 1), (20, 3), (7,), (70, 64))
 
 
-@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+@pytest.mark.parametrize("kv_cache", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("scheme", [None, "w8a8", "codebook4_int8"])
 def test_captured_prompts_are_the_launched_ones(scheme: str | None, kv_cache: Any) -> None:
     model = llama(scheme)

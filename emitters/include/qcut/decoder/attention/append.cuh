@@ -109,7 +109,7 @@ struct AppendAttention {
                                                  int g, int t) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (min(16 * tile + g + 8 * r, rows.length - 1) != slot) continue;
+      if (min(Attention::key_of(tile, r, g), rows.length - 1) != slot) continue;
       Attention::KeyPieces::copy(into.keys[r], reinterpret_cast<const char*>(shared.key), t);
       if constexpr (kScaled) {
         into.key_scale[r] = shared.key_scale;

@@ -226,8 +226,14 @@ struct TensorAttention {
     float lift[2];
   };
 
+  // The key of row g + 8 r of S, and the value of a lane's row, of 2t, 2t + 1, 2t + 8 and 2t + 9, of P^T: which is which
+  // is free as long as both agree. Of 4-bit values, that are half a line of the L2, a load then has neighbours.
+  static constexpr bool kNeighbours = kTurnedValues;
+  static __device__ __forceinline__ int key_of(int tile, int r, int g) {
+    return 16 * tile + (kNeighbours ? g / 2 + g % 2 * 4 : g) + 8 * r;
+  }
   static __device__ __forceinline__ int value_of(int tile, int row, int t) {
-    return 16 * tile + 2 * t + row % 2 + row / 2 * 8;
+    return 16 * tile + (kNeighbours ? t + row % 2 * 4 : 2 * t + row % 2) + row / 2 * 8;
   }
 
   // Loads the lane's share of 16 keys. Keys past the end repeat the last key and get no weight: memory past the end may
@@ -235,7 +241,7 @@ struct TensorAttention {
   static __device__ __forceinline__ void load_keys(Tile& into, const Rows& rows, int tile, int g, int t) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int key = min(16 * tile + g + 8 * r, rows.length - 1);
+      const int key = min(key_of(tile, r, g), rows.length - 1);
       KeyPieces::load(into.keys[r], rows.keys, key, t);
     }
   }
@@ -243,7 +249,7 @@ struct TensorAttention {
   static __device__ __forceinline__ void load_scales(Tile& into, const Rows& rows, int tile, int g) {
 #pragma unroll
     for (int r = 0; kScaled && r < 2; ++r) {
-      const int key = min(16 * tile + g + 8 * r, rows.length - 1);
+      const int key = min(key_of(tile, r, g), rows.length - 1);
       into.key_scale[r] = load_scale(rows.key_scales, key);
       into.value_scale[r] = load_scale(rows.value_scales, key);
     }
@@ -372,7 +378,7 @@ struct TensorAttention {
         } else if constexpr (kScaled) {
           key_scale = scale * tiles[u].key_scale[r];
         }
-        const bool there = !partial || 16 * tile[u] + g + 8 * r < length;
+        const bool there = !partial || key_of(tile[u], r, g) < length;
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float& s = score[u][2 * r + h];
