@@ -44,83 +44,23 @@ struct HalvesTokens {
   }
 };
 
-// Tokens as rows of floats: those of w8a8.cuh, whose x are the high halves here.
-template <class Tile, bool kAligned>
-struct HalvesRows : RowTokens<Tile, kAligned> {
+// What rows of floats become: int16 in two parts, the high halves and the low ones.
+struct RowsInHalves {
   using Acc = long long;
-  using Base = RowTokens<Tile, kAligned>;
-  using T = typename Tile::T;
-  static constexpr int kTokens = Tile::kTokens, kUnits = Tile::kUnits, kSize = Base::kSize, kLoads = Base::kLoads;
-  uint32_t low[kUnits][2][4];
-  QuantizedRow16 row16;
-
-  __device__ __forceinline__ HalvesRows(const void* a, const float* absmax, float* scales, uint32_t* found, int m, int k,
-                                        int lda)
-      : Base(a, absmax, scales, found, m, k, lda), row16(0) {}
-  __device__ __forceinline__ void begin(int column) {
-    this->load(column);
-    if constexpr (Tile::kFinds) {
-      this->find();
-    } else {
-      row16 = QuantizedRow16(this->columns > 0 ? __float_as_uint(this->absmax[this->token]) : 0);
-    }
+  using Quantized = QuantizedRow16;
+  static constexpr int kParts = 2;
+  template <int kSize>
+  static __device__ __forceinline__ void quantize(const Quantized& quantized, const float (&f)[kSize],
+                                                  uint32_t (&packed)[2][kSize / 4]) {
+    uint32_t q[kSize];
+    quantized.quantize(f, q);
+    pack_half<true>(q, packed[0]);
+    pack_half<false>(q, packed[1]);
   }
-  __device__ __forceinline__ void settle() {
-    if constexpr (Tile::kFinds) {
-      __syncthreads();
-      const int lane = threadIdx.x % 32;
-      uint32_t peak = 0;
-#pragma unroll
-      for (int i = 0; i < kTokens; ++i) {
-        const uint32_t of_row = warp_max(lane < Tile::kWarps ? this->found[lane * kTokens + i] : 0u);
-        if (i == this->token) peak = of_row;
-      }
-      row16 = QuantizedRow16(peak);
-    }
-    if (threadIdx.x % 4 == 0 && threadIdx.x < 4 * this->m) this->scales[this->token] = row16.scale();
-    quantize();
-  }
-  __device__ __forceinline__ void next(int column) {
-    this->load(column);
-    quantize();
-  }
-  __device__ __forceinline__ void multiply(long long (&acc)[1][4], const Int8Unit& unit, int u) const {
-    multiply_halves(acc, unit, this->x[u], low[u]);
-  }
-
-  __device__ __forceinline__ void quantize() {
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-      uint32_t words[2][kTokens];
-#pragma unroll
-      for (int l = 0; l < kLoads; ++l) {
-        float f[Vector<T>::kSize], used[kSize];
-        uint32_t q[kSize], packed[2][kSize / 4];
-        this->raw[u][l].to_float(f);
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) used[j] = f[j];
-        row16.quantize(used, q);
-        pack_half<true>(q, packed[0]);
-        pack_half<false>(q, packed[1]);
-#pragma unroll
-        for (int j = 0; j < kSize / 4; ++j) {
-          words[0][l * kSize / 4 + j] = packed[0][j];
-          words[1][l * kSize / 4 + j] = packed[1][j];
-        }
-      }
-#pragma unroll
-      for (int w = 0; w < 8; ++w) {
-        const int lane = 4 * (w / kTokens * kTokens + this->token) + this->t;
-        uint32_t& to_high = this->x[u][w / 4][w % 4];
-        uint32_t& to_low = low[u][w / 4][w % 4];
-        to_high = words[0][w % kTokens];
-        to_low = words[1][w % kTokens];
-        if constexpr (kTokens < 8) {
-          to_high = __shfl_sync(0xffffffffu, to_high, lane);
-          to_low = __shfl_sync(0xffffffffu, to_low, lane);
-        }
-      }
-    }
+  template <int kUnits>
+  static __device__ __forceinline__ void multiply(long long (&acc)[1][4], const Int8Unit& unit,
+                                                  const uint32_t (&x)[2][kUnits][2][4], int u) {
+    multiply_halves(acc, unit, x[0][u], x[1][u]);
   }
 };
 
@@ -135,7 +75,7 @@ __device__ __forceinline__ void int16x8_stream(const void* a, const float* a_abs
     float* const scales = reinterpret_cast<float*>(shared + Tile::kTokenScales);
     args.row_scale = scales;
     uint32_t* const found = reinterpret_cast<uint32_t*>(shared + Tile::kFound);
-    const HalvesRows<Tile, kAligned> rows(a, a_absmax, scales, found, tokens, k, lda);
+    const RowTokens<Tile, kAligned, RowsInHalves> rows(a, a_absmax, scales, found, tokens, k, lda);
     stream_int8<Tile, kAbsmax, E>(rows, b, d, absmax, tokens, n, k, ldb, ldd, args);
   } else {
     const HalvesTokens<Tile, E> rows(a, tokens, k, lda, args, shared);

@@ -118,26 +118,44 @@ struct Int8Tokens : Int8Rows<Tile> {
   }
 };
 
+// What rows of floats become: int8, in one part. int16x8.cuh has a form of two parts.
+struct WholeRows {
+  using Acc = int;
+  using Quantized = QuantizedRow;
+  static constexpr int kParts = 1;
+  template <int kSize>
+  static __device__ __forceinline__ void quantize(const Quantized& quantized, const float (&f)[kSize],
+                                                  uint32_t (&packed)[1][kSize / 4]) {
+    quantized.quantize(f, packed[0]);
+  }
+  template <int kUnits>
+  static __device__ __forceinline__ void multiply(int (&acc)[1][4], const Int8Unit& unit,
+                                                  const uint32_t (&x)[1][kUnits][2][4], int u) {
+    multiply_int8(acc, unit, [&](int) -> const uint32_t(&)[2][4] { return x[0][u]; });
+  }
+};
+
 // Tokens as rows of T, lda elements apart, which are quantized as they are loaded. Columns past k are zero. A fragment
 // holds eight tokens: with fewer tokens, all lanes whose g is a token's number modulo kTokens share the quantization
 // of the token's words and then exchange them. `absmax` holds the rows' largest magnitudes, unless the CTA's warps find
 // them, each in its part of the rows, and leave them in `found` [warp][token]; `scales` receives the tokens' scales.
 // With kAligned, rows start at multiples of 16 bytes.
-template <class Tile, bool kAligned>
+template <class Tile, bool kAligned, class Form = WholeRows>
 struct RowTokens {
-  using Acc = int;
+  using Acc = typename Form::Acc;
+  using Quantized = typename Form::Quantized;
   using T = typename Tile::T;
   static constexpr int kTokens = Tile::kTokens, kUnits = Tile::kUnits;
   static constexpr int kSize = Vector<T>::kSize < 4 * kTokens ? Vector<T>::kSize : 4 * kTokens;  // columns of a load
   static constexpr int kLoads = 4 * kTokens / kSize;                                             // of a unit
-  uint32_t x[kUnits][2][4];
+  uint32_t x[Form::kParts][kUnits][2][4];
   Vector<T> raw[kUnits][kLoads];
   const T* row;
   const float* absmax;
   float* scales;
   uint32_t* found;
   int m, k, lda, g, t, token, columns;
-  QuantizedRow quantized;
+  Quantized quantized;
 
   __device__ __forceinline__ RowTokens(const void* a, const float* absmax, float* scales, uint32_t* found, int m, int k,
                                        int lda)
@@ -150,7 +168,7 @@ struct RowTokens {
     if constexpr (Tile::kFinds) {
       find();
     } else {
-      quantized = QuantizedRow(columns > 0 ? __float_as_uint(absmax[token]) : 0);
+      quantized = Quantized(columns > 0 ? __float_as_uint(absmax[token]) : 0);
     }
   }
   __device__ __forceinline__ void settle() {
@@ -163,7 +181,7 @@ struct RowTokens {
         const uint32_t of_row = warp_max(lane < Tile::kWarps ? found[lane * kTokens + i] : 0u);
         if (i == token) peak = of_row;
       }
-      quantized = QuantizedRow(peak);
+      quantized = Quantized(peak);
     }
     if (threadIdx.x % 4 == 0 && threadIdx.x < 4 * m) scales[token] = quantized.scale();
     quantize();
@@ -172,8 +190,8 @@ struct RowTokens {
     load(column);
     quantize();
   }
-  __device__ __forceinline__ void multiply(int (&acc)[1][4], const Int8Unit& unit, int u) const {
-    multiply_int8(acc, unit, [&](int) -> const uint32_t(&)[2][4] { return x[u]; });
+  __device__ __forceinline__ void multiply(Acc (&acc)[1][4], const Int8Unit& unit, int u) const {
+    Form::multiply(acc, unit, x, u);
   }
 
   __device__ __forceinline__ void find() {
@@ -223,23 +241,29 @@ struct RowTokens {
   __device__ __forceinline__ void quantize() {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
-      uint32_t words[kTokens];
+      uint32_t words[Form::kParts][kTokens];
 #pragma unroll
       for (int l = 0; l < kLoads; ++l) {
         float f[Vector<T>::kSize], used[kSize];
-        uint32_t packed[kSize / 4];
+        uint32_t packed[Form::kParts][kSize / 4];
         raw[u][l].to_float(f);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) used[j] = f[j];
-        quantized.quantize(used, packed);
+        Form::quantize(quantized, used, packed);
 #pragma unroll
-        for (int j = 0; j < kSize / 4; ++j) words[l * kSize / 4 + j] = packed[j];
+        for (int j = 0; j < kSize / 4; ++j) {
+#pragma unroll
+          for (int p = 0; p < Form::kParts; ++p) words[p][l * kSize / 4 + j] = packed[p][j];
+        }
       }
 #pragma unroll
       for (int w = 0; w < 8; ++w) {
-        uint32_t& to = x[u][w / 4][w % 4];
-        to = words[w % kTokens];
-        if constexpr (kTokens < 8) to = __shfl_sync(0xffffffffu, to, 4 * (w / kTokens * kTokens + token) + t);
+#pragma unroll
+        for (int p = 0; p < Form::kParts; ++p) {
+          uint32_t& to = x[p][u][w / 4][w % 4];
+          to = words[p][w % kTokens];
+          if constexpr (kTokens < 8) to = __shfl_sync(0xffffffffu, to, 4 * (w / kTokens * kTokens + token) + t);
+        }
       }
     }
   }
