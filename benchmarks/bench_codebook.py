@@ -179,7 +179,10 @@ def codebook_problem(layer: Any, bias: bool, rotates: DType | None = None) -> An
     """Return the problem of a layer's product on float16 tokens, rotated by the kernel or beforehand."""
     x = DType.S8 if layer.scheme.activation == "int8" else DType.F16
     slots, alignment = layer.packed_norms.shape[2], dispatch.alignment_of(layer.out_features)
-    return codebook_dispatch.problem_of(x, layer.scheme.bits, slots, DType.F16, bias, "none", False, alignment, rotates)
+    options = {"rotates": rotates, "pairs": layer.scheme.pairs}
+    return codebook_dispatch.problem_of(
+        x, layer.scheme.bits, slots, DType.F16, bias, "none", False, alignment, **options
+    )
 
 
 def w8a16_problem(n: int, k: int, bias: bool) -> Any:

@@ -105,6 +105,10 @@ def are_pairs(values: Tensor) -> bool:
     return values.dim() == 2
 
 
+SYMMETRIC = "finite points, the same with other signs"
+"""What a codebook of pairs has to hold, for messages."""
+
+
 def are_symmetric(values: Tensor) -> bool:
     """Whether pairs ``[256, 2]`` are positive, finite points and the same with other signs."""
     quadrant = values[:POINTS]

@@ -140,7 +140,7 @@ def check_values(passes: Sequence[RotatedCodebook], name: str | None) -> None:
     for q in passes:
         if pairs.are_pairs(q.values):
             if not pairs.are_symmetric(q.values):
-                raise ConfigError(f"{where}a codebook of pairs; allowed: finite points, the same with other signs")
+                raise ConfigError(f"{where}a codebook of pairs; allowed: {pairs.SYMMETRIC}")
             continue
         ordered = bool((q.values[1:] > q.values[:-1]).all()) and bool(q.values.isfinite().all())
         if not ordered:

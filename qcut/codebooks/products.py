@@ -41,7 +41,7 @@ def pack_book(values: Tensor, dtype: torch.dtype) -> tuple[int, ...]:
     """
     if pairs.are_pairs(values):
         if not pairs.are_symmetric(values):
-            raise ConfigError("a codebook of pairs; allowed: finite points, the same with other signs")
+            raise ConfigError(f"a codebook of pairs; allowed: {pairs.SYMMETRIC}")
         quadrant = values[: pairs.POINTS].detach().cpu().to(dtype).contiguous()
         return tuple(quadrant.view(torch.int32).flatten().tolist())
     padded = torch.zeros(16, dtype=dtype)

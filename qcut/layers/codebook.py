@@ -269,7 +269,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             book = state[values]
             if self.scheme.pairs:
                 if not pairs.are_symmetric(book):
-                    return values, "found other points; finite pairs, the same with other signs, are allowed"
+                    return values, f"found other points; {pairs.SYMMETRIC}, are allowed"
                 continue
             if out_of_range(book) or not bool((book.diff() > 0).all()):
                 return values, f"found {book.tolist()}; finite values, ascending, are allowed"

@@ -80,11 +80,12 @@ def test_buckets_end_where_families_do():
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.arch)
+@pytest.mark.parametrize("pairs", [False, True], ids=["values", "pairs"])
 @pytest.mark.parametrize("x", [DType.F16, DType.S8], ids=lambda x: x.value)
-def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(target: Target, x: DType):
+def test_every_choice_is_legal_and_holds_its_tokens_its_rows_and_its_columns(target: Target, x: DType, pairs: bool):
     for (n, units), m in itertools.product(sizes(), TOKENS):
         alignment = next(a for a in (16, 8, 4, 2, 1) if n % a == 0)
-        asked = problem(x, alignment_n=alignment)
+        asked = replace(problem(x, alignment_n=alignment), pairs=pairs)
         m = bucket(m)
         choice = select(asked, m, n, units, target)
         source = codebook_dispatch.emit(choice, asked, target.arch)  # which validates the tile

@@ -324,7 +324,7 @@ def test_pairs_that_are_not_the_same_with_other_signs_are_refused():
     with pytest.raises(RuntimeError, match="a codebook of pairs; allowed: finite points, the same with other signs"):
         layer.load_state_dict({**good, "codebook": other})
     key, problem = layer.state_problem({**good, "codebook": other})
-    assert (key, problem) == ("codebook", "found other points; finite pairs, the same with other signs, are allowed")
+    assert (key, problem) == ("codebook", "found other points; finite points, the same with other signs, are allowed")
     assert layer.state_problem(good) is None
     layer.codebook.copy_(other)
     with pytest.raises(errors.ConfigError, match="a codebook of pairs; allowed: finite points, the same with other"):

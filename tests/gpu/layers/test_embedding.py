@@ -10,7 +10,17 @@ from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
 from tests.gpu.support.oracles import DEVICE
 
-SCHEMES = ("w8a16", "codebook4", "codebook3_g64", "codebook2", "codebook4+4", "codebook4+2", "int4", "codebook4_qr")
+SCHEMES = (
+    "w8a16",
+    "codebook4",
+    "codebook3_g64",
+    "codebook2",
+    "codebook4+4",
+    "codebook4+2",
+    "int4",
+    "codebook4_qr",
+    "codebook4_pairs",
+)
 
 
 def tables(scheme: str, dtype: torch.dtype = torch.float32) -> tuple[Embedding, Embedding]:
