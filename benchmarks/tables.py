@@ -20,7 +20,7 @@ from benchmarks import bench_cliff, encoder_quality, plan_quality, plots
 from benchmarks.bench_codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
 from benchmarks.bench_model import PEERS_GB
 from benchmarks.bench_prompt_attention import NAMES as PROMPT_NAMES
-from benchmarks.codebook_quality import VARIANTS, is_refined
+from benchmarks.codebook_quality import VARIANTS, is_refined, kind_of
 from benchmarks.harness import CEILINGS, ROOT, geomean
 from benchmarks.reporting.markdown import MISSING, figures, markdown, us
 from benchmarks.reporting.rows import Row, Rows, missing, shape_of
@@ -439,7 +439,7 @@ def headline(rows: Rows) -> str:
     int8, gemms, rates = times(rows, "bench_linear"), times(rows, "bench_gemm"), generation_rates(rows)
     few = times(rows, "bench_codebook", part="layer")
     weights = {row["variant"]: row for row in rows.of("codebook_quality", model="gpt2-14m")}
-    one_pass = [name for name in weights if name.startswith("codebook4_") and not name.startswith("codebook4_4")]
+    one_pass = [name for name in weights if name.startswith("codebook4_") and kind_of(name) and "4_4" not in name]
     fitted = min(one_pass, key=lambda name: float(weights[name]["change_percent"]))
     prompt, token = (4096, n, k), (1, n, k)
 
@@ -487,7 +487,7 @@ def headline(rows: Rows) -> str:
         [
             "perplexity at 4 bits a weight, a GPT-2 of 14M",
             f"{float(weights['float32']['perplexity']):.2f}",
-            f"**{change(fitted)}** (`codebook4`, {'refined' if is_refined(fitted) else 'fitted'})",
+            f"**{change(fitted)}** (`{fitted.rpartition('_')[0]}`, {'refined' if is_refined(fitted) else 'fitted'})",
             f"{change('int4')} (4-bit integers)",
         ],
     ]

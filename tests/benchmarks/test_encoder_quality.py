@@ -35,7 +35,7 @@ def test_fitted_embeddings_are_nearer(encoder: Path, tmp_path: Path, capsys: pyt
     text = tmp_path / "text.txt"
     text.write_text(language_reference()[30_000:60_000])
     options: list[Any] = ["--model", encoder, "--name", "tiny", "--text", text, "--schemes", "codebook2", "w8a8"]
-    options += ["--sentences", 64, "--calibration-sentences", 256, "--refine-steps", 20, "--longest", 32]
+    options += ["--sentences", 64, "--calibration-sentences", 128, "--refine-steps", 12, "--longest", 32]
     assert encoder_quality.main([*map(str, options), "--device", "cpu", "--out", str(tmp_path / "out")]) == 0
     rows = list(csv.DictReader((tmp_path / "out" / "encoder_quality.csv").open()))
     assert [(row["scheme"], row["weights"]) for row in rows] == [
