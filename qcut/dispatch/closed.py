@@ -135,14 +135,12 @@ def bounded_problem(problem: P, target: Target, *, element_stores: bool = False)
 
 def is_usual(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
     """Whether known shapes have tiles of their own: those of 16-bit models, aligned rows, and 16-value codebooks."""
-    if problem.epilogue.rescale:
-        return False
     if isinstance(problem, CodebookProblem):
         whole = problem.alignment_n * problem.epilogue.out.bits >= 128
         kind = problem.bits, problem.slots, problem.offsets, problem.pairs, whole
         return kind == (4, 1, False, False, True) and problem.epilogue.out is not DType.F32
     aligned = isinstance(problem, W8A8Problem) or problem.alignment_k > 1
-    return problem.epilogue.out is not DType.F32 and aligned
+    return problem.epilogue.out is not DType.F32 and aligned and not problem.epilogue.rescale
 
 
 def covers(problem: GemmProblem | W8A8Problem | CodebookProblem) -> bool:
