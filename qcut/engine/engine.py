@@ -333,7 +333,7 @@ class Engine:
         if rows == []:
             return
         batch = guides.PROMPTS if rows is None else min(guides.PROMPTS, len(rows))
-        longest = guides.TOKENS if rows is None else max(1, *map(len, rows), 1)
+        longest = guides.TOKENS if rows is None else max(1, *map(len, rows))
         reader = Engine(model, batch=batch, context=min(self.context, longest), graphs=graphs, stack=stack)
         read = guides.drawn(reader, self.decoder.vocabulary) if rows is None else rows
         with torch.inference_mode(False), torch.no_grad():

@@ -51,12 +51,12 @@ def _tile_registers(kernel: AttentionMma) -> int:
 def _registers(kernel: AttentionMma) -> int:
     """Estimate a thread's registers: keys, values and scores, queries, weighted values, and the rest.
 
-    Of 4-bit keys the addresses of a lane's pieces are kept as well.
+    Of 4-bit keys the addresses of a lane's pieces are kept as well, and what a guide moves.
     """
     tile = _tile_registers(kernel) + (12 if kernel.cache in SCALED else 8)
     queries = _share(kernel.cache, kernel.head, 4) // 2
     values = _share(value_type(kernel.cache, kernel.values), kernel.head, 8) * 2
-    return kernel.tiles * tile + queries + values + (30 if kernel.cache is DType.U4 else 22)
+    return kernel.tiles * tile + queries + values + (38 if kernel.cache is DType.U4 else 22)
 
 
 def _smem_bytes(kernel: AttentionMma) -> int:

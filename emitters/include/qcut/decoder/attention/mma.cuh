@@ -92,7 +92,7 @@ struct MaskedNibbles<__nv_bfloat16> {
   }
 };
 
-// The address of element i of kBytes, in one instruction: 4-bit rows are bound by instructions.
+// The address of element i of kBytes, as one product and sum: 4-bit rows are bound by instructions.
 template <int kBytes>
 __device__ __forceinline__ const char* element_at(const void* first, int i) {
   unsigned long long at;
