@@ -40,8 +40,8 @@ def quantize_by(x, q, stride, K, K_PADDED, step, zero_point, BLOCK: tl.constexpr
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(x + m * stride + at, mask=at < K, other=0.0).to(tl.float32)
     steps = tl.div_rn(values, step)
-    steps = rounded(tl.minimum(tl.maximum(steps, -512.0), 512.0))
-    steps = tl.where(steps == steps, steps, 0.0) + zero_point
+    steps = tl.where(steps == steps, steps, 0.0)  # a GPU's maximum of NaN and a bound is the bound
+    steps = rounded(tl.minimum(tl.maximum(steps, -512.0), 512.0)) + zero_point
     steps = tl.minimum(tl.maximum(steps, -128.0), 127.0)
     tl.store(q + m * K_PADDED + at, tl.where(at < K, steps, 0.0).to(tl.int8), mask=at < K_PADDED)
 

@@ -142,11 +142,13 @@ def test_activations(activation: str) -> None:
 
 
 @pytest.mark.usefixtures("likely_tiles")
-def test_special_tokens() -> None:
-    cpu = layer("w8a8")
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_static", "int16x8", "int16x8_static"])
+def test_special_tokens(scheme: str) -> None:
+    """A GPU's maximum of NaN and a number is the number, the interpreter's is NaN."""
+    cpu = layer(scheme)
     gpu = copy.deepcopy(cpu).to(DEVICE)
-    x = tokens(4)
-    x[0, 3], x[1, 5], x[2] = float("nan"), float("inf"), 0
+    x = tokens(5)
+    x[0, 3], x[1, 5], x[2], x[3, 0] = float("nan"), float("inf"), 0, -float("inf")
     with qcut.execution_path("portable"):
         got = gpu(x.to(DEVICE))
     assert_same(got.cpu(), cpu(x))
