@@ -1,4 +1,4 @@
-"""The measured figures of README.md and two pages of docs, written from the rows in ``benchmarks/results``.
+"""The measured figures of README.md and some pages of docs, written from the rows in ``benchmarks/results``.
 
     python benchmarks/tables.py
 
@@ -27,7 +27,13 @@ from benchmarks.reporting.rows import Row, Rows, missing, shape_of
 from benchmarks.shapes import CLAIM_MIN_TOKENS
 from qcut.engine.kv_cache import KV_DTYPES
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "transformers.md")
+DOCS = ROOT / "docs"
+PAGES = (
+    ROOT / "README.md",
+    DOCS / "performance.md",
+    DOCS / "transformers.md",
+    DOCS / "kernel-notes" / "portable.md",
+)
 RESULTS = ROOT / "benchmarks" / "results"
 
 Shape = tuple[int, int, int]
@@ -198,6 +204,22 @@ def cliff(rows: Rows) -> str:
         f"{slow} of {len(found)} cells are slower than they should be. The {len(worst)} slowest, microseconds:\n\n"
         f"{cells}\n\nThe least speed of all shapes:\n\n{by_tokens}"
     )
+
+
+def portable(rows: Rows) -> str:
+    """Microseconds of layers on the portable path, and their speed over the fused path's."""
+    found = rows.of("bench_portable")
+    if not found:
+        return missing("bench_portable")
+    cells: dict[Shape, dict[str, str]] = {}
+    for row in found:
+        scheme, _, path = row["variant"].partition(":")
+        if path == "portable":
+            of = cells.setdefault(shape_of(row), {})
+            of[scheme] = f"{us(float(row['median_us']))} ({float(row['x_fused']):.2f}×)"
+    schemes = dict.fromkeys(scheme for of in cells.values() for scheme in of)
+    lines = ([name_of(shape), *(of.get(scheme, MISSING) for scheme in schemes)] for shape, of in sorted(cells.items()))
+    return markdown(["M × N × K", *schemes], lines)
 
 
 def best_peer(rows: Rows, shape: Shape) -> tuple[str, float] | None:
@@ -539,6 +561,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "codebook kernel": codebook_kernel,
     "codebook layer": codebook_layer,
     "cliff": cliff,
+    "portable": portable,
     "codebook quality": codebook_quality,
     "plan quality": plans,
     "encoder quality": encoders,

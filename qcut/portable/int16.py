@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qcut.numerics import int16
 from qcut.ops.linear import Int16x8Linear, Int16x8StaticLinear
 from qcut.ops.registry import serves
 from qcut.portable import triton as runtime
@@ -16,10 +17,11 @@ def quantized_rows(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
     """`qcut.numerics.int16.quantize_tokens_ref` of rows with unit column stride, as halves; M at least 1.
 
     Returns:
-        int8 ``[2 M, k_padded]``, the high halves of all rows and then their low halves; scales float32 ``[M]``.
+        int8 ``[16 * ceil(M / 8), k_padded]``, the halves as `qcut.numerics.int16.in_blocks` lays them down, where rows
+        of no token hold anything; scales float32 ``[M]``.
     """
     m, k = x.shape
-    q = x.new_empty((2 * m, k_padded), dtype=torch.int8)
+    q = x.new_empty((int16.rows_of_blocks(m), k_padded), dtype=torch.int8)
     scale = x.new_empty(m, dtype=torch.float32)
     block = min(max(128, 1 << (k_padded - 1).bit_length()), MOST_AT_ONCE)
     with runtime.on(x.device):
@@ -28,7 +30,6 @@ def quantized_rows(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
             q,
             scale,
             x.stride(0),
-            m,
             k,
             k_padded,
             BLOCK=block,
@@ -42,12 +43,12 @@ def quantized_rows(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
 def quantized_by(x: Tensor, scale: float, k_padded: int) -> Tensor:
     """`qcut.numerics.int16.quantize_tensor_ref` of rows with unit column stride, as halves; M at least 1."""
     m, k = x.shape
-    q = x.new_empty((2 * m, k_padded), dtype=torch.int8)
+    q = x.new_empty((int16.rows_of_blocks(m), k_padded), dtype=torch.int8)
     block = min(max(128, 1 << (k_padded - 1).bit_length()), 2048)
     inverse = float(torch.ones(()) / torch.full((), scale))
     with runtime.on(x.device):
         kernels.quantize_to_halves_by[(m, -(-k_padded // block))](
-            x, q, x.stride(0), m, k, k_padded, inverse, BLOCK=block, enable_fp_fusion=False
+            x, q, x.stride(0), k, k_padded, inverse, BLOCK=block, enable_fp_fusion=False
         )
     return q
 
@@ -60,7 +61,7 @@ def int16x8_linear(call: Int16x8Linear) -> Tensor:
         return call.fake()
     q, scale = quantized_rows(rows_of(call.x), call.qweight.shape[1])
     weight = call.qweight, call.weight_scale, call.bias
-    y = product(q, *weight, call.activation, call.x.dtype, row_scale=scale, halves=True)
+    y = product(q, *weight, call.activation, call.x.dtype, row_scale=scale, tokens=len(scale))
     return y.view(*call.x.shape[:-1], -1)
 
 
@@ -70,6 +71,7 @@ def int16x8_static_linear(call: Int16x8StaticLinear) -> Tensor:
     runtime.require_device(call.x.device)
     if not call.x.numel():
         return call.fake()
-    q = quantized_by(rows_of(call.x), call.x_scale, call.qweight.shape[1])
-    y = product(q, call.qweight, call.col_scale, call.bias, call.activation, call.x.dtype, halves=True)
+    x, weight = rows_of(call.x), (call.qweight, call.col_scale, call.bias)
+    q = quantized_by(x, call.x_scale, call.qweight.shape[1])
+    y = product(q, *weight, call.activation, call.x.dtype, tokens=len(x))
     return y.view(*call.x.shape[:-1], -1)

@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     """How a product is cut.
 
     Attributes:
-        rows: tokens of a program.
+        rows: tokens of a program, or halves of tokens.
         columns: output channels of a program.
         depth: columns of the weight in one step.
         turned: whether weights have the rows of the tensor core's tile.
@@ -45,8 +45,8 @@ class Tile(NamedTuple):
     boxes: bool = False
 
 
-def tiles_of(m: int, is_int8: bool, halves: bool = False) -> Sequence[Tile]:
-    """The tiles to choose from for m tokens, the likeliest first; those of ``halves`` hold two sums for each output."""
+def tiles_of(m: int, is_int8: bool) -> Sequence[Tile]:
+    """The tiles to choose from for m rows, the likeliest first."""
     if m <= 16:
         rows = 16
         return [
@@ -64,14 +64,6 @@ def tiles_of(m: int, is_int8: bool, halves: bool = False) -> Sequence[Tile]:
             Tile(rows, 64, 128, True, 4, 4, 4),
             Tile(rows, 64, 256, True, 4, 3),
             Tile(rows, 32, 256, True, 4, 4),
-        ]
-    if halves:
-        return [
-            Tile(128, 128, 128, False, 8, 3, boxes=True),
-            Tile(128, 128, 128, False, 8, 3),
-            Tile(64, 128, 128, False, 4, 3),
-            Tile(64, 64, 128, False, 4, 4),
-            Tile(64, 64, 128, False, 4, 4, 2),
         ]
     if m <= 256:
         depth = 128 if is_int8 else 64
@@ -133,7 +125,7 @@ def product(
     row_scale: Tensor | None = None,
     colsum: Tensor | None = None,
     zero_point: int = 0,
-    halves: bool = False,
+    tokens: int | None = None,
 ) -> Tensor:
     """``act((x w^T - zero_point * colsum) * row_scale * col_scale + bias)``, ``[M, N]`` of ``out``.
 
@@ -147,23 +139,23 @@ def product(
         row_scale: float32 ``[M]`` or None.
         colsum: int32 ``[N]``, with a zero point.
         zero_point: of x.
-        halves: x is int8 ``[2 M, K]``, the high halves of int16 tokens and then their low halves.
+        tokens: M where x has the halves of int16 tokens, in the blocks of `qcut.numerics.int16.in_blocks`.
     """
-    (m, k), n, device = x.shape, len(weight), x.device
-    m //= 2 if halves else 1
+    (rows, k), n, device = x.shape, len(weight), x.device
+    m, used = (rows, rows) if tokens is None else (tokens, 2 * tokens)
     y = x.new_empty((m, n), dtype=out)
     weight, col_scale = weight.contiguous(), col_scale.contiguous()
     bias, row_scale, colsum = (None if t is None else t.contiguous() for t in (bias, row_scale, colsum))
     ptx = runtime.has_ptx(device)
     boxes = runtime.has_boxes(x) and runtime.has_boxes(weight)
-    tiles = [tile for tile in tiles_of(m, x.dtype is torch.int8, halves) if boxes or not tile.boxes]
-    sums = torch.int64 if halves else torch.int32 if x.dtype is torch.int8 else torch.float32
+    tiles = [tile for tile in tiles_of(rows, x.dtype is torch.int8) if boxes or not tile.boxes]
+    sums = torch.int64 if tokens is not None else torch.int32 if x.dtype is torch.int8 else torch.float32
 
     def launch(tile: Tile) -> None:
         x_box = runtime.box(x, (tile.rows, tile.depth)) if tile.boxes else None
         w_box = runtime.box(weight, (tile.columns, tile.depth)) if tile.boxes else None
         to = y if tile.parts == 1 else y.new_empty((tile.parts, m, n), dtype=sums)
-        grid = (-(-m // tile.rows) * -(-n // tile.columns), tile.parts)
+        grid = (-(-rows // tile.rows) * -(-n // tile.columns), tile.parts)
         kernels.product[grid](
             x,
             weight,
@@ -190,11 +182,11 @@ def product(
             BK=tile.depth,
             GROUP=tile.group,
             TURNED=tile.turned,
-            SPARSE=2 * m <= tile.rows,
+            SPARSE=2 * used <= tile.rows,
             BOXES=tile.boxes,
             PARTS=tile.parts,
             PTX=ptx,
-            HALVES=halves,
+            HALVES=tokens is not None,
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=False,
@@ -202,7 +194,7 @@ def product(
         if tile.parts > 1:
             runtime.finish(to, y, row_scale, col_scale, colsum, bias, None, zero_point, activation)
 
-    key = ("int16" if halves else "int8", x.dtype, out, runtime.bucket(m), n, k, boxes)
+    key = ("int8" if tokens is None else "int16", x.dtype, out, runtime.bucket(m), n, k, boxes)
     with runtime.on(device):
         runtime.launch_best(key, tiles, launch, device)
     return y

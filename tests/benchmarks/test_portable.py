@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import qcut
-from benchmarks import bench_portable
+from benchmarks import bench_portable, tables
 from benchmarks.harness import CheckError, Environment, Results, Timing
+from benchmarks.reporting.rows import Rows
 from benchmarks.shapes import Shape
 
 H200 = Environment("NVIDIA H200", "580", "13.0", "2.11", "abc")
@@ -59,3 +61,18 @@ def test_calls_take_the_path() -> None:
 
     bench_portable.on_path("portable", [layer], torch.zeros(1))(0)
     assert seen == ["portable"]
+
+
+def test_the_table_of_the_notes(tmp_path: Path) -> None:
+    assert tables.portable(Rows(tmp_path)) == "Not measured: there are no rows in `bench_portable.csv`."
+    results = Results("bench_portable", H200)
+    for scheme, m, us in (("w8a8", 4096, 400.0), ("w8a8", 1, 16.04), ("codebook4", 1, 20.0)):
+        timings = {f"{scheme}:fused": timing(10.0), f"{scheme}:portable": timing(us)}
+        bench_portable.add_rows(results, Shape(m, 512, 256), timings)
+    results.write_csv(tmp_path)
+    assert tables.portable(Rows(tmp_path)).splitlines() == [
+        "| M × N × K | w8a8 | codebook4 |",
+        "| --- | --- | --- |",
+        "| 1 × 512 × 256 | 16.0 (0.62×) | 20.0 (0.50×) |",
+        "| 4096 × 512 × 256 | 400 (0.03×) | – |",
+    ]

@@ -47,17 +47,18 @@ def quantize_by(x, q, stride, K, K_PADDED, step, zero_point, BLOCK: tl.constexpr
 
 
 @triton.jit
-def store_halves(high, M, K_PADDED, m, at, steps):
-    """Store whole numbers from -32,768 to 32,639 as int8 halves: `qcut.numerics.int16.halves`."""
+def store_halves(halves, K_PADDED, m, at, steps):
+    """Store whole numbers from -32,768 to 32,639 of row m as int8 halves: `qcut.numerics.int16.in_blocks`."""
     q = steps.to(tl.int32)
     low = ((q + 128) & 255) - 128
     inside = at < K_PADDED
-    tl.store(high + m * K_PADDED + at, ((q - low) >> 8).to(tl.int8), mask=inside)
-    tl.store(high + (M + m) * K_PADDED + at, low.to(tl.int8), mask=inside)
+    high = m // 8 * 16 + m % 8
+    tl.store(halves + high * K_PADDED + at, ((q - low) >> 8).to(tl.int8), mask=inside)
+    tl.store(halves + (high + 8) * K_PADDED + at, low.to(tl.int8), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M"])
-def quantize_rows_to_halves(x, q, scale, stride, M, K, K_PADDED, BLOCK: tl.constexpr, ONCE: tl.constexpr):
+@triton.jit
+def quantize_rows_to_halves(x, q, scale, stride, K, K_PADDED, BLOCK: tl.constexpr, ONCE: tl.constexpr):
     """Quantize a row by its largest magnitude: `qcut.numerics.int16.quantize_tokens_ref`, bitwise."""
     m = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -79,17 +80,17 @@ def quantize_rows_to_halves(x, q, scale, stride, M, K, K_PADDED, BLOCK: tl.const
         at = first + columns
         if not ONCE:
             values = tl.load(x + m * stride + at, mask=at < K, other=0.0).to(tl.float32)
-        store_halves(q, M, K_PADDED, m, at, tl.where(whole, rounded(values * inverse), 0.0))
+        store_halves(q, K_PADDED, m, at, tl.where(whole, rounded(values * inverse), 0.0))
 
 
-@triton.jit(do_not_specialize=["M"])
-def quantize_to_halves_by(x, q, stride, M, K, K_PADDED, inverse, BLOCK: tl.constexpr):
+@triton.jit
+def quantize_to_halves_by(x, q, stride, K, K_PADDED, inverse, BLOCK: tl.constexpr):
     """Quantize all rows by one scale, given its reciprocal: `qcut.numerics.int16.quantize_tensor_ref`, bitwise."""
     m = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     steps = tl.load(x + m * stride + at, mask=at < K, other=0.0).to(tl.float32) * inverse
     steps = tl.where(steps == steps, steps, 0.0)
-    store_halves(q, M, K_PADDED, m, at, rounded(tl.minimum(tl.maximum(steps, -32639.0), 32639.0)))
+    store_halves(q, K_PADDED, m, at, rounded(tl.minimum(tl.maximum(steps, -32639.0), 32639.0)))
 
 
 @triton.jit
@@ -151,21 +152,23 @@ def product(
 ):
     """``y = act(f(x w^T) + bias)``: tokens int8 with exact sums, or of 16 bits with float32 sums, weights int8.
 
-    HALVES: x has 2 M rows, the high halves of int16 tokens and then their low halves; each tile of weights serves both.
+    HALVES: x has the halves of int16 tokens in the blocks of `qcut.numerics.int16.in_blocks`. A tile has half as many
+    tokens as rows, and both sums of a token are put together in int64.
     TURNED gives weights the rows of the tensor core's tile, which few tokens do not fill. SPARSE: many rows of a tile
     hold no token. PARTS of K are summed by programs of their own; y then takes their sums, for `finish`. BOXES loads
     tiles by tensor descriptors, which a unit of the GPU's own carries out.
     """
-    m0, n0 = tile_of(M, N, BM, BN, GROUP)
+    rows = tl.cdiv(M, 8) * 16 if HALVES else M
+    m0, n0 = tile_of(rows, N, BM, BN, GROUP)
     m, n, k = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN), tl.arange(0, BK)
-    x_at = x + tl.minimum(m, M - 1)[:, None].to(tl.int64) * stride_x + k[None, :]
+    token = m // 16 * 8 + m % 8 if HALVES else m
+    x_at = x + tl.minimum(m, rows - 1)[:, None].to(tl.int64) * stride_x + k[None, :]
     w_at = w + tl.minimum(n, N - 1)[:, None].to(tl.int64) * stride_w + k[None, :]
     sums: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
     if TURNED:
         acc = tl.zeros((BN, BM), sums)
     else:
         acc = tl.zeros((BM, BN), sums)
-    low_sums = acc
     steps = (K + PARTS * BK - 1) // (PARTS * BK) * BK
     start = tl.program_id(1) * steps
     end = tl.minimum(start + steps, K)
@@ -183,25 +186,11 @@ def product(
             a = x_box.load([m0, first])
         elif SPARSE:
             # Rows that hold no token are not read: few tokens would be as many bytes as the weights.
-            a = tl.load(x_at, mask=(m < M)[:, None] & inside, other=0)
+            a = tl.load(x_at, mask=(token < M)[:, None] & inside, other=0)
         elif WHOLE_K:
             a = tl.load(x_at)
         else:
             a = tl.load(x_at, mask=inside, other=0)
-        if HALVES:
-            below = M.to(tl.int64) * stride_x
-            if BOXES:
-                low = x_box.load([M + m0, first])
-            elif SPARSE:
-                low = tl.load(x_at + below, mask=(m < M)[:, None] & inside, other=0)
-            elif WHOLE_K:
-                low = tl.load(x_at + below)
-            else:
-                low = tl.load(x_at + below, mask=inside, other=0)
-            if TURNED:
-                low_sums = tl.dot(b, tl.trans(low), low_sums, out_dtype=sums)
-            else:
-                low_sums = tl.dot(low, tl.trans(b), low_sums, out_dtype=sums)
         if sums == tl.float32:
             b = widened(b, a.dtype, PTX)
         if TURNED:
@@ -212,10 +201,13 @@ def product(
             acc = tl.dot(a, tl.trans(b), acc, out_dtype=sums)
         x_at += BK
         w_at += BK
-    if HALVES:
-        acc = acc.to(tl.int64) * 256 + low_sums
     if TURNED:
         acc = tl.trans(acc)
+    if HALVES:
+        # Both sums are one thread's: they lie eight rows apart.
+        high, low = tl.split(tl.permute(tl.reshape(acc, (BM // 16, 2, 8, BN)), (0, 2, 3, 1)))
+        acc = tl.reshape(high.to(tl.int64) * 256 + low, (BM // 2, BN))
+        m = m0 // 2 + tl.arange(0, BM // 2)
     if PARTS > 1:
         store_sums(y, acc, m, n, M, N)
     else:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import qcut
+from qcut.numerics import int16
 from qcut.portable import codebook, int8, triton
 from tests.gpu.portable.test_layers import BRAIN, HALF, LIMIT, layer, tokens
 from tests.gpu.support.oracles import DEVICE, assert_same
@@ -26,7 +27,7 @@ def tiles_of(scheme: str, m: int) -> Sequence[Any]:
         return int8.tiles_of(m, False)
     if scheme.startswith("w8a8"):
         return int8.tiles_of(m, True)
-    return int8.tiles_of(m, True, True) if scheme.startswith("int16") else codebook.tiles_of(m)
+    return int8.tiles_of(int16.rows_of_blocks(m), True) if scheme.startswith("int16") else codebook.tiles_of(m)
 
 
 def product(scheme: str, m: int, index: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
