@@ -30,7 +30,7 @@ def test_the_gpu_fits_as_well_as_the_cpu(rows: str, in_pairs: bool):
     assert here.indices.is_cuda
     # Sums in another order change an index, and that one those after it; the loss stays.
     torch.testing.assert_close(loss(here, weight, h, weights), loss(there, weight, h, weights), rtol=0.02, atol=0)
-    assert loss(here, weight, h, weights) < 0.4 * loss(quantize(weight, in_pairs=in_pairs), weight, h, weights)
+    assert loss(here, weight, h, weights) < 0.5 * loss(quantize(weight, in_pairs=in_pairs), weight, h, weights)
     again = fit(weight.cuda(), h, output_moment=g, damping=0.01, in_pairs=in_pairs)
     assert torch.equal(again.indices, here.indices)
     assert torch.equal(again.norms, here.norms)
