@@ -55,6 +55,11 @@ def registers(problem: CodebookProblem, tile: CodebookRoundsTile) -> int:
     return weights + tokens + sums + (40 if int8 else 32 + 14 * tile.row_tiles)
 
 
+def _more_on(problem: CodebookProblem, tile: CodebookRoundsTile, arch: str) -> int:
+    """Registers that sm_89's code of four row tiles needs beyond the estimate: with int8 tokens it spills."""
+    return 24 if (arch, tile.row_tiles, problem.x) == ("sm_89", 4, DType.S8) else 0
+
+
 def register_limit(tile: CodebookRoundsTile) -> int:
     """Registers that the register file has for a thread of each CTA, in steps of 8."""
     return min(255, 65_536 // (32 * tile.warps * tile.ctas) // 8 * 8)
@@ -87,7 +92,7 @@ CONSTRAINTS = (
     Constraint(
         "registers",
         "weights, tokens and sums fit a thread's 255 and the SM's 65536",
-        lambda p, t, arch: registers(p, t) <= register_limit(t),
+        lambda p, t, arch: registers(p, t) + _more_on(p, t, arch) <= register_limit(t),
     ),
     Constraint(
         "shared_memory",

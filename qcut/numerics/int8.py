@@ -481,8 +481,9 @@ def matmul_s8(a: Tensor, b: Tensor) -> Tensor:
         return torch._int_mm(a, b.t())
     # Sums of 1024 products are at most 2**24, so float32 holds every partial sum in any order.
     acc = torch.zeros(a.shape[0], b.shape[0], dtype=torch.int32)
-    for a_k, b_k in zip(a.split(1024, 1), b.split(1024, 1), strict=True):
-        acc += (a_k.float() @ b_k.float().t()).to(torch.int32)
+    with torch.autocast("cpu", enabled=False):  # it would multiply in bfloat16
+        for a_k, b_k in zip(a.split(1024, 1), b.split(1024, 1), strict=True):
+            acc += (a_k.float() @ b_k.float().t()).to(torch.int32)
     return acc
 
 
