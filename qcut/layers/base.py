@@ -7,7 +7,7 @@ One subclass computes one scheme, or all schemes of one class, and names them wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from qcut.cuda.prebuild import LayerCall
+
+
+class Known(NamedTuple):
+    """What quantizing a weight needs besides the weight; see `Linear.from_float`."""
+
+    static_range: StaticRange | None = None
+    second_moment: Tensor | Curvature | None = None
+    row_absmax: Tensor | None = None
 
 
 class Linear(Quantized):
@@ -143,6 +151,7 @@ class Linear(Quantized):
         activation: str = "none",
         static_range: StaticRange | None = None,
         second_moment: Tensor | Curvature | None = None,
+        row_absmax: Tensor | None = None,
         name: str | None = None,
     ) -> Self:
         """Quantizes a layer; the original is left alone.
@@ -155,6 +164,9 @@ class Linear(Quantized):
             static_range: calibrated range of the input; w8a8_static needs it, the others refuse it.
             second_moment: ``E[x x^T]`` of the input, ``[K, K]``, or the loss's curvature by the weight: codebooks are
                 then fitted with it (`qcut.codebooks.fit`); the other schemes refuse it.
+            row_absmax: float32 ``[N]``, the largest magnitude of each whole row, where the layer has a part of the
+                columns of a larger one: scales of int8 weights are then those of the larger layer. Codebooks have
+                norms of groups, and ignore it.
             name: name of the layer, for error messages.
 
         Returns:
@@ -178,7 +190,7 @@ class Linear(Quantized):
             raise ConfigError(f"{layer_prefix(name)}scheme {scheme.name} got static_range {given}, it takes {wanted}")
         n, k = weight.shape
         layer = cls(k, n, bias is not None, scheme, activation, "meta", name)
-        layer._quantize(weight, static_range, second_moment)
+        layer._quantize(weight, Known(static_range, second_moment, row_absmax))
         layer.weight_dtype = weight.dtype
         if bias is not None:
             layer.bias = float_bias(bias, name)
@@ -307,9 +319,7 @@ class Linear(Quantized):
         """The scheme's buffers, uninitialized, in the order of the state dict; sizes and scheme are set."""
         raise NotImplementedError
 
-    def _quantize(
-        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
-    ) -> None:
+    def _quantize(self, weight: Tensor, known: Known) -> None:
         """Put new buffers, on the weight's device, in place of the empty ones."""
         raise NotImplementedError
 

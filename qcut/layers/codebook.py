@@ -11,13 +11,12 @@ from torch import Tensor
 
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks import packing, pairs, products, rotation
-from qcut.codebooks.curvature import Curvature
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.codebooks.passes import NORM_DTYPES, check_norms, check_values, quantize_weight, scheme_of
 from qcut.codebooks.quantizer import RotatedCodebook, check_even, dequantize
-from qcut.config import K_MAX, Codebook, Scheme, StaticRange
+from qcut.config import K_MAX, Codebook, Scheme
 from qcut.errors import ConfigError, DtypeError, QuantizationError, ShapeError, layer_prefix
-from qcut.layers.base import Linear
+from qcut.layers.base import Known, Linear
 from qcut.layers.codebook_buffers import (
     PASS_KEYS,
     SET_KEYS,
@@ -162,10 +161,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             buffers |= zip(SET_KEYS[i], part, strict=True)
         return buffers
 
-    def _quantize(
-        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
-    ) -> None:
-        passes = quantize_weight(weight, self.scheme, second_moment=second_moment, layer=self.name)
+    def _quantize(self, weight: Tensor, known: Known) -> None:
+        passes = quantize_weight(weight, self.scheme, second_moment=known.second_moment, layer=self.name)
         self._set_passes(passes, weight.device)
 
     @classmethod

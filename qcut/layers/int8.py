@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from qcut.codebooks.curvature import Curvature
-from qcut.config import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Int16x8, Scheme, StaticRange, padded_k
+from qcut.config import K_MAX, K_MAX_ZERO_POINT, W8A8, W8A16, Int16x8, Scheme, padded_k
 from qcut.errors import ConfigError, QuantizationError, layer_prefix
-from qcut.layers.base import Linear
+from qcut.layers.base import Known, Linear
 from qcut.layers.readings import Reading
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
@@ -97,14 +96,12 @@ class Int8Linear(Linear):
             "weight_scale": torch.empty(n, dtype=torch.float32, device=device),
         }
 
-    def _quantize(
-        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
-    ) -> None:
-        if second_moment is not None:
+    def _quantize(self, weight: Tensor, known: Known) -> None:
+        if known.second_moment is not None:
             raise ConfigError(
                 f"{layer_prefix(self.name)}scheme {self.scheme.name} got a second moment; codebooks take one"
             )
-        q, self.weight_scale = numerics.quantize_weight(weight, layer=self.name)
+        q, self.weight_scale = numerics.quantize_weight(weight, row_absmax=known.row_absmax, layer=self.name)
         self.qweight = q.new_zeros(self.qweight.shape)
         self.qweight[:, : self.in_features] = q
 
@@ -268,11 +265,10 @@ class W8A8StaticLinear(_CalibratedLinear, schemes=[W8A8("static")]):
             "input_zero_point": torch.empty(1, dtype=torch.int32, device=device),
         }
 
-    def _quantize(
-        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
-    ) -> None:
+    def _quantize(self, weight: Tensor, known: Known) -> None:
+        static_range = known.static_range
         assert static_range is not None, "from_float checks needs_range"
-        super()._quantize(weight, static_range, second_moment)
+        super()._quantize(weight, known)
         scale, zero_point = numerics.static_qparams(static_range.lo, static_range.hi)
         self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=weight.device)
         self.input_zero_point = torch.full((1,), zero_point, dtype=torch.int32, device=weight.device)
@@ -335,11 +331,10 @@ class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
             read = self._read = Reading(self._buffers, self._range, self._read_scale())
         return read.value
 
-    def _quantize(
-        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
-    ) -> None:
+    def _quantize(self, weight: Tensor, known: Known) -> None:
+        static_range = known.static_range
         assert static_range is not None, "from_float checks needs_range"
-        super()._quantize(weight, static_range, second_moment)
+        super()._quantize(weight, known)
         scale = int16.static_scale(static_range.lo, static_range.hi)
         self.input_scale = torch.full((1,), scale, dtype=torch.float32, device=weight.device)
         self.col_scale = self.input_scale * self.weight_scale

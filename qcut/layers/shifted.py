@@ -11,10 +11,10 @@ from torch import Tensor
 
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks import rotation
-from qcut.codebooks.curvature import Curvature
 from qcut.codebooks.quantizer import RotatedCodebook
-from qcut.config import Scheme, ShiftedCodebook, StaticRange
+from qcut.config import Scheme, ShiftedCodebook
 from qcut.errors import ConfigError, layer_prefix
+from qcut.layers.base import Known
 from qcut.layers.codebook import CodebookLinear, _by_kernels
 from qcut.layers.stored import StateEntry
 from qcut.numerics.checks import out_of_range
@@ -58,9 +58,7 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
         buffers["order"] = torch.empty(k, dtype=torch.int32, device=device) if scheme.ordered else None
         return buffers
 
-    def _quantize(
-        self, weight: Tensor, static_range: StaticRange | None, second_moment: Tensor | Curvature | None
-    ) -> None:
+    def _quantize(self, weight: Tensor, known: Known) -> None:
         raise ConfigError(
             f"{layer_prefix(self.name)}scheme {self.scheme.name} holds what other libraries quantized; int4 and "
             "codebook4 quantize weights"

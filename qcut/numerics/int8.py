@@ -33,20 +33,21 @@ def _scale_from_absmax(absmax: Tensor) -> Tensor:
     return scale.masked_fill_(scale == 0, 1.0)
 
 
-def weight_qparams(w: Tensor, *, layer: str | None = None) -> Tensor:
+def weight_qparams(w: Tensor, *, row_absmax: Tensor | None = None, layer: str | None = None) -> Tensor:
     """Symmetric per-channel scales of a weight.
 
     ``scale[n] = max_k |f32(W[n, k])| / 127``, and 1 where that is 0.
 
     Args:
         w: ``[N, K]`` of any floating-point dtype, N and K at least 1.
+        row_absmax: float32 ``[N]``, the maximum over the columns of whole rows, where ``w`` has only some of them.
         layer: name for error messages.
 
     Returns:
         float32 ``[N]`` on the weight's device.
 
     Raises:
-        QuantizationError: the weight is empty or holds NaN or Inf.
+        QuantizationError: the weight is empty or holds NaN or Inf, or ``row_absmax`` is not of its rows.
 
     Exactness: bitwise.
     """
@@ -61,10 +62,14 @@ def weight_qparams(w: Tensor, *, layer: str | None = None) -> Tensor:
             "every value must be finite in float32",
             layer,
         )
+    if row_absmax is not None:
+        if row_absmax.shape != absmax.shape or not bool(((row_absmax >= absmax) & row_absmax.isfinite()).all()):
+            raise QuantizationError("row_absmax is not that of finite rows which hold these columns", layer)
+        absmax = row_absmax
     return _scale_from_absmax(absmax)
 
 
-def quantize_weight(w: Tensor, *, layer: str | None = None) -> tuple[Tensor, Tensor]:
+def quantize_weight(w: Tensor, *, row_absmax: Tensor | None = None, layer: str | None = None) -> tuple[Tensor, Tensor]:
     """Quantizes a weight symmetrically per channel.
 
     ``q = clamp(rne(f32(W[n, k]) / scale[n]), -127, 127)`` with `weight_qparams` as scale.
@@ -76,7 +81,7 @@ def quantize_weight(w: Tensor, *, layer: str | None = None) -> tuple[Tensor, Ten
 
     Exactness: bitwise.
     """
-    scale = weight_qparams(w, layer=layer)
+    scale = weight_qparams(w, row_absmax=row_absmax, layer=layer)
     q = torch.empty(w.shape, dtype=torch.int8, device=w.device)
     rows = max(1, _CHUNK_ELEMENTS // w.shape[1])
     for w_i, q_i, scale_i in zip(w.split(rows), q.split(rows), scale.split(rows), strict=True):

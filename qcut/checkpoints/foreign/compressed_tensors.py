@@ -105,6 +105,9 @@ class CompressedTensors:
                 f"{where}: sparsity_config is of format {sparsity['format']!r}; dense weights are read"
             )
         self._where = where
+        self._ignored = tuple(data["ignore"] or ())
+        for target in self._ignored:
+            _check_target(target, f"{where}: ignore")
         self._groups = [
             _group(label, group, data["format"], f"{where}: config_groups.{label}")
             for label, group in data["config_groups"].items()
@@ -160,15 +163,43 @@ class CompressedTensors:
             return int8_layer(parts, centred(q), scales[:, 0], W8A8())
         return packed_layer(parts, group.bits, q, scales, zero_points, group.group_size, order)
 
-    def _group_of(self, parts: Parts) -> _Group:
+    def row_scheme(self, name: str) -> W8A8 | W8A16 | None:
+        """The scheme of a linear layer's int8 weight with a scale for each row, known before there are tensors.
+
+        Args:
+            name: of the layer.
+
+        Returns:
+            None where the configuration leaves the layer in float.
+
+        Raises:
+            UnsupportedError: the layer is stored in another way.
+        """
+        if any(fits(target, name) for target in self._ignored for fits in (_by_name, _by_pattern)):
+            return None
+        group = self._target(name)
+        if group is not None and (group.packed or group.one_scale):
+            found = f"packed integers of {group.bits} bits" if group.packed else "one scale for the whole layer"
+            raise UnsupportedError(
+                f"{self._where}: layer {name!r} has {found}; allowed: int-quantized, with a scale for each row"
+            )
+        return None if group is None else W8A8() if group.int8_tokens else W8A16()
+
+    def _target(self, name: str) -> _Group | None:
         """The group whose targets name the layer, by itself before a pattern, and by a pattern before its class."""
         for fits in (_by_name, _by_pattern, _by_class):
             for group in self._groups:
-                if any(fits(target, parts.name) for target in group.targets):
+                if any(fits(target, name) for target in group.targets):
                     return group
-        raise CheckpointError(
-            f"{self._where}: layer {parts.name!r} has quantized tensors, and no group has it as target"
-        )
+        return None
+
+    def _group_of(self, parts: Parts) -> _Group:
+        group = self._target(parts.name)
+        if group is None:
+            raise CheckpointError(
+                f"{self._where}: layer {parts.name!r} has quantized tensors, and no group has it as target"
+            )
+        return group
 
 
 def _by_name(target: str, name: str) -> bool:

@@ -1,0 +1,1 @@
+"""vLLM's quantization method ``qcut``: see docs/serving.md."""
