@@ -7,24 +7,19 @@ older ones.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import sysconfig
-import venv
-from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 
 from tests.support import ROOT
+from tests.support.environments import environment, run_tests
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-FOLDER = ROOT / "build" / "floors"
 TESTS = (
     "tests/checkpoints",
     "tests/engine",
@@ -50,31 +45,10 @@ def oldest(project: dict[str, Any]) -> list[str]:
     return found
 
 
-def environment() -> Path:
-    """Make the environment unless it is there; returns its Python."""
-    python = FOLDER / "bin" / "python"
-    wanted = oldest(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
-    stamp = FOLDER / "installed.txt"
-    if not stamp.exists() or stamp.read_text() != "\n".join(wanted):
-        venv.create(FOLDER, clear=True)
-        (site,) = FOLDER.glob("lib/python*/site-packages")
-        (site / "below.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted], check=True)
-        stamp.write_text("\n".join(wanted))
-    return python
-
-
 def main() -> int:
     """Install and test; returns pytest's exit status."""
-    python = environment()
-    below = Path(sysconfig.get_path("purelib"))
-    settings = {
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # plugins of the packages beneath, whose other modules are not found
-        "LD_LIBRARY_PATH": str(below / "nvidia" / "cu13" / "lib"),  # NVRTC, which is looked for in one environment
-    }
-    options = ["-p", "xdist", "--numprocesses", "auto", "--quiet", "-p", "no:cacheprovider"]
-    command = [python, "-m", "pytest", *options, *TESTS, *sys.argv[1:]]
-    return subprocess.run(command, cwd=ROOT, env=os.environ | settings, check=False).returncode
+    wanted = oldest(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
+    return run_tests(environment(ROOT / "build" / "floors", wanted), [*TESTS, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

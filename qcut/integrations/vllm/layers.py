@@ -43,7 +43,7 @@ class Layers:
         self._stored = asked.stored is not None
         if asked.foreign is not None:
             raise UnsupportedError(f"{WHERE}: foreign; vLLM is given another library's checkpoint as it is")
-        own: dict[str, Any] = {"embeddings": asked.embeddings}
+        own: dict[str, Any] = {"embeddings": asked.embeddings and asked.embeddings.name}
         if asked.stored is not None:
             saved = description_of(asked.stored, WHERE)
             own = {"embeddings": saved.embeddings, "tied": saved.tied}

@@ -1,0 +1,77 @@
+"""vLLM's parallel layers with weights of the tests, in one process or in several."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+K, N, HEADS, KV_HEADS = 256, 192, 8, 4
+SHAPES = {"column": [N], "merged": [N, 2 * N], "qkv": [HEADS * 16, KV_HEADS * 16, KV_HEADS * 16], "row": [N]}
+"""By kind of layer, output channels of the layers of a checkpoint that it holds."""
+PARTS = {"column": ["up"], "merged": ["gate", "up"], "qkv": ["q", "k", "v"], "row": ["down"]}
+SHARDS: dict[str, list[Any]] = {"column": [()], "merged": [(0,), (1,)], "qkv": [("q",), ("k",), ("v",)], "row": [()]}
+
+
+@contextmanager
+def processes(rank: int, world: int, store: Path) -> Iterator[None]:
+    """vLLM's groups of processes, on the CPU."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state as state
+
+    config = VllmConfig(parallel_config=ParallelConfig(tensor_parallel_size=world))
+    with set_current_vllm_config(config):
+        state.init_distributed_environment(world, rank, f"file://{store}", rank, backend="gloo")
+        state.initialize_model_parallel(world, backend="gloo")
+        try:
+            yield
+        finally:
+            state.destroy_model_parallel()
+            state.destroy_distributed_environment()
+
+
+def weights(kind: str) -> list[tuple[Tensor, Tensor]]:
+    """Weight and bias of each layer of the checkpoint."""
+    generator = torch.Generator().manual_seed(sum(map(ord, kind)))
+    return [(torch.randn(n, K, generator=generator), torch.randn(n, generator=generator)) for n in SHAPES[kind]]
+
+
+def tokens(rows: int = 5) -> Tensor:
+    """``[rows, K]``"""
+    return torch.randn(rows, K, generator=torch.Generator().manual_seed(7))
+
+
+def layer(kind: str, config: Any, tensors: list[dict[str, Tensor]], bias: bool = True) -> Any:
+    """A layer of vLLM, loaded as a model loads it.
+
+    Args:
+        kind: see `SHAPES`.
+        config: vLLM's configuration.
+        tensors: of each layer of the checkpoint, by the end of their names.
+        bias: whether it has one.
+    """
+    from vllm.model_executor.layers import linear
+
+    common = {"bias": bias, "quant_config": config, "params_dtype": torch.float32}
+    config.packed_modules_mapping = {name: parts for name, parts in PARTS.items() if len(parts) > 1}
+    if kind == "column":
+        made = linear.ColumnParallelLinear(K, N, prefix="h.up", **common)
+    elif kind == "merged":
+        made = linear.MergedColumnParallelLinear(K, SHAPES[kind], prefix="h.merged", **common)
+    elif kind == "qkv":
+        made = linear.QKVParallelLinear(K, 16, HEADS, KV_HEADS, prefix="h.qkv", **common)
+    else:
+        made = linear.RowParallelLinear(K, N, prefix="h.down", **common)
+    for shard, named in zip(SHARDS[kind], tensors, strict=True):
+        for key, tensor in named.items():
+            parameter = getattr(made, key)
+            parameter.weight_loader(parameter, tensor, *shard)
+    made.quant_method.process_weights_after_loading(made)
+    made.quant_method.process_weights_after_loading(made)  # vLLM does, where weights were quantized one by one
+    return made
