@@ -51,3 +51,31 @@ def prebuild_layers(tasks: dict[str, Task], device: torch.device | None, rows: S
             )
     for index, wanted in calls.items():
         prebuild(sorted(wanted, key=str), index, progress)
+
+
+def prebuild_layer(layer: Linear, dtype: torch.dtype, rows: Sequence[int]) -> None:
+    """Build the best kernels of a layer on a CUDA device and wait for them, also where callers do not wait otherwise.
+
+    A CUDA graph goes on with the kernels that it was captured with; a server captures once.
+
+    Args:
+        layer: on the device. Nothing is built for one on the CPU.
+        dtype: of tokens.
+        rows: numbers of tokens.
+
+    Raises:
+        BuildError: the first kernel that does not compile.
+    """
+    device = next(layer.buffers()).device
+    if device.type != "cuda" or device.index in paths.refusals():
+        return
+    from qcut.cuda.prebuild import LayerCall, prebuild
+    from qcut.jit.background import waiting
+
+    n, k, bias, wanted = layer.out_features, layer.in_features, layer.bias is not None, set[LayerCall]()
+    for m in rows:
+        wanted.update(
+            layer.cuda_calls(layer.scheme, dtype=dtype, rows=m, n=n, k=k, bias=bias, activation=layer.activation)
+        )
+    with waiting():
+        prebuild(sorted(wanted, key=str), device.index)

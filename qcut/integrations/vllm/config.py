@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import vllm
@@ -16,7 +16,6 @@ from qcut.errors import UnsupportedError
 from qcut.integrations.vllm.layers import LOG, Layers
 
 _RELEASES = ("0.26", "0.27", "0.28", "0.29", "0.30", "0.31", "0.32")
-_EXPERTS = ("FusedMoE", "RoutedExperts")
 _OF_VLLM = ("total_num_heads", "total_num_kv_heads")
 """What vLLM adds to a configuration of compressed-tensors."""
 
@@ -33,31 +32,29 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
         config: what ``config.json`` or ``hf_overrides`` say; None asks for the method's own scheme.
 
     Raises:
-        UnsupportedError: a vLLM that is not tested, or something that is not served (named).
-        CheckpointError: a configuration that cannot be read.
-        ConfigError: an unknown scheme.
+        UnsupportedError: a vLLM that is not tested.
+        QcutError: see `Layers`.
 
-    Exactness: weights are bitwise those of `qcut.quantize`, or of the checkpoint, on any number of GPUs. Outputs of
-    layers that are split by columns are bitwise those of one GPU. Where a layer is split by rows of its input, each GPU
-    quantizes its part of a token by that part's largest magnitude (``w8a8``, codebooks ``_int8``), and vLLM adds the
-    parts in the model's dtype.
+    Exactness: weights are bitwise those of `qcut.quantize`, or of the checkpoint, on any number of GPUs; for outputs
+    see `qcut.layers.parts`. vLLM adds the parts of an output in the model's dtype.
     """
 
-    method: ClassVar[str] = "qcut"
-    scheme: ClassVar[str] = "w8a8"
+    method = "qcut"
+    scheme = "w8a8"
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__()
         release = ".".join(vllm.__version__.split(".")[:2])
         if release not in _RELEASES:
             raise UnsupportedError(f"vLLM {vllm.__version__}; tested: {', '.join(_RELEASES)}")
+        self.method, self.scheme = self.method, self.scheme
+        self.__class__ = ServingConfig  # vLLM pickles it, and the classes of shorthands have no place in a module
         asked = config or {"quant_method": "qcut", "scheme": self.scheme}
         self._layers = Layers({key: value for key, value in asked.items() if key not in _OF_VLLM})
 
-    @classmethod
-    def get_name(cls) -> str:
+    def get_name(self) -> str:
         """The method's name."""
-        return cls.method
+        return self.method
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -66,7 +63,7 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """Compute capability 8.0."""
+        """Ten times the least compute capability."""
         return 80
 
     @staticmethod
@@ -91,15 +88,13 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
         """How a layer is quantized: one of `qcut.integrations.vllm.linear`, vLLM's own for float, or None.
 
         Raises:
-            UnsupportedError: layers that vLLM computes as one have different schemes, or the checkpoint has quantized
-                what vLLM computes itself.
-            PlanError, QuantizationError: see `qcut.quantize`.
+            UnsupportedError, PlanError: see `Layers.method` and `Layers.check_float`.
         """
         if isinstance(layer, LinearBase):
             made = self._layers.method(layer, prefix, self._names(prefix))
             return UnquantizedLinearMethod() if made is None else made
-        kind = next((c.__name__ for c in type(layer).__mro__ if c.__name__ in _EXPERTS), None)
-        if kind is not None or isinstance(layer, ParallelLMHead):
+        experts = any(c.__name__ in ("FusedMoE", "RoutedExperts") for c in type(layer).__mro__)
+        if experts or isinstance(layer, ParallelLMHead):
             self._layers.check_float(prefix)
             LOG.info("%s stays in float: %s is vLLM's own", prefix, type(layer).__name__)
         return None

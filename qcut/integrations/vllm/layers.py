@@ -39,11 +39,8 @@ class Layers:
         if config.get("quant_method") == "compressed-tensors":
             self._foreign = CompressedTensors(dict(config), WHERE)
             return
-        asked = QcutConfig.from_dict(config)
-        self._stored = asked.stored is not None
-        if asked.foreign is not None:
-            raise UnsupportedError(f"{WHERE}: foreign; vLLM is given another library's checkpoint as it is")
-        own: dict[str, Any] = {"embeddings": asked.embeddings and asked.embeddings.name}
+        self._asked = asked = QcutConfig.from_dict(config)
+        own: dict[str, Any] = {"embeddings": asked.embeddings and asked.embeddings.name, "foreign": asked.foreign}
         if asked.stored is not None:
             saved = description_of(asked.stored, WHERE)
             own = {"embeddings": saved.embeddings, "tied": saved.tied}
@@ -52,8 +49,7 @@ class Layers:
             self._plan = dict(asked.scheme.layers)
             self._named = {name: parse_scheme(entry.scheme) for name, entry in self._plan.items()}
         if refused := next((f"{key} is {value}" for key, value in own.items() if value), None):
-            raise UnsupportedError(f"{WHERE}: {refused}; allowed: none, since vLLM computes with its own tables")
-        self._asked = asked
+            raise UnsupportedError(f"{WHERE}: {refused}; allowed: none. vLLM has its own tables, and reads checkpoints")
         skip = asked.modules_to_not_convert
         self._skip = DEFAULT_SKIP if skip is None and self._named is None else tuple(skip or ())
 
@@ -78,7 +74,7 @@ class Layers:
             return None
         if self._foreign is not None:
             return StoredMethod(scheme, name, self._foreign, parts[0])
-        if self._stored:
+        if self._asked.stored is not None:
             return StoredMethod(scheme, name)
         if self._plan:
             return OnlineMethod(scheme, name, self._static_range(layer, name, parts) if scheme.needs_range else None)

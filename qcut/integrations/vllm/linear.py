@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase, RowParallelLinear
 from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing
 from vllm.model_executor.parameter import ModelWeightParameter
@@ -21,8 +22,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from qcut.checkpoints.foreign.compressed_tensors import CompressedTensors
 from qcut.checkpoints.foreign.parts import Parts, Stored
 from qcut.config import Scheme, StaticRange, padded_k
+from qcut.conversion.prebuild import prebuild_layer
 from qcut.errors import CheckpointError, UnsupportedError
-from qcut.integrations.vllm.product import product, serve
+from qcut.integrations.vllm.product import serve
 from qcut.layers.base import Linear
 from qcut.layers.int8 import Int8Linear
 from qcut.layers.parts import CUT, part_layer, part_scheme, part_shapes
@@ -32,14 +34,12 @@ from qcut.models.modules import float_bias
 class QcutMethod(LinearMethodBase):  # type: ignore[misc]
     """What the methods have in common: tensors come in, a `qcut.Linear` is made of them and computes.
 
-    Args:
-        scheme: of the layer.
-        name: vLLM's name of it, for messages.
-
     Attributes:
-        n: output channels of this GPU's part.
+        scheme: of the layer, or of this GPU's part alone where other GPUs have other input channels.
+        name: vLLM's name of the layer, for messages.
+        n: output channels of the part.
         k: input channels of the part.
-        split: whether other GPUs have other input channels; the scheme is then that of the part alone.
+        split: whether other GPUs have other input channels.
     """
 
     def __init__(self, scheme: Scheme, name: str) -> None:
@@ -60,7 +60,7 @@ class QcutMethod(LinearMethodBase):  # type: ignore[misc]
         self.split = self.k != input_size
         if self.split:
             self.scheme = part_scheme(self.scheme, layer.tp_rank * self.k, self.k, self.name)
-        self.dtype = params_dtype
+        self.dtype, self.rows = params_dtype, _token_counts()
         self.register(layer, extra["weight_loader"])
         self.loaded = tuple(layer._parameters)
 
@@ -79,6 +79,7 @@ class QcutMethod(LinearMethodBase):  # type: ignore[misc]
             made = self.make(tensors).to(tensors[self.loaded[0]].device)
             made.bias = None if bias is None else float_bias(bias.detach(), self.name)
         made.weight_dtype = self.dtype
+        prebuild_layer(made, self.dtype, self.rows)
         for key in self.loaded:
             delattr(layer, key)
         layer.qcut = made
@@ -90,7 +91,7 @@ class QcutMethod(LinearMethodBase):  # type: ignore[misc]
         """``[..., N]`` of x ``[..., K]``, the bias added before rounding."""
         if (bias is None) != (layer.qcut.bias is None):
             raise UnsupportedError(f"layer {self.name!r}: its bias is added in some calls only")
-        return product(x, layer.qcut_weight, self.n)
+        return cast(Tensor, torch.ops.qcut.served_linear.default(x, layer.qcut_weight, self.n))
 
     def register(self, layer: Any, loader: Any) -> None:
         """Register the parameters of a part, with vLLM's loader."""
@@ -103,11 +104,6 @@ class QcutMethod(LinearMethodBase):  # type: ignore[misc]
 
 class OnlineMethod(QcutMethod):
     """Quantizes a float weight when it has arrived, one layer's at a time.
-
-    Args:
-        scheme: of the layer.
-        name: vLLM's name of it, for messages.
-        static_range: of its input, for schemes that need one.
 
     Exactness: each GPU has bitwise its part of what one GPU makes of the weight. Scales of int8 weights are those of
     whole rows, which pass through the loader of each GPU.
@@ -148,13 +144,9 @@ class OnlineMethod(QcutMethod):
 class StoredMethod(QcutMethod):
     """Reads a layer as ``save_pretrained`` stored it, or int8 weights of another library's checkpoint.
 
-    Args:
-        scheme: of the layer.
-        name: vLLM's name of it, for messages.
+    Attributes:
         format: of the other library.
         stored_name: the checkpoint's name of the layer, by which the format knows it.
-
-    Exactness: each GPU has bitwise its part of the stored weight.
     """
 
     def __init__(
@@ -184,17 +176,24 @@ class StoredMethod(QcutMethod):
         return self.format.layer(Parts(self.stored_name, "checkpoint", self.n, self.k, stored))
 
 
+def _token_counts() -> list[int]:
+    """Numbers of tokens that vLLM captures graphs of, and powers of two up to its largest batch."""
+    config = get_current_vllm_config()
+    most = config.scheduler_config.max_num_batched_tokens
+    captured = config.compilation_config.cudagraph_capture_sizes or ()
+    return sorted({*captured, most, *(1 << i for i in range(most.bit_length()))})
+
+
 def _one_for_all(name: str, key: str) -> Any:
     """A loader of a tensor that layers which vLLM computes as one must have in common."""
     loaded = False
 
     def load(param: Parameter, loaded_weight: Tensor, shard: Any = None) -> None:
         nonlocal loaded
-        if loaded_weight.shape != param.shape:
-            raise CheckpointError(f"layer {name!r}: {key} is {list(loaded_weight.shape)}; allowed: {list(param.shape)}")
         given = loaded_weight.to(param.device, param.dtype)
-        if loaded and not torch.equal(given, param.data):
-            raise CheckpointError(f"layer {name!r}: {key} differs between layers that vLLM computes as one")
+        if given.shape != param.shape or (loaded and not torch.equal(given, param.data)):
+            found = f"{list(given.shape)}, or other values than those of another layer that vLLM computes with it"
+            raise CheckpointError(f"layer {name!r}: {key} is {found}; allowed: {list(param.shape)}, one for all")
         param.data.copy_(given)
         loaded = True
 

@@ -8,38 +8,46 @@ model's layers are equal and are compiled once.
 from __future__ import annotations
 
 import weakref
+from typing import Any, NamedTuple, cast
 
-import torch
 from torch import Tensor
 
 from qcut.errors import UnsupportedError
 from qcut.layers.base import Linear
+from qcut.models.modules import tensor_key
+from qcut.ops.registry import operator
 
-_layers: weakref.WeakValueDictionary[tuple[torch.device, int], Linear] = weakref.WeakValueDictionary()
+_layers: weakref.WeakValueDictionary[tuple[Any, ...], Linear] = weakref.WeakValueDictionary()
 
 
 def serve(layer: Linear, weight: Tensor) -> None:
-    """Let `product` find a layer by the tensor of its weight that memory keeps where it is."""
-    _layers[weight.device, weight.data_ptr()] = layer
+    """Let the operator find a layer by its weight, whose memory stays where it is."""
+    _layers[tensor_key(weight)] = layer
 
 
-@torch.library.custom_op("qcut_vllm::product", mutates_args=())
-def product(x: Tensor, weight: Tensor, out_features: int) -> Tensor:
-    """`Linear.forward` of x ``[..., K]`` by the layer of a weight that `serve` was given.
+@operator("served_linear", returns="Tensor", composed=True)
+class ServedLinear(NamedTuple):
+    """`Linear.forward` of x ``[..., K]`` by the layer of a weight, N ``out_features``.
 
     Raises:
-        UnsupportedError: the weight has been moved since.
+        UnsupportedError: the weight has been moved since `serve` was given it.
     """
-    layer = _layers.get((weight.device, weight.data_ptr()))
-    if layer is None:
-        raise UnsupportedError(
-            f"a weight of {out_features} output channels is no longer where it was loaded; vLLM's offloading of "
-            "weights to the CPU is not served"
-        )
-    result: Tensor = layer(x)
-    return result
 
+    x: Tensor
+    weight: Tensor
+    out_features: int
 
-@product.register_fake
-def _(x: Tensor, weight: Tensor, out_features: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
+    def check(self) -> None:
+        """Nothing that the layer does not check."""
+
+    def fake(self) -> Tensor:
+        """``[..., N]`` of x's dtype."""
+        return self.x.new_empty((*self.x.shape[:-1], self.out_features))
+
+    def cpu(self) -> Tensor:
+        """The layer's result."""
+        layer = _layers.get(tensor_key(self.weight))
+        if layer is None:
+            size = f"{self.out_features} x {self.x.shape[-1]}"
+            raise UnsupportedError(f"a weight of {size} is no longer where it was loaded; offloading is not served")
+        return cast(Tensor, layer(self.x))

@@ -10,7 +10,7 @@ from typing import Any
 
 def main(asked: dict[str, Any]) -> None:
     """Answer greedily; ``asked`` has ``prompts``, ``tokens`` and the arguments of ``LLM``."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_PLUGINS": "qcut"}
     from vllm import LLM, SamplingParams
 

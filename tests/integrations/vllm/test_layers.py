@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,13 @@ import qcut
 from qcut.integrations.vllm.config import ServingConfig
 from qcut.integrations.vllm.registration import SHORTHANDS, register
 from tests.integrations.vllm import parallel
+from tests.support import ROOT
 
 KINDS = ("column", "merged", "qkv", "row")
 SCHEMES = ("w8a8", "w8a16", "int16x8", "codebook4", "codebook4_int8", "codebook4+4", "codebook3", "codebook4_pairs")
+
+LINES = 500
+"""Of the whole plug-in, so that it stays a thin one."""
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -122,7 +127,19 @@ def test_the_operator_is_opaque_and_chooses_when_it_runs() -> None:
         assert torch.equal(compiled(x), module(x)[0] * 2)
     assert len(graphs) == 1
     called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert [name for name in called if "qcut" in name] == ["qcut_vllm.product.default"]
+    assert [name for name in called if "qcut" in name] == ["qcut.served_linear.default"]
+
+
+def test_compiled_graphs_are_kept_by_scheme() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    def key(scheme: str) -> str:
+        asked = {"quantization_config": qcut.QcutConfig(scheme).to_dict()}
+        model = str(ROOT / "models" / "gpt2-5m")
+        args = EngineArgs(model, quantization="qcut", hf_overrides=asked, skip_tokenizer_init=True)
+        return str(args.create_engine_config().compute_hash())
+
+    assert len({key(scheme) for scheme in ("w8a8", "codebook4", "codebook4_g64")}) == 3
 
 
 def test_a_moved_weight_is_not_served_with_another() -> None:
@@ -142,6 +159,11 @@ def test_what_stays_in_float_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert "lm_head stays in float" in caplog.text
 
 
+def test_the_plug_in_is_small() -> None:
+    folder = ROOT / "qcut" / "integrations" / "vllm"
+    assert sum(len(path.read_text().splitlines()) for path in folder.glob("*.py")) <= LINES
+
+
 def test_names_of_methods() -> None:
     from vllm.model_executor.layers.quantization import get_quantization_config
 
@@ -150,9 +172,9 @@ def test_names_of_methods() -> None:
     assert get_quantization_config("qcut")().scheme == "w8a8"
     for scheme in SHORTHANDS:
         method = get_quantization_config(f"qcut-{scheme}")
-        assert (method.get_name(), method.scheme) == (f"qcut-{scheme}", scheme)
-        expected_y = expected("row", scheme)
-        assert torch.equal(computed("row", method(), floats("row")), expected_y)
+        sent = pickle.loads(pickle.dumps(method()))  # as vLLM sends it to its processes
+        assert (sent.get_name(), sent.scheme) == (f"qcut-{scheme}", scheme)
+        assert torch.equal(computed("row", sent, floats("row")), expected("row", scheme))
 
 
 def _stored(kind: str, *schemes: str) -> Callable[[], Any]:
@@ -200,13 +222,13 @@ EMBEDDING = {"embeddings": {"wte": {"table": "wte.table", "dtype": "float16"}}}
     ("build", "error", "words"),
     [
         (_stored("merged", "w8a8", "codebook4"), "UnsupportedError", ["h.merged", "h.gate w8a8", "h.up codebook4"]),
-        (_other_codebook, "CheckpointError", ["h.merged", "codebook differs"]),
+        (_other_codebook, "CheckpointError", ["h.merged", "codebook is", "other values"]),
         (_broken("weight_scale", -1.0), "CheckpointError", ["h.up", "weight_scale", "-1"]),
         (_release("0.99.1"), "UnsupportedError", ["0.99.1", "0.32"]),
         (_with(scheme="w9"), "ConfigError", ["w9"]),
         (_with(scheme="w8a8", embeddings="w8a8"), "UnsupportedError", ["embeddings", "w8a8"]),
         (_with(format_version=1, layers={}, **EMBEDDING), "UnsupportedError", ["embeddings", "wte"]),
-        (_with(format_version=1, foreign={}), "UnsupportedError", ["foreign"]),
+        (_with(format_version=1, foreign={"quant_method": "gptq"}), "UnsupportedError", ["foreign"]),
         (_with(scheme="w8a8_static"), "ConfigError", ["w8a8_static", "calibration"]),
     ],
 )

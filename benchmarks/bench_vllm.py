@@ -1,0 +1,251 @@
+"""Inside vLLM, with CUDA graphs: steps of decoding and prompts, by vLLM's own methods and by qcut's.
+
+A folder has the configuration of a model of a known shape, and vLLM makes up its weights. Each method runs in a process
+of its own, which starts vLLM once. A step is timed as a user sees it: the time of answering many tokens less that of
+one, divided by the number of further tokens. A prompt is the time to its first token.
+
+``--parallel FOLDER`` answers 64 prompts with a real model on several GPUs instead, and counts the answers that are
+those of one GPU. Where one differs, the gap is between the log-probabilities of the two likeliest tokens on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import harness
+from benchmarks.harness import Timing
+
+SHAPES = {
+    "llama-3-8b": (4096, 14336, 32, 32, 8, 128256),
+    "llama-3-70b": (8192, 28672, 80, 64, 8, 128256),
+    "tiny": (256, 512, 2, 8, 4, 1024),
+}
+"""Width, MLP width, blocks, heads, heads of keys, vocabulary."""
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
+_W8A8 = {
+    "targets": ["Linear"],
+    "weights": {**_INT8, "strategy": "channel", "dynamic": False},
+    "input_activations": {**_INT8, "strategy": "token", "dynamic": True},
+}
+STORED: dict[str, dict[str, Any]] = {
+    "vllm w8a8": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": _W8A8},
+        "ignore": ["lm_head"],
+    },
+    "vllm gptq4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+}
+"""Methods of vLLM's own, by what a checkpoint says."""
+METHODS = ("fp16", *STORED, "qcut-w8a8", "qcut-w8a16", "qcut-codebook4", "qcut-codebook4_int8")
+BATCHES, PROMPT, CONTEXT = (1, 8, 64), 2048, 128
+ROUNDS, NEW = 3, 128
+KEY = ("shape", "method", "gpus", "what", "batch")
+PARALLEL_KEY = ("shape", "method", "gpus", "what")
+PROMPTS, ANSWER = 64, 64
+SETTINGS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "NCCL_NVLS_ENABLE": "0",
+}
+
+
+# ── the process that runs vLLM ───────────────────────────────────────────────────────────────────
+
+
+def child(asked: dict[str, Any]) -> None:
+    """Start vLLM and print what was asked, a line of JSON each."""
+    from vllm import LLM, SamplingParams
+    from vllm.version import __version__
+
+    start = time.perf_counter()
+    llm = LLM(**asked["arguments"])
+    print(json.dumps({"vllm": __version__, "start_s": round(time.perf_counter() - start, 1)}), flush=True)
+
+    def answer(prompts: list[list[int]], new: int, logprobs: int | None = None) -> list[Any]:
+        sampling = SamplingParams(
+            temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, logprobs=logprobs, top_p=1.0
+        )
+        given: Any = [{"prompt_token_ids": ids} for ids in prompts]
+        return [answered.outputs[0] for answered in llm.generate(given, sampling, use_tqdm=False)]
+
+    if "prompts" in asked:
+        for out in answer(asked["prompts"], asked["new"], logprobs=2):
+            likeliest = [sorted((p.logprob for p in at.values()), reverse=True)[:2] for at in out.logprobs]
+            gaps = [best - second for best, second in likeliest]
+            print(json.dumps({"tokens": list(out.token_ids), "gaps": gaps}), flush=True)
+        return
+
+    def seconds(batch: int, length: int, new: int, salt: int) -> float:
+        vocabulary = asked["vocabulary"]
+        prompts = [[(7 * i + 13 * j + salt) % (vocabulary - 8) + 5 for i in range(length)] for j in range(batch)]
+        start = time.perf_counter()
+        answer(prompts, new)
+        return time.perf_counter() - start
+
+    new = asked["new"]
+    for batch in asked["batches"]:
+        seconds(batch, asked["context"], 8, 0)
+        pairs = [(seconds(batch, asked["context"], n, 0) for n in (1 + new, 1)) for _ in range(ROUNDS)]
+        steps = [(many - one) / new for many, one in pairs]
+        print(json.dumps({"what": "step", "batch": batch, "seconds": steps}), flush=True)
+    # Each round has another prompt: vLLM keeps what it has computed.
+    prompts = [seconds(1, asked["prompt"], 1, 1 + salt) for salt in range(ROUNDS + 1)][1:]
+    print(json.dumps({"what": "prompt", "batch": 1, "seconds": prompts}), flush=True)
+
+
+# ── the one that measures ────────────────────────────────────────────────────────────────────────
+
+
+def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
+    """What a process prints.
+
+    Raises:
+        RuntimeError: it failed; the message has the end of what it wrote.
+    """
+    command = [sys.executable, __file__, "--child", json.dumps(asked)]
+    path = os.pathsep.join(filter(None, (str(harness.ROOT), os.environ.get("PYTHONPATH"))))
+    settings = os.environ | {key: os.environ.get(key, value) for key, value in SETTINGS.items()} | {"PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, env=settings, timeout=timeout, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{asked['arguments']}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
+    yield from (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+
+
+def write_shape(folder: Path, shape: str, method: str, context: int) -> None:
+    """Write the configuration of a model."""
+    width, hidden, blocks, heads, kv_heads, vocabulary = SHAPES[shape]
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_hidden_layers": blocks,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": max(8192, context),
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "float16",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if method in STORED:
+        config["quantization_config"] = STORED[method]
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def arguments_of(folder: Path, method: str, gpus: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of ``LLM``."""
+    given = {
+        "model": str(folder),
+        "quantization": method if method.startswith("qcut") else None,
+        "dtype": options.dtype,
+        "tensor_parallel_size": gpus,
+        "gpu_memory_utilization": options.memory,
+        "skip_tokenizer_init": True,
+        **json.loads(options.arguments),
+    }
+    return given
+
+
+def measure(options: argparse.Namespace, results: harness.Results) -> list[list[object]]:
+    """Time each method; returns the lines of a table."""
+    lines: list[list[object]] = []
+    prompt = min(PROMPT, options.prompt)
+    longest = max(prompt, CONTEXT + NEW) + 64
+    for method in options.methods.split(","):
+        with tempfile.TemporaryDirectory() as top:
+            folder = Path(top, "model")
+            write_shape(folder, options.shape, method, longest)
+            arguments = arguments_of(folder, method, options.gpus, options)
+            arguments |= {"load_format": "dummy", "max_model_len": longest}
+            asked = {
+                "arguments": arguments,
+                "batches": options.batches,
+                "prompt": prompt,
+                "context": CONTEXT,
+                "new": NEW,
+            }
+            first, *found = run({**asked, "vocabulary": SHAPES[options.shape][5]}, options.timeout)
+        for one in found:
+            tokens = one["batch"] * (prompt if one["what"] == "prompt" else 1)
+            timing = Timing.of([s * 1e6 for s in one["seconds"]], "wall")
+            rate = round(tokens / statistics.median(one["seconds"]), 1)
+            columns = {"shape": options.shape, "method": method, "gpus": options.gpus, "what": one["what"]}
+            results.add(timing, **columns, batch=one["batch"], tokens_s=rate, **first)
+            lines.append([method, options.gpus, one["what"], one["batch"], timing.median_us, rate])
+    return lines
+
+
+def compare(options: argparse.Namespace, results: harness.Results) -> list[list[object]]:
+    """Count the answers on several GPUs that are those of one; returns the lines of a table."""
+    vocabulary = json.loads((options.parallel / "config.json").read_text())["vocab_size"]
+    prompts = [[(31 * i + 17 * j * j + 5) % vocabulary for i in range(8 + j)] for j in range(PROMPTS)]
+    lines: list[list[object]] = []
+    for method in options.methods.split(","):
+        answers: list[list[dict[str, Any]]] = []
+        for gpus in (1, options.gpus):
+            arguments = arguments_of(options.parallel, method, gpus, options) | {"max_model_len": 256}
+            first, *found = run({"arguments": arguments, "prompts": prompts, "new": ANSWER}, options.timeout)
+            answers.append(found)
+        gaps = []
+        for alone, together in zip(*answers, strict=True):
+            pairs = zip(alone["tokens"], together["tokens"], alone["gaps"], strict=True)
+            gaps += [next(gap for a, b, gap in pairs if a != b)] if alone["tokens"] != together["tokens"] else []
+        columns = {"shape": options.parallel.name, "method": method, "gpus": options.gpus, "what": "answers"}
+        same, gap = PROMPTS - len(gaps), round(max(gaps, default=0.0), 4)
+        results.rows.append({"bench": results.bench, **columns, "same": same, "of": PROMPTS, "gap": gap, **first})
+        lines.append([method, options.gpus, "answers", PROMPTS, same, gap])
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; exit status 0."""
+    options = harness.parser(__doc__ or "")
+    options.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
+    options.add_argument("--methods", default=",".join(METHODS), help="comma-separated [all]")
+    options.add_argument("--gpus", type=int, default=1, help="tensor parallel [1]")
+    options.add_argument("--batches", type=lambda text: [int(b) for b in text.split(",")], default=list(BATCHES))
+    options.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt [2048]")
+    options.add_argument("--dtype", default="float16")
+    options.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory that vLLM may take")
+    options.add_argument("--arguments", default="{}", metavar="JSON", help="further ones of LLM")
+    options.add_argument("--parallel", type=Path, metavar="FOLDER", help="compare answers of a real model")
+    options.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="most for one method")
+    options.add_argument("--child", help=argparse.SUPPRESS)
+    given = options.parse_args(arguments)
+    if given.child:
+        child(json.loads(given.child))
+        return 0
+    bench = "vllm_parallel" if given.parallel else "bench_vllm"
+    results = harness.Results(bench, harness.environment())
+    lines = compare(given, results) if given.parallel else measure(given, results)
+    path = results.write_csv(given.out, PARALLEL_KEY if given.parallel else KEY)
+    last = ["same", "gap"] if given.parallel else ["µs", "tokens/s"]
+    print(harness.table(["method", "GPUs", "what", "batch", *last], lines))
+    print(f"rows in {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

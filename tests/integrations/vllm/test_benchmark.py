@@ -1,0 +1,44 @@
+"""The benchmark inside vLLM, on a tiny shape without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_vllm
+from benchmarks.harness import read_rows
+from tests.support import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}.items():
+        monkeypatch.setenv(key, value)
+    for name, value in {"NEW": 4, "CONTEXT": 16, "PROMPTS": 6, "ANSWER": 8}.items():
+        monkeypatch.setattr(bench_vllm, name, value)
+
+
+EAGER = ["--dtype", "float32", "--arguments", '{"enforce_eager": true}']
+
+
+def test_steps_and_prompts_are_timed(tmp_path: Path) -> None:
+    asked = ["--shape", "tiny", "--methods", "qcut-w8a8", "--batches", "1,2", "--prompt", "64", "--out", str(tmp_path)]
+    assert bench_vllm.main([*asked, *EAGER]) == 0
+    rows = read_rows(tmp_path / "bench_vllm.csv")
+    assert [(row["method"], row["what"], row["batch"]) for row in rows] == [
+        ("qcut-w8a8", "step", "1"),
+        ("qcut-w8a8", "step", "2"),
+        ("qcut-w8a8", "prompt", "1"),
+    ]
+    assert all(float(row["tokens_s"]) > 0 and row["vllm"] for row in rows)
+
+
+def test_answers_of_two_processes_are_counted(tmp_path: Path) -> None:
+    model = ROOT / "models" / "gpt2-5m"
+    asked = ["--parallel", str(model), "--methods", "qcut-w8a16", "--gpus", "2", "--out", str(tmp_path)]
+    assert bench_vllm.main([*asked, *EAGER]) == 0
+    (row,) = read_rows(tmp_path / "vllm_parallel.csv")
+    # Products are added in another order: an answer differs at a near tie alone.
+    assert int(row["same"]) >= 4
+    assert float(row["gap"]) < 1e-3
