@@ -10,6 +10,7 @@ row, of the slowest process; all processes start it together. NVLink's multicast
 from __future__ import annotations
 
 import argparse
+import datetime
 import os
 import sys
 import time
@@ -35,6 +36,8 @@ CALLS = (10, 100)
 KEY = ("gpu", "gpus", "bytes", "variant")
 """Rows of other GPUs, and of other numbers of them, stay."""
 GRAPH, EAGER = "graph", "eager"
+TIMEOUT = datetime.timedelta(minutes=2)
+"""A process whose neighbour is gone ends after this."""
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -139,9 +142,9 @@ def main(arguments: list[str] | None = None) -> int:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", os.environ["RANK"])))
         torch.cuda.set_device(device)
     if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
+        dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=TIMEOUT)
     try:
         return run(options, device)
     finally:

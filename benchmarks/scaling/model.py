@@ -7,6 +7,7 @@ share nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,8 +19,8 @@ from benchmarks.scaling.laws import (
     Primitives,
     cache_row_bytes,
     prompt_ops,
-    weight_bytes,
 )
+from qcut import Linear
 from qcut.errors import ConfigError
 
 HOST_GPUS = 8
@@ -262,12 +263,18 @@ def prompt(
     return Time(*times, bubble_us=(chunks - 1) * stage if pp > 1 else 0.0, host_us=primitives.prompt_us)
 
 
+@functools.lru_cache(maxsize=1024)
+def kept_bytes(scheme: str, n: int, k: int) -> float:
+    """Bytes of a layer ``[N, K]`` in memory: of all buffers of qcut's layer, or of a float16 weight."""
+    return 2.0 * n * k if scheme == FLOAT else float(Linear(k, n, False, scheme, device="meta").weight_bytes)
+
+
 def weights_bytes(shape: Shape, scheme: str, layout: Layout | None = None) -> float:
     """Bytes of weights on the fullest GPU: its layers, its parts of classifier and table, and the norms."""
     layout = layout or Layout()
     tp, pp = layout.tp, layout.pp
-    layer = sum(weight_bytes(scheme, n, k) for n, k in shape.products(tp)) + 2 * 2 * shape.hidden
-    table = weight_bytes(head_scheme(scheme), shape.vocabulary, shape.hidden) / tp
+    layer = sum(kept_bytes(scheme, n, k) for n, k in shape.products(tp)) + 2 * 2 * shape.hidden
+    table = kept_bytes(head_scheme(scheme), shape.vocabulary, shape.hidden) / tp
     return math.ceil(shape.layers / pp) * layer + table * (2 if pp == 1 else 1) + 2 * shape.hidden
 
 
