@@ -24,6 +24,7 @@ from benchmarks.codebook_quality import VARIANTS, is_refined, kind_of
 from benchmarks.harness import CEILINGS, ROOT, geomean
 from benchmarks.reporting.markdown import MISSING, figures, markdown, us
 from benchmarks.reporting.rows import Row, Rows, missing, shape_of
+from benchmarks.scaling import pages as scale
 from benchmarks.shapes import CLAIM_MIN_TOKENS
 from qcut.engine.kv_cache import KV_DTYPES
 
@@ -31,6 +32,7 @@ DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
     DOCS / "performance.md",
+    DOCS / "scale.md",
     DOCS / "transformers.md",
     DOCS / "kernel-notes" / "portable.md",
 )
@@ -575,6 +577,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "quantizing": quantizing,
     "loading": loading,
     "zero points": zero_points,
+    **scale.TABLES,
 }
 _PLACE = re.compile(r"<!-- measured: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)
 
@@ -594,11 +597,12 @@ def filled(page: str, rows: Rows) -> str:
 
 
 def main() -> int:
-    """Write the pages and the README's plot."""
+    """Write the pages, the README's plot and that of docs/scale.md."""
     rows = Rows(RESULTS)
     for path in PAGES:
         path.write_text(filled(path.read_text(encoding="utf-8"), rows), encoding="utf-8")
     plot(rows, RESULTS)
+    scale.plot(rows, RESULTS)
     return 0
 
 

@@ -1,0 +1,141 @@
+"""What `benchmarks.scaling.model` predicts beside what was measured, and the three figures taken from measured times.
+
+A row of `bench_engine.py` says in its column ``gpus`` over how many GPUs of one host its layers were split; without the
+column, or without a value, one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from benchmarks import bench_cache, bench_engine
+from benchmarks.bench_engine import CASES
+from benchmarks.reporting.rows import Row, Rows
+from benchmarks.scaling.laws import FLOAT, GPU, Primitives
+from benchmarks.scaling.model import Layout, Shape, prompt, step
+from qcut.errors import ConfigError
+
+LIMIT = 0.10
+"""Predictions are to be this near."""
+Key = tuple[str, str, int, int]
+"""Case, what, sequences and GPUs."""
+STEP_ROW: Key = ("llama-3-8b-codebook4", "decode", 1, 1)
+PROMPT_ROWS: tuple[Key, Key] = (
+    ("llama-3-8b-codebook4", "first token after 256", 1, 1),
+    ("llama2c-288", "prefill of 256", 1, 1),
+)
+TAKEN = (STEP_ROW, *PROMPT_ROWS)
+"""Rows that figures of `Primitives` are taken from. No other row of whole models decides about a prediction."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One measured time and its prediction.
+
+    Attributes:
+        case: of `bench_engine.CASES`.
+        what: was timed: ``decode``, ``prefill of N``, ``first token after N``, or ``decode, <cache>, context N``.
+        batch: sequences.
+        gpus: that share each layer.
+        measured_us, predicted_us: microseconds.
+        taken: whether a figure of the model was taken from this row, or from one of the same work, so that the row
+            says nothing of the model.
+    """
+
+    case: str
+    what: str
+    batch: int
+    gpus: int
+    measured_us: float
+    predicted_us: float
+    taken: bool = False
+
+    @property
+    def off(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted_us / self.measured_us - 1
+
+    @property
+    def near(self) -> bool:
+        """Whether the prediction is within `LIMIT`."""
+        return abs(self.off) <= LIMIT
+
+
+def key_of(row: Row) -> Key:
+    """What names a row of `bench_engine.py`."""
+    return row["case"], row["what"], int(row["batch"]), int(row.get("gpus") or 1)
+
+
+def is_taken(key: Key) -> bool:
+    """Whether a row is one of `TAKEN`, or times the work of one in another way."""
+    return any((key[0], key[1].split()[-1], *key[2:]) == (own[0], own[1].split()[-1], *own[2:]) for own in TAKEN)
+
+
+def _scheme(case: str) -> str:
+    return CASES[case].scheme or FLOAT
+
+
+def _predicted_us(primitives: Primitives, key: Key) -> float:
+    case, what, batch, gpus = key
+    shape, layout = Shape.of(case, CASES[case]), Layout(tp=gpus)
+    if what == "decode":
+        context = bench_engine.PROMPT + bench_engine.NEW // 2
+        return step(primitives, shape, _scheme(case), batch, context, layout).us
+    return prompt(primitives, shape, _scheme(case), batch, int(what.split()[-1]), layout).us
+
+
+def _engine_rows(rows: Rows) -> Iterable[tuple[Key, float]]:
+    for row in rows.of("bench_engine", gpu=GPU):
+        if row["what"] != "kernel":
+            yield key_of(row), float(row["median_us"])
+
+
+def calibrated(primitives: Primitives, rows: Rows) -> Primitives:
+    """Take from the rows of `TAKEN` what steps and prompts take besides the terms that primitives explain.
+
+    A layer of a step: what is left of `STEP_ROW`, over the layers. A layer of a prompt, and a prompt: what is left of
+    both `PROMPT_ROWS`, of models with unlike numbers of layers.
+
+    Raises:
+        ConfigError: a row is missing.
+    """
+    measured = dict(_engine_rows(rows))
+    if missing := [key for key in TAKEN if key not in measured]:
+        raise ConfigError(f"bench_engine.csv has no row {missing[0]} on an {GPU}, which the model of scale is built on")
+    bare = replace(primitives, layer_us=0.0, first_us=0.0, prompt_us=0.0)
+    step_left, many, few = (measured[key] - _predicted_us(bare, key) for key in TAKEN)
+    layers, few_layers = (CASES[key[0]].layers for key in PROMPT_ROWS)
+    first_us = max(0.0, (many - few) / (layers - few_layers))
+    return replace(
+        primitives,
+        layer_us=max(0.0, step_left / CASES[STEP_ROW[0]].layers),
+        first_us=first_us,
+        prompt_us=max(0.0, many - layers * first_us),
+    )
+
+
+def checks(primitives: Primitives, rows: Rows) -> list[Check]:
+    """Predict every step and prompt of `bench_engine.py` and every step of `bench_cache.py` that was measured.
+
+    Args:
+        primitives: calibrated.
+        rows: of ``benchmarks/results``.
+    """
+    found = [Check(*key, us, _predicted_us(primitives, key), is_taken(key)) for key, us in _engine_rows(rows)]
+    for row in rows.of("bench_cache", gpu=GPU):
+        if row["cache"] not in ("auto", "int8"):
+            continue
+        case, batch, context = row["case"], int(row["batch"]), int(row["context"])
+        cache = "float" if row["cache"] == "auto" else row["cache"]
+        at = context - bench_cache.NEW // 2
+        us = step(primitives, Shape.of(case, CASES[case]), _scheme(case), batch, at, cache=cache).us
+        what = f"decode, {'float16' if cache == 'float' else cache} cache, context {context:,}"
+        found.append(Check(case, what, batch, 1, float(row["median_us"]), us))
+    return found
+
+
+def worst(found: Iterable[Check]) -> Check | None:
+    """The check that is furthest off, of rows that nothing was taken from; None of none."""
+    return max((one for one in found if not one.taken), key=lambda one: abs(math.log1p(one.off)), default=None)

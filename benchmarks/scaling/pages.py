@@ -1,0 +1,323 @@
+"""The tables and the plot of docs/scale.md."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks import plots
+from benchmarks.harness import percentile
+from benchmarks.reporting.markdown import MISSING, figures, markdown
+from benchmarks.reporting.rows import Rows, provenance
+from benchmarks.scaling.check import LIMIT, PROMPT_ROWS, STEP_ROW, Check, calibrated, checks, worst
+from benchmarks.scaling.laws import ASSUMED_ACROSS_HOSTS, ASSUMED_IN_HOST, FLOAT, SCHEMES, Primitives, weight_bytes
+from benchmarks.scaling.model import (
+    GROUP,
+    HOST_GPUS,
+    LLAMAS,
+    Layout,
+    Served,
+    Shape,
+    prompt,
+    room,
+    served,
+    step,
+    weights_bytes,
+)
+from qcut.errors import ConfigError
+
+CONTEXT = 2048
+"""Tokens of a sequence, and of a prompt."""
+SEQUENCES = 256
+"""That GPUs serve together, in the table of tokens/s and in the plot."""
+GPUS = (1, 2, 4, 8, 16, 32, 64)
+SHOWN = ("codebook4", "codebook4_int8", "w8a8", FLOAT)
+PLOTTED = ("codebook4", "w8a8", FLOAT)
+WIDTHS = (1, 2, 4, HOST_GPUS)
+PAYS = 0.10
+"""Twice the GPUs pay where they make a step shorter by more."""
+MANY = 64
+"""Sequences of one replica, in the table of where tensor parallelism stops paying."""
+PRODUCT_TOKENS = (1, 8, 64)
+CHECKED = (
+    ("Steps of the Llama-3-8B shape", "llama-3", True),
+    ("Prompts of the Llama-3-8B shape", "llama-3", False),
+    ("Steps of GPT-2 Large", "gpt2", True),
+    ("Prompts of GPT-2 Large", "gpt2", False),
+    ("Steps of llama2.c", "llama2c", True),
+    ("Prompts of llama2.c", "llama2c", False),
+)
+"""What is summed up: a title, a part of the models' names, and whether it is of steps or of prompts."""
+
+
+@functools.lru_cache(maxsize=4)
+def _primitives(folder: Path) -> Primitives:
+    rows = Rows(folder)
+    return calibrated(Primitives.read(rows), rows)
+
+
+def latency_layout(gpus: int) -> Layout:
+    """One replica on all GPUs: the layers split over a host's, stages over hosts."""
+    tp = min(gpus, HOST_GPUS)
+    return Layout(tp, gpus // tp)
+
+
+def _fits(shape: Shape, scheme: str, layout: Layout) -> bool:
+    return room(shape, scheme, CONTEXT, layout) > 0
+
+
+def least_gpus(shape: Shape, scheme: str) -> int:
+    """The fewest GPUs of a host that hold a scheme's weights and one sequence.
+
+    Raises:
+        ConfigError: a host does not.
+    """
+    for tp in WIDTHS:
+        if _fits(shape, scheme, Layout(tp)):
+            return tp
+    raise ConfigError(f"{shape.name} in {scheme} does not fit on {HOST_GPUS} GPUs")
+
+
+def best(primitives: Primitives, shape: Shape, scheme: str, sequences: int, gpus: int) -> Served | None:
+    """The layout with the most tokens/s that has memory for so many sequences; None where none has."""
+    found = served(primitives, shape, scheme, sequences, CONTEXT, gpus)
+    return max(found, key=lambda one: one.tokens_s_gpu, default=None)
+
+
+def overtakes(primitives: Primitives, shape: Shape, scheme: str, over: str, tp: int) -> int | None:
+    """The least measured batch from which on a scheme's products of a step are faster than another's; None for none."""
+    found = None
+    for batch in sorted(primitives.products[over], reverse=True):
+        one, other = (step(primitives, shape, name, batch, 1, Layout(tp)).us for name in (scheme, over))
+        if one >= other:
+            break
+        found = batch
+    return found
+
+
+def pays_to(primitives: Primitives, shape: Shape, scheme: str, batch: int) -> int:
+    """The GPUs of a host beyond which twice as many shorten a step by no more than `PAYS`."""
+    tp = least_gpus(shape, scheme)
+    while tp < HOST_GPUS:
+        one, two = (step(primitives, shape, scheme, batch, CONTEXT, Layout(width)).us for width in (tp, 2 * tp))
+        if two >= (1 - PAYS) * one:
+            break
+        tp *= 2
+    return tp
+
+
+# ── tables ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def _by_gpus(cell: Callable[[Shape, str, int], str]) -> str:
+    header = ["model", "scheme", *(f"{gpus} GPU{'s' * (gpus > 1)}" for gpus in GPUS)]
+    return markdown(
+        header, ([s.name, scheme, *(cell(s, scheme, gpus) for gpus in GPUS)] for s in LLAMAS for scheme in SHOWN)
+    )
+
+
+def steps(rows: Rows) -> str:
+    """Milliseconds of a step of one sequence, all GPUs on it."""
+    primitives = _primitives(rows.folder)
+
+    def cell(shape: Shape, scheme: str, gpus: int) -> str:
+        layout = latency_layout(gpus)
+        if not _fits(shape, scheme, layout):
+            return MISSING
+        return figures(step(primitives, shape, scheme, 1, CONTEXT, layout).us / 1e3)
+
+    return _by_gpus(cell)
+
+
+def firsts(rows: Rows) -> str:
+    """Milliseconds from one prompt to its first token, all GPUs on it."""
+    primitives = _primitives(rows.folder)
+
+    def cell(shape: Shape, scheme: str, gpus: int) -> str:
+        layout = latency_layout(gpus)
+        if not _fits(shape, scheme, layout):
+            return MISSING
+        return figures(prompt(primitives, shape, scheme, 1, CONTEXT, layout).us / 1e3)
+
+    return _by_gpus(cell)
+
+
+def rates(rows: Rows) -> str:
+    """Tokens/s of each GPU, and the layout."""
+    primitives = _primitives(rows.folder)
+
+    def cell(shape: Shape, scheme: str, gpus: int) -> str:
+        one = best(primitives, shape, scheme, SEQUENCES, gpus)
+        return MISSING if one is None else f"{_rounded(one.tokens_s_gpu)} ({one.layout.name})"
+
+    return _by_gpus(cell)
+
+
+def _rounded(value: float) -> str:
+    """Three significant figures."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else figures(value)
+
+
+def memory(rows: Rows) -> str:
+    """Weights, the fewest GPUs, the sequences that these and a host hold, and how far tensor parallelism pays."""
+    primitives = _primitives(rows.folder)
+    slower = replace(primitives, all_reduce_factor=2.0)
+    lines = []
+    for shape in LLAMAS:
+        for scheme in SHOWN:
+            least = least_gpus(shape, scheme)
+            lines.append(
+                [
+                    shape.name,
+                    scheme,
+                    _rounded(weights_bytes(shape, scheme) / 1e9),
+                    str(least),
+                    *(f"{room(shape, scheme, CONTEXT, Layout(tp)):,}" for tp in (least, HOST_GPUS)),
+                    *(str(pays_to(primitives, shape, scheme, batch)) for batch in (1, MANY)),
+                    str(pays_to(slower, shape, scheme, 1)),
+                ]
+            )
+    header = ["model", "scheme", "weights, GB", "fewest GPUs", "sequences on these", f"on {HOST_GPUS}"]
+    return markdown([*header, "pays to, 1 sequence", f"{MANY} sequences", "1, all-reduces twice as long"], lines)
+
+
+def crossings(rows: Rows) -> str:
+    """The sequences from which on another scheme is faster than codebook4."""
+    primitives = _primitives(rows.folder)
+    others = [scheme for scheme in SCHEMES if scheme != "codebook4"]
+    lines = []
+    for shape in LLAMAS:
+        for tp in dict.fromkeys((least_gpus(shape, FLOAT), HOST_GPUS)):
+            found = (overtakes(primitives, shape, scheme, "codebook4", tp) for scheme in others)
+            lines.append([shape.name, str(tp), *("never" if batch is None else f"{batch:,}" for batch in found)])
+    return markdown(["model", "GPUs", *others], lines)
+
+
+def check(rows: Rows) -> str:
+    """Predicted beside measured, and what is not checked."""
+    primitives = _primitives(rows.folder)
+    found = checks(primitives, rows)
+    lines = [
+        [
+            one.case,
+            one.what,
+            str(one.batch),
+            str(one.gpus),
+            *(figures(us / 1e3) for us in (one.measured_us, one.predicted_us)),
+            "taken" if one.taken else _off(one) if one.near else f"**{_off(one)}**",
+        ]
+        for one in found
+    ]
+    table = markdown(["model", "what", "sequences", "GPUs", "measured, ms", "predicted, ms", "off"], lines)
+    parts = [table]
+    for title, name, is_step in CHECKED:
+        parts.append(_summary(title, [c for c in found if name in c.case and c.what.startswith("decode") == is_step]))
+    if all(one.gpus == 1 for one in found):
+        parts.append(
+            "**No prediction for more than one GPU is checked**: no row of a step on several GPUs exists, and the "
+            "engine has no tensor parallelism yet."
+        )
+    return "\n\n".join(parts)
+
+
+def _off(one: Check) -> str:
+    return f"{100 * one.off:+.1f} %"
+
+
+def _summary(title: str, found: Sequence[Check]) -> str:
+    tested = [one for one in found if not one.taken]
+    furthest = worst(tested)
+    if furthest is None:
+        return f"{title}: no rows."
+    near = sum(one.near for one in tested)
+    return (
+        f"{title}: {near} of {len(tested)} rows within {100 * LIMIT:.0f} %; furthest off {_off(furthest)} "
+        f"({furthest.case}, {furthest.what}, {furthest.batch} sequence{'s' * (furthest.batch > 1)})."
+    )
+
+
+def products(rows: Rows) -> str:
+    """How near the laws of products are to the rows that they were fitted to, and the bandwidth that they stand for."""
+    primitives = _primitives(rows.folder)
+    lines = []
+    for scheme in SCHEMES:
+        laws = primitives.products[scheme]
+        off = sorted(abs(one) for law in laws.values() for one in law.residuals)
+        bandwidths = (
+            f"{weight_bytes(scheme, 1, GROUP) / GROUP / laws[m].us_per_weight / 1e6:.2f}" for m in PRODUCT_TOKENS
+        )
+        spread = (f"{100 * percentile(off, q):.1f} %" for q in (0.5, 0.9, 1.0))
+        lines.append([scheme, str(len(off)), *spread, *bandwidths])
+    header = ["scheme", "rows", "off, median", "nine of ten within", "most"]
+    return markdown([*header, *(f"M = {m}, TB/s" for m in PRODUCT_TOKENS)], lines)
+
+
+def links(rows: Rows) -> str:
+    """Microseconds of all-reduces, and whether each is measured or assumed."""
+    primitives = _primitives(rows.folder)
+    widths = WIDTHS[1:]
+    lines = []
+    for shape in LLAMAS:
+        for batch in (1, MANY, CONTEXT):
+            size = 2.0 * batch * shape.hidden
+            cells = (
+                f"{figures(primitives.all_reduce_us(tp, size))}{' assumed' * primitives.assumed(tp)}" for tp in widths
+            )
+            lines.append([shape.name, f"{batch:,}", f"{size / 1024:,.0f}", *cells])
+    table = markdown(["model", "rows", "KB", *(f"{tp} GPUs, µs" for tp in widths)], lines)
+    assumed = [str(tp) for tp in widths if primitives.assumed(tp)]
+    near, far = ASSUMED_IN_HOST, ASSUMED_ACROSS_HOSTS
+    law = (
+        f"Assumed, in `benchmarks/scaling/laws.py`: an all-reduce within a host takes {near.latency_us:g} µs between "
+        f"two GPUs, {near.hop_us:g} µs more for each further one, and the bytes that each GPU sends, 2 (n − 1) / n of "
+        f"the sum's, over {near.bytes_s / 1e9:.0f} GB/s; a message between hosts takes {far.latency_us:g} µs and its "
+        f"bytes over {far.bytes_s / 1e9:.0f} GB/s."
+    )
+    which = f"All-reduces over {', '.join(assumed)} GPUs are assumed, since `bench_allreduce.csv` has no rows of them."
+    return "\n\n".join(
+        [table, law, *([which] if assumed else [provenance("bench_allreduce", rows.of("bench_allreduce"))])]
+    )
+
+
+def taken(rows: Rows) -> str:
+    """The three figures that were taken from rows of whole models, and from which."""
+    primitives = _primitives(rows.folder)
+    left = (STEP_ROW,), PROMPT_ROWS, PROMPT_ROWS
+    what = (
+        ("each layer of a step: norms, activation, gaps between kernels", primitives.layer_us),
+        ("each layer of a prompt, the same", primitives.first_us),
+        ("each prompt: to the GPU, and the first token back", primitives.prompt_us),
+    )
+    lines = [
+        [text, figures(us), "; ".join(f"{case}, {name}" for case, name, *_ in keys)]
+        for (text, us), keys in zip(what, left, strict=True)
+    ]
+    return markdown(["what", "µs", "taken from"], lines)
+
+
+TABLES: Mapping[str, Callable[[Rows], str]] = {
+    "scale rates": rates,
+    "scale steps": steps,
+    "scale firsts": firsts,
+    "scale memory": memory,
+    "scale crossings": crossings,
+    "scale check": check,
+    "scale taken": taken,
+    "scale products": products,
+    "scale links": links,
+}
+"""The places of docs/scale.md."""
+
+
+def plot(rows: Rows, out: Path) -> None:
+    """Tokens/s of each GPU by the number of GPUs, a line for each shape and scheme."""
+    primitives = _primitives(rows.folder)
+    lines: dict[str, dict[float, float]] = {}
+    for shape in LLAMAS:
+        for scheme in PLOTTED:
+            found = {gpus: best(primitives, shape, scheme, SEQUENCES, gpus) for gpus in GPUS}
+            lines[f"{shape.name} {scheme}"] = {gpus: one.tokens_s_gpu for gpus, one in found.items() if one is not None}
+    title = f"Predicted: {SEQUENCES} sequences of {CONTEXT:,} tokens, the best layout of H200s"
+    plots.curves(out / "scale", lines, title, "GPUs", "tokens/s of each GPU")
