@@ -92,3 +92,21 @@ def part_layer(scheme: Scheme, n: int, k: int, tensors: Mapping[str, Tensor], na
     except RuntimeError as exc:
         raise CheckpointError(f"layer {name!r}: {exc}") from exc
     return layer.eval()
+
+
+def refuse_parts(model: nn.Module, what: str) -> None:
+    """Refuse what needs whole layers.
+
+    Args:
+        model: any module.
+        what: was asked for, for the message.
+
+    Raises:
+        UnsupportedError: a layer is a part of one that is cut across processes (named).
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Linear) and module.parts > 1:
+            raise UnsupportedError(
+                f"{what}: layer {name or module.name!r} is one of {module.parts} parts of a layer that is cut across processes; "
+                "allowed: a model that was loaded in one process"
+            )
