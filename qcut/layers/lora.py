@@ -32,8 +32,8 @@ def wrapper_class() -> type[nn.Module]:
         """``y = layer(x) + scaling * (dropout(x) @ A.T) @ B.T`` over a quantized layer, which stays as it is.
 
         Raises:
-            UnsupportedError: the layer computes an activation, which would come before the sum, or is a part of one that
-                is cut across processes.
+            UnsupportedError: the layer computes an activation, which would come before the sum, or is a part of one
+                that is cut across processes.
         """
 
         def __init__(self, base_layer: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.config import Codebook, Scheme
-from qcut.errors import CheckpointError, UnsupportedError
+from qcut.errors import CheckpointError, UnsupportedError, layer_prefix
 from qcut.layers.base import Linear
 from qcut.numerics.int8 import colsum_ref
 
@@ -104,9 +104,9 @@ def refuse_parts(model: nn.Module, what: str) -> None:
     Raises:
         UnsupportedError: a layer is a part of one that is cut across processes (named).
     """
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, Linear) and module.parts > 1:
             raise UnsupportedError(
-                f"{what}: layer {name or module.name!r} is one of {module.parts} parts of a layer that is cut across processes; "
+                f"{layer_prefix(module.name)}{what}: the process has one of {module.parts} parts of the layer; "
                 "allowed: a model that was loaded in one process"
             )

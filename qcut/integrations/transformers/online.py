@@ -81,7 +81,7 @@ class OnlineLoading:
                 f"report=True with tp_size={parallel.size}: a process has parts of the layers; allowed: report=False"
             )
         self._to_tie = set(getattr(model, "all_tied_weights_keys", {}))
-        tie_parameters(model)
+        untied = tie_parameters(model)
         self._work = prepare(
             model,
             config.scheme,
@@ -111,6 +111,10 @@ class OnlineLoading:
                 self.targets[f"{name}.weight"] = one
         if parallel is not None:
             self._share_out(parallel)
+            # transformers cuts tied parameters one by one, and finds none where another holds the same one.
+            for name in untied.keys() - self.targets.keys():
+                parent, _, key = name.rpartition(".")
+                model.get_submodule(parent)._parameters[key] = untied[name]
 
     def _share_out(self, parallel: TensorParallel) -> None:
         """Settle which process gets what, and keep transformers from cutting weights before they are quantized."""

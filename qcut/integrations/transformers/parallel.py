@@ -44,14 +44,19 @@ class TensorParallel:
     whole quantized layers, so that their integers, scales, indices and norms are the slices of those. Layers that the
     plan does not name, quantized tables of tokens, and classifiers tied to them are whole in every process.
 
-    - Cut along N, results are bitwise those of the whole layer's channels where products are of int8, and of the whole
-      layer's kernels elsewhere, which may choose another order of sums for another N.
-    - Cut along K, the parts' results, each rounded to the dtype of x, are added across processes in that dtype. The
-      scales of int8 weights are those of whole rows. Tokens that become int8 or int16 with a scale of their own have
-      that of the process's columns, a finer one, so that results are near those of one device, not equal; the same
-      holds for ``fold`` of codebooks with int8 products. The first process adds the bias.
-    - A process holds one layer in whole while that is quantized or read; see `qcut.integrations.transformers.online`
-      and `qcut.integrations.transformers.stored_parts`.
+    Exactness, against one device:
+
+    - Cut along N, results are bitwise those of the layer's channels where products are of int8. Other sums of floats
+      may have another order, because kernels are chosen by N.
+    - Cut along K, parts' results, each rounded to the dtype of x, are added across processes in that dtype. The scales
+      of int8 weights are those of whole rows. Calibrated tokens have the integers of one device. Tokens that become
+      int8 or int16 by their own largest magnitude take that of the process's columns, so that results are near those
+      of one device, not equal: each rounding is off by half a step at most, and the parts' steps are the smaller ones.
+      ``fold`` of codebooks with int8 products is that of the process's columns, too.
+    - The first process adds the bias of a layer that is cut along K.
+
+    A process holds one layer in whole while that is quantized, or one stored tensor while that is read; see
+    `qcut.integrations.transformers.online` and `qcut.integrations.transformers.stored_parts`.
 
     Args:
         model: on the meta device, before transformers cuts it.
@@ -62,14 +67,15 @@ class TensorParallel:
     """
 
     def __init__(self, model: Any, size: int) -> None:
-        from transformers.distributed.parallel_utils import replace_layer_number_by_wildcard
+        from transformers.distributed.tensor_parallel import replace_layer_number_by_wildcard
 
         self.size = size
         self._model = model
         self._generic = replace_layer_number_by_wildcard
         override = model.config.distributed_config.tp_plan
+        self._override: dict[str, str] | None = override if isinstance(override, dict) else None
         # What transformers makes of it when it cuts the model.
-        self._plan = {} if override == {} else model.tp_plan | (override if isinstance(override, dict) else {})
+        self._plan: dict[str, str] = {} if override == {} else model.tp_plan | (self._override or {})
         self._layers: dict[str, Whole] = {}
         self._hidden: list[nn.Module] = []
 
@@ -83,8 +89,8 @@ class TensorParallel:
         config = getattr(model.config, "distributed_config", None)
         if config is None:
             return None
-        sizes = {key: getattr(config, key, 1) for key in ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")}
-        sizes["ep_size"] = getattr(config, "ep_size", 1)
+        keys = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size", "ep_size")
+        sizes = {key: getattr(config, key, 1) for key in keys}
         if all(size in (1, None) for size in sizes.values()):
             return None
         others = {key: size for key, size in sizes.items() if key != "tp_size" and size not in (1, None)}
@@ -100,7 +106,7 @@ class TensorParallel:
 
             raise UnsupportedError(
                 f"tensor parallel of quantized layers with transformers {transformers.__version__} ({error}); "
-                "allowed: transformers>=5.23"
+                "allowed: transformers>=5.19"
             ) from error
         return cls(model, sizes["tp_size"])
 
@@ -108,20 +114,18 @@ class TensorParallel:
         """Let every process have all of some modules: tables of tokens, and classifiers tied to them.
 
         Raises:
-            UnsupportedError: the plan has one rule for such a module and others (named).
+            UnsupportedError: the plan has one rule for such a module and others, or is the caller's own (named).
         """
         for name in names:
             generic = self._generic(name)
             if generic not in self._plan:
                 continue
-            if generic != name:
+            if generic != name or generic not in self._model.tp_plan or generic in (self._override or ()):
                 raise UnsupportedError(
-                    f"{name}: quantized tables of tokens are whole in every process, and the plan has one rule for "
-                    f"{generic!r}; allowed: leave it in float"
+                    f"{name}: quantized tables of tokens, and classifiers tied to them, are whole in every process; "
+                    f"the plan has {self._plan[generic]!r} for {generic!r}; allowed: leave it in float"
                 )
-            del self._plan[generic]
-            for key in ("weight", "bias"):
-                self._model.tp_plan[f"{name}.{key}"] = "replicate"
+            del self._plan[generic], self._model.tp_plan[generic]
 
     def check(self, layers: Mapping[str, Whole]) -> None:
         """State all quantized layers, and look whether they can be cut as the plan says, before anything is loaded.

@@ -76,6 +76,13 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """Whether a weight is to be quantized when it arrives."""
         return not self.pre_quantized and self._loading is not None and param_name in self._loading.targets
 
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
+        """Bytes that transformers sets aside for each element: of a weight that is cut across processes, for a part."""
+        size: float = super().param_element_size(model, param_name, param)
+        if self._parallel is not None and self.param_needs_quantization(model, param_name):
+            return size / self._parallel.size
+        return size
+
     def get_quantize_ops(self) -> Any:
         """What is done with a weight when it arrives."""
         return self._loading.operation()
@@ -116,7 +123,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         if getattr(model, "_tp_size", None) is not None and parallel is None:  # asked for in an older version's way
             raise UnsupportedError(
                 f"tensor parallel of {model._tp_size} for quantized layers, without a distributed_config; allowed: "
-                f"transformers>=5.23, or {_ONE_DEVICE}"
+                f"transformers>=5.19, or {_ONE_DEVICE}"
             )
         loading.finish(model)
         self.report = loading.report

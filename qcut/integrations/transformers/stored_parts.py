@@ -76,7 +76,7 @@ class StoredPartsLoading(StoredLoading):
         self._parallel.install()
 
     def _fill(self, model: Any) -> None:
-        where = next((_device(p) for p in model.parameters()), device("cpu"))
+        where: device = next((p.device for p in model.parameters()), device("cpu"))
         with self._files:
             for name, layer in self._skeleton.layers.items():
                 state = {key: self._read(name, key).to(where) for key in self._keys[name]}
@@ -107,8 +107,3 @@ class StoredPartsLoading(StoredLoading):
                 "the model has; allowed: one process"
             )
         return place
-
-
-def _device(tensor: Any) -> device:
-    found: device = tensor.device
-    return found
