@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from qcut.errors import CheckpointError
 from qcut.layers.base import Linear
+from qcut.layers.parts import refuse_parts
 from qcut.layers.stored import StateEntry
 
 
@@ -17,7 +18,9 @@ def stored_tensors(model: nn.Module) -> tuple[dict[str, StateEntry], dict[str, s
 
     Raises:
         CheckpointError: a tensor outside quantized layers is on the meta device (named).
+        UnsupportedError: a layer is a part of one that is cut across processes (named).
     """
+    refuse_parts(model, "saving")
     tensors: dict[str, StateEntry] = {}
     tied: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}

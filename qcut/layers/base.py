@@ -63,6 +63,8 @@ class Linear(Quantized):
             reads it as ``weight.dtype`` and casts inputs to it; the layer itself takes any.
         input_gradients: whether its input has gradients; see `qcut.enable_input_gradients`.
         block_rows: rows of the weight that memory keeps together; weights of whole blocks can be concatenated.
+        parts: processes that have a part each of a layer that is cut across them; 1 where the layer is whole. Nothing
+            that one process has of such a model is a checkpoint.
 
     Raises:
         ConfigError: an unknown scheme or activation, or the scheme ``fp16``, which leaves layers alone.
@@ -73,6 +75,7 @@ class Linear(Quantized):
 
     weight_dtype: torch.dtype = torch.float32
     input_gradients: bool = False
+    parts: int = 1
     k_max: ClassVar[int | None] = None
     block_rows: ClassVar[int] = 1
     _subclasses: ClassVar[dict[Scheme | type[Scheme], type[Linear]]] = {}
@@ -313,6 +316,7 @@ class Linear(Quantized):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"scheme={self.scheme.name}, activation={self.activation}"
+            + (f", one of {self.parts} parts" if self.parts > 1 else "")
         )
 
     def _empty_buffers(self, device: torch.device | str | None) -> dict[str, Tensor | None]:

@@ -19,6 +19,7 @@ from torch import nn
 from qcut.errors import UnsupportedError, layer_prefix
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
+from qcut.layers.parts import refuse_parts
 from qcut.process.imports import when_imported
 
 
@@ -31,7 +32,8 @@ def wrapper_class() -> type[nn.Module]:
         """``y = layer(x) + scaling * (dropout(x) @ A.T) @ B.T`` over a quantized layer, which stays as it is.
 
         Raises:
-            UnsupportedError: the layer computes an activation, which would come before the sum.
+            UnsupportedError: the layer computes an activation, which would come before the sum, or is a part of one
+                that is cut across processes.
         """
 
         def __init__(self, base_layer: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -41,6 +43,8 @@ def wrapper_class() -> type[nn.Module]:
                     f"{layer_prefix(layer.name)}it computes its activation ({layer.activation}), and an adapter's "
                     "product is added before that; quantize with fuse=False, or leave the layer out of target_modules"
                 )
+            if layer is not None:
+                refuse_parts(layer, "an adapter")
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Unsupported layer type")
                 super().__init__(base_layer, adapter_name, *args, **kwargs)

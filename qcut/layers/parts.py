@@ -1,8 +1,9 @@
 """Parts of a layer on several devices: how its stored tensors are cut, and the layer of a part alone.
 
 A part has some of the output channels, or some of the input channels. The first kind computes what the whole layer
-computes for its channels, bitwise. Results of the second kind add up to the whole layer's result. Where tokens become
-int8, each part has the scale of its own columns, and so other roundings than the whole layer.
+computes for its channels: bitwise where products are of int8; other kernels are chosen by size, and may add in another
+order. Results of the second kind add up to the whole layer's result. Where tokens become int8, each part has the scale
+of its own columns, and so other roundings than the whole layer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from qcut.config import Codebook, Scheme
-from qcut.errors import CheckpointError, UnsupportedError
+from qcut.errors import CheckpointError, UnsupportedError, layer_prefix
 from qcut.layers.base import Linear
 from qcut.numerics.int8 import colsum_ref
 
@@ -92,3 +93,21 @@ def part_layer(scheme: Scheme, n: int, k: int, tensors: Mapping[str, Tensor], na
     except RuntimeError as exc:
         raise CheckpointError(f"layer {name!r}: {exc}") from exc
     return layer.eval()
+
+
+def refuse_parts(model: nn.Module, what: str) -> None:
+    """Refuse what needs whole layers.
+
+    Args:
+        model: any module.
+        what: was asked for, for the message.
+
+    Raises:
+        UnsupportedError: a layer is a part of one that is cut across processes (named).
+    """
+    for module in model.modules():
+        if isinstance(module, Linear) and module.parts > 1:
+            raise UnsupportedError(
+                f"{layer_prefix(module.name)}{what}: the process has one of {module.parts} parts of the layer; "
+                "allowed: a model that was loaded in one process"
+            )

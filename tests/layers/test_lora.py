@@ -176,6 +176,13 @@ def test_merging_is_refused_and_done_in_float(first: str) -> None:
         assert torch.equal(model(input_ids=IDS).logits, logits)
 
 
+def test_a_part_of_a_layer_is_refused() -> None:
+    model = quantized()
+    model.get_submodule("model.layers.0.self_attn.v_proj").parts = 2
+    with pytest.raises(UnsupportedError, match=r"v_proj': an adapter: the process has one of 2 parts"):
+        adapted(model)
+
+
 def test_a_layer_with_an_activation_of_its_own_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"c_fc': it computes its activation \(gelu_tanh\).*fuse=False"):
         adapted(quantized("gpt2"), "gpt2", target_modules=["c_fc"])

@@ -10,6 +10,7 @@ from torch import nn
 from qcut.engine.decoder import Decoder
 from qcut.engine.families import gpt2, llama
 from qcut.errors import UnsupportedError
+from qcut.layers.parts import refuse_parts
 
 FAMILIES: dict[str, Callable[[Any], Decoder]] = {
     "gpt2": gpt2.decoder,
@@ -25,11 +26,13 @@ def decoder_of(model: nn.Module) -> Decoder:
         model: of a type in `FAMILIES`; its linear layers and embeddings quantized or not.
 
     Raises:
-        UnsupportedError: another architecture, or a part of one that is not built here; the message names it.
+        UnsupportedError: another architecture, or a part of one that is not built here, or a model that is cut across
+            processes; the message names it.
     """
     model_type, name = getattr(getattr(model, "config", None), "model_type", None), type(model).__name__
     if model_type not in FAMILIES or not name.endswith(("ForCausalLM", "LMHeadModel")):
         raise UnsupportedError(
             f"{name}: a model of type {model_type!r}; allowed: causal language models of type {', '.join(FAMILIES)}"
         )
+    refuse_parts(model, "decoding by qcut")
     return FAMILIES[model_type](model)

@@ -68,6 +68,8 @@ class QcutConfig(QuantizationConfigMixin):  # type: ignore[misc]
         ConfigError: an unknown scheme, ``fp16`` for the whole model, or ``w8a8_static`` without a calibration.
         UnsupportedError: transformers is missing, or too old.
 
+    With ``tp_plan="auto"`` each process keeps its parts of the layers; see docs/transformers.md.
+
     Exactness: bitwise that of `qcut.quantize` on the model that the same call loads without a configuration.
     """
 

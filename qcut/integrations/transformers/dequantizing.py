@@ -11,6 +11,7 @@ from torch import nn
 from qcut.errors import UnsupportedError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
+from qcut.layers.parts import refuse_parts
 from qcut.models.modules import FusedActivation, is_conv1d
 
 
@@ -22,8 +23,10 @@ def dequantize(model: Any, dtype: torch.dtype | None) -> Any:
         dtype: of the new weights; None takes that of the model's other parameters.
 
     Raises:
-        UnsupportedError: the class cannot be built from its configuration, or has other modules there.
+        UnsupportedError: the class cannot be built from its configuration, or has other modules there; or a layer is a
+            part of one that is cut across processes.
     """
+    refuse_parts(model, "dequantize")
     dtype = dtype or model.dtype
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):

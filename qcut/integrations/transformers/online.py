@@ -1,4 +1,7 @@
-"""Quantizes a model while transformers loads it: each weight is quantized when it arrives, and then dropped."""
+"""Quantizes a model while transformers loads it: each weight is quantized when it arrives, and then dropped.
+
+Under tensor parallelism every process quantizes every weight in whole, keeps its part, and drops the rest.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ from qcut.conversion.inventory import count_parameters
 from qcut.conversion.report import LayerReport, Report, weight_error
 from qcut.conversion.tables import table_report
 from qcut.conversion.tasks import Task
-from qcut.errors import CheckpointError, QcutError
+from qcut.errors import CheckpointError, QcutError, UnsupportedError
 from qcut.integrations.transformers.config import QcutConfig
+from qcut.integrations.transformers.parallel import TensorParallel, Whole
 from qcut.integrations.transformers.placing import tie_parameters
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding
-from qcut.models.modules import float_bias, is_conv1d, keep_hooks, tensor_key, weight_of
+from qcut.models.modules import float_bias, is_conv1d, keep_hooks, tensor_key, weight_nk, weight_of
 from qcut.models.selection import quantized_layers
 from qcut.process.memory import return_free_memory
 
@@ -59,6 +63,7 @@ class OnlineLoading:
     Args:
         model: on the meta device.
         config: what to do.
+        parallel: where the model is cut across processes.
 
     Attributes:
         report: what `finish` has done, where the configuration asks for it.
@@ -69,10 +74,14 @@ class OnlineLoading:
 
     report: Report | None = None
 
-    def __init__(self, model: Any, config: QcutConfig) -> None:
-        self._config = config
+    def __init__(self, model: Any, config: QcutConfig, parallel: TensorParallel | None = None) -> None:
+        self._config, self._parallel = config, parallel
+        if parallel is not None and config.report:
+            raise UnsupportedError(
+                f"report=True with tp_size={parallel.size}: a process has parts of the layers; allowed: report=False"
+            )
         self._to_tie = set(getattr(model, "all_tied_weights_keys", {}))
-        tie_parameters(model)
+        untied = tie_parameters(model)
         self._work = prepare(
             model,
             config.scheme,
@@ -100,6 +109,24 @@ class OnlineLoading:
                 one = shared[tensor_key(weight)]
                 one.names.append(f"{name}.weight")
                 self.targets[f"{name}.weight"] = one
+        if parallel is not None:
+            self._share_out(parallel)
+            # transformers cuts tied parameters one by one, and finds none where another holds the same one.
+            for name in untied.keys() - self.targets.keys():
+                parent, _, key = name.rpartition(".")
+                model.get_submodule(parent)._parameters[key] = untied[name]
+
+    def _share_out(self, parallel: TensorParallel) -> None:
+        """Settle which process gets what, and keep transformers from cutting weights before they are quantized."""
+        tasks = self._work.tasks
+        of_tables = {name for one in self.targets.values() if one.tables for name in (*one.tables, *one.layers)}
+        parallel.keep_whole(sorted(of_tables))
+        wholes = {}
+        for name, task in tasks.items():
+            n, k = weight_nk(task.module).shape
+            wholes[name] = Whole(task.scheme, n, k, task.activation)
+        parallel.check(wholes)
+        parallel.hide(task.module for name, task in tasks.items() if name not in of_tables)
 
     def operation(self) -> ConversionOps:
         """What transformers calls with each weight in `targets`."""
@@ -131,18 +158,26 @@ class OnlineLoading:
         for name, one in self.targets.items():
             if one.made is None:
                 raise CheckpointError(f"the checkpoint has no tensor {name!r}, which was to be quantized")
+        if self._parallel is not None:
+            self._parallel.show()
         replacements: dict[int, nn.Module] = {}
         for name, task in self._work.tasks.items():
             layer = self._layers[name]
             bias = task.module._parameters.get("bias")
             if bias is not None:
-                layer.bias = float_bias(bias.detach(), name)
+                whole = float_bias(bias.detach(), name)
+                if self._parallel is None:
+                    layer.bias = whole
+                else:
+                    self._parallel.set_bias(name, layer, whole)
             keep_hooks(task.module, layer)
             replacements[id(task.module)] = layer.train(task.module.training)
         for name, table in self._work.tables.items():
             replacements[id(table)] = self._tables[name].train(table.training)
         report = self._report(model, replacements) if self._config.report else None
         commit(changes_of(model, replacements, self._work.fused, (), None))
+        if self._parallel is not None:
+            self._parallel.install()
         if report is not None:
             self.report = replace(report, bytes_after=model_bytes(model))
 
@@ -183,7 +218,9 @@ class OnlineLoading:
     def _quantize(self, name: str, weight: Tensor) -> None:
         one = self.targets[name]
         module = next(iter((*(task.module for task in one.layers.values()), *one.tables.values())))
-        wanted = weight_of(module)
+        # Buffers hold it where the model is cut across processes.
+        wanted = module._parameters.get("weight", module._buffers.get("weight"))
+        assert wanted is not None
         if weight.shape != wanted.shape:
             raise CheckpointError(
                 f"tensor {name!r}: found {list(weight.shape)}, the configuration asks for {list(wanted.shape)}"
@@ -198,6 +235,10 @@ class OnlineLoading:
             if before is None:
                 self._layers[layer_name] = layer
                 self._measure(one, layer_name, weight_nk, layer)
+        if self._parallel is not None and len(one.layers) == 1 and before is None:
+            (layer_name,) = one.layers
+            part = self._parallel.part(layer_name, self._layers[layer_name])
+            self._layers[layer_name] = one.made = part  # the last reference to the whole layer goes here
         if not one.layers:
             assert self._config.embeddings is not None, "there are tables to quantize only where it is given"
             served, _ = rotatable(self._config.embeddings, weight.shape[1])

@@ -9,13 +9,20 @@ from torch import nn
 from qcut.models.modules import weight_of
 
 
-def tie_parameters(model: Any) -> None:
-    """Let tied names hold one parameter, which transformers does only when all has been loaded."""
+def tie_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """Let tied names hold one parameter, which transformers does only when all has been loaded.
+
+    Returns:
+        By name, the parameters that others took the place of.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    before: dict[str, nn.Parameter] = {}
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if target in parameters and source in parameters and parameters[target].shape == parameters[source].shape:
             parent, _, key = target.rpartition(".")
             model.get_submodule(parent)._parameters[key] = parameters[source]
+            before[target] = parameters[target]
+    return before
 
 
 def keep_present_ties(model: Any) -> None:

@@ -35,6 +35,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
     def __init__(self, quantization_config: QcutConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self._loading: Any = None
+        self._parallel: Any = None
 
     @property
     def is_trainable(self) -> bool:
@@ -75,30 +76,55 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         """Whether a weight is to be quantized when it arrives."""
         return not self.pre_quantized and self._loading is not None and param_name in self._loading.targets
 
+    def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
+        """Bytes that transformers sets aside for each element: of a weight that is cut across processes, for a part."""
+        size: float = super().param_element_size(model, param_name, param)
+        if self._parallel is not None and self.param_needs_quantization(model, param_name):
+            return size / self._parallel.size
+        return size
+
     def get_quantize_ops(self) -> Any:
         """What is done with a weight when it arrives."""
         return self._loading.operation()
 
     def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
-        config = self.quantization_config
+        from qcut.integrations.transformers.parallel import TensorParallel
+
+        config, parallel = self.quantization_config, TensorParallel.of(model)
         if config.foreign is not None:
+            if parallel is not None:
+                raise UnsupportedError(
+                    f"tp_size={parallel.size} for a checkpoint of another library; allowed: one process, and what its "
+                    "save_pretrained writes in several"
+                )
             from qcut.integrations.transformers.foreign_loading import ForeignLoading
 
             self._loading = ForeignLoading(model, config.foreign, [Path(file) for file in checkpoint_files or ()])
         elif self.pre_quantized:
             from qcut.integrations.transformers.stored import StoredLoading
+            from qcut.integrations.transformers.stored_parts import StoredPartsLoading
 
-            self._loading = StoredLoading(model, config.stored, checkpoint_paths(checkpoint_files))
+            paths = checkpoint_paths(checkpoint_files)
+            self._loading = (
+                StoredLoading(model, config.stored, paths)
+                if parallel is None
+                else StoredPartsLoading(model, config.stored, paths, parallel)
+            )
         else:
             from qcut.integrations.transformers.online import OnlineLoading
 
-            self._loading = OnlineLoading(model, config)
+            self._loading = OnlineLoading(model, config, parallel)
+        self._parallel = parallel
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         loading, self._loading = self._loading, None
         _check_devices(getattr(model, "hf_device_map", None))
-        if getattr(model, "_tp_size", None) is not None:
-            raise UnsupportedError(f"tensor parallel of {model._tp_size} for quantized layers; allowed: {_ONE_DEVICE}")
+        parallel, self._parallel = self._parallel, None
+        if getattr(model, "_tp_size", None) is not None and parallel is None:  # asked for in an older version's way
+            raise UnsupportedError(
+                f"tensor parallel of {model._tp_size} for quantized layers, without a distributed_config; allowed: "
+                f"transformers>=5.19, or {_ONE_DEVICE}"
+            )
         loading.finish(model)
         self.report = loading.report
         attach(model)

@@ -67,6 +67,22 @@ class StoredLoading:
         Raises:
             CheckpointError: a tensor did not arrive, or holds what quantizing never gives (named).
         """
+        self._fill(model)
+        self._skeleton.put_into(model)
+        tie_layers(dict(model.named_modules(remove_duplicate=False)), self._saved.tied)
+        for name, parameter in model.named_parameters():
+            arrived = getattr(parameter, "_is_hf_initialized", False)
+            if not arrived and not _may_miss(model, name):
+                raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
+            if found := out_of_range(_own(parameter.detach())):
+                raise CheckpointError(f"{self._where}: tensor {name!r}: found {found}; finite values are needed")
+        floats = (p.dtype for p in model.parameters() if p.is_floating_point())
+        state_dtype(model, next(floats, torch.float32))
+        for name in self._saved.embeddings:
+            model.get_submodule(name).dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+    def _fill(self, model: Any) -> None:
+        """Make the layers of the skeleton."""
         held = {name: self._arrived(model, name) for name in self._keys}
         for name, layer in self._skeleton.layers.items():
             state = {}
@@ -86,18 +102,6 @@ class StoredLoading:
             fill_layer(layer, state, f"{self._where}: layer {name!r}")
             layer.train(False)
             self._drop(model, name, held)
-        self._skeleton.put_into(model)
-        tie_layers(dict(model.named_modules(remove_duplicate=False)), self._saved.tied)
-        for name, parameter in model.named_parameters():
-            arrived = getattr(parameter, "_is_hf_initialized", False)
-            if not arrived and not _may_miss(model, name):
-                raise CheckpointError(f"{self._where}: tensor {name!r} is missing")
-            if found := out_of_range(parameter.detach()):
-                raise CheckpointError(f"{self._where}: tensor {name!r}: found {found}; finite values are needed")
-        floats = (p.dtype for p in model.parameters() if p.is_floating_point())
-        state_dtype(model, next(floats, torch.float32))
-        for name in self._saved.embeddings:
-            model.get_submodule(name).dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
     def _make_room(self, model: nn.Module, name: str, wanted: Mapping[str, Tensor]) -> None:
         """Let transformers find the buffers that it is to fill."""
@@ -167,6 +171,12 @@ class StoredLoading:
                 raise CheckpointError(
                     f"{self._where}: tensor {name!r}: found {header.shape}, {list(parameter.shape)} is needed"
                 )
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor that transformers may have cut across processes."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    return local
 
 
 def _headers(files: list[Path]) -> dict[str, TensorHeader]:
