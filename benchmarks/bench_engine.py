@@ -31,6 +31,7 @@ if __package__ in (None, ""):
 import qcut
 from benchmarks import harness, plots
 from benchmarks.harness import CEILINGS, CheckError, Timing
+from qcut.layers.codebook import CodebookLinear
 
 PROMPT, NEW = 256, 256
 ROUNDS, QUICK_ROUNDS = 5, 2
@@ -151,11 +152,15 @@ def layers_of(model: Any) -> nn.ModuleList:
 
 
 def read_bytes(model: Any) -> int:
-    """Bytes of weights that one step reads: all weights except tables of which a step reads a row."""
+    """Bytes of weights that one step reads: all weights except tables of which a step reads a row.
+
+    Of a codebook's norms, which a layer keeps twice, a step reads those that are packed for kernels.
+    """
     head = {id(t) for t in (*model.lm_head.parameters(), *model.lm_head.buffers())}
     body = model.transformer if hasattr(model, "transformer") else model.model
     tables = [m for name in ("wte", "wpe", "embed_tokens") if (m := getattr(body, name, None)) is not None]
     skipped = {id(t) for m in tables for t in (*m.parameters(), *m.buffers())} - head
+    skipped |= {id(m.norms) for m in model.modules() if isinstance(m, CodebookLinear)}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for key, t in tensors.items() if key not in skipped)
 
