@@ -95,7 +95,7 @@ class ServingConfig(QuantizationConfig):  # type: ignore[misc]
             return UnquantizedLinearMethod() if made is None else made
         experts = any(c.__name__ in ("FusedMoE", "RoutedExperts") for c in type(layer).__mro__)
         if experts or isinstance(layer, ParallelLMHead):
-            self._layers.check_float(prefix)
+            self._layers.check_float(prefix.strip("."))
             LOG.info("%s stays in float: %s is vLLM's own", prefix, type(layer).__name__)
         return None
 

@@ -211,6 +211,14 @@ def _release(number: str) -> Callable[[], Any]:
     return build
 
 
+def _quantized_head() -> Any:
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    made = described("column", [qcut.Linear.from_float(linears("column")[0], "w8a8")])
+    config = ServingConfig({**made, "layers": {"lm_head": made["layers"]["h.up"]}})
+    return ParallelLMHead(64, parallel.K, quant_config=config, prefix=".lm_head")  # as GPT-2 has it
+
+
 def _with(**entries: Any) -> Callable[[], Any]:
     return lambda: ServingConfig({"quant_method": "qcut", **entries})
 
@@ -224,6 +232,7 @@ EMBEDDING = {"embeddings": {"wte": {"table": "wte.table", "dtype": "float16"}}}
         (_stored("merged", "w8a8", "codebook4"), "UnsupportedError", ["h.merged", "h.gate w8a8", "h.up codebook4"]),
         (_other_codebook, "CheckpointError", ["h.merged", "codebook is", "other values"]),
         (_broken("weight_scale", -1.0), "CheckpointError", ["h.up", "weight_scale", "-1"]),
+        (_quantized_head, "UnsupportedError", ["'lm_head' is quantized"]),
         (_release("0.99.1"), "UnsupportedError", ["0.99.1", "0.32"]),
         (_with(scheme="w9"), "ConfigError", ["w9"]),
         (_with(scheme="w8a8", embeddings="w8a8"), "UnsupportedError", ["embeddings", "w8a8"]),
