@@ -168,9 +168,10 @@ def arguments_of(folder: Path, method: str, gpus: int, options: argparse.Namespa
     return given
 
 
-def measure(options: argparse.Namespace, results: harness.Results) -> list[list[object]]:
-    """Time each method; returns the lines of a table."""
+def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list[list[object]], int]:
+    """Time each method, and keep its rows; returns the lines of a table, and how many methods failed."""
     lines: list[list[object]] = []
+    failed = 0
     prompt = min(PROMPT, options.prompt)
     longest = max(prompt, CONTEXT + NEW) + 64
     for method in options.methods.split(","):
@@ -186,7 +187,12 @@ def measure(options: argparse.Namespace, results: harness.Results) -> list[list[
                 "context": CONTEXT,
                 "new": NEW,
             }
-            first, *found = run({**asked, "vocabulary": SHAPES[options.shape][5]}, options.timeout)
+            try:
+                first, *found = run({**asked, "vocabulary": SHAPES[options.shape][5]}, options.timeout)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(f"FAILED {method}: {error}", file=sys.stderr, flush=True)
+                failed += 1
+                continue
         for one in found:
             tokens = one["batch"] * (prompt if one["what"] == "prompt" else 1)
             timing = Timing.of([s * 1e6 for s in one["seconds"]], "wall")
@@ -194,7 +200,9 @@ def measure(options: argparse.Namespace, results: harness.Results) -> list[list[
             columns = {"shape": options.shape, "method": method, "gpus": options.gpus, "what": one["what"]}
             results.add(timing, **columns, batch=one["batch"], tokens_s=rate, **first)
             lines.append([method, options.gpus, one["what"], one["batch"], timing.median_us, rate])
-    return lines
+            print(*lines[-1], flush=True)
+        results.write_csv(options.out, KEY)
+    return lines, failed
 
 
 def compare(options: argparse.Namespace, results: harness.Results) -> list[list[object]]:
@@ -220,7 +228,7 @@ def compare(options: argparse.Namespace, results: harness.Results) -> list[list[
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; exit status 0."""
+    """Run the benchmark; exit status 1 where a method failed."""
     options = harness.parser(__doc__ or "")
     options.add_argument("--shape", choices=SHAPES, default="llama-3-8b")
     options.add_argument("--methods", default=",".join(METHODS), help="comma-separated [all]")
@@ -239,12 +247,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     bench = "vllm_parallel" if given.parallel else "bench_vllm"
     results = harness.Results(bench, harness.environment())
-    lines = compare(given, results) if given.parallel else measure(given, results)
+    lines, failed = (compare(given, results), 0) if given.parallel else measure(given, results)
     path = results.write_csv(given.out, PARALLEL_KEY if given.parallel else KEY)
     last = ["same", "gap"] if given.parallel else ["µs", "tokens/s"]
     print(harness.table(["method", "GPUs", "what", "batch", *last], lines))
     print(f"rows in {path}")
-    return 0
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

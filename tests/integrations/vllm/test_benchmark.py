@@ -56,3 +56,18 @@ def test_a_process_that_fails_is_reported(tmp_path: Path) -> None:
     asked = ["--parallel", str(ROOT / "models" / "gpt2-5m"), "--methods", "qcut-w9", "--out", str(tmp_path)]
     with pytest.raises(RuntimeError, match="qcut-w9"):
         bench_vllm.main([*asked, *EAGER])
+
+
+def test_a_method_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
+        if asked["arguments"]["quantization"] == "qcut-w9":
+            raise RuntimeError("no scheme w9")
+        yield {"vllm": "0.32.0"}
+        yield {"what": "step", "batch": 1, "seconds": [0.5]}
+
+    monkeypatch.setattr(bench_vllm, "run", run)
+    assert bench_vllm.main(["--methods", "qcut-w9,fp16", "--out", str(tmp_path)]) == 1
+    assert "FAILED qcut-w9: no scheme w9" in capsys.readouterr().err
+    assert [row["method"] for row in read_rows(tmp_path / "bench_vllm.csv")] == ["fp16"]
