@@ -4,6 +4,8 @@ A folder has the configuration of a model of a known shape, and vLLM makes up it
 of its own, which starts vLLM once. A step is timed as a user sees it: the time of answering many tokens less that of
 one, divided by the number of further tokens. A prompt is the time to its first token.
 
+``--kernels`` writes where the GPU's time goes, too: the kernels of a step of each batch, and of a prompt.
+
 ``--parallel FOLDER`` answers 64 prompts with a real model on several GPUs instead, and counts the answers that are
 those of one GPU. Where one differs, the gap is between the log-probabilities of the two likeliest tokens on one GPU.
 """
@@ -11,6 +13,7 @@ those of one GPU. Where one differs, the gap is between the log-probabilities of
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,10 @@ STORED: dict[str, dict[str, Any]] = {
 METHODS = ("fp16", *STORED, "qcut-w8a8", "qcut-w8a16", "qcut-codebook4", "qcut-codebook4_int8")
 BATCHES, PROMPT, CONTEXT = (1, 8, 64), 2048, 128
 ROUNDS, NEW = 3, 128
+STEPS = 16
+"""Steps whose kernels are counted."""
 KEY = ("shape", "method", "gpus", "what", "batch")
+KERNEL_KEY = (*KEY, "kernel")
 PARALLEL_KEY = ("shape", "method", "gpus", "what")
 PROMPTS, ANSWER = 64, 64
 SETTINGS = {
@@ -107,6 +113,30 @@ def child(asked: dict[str, Any]) -> None:
     # Each round has another prompt: vLLM keeps what it has computed.
     prompts = [seconds(1, asked["prompt"], 1, 1 + salt) for salt in range(ROUNDS + 1)][1:]
     print(json.dumps({"what": "prompt", "batch": 1, "seconds": prompts}), flush=True)
+    if asked["kernels"]:
+        for batch in asked["batches"]:
+            many, before = (
+                kernels_of(functools.partial(seconds, batch, asked["context"], n, 0)) for n in (1 + STEPS, 1)
+            )
+            for name, (count, us) in many.items():
+                less, less_us = before.get(name, (0, 0.0))
+                found = {"kernel": name, "count": (count - less) / STEPS, "us": (us - less_us) / STEPS}
+                print(json.dumps({"what": "step", "batch": batch, **found}), flush=True)
+        last = functools.partial(seconds, 1, asked["prompt"], 1, ROUNDS + 2)
+        for name, (count, us) in kernels_of(last).items():
+            print(json.dumps({"what": "prompt", "batch": 1, "kernel": name, "count": count, "us": us}), flush=True)
+
+
+def kernels_of(work: Callable[[], object]) -> dict[str, tuple[int, float]]:
+    """How often each kernel ran, and its microseconds in all; a CPU has none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    return {e.key: (e.count, e.self_device_time_total) for e in profile.key_averages() if e.self_device_time_total > 0}
 
 
 # ── the one that measures ────────────────────────────────────────────────────────────────────────
@@ -172,6 +202,7 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
     """Time each method, and keep its rows; returns the lines of a table, and how many methods failed."""
     lines: list[list[object]] = []
     failed = 0
+    kernels = harness.Results("vllm_kernels", results.env)
     prompt = min(PROMPT, options.prompt)
     longest = max(prompt, CONTEXT + NEW) + 64
     for method in options.methods.split(","):
@@ -186,6 +217,7 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
                 "prompt": prompt,
                 "context": CONTEXT,
                 "new": NEW,
+                "kernels": options.kernels,
             }
             try:
                 first, *found = run({**asked, "vocabulary": SHAPES[options.shape][5]}, options.timeout)
@@ -194,14 +226,21 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
                 failed += 1
                 continue
         for one in found:
+            columns = {"shape": options.shape, "method": method, "gpus": options.gpus, "what": one["what"]}
+            columns["batch"] = one["batch"]
+            if "kernel" in one:
+                rounded = {key: round(one[key], 2) for key in ("count", "us")}
+                kernels.rows.append({"bench": kernels.bench, **columns, "kernel": one["kernel"][:120], **rounded})
+                continue
             tokens = one["batch"] * (prompt if one["what"] == "prompt" else 1)
             timing = Timing.of([s * 1e6 for s in one["seconds"]], "wall")
             rate = round(tokens / statistics.median(one["seconds"]), 1)
-            columns = {"shape": options.shape, "method": method, "gpus": options.gpus, "what": one["what"]}
-            results.add(timing, **columns, batch=one["batch"], tokens_s=rate, **first)
+            results.add(timing, **columns, tokens_s=rate, **first)
             lines.append([method, options.gpus, one["what"], one["batch"], timing.median_us, rate])
             print(*lines[-1], flush=True)
         results.write_csv(options.out, KEY)
+        if kernels.rows:
+            kernels.write_csv(options.out, KERNEL_KEY)
     return lines, failed
 
 
@@ -239,6 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--memory", type=float, default=0.6, help="share of the GPU's memory that vLLM may take")
     options.add_argument("--arguments", default="{}", metavar="JSON", help="further ones of LLM")
     options.add_argument("--parallel", type=Path, metavar="FOLDER", help="compare answers of a real model")
+    options.add_argument("--kernels", action="store_true", help="write the kernels of steps and prompts, too")
     options.add_argument("--timeout", type=float, default=900.0, metavar="SECONDS", help="most for one method")
     options.add_argument("--child", help=argparse.SUPPRESS)
     given = options.parse_args(arguments)

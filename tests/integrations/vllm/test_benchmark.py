@@ -26,7 +26,7 @@ EAGER = ["--dtype", "float32", "--arguments", '{"enforce_eager": true}']
 
 def test_steps_and_prompts_are_timed(tmp_path: Path) -> None:
     asked = ["--shape", "tiny", "--methods", "qcut-w8a8", "--batches", "1,2", "--prompt", "64", "--out", str(tmp_path)]
-    assert bench_vllm.main([*asked, *EAGER]) == 0
+    assert bench_vllm.main([*asked, "--kernels", *EAGER]) == 0  # a CPU has none
     rows = read_rows(tmp_path / "bench_vllm.csv")
     assert [(row["method"], row["what"], row["batch"]) for row in rows] == [
         ("qcut-w8a8", "step", "1"),
@@ -66,8 +66,18 @@ def test_a_method_that_fails_leaves_the_others(
             raise RuntimeError("no scheme w9")
         yield {"vllm": "0.32.0"}
         yield {"what": "step", "batch": 1, "seconds": [0.5]}
+        yield {"what": "step", "batch": 1, "kernel": "gemm", "count": 4.0, "us": 1.2345}
 
     monkeypatch.setattr(bench_vllm, "run", run)
     assert bench_vllm.main(["--methods", "qcut-w9,fp16", "--out", str(tmp_path)]) == 1
     assert "FAILED qcut-w9: no scheme w9" in capsys.readouterr().err
     assert [row["method"] for row in read_rows(tmp_path / "bench_vllm.csv")] == ["fp16"]
+    (row,) = read_rows(tmp_path / "vllm_kernels.csv")
+    assert [row[key] for key in ("method", "what", "batch", "kernel", "count", "us")] == [
+        "fp16",
+        "step",
+        "1",
+        "gemm",
+        "4.0",
+        "1.23",
+    ]
