@@ -53,7 +53,9 @@ STORED: dict[str, dict[str, Any]] = {
     "vllm gptq4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
 }
 """Methods of vLLM's own, by what a checkpoint says."""
-METHODS = ("fp16", *STORED, "qcut-w8a8", "qcut-w8a16", "qcut-codebook4", "qcut-codebook4_int8")
+KERNELS = {"vllm gptq4 marlin": ("vllm gptq4", "CutlassW4A8LinearKernel,MacheteLinearKernel,AllSparkLinearKernel")}
+"""A method with other kernels than those that vLLM prefers: its name among `STORED`, and the kernels left out."""
+METHODS = ("fp16", *STORED, *KERNELS, "qcut-w8a8", "qcut-w8a16", "qcut-codebook4", "qcut-codebook4_int8")
 BATCHES, PROMPT, CONTEXT = (1, 8, 64), 2048, 128
 ROUNDS, NEW = 3, 128
 STEPS = 16
@@ -151,6 +153,7 @@ def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
     command = [sys.executable, __file__, "--child", json.dumps(asked)]
     path = os.pathsep.join(filter(None, (str(harness.ROOT), os.environ.get("PYTHONPATH"))))
     settings = os.environ | {key: os.environ.get(key, value) for key, value in SETTINGS.items()} | {"PYTHONPATH": path}
+    settings |= asked.get("settings", {})
     done = subprocess.run(command, capture_output=True, text=True, env=settings, timeout=timeout, check=False)
     if done.returncode:
         raise RuntimeError(f"{asked['arguments']}: {done.stdout[-1000:]}{done.stderr[-3000:]}")
@@ -208,7 +211,8 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
     for method in options.methods.split(","):
         with tempfile.TemporaryDirectory() as top:
             folder = Path(top, "model")
-            write_shape(folder, options.shape, method, longest)
+            stored, left_out = KERNELS.get(method, (method, ""))
+            write_shape(folder, options.shape, stored, longest)
             arguments = arguments_of(folder, method, options.gpus, options)
             arguments |= {"load_format": "dummy", "max_model_len": longest}
             asked = {
@@ -218,6 +222,7 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
                 "context": CONTEXT,
                 "new": NEW,
                 "kernels": options.kernels,
+                "settings": {"VLLM_DISABLED_KERNELS": left_out} if left_out else {},
             }
             try:
                 first, *found = run({**asked, "vocabulary": SHAPES[options.shape][5]}, options.timeout)
