@@ -50,7 +50,20 @@ STORED: dict[str, dict[str, Any]] = {
         "config_groups": {"group_0": _W8A8},
         "ignore": ["lm_head"],
     },
-    "vllm gptq4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True},
+    "vllm gptq4": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "desc_act": False,
+        "sym": True,
+        # Without weights to look at, vLLM would take every layer for a float one.
+        "modules_in_block_to_quantize": [
+            ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+            ["self_attn.o_proj"],
+            ["mlp.gate_proj", "mlp.up_proj"],
+            ["mlp.down_proj"],
+        ],
+    },
 }
 """Methods of vLLM's own, by what a checkpoint says."""
 KERNELS = {"vllm gptq4 marlin": ("vllm gptq4", "CutlassW4A8LinearKernel,MacheteLinearKernel,AllSparkLinearKernel")}
@@ -60,6 +73,10 @@ BATCHES, PROMPT, CONTEXT = (1, 8, 64), 2048, 128
 ROUNDS, NEW = 3, 128
 STEPS = 16
 """Steps whose kernels are counted."""
+SHORTEST_US = 1.0
+"""Of a kernel that gets a row, in a step or a prompt."""
+NAME = 120
+"""Characters of a kernel's name; kernels of one template that differ later are one."""
 KEY = ("shape", "method", "gpus", "what", "batch")
 KERNEL_KEY = (*KEY, "kernel")
 PARALLEL_KEY = ("shape", "method", "gpus", "what")
@@ -70,6 +87,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "NCCL_NVLS_ENABLE": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets this process ask the model which methods its layers have
 }
 
 
@@ -81,9 +99,13 @@ def child(asked: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
     from vllm.version import __version__
 
+    from benchmarks import bench_vllm
+
     start = time.perf_counter()
     llm = LLM(**asked["arguments"])
-    print(json.dumps({"vllm": __version__, "start_s": round(time.perf_counter() - start, 1)}), flush=True)
+    started = round(time.perf_counter() - start, 1)
+    layers = "+".join(sorted({name for names in llm.apply_model(bench_vllm.methods_of) for name in names}))
+    print(json.dumps({"vllm": __version__, "layers": layers, "start_s": started}), flush=True)
 
     def answer(prompts: list[list[int]], new: int, logprobs: int | None = None) -> list[Any]:
         sampling = SamplingParams(
@@ -129,8 +151,15 @@ def child(asked: dict[str, Any]) -> None:
             print(json.dumps({"what": "prompt", "batch": 1, "kernel": name, "count": count, "us": us}), flush=True)
 
 
+def methods_of(model: Any) -> list[str]:
+    """What computes the linear layers of a model that vLLM has loaded."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return [type(layer.quant_method).__name__ for layer in model.modules() if isinstance(layer, LinearBase)]
+
+
 def kernels_of(work: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """How often each kernel ran, and its microseconds in all; a CPU has none."""
+    """How often each kernel ran, and its microseconds in all, by name; a CPU has none."""
     import torch
 
     if not torch.cuda.is_available():
@@ -138,7 +167,13 @@ def kernels_of(work: Callable[[], object]) -> dict[str, tuple[int, float]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         work()
         torch.cuda.synchronize()
-    return {e.key: (e.count, e.self_device_time_total) for e in profile.key_averages() if e.self_device_time_total > 0}
+    found: dict[str, tuple[int, float]] = {}
+    for event in profile.key_averages():
+        name = event.key[:NAME]
+        count, us = found.get(name, (0, 0.0))
+        if event.self_device_time_total > 0:
+            found[name] = count + event.count, us + event.self_device_time_total
+    return found
 
 
 # ── the one that measures ────────────────────────────────────────────────────────────────────────
@@ -226,6 +261,9 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
             }
             try:
                 first, *found = run({**asked, "vocabulary": SHAPES[options.shape][5]}, options.timeout)
+                layers = first.pop("layers")
+                if ("Unquantized" in layers) != (method == "fp16"):
+                    raise RuntimeError(f"its linear layers are of {layers}")
             except (RuntimeError, subprocess.TimeoutExpired) as error:
                 print(f"FAILED {method}: {error}", file=sys.stderr, flush=True)
                 failed += 1
@@ -235,7 +273,9 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
             columns["batch"] = one["batch"]
             if "kernel" in one:
                 rounded = {key: round(one[key], 2) for key in ("count", "us")}
-                kernels.rows.append({"bench": kernels.bench, **columns, "kernel": one["kernel"][:120], **rounded})
+                if one["us"] < SHORTEST_US:
+                    continue
+                kernels.rows.append({"bench": kernels.bench, **columns, "kernel": one["kernel"], **rounded})
                 continue
             tokens = one["batch"] * (prompt if one["what"] == "prompt" else 1)
             timing = Timing.of([s * 1e6 for s in one["seconds"]], "wall")
@@ -259,6 +299,7 @@ def compare(options: argparse.Namespace, results: harness.Results) -> list[list[
         for gpus in (1, options.gpus):
             arguments = arguments_of(options.parallel, method, gpus, options) | {"max_model_len": 256}
             first, *found = run({"arguments": arguments, "prompts": prompts, "new": ANSWER}, options.timeout)
+            first.pop("layers")
             answers.append(found)
         gaps = []
         for alone, together in zip(*answers, strict=True):

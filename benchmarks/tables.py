@@ -22,6 +22,7 @@ from benchmarks.bench_model import PEERS_GB
 from benchmarks.bench_prompt_attention import NAMES as PROMPT_NAMES
 from benchmarks.codebook_quality import VARIANTS, is_refined, kind_of
 from benchmarks.harness import CEILINGS, ROOT, geomean
+from benchmarks.reporting import serving
 from benchmarks.reporting.markdown import MISSING, figures, markdown, us
 from benchmarks.reporting.rows import Row, Rows, missing, shape_of
 from benchmarks.scaling import pages as scale
@@ -33,6 +34,7 @@ PAGES = (
     ROOT / "README.md",
     DOCS / "performance.md",
     DOCS / "scale.md",
+    DOCS / "serving.md",
     DOCS / "transformers.md",
     DOCS / "kernel-notes" / "portable.md",
 )
@@ -577,6 +579,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "quantizing": quantizing,
     "loading": loading,
     "zero points": zero_points,
+    **serving.TABLES,
     **scale.TABLES,
 }
 _PLACE = re.compile(r"<!-- measured: (?P<name>[\w ]+) -->\n.*?<!-- end -->", re.DOTALL)

@@ -39,7 +39,7 @@ def test_steps_and_prompts_are_timed(tmp_path: Path) -> None:
 def test_answers_of_several_gpus_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
         """The second answer of two processes leaves that of one at its third token."""
-        yield {"vllm": "0.32.0"}
+        yield {"vllm": "0.32.0", "layers": "OnlineMethod"}
         for i in range(len(asked["prompts"])):
             last = 9 if i == 1 and asked["arguments"]["tensor_parallel_size"] == 2 else 3
             yield {"tokens": [1, 2, last], "gaps": [0.5, 0.25, 0.125]}
@@ -64,13 +64,15 @@ def test_a_method_that_fails_leaves_the_others(
     def run(asked: dict[str, Any], timeout: float) -> Iterator[dict[str, Any]]:
         if asked["arguments"]["quantization"] == "qcut-w9":
             raise RuntimeError("no scheme w9")
-        yield {"vllm": "0.32.0"}
+        yield {"vllm": "0.32.0", "layers": "UnquantizedLinearMethod"}
         yield {"what": "step", "batch": 1, "seconds": [0.5]}
         yield {"what": "step", "batch": 1, "kernel": "gemm", "count": 4.0, "us": 1.2345}
 
     monkeypatch.setattr(bench_vllm, "run", run)
-    assert bench_vllm.main(["--methods", "qcut-w9,fp16", "--out", str(tmp_path)]) == 1
-    assert "FAILED qcut-w9: no scheme w9" in capsys.readouterr().err
+    assert bench_vllm.main(["--methods", "qcut-w9,vllm gptq4,fp16", "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "FAILED qcut-w9: no scheme w9" in said
+    assert "FAILED vllm gptq4: its linear layers are of UnquantizedLinearMethod" in said
     assert [row["method"] for row in read_rows(tmp_path / "bench_vllm.csv")] == ["fp16"]
     (row,) = read_rows(tmp_path / "vllm_kernels.csv")
     assert [row[key] for key in ("method", "what", "batch", "kernel", "count", "us")] == [

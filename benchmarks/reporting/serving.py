@@ -1,0 +1,68 @@
+"""The tables of docs/serving.md: steps and prompts inside vLLM, and the kernels that take their time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from benchmarks.reporting.markdown import MISSING, figures, markdown
+from benchmarks.reporting.rows import Row, Rows, missing
+
+CELLS = (("step", "1"), ("step", "8"), ("step", "64"), ("prompt", "1"))
+_HEADER = ("step of 1", "of 8", "of 64", "prompt")
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "norms, activations, the rest": ("triton_",),
+    "attention and its cache": ("attention", "reduce_segments", "reshape_and_cache"),
+    "quantizing or rotating tokens": ("quantize_per", "quant_kernel", "rotate"),
+    "linear layers": ("gemm", "nvjet", "splitK", "int8_stream", "int8_cutlass", "codebook_", "machete", "marlin"),
+}
+"""Parts of kernels' names, the first that fits."""
+HEAD = "classifier"
+_HEAD_LAUNCHES = 2
+"""A product that a step launches less often is the classifier's."""
+
+
+def kind_of(kernel: str, count: float) -> str:
+    """What a kernel is for."""
+    found = next((kind for kind, parts in _KINDS.items() if any(part in kernel for part in parts)), next(iter(_KINDS)))
+    return HEAD if found == "linear layers" and count < _HEAD_LAUNCHES else found
+
+
+def serving(rows: Rows) -> str:
+    """Milliseconds by method, and tokens a second of the largest batch."""
+    measured = _cells(rows.of("bench_vllm", shape="llama-3-8b", gpus="1"))
+    if not measured:
+        return missing("bench_vllm")
+    lines = []
+    for method, here in measured.items():
+        times = [here.get(cell) for cell in CELLS]
+        rate = here.get(CELLS[2])
+        cells = (figures(float(row["median_us"]) / 1000) if row else MISSING for row in times)
+        lines.append([method, *cells, f"{float(rate['tokens_s']):,.0f}" if rate else MISSING])
+    return markdown(["ms", *_HEADER, "tokens/s of 64"], lines)
+
+
+def serving_kernels(rows: Rows) -> str:
+    """Milliseconds of kernels by what they are for."""
+    found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    for row in rows.of("vllm_kernels", shape="llama-3-8b", gpus="1"):
+        line = found.setdefault((row["method"], kind_of(row["kernel"], float(row["count"]))), {})
+        cell = row["what"], row["batch"]
+        line[cell] = line.get(cell, 0.0) + float(row["us"]) / 1000
+    if not found:
+        return missing("vllm_kernels")
+    order = [*_KINDS, HEAD]
+    lines = [
+        [method, kind, *(figures(line[cell]) if cell in line else MISSING for cell in CELLS)]
+        for (method, kind), line in sorted(found.items(), key=lambda item: (item[0][0], -order.index(item[0][1])))
+    ]
+    return markdown(["method", "ms in kernels of", *_HEADER], lines)
+
+
+def _cells(measured: list[Row]) -> dict[str, dict[tuple[str, str], Row]]:
+    found: dict[str, dict[tuple[str, str], Row]] = {}
+    for row in measured:
+        found.setdefault(row["method"], {})[row["what"], row["batch"]] = row
+    return found
+
+
+TABLES: Mapping[str, Callable[[Rows], str]] = {"serving": serving, "serving kernels": serving_kernels}
