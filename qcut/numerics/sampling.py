@@ -9,18 +9,25 @@ a tensor on the host, so that a CUDA graph can capture each function.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qcut.errors import ConfigError, DeviceError, DtypeError, ShapeError
+from qcut.errors import ConfigError, DtypeError, ShapeError
+from qcut.numerics.philox import check_places, check_seed, key_words, uniform
 
 MAX_VOCABULARY = 1 << 22
 """Most logits in a row: 2**22 weights of at most 2**40 add up to 2**62, which int64 holds."""
 
-_MASK32, _MASK24 = 0xFFFF_FFFF, 0xFF_FFFF
+_MASK24 = 0xFF_FFFF
+_ONE = 1 << 24
+"""1 as a fraction of 24 bits."""
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 2.0**-126, float.fromhex("0x1.fffffep+127")  # float32's normal numbers
+
+_MOST_PENALTY = 100
 
 _LOG2_E = float.fromhex("0x1.715476p+0")
 _LN_2_HIGH = float.fromhex("0x1.62e4p-1")  # 15 bits: its products with whole numbers up to 40 are exact
@@ -38,6 +45,12 @@ class Sampling:
         top_p: the draw is from the fewest likeliest tokens whose probabilities sum to this or more, in (0, 1], rounded
             to 24 bits; 1 keeps all.
         seed: key of the random draws, in [0, 2**64).
+        min_p: the draw is from tokens at least this many times as likely as the likeliest, in [0, 1], rounded to 24
+            bits; 0 keeps all.
+        repetition_penalty: logits of tokens that the prompt or the continuation holds are divided by it where they are
+            positive, and multiplied where they are negative; a positive normal number of float32, 1 for none.
+        presence_penalty: subtracted from logits of tokens that the continuation holds; -100 to 100.
+        frequency_penalty: the same, as often as the continuation holds the token.
 
     Raises:
         ConfigError: a value lies outside its range, or is negative.
@@ -47,6 +60,10 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not _MIN_TEMPERATURE <= self.temperature <= _MAX_TEMPERATURE:
@@ -55,64 +72,100 @@ class Sampling:
             raise ConfigError(f"top_k {self.top_k!r}; allowed: an integer of at least 0 (0 keeps all)")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p {self.top_p!r}; allowed: 0 < top_p <= 1 (1 keeps all)")
-        _check_seed(self.seed)
+        check_seed(self.seed)
+        if not 0 <= self.min_p <= 1:
+            raise ConfigError(f"min_p {self.min_p!r}; allowed: 0 (keeps all) to 1")
+        if not _MIN_TEMPERATURE <= self.repetition_penalty <= _MAX_TEMPERATURE:
+            raise ConfigError(
+                f"repetition_penalty {self.repetition_penalty!r}; allowed: 2**-126 to float32's largest (1 is none)"
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -_MOST_PENALTY <= getattr(self, name) <= _MOST_PENALTY:
+                raise ConfigError(f"{name} {getattr(self, name)!r}; allowed: -{_MOST_PENALTY} to {_MOST_PENALTY}")
 
     @property
     def greedy(self) -> bool:
         """Whether the largest logit is chosen, without a draw."""
         return self.temperature == 0
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether the choice depends on the tokens before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-def philox(counter: Tensor, key: int) -> Tensor:
-    """Philox4x32-10: 128 random bits of a counter and a key.
 
-    Args:
-        counter: int64 ``[..., 4]``, each word modulo 2**32.
-        key: in [0, 2**64); its low 32 bits are the key's first word, its high ones the second.
+class Rows(NamedTuple):
+    """The settings of several rows, on the device of their logits.
 
-    Returns:
-        int64 ``[..., 4]`` of words in [0, 2**32), on the counter's device.
-
-    Raises:
-        ConfigError, DtypeError, ShapeError: the key, the counter's dtype or its shape is not as above.
-
-    Exactness: bitwise. Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
+    Attributes:
+        settings: of each row.
+        floats: float32 ``[B, 4]``: temperature, and the penalties of repetition, presence and frequency.
+        wholes: int64 ``[B, 3]``: ``top_k``, or `MAX_VOCABULARY` where it keeps all; ``top_p`` and ``min_p`` in 24 bits.
+        keys: of the draws, int64 ``[B, 2]``.
+        takes_largest: bool ``[B]``, of greedy rows.
     """
-    _check_seed(key)
-    if counter.dtype is not torch.int64:
-        raise DtypeError(f"counter: found {counter.dtype}; allowed: torch.int64")
-    if counter.shape[-1:] != (4,):
-        raise ShapeError(f"counter: found shape {tuple(counter.shape)}; allowed: [..., 4]")
-    c0, c1, c2, c3 = (counter & _MASK32).unbind(-1)
-    k0, k1 = key & _MASK32, key >> 32
-    for _ in range(10):
-        high0, low0 = _wide_product(c0, 0xD251_1F53)
-        high1, low1 = _wide_product(c2, 0xCD9E_8D57)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + 0x9E37_79B9) & _MASK32, (k1 + 0xBB67_AE85) & _MASK32
-    return torch.stack((c0, c1, c2, c3), -1)
+
+    settings: tuple[Sampling, ...]
+    floats: Tensor
+    wholes: Tensor
+    keys: Tensor
+    takes_largest: Tensor
+
+    @classmethod
+    def of(cls, settings: Sequence[Sampling], device: torch.device) -> Rows:
+        """The settings of rows, one each, on a device."""
+        return cls(
+            tuple(settings),
+            torch.tensor([_float_values(s) for s in settings], dtype=torch.float32, device=device).view(-1, 4),
+            torch.tensor([_whole_values(s) for s in settings], dtype=torch.int64, device=device).view(-1, 3),
+            key_words([s.seed for s in settings], device),
+            torch.tensor([s.greedy for s in settings], dtype=torch.bool, device=device),
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether all rows take their largest logit."""
+        return all(s.greedy for s in self.settings)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether the choice of some row depends on the tokens before."""
+        return any(s.penalizes for s in self.settings)
 
 
-def uniform(seed: int, sequence: Tensor, position: Tensor) -> Tensor:
-    """The random number of each token: ``(philox((position, sequence, 0, 0), seed)[0] >> 8) * 2**-24``.
+@dataclass(frozen=True)
+class History:
+    """The tokens before, by which penalties go.
 
-    Args:
-        seed: in [0, 2**64).
-        sequence: int64 of any shape, the sequence's index, modulo 2**32.
-        position: int64 of the same shape and device, the token's place in its sequence, modulo 2**32.
-
-    Returns:
-        float32 of that shape, uniform multiples of 2**-24 in [0, 1), on the same device.
-
-    Raises:
-        ConfigError, DeviceError, DtypeError, ShapeError: the seed or a tensor is not as above.
-
-    Exactness: bitwise.
+    Attributes:
+        prompt: bool ``[B, V]``, whether the row's prompt holds the token.
+        counts: int32 ``[B, V]``, how often the row's continuation does.
     """
-    _check_places(sequence, position, sequence.shape, sequence.device)
-    zero = torch.zeros_like(position)
-    word = philox(torch.stack((position, sequence, zero, zero), -1), seed)[..., 0]
-    return (word >> 8).float() * 2.0**-24
+
+    prompt: Tensor
+    counts: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, vocabulary: int, device: torch.device) -> History:
+        """No tokens before."""
+        counts = torch.zeros(rows, vocabulary, dtype=torch.int32, device=device)
+        return cls(counts.bool(), counts)
+
+    def start(self, row: int, prompt: Tensor) -> None:
+        """Begin a row anew, after a prompt of ids int64 ``[T]``."""
+        self.prompt[row].zero_()
+        self.counts[row].zero_()
+        self.prompt[row, prompt.to(self.prompt.device)] = True
+
+    def add(self, tokens: Tensor) -> None:
+        """Count the next token of each of the first n rows, int64 ``[n]`` on the device."""
+        counts = self.counts[: len(tokens)]
+        counts.scatter_add_(1, tokens[:, None], torch.ones_like(tokens, dtype=torch.int32)[:, None])
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a row onto another."""
+        self.prompt[target] = self.prompt[source]
+        self.counts[target] = self.counts[source]
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -141,56 +194,162 @@ def argmax(logits: Tensor) -> Tensor:
     return torch.arange(columns, device=x.device).masked_fill(x != largest, columns).amin(1) % columns
 
 
-def sample(logits: Tensor, sampling: Sampling, sequence: Tensor, position: Tensor) -> Tensor:
+def penalized(logits: Tensor, settings: Sampling | Rows, history: History) -> Tensor:
+    """Logits less penalties for the tokens before.
+
+    ``x = f32(logit)``. Where the prompt or the continuation holds the token, ``x / repetition_penalty`` if x is
+    positive, ``x * repetition_penalty`` otherwise. Then ``x - frequency_penalty * count``, and ``x - presence_penalty``
+    where the count is not 0. Every operation is one of float32, rounded by itself.
+
+    Args:
+        logits: ``[B, V]`` of any floating-point dtype.
+        settings: of all rows, or of each.
+        history: of at least B rows; the first B count.
+
+    Returns:
+        float32 ``[B, V]``.
+
+    Exactness: bitwise.
+    """
+    _, repetition, presence, frequency = _floats(settings, logits)
+    n = len(logits)
+    counts = history.counts[:n]
+    held = counts > 0
+    x = logits.detach().float()
+    x = torch.where(held | history.prompt[:n], torch.where(x > 0, x / repetition, x * repetition), x)
+    x = x - frequency * counts
+    return torch.where(held, x - presence, x)
+
+
+def sample(
+    logits: Tensor, sampling: Sampling | Rows, sequence: Tensor, position: Tensor, history: History | None = None
+) -> Tensor:
     """Chooses a token for each row: `argmax` where the sampling is greedy, a draw otherwise.
 
-    1. ``x = f32(logit)``, -Inf where that is NaN. Sort x in descending order, equals (-0 and 0 too) by lower index.
+    1. ``x = f32(logit)``, `penalized` where there is a history, -Inf where that is NaN. Sort x in descending order,
+       equals (-0 and 0 too) by lower index.
     2. Keep the first ``top_k``. ``m`` is the first of them.
     3. ``d = (x - m) / f32(temperature)``: a float32 subtraction, then a float32 division.
     4. ``w = floor(exp(d) * 2**40)`` in int64, of ``max(d, -28)``. exp is float32: ``n = rne(d * 0x1.715476p+0)``,
        ``r = (d - n * 0x1.62e4p-1) - n * 0x1.7f7d1cp-20``, and p is the Taylor polynomial of exp to r**7, by Horner's
        rule from ``f32(1 / 7!)`` down: ``p = p * r + f32(1 / k!)``. Every operation is rounded by itself, none is
        contracted. ``w = int64(p * 2**40) >> -n``, and -28 gives 0.
-    5. ``c[i] = w[0] + ... + w[i]`` in int64, and ``T`` is the last.
-    6. Where ``top_p < 1``, keep the shortest prefix with ``c[i] >= ceil(P * T / 2**24)``, at least one token, where
+    5. ``w`` under ``rne(min_p * 2**24) * 2**16`` becomes 0: the likeliest token has 2**40.
+    6. ``c[i] = w[0] + ... + w[i]`` in int64, and ``T`` is the last.
+    7. Where ``top_p < 1``, keep the shortest prefix with ``c[i] >= ceil(P * T / 2**24)``, at least one token, where
        ``P = rne(top_p * 2**24)``. ``T`` becomes its sum. Quotients are exact until they are rounded.
-    7. ``u = 2**24 * uniform(seed, sequence, position)``. The token is the first with ``c[i] > floor(u * T / 2**24)``.
+    8. ``u = 2**24 * uniform(seed, sequence, position)``. The token is the first with ``c[i] > floor(u * T / 2**24)``.
 
     A weight of 0 is never chosen, so neither are -Inf and NaN. A row whose largest logit is not finite (all -Inf or
     NaN, or a +Inf) gives its `argmax`. Probabilities are exact to about 2**-24, the step of u.
 
     Args:
         logits: ``[B, V]`` of any floating-point dtype; B may be 0, V is 1 to 2**22.
-        sampling: temperature, top_k, top_p and seed; a top_k above V keeps all.
+        sampling: of all rows, or of each; a top_k above V keeps all.
         sequence: int64 ``[B]`` on the same device, as `uniform` takes it.
         position: int64 ``[B]`` on the same device, as `uniform` takes it.
+        history: of at least B rows, by which penalties go; None: there are none.
 
     Returns:
         int64 ``[B]``, on the device of the logits.
 
     Raises:
         DeviceError, DtypeError, ShapeError: a tensor is not as above.
+        ConfigError: penalties without a history.
 
-    Exactness: bitwise. Before its floor, w is within 2 float32 ulp of ``exp(d) * 2**40``; what follows is exact.
+    Exactness: bitwise, in every batch the same. Before its floor, w is within 2 float32 ulp of ``exp(d) * 2**40``; what
+    follows is exact.
     """
+    if sampling.penalizes:
+        if history is None:
+            raise ConfigError("penalties need the tokens before; allowed: a history, or settings without penalties")
+        logits = penalized(logits, sampling, history)
     best = argmax(logits)
-    _check_places(sequence, position, best.shape, best.device)
+    check_places(sequence, position, best.shape, best.device)
     if sampling.greedy:
         return best
+    given = (sampling,) if isinstance(sampling, Sampling) else sampling.settings
+    temperature, *_ = _floats(sampling, logits)
+    top_k, top_p, min_p = _wholes(sampling, logits)
     x = logits.detach().float() + 0.0  # -0 becomes 0, since a sort may compare bits
     x, token = x.masked_fill_(x.isnan(), -math.inf).sort(dim=1, descending=True, stable=True)
-    if sampling.top_k:
-        x, token = x[:, : sampling.top_k], token[:, : sampling.top_k]
+    most = max(s.top_k or MAX_VOCABULARY for s in given)
+    x, token = x[:, :most], token[:, :most]
     finite = x[:, :1].isfinite()
-    temperature = x.new_full((), sampling.temperature)  # CUDA would multiply by the reciprocal of a Python scalar
-    sums = _weights((x - x[:, :1]).masked_fill_(~finite, 0.0) / temperature).cumsum(1)
+    weights = _weights((x - x[:, :1]).masked_fill_(~finite, 0.0) / temperature)
+    if len({s.top_k for s in given}) > 1:
+        weights.masked_fill_(torch.arange(x.shape[1], device=x.device) >= top_k, 0)
+    if any(s.min_p for s in given):
+        weights.masked_fill_(weights < min_p << 16, 0)
+    sums = weights.cumsum(1)
     total = sums[:, -1:]
-    if sampling.top_p < 1:
-        needed = _share(total, round(sampling.top_p * 2**24), rounding=_MASK24)
+    if any(s.top_p < 1 for s in given):
+        needed = _share(total, top_p, rounding=_MASK24)
         total = sums.gather(1, (sums < needed).sum(1, keepdim=True))
-    u = (uniform(sampling.seed, sequence, position) * 2.0**24).long()[:, None]
+    key = sampling.seed if isinstance(sampling, Sampling) else sampling.keys
+    u = (uniform(key, sequence, position) * 2.0**24).long()[:, None]
     rank = (sums <= _share(total, u)).sum(1, keepdim=True)
-    return torch.where(finite, token.gather(1, rank), best[:, None]).squeeze(1)
+    drawn = torch.where(finite, token.gather(1, rank), best[:, None]).squeeze(1)
+    return drawn if isinstance(sampling, Sampling) else torch.where(sampling.takes_largest, best, drawn)
+
+
+class LogProbabilities(NamedTuple):
+    """Log-probabilities by the model, before temperature and penalties.
+
+    Attributes:
+        chosen: of the token that was chosen, float32 ``[B]``.
+        tokens: the likeliest tokens, int64 ``[B, top]``; of equals the first.
+        values: theirs, float32 ``[B, top]``, falling.
+    """
+
+    chosen: Tensor
+    tokens: Tensor
+    values: Tensor
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor, top: int) -> LogProbabilities:
+    """Log-probabilities of chosen tokens and of the likeliest ones.
+
+    Args:
+        logits: ``[B, V]`` of any floating-point dtype.
+        tokens: int64 ``[B]``.
+        top: number of the likeliest, 0 to V.
+
+    Exactness: float32 ``log_softmax`` of torch.
+    """
+    values = logits.detach().float().log_softmax(1)
+    order = values.sort(dim=1, descending=True, stable=True) if top else None
+    likeliest = values.new_empty((len(values), 0)), tokens.new_empty((len(values), 0))
+    found, ids = likeliest if order is None else (order.values[:, :top], order.indices[:, :top])
+    return LogProbabilities(values.gather(1, tokens[:, None]).squeeze(1), ids, found)
+
+
+def _floats(settings: Sampling | Rows, logits: Tensor) -> list[Tensor]:
+    """Columns ``[1 or B, 1]`` in the order of `Rows.floats`. CUDA would divide by reciprocals of Python's scalars."""
+    if isinstance(settings, Rows):
+        return list(settings.floats[:, :, None].unbind(1))
+    return [torch.full((1, 1), value, dtype=torch.float32, device=logits.device) for value in _float_values(settings)]
+
+
+def _wholes(settings: Sampling | Rows, logits: Tensor) -> list[Tensor]:
+    """Columns ``[1 or B, 1]`` in the order of `Rows.wholes`."""
+    if isinstance(settings, Rows):
+        return list(settings.wholes[:, :, None].unbind(1))
+    return [torch.full((1, 1), value, dtype=torch.int64, device=logits.device) for value in _whole_values(settings)]
+
+
+def _float_values(settings: Sampling) -> tuple[float, ...]:
+    penalties = settings.repetition_penalty, settings.presence_penalty, settings.frequency_penalty
+    return (settings.temperature or 1.0, *penalties)
+
+
+def _whole_values(settings: Sampling) -> tuple[int, ...]:
+    return settings.top_k or MAX_VOCABULARY, _fraction(settings.top_p), _fraction(settings.min_p)
+
+
+def _fraction(value: float) -> int:
+    """In 24 bits."""
+    return round(value * _ONE)
 
 
 def _weights(d: Tensor) -> Tensor:
@@ -208,25 +367,3 @@ def _share(total: Tensor, parts: Tensor | int, rounding: int = 0) -> Tensor:
     """``(parts * total + rounding) >> 24`` of total in [0, 2**62], parts in [0, 2**24] and rounding under 2**24."""
     # total = high * 2**24 + low: high * parts is at most total, low * parts under 2**48. Neither overflows.
     return (total >> 24) * parts + (((total & _MASK24) * parts + rounding) >> 24)
-
-
-def _wide_product(word: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of the product of two 32-bit numbers, computed by halves so that int64 does not overflow."""
-    low = (word & 0xFFFF) * multiplier
-    high = (word >> 16) * multiplier + (low >> 16)
-    return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
-
-
-def _check_places(sequence: Tensor, position: Tensor, shape: torch.Size, device: torch.device) -> None:
-    for name, tensor in (("sequence", sequence), ("position", position)):
-        if tensor.dtype is not torch.int64:
-            raise DtypeError(f"{name}: found {tensor.dtype}; allowed: torch.int64")
-        if tensor.shape != shape:
-            raise ShapeError(f"{name}: found shape {tuple(tensor.shape)}; allowed: {tuple(shape)}")
-        if tensor.device != device:
-            raise DeviceError(f"{name}: found on {tensor.device}; allowed: {device}")
-
-
-def _check_seed(seed: int) -> None:
-    if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-        raise ConfigError(f"seed {seed!r}; allowed: an integer in [0, 2**64)")

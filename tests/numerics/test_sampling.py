@@ -11,7 +11,8 @@ import torch
 
 from qcut.errors import ConfigError, DtypeError, ShapeError
 from qcut.numerics import sampling
-from qcut.numerics.sampling import Sampling, argmax, philox, sample, uniform
+from qcut.numerics.philox import philox, uniform
+from qcut.numerics.sampling import Sampling, argmax, sample
 from tests.support.draws import CHI2, chi_square, draws, rows
 from tests.support.oracles import F32, FLOATS, INF, NAN
 
