@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from qcut.cuda.waiting import wait_for_kernels as wait_for_kernels
     from qcut.engine.engine import Engine as Engine
     from qcut.engine.generated import Generated as Generated
+    from qcut.engine.request import Request as Request
+    from qcut.engine.scheduler import Scheduler as Scheduler
     from qcut.integrations.transformers.config import QcutConfig as QcutConfig
     from qcut.integrations.transformers.foreign_config import foreign_config as foreign_config
     from qcut.layers.base import Linear as Linear
@@ -69,6 +71,8 @@ _HOME = {
     "IntegerLinear": "layers.integers",
     "Engine": "engine.engine",
     "Generated": "engine.generated",
+    "Request": "engine.request",
+    "Scheduler": "engine.scheduler",
     "Sampling": "numerics.sampling",
     "load_llama2c": "checkpoints.llama2c.files",
     "save_llama2c": "checkpoints.llama2c.files",

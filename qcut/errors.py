@@ -73,6 +73,10 @@ class ContextError(QcutError, ValueError):
     """More tokens than an engine's context holds, or more sequences than its batch."""
 
 
+class BusyError(QcutError, RuntimeError):
+    """As many requests wait as may wait."""
+
+
 class LaunchError(QcutError, RuntimeError):
     """The driver refused to load or launch a kernel."""
 

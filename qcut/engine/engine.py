@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
@@ -70,6 +71,8 @@ class Engine:
         batch: most sequences at once.
         context: most tokens of a sequence.
         cache: keys and values.
+        logits: those of each prompt's last token after `fill`, ``[batch, vocabulary]``; the next call overwrites them.
+        likeliest: the largest of each row of ``logits``, int64 ``[batch]``.
         prompt_rows: most tokens of prompts that a layer computes at once, which bounds the memory of its results. May
             be changed between calls.
 
@@ -110,31 +113,47 @@ class Engine:
             raise ConfigError(f"context is {context!r}; allowed for {decoder.architecture}: {allowed}")
         model.eval()
         self.decoder = decoder.stacked(model) if stack else decoder
-        self.batch, self.context = batch, context
-        heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
-        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode could not be written outside
-            self.cache = KVCache(
-                len(decoder.blocks),
-                batch,
-                heads.keys,
-                context + 1,  # sequences that have ended, and padding, write to the place behind the context
-                heads.size,
-                dtype=dtype,
-                device=device,
-                kv_dtype=kv_cache,
-            )
-            self._cos, self._sin = decoder.rotary_tables(context)
-            # Each engine has counters of its own, since graphs of two engines may run at once.
-            self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
-            self._logits = torch.zeros(batch, decoder.vocabulary, dtype=dtype, device=device)
-            self._likeliest = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._lengths: list[int] = []
-        self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
+        self._allocate(batch, context, kv_cache, graphs)
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
         held = (*model.parameters(), *model.buffers()) if self._graphs is not None else ()
         self._held = [tensor.detach() for tensor in held]
         if self.cache.takes_guides:
             self._guide(model, guide_prompts, graphs=graphs, stack=stack)
+
+    def _allocate(self, batch: int, context: int, kv_cache: KVDtype, graphs: bool) -> None:
+        """Memory for sequences."""
+        self.batch, self.context, decoder = batch, context, self.decoder
+        heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode could not be written outside
+            self.cache = self.cache_of(batch, kv_cache)
+            self._cos, self._sin = decoder.rotary_tables(context)
+            # Each engine has counters of its own, since graphs of two engines may run at once.
+            self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
+            self.logits = torch.zeros(batch, decoder.vocabulary, dtype=dtype, device=device)
+            self.likeliest = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._lengths: list[int] = []
+        self._graphs = Graphs(device) if graphs and device.type == "cuda" else None
+
+    def cache_of(self, batch: int, kv_cache: KVDtype) -> KVCache:
+        """An empty cache of the model's keys and values, as long as this engine's context."""
+        decoder = self.decoder
+        return KVCache(
+            len(decoder.blocks),
+            batch,
+            decoder.heads.keys,
+            self.context + 1,  # sequences that have ended, and padding, write to the place behind the context
+            decoder.heads.size,
+            dtype=decoder.dtype,
+            device=decoder.device,
+            kv_dtype=kv_cache,
+        )
+
+    def beside(self, batch: int) -> Engine:
+        """Another engine over the same weights, with memory of its own for ``batch`` sequences of the same context."""
+        other = copy.copy(self)
+        other._allocate(batch, self.context, self.cache.kv_dtype, self._graphs is not None)
+        other.cache.share_guides(self.cache)
+        return other
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -170,8 +189,8 @@ class Engine:
         Exactness: in which pieces a prompt is read may change the order of sums of floats.
         """
         ids, kept = self._checked(prompts, keep)
-        self._fill(ids, kept)
-        return self._logits[: len(ids)].clone()
+        self.fill(ids, kept)
+        return self.logits[: len(ids)].clone()
 
     @torch.no_grad()
     def score(self, prompts: Prompts) -> list[Tensor]:
@@ -219,7 +238,7 @@ class Engine:
         full = [i for i, length in enumerate(self._lengths) if length >= self.context]
         if full:
             raise ContextError(f"sequence {full[0]} has {self.context} tokens, the engine's whole context")
-        logits = self._loop_from(flat).step().clone()
+        logits = self.loop_from(flat, self._lengths).step().clone()
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
@@ -281,14 +300,14 @@ class Engine:
             raise ConfigError(f"sampling is {sampling!r}; allowed: a qcut.Sampling, or None")
         options = sampling or Sampling()
         stops = stop_ids(stop)
-        self._fill(*self._checked(prompts, keep))
+        self.fill(*self._checked(prompts, keep))
         running = [Running(length, self.context, max_new_tokens, stops) for length in self._lengths]
         n, device = len(running), self.decoder.device
-        first = self._likeliest[:n]
+        first = self.likeliest[:n]
         if not options.greedy:
             sequences, positions = torch.arange(n, device=device), torch.tensor(self._lengths, device=device)
-            first = sample(self._logits[:n], options, sequences, positions)
-        loop = self._loop_from(first)
+            first = sample(self.logits[:n], options, sequences, positions)
+        loop = self.loop_from(first, self._lengths)
 
         def advance() -> Fetched:
             following = loop.step()
@@ -311,9 +330,14 @@ class Engine:
                 return [Generated(s.tokens, s.reason) for s in running if s.reason]
             arriving = ahead or advance()
 
-    def _loop_from(self, tokens: Tensor) -> DecodeLoop:
-        """The decode loop for all sequences, started at these tokens; captured in a graph where graphs are used."""
-        n = len(self._lengths)
+    def loop_from(self, tokens: Tensor, lengths: Sequence[int]) -> DecodeLoop:
+        """The decode loop for the first n sequences; captured in a graph where graphs are used.
+
+        Args:
+            tokens: the next of each, int64 ``[n]``.
+            lengths: tokens of each before it.
+        """
+        n = len(lengths)
         size = n if self._graphs is None else min(self.batch, 1 << (n - 1).bit_length())
 
         def make() -> DecodeLoop:
@@ -324,7 +348,7 @@ class Engine:
         else:
             self._graphs.refresh()
             loop = self._graphs.get(("steps", size), make)
-        loop.start(tokens, torch.tensor(self._lengths, dtype=torch.int32))
+        loop.start(tokens, torch.tensor(lengths, dtype=torch.int32))
         return loop
 
     def _guide(self, model: nn.Module, prompts: Prompts | None, *, graphs: bool, stack: bool) -> None:
@@ -357,8 +381,13 @@ class Engine:
 
     # ── arithmetic ───────────────────────────────────────────────────────────────────────────────
 
-    def _fill(self, prompts: list[Tensor], kept: list[int]) -> None:
-        """Read prompts after the tokens that are kept; logits and likeliest tokens after them are in memory then."""
+    def fill(self, prompts: list[Tensor], kept: list[int]) -> None:
+        """Read prompts after the tokens that are kept; `logits` and `likeliest` tokens after them are in memory then.
+
+        Args:
+            prompts: checked ids of each, int64 ``[T]`` on the host, T at least 1, that fit the context.
+            kept: tokens of each sequence before its prompt.
+        """
         self._lengths = kept if any(kept) else []
         for chunk, _ in self._chunks(prompts, kept):
             if chunk.graph is not None:
@@ -399,8 +428,8 @@ class Engine:
         x, unadded = self._read(chunk)
         rows, n = chunk.last_rows(), chunk.sequences
         logits = self.decoder.logits(x[rows], unadded[rows])
-        self._logits[:n].copy_(logits)
-        self._likeliest[:n].copy_(torch.ops.qcut.argmax(logits))
+        self.logits[:n].copy_(logits)
+        self.likeliest[:n].copy_(torch.ops.qcut.argmax(logits))
 
     def _read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """A chunk of S times T tokens through all blocks: two summands of the result, ``[S T, hidden]`` each."""

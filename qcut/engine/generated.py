@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Reason = Literal["stop", "length", "context"]
+Reason = Literal["stop", "length", "context", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Generated:
     Attributes:
         tokens: ids of the new tokens, a stop token included.
         reason: why generation ended: ``stop`` at a stop token, ``length`` at ``max_new_tokens``, ``context`` where the
-            context was full.
+            context was full, ``cancelled`` where its sender ended it.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -77,6 +77,7 @@ class KVCache:
             for i in range(layers)
         ]
 
+        self.kv_dtype: KVDtype = kv_dtype
         self._device, self._takes_guides = device, kinds[0] == "int4"
         self._guides: list[Tensor | None] = [None] * layers
 
@@ -92,6 +93,17 @@ class KVCache:
     def guide(self, index: int) -> Tensor | None:
         """By which a layer's keys are rounded; None: each code is the nearest."""
         return self._guides[index]
+
+    def share_guides(self, other: KVCache) -> None:
+        """Round keys by the guides of another cache of the same layers."""
+        self._guides = other._guides
+
+    def copy_row(self, source: KVCache, source_row: int, row: int, first: int, end: int) -> None:
+        """Copy tokens ``first`` to ``end - 1`` of a sequence, of this cache or another of its kind, to a row."""
+        mine, theirs = ((*cache._rows, *cache._scales) for cache in (self, source))
+        for to, given in zip(mine, theirs, strict=True):
+            if to is not None and given is not None:
+                to[:, row, :, first:end] = given[:, source_row, :, first:end]
 
     @property
     def nbytes(self) -> int:

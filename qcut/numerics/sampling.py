@@ -151,6 +151,10 @@ class History:
         counts = torch.zeros(rows, vocabulary, dtype=torch.int32, device=device)
         return cls(counts.bool(), counts)
 
+    def of(self, row: int) -> History:
+        """The tokens before of one row."""
+        return History(self.prompt[row : row + 1], self.counts[row : row + 1])
+
     def start(self, row: int, prompt: Tensor) -> None:
         """Begin a row anew, after a prompt of ids int64 ``[T]``."""
         self.prompt[row].zero_()

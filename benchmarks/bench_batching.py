@@ -1,0 +1,165 @@
+"""Continuous batching under load: clients that send prompts of many lengths, each the next when the last is answered.
+
+Beside it a static batch: as many sequences as clients, with the same prompts in the same order, where each batch ends
+with its longest member. Both times hold reading the prompts. Every answer is counted, and some are held against those
+that the engine gives them alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import qcut
+from benchmarks import harness
+from benchmarks.bench_engine import CASES, build
+from benchmarks.harness import CheckError, Timing, percentile
+
+SHORTEST, LONGEST = 32, 1024
+"""Tokens of a prompt."""
+NEW = 128
+"""Tokens of an answer."""
+CHECKED = 2
+"""Answers that are held against the engine's."""
+ALIKE = 0.5
+"""The least share of tokens that a checked answer has in common with the engine's, from the first on: kernels are
+chosen by the number of sequences, and models of random weights have near ties."""
+TO_REACH = {"static": 0.8, "gap": 4.0}
+"""Of the static batch's tokens/s; and the 99th percentile of the time between tokens, as a multiple of the median."""
+KEY = ("case", "clients", "what")
+
+
+class Answer(NamedTuple):
+    """Tokens of an answer, and when each came, in seconds."""
+
+    tokens: list[int]
+    times: list[float]
+
+
+def prompts_of(count: int, vocabulary: int, shortest: int, longest: int) -> list[list[int]]:
+    """Random prompts, their lengths evenly spread and shuffled."""
+    rng = random.Random(count)
+    lengths = [shortest + (longest - shortest) * i // max(1, count - 1) for i in range(count)]
+    rng.shuffle(lengths)
+    return [[rng.randrange(vocabulary) for _ in range(length)] for length in lengths]
+
+
+def load(scheduler: qcut.Scheduler, prompts: list[list[int]], clients: int, new: int) -> tuple[float, list[Answer]]:
+    """Seconds until all prompts are answered, by threads that wait for one answer each, and the answers."""
+    answers: dict[int, Answer] = {}
+
+    def client(mine: int) -> None:
+        for i in range(mine, len(prompts), clients):
+            times: list[float] = []
+            request = scheduler.submit(prompts[i], new)
+            for _ in request:
+                times.append(time.perf_counter())
+            answers[i] = Answer(list(request.tokens), times)
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(clients)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seconds = time.perf_counter() - start
+    if sorted(answers) != list(range(len(prompts))) or any(len(each.tokens) != new for each in answers.values()):
+        raise CheckError(f"{len(answers)} of {len(prompts)} answers, of {new} tokens each, have come")
+    return seconds, [answers[i] for i in range(len(prompts))]
+
+
+def static(engine: qcut.Engine, prompts: list[list[int]], clients: int, new: int) -> float:
+    """Seconds until batches of so many prompts, one after another, are answered."""
+    start = time.perf_counter()
+    for i in range(0, len(prompts), clients):
+        engine.generate(prompts[i : i + clients], new)
+    return time.perf_counter() - start
+
+
+def check(engine: qcut.Engine, prompts: list[list[int]], answers: list[Answer], new: int) -> None:
+    """Raise `CheckError` unless answers are, from the first token on, mostly those of the engine."""
+    for i in range(0, len(prompts), max(1, len(prompts) // CHECKED)):
+        (want,) = engine.generate([prompts[i]], new)
+        same = next((j for j, (a, b) in enumerate(zip(answers[i].tokens, want.tokens, strict=True)) if a != b), new)
+        if same < ALIKE * new:
+            raise CheckError(f"answer {i} leaves the engine's at token {same} of {new}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; 1 where an answer was wrong or lost. A CPU runs a tiny model, and nothing it times is kept."""
+    parser = harness.parser(__doc__ or "")
+    parser.add_argument("--case", choices=tuple(CASES), default="llama-3-8b-codebook4", help="of bench_engine.py")
+    parser.add_argument("--clients", type=int, default=64, help="that wait for an answer at any time [64]")
+    parser.add_argument("--rounds", type=int, default=4, help="prompts of each client [4]")
+    parser.add_argument("--new", type=int, default=NEW, help=f"tokens of an answer [{NEW}]")
+    parser.add_argument("--lengths", default=f"{SHORTEST},{LONGEST}", help="tokens of the shortest and longest prompt")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of prompts between two steps [512]")
+    parser.add_argument("--prefixes", type=int, default=8, help="sequences whose beginnings are kept [8]")
+    parser.add_argument("--kv-cache", default="auto")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    options = parser.parse_args(arguments)
+    with torch.no_grad():
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, print and write everything."""
+    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    shortest, longest = map(int, options.lengths.split(","))
+    case, clients, new = CASES[options.case], options.clients, options.new
+    context = longest + new
+    model: Any = build(case, device, context)
+    engine = qcut.Engine(model, batch=clients, context=context, kv_cache=options.kv_cache)
+    prompts = prompts_of(clients * options.rounds, case.vocabulary, shortest, longest)
+    results = harness.Results("bench_batching", harness.environment())
+    try:
+        with qcut.Scheduler(engine, chunk=options.chunk, prefixes=options.prefixes) as scheduler:
+            load(scheduler, prompts[: 2 * clients], clients, new)  # builds kernels and captures graphs
+            seconds, answers = load(scheduler, prompts, clients, new)
+            found = scheduler.load.found_tokens
+        static(engine, prompts[:clients], clients, new)
+        static_seconds = static(engine, prompts, clients, new)
+        check(engine, prompts, answers, new)
+    except CheckError as error:
+        print(f"WRONG {options.case}: {error}")
+        return 1
+    gaps = [later - sooner for each in answers for sooner, later in zip(each.times, each.times[1:], strict=False)]
+    median, worst = statistics.median(gaps), percentile(sorted(gaps), 0.99)
+    rate, static_rate = (len(prompts) * new / each for each in (seconds, static_seconds))
+    lines = [
+        ["tokens/s", f"{rate:,.0f}", f"{rate / static_rate:.2f} of a static batch's {static_rate:,.0f}"],
+        [
+            "between tokens",
+            f"{median * 1e3:.2f} ms",
+            f"99 in 100 within {worst * 1e3:.2f} ms, {worst / median:.1f} times",
+        ],
+        ["beginnings found", str(found), "tokens"],
+    ]
+    print(harness.table([f"{clients} clients, {len(prompts)} prompts", "", ""], lines))
+    print(f"to reach: {TO_REACH['static']} of the static batch, {TO_REACH['gap']} times the median")
+    if device == "cpu":
+        print("a CPU: results checked, no rows written")
+        return 0
+    columns = {"case": options.case, "clients": clients, "chunk": options.chunk, "kv_cache": options.kv_cache}
+    columns |= {"prompts": len(prompts), "new": new, "lengths": f"{shortest}-{longest}"}
+    for what, took in (("continuous", seconds), ("static", static_seconds)):
+        timing = Timing.of([took * 1e6], "wall")
+        results.add(timing, **columns, what=what, tokens_s=round(len(prompts) * new / took, 1), p99_us="")
+    results.add(Timing.of([gap * 1e6 for gap in gaps], "wall"), **columns, what="gap", tokens_s="", p99_us=round(worst * 1e6, 1))
+    print(f"rows in {results.write_csv(options.out, KEY)}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,472 @@
+"""Continuous batching: sequences join and leave a batch that keeps running."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from qcut.engine.arguments import check_ids, is_whole, stop_ids, token_row
+from qcut.engine.decode_loop import DecodeLoop, Fetched
+from qcut.engine.engine import Engine
+from qcut.engine.generated import Reason
+from qcut.engine.prefixes import Prefixes
+from qcut.engine.request import Event, Listener, LogProbability, Request
+from qcut.errors import BusyError, ConfigError, ContextError, ShapeError
+from qcut.numerics.sampling import History, Rows, Sampling, log_probabilities, sample
+
+READERS = 8
+"""Most prompts that are read at once."""
+MOST_TOP = 20
+"""Most log-probabilities of a token."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a scheduler does, and has done.
+
+    Attributes:
+        waiting: prompts that nobody reads yet.
+        reading: prompts that are being read.
+        running: sequences that are being continued.
+        kept: tokens in the cache of beginnings.
+        prompt_tokens: tokens of all prompts so far.
+        found_tokens: of these, tokens that the cache of beginnings had.
+        new_tokens: new tokens so far.
+        steps: steps so far.
+    """
+
+    waiting: int
+    reading: int
+    running: int
+    kept: int
+    prompt_tokens: int
+    found_tokens: int
+    new_tokens: int
+    steps: int
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """A sequence of the batch.
+
+    Attributes:
+        request: its sender's.
+        most: most new tokens.
+        end: why the sequence ends after so many.
+        index: among the samples of its prompt, which its draws depend on.
+        read: tokens in the cache, those of steps on the way included.
+        chosen: new tokens, those on the way included.
+        row: in the batch, while the sequence is in it.
+    """
+
+    request: Request
+    most: int
+    end: Reason
+    index: int
+    read: int = 0
+    chosen: int = 0
+    row: int | None = None
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt, and the sequences that go on from it."""
+
+    ids: Tensor
+    sequences: list[_Sequence]
+    read: int = 0
+
+
+@dataclass(eq=False)
+class _Arriving:
+    """Tokens on their way to the host, one for each sequence."""
+
+    tokens: Fetched
+    sequences: list[_Sequence]
+    found: list[LogProbability | None] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continues prompts that come when they like, all in one batch.
+
+    Every turn takes one step of the sequences that run, and reads at most ``chunk`` tokens of prompts that wait: a long
+    prompt delays running sequences by one chunk a turn. A sequence that has ended leaves its row to the last one, whose
+    keys and values are copied; the rows in use are always the first ones, which steps of `qcut.Engine` take as they
+    are. Prompts are read beside the batch, and join it when they have been read.
+
+    `run` turns in a thread of its own, until `close`; or call `turn` yourself. Only one thread may turn.
+
+    Args:
+        engine: its ``batch`` bounds the sequences that run at once. The scheduler's while it lives.
+        chunk: most tokens of prompts in a turn.
+        prefixes: sequences whose beginnings are kept, to be found again by their tokens; as much memory as so many
+            sequences of the batch.
+        most_waiting: prompts that may wait.
+
+    Exactness: with greedy sampling and layers of int8 products a sequence's tokens do not depend on its neighbours,
+    but for sums of floats in attention, whose order depends on the pieces in which a prompt is read and on kernels
+    chosen by the number of sequences; with other layers products' sums have that order, too. Draws depend on the seed,
+    the index among the prompt's samples, and the position alone.
+
+    Raises:
+        ConfigError: a number below its least.
+    """
+
+    def __init__(self, engine: Engine, *, chunk: int = 512, prefixes: int = 8, most_waiting: int = 1024) -> None:
+        for name, value, least in (("chunk", chunk, 1), ("prefixes", prefixes, 0), ("most_waiting", most_waiting, 1)):
+            if not is_whole(value) or value < least:
+                raise ConfigError(f"{name} is {value!r}; allowed: {least} and more")
+        self.engine, self._chunk, self._most_waiting = engine, chunk, most_waiting
+        self._reader = engine.beside(min(READERS, engine.batch))
+        kept = engine.cache_of(prefixes, engine.cache.kv_dtype) if prefixes else None
+        self._prefixes = Prefixes(kept, prefixes, engine.context)
+        device, vocabulary = engine.decoder.device, engine.decoder.vocabulary
+        self._ahead = device.type == "cuda"
+        """Whether the device computes the next step while the host waits for the last one's tokens."""
+        self._next = torch.zeros(engine.batch, dtype=torch.int64, device=device)
+        self._history: Callable[[], History] = lambda: History.empty(engine.batch, vocabulary, device)
+        self._counts: History | None = None
+        self._waiting: deque[_Prompt] = deque()
+        self._reading: list[_Prompt] = []
+        self._running: list[_Sequence] = []
+        self._arriving: deque[_Arriving] = deque()
+        self._loop: DecodeLoop | None = None  # None: the sequences are others than in the last step
+        self._settings: Rows | None = None
+        self._places: tuple[Tensor, Tensor] | None = None
+        self._done = {"prompt_tokens": 0, "found_tokens": 0, "new_tokens": 0, "steps": 0}
+        self._lock = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closing = self._cancels_all = False
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+
+    def submit(
+        self,
+        prompt: Sequence[int] | Tensor,
+        max_new_tokens: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        stop: Iterable[int] = (),
+        top: int | None = None,
+        listener: Listener | None = None,
+    ) -> Request:
+        """Continue a prompt, until a stop token, ``max_new_tokens``, or the context's end. May be called in any thread.
+
+        Args:
+            prompt: ids, 1 and more.
+            max_new_tokens: None fills the context.
+            sampling: how tokens are chosen; None takes the likeliest.
+            stop: ids that end the sequence.
+            top: each event has the log-probabilities of its token and of so many of the likeliest ones; None: of no
+                token. Steps wait for them.
+            listener: called with each `Event` in the thread that turns, in place of the request's own queue.
+
+        Raises:
+            BusyError: as many prompts wait as may; or the scheduler closes.
+            As `qcut.Engine.generate`.
+        """
+        return self.submit_samples(prompt, 1, max_new_tokens, sampling=sampling, stop=stop, top=top, listener=listener)[
+            0
+        ]
+
+    def submit_samples(
+        self,
+        prompt: Sequence[int] | Tensor,
+        samples: int,
+        max_new_tokens: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        stop: Iterable[int] = (),
+        top: int | None = None,
+        listener: Listener | None = None,
+    ) -> list[Request]:
+        """Continue a prompt several times, which is read once: see `submit`.
+
+        Raises:
+            ConfigError, also: samples below 1 or beyond the engine's batch.
+        """
+        context, vocabulary = self.engine.context, self.engine.decoder.vocabulary
+        if not is_whole(samples) or not 1 <= samples <= self.engine.batch:
+            raise ConfigError(f"samples is {samples!r}; allowed: 1 to {self.engine.batch}, the engine's batch")
+        if max_new_tokens is not None and (not is_whole(max_new_tokens) or max_new_tokens < 1):
+            raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; allowed: 1 and more, or None")
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise ConfigError(f"sampling is {sampling!r}; allowed: a qcut.Sampling, or None")
+        if top is not None and (not is_whole(top) or not 0 <= top <= min(MOST_TOP, vocabulary)):
+            raise ConfigError(f"top is {top!r}; allowed: 0 to {min(MOST_TOP, vocabulary)}, or None")
+        ids = token_row(prompt, None).cpu()
+        if not len(ids):
+            raise ShapeError("the prompt is empty; allowed: 1 token and more")
+        if len(ids) > context:
+            raise ContextError(f"the prompt has {len(ids)} tokens; this engine's context is {context}")
+        check_ids(ids, vocabulary)
+        ids, stops = ids.long(), stop_ids(stop)
+        room = context - len(ids) + 1
+        most = room if max_new_tokens is None else min(room, max_new_tokens)
+        end: Reason = "length" if most == max_new_tokens else "context"
+        sequences = [
+            _Sequence(
+                Request(tuple(ids.tolist()), sampling or Sampling(), top, stops, listener),
+                most,
+                end,
+                i,
+            )
+            for i in range(samples)
+        ]
+        with self._lock:
+            if self._is_closing:
+                raise BusyError("the scheduler closes; no further prompt is taken")
+            if len(self._waiting) >= self._most_waiting:
+                raise BusyError(f"{len(self._waiting)} prompts wait; allowed: {self._most_waiting}")
+            self._waiting.append(_Prompt(ids, sequences))
+            self._lock.notify()
+        return [sequence.request for sequence in sequences]
+
+    @property
+    def load(self) -> Load:
+        """What is under way, and what has been done."""
+        counts = len(self._waiting), len(self._reading), len(self._running)
+        return Load(*counts, self._prefixes.tokens, **self._done)
+
+    # ── turning ──────────────────────────────────────────────────────────────────────────────────
+
+    def run(self) -> Scheduler:
+        """Turn in a thread until `close`; returns this scheduler."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._turn_until_closed, name="qcut-scheduler", daemon=True)
+            self._thread.start()
+        return self
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Take no further prompt, finish or cancel what has been taken, and end the thread."""
+        with self._lock:
+            self._is_closing = True
+            self._cancels_all |= cancel
+            self._lock.notify()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            while self.turn():
+                pass
+
+    def __enter__(self) -> Scheduler:
+        """`run`."""
+        return self.run()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """`close`; where the block has failed, sequences are cancelled."""
+        self.close(cancel=kind is not None)
+
+    @torch.no_grad()
+    def turn(self) -> bool:
+        """Take a step, read a chunk, and pass on what has come; False where there was nothing to do."""
+        self._drop_cancelled()
+        busy = bool(self._waiting or self._reading or self._running or self._arriving)
+        if self._running:
+            self._step()
+        self._read()
+        while len(self._arriving) > (1 if self._ahead and self._running else 0):
+            self._deliver(self._arriving.popleft())
+        return busy
+
+    def _turn_until_closed(self) -> None:
+        device = self._next.device
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                while self.turn() or self._wait():
+                    pass
+        except BaseException as error:
+            with self._lock:
+                self._is_closing = True
+                left = self._all()
+                self._waiting.clear()
+            for sequence in left:
+                sequence.request.error = error
+                if sequence.request.reason is None:
+                    sequence.request.tell(Event(reason="failed"))
+            raise
+
+    def _wait(self) -> bool:
+        """Wait for a prompt; False where none will come."""
+        with self._lock:
+            if not self._waiting and not self._is_closing:
+                self._lock.wait()
+            return bool(self._waiting) or not self._is_closing
+
+    def _all(self) -> list[_Sequence]:
+        prompts = (*self._waiting, *self._reading)
+        arriving = [s for each in self._arriving for s in each.sequences if s.row is None]
+        return [*(s for prompt in prompts for s in prompt.sequences), *self._running, *arriving]
+
+    # ── prompts ──────────────────────────────────────────────────────────────────────────────────
+
+    def _read(self) -> None:
+        """Read a chunk of the prompts that are next."""
+        reader, reading = self._reader, self._reading
+        with self._lock:
+            taken = len(self._running) + sum(len(prompt.sequences) for prompt in reading)
+            while self._waiting and len(reading) < reader.batch:
+                taken += len(self._waiting[0].sequences)
+                if taken > self.engine.batch:
+                    break
+                reading.append(self._waiting.popleft())
+        if not reading:
+            return
+        for row, prompt in enumerate(reading):
+            if not prompt.read:
+                found = self._prefixes.find(prompt.ids)
+                self._prefixes.take(found, reader.cache, row)
+                prompt.read = found.length
+                self._done["prompt_tokens"] += len(prompt.ids)
+                self._done["found_tokens"] += found.length
+        each = max(1, self._chunk // len(reading))
+        pieces = [prompt.ids[prompt.read : prompt.read + each] for prompt in reading]
+        reader.fill(pieces, [prompt.read for prompt in reading])
+        for prompt, piece in zip(reading, pieces, strict=True):
+            prompt.read += len(piece)
+        for row in reversed(range(len(reading))):
+            if reading[row].read == len(reading[row].ids):
+                self._join(row)
+                last = reading.pop()
+                if row < len(reading):
+                    reader.cache.copy_row(reader.cache, len(reading), row, 0, last.read)
+                    reading[row] = last
+
+    def _join(self, row: int) -> None:
+        """Let the sequences of a prompt that the reader has read into a row take part in the next step."""
+        prompt, reader = self._reading[row], self._reader
+        self._prefixes.keep(prompt.ids, reader.cache, row)
+        logits = reader.logits[row : row + 1]
+        for sequence in prompt.sequences:
+            settings, n = sequence.request.sampling, len(self._running)
+            history = self._started(n, prompt.ids) if settings.penalizes else None
+            if settings.greedy and history is None:
+                first = reader.likeliest[row : row + 1].clone()
+            else:
+                index, position = torch.tensor([[sequence.index], [len(prompt.ids)]], device=logits.device)
+                first = sample(logits, settings, index, position, None if history is None else history.of(n))
+            sequence.read, sequence.chosen = len(prompt.ids), 1
+            self._arriving.append(_Arriving(Fetched(first), [sequence], self._asked([sequence], logits, first)))
+            if sequence.most > 1:
+                self.engine.cache.copy_row(reader.cache, row, n, 0, len(prompt.ids))
+                self._next[n : n + 1] = first
+                if history is not None:
+                    history.of(n).add(first)
+                sequence.row = n
+                self._running.append(sequence)
+                self._loop = None
+
+    def _started(self, row: int, prompt: Tensor) -> History:
+        """The tokens before of all rows, with one row begun anew."""
+        if self._counts is None:
+            self._counts = self._history()
+        self._counts.start(row, prompt)
+        return self._counts
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────
+
+    def _step(self) -> None:
+        """Queue a step of all sequences that run."""
+        running, n = self._running, len(self._running)
+        if self._loop is None:
+            lengths = [sequence.read for sequence in running]
+            self._loop = self.engine.loop_from(self._next[:n], lengths)
+            settings = [sequence.request.sampling for sequence in running]
+            device = self._next.device
+            plain = all(s.greedy and not s.penalizes for s in settings)
+            self._settings = None if plain else Rows.of(settings, device)
+            indices = torch.tensor([sequence.index for sequence in running], device=device)
+            self._places = indices, torch.tensor(lengths, device=device)
+        logits = self._loop.step()
+        if self._settings is not None and self._places is not None:
+            indices, positions = self._places
+            chosen = sample(logits, self._settings, indices, positions.add_(1), self._counts)
+            self._loop.choose(chosen)
+        tokens = self._next[:n].copy_(self._loop.tokens)
+        if self._counts is not None and self._settings is not None:
+            self._counts.add(tokens)
+        self._done["steps"] += 1
+        # A step in the meantime would overwrite tokens that the host has not fetched.
+        fetched = Fetched(tokens if tokens.is_cuda else tokens.clone())
+        self._arriving.append(_Arriving(fetched, list(running), self._asked(running, logits, tokens)))
+        for sequence in running:
+            sequence.read += 1
+            sequence.chosen += 1
+        for sequence in [s for s in running if s.chosen == s.most]:
+            self._leave(sequence)
+
+    def _leave(self, sequence: _Sequence) -> None:
+        """Free a sequence's row for the last one."""
+        row, sequence.row, cache = sequence.row, None, self.engine.cache
+        if row is None:
+            return
+        known = torch.tensor([*sequence.request.prompt, *sequence.request.tokens])[: sequence.read]
+        self._prefixes.keep(known, cache, row)
+        last = self._running.pop()
+        if last is not sequence:
+            end = len(self._running)
+            cache.copy_row(cache, end, row, 0, last.read)
+            self._next[row] = self._next[end]
+            if self._counts is not None:
+                self._counts.move(end, row)
+            last.row, self._running[row] = row, last
+        self._loop = None
+
+    def _drop_cancelled(self) -> None:
+        """End what has been cancelled."""
+        if self._cancels_all:
+            for sequence in self._all():
+                sequence.request.cancel()
+        with self._lock:
+            for prompts in (self._waiting, self._reading):
+                for prompt in prompts:
+                    for sequence in [s for s in prompt.sequences if s.request.is_cancelled]:
+                        prompt.sequences.remove(sequence)
+                        sequence.request.tell(Event(reason="cancelled"))
+            for prompt in [p for p in self._waiting if not p.sequences]:
+                self._waiting.remove(prompt)
+        for sequence in [s for s in self._running if s.request.is_cancelled]:
+            self._leave(sequence)
+            if sequence.request.reason is None:
+                sequence.request.tell(Event(reason="cancelled"))
+
+    # ── tokens ───────────────────────────────────────────────────────────────────────────────────
+
+    def _asked(self, sequences: Sequence[_Sequence], logits: Tensor, tokens: Tensor) -> list[LogProbability | None]:
+        """The log-probabilities that senders have asked for; empty where none has."""
+        wanted = [sequence.request.top for sequence in sequences]
+        if all(top is None for top in wanted):
+            return []
+        most = max(top for top in wanted if top is not None)
+        chosen, ids, values = (part.tolist() for part in log_probabilities(logits, tokens, most))
+        return [
+            None if top is None else LogProbability(chosen[i], tuple(zip(ids[i][:top], values[i][:top], strict=True)))
+            for i, top in enumerate(wanted)
+        ]
+
+    def _deliver(self, arriving: _Arriving) -> None:
+        """Pass tokens on to those who sent the prompts."""
+        found = arriving.found or [None] * len(arriving.sequences)
+        for sequence, token, each in zip(arriving.sequences, arriving.tokens.wait(), found, strict=True):
+            request = sequence.request
+            if request.reason is not None:
+                continue  # a step that was queued before the end was known
+            self._done["new_tokens"] += 1
+            request.tell(Event(token, log_probability=each))
+            if token in request.stops:
+                self._end(sequence, "stop")
+            elif len(request.tokens) == sequence.most:
+                self._end(sequence, sequence.end)
+
+    def _end(self, sequence: _Sequence, reason: Reason) -> None:
+        self._leave(sequence)
+        sequence.request.tell(Event(reason=reason))

@@ -1,0 +1,39 @@
+"""The benchmark of continuous batching on the CPU, on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import bench_batching
+
+TINY = ["--case", "tiny-llama", "--device", "cpu", "--clients", "3", "--rounds", "2", "--new", "6", "--lengths", "4,20"]
+
+
+def test_a_load_is_answered_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_batching.main([*TINY, "--chunk", "8", "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "3 clients, 6 prompts" in said
+    assert "of a static batch's" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_answers_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = bench_batching.check
+
+    def other(engine: Any, prompts: Any, answers: Any, new: int) -> None:
+        right(engine, prompts, answers[1:] + answers[:1], new)
+
+    monkeypatch.setattr(bench_batching, "check", other)
+    assert bench_batching.main([*TINY, "--out", str(tmp_path)]) == 1
+    assert "WRONG tiny-llama: answer 0 leaves the engine's at token" in capsys.readouterr().out
+
+
+def test_prompts_spread_evenly() -> None:
+    prompts = bench_batching.prompts_of(5, 10, 4, 20)
+    assert sorted(map(len, prompts)) == [4, 8, 12, 16, 20]
+    assert all(0 <= token < 10 for prompt in prompts for token in prompt)

@@ -1,0 +1,415 @@
+"""Continuous batching: a sequence's tokens are those that it would have alone, whoever comes and goes beside it."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import qcut
+from qcut.engine.engine import Engine
+from qcut.engine.generated import Generated
+from qcut.engine.kv_cache import KVDtype
+from qcut.engine.request import Event, Request
+from qcut.engine.scheduler import Scheduler
+from qcut.errors import BusyError, ConfigError, ContextError, DtypeError, ShapeError
+from qcut.numerics.sampling import History, Sampling, log_probabilities, sample
+from tests.support.decoders import VOCABULARY, prompts_of, sizes, small
+
+
+def engine_of(model: Any, batch: int, kv_cache: KVDtype = "auto") -> Engine:
+    guide = [[1, 2, 3, 4]] if kv_cache == "int4" else None
+    return Engine(model, batch=batch, context=64, kv_cache=kv_cache, guide_prompts=guide)
+
+
+def alone(model: Any, prompt: list[int], new: int | None, **options: Any) -> Generated:
+    (found,) = engine_of(model, 1, options.pop("kv_cache", "auto")).generate([prompt], new, **options)
+    return found
+
+
+def wide() -> Any:
+    """A model with heads of 32 columns, which 4-bit caches ask for."""
+    torch.manual_seed(1)
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes(hidden_size=64, num_attention_heads=2, num_key_value_heads=1)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.dim() > 1 else 1)
+    return model.eval()
+
+
+def finished(scheduler: Scheduler, most: int = 1000) -> int:
+    """Turns until nothing is left to do."""
+    for turns in range(most):
+        if not scheduler.turn():
+            load = scheduler.load
+            assert (load.waiting, load.reading, load.running) == (0, 0, 0)
+            return turns
+    raise AssertionError(f"not done after {most} turns")
+
+
+# ── tokens ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "scheme", "kv_cache"),
+    [
+        ("llama", None, "auto"),
+        ("gpt2", "w8a8", "int8"),
+        ("qwen2", "codebook4_g32", "auto"),
+        ("wide", "codebook4_g32_int8", "int4"),
+    ],
+)
+def test_who_comes_and_goes_changes_nothing(kind: str, scheme: str | None, kv_cache: KVDtype, ahead: bool) -> None:
+    model = wide() if kind == "wide" else small(kind)
+    if scheme is not None:
+        qcut.quantize(model, scheme, allow_growth=True, progress=False)
+    prompts = prompts_of(VOCABULARY, 5, 1, 30, 17, 2, 44, 9, 23)
+    news = [7, 1, 12, 20, 3, 9, None, 15]
+    want = [alone(model, p, n, kv_cache=kv_cache) for p, n in zip(prompts, news, strict=True)]
+    scheduler = Scheduler(engine_of(model, 3, kv_cache), chunk=8, prefixes=2)
+    scheduler._ahead = ahead
+    requests = []
+    for prompt, new in zip(prompts, news, strict=True):
+        requests.append(scheduler.submit(prompt, new))
+        for _ in range(2):
+            scheduler.turn()
+    finished(scheduler)
+    assert [request.result() for request in requests] == want
+
+
+def test_draws_are_those_of_the_engine() -> None:
+    model = small("llama")
+    options = [
+        Sampling(1.0, seed=3),
+        Sampling(),
+        Sampling(1.5, top_k=20, top_p=0.9, seed=2**63),
+        Sampling(0.7, min_p=0.1),
+    ]
+    prompts = prompts_of(VOCABULARY, 6, 11, 3, 19)
+    scheduler = Scheduler(engine_of(model, 4), chunk=16)
+    requests = [scheduler.submit(p, 12, sampling=s) for p, s in zip(prompts, options, strict=True)]
+    finished(scheduler)
+    for request, prompt, each in zip(requests, prompts, options, strict=True):
+        assert request.result() == alone(model, prompt, 12, sampling=each)
+
+
+def test_stop_tokens_and_the_contexts_end() -> None:
+    model = small("gpt2")
+    prompt = prompts_of(VOCABULARY, 9)[0]
+    tokens = alone(model, prompt, 10).tokens
+    scheduler = Scheduler(engine_of(model, 2))
+    stopped, full = scheduler.submit(prompt, stop=[tokens[4]]), scheduler.submit(prompt)
+    finished(scheduler)
+    assert stopped.result() == Generated(tokens[: tokens.index(tokens[4]) + 1], "stop")
+    assert full.result() == alone(model, prompt, None)
+    assert full.reason == "context"
+    assert len(full.tokens) == 64 - 9 + 1
+
+
+def penalized_alone(model: Any, prompt: list[int], new: int, options: Sampling) -> list[int]:
+    """Step by step through `Engine.decode`."""
+    engine, history, tokens = Engine(model, context=64), History.empty(1, VOCABULARY, torch.device("cpu")), []
+    history.start(0, torch.tensor(prompt))
+    logits = engine.prefill([prompt])
+    for i in range(new):
+        token = sample(logits, options, torch.tensor([0]), torch.tensor([len(prompt) + i]), history)
+        history.add(token)
+        tokens.append(int(token))
+        logits = engine.decode(token)
+    return tokens
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_penalties_are_each_sequences_own(ahead: bool) -> None:
+    model = small("llama")
+    options = [
+        Sampling(repetition_penalty=1.8),
+        Sampling(),
+        Sampling(1.0, presence_penalty=2.0, frequency_penalty=0.5, seed=5),
+        Sampling(presence_penalty=100.0),
+    ]
+    prompts = prompts_of(VOCABULARY, 5, 8, 3, 6)
+    scheduler = Scheduler(engine_of(model, 2))
+    scheduler._ahead = ahead
+    requests = [scheduler.submit(p, n, sampling=s) for p, s, n in zip(prompts, options, (20, 4, 9, 20), strict=True)]
+    finished(scheduler)
+    for request, prompt, each in zip(requests, prompts, options, strict=True):
+        assert request.tokens == penalized_alone(model, prompt, len(request.tokens), each)
+    assert len(set(requests[3].tokens)) == 20
+    assert requests[0].tokens != alone(model, prompts[0], 20).tokens
+
+
+def test_samples_of_a_prompt_read_it_once() -> None:
+    model = small("llama")
+    prompt = prompts_of(VOCABULARY, 21)[0]
+    scheduler = Scheduler(engine_of(model, 4), prefixes=0)
+    requests = scheduler.submit_samples(prompt, 3, 10, sampling=Sampling(1.0, seed=8))
+    finished(scheduler)
+    assert scheduler.load.prompt_tokens == 21
+    # A batch of the engine gives its rows the indices that samples have here.
+    want = Engine(model, batch=3, context=64).generate([prompt] * 3, 10, sampling=Sampling(1.0, seed=8))
+    assert [request.result() for request in requests] == want
+    assert len({tuple(request.tokens) for request in requests}) == 3
+
+
+def test_log_probabilities_are_the_models() -> None:
+    model = small("qwen2")
+    prompts = prompts_of(VOCABULARY, 7, 4)
+    scheduler = Scheduler(engine_of(model, 2))
+    asked = scheduler.submit(prompts[0], 5, sampling=Sampling(2.0, seed=1), top=3)
+    chosen = scheduler.submit(prompts[1], 5, top=0)
+    finished(scheduler)
+    events = list(asked.events())
+    assert [event.reason for event in events] == [None] * 5 + ["length"]
+    engine = Engine(model, context=64)
+    logits = engine.prefill([prompts[0]])
+    for event in events[:-1]:
+        want = log_probabilities(logits, torch.tensor([event.token]), 3)
+        assert event.log_probability is not None
+        assert event.log_probability.chosen == pytest.approx(want.chosen.item(), abs=1e-5)
+        assert [token for token, _ in event.log_probability.top] == want.tokens[0].tolist()
+        assert [value for _, value in event.log_probability.top] == pytest.approx(want.values[0].tolist(), abs=1e-5)
+        logits = engine.decode([event.token or 0])
+    found = [event.log_probability for event in chosen.events()][:-1]
+    assert all(each is not None and each.top == () and each.chosen < 0 for each in found)
+
+
+# ── beginnings ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_beginnings_are_found_by_their_tokens() -> None:
+    model = small("llama")
+    common, *ends = prompts_of(VOCABULARY, 40, 3, 5, 2)
+    scheduler = Scheduler(engine_of(model, 2), chunk=8, prefixes=2)
+    for i, end in enumerate(ends):
+        request = scheduler.submit([*common, *end], 4)
+        finished(scheduler)
+        assert request.result() == alone(model, [*common, *end], 4)
+        assert scheduler.load.found_tokens == 40 * i
+    # A chat goes on: its whole beginning is there, but for the last new token, which nobody has read.
+    before = scheduler.load.found_tokens
+    longer = [*request.prompt, *request.tokens, 1, 2]
+    again = scheduler.submit(longer, 4)
+    finished(scheduler)
+    assert again.result() == alone(model, longer, 4)
+    assert scheduler.load.found_tokens - before == len(longer) - 3
+
+
+def test_beginnings_not_used_for_longest_make_room() -> None:
+    model = small("gpt2")
+    first, second, third = prompts_of(VOCABULARY, 20, 24, 28)
+    scheduler = Scheduler(engine_of(model, 1), prefixes=2)
+
+    def found(prompt: list[int]) -> int:
+        before = scheduler.load.found_tokens
+        request = scheduler.submit(prompt, 1)
+        finished(scheduler)
+        assert request.result() == alone(model, prompt, 1)
+        return scheduler.load.found_tokens - before
+
+    assert [found(p) for p in (first, second, first, third, first, second)] == [0, 0, 19, 0, 19, 0]
+    assert scheduler.load.kept == 20 + 24
+
+
+def test_the_same_prompt_is_kept_once() -> None:
+    scheduler = Scheduler(engine_of(small("gpt2"), 1), prefixes=4)
+    prompt = prompts_of(VOCABULARY, 20)[0]
+    for _ in range(3):
+        scheduler.submit(prompt, 1)
+        finished(scheduler)
+    assert scheduler.load.kept == 20
+    scheduler.submit(prompt, 5)
+    finished(scheduler)
+    assert scheduler.load.kept == 24
+    scheduler.submit(prompts_of(VOCABULARY, 15)[0], 1)
+    finished(scheduler)
+    assert scheduler.load.kept == 24
+
+
+# ── turns ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_long_prompt_delays_running_sequences_by_chunks() -> None:
+    model = small("llama")
+    short, long = prompts_of(VOCABULARY, 4, 48)
+    scheduler = Scheduler(engine_of(model, 2), chunk=8, prefixes=0)
+    running = scheduler.submit(short, 30)
+    scheduler.turn()
+    waiting = scheduler.submit(long, 3)
+    came = []
+    while not waiting.tokens:
+        before = len(running.tokens)
+        scheduler.turn()
+        came.append(len(running.tokens) - before)
+    assert came == [1] * 6
+    finished(scheduler)
+    assert running.result() == alone(model, short, 30)
+    assert waiting.result() == alone(model, long, 3)
+
+
+def test_cancelled_requests_leave_at_once() -> None:
+    model = small("llama")
+    prompts = prompts_of(VOCABULARY, 5, 7, 9, 30, 3)
+    scheduler = Scheduler(engine_of(model, 2), chunk=4)
+    one, two, three, four, five = (scheduler.submit(prompt, 20) for prompt in prompts)
+    five.cancel()
+    while len(one.tokens) < 4:
+        scheduler.turn()
+    one.cancel()
+    three.cancel()
+    scheduler.turn()
+    assert (one.reason, three.reason, five.reason) == ("cancelled",) * 3
+    while not four.tokens:
+        scheduler.turn()
+    four.cancel()
+    finished(scheduler)
+    assert one.result() == Generated(alone(model, prompts[0], 20).tokens[: len(one.tokens)], "cancelled")
+    assert two.result() == alone(model, prompts[1], 20)
+    assert 1 <= len(four.tokens) < 20
+    assert (three.tokens, five.tokens) == ([], [])
+    two.cancel()  # has ended
+    assert two.reason == "length"
+
+
+# ── threads ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_many_clients_at_once() -> None:
+    model = small("llama")
+    rng = random.Random(5)
+    jobs = [
+        ([rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40))], rng.randint(1, 12), Sampling(1.0, seed=i))
+        for i in range(24)
+    ]
+    want = [alone(model, prompt, new, sampling=options) for prompt, new, options in jobs]
+    found: dict[int, list[int]] = {}
+    with Scheduler(engine_of(model, 5), chunk=16) as scheduler:
+
+        def client(mine: int) -> None:
+            for i in range(mine, len(jobs), 8):
+                prompt, new, options = jobs[i]
+                found[i] = list(scheduler.submit(prompt, new, sampling=options))
+
+        threads = [threading.Thread(target=client, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert [found[i] for i in range(len(jobs))] == [each.tokens for each in want]
+    load = scheduler.load
+    assert (load.waiting, load.reading, load.running) == (0, 0, 0)
+    assert load.prompt_tokens == sum(len(prompt) for prompt, _, _ in jobs)
+    assert load.new_tokens == sum(len(each.tokens) for each in want)
+
+
+def test_closing_finishes_what_runs() -> None:
+    model = small("gpt2")
+    prompt = prompts_of(VOCABULARY, 6)[0]
+    scheduler = Scheduler(engine_of(model, 1)).run()
+    requests = [scheduler.submit(prompt, 5) for _ in range(3)]
+    scheduler.close()
+    assert [request.result() for request in requests] == [alone(model, prompt, 5)] * 3
+    with pytest.raises(BusyError, match="the scheduler closes"):
+        scheduler.submit(prompt)
+    scheduler.close()
+
+
+def test_a_failed_block_cancels() -> None:
+    model = small("gpt2")
+    held: list[Request] = []
+
+    def block() -> None:
+        with Scheduler(engine_of(model, 1)) as scheduler:
+            held.extend(scheduler.submit([token], 60) for token in (1, 2))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        block()
+    assert held[1].result() == Generated([], "cancelled")
+    assert held[0].reason in ("cancelled", "length")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_scheduler_that_fails_tells_all_senders(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(small("gpt2"), 1)
+    scheduler = Scheduler(engine)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    requests = [scheduler.submit([1, 2], 20), scheduler.submit([3], 20)]
+    scheduler.turn()
+    monkeypatch.setattr(scheduler, "_step", fail)
+    scheduler.run()
+    for request in requests:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            request.result()
+    with pytest.raises(BusyError):
+        scheduler.submit([1])
+    scheduler.close()
+
+
+def test_a_listener_that_fails_ends_its_own_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = small("gpt2")
+    scheduler = Scheduler(engine_of(model, 2))
+
+    def listener(event: Event) -> None:
+        raise OSError("the connection has gone")
+
+    failed, other = scheduler.submit([1, 2], 20, listener=listener), scheduler.submit([3], 20)
+    finished(scheduler)
+    assert (failed.reason, len(failed.tokens)) == ("cancelled", 1)
+    assert other.result() == alone(model, [3], 20)
+    assert "a request's listener has failed" in caplog.text
+
+
+def test_listeners_get_events_in_place_of_the_queue() -> None:
+    seen: list[Event] = []
+    scheduler = Scheduler(engine_of(small("gpt2"), 1))
+    request = scheduler.submit([1, 2, 3], 3, listener=seen.append)
+    finished(scheduler)
+    assert [event.token for event in seen] == [*request.tokens, None]
+    assert seen[-1] == Event(reason="length")
+
+
+# ── wrong calls ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        (([],), {}, ShapeError, "the prompt is empty"),
+        (([0] * 65,), {}, ContextError, "the prompt has 65 tokens; this engine's context is 64"),
+        (([VOCABULARY],), {}, ConfigError, str(VOCABULARY)),
+        ((["text"],), {}, DtypeError, "text"),
+        (([1], 0), {}, ConfigError, "max_new_tokens is 0"),
+        (([1],), {"sampling": 1.0}, ConfigError, "sampling is 1.0"),
+        (([1],), {"top": 21}, ConfigError, "top is 21; allowed: 0 to 20, or None"),
+        (([1],), {"stop": ["x"]}, ConfigError, "stop"),
+    ],
+)
+def test_wrong_requests(arguments: Any, options: Any, error: type[Exception], message: str) -> None:
+    scheduler = Scheduler(engine_of(small("gpt2"), 2))
+    with pytest.raises(error, match=message):
+        scheduler.submit(*arguments, **options)
+    assert not scheduler.turn()
+
+
+def test_limits() -> None:
+    engine = engine_of(small("gpt2"), 2)
+    scheduler = Scheduler(engine, most_waiting=1)
+    with pytest.raises(ConfigError, match="samples is 3; allowed: 1 to 2"):
+        scheduler.submit_samples([1], 3)
+    scheduler.submit([1], 1)
+    with pytest.raises(BusyError, match="1 prompts wait; allowed: 1"):
+        scheduler.submit([1], 1)
+    finished(scheduler)
+    scheduler.submit([1], 1)
+    for name, value in (("chunk", 0), ("prefixes", -1), ("most_waiting", 0)):
+        with pytest.raises(ConfigError, match=name):
+            Scheduler(engine, **{name: value})
