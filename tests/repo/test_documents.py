@@ -103,6 +103,15 @@ def test_the_page_on_transformers_runs(tmp_path: Path, monkeypatch: pytest.Monke
     run_snippets(ROOT / "docs" / "transformers.md", tmp_path)
 
 
+def test_the_page_on_batching_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    names = run_snippets(ROOT / "docs" / "batching.md", ROOT)
+    model, tokenizer = names["model"], names["tokenizer"]
+    for text, answer in zip(names["texts"][1:], names["answers"], strict=True):
+        (alone,) = qcut.Engine(model, context=128).generate([tokenizer(text).input_ids], 12)
+        assert answer == tokenizer.decode(alone.tokens)
+
+
 def test_cited_sections_of_the_schemes_exist() -> None:
     sections = set(re.findall(r"^## (\d+)\.", (ROOT / "docs" / "schemes.md").read_text(), re.MULTILINE))
     cited = {
