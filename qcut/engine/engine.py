@@ -25,7 +25,7 @@ from qcut.engine.generated import Generated, Running
 from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import KVCache, KVDtype
 from qcut.errors import ConfigError, ContextError, ShapeError
-from qcut.numerics.sampling import Sampling, sample
+from qcut.numerics.sampling import History, Sampling, sample
 from qcut.process import versions
 
 DEFAULT_CONTEXT = 4096
@@ -283,7 +283,8 @@ class Engine:
         Args:
             prompts: see `prefill`.
             max_new_tokens: for each sequence; None fills the context.
-            sampling: how tokens are chosen; None takes the likeliest.
+            sampling: how tokens are chosen; None takes the likeliest. Penalties go by the prompts of this call and what
+                continues them, not by what is kept.
             stop: ids that end a sequence.
             on_token: called with a sequence's index and its new token, in order, as soon as they are known.
             keep: see `prefill`. To go on after a call, keep all and begin each prompt with that call's last token.
@@ -300,19 +301,27 @@ class Engine:
             raise ConfigError(f"sampling is {sampling!r}; allowed: a qcut.Sampling, or None")
         options = sampling or Sampling()
         stops = stop_ids(stop)
-        self.fill(*self._checked(prompts, keep))
+        ids, kept = self._checked(prompts, keep)
+        self.fill(ids, kept)
         running = [Running(length, self.context, max_new_tokens, stops) for length in self._lengths]
         n, device = len(running), self.decoder.device
-        first = self.likeliest[:n]
-        if not options.greedy:
+        first, history = self.likeliest[:n], None
+        if options.penalizes:
+            history = History.empty(n, self.decoder.vocabulary, device)
+            for row, prompt in enumerate(ids):
+                history.start(row, prompt)
+        chooses = not options.greedy or history is not None
+        if chooses:
             sequences, positions = torch.arange(n, device=device), torch.tensor(self._lengths, device=device)
-            first = sample(self.logits[:n], options, sequences, positions)
+            first = sample(self.logits[:n], options, sequences, positions, history)
         loop = self.loop_from(first, self._lengths)
 
         def advance() -> Fetched:
+            if history is not None:
+                history.add(loop.tokens)
             following = loop.step()
-            if not options.greedy:
-                loop.choose(sample(following, options, sequences, positions.add_(1)))
+            if chooses:
+                loop.choose(sample(following, options, sequences, positions.add_(1), history))
             return Fetched(loop.tokens)
 
         arriving = Fetched(loop.tokens)

@@ -139,7 +139,8 @@ def test_penalties_are_each_sequences_own(ahead: bool) -> None:
     requests = [scheduler.submit(p, n, sampling=s) for p, s, n in zip(prompts, options, (20, 4, 9, 20), strict=True)]
     finished(scheduler)
     for request, prompt, each in zip(requests, prompts, options, strict=True):
-        assert request.tokens == penalized_alone(model, prompt, len(request.tokens), each)
+        want = penalized_alone(model, prompt, len(request.tokens), each)
+        assert request.tokens == want == alone(model, prompt, len(want), sampling=each).tokens
     assert len(set(requests[3].tokens)) == 20
     assert requests[0].tokens != alone(model, prompts[0], 20).tokens
 
