@@ -82,6 +82,7 @@ class _Prompt:
     ids: Tensor
     sequences: list[_Sequence]
     read: int = 0
+    is_begun: bool = False
 
 
 @dataclass(eq=False)
@@ -321,25 +322,34 @@ class Scheduler:
                 reading.append(self._waiting.popleft())
         if not reading:
             return
-        for row, prompt in enumerate(reading):
-            if not prompt.read:
-                found = self._prefixes.find(prompt.ids)
-                self._prefixes.take(found, reader.cache, row)
-                prompt.read = found.length
-                self._done["prompt_tokens"] += len(prompt.ids)
-                self._done["found_tokens"] += found.length
-        each = max(1, self._chunk // len(reading))
-        pieces = [prompt.ids[prompt.read : prompt.read + each] for prompt in reading]
-        reader.fill(pieces, [prompt.read for prompt in reading])
-        for prompt, piece in zip(reading, pieces, strict=True):
+        # The first prompt comes first. Others beside it are read as far, since a chunk is padded to its longest.
+        self._begin(0)
+        most = min(self._chunk, len(reading[0].ids) - reading[0].read)
+        chosen = reading[: max(1, self._chunk // most)]
+        for row in range(1, len(chosen)):
+            self._begin(row)
+        pieces = [prompt.ids[prompt.read : prompt.read + most] for prompt in chosen]
+        reader.fill(pieces, [prompt.read for prompt in chosen])
+        for prompt, piece in zip(chosen, pieces, strict=True):
             prompt.read += len(piece)
-        for row in reversed(range(len(reading))):
+        for row in reversed(range(len(chosen))):
             if reading[row].read == len(reading[row].ids):
                 self._join(row)
                 last = reading.pop()
                 if row < len(reading):
                     reader.cache.copy_row(reader.cache, len(reading), row, 0, last.read)
                     reading[row] = last
+
+    def _begin(self, row: int) -> None:
+        """Copy the beginning of a prompt to the reader's row where it is known, once."""
+        prompt = self._reading[row]
+        if prompt.is_begun:
+            return
+        found = self._prefixes.find(prompt.ids)
+        self._prefixes.take(found, self._reader.cache, row)
+        prompt.read, prompt.is_begun = found.length, True
+        self._done["prompt_tokens"] += len(prompt.ids)
+        self._done["found_tokens"] += found.length
 
     def _join(self, row: int) -> None:
         """Let the sequences of a prompt that the reader has read into a row take part in the next step."""
