@@ -35,6 +35,8 @@ CHECKED = 2
 ALIKE = 0.5
 """The least share of tokens that a checked answer has in common with the engine's, from the first on: kernels are
 chosen by the number of sequences, and models of random weights have near ties."""
+COPIES = 20
+"""Times that a row is copied."""
 TO_REACH = {"static": 0.8, "gap": 4.0}
 """Of the static batch's tokens/s; and the 99th percentile of the time between tokens, as a multiple of the median."""
 KEY = ("case", "clients", "what")
@@ -96,6 +98,19 @@ def check(engine: qcut.Engine, prompts: list[list[int]], answers: list[Answer], 
             raise CheckError(f"answer {i} leaves the engine's at token {same} of {new}")
 
 
+def copy_us(engine: qcut.Engine, tokens: int) -> Timing:
+    """Microseconds in which the last sequence's keys and values of so many tokens are copied to the first row."""
+    device, cache = engine.decoder.device, engine.cache
+    found = []
+    for _ in range(COPIES):
+        start = time.perf_counter()
+        cache.copy_row(cache, engine.batch - 1, 0, 0, tokens)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append((time.perf_counter() - start) * 1e6)
+    return Timing.of(found, "wall")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark; 1 where an answer was wrong or lost. A CPU runs a tiny model, and nothing it times is kept."""
     parser = harness.parser(__doc__ or "")
@@ -137,6 +152,7 @@ def run(options: argparse.Namespace) -> int:
     gaps = [later - sooner for each in answers for sooner, later in zip(each.times, each.times[1:], strict=False)]
     median, worst = statistics.median(gaps), percentile(sorted(gaps), 0.99)
     rate, static_rate = (len(prompts) * new / each for each in (seconds, static_seconds))
+    copied = copy_us(engine, longest)
     lines = [
         ["tokens/s", f"{rate:,.0f}", f"{rate / static_rate:.2f} of a static batch's {static_rate:,.0f}"],
         [
@@ -145,6 +161,7 @@ def run(options: argparse.Namespace) -> int:
             f"99 in 100 within {worst * 1e3:.2f} ms, {worst / median:.1f} times",
         ],
         ["beginnings found", str(found), "tokens"],
+        ["a row copied", f"{copied.median_us / 1e3:.2f} ms", f"{longest} tokens, when a sequence leaves"],
     ]
     print(harness.table([f"{clients} clients, {len(prompts)} prompts", "", ""], lines))
     print(f"to reach: {TO_REACH['static']} of the static batch, {TO_REACH['gap']} times the median")
@@ -156,7 +173,10 @@ def run(options: argparse.Namespace) -> int:
     for what, took in (("continuous", seconds), ("static", static_seconds)):
         timing = Timing.of([took * 1e6], "wall")
         results.add(timing, **columns, what=what, tokens_s=round(len(prompts) * new / took, 1), p99_us="")
-    results.add(Timing.of([gap * 1e6 for gap in gaps], "wall"), **columns, what="gap", tokens_s="", p99_us=round(worst * 1e6, 1))
+    results.add(copied, **columns, what="row copied", tokens_s="", p99_us="")
+    results.add(
+        Timing.of([gap * 1e6 for gap in gaps], "wall"), **columns, what="gap", tokens_s="", p99_us=round(worst * 1e6, 1)
+    )
     print(f"rows in {results.write_csv(options.out, KEY)}")
     return 0
 

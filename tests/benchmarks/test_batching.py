@@ -17,6 +17,7 @@ def test_a_load_is_answered_and_checked(tmp_path: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr().out
     assert "3 clients, 6 prompts" in said
     assert "of a static batch's" in said
+    assert "20 tokens, when a sequence leaves" in said
     assert not list(tmp_path.iterdir())
 
 
