@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import bench_batching
+from benchmarks.harness import read_rows
 
 TINY = ["--case", "tiny-llama", "--device", "cpu", "--clients", "3", "--rounds", "2", "--new", "6", "--lengths", "4,20"]
 
@@ -18,7 +19,10 @@ def test_a_load_is_answered_and_checked(tmp_path: Path, capsys: pytest.CaptureFi
     assert "3 clients, 6 prompts" in said
     assert "of a static batch's" in said
     assert "20 tokens, when a sequence leaves" in said
-    assert not list(tmp_path.iterdir())
+    rows = {row["what"]: row for row in read_rows(tmp_path / "bench_batching.csv")}
+    assert list(rows) == ["continuous", "static", "row copied", "gap"]
+    assert float(rows["continuous"]["tokens_s"]) > 0
+    assert float(rows["gap"]["p99_us"]) >= float(rows["gap"]["median_us"]) > 0
 
 
 def test_other_answers_are_reported(
