@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from qcut.cli.answer import Answer
@@ -148,6 +148,7 @@ def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) 
     from qcut.checkpoints.pretrained import token_ids
     from qcut.cli.quantizing import open_model
     from qcut.cli.runners import runner_for
+    from qcut.engine.text.pieces import Detokenizer
     from qcut.errors import ConfigError, ContextError
 
     model, tokenizer = open_model(arguments)
@@ -165,7 +166,7 @@ def _huggingface(arguments: argparse.Namespace, sampling: Any, quantizing: Any) 
         raise ContextError(f"the prompt has {len(ids)} tokens; the model's context is {runner.context}")
     write, added = _Output(arguments.json), _Output(True)
     write(arguments.prompt)
-    pieces = TextPieces(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), ids)
+    pieces = Detokenizer(tokenizer).pieces(ids)
 
     def show(token: int) -> None:
         piece = pieces.add(token)
@@ -234,32 +235,3 @@ def _llama2c(arguments: argparse.Namespace, sampling: Any, quantizing: Any) -> d
         result = runner.generate(ids, steps, sampling, [_NEXT_TEXT], show)
     write("\n")
     return _fields(arguments, ids, added.text(), result, runner)
-
-
-class TextPieces:
-    """Turns tokens into text one by one, and holds text back while a character of several tokens is incomplete.
-
-    Args:
-        decode: returns the text of token ids.
-        prompt: ids before the first new token. They decide whether a space comes first; their text is left out.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], prompt: list[int]) -> None:
-        self._decode, self._ids = decode, list(prompt)
-        self._shown = len(decode(self._ids))
-
-    def add(self, token: int) -> str:
-        """The text that a token adds; empty while the last character is incomplete."""
-        self._ids.append(token)
-        text = self._decode(self._ids)
-        if text.endswith("\ufffd"):
-            return ""
-        return self._take(text)
-
-    def rest(self) -> str:
-        """The text held back so far, incomplete characters included."""
-        return self._take(self._decode(self._ids))
-
-    def _take(self, text: str) -> str:
-        new, self._shown = text[self._shown :], len(text)
-        return new

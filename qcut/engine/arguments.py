@@ -17,6 +17,7 @@ Keep = bool | int | Sequence[int]
 """How many tokens of each sequence stay in the cache."""
 
 _TOKENS = "token ids, as tokenizer(text)['input_ids'] has them"
+_TEXT = "; text needs Engine(model, tokenizer=…)"
 
 
 def prompt_rows(prompts: Any) -> list[Tensor]:
@@ -40,7 +41,8 @@ def listed_prompts(prompts: Any) -> list[Any]:
         ShapeError: one list of token ids.
     """
     if isinstance(prompts, str | bytes):
-        raise DtypeError(f"prompts are text, {prompts[:40]!r}; allowed: a list of prompts, each a list of {_TOKENS}")
+        found = f"prompts are text, {prompts[:40]!r}"
+        raise DtypeError(f"{found}; allowed: a list of prompts, each a list of {_TOKENS}{_TEXT}")
     if isinstance(prompts, Mapping):
         raise DtypeError(f"prompts are a {type(prompts).__name__}; allowed: a list of lists of {_TOKENS}")
     try:
@@ -61,7 +63,7 @@ def token_row(row: Any, index: int | None) -> Tensor:
     """
     what = "tokens are" if index is None else f"prompt {index} is"
     if isinstance(row, str | bytes):
-        raise DtypeError(f"{what} text, {row[:40]!r}; allowed: {_TOKENS}")
+        raise DtypeError(f"{what} text, {row[:40]!r}; allowed: {_TOKENS}{'' if index is None else _TEXT}")
     if isinstance(row, list | tuple) and row and type(row[0]) is int:
         with suppress(TypeError, OverflowError):  # several times faster than torch; what it refuses, torch names
             return torch.frombuffer(array("q", row), dtype=torch.int64)
@@ -128,20 +130,44 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def stop_ids(stop: Any) -> frozenset[int]:
-    """Ids that end a sequence, from any collection of whole numbers.
+def stops_of(stop: Any, *, text: bool) -> tuple[frozenset[int], frozenset[str]]:
+    """Ids and strings that end a sequence, from any collection of whole numbers and strings.
+
+    Args:
+        stop: the collection.
+        text: whether strings are allowed, which needs a tokenizer.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: anything else, or an empty string.
     """
+    allowed = f"a list of {_TOKENS}" + (", and of strings" if text else "; strings need Engine(model, tokenizer=…)")
     if isinstance(stop, Tensor):
         stop = stop.flatten().tolist()
     try:
-        ids = list(stop)
+        found = list(stop)
     except TypeError:
-        ids = [stop]
         if is_whole(stop):
             raise ConfigError(f"stop is {stop!r}; allowed: a list of token ids, [{stop!r}] for one") from None
-    if isinstance(stop, str | bytes) or not all(map(is_whole, ids)):
-        raise ConfigError(f"stop is {stop!r}; allowed: a list of {_TOKENS}")
-    return frozenset(int(token) for token in ids)
+        raise ConfigError(f"stop is {stop!r}; allowed: {allowed}") from None
+    if isinstance(stop, str) and text:
+        raise ConfigError(f"stop is {stop!r}; allowed: {allowed}, [{stop!r}] for one")
+    strings = [one for one in found if isinstance(one, str)]
+    if isinstance(stop, str | bytes) or (strings and not text):
+        raise ConfigError(f"stop is {stop!r}; allowed: {allowed}")
+    if not all(isinstance(one, str) or is_whole(one) for one in found):
+        raise ConfigError(f"stop is {stop!r}; allowed: {allowed}")
+    if "" in strings:
+        raise ConfigError("stop has an empty string; allowed: 1 character and more")
+    return frozenset(int(one) for one in found if not isinstance(one, str)), frozenset(strings)
+
+
+def end_tokens(model: Any, tokenizer: Any, vocabulary: int) -> tuple[int, ...]:
+    """Ids that end texts, in order, by a model's generation_config, or else its config, and by its tokenizer."""
+    ids: list[Any] = []
+    for settings in (getattr(model, "generation_config", None), model.config):
+        ends = getattr(settings, "eos_token_id", None)
+        if ends is not None:
+            ids += ends if isinstance(ends, list | tuple) else [ends]
+            break
+    ids.append(getattr(tokenizer, "eos_token_id", None))
+    return tuple(sorted({int(token) for token in ids if is_whole(token) and 0 <= token < vocabulary}))

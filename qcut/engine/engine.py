@@ -6,24 +6,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qcut.engine import guides
-from qcut.engine.arguments import Keep, check_ids, is_whole, kept_tokens, prompt_rows, stop_ids, token_row
+from qcut.engine.arguments import Keep, check_ids, end_tokens, is_whole, kept_tokens, prompt_rows, stops_of, token_row
 from qcut.engine.attention import PromptAttention, StepAttention
 from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
-from qcut.engine.generated import Generated, Running
+from qcut.engine.generated import Event, Generated, Running
 from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import KVCache, KVDtype
+from qcut.engine.text.pieces import Detokenizer
+from qcut.engine.text.prompts import Chat, as_ids, check_tokenizer
+from qcut.engine.text.transcript import Transcript
 from qcut.errors import ConfigError, ContextError, ShapeError
 from qcut.numerics.sampling import History, Sampling, sample
 from qcut.process import versions
@@ -31,7 +34,7 @@ from qcut.process import versions
 DEFAULT_CONTEXT = 4096
 """Default context in tokens of an engine whose model was made for more."""
 
-Prompts = Sequence[Sequence[int]] | Tensor
+Prompts = str | Sequence[str] | Chat | Sequence[Chat] | Sequence[Sequence[int]] | Tensor
 OnToken = Callable[[int, int], object]
 T = TypeVar("T")
 
@@ -52,6 +55,8 @@ class Engine:
 
     Args:
         model: of a type in `qcut.engine.families.FAMILIES`.
+        tokenizer: the model's, of transformers; with it prompts may be text and chats, stops strings, and results have
+            text. Token ids are taken as without.
         batch: most sequences at once.
         context: most tokens of a sequence, prompt included; None takes what the model was made for, up to
             `DEFAULT_CONTEXT`.
@@ -68,6 +73,9 @@ class Engine:
 
     Attributes:
         decoder: the model's parts.
+        tokenizer: as given.
+        end_tokens: ids that end texts, by the model's generation_config and the tokenizer. Nothing stops at them unless
+            ``stop`` has them: ``stop=engine.end_tokens``, ``stop=[*engine.end_tokens, "###"]``.
         batch: most sequences at once.
         context: most tokens of a sequence.
         cache: keys and values.
@@ -79,7 +87,8 @@ class Engine:
     Raises:
         UnsupportedError: another architecture, which the message names; or transformers is too old.
         ConfigError: a batch or a context below 1, a context beyond what the model was made for or beyond the window
-            that it attends to, another kind of cache, or a 4-bit one that the model's heads or type do not go with.
+            that it attends to, another kind of cache, a 4-bit one that the model's heads or type do not go with, or
+            a tokenizer that is none.
         RuntimeError: torch's, where memory is short. The model's values are as they were.
 
     Exactness: the model's own arithmetic, with `torch.ops.qcut.prompt_attention` and ``append_attention`` over the
@@ -93,6 +102,7 @@ class Engine:
         self,
         model: nn.Module,
         *,
+        tokenizer: Any = None,
         batch: int = 1,
         context: int | None = None,
         kv_cache: KVDtype = "auto",
@@ -111,6 +121,10 @@ class Engine:
             if limit < decoder.context:
                 allowed += f", the window of its attention; it was made for {decoder.context}"
             raise ConfigError(f"context is {context!r}; allowed for {decoder.architecture}: {allowed}")
+        if tokenizer is not None:
+            check_tokenizer(tokenizer)
+        self.tokenizer, self._detokenizer = tokenizer, None if tokenizer is None else Detokenizer(tokenizer)
+        self.end_tokens = end_tokens(model, tokenizer, decoder.vocabulary)
         model.eval()
         self.decoder = decoder.stacked(model) if stack else decoder
         self._allocate(batch, context, kv_cache, graphs)
@@ -170,7 +184,9 @@ class Engine:
 
         Args:
             prompts: token ids, of any lengths from 1 up; a tensor has one length for all. Ids on a device are fetched
-                to be checked.
+                to be checked. With a tokenizer also a string, a list of strings, a chat, which is a list of messages
+                ``{"role": …, "content": …}``, or a list of chats. Strings get the special tokens that the tokenizer
+                adds; chats go through its template, with the beginning of an answer.
             keep: how many tokens of each sequence stay, from its first on: False for none, True for all, one number for
                 all sequences or a number for each prompt. Prompt i continues sequence i; sequences beyond the prompts
                 are dropped.
@@ -183,12 +199,14 @@ class Engine:
                 stays as it was.
             ShapeError: no prompt, an empty one, a tensor that is not ``[B, T]``, or another number of prompts than of
                 sequences to keep.
-            DtypeError: text, or ids that are no integers.
-            ConfigError: an id outside of the vocabulary, or ``keep`` of another kind or beyond what a sequence holds.
+            DtypeError: text without a tokenizer, prompts of several kinds, or ids that are no integers.
+            ConfigError: an id outside of the vocabulary, text that the tokenizer does not take, a message without role
+                or content, chats where the tokenizer has no template for them or it refuses one, or ``keep`` of another
+                kind or beyond what a sequence holds.
 
         Exactness: in which pieces a prompt is read may change the order of sums of floats.
         """
-        ids, kept = self._checked(prompts, keep)
+        ids, kept = self.checked(prompts, keep)
         self.fill(ids, kept)
         return self.logits[: len(ids)].clone()
 
@@ -205,7 +223,7 @@ class Engine:
         Raises:
             As `prefill`.
         """
-        ids, kept = self._checked(prompts, False)
+        ids, kept = self.checked(prompts, False)
         scores: list[list[Tensor]] = [[] for _ in ids]
         self._lengths = []
         for chunk, span in self._chunks(ids, kept):
@@ -274,18 +292,18 @@ class Engine:
         max_new_tokens: int | None = None,
         *,
         sampling: Sampling | None = None,
-        stop: Iterable[int] = (),
+        stop: Iterable[int | str] = (),
         on_token: OnToken | None = None,
         keep: Keep = False,
     ) -> list[Generated]:
-        """Continue prompts, each until a stop token, ``max_new_tokens``, or the context's end.
+        """Continue prompts, each until a stop token or string, ``max_new_tokens``, or the context's end.
 
         Args:
             prompts: see `prefill`.
             max_new_tokens: for each sequence; None fills the context.
             sampling: how tokens are chosen; None takes the likeliest. Penalties go by the prompts of this call and what
                 continues them, not by what is kept.
-            stop: ids that end a sequence.
+            stop: ids that end a sequence, and, with a tokenizer, strings. The string that is complete first ends it.
             on_token: called with a sequence's index and its new token, in order, as soon as they are known.
             keep: see `prefill`. To go on after a call, keep all and begin each prompt with that call's last token.
 
@@ -295,26 +313,105 @@ class Engine:
         Raises:
             As `prefill`; and ConfigError: ``max_new_tokens`` below 1, or ``stop`` or ``sampling`` of another kind.
         """
+        running, ids = self._begun(prompts, max_new_tokens, sampling, stop, keep)
+        for event in self._continued(running, ids, sampling or Sampling(), self._lengths):
+            if on_token is not None and event.token is not None:
+                on_token(event.sequence, event.token)
+        return [sequence.result for sequence in running]
+
+    @torch.no_grad()
+    def stream(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int | None = None,
+        *,
+        sampling: Sampling | None = None,
+        stop: Iterable[int | str] = (),
+        keep: Keep = False,
+    ) -> Generator[Event, None, None]:
+        """Continue prompts as `generate` does, and give each token and its text as they come.
+
+        Prompts are read before the call returns. Whoever closes the generator, or leaves a loop over it, ends
+        generation: the cache holds prompts and tokens up to each sequence's last event, whose token has not been read.
+
+        Args:
+            prompts: see `prefill`.
+            max_new_tokens: see `generate`.
+            sampling: see `generate`.
+            stop: see `generate`.
+            keep: see `prefill`.
+
+        Returns:
+            A generator of `qcut.engine.generated.Event`, of the sequences in turn.
+
+        Raises:
+            As `generate`. The generator raises ConfigError where the engine has served another call since.
+        """
+        running, ids = self._begun(prompts, max_new_tokens, sampling, stop, keep)
+        return self._continued(running, ids, sampling or Sampling(), self._lengths)
+
+    def _begun(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int | None,
+        sampling: Sampling | None,
+        stop: Iterable[int | str],
+        keep: Keep,
+    ) -> tuple[list[Running], list[Tensor]]:
+        """Check what `generate` takes, read the prompts, and make their sequences; the prompts' ids are with them."""
+        ids, kept = self.checked(prompts, keep)
+        lengths = [before + len(row) for before, row in zip(kept, ids, strict=True)]
+        running = self.sequences(ids, lengths, max_new_tokens, sampling, stop)
+        self.fill(ids, kept)
+        return running, ids
+
+    def sequences(
+        self,
+        prompts: Sequence[Tensor],
+        lengths: Sequence[int],
+        max_new_tokens: int | None,
+        sampling: Sampling | None,
+        stop: Iterable[int | str],
+    ) -> list[Running]:
+        """Sequences to be continued, of checked prompts; ``lengths`` are those in the cache once prompts are read.
+
+        Raises:
+            ConfigError: ``max_new_tokens`` below 1, or ``stop`` or ``sampling`` of another kind.
+        """
         if max_new_tokens is not None and (not is_whole(max_new_tokens) or max_new_tokens < 1):
             raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; allowed: 1 and more, or None")
         if sampling is not None and not isinstance(sampling, Sampling):
             raise ConfigError(f"sampling is {sampling!r}; allowed: a qcut.Sampling, or None")
-        options = sampling or Sampling()
-        stops = stop_ids(stop)
-        ids, kept = self._checked(prompts, keep)
-        self.fill(ids, kept)
-        running = [Running(length, self.context, max_new_tokens, stops) for length in self._lengths]
+        detokenizer = self._detokenizer
+        stops, strings = stops_of(stop, text=detokenizer is not None)
+        return [
+            Running(
+                length,
+                self.context,
+                max_new_tokens,
+                stops,
+                None if detokenizer is None else Transcript(detokenizer, row.tolist(), strings),
+            )
+            for row, length in zip(prompts, lengths, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _continued(
+        self, running: list[Running], prompts: list[Tensor], options: Sampling, lengths: list[int]
+    ) -> Generator[Event, None, None]:
+        """Continue sequences whose prompts have been read until all have ended; ``lengths`` are those in the cache."""
+        self._check_current(lengths)
         n, device = len(running), self.decoder.device
         first, history = self.likeliest[:n], None
         if options.penalizes:
             history = History.empty(n, self.decoder.vocabulary, device)
-            for row, prompt in enumerate(ids):
+            for row, prompt in enumerate(prompts):
                 history.start(row, prompt)
         chooses = not options.greedy or history is not None
         if chooses:
-            sequences, positions = torch.arange(n, device=device), torch.tensor(self._lengths, device=device)
+            sequences, positions = torch.arange(n, device=device), torch.tensor(lengths, device=device)
             first = sample(self.logits[:n], options, sequences, positions, history)
-        loop = self.loop_from(first, self._lengths)
+        loop = self.loop_from(first, lengths)
 
         def advance() -> Fetched:
             if history is not None:
@@ -326,17 +423,17 @@ class Engine:
 
         arriving = Fetched(loop.tokens)
         while True:
-            # The device computes the next step while the host waits; wasted where stop tokens end all sequences.
+            # The device computes the next step while the host waits; wasted where stops end all sequences.
             ahead = advance() if device.type == "cuda" and any(s.may_want_two for s in running) else None
             for i, token in enumerate(arriving.wait()):
                 sequence = running[i]
                 if sequence.reason is None:
-                    sequence.take(token)
-                    self._lengths[i] = sequence.length
-                    if on_token is not None:
-                        on_token(i, token)
+                    text = sequence.take(token)
+                    lengths[i] = sequence.length
+                    yield Event(i, token, text, sequence.reason)
+                    self._check_current(lengths)
             if all(s.reason for s in running):
-                return [Generated(s.tokens, s.reason) for s in running if s.reason]
+                return
             arriving = ahead or advance()
 
     def loop_from(self, tokens: Tensor, lengths: Sequence[int]) -> DecodeLoop:
@@ -362,7 +459,7 @@ class Engine:
 
     def _guide(self, model: nn.Module, prompts: Prompts | None, *, graphs: bool, stack: bool) -> None:
         """Find by what keys of 4 bits are rounded: an engine over a cache of floats reads the prompts."""
-        rows = None if prompts is None else prompt_rows(prompts)
+        rows = None if prompts is None else self._rows(prompts)
         if rows == []:
             return
         batch = guides.PROMPTS if rows is None else min(guides.PROMPTS, len(rows))
@@ -376,7 +473,7 @@ class Engine:
     def watched(self, prompts: list[Tensor], watch: Callable[[PromptAttention], guides.Watch]) -> list[guides.Watch]:
         """Read prompts as `prefill` does, for `qcut.engine.guides`: what watched the attention of each chunk."""
         seen = []
-        for chunk, _ in self._chunks(*self._checked([row.tolist() for row in prompts], False)):
+        for chunk, _ in self._chunks(*self.checked([row.tolist() for row in prompts], False)):
 
             def read(chunk: Chunk = chunk) -> guides.Watch:
                 found = watch(self._prompt_attention(chunk))
@@ -460,9 +557,18 @@ class Engine:
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 
-    def _checked(self, prompts: Prompts, keep: Keep) -> tuple[list[Tensor], list[int]]:
+    def _check_current(self, lengths: list[int]) -> None:
+        """Refuse to go on where the engine has served another call: each that writes the cache makes a new list."""
+        if self._lengths is not lengths:
+            raise ConfigError("this stream is over: the engine has served another call since")
+
+    def _rows(self, prompts: Prompts) -> list[Tensor]:
+        """Ids of each prompt, ``[T]`` on the host, not checked yet."""
+        return prompt_rows(as_ids(prompts, self.tokenizer, self.decoder.vocabulary))
+
+    def checked(self, prompts: Prompts, keep: Keep) -> tuple[list[Tensor], list[int]]:
         """Ids of each prompt, int64 ``[T]`` on the host, and the tokens that are kept before it."""
-        rows = prompt_rows(prompts)
+        rows = self._rows(prompts)
         if not rows:
             raise ShapeError("no prompt; allowed: 1 and more")
         if len(rows) > self.batch:

@@ -5,45 +5,11 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal, cast
 
-from qcut.engine.generated import Generated, Reason
+from qcut.engine.generated import End, Event, Generated, Running
 from qcut.numerics.sampling import Sampling
 
 _log = logging.getLogger("qcut")
-
-End = Reason | Literal["failed"]
-
-
-@dataclass(frozen=True)
-class LogProbability:
-    """Of a token by the model, before temperature and penalties.
-
-    Attributes:
-        chosen: of the token.
-        top: the likeliest tokens and theirs, the likeliest first.
-    """
-
-    chosen: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Event:
-    """A new token, or the end.
-
-    Attributes:
-        token: id of the new token; None at the end.
-        reason: why the sequence has ended: as `qcut.Generated.reason`, or ``failed`` with the scheduler; None while it
-            goes on.
-        log_probability: of the token, where it was asked for.
-    """
-
-    token: int | None = None
-    reason: End | None = None
-    log_probability: LogProbability | None = None
-
 
 Listener = Callable[[Event], object]
 
@@ -54,27 +20,33 @@ class Request:
     Iterating gives the new tokens as they come, in any thread but the scheduler's; with a listener there is nothing to
     iterate over.
 
-    Attributes:
+    Args:
         prompt: its ids.
-        tokens: ids of the new tokens so far.
+        sampling: how tokens are chosen.
+        top: how many of the likeliest tokens each event lists; None: no log-probabilities.
+        running: the sequence.
+        listener: called with each event, in place of the queue.
+
+    Attributes:
         reason: why the sequence has ended; None while it goes on.
+        error: what the scheduler has failed with.
+        is_cancelled: whether the sender has ended it.
     """
 
     def __init__(
-        self,
-        prompt: tuple[int, ...],
-        sampling: Sampling,
-        top: int | None,
-        stops: frozenset[int],
-        listener: Listener | None,
+        self, prompt: tuple[int, ...], sampling: Sampling, top: int | None, running: Running, listener: Listener | None
     ) -> None:
-        self.prompt, self.sampling, self.top, self.stops = prompt, sampling, top, stops
-        self.tokens: list[int] = []
+        self.prompt, self.sampling, self.top, self.running = prompt, sampling, top, running
         self.reason: End | None = None
         self.error: BaseException | None = None
         self.is_cancelled = False
         self._listener = listener
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of the new tokens so far."""
+        return self.running.tokens
 
     def cancel(self) -> None:
         """End the sequence before its next token; nothing where it has ended. May be called in any thread."""
@@ -104,17 +76,13 @@ class Request:
         Raises:
             Exception: that of the scheduler, where it has failed.
         """
-        reason: End | None = None
-        for event in self.events():
-            reason = event.reason
-        return Generated(list(self.tokens), cast(Reason, reason))
+        for _ in self.events():
+            pass
+        return self.running.result
 
     def tell(self, event: Event) -> None:
         """Pass an event on; the scheduler does."""
-        if event.token is not None:
-            self.tokens.append(event.token)
-        if event.reason is not None:
-            self.reason = event.reason
+        self.reason = event.reason
         if self._listener is None:
             self._events.put(event)
             return

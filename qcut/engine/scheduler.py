@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from qcut.engine.arguments import check_ids, is_whole, stop_ids, token_row
+from qcut.engine.arguments import is_whole
 from qcut.engine.decode_loop import DecodeLoop, Fetched
-from qcut.engine.engine import Engine
-from qcut.engine.generated import Reason
+from qcut.engine.engine import Engine, Prompts
+from qcut.engine.generated import Event, LogProbability, Running
 from qcut.engine.prefixes import Prefixes
-from qcut.engine.request import Event, Listener, LogProbability, Request
-from qcut.errors import BusyError, ConfigError, ContextError, ShapeError
+from qcut.engine.request import Listener, Request
+from qcut.engine.text.prompts import Chat
+from qcut.errors import BusyError, ConfigError, ShapeError
 from qcut.numerics.sampling import History, Rows, Sampling, log_probabilities, sample
+
+Prompt = str | Chat | Sequence[int] | Tensor
+"""A text, a chat or ids."""
 
 READERS = 8
 """Most prompts that are read at once."""
@@ -58,8 +63,6 @@ class _Sequence:
 
     Attributes:
         request: its sender's.
-        most: most new tokens.
-        end: why the sequence ends after so many.
         index: among the samples of its prompt, which its draws depend on.
         read: tokens in the cache, those of steps on the way included.
         chosen: new tokens, those on the way included.
@@ -67,12 +70,19 @@ class _Sequence:
     """
 
     request: Request
-    most: int
-    end: Reason
     index: int
     read: int = 0
     chosen: int = 0
     row: int | None = None
+
+    @property
+    def running(self) -> Running:
+        """The sequence on the host."""
+        return self.request.running
+
+    def cancel(self) -> None:
+        """Tell its sender that the sequence has been cancelled."""
+        self.request.tell(Event(self.index, None, self.running.cancel(), "cancelled"))
 
 
 @dataclass(eq=False)
@@ -150,21 +160,21 @@ class Scheduler:
 
     def submit(
         self,
-        prompt: Sequence[int] | Tensor,
+        prompt: Prompt,
         max_new_tokens: int | None = None,
         *,
         sampling: Sampling | None = None,
-        stop: Iterable[int] = (),
+        stop: Iterable[int | str] = (),
         top: int | None = None,
         listener: Listener | None = None,
     ) -> Request:
         """Continue a prompt, until a stop token, ``max_new_tokens``, or the context's end. May be called in any thread.
 
         Args:
-            prompt: ids, 1 and more.
+            prompt: ids, 1 and more; or, where the engine has a tokenizer, a text or a chat.
             max_new_tokens: None fills the context.
             sampling: how tokens are chosen; None takes the likeliest.
-            stop: ids that end the sequence.
+            stop: see `qcut.Engine.generate`.
             top: each event has the log-probabilities of its token and of so many of the likeliest ones; None: of no
                 token. Steps wait for them.
             listener: called with each `Event` in the thread that turns, in place of the request's own queue.
@@ -179,12 +189,12 @@ class Scheduler:
 
     def submit_samples(
         self,
-        prompt: Sequence[int] | Tensor,
+        prompt: Prompt,
         samples: int,
         max_new_tokens: int | None = None,
         *,
         sampling: Sampling | None = None,
-        stop: Iterable[int] = (),
+        stop: Iterable[int | str] = (),
         top: int | None = None,
         listener: Listener | None = None,
     ) -> list[Request]:
@@ -193,33 +203,20 @@ class Scheduler:
         Raises:
             ConfigError, also: samples below 1 or beyond the engine's batch.
         """
-        context, vocabulary = self.engine.context, self.engine.decoder.vocabulary
-        if not is_whole(samples) or not 1 <= samples <= self.engine.batch:
-            raise ConfigError(f"samples is {samples!r}; allowed: 1 to {self.engine.batch}, the engine's batch")
-        if max_new_tokens is not None and (not is_whole(max_new_tokens) or max_new_tokens < 1):
-            raise ConfigError(f"max_new_tokens is {max_new_tokens!r}; allowed: 1 and more, or None")
-        if sampling is not None and not isinstance(sampling, Sampling):
-            raise ConfigError(f"sampling is {sampling!r}; allowed: a qcut.Sampling, or None")
-        if top is not None and (not is_whole(top) or not 0 <= top <= min(MOST_TOP, vocabulary)):
-            raise ConfigError(f"top is {top!r}; allowed: 0 to {min(MOST_TOP, vocabulary)}, or None")
-        ids = token_row(prompt, None).cpu()
-        if not len(ids):
-            raise ShapeError("the prompt is empty; allowed: 1 token and more")
-        if len(ids) > context:
-            raise ContextError(f"the prompt has {len(ids)} tokens; this engine's context is {context}")
-        check_ids(ids, vocabulary)
-        ids, stops = ids.long(), stop_ids(stop)
-        room = context - len(ids) + 1
-        most = room if max_new_tokens is None else min(room, max_new_tokens)
-        end: Reason = "length" if most == max_new_tokens else "context"
+        engine, limit = self.engine, min(MOST_TOP, self.engine.decoder.vocabulary)
+        if not is_whole(samples) or not 1 <= samples <= engine.batch:
+            raise ConfigError(f"samples is {samples!r}; allowed: 1 to {engine.batch}, the engine's batch")
+        if top is not None and (not is_whole(top) or not 0 <= top <= limit):
+            raise ConfigError(f"top is {top!r}; allowed: 0 to {limit}, or None")
+        (ids, *more), _ = engine.checked(cast(Prompts, prompt if _is_text(prompt) else [prompt]), False)
+        if more:
+            raise ShapeError(f"{1 + len(more)} prompts; allowed: one in a request")
+        given, settings = tuple(ids.tolist()), sampling or Sampling()
         sequences = [
-            _Sequence(
-                Request(tuple(ids.tolist()), sampling or Sampling(), top, stops, listener),
-                most,
-                end,
-                i,
+            _Sequence(Request(given, settings, top, running, listener), i)
+            for i, running in enumerate(
+                engine.sequences([ids] * samples, [len(ids)] * samples, max_new_tokens, sampling, stop)
             )
-            for i in range(samples)
         ]
         with self._lock:
             if self._is_closing:
@@ -293,7 +290,7 @@ class Scheduler:
             for sequence in left:
                 sequence.request.error = error
                 if sequence.request.reason is None:
-                    sequence.request.tell(Event(reason="failed"))
+                    sequence.request.tell(Event(sequence.index, None, None, "failed"))
             raise
 
     def _wait(self) -> bool:
@@ -366,7 +363,7 @@ class Scheduler:
                 first = sample(logits, settings, index, position, None if history is None else history.of(n))
             sequence.read, sequence.chosen = len(prompt.ids), 1
             self._arriving.append(_Arriving(Fetched(first), [sequence], self._asked([sequence], logits, first)))
-            if sequence.most > 1:
+            if sequence.running.most > 1:
                 self.engine.cache.copy_row(reader.cache, row, n, 0, len(prompt.ids))
                 self._next[n : n + 1] = first
                 if history is not None:
@@ -411,7 +408,7 @@ class Scheduler:
         for sequence in running:
             sequence.read += 1
             sequence.chosen += 1
-        for sequence in [s for s in running if s.chosen == s.most]:
+        for sequence in [s for s in running if s.chosen == s.running.most]:
             self._leave(sequence)
 
     def _leave(self, sequence: _Sequence) -> None:
@@ -441,13 +438,13 @@ class Scheduler:
                 for prompt in prompts:
                     for sequence in [s for s in prompt.sequences if s.request.is_cancelled]:
                         prompt.sequences.remove(sequence)
-                        sequence.request.tell(Event(reason="cancelled"))
+                        sequence.cancel()
             for prompt in [p for p in self._waiting if not p.sequences]:
                 self._waiting.remove(prompt)
         for sequence in [s for s in self._running if s.request.is_cancelled]:
             self._leave(sequence)
             if sequence.request.reason is None:
-                sequence.request.tell(Event(reason="cancelled"))
+                sequence.cancel()
 
     # ── tokens ───────────────────────────────────────────────────────────────────────────────────
 
@@ -467,16 +464,17 @@ class Scheduler:
         """Pass tokens on to those who sent the prompts."""
         found = arriving.found or [None] * len(arriving.sequences)
         for sequence, token, each in zip(arriving.sequences, arriving.tokens.wait(), found, strict=True):
-            request = sequence.request
-            if request.reason is not None:
+            running = sequence.running
+            if sequence.request.reason is not None:
                 continue  # a step that was queued before the end was known
             self._done["new_tokens"] += 1
-            request.tell(Event(token, log_probability=each))
-            if token in request.stops:
-                self._end(sequence, "stop")
-            elif len(request.tokens) == sequence.most:
-                self._end(sequence, sequence.end)
+            text = running.take(token)
+            if running.reason is not None:
+                self._leave(sequence)
+            sequence.request.tell(Event(sequence.index, token, text, running.reason, each))
 
-    def _end(self, sequence: _Sequence, reason: Reason) -> None:
-        self._leave(sequence)
-        sequence.request.tell(Event(reason=reason))
+
+def _is_text(prompt: object) -> bool:
+    """Whether a prompt is text or a chat, as an engine takes them; else it is a row of ids."""
+    is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return is_chat or isinstance(prompt, str | Mapping)

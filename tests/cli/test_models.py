@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import qcut
 from qcut.cli import main as cli
-from qcut.cli.generate import TextPieces
 from qcut.models.evaluation import perplexity
 from tests.support import ROOT, llama2c_oracle
 
@@ -136,14 +135,3 @@ def test_models_without_a_start_want_a_prompt(
     if tokenizer.bos_token_id is None:
         assert (status, out) == (1, "")
         assert "has no token for the start of a text; give it a --prompt" in err
-
-
-def test_characters_of_several_tokens_come_whole() -> None:
-    raw = {0: b"a", 1: "ü".encode()[:1], 2: "ü".encode()[1:], 3: b" b"}
-
-    def decode(ids: list[int]) -> str:
-        return b"".join(raw[i] for i in ids).decode("utf-8", "replace")
-
-    pieces = TextPieces(decode, [0])
-    assert [pieces.add(token) for token in (1, 2, 3, 1)] == ["", "ü", " b", ""]
-    assert pieces.rest() == "\ufffd"

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import qcut
 from qcut.engine.engine import Engine
-from qcut.engine.generated import Generated
+from qcut.engine.generated import Event, Generated
 from qcut.engine.kv_cache import KVDtype
-from qcut.engine.request import Event, Request
+from qcut.engine.request import Request
 from qcut.engine.scheduler import Scheduler
 from qcut.errors import BusyError, ConfigError, ContextError, DtypeError, ShapeError
 from qcut.numerics.sampling import History, Sampling, log_probabilities, sample
@@ -166,17 +166,17 @@ def test_log_probabilities_are_the_models() -> None:
     chosen = scheduler.submit(prompts[1], 5, top=0)
     finished(scheduler)
     events = list(asked.events())
-    assert [event.reason for event in events] == [None] * 5 + ["length"]
+    assert [event.reason for event in events] == [None] * 4 + ["length"]
     engine = Engine(model, context=64)
     logits = engine.prefill([prompts[0]])
-    for event in events[:-1]:
+    for event in events:
         want = log_probabilities(logits, torch.tensor([event.token]), 3)
         assert event.log_probability is not None
         assert event.log_probability.chosen == pytest.approx(want.chosen.item(), abs=1e-5)
         assert [token for token, _ in event.log_probability.top] == want.tokens[0].tolist()
         assert [value for _, value in event.log_probability.top] == pytest.approx(want.values[0].tolist(), abs=1e-5)
         logits = engine.decode([event.token or 0])
-    found = [event.log_probability for event in chosen.events()][:-1]
+    found = [event.log_probability for event in chosen.events()]
     assert all(each is not None and each.top == () and each.chosen < 0 for each in found)
 
 
@@ -374,8 +374,8 @@ def test_listeners_get_events_in_place_of_the_queue() -> None:
     scheduler = Scheduler(engine_of(small("gpt2"), 1))
     request = scheduler.submit([1, 2, 3], 3, listener=seen.append)
     finished(scheduler)
-    assert [event.token for event in seen] == [*request.tokens, None]
-    assert seen[-1] == Event(reason="length")
+    assert [event.token for event in seen] == request.tokens
+    assert seen[-1] == Event(0, request.tokens[-1], None, "length")
 
 
 # ── wrong calls ──────────────────────────────────────────────────────────────────────────────────
@@ -384,8 +384,8 @@ def test_listeners_get_events_in_place_of_the_queue() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
-        (([],), {}, ShapeError, "the prompt is empty"),
-        (([0] * 65,), {}, ContextError, "the prompt has 65 tokens; this engine's context is 64"),
+        (([],), {}, ShapeError, "prompt 0 is empty"),
+        (([0] * 65,), {}, ContextError, "prompt 0 has 65 tokens; this engine's context is 64"),
         (([VOCABULARY],), {}, ConfigError, str(VOCABULARY)),
         ((["text"],), {}, DtypeError, "text"),
         (([1], 0), {}, ConfigError, "max_new_tokens is 0"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import qcut
-from examples import gpt2_int8, llama
+from examples import chat, gpt2_int8, llama
 from tests.repo.test_layering import FLOORS
 from tests.support import ROOT
 
@@ -158,6 +158,23 @@ def test_example_quantizes_and_continues(capsys: pytest.CaptureFixture[str]) -> 
     before, after = map(float, re.search(r"perplexity ([\d.]+) in .*?, ([\d.]+) in w8a16", printed).groups())  # type: ignore[union-attr]
     assert after == pytest.approx(before, rel=0.01)
     assert "The with statement" in printed
+
+
+def test_chat_answers_each_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    stream = qcut.Engine.stream
+
+    def listening(engine: qcut.Engine, messages: Any, *args: Any, **options: Any) -> Any:
+        asked.append([message["content"] for message in messages])
+        return stream(engine, messages, *args, **options)
+
+    monkeypatch.setattr(qcut.Engine, "stream", listening)
+    chat.main(iter(["What is a list?\n", "And a class?\n"]))
+    answers = capsys.readouterr().out
+    assert asked[0] == ["What is a list?"]
+    assert asked[1][0::2] == ["What is a list?", "And a class?"]
+    assert asked[1][1]
+    assert answers.startswith(asked[1][1] + "\n")
 
 
 # ── a model of Llama's shape ─────────────────────────────────────────────────────────────────────

@@ -1,0 +1,50 @@
+"""The text of a sequence while it is continued, up to a string that ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from qcut.engine.text.pieces import Detokenizer
+from qcut.engine.text.stops import Stops
+
+
+class Transcript:
+    """Pieces of text, one for each new token.
+
+    Args:
+        detokenizer: turns tokens into text.
+        prompt: ids before the first new token.
+        strings: end the text.
+
+    Attributes:
+        text: all pieces so far.
+    """
+
+    def __init__(self, detokenizer: Detokenizer, prompt: Sequence[int], strings: Collection[str]) -> None:
+        self._detokenizer, self._pieces = detokenizer, detokenizer.pieces(prompt)
+        self._stops = Stops(strings)
+        self._given: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All pieces so far."""
+        return "".join(self._given)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a string has ended the text."""
+        return self._stops.found is not None
+
+    def add(self, token: int) -> str:
+        """The piece that a token adds, which may be empty."""
+        if self._detokenizer.skips(token):
+            return ""
+        return self._give(self._stops.add(self._pieces.add(token)))
+
+    def rest(self) -> str:
+        """What was held back, where no more tokens come."""
+        return self._give(self._stops.add(self._pieces.rest()) + self._stops.rest())
+
+    def _give(self, piece: str) -> str:
+        self._given.append(piece)
+        return piece
