@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import qcut
 from qcut.engine.engine import Engine
@@ -18,6 +18,7 @@ from qcut.engine.request import Request
 from qcut.engine.scheduler import Scheduler
 from qcut.errors import BusyError, ConfigError, ContextError, DtypeError, ShapeError
 from qcut.numerics.sampling import History, Sampling, log_probabilities, sample
+from tests.support import ROOT
 from tests.support.decoders import VOCABULARY, prompts_of, sizes, small
 
 
@@ -414,3 +415,54 @@ def test_limits() -> None:
     for name, value in (("chunk", 0), ("prefixes", -1), ("most_waiting", 0)):
         with pytest.raises(ConfigError, match=name):
             Scheduler(engine, **{name: value})
+
+
+# ── text ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def talking() -> Engine:
+    """An engine with the embedded checkpoint and its tokenizer."""
+    folder = ROOT / "models" / "gpt2-5m"
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    return Engine(model, batch=3, context=128, tokenizer=tokenizer)
+
+
+def test_text_and_chats_are_those_of_the_engine(talking: Engine) -> None:
+    chat = [{"role": "user", "content": "Which statement imports a module?"}]
+    prompts = ["The import statement", chat, talking.tokenizer("A function").input_ids]
+    want = [talking.generate(p if i < 2 else [p], 16)[0] for i, p in enumerate(prompts)]
+    stop = str(want[0].text)[5:9]
+    stopped = talking.generate(prompts[0], 16, stop=[stop])[0]
+    scheduler = Scheduler(talking)
+    requests = [scheduler.submit(prompt, 16) for prompt in prompts]
+    requests.append(scheduler.submit(prompts[0], 16, stop=[stop]))
+    finished(scheduler)
+    events = [list(request.events()) for request in requests]
+    for request, seen, result in zip(requests, events, [*want, stopped], strict=True):
+        assert "".join(event.text or "" for event in seen) == request.running.result.text == result.text
+        assert request.running.result == result
+    assert (stopped.reason, stop in str(stopped.text), len(stopped.tokens) < 16) == ("stop", False, True)
+
+
+def test_a_cancelled_text_is_whole(talking: Engine) -> None:
+    scheduler = Scheduler(talking)
+    request = scheduler.submit("Strings are", 40, stop=["no such string"])
+    while len(request.tokens) < 7:
+        scheduler.turn()
+    request.cancel()
+    finished(scheduler)
+    events = list(request.events())
+    assert events[-1].reason == "cancelled"
+    said = talking.tokenizer.decode(talking.tokenizer("Strings are").input_ids + request.tokens)
+    assert "".join(event.text or "" for event in events) == request.running.result.text == said[len("Strings are") :]
+
+
+def test_one_prompt_a_request(talking: Engine) -> None:
+    chat = [{"role": "user", "content": "Why?"}]
+    given: list[Any] = [["one", "two"], [chat, chat]]
+    for several in given:
+        with pytest.raises((ShapeError, DtypeError)):
+            Scheduler(talking).submit(several)

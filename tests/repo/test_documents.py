@@ -108,8 +108,8 @@ def test_the_page_on_batching_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     names = run_snippets(ROOT / "docs" / "batching.md", ROOT)
     model, tokenizer = names["model"], names["tokenizer"]
     for text, answer in zip(names["texts"][1:], names["answers"], strict=True):
-        (alone,) = qcut.Engine(model, context=128).generate([tokenizer(text).input_ids], 12)
-        assert answer == tokenizer.decode(alone.tokens)
+        (alone,) = qcut.Engine(model, context=128, tokenizer=tokenizer).generate(text, 12)
+        assert answer == alone.text
 
 
 def test_cited_sections_of_the_schemes_exist() -> None:
