@@ -111,6 +111,11 @@ class AddNorm:
             rows = Int8Rows(q, scale, x.dtype)
         return x if unadded is None else total, rows
 
+    def of_heads(self, x: Tensor) -> Tensor:
+        """The norm of each head ``[R, heads, D]``."""
+        _, rows = self(x.reshape(-1, x.shape[-1]), None)
+        return cast(Tensor, rows).view(x.shape)
+
 
 def _int8_columns(readers: Sequence[nn.Module]) -> int | None:
     columns = {module.qweight.shape[1] if takes_int8(module) else None for module in readers}
@@ -153,16 +158,20 @@ class SelfAttention:
         output: the projection of the heads, side by side.
         heads: heads of a token.
         scaling: factor of the scores.
+        norms: of each head's query and of its key, before they are rotated; or None.
     """
 
     projections: tuple[nn.Module, ...]
     output: nn.Module
     heads: Heads
     scaling: float
+    norms: tuple[AddNorm, AddNorm] | None = None
 
     def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None) -> Tensor:
         """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``output`` the largest magnitudes of the heads."""
         q, k, v = self.heads.split([project(module, rows) for module in self.projections])
+        if self.norms is not None:
+            q, k = (norm.of_heads(each) for norm, each in zip(self.norms, (q, k), strict=True))
         mixed = attend(q, k, v, self.scaling, absmax)
         return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax))
 

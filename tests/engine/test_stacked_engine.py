@@ -11,7 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import qcut
 from qcut.engine.engine import Engine
@@ -37,6 +46,7 @@ def quantized(scheme: str | None, *, kind: str = "llama", **changes: Any) -> Any
     model: Any = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**wide)),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**wide)),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**wide, head_dim=32)),
         "gpt2": lambda: GPT2LMHeadModel(gpt2),
     }[kind]()
     with torch.no_grad():
@@ -45,6 +55,8 @@ def quantized(scheme: str | None, *, kind: str = "llama", **changes: Any) -> Any
                 parameter.mul_(6)
             elif name.endswith("bias"):
                 parameter.normal_()
+            elif name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.uniform_(0.5, 1.5)
     if scheme is not None:
         qcut.quantize(model, scheme, allow_growth=True, progress=False)
     return model.eval()
@@ -75,6 +87,7 @@ def weights(model: Any, *engines: Engine) -> list[Tensor]:
     [
         *(("llama", scheme) for scheme in SCHEMES),
         *(("qwen2", scheme) for scheme in (None, "w8a8", "codebook4_g32")),
+        *(("qwen3", scheme) for scheme in ("w8a8", "int16x8", "w8a16", "codebook4_g32", "codebook4_g64_int8")),
         *(("gpt2", scheme) for scheme in ("w8a16", "codebook4+4_g64_int8", "codebook3+2_g32_qr")),
     ],
 )

@@ -15,6 +15,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from qcut.engine.kv_cache import KVCache
@@ -53,11 +55,15 @@ def small(kind: str) -> Any:
         "llama3_rope": lambda: LlamaForCausalLM(LlamaConfig(**sizes(rope_parameters=rope))),
         "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes(sliding_window=None))),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes())),
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes(head_dim=16))),
     }[kind]()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.uniform_(0.5, 1.5)
     return model.eval()
 
 

@@ -14,7 +14,7 @@ from qcut.layers.parts import refuse_parts
 
 FAMILIES: dict[str, Callable[[Any], Decoder]] = {
     "gpt2": gpt2.decoder,
-    **dict.fromkeys(("llama", "mistral", "qwen2"), llama.decoder),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), llama.decoder),
 }
 """By ``model_type`` of a model's configuration, the function that makes its decoder."""
 

@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen2: rotary positions, RMSNorms, keys and values for several queries each, a gated MLP."""
+"""Llama, Mistral, Qwen2, Qwen3: rotary positions, RMSNorms, keys and values for several queries each, a gated MLP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of the others, frequenc
 
 
 def decoder(model: Any) -> Decoder:
-    """The parts of a ``LlamaForCausalLM``, ``MistralForCausalLM`` or ``Qwen2ForCausalLM``.
+    """The parts of a ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM``.
 
     Raises:
         UnsupportedError: rotary positions whose frequencies depend on the length.
@@ -46,9 +46,13 @@ def _block(block: Any, heads: Heads) -> Block:
     attention_norm, mlp_norm = block.input_layernorm, block.post_attention_layernorm
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up = (mlp.gate_proj, mlp.up_proj)
+    norms = None
+    if hasattr(attention, "q_norm"):
+        query, key = (AddNorm.rms(norm, norm.variance_epsilon) for norm in (attention.q_norm, attention.k_norm))
+        norms = query, key
     return Block(
         attention_norm=AddNorm.rms(attention_norm, attention_norm.variance_epsilon, qkv),
-        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling),
+        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, norms),
         mlp_norm=AddNorm.rms(mlp_norm, mlp_norm.variance_epsilon, gate_up),
         mlp=MLP(gate_up, mlp.act_fn, mlp.down_proj, gated=True),
     )
