@@ -395,24 +395,26 @@ class Engine:
             for row, length in zip(prompts, lengths, strict=True)
         ]
 
-    @torch.no_grad()
     def _continued(
         self, running: list[Running], prompts: list[Tensor], options: Sampling, lengths: list[int]
     ) -> Generator[Event, None, None]:
         """Continue sequences whose prompts have been read until all have ended; ``lengths`` are those in the cache."""
         self._check_current(lengths)
         n, device = len(running), self.decoder.device
-        first, history = self.likeliest[:n], None
-        if options.penalizes:
-            history = History.empty(n, self.decoder.vocabulary, device)
-            for row, prompt in enumerate(prompts):
-                history.start(row, prompt)
-        chooses = not options.greedy or history is not None
-        if chooses:
-            sequences, positions = torch.arange(n, device=device), torch.tensor(lengths, device=device)
-            first = sample(self.logits[:n], options, sequences, positions, history)
-        loop = self.loop_from(first, lengths)
+        # Not around the whole: a generator enters and leaves its contexts for every token.
+        with torch.no_grad():
+            first, history = self.likeliest[:n], None
+            if options.penalizes:
+                history = History.empty(n, self.decoder.vocabulary, device)
+                for row, prompt in enumerate(prompts):
+                    history.start(row, prompt)
+            chooses = not options.greedy or history is not None
+            if chooses:
+                sequences, positions = torch.arange(n, device=device), torch.tensor(lengths, device=device)
+                first = sample(self.logits[:n], options, sequences, positions, history)
+            loop = self.loop_from(first, lengths)
 
+        @torch.no_grad()
         def advance() -> Fetched:
             if history is not None:
                 history.add(loop.tokens)
