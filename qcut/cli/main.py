@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from qcut.cli import completion, evaluate, generate, info, plan, precompile, quantize, tune
+from qcut.cli import completion, evaluate, generate, info, plan, precompile, quantize, serve, tune
 from qcut.cli import doctor_command as doctor
 from qcut.cli.answer import Answer, write_json
 from qcut.cli.arguments import Parser, UsageError
@@ -143,6 +143,6 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"qcut {__version__}", help="print the version and exit")
     top.set_defaults(top=top)
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for module in (quantize, plan, info, generate, evaluate, doctor, precompile, gemm, tune, completion):
+    for module in (quantize, plan, info, generate, serve, evaluate, doctor, precompile, gemm, tune, completion):
         module.add_parser(commands)
     return top

@@ -40,6 +40,11 @@ class Prefixes:
         """Tokens that are kept."""
         return sum(self._lengths)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory for keys and values."""
+        return 0 if self._cache is None else self._cache.nbytes
+
     def find(self, ids: Tensor) -> Found:
         """The longest kept beginning of ids int64 ``[T]``, at most T - 1 tokens: the last one gives the logits."""
         if not self._lengths or len(ids) <= SHORTEST:
@@ -75,6 +80,11 @@ class Prefixes:
         self._ids[to, : len(ids)] = ids
         self._lengths[to] = len(ids)
         self._use(to)
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._ids.fill_(-1)
+        self._lengths = [0] * len(self._lengths)
 
     def _in_common(self, ids: Tensor) -> Tensor:
         """Tokens from the first on that each row shares with ids."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qcut.engine.arguments import is_whole
+from qcut.engine.chunks import size_for
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.engine import Engine, Prompts
 from qcut.engine.generated import Event, LogProbability, Running
@@ -128,6 +129,9 @@ class Scheduler:
 
     Raises:
         ConfigError: a number below its least.
+
+    Attributes:
+        error: what turning has failed with in its thread; no request is taken any more.
     """
 
     def __init__(self, engine: Engine, *, chunk: int = 512, prefixes: int = 8, most_waiting: int = 1024) -> None:
@@ -155,6 +159,7 @@ class Scheduler:
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_closing = self._cancels_all = False
+        self.error: BaseException | None = None
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -233,6 +238,26 @@ class Scheduler:
         counts = len(self._waiting), len(self._reading), len(self._running)
         return Load(*counts, self._prefixes.tokens, **self._done)
 
+    @property
+    def cache_bytes(self) -> int:
+        """Memory for keys and values: of the batch, of prompts that are being read, and of beginnings."""
+        return self.engine.cache.nbytes + self._reader.cache.nbytes + self._prefixes.nbytes
+
+    def warm_up(self) -> None:
+        """Serve a request of each size once, before `run`, so that none waits for kernels and graphs of its first time.
+
+        Sizes are those of steps, by the number of sequences, and those of chunks of one prompt.
+        """
+        context, batch = self.engine.context, self.engine.batch
+        counts = {min(1 << i, batch) for i in range(batch.bit_length() + 1)}
+        lengths = sorted({size_for(n) for n in range(1, self._chunk + 1)})
+        for count, length in (*((count, 1) for count in sorted(counts)), *((1, n) for n in lengths if n <= context)):
+            self.submit_samples([0] * length, count, 2)
+            while self.turn():
+                pass
+            self._prefixes.forget()
+        self._done = dict.fromkeys(self._done, 0)
+
     # ── turning ──────────────────────────────────────────────────────────────────────────────────
 
     def run(self) -> Scheduler:
@@ -284,7 +309,7 @@ class Scheduler:
                     pass
         except BaseException as error:
             with self._lock:
-                self._is_closing = True
+                self._is_closing, self.error = True, error
                 left = self._all()
                 self._waiting.clear()
             for sequence in left:

@@ -1,0 +1,234 @@
+"""``qcut serve``: OpenAI's interface to a model, over `qcut.Scheduler`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qcut.cli.answer import Answer
+from qcut.cli.arguments import (
+    MODEL_HELP,
+    add_command,
+    add_device_options,
+    add_quantizing_options,
+    natural,
+    positive,
+    positive_float,
+)
+from qcut.cli.generate import add_cache_option
+
+if TYPE_CHECKING:
+    from qcut.engine.scheduler import Scheduler
+
+_DESCRIPTION = """\
+Serves a model to many clients at once, over HTTP, as OpenAI's servers do: /v1/completions, /v1/chat/completions, both
+with streaming, and /v1/models; /health says whether all is well, /metrics has figures for Prometheus, and / is a page
+to chat with the model.
+
+MODEL is a causal language model as `qcut generate` takes it, of a kind that qcut's engine runs. One GPU serves it, or
+the processor. Ctrl-C, or SIGTERM, ends the server when what runs has come to its end; a second one ends it at once.
+"""
+
+FIELDS = {
+    "model": "MODEL, as given",
+    "address": "the server's",
+    "finished": "whether all that ran when the server was to end has come to its end",
+    "prompt_tokens": "tokens of all prompts that were read",
+    "new_tokens": "tokens that were sent",
+}
+
+KEY = "QCUT_API_KEY"
+"""Environment variable with the key that clients have to give."""
+_LOCAL = "127.0.0.1"
+_BACKLOG = 2048
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the subparsers of ``qcut``."""
+    parser = add_command(
+        commands,
+        "serve",
+        help="serve a model over HTTP",
+        description=_DESCRIPTION,
+        example="qcut serve models/gpt2-5m --scheme w8a8\n"
+        "qcut serve folder --scheme codebook4 --batch 64 --context 8192 --kv-cache int8 --host 0.0.0.0",
+        fields=FIELDS,
+    )
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    group = parser.add_argument_group("who is served")
+    group.add_argument(
+        "--host",
+        default=_LOCAL,
+        metavar="H",
+        help=f"address to listen on; 0.0.0.0 takes all of the machine's (default: {_LOCAL}, this machine alone)",
+    )
+    group.add_argument("--port", type=natural, default=8000, metavar="N", help="0 takes a free one (default: 8000)")
+    group.add_argument(
+        "--served-name", metavar="NAME", help="name of the model that clients give (default: MODEL, as it is given)"
+    )
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help=f"key that clients have to give; others on this machine see command lines, and not ${KEY}, which is taken "
+        "without this option (default: none)",
+    )
+    group.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="let pages of another origin use the server in browsers; may be given several times (default: none)",
+    )
+    group.add_argument(
+        "--chat-template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template that makes a text of a chat (default: the tokenizer's)",
+    )
+    group = parser.add_argument_group("how much is served")
+    group.add_argument(
+        "--batch", type=positive, default=16, metavar="N", help="sequences that run at once (default: 16)"
+    )
+    group.add_argument(
+        "--context",
+        type=positive,
+        metavar="N",
+        help="most tokens of a sequence, prompt included (default: what the model was made for, up to 4096)",
+    )
+    group.add_argument(
+        "--chunk",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="tokens of prompts that are read between two steps: a long prompt delays the others by so many "
+        "(default: 512)",
+    )
+    group.add_argument(
+        "--prefixes",
+        type=natural,
+        default=8,
+        metavar="N",
+        help="sequences whose beginnings are kept, so that prompts that begin alike are read once; each takes as much "
+        "memory as one that runs (default: 8)",
+    )
+    group.add_argument(
+        "--max-waiting",
+        type=positive,
+        default=1024,
+        metavar="N",
+        help="prompts that may wait; others are answered 503 (default: 1024)",
+    )
+    group.add_argument(
+        "--max-tokens",
+        type=positive,
+        metavar="N",
+        help="most new tokens of a sequence, whatever is asked for (default: what the context has room for)",
+    )
+    group.add_argument(
+        "--max-body", type=positive, default=2 << 20, metavar="N", help="most bytes of a request (default: 2097152)"
+    )
+    group.add_argument(
+        "--grace",
+        type=positive_float,
+        metavar="S",
+        help="seconds in which what runs has to come to its end after Ctrl-C (default: any time)",
+    )
+    add_quantizing_options(parser)
+    add_cache_option(parser)
+    add_device_options(parser, "float16 on a GPU, float32 on a CPU")
+    parser.set_defaults(command=run)
+
+
+def run(arguments: argparse.Namespace) -> Answer:
+    """Run the command."""
+    try:
+        from qcut.server import running
+        from qcut.server.application import Settings, application
+        from qcut.server.guards import LOOPBACK
+    except ModuleNotFoundError as error:
+        from qcut.errors import UnsupportedError
+
+        raise UnsupportedError(f"{error.name} is not installed: pip install 'qcut[serve]'") from error
+
+    key = os.environ.get(KEY) or None if arguments.api_key is None else arguments.api_key
+    _say(_several(arguments))
+    with running.listening(arguments.host, arguments.port) as found:  # before the model is read: ports may be taken
+        scheduler = _scheduler(arguments)
+        settings = Settings(
+            name=arguments.served_name or arguments.model,
+            key=key,
+            hosts=LOOPBACK if found.getsockname()[0] in LOOPBACK else (),
+            origins=tuple(arguments.allow_origin),
+            most_body=arguments.max_body,
+            most_tokens=arguments.max_tokens,
+        )
+        where = running.address(found)
+        found.listen(_BACKLOG)  # who reads the next line may call at once
+        _say(_ready(scheduler, settings.name, where))
+        if not settings.hosts and key is None:
+            _say(f"whoever reaches this address is served: ${KEY} asks for a key")
+        most = 2 * (arguments.max_waiting + arguments.batch)
+        server = running.server(application(scheduler, settings), grace_s=arguments.grace, most=most)
+        finished = running.run(server, scheduler, found)
+    load = scheduler.load
+    _say(f"served {load.new_tokens:,} tokens, and read {load.prompt_tokens:,}")
+    fields = {
+        "model": arguments.model,
+        "address": where,
+        "finished": finished,
+        "prompt_tokens": load.prompt_tokens,
+        "new_tokens": load.new_tokens,
+    }
+    return Answer(fields, status=0 if finished else 1)
+
+
+def _scheduler(arguments: argparse.Namespace) -> Scheduler:
+    """The model, as the command line says."""
+    from qcut.cli.quantizing import Quantizing, open_model, read_text
+    from qcut.engine.engine import Engine
+    from qcut.engine.scheduler import Scheduler
+
+    quantizing = Quantizing.of(arguments)
+    template = None if arguments.chat_template is None else read_text(arguments.chat_template, "--chat-template")
+    model, tokenizer = open_model(arguments)
+    if template is not None:
+        tokenizer.chat_template = template
+    quantizing.apply(model, tokenizer)
+    engine = Engine(
+        model,
+        tokenizer=tokenizer,
+        batch=arguments.batch,
+        context=arguments.context,
+        kv_cache=arguments.kv_cache,
+    )
+    scheduler = Scheduler(
+        engine, chunk=arguments.chunk, prefixes=arguments.prefixes, most_waiting=arguments.max_waiting
+    )
+    if engine.decoder.device.type == "cuda":
+        _say("building kernels that the cache lacks, and warming up")
+        scheduler.warm_up()
+    return scheduler
+
+
+def _several(arguments: argparse.Namespace) -> str:
+    """The first line: what serves more than one GPU."""
+    scheme = f" --quantization qcut-{arguments.scheme}" if arguments.scheme else ""
+    return (
+        "one GPU, or the processor, serves here; more than one: "
+        f"vllm serve {arguments.model}{scheme} --tensor-parallel-size N (docs/serving.md)"
+    )
+
+
+def _ready(scheduler: Scheduler, name: str, where: str) -> str:
+    engine = scheduler.engine
+    return (
+        f"{where} serves {name} on {engine.decoder.device}: {engine.batch} sequences of {engine.context} tokens, "
+        f"{scheduler.cache_bytes / 2**20:,.0f} MiB of keys and values"
+    )
+
+
+def _say(text: str) -> None:
+    """A line that is there at once, though standard output is a file."""
+    print(text, flush=True)

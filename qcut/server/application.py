@@ -1,0 +1,387 @@
+"""The application: OpenAI's interface over a scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import time
+from base64 import b64encode
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from re import DOTALL, search
+from time import perf_counter
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from qcut.engine.request import Listener, Request
+from qcut.engine.scheduler import Prompt, Scheduler
+from qcut.errors import QcutError
+from qcut.server.answers import JSON, ChatCompletion, Completion, Form, Scored, finish_reason, usage
+from qcut.server.bodies import Body, ChatBody, CompletionBody, parsed
+from qcut.server.guards import Hosts, Key, body
+from qcut.server.metrics import Metrics
+from qcut.server.refusals import Refusal
+from qcut.server.streams import STALLED_S, Bridge, Stream
+
+_log = logging.getLogger("qcut")
+
+B = TypeVar("B", bound=Body)
+Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server is told.
+
+    Attributes:
+        name: under which the model is served.
+        key: that clients have to give; None: none.
+        hosts: names by which clients may call this server; empty: all.
+        origins: of pages elsewhere that may use this server.
+        most_body: bytes of a request's body.
+        most_tokens: new tokens of a sequence, whatever is asked for; None: the context alone is the limit.
+        seconds: in which a body has to come.
+    """
+
+    name: str
+    key: str | None = None
+    hosts: Collection[str] = ()
+    origins: Collection[str] = ()
+    most_body: int = 2 << 20
+    most_tokens: int | None = None
+    seconds: float = 60
+
+
+def application(scheduler: Scheduler, settings: Settings) -> ASGIApp:
+    """The application, for any server of ASGI.
+
+    Args:
+        scheduler: over an engine with a tokenizer. Run and closed by the caller.
+        settings: what to serve, to whom.
+    """
+    service = Service(scheduler, settings)
+    routes = [
+        Route("/", service.page),
+        Route("/health", service.health),
+        Route("/metrics", service.metrics_text),
+        Route("/v1/models", service.models),
+        Route("/v1/models/{name:path}", service.model),
+        Route("/v1/completions", service.completions, methods=["POST"]),
+        Route("/v1/chat/completions", service.chat, methods=["POST"]),
+    ]
+    guards = [Middleware(Hosts, settings.hosts), Middleware(Key, settings.key)]
+    if settings.origins:  # before the key: browsers ask for leave without one
+        headers = ["Authorization", "Content-Type"]
+        cors = Middleware(
+            CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["*"], allow_headers=headers
+        )
+        guards.insert(1, cors)
+    handlers: dict[Any, Any] = {
+        Refusal: service.refuse,
+        404: service.unknown,
+        405: service.unknown,
+        500: service.failed,
+    }
+    return Starlette(routes=routes, middleware=guards, exception_handlers=handlers)
+
+
+class Service:
+    """Answers requests.
+
+    Args:
+        scheduler: see `application`.
+        settings: see `application`.
+    """
+
+    def __init__(self, scheduler: Scheduler, settings: Settings) -> None:
+        self.scheduler, self.settings = scheduler, settings
+        self.metrics = Metrics(scheduler)
+        self._created = int(time.time())
+        self._bridge: Bridge | None = None
+        # Long texts take long to tokenize; meanwhile the event loop serves others.
+        self._submits = ThreadPoolExecutor(1, "qcut-submit")
+
+    # ── what is small ────────────────────────────────────────────────────────────────────────────
+
+    async def page(self, request: HTTPRequest) -> Response:
+        """The page to chat with the model."""
+        return HTMLResponse(*_page())
+
+    async def health(self, request: HTTPRequest) -> Response:
+        """Whether requests are served."""
+        if self.scheduler.error is not None:
+            raise Refusal(503, "the engine has failed")
+        return JSONResponse({"status": "ok"})
+
+    async def metrics_text(self, request: HTTPRequest) -> Response:
+        """Figures for Prometheus."""
+        return Response(self.metrics.text, media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: HTTPRequest) -> Response:
+        """The one model."""
+        return JSONResponse({"object": "list", "data": [self._model]})
+
+    async def model(self, request: HTTPRequest) -> Response:
+        """The model by its name."""
+        self._check_name(request.path_params["name"])
+        return JSONResponse(self._model)
+
+    async def refuse(self, request: HTTPRequest, error: Refusal) -> Response:
+        """Answer what cannot be served."""
+        self.metrics.refused(error.status)
+        return error.answer
+
+    async def unknown(self, request: HTTPRequest, error: Any) -> Response:
+        """Answer a path that nobody knows, or a method that it has not."""
+        refusal = Refusal(error.status_code, f"{request.method} {request.url.path[:80]}: {error.detail}")
+        refusal.headers = error.headers
+        return await self.refuse(request, refusal)
+
+    async def failed(self, request: HTTPRequest, error: Exception) -> Response:
+        """Answer a fault of the server; the log has it whole."""
+        return await self.refuse(request, Refusal(500, f"a fault in the server: {type(error).__name__}"))
+
+    @cached_property
+    def _model(self) -> JSON:
+        engine = self.scheduler.engine
+        return {
+            "id": self.settings.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "qcut",
+            "max_model_len": engine.context,
+            "chat": bool(getattr(engine.tokenizer, "chat_template", None)),
+        }
+
+    def _check_name(self, name: str | None) -> None:
+        if name not in (None, self.settings.name):
+            message = f"model {name[:80]!r}; allowed: {self.settings.name!r}"
+            raise Refusal(404, message, param="model", code="model_not_found")
+
+    # ── completions ──────────────────────────────────────────────────────────────────────────────
+
+    async def completions(self, request: HTTPRequest) -> Response:
+        """``/v1/completions``."""
+        given = await self._read(request, CompletionBody)
+        if given.echo and given.logprobs is not None:
+            raise Refusal(400, "echo with logprobs; allowed: one of them", param="echo", code="unsupported")
+        before = [self._text(prompt) for prompt in given.prompts] if given.echo else []
+        return await self._answer(request, given, Completion(self.settings.name), before)
+
+    async def chat(self, request: HTTPRequest) -> Response:
+        """``/v1/chat/completions``."""
+        given = await self._read(request, ChatBody)
+        return await self._answer(request, given, ChatCompletion(self.settings.name), [])
+
+    async def _read(self, request: HTTPRequest, kind: type[B]) -> B:
+        settings = self.settings
+        data = await body(request.scope, request.receive, most=settings.most_body, seconds=settings.seconds)
+        given = parsed(kind, data)
+        self._check_name(given.model)
+        return given
+
+    def _text(self, prompt: Any) -> str:
+        """The text of a prompt."""
+        return prompt if isinstance(prompt, str) else str(self.scheduler.engine.tokenizer.decode(prompt))
+
+    async def _answer(self, request: HTTPRequest, given: Body, form: Form, before: list[str]) -> Response:
+        answer = _Answer(self, given, form, before)
+        loop = asyncio.get_running_loop()
+        if self._bridge is None:
+            self._bridge = Bridge(loop)
+        stream = Stream(self._bridge, given.n)
+        try:
+            await loop.run_in_executor(self._submits, self._submit, stream, given)
+        except QcutError as error:
+            raise Refusal.of(error) from error
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+        if given.stream:
+            return _EventStream(stream, answer.pieces(stream))
+        async with _cancelled_with(request.receive, stream):
+            return JSONResponse(await answer.whole(stream))
+
+    def _submit(self, stream: Stream, given: Body) -> None:
+        sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
+        limits = [limit for limit in (given.most, self.settings.most_tokens) if limit is not None]
+        most = min(limits, default=None)
+        for prompt in given.prompts:
+
+            def submit(samples: int, listener: Listener, prompt: Prompt = prompt) -> list[Request]:
+                return self.scheduler.submit_samples(
+                    prompt, samples, most, sampling=sampling, stop=stops, top=given.top, listener=listener
+                )
+
+            stream.submit(submit)
+
+
+class _Answer:
+    """The answer to one request.
+
+    Args:
+        service: that answers.
+        given: the request.
+        form: of the answer.
+        before: text that each prompt's choices begin with; none at all: nothing.
+    """
+
+    def __init__(self, service: Service, given: Body, form: Form, before: list[str]) -> None:
+        self._service, self._given, self._form, self._before = service, given, form, before
+        self._watch = service.metrics.watch()
+
+    async def whole(self, stream: Stream) -> JSON:
+        """The answer at once.
+
+        Raises:
+            Refusal: the engine has failed, or the server closes.
+        """
+        count = len(stream.requests)
+        texts, scored = [[self._begin(i)] for i in range(count)], self._scores(count)
+        reasons: list[str | None] = [None] * count
+        async for choice, event in self._events(stream):
+            texts[choice].append(event.text or "")
+            if scored is not None and event.token is not None and event.log_probability is not None:
+                scored[choice].add(event.token, event.log_probability)
+            reasons[choice] = finish_reason(event)
+        choices = [
+            self._form.choice(i, "".join(texts[i]), None if scored is None else scored[i], reasons[i])
+            for i in range(count)
+        ]
+        return self._form.whole(choices, usage(stream.requests, self._given.n))
+
+    async def pieces(self, stream: Stream) -> AsyncIterator[bytes]:
+        """The answer as it comes: server-sent events."""
+        form, count = self._form, len(stream.requests)
+        options = self._given.stream_options
+        counts = options is not None and options.include_usage
+        empty: JSON = {"usage": None} if counts else {}
+        scored = self._scores(count)
+        for index in range(count):
+            if (first := form.first(index, self._begin(index))) is not None:
+                yield _sent({**form.piece([first]), **empty})
+        try:
+            async for choices in self._parts(stream, scored):
+                yield _sent({**form.piece(choices), **empty}) if choices else b": waiting\n\n"
+        except Refusal as refusal:
+            yield _sent(refusal.body)
+            return
+        if counts:
+            yield _sent({**form.piece([]), "usage": usage(stream.requests, self._given.n)})
+        yield b"data: [DONE]\n\n"
+
+    async def _parts(self, stream: Stream, scored: list[Scored] | None) -> AsyncIterator[list[JSON]]:
+        """Choices with what has come since, one at a time. Empty: nothing for a while."""
+        async for come in stream.events():
+            if not come:
+                yield []
+            texts: dict[int, list[str]] = {}
+            reasons: dict[int, str | None] = {}
+            for choice, event in self._seen(come):
+                texts.setdefault(choice, []).append(event.text or "")
+                reasons[choice] = finish_reason(event)
+                if scored is not None and event.token is not None and event.log_probability is not None:
+                    scored[choice].add(event.token, event.log_probability)
+            for choice, parts in texts.items():
+                text, found = "".join(parts), None if scored is None else scored[choice].take()
+                if text or reasons[choice] is not None or (found is not None and found.tokens):
+                    yield [self._form.part(choice, text, found, reasons[choice])]
+
+    async def _events(self, stream: Stream) -> AsyncIterator[tuple[int, Any]]:
+        async for come in stream.events():
+            for one in self._seen(come):
+                yield one
+
+    def _seen(self, come: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+        """Measure events, and look whether one is an end without an answer."""
+        now = perf_counter()
+        for choice, event in come:
+            self._watch.take(choice, event, now)
+            if event.reason == "failed":
+                raise Refusal(500, "the engine has failed", code="failed")
+            if event.reason == "cancelled":
+                raise Refusal(503, "the request has been cancelled: the server closes", code="cancelled")
+        return come
+
+    def _begin(self, choice: int) -> str:
+        return self._before[choice // self._given.n] if self._before else ""
+
+    def _scores(self, count: int) -> list[Scored] | None:
+        tokenizer = self._service.scheduler.engine.tokenizer
+        return None if self._given.top is None else [Scored(tokenizer) for _ in range(count)]
+
+
+class _EventStream(Response):
+    """Server-sent events; a client that goes, or takes nothing any more, ends what it asked for."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, stream: Stream, pieces: AsyncIterator[bytes]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._stream, self._pieces = stream, pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer."""
+        async with _cancelled_with(receive, self._stream):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            try:
+                async for piece in self._pieces:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            except asyncio.CancelledError:
+                if not self._stream.is_given_up:
+                    raise
+                _log.warning("a client took nothing for %g s; its request is cancelled", STALLED_S)
+                return
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.asynccontextmanager
+async def _cancelled_with(receive: Receive, stream: Stream) -> AsyncIterator[None]:
+    """Cancel a stream when the client goes, and when the block ends before it."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        stream.cancel()
+
+    watcher = asyncio.ensure_future(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        stream.cancel()
+
+
+def _sent(value: JSON) -> bytes:
+    """A server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode(errors="replace")
+
+
+def _page() -> tuple[str, int, dict[str, str]]:
+    """The page, its status, and headers that let it load nothing from elsewhere."""
+    text = resources.files("qcut.server").joinpath("page.html").read_text(encoding="utf-8")
+    allowed = {}
+    for kind in ("style", "script"):
+        found = search(f"<{kind}>(.*?)</{kind}>", text, DOTALL)
+        assert found is not None
+        allowed[kind] = b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{allowed['style']}'; script-src 'sha256-{allowed['script']}'; "
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    return text, 200, headers

@@ -1,0 +1,104 @@
+"""What the server measures, in Prometheus' form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from qcut.engine.generated import Event
+from qcut.engine.scheduler import Scheduler
+
+_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Counters of one server.
+
+    Args:
+        scheduler: whose load is told, too.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._registry = registry = CollectorRegistry()
+        registry.register(_Load(scheduler))
+        ProcessCollector(registry=registry)
+        self._ends = Counter("qcut_requests", "Sequences that have ended, by reason", ["reason"], registry=registry)
+        self._refused = Counter("qcut_refused", "Requests refused, by status", ["status"], registry=registry)
+
+        def histogram(name: str, text: str) -> Histogram:
+            return Histogram(f"qcut_{name}_seconds", text, buckets=_SECONDS, registry=registry)
+
+        self._first = histogram("time_to_first_token", "From a request to its first token")
+        self._between = histogram("time_between_tokens", "From a sequence's token to its next")
+        self._whole = histogram("sequence", "From a request to the end of its sequence")
+
+    @property
+    def text(self) -> bytes:
+        """All of them."""
+        return generate_latest(self._registry)
+
+    def refused(self, status: int) -> None:
+        """Count a refusal."""
+        self._refused.labels(str(status)).inc()
+
+    def watch(self) -> Watch:
+        """Begin to measure a request."""
+        return Watch(self._ends, self._first, self._between, self._whole)
+
+
+class Watch:
+    """Measures the sequences of one request."""
+
+    def __init__(self, ends: Counter, first: Histogram, between: Histogram, whole: Histogram) -> None:
+        self._ends, self._first, self._between, self._whole = ends, first, between, whole
+        self._start = perf_counter()
+        self._last: dict[int, float] = {}
+
+    def take(self, choice: int, event: Event, now: float) -> None:
+        """Measure an event that came at a time of ``perf_counter``."""
+        if event.token is not None:
+            last = self._last.get(choice)
+            if last is None:
+                self._first.observe(now - self._start)
+            else:
+                self._between.observe(now - last)
+            self._last[choice] = now
+        if event.reason is not None:
+            self._ends.labels(event.reason).inc()
+            self._whole.observe(now - self._start)
+
+
+class _Load(Collector):
+    """What the scheduler does, at the time of asking."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        """All figures."""
+        load, engine = self._scheduler.load, self._scheduler.engine
+        for name, text, value in (
+            ("qcut_requests_waiting", "Prompts that wait", load.waiting),
+            ("qcut_prompts_reading", "Prompts that are being read", load.reading),
+            ("qcut_sequences_running", "Sequences that are being continued", load.running),
+            ("qcut_sequences_most", "Sequences that may run at once", engine.batch),
+            ("qcut_context_tokens", "Most tokens of a sequence", engine.context),
+            ("qcut_kept_tokens", "Tokens in the cache of beginnings", load.kept),
+        ):
+            yield GaugeMetricFamily(name, text, value)
+        yield GaugeMetricFamily("qcut_cache_bytes", "Memory for keys and values", self._scheduler.cache_bytes)
+        if (device := engine.decoder.device).type == "cuda":
+            taken = torch.cuda.memory_allocated(device)
+            yield GaugeMetricFamily("qcut_gpu_bytes", "Memory of the GPU that is taken, weights and all", taken)
+        for name, text, value in (
+            ("qcut_prompt_tokens", "Tokens of prompts", load.prompt_tokens),
+            ("qcut_prompt_tokens_found", "Of these, tokens that the cache of beginnings had", load.found_tokens),
+            ("qcut_new_tokens", "New tokens", load.new_tokens),
+            ("qcut_steps", "Steps of the batch", load.steps),
+        ):
+            yield CounterMetricFamily(name, text, value)

@@ -1,0 +1,51 @@
+"""Answers to what cannot be served, in OpenAI's form."""
+
+from __future__ import annotations
+
+from starlette.responses import JSONResponse
+
+from qcut.errors import BusyError, ContextError, QcutError
+
+RETRY_AFTER_S = 1
+
+
+class Refusal(Exception):
+    """A request that is not served.
+
+    Args:
+        status: of HTTP.
+        message: what was found and what is allowed.
+        param: the field of the body.
+        code: for programs.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    @classmethod
+    def of(cls, error: QcutError) -> Refusal:
+        """What one of qcut's exceptions means to a client."""
+        if isinstance(error, BusyError):
+            return cls(503, str(error), code="busy", headers={"Retry-After": str(RETRY_AFTER_S)})
+        return cls(400, str(error), code="context_length_exceeded" if isinstance(error, ContextError) else None)
+
+    @property
+    def body(self) -> dict[str, object]:
+        """The answer's JSON."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def answer(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.body, self.status, self.headers)

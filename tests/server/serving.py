@@ -1,0 +1,183 @@
+"""A server of the embedded model, in a thread of the tests' process or in a process of its own."""
+
+from __future__ import annotations
+
+import copy
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import qcut
+from qcut.engine.text.pieces import Detokenizer
+from qcut.numerics.sampling import sample
+from qcut.server import running
+from qcut.server.application import Settings, application
+from tests.support import ROOT
+
+MODEL = ROOT / "models" / "gpt2-5m"
+NAME = "gpt2"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+PATIENCE_S = 60
+NOISE = 0.03
+
+
+def engine(batch: int = 4, context: int = 96) -> qcut.Engine:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = TEMPLATE
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    qcut.quantize(model, "w8a8")
+    return qcut.Engine(model, batch=batch, context=context, tokenizer=tokenizer)
+
+
+def steady(alone: qcut.Engine, prompt: str, most: int, sampling: qcut.Sampling, index: int = 0) -> list[str]:
+    """Texts of a sample after 1, 2 and more tokens, as long as no token is near another.
+
+    The order of sums depends on neighbours, and an integer that is rounded the other way moves logits by hundredths.
+    A token counts if `NOISE` at each logit does not change it.
+    """
+    ids = alone.tokenizer(prompt)["input_ids"]
+    pieces = Detokenizer(alone.tokenizer).pieces(ids)
+    noise = torch.randn(32, alone.decoder.vocabulary, generator=torch.Generator().manual_seed(1)) * NOISE
+    noise[0] = 0
+    texts: list[str] = []
+    logits, whole = alone.prefill([ids]), ""
+    while True:
+        places = torch.full((32,), index), torch.full((32,), len(ids) + len(texts))
+        tokens = sample(logits.float() + noise, sampling, *places)
+        if len(texts) == most or len(tokens.unique()) > 1:
+            return texts
+        whole += pieces.add(int(tokens[0]))
+        texts.append(whole + copy.deepcopy(pieces).rest())
+        logits = alone.decode(tokens[:1])
+
+
+@dataclass
+class Served:
+    """A server, and what is behind it.
+
+    Attributes:
+        port: of this machine's own address.
+        scheduler: the server's.
+        alone: another engine over the same weights, to compare with.
+        server: which signals end.
+        finished: what `running.run` has returned, when it has.
+    """
+
+    port: int
+    scheduler: qcut.Scheduler
+    alone: qcut.Engine
+    server: running.Server
+    finished: list[bool]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+        """Status, JSON or text, and headers of an answer; a body that is no text is sent as JSON."""
+        return call(self.port, method, path, body, **headers)
+
+    def idle(self) -> None:
+        """Wait until nothing is left of any request."""
+        end = time.monotonic() + PATIENCE_S
+        while (load := self.scheduler.load).waiting or load.reading or load.running:
+            assert time.monotonic() < end, f"not idle: {load}"
+            time.sleep(0.01)
+
+    def text(self, prompt: str, count: int, **options: Any) -> str:
+        """The text that one prompt gets alone."""
+        stop = [*self.alone.end_tokens, *options.pop("stop", ())]
+        (found,) = self.alone.generate(prompt, count, stop=stop, **options)
+        assert found.text is not None
+        return found.text
+
+
+def call(port: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+    try:
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        given = {"Content-Type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        connection.request(method, path, body, given)
+        answer = connection.getresponse()
+        data = answer.read()
+        kind = answer.headers.get_content_type()
+        return answer.status, json.loads(data) if kind == "application/json" else data.decode(), dict(answer.headers)
+    finally:
+        connection.close()
+
+
+@contextmanager
+def serving(
+    one: qcut.Engine, *, most_waiting: int = 1024, grace_s: float | None = None, buffer: int = 0, **settings: Any
+) -> Iterator[Served]:
+    """A server in a thread, with ``buffer`` bytes for what it sends, if not 0."""
+    scheduler = qcut.Scheduler(one, chunk=32, most_waiting=most_waiting)
+    server = running.server(application(scheduler, Settings(NAME, **settings)), grace_s=grace_s)
+    finished: list[bool] = []
+    failed: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            finished.append(running.run(server, scheduler, found))
+        except BaseException as error:
+            failed.append(error)
+
+    with running.listening("127.0.0.1", 0) as found:
+        if buffer:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
+        thread = threading.Thread(target=serve, name="server")
+        thread.start()
+        try:
+            end = time.monotonic() + PATIENCE_S
+            while not server.started:
+                assert thread.is_alive(), failed
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            yield Served(found.getsockname()[1], scheduler, one.beside(1), server, finished)
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
+    if failed:
+        raise failed[0]
+
+
+class Process:
+    """``qcut serve`` of the embedded model."""
+
+    def __init__(self, log: Path, *options: str, environment: dict[str, str] | None = None, port: int = 0) -> None:
+        command = [sys.executable, "-m", "qcut", "serve", str(MODEL), "--scheme", "w8a8", "--device", "cpu"]
+        command += ["--port", str(port), "--batch", "4", "--context", "96", "--served-name", NAME, *options]
+        self.log = log
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **(environment or {})}
+            )
+        self.port = self._wait()
+
+    def _wait(self) -> int:
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end:
+            if found := re.search(r"^http://\S+:(\d+) serves", self.log.read_text(), re.MULTILINE):
+                return int(found[1])
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def ended(self) -> int:
+        return self.process.wait(PATIENCE_S)

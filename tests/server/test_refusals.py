@@ -1,0 +1,228 @@
+"""What a server does not serve, it says; nothing is served by halves."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from tests.server.serving import NAME, Served, engine, serving
+
+GOOD = {"model": NAME, "prompt": "A list", "max_tokens": 2}
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+def without(body: dict[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        (COMPLETIONS, without(GOOD, "prompt"), "prompt", "required"),
+        (COMPLETIONS, {**GOOD, "prompt": ""}, None, "empty string"),
+        (COMPLETIONS, {**GOOD, "prompt": []}, None, "prompt"),
+        (COMPLETIONS, {**GOOD, "prompt": [[]]}, None, "prompt 0"),
+        (COMPLETIONS, {**GOOD, "prompt": ["a", 1]}, "prompt", "found"),
+        (COMPLETIONS, {**GOOD, "prompt": [1, 1 << 40]}, None, "token id 1099511627776; allowed: 0 to 8191"),
+        (COMPLETIONS, {**GOOD, "prompt": [1, 1 << 80]}, None, "prompt"),
+        (COMPLETIONS, {**GOOD, "prompt": [-1]}, None, "token id -1"),
+        (COMPLETIONS, {**GOOD, "prompt": {"text": "x"}}, "prompt", "found"),
+        (COMPLETIONS, {**GOOD, "prompt": "word " * 200}, None, "context"),
+        (COMPLETIONS, {**GOOD, "prompt": "\ud800"}, None, "JSON"),
+        (COMPLETIONS, {**GOOD, "max_token": 2}, "max_token", "unknown field max_token; allowed: echo, "),
+        (COMPLETIONS, {**GOOD, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        (COMPLETIONS, {**GOOD, "max_tokens": "2"}, "max_tokens", 'found "2"'),
+        (COMPLETIONS, {**GOOD, "max_tokens": 2.5}, "max_tokens", "found 2.5"),
+        (COMPLETIONS, {**GOOD, "max_tokens": True}, "max_tokens", "found true"),
+        (COMPLETIONS, {**GOOD, "n": 5}, None, "samples is 5; allowed: 1 to 4"),
+        (COMPLETIONS, {**GOOD, "n": 0}, "n", "greater"),
+        (COMPLETIONS, {**GOOD, "temperature": -1}, None, "temperature -1"),
+        (COMPLETIONS, {**GOOD, "temperature": "hot"}, "temperature", 'found "hot"'),
+        (COMPLETIONS, {**GOOD, "top_p": 0}, None, "top_p"),
+        (COMPLETIONS, {**GOOD, "top_k": -1}, None, "top_k"),
+        (COMPLETIONS, {**GOOD, "min_p": 2}, None, "min_p"),
+        (COMPLETIONS, {**GOOD, "repetition_penalty": 0}, None, "repetition_penalty"),
+        (COMPLETIONS, {**GOOD, "presence_penalty": 1e9}, None, "presence_penalty"),
+        (COMPLETIONS, {**GOOD, "logprobs": 21}, "logprobs", "20"),
+        (COMPLETIONS, {**GOOD, "logprobs": 1, "echo": True}, "echo", "one of them"),
+        (COMPLETIONS, {**GOOD, "stop": ""}, "stop", "1 character"),
+        (COMPLETIONS, {**GOOD, "stop": ["x"] * 65}, "stop", "64"),
+        (COMPLETIONS, {**GOOD, "stop_token_ids": ["x"]}, "stop_token_ids", "found"),
+        (COMPLETIONS, {**GOOD, "suffix": "end"}, "suffix", 'found "end"; allowed: '),
+        (COMPLETIONS, {**GOOD, "best_of": 3}, "best_of", "found 3; allowed: 1 or null"),
+        (COMPLETIONS, {**GOOD, "logit_bias": {"5": 1}}, "logit_bias", "allowed"),
+        (COMPLETIONS, {**GOOD, "stream_options": {"a": 1}}, "stream_options", "unknown"),
+        (CHATS, without(CHAT, "messages"), "messages", "required"),
+        (CHATS, {**CHAT, "messages": []}, "messages", "at least 1 item"),
+        (CHATS, {**CHAT, "messages": ["x"]}, "messages", "found"),
+        (CHATS, {**CHAT, "messages": [{"role": "user"}]}, "messages", "required"),
+        (CHATS, {**CHAT, "messages": [{"role": 1, "content": "x"}]}, "messages", "found 1"),
+        (CHATS, {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "text"),
+        (CHATS, {**CHAT, "messages": [{"role": "user", "content": "x", "weight": 1}]}, "messages", "unknown"),
+        (CHATS, {**CHAT, "top_logprobs": 21, "logprobs": True}, "top_logprobs", "20"),
+        (CHATS, {**CHAT, "tools": [{"type": "function"}]}, "tools", "allowed"),
+        (CHATS, {**CHAT, "response_format": {"type": "json_object"}}, "response_format", '{"type":"text"}'),
+        (CHATS, {**CHAT, "prompt": "x"}, "prompt", "unknown"),
+        (CHATS, {**CHAT, "tools": [], "temperature": []}, "temperature", "found"),
+    ],
+)
+def test_wrong_fields(served: Served, path: str, body: dict[str, Any], param: str | None, words: str) -> None:
+    status, answer, _ = served.call("POST", path, body)
+    assert status == 400, answer
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert words in error["message"]
+    assert (error["param"] or "").split(".")[0] == (param or "")
+    assert len(error["message"]) < 1000
+
+
+def test_a_prompt_beyond_the_context_has_openai_s_code(served: Served) -> None:
+    _, answer, _ = served.call("POST", COMPLETIONS, {**GOOD, "prompt": "word " * 200})
+    assert answer["error"]["code"] == "context_length_exceeded"
+
+
+def test_fields_that_ask_for_nothing_are_taken(served: Served) -> None:
+    nothing = {"logit_bias": {}, "best_of": 1, "suffix": None, "user": "me", "metadata": {"a": "b"}, "top_k": None}
+    assert served.call("POST", COMPLETIONS, {**GOOD, **nothing})[0] == 200
+    nothing = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "top_p": None}
+    assert served.call("POST", CHATS, {**CHAT, **nothing})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"text"',
+        b"\xff\xfe",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": [1' + b"9" * 500 + b"]}",
+        b"[" * 2000,
+        b'{"prompt":' * 400,
+        b'{"prompt": "x"} {"prompt": "y"}',
+    ],
+)
+def test_bodies_that_are_no_requests(served: Served, body: bytes) -> None:
+    status, answer, _ = served.call("POST", COMPLETIONS, body)
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_paths_and_methods(served: Served) -> None:
+    for method, path, expected in (
+        ("GET", "/nowhere", 404),
+        ("GET", COMPLETIONS, 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/models/other", 404),
+    ):
+        status, answer, _ = served.call(method, path)
+        assert (status, "error" in answer) == (expected, True), path
+    status, answer, _ = served.call("POST", COMPLETIONS, {**GOOD, "model": "gpt-4o"})
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_long_body(served: Served) -> None:
+    """By what it says of itself, and by what comes."""
+    body = {**GOOD, "prompt": "x" * 5000}
+    status, answer, headers = served.call("POST", COMPLETIONS, body)
+    assert (status, answer["error"]["code"], headers["connection"]) == (413, "too_long", "close")
+    assert "4096" in answer["error"]["message"]
+    with socket.create_connection(("127.0.0.1", served.port), 60) as connection:
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode())
+        for _ in range(5):
+            connection.sendall(b"400\r\n" + b" " * 1024 + b"\r\n")
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+        rest = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert rest == b"" or b"too_long" in rest
+
+
+def test_another_type_than_json(served: Served) -> None:
+    """A page of another origin may send text without asking the browser."""
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        status, answer, _ = served.call("POST", COMPLETIONS, GOOD, Content_Type=kind)
+        assert (status, answer["error"]["code"]) == (415, "content_type")
+    assert served.call("POST", COMPLETIONS, GOOD, Content_Type="Application/JSON; charset=utf-8")[0] == 200
+
+
+def test_who_asks() -> None:
+    """Hosts, keys, pages elsewhere; a body that does not come; a queue that is full; tokens beyond the limit."""
+    one = engine(batch=1)
+    own = {"hosts": {"127.0.0.1", "localhost"}, "origins": ("http://pages.example",), "key": "s\u00e9cret"}
+    with serving(one, most_waiting=1, seconds=0.3, most_tokens=60, **own) as served:
+        key = "Bearer s\u00e9cret".encode().decode("latin-1")
+        assert served.call("GET", "/health")[0] == 200
+        assert served.call("GET", "/")[0] == 200
+        for wrong in ("", "Bearer", "Bearer secret", "Basic s\u00e9cret", "s\u00e9cret"):
+            for path in ("/v1/models", "/metrics"):
+                status, answer, headers = served.call("GET", path, Authorization=wrong)
+                assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+                assert headers["www-authenticate"] == "Bearer"
+        assert served.call("GET", "/v1/models", Authorization=key)[0] == 200
+        for host in ("evil.example", f"evil.example:{served.port}", "", "[", "127.0.0.1.evil.example"):
+            assert served.call("GET", "/health", Host=host)[0] == 403
+        assert served.call("GET", "/health", Host=f"LOCALHOST:{served.port}")[0] == 200
+        asked = {"Origin": "http://pages.example", "Access_Control_Request_Method": "POST"}
+        status, _, headers = served.call("OPTIONS", COMPLETIONS, **asked)
+        assert (status, headers["access-control-allow-origin"]) == (200, "http://pages.example")
+        status, _, headers = served.call("OPTIONS", COMPLETIONS, **{**asked, "Origin": "http://evil.example"})
+        assert "access-control-allow-origin" not in headers
+
+        with socket.create_connection(("127.0.0.1", served.port), 60) as connection:
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nAuthorization: {key}\r\nContent-Length: 9\r\n"
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode("latin-1"))
+            assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+        # One prompt runs, one waits, the third is one too many, and so is all that came with it.
+        body = {"prompt": ["A", "B", "C", "D"], "max_tokens": 90, "ignore_eos": True}
+        status, answer, headers = served.call("POST", COMPLETIONS, body, Authorization=key)
+        assert (status, answer["error"]["code"], headers["retry-after"]) == (503, "busy", "1")
+        assert answer["error"]["type"] == "server_error"
+        served.idle()
+        status, answer, _ = served.call("POST", COMPLETIONS, {**body, "prompt": "A"}, Authorization=key)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 60)
+        _, text, _ = served.call("GET", "/metrics", Authorization=key)
+        for status in (408, 503):
+            assert f'qcut_refused_total{{status="{status}"}} 1.0' in text
+
+
+def test_a_tokenizer_without_a_template_for_chats(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.scheduler.engine.tokenizer, "chat_template", None)
+    status, answer, _ = served.call("POST", CHATS, CHAT)
+    assert status == 400
+    assert "no chat template" in answer["error"]["message"]
+
+
+def test_metrics_count(served: Served) -> None:
+    def found() -> dict[str, float]:
+        lines = [line for line in served.call("GET", "/metrics")[1].splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+    before = found()
+    assert served.call("POST", COMPLETIONS, {**GOOD, "max_tokens": 7, "n": 2, "ignore_eos": True})[0] == 200
+    assert served.call("POST", COMPLETIONS, {**GOOD, "n": 0})[0] == 400
+    after = found()
+
+    def more(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert more("qcut_new_tokens_total") == 14
+    assert more('qcut_requests_total{reason="length"}') == 2
+    assert more("qcut_time_to_first_token_seconds_count") == 2
+    assert more("qcut_time_between_tokens_seconds_count") == 12
+    assert more("qcut_sequence_seconds_count") == 2
+    assert more('qcut_refused_total{status="400"}') == 1
+    assert after["qcut_sequences_most"] == served.scheduler.engine.batch
+    assert after["qcut_cache_bytes"] == served.scheduler.cache_bytes > 0
+    assert json.dumps(after)

@@ -1,0 +1,24 @@
+"""A short run of `tests.server.soak`: ``python -m tests.server`` is the long one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.server.serving import Process
+from tests.server.soak import KINDS, soak
+
+
+def test_nothing_is_lost_mixed_or_kept(tmp_path: Path) -> None:
+    server = Process(tmp_path / "log")
+    try:
+        report = soak(server.port, server.process.pid, 6, 8)
+        server.process.terminate()
+        assert server.ended() == 0
+    finally:
+        server.process.kill()
+    assert not report.wrong, report.lines
+    assert set(report.done) == set(KINDS)
+    (files, threads), (last_files, last_threads) = report.counts
+    assert last_files <= files + 1
+    assert last_threads <= threads + 1
+    assert "Traceback" not in server.log.read_text()
