@@ -84,5 +84,5 @@ $(READY): pyproject.toml constraints-dev.txt
 	@echo "setting up .venv ($(TORCH)); the first time this downloads the packages"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(INSTALL) '$(TORCH)'
-	@$(INSTALL) --no-build-isolation '$(TORCH)' --editable '.[hf,bench,dev,docs]'
+	@$(INSTALL) --no-build-isolation '$(TORCH)' --editable '.[hf,bench,serve,dev,docs]'
 	@touch $@

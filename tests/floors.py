@@ -31,12 +31,15 @@ TESTS = (
     "tests/conversion/test_fusion.py",
     "tests/jit/test_cache.py",
     "tests/process/test_progress.py",
+    "tests/server/test_openai.py",
+    "tests/server/test_refusals.py",
 )
 
 
 def oldest(project: dict[str, Any]) -> list[str]:
     """``name==version`` of each dependency with a lower bound, but for torch and the CUDA packages."""
-    lines = [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["hf"], *extras["serve"]]
     found = []
     for requirement in map(Requirement, lines):
         bounds = [s.version for s in requirement.specifier if s.operator == ">="]

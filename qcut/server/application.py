@@ -82,7 +82,7 @@ def application(scheduler: Scheduler, settings: Settings) -> ASGIApp:
         Route("/v1/completions", service.completions, methods=["POST"]),
         Route("/v1/chat/completions", service.chat, methods=["POST"]),
     ]
-    guards = [Middleware(Hosts, settings.hosts), Middleware(Key, settings.key)]
+    guards = [Middleware(Hosts, allowed=settings.hosts), Middleware(Key, key=settings.key)]
     if settings.origins:  # before the key: browsers ask for leave without one
         headers = ["Authorization", "Content-Type"]
         cors = Middleware(

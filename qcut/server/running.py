@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -18,6 +19,8 @@ from qcut.engine.scheduler import Scheduler
 from qcut.errors import ConfigError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SWITCH_S = 0.0005
+"""Longest time that the thread which turns waits for the one that writes answers: Python's 5 ms are two steps."""
 _LOOK_S = 0.5
 
 
@@ -83,6 +86,7 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
     Raises:
         BaseException: what the engine has failed with.
     """
+    sys.setswitchinterval(SWITCH_S)
     scheduler.run()
     log = logging.getLogger("uvicorn.error")
     log.addFilter(_is_of_interest)

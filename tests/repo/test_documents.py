@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 import qcut
-from examples import chat, gpt2_int8, llama
+from examples import batch, chat, gpt2_int8, llama
 from tests.repo.test_layering import FLOORS
 from tests.support import ROOT
 
@@ -178,6 +179,23 @@ def test_chat_answers_each_line(capsys: pytest.CaptureFixture[str], monkeypatch:
 
 
 # ── a model of Llama's shape ─────────────────────────────────────────────────────────────────────
+
+
+def test_a_batch_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    texts = [f"Chapter {i}" for i in range(40)]
+    prompts.write_text("".join(json.dumps({"id": i, "prompt": text}) + "\n" for i, text in enumerate(texts)))
+    batch.main(str(prompts), str(answers))
+    whole = answers.read_bytes()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    assert [row["id"] for row in rows] == list(range(40))
+    assert all(row["reason"] in ("length", "stop") and row["text"] for row in rows)
+    end = whole.index(b"\n", len(whole) // 2) + 1
+    answers.write_bytes(whole[: end + 9])  # died in the middle of a line
+    batch.main(str(prompts), str(answers))
+    again = [json.loads(line) for line in answers.read_bytes().splitlines()]
+    assert answers.read_bytes().startswith(whole[:end])
+    assert [row["id"] for row in again] == list(range(40))
 
 
 def test_llama_runs_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"cuda", "portable"}),
     frozenset({"layers", "tuning"}),
     frozenset({"conversion", "checkpoints", "engine"}),
-    frozenset({"integrations"}),
+    frozenset({"integrations", "server"}),
     frozenset({"cli"}),
 )
 """Folders of qcut, the ground floor first: a folder imports from the floors below its own, and from itself."""

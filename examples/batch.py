@@ -1,0 +1,66 @@
+"""Continues every prompt of a file, many at once, and goes on where it was stopped.
+
+python examples/batch.py prompts.jsonl answers.jsonl                       # with the checkpoint in models/gpt2-5m
+python examples/batch.py prompts.jsonl answers.jsonl Qwen/Qwen2.5-7B w8a8  # any folder or name on the hub
+
+A line of the first file is {"id": …, "prompt": …}, the prompt a text or a chat; a line of the second is {"id": …,
+"text": …, "reason": …}. Prompts that the second file answers already are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import qcut
+from qcut.checkpoints.pretrained import device_of, dtype_for, load_pretrained
+
+MODEL = Path(__file__).resolve().parents[1] / "models" / "gpt2-5m"
+BATCH, TOKENS = 16, 64
+
+
+def answered(path: Path) -> set[Any]:
+    """Ids of whole lines; what a process left unfinished when it died is cut off."""
+    if not path.exists():
+        return set()
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return {json.loads(line)["id"] for line in whole.splitlines()}
+
+
+def results(scheduler: qcut.Scheduler, asked: list[Any]) -> Iterator[tuple[Any, qcut.Generated]]:
+    """Answers in order; two batches of prompts are under way at any time."""
+    requests: deque[tuple[Any, qcut.Request]] = deque()
+    for one in asked:
+        requests.append((one["id"], scheduler.submit(one["prompt"], TOKENS, stop=scheduler.engine.end_tokens)))
+        if len(requests) == 2 * BATCH:
+            key, request = requests.popleft()
+            yield key, request.result()
+    for key, request in requests:
+        yield key, request.result()
+
+
+def main(prompts: str, answers: str, name: str = str(MODEL), scheme: str = "w8a8") -> None:
+    done = answered(Path(answers))
+    asked = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
+    asked = [one for one in asked if one["id"] not in done]
+    device = device_of("auto")
+    model, tokenizer = load_pretrained(name, dtype=dtype_for("auto", device), device=device)
+    qcut.quantize(model, scheme)
+    engine = qcut.Engine(model, batch=BATCH, tokenizer=tokenizer)
+    with qcut.Scheduler(engine) as scheduler, Path(answers).open("a") as out:
+        for key, result in tqdm(results(scheduler, asked), total=len(asked), unit="prompt"):
+            print(json.dumps({"id": key, "text": result.text, "reason": result.reason}), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
