@@ -8,7 +8,7 @@ from tests.server.serving import Served
 
 pytest.importorskip("openai")
 
-from examples import client  # noqa: E402
+from examples import client
 
 
 def test_a_client_prints_what_comes(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
