@@ -21,9 +21,10 @@ from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
-from qcut.engine.generated import Event, Generated, Running
+from qcut.engine.generated import Event, Generated, LogProbability, Running
 from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import KVCache, KVDtype
+from qcut.engine.likelihoods import check_top, likelihoods
 from qcut.engine.text.pieces import Detokenizer
 from qcut.engine.text.prompts import Chat, as_ids, check_tokenizer
 from qcut.engine.text.transcript import Transcript
@@ -293,6 +294,7 @@ class Engine:
         *,
         sampling: Sampling | None = None,
         stop: Iterable[int | str] = (),
+        top: int | None = None,
         on_token: OnToken | None = None,
         keep: Keep = False,
     ) -> list[Generated]:
@@ -304,6 +306,8 @@ class Engine:
             sampling: how tokens are chosen; None takes the likeliest. Penalties go by the prompts of this call and what
                 continues them, not by what is kept.
             stop: ids that end a sequence, and, with a tokenizer, strings. The string that is complete first ends it.
+            top: `Generated.log_probabilities` has those of each token and of so many of the likeliest ones; None: of no
+                token. Steps wait for them.
             on_token: called with a sequence's index and its new token, in order, as soon as they are known.
             keep: see `prefill`. To go on after a call, keep all and begin each prompt with that call's last token.
 
@@ -311,10 +315,12 @@ class Engine:
             One `Generated` for each prompt. The last token of each has not been read: `decode` may go on from it.
 
         Raises:
-            As `prefill`; and ConfigError: ``max_new_tokens`` below 1, or ``stop`` or ``sampling`` of another kind.
+            As `prefill`; and ConfigError: ``max_new_tokens`` below 1, ``top`` beyond 20, or ``stop`` or ``sampling`` of
+                another kind.
         """
+        check_top(top, self.decoder.vocabulary)
         running, ids = self._begun(prompts, max_new_tokens, sampling, stop, keep)
-        for event in self._continued(running, ids, sampling or Sampling(), self._lengths):
+        for event in self._continued(running, ids, sampling or Sampling(), self._lengths, top):
             if on_token is not None and event.token is not None:
                 on_token(event.sequence, event.token)
         return [sequence.result for sequence in running]
@@ -327,6 +333,7 @@ class Engine:
         *,
         sampling: Sampling | None = None,
         stop: Iterable[int | str] = (),
+        top: int | None = None,
         keep: Keep = False,
     ) -> Generator[Event, None, None]:
         """Continue prompts as `generate` does, and give each token and its text as they come.
@@ -339,6 +346,7 @@ class Engine:
             max_new_tokens: see `generate`.
             sampling: see `generate`.
             stop: see `generate`.
+            top: see `generate`; events have them.
             keep: see `prefill`.
 
         Returns:
@@ -347,8 +355,9 @@ class Engine:
         Raises:
             As `generate`. The generator raises ConfigError where the engine has served another call since.
         """
+        check_top(top, self.decoder.vocabulary)
         running, ids = self._begun(prompts, max_new_tokens, sampling, stop, keep)
-        return self._continued(running, ids, sampling or Sampling(), self._lengths)
+        return self._continued(running, ids, sampling or Sampling(), self._lengths, top)
 
     def _begun(
         self,
@@ -396,7 +405,7 @@ class Engine:
         ]
 
     def _continued(
-        self, running: list[Running], prompts: list[Tensor], options: Sampling, lengths: list[int]
+        self, running: list[Running], prompts: list[Tensor], options: Sampling, lengths: list[int], top: int | None
     ) -> Generator[Event, None, None]:
         """Continue sequences whose prompts have been read until all have ended; ``lengths`` are those in the cache."""
         self._check_current(lengths)
@@ -413,26 +422,29 @@ class Engine:
                 sequences, positions = torch.arange(n, device=device), torch.tensor(lengths, device=device)
                 first = sample(self.logits[:n], options, sequences, positions, history)
             loop = self.loop_from(first, lengths)
+            found = likelihoods(self.logits[:n], first, [top] * n)
 
         @torch.no_grad()
-        def advance() -> Fetched:
+        def advance() -> tuple[Fetched, list[LogProbability | None]]:
             if history is not None:
                 history.add(loop.tokens)
             following = loop.step()
             if chooses:
                 loop.choose(sample(following, options, sequences, positions.add_(1), history))
-            return Fetched(loop.tokens)
+            return Fetched(loop.tokens), likelihoods(following, loop.tokens, [top] * n)
 
-        arriving = Fetched(loop.tokens)
+        arriving = Fetched(loop.tokens), found
         while True:
             # The device computes the next step while the host waits; wasted where stops end all sequences.
             ahead = advance() if device.type == "cuda" and any(s.may_want_two for s in running) else None
-            for i, token in enumerate(arriving.wait()):
+            tokens, found = arriving
+            for i, token in enumerate(tokens.wait()):
                 sequence = running[i]
                 if sequence.reason is None:
-                    text = sequence.take(token)
+                    likelihood = found[i] if found else None
+                    text = sequence.take(token, likelihood)
                     lengths[i] = sequence.length
-                    yield Event(i, token, text, sequence.reason)
+                    yield Event(i, token, text, sequence.reason, likelihood)
                     self._check_current(lengths)
             if all(s.reason for s in running):
                 return

@@ -12,23 +12,6 @@ End = Reason | Literal["failed"]
 
 
 @dataclass(frozen=True)
-class Generated:
-    """The continuation of a prompt.
-
-    Attributes:
-        tokens: ids of the new tokens, a stop token included, or the token that completed a stop string.
-        reason: why generation ended: ``stop`` at a stop token or string, ``length`` at ``max_new_tokens``, ``context``
-            where the context was full, ``cancelled`` where its sender ended it.
-        text: the new tokens' text, without special tokens, without a stop token and without a stop string and what
-            follows it; None where the engine has no tokenizer.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    reason: Reason = "length"
-    text: str | None = None
-
-
-@dataclass(frozen=True)
 class LogProbability:
     """Of a token by the model, before temperature and penalties.
 
@@ -39,6 +22,25 @@ class LogProbability:
 
     chosen: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The continuation of a prompt.
+
+    Attributes:
+        tokens: ids of the new tokens, a stop token included, or the token that completed a stop string.
+        reason: why generation ended: ``stop`` at a stop token or string, ``length`` at ``max_new_tokens``, ``context``
+            where the context was full, ``cancelled`` where its sender ended it.
+        text: the new tokens' text, without special tokens, without a stop token and without a stop string and what
+            follows it; None where the engine has no tokenizer.
+        log_probabilities: of each token, where they were asked for; else None.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    reason: Reason = "length"
+    text: str | None = None
+    log_probabilities: list[LogProbability] | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class Running:
 
     Attributes:
         tokens: ids of the new tokens.
+        log_probabilities: of the new tokens, where somebody gives them.
         reason: why the sequence ended; None while it goes on.
         most: most new tokens, by ``max_new_tokens`` and the context.
     """
@@ -87,6 +90,7 @@ class Running:
         transcript: Transcript | None = None,
     ) -> None:
         self.tokens: list[int] = []
+        self.log_probabilities: list[LogProbability] | None = None
         self.reason: Reason | None = None
         self._prompt_length, self._stops, self._transcript = length, stops, transcript
         room = context - length + 1
@@ -107,16 +111,19 @@ class Running:
     def result(self) -> Generated:
         """What has been generated."""
         text = None if self._transcript is None else self._transcript.text
-        return Generated(self.tokens, self.reason or "length", text)
+        return Generated(self.tokens, self.reason or "length", text, self.log_probabilities)
 
     def cancel(self) -> str | None:
         """End the sequence; returns the text held back."""
         self.reason = "cancelled"
         return None if self._transcript is None else self._transcript.rest()
 
-    def take(self, token: int) -> str | None:
+    def take(self, token: int, found: LogProbability | None = None) -> str | None:
         """Append a token, which may be the last, and return the text that is certain with it."""
         self.tokens.append(token)
+        if found is not None:
+            self.log_probabilities = self.log_probabilities or []
+            self.log_probabilities.append(found)
         if token in self._stops:
             self.reason = "stop"
         elif len(self.tokens) == self.most:

@@ -18,19 +18,18 @@ from qcut.engine.chunks import size_for
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.engine import Engine, Prompts
 from qcut.engine.generated import Event, LogProbability, Running
+from qcut.engine.likelihoods import check_top, likelihoods
 from qcut.engine.prefixes import Prefixes
 from qcut.engine.request import Listener, Request
 from qcut.engine.text.prompts import Chat
 from qcut.errors import BusyError, ConfigError, ShapeError
-from qcut.numerics.sampling import History, Rows, Sampling, log_probabilities, sample
+from qcut.numerics.sampling import History, Rows, Sampling, sample
 
 Prompt = str | Chat | Sequence[int] | Tensor
 """A text, a chat or ids."""
 
 READERS = 8
 """Most prompts that are read at once."""
-MOST_TOP = 20
-"""Most log-probabilities of a token."""
 
 
 @dataclass(frozen=True)
@@ -208,11 +207,10 @@ class Scheduler:
         Raises:
             ConfigError, also: samples below 1 or beyond the engine's batch.
         """
-        engine, limit = self.engine, min(MOST_TOP, self.engine.decoder.vocabulary)
+        engine = self.engine
         if not is_whole(samples) or not 1 <= samples <= engine.batch:
             raise ConfigError(f"samples is {samples!r}; allowed: 1 to {engine.batch}, the engine's batch")
-        if top is not None and (not is_whole(top) or not 0 <= top <= limit):
-            raise ConfigError(f"top is {top!r}; allowed: 0 to {limit}, or None")
+        check_top(top, engine.decoder.vocabulary)
         (ids, *more), _ = engine.checked(cast(Prompts, prompt if _is_text(prompt) else [prompt]), False)
         if more:
             raise ShapeError(f"{1 + len(more)} prompts; allowed: one in a request")
@@ -384,7 +382,8 @@ class Scheduler:
             if settings.greedy and history is None:
                 first = reader.likeliest[row : row + 1].clone()
             else:
-                index, position = torch.tensor([[sequence.index], [len(prompt.ids)]], device=logits.device)
+                places = torch.tensor([[sequence.index], [len(prompt.ids)]])
+                index, position = places.to(logits.device, non_blocking=True)
                 first = sample(logits, settings, index, position, None if history is None else history.of(n))
             sequence.read, sequence.chosen = len(prompt.ids), 1
             self._arriving.append(_Arriving(Fetched(first), [sequence], self._asked([sequence], logits, first)))
@@ -413,11 +412,13 @@ class Scheduler:
             lengths = [sequence.read for sequence in running]
             self._loop = self.engine.loop_from(self._next[:n], lengths)
             settings = [sequence.request.sampling for sequence in running]
-            device = self._next.device
-            plain = all(s.greedy and not s.penalizes for s in settings)
-            self._settings = None if plain else Rows.of(settings, device)
-            indices = torch.tensor([sequence.index for sequence in running], device=device)
-            self._places = indices, torch.tensor(lengths, device=device)
+            self._settings = self._places = None
+            if not all(s.greedy and not s.penalizes for s in settings):
+                device = self._next.device
+                self._settings = Rows.of(settings, device)
+                places = torch.tensor([[sequence.index for sequence in running], lengths])
+                indices, positions = places.to(device, non_blocking=True)
+                self._places = indices, positions
         logits = self._loop.step()
         if self._settings is not None and self._places is not None:
             indices, positions = self._places
@@ -475,15 +476,7 @@ class Scheduler:
 
     def _asked(self, sequences: Sequence[_Sequence], logits: Tensor, tokens: Tensor) -> list[LogProbability | None]:
         """The log-probabilities that senders have asked for; empty where none has."""
-        wanted = [sequence.request.top for sequence in sequences]
-        if all(top is None for top in wanted):
-            return []
-        most = max(top for top in wanted if top is not None)
-        chosen, ids, values = (part.tolist() for part in log_probabilities(logits, tokens, most))
-        return [
-            None if top is None else LogProbability(chosen[i], tuple(zip(ids[i][:top], values[i][:top], strict=True)))
-            for i, top in enumerate(wanted)
-        ]
+        return likelihoods(logits, tokens, [sequence.request.top for sequence in sequences])
 
     def _deliver(self, arriving: _Arriving) -> None:
         """Pass tokens on to those who sent the prompts."""
@@ -493,7 +486,7 @@ class Scheduler:
             if sequence.request.reason is not None:
                 continue  # a step that was queued before the end was known
             self._done["new_tokens"] += 1
-            text = running.take(token)
+            text = running.take(token, each)
             if running.reason is not None:
                 self._leave(sequence)
             sequence.request.tell(Event(sequence.index, token, text, running.reason, each))

@@ -113,14 +113,14 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, settings: Sequence[Sampling], device: torch.device) -> Rows:
-        """The settings of rows, one each, on a device."""
-        return cls(
-            tuple(settings),
-            torch.tensor([_float_values(s) for s in settings], dtype=torch.float32, device=device).view(-1, 4),
-            torch.tensor([_whole_values(s) for s in settings], dtype=torch.int64, device=device).view(-1, 3),
-            key_words([s.seed for s in settings], device),
-            torch.tensor([s.greedy for s in settings], dtype=torch.bool, device=device),
+        """The settings of rows, one each, on a device, which nobody waits for."""
+        host = (
+            torch.tensor([_float_values(s) for s in settings], dtype=torch.float32).view(-1, 4),
+            torch.tensor([_whole_values(s) for s in settings], dtype=torch.int64).view(-1, 3),
+            key_words([s.seed for s in settings], torch.device("cpu")),
+            torch.tensor([s.greedy for s in settings], dtype=torch.bool),
         )
+        return cls(tuple(settings), *(part.to(device, non_blocking=True) for part in host))
 
     @property
     def greedy(self) -> bool:
@@ -159,7 +159,7 @@ class History:
         """Begin a row anew, after a prompt of ids int64 ``[T]``."""
         self.prompt[row].zero_()
         self.counts[row].zero_()
-        self.prompt[row, prompt.to(self.prompt.device)] = True
+        self.prompt[row].index_fill_(0, prompt.to(self.prompt.device, non_blocking=True), True)
 
     def add(self, tokens: Tensor) -> None:
         """Count the next token of each of the first n rows, int64 ``[n]`` on the device."""

@@ -12,7 +12,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from qcut.engine.scheduler import MOST_TOP, Prompt
+from qcut.engine.likelihoods import MOST_TOP
+from qcut.engine.scheduler import Prompt
 from qcut.numerics.sampling import Sampling
 from qcut.server.refusals import Refusal
 

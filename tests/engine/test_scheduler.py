@@ -179,6 +179,31 @@ def test_log_probabilities_are_the_models() -> None:
         logits = engine.decode([event.token or 0])
     found = [event.log_probability for event in chosen.events()]
     assert all(each is not None and each.top == () and each.chosen < 0 for each in found)
+    assert asked.running.result.log_probabilities == [event.log_probability for event in events]
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(2.0, seed=1), Sampling(presence_penalty=0.5)])
+def test_log_probabilities_of_a_batch_are_those_of_requests(sampling: Sampling | None) -> None:
+    model = small("llama")
+    prompts = prompts_of(VOCABULARY, 7, 4)
+    engine = engine_of(model, 2)
+    results = engine.generate(prompts, 5, sampling=sampling, top=2)
+    events = list(engine.stream(prompts, 5, sampling=sampling, top=2))
+    for i, result in enumerate(results):
+        assert result.log_probabilities == [event.log_probability for event in events if event.sequence == i]
+        assert len(result.log_probabilities) == 5
+    scheduler = Scheduler(engine_of(model, 2))
+    request = scheduler.submit(prompts[0], 5, sampling=sampling, top=2)
+    finished(scheduler)
+    alone = request.running.result
+    assert alone.tokens == results[0].tokens
+    for one, other in zip(alone.log_probabilities or [], results[0].log_probabilities or [], strict=True):
+        assert one.chosen == pytest.approx(other.chosen, abs=1e-5)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+    assert engine.generate(prompts, 1)[0].log_probabilities is None
+    for top in (-1, 21, True, "x"):
+        with pytest.raises(ConfigError, match="allowed: 0 to 20, or None"):
+            engine.stream(prompts, 5, top=top)  # type: ignore[arg-type]
 
 
 # ── beginnings ───────────────────────────────────────────────────────────────────────────────────
