@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from qcut.cli.answer import Answer
@@ -90,6 +91,29 @@ def add_parser(commands: Any) -> None:
         "out the improbable tenth; 1 draws among all (default: 1)",
     )
     group.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="draw only among tokens at least P times as probable as the most probable one (default: 0, all)",
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="divide the score of each token that has been there, in the prompt or since, by R where it is positive, "
+        "and multiply it where it is negative (default: 1)",
+    )
+    for name, often in (("presence", ""), ("frequency", ", as often as it has been")):
+        group.add_argument(
+            f"--{name}-penalty",
+            type=float,
+            default=0.0,
+            metavar="F",
+            help=f"subtract F from the score of each token that has come since the prompt{often} (default: 0)",
+        )
+    group.add_argument(
         "--seed", type=natural, default=0, metavar="S", help="the same seed draws the same text again (default: 0)"
     )
     add_quantizing_options(parser)
@@ -120,7 +144,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Answe
     from qcut.cli.quantizing import Quantizing
     from qcut.numerics.sampling import Sampling
 
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    names = (field.name for field in fields(Sampling))
+    sampling = Sampling(**{name: getattr(arguments, name) for name in names})
     continue_prompt = _huggingface if arguments.llama2c is None else _llama2c
     return Answer(continue_prompt(arguments, sampling, Quantizing.of(arguments)))
 

@@ -126,8 +126,13 @@ class TransformersRunner:
         """See `Runner`.
 
         Raises:
-            UnsupportedError: transformers cannot generate with the model.
+            UnsupportedError: transformers cannot generate with the model, or has no such penalty.
         """
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            raise UnsupportedError(
+                f"presence_penalty {sampling.presence_penalty}, frequency_penalty {sampling.frequency_penalty}; "
+                "allowed on transformers: 0. qcut's engine, which has them, does not know the model"
+            )
         room = steps if self.context is None else min(steps, self.context - len(ids))
         if room < 1:
             return Generated([], "context")
@@ -138,9 +143,11 @@ class TransformersRunner:
             show(token)
 
         prompt = torch.tensor([list(ids)], device=self.device)
-        options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
+        penalty = sampling.repetition_penalty
+        options: dict[str, Any] = {"do_sample": sampling.temperature > 0, "repetition_penalty": penalty}
         if sampling.temperature > 0:
-            options |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+            names = ("temperature", "top_k", "top_p", "min_p")
+            options |= {name: getattr(sampling, name) for name in names}
         torch.manual_seed(sampling.seed)
         try:
             self._model.generate(

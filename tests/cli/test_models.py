@@ -66,6 +66,17 @@ def test_sampling_and_quantization_are_options(capfd: pytest.CaptureFixture[str]
     assert all(text.startswith(PROMPT) for _, text, _ in texts)
 
 
+def test_penalties_and_min_p_are_options(capfd: pytest.CaptureFixture[str], demo: tuple[Any, Any]) -> None:
+    model, tokenizer = demo
+    given = {"temperature": 1.5, "min_p": 0.02, "repetition_penalty": 1.3, "presence_penalty": 0.5}
+    given["frequency_penalty"] = 0.25
+    words = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", value)]
+    status, text, _ = run(capfd, "generate", DEMO, "--prompt", PROMPT, "--steps", 12, *words, "--seed", 4)
+    engine = qcut.Engine(model, tokenizer=tokenizer)
+    (want,) = engine.generate(PROMPT, 12, sampling=qcut.Sampling(seed=4, **given), stop=engine.end_tokens)  # type: ignore[arg-type]
+    assert (status, text) == (0, f"{PROMPT}{want.text}\n")
+
+
 def test_directories_of_qcut_are_models_too(
     capfd: pytest.CaptureFixture[str], demo: tuple[Any, Any], tmp_path: Path
 ) -> None:

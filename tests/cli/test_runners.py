@@ -76,6 +76,16 @@ def test_draws_follow_the_seed_and_the_context_ends_a_text(folder: Path, capfd: 
     assert "the model's context is 64" in err
 
 
+def test_penalties_that_transformers_lacks_are_refused(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("generate", folder, "--prompt", PROMPT, "--steps", 8, "--json")
+    plain = json.loads(run(capfd, *words)[1])["tokens"]
+    assert json.loads(run(capfd, *words, "--repetition-penalty", 0.01)[1])["tokens"] != plain
+    for option in ("--presence-penalty", "--frequency-penalty"):
+        status, _, err = run(capfd, *words, option, 1)
+        assert status == 1
+        assert "allowed on transformers: 0" in err
+
+
 def test_a_token_that_ends_texts_ends_them(folder: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--prompt", PROMPT, "--steps", 10, "--json")
     tokens = json.loads(run(capfd, "generate", folder, *words)[1])["tokens"]
