@@ -185,3 +185,25 @@ def test_what_cleaning_leaves_alone_is_final() -> None:
             cut += end > 0
             assert clean(text[:end]) + clean(text[end:]) == clean(text), (text, size)
     assert cut > 10000
+
+
+@pytest.mark.parametrize("make", [byte_level, unigram, sentencepiece])
+@pytest.mark.parametrize("cleans", [False, True])
+def test_what_decodes_beneath_transformers_decodes_the_same(make: Any, cleans: bool) -> None:
+    tokenizer = make()
+    tokenizer.clean_up_tokenization_spaces = cleans
+    found = Detokenizer(tokenizer)
+    assert (found._direct is None) == (cleans and make is unigram)
+    for text in TEXTS:
+        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id, 5, 7]
+        for end in range(1, len(ids)):
+            assert found.decode(ids[:end]) == tokenizer.decode(ids[:end], skip_special_tokens=True)
+
+
+def test_a_tokenizer_of_its_own_decodes_by_itself() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **options: Any) -> str:
+            return super()._decode(*args, **options).upper()
+
+    tokenizer = Shouting(tokenizer_object=byte_level().backend_tokenizer, eos_token="</s>", unk_token="<unk>")
+    assert Detokenizer(tokenizer).decode(tokenizer("abc")["input_ids"]) == "ABC"
