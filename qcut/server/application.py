@@ -37,6 +37,7 @@ from qcut.server.refusals import Refusal
 from qcut.server.streams import STALLED_S, Bridge, Stream
 
 _log = logging.getLogger("qcut")
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 B = TypeVar("B", bound=Body)
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
@@ -368,7 +369,7 @@ async def _cancelled_with(receive: Receive, stream: Stream) -> AsyncIterator[Non
 
 def _sent(value: JSON) -> bytes:
     """A server-sent event."""
-    return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode(errors="replace")
+    return f"data: {_encode(value)}\n\n".encode(errors="replace")
 
 
 def _page() -> tuple[str, int, dict[str, str]]:
