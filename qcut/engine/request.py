@@ -29,6 +29,7 @@ class Request:
 
     Attributes:
         reason: why the sequence has ended; None while it goes on.
+        found: tokens of the prompt that the cache of beginnings had.
         error: what the scheduler has failed with.
         is_cancelled: whether the sender has ended it.
     """
@@ -38,6 +39,7 @@ class Request:
     ) -> None:
         self.prompt, self.sampling, self.top, self.running = prompt, sampling, top, running
         self.reason: End | None = None
+        self.found = 0
         self.error: BaseException | None = None
         self.is_cancelled = False
         self._listener = listener

@@ -370,6 +370,8 @@ class Scheduler:
         prompt.read, prompt.is_begun = found.length, True
         self._done["prompt_tokens"] += len(prompt.ids)
         self._done["found_tokens"] += found.length
+        for sequence in prompt.sequences:
+            sequence.request.found = found.length
 
     def _join(self, row: int) -> None:
         """Let the sequences of a prompt that the reader has read into a row take part in the next step."""

@@ -144,9 +144,14 @@ def finish_reason(event: Event) -> str | None:
 
 def usage(requests: Sequence[Request], samples: int) -> JSON:
     """Tokens read and new; a prompt with several samples is read once."""
-    read = sum(len(request.prompt) for request in requests[::samples])
-    new = sum(len(request.tokens) for request in requests)
-    return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+    prompts = requests[::samples]
+    read, new = sum(len(one.prompt) for one in prompts), sum(len(one.tokens) for one in requests)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": new,
+        "total_tokens": read + new,
+        "prompt_tokens_details": {"cached_tokens": sum(one.found for one in prompts)},
+    }
 
 
 def _columns(scored: Scored | None) -> JSON | None:

@@ -64,6 +64,14 @@ def test_a_stream_is_the_whole_in_pieces(client: Any, served: Served) -> None:
     assert len({piece.id for piece in pieces}) == 1
 
 
+def test_beginnings_that_are_known_are_counted(client: Any, served: Served) -> None:
+    ids = list(range(100, 150))
+    first, second = (complete(client, [*ids, last], 1).usage for last in (7, 8))
+    assert first.prompt_tokens_details.cached_tokens == 0
+    assert second.prompt_tokens_details.cached_tokens == 50
+    assert second.prompt_tokens == 51
+
+
 def test_several_prompts_and_samples(client: Any, served: Served) -> None:
     answer = complete(client, TEXTS, 8)
     assert [choice.text for choice in answer.choices] == [served.text(text, 8) for text in TEXTS]
