@@ -12,7 +12,7 @@ from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from re import DOTALL, search
 from time import perf_counter
@@ -26,6 +26,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from qcut.engine.generated import Event
 from qcut.engine.request import Listener, Request
 from qcut.engine.scheduler import Prompt, Scheduler
 from qcut.errors import QcutError
@@ -39,6 +40,8 @@ from qcut.server.streams import STALLED_S, Bridge, Stream
 _log = logging.getLogger("qcut")
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
+CLIENT_GONE = 499
+"""Status, in the log of figures alone, of an answer that nobody is there to take; proxies use the same."""
 B = TypeVar("B", bound=Body)
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
@@ -179,13 +182,12 @@ class Service:
         given = await self._read(request, CompletionBody)
         if given.echo and given.logprobs is not None:
             raise Refusal(400, "echo with logprobs; allowed: one of them", param="echo", code="unsupported")
-        before = [self._text(prompt) for prompt in given.prompts] if given.echo else []
-        return await self._answer(request, given, Completion(self.settings.name), before)
+        return await self._answer(request, given, Completion(self.settings.name))
 
     async def chat(self, request: HTTPRequest) -> Response:
         """``/v1/chat/completions``."""
         given = await self._read(request, ChatBody)
-        return await self._answer(request, given, ChatCompletion(self.settings.name), [])
+        return await self._answer(request, given, ChatCompletion(self.settings.name))
 
     async def _read(self, request: HTTPRequest, kind: type[B]) -> B:
         settings = self.settings
@@ -194,16 +196,12 @@ class Service:
         self._check_name(given.model)
         return given
 
-    def _text(self, prompt: Any) -> str:
-        """The text of a prompt."""
-        return prompt if isinstance(prompt, str) else str(self.scheduler.engine.tokenizer.decode(prompt))
-
-    async def _answer(self, request: HTTPRequest, given: Body, form: Form, before: list[str]) -> Response:
-        answer = _Answer(self, given, form, before)
+    async def _answer(self, request: HTTPRequest, given: Body, form: Form) -> Response:
         loop = asyncio.get_running_loop()
         if self._bridge is None:
             self._bridge = Bridge(loop)
         stream = Stream(self._bridge, given.n)
+        answer = _Answer(self, given, form, stream)
         try:
             await loop.run_in_executor(self._submits, self._submit, stream, given)
         except QcutError as error:
@@ -212,9 +210,9 @@ class Service:
             stream.cancel()
             raise
         if given.stream:
-            return _EventStream(stream, answer.pieces(stream))
+            return _EventStream(stream, answer.pieces())
         async with _cancelled_with(request.receive, stream):
-            return JSONResponse(await answer.whole(stream))
+            return JSONResponse(await answer.whole())
 
     def _submit(self, stream: Stream, given: Body) -> None:
         sampling, stops = given.sampling, given.stops(self.scheduler.engine.end_tokens)
@@ -237,56 +235,57 @@ class _Answer:
         service: that answers.
         given: the request.
         form: of the answer.
-        before: text that each prompt's choices begin with; none at all: nothing.
+        stream: what comes for the request.
     """
 
-    def __init__(self, service: Service, given: Body, form: Form, before: list[str]) -> None:
-        self._service, self._given, self._form, self._before = service, given, form, before
+    def __init__(self, service: Service, given: Body, form: Form, stream: Stream) -> None:
+        self._given, self._form, self._stream = given, form, stream
+        self._tokenizer = service.scheduler.engine.tokenizer
         self._watch = service.metrics.watch()
 
-    async def whole(self, stream: Stream) -> JSON:
+    async def whole(self) -> JSON:
         """The answer at once.
 
         Raises:
-            Refusal: the engine has failed, or the server closes.
+            Refusal: the engine has failed, the server closes, or the client has gone.
         """
-        count = len(stream.requests)
+        count = len(self._stream.requests)
         texts, scored = [[self._begin(i)] for i in range(count)], self._scores(count)
         reasons: list[str | None] = [None] * count
-        async for choice, event in self._events(stream):
-            texts[choice].append(event.text or "")
-            if scored is not None and event.token is not None and event.log_probability is not None:
-                scored[choice].add(event.token, event.log_probability)
-            reasons[choice] = finish_reason(event)
+        async for come in self._stream.events():
+            for choice, event in self._seen(come):
+                texts[choice].append(event.text or "")
+                if scored is not None and event.token is not None and event.log_probability is not None:
+                    scored[choice].add(event.token, event.log_probability)
+                reasons[choice] = finish_reason(event)
         choices = [
             self._form.choice(i, "".join(texts[i]), None if scored is None else scored[i], reasons[i])
             for i in range(count)
         ]
-        return self._form.whole(choices, usage(stream.requests, self._given.n))
+        return self._form.whole(choices, usage(self._stream.requests, self._given.n))
 
-    async def pieces(self, stream: Stream) -> AsyncIterator[bytes]:
+    async def pieces(self) -> AsyncIterator[bytes]:
         """The answer as it comes: server-sent events."""
-        form, count = self._form, len(stream.requests)
+        form, count = self._form, len(self._stream.requests)
         options = self._given.stream_options
         counts = options is not None and options.include_usage
         empty: JSON = {"usage": None} if counts else {}
-        scored = self._scores(count)
         for index in range(count):
             if (first := form.first(index, self._begin(index))) is not None:
                 yield _sent({**form.piece([first]), **empty})
         try:
-            async for choices in self._parts(stream, scored):
+            async for choices in self._parts(self._scores(count)):
                 yield _sent({**form.piece(choices), **empty}) if choices else b": waiting\n\n"
         except Refusal as refusal:
             yield _sent(refusal.body)
             return
         if counts:
-            yield _sent({**form.piece([]), "usage": usage(stream.requests, self._given.n)})
+            yield _sent({**form.piece([]), "usage": usage(self._stream.requests, self._given.n)})
         yield b"data: [DONE]\n\n"
 
-    async def _parts(self, stream: Stream, scored: list[Scored] | None) -> AsyncIterator[list[JSON]]:
+    async def _parts(self, scored: list[Scored] | None) -> AsyncIterator[list[JSON]]:
         """Choices with what has come since, one at a time. Empty: nothing for a while."""
-        async for come in stream.events():
+        async for come in self._stream.events():
             if not come:
                 yield []
             texts: dict[int, list[str]] = {}
@@ -301,28 +300,28 @@ class _Answer:
                 if text or reasons[choice] is not None or (found is not None and found.tokens):
                     yield [self._form.part(choice, text, found, reasons[choice])]
 
-    async def _events(self, stream: Stream) -> AsyncIterator[tuple[int, Any]]:
-        async for come in stream.events():
-            for one in self._seen(come):
-                yield one
-
-    def _seen(self, come: list[tuple[int, Any]]) -> list[tuple[int, Any]]:
+    def _seen(self, come: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
         """Measure events, and look whether one is an end without an answer."""
         now = perf_counter()
         for choice, event in come:
             self._watch.take(choice, event, now)
             if event.reason == "failed":
                 raise Refusal(500, "the engine has failed", code="failed")
+            if event.reason == "cancelled" and self._stream.is_left:
+                raise Refusal(CLIENT_GONE, "the client has gone", code="cancelled")
             if event.reason == "cancelled":
                 raise Refusal(503, "the request has been cancelled: the server closes", code="cancelled")
         return come
 
     def _begin(self, choice: int) -> str:
-        return self._before[choice // self._given.n] if self._before else ""
+        """The text before a choice's first token: its prompt's, where that is asked for."""
+        if not isinstance(self._given, CompletionBody) or not self._given.echo:
+            return ""
+        prompt: Any = self._given.prompts[choice // self._given.n]
+        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))
 
     def _scores(self, count: int) -> list[Scored] | None:
-        tokenizer = self._service.scheduler.engine.tokenizer
-        return None if self._given.top is None else [Scored(tokenizer) for _ in range(count)]
+        return None if self._given.top is None else [Scored(self._tokenizer) for _ in range(count)]
 
 
 class _EventStream(Response):
@@ -357,6 +356,7 @@ async def _cancelled_with(receive: Receive, stream: Stream) -> AsyncIterator[Non
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        stream.is_left = True
         stream.cancel()
 
     watcher = asyncio.ensure_future(watch())
@@ -372,6 +372,7 @@ def _sent(value: JSON) -> bytes:
     return f"data: {_encode(value)}\n\n".encode(errors="replace")
 
 
+@cache
 def _page() -> tuple[str, int, dict[str, str]]:
     """The page, its status, and headers that let it load nothing from elsewhere."""
     text = resources.files("qcut.server").joinpath("page.html").read_text(encoding="utf-8")

@@ -86,6 +86,7 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
     Raises:
         BaseException: what the engine has failed with.
     """
+    before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     scheduler.run()
     log = logging.getLogger("uvicorn.error")
@@ -98,6 +99,7 @@ def run(server: Server, scheduler: Scheduler, found: socket.socket) -> bool:
         raise
     finally:
         log.removeFilter(_is_of_interest)
+        sys.setswitchinterval(before)
     scheduler.close(cancel=not finished)
     if scheduler.error is not None:
         raise scheduler.error

@@ -54,12 +54,13 @@ class Stream:
 
     Attributes:
         requests: those of the scheduler, by choice: prompt by prompt, sample by sample.
+        is_left: whether its client has gone.
         is_given_up: whether its client has taken nothing for `STALLED_S`.
     """
 
     def __init__(self, bridge: Bridge, samples: int) -> None:
         self.requests: list[Request] = []
-        self.is_given_up = False
+        self.is_left = self.is_given_up = False
         self._bridge, self._samples = bridge, samples
         self._events: deque[tuple[int, Event]] = deque()
         self._woken = asyncio.Event()

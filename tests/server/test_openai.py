@@ -251,3 +251,5 @@ def test_clients_that_go_leave_nothing(served: Served) -> None:
     status, text, _ = served.call("GET", "/metrics")
     assert status == 200
     assert 'qcut_requests_total{reason="cancelled"}' in text
+    assert 'qcut_refused_total{status="499"}' in text
+    assert 'qcut_refused_total{status="503"}' not in text

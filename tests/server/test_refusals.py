@@ -29,6 +29,8 @@ def without(body: dict[str, Any], name: str) -> dict[str, Any]:
         (COMPLETIONS, {**GOOD, "prompt": ["a", 1]}, "prompt", "found"),
         (COMPLETIONS, {**GOOD, "prompt": [1, 1 << 40]}, None, "token id 1099511627776; allowed: 0 to 8191"),
         (COMPLETIONS, {**GOOD, "prompt": [1, 1 << 80]}, None, "prompt"),
+        (COMPLETIONS, {**GOOD, "prompt": [1, 1 << 40], "echo": True}, None, "token id 1099511627776"),
+        (COMPLETIONS, {**GOOD, "prompt": [-1], "echo": True, "stream": True}, None, "token id -1"),
         (COMPLETIONS, {**GOOD, "prompt": [-1]}, None, "token id -1"),
         (COMPLETIONS, {**GOOD, "prompt": {"text": "x"}}, "prompt", "found"),
         (COMPLETIONS, {**GOOD, "prompt": "word " * 200}, None, "context"),
