@@ -151,9 +151,6 @@ class Detokenizer:
 def _direct(tokenizer: Any) -> Callable[[list[int], bool], str] | None:
     """How a tokenizer decodes beneath transformers' own functions, which take ten times as long; None: they do more."""
     kind, backend = type(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
-    # transformers before the rule that `_cleans` knows cleans whatever asks for it.
-    if getattr(tokenizer, "clean_up_tokenization_spaces", False) and not hasattr(tokenizer, _FORCED):
-        return None
     own = all(
         getattr(kind, name).__module__.startswith("transformers.tokenization_utils")
         for name in ("decode", "_decode")
@@ -163,12 +160,15 @@ def _direct(tokenizer: Any) -> Callable[[list[int], bool], str] | None:
 
 
 def _cleans(tokenizer: Any) -> bool:
-    """Whether a tokenizer cleans what it decodes, by the rule of transformers."""
+    """Whether a tokenizer cleans what it decodes, by the rule of transformers.
+
+    Tokenizers that merge bytes are left alone since 5.5, unless an attribute that came with this rule says otherwise.
+    """
     if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return False
     backend = getattr(tokenizer, "backend_tokenizer", None)
     merges = backend is not None and type(backend.model).__name__ == "BPE"
-    return not merges or bool(getattr(tokenizer, _FORCED, False))
+    return not merges or bool(getattr(tokenizer, _FORCED, True))
 
 
 def _following(known: str, text: str) -> str:

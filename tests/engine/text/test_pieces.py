@@ -193,7 +193,10 @@ def test_what_decodes_beneath_transformers_decodes_the_same(make: Any, cleans: b
     tokenizer = make()
     tokenizer.clean_up_tokenization_spaces = cleans
     found = Detokenizer(tokenizer)
-    assert (found._direct is None) == (cleans and make is unigram)
+    spaced = tokenizer("a , b", add_special_tokens=False)["input_ids"]
+    cleaned = tokenizer.decode(spaced) != tokenizer.backend_tokenizer.decode(spaced, skip_special_tokens=False)
+    assert (found._direct is None) == cleaned
+    assert cleaned == cleans if make is unigram else cleans or not cleaned
     for text in TEXTS:
         ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id, 5, 7]
         for end in range(1, len(ids)):
