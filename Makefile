@@ -23,7 +23,7 @@ TEST_ARGS ?=
 
 # Pinned: an unpinned torch downloads gigabytes. TORCH=torch==2.13.0+cpu takes the small build where pip knows of one.
 TORCH ?= torch==2.13.0
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-dev.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints-dev.txt
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile

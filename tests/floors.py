@@ -21,18 +21,21 @@ else:
     import tomli as tomllib
 
 TESTS = (
-    "tests/checkpoints",
-    "tests/engine",
-    "tests/integrations",
-    "tests/storage",
+    "tests/checkpoints/foreign",
+    "tests/checkpoints/test_huggingface.py",
+    "tests/checkpoints/test_pretrained.py",
     "tests/cli/test_models.py",
-    "tests/cli/test_quantize_any.py",
-    "tests/cli/test_refusals.py",
-    "tests/conversion/test_fusion.py",
-    "tests/jit/test_cache.py",
+    "tests/engine/test_engine.py",
+    "tests/engine/text",
+    "tests/integrations/transformers/test_foreign.py",
+    "tests/integrations/transformers/test_parallel.py",
+    "tests/integrations/transformers/test_registration.py",
+    "tests/integrations/transformers/test_saving.py",
+    "tests/integrations/transformers/test_uses.py",
     "tests/process/test_progress.py",
     "tests/server/test_openai.py",
     "tests/server/test_refusals.py",
+    "tests/storage/test_safetensors_file.py",
 )
 
 

@@ -59,9 +59,20 @@ SIZES = (
 )
 
 
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def arch(request: pytest.FixtureRequest) -> str:
+    """An architecture. Its tests follow one another, so that `sources` writes its kernels once."""
+    return str(request.param)
+
+
+@lru_cache(maxsize=1)
+def sources(arch: str) -> tuple[KernelSource, ...]:
+    return tuple(closed_set(arch))
+
+
 @lru_cache
 def names(arch: str) -> frozenset[str]:
-    return frozenset(source.name for source in closed_set(arch))
+    return frozenset(source.name for source in sources(arch))
 
 
 def gpus(arch: str) -> list[Target]:
@@ -106,7 +117,6 @@ def layers(chance: random.Random) -> Iterator[tuple[str, object]]:
                 yield "codebook", CodebookLayer(dtype=half, int8=m % 2 == 0, **options)
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_layers_find_their_kernels(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(arch)
     monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: pytest.fail("asked for nvcc"))
@@ -114,7 +124,7 @@ def test_layers_find_their_kernels(arch: str, monkeypatch: pytest.MonkeyPatch) -
     for gpu in gpus(arch):
         for module in (linear_cuda, integers_cuda):
             monkeypatch.setattr(module, "target", lambda device, gpu=gpu: gpu)
-        for _ in range(12):
+        for _ in range(6):
             for what, call in layers(chance):
                 if isinstance(call, CodebookLayer):
                     specs = call.specs(gpu)
@@ -132,7 +142,6 @@ def test_layers_find_their_kernels(arch: str, monkeypatch: pytest.MonkeyPatch) -
     assert asked > 500
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_decoders_find_their_kernels(arch: str) -> None:
     chance = random.Random(arch)
     for gpu in gpus(arch):
@@ -159,18 +168,17 @@ def test_decoders_find_their_kernels(arch: str) -> None:
             )
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_the_set_is_whole_and_small(arch: str) -> None:
-    sources = [*closed_set(arch)]
+    found = sources(arch)
     wgmma = arch == "sm_90a"
     wanted = {"int8_cutlass", "int8_mma", "int8_stream", "w8a16_mma", "w8a16_stream", "codebook_stream", "rotate"}
     wanted |= {"codebook_stream_wgmma", "codebook_wgmma"} if wgmma else {"codebook_mma", "codebook_stream_rounds"}
-    families = {re.split("_sm[0-9]", source.name)[0].removeprefix("qcut_") for source in sources}
+    families = {re.split("_sm[0-9]", source.name)[0].removeprefix("qcut_") for source in found}
     assert wanted < families
     assert {"norm", "append", "attention_append", "argmax", "embed", "quantize_per_token"} < families
-    assert len({source.name for source in sources}) == len(sources) < 8000
-    assert sum(source.toolchain == "nvcc" for source in sources) < 200
-    assert {source.arch for source in sources} == {arch}
+    assert len({source.name for source in found}) == len(found) < 8000
+    assert sum(source.toolchain == "nvcc" for source in found) < 200
+    assert {source.arch for source in found} == {arch}
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -219,7 +227,7 @@ def test_rotations_of_short_rows_keep_their_group() -> None:
 
 def test_the_activation_is_the_last_argument_of_every_product() -> None:
     """A launch adds it to the arguments of a call, in the order of `ACTIVATIONS`."""
-    for source in closed_set("sm_90a"):
+    for source in sources("sm_90a"):
         names_of = [param.name for param in source.params]
         if "_any" not in source.name:
             assert "activation" not in names_of
@@ -232,11 +240,10 @@ def test_the_activation_is_the_last_argument_of_every_product() -> None:
     assert order == [*(name.replace("_", "") for name in ACTIVATIONS), "any"]
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_one_kernel_of_each_family_compiles(arch: str) -> None:
     """Families take turns among the architectures."""
     families: dict[str, list[KernelSource]] = {}
-    for source in closed_set(arch):
+    for source in sources(arch):
         if source.toolchain == "nvrtc":
             families.setdefault(re.split("_sm[0-9]", source.name)[0], []).append(source)
     turn = ARCHITECTURES.index(arch)

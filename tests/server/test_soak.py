@@ -11,7 +11,7 @@ from tests.server.soak import KINDS, soak
 def test_nothing_is_lost_mixed_or_kept(tmp_path: Path) -> None:
     server = Process(tmp_path / "log")
     try:
-        report = soak(server.port, server.process.pid, 6, 8)
+        report = soak(server.port, server.process.pid, 6, 4)
         server.process.terminate()
         assert server.ended() == 0
     finally:
