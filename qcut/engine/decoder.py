@@ -112,8 +112,8 @@ class AddNorm:
         return x if unadded is None else total, rows
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """The norm of each head ``[R, heads, D]``."""
-        _, rows = self(x.reshape(-1, x.shape[-1]), None)
+        """The norm of each head ``[R, heads, D]``, or of all heads of a row together: as many columns as weights."""
+        _, rows = self(x.reshape(-1, len(cast(Tensor, self.module.weight))), None)
         return cast(Tensor, rows).view(x.shape)
 
 
@@ -158,7 +158,7 @@ class SelfAttention:
         output: the projection of the heads, side by side.
         heads: heads of a token.
         scaling: factor of the scores.
-        norms: of each head's query and of its key, before they are rotated; or None.
+        norms: of queries and of keys, before they are rotated; or None.
     """
 
     projections: tuple[nn.Module, ...]
@@ -233,22 +233,45 @@ _NO_ABSMAX = BlockAbsmax(None, None)
 
 @dataclass(frozen=True)
 class Block:
-    """One layer of a decoder: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+    """One layer of a decoder: ``x + end(attention(norm(x)))``, then ``x + end(mlp(norm(x)))``.
 
     The first norm of the next block computes the last sum of a block.
+
+    Attributes:
+        attention_norm: before attention, or None.
+        attention: the block's.
+        mlp_norm: before the MLP, or None.
+        mlp: the block's.
+        attention_end: after attention, or None.
+        mlp_end: after the MLP, or None.
     """
 
-    attention_norm: AddNorm
+    attention_norm: AddNorm | None
     attention: SelfAttention
-    mlp_norm: AddNorm
+    mlp_norm: AddNorm | None
     mlp: MLP
+    attention_end: AddNorm | None = None
+    mlp_end: AddNorm | None = None
 
     def __call__(self, x: Tensor, unadded: Tensor | None, attend: Attend, absmax: BlockAbsmax) -> tuple[Tensor, Tensor]:
         """Two summands of the result from two summands of the input, ``[R, hidden]`` each."""
-        x, rows = self.attention_norm(x, unadded)
-        attended = self.attention(rows, attend, absmax.attention)
-        x, rows = self.mlp_norm(x, attended)
-        return x, self.mlp(rows, absmax.mlp)
+        x, rows = _normed(self.attention_norm, x, unadded)
+        attended = _ended(self.attention_end, self.attention(rows, attend, absmax.attention))
+        x, rows = _normed(self.mlp_norm, x, attended)
+        return x, _ended(self.mlp_end, self.mlp(rows, absmax.mlp))
+
+
+def _normed(norm: AddNorm | None, x: Tensor, unadded: Tensor | None) -> tuple[Tensor, Rows]:
+    """The sum of x and ``unadded``, and what the block's next part reads."""
+    if norm is not None:
+        return norm(x, unadded)
+    x = x if unadded is None else x + unadded
+    return x, x
+
+
+def _ended(norm: AddNorm | None, x: Tensor) -> Tensor:
+    """A result's norm, where it has one."""
+    return x if norm is None else cast(Tensor, norm(x, None)[1])
 
 
 # ── the decoder ──────────────────────────────────────────────────────────────────────────────────

@@ -53,7 +53,9 @@ def test_greedy_tokens_of_trained_models_are_hugging_faces(folder: Path, scheme:
     assert {g.reason for g in got} == {"length"}
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama3_rope", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", "llama3_rope", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "starcoder2"]
+)
 def test_logits_are_hugging_faces(kind: str) -> None:
     """Both are float32 sums of the same products in some order, of 2 layers: 1e-4 of the largest logit is ample."""
     model = small(kind)
@@ -77,7 +79,7 @@ def test_a_quantized_table_and_classifier() -> None:
     assert Engine(model).generate([prompt], 12)[0].tokens == theirs(model, prompt, 12)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "qwen3", "olmo2", "phi3", "starcoder2"])
 def test_ragged_prompts_are_the_single_ones(kind: str) -> None:
     model = small(kind)
     prompts = prompts_of(VOCABULARY, 30, 2, 11, 1)

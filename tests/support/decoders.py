@@ -13,10 +13,16 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Starcoder2Config,
+    Starcoder2ForCausalLM,
 )
 
 from qcut.engine.kv_cache import KVCache
@@ -56,13 +62,16 @@ def small(kind: str) -> Any:
         "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes(sliding_window=None))),
         "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes())),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes(head_dim=16))),
+        "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**sizes())),
+        "phi3": lambda: Phi3ForCausalLM(Phi3Config(**sizes())),
+        "starcoder2": lambda: Starcoder2ForCausalLM(Starcoder2Config(**sizes(sliding_window=None))),
     }[kind]()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)
         for name, parameter in model.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
+            if name.endswith(("q_norm.weight", "k_norm.weight")) or (kind == "olmo2" and "layernorm" in name):
                 parameter.uniform_(0.5, 1.5)
     return model.eval()
 

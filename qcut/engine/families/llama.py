@@ -5,30 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention
-from qcut.errors import UnsupportedError
+from qcut.engine.families.rotary import rotary_of
 from qcut.models.modules import model_device
-
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # of the others, frequencies depend on the length
 
 
 def decoder(model: Any) -> Decoder:
     """The parts of a ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM``.
 
     Raises:
-        UnsupportedError: rotary positions whose frequencies depend on the length.
+        UnsupportedError: see `rotary_of`.
     """
     body, config = model.model, model.config
-    rope_type = getattr(body.rotary_emb, "rope_type", "default")
-    if rope_type not in _ROPE_TYPES:
-        allowed = ", ".join(_ROPE_TYPES)
-        raise UnsupportedError(f"{type(model).__name__}: rotary positions of type {rope_type!r}; allowed: {allowed}")
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
     windowed = config.model_type == "mistral" or getattr(config, "use_sliding_window", False)
     return Decoder(
         architecture=type(model).__name__,
         tokens=body.embed_tokens,
         positions=None,
-        rotary=body.rotary_emb,
+        rotary=rotary_of(model, heads.size),
         blocks=tuple(_block(block, heads) for block in body.layers),
         norm=AddNorm.rms(body.norm, body.norm.variance_epsilon),
         head=model.lm_head,

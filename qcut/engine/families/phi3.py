@@ -1,0 +1,45 @@
+"""Phi-3 and Phi-4: as Llama, with queries, keys and values in one projection, and gate and up in another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention
+from qcut.engine.families.rotary import rotary_of
+from qcut.models.modules import model_device
+
+
+def decoder(model: Any) -> Decoder:
+    """The parts of a ``Phi3ForCausalLM``.
+
+    Raises:
+        UnsupportedError: see `rotary_of`.
+    """
+    body, config = model.model, model.config
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
+    return Decoder(
+        architecture=type(model).__name__,
+        tokens=body.embed_tokens,
+        positions=None,
+        rotary=rotary_of(model, heads.size),
+        blocks=tuple(_block(block, heads) for block in body.layers),
+        norm=AddNorm.rms(body.norm, body.norm.variance_epsilon),
+        head=model.lm_head,
+        heads=heads,
+        vocabulary=config.vocab_size,
+        context=config.max_position_embeddings,
+        window=config.sliding_window,
+        dtype=body.norm.weight.dtype,
+        device=model_device(model),
+    )
+
+
+def _block(block: Any, heads: Heads) -> Block:
+    attention, mlp = block.self_attn, block.mlp
+    before, after = block.input_layernorm, block.post_attention_layernorm
+    return Block(
+        attention_norm=AddNorm.rms(before, before.variance_epsilon, [attention.qkv_proj]),
+        attention=SelfAttention((attention.qkv_proj,), attention.o_proj, heads, attention.scaling),
+        mlp_norm=AddNorm.rms(after, after.variance_epsilon, [mlp.gate_up_proj]),
+        mlp=MLP((mlp.gate_up_proj,), mlp.activation_fn, mlp.down_proj, gated=True),
+    )
