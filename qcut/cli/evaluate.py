@@ -22,8 +22,8 @@ each next token as of a choice among 20. The text is cut into windows that do no
 of a window from the tokens before it in the same window.
 
 MODEL is any causal language model of transformers, quantized or not: a folder of Hugging Face, of qcut or of the
-turboquant-model package, or a name on the hub. GPT-2, Llama, Mistral, Qwen2 and Qwen3 run on qcut's engine, others on
-transformers, which standard error then says.
+turboquant-model package, or a name on the hub. The engine runs GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, Gemma,
+Gemma 3, Phi-3, Phi-4, OLMo 2, SmolLM3 and Starcoder2; others run on transformers, which standard error then says.
 """
 
 FIELDS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.engine.decoder import Tables
 from qcut.engine.kv_cache import KVCache
 
 
@@ -18,8 +20,7 @@ class PromptAttention:
 
     Attributes:
         cache: keeps keys and values.
-        cos: ``[context, D]`` in the activations' dtype, or None without rotary positions.
-        sin: as ``cos``.
+        tables: cosines and sines of each layer's positions, in the activations' dtype.
         positions: position of every token, int32 ``[B T]``.
         slots: place in the cache for each token's keys and values, int32 ``[B T]``.
         starts: tokens of each sequence before its chunk, int32 ``[B]``.
@@ -29,8 +30,7 @@ class PromptAttention:
     raises_absmax: ClassVar[bool] = True
 
     cache: KVCache
-    cos: Tensor | None
-    sin: Tensor | None
+    tables: Sequence[Tables]
     positions: Tensor
     slots: Tensor
     starts: Tensor
@@ -42,7 +42,7 @@ class PromptAttention:
         ``absmax``, float32 ``[B T]``, is raised to the largest magnitudes of the result.
         """
         memory, rows = self.cache.layer(layer), len(q) // len(self.starts)
-        places = (self.cos, self.sin, self.positions, self.slots)
+        places = (*self.tables[layer], self.positions, self.slots)
         torch.ops.qcut.append_kv(q, k, v, *places, *memory, rows, False, self.cache.guide(layer))
         chunk = (self.starts, self.lengths, scaling, rows, absmax)
         mixed: Tensor = torch.ops.qcut.prompt_attention(q, *memory, *chunk)
@@ -57,8 +57,7 @@ class StepAttention:
 
     Attributes:
         cache: keeps keys and values.
-        cos: ``[context, D]`` in the activations' dtype, or None without rotary positions.
-        sin: as ``cos``.
+        tables: cosines and sines of each layer's positions, in the activations' dtype.
         positions: position of each token, int32 ``[B]``.
         slots: place in the cache for each token's keys and values, int32 ``[B]``.
         counters: int32 ``[B queries]``, zero before and after every launch.
@@ -67,8 +66,7 @@ class StepAttention:
     raises_absmax: ClassVar[bool] = True
 
     cache: KVCache
-    cos: Tensor | None
-    sin: Tensor | None
+    tables: Sequence[Tables]
     positions: Tensor
     slots: Tensor
     counters: Tensor
@@ -78,7 +76,7 @@ class StepAttention:
 
         ``absmax``, float32 ``[B]``, is raised to the largest magnitudes of the result.
         """
-        step = (q, k, v, self.cos, self.sin, self.positions, self.slots, *self.cache.layer(layer))
+        step = (q, k, v, *self.tables[layer], self.positions, self.slots, *self.cache.layer(layer))
         guide = self.cache.guide(layer)
         mixed: Tensor = torch.ops.qcut.append_attention(*step, scaling, self.counters, absmax, guide)
         return mixed.flatten(1)

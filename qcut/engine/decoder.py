@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import ClassVar, Literal, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
@@ -148,6 +148,12 @@ class Heads(NamedTuple):
 Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 """`Attention` of one layer: takes q, k, v, scaling and absmax."""
 
+Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Takes an example of activations and positions int64 ``[1, T]``; returns cosines and sines ``[1, T, D]`` like it."""
+
+Tables = tuple[Tensor, Tensor] | tuple[None, None]
+"""Cosines and sines ``[context, D]`` of a layer's positions; None: the layer does not rotate."""
+
 
 @dataclass(frozen=True)
 class SelfAttention:
@@ -159,6 +165,9 @@ class SelfAttention:
         heads: heads of a token.
         scaling: factor of the scores.
         norms: of queries and of keys, before they are rotated; or None.
+        rotary: makes cosines and sines of positions; None: nothing is rotated.
+        order: int64, columns of the projections' results side by side, in the order that ``heads`` wants them in and
+            rotations pair them in; None: they are in that order.
     """
 
     projections: tuple[nn.Module, ...]
@@ -166,10 +175,15 @@ class SelfAttention:
     heads: Heads
     scaling: float
     norms: tuple[AddNorm, AddNorm] | None = None
+    rotary: Rotary | None = None
+    order: Tensor | None = None
 
     def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None) -> Tensor:
         """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``output`` the largest magnitudes of the heads."""
-        q, k, v = self.heads.split([project(module, rows) for module in self.projections])
+        projected = [project(module, rows) for module in self.projections]
+        if self.order is not None:
+            projected = [torch.cat(projected, 1).index_select(1, self.order)]
+        q, k, v = self.heads.split(projected)
         if self.norms is not None:
             q, k = (norm.of_heads(each) for norm, each in zip(self.norms, (q, k), strict=True))
         mixed = attend(q, k, v, self.scaling, absmax)
@@ -235,7 +249,7 @@ _NO_ABSMAX = BlockAbsmax(None, None)
 class Block:
     """One layer of a decoder: ``x + end(attention(norm(x)))``, then ``x + end(mlp(norm(x)))``.
 
-    The first norm of the next block computes the last sum of a block.
+    In a parallel block, both read the same x. The first norm of the next block computes the last sum of a block.
 
     Attributes:
         attention_norm: before attention, or None.
@@ -244,6 +258,7 @@ class Block:
         mlp: the block's.
         attention_end: after attention, or None.
         mlp_end: after the MLP, or None.
+        parallel: the MLP reads what attention reads, not its sum.
     """
 
     attention_norm: AddNorm | None
@@ -252,13 +267,15 @@ class Block:
     mlp: MLP
     attention_end: AddNorm | None = None
     mlp_end: AddNorm | None = None
+    parallel: bool = False
 
     def __call__(self, x: Tensor, unadded: Tensor | None, attend: Attend, absmax: BlockAbsmax) -> tuple[Tensor, Tensor]:
         """Two summands of the result from two summands of the input, ``[R, hidden]`` each."""
         x, rows = _normed(self.attention_norm, x, unadded)
         attended = _ended(self.attention_end, self.attention(rows, attend, absmax.attention))
-        x, rows = _normed(self.mlp_norm, x, attended)
-        return x, _ended(self.mlp_end, self.mlp(rows, absmax.mlp))
+        x, rows = _normed(self.mlp_norm, x, None if self.parallel else attended)
+        added = _ended(self.mlp_end, self.mlp(rows, absmax.mlp))
+        return x, added + attended if self.parallel else added
 
 
 def _normed(norm: AddNorm | None, x: Tensor, unadded: Tensor | None) -> tuple[Tensor, Rows]:
@@ -311,7 +328,6 @@ class Decoder:
         architecture: name of the model's class.
         tokens: embedding of token ids.
         positions: embedding of positions, or None.
-        rotary: module that returns cosines and sines ``[1, T, D]`` of positions, or None.
         blocks: the blocks in order.
         norm: the norm after the last block.
         head: the projection from the last norm's result to logits.
@@ -321,12 +337,12 @@ class Decoder:
         window: most tokens that attention reaches back, or None for no limit.
         dtype: dtype of activations.
         device: device of the weights.
+        softcap: logits are ``softcap * tanh(logits / softcap)``; None: they are as the head makes them.
     """
 
     architecture: str
     tokens: nn.Module
     positions: nn.Module | None
-    rotary: nn.Module | None
     blocks: tuple[Block, ...]
     norm: AddNorm
     head: nn.Module
@@ -336,6 +352,7 @@ class Decoder:
     window: int | None
     dtype: torch.dtype
     device: torch.device
+    softcap: float | None = None
 
     def __call__(self, ids: Tensor, positions: Tensor, batch: int, attention: Attention) -> tuple[Tensor, Tensor]:
         """Read tokens.
@@ -358,7 +375,8 @@ class Decoder:
     def logits(self, x: Tensor, unadded: Tensor) -> Tensor:
         """Logits ``[R, vocabulary]`` of rows whose two summands are x and ``unadded``."""
         _, rows = self.norm(x, unadded)
-        return project(self.head, rows)
+        logits = project(self.head, rows)
+        return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
     def embed(self, ids: Tensor, positions: Tensor, batch: int) -> Tensor:
         """Embeddings of R tokens ``[R, hidden]``, which the first block reads.
@@ -382,14 +400,19 @@ class Decoder:
             x = x + self.positions(positions.view(batch, -1).long())
         return x.flatten(0, 1)
 
-    def rotary_tables(self, context: int) -> tuple[Tensor | None, Tensor | None]:
-        """Cosines and sines ``[context, D]`` in the model's dtype, by its own module; None without rotations."""
-        if self.rotary is None:
-            return None, None
+    def rotary_tables(self, context: int) -> tuple[Tables, ...]:
+        """Cosines and sines ``[context, D]`` of each layer in the model's dtype, by its own modules."""
         example = torch.empty(0, dtype=self.dtype, device=self.device)
         places = torch.arange(context, device=self.device)[None]
-        cos, sin = self.rotary(example, places)
-        return cos[0], sin[0]
+
+        @cache
+        def tables(rotary: Rotary | None) -> Tables:
+            if rotary is None:
+                return None, None
+            cos, sin = rotary(example, places)
+            return cos[0], sin[0]
+
+        return tuple(tables(block.attention.rotary) for block in self.blocks)
 
     def stacked(self, model: nn.Module) -> Decoder:
         """The decoder with one product for queries, keys and values, and one for gate and up, where there can be.

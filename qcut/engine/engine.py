@@ -141,7 +141,7 @@ class Engine:
         heads, dtype, device = decoder.heads, decoder.dtype, decoder.device
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference mode could not be written outside
             self.cache = self.cache_of(batch, kv_cache)
-            self._cos, self._sin = decoder.rotary_tables(context)
+            self._tables = decoder.rotary_tables(context)
             # Each engine has counters of its own, since graphs of two engines may run at once.
             self._counters = torch.zeros(batch * heads.queries, dtype=torch.int32, device=device)
             self.logits = torch.zeros(batch, decoder.vocabulary, dtype=dtype, device=device)
@@ -481,8 +481,7 @@ class Engine:
         reader = Engine(model, batch=batch, context=min(self.context, longest), graphs=graphs, stack=stack)
         read = guides.drawn(reader, self.decoder.vocabulary) if rows is None else rows
         with torch.inference_mode(False), torch.no_grad():
-            rotary = None if self._cos is None or self._sin is None else (self._cos, self._sin)
-            self.cache.set_guides(guides.guides_of(reader, read, rotary))
+            self.cache.set_guides(guides.guides_of(reader, read, self._tables))
 
     def watched(self, prompts: list[Tensor], watch: Callable[[PromptAttention], guides.Watch]) -> list[guides.Watch]:
         """Read prompts as `prefill` does, for `qcut.engine.guides`: what watched the attention of each chunk."""
@@ -556,17 +555,17 @@ class Engine:
         positions, slots = chunk.places()
         attention: Attention
         if chunk.rows == 1:
-            attention = StepAttention(self.cache, self._cos, self._sin, positions, slots, self._counters)
+            attention = StepAttention(self.cache, self._tables, positions, slots, self._counters)
         else:
             attention = self._prompt_attention(chunk)
         return self.decoder(chunk.ids.flatten(), positions, chunk.sequences, attention)
 
     def _prompt_attention(self, chunk: Chunk) -> PromptAttention:
-        return PromptAttention(self.cache, self._cos, self._sin, *chunk.places(), chunk.starts, chunk.lengths)
+        return PromptAttention(self.cache, self._tables, *chunk.places(), chunk.starts, chunk.lengths)
 
     def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Logits of one token of each sequence, at its position, kept at its slot; both int32."""
-        attention = StepAttention(self.cache, self._cos, self._sin, positions, slots, self._counters)
+        attention = StepAttention(self.cache, self._tables, positions, slots, self._counters)
         return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────

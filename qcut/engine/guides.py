@@ -6,7 +6,7 @@ temperature 1 from a fixed seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qcut.engine.attention import PromptAttention
+from qcut.engine.decoder import Tables
 from qcut.engine.generated import Generated
 from qcut.numerics import int4
 from qcut.numerics.sampling import Sampling
@@ -79,7 +80,7 @@ def drawn(reader: Reader, vocabulary: int) -> list[Tensor]:
     return [torch.tensor([*start.tolist(), *each.tokens]) for start, each in zip(first, found, strict=True)]
 
 
-def guides_of(reader: Reader, prompts: list[Tensor], rotary: tuple[Tensor, Tensor] | None) -> list[Tensor]:
+def guides_of(reader: Reader, prompts: list[Tensor], tables: Sequence[Tables]) -> list[Tensor]:
     """The guide of each layer, int32 on the host: see `qcut.numerics.int4.guide_of`.
 
     Queries and keys are taken to stand anywhere in the context: second moments and means are those of rows rotated to
@@ -88,7 +89,7 @@ def guides_of(reader: Reader, prompts: list[Tensor], rotary: tuple[Tensor, Tenso
     Args:
         reader: an engine over the same model with a cache of floats.
         prompts: ids ``[T]`` of each prompt.
-        rotary: cosines and sines ``[context, D]`` of all places; None: positions are not rotary.
+        tables: cosines and sines ``[context, D]`` of all places, of each layer.
 
     Exactness: the same for the same prompts, device and versions of its libraries.
     """
@@ -96,10 +97,12 @@ def guides_of(reader: Reader, prompts: list[Tensor], rotary: tuple[Tensor, Tenso
     for i in range(0, len(prompts), reader.batch):
         seen += reader.watched(prompts[i : i + reader.batch], Watch)
     count, found = sum(map(len, prompts)), []
-    for parts in zip(*([*zip(watch.moments, watch.keys, strict=True)] for watch in seen), strict=True):
+    layers = zip(*([*zip(watch.moments, watch.keys, strict=True)] for watch in seen), strict=True)
+    for parts, (cos, sin) in zip(layers, tables, strict=True):
         moments, keys = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
         mean = keys / count
-        if rotary is not None:
+        if cos is not None and sin is not None:
+            rotary = cos, sin
             moments = _anywhere(_anywhere(moments, rotary).transpose(2, 3), rotary, placed=True).mean(0)
             mean = _anywhere(mean, rotary).mean(0)
         turned = int4.turn(int4.turn(moments).transpose(1, 2))

@@ -71,7 +71,9 @@ def test_a_folder_is_what_python_makes(saved: Path, text: Path) -> None:
     model, tokenizer = load_pretrained(str(DEMO), dtype=torch.float16, device=torch.device("cpu"))
     windows = windows_of(torch.tensor(tokenizer(text.read_text(), verbose=False)["input_ids"]), 64)
     moments, reference = qcut.collect_curvature(model, windows[:4].split(2), progress=False), copy.deepcopy(model)
-    qcut.quantize(model, "codebook4", second_moments=moments, embeddings="w8a16", skip=["h.[123].mlp.*"], progress=False)
+    qcut.quantize(
+        model, "codebook4", second_moments=moments, embeddings="w8a16", skip=["h.[123].mlp.*"], progress=False
+    )
     qcut.refine(model, reference, windows.split(2), steps=2, progress=False)
     found = qcut.load(saved, progress=False)
     want, got = model.state_dict(), found.state_dict()

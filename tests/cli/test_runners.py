@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, OPTConfig, OPTForCausalLM
 
 import qcut
 from qcut.cli import main as cli
@@ -21,21 +21,23 @@ PROMPT = "The import statement"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-NeoX with random weights and the demo's tokenizer."""
-    path = tmp_path_factory.mktemp("neox")
+    """An OPT with random weights and the demo's tokenizer."""
+    path = tmp_path_factory.mktemp("opt")
     torch.manual_seed(0)
-    config = GPTNeoXConfig(
+    config = OPTConfig(
         vocab_size=8192,
         hidden_size=64,
-        intermediate_size=128,
+        ffn_dim=128,
+        word_embed_proj_dim=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=64,
         bos_token_id=0,
         eos_token_id=None,
-        initializer_range=0.5,
+        pad_token_id=0,
+        init_std=0.5,
     )
-    GPTNeoXForCausalLM(config).save_pretrained(path)
+    OPTForCausalLM(config).save_pretrained(path)
     AutoTokenizer.from_pretrained(DEMO, local_files_only=True).save_pretrained(path)
     return path
 
@@ -58,7 +60,7 @@ def test_transformers_generates(folder: Path, scheme: str | None, capfd: pytest.
     words = ("generate", folder, "--prompt", PROMPT, "--steps", 10, *(("--scheme", scheme) if scheme else ()))
     status, out, err = run(capfd, *words)
     assert (status, out) == (0, tokenizer.decode(want) + "\n")
-    assert "running on transformers, since the engine does not know it: GPTNeoXForCausalLM" in err
+    assert "running on transformers, since the engine does not know it: OPTForCausalLM" in err
     answer = json.loads(run(capfd, *words, "--json")[1])
     assert answer["tokens"] == want[answer["prompt_tokens"] :]
     assert (answer["runs_on"], answer["reason"]) == ("transformers", "length")

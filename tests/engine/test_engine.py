@@ -29,7 +29,7 @@ from qcut.layers.base import Linear
 from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.sampling import Sampling
 from tests.support import ROOT
-from tests.support.decoders import VOCABULARY, kept, last_logits, prompts_of, sizes, small, theirs
+from tests.support.decoders import KINDS, VOCABULARY, kept, last_logits, prompts_of, sizes, small, theirs
 
 TRAINED = [
     ROOT / "models" / "gpt2-5m",
@@ -53,9 +53,7 @@ def test_greedy_tokens_of_trained_models_are_hugging_faces(folder: Path, scheme:
     assert {g.reason for g in got} == {"length"}
 
 
-@pytest.mark.parametrize(
-    "kind", ["gpt2", "llama", "llama3_rope", "mistral", "qwen2", "qwen3", "olmo2", "phi3", "starcoder2"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_hugging_faces(kind: str) -> None:
     """Both are float32 sums of the same products in some order, of 2 layers: 1e-4 of the largest logit is ample."""
     model = small(kind)
@@ -79,7 +77,9 @@ def test_a_quantized_table_and_classifier() -> None:
     assert Engine(model).generate([prompt], 12)[0].tokens == theirs(model, prompt, 12)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "qwen3", "olmo2", "phi3", "starcoder2"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "qwen2", "qwen3", "olmo2", "phi3_partial", "smollm3", "starcoder2", "gpt_neox"]
+)
 def test_ragged_prompts_are_the_single_ones(kind: str) -> None:
     model = small(kind)
     prompts = prompts_of(VOCABULARY, 30, 2, 11, 1)
@@ -279,13 +279,19 @@ def test_models_that_are_no_decoders_are_refused_by_name() -> None:
     opt = OPTForCausalLM(
         OPTConfig(hidden_size=16, num_hidden_layers=1, ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=16)
     )
-    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    strange = small("llama")
+    strange.model.rotary_emb.rope_type = "proportional"
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    strange_rope = {"full_attention": plain | {"rope_type": "proportional"}, "sliding_attention": plain}
     crossed = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2, add_cross_attention=True))
     for model, message in (
         (opt, "OPTForCausalLM: a model of type 'opt'; allowed: .* gpt2, llama, mistral, qwen2"),
         (nn.Linear(2, 2), "Linear: a model of type None"),
         (small("llama").model, "LlamaModel: a model of type 'llama'; allowed: causal language models"),
-        (LlamaForCausalLM(LlamaConfig(**sizes(rope_parameters=dynamic))), "rotary positions of type 'dynamic'"),
+        (strange, "rotary positions of type 'proportional'"),
+        (small("gemma3", rope_parameters=strange_rope), "Gemma3ForCausalLM: rotary positions of type 'proportional'"),
+        (small("gemma3", attn_logit_softcapping=50.0), "Gemma3ForCausalLM: attn_logit_softcapping is 50.0"),
+        (small("gemma3", use_bidirectional_attention=True), "use_bidirectional_attention is set"),
         (crossed, "GPT2LMHeadModel: add_cross_attention is set"),
     ):
         with pytest.raises(errors.UnsupportedError, match=message):
@@ -306,6 +312,9 @@ def test_sizes_are_checked() -> None:
     assert Engine(window).context == 16
     with pytest.raises(errors.ConfigError, match="1 to 16, the window of its attention; it was made for 64"):
         Engine(window, context=17)
+    long = small("phi3_long")  # whose frequencies change past that
+    with pytest.raises(errors.ConfigError, match="context is 49; allowed for Phi3ForCausalLM: 1 to 48"):
+        Engine(long, context=49)
     config = LlamaConfig(**sizes(max_position_embeddings=100_000, num_hidden_layers=1))
     assert Engine(LlamaForCausalLM(config)).context == DEFAULT_CONTEXT
 

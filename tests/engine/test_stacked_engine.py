@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
 import qcut
 from qcut.engine.engine import Engine
 from qcut.engine.families import decoder_of
-from tests.support.decoders import VOCABULARY, last_logits, prompts_of, sizes, small, theirs
+from tests.support.decoders import VOCABULARY, WIDE, last_logits, prompts_of, small, theirs
 
 SCHEMES = (None, "w8a8", "w8a16", "int16x8", "codebook4_g32", "codebook4+4_g64_int8", "codebook3+2_g32_qr")
+FAMILIES = ("qwen3", "olmo2", "phi3_partial", "smollm3", "starcoder2", "gpt_neox", "gemma", "gemma3")
+WIDE_HEADS = {kind: {"head_dim": 32} for kind in ("qwen3", "gemma", "gemma3")}
 EXACT = ("w8a8", "codebook4+4_g64_int8")
 
 
@@ -38,25 +34,7 @@ def model_of(scheme: str | None = None, **changes: Any) -> Any:
 
 @cache
 def quantized(scheme: str | None, *, kind: str = "llama", **changes: Any) -> Any:
-    torch.manual_seed(0)
-    wide = sizes(hidden_size=128, intermediate_size=192, num_attention_heads=4, num_key_value_heads=2, **changes)
-    gpt2 = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=128, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
-    )
-    model: Any = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**wide)),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**wide)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**wide, head_dim=32)),
-        "gpt2": lambda: GPT2LMHeadModel(gpt2),
-    }[kind]()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-            elif name.endswith("bias"):
-                parameter.normal_()
-            elif name.endswith(("q_norm.weight", "k_norm.weight")):
-                parameter.uniform_(0.5, 1.5)
+    model = small(kind, **{**WIDE, **WIDE_HEADS.get(kind, {}), **changes})
     if scheme is not None:
         qcut.quantize(model, scheme, allow_growth=True, progress=False)
     return model.eval()
@@ -87,7 +65,7 @@ def weights(model: Any, *engines: Engine) -> list[Tensor]:
     [
         *(("llama", scheme) for scheme in SCHEMES),
         *(("qwen2", scheme) for scheme in (None, "w8a8", "codebook4_g32")),
-        *(("qwen3", scheme) for scheme in ("w8a8", "int16x8", "w8a16", "codebook4_g32", "codebook4_g64_int8")),
+        *product(FAMILIES, ("w8a8", "int16x8", "w8a16", "codebook4_g32", "codebook4_g64_int8")),
         *(("gpt2", scheme) for scheme in ("w8a16", "codebook4+4_g64_int8", "codebook3+2_g32_qr")),
     ],
 )

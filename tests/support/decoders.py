@@ -6,28 +6,54 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qcut.engine.kv_cache import KVCache
 
 VOCABULARY = 96
+_THETA = {"rope_theta": 10000.0}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+_LOCAL = ["sliding_attention", "full_attention"]
+_HALF = {"rope_parameters": {"rope_type": "default", **_THETA, "partial_rotary_factor": 0.5}}
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "llama": ("llama", {}),
+    "llama3_rope": ("llama", {"rope_parameters": {**_LLAMA3, **_THETA, "original_max_position_embeddings": 16}}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {}),
+    "phi3_partial": ("phi3", _HALF),
+    "phi3_long": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 48,
+            "rope_parameters": {**_LONG, **_THETA, "original_max_position_embeddings": 48},
+        },
+    ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "starcoder2": ("starcoder2", {"sliding_window": None}),
+    "gpt_neox": ("gpt_neox", _HALF),
+    "gpt_neox_serial": ("gpt_neox", {"use_parallel_residual": False}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 64,
+            "layer_types": _LOCAL,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
+}
+"""By kind, the model's type in transformers, and what differs from `sizes`."""
+KINDS = tuple(_KINDS)
+"""What `small` makes."""
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
+"""Changes with which keys and values have 64 rows, so that codebooks too can be stacked."""
 
 
 def sizes(**changes: Any) -> dict[str, Any]:
@@ -47,32 +73,19 @@ def sizes(**changes: Any) -> dict[str, Any]:
     }
 
 
-def small(kind: str) -> Any:
+def small(kind: str, **changes: Any) -> Any:
     """A model with random weights, larger than usual so that its tokens differ."""
     torch.manual_seed(0)
-    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    gpt2 = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=48, n_layer=2, n_head=4, eos_token_id=None, bos_token_id=None
-    )
-    model: Any = {
-        "gpt2": lambda: GPT2LMHeadModel(gpt2),
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes())),
-        "llama3_rope": lambda: LlamaForCausalLM(LlamaConfig(**sizes(rope_parameters=rope))),
-        "mistral": lambda: MistralForCausalLM(MistralConfig(**sizes(sliding_window=None))),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes())),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes(head_dim=16))),
-        "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**sizes())),
-        "phi3": lambda: Phi3ForCausalLM(Phi3Config(**sizes())),
-        "starcoder2": lambda: Starcoder2ForCausalLM(Starcoder2Config(**sizes(sliding_window=None))),
-    }[kind]()
+    model_type, own = _KINDS[kind]
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes(**own | changes)))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)
-        for name, parameter in model.named_parameters():
-            if name.endswith(("q_norm.weight", "k_norm.weight")) or (kind == "olmo2" and "layernorm" in name):
+            elif name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.uniform_(-0.5, 0.5)
     return model.eval()
 
 

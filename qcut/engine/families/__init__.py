@@ -8,13 +8,15 @@ from typing import Any
 from torch import nn
 
 from qcut.engine.decoder import Decoder
-from qcut.engine.families import gpt2, llama, olmo2, phi3, starcoder2
+from qcut.engine.families import gemma, gpt2, gpt_neox, llama, olmo2, phi3, starcoder2
 from qcut.errors import UnsupportedError
 from qcut.layers.parts import refuse_parts
 
 FAMILIES: dict[str, Callable[[Any], Decoder]] = {
     "gpt2": gpt2.decoder,
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), llama.decoder),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), llama.decoder),
+    **dict.fromkeys(("gemma", "gemma3_text"), gemma.decoder),
+    "gpt_neox": gpt_neox.decoder,
     "olmo2": olmo2.decoder,
     "phi3": phi3.decoder,
     "starcoder2": starcoder2.decoder,

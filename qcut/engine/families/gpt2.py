@@ -26,7 +26,6 @@ def decoder(model: Any) -> Decoder:
         architecture=type(model).__name__,
         tokens=body.wte,
         positions=body.wpe,
-        rotary=None,
         blocks=tuple(_block(block, heads) for block in body.h),
         norm=AddNorm.layer(body.ln_f),
         head=model.lm_head,

@@ -1,16 +1,16 @@
-"""Llama, Mistral, Qwen2, Qwen3: rotary positions, RMSNorms, keys and values for several queries each, a gated MLP."""
+"""Llama, Mistral, Qwen2, Qwen3, SmolLM3: rotary positions, RMSNorms, keys for several queries each, a gated MLP."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention
-from qcut.engine.families.rotary import rotary_of
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
+from qcut.engine.families.rotary import context_of, rotary_of
 from qcut.models.modules import model_device
 
 
 def decoder(model: Any) -> Decoder:
-    """The parts of a ``LlamaForCausalLM``, ``MistralForCausalLM``, ``Qwen2ForCausalLM`` or ``Qwen3ForCausalLM``.
+    """The parts of a causal language model of Llama's shape.
 
     Raises:
         UnsupportedError: see `rotary_of`.
@@ -18,24 +18,24 @@ def decoder(model: Any) -> Decoder:
     body, config = model.model, model.config
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
     windowed = config.model_type == "mistral" or getattr(config, "use_sliding_window", False)
+    rotary, _ = rotary_of(model, body.rotary_emb, heads)
     return Decoder(
         architecture=type(model).__name__,
         tokens=body.embed_tokens,
         positions=None,
-        rotary=rotary_of(model, heads.size),
-        blocks=tuple(_block(block, heads) for block in body.layers),
+        blocks=tuple(_block(block, heads, rotary) for block in body.layers),
         norm=AddNorm.rms(body.norm, body.norm.variance_epsilon),
         head=model.lm_head,
         heads=heads,
         vocabulary=config.vocab_size,
-        context=config.max_position_embeddings,
+        context=context_of(config),
         window=getattr(config, "sliding_window", None) if windowed else None,
         dtype=body.norm.weight.dtype,
         device=model_device(model),
     )
 
 
-def _block(block: Any, heads: Heads) -> Block:
+def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     attention, mlp = block.self_attn, block.mlp
     attention_norm, mlp_norm = block.input_layernorm, block.post_attention_layernorm
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -44,9 +44,10 @@ def _block(block: Any, heads: Heads) -> Block:
     if hasattr(attention, "q_norm"):
         query, key = (AddNorm.rms(norm, norm.variance_epsilon) for norm in (attention.q_norm, attention.k_norm))
         norms = query, key
+    turns = getattr(attention, "use_rope", True)
     return Block(
         attention_norm=AddNorm.rms(attention_norm, attention_norm.variance_epsilon, qkv),
-        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, norms),
+        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, norms, rotary if turns else None),
         mlp_norm=AddNorm.rms(mlp_norm, mlp_norm.variance_epsilon, gate_up),
         mlp=MLP(gate_up, mlp.act_fn, mlp.down_proj, gated=True),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention
-from qcut.engine.families.rotary import rotary_of
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
+from qcut.engine.families.rotary import context_of, rotary_of
 from qcut.models.modules import model_device
 
 
@@ -17,17 +17,17 @@ def decoder(model: Any) -> Decoder:
     """
     body, config = model.model, model.config
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
+    rotary, _ = rotary_of(model, body.rotary_emb, heads)
     return Decoder(
         architecture=type(model).__name__,
         tokens=body.embed_tokens,
         positions=None,
-        rotary=rotary_of(model, heads.size),
-        blocks=tuple(_block(block, heads) for block in body.layers),
+        blocks=tuple(_block(block, heads, rotary) for block in body.layers),
         norm=_rms(body.norm),
         head=model.lm_head,
         heads=heads,
         vocabulary=config.vocab_size,
-        context=config.max_position_embeddings,
+        context=context_of(config),
         window=None,
         dtype=body.norm.weight.dtype,
         device=model_device(model),
@@ -38,13 +38,13 @@ def _rms(norm: Any) -> AddNorm:
     return AddNorm.rms(norm, norm.variance_epsilon)
 
 
-def _block(block: Any, heads: Heads) -> Block:
+def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     attention, mlp = block.self_attn, block.mlp
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     norms = _rms(attention.q_norm), _rms(attention.k_norm)
     return Block(
         attention_norm=None,
-        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, norms),
+        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, norms, rotary),
         mlp_norm=None,
         mlp=MLP((mlp.gate_proj, mlp.up_proj), mlp.act_fn, mlp.down_proj, gated=True),
         attention_end=_rms(block.post_attention_layernorm),

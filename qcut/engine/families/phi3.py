@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention
-from qcut.engine.families.rotary import rotary_of
+from torch import Tensor
+
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
+from qcut.engine.families.rotary import column_order, context_of, rotary_of
 from qcut.models.modules import model_device
 
 
@@ -17,29 +19,33 @@ def decoder(model: Any) -> Decoder:
     """
     body, config = model.model, model.config
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
+    rotary, turned = rotary_of(model, body.rotary_emb, heads)
+    starts = range(0, heads.size * (heads.queries + 2 * heads.keys), heads.size)
+    order = column_order(heads, turned, starts, model_device(model))
     return Decoder(
         architecture=type(model).__name__,
         tokens=body.embed_tokens,
         positions=None,
-        rotary=rotary_of(model, heads.size),
-        blocks=tuple(_block(block, heads) for block in body.layers),
+        blocks=tuple(_block(block, heads, rotary, order) for block in body.layers),
         norm=AddNorm.rms(body.norm, body.norm.variance_epsilon),
         head=model.lm_head,
         heads=heads,
         vocabulary=config.vocab_size,
-        context=config.max_position_embeddings,
+        context=context_of(config),
         window=config.sliding_window,
         dtype=body.norm.weight.dtype,
         device=model_device(model),
     )
 
 
-def _block(block: Any, heads: Heads) -> Block:
+def _block(block: Any, heads: Heads, rotary: Rotary, order: Tensor | None) -> Block:
     attention, mlp = block.self_attn, block.mlp
     before, after = block.input_layernorm, block.post_attention_layernorm
     return Block(
         attention_norm=AddNorm.rms(before, before.variance_epsilon, [attention.qkv_proj]),
-        attention=SelfAttention((attention.qkv_proj,), attention.o_proj, heads, attention.scaling),
+        attention=SelfAttention(
+            (attention.qkv_proj,), attention.o_proj, heads, attention.scaling, rotary=rotary, order=order
+        ),
         mlp_norm=AddNorm.rms(after, after.variance_epsilon, [mlp.gate_up_proj]),
         mlp=MLP((mlp.gate_up_proj,), mlp.activation_fn, mlp.down_proj, gated=True),
     )

@@ -1,31 +1,93 @@
-"""Rotary positions, as far as the engine's kernels turn by them."""
+"""Rotary positions of a model, as the engine's kernels turn by them: column i of a head with column i + D / 2."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
+from qcut.engine.decoder import Heads, Rotary
 from qcut.errors import UnsupportedError
 
-_TYPES = ("default", "linear", "llama3", "yarn")  # of the others, frequencies depend on the length
+_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+"""Frequencies of the last two depend on the length only past the context that `context_of` allows."""
 
 
-def rotary_of(model: Any, head_size: int) -> nn.Module:
-    """The module that makes cosines and sines of a model's positions.
+@dataclass(frozen=True)
+class PartialRotary:
+    """Positions that turn the first columns of each head only, in the order of `column_order`: the others by nothing.
+
+    Attributes:
+        rotary: makes cosines and sines of the columns that turn.
+        head_size: columns of a head.
+    """
+
+    rotary: Rotary
+    head_size: int
+
+    def __call__(self, example: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines ``[1, T, head_size]``."""
+        cos, sin = self.rotary(example, positions)
+        still = (self.head_size - cos.shape[-1]) // 2
+        return self._filled(cos, cos.new_ones(still)), self._filled(sin, sin.new_zeros(still))
+
+    def _filled(self, table: Tensor, still: Tensor) -> Tensor:
+        low, high = table.chunk(2, -1)
+        rest = still.expand(*table.shape[:-1], -1)
+        return torch.cat((low, rest, high, rest), -1)
+
+
+def rotary_of(model: Any, module: Any, heads: Heads, layer_type: str | None = None) -> tuple[Rotary, int]:
+    """What makes cosines and sines of a model's positions, and how many of a head's columns these turn.
 
     Args:
-        model: a causal language model whose ``model`` has ``rotary_emb``.
-        head_size: columns of a head.
+        model: names the error.
+        module: the model's own module for rotary positions.
+        heads: the model's.
+        layer_type: of the layers, where each type has frequencies of its own.
 
     Raises:
-        UnsupportedError: frequencies that depend on the length, or rotations of a part of each head.
+        UnsupportedError: frequencies that the engine does not know.
     """
-    rotary: nn.Module = model.model.rotary_emb
-    name, kind = type(model).__name__, getattr(rotary, "rope_type", "default")
+    kind, prefix = getattr(module, "rope_type", "default"), ""
+    if layer_type is not None and isinstance(kind, dict):
+        kind, prefix = kind[layer_type], f"{layer_type}_"
     if kind not in _TYPES:
-        raise UnsupportedError(f"{name}: rotary positions of type {kind!r}; allowed: {', '.join(_TYPES)}")
-    turned = 2 * rotary.inv_freq.numel()  # type: ignore[operator, union-attr]
-    if turned != head_size:
-        raise UnsupportedError(f"{name}: rotary positions of {turned} of a head's {head_size} columns; allowed: of all")
-    return rotary
+        allowed = ", ".join(_TYPES)
+        raise UnsupportedError(f"{type(model).__name__}: rotary positions of type {kind!r}; allowed: {allowed}")
+    turned = 2 * getattr(module, f"{prefix}inv_freq").numel()
+    rotary = partial(module, layer_type=layer_type) if prefix else module
+    return (rotary if turned == heads.size else PartialRotary(rotary, heads.size)), turned
+
+
+def context_of(config: Any) -> int:
+    """Most tokens of a context whose rotary frequencies do not depend on its length."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    most: int = config.max_position_embeddings
+    if rope.get("rope_type") == "longrope":
+        return min(most, rope.get("original_max_position_embeddings") or most)
+    return most
+
+
+def column_order(heads: Heads, turned: int, starts: Sequence[int], device: torch.device) -> Tensor | None:
+    """Columns of a projection in the order of `Heads.split`, with pairs that turn half a head apart; None: they are.
+
+    Args:
+        heads: heads of a token.
+        turned: columns of each query and key that positions turn, the first; pairs are ``turned / 2`` apart.
+        starts: first column of each head: of queries, then keys, then values.
+        device: of the result.
+    """
+    size, half = heads.size, turned // 2
+    still = (size - turned) // 2
+    lows = [*range(half), *range(turned, turned + still)]
+    highs = [*range(half, turned), *range(turned + still, size)]
+    order = []
+    for i, start in enumerate(starts):
+        columns = [*lows, *highs] if i < heads.queries + heads.keys else range(size)
+        order += [start + column for column in columns]
+    return None if order == [*range(len(order))] else torch.tensor(order, device=device)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, SelfAttention
-from qcut.engine.families.rotary import rotary_of
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
+from qcut.engine.families.rotary import context_of, rotary_of
 from qcut.models.modules import model_device
 
 
@@ -17,29 +17,29 @@ def decoder(model: Any) -> Decoder:
     """
     body, config = model.model, model.config
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
+    rotary, _ = rotary_of(model, body.rotary_emb, heads)
     return Decoder(
         architecture=type(model).__name__,
         tokens=body.embed_tokens,
         positions=None,
-        rotary=rotary_of(model, heads.size),
-        blocks=tuple(_block(block, heads) for block in body.layers),
+        blocks=tuple(_block(block, heads, rotary) for block in body.layers),
         norm=AddNorm.layer(body.norm),
         head=model.lm_head,
         heads=heads,
         vocabulary=config.vocab_size,
-        context=config.max_position_embeddings,
+        context=context_of(config),
         window=config.sliding_window,
         dtype=body.norm.weight.dtype,
         device=model_device(model),
     )
 
 
-def _block(block: Any, heads: Heads) -> Block:
+def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     attention, mlp = block.self_attn, block.mlp
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     return Block(
         attention_norm=AddNorm.layer(block.input_layernorm, qkv),
-        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling),
+        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, rotary=rotary),
         mlp_norm=AddNorm.layer(block.post_attention_layernorm, [mlp.c_fc]),
         mlp=MLP((mlp.c_fc,), mlp.act, mlp.c_proj, gated=False),
     )

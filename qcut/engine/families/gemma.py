@@ -1,0 +1,74 @@
+"""Gemma and Gemma 3: weights of norms count from 1, scaled embeddings, gates by GELU; 3 has norms after parts, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
+from qcut.engine.families.rotary import context_of, rotary_of
+from qcut.errors import UnsupportedError
+from qcut.models.modules import model_device
+
+
+class _Raised(nn.Module):
+    """The weight of a norm plus 1, rounded once more than in transformers where it has 16 bits."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter((weight.detach().float() + 1).to(weight.dtype), requires_grad=False)
+
+
+def decoder(model: Any) -> Decoder:
+    """The parts of a ``GemmaForCausalLM`` or ``Gemma3ForCausalLM``.
+
+    Raises:
+        UnsupportedError: attention to tokens that follow, limits of scores, or see `rotary_of`.
+    """
+    body, config, name = model.model, model.config, type(model).__name__
+    if getattr(config, "use_bidirectional_attention", None):
+        raise UnsupportedError(f"{name}: use_bidirectional_attention is set; allowed: attention to earlier tokens")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UnsupportedError(
+            f"{name}: attn_logit_softcapping is {config.attn_logit_softcapping}; allowed: None, scores without a limit"
+        )
+    heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
+    kinds = [getattr(block.self_attn, "layer_type", None) for block in body.layers]
+    rotary = {kind: rotary_of(model, body.rotary_emb, heads, kind)[0] for kind in set(kinds)}
+    return Decoder(
+        architecture=name,
+        tokens=body.embed_tokens,
+        positions=None,
+        blocks=tuple(_block(block, heads, rotary[kind]) for block, kind in zip(body.layers, kinds, strict=True)),
+        norm=_rms(body.norm),
+        head=model.lm_head,
+        heads=heads,
+        vocabulary=config.vocab_size,
+        context=context_of(config),
+        window=config.sliding_window if "sliding_attention" in kinds else None,
+        dtype=body.norm.weight.dtype,
+        device=model_device(model),
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def _rms(norm: Any, readers: tuple[nn.Module, ...] = ()) -> AddNorm:
+    return AddNorm.rms(_Raised(norm.weight), norm.eps, readers)
+
+
+def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
+    attention, mlp = block.self_attn, block.mlp
+    qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+    gate_up = (mlp.gate_proj, mlp.up_proj)
+    norms = (_rms(attention.q_norm), _rms(attention.k_norm)) if hasattr(attention, "q_norm") else None
+    ends = hasattr(block, "pre_feedforward_layernorm")
+    return Block(
+        attention_norm=_rms(block.input_layernorm, qkv),
+        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, norms, rotary),
+        mlp_norm=_rms(block.pre_feedforward_layernorm if ends else block.post_attention_layernorm, gate_up),
+        mlp=MLP(gate_up, mlp.act_fn, mlp.down_proj, gated=True),
+        attention_end=_rms(block.post_attention_layernorm) if ends else None,
+        mlp_end=_rms(block.post_feedforward_layernorm) if ends else None,
+    )
