@@ -156,13 +156,16 @@ def read_bytes(model: Any) -> int:
 
     Of a codebook's norms, which a layer keeps twice, a step reads those that are packed for kernels.
     """
-    head = {id(t) for t in (*model.lm_head.parameters(), *model.lm_head.buffers())}
-    body = model.transformer if hasattr(model, "transformer") else model.model
-    tables = [m for name in ("wte", "wpe", "embed_tokens") if (m := getattr(body, name, None)) is not None]
-    skipped = {id(t) for m in tables for t in (*m.parameters(), *m.buffers())} - head
+    head = {id(t) for t in _tensors(model.get_output_embeddings())}
+    tables = [model.get_input_embeddings(), getattr(model.base_model, "wpe", None)]
+    skipped = {id(t) for m in tables if m is not None for t in _tensors(m)} - head
     skipped |= {id(m.norms) for m in model.modules() if isinstance(m, CodebookLinear)}
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return sum(t.nbytes for key, t in tensors.items() if key not in skipped)
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def prompts_of(vocabulary: int, batch: int, length: int) -> list[list[int]]:

@@ -410,7 +410,7 @@ class Decoder:
             if rotary is None:
                 return None, None
             cos, sin = rotary(example, places)
-            return cos[0], sin[0]
+            return cos[0].to(self.dtype), sin[0].to(self.dtype)  # some models keep float32
 
         return tuple(tables(block.attention.rotary) for block in self.blocks)
 

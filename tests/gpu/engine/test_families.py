@@ -1,0 +1,56 @@
+"""Every family of the engine on the GPU: the CPU's tokens in float32, transformers' logits in float16."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import qcut
+from benchmarks import bench_engine
+from qcut.engine.engine import Engine
+from tests.gpu.support.oracles import DEVICE, assert_same
+from tests.support.decoders import KINDS, VOCABULARY, WIDE, prompts_of, small
+
+SCHEMES = (None, "w8a8", "int16x8", "w8a16", "codebook4_g32", "codebook4_g32_int8", "codebook4_pairs_g32")
+HEADS = {kind: {"head_dim": 32} for kind in ("qwen3", "gemma", "gemma3")}
+
+
+def model_of(kind: str, scheme: str | None, dtype: torch.dtype, device: str = DEVICE) -> Any:
+    changes = {} if kind == "phi3_long" else WIDE | HEADS.get(kind, {})  # whose frequencies are listed for heads of 8
+    model = small(kind, **changes).to(device, dtype)
+    if scheme is not None:
+        qcut.quantize(model, scheme, allow_growth=True, progress=False)
+    return model
+
+
+@pytest.mark.parametrize("scheme", [None, "w8a8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_tokens_are_the_cpus(kind: str, scheme: str | None) -> None:
+    cpu = model_of(kind, scheme, torch.float32, "cpu")
+    prompts = prompts_of(VOCABULARY, 7, 30, 1)
+    want = Engine(cpu, batch=3).generate(prompts, 12)
+    assert Engine(copy.deepcopy(cpu).to(DEVICE), batch=3).generate(prompts, 12) == want
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_transformers(kind: str, scheme: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind.startswith("gemma"):  # norms are rounded twice, which moves some int8 activations by a step
+        monkeypatch.setattr(bench_engine, "MIN_COSINE", 0.99)
+    model = model_of(kind, scheme, torch.float16)
+    with torch.no_grad():
+        bench_engine.check(Engine(model, batch=2), model, prompts_of(VOCABULARY, 40))
+
+
+@pytest.mark.parametrize("kv_cache", ["auto", "int8"])
+@pytest.mark.parametrize("kind", ["phi3_partial", "smollm3", "gpt_neox", "gemma3", "olmo2"])
+def test_graphs_are_the_launches(kind: str, kv_cache: Any) -> None:
+    model, prompts = model_of(kind, "w8a8", torch.float16), prompts_of(VOCABULARY, 20, 3)
+    launched, captured = (Engine(model, batch=2, graphs=graphs, kv_cache=kv_cache) for graphs in (False, True))
+    for engine in (launched, captured):
+        engine.prefill(prompts)
+    for token in (5, 7, 11):
+        assert_same(captured.decode([token, token + 1]), launched.decode([token, token + 1]))
