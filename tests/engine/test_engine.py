@@ -281,15 +281,15 @@ def test_models_that_are_no_decoders_are_refused_by_name() -> None:
     )
     strange = small("llama")
     strange.model.rotary_emb.rope_type = "proportional"
-    plain = {"rope_type": "default", "rope_theta": 10000.0}
-    strange_rope = {"full_attention": plain | {"rope_type": "proportional"}, "sliding_attention": plain}
+    strange_layers = small("gemma3")
+    strange_layers.model.rotary_emb.rope_type["full_attention"] = "proportional"
     crossed = GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=16, n_layer=1, n_head=2, add_cross_attention=True))
     for model, message in (
         (opt, "OPTForCausalLM: a model of type 'opt'; allowed: .* gpt2, llama, mistral, qwen2"),
         (nn.Linear(2, 2), "Linear: a model of type None"),
         (small("llama").model, "LlamaModel: a model of type 'llama'; allowed: causal language models"),
         (strange, "rotary positions of type 'proportional'"),
-        (small("gemma3", rope_parameters=strange_rope), "Gemma3ForCausalLM: rotary positions of type 'proportional'"),
+        (strange_layers, "Gemma3ForCausalLM: rotary positions of type 'proportional'"),
         (small("gemma3", attn_logit_softcapping=50.0), "Gemma3ForCausalLM: attn_logit_softcapping is 50.0"),
         (small("gemma3", use_bidirectional_attention=True), "use_bidirectional_attention is set"),
         (crossed, "GPT2LMHeadModel: add_cross_attention is set"),

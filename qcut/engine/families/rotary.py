@@ -66,10 +66,11 @@ def rotary_of(model: Any, module: Any, heads: Heads, layer_type: str | None = No
 
 def context_of(config: Any) -> int:
     """Most tokens of a context whose rotary frequencies do not depend on its length."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    most: int = config.max_position_embeddings
-    if rope.get("rope_type") == "longrope":
-        return min(most, rope.get("original_max_position_embeddings") or most)
+    rope, most = getattr(config, "rope_parameters", None) or {}, int(config.max_position_embeddings)
+    own = getattr(config, "original_max_position_embeddings", None)
+    for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if each.get("rope_type") == "longrope":
+            most = min(most, each.get("original_max_position_embeddings") or own or most)
     return most
 
 
