@@ -12,6 +12,7 @@ from qcut.emitters.decoder.attention.mma import CLUSTERS, MAX_PARTS, TILE, Atten
 from qcut.emitters.decoder.attention.prompt import tiles
 from qcut.emitters.decoder.attention.prompt_mma import PromptMma, emit_prompt_mma
 from qcut.emitters.decoder.attention.prompt_wgmma import PARTS, PromptWgmma, emit_prompt_wgmma
+from qcut.emitters.decoder.attention.scores import PLAIN, Scores
 from qcut.emitters.decoder.attention.simt import AttentionDecode, emit_attention_decode
 
 Attention = AttentionDecode | AttentionMma
@@ -53,6 +54,7 @@ def select_attention(
     context: int,
     clusters: bool = True,
     values: DType | None = None,
+    scores: Scores = PLAIN,
 ) -> tuple[Attention, int]:
     """Choose the kernel of a shape and its number of parts by `estimated_cycles`.
 
@@ -67,9 +69,10 @@ def select_attention(
         target: the GPU.
         batch: number of sequences.
         kv_heads: number of heads of keys.
-        context: tokens that the cache has room for.
+        context: tokens that the cache has room for, or, where that is less, those that a window leaves.
         clusters: whether the parts of a context may meet in a cluster, where the architecture has clusters.
         values: element type of values; None: that of keys.
+        scores: a window, a softcap.
 
     Raises:
         EmitError: neither form serves the shape.
@@ -77,12 +80,12 @@ def select_attention(
     arch, sm_count = target.arch, target.sm_count
     group = closed.attention_queries(queries, target)
     if not AttentionMma.is_legal(x, cache, head, 1, arch, values=values) and not _has_nibbles(cache, values):
-        simt = AttentionDecode.for_shape(x, cache, head, group, arch)
+        simt = AttentionDecode.for_shape(x, cache, head, group, arch, scores)
         return simt, simt.parts(batch, kv_heads, queries, context, sm_count)
     clusters = clusters and architecture(arch).clusters and (not target.closed or head in closed.CLUSTER_HEADS)
     sizes = [n for n in CLUSTERS if n == 1 or (clusters and n * TILE <= context)]
     most = max(1, min(MAX_PARTS, context // (2 * TILE)))
-    kernels = [AttentionMma.for_shape(x, cache, head, group, arch, cluster, values) for cluster in sizes]
+    kernels = [AttentionMma.for_shape(x, cache, head, group, arch, cluster, values, scores) for cluster in sizes]
     choices = [
         (desc, parts) for desc in kernels for parts in ([desc.cluster] if desc.cluster > 1 else range(1, most + 1))
     ]
@@ -138,15 +141,15 @@ def emit_prompt_attention(desc: PromptKernel) -> KernelSource:
 
 
 def prompt_attention_menu(
-    x: DType, cache: DType, head: int, arch: str, values: DType | None = None
+    x: DType, cache: DType, head: int, arch: str, values: DType | None = None, scores: Scores = PLAIN
 ) -> tuple[PromptKernel, ...]:
     """Every kernel that `select_prompt_attention` chooses from, whatever the sizes; none for other types and heads."""
     if PromptWgmma.is_legal(x, cache, head, arch, values=values):
-        small = PromptWgmma.for_shape(x, cache, head, arch, 1, values=values)
-        wide = PromptWgmma.for_shape(x, cache, head, arch, values=values)
+        small = PromptWgmma.for_shape(x, cache, head, arch, 1, values=values, scores=scores)
+        wide = PromptWgmma.for_shape(x, cache, head, arch, values=values, scores=scores)
         return (wide, *(replace(small, parts=parts) for parts in PARTS))
     if PromptMma.is_legal(x, cache, head, arch, values):
-        return (PromptMma.for_shape(x, cache, head, arch, values),)
+        return (PromptMma.for_shape(x, cache, head, arch, values, scores),)
     return ()
 
 
@@ -162,6 +165,7 @@ def select_prompt_attention(
     group: int,
     context: int,
     values: DType | None = None,
+    scores: Scores = PLAIN,
 ) -> PromptKernel | None:
     """Choose the kernel of a chunk's shape; None: none of them takes the types or the head's size.
 
@@ -176,10 +180,11 @@ def select_prompt_attention(
         length: tokens of each sequence's chunk.
         kv_heads: number of heads of keys.
         group: query heads for each head of keys.
-        context: tokens that the cache has room for.
+        context: tokens that the cache has room for, or, where that is less, those that a window leaves a chunk.
         values: element type of values; None: that of keys.
+        scores: a window, a softcap.
     """
-    menu = prompt_attention_menu(x, cache, head, target.arch, values)
+    menu = prompt_attention_menu(x, cache, head, target.arch, values, scores)
     first = menu[0] if menu else None
     if not isinstance(first, PromptWgmma) or tiles(first.rows, sequences, length, kv_heads, group) >= target.sm_count:
         return first

@@ -21,7 +21,7 @@ class AttentionAppend:
     """``RotateAndAppend`` of a token of each sequence, and ``AttentionMma`` over the cache with it.
 
     Operands are those of the two kernels, but q is not written. A new row goes to its slot of the cache and takes part
-    in the attention if the slot is one of ``0`` to ``positions[b]``.
+    in the attention if the slot is one of those that the query sees.
 
     Attributes:
         attention: the form of attention.
@@ -46,7 +46,7 @@ class AttentionAppend:
         (s8 and u4); ``guide`` (u4 keys alone), null or that of `qcut.numerics.int4.guide_of`; ``out, workspace,
         counters``; ``absmax``, null or float32 for each sequence, which is raised to the largest magnitude of its row
         of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``, ``queries`` of each, ``context``,
-        ``scale * log2(e)``.
+        ``scale * log2(e)``; and what `qcut.emitters.decoder.attention.scores.Scores` adds.
         """
         x = f"const {self.attention.x.cpp}*"
         rows, scales = cache_params(self.attention.cache, self.attention.values, writes=True)
@@ -66,6 +66,7 @@ class AttentionAppend:
             *(Param(name, "i64") for name in ("q_stride", "kv_stride", "batch_stride")),
             *(Param(name, "i32") for name in ("kv_heads", "queries", "context")),
             Param("scale", "f32"),
+            *self.attention.scores.params(),
         )
 
 
@@ -74,13 +75,14 @@ def emit_attention_append(desc: AttentionAppend) -> KernelSource:
     attention, params = desc.attention, desc.params()
     pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
     compressed = ("key_scales", "value_scales", "guide")
-    given = call_arguments((*pointers, *compressed), params)
+    given, scores = call_arguments((*pointers, *compressed), params), attention.scores
     return kernel_source(
         desc.name,
         attention.arch,
         params,
-        f"qcut::AppendAttention<{attention.template}, {flag(desc.rotary)}>::run({given}, out,\n"
-        "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale);",
+        f"qcut::AppendAttention<{attention.template}, {flag(desc.rotary)}{scores.template}>::run({given}, out,\n"
+        "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale"
+        f"{scores.arguments});",
         device_code=include("decoder/attention/append.cuh"),
         block=attention.block,
         ctas_per_sm=attention.resident,

@@ -13,6 +13,7 @@ from qcut.emitters.core.arch import CLUSTER_ARCHITECTURES
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.decoder.attention.scores import PLAIN, Scores
 from qcut.emitters.decoder.attention.simt import attention_call, attention_params
 from qcut.emitters.decoder.cache import SCALED, cache_bits, cache_name, cache_template, serves_cache, value_type
 
@@ -114,6 +115,7 @@ class AttentionMma:
         cluster: parts of the context whose results are added up in the shared memory of a cluster; 1: any number of
             parts, whose results are added up in a workspace.
         values: type of values; None: that of keys.
+        scores: a window, a softcap.
 
     Exactness: scores and sums are float32, in an order that the length and the number of parts fix; exponentials have
     4 ulp. A weight ``2**(score - largest)``, with s8 or u4 times its value's scale and relative to the largest product
@@ -133,6 +135,7 @@ class AttentionMma:
     tiles: int = 2
     cluster: int = 1
     values: DType | None = None
+    scores: Scores = PLAIN
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
@@ -147,6 +150,7 @@ class AttentionMma:
         arch: str,
         cluster: int = 1,
         values: DType | None = None,
+        scores: Scores = PLAIN,
     ) -> AttentionMma:
         """Return the kernel for a number of queries per head of keys, with as many loads in flight as registers allow.
 
@@ -156,7 +160,7 @@ class AttentionMma:
         group = -(-queries // -(-queries // MAX_GROUP))
         shape = (x, cache, head, group, arch)
         fitting = (n for n in range(MAX_TILES, 1, -1) if cls.is_legal(*shape, tiles=n, cluster=cluster, values=values))
-        return cls(*shape, tiles=next(fitting, 1), cluster=cluster, values=values)
+        return cls(*shape, tiles=next(fitting, 1), cluster=cluster, values=values, scores=scores)
 
     def shortened(self, tokens: int) -> AttentionMma:
         """The kernel for a part of the context of so many tokens: without tiles that no warp would have.
@@ -192,14 +196,14 @@ class AttentionMma:
 
     @property
     def shape(self) -> str:
-        """``{x}_{cache}_h{head}g{group}_w{warps}t{tiles}``, ``_c{cluster}`` with one."""
+        """``{x}_{cache}_h{head}g{group}_w{warps}t{tiles}``, ``_c{cluster}`` with one, and `Scores.suffix`."""
         cluster = f"_c{self.cluster}" if self.cluster > 1 else ""
         cache = cache_name(self.cache, self.values)
-        return f"{self.x.value}_{cache}_h{self.head}g{self.group}_w{self.warps}t{self.tiles}{cluster}"
+        return f"{self.x.value}_{cache}_h{self.head}g{self.group}_w{self.warps}t{self.tiles}{cluster}{self.scores.suffix}"
 
     @property
     def template(self) -> str:
-        """Arguments of the device code's templates."""
+        """Arguments of the device code's templates, which those of `Scores` follow."""
         sizes = (self.head, self.group, self.warps, self.tiles, self.cluster)
         return f"{self.x.cpp}, {cache_template(self.cache, self.values)}, {', '.join(map(str, sizes))}"
 
@@ -238,7 +242,7 @@ class AttentionMma:
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `qcut.emitters.decoder.attention.simt.attention_params`."""
-        return attention_params(self.x, self.cache, self.values)
+        return attention_params(self.x, self.cache, self.values, self.scores)
 
 
 def emit_attention_mma(desc: AttentionMma) -> KernelSource:
@@ -248,7 +252,7 @@ def emit_attention_mma(desc: AttentionMma) -> KernelSource:
         desc.name,
         desc.arch,
         params,
-        attention_call(f"TensorAttention<{desc.template}>", params),
+        attention_call(f"TensorAttention<{desc.template}{desc.scores.template}>", params, desc.scores),
         device_code=include("decoder/attention/mma.cuh"),
         block=desc.block,
         ctas_per_sm=desc.resident,

@@ -2,23 +2,24 @@
 
 A kernel computes, for token ``t = b * length + i`` of a chunk of sequence b,
 ``out[t, h] = softmax_p(scale * q[t, h] . K[b, h / group, p]) . V[b, h / group, p]``, p to ``starts[b] + i``, if
-``i < lengths[b]``, and 0 otherwise. The rows of a tile are neighbouring tokens' queries for one head of keys.
+``i < lengths[b]``, and 0 otherwise; a window leaves the last of these places. The rows of a tile are neighbouring tokens' queries for one head of keys.
 """
 
 from __future__ import annotations
 
 from qcut.emitters.core.source import DType, Param
 from qcut.emitters.core.text import call_arguments
+from qcut.emitters.decoder.attention.scores import PLAIN, Scores
 from qcut.emitters.decoder.cache import cache_params, value_type
 
 
-def prompt_params(x: DType, keys: DType, values: DType | None = None) -> tuple[Param, ...]:
+def prompt_params(x: DType, keys: DType, values: DType | None = None, scores: Scores = PLAIN) -> tuple[Param, ...]:
     """Arguments of every form, in order.
 
     ``q, keys, values``; ``key_scales, value_scales`` (s8 and u4); ``starts, lengths`` int32 ``[sequences]``; ``out``;
     ``absmax``, null or float32 for each token, which is raised to the largest magnitude of its row of out; the stride
     of q between tokens in elements; ``sequences``; ``length``; ``kv_heads``; ``group``, queries of each; ``context``;
-    ``scale * log2(e)``, above 0. q and the cache start at multiples of 16 bytes, and so does every token of q.
+    ``scale * log2(e)``, above 0; and what `Scores` adds. q and the cache start at multiples of 16 bytes, and so does every token of q.
     """
     rows, scales = cache_params(keys, values, writes=False)
     return (
@@ -32,14 +33,16 @@ def prompt_params(x: DType, keys: DType, values: DType | None = None) -> tuple[P
         Param("q_stride", "i64"),
         *(Param(name, "i32") for name in ("sequences", "length", "kv_heads", "group", "context")),
         Param("scale", "f32"),
+        *scores.params(),
     )
 
 
-def prompt_arguments(params: tuple[Param, ...]) -> str:
-    """Members of ``qcut::PromptArgs``, null pointers for scales if there are none."""
+def prompt_arguments(params: tuple[Param, ...], scores: Scores = PLAIN) -> str:
+    """Members of ``qcut::PromptArgs``, or of ``qcut::MaskedPromptArgs``, null pointers for scales if there are none."""
     pointers = ("q", "keys", "values", "key_scales", "value_scales", "starts", "lengths", "out", "absmax")
     given = call_arguments(pointers, params)
-    return f"{given}, q_stride, sequences, length, kv_heads, group, context, scale"
+    members = f"{given}, q_stride, sequences, length, kv_heads, group, context, scale"
+    return f"{{{members}}}{scores.arguments}" if scores.arguments else members
 
 
 def tiles(rows: int, sequences: int, length: int, kv_heads: int, group: int) -> int:

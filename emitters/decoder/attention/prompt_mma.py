@@ -12,6 +12,7 @@ from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import include, kernel_source
 from qcut.emitters.decoder.attention.prompt import prompt_arguments, prompt_params, raw_bytes
+from qcut.emitters.decoder.attention.scores import PLAIN, Scores
 from qcut.emitters.decoder.cache import SCALED, cache_name, cache_template, serves_cache
 
 FAMILY = "prompt_mma"
@@ -51,6 +52,7 @@ class PromptMma:
         arch: real architecture.
         keys: of a block.
         values: type of values; None: that of keys.
+        scores: a window, a softcap.
     """
 
     x: DType
@@ -59,12 +61,15 @@ class PromptMma:
     arch: str
     keys: int = 64
     values: DType | None = None
+    scores: Scores = PLAIN
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
 
     @classmethod
-    def for_shape(cls, x: DType, cache: DType, head: int, arch: str, values: DType | None = None) -> PromptMma:
+    def for_shape(
+        cls, x: DType, cache: DType, head: int, arch: str, values: DType | None = None, scores: Scores = PLAIN
+    ) -> PromptMma:
         """Return the kernel with blocks of as many keys as registers and shared memory allow.
 
         Raises:
@@ -72,7 +77,7 @@ class PromptMma:
         """
         keys = [n for n in KEYS if n < 64 or head <= 128]
         fitting = (n for n in keys[:-1] if cls._fits(x, cache, head, arch, n, values))
-        return cls(x, cache, head, arch, next(fitting, keys[-1]), values)
+        return cls(x, cache, head, arch, next(fitting, keys[-1]), values, scores)
 
     @classmethod
     def _fits(cls, x: DType, cache: DType, head: int, arch: str, keys: int, values: DType | None) -> bool:
@@ -93,10 +98,10 @@ class PromptMma:
 
     @property
     def name(self) -> str:
-        """``qcut_prompt_mma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``."""
+        """``qcut_prompt_mma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``, and `Scores.suffix`."""
         arch = self.arch.replace("_", "")
         types = f"{self.x.value}_{cache_name(self.cache, self.values)}"
-        return f"qcut_{FAMILY}_{arch}_{types}_h{self.head}_{self.rows}x{self.keys}"
+        return f"qcut_{FAMILY}_{arch}_{types}_h{self.head}_{self.rows}x{self.keys}{self.scores.suffix}"
 
     @property
     def columns(self) -> int:
@@ -127,19 +132,19 @@ class PromptMma:
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `qcut.emitters.decoder.attention.prompt.prompt_params`."""
-        return prompt_params(self.x, self.cache, self.values)
+        return prompt_params(self.x, self.cache, self.values, self.scores)
 
 
 def emit_prompt_mma(desc: PromptMma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     params = desc.params()
     types = f"{desc.x.cpp}, {cache_template(desc.cache, desc.values)}"
-    tile = f"qcut::PromptMmaTile<{types}, {desc.head}, {desc.columns}, {desc.keys}>"
+    tile = f"qcut::PromptMmaTile<{types}, {desc.head}, {desc.columns}, {desc.keys}{desc.scores.template}>"
     return kernel_source(
         desc.name,
         desc.arch,
         params,
-        f"qcut::prompt_attention_mma<{tile}>(\n      {{{prompt_arguments(params)}}});",
+        f"qcut::prompt_attention_mma<{tile}>(\n      {{{prompt_arguments(params, desc.scores)}}});",
         device_code=include("decoder/attention/prompt_mma.cuh"),
         block=desc.block,
         ctas_per_sm=2,

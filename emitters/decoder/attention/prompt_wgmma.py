@@ -12,6 +12,7 @@ from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import include, kernel_source
 from qcut.emitters.decoder.attention.prompt import prompt_arguments, prompt_params, raw_bytes
+from qcut.emitters.decoder.attention.scores import PLAIN, Scores
 from qcut.emitters.decoder.cache import SCALED, cache_name, cache_template, serves_cache
 
 FAMILY = "prompt_wgmma"
@@ -94,6 +95,7 @@ class PromptWgmma:
         keys: of a block.
         parts: CTAs of a cluster, which share the places of a tile.
         values: type of values; None: that of keys.
+        scores: a window, a softcap.
     """
 
     x: DType
@@ -104,6 +106,7 @@ class PromptWgmma:
     keys: int = 128
     parts: int = 1
     values: DType | None = None
+    scores: Scores = PLAIN
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
@@ -118,6 +121,7 @@ class PromptWgmma:
         groups: int = 2,
         parts: int = 1,
         values: DType | None = None,
+        scores: Scores = PLAIN,
     ) -> PromptWgmma:
         """Return the kernel with blocks of as many keys as registers allow.
 
@@ -125,7 +129,7 @@ class PromptWgmma:
             EmitError: see `CONSTRAINTS`.
         """
         keys = 128 if head <= 128 else 64 if cache in SCALED else 80
-        return cls(x, cache, head, arch, groups, keys, parts, values)
+        return cls(x, cache, head, arch, groups, keys, parts, values, scores)
 
     @classmethod
     def is_legal(
@@ -140,9 +144,9 @@ class PromptWgmma:
 
     @property
     def name(self) -> str:
-        """``qcut_prompt_wgmma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``, ``_c{parts}`` with a cluster."""
+        """``qcut_prompt_wgmma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``, ``_c{parts}`` with a cluster; `Scores.suffix`."""
         arch, cluster = self.arch.replace("_", ""), f"_c{self.parts}" if self.parts > 1 else ""
-        shape = f"h{self.head}_{self.rows}x{self.keys}{cluster}"
+        shape = f"h{self.head}_{self.rows}x{self.keys}{cluster}{self.scores.suffix}"
         return f"qcut_{FAMILY}_{arch}_{self.x.value}_{cache_name(self.cache, self.values)}_{shape}"
 
     @property
@@ -166,19 +170,19 @@ class PromptWgmma:
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `qcut.emitters.decoder.attention.prompt.prompt_params`."""
-        return prompt_params(self.x, self.cache, self.values)
+        return prompt_params(self.x, self.cache, self.values, self.scores)
 
 
 def emit_prompt_wgmma(desc: PromptWgmma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     params = desc.params()
     sizes = (desc.head, _columns(desc.head), desc.groups, desc.keys, _slots(desc), desc.parts)
-    tile = f"qcut::PromptTile<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {', '.join(map(str, sizes))}>"
+    tile = f"qcut::PromptTile<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {', '.join(map(str, sizes))}{desc.scores.template}>"
     return kernel_source(
         desc.name,
         desc.arch,
         params,
-        f"qcut::prompt_attention_wgmma<{tile}>(\n      {{{prompt_arguments(params)}}});",
+        f"qcut::prompt_attention_wgmma<{tile}>(\n      {{{prompt_arguments(params, desc.scores)}}});",
         device_code=include("decoder/attention/prompt_wgmma.cuh"),
         block=desc.block,
         ctas_per_sm=1,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, include, kernel_source
+from qcut.emitters.decoder.attention.scores import PLAIN, Scores
 from qcut.emitters.decoder.cache import cache_params
 
 FAMILY = "attention_decode"
@@ -82,6 +83,7 @@ class AttentionDecode:
         arch: real architecture.
         warps: of a CTA.
         unroll: sets of keys that a warp has in flight.
+        scores: a window, a softcap.
 
     Exactness: float32, with exponentials of 2 ulp; sums in an order that the length and the number of parts fix. A
     sequence's result does not depend on the others. NaN in a key or value that is read, or in q, reaches its results.
@@ -94,12 +96,15 @@ class AttentionDecode:
     arch: str
     warps: int = 4
     unroll: int = 4
+    scores: Scores = PLAIN
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
 
     @classmethod
-    def for_shape(cls, x: DType, cache: DType, head: int, queries: int, arch: str) -> AttentionDecode:
+    def for_shape(
+        cls, x: DType, cache: DType, head: int, queries: int, arch: str, scores: Scores = PLAIN
+    ) -> AttentionDecode:
         """Return the kernel for a number of queries per head of keys, with as many loads in flight as registers allow.
 
         Raises:
@@ -109,15 +114,15 @@ class AttentionDecode:
         for unroll in (4, 2):
             for size in (group, min(group, 4), min(group, 2)):
                 with suppress(EmitError):
-                    return cls(x, cache, head, size, arch, 4, unroll)
-        return cls(x, cache, head, 1, arch, 4, 1)
+                    return cls(x, cache, head, size, arch, 4, unroll, scores)
+        return cls(x, cache, head, 1, arch, 4, 1, scores)
 
     @property
     def name(self) -> str:
-        """``qcut_attention_decode_{arch}_{x}_{cache}_h{head}g{group}_w{warps}u{unroll}``."""
+        """``qcut_attention_decode_{arch}_{x}_{cache}_h{head}g{group}_w{warps}u{unroll}``, and `Scores.suffix`."""
         return (
             f"qcut_{FAMILY}_{self.arch.replace('_', '')}_{self.x.value}_{self.cache.value}_h{self.head}g{self.group}"
-            f"_w{self.warps}u{self.unroll}"
+            f"_w{self.warps}u{self.unroll}{self.scores.suffix}"
         )
 
     @property
@@ -146,15 +151,17 @@ class AttentionDecode:
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order: see `attention_params`."""
-        return attention_params(self.x, self.cache)
+        return attention_params(self.x, self.cache, scores=self.scores)
 
 
-def attention_params(x: DType, keys: DType, values: DType | None = None) -> tuple[Param, ...]:
+def attention_params(
+    x: DType, keys: DType, values: DType | None = None, scores: Scores = PLAIN
+) -> tuple[Param, ...]:
     """Arguments of every form of attention, in order.
 
     ``q, keys, values``; ``key_scales, value_scales`` (s8 and u4); ``positions`` int32 ``[B]``; ``out, workspace,
     counters`` (uint32, one for each CTA of a part, 0 before the first launch, and again after each); strides of q
-    and of the cache between sequences; ``kv_heads``, ``queries`` of each, ``context``, ``scale * log2(e)``.
+    and of the cache between sequences; ``kv_heads``, ``queries`` of each, ``context``, ``scale * log2(e)``; and what `Scores` adds.
     """
     rows, scales = cache_params(keys, values, writes=False)
     return (
@@ -171,6 +178,7 @@ def attention_params(x: DType, keys: DType, values: DType | None = None) -> tupl
         Param("queries", "i32"),
         Param("context", "i32"),
         Param("scale", "f32"),
+        *scores.params(),
     )
 
 
@@ -182,17 +190,17 @@ def emit_attention_decode(desc: AttentionDecode) -> KernelSource:
         desc.name,
         desc.arch,
         params,
-        attention_call(f"DecodeAttention<{tile}>", params),
+        attention_call(f"DecodeAttention<{tile}{desc.scores.template}>", params, desc.scores),
         device_code=include("decoder/attention/simt.cuh"),
         block=desc.block,
         waits=True,
     )
 
 
-def attention_call(function: str, params: tuple[Param, ...]) -> str:
+def attention_call(function: str, params: tuple[Param, ...], scores: Scores = PLAIN) -> str:
     """The statement that passes `attention_params` to ``function::run``, null pointers for scales if there are none."""
     scales = call_arguments(("key_scales", "value_scales"), params)
     return (
         f"qcut::{function}::run(q, keys, values, {scales}, positions, out, workspace, counters,\n"
-        "      q_stride, batch_stride, kv_heads, queries, context, scale);"
+        f"      q_stride, batch_stride, kv_heads, queries, context, scale{scores.arguments});"
     )

@@ -14,9 +14,10 @@
 namespace qcut {
 
 // AttentionAppend in emitters/decoder/attention/append.py describes the sizes.
-template <class T, class C, class V, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary>
+template <class T, class C, class V, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary,
+          bool kWindowed = false, bool kCapped = false>
 struct AppendAttention {
-  using Attention = TensorAttention<T, C, V, kHead, kGroup, kWarps, kTiles, kCluster>;
+  using Attention = TensorAttention<T, C, V, kHead, kGroup, kWarps, kTiles, kCluster, kWindowed, kCapped>;
   using Merge = typename Attention::Merge;
   using Tile = typename Attention::Tile;
   using Rows = typename Attention::Rows;
@@ -130,7 +131,7 @@ struct AppendAttention {
                                              KeyScale* key_scales, ValueScale* value_scales, const void* guide, T* out,
                                              float* workspace, unsigned* counters, float* absmax, long long q_stride,
                                              long long kv_stride, long long batch_stride, int kv_heads, int queries,
-                                             int context, float scale) {
+                                             int context, float scale, int window = 0, float softcap = 0.0f) {
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
@@ -142,6 +143,9 @@ struct AppendAttention {
 
     const int position = min(max(positions[place.batch], 0), context - 1), slot = slots[place.batch];
     rows.length = position + 1;
+    // Places, the slot's too, are counted from the first that is seen: before it, a slot is below 0.
+    const int first = kWindowed ? first_seen(rows.length, window) : 0;
+    if constexpr (kWindowed) rows.skip(first);
     // The small loads are issued before the large ones, and used while the large ones are in flight.
     Stored token[kItems], cosines{}, sines{};
     const long long at = place.batch * kv_stride + static_cast<long long>(place.kv) * kHead;
@@ -156,18 +160,25 @@ struct AppendAttention {
     int tile[kTiles];
     Attention::fetch(tiles, tile, rows, part + parts * warp, parts * kWarps, g, t);
 
-    const bool has_slot = slot >= 0 && slot < context && slot / 16 % parts == part;
+    const int own_slot = kWindowed ? max(slot, -1) - first : slot;
+    bool has_slot = slot >= 0 && slot < context;
+    if constexpr (kWindowed) {
+      has_slot = has_slot && max(own_slot, 0) / 16 % parts == part;
+    } else {
+      has_slot = has_slot && slot / 16 % parts == part;
+    }
     const GuideColumn* mine_guide = nullptr;
     if constexpr (Attention::kTurnedKeys) {
       if (guide != nullptr) mine_guide = static_cast<const GuideColumn*>(guide) + place.kv * (kHead + 2);
     }
-    prepare(shared, token, cosines, sines, rows, mine_guide, place.mine, slot, has_slot, place.first == 0);
+    prepare(shared, token, cosines, sines, rows, mine_guide, place.mine, own_slot, has_slot, place.first == 0);
     __syncthreads();
     uint32_t query[Attention::kSteps][2];
     Attention::load_queries(query, shared.queries[g < place.mine ? g : 0], true, g < place.mine, t);
-    Attention::attend(state, tiles, tile, query, rows, parts * kWarps, scale, g, t, [&](Tile& arrived, int at) {
-      if (at == slot / 16) replace(arrived, shared, rows, at, slot, g, t);
-    });
+    const auto arrive = [&](Tile& arrived, int at) {
+      if (at == own_slot / 16) replace(arrived, shared, rows, at, own_slot, g, t);
+    };
+    Attention::attend(state, tiles, tile, query, rows, parts * kWarps, scale, g, t, arrive, softcap);
     Attention::record(shared.merge.records[warp], state, g, t);
     __syncthreads();
     Merge::run(shared.merge, out + place.first_out() * kHead, place.mine, workspace, counters,

@@ -156,10 +156,14 @@ struct RowPieces {
 
 // T is the type of queries and results; C and V are those of keys and values: T for both, or each int8_t or Nibbles.
 // Queries are turned as 4-bit keys are. AttentionMma in emitters/decoder/attention/mma.py describes the sizes.
-template <class T, class C, class V, int kHead_, int kGroup_, int kWarps_, int kTiles_, int kCluster_>
+// With kWindowed, a query sees the last `window` keys up to its own: the others are not loaded. With kCapped, scores are
+// softcap * tanh(q K / that): `scale` has the factor of capped() then.
+template <class T, class C, class V, int kHead_, int kGroup_, int kWarps_, int kTiles_, int kCluster_,
+          bool kWindowed_ = false, bool kCapped_ = false>
 struct TensorAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kTiles = kTiles_, kCluster = kCluster_;
   static constexpr int kThreads = 32 * kWarps;
+  static constexpr bool kWindowed = kWindowed_, kCapped = kCapped_;
   using KeyPieces = RowPieces<C, kHead, 4>;
   using ValuePieces = RowPieces<V, kHead, 8>;
   using KeyScale = typename CacheType<C>::Scale;
@@ -181,6 +185,14 @@ struct TensorAttention {
     const KeyScale* key_scales;
     const ValueScale* value_scales;
     int length;
+
+    // Leaves the first `count` rows out. Rows are whole pieces, so that what is loaded together stays aligned.
+    __device__ __forceinline__ void skip(int count) {
+      keys += static_cast<long long>(count) * (kHead * CacheType<C>::kBits / (8 * static_cast<int>(sizeof(C))));
+      values += static_cast<long long>(count) * (kHead * CacheType<V>::kBits / (8 * static_cast<int>(sizeof(V))));
+      if constexpr (kScaled) key_scales += count, value_scales += count;
+      length -= count;
+    }
   };
 
   // The sequence, the head of keys and the queries of a CTA.
@@ -355,7 +367,8 @@ struct TensorAttention {
   // some keys lie past the end.
   static __device__ __forceinline__ void soften(State& state, const Tile (&tiles)[kTiles], float (&score)[kTiles][4],
                                                 uint32_t (&weight)[kTiles][2], const int (&tile)[kTiles], int length,
-                                                bool partial, float scale, const float (&columns)[2], int g) {
+                                                bool partial, float scale, const float (&columns)[2], int g,
+                                                [[maybe_unused]] float softcap) {
     float size[kTiles][2];  // log2 of the values' scales, which multiply the weights
     float value_scale[kTiles][2], value_lift[kTiles][2];
     float top[2] = {state.peak[0], state.peak[1]};
@@ -383,7 +396,11 @@ struct TensorAttention {
         for (int h = 0; h < 2; ++h) {
           float& s = score[u][2 * r + h];
           if constexpr (kTurnedKeys) s = fmaf(key_lift, columns[h], s);
-          s = there ? s * key_scale : -__int_as_float(0x7f800000);
+          if constexpr (kCapped) {
+            s = there ? capped(s * key_scale, softcap) : -__int_as_float(0x7f800000);
+          } else {
+            s = there ? s * key_scale : -__int_as_float(0x7f800000);
+          }
           top[h] = fmaxf(top[h], s + size[u][r]);
         }
       }
@@ -489,7 +506,8 @@ struct TensorAttention {
   template <class Arrived>
   static __device__ __forceinline__ void attend(State& state, Tile (&tiles)[kTiles], int (&tile)[kTiles],
                                                 const uint32_t (&query)[kSteps][2], const Rows& rows, int stride,
-                                                float scale, int g, int t, const Arrived& arrived) {
+                                                float scale, int g, int t, const Arrived& arrived,
+                                                float softcap = 0.0f) {
     const int count = (rows.length + 15) / 16;
     float columns[2] = {};
     if constexpr (kTurnedKeys) {  // in units of even codes, as scores are
@@ -522,7 +540,7 @@ struct TensorAttention {
       // Only the context's last tile may be partial. Tiles after it do not exist; their registers hold old values.
       const bool partial = 16 * (tile[kTiles - 1] + 1) > rows.length;
       uint32_t weight[kTiles][2];
-      soften(state, tiles, score, weight, tile, rows.length, partial, scale, columns, g);
+      soften(state, tiles, score, weight, tile, rows.length, partial, scale, columns, g, softcap);
 #pragma unroll
       for (int u = 0; u < kTiles; ++u) {
 #pragma unroll
@@ -541,12 +559,12 @@ struct TensorAttention {
   }
 
   // The kernel. `queries` counts the queries of a head of keys. Strides are in elements; each token and head of an int8
-  // cache has a scale. AttentionMerge describes results, workspace and counters.
+  // cache has a scale. AttentionMerge describes results, workspace and counters. A window is 1 or more.
   static __device__ __forceinline__ void run(const T* q, const C* keys, const V* values, const KeyScale* key_scales,
                                              const ValueScale* value_scales, const int* positions, T* out,
                                              float* workspace, unsigned* counters, long long q_stride,
                                              long long batch_stride, int kv_heads, int queries, int context,
-                                             float scale) {
+                                             float scale, int window = 0, float softcap = 0.0f) {
     __shared__ typename Merge::Shared shared;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int parts = kCluster > 1 ? kCluster : gridDim.x;
@@ -557,6 +575,7 @@ struct TensorAttention {
     wait_for_dependencies();
 
     rows.length = min(max(positions[place.batch], 0), context - 1) + 1;
+    if constexpr (kWindowed) rows.skip(first_seen(rows.length, window));
     const T* const row = q + place.batch * q_stride + (place.head + g) * kHead;
     uint32_t query[kSteps][2];
     load_queries(query, row, reinterpret_cast<unsigned long long>(row) % 16 == 0, g < place.mine, t);
@@ -565,7 +584,7 @@ struct TensorAttention {
     Tile tiles[kTiles] = {};
     int tile[kTiles];
     fetch(tiles, tile, rows, blockIdx.x + parts * warp, parts * kWarps, g, t);
-    attend(state, tiles, tile, query, rows, parts * kWarps, scale, g, t, [](Tile&, int) {});
+    attend(state, tiles, tile, query, rows, parts * kWarps, scale, g, t, [](Tile&, int) {}, softcap);
     record(shared.records[warp], state, g, t);
     __syncthreads();
     Merge::run(shared, out + place.first_out() * kHead, place.mine, workspace, counters);

@@ -1,7 +1,8 @@
 // What all kernels of prompt attention share: arguments, the rows of a tile, the softmax of a row, and its result.
 //
 // A row is one query of a token. The rows of a sequence and a head of keys are its tokens' queries for that head, token
-// by token; a tile is some rows that follow one another. Rows of token i see the places 0 to start + i of the cache.
+// by token; a tile is some rows that follow one another. Rows of token i see the places 0 to start + i of the cache, or
+// the last ones of these that a window leaves.
 #pragma once
 
 #include <qcut/decoder/attention/softmax.cuh>
@@ -11,6 +12,8 @@ namespace qcut {
 
 template <class T, class Keys, class Values>
 struct PromptArgs {
+  static constexpr bool kWindowed = false, kCapped = false;
+
   const T* q;
   const Keys* keys;
   const Values* values;
@@ -29,7 +32,27 @@ struct PromptArgs {
   float scale;  // of scores, times log2(e)
 };
 
-// The rows of a tile, and the places that they see.
+// With kWindowed, a token sees `window` places, 1 or more, up to its own. With kCapped, scores are softcap *
+// tanh(q K / that), times log2(e): `scale` has the factor of capped() then.
+template <class T, class Keys, class Values, bool kWindowed_, bool kCapped_>
+struct MaskedPromptArgs : PromptArgs<T, Keys, Values> {
+  static constexpr bool kWindowed = kWindowed_, kCapped = kCapped_;
+
+  int window;
+  float softcap;
+};
+
+template <class T, class Keys, class Values, bool kWindowed, bool kCapped>
+struct PromptArgsOf {
+  using Type = MaskedPromptArgs<T, Keys, Values, kWindowed, kCapped>;
+};
+template <class T, class Keys, class Values>
+struct PromptArgsOf<T, Keys, Values, false, false> {
+  using Type = PromptArgs<T, Keys, Values>;
+};
+
+// The rows of a tile, and the places that they see. With a window, places are counted from `origin`, before
+// which lie blocks that no row of the tile sees.
 struct PromptRows {
   int sequence, kv_head, group;
   int row;     // the first
@@ -37,10 +60,11 @@ struct PromptRows {
   int start;   // places before its first token
   int places;  // seen by a row of the tile; 0 without real tokens
   int clear;   // seen by all rows of the tile
+  int origin = 0;
 
-  // Tiles are numbered with the last rows first: rows that see most take longest.
+  // Tiles are numbered with the last rows first: rows that see most take longest. `block` counts the keys of a block.
   template <class Args>
-  __device__ __forceinline__ PromptRows(const Args& args, int tile, int tile_rows) : group(args.group) {
+  __device__ __forceinline__ PromptRows(const Args& args, int tile, int tile_rows, int block) : group(args.group) {
     const int heads = args.kv_heads * args.sequences;
     const int tiles = (args.length * group + tile_rows - 1) / tile_rows;
     const int head = tile % heads;
@@ -53,6 +77,11 @@ struct PromptRows {
     const int last = min((row + tile_rows - 1) / group, tokens - 1);
     places = first < tokens ? start + last + 1 : 0;
     clear = start + first + 1;
+    if constexpr (Args::kWindowed) {
+      // Blocks begin at the same places of the cache for every tile, so that a row's sums do not depend on its tile.
+      origin = places > 0 ? first_seen(clear, args.window) / block * block : 0;
+      start -= origin, places -= origin, clear -= origin;
+    }
   }
 
   // Finds the token of row `i` among those of all sequences, and its query; false: there is no such row.
@@ -67,10 +96,10 @@ struct PromptRows {
   __device__ __forceinline__ bool is_real(int i) const { return (row + i) / group < tokens; }
   __device__ __forceinline__ int last_place(int i) const { return start + (row + i) / group; }
 
-  // Offset of this head's first key or value among a cache's rows.
+  // Offset of this head's key or value at `origin` among a cache's rows.
   template <class Args>
   __device__ __forceinline__ long long cache_row(const Args& args) const {
-    return (static_cast<long long>(sequence) * args.kv_heads + kv_head) * args.context;
+    return (static_cast<long long>(sequence) * args.kv_heads + kv_head) * args.context + origin;
   }
 };
 
@@ -136,6 +165,17 @@ __device__ __forceinline__ void hide_scores(float (&s)[kScores], int place, int 
   for (int i = 0; i < kScores; ++i) {
     const int limit = (i / 2 % 2 ? last8 : last) - column;
     if (i / 4 * 8 + i % 2 > limit) s[i] = QCUT_HIDDEN;
+  }
+}
+
+// Hides scores of places up to `before` and, of the rows 8 further, `before8`: those that a window leaves out.
+template <int kScores>
+__device__ __forceinline__ void hide_early_scores(float (&s)[kScores], int place, int before, int before8) {
+  const int column = place + 2 * static_cast<int>(threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const int limit = (i / 2 % 2 ? before8 : before) - column;
+    if (i / 4 * 8 + i % 2 <= limit) s[i] = QCUT_HIDDEN;
   }
 }
 

@@ -220,9 +220,9 @@ struct PromptCopy {
 // Scores of a compressed cache become s * key_scale + log2(value_scale), so that a weight holds its value's scale, relative
 // to the largest such product of a row; the sum that divides takes weights without it. `scales` is the shared address
 // of PromptCopy's.
-template <bool kScaled, int kScores>
-__device__ __forceinline__ float2 weigh_block(PromptSoftmax& softmax, float (&s)[kScores], float scale, uint32_t scales,
-                                              const PromptRows& rows, int at, int last, int last8) {
+template <bool kScaled, int kScores, class Args>
+__device__ __forceinline__ float2 weigh_block(const Args& args, PromptSoftmax& softmax, float (&s)[kScores],
+                                              uint32_t scales, const PromptRows& rows, int at, int last, int last8) {
   constexpr int kKeys = 2 * kScores;
   const uint32_t mine = scales + 16 * (threadIdx.x % 4);
   if constexpr (kScaled) {
@@ -232,11 +232,24 @@ __device__ __forceinline__ float2 weigh_block(PromptSoftmax& softmax, float (&s)
       load_shared_16(w, mine + 64 * j);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        s[4 * j + e] = fmaf(s[4 * j + e], __uint_as_float(w[e % 2 * 2]), __uint_as_float(w[e % 2 * 2 + 1]));
+        const float key = __uint_as_float(w[e % 2 * 2]), value = __uint_as_float(w[e % 2 * 2 + 1]);
+        if constexpr (Args::kCapped) {
+          s[4 * j + e] = capped(s[4 * j + e] * key, args.softcap) + value;
+        } else {
+          s[4 * j + e] = fmaf(s[4 * j + e], key, value);
+        }
       }
+      // The assembler would start all loads and all powers at once, for which a thread has no registers.
+      if constexpr (Args::kCapped) __syncwarp();
     }
+  } else if constexpr (Args::kCapped) {
+#pragma unroll
+    for (float& score : s) score = capped(score * args.scale, args.softcap);
   }
   if (at + kKeys > rows.clear) hide_scores(s, at, last, last8);
+  if constexpr (Args::kWindowed) {
+    if (at < rows.places - args.window) hide_early_scores(s, at, last - args.window, last8 - args.window);
+  }
   if constexpr (kScaled) {
     const uint32_t counts = scales + 8 * kKeys + 8 * (threadIdx.x % 4);
     return softmax.weigh(s, 1.0f, [&](int j) {
@@ -245,7 +258,7 @@ __device__ __forceinline__ float2 weigh_block(PromptSoftmax& softmax, float (&s)
       return make_float2(__uint_as_float(w[0]), __uint_as_float(w[1]));
     });
   } else {
-    return softmax.weigh(s, scale, [](int) { return make_float2(1.0f, 1.0f); });
+    return softmax.weigh(s, Args::kCapped ? 1.0f : args.scale, [](int) { return make_float2(1.0f, 1.0f); });
   }
 }
 

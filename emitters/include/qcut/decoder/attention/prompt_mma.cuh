@@ -10,11 +10,13 @@
 
 namespace qcut {
 
-template <class T_, class Keys_, class Values_, int kHead_, int kColumns_, int kKeys_>
+template <class T_, class Keys_, class Values_, int kHead_, int kColumns_, int kKeys_, bool kWindowed = false,
+          bool kCapped = false>
 struct PromptMmaTile {
   using T = T_;
   using Keys = Keys_;
   using Values = Values_;
+  using Args = typename PromptArgsOf<T, Keys, Values, kWindowed, kCapped>::Type;
   using Copy = PromptCopy<T, Keys, Values, kHead_, kColumns_, kKeys_>;
   static constexpr int kHead = kHead_;
   static constexpr int kColumns = kColumns_;  // of products: kHead and zeros
@@ -73,7 +75,7 @@ struct PromptWarp {
       }
     }
     const float2 factor =
-        weigh_block<Tile::kScaled>(softmax, s, args.scale, stage + 2 * Tile::kTileBytes, rows, at, last, last8);
+        weigh_block<Tile::kScaled>(args, softmax, s, stage + 2 * Tile::kTileBytes, rows, at, last, last8);
 #pragma unroll
     for (int i = 0; i < Tile::kColumns / 2; ++i) o[i] *= i / 2 % 2 ? factor.y : factor.x;
     uint32_t p[Tile::kKeys / 16][4];
@@ -108,13 +110,12 @@ struct PromptWarp {
 };
 
 template <class Tile>
-__device__ __forceinline__ void prompt_attention_mma(
-    const PromptArgs<typename Tile::T, typename Tile::Keys, typename Tile::Values>& args) {
+__device__ __forceinline__ void prompt_attention_mma(const typename Tile::Args& args) {
   extern __shared__ __align__(1024) char shared[];
   const uint32_t base = shared_address(shared);
   launch_dependents();
   wait_for_dependencies();
-  const PromptRows rows(args, blockIdx.x, Tile::kRows);
+  const PromptRows rows(args, blockIdx.x, Tile::kRows, Tile::kKeys);
   const typename Tile::Copy copy{static_cast<int>(threadIdx.x)};
   PromptWarp<Tile> warp(base);
   const int row = 16 * warp.warp + warp.lane / 4;

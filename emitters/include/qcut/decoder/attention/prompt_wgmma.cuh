@@ -18,11 +18,12 @@
 namespace qcut {
 
 template <class T_, class Keys_, class Values_, int kHead_, int kColumns_, int kGroups_, int kKeys_, int kSlots_,
-          int kParts_>
+          int kParts_, bool kWindowed = false, bool kCapped = false>
 struct PromptTile {
   using T = T_;
   using Keys = Keys_;
   using Values = Values_;
+  using Args = typename PromptArgsOf<T, Keys, Values, kWindowed, kCapped>::Type;
   static constexpr int kHead = kHead_;
   static constexpr int kColumns = kColumns_;  // of a product: kHead and zeros
   static constexpr int kGroups = kGroups_;    // warpgroups that multiply
@@ -173,7 +174,7 @@ struct PromptFeed {
     int turn = 0;
     TileRounds<Tile::kParts> rounds{tiles};
     for (int tile = rounds.next(); tile >= 0; tile = rounds.next()) {
-      const PromptRows rows(args, tile, Tile::kRows);
+      const PromptRows rows(args, tile, Tile::kRows, Tile::kKeys);
       const PromptPart<Tile::kParts, Tile::kKeys> part(rows);
       if (part.is_empty()) continue;
       const long long first = rows.cache_row(args);
@@ -271,7 +272,7 @@ struct PromptGroup {
   __device__ __forceinline__ float2 weigh(const Args& args, const PromptRows& rows, int at, int slot, int last,
                                           int last8) {
     const uint32_t scales = base + Tile::kScales + slot * Tile::kScaleBytes;
-    return weigh_block<Tile::kScaled>(softmax, s, args.scale, scales, rows, at, last, last8);
+    return weigh_block<Tile::kScaled>(args, softmax, s, scales, rows, at, last, last8);
   }
 
   // Warpgroups take turns: each waits for the one before, and lets the next one go.
@@ -289,7 +290,7 @@ struct PromptGroup {
     const int row = 64 * group + static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4);
     TileRounds<Tile::kParts> rounds{tiles};
     for (int tile = rounds.next(); tile >= 0; tile = rounds.next()) {
-      const PromptRows rows(args, tile, Tile::kRows);
+      const PromptRows rows(args, tile, Tile::kRows, Tile::kKeys);
       softmax = PromptSoftmax();
 #pragma unroll
       for (int i = 0; i < Tile::kColumns / 2; ++i) o[i] = 0.0f;
@@ -377,7 +378,7 @@ __device__ __forceinline__ void merge_parts(const Args& args, const PromptRows& 
   using T = typename Tile::T;
   constexpr int kQuads = Tile::kHead / 4;
   constexpr int kShare = Tile::kRows / Tile::kParts;
-  const float scale = Tile::kScaled ? 1.0f : args.scale;
+  const float scale = Tile::kScaled || Args::kCapped ? 1.0f : args.scale;
   const int begin = blockIdx.x % Tile::kParts * kShare;
   for (int i = threadIdx.x; i < kShare * kQuads; i += Tile::kThreads) {
     const int row = begin + i / kQuads, column = i % kQuads * 4;
@@ -421,8 +422,7 @@ __device__ __forceinline__ void merge_parts(const Args& args, const PromptRows& 
 }
 
 template <class Tile>
-__device__ __forceinline__ void prompt_attention_wgmma(
-    const PromptArgs<typename Tile::T, typename Tile::Keys, typename Tile::Values>& args) {
+__device__ __forceinline__ void prompt_attention_wgmma(const typename Tile::Args& args) {
   extern __shared__ __align__(1024) char shared[];
   const uint32_t base = shared_address(shared);
   launch_dependents();
@@ -447,7 +447,7 @@ __device__ __forceinline__ void prompt_attention_wgmma(
     PromptGroup<Tile>(base, group).run(args, tiles);
   }
   if constexpr (Tile::kParts > 1) {
-    const PromptRows rows(args, blockIdx.x / Tile::kParts, Tile::kRows);
+    const PromptRows rows(args, blockIdx.x / Tile::kParts, Tile::kRows, Tile::kKeys);
     if (PromptPart<Tile::kParts, Tile::kKeys>(rows).alone) return;  // so it is for all CTAs of the cluster
     cluster_arrive();
     cluster_wait();

@@ -49,7 +49,10 @@ __device__ constexpr int next_power_of_two(int v) { return v <= 1 ? 1 : 2 * next
 
 // T is the type of queries and results; C is the cache's type, T or int8_t. AttentionDecode in
 // emitters/decoder/attention/simt.py describes the sizes.
-template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kUnroll_>
+// With kWindowed, a query sees the last `window` keys up to its own. With kCapped, scores are softcap * tanh(q K / that):
+// `scale` has the factor of capped() then.
+template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kUnroll_, bool kWindowed = false,
+          bool kCapped = false>
 struct DecodeAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kUnroll = kUnroll_;
   static constexpr int kThreads = 32 * kWarps;
@@ -113,7 +116,8 @@ struct DecodeAttention {
   static __device__ __forceinline__ void run(const T* q, const C* keys, const C* values, const float* key_scales,
                                              const float* value_scales, const int* positions, T* out, float* workspace,
                                              unsigned* counters, long long q_stride, long long batch_stride,
-                                             int kv_heads, int queries, int context, float scale) {
+                                             int kv_heads, int queries, int context, float scale, int window = 0,
+                                             float softcap = 0.0f) {
     __shared__ float records[kWarps][kGroup][kRecord];
     __shared__ bool last;
     const int warp = threadIdx.x / 32;
@@ -127,7 +131,10 @@ struct DecodeAttention {
     launch_dependents();
     wait_for_dependencies();
 
-    const int length = min(max(positions[batch], 0), context - 1) + 1;
+    // Places are counted from the first that is seen.
+    const int whole = min(max(positions[batch], 0), context - 1) + 1;
+    const int first_key = kWindowed ? first_seen(whole, window) : 0;
+    const int length = whole - first_key;
     const int part = (length + parts - 1) / parts;
     const int begin = blockIdx.x * part;
     const int end = min(begin + part, length);
@@ -157,10 +164,10 @@ struct DecodeAttention {
 #pragma unroll
       for (int i = 0; i < kElements; ++i) state.values[g][i] = 0.0f;
     }
-    const long long rows = batch * batch_stride + static_cast<long long>(kv) * context * kHead;
+    const long long rows = batch * batch_stride + (static_cast<long long>(kv) * context + first_key) * kHead;
     const C* const key_rows = keys + rows;
     const C* const value_rows = values + rows;
-    const long long scale0 = (batch * static_cast<long long>(kv_heads) + kv) * context;
+    const long long scale0 = (batch * static_cast<long long>(kv_heads) + kv) * context + first_key;
 #pragma unroll 1
     for (int base = begin + warp * kStep; base < end; base += kWarps * kStep) {
       uint4 raw_keys[kUnroll][kChunks], raw_values[kUnroll][kChunks];
@@ -189,6 +196,7 @@ struct DecodeAttention {
 #pragma unroll
           for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
           if constexpr (kScaled) sum *= key_scale[u];
+          if constexpr (kCapped) sum = capped(sum, softcap);
           score[u][g] = base + u * kSlots + slot < end ? sum : kNoScore;
         }
       }

@@ -1,4 +1,4 @@
-// Tools of all attention kernels: powers of two, and the initial maximum of a running softmax.
+// Tools of all attention kernels: powers of two, the initial maximum of a running softmax, windows and softcaps.
 #pragma once
 
 #include <qcut/core/common.cuh>
@@ -14,5 +14,16 @@ __device__ __forceinline__ float power(float v) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(v));
   return d;
 }
+
+// Scores that a tanh bounds: cap * tanh(x), of y = 2 log2(e) x, is cap - 2 cap / (2^y + 1), within 2^-20 of cap. Where
+// 2^y is infinite or 0, that is +-cap; NaN stays.
+__device__ __forceinline__ float capped(float y, float cap) {
+  float d;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(power(y) + 1.0f));
+  return fmaf(-2.0f * cap, d, cap);
+}
+
+// The first place of a cache that the last of `length` tokens sees through a window.
+__device__ __forceinline__ int first_seen(int length, int window) { return max(length - window, 0); }
 
 }  // namespace qcut
