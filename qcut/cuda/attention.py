@@ -19,9 +19,11 @@ from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.mma import AttentionMma
+from qcut.emitters.decoder.attention.scores import Scores
 from qcut.errors import DtypeError
 from qcut.numerics import int8
 from qcut.ops.attention import AppendAttention, AppendKv, DecodeAttention
+from qcut.ops.prompt_attention import PromptAttention
 from qcut.ops.registry import serves
 
 _LOG2_E = math.log2(math.e)
@@ -120,6 +122,19 @@ def _plan_append(
 def values_beside(keys: torch.dtype, values: torch.dtype) -> DType | None:
     """The emitters' type of values that are of another type than keys."""
     return None if values is keys else DTYPES[values]
+
+
+def seen_through(call: DecodeAttention | AppendAttention | PromptAttention) -> int:
+    """The window where it leaves a part of the cache, else 0: kernels without windows serve wider ones."""
+    return call.window if call.window < call.keys.shape[2] else 0
+
+
+def scores_arguments(call: DecodeAttention | AppendAttention | PromptAttention) -> tuple[int | float, ...]:
+    """``scale`` of kernels of attention, and what `Scores` adds: see `qcut.emitters.decoder.attention.scores`."""
+    window = (call.window,) if seen_through(call) else ()
+    if call.softcap:
+        return (2 * _LOG2_E * call.scale / call.softcap, *window, call.softcap * _LOG2_E)
+    return (call.scale * _LOG2_E, *window)
 
 
 class Counters:
@@ -238,7 +253,7 @@ def _launch(
         met = (0, 0)
     pointers = (*(t.data_ptr() for t in given), *guide, y.data_ptr(), *met)
     strides = (q.stride(0), *kv_stride, kv_heads * context * head)
-    sizes = (kv_heads, q.shape[1] // kv_heads, context, call.scale * _LOG2_E)
+    sizes = (kv_heads, q.shape[1] // kv_heads, context, *scores_arguments(call))
     plan.kernel.launch(q.shape[0], (*pointers, *absmax, *strides, *sizes), current_stream(q.get_device()))
     return y
 
@@ -246,7 +261,8 @@ def _launch(
 def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionPlan:
     """The plan for the call's shape, in which batch and context too decide the kernel and its number of parts."""
     q, keys = call.q, call.keys
-    key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, keys.shape[1:3], q.get_device())
+    window, capped = seen_through(call), call.softcap > 0
+    key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, keys.shape[1:3], window, capped, q.get_device())
     return _attention_plans.get(key) or _attention_plans.make(key, lambda: _plan_attention(*key))
 
 
@@ -257,6 +273,8 @@ def _plan_attention(
     values: torch.dtype,
     q: torch.Size,
     stored: torch.Size,
+    window: int,
+    capped: bool,
     device: int,
 ) -> AttentionPlan:
     if torch.uint8 in (cache, values) and dtype is torch.float32:
@@ -273,9 +291,10 @@ def _plan_attention(
             gpu,
             batch=batch,
             kv_heads=kv_heads,
-            context=context,
+            context=window or context,
             clusters=with_clusters,
             values=values_beside(cache, values),
+            scores=Scores(window > 0, capped),
         )
 
     desc, parts = select(True)

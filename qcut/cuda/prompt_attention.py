@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from qcut.cuda import clusters
+from qcut.cuda.attention import scores_arguments, seen_through
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch.attention import emit_prompt_attention, select_prompt_attention
 from qcut.emitters.decoder.attention.prompt import tiles
 from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma
+from qcut.emitters.decoder.attention.scores import Scores
 from qcut.numerics import int4, int8
-from qcut.ops.cache import dequantized
+from qcut.ops.cache import dequantized, mixed_values, seen
 from qcut.ops.prompt_attention import PromptAttention
 from qcut.ops.registry import serves
 
-_LOG2_E = math.log2(math.e)
 _IN_TORCH = "torch"
 _plans: PlanCache[LaunchPlan | str] = PlanCache()
 
@@ -42,6 +41,8 @@ def prompt_attention(call: PromptAttention) -> Tensor:
         heads,
         kv_heads,
         context,
+        seen_through(call),
+        call.softcap > 0,
         q.get_device(),
     )
     plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
@@ -59,7 +60,7 @@ def prompt_attention(call: PromptAttention) -> Tensor:
     given = [q, *cache[:2], *cache.scales, *places, y]
     absmax = 0 if call.absmax is None else call.absmax.data_ptr()
     sizes = (count // call.length, call.length, kv_heads, heads // kv_heads, context)
-    arguments = (*(t.data_ptr() for t in given), absmax, q.stride(0), *sizes, call.scale * _LOG2_E)
+    arguments = (*(t.data_ptr() for t in given), absmax, q.stride(0), *sizes, *scores_arguments(call))
     plan.launch(count, arguments, current_stream(q.get_device()))
     return y
 
@@ -74,12 +75,16 @@ def _plan(
     heads: int,
     kv_heads: int,
     context: int,
+    window: int,
+    capped: bool,
     device: int,
 ) -> LaunchPlan | str:
     gpu, sequences, group = target(device), count // length, heads // kv_heads
     shape = {"sequences": sequences, "length": length, "kv_heads": kv_heads, "group": group}
     beside = None if values is keys else DTYPES[values]
-    desc = select_prompt_attention(DTYPES[dtype], DTYPES[keys], head, gpu, **shape, context=context, values=beside)
+    read = min(context, window + length) if window else context
+    options = {"context": read, "values": beside, "scores": Scores(window > 0, capped)}
+    desc = select_prompt_attention(DTYPES[dtype], DTYPES[keys], head, gpu, **shape, **options)  # type: ignore[arg-type]
     if isinstance(desc, PromptWgmma) and desc.parts > 1 and not clusters.are_usable(gpu, device, desc.parts):
         desc = replace(desc, parts=1)
     if desc is None:
@@ -91,8 +96,7 @@ def _plan(
 def _in_torch(call: PromptAttention) -> Tensor:
     """Torch's attention over the whole context with a mask: types and sizes that no kernel takes."""
     q, cache, length = call.q, call.cache, call.length
-    (count, heads, _), (_, kv_heads, context, _) = q.shape, cache.keys.shape
-    sequences = count // length
+    context, sequences = cache.keys.shape[2], len(q) // length
     starts = call.starts.clamp(0, context)
     lengths = torch.minimum(call.lengths.clamp(0, length), context - starts)
     places, tokens = torch.arange(context, device=q.device), torch.arange(length, device=q.device)
@@ -102,12 +106,11 @@ def _in_torch(call: PromptAttention) -> Tensor:
     kept = []
     for rows, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
         floats = dequantized(rows, scales, sequences, context, dtype)
-        kept.append(torch.where(held, floats, 0).repeat_interleave(heads // kv_heads, 1))
+        kept.append(torch.where(held, floats, 0))
     keys, values = kept
-    seen = places <= (starts[:, None] + tokens)[:, None, :, None]  # place 0 always: no row is empty
-    mixed = F.scaled_dot_product_attention(
-        q.unflatten(0, (sequences, length)).transpose(1, 2).to(dtype), keys, values, attn_mask=seen, scale=call.scale
-    )
+    own = (starts[:, None] + tokens).clamp(max=context - 1)[:, None, :, None]  # a row sees one place at least
+    queries = q.unflatten(0, (sequences, length)).transpose(1, 2).to(dtype)
+    mixed = mixed_values(queries, keys, values, seen(places, own, call.window), call.scale, call.softcap)
     if cache.has_turned_values:
         mixed = int4.turn_back(mixed)
     mixed = mixed.to(q.dtype)

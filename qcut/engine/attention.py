@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.engine.decoder import Tables
+from qcut.engine.decoder import Scores, Tables
 from qcut.engine.kv_cache import KVCache
 
 
@@ -36,7 +36,7 @@ class PromptAttention:
     starts: Tensor
     lengths: Tensor
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, absmax: Tensor | None) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores, absmax: Tensor | None) -> Tensor:
         """Heads side by side, ``[B T, queries * D]``, of queries, keys and values ``[B T, heads, D]``.
 
         ``absmax``, float32 ``[B T]``, is raised to the largest magnitudes of the result.
@@ -44,7 +44,7 @@ class PromptAttention:
         memory, rows = self.cache.layer(layer), len(q) // len(self.starts)
         places = (*self.tables[layer], self.positions, self.slots)
         torch.ops.qcut.append_kv(q, k, v, *places, *memory, rows, False, self.cache.guide(layer))
-        chunk = (self.starts, self.lengths, scaling, rows, absmax)
+        chunk = (self.starts, self.lengths, scores.scaling, rows, absmax, *scores[1:])
         mixed: Tensor = torch.ops.qcut.prompt_attention(q, *memory, *chunk)
         return mixed.flatten(1)
 
@@ -71,12 +71,14 @@ class StepAttention:
     slots: Tensor
     counters: Tensor
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, absmax: Tensor | None) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores, absmax: Tensor | None) -> Tensor:
         """Heads side by side, ``[B, queries * D]``, of queries, keys and values ``[B, heads, D]``.
 
         ``absmax``, float32 ``[B]``, is raised to the largest magnitudes of the result.
         """
         step = (q, k, v, *self.tables[layer], self.positions, self.slots, *self.cache.layer(layer))
         guide = self.cache.guide(layer)
-        mixed: Tensor = torch.ops.qcut.append_attention(*step, scaling, self.counters, absmax, guide)
+        mixed: Tensor = torch.ops.qcut.append_attention(
+            *step, scores.scaling, self.counters, absmax, guide, *scores[1:]
+        )
         return mixed.flatten(1)

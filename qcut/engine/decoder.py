@@ -145,8 +145,22 @@ class Heads(NamedTuple):
         return q, k, v
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
-"""`Attention` of one layer: takes q, k, v, scaling and absmax."""
+class Scores(NamedTuple):
+    """How a layer's scores come about.
+
+    Attributes:
+        scaling: factor of the products of queries and keys.
+        window: places that a query sees, its own the last; 0: all up to its own.
+        softcap: scores s are ``softcap * tanh(s / softcap)``; 0: they stay.
+    """
+
+    scaling: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None], Tensor]
+"""`Attention` of one layer: takes q, k, v, scores and absmax."""
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes an example of activations and positions int64 ``[1, T]``; returns cosines and sines ``[1, T, D]`` like it."""
@@ -168,6 +182,8 @@ class SelfAttention:
         rotary: makes cosines and sines of positions; None: nothing is rotated.
         order: int64, columns of the projections' results side by side, in the order that ``heads`` wants them in and
             rotations pair them in; None: they are in that order.
+        window: see `Scores`.
+        softcap: see `Scores`.
     """
 
     projections: tuple[nn.Module, ...]
@@ -177,6 +193,8 @@ class SelfAttention:
     norms: tuple[AddNorm, AddNorm] | None = None
     rotary: Rotary | None = None
     order: Tensor | None = None
+    window: int = 0
+    softcap: float = 0.0
 
     def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None) -> Tensor:
         """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``output`` the largest magnitudes of the heads."""
@@ -186,7 +204,7 @@ class SelfAttention:
         q, k, v = self.heads.split(projected)
         if self.norms is not None:
             q, k = (norm.of_heads(each) for norm, each in zip(self.norms, (q, k), strict=True))
-        mixed = attend(q, k, v, self.scaling, absmax)
+        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), absmax)
         return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax))
 
 
@@ -303,7 +321,7 @@ class Attention(Protocol):
 
     raises_absmax: ClassVar[bool]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, absmax: Tensor | None) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores, absmax: Tensor | None) -> Tensor:
         """Keep a layer's new keys and values, and mix the values of all tokens up to each query's own.
 
         Args:
@@ -311,7 +329,7 @@ class Attention(Protocol):
             q: ``[R, queries, D]``, before rotations; may be overwritten.
             k: ``[R, keys, D]``, before rotations.
             v: ``[R, keys, D]``.
-            scaling: factor of the scores.
+            scores: how the layer's scores come about.
             absmax: float32 ``[R]``, raised to the largest magnitudes of the result, or None.
 
         Returns:
@@ -334,7 +352,6 @@ class Decoder:
         heads: heads of a token.
         vocabulary: number of token ids.
         context: most tokens that the model was made for.
-        window: most tokens that attention reaches back, or None for no limit.
         dtype: dtype of activations.
         device: device of the weights.
         softcap: logits are ``softcap * tanh(logits / softcap)``; None: they are as the head makes them.
@@ -349,7 +366,6 @@ class Decoder:
     heads: Heads
     vocabulary: int
     context: int
-    window: int | None
     dtype: torch.dtype
     device: torch.device
     softcap: float | None = None

@@ -113,15 +113,12 @@ class Engine:
     ) -> None:
         versions.require("transformers")
         decoder = decoder_of(model)
-        limit = min(decoder.context, decoder.window or decoder.context)
+        limit = decoder.context
         context = min(limit, DEFAULT_CONTEXT) if context is None else context
         if not is_whole(batch) or batch < 1:
             raise ConfigError(f"batch is {batch!r}; allowed: 1 and more")
         if not is_whole(context) or not 1 <= context <= limit:
-            allowed = f"1 to {limit}"
-            if limit < decoder.context:
-                allowed += f", the window of its attention; it was made for {decoder.context}"
-            raise ConfigError(f"context is {context!r}; allowed for {decoder.architecture}: {allowed}")
+            raise ConfigError(f"context is {context!r}; allowed for {decoder.architecture}: 1 to {limit}")
         if tokenizer is not None:
             check_tokenizer(tokenizer)
         self.tokenizer, self._detokenizer = tokenizer, None if tokenizer is None else Detokenizer(tokenizer)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int4, int8
-from qcut.ops.cache import Cache, attended, check_cache, check_heads, check_queries
+from qcut.ops.cache import Cache, attended, check_cache, check_heads, check_queries, check_scores, seen
 from qcut.ops.checks import S32, check_absmax, check_dtype, check_indices, check_tensor
 from qcut.ops.registry import MUTATED, operator
 
@@ -149,7 +149,8 @@ class DecodeAttention(NamedTuple):
 
     ``y[b, h] = softmax_t(scale * q[b, h] . K[b, h // group, t]) . V[b, h // group, t]`` for t from 0 to
     ``positions[b]``, with ``group = heads / kv_heads``; K and V of an int8 cache are ``f32(keys) * key_scales`` and
-    ``f32(values) * value_scales``.
+    ``f32(values) * value_scales``. With a window, t is above ``positions[b] - window``; with a softcap, a score s is
+    ``softcap * tanh(s / softcap)``.
 
     Args:
         q: float16, bfloat16 or float32 ``[B, heads, head]``, heads side by side, B to 65,535.
@@ -163,18 +164,20 @@ class DecodeAttention(NamedTuple):
         counters: int32 of at least ``B * heads`` zeros for the kernel to count with, which leaves zeros; None: the
             operator has its own. Two launches that may run at the same time need counters of their own. In the capture
             of a CUDA graph, counters given spare the graph a memset.
+        window: places that a query sees, its own the last; 0: all up to its own.
+        softcap: bound of scores; 0: none.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
-        ConfigError: scales that do not go with the cache's type.
+        ConfigError: scales that do not go with the cache's type, a negative window or softcap.
         RangeError: a position out of range, on the CPU.
 
-    Exactness: that of float32 scores and sums, in an order that the device, ``context`` and B decide. Kernels for
-    16-bit queries round the weights to q's type, the CPU rounds K and V of an int8 cache to q's type. Each device gives
-    the same bits for the same sizes.
+    Exactness: that of float32 scores, softcaps within ``2**-20`` of themselves, and sums, in an order that the
+    device, ``context`` and B decide. Kernels for 16-bit queries round the weights to q's type, the CPU rounds K and
+    V of an int8 cache to q's type. Each device gives the same bits for the same sizes.
     """
 
     q: Tensor
@@ -185,6 +188,8 @@ class DecodeAttention(NamedTuple):
     positions: Tensor
     scale: float
     counters: Annotated[Tensor | None, MUTATED] = None
+    window: int = 0
+    softcap: float = 0.0
 
     @property
     def cache(self) -> Cache:
@@ -197,6 +202,7 @@ class DecodeAttention(NamedTuple):
         check_cache(op, q, self.cache, sequences)
         check_tensor(op, "positions", self.positions, S32, (sequences,), q.device)
         _check_launch(op, q, self.counters)
+        check_scores(op, self.window, self.softcap)
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)
@@ -205,8 +211,8 @@ class DecodeAttention(NamedTuple):
         q, positions, cache = self.q, self.positions, self.cache
         check_indices("qcut::decode_attention", "positions", positions, cache.keys.shape[2])
         longest = int(positions.max()) + 1 if len(q) else 0
-        mask = (torch.arange(longest, device=q.device) <= positions[:, None])[:, None, None]
-        y = attended(q[:, :, None], cache, 0, len(q), longest, mask, self.scale)
+        mask = seen(torch.arange(longest, device=q.device), positions[:, None], self.window)[:, None, None]
+        y = attended(q[:, :, None], cache, 0, len(q), longest, mask, self.scale, self.softcap)
         return y[:, :, 0]
 
 
@@ -237,13 +243,15 @@ class AppendAttention(NamedTuple):
             of a CUDA graph, counters given spare the graph a memset.
         absmax: float32 ``[B]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
         guide: as in `AppendKv`.
+        window: as in `DecodeAttention`.
+        softcap: as in `DecodeAttention`.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
-        ConfigError: cosines without sines, or scales that do not go with the cache's type.
+        ConfigError: cosines without sines, scales that do not go with the cache's type, a negative window or softcap.
         RangeError: a place or position out of range, on the CPU.
 
     Exactness: bitwise the two operators one after the other, on the same device.
@@ -264,6 +272,8 @@ class AppendAttention(NamedTuple):
     counters: Annotated[Tensor | None, MUTATED] = None
     absmax: Annotated[Tensor | None, MUTATED] = None
     guide: Tensor | None = None
+    window: int = 0
+    softcap: float = 0.0
 
     @property
     def tokens(self) -> Tokens:
@@ -281,7 +291,7 @@ class AppendAttention(NamedTuple):
         tokens, cache = self.tokens, self.cache
         if tokens.rotary or cache.has_turned_keys:
             tokens = tokens._replace(q=tokens.q.clone())
-        attention = DecodeAttention(tokens.q, *cache, tokens.positions, self.scale, self.counters)
+        attention = DecodeAttention(tokens.q, *cache, tokens.positions, self.scale, self.counters, *self[-2:])
         return AppendKv(*tokens, *cache, guide=self.guide), attention
 
     def check(self) -> None:
@@ -290,6 +300,7 @@ class AppendAttention(NamedTuple):
         _check_launch(op, self.q, self.counters)
         check_absmax(op, "absmax", self.absmax, self.q)
         _check_guide(op, self.guide, self.k, self.cache)
+        check_scores(op, self.window, self.softcap)
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)

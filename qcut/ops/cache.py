@@ -65,7 +65,9 @@ def dequantized(stored: Tensor, scales: Tensor | None, batch: int, tokens: int, 
     return floats.to(dtype)
 
 
-def attended(q: Tensor, cache: Cache, first: int, batch: int, tokens: int, mask: Tensor, scale: float) -> Tensor:
+def attended(
+    q: Tensor, cache: Cache, first: int, batch: int, tokens: int, mask: Tensor, scale: float, softcap: float = 0.0
+) -> Tensor:
     """Attention of queries ``[batch, heads, rows, head]`` to the first tokens of sequences, in plain torch.
 
     Args:
@@ -76,6 +78,7 @@ def attended(q: Tensor, cache: Cache, first: int, batch: int, tokens: int, mask:
         tokens: places of each that are read.
         mask: the places that each row sees, of a shape that broadcasts to ``[batch, heads, rows, tokens]``.
         scale: multiplies scores.
+        softcap: scores s become ``softcap * tanh(s / softcap)``; 0: they stay.
 
     Returns:
         ``[batch, heads, rows, head]`` of q's dtype.
@@ -86,8 +89,41 @@ def attended(q: Tensor, cache: Cache, first: int, batch: int, tokens: int, mask:
         dequantized(rows[first:], None if scales is None else scales[first:], batch, tokens, dtype)
         for rows, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales))
     )
-    y = F.scaled_dot_product_attention(q.to(dtype), k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    y = mixed_values(q.to(dtype), k, v, mask, scale, softcap)
     return (int4.turn_back(y) if cache.has_turned_values else y).to(q.dtype)
+
+
+def mixed_values(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """Values mixed by the softmax of scores, in torch: its own attention, or its parts where scores have a softcap.
+
+    Args:
+        q: ``[batch, heads, rows, head]``.
+        k: ``[batch, kv_heads, tokens, head]``, kv_heads a divisor of heads.
+        v: as ``k``.
+        mask: see `attended`.
+        scale: multiplies scores.
+        softcap: see `attended`.
+    """
+    if not softcap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+    k, v = (rows.repeat_interleave(q.shape[1] // k.shape[1], 1) for rows in (k, v))
+    scores = softcap * ((q @ k.transpose(2, 3)).float() * scale / softcap).tanh()
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return weights.to(q.dtype) @ v
+
+
+def seen(places: Tensor, own: Tensor, window: int) -> Tensor:
+    """Whether queries at places ``own`` see ``places``, which broadcast: those up to their own, through a window."""
+    mask = places <= own
+    return mask & (places > own - window) if window else mask
+
+
+def check_scores(op: str, window: int, softcap: float) -> None:
+    """Check a window and a softcap."""
+    if window < 0:
+        raise ConfigError(f"qcut::{op}: window is {window}; allowed: 1 and more, or 0 for all places")
+    if not 0 <= softcap < float("inf"):
+        raise ConfigError(f"qcut::{op}: softcap is {softcap}; allowed: above 0, or 0 for scores as they are")
 
 
 def check_queries(op: str, q: Tensor) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qcut.errors import RangeError, ShapeError
 from qcut.numerics import int8
-from qcut.ops.cache import Cache, attended, check_cache, check_queries
+from qcut.ops.cache import Cache, attended, check_cache, check_queries, check_scores, seen
 from qcut.ops.checks import S32, check_absmax, check_indices, check_tensor
 from qcut.ops.registry import MUTATED, operator
 
@@ -24,6 +24,7 @@ class PromptAttention(NamedTuple):
 
     for ``i < lengths[b]``, and 0 for the rest, with ``group = heads / kv_heads``. K and V of an int8 cache are
     ``f32(keys) * key_scales`` and ``f32(values) * value_scales``. The chunk's own keys and values are in the cache.
+    With a window, p is above ``starts[b] + i - window``; with a softcap, a score s is ``softcap * tanh(s / softcap)``.
 
     Args:
         q: rotated queries, float16, bfloat16 or float32 ``[T, heads, head]``, heads of a token side by side, any stride
@@ -39,13 +40,15 @@ class PromptAttention(NamedTuple):
         scale: multiplies scores.
         length: rows of q for each sequence; T is a multiple.
         absmax: float32 ``[T]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
+        window: places that a query sees, its own the last; 0: all up to its own.
+        softcap: bound of scores; 0: none.
 
     Returns:
         y ``[T, heads, head]`` of q's type, contiguous.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above, or ``length`` does not divide T.
-        ConfigError: scales that do not go with the cache's type.
+        ConfigError: scales that do not go with the cache's type, a negative window or softcap.
         RangeError: a start or length out of range, on the CPU.
 
     Exactness: that of float32 scores and sums, in an order that the device and the sizes decide. Kernels for 16-bit
@@ -64,6 +67,8 @@ class PromptAttention(NamedTuple):
     scale: float
     length: int
     absmax: Annotated[Tensor | None, MUTATED] = None
+    window: int = 0
+    softcap: float = 0.0
 
     @property
     def cache(self) -> Cache:
@@ -80,6 +85,7 @@ class PromptAttention(NamedTuple):
         check_tensor(op, "starts", self.starts, S32, (sequences,), q.device)
         check_tensor(op, "lengths", self.lengths, S32, (sequences,), q.device)
         check_absmax(op, "absmax", self.absmax, q)
+        check_scores(op, self.window, self.softcap)
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)
@@ -97,9 +103,10 @@ class PromptAttention(NamedTuple):
                 )
             if tokens == 0:
                 continue
-            mask = torch.arange(end, device=q.device) <= torch.arange(start, end, device=q.device)[:, None]
+            places = torch.arange(end, device=q.device)
+            mask = seen(places, places[start:, None], self.window)
             rows = q[first : first + tokens].transpose(0, 1)[None]
-            mixed = attended(rows, cache, b, 1, end, mask, self.scale)
+            mixed = attended(rows, cache, b, 1, end, mask, self.scale, self.softcap)
             y[first : first + tokens] = mixed[0].transpose(0, 1)
         int8.raise_absmax(self.absmax, y)
         return y

@@ -24,6 +24,11 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama3_rope": ("llama", {"rope_parameters": {**_LLAMA3, **_THETA, "original_max_position_embeddings": 16}}),
     "mistral": ("mistral", {"sliding_window": None}),
+    "mistral_window": ("mistral", {"sliding_window": 5}),
+    "qwen2_window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "layer_types": _LOCAL},
+    ),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "olmo2": ("olmo2", {}),
@@ -41,12 +46,23 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", _HALF),
     "gpt_neox_serial": ("gpt_neox", {"use_parallel_residual": False}),
     "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 20,
+            "sliding_window": 9,
+            "layer_types": _LOCAL,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "gemma3": (
         "gemma3_text",
         {
             "head_dim": 16,
             "query_pre_attn_scalar": 20,
-            "sliding_window": 64,
+            "sliding_window": 7,
             "layer_types": _LOCAL,
             "final_logit_softcapping": 30.0,
         },

@@ -199,7 +199,9 @@ class AttentionMma:
         """``{x}_{cache}_h{head}g{group}_w{warps}t{tiles}``, ``_c{cluster}`` with one, and `Scores.suffix`."""
         cluster = f"_c{self.cluster}" if self.cluster > 1 else ""
         cache = cache_name(self.cache, self.values)
-        return f"{self.x.value}_{cache}_h{self.head}g{self.group}_w{self.warps}t{self.tiles}{cluster}{self.scores.suffix}"
+        return (
+            f"{self.x.value}_{cache}_h{self.head}g{self.group}_w{self.warps}t{self.tiles}{cluster}{self.scores.suffix}"
+        )
 
     @property
     def template(self) -> str:

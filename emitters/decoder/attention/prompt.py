@@ -2,7 +2,8 @@
 
 A kernel computes, for token ``t = b * length + i`` of a chunk of sequence b,
 ``out[t, h] = softmax_p(scale * q[t, h] . K[b, h / group, p]) . V[b, h / group, p]``, p to ``starts[b] + i``, if
-``i < lengths[b]``, and 0 otherwise; a window leaves the last of these places. The rows of a tile are neighbouring tokens' queries for one head of keys.
+``i < lengths[b]``, and 0 otherwise; a window leaves the last of these places. The rows of a tile are neighbouring
+tokens' queries for one head of keys.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ def prompt_params(x: DType, keys: DType, values: DType | None = None, scores: Sc
     ``q, keys, values``; ``key_scales, value_scales`` (s8 and u4); ``starts, lengths`` int32 ``[sequences]``; ``out``;
     ``absmax``, null or float32 for each token, which is raised to the largest magnitude of its row of out; the stride
     of q between tokens in elements; ``sequences``; ``length``; ``kv_heads``; ``group``, queries of each; ``context``;
-    ``scale * log2(e)``, above 0; and what `Scores` adds. q and the cache start at multiples of 16 bytes, and so does every token of q.
+    ``scale * log2(e)``, above 0; and what `Scores` adds. q and the cache start at multiples of 16 bytes, and so
+    does every token of q.
     """
     rows, scales = cache_params(keys, values, writes=False)
     return (

@@ -144,7 +144,7 @@ class PromptWgmma:
 
     @property
     def name(self) -> str:
-        """``qcut_prompt_wgmma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``, ``_c{parts}`` with a cluster; `Scores.suffix`."""
+        """``qcut_prompt_wgmma_{arch}_{x}_{cache}_h{head}_{rows}x{keys}``, ``_c{parts}``, `Scores.suffix`."""
         arch, cluster = self.arch.replace("_", ""), f"_c{self.parts}" if self.parts > 1 else ""
         shape = f"h{self.head}_{self.rows}x{self.keys}{cluster}{self.scores.suffix}"
         return f"qcut_{FAMILY}_{arch}_{self.x.value}_{cache_name(self.cache, self.values)}_{shape}"
@@ -176,8 +176,8 @@ class PromptWgmma:
 def emit_prompt_wgmma(desc: PromptWgmma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     params = desc.params()
-    sizes = (desc.head, _columns(desc.head), desc.groups, desc.keys, _slots(desc), desc.parts)
-    tile = f"qcut::PromptTile<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {', '.join(map(str, sizes))}{desc.scores.template}>"
+    sizes = ", ".join(map(str, (desc.head, _columns(desc.head), desc.groups, desc.keys, _slots(desc), desc.parts)))
+    tile = f"qcut::PromptTile<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {sizes}{desc.scores.template}>"
     return kernel_source(
         desc.name,
         desc.arch,

@@ -154,14 +154,13 @@ class AttentionDecode:
         return attention_params(self.x, self.cache, scores=self.scores)
 
 
-def attention_params(
-    x: DType, keys: DType, values: DType | None = None, scores: Scores = PLAIN
-) -> tuple[Param, ...]:
+def attention_params(x: DType, keys: DType, values: DType | None = None, scores: Scores = PLAIN) -> tuple[Param, ...]:
     """Arguments of every form of attention, in order.
 
     ``q, keys, values``; ``key_scales, value_scales`` (s8 and u4); ``positions`` int32 ``[B]``; ``out, workspace,
     counters`` (uint32, one for each CTA of a part, 0 before the first launch, and again after each); strides of q
-    and of the cache between sequences; ``kv_heads``, ``queries`` of each, ``context``, ``scale * log2(e)``; and what `Scores` adds.
+    and of the cache between sequences; ``kv_heads``, ``queries`` of each, ``context``, ``scale * log2(e)``; and what
+    `Scores` adds.
     """
     rows, scales = cache_params(keys, values, writes=False)
     return (

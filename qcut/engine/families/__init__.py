@@ -15,7 +15,7 @@ from qcut.layers.parts import refuse_parts
 FAMILIES: dict[str, Callable[[Any], Decoder]] = {
     "gpt2": gpt2.decoder,
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3"), llama.decoder),
-    **dict.fromkeys(("gemma", "gemma3_text"), gemma.decoder),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), gemma.decoder),
     "gpt_neox": gpt_neox.decoder,
     "olmo2": olmo2.decoder,
     "phi3": phi3.decoder,

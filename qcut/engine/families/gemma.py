@@ -1,4 +1,4 @@
-"""Gemma and Gemma 3: weights of norms count from 1, scaled embeddings, gates by GELU; 3 has norms after parts, too."""
+"""Gemma, Gemma 2 and 3: weights of norms count from 1, scaled embeddings, gates by GELU; norms after parts, too."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
 from qcut.engine.families.rotary import context_of, rotary_of
+from qcut.engine.families.windows import window_of
 from qcut.errors import UnsupportedError
 from qcut.models.modules import model_device
 
@@ -22,18 +23,14 @@ class _Raised(nn.Module):
 
 
 def decoder(model: Any) -> Decoder:
-    """The parts of a ``GemmaForCausalLM`` or ``Gemma3ForCausalLM``.
+    """The parts of a ``GemmaForCausalLM``, ``Gemma2ForCausalLM`` or ``Gemma3ForCausalLM``.
 
     Raises:
-        UnsupportedError: attention to tokens that follow, limits of scores, or see `rotary_of`.
+        UnsupportedError: attention to tokens that follow, or see `rotary_of`.
     """
     body, config, name = model.model, model.config, type(model).__name__
     if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedError(f"{name}: use_bidirectional_attention is set; allowed: attention to earlier tokens")
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise UnsupportedError(
-            f"{name}: attn_logit_softcapping is {config.attn_logit_softcapping}; allowed: None, scores without a limit"
-        )
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
     kinds = [getattr(block.self_attn, "layer_type", None) for block in body.layers]
     rotary = {kind: rotary_of(model, body.rotary_emb, heads, kind)[0] for kind in set(kinds)}
@@ -47,7 +44,6 @@ def decoder(model: Any) -> Decoder:
         heads=heads,
         vocabulary=config.vocab_size,
         context=context_of(config),
-        window=config.sliding_window if "sliding_attention" in kinds else None,
         dtype=body.norm.weight.dtype,
         device=model_device(model),
         softcap=getattr(config, "final_logit_softcapping", None),
@@ -66,7 +62,16 @@ def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     ends = hasattr(block, "pre_feedforward_layernorm")
     return Block(
         attention_norm=_rms(block.input_layernorm, qkv),
-        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, norms, rotary),
+        attention=SelfAttention(
+            qkv,
+            attention.o_proj,
+            heads,
+            attention.scaling,
+            norms,
+            rotary,
+            window=window_of(attention),
+            softcap=getattr(attention, "attn_logit_softcapping", None) or 0.0,
+        ),
         mlp_norm=_rms(block.pre_feedforward_layernorm if ends else block.post_attention_layernorm, gate_up),
         mlp=MLP(gate_up, mlp.act_fn, mlp.down_proj, gated=True),
         attention_end=_rms(block.post_attention_layernorm) if ends else None,

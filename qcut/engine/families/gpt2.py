@@ -32,7 +32,6 @@ def decoder(model: Any) -> Decoder:
         heads=heads,
         vocabulary=config.vocab_size,
         context=config.max_position_embeddings,
-        window=None,
         dtype=body.ln_f.weight.dtype,
         device=model_device(model),
     )

@@ -34,7 +34,6 @@ def decoder(model: Any) -> Decoder:
         heads=heads,
         vocabulary=config.vocab_size,
         context=context_of(config),
-        window=None,
         dtype=body.final_layer_norm.weight.dtype,
         device=device,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
 from qcut.engine.families.rotary import context_of, rotary_of
+from qcut.engine.families.windows import window_of
 from qcut.models.modules import model_device
 
 
@@ -17,7 +18,6 @@ def decoder(model: Any) -> Decoder:
     """
     body, config = model.model, model.config
     heads = Heads(config.num_attention_heads, config.num_key_value_heads, body.layers[0].self_attn.head_dim)
-    windowed = config.model_type == "mistral" or getattr(config, "use_sliding_window", False)
     rotary, _ = rotary_of(model, body.rotary_emb, heads)
     return Decoder(
         architecture=type(model).__name__,
@@ -29,7 +29,6 @@ def decoder(model: Any) -> Decoder:
         heads=heads,
         vocabulary=config.vocab_size,
         context=context_of(config),
-        window=getattr(config, "sliding_window", None) if windowed else None,
         dtype=body.norm.weight.dtype,
         device=model_device(model),
     )
@@ -44,10 +43,12 @@ def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     if hasattr(attention, "q_norm"):
         query, key = (AddNorm.rms(norm, norm.variance_epsilon) for norm in (attention.q_norm, attention.k_norm))
         norms = query, key
-    turns = getattr(attention, "use_rope", True)
+    turned_by = rotary if getattr(attention, "use_rope", True) else None
     return Block(
         attention_norm=AddNorm.rms(attention_norm, attention_norm.variance_epsilon, qkv),
-        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, norms, rotary if turns else None),
+        attention=SelfAttention(
+            qkv, attention.o_proj, heads, attention.scaling, norms, turned_by, window=window_of(attention)
+        ),
         mlp_norm=AddNorm.rms(mlp_norm, mlp_norm.variance_epsilon, gate_up),
         mlp=MLP(gate_up, mlp.act_fn, mlp.down_proj, gated=True),
     )

@@ -28,7 +28,6 @@ def decoder(model: Any) -> Decoder:
         heads=heads,
         vocabulary=config.vocab_size,
         context=context_of(config),
-        window=None,
         dtype=body.norm.weight.dtype,
         device=model_device(model),
     )

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
 from qcut.engine.families.rotary import column_order, context_of, rotary_of
+from qcut.engine.families.windows import window_of
 from qcut.models.modules import model_device
 
 
@@ -32,7 +33,6 @@ def decoder(model: Any) -> Decoder:
         heads=heads,
         vocabulary=config.vocab_size,
         context=context_of(config),
-        window=config.sliding_window,
         dtype=body.norm.weight.dtype,
         device=model_device(model),
     )
@@ -44,7 +44,13 @@ def _block(block: Any, heads: Heads, rotary: Rotary, order: Tensor | None) -> Bl
     return Block(
         attention_norm=AddNorm.rms(before, before.variance_epsilon, [attention.qkv_proj]),
         attention=SelfAttention(
-            (attention.qkv_proj,), attention.o_proj, heads, attention.scaling, rotary=rotary, order=order
+            (attention.qkv_proj,),
+            attention.o_proj,
+            heads,
+            attention.scaling,
+            rotary=rotary,
+            order=order,
+            window=window_of(attention),
         ),
         mlp_norm=AddNorm.rms(after, after.variance_epsilon, [mlp.gate_up_proj]),
         mlp=MLP((mlp.gate_up_proj,), mlp.activation_fn, mlp.down_proj, gated=True),

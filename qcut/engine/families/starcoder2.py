@@ -6,6 +6,7 @@ from typing import Any
 
 from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
 from qcut.engine.families.rotary import context_of, rotary_of
+from qcut.engine.families.windows import window_of
 from qcut.models.modules import model_device
 
 
@@ -28,7 +29,6 @@ def decoder(model: Any) -> Decoder:
         heads=heads,
         vocabulary=config.vocab_size,
         context=context_of(config),
-        window=config.sliding_window,
         dtype=body.norm.weight.dtype,
         device=model_device(model),
     )
@@ -39,7 +39,9 @@ def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     return Block(
         attention_norm=AddNorm.layer(block.input_layernorm, qkv),
-        attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, rotary=rotary),
+        attention=SelfAttention(
+            qkv, attention.o_proj, heads, attention.scaling, rotary=rotary, window=window_of(attention)
+        ),
         mlp_norm=AddNorm.layer(block.post_attention_layernorm, [mlp.c_fc]),
         mlp=MLP((mlp.c_fc,), mlp.act, mlp.c_proj, gated=False),
     )
