@@ -2,7 +2,7 @@
 
 The floor is the time in which the memory delivers a step's weights and its part of the cache once. Each model has one
 layer with random weights, quantized to codebook4 and copied, a table and a classifier in w8a16, and logits that are
-compared with transformers' on the same modules before anything is timed. Windows are as long as the context.
+compared with transformers' on the same modules before anything is timed. Windows are shorter than the context, where a model has them.
 
     python -m benchmarks.bench_families [--families qwen3-8b,...] [--batches 1,8]
 """
@@ -53,13 +53,14 @@ def _rope(part: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}}
 
 
-_LOCAL = {"head_dim": 256, "sliding_window": CONTEXT, "query_pre_attn_scalar": 256}
+_LOCAL = {"head_dim": 256, "sliding_window": PROMPT, "query_pre_attn_scalar": 256}
 FAMILIES = {
     "llama-3-8b": Family("llama", 4096, 14336, 32, 32, 8, 128256),
     "qwen2.5-7b": Family("qwen2", 3584, 18944, 28, 28, 4, 152064),
     "qwen3-8b": Family("qwen3", 4096, 12288, 36, 32, 8, 151936, {"head_dim": 128}),
     "mistral-7b": Family("mistral", 4096, 14336, 32, 32, 8, 32000, {"sliding_window": None}),
     "gemma-2b": Family("gemma", 2048, 16384, 18, 8, 1, 256000, {"head_dim": 256}),
+    "gemma-2-2b": Family("gemma2", 2304, 9216, 26, 8, 4, 256000, _LOCAL),
     "gemma-3-1b": Family("gemma3_text", 1152, 6912, 26, 4, 1, 262144, _LOCAL),
     "phi-4": Family("phi3", 5120, 17920, 40, 40, 10, 100352),
     "phi-4-mini": Family("phi3", 3072, 8192, 32, 24, 8, 200064, _rope(0.75)),

@@ -94,19 +94,21 @@ def attention(dtype: torch.dtype = torch.float32, int8: bool = False) -> dict[st
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("int8", [False, True])
-def test_attention_is_softmax_over_what_is_kept(dtype: torch.dtype, int8: bool) -> None:
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (3, 0.0), (1, 0.0), (99, 0.0), (0, 0.5), (4, 0.75)])
+def test_attention_is_softmax_over_what_is_kept(dtype: torch.dtype, int8: bool, window: int, softcap: float) -> None:
     given = attention(dtype, int8)
-    got = OPS.decode_attention(**given)
+    got = OPS.decode_attention(**given, window=window, softcap=softcap)
     assert got.dtype is dtype
     assert got.is_contiguous()
     for b, position in enumerate(given["positions"].tolist()):
-        kept = []
+        kept, seen = [], slice(max(0, position + 1 - window) if window else 0, position + 1)
         for name, scales in (("keys", "key_scales"), ("values", "value_scales")):
-            part = given[name][b, :, : position + 1].double()
-            kept.append(part * given[scales][b, :, : position + 1, None].double() if int8 else part)
+            part = given[name][b, :, seen].double()
+            kept.append(part * given[scales][b, :, seen, None].double() if int8 else part)
         keys, values = kept
         q = given["q"][b].double().view(2, 2, 16)
-        want = (q @ keys.transpose(1, 2) * 0.25).softmax(-1) @ values
+        scores = q @ keys.transpose(1, 2) * 0.25
+        want = (softcap * (scores / softcap).tanh() if softcap else scores).softmax(-1) @ values
         tolerance = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}[dtype]
         assert (got[b].double() - want.view(4, 16)).abs().max() <= tolerance * values.abs().max()
 

@@ -45,8 +45,11 @@ def wanted(given: dict[str, Any]) -> torch.Tensor:
     for b, (start, tokens) in enumerate(zip(given["starts"].tolist(), given["lengths"].tolist(), strict=True)):
         for i in range(tokens):
             for h in range(q.shape[1]):
-                k, v = (t[b, h // group, : start + i + 1] for t in (keys, values))
-                want[b * length + i, h] = (k @ q[b * length + i, h] * given["scale"]).softmax(0) @ v
+                end, window, softcap = start + i + 1, given.get("window", 0), given.get("softcap", 0.0)
+                k, v = (t[b, h // group, max(0, end - window) if window else 0 : end] for t in (keys, values))
+                scores = k @ q[b * length + i, h] * given["scale"]
+                scores = softcap * (scores / softcap).tanh() if softcap else scores
+                want[b * length + i, h] = scores.softmax(0) @ v
     return want
 
 
@@ -62,6 +65,32 @@ def test_is_causal_softmax_over_what_came_before(dtype: torch.dtype, int8: bool)
         assert torch.equal(absmax, got.flatten(1).float().abs().amax(1).clamp(min=0.1))
         rows, real = torch.arange(15), given["lengths"].repeat_interleave(5)
         assert not got[rows % 5 >= real].any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (4, 0.0), (99, 0.0), (0, 0.5), (3, 0.75)])
+def test_windows_and_softcaps(dtype: torch.dtype, int8: bool, window: int, softcap: float) -> None:
+    """On the CPU and in torch's form for CUDA."""
+    for seed in range(3):
+        given = chunks(dtype, int8, seed) | {"window": window, "softcap": softcap}
+        want = wanted(given)
+        for got in (OP(**given), _in_torch(PromptAttention(**given))):
+            assert (got.double() - want).abs().max() <= 4 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": -1}, "window is -1; allowed: 1 and more, or 0"),
+        ({"softcap": -2.0}, "softcap is -2.0; allowed: above 0, or 0"),
+        ({"softcap": float("nan")}, "softcap is nan"),
+        ({"softcap": float("inf")}, "softcap is inf"),
+    ],
+)
+def test_wrong_windows_and_softcaps_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(errors.ConfigError, match=f"prompt_attention: {message}"):
+        OP(**chunks(), **changes)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -15,7 +15,7 @@ from tests.gpu.support.oracles import DEVICE, assert_same
 from tests.support.decoders import KINDS, VOCABULARY, WIDE, prompts_of, small
 
 SCHEMES = (None, "w8a8", "int16x8", "w8a16", "codebook4_g32", "codebook4_g32_int8", "codebook4_pairs_g32")
-HEADS = {kind: {"head_dim": 32} for kind in ("qwen3", "gemma", "gemma3")}
+HEADS = {kind: {"head_dim": 32} for kind in ("qwen3", "gemma", "gemma2", "gemma3")}
 
 
 def model_of(kind: str, scheme: str | None, dtype: torch.dtype, device: str = DEVICE) -> Any:
@@ -46,7 +46,7 @@ def test_logits_are_transformers(kind: str, scheme: str | None, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kv_cache", ["auto", "int8"])
-@pytest.mark.parametrize("kind", ["phi3_partial", "smollm3", "gpt_neox", "gemma3", "olmo2"])
+@pytest.mark.parametrize("kind", ["phi3_partial", "smollm3", "gpt_neox", "gemma2", "gemma3", "olmo2", "mistral_window"])
 def test_graphs_are_the_launches(kind: str, kv_cache: Any) -> None:
     model, prompts = model_of(kind, "w8a8", torch.float16), prompts_of(VOCABULARY, 20, 3)
     launched, captured = (Engine(model, batch=2, graphs=graphs, kv_cache=kv_cache) for graphs in (False, True))

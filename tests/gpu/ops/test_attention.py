@@ -41,6 +41,34 @@ def test_every_form_is_near_the_cpu(dtype: torch.dtype, batch: int, context: int
 
 
 @pytest.mark.parametrize(("dtype", "batch", "context"), SIZES)
+@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (37, 0.0), (1000, 0.0), (0, 1.5), (50, 0.75)])
+@pytest.mark.parametrize("head", [64, 256])
+def test_windows_and_softcaps_are_the_cpus(
+    dtype: torch.dtype, batch: int, context: int, window: int, softcap: float, head: int
+) -> None:
+    """Alone and in a step, whose new row lies in the window, before it and behind it."""
+    generator = torch.Generator().manual_seed(context)
+    q = torch.randn(batch, 4, head, generator=generator).to(dtype)
+    k, v = torch.randn(2, batch, 2, head, generator=generator).to(dtype)
+    cache = torch.randn(2, batch, 2, context, head, generator=generator).to(dtype)
+    positions = torch.randint(context // 2, context, (batch,), generator=generator, dtype=torch.int32)
+    options = {"scale": head**-0.5, "window": window, "softcap": softcap}
+    least = {2: 35, 4: 90}[dtype.itemsize]
+    want = OP(q, *cache, None, None, positions, **options)
+    got = OP(*on_gpu((q, *cache, None, None, positions)), **options)
+    assert sqnr_db(want.double(), got.cpu().double()) > least
+    for back in (0, 3, 40):
+        slots = (positions - back).clamp(min=0)
+        given = (q, k, v, None, None, positions, slots, *cache.clone(), None, None)
+        there = on_gpu(given)
+        want = torch.ops.qcut.append_attention(*given, **options)
+        got = torch.ops.qcut.append_attention(*there, **options)
+        assert sqnr_db(want.double(), got.cpu().double()) > least
+        for mine, theirs in zip(given[7:9], there[7:9], strict=True):
+            assert torch.equal(mine, theirs.cpu())
+
+
+@pytest.mark.parametrize(("dtype", "batch", "context"), SIZES)
 def test_graphs_without_counters_may_be_replayed_in_any_order(dtype: torch.dtype, batch: int, context: int) -> None:
     given = on_gpu(problem(dtype, batch, context))
     want = OP(*given)

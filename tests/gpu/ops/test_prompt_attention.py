@@ -68,7 +68,7 @@ def check(given: dict[str, Any], got: Tensor, *, rounds_cache: bool = False) -> 
 
     Weights are off by their rounding to q's type, by that of scores, whose float32 sums lose at most 2**-22 of the
     magnitudes for each product, and by 2**-18 for exponentials, logarithms and scales. float16 weights, at most 1, are
-    off by 2**-25 where they are subnormal. Sums of n products lose 2**-22 n of their magnitudes. Results are rounded,
+    off by 2**-25 where they are subnormal. Softcaps are off by 2**-20 of themselves. Sums of n products lose 2**-22 n of their magnitudes. Results are rounded,
     and ``rounds_cache`` says that keys and values are, too.
     """
     q, length, scale = given["q"], given["length"], given["scale"]
@@ -88,12 +88,19 @@ def check(given: dict[str, Any], got: Tensor, *, rounds_cache: bool = False) -> 
             kept.append(rows if given[scales] is None else rows * given[scales][b, :, :end, None].double())
         keys, values = (t.repeat_interleave(heads // kv_heads, 0) for t in kept)
         rows = q[b * length : b * length + tokens].double().transpose(0, 1)
-        seen = torch.arange(end, device=DEVICE) <= torch.arange(start, end, device=DEVICE)[:, None]
+        own, window, softcap = (
+            torch.arange(start, end, device=DEVICE)[:, None],
+            given.get("window", 0),
+            given.get("softcap", 0.0),
+        )
+        places = torch.arange(end, device=DEVICE)
+        seen = (places <= own) & (places > own - window) if window else places <= own
         scores = rows @ keys.transpose(1, 2) * scale
+        scores = softcap * (scores / softcap).tanh() if softcap else scores
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         magnitudes = (rows.abs() @ keys.abs().transpose(1, 2) * scale * seen).amax(-1, keepdim=True)
         want, mean = weights @ values, weights @ values.abs()
-        relative = unit + 2 * head * 2.0**-22 * magnitudes + 2.0**-18 + end * 2.0**-22
+        relative = unit + 2 * head * 2.0**-22 * magnitudes + 2.0**-18 + end * 2.0**-22 + 2 * 2.0**-20 * softcap
         relative += unit * (2 * magnitudes + 1) * rounds_cache
         allowed = mean * relative + unit * want.abs() + 2.0**-24 + end * 2.0**-25 * values.abs().amax()
         error = (y[:tokens].transpose(0, 1) - want).abs()
@@ -107,9 +114,9 @@ def check(given: dict[str, Any], got: Tensor, *, rounds_cache: bool = False) -> 
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The kernels that dispatch chooses, and those of every architecture."""
 
-    def select(x: DType, cache: DType, head: int, target: Target, **shape: int) -> PromptKernel | None:
+    def select(x: DType, cache: DType, head: int, target: Target, **shape: Any) -> PromptKernel | None:
         legal = PromptMma.is_legal(x, cache, head, target.arch)
-        return PromptMma.for_shape(x, cache, head, target.arch) if legal else None
+        return PromptMma.for_shape(x, cache, head, target.arch, scores=shape["scores"]) if legal else None
 
     if request.param == "mma":
         monkeypatch.setattr(prompt_attention_cuda, "select_prompt_attention", select)
@@ -145,6 +152,23 @@ def test_is_the_softmax_of_what_came_before(head: int, dtype: torch.dtype, cache
         assert all(kernel in name for name in loaded)
         check(given, got, rounds_cache=cache is S8 and not loaded)
         assert torch.equal(absmax, got.flatten(1).float().abs().amax(1).clamp(min=0.01))
+        assert_same(OP(**given), got)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (50, 0.0), (333, 0.0), (0, 2.0), (129, 0.75)])
+@pytest.mark.parametrize(
+    ("head", "dtype", "cache"),
+    [(64, F16, F16), (128, BF16, BF16), (256, F16, F16), (128, F16, S8), (256, BF16, S8), (64, F32, F32)],
+)
+def test_windows_and_softcaps(
+    head: int, dtype: torch.dtype, cache: torch.dtype, window: int, softcap: float, form: str
+) -> None:
+    for (chunks, length), (kv_heads, group) in zip(CHUNKS, ((2, 4), (3, 1), (1, 7), (2, 8), (8, 4)), strict=True):
+        given = problem(dtype, cache, head, kv_heads, group, chunks, length, 1280)
+        given |= {"window": window, "softcap": softcap}
+        with watched_loads() as loaded:
+            got = OP(**given)
+        check(given, got, rounds_cache=cache is S8 and not loaded)
         assert_same(OP(**given), got)
 
 

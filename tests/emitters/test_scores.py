@@ -1,0 +1,67 @@
+"""Windows and softcaps of attention kernels: names, arguments, and binaries without spills."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from qcut.dispatch.attention import emit_attention, emit_prompt_attention
+from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.decoder.attention.mma import AttentionMma
+from qcut.emitters.decoder.attention.prompt_mma import PromptMma
+from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma
+from qcut.emitters.decoder.attention.scores import FORMS, PLAIN, Scores
+from qcut.emitters.decoder.attention.simt import AttentionDecode
+from tests.support.compiled import build
+
+F16, BF16, F32, S8, U4 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.U4
+
+
+def steps(arch: str) -> Iterator[AttentionMma | AttentionDecode]:
+    for x, cache, head, queries in ((F16, F16, 128, 4), (BF16, S8, 128, 8), (F16, U4, 64, 2), (F16, F16, 256, 2)):
+        yield AttentionMma.for_shape(x, cache, head, queries, arch)
+    if arch == "sm_90a":
+        yield AttentionMma.for_shape(F16, F16, 128, 4, arch, 8)
+    for x, cache, head in ((F32, F32, 64), (F32, S8, 128)):
+        yield AttentionDecode.for_shape(x, cache, head, 2, arch)
+
+
+def prompts(arch: str) -> Iterator[PromptMma | PromptWgmma]:
+    heads: Any = ((F16, F16, 128), (BF16, S8, 128), (F16, U4, 64), (F16, F16, 256), (BF16, S8, 256))
+    for head in heads:
+        yield PromptMma.for_shape(*head, arch)
+        if arch == "sm_90a":
+            yield PromptWgmma.for_shape(*head, arch)
+
+
+def sources(arch: str, scores: Scores) -> Iterator[KernelSource]:
+    for step in steps(arch):
+        step = replace(step, scores=scores)
+        yield emit_attention(step)
+        if isinstance(step, AttentionMma):
+            yield emit_attention_append(AttentionAppend(step, True))
+    for prompt in prompts(arch):
+        yield emit_prompt_attention(replace(prompt, scores=scores))
+
+
+@pytest.mark.parametrize("scores", FORMS, ids=str)
+def test_names_and_arguments_end_with_them(scores: Scores) -> None:
+    names = [param.name for param in scores.params()]
+    assert names == ["window"] * scores.windowed + ["softcap"] * scores.capped
+    for source, plain in zip(sources("sm_90a", scores), sources("sm_90a", PLAIN), strict=True):
+        assert source.params == (*plain.params, *scores.params())
+        assert scores.suffix in source.name
+        assert (source.text == plain.text) == (scores == PLAIN)
+
+
+@pytest.mark.parametrize("scores", FORMS[1:], ids=lambda scores: scores.suffix)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_binaries_do_not_spill(arch: str, scores: Scores) -> None:
+    found = [*sources(arch, scores)]
+    for source, binary in zip(found, build(*found), strict=True):
+        assert binary.resources is not None
+        assert binary.resources.spill_store_bytes == binary.resources.spill_load_bytes == 0, source.name
