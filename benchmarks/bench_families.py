@@ -2,7 +2,8 @@
 
 The floor is the time in which the memory delivers a step's weights and its part of the cache once. Each model has one
 layer with random weights, quantized to codebook4 and copied, a table and a classifier in w8a16, and logits that are
-compared with transformers' on the same modules before anything is timed. Windows are shorter than the context, where a model has them.
+compared with transformers' on the same modules before anything is timed. Windows, where a model has them, are shorter
+than the context.
 
     python -m benchmarks.bench_families [--families qwen3-8b,...] [--batches 1,8]
 """

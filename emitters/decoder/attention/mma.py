@@ -159,7 +159,8 @@ class AttentionMma:
         """
         group = -(-queries // -(-queries // MAX_GROUP))
         shape = (x, cache, head, group, arch)
-        fitting = (n for n in range(MAX_TILES, 1, -1) if cls.is_legal(*shape, tiles=n, cluster=cluster, values=values))
+        most = MAX_TILES - (scores.windowed and cache in SCALED)  # a window's places take the last registers
+        fitting = (n for n in range(most, 1, -1) if cls.is_legal(*shape, tiles=n, cluster=cluster, values=values))
         return cls(*shape, tiles=next(fitting, 1), cluster=cluster, values=values, scores=scores)
 
     def shortened(self, tokens: int) -> AttentionMma:

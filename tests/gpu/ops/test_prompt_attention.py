@@ -68,8 +68,8 @@ def check(given: dict[str, Any], got: Tensor, *, rounds_cache: bool = False) -> 
 
     Weights are off by their rounding to q's type, by that of scores, whose float32 sums lose at most 2**-22 of the
     magnitudes for each product, and by 2**-18 for exponentials, logarithms and scales. float16 weights, at most 1, are
-    off by 2**-25 where they are subnormal. Softcaps are off by 2**-20 of themselves. Sums of n products lose 2**-22 n of their magnitudes. Results are rounded,
-    and ``rounds_cache`` says that keys and values are, too.
+    off by 2**-25 where they are subnormal. Softcaps are off by 2**-20 of themselves. Sums of n products lose 2**-22 n
+    of their magnitudes. Results are rounded, and ``rounds_cache`` says that keys and values are, too.
     """
     q, length, scale = given["q"], given["length"], given["scale"]
     heads, head, kv_heads = q.shape[1], q.shape[2], given["keys"].shape[1]
