@@ -23,7 +23,8 @@ of a window from the tokens before it in the same window.
 
 MODEL is any causal language model of transformers, quantized or not: a folder of Hugging Face, of qcut or of the
 turboquant-model package, or a name on the hub. The engine runs GPT-2, GPT-NeoX, Llama, Mistral, Qwen2, Qwen3, Gemma,
-Gemma 3, Phi-3, Phi-4, OLMo 2, SmolLM3 and Starcoder2; others run on transformers, which standard error then says.
+Gemma 2, Gemma 3, Phi-3, Phi-4, OLMo 2, SmolLM3 and Starcoder2; others run on transformers, which standard error then
+says.
 """
 
 FIELDS = {

@@ -87,9 +87,8 @@ class Engine:
 
     Raises:
         UnsupportedError: another architecture, which the message names; or transformers is too old.
-        ConfigError: a batch or a context below 1, a context beyond what the model was made for or beyond the window
-            that it attends to, another kind of cache, a 4-bit one that the model's heads or type do not go with, or
-            a tokenizer that is none.
+        ConfigError: a batch or a context below 1, a context beyond what the model was made for, another kind of cache,
+            a 4-bit one that the model's heads or type do not go with, or a tokenizer that is none.
         RuntimeError: torch's, where memory is short. The model's values are as they were.
 
     Exactness: the model's own arithmetic, with `torch.ops.qcut.prompt_attention` and ``append_attention`` over the
