@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,20 +159,23 @@ def run(options: argparse.Namespace) -> int:
     case, clients, new = CASES[options.case], options.clients, options.new
     context = longest + new
     tokenizer = tokenizer_of(case.vocabulary)
-    engine = qcut.Engine(
-        build(case, device, context), batch=clients, context=context, kv_cache=options.kv_cache, tokenizer=tokenizer
-    )
+    sizes = {"batch": clients, "context": context, "kv_cache": options.kv_cache, "tokenizer": tokenizer}
+    engine, shallow = (qcut.Engine(build(c, device, context), **sizes) for c in (case, replace(case, layers=1)))
     prompts = prompts_of(clients * options.rounds, case.vocabulary, shortest, longest)
     results = harness.Results("bench_server", harness.environment())
     try:
-        with qcut.Scheduler(engine, chunk=options.chunk, prefixes=0) as scheduler:
-            load(scheduler, prompts[: 2 * clients], clients, new)  # builds kernels and captures graphs
+        with serving(qcut.Scheduler(shallow, chunk=options.chunk, prefixes=0)) as port:
+            check(shallow, prompts[:clients], over_http(port, prompts[:clients], clients, new)[1])
+        scheduler = qcut.Scheduler(engine, chunk=options.chunk, prefixes=0)
+        scheduler.warm_up()
+        with scheduler:
+            load(scheduler, prompts[:clients], clients, new)
             alone, _ = load(scheduler, prompts, clients, new)
         scheduler = qcut.Scheduler(engine, chunk=options.chunk, prefixes=0)
+        scheduler.warm_up()
         with serving(scheduler) as port:
             over_http(port, prompts[:clients], clients, new)
             seconds, answers = over_http(port, prompts, clients, new)
-        check(engine, prompts, answers, new)
     except CheckError as error:
         print(f"WRONG {options.case}: {error}")
         return 1

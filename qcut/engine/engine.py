@@ -47,7 +47,7 @@ class Engine:
     them. Projections that read the same rows are one product: their weights are put side by side, and the model's
     tensors become views of them (`qcut.layers.stacking`). No weight is in memory twice, and the model and further
     engines go on working. On a GPU steps and chunks of prompts are captured as CUDA graphs at their first use: steps
-    for each power of two of sequences, chunks for sizes of a short list (`warm_up`). The 64 used last are kept; all
+    for each power of two of sequences, chunks for sizes of a short list (`warm_up`). The 128 used last are kept; all
     write their results to the same memory, bounded by the largest.
 
     Quantize, load or move the model before the engine is made; afterwards, make a new engine. Replays call no hooks of

@@ -10,7 +10,7 @@ import torch
 
 T = TypeVar("T")
 
-MAX_GRAPHS = 64
+MAX_GRAPHS = 128
 """Most graphs that an engine keeps. A graph takes memory on the host and the device, its kernels' results do not: all
 graphs write them to the same memory."""
 

@@ -244,17 +244,29 @@ class Scheduler:
     def warm_up(self) -> None:
         """Serve a request of each size once, before `run`, so that none waits for kernels and graphs of its first time.
 
-        Sizes are those of steps, by the number of sequences, and those of chunks of one prompt.
+        Sizes are those of steps, by the number of sequences, and those of chunks, by prompts and tokens.
         """
-        context, batch = self.engine.context, self.engine.batch
-        counts = {min(1 << i, batch) for i in range(batch.bit_length() + 1)}
-        lengths = sorted({size_for(n) for n in range(1, self._chunk + 1)})
-        for count, length in (*((count, 1) for count in sorted(counts)), *((1, n) for n in lengths if n <= context)):
-            self.submit_samples([0] * length, count, 2)
-            while self.turn():
-                pass
-            self._prefixes.forget()
+        batch = self.engine.batch
+        for count in sorted({min(1 << i, batch) for i in range(batch.bit_length() + 1)}):
+            self.submit_samples([0], count, 2)
+            self._answer_all()
+        for count, length in self._chunk_sizes():
+            for _ in range(count):
+                self.submit([0] * length, 2)
+            self._answer_all()
         self._done = dict.fromkeys(self._done, 0)
+
+    def _chunk_sizes(self) -> list[tuple[int, int]]:
+        """Prompts and tokens of each, one for each size of a chunk: few enough that the graphs of all are kept."""
+        counts = [1 << i for i in range(min(self._reader.batch, self._chunk, self._most_waiting).bit_length())]
+        most = {count: min(self._chunk // count, self.engine.context) for count in counts}
+        return [(n, t) for n in counts for t in sorted({min(size_for(i), most[n]) for i in range(1, most[n] + 1)})]
+
+    def _answer_all(self) -> None:
+        """Turn until nothing is left to do, and forget the prompts' beginnings."""
+        while self.turn():
+            pass
+        self._prefixes.forget()
 
     # ── turning ──────────────────────────────────────────────────────────────────────────────────
 
@@ -345,7 +357,7 @@ class Scheduler:
         # The first prompt comes first. Others beside it are read as far, since a chunk is padded to its longest.
         self._begin(0)
         most = min(self._chunk, len(reading[0].ids) - reading[0].read)
-        chosen = reading[: max(1, self._chunk // most)]
+        chosen = reading[: _power_of_two(min(len(reading), max(1, self._chunk // most)))]
         for row in range(1, len(chosen)):
             self._begin(row)
         pieces = [prompt.ids[prompt.read : prompt.read + most] for prompt in chosen]
@@ -498,3 +510,8 @@ def _is_text(prompt: object) -> bool:
     """Whether a prompt is text or a chat, as an engine takes them; else it is a row of ids."""
     is_chat = isinstance(prompt, list | tuple) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     return is_chat or isinstance(prompt, str | Mapping)
+
+
+def _power_of_two(limit: int) -> int:
+    """The largest up to ``limit``, which is at least 1."""
+    return 1 << (limit.bit_length() - 1)

@@ -12,6 +12,7 @@ from qcut.cuda import plans
 from qcut.engine import graphs
 from qcut.engine.engine import Engine
 from qcut.engine.graphs import Graphs
+from qcut.engine.scheduler import Scheduler
 from qcut.numerics.sampling import Sampling
 from tests.support.decoders import VOCABULARY, prompts_of, small
 
@@ -107,3 +108,31 @@ def test_an_engine_of_graphs_gives_what_one_of_launches_gives(kv_cache: Any, cap
     plans.forget_plans()
     replayed.decode([4])  # steps alone, too
     assert replayed._graphs.count == 1
+
+
+@pytest.mark.parametrize(("batch", "chunk", "most_waiting"), [(5, 48, 64), (8, 100, 64), (8, 16, 3), (1, 1, 1)])
+def test_nothing_is_captured_once_a_scheduler_is_warm(
+    batch: int, chunk: int, most_waiting: int, captured: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(small("llama"), batch=batch)
+    engine._graphs = Graphs(torch.device("cpu"))
+    beside = engine.beside
+
+    def with_graphs(batch: int) -> Engine:
+        other = beside(batch)
+        other._graphs = Graphs(torch.device("cpu"))
+        return other
+
+    monkeypatch.setattr(engine, "beside", with_graphs)
+    scheduler = Scheduler(engine, chunk=chunk, most_waiting=most_waiting)
+    scheduler.warm_up()
+    count = len(captured)
+    assert count == engine._graphs.count + scheduler._reader._graphs.count  # type: ignore[union-attr]
+    for turn in range(12):
+        for prompt in prompts_of(
+            VOCABULARY, *(1 + (7 * turn + 11 * i) % 60 for i in range(min(most_waiting, turn + 1)))
+        ):
+            scheduler.submit(prompt, 1 + turn % 4)
+        while scheduler.turn():
+            pass
+    assert len(captured) == count
