@@ -22,7 +22,7 @@ from benchmarks.bench_model import PEERS_GB
 from benchmarks.bench_prompt_attention import NAMES as PROMPT_NAMES
 from benchmarks.codebook_quality import VARIANTS, is_refined, kind_of
 from benchmarks.harness import CEILINGS, ROOT, geomean
-from benchmarks.reporting import serving
+from benchmarks.reporting import engines, serving
 from benchmarks.reporting.markdown import MISSING, figures, markdown, us
 from benchmarks.reporting.rows import Row, Rows, missing, shape_of
 from benchmarks.scaling import pages as scale
@@ -32,8 +32,10 @@ from qcut.engine.kv_cache import KV_DTYPES
 DOCS = ROOT / "docs"
 PAGES = (
     ROOT / "README.md",
+    DOCS / "batching.md",
     DOCS / "performance.md",
     DOCS / "scale.md",
+    DOCS / "server.md",
     DOCS / "serving.md",
     DOCS / "transformers.md",
     DOCS / "kernel-notes" / "portable.md",
@@ -579,6 +581,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "quantizing": quantizing,
     "loading": loading,
     "zero points": zero_points,
+    **engines.TABLES,
     **serving.TABLES,
     **scale.TABLES,
 }

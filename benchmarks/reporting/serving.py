@@ -13,7 +13,9 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "norms, activations, the rest": ("triton_",),
     "attention and its cache": ("attention", "reduce_segments", "reshape_and_cache"),
     "quantizing or rotating tokens": ("quantize_per", "quant_kernel", "rotate"),
-    "linear layers": ("gemm", "nvjet", "splitK", "int8_stream", "int8_cutlass", "codebook_", "machete", "marlin"),
+    "linear layers": (
+        *("gemm", "nvjet", "splitK", "int8_stream", "int8_cutlass", "codebook_", "w8a16_", "machete", "marlin"),
+    ),
 }
 """Parts of kernels' names, the first that fits."""
 HEAD = "classifier"
