@@ -244,8 +244,11 @@ class Scheduler:
     def warm_up(self) -> None:
         """Serve a request of each size once, before `run`, so that none waits for kernels and graphs of its first time.
 
-        Sizes are those of steps, by the number of sequences, and those of chunks, by prompts and tokens.
+        Sizes are those of steps, by the number of sequences, and those of chunks, by prompts and tokens. On the CPU
+        nothing is built, and nothing done.
         """
+        if not self._ahead:
+            return
         batch = self.engine.batch
         for count in sorted({min(1 << i, batch) for i in range(batch.bit_length() + 1)}):
             self.submit_samples([0], count, 2)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.concurrent_saves import KINDS, run
 
-ROUNDS = int(os.environ.get("QCUT_SAVE_ROUNDS", "6"))
+ROUNDS = int(os.environ.get("QCUT_SAVE_ROUNDS", "3"))
 """200 rounds: ``python -m tests.support.concurrent_saves``."""
 
 

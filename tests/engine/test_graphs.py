@@ -125,6 +125,7 @@ def test_nothing_is_captured_once_a_scheduler_is_warm(
 
     monkeypatch.setattr(engine, "beside", with_graphs)
     scheduler = Scheduler(engine, chunk=chunk, most_waiting=most_waiting)
+    scheduler._ahead = True  # as on a GPU
     scheduler.warm_up()
     count = len(captured)
     assert count == engine._graphs.count + scheduler._reader._graphs.count  # type: ignore[union-attr]
