@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,13 @@ def test_answers_of_several_gpus_are_counted(tmp_path: Path, monkeypatch: pytest
     assert (row["same"], row["of"], row["gap"]) == ("5", "6", "0.125")
 
 
-def test_a_process_that_fails_is_reported(tmp_path: Path) -> None:
+def test_a_process_that_fails_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no scheme w9 >&2\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
     asked = ["--parallel", str(ROOT / "models" / "gpt2-5m"), "--methods", "qcut-w9", "--out", str(tmp_path)]
-    with pytest.raises(RuntimeError, match="qcut-w9"):
+    with pytest.raises(RuntimeError, match=r"'quantization': 'qcut-w9'.*no scheme w9"):
         bench_vllm.main([*asked, *EAGER])
 
 
