@@ -20,6 +20,7 @@ BIN := .venv/bin
 READY := .venv/.qcut-ready
 DEMO_ARGS ?=
 TEST_ARGS ?=
+SERVING_ARGS ?=
 
 # Pinned: an unpinned torch downloads gigabytes. TORCH=torch==2.13.0+cpu takes the small build where pip knows of one.
 TORCH ?= torch==2.13.0
@@ -39,7 +40,7 @@ floors: $(READY)
 	@$(BIN)/python -m tests.floors
 
 serving: $(READY)
-	@$(BIN)/python -m tests.serving
+	@$(BIN)/python -m tests.serving $(SERVING_ARGS)
 
 # Few tests at a time to a worker: some build kernels for a minute, most take a blink.
 test-gpu: $(READY)

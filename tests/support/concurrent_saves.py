@@ -98,6 +98,8 @@ def run(kind: str, folder: Path, rounds: int) -> tuple[int, int]:
     try:
         while any(saver.poll() is None for saver in savers):
             found.append(load(kind, folder))
+            if found[-2:-1] == found[-1:]:  # the savers are still starting, or in the middle
+                time.sleep(0.02)
     finally:
         codes = [saver.wait() for saver in savers]
     assert codes == [0, 0]

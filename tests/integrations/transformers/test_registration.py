@@ -39,7 +39,6 @@ def run(code: str) -> str:
 @pytest.mark.parametrize(
     "imports",
     [
-        "import transformers, qcut",
         "from transformers.quantizers import auto\nimport qcut",
         "import qcut\nfrom transformers.quantizers import auto",
         THREADS,
