@@ -87,6 +87,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "NCCL_NVLS_ENABLE": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # multicast, like the line above
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # lets this process ask the model which methods its layers have
 }
 
