@@ -106,7 +106,7 @@ class TensorParallel:
 
             raise UnsupportedError(
                 f"tensor parallel of quantized layers with transformers {transformers.__version__} ({error}); "
-                "allowed: transformers>=5.19"
+                "allowed: transformers>=5.16"
             ) from error
         return cls(model, sizes["tp_size"])
 
@@ -248,7 +248,9 @@ class TensorParallel:
 
     @property
     def _mesh(self) -> Any:
-        return self._model._mesh_manager.get_mesh("tp")
+        manager = getattr(self._model, "_mesh_manager", None)
+        # Before transformers 5.19 the model has the mesh itself; `of` admits no other dimension than this one.
+        return self._model._device_mesh if manager is None else manager.get_mesh("tp")
 
     @property
     def _rank(self) -> int:

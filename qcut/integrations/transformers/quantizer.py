@@ -123,7 +123,7 @@ class QcutHfQuantizer(HfQuantizer):  # type: ignore[misc]
         if getattr(model, "_tp_size", None) is not None and parallel is None:  # asked for in an older version's way
             raise UnsupportedError(
                 f"tensor parallel of {model._tp_size} for quantized layers, without a distributed_config; allowed: "
-                f"transformers>=5.19, or {_ONE_DEVICE}"
+                f"transformers>=5.16, or {_ONE_DEVICE}"
             )
         loading.finish(model)
         self.report = loading.report

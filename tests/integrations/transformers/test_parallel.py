@@ -348,6 +348,9 @@ def test_what_cannot_be_cut_is_refused(results: Results) -> None:
             with pytest.raises(UnsupportedError, match=message):
                 _again(one["error"])
     for one in results["gpt2"]:
+        if "error" not in one:  # transformers before 5.19 leaves a model without a plan whole in every process
+            assert one["whole"] and not one["layers"]
+            continue
         assert one["error"].startswith("ValueError: `tp_size=2` was requested, but `GPT2LMHeadModel` has no `tp_plan`")
 
 
@@ -381,5 +384,5 @@ def test_an_activation_between_layer_and_sum_is_refused() -> None:
 def test_older_versions_are_refused(tmp_path: Path) -> None:
     _llama().save_pretrained(tmp_path / "llama")
     for one in run([Job("w8a8", str(tmp_path / "llama"), {"scheme": "w8a8"})], tmp_path, cpu=True):
-        with pytest.raises(UnsupportedError, match=r"tensor parallel of 2 .*; allowed: transformers>=5\.19"):
+        with pytest.raises(UnsupportedError, match=r"tensor parallel of 2 .*; allowed: transformers>=5\.16"):
             _again(one["w8a8"]["error"])
