@@ -141,14 +141,14 @@ def child(asked: dict[str, Any]) -> None:
     if asked["kernels"]:
         for batch in asked["batches"]:
             many, before = (
-                kernels_of(functools.partial(seconds, batch, asked["context"], n, 0)) for n in (1 + STEPS, 1)
+                kernels_of(llm, functools.partial(seconds, batch, asked["context"], n, 0)) for n in (1 + STEPS, 1)
             )
             for name, (count, us) in many.items():
                 less, less_us = before.get(name, (0, 0.0))
                 found = {"kernel": name, "count": (count - less) / STEPS, "us": (us - less_us) / STEPS}
                 print(json.dumps({"what": "step", "batch": batch, **found}), flush=True)
         last = functools.partial(seconds, 1, asked["prompt"], 1, ROUNDS + 2)
-        for name, (count, us) in kernels_of(last).items():
+        for name, (count, us) in kernels_of(llm, last).items():
             print(json.dumps({"what": "prompt", "batch": 1, "kernel": name, "count": count, "us": us}), flush=True)
 
 
@@ -159,17 +159,42 @@ def methods_of(model: Any) -> list[str]:
     return [type(layer.quant_method).__name__ for layer in model.modules() if isinstance(layer, LinearBase)]
 
 
-def kernels_of(work: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """How often each kernel ran, and its microseconds in all, by name; a CPU has none."""
+def kernels_of(llm: Any, work: Callable[[], object]) -> dict[str, tuple[int, float]]:
+    """How often each kernel ran, and its microseconds in all, by name, on the first GPU; a CPU has none.
+
+    Of several GPUs' kernels, those of an all-reduce include the wait for the other GPUs.
+    """
+    from benchmarks import bench_vllm
+
+    llm.collective_rpc(bench_vllm.start_profile)
+    work()
+    first, *_ = llm.collective_rpc(bench_vllm.stop_profile)
+    return {name: (count, us) for name, (count, us) in first.items()}
+
+
+_profile: Any = None
+
+
+def start_profile(worker: Any) -> None:
+    """Watch kernels in the process of one of vLLM's workers."""
+    global _profile
     import torch
 
-    if not torch.cuda.is_available():
-        return {}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        work()
-        torch.cuda.synchronize()
+    _profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    if torch.cuda.is_available():
+        _profile.start()
+
+
+def stop_profile(worker: Any) -> dict[str, tuple[int, float]]:
+    """What ran since `start_profile`."""
+    import torch
+
     found: dict[str, tuple[int, float]] = {}
-    for event in profile.key_averages():
+    if not torch.cuda.is_available():
+        return found
+    torch.cuda.synchronize()
+    _profile.stop()
+    for event in _profile.key_averages():
         name = event.key[:NAME]
         count, us = found.get(name, (0, 0.0))
         if event.self_device_time_total > 0:

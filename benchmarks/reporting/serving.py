@@ -9,9 +9,10 @@ from benchmarks.reporting.rows import Row, Rows, missing
 
 CELLS = (("step", "1"), ("step", "8"), ("step", "64"), ("prompt", "1"))
 _HEADER = ("step of 1", "of 8", "of 64", "prompt")
+ATTENTION = "attention and its cache"
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "norms, activations, the rest": ("triton_",),
-    "attention and its cache": ("attention", "reduce_segments", "reshape_and_cache"),
+    ATTENTION: ("attention", "reduce_segments", "reshape_and_cache"),
     "quantizing or rotating tokens": ("quantize_per", "quant_kernel", "rotate"),
     "linear layers": (
         *("gemm", "nvjet", "splitK", "int8_stream", "int8_cutlass", "codebook_", "w8a16_", "machete", "marlin"),
@@ -43,6 +44,22 @@ def serving(rows: Rows) -> str:
     return markdown(["ms", *_HEADER, "tokens/s of 64"], lines)
 
 
+def serving_split(rows: Rows) -> str:
+    """Milliseconds on one GPU and on two, by shape and method."""
+    found: dict[tuple[str, str], dict[str, dict[tuple[str, str], Row]]] = {}
+    for row in Rows(rows.folder / "two_h100s").of("bench_vllm"):
+        cells = found.setdefault((row["shape"], row["method"]), {}).setdefault(row["gpus"], {})
+        cells[row["what"], row["batch"]] = row
+    if not found:
+        return missing("two_h100s/bench_vllm")
+    lines = [
+        [shape, method, gpus, *(figures(float(here[c]["median_us"]) / 1000) if c in here else MISSING for c in CELLS)]
+        for (shape, method), by_gpus in found.items()
+        for gpus, here in sorted(by_gpus.items())
+    ]
+    return markdown(["model", "ms", "GPUs", *_HEADER], lines)
+
+
 def serving_kernels(rows: Rows) -> str:
     """Milliseconds of kernels by what they are for."""
     found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
@@ -67,4 +84,8 @@ def _cells(measured: list[Row]) -> dict[str, dict[tuple[str, str], Row]]:
     return found
 
 
-TABLES: Mapping[str, Callable[[Rows], str]] = {"serving": serving, "serving kernels": serving_kernels}
+TABLES: Mapping[str, Callable[[Rows], str]] = {
+    "serving": serving,
+    "serving split": serving_split,
+    "serving kernels": serving_kernels,
+}

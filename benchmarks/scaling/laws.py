@@ -207,22 +207,7 @@ class Primitives:
         Raises:
             ConfigError: there are too few rows of one of the first three.
         """
-        ceiling = CEILINGS[GPU]
-        times: dict[str, dict[int, dict[tuple[int, int], float]]] = {}
-        for row in rows.of("bench_cliff", gpu=GPU):
-            m, n, k = shape_of(row)
-            times.setdefault(row["variant"], {}).setdefault(m, {})[n, k] = float(row["median_us"])
-            times.setdefault(FLOAT, {}).setdefault(m, {})[n, k] = float(row["fp16_us"])
-        products = {
-            scheme: {
-                m: ProductLaw.fit(
-                    (Measured(n, k, us) for (n, k), us in found.items()), least_us_per_weight(scheme, m, ceiling)
-                )
-                for m, found in sorted(by_tokens.items())
-            }
-            for scheme, by_tokens in times.items()
-            if scheme in SCHEMES
-        }
+        products = product_laws(rows, GPU)
         if missing := [scheme for scheme in SCHEMES if scheme not in products]:
             raise ConfigError(f"bench_cliff.csv has no rows of {', '.join(missing)} on an {GPU}")
         attention: dict[str, dict[int, Curve]] = {}
@@ -237,11 +222,7 @@ class Primitives:
             (prompt_ops(*(int(row[c]) for c in ("batch", "tokens", "heads", "head"))), float(row["median_us"]))
             for row in rows.of("bench_prompt_attention", gpu=GPU, variant="qcut", head="128")
         )
-        exchanged: dict[int, list[tuple[float, float]]] = {}
-        for row in rows.of("bench_allreduce", gpu=GPU, variant="graph"):
-            exchanged.setdefault(int(row["gpus"]), []).append((float(row["bytes"]), float(row["median_us"])))
-        all_reduce = {gpus: Curve.of(points) for gpus, points in exchanged.items()}
-        return cls(products, attention, Curve.of(prompts), all_reduce, ceiling)
+        return cls(products, attention, Curve.of(prompts), all_reduce_curves(rows))
 
     def product_us(self, scheme: str, m: int, n: int, k: int) -> float:
         """Microseconds of a layer ``[M, K] x [N, K]^T``, quantization of its input included.
@@ -286,6 +267,36 @@ class Primitives:
     def assumed(self, gpus: int) -> bool:
         """Whether all-reduces over so many GPUs are assumed."""
         return gpus > 1 and gpus not in self.all_reduce
+
+
+def product_laws(rows: Rows, gpu: str) -> dict[str, dict[int, ProductLaw]]:
+    """Scheme → tokens → the law of the products that `bench_cliff.py` measured on a GPU."""
+    times: dict[str, dict[int, dict[tuple[int, int], float]]] = {}
+    for row in rows.of("bench_cliff", gpu=gpu):
+        m, n, k = shape_of(row)
+        times.setdefault(row["variant"], {}).setdefault(m, {})[n, k] = float(row["median_us"])
+        times.setdefault(FLOAT, {}).setdefault(m, {})[n, k] = float(row["fp16_us"])
+
+    def law(scheme: str, m: int, found: Mapping[tuple[int, int], float]) -> ProductLaw:
+        measured = (Measured(n, k, us) for (n, k), us in found.items())
+        return ProductLaw.fit(measured, least_us_per_weight(scheme, m, CEILINGS[gpu]))
+
+    return {
+        scheme: {m: law(scheme, m, found) for m, found in sorted(by_tokens.items())}
+        for scheme, by_tokens in times.items()
+        if scheme in SCHEMES
+    }
+
+
+def all_reduce_curves(rows: Rows) -> dict[int, Curve]:
+    """GPUs → microseconds of an all-reduce in a CUDA graph by bytes, on whatever GPUs it was measured.
+
+    An H100 and an H200 have the same links and multiprocessors; their memories differ.
+    """
+    found: dict[int, list[tuple[float, float]]] = {}
+    for row in rows.of("bench_allreduce", variant="graph"):
+        found.setdefault(int(row["gpus"]), []).append((float(row["bytes"]), float(row["median_us"])))
+    return {gpus: Curve.of(points) for gpus, points in found.items()}
 
 
 def cache_row_bytes(cache: str, head: int) -> int:

@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import plots
+from benchmarks.bench_vllm import PROMPT
 from benchmarks.harness import percentile
 from benchmarks.reporting.markdown import MISSING, figures, markdown
-from benchmarks.reporting.rows import Rows, provenance
+from benchmarks.reporting.rows import Rows, missing, provenance
+from benchmarks.scaling import split
 from benchmarks.scaling.check import LIMIT, PROMPT_ROWS, STEP_ROW, Check, calibrated, checks, worst
 from benchmarks.scaling.laws import ASSUMED_ACROSS_HOSTS, ASSUMED_IN_HOST, FLOAT, SCHEMES, Primitives, weight_bytes
 from benchmarks.scaling.model import (
@@ -214,15 +216,39 @@ def check(rows: Rows) -> str:
     parts = [table]
     for title, name, is_step in CHECKED:
         parts.append(_summary(title, [c for c in found if name in c.case and c.what.startswith("decode") == is_step]))
-    if all(one.gpus == 1 for one in found):
-        parts.append(
-            "**No prediction for more than one GPU is checked**: no row of a step on several GPUs exists, and the "
-            "engine has no tensor parallelism yet."
-        )
     return "\n\n".join(parts)
 
 
-def _off(one: Check) -> str:
+def split_check(rows: Rows) -> str:
+    """Times inside vLLM on two GPUs, and of a larger model, beside the prediction from one GPU's."""
+    found = split.predictions(rows.folder)
+    if not found:
+        return missing("bench_vllm")
+    lines = [
+        [
+            one.shape,
+            one.method,
+            f"{one.what} of {one.batch if one.what == 'step' else PROMPT}",
+            str(one.gpus),
+            *(figures(us / 1e3) for us in (one.measured_us, one.predicted_us)),
+            _off(one) if abs(one.off) <= LIMIT else f"**{_off(one)}**",
+        ]
+        for one in found
+    ]
+    table = markdown(["model", "method", "what", "GPUs", "measured, ms", "predicted, ms", "off"], lines)
+    sums = (
+        f"{title}: {sum(abs(one.off) <= LIMIT for one in part)} of {len(part)} within {100 * LIMIT:.0f} %."
+        for title, part in (
+            ("Steps", [one for one in found if one.what == "step"]),
+            ("Prompts", [one for one in found if one.what == "prompt"]),
+        )
+    )
+    folder = Rows(rows.folder / split.FOLDER)
+    sources = (provenance(f"{split.FOLDER}/{bench}", folder.of(bench)) for bench in ("bench_vllm", "bench_cliff"))
+    return "\n\n".join([table, " ".join(sums), " ".join(sources)])
+
+
+def _off(one: Check | split.Served) -> str:
     return f"{100 * one.off:+.1f} %"
 
 
@@ -277,7 +303,7 @@ def links(rows: Rows) -> str:
     )
     which = f"All-reduces over {', '.join(assumed)} GPUs are assumed, since `bench_allreduce.csv` has no rows of them."
     return "\n\n".join(
-        [table, law, *([which] if assumed else [provenance("bench_allreduce", rows.of("bench_allreduce"))])]
+        [table, law, *([which] if assumed else []), provenance("bench_allreduce", rows.of("bench_allreduce"))]
     )
 
 
@@ -304,6 +330,7 @@ TABLES: Mapping[str, Callable[[Rows], str]] = {
     "scale memory": memory,
     "scale crossings": crossings,
     "scale check": check,
+    "scale split": split_check,
     "scale taken": taken,
     "scale products": products,
     "scale links": links,

@@ -16,7 +16,7 @@ import pytest
 from benchmarks import scale, tables
 from benchmarks.bench_engine import CASES, NEW, PROMPT
 from benchmarks.reporting.rows import Rows
-from benchmarks.scaling import check, pages
+from benchmarks.scaling import check, pages, split
 from benchmarks.scaling.laws import (
     ASSUMED_IN_HOST,
     GPU,
@@ -336,7 +336,6 @@ def test_steps_of_several_gpus_are_checked_once_there_are_rows(edited: Callable[
     links = pages.links(rows)
     assert "| 5.00 | 8.86 assumed | 13.3 assumed |" in links
     assert "All-reduces over 4, 8 GPUs are assumed" in links
-    assert "No prediction for more than one GPU is checked" in pages.check(rows)
     expected = step(primitives, Shape.of(case, CASES[case]), scheme, 8, PROMPT + NEW // 2, Layout(2)).us
 
     def parallel(rows: list[dict[str, str]]) -> list[dict[str, str]]:
@@ -406,17 +405,52 @@ def test_the_plot_shows_the_predictions_of_the_rows(tmp_path: Path) -> None:
 
 
 def test_the_script_predicts_a_case(capsys: pytest.CaptureFixture[str], known: Primitives) -> None:
-    given = ["--model", "8B", "--scheme", "w8a8", "--gpus", "2", "--sequences", "8", "--context", "512"]
+    given = ["--model", "8B", "--scheme", "w8a8", "--gpus", "4", "--sequences", "8", "--context", "512"]
     assert scale.main(given) == 0
     lines = capsys.readouterr().out.splitlines()
-    cells = [line.split() for line in lines[1:3]]
-    expected = {str(one.layout.tp): one for one in served(known, EIGHT, "w8a8", 8, 512, 2)}
-    assert {row[1] for row in cells} == set(expected) == {"1", "2"}
+    cells = [line.split() for line in lines[1:4]]
+    expected = {str(one.layout.tp): one for one in served(known, EIGHT, "w8a8", 8, 512, 4)}
+    assert {row[1] for row in cells} == set(expected) == {"1", "2", "4"}
     for row in cells:
         assert float(row[3]) == pytest.approx(expected[row[1]].time.us / 1e3, rel=5e-3)
-    assert lines[-1] == "All-reduces over 2 GPUs are assumed."
+    assert lines[-1] == "All-reduces over 4 GPUs are assumed."
     assert scale.main(["--model", "405B", "--scheme", "fp16", "--gpus", "4"]) == 1
     assert "4 GPUs lack memory for 64 sequences" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         scale.main(["--gpus", "65"])
     assert "--gpus 65: 1 or more, and at most 64 GPUs" in capsys.readouterr().err
+
+
+# ── vLLM on several GPUs ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def terms() -> split.Terms:
+    """One token's product takes launch and N · K / 4e6 µs; attention 320 µs a step; a sum 5 µs."""
+    laws = {1: ProductLaw(2.0, 1 / 4e6, 0.0)}
+    return split.Terms(
+        dict.fromkeys(("fp16", "w8a8"), laws), {("step", 1): 320.0}, {2: Curve(((1.0, 5.0), (2.0, 5.0)))}
+    )
+
+
+def test_known_terms_are_cut_over_gpus(terms: split.Terms) -> None:
+    shape = split.shape_of("llama-3-8b")
+    weights, head = sum(n * k for n, k in shape.products()), shape.vocabulary * shape.hidden
+    one = 32 * (8 + weights / 4e6) + 320 + 2 + head / 4e6
+    two = 32 * (8 + weights / 8e6 + 2 * 5) + 160 + 2 + head / 8e6
+    assert terms.known_us(shape, "w8a8", "step", 1, 1) == pytest.approx(one)
+    assert terms.known_us(shape, "w8a8", "step", 1, 2) == pytest.approx(two)
+    larger = split.shape_of("llama-3-70b")  # as many heads of keys, more layers
+    without = replace(terms, attention_us={("step", 1): 0.0})
+    attention = terms.known_us(larger, "fp16", "step", 1, 1) - without.known_us(larger, "fp16", "step", 1, 1)
+    assert attention == pytest.approx(320 * 80 / 32)
+
+
+def test_times_inside_vllm_are_predicted_from_those_on_one_gpu() -> None:
+    found = split.predictions(tables.RESULTS)
+    assert {(one.shape, one.gpus) for one in found} >= {("llama-3-8b", 2), ("llama-3-70b", 1)}
+    assert all(one.gpus > 1 or one.shape != split.BASE for one in found)
+    steps = [one for one in found if one.what == "step"]
+    assert steps
+    assert all(abs(one.off) <= check.LIMIT for one in steps)
+    assert split.predictions(Path("nowhere")) == []
