@@ -307,7 +307,7 @@ def hand_over(key: native.Key, plans: Sequence[LaunchPlan], k_padded: int = 0) -
         plans: launches of a call, in order, one or two.
         k_padded: columns of prepared tokens, of a rotation those of a pass.
     """
-    launches = [plan.for_native() for plan in plans]
-    if None not in launches and (library := native.library(await_job)) is not None:
+    launches = [launch for plan in plans if (launch := plan.for_native()) is not None]
+    if len(launches) == len(plans) and (library := native.library(await_job)) is not None:
         in_order = (native.Launch * 2)(*launches)
         library.insert(key, native.Plan(in_order, len(plans), plans[-1].row_multiple, k_padded))
