@@ -36,7 +36,7 @@ SCHEMES = (
     *("codebook4", "codebook3", "codebook2_rows", "codebook4+4", "codebook3+3_g64", "codebook4+2", "codebook4_g32"),
     *("codebook4_pairs", "codebook3_qr", "codebook4+4_g48_qr", "codebook4_none", "int4_g32", "shifted"),
     *("codebook4_int8", "codebook4_rows_int8", "codebook4+4_int8", "codebook4+3_int8", "codebook4_pairs_int8"),
-    *("codebook2_qr_int8", "codebook4_none_int8"),
+    *("codebook2_qr_int8", "codebook4_none_int8", "codebook4_rows_qr", "codebook4_rows_qr_int8"),
 )
 ROWS = (1, 2, 8, 33, 65, 300, 2048)
 WRITTEN = {"x": "y", "row_scale": "scale", "residual": "d"}
