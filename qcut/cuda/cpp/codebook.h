@@ -19,6 +19,15 @@ constexpr std::int64_t kTokenRows = 8, kTokenBytes = 128;  // of a block of toke
 
 constexpr std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
+// Whether tensors are as kernels of a rotation read them: signs, or a matrix for each group of columns.
+inline bool are_operands(at::Tensor const& operands, std::string const& kind, at::Tensor const& x, std::int64_t group,
+                         std::int64_t passes, std::int64_t k_padded) {
+  if (kind == "hadamard") return is_dense(operands, at::kInt, x.device(), {passes, k_padded / 32});
+  at::ScalarType const type = x.scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kHalf;
+  std::int64_t const side = ceil_div(group, 16) * 16;
+  return is_dense(operands, type, x.device(), {passes, ceil_div(x.size(1), group), side, side});
+}
+
 // Of ``x, operands, kind, group_size, seeds, out_dtype, constants``.
 constexpr std::size_t kRotateArguments = 7;
 
@@ -42,13 +51,8 @@ inline std::array<at::Tensor, 2> rotate_tokens(c10::IValue const* args) {
   Plan plan;
   if (!find_plan(key, kind, plan)) return {};
 
-  std::int64_t const full = std::min(group_size, k), side = ceil_div(full, 16) * 16;
-  at::ScalarType const matrices = x.scalar_type() == at::kBFloat16 ? at::kBFloat16 : at::kHalf;
   bool const turns = kind != "none";
-  if (kind == "hadamard" ? !is_dense(operands, at::kInt, device, {passes, plan.k_padded / 32})
-                         : turns && !is_dense(operands, matrices, device, {passes, ceil_div(k, full), side, side})) {
-    return {};
-  }
+  if (turns && !are_operands(operands, kind, x, std::min(group_size, k), passes, plan.k_padded)) return {};
   std::int64_t const width = passes * plan.k_padded;
   if (width > kMaxInt) return {};
   void* stream = nullptr;
@@ -56,8 +60,9 @@ inline std::array<at::Tensor, 2> rotate_tokens(c10::IValue const* args) {
 
   bool const quantizes = out == at::kChar;
   std::int64_t const columns = kTokenBytes / static_cast<std::int64_t>(c10::elementSize(out));
-  at::Tensor blocks = at::empty({width / columns, ceil_div(m, kTokenRows), kTokenRows, columns}, x.options().dtype(out));
-  at::Tensor scale = at::empty({quantizes ? m : 0}, x.options().dtype(at::kFloat));
+  auto const options = x.options();
+  at::Tensor blocks = at::empty({width / columns, ceil_div(m, kTokenRows), kTokenRows, columns}, options.dtype(out));
+  at::Tensor scale = at::empty({quantizes ? m : 0}, options.dtype(at::kFloat));
   void* const y = blocks.mutable_data_ptr();
   void const* const y_scale = quantizes ? scale.mutable_data_ptr() : nullptr;
   void const* const turn = turns ? operands.const_data_ptr() : nullptr;
@@ -77,9 +82,8 @@ inline std::array<at::Tensor, 2> rotate_tokens(c10::IValue const* args) {
   return {std::move(blocks), std::move(scale)};
 }
 
-// Of ``x, row_scale, m`` and ``x, operands, group_size, seeds``, each with those of a weight behind them: ``units, norms,
-// fold, col_scale, book, bias, bits, activation, residual, out_dtype, constants``; a product of blocks ends in
-// ``row_norm``.
+// Of ``x, row_scale, m`` or ``x, operands, group_size, seeds``, with those of a weight behind them: ``units, norms, fold,
+// col_scale, book, bias, bits, activation, residual, out_dtype, constants``; a product of blocks ends in ``row_norm``.
 template <Op op>
 constexpr std::size_t kWeight = op == kGemm ? 3 : 4;
 constexpr std::size_t kProductArguments = 15;
@@ -97,8 +101,8 @@ inline bool is_token(at::Tensor const& x, at::Tensor const& operands, std::int64
                      std::int64_t units, std::int64_t slots) {
   if (x.dim() != 2 || x.size(0) != 1 || x.size(1) < 1 || passes < 1) return false;
   std::int64_t const k = x.size(1), group = std::min(group_size, k), pass = ceil_div(k, kUnitColumns);
-  return k <= kMaxInt && (group == 32 || group == 64 || group == 128) && k % group == 0 && slots * group == kUnitColumns &&
-         passes * pass == units && is_dense(x, x.scalar_type(), x.device(), {1, k}) &&
+  return k <= kMaxInt && (group == 32 || group == 64 || group == 128) && k % group == 0 &&
+         slots * group == kUnitColumns && passes * pass == units && is_dense(x, x.scalar_type(), x.device(), {1, k}) &&
          is_dense(operands, at::kInt, x.device(), {passes, pass * (kUnitColumns / 32)});
 }
 

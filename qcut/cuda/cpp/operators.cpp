@@ -1,7 +1,7 @@
 // The hot path of qcut's linear operators: find what Python planned for a call, allocate, pack, launch.
 //
 // Anything out of the ordinary, errors included, is left to Python's kernel of the same operator, which is the next one
-// in the dispatcher's order. qcut/cuda/native.py compiles this file, with the headers beside it, against torch's headers.
+// in the dispatcher's order. qcut/cuda/native.py compiles this file with the headers beside it and with torch's.
 
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
