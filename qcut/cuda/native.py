@@ -29,6 +29,7 @@ from qcut.process.locks import Lock, once
 
 SOURCE = Path(__file__).parent / "cpp" / "operators.cpp"
 LINEAR_OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear", "int16x8_linear")
+"""The operators of int8 layers."""
 OPS = (*LINEAR_OPS, "rotate_tokens", "codebook_gemm", "codebook_gemv")
 """The operators, in the order of ``Op`` in ``launch.h``."""
 FLAGS = ("aligned", "constants", "bias", "residual", "row_norm", "offsets", "pairs", "fold")
