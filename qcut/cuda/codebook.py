@@ -334,7 +334,7 @@ class CodebookLayer:
 
     @property
     def calls_native(self) -> bool:
-        """Whether C++ serves calls: all of them."""
+        """Whether C++ serves calls: all, but for one token whose columns no kernel holds."""
         return True
 
 

@@ -346,7 +346,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         return self._as_result(apply_activation(cast(Tensor, total), self.activation).to(dtype), x)
 
     def _as_result(self, y: Tensor, x: Tensor) -> Tensor:
-        """``[..., N]`` of y ``[M, N]``; a view costs the host a microsecond."""
+        """``[..., N]`` of y ``[M, N]``; even a view that changes nothing takes time."""
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def _books(self) -> list[Books]:

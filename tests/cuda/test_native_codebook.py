@@ -160,6 +160,14 @@ def test_a_host_launcher_serves_prompts_of_one_norm_a_row(setting: Setting) -> N
     assert hosted is (codebook_cuda.target(0) is H200)
 
 
+def test_grids_end_at_the_multiprocessors(setting: Setting) -> None:
+    linear, gpu = layer("codebook4_int8", 256, 4096), codebook_cuda.target(0)
+    same_calls(setting, linear, torch.randn(2048, 256).half())
+    grid = setting.driver.records[-1].grid
+    assert grid is not None
+    assert (grid[0] == gpu.sm_count) is (gpu is H200), "tiles are more"
+
+
 def test_more_dimensions_and_strided_rows(setting: Setting) -> None:
     linear, wide = layer("codebook4_int8"), torch.randn(34, 336).half()
     for x in (torch.randn(2, 3, 320).half(), wide[:, :320], wide[::2, 16:], wide[:, 1:321], wide[5:6, 3:323]):

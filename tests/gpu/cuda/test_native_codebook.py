@@ -93,7 +93,7 @@ def test_other_types_and_epilogues(library: _native.Library, scheme: str) -> Non
 
 
 @pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8"])
-@pytest.mark.parametrize(("k", "n"), [(320, 33), (4096, 4096), (14336, 1288)])
+@pytest.mark.parametrize(("k", "n"), [(320, 33), (4096, 4096), (6144, 1288)])
 def test_sizes_of_models_and_odd_ones(library: _native.Library, scheme: str, k: int, n: int) -> None:
     gpu = layer(scheme, k, n).to(DEVICE)
     for m in (1, 17, 700):
