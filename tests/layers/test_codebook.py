@@ -81,8 +81,8 @@ def test_forward_is_the_dequantized_weight(scheme):
         got = layer(x)
         assert (got.shape, got.dtype) == ((2, 3, 77), torch.float32)
         assert (got - want).abs().max() <= 1e-5 * want.abs().max()
-        # A weight is a float32 sum of a group's products, in any order. By Cauchy and Schwarz their magnitudes add up to
-        # no more than norm * largest value; a matrix's entries, values, root and norm add a rounding each.
+        # A weight is a float32 sum of a group's products, in any order. By Cauchy and Schwarz their magnitudes add up
+        # to no more than norm * largest value; a matrix's entries, values, root and norm add a rounding each.
         sizes = sum(float(q.norms.abs().max()) * float(q.values.abs().max()) for q in layer.passes)
         terms = min(layer.group_size, 320)
         assert (layer.dequantized_weight() - weight).abs().max() <= (terms + 4) * 2**-24 * sizes
