@@ -271,5 +271,6 @@ def _attention_forms(
     with suppress(EmitError):
         kernel = AttentionMma.for_shape(x, cache, head, queries, target.arch, cluster, values)
         yield emit_attention(kernel)
-        for rotary in _BOOLS:
-            yield emit_attention_append(AttentionAppend(kernel, rotary))
+        for rotary, norms in product(_BOOLS, _BOOLS):
+            if not norms or closed.has_head_norms(head, rotary, target):
+                yield emit_attention_append(AttentionAppend(kernel, rotary, norms))

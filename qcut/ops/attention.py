@@ -220,7 +220,8 @@ class DecodeAttention(NamedTuple):
 class AppendAttention(NamedTuple):
     """One step of attention: `AppendKv` of one new token of each sequence, then `DecodeAttention` of its query.
 
-    The rotated queries are not written back.
+    With weights of norms, heads of queries and of keys are RMS-normalized first, each by itself: `AddNorm` without a
+    residual, a head a row. Queries are not written back.
 
     Args:
         q: float16, bfloat16 or float32 ``[B, heads, head]``, heads side by side, B to 65,535.
@@ -245,16 +246,20 @@ class AppendAttention(NamedTuple):
         guide: as in `AppendKv`.
         window: as in `DecodeAttention`.
         softcap: as in `DecodeAttention`.
+        query_norm: weight ``[head]`` of the norm of queries, of q's type; None: no heads are normalized.
+        key_norm: as ``query_norm``, of keys.
+        eps: of both norms.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
-        ConfigError: cosines without sines, scales that do not go with the cache's type, a negative window or softcap.
+        ConfigError: cosines without sines, one norm without the other, scales that do not go with the cache's type, a
+            negative window or softcap.
         RangeError: a place or position out of range, on the CPU.
 
-    Exactness: bitwise the two operators one after the other, on the same device.
+    Exactness: bitwise the operators one after the other, on the same device.
     """
 
     q: Tensor
@@ -274,6 +279,9 @@ class AppendAttention(NamedTuple):
     guide: Tensor | None = None
     window: int = 0
     softcap: float = 0.0
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    eps: float = 0.0
 
     @property
     def tokens(self) -> Tokens:
@@ -286,12 +294,27 @@ class AppendAttention(NamedTuple):
         return Cache(*self[7:11])
 
     @property
+    def norms(self) -> tuple[Tensor, ...]:
+        """Weights of the norms of queries and of keys where these are normalized."""
+        return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+
+    @property
+    def normed(self) -> AppendAttention:
+        """The same step of heads that `AddNorm` has normalized."""
+        q, k = (
+            torch.ops.qcut.add_norm(x.reshape(-1, x.shape[2]), None, weight, None, False, self.eps)[1].view(x.shape)
+            for x, weight in zip((self.q, self.k), self.norms, strict=True)
+        )
+        return self._replace(q=q, k=k, query_norm=None, key_norm=None)
+
+    @property
     def parts(self) -> tuple[AppendKv, DecodeAttention]:
         """The two operators that compute the same, on a copy of the queries where these are rotated or turned."""
         tokens, cache = self.tokens, self.cache
         if tokens.rotary or cache.has_turned_keys:
             tokens = tokens._replace(q=tokens.q.clone())
-        attention = DecodeAttention(tokens.q, *cache, tokens.positions, self.scale, self.counters, *self[-2:])
+        scores = self.scale, self.counters, self.window, self.softcap
+        attention = DecodeAttention(tokens.q, *cache, tokens.positions, *scores)
         return AppendKv(*tokens, *cache, guide=self.guide), attention
 
     def check(self) -> None:
@@ -301,12 +324,16 @@ class AppendAttention(NamedTuple):
         check_absmax(op, "absmax", self.absmax, self.q)
         _check_guide(op, self.guide, self.k, self.cache)
         check_scores(op, self.window, self.softcap)
+        if (self.query_norm is None) != (self.key_norm is None):
+            raise ConfigError(f"qcut::{op}: norms of queries and of keys go together")
+        for name, weight in zip(("query_norm", "key_norm"), self.norms, strict=False):
+            check_tensor(op, name, weight, (self.q.dtype,), self.q.shape[2:], self.q.device)
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)
 
     def cpu(self) -> Tensor:
-        append, attention = self.parts
+        append, attention = (self.normed if self.norms else self).parts
         check_indices("qcut::append_attention", "positions", self.positions, self.keys.shape[2])
         append.cpu()
         y = attention.cpu()
