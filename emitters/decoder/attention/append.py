@@ -78,17 +78,13 @@ class AttentionAppend:
     @property
     def template(self) -> str:
         """Arguments of the device code's template."""
-        scores = self.attention.scores
-        options = f", {flag(scores.windowed)}, {flag(scores.capped)}, true" if self.norms else scores.template
+        options = self.attention.scores.template(*(True,) * self.norms)
         return f"{self.attention.template}, {flag(self.rotary)}{options}"
 
     @property
     def options(self) -> str:
         """Arguments of a call that follow those of all kernels."""
-        scores = self.attention.scores
-        if not self.norms:
-            return scores.arguments
-        return f"{scores.arguments or ', 0, 0.0f'}, query_norm, key_norm, eps"
+        return self.attention.scores.arguments(*("query_norm", "key_norm", "eps") * self.norms)
 
 
 def emit_attention_append(desc: AttentionAppend) -> KernelSource:

@@ -16,9 +16,9 @@ namespace qcut {
 // AttentionAppend in emitters/decoder/attention/append.py describes the sizes. With kNormed, queries and keys are
 // RMS-normalized head by head before they are rotated.
 template <class T, class C, class V, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary,
-          bool kWindowed = false, bool kCapped = false, bool kNormed = false>
+          bool kWindowed = false, bool kCapped = false, bool kRing = false, bool kNormed = false>
 struct AppendAttention {
-  using Attention = TensorAttention<T, C, V, kHead, kGroup, kWarps, kTiles, kCluster, kWindowed, kCapped>;
+  using Attention = TensorAttention<T, C, V, kHead, kGroup, kWarps, kTiles, kCluster, kWindowed, kCapped, kRing>;
   using Merge = typename Attention::Merge;
   using Tile = typename Attention::Tile;
   using Rows = typename Attention::Rows;
@@ -146,8 +146,8 @@ struct AppendAttention {
                                              float* workspace, unsigned* counters, float* absmax, long long q_stride,
                                              long long kv_stride, long long batch_stride, int kv_heads, int queries,
                                              int context, float scale, int window = 0, float softcap = 0.0f,
-                                             const T* query_weight = nullptr, const T* key_weight = nullptr,
-                                             float eps = 0.0f) {
+                                             int ring = 0, const T* query_weight = nullptr,
+                                             const T* key_weight = nullptr, float eps = 0.0f) {
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
@@ -157,11 +157,15 @@ struct AppendAttention {
     Rows rows = place.rows(keys, values, key_scales, value_scales, batch_stride, context);
     wait_for_dependencies();
 
-    const int position = min(max(positions[place.batch], 0), context - 1), slot = slots[place.batch];
+    const int position = min(max(positions[place.batch], 0), (kRing ? ring : context) - 1), slot = slots[place.batch];
     rows.length = position + 1;
     // Places, the slot's too, are counted from the first that is seen: before it, a slot is below 0.
     const int first = kWindowed ? first_seen(rows.length, window) : 0;
-    if constexpr (kWindowed) rows.skip(first);
+    if constexpr (kRing) {
+      rows.skip_places(first, context);
+    } else if constexpr (kWindowed) {
+      rows.skip(first);
+    }
     // The small loads are issued before the large ones, and used while the large ones are in flight.
     Stored token[kItems], cosines{}, sines{};
     const long long at = place.batch * kv_stride + static_cast<long long>(place.kv) * kHead;
@@ -182,8 +186,12 @@ struct AppendAttention {
     int tile[kTiles];
     Attention::fetch(tiles, tile, rows, part + parts * warp, parts * kWarps, g, t);
 
-    const int own_slot = kWindowed ? max(slot, -1) - first : slot;
-    bool has_slot = slot >= 0 && slot < context;
+    int own_slot = kWindowed ? max(slot, -1) - first : slot, row = own_slot;
+    if constexpr (kRing) {
+      own_slot = (own_slot % context + context) % context;  // the place that is seen in the slot's row
+      row = rows.row(own_slot);
+    }
+    bool has_slot = slot >= 0 && slot < (kRing ? ring : context);
     if constexpr (kWindowed) {
       has_slot = has_slot && max(own_slot, 0) / 16 % parts == part;
     } else {
@@ -193,7 +201,7 @@ struct AppendAttention {
     if constexpr (Attention::kTurnedKeys) {
       if (guide != nullptr) mine_guide = static_cast<const GuideColumn*>(guide) + place.kv * (kHead + 2);
     }
-    prepare(shared, token, norms, cosines, sines, rows, mine_guide, place.mine, own_slot, has_slot, place.first == 0);
+    prepare(shared, token, norms, cosines, sines, rows, mine_guide, place.mine, row, has_slot, place.first == 0);
     __syncthreads();
     uint32_t query[Attention::kSteps][2];
     Attention::load_queries(query, shared.queries[g < place.mine ? g : 0], true, g < place.mine, t);
