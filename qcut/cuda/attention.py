@@ -72,6 +72,7 @@ def _append(call: AppendKv) -> None:
         rotary,
         many,
         aligned or turned,
+        call.ring > 0,
         device,
     )
     plan = _append_plans.get(key) or _append_plans.make(key, lambda: _plan_append(*key))
@@ -79,7 +80,7 @@ def _append(call: AppendKv) -> None:
         tables.append(tokens.positions.contiguous())
     given = [q, k, v, *tables, tokens.slots.contiguous(), cache.keys, cache.values, *cache.scales]
     strides = (q.stride(0), k.stride(0), kv_heads * context * head)
-    sizes = (queries, kv_heads, context, count, call.length)
+    sizes = (queries, kv_heads, context, count, call.length, *ring_arguments(call))
     pointers = (*(t.data_ptr() for t in given), *_guide(call))
     plan.launch(count, (*pointers, *strides, *sizes), current_stream(device))
 
@@ -109,10 +110,11 @@ def _plan_append(
     rotary: Rotary,
     many: bool,
     aligned: bool,
+    ring: bool,
     device: int,
 ) -> LaunchPlan:
-    arch = target(device).arch
-    desc = RotateAndAppend(DTYPES[dtype], DTYPES[keys], head, rotary, arch, many, aligned, values_beside(keys, values))
+    types, beside = (DTYPES[dtype], DTYPES[keys]), values_beside(keys, values)
+    desc = RotateAndAppend(*types, head, rotary, target(device).arch, many, aligned, beside, ring)
     source = emit_append(desc)
     return LaunchSpec(source, lambda m: desc.grid(m, queries, kv_heads), pdl=pdl(device)).load(device)
 
@@ -126,16 +128,21 @@ def values_beside(keys: torch.dtype, values: torch.dtype) -> DType | None:
 
 
 def seen_through(call: DecodeAttention | AppendAttention | PromptAttention) -> int:
-    """The window where it leaves a part of the cache, else 0: kernels without windows serve wider ones."""
-    return call.window if call.window < call.keys.shape[2] else 0
+    """The window of a ring, or one that leaves a part of the cache, else 0: others serve wider ones."""
+    return call.window if call.ring or call.window < call.keys.shape[2] else 0
+
+
+def ring_arguments(call: AppendKv | DecodeAttention | AppendAttention | PromptAttention) -> tuple[int, ...]:
+    """The bound of places that kernels of rings take."""
+    return (call.ring,) if call.ring else ()
 
 
 def scores_arguments(call: DecodeAttention | AppendAttention | PromptAttention) -> tuple[int | float, ...]:
     """``scale`` of kernels of attention, and what `Scores` adds: see `qcut.emitters.decoder.attention.scores`."""
-    window = (call.window,) if seen_through(call) else ()
+    window, ring = (call.window,) if seen_through(call) else (), ring_arguments(call)
     if call.softcap:
-        return (2 * _LOG2_E * call.scale / call.softcap, *window, call.softcap * _LOG2_E)
-    return (call.scale * _LOG2_E, *window)
+        return (2 * _LOG2_E * call.scale / call.softcap, *window, call.softcap * _LOG2_E, *ring)
+    return (call.scale * _LOG2_E, *window, *ring)
 
 
 class Counters:
@@ -269,10 +276,10 @@ def _launch(
 def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionPlan:
     """The plan for the call's shape, in which batch and context too decide the kernel and its number of parts."""
     q, keys = call.q, call.keys
-    window, capped = seen_through(call), call.softcap > 0
+    window, capped, ring = seen_through(call), call.softcap > 0, call.ring > 0
     norms = isinstance(call, AppendAttention) and len(call.norms) > 0
     shapes = (q.dtype, keys.dtype, call.values.dtype, q.shape, keys.shape[1:3])
-    key = (form, *shapes, window, capped, norms, q.get_device())
+    key = (form, *shapes, window, capped, ring, norms, q.get_device())
     return _attention_plans.get(key) or _attention_plans.make(key, lambda: _plan_attention(*key))
 
 
@@ -285,6 +292,7 @@ def _plan_attention(
     stored: torch.Size,
     window: int,
     capped: bool,
+    ring: bool,
     norms: bool,
     device: int,
 ) -> AttentionPlan:
@@ -305,7 +313,7 @@ def _plan_attention(
             context=window or context,
             clusters=with_clusters,
             values=values_beside(cache, values),
-            scores=Scores(window > 0, capped),
+            scores=Scores(window > 0, capped, ring),
         )
 
     desc, parts = select(True)

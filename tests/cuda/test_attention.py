@@ -99,6 +99,23 @@ def test_norms_of_heads_are_in_the_same_launch(launches: Launches, rotary: bool)
     assert (launch["window"], launch["eps"]) == (5, 0.25)
 
 
+def test_rings_are_bounded_by_places(launches: Launches) -> None:
+    ring = {"window": 5, "ring": 5000}
+    one = step()._replace(**ring)
+    attention_cuda.append_attention(one)
+    attention_cuda.append_attention(step(torch.float32)._replace(**ring, softcap=2.0))
+    attention_cuda.decode_attention(one.parts[1])
+    attention_cuda.append_kv(one.parts[0])
+    for launch in launches:
+        assert "_ring" in launch["kernel"]
+        assert (launch["ring"], launch["context"]) == (5000, CONTEXT)
+    plain = step()._replace(window=5)
+    attention_cuda.append_attention(plain)
+    assert "_ring" not in launches[-1]["kernel"]
+    assert launches[0]["kernel"].replace("_ring", "") == launches[-1]["kernel"]
+    assert launches[0]["grid"] == launches[-1]["grid"]
+
+
 def test_norms_of_heads_that_no_kernel_knows_come_before(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     norms = {"query_norm": torch.ones(HEAD), "key_norm": torch.ones(HEAD)}
     attention_cuda.append_attention(step(torch.float32)._replace(**norms))
