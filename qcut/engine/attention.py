@@ -54,8 +54,9 @@ class PromptAttention:
             q, k = norms(q, k)
         memory, rows = self.cache.layer(layer), len(q) // len(self.starts)
         places = (*self.tables[layer], self.positions, self.slots)
-        torch.ops.qcut.append_kv(q, k, v, *places, *memory, rows, False, self.cache.guide(layer))
-        chunk = (self.starts, self.lengths, scores.scaling, rows, absmax, *scores[1:])
+        guide, ring = self.cache.guide(layer), self.cache.ring(layer)
+        torch.ops.qcut.append_kv(q, k, v, *places, *memory, rows, False, guide, ring)
+        chunk = (self.starts, self.lengths, scores.scaling, rows, absmax, *scores[1:], ring)
         mixed: Tensor = torch.ops.qcut.prompt_attention(q, *memory, *chunk)
         return mixed.flatten(1)
 
@@ -100,6 +101,6 @@ class StepAttention:
         if norms is not None and within is None:
             q, k = norms(q, k)
         step = (q, k, v, *self.tables[layer], self.positions, self.slots, *self.cache.layer(layer))
-        options = (absmax, self.cache.guide(layer), *scores[1:], *(within or ()))
+        options = (absmax, self.cache.guide(layer), *scores[1:], *(within or (None, None, 0.0)), self.cache.ring(layer))
         mixed: Tensor = torch.ops.qcut.append_attention(*step, scores.scaling, self.counters, *options)
         return mixed.flatten(1)
