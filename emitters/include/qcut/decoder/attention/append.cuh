@@ -187,11 +187,12 @@ struct AppendAttention {
     Attention::fetch(tiles, tile, rows, part + parts * warp, parts * kWarps, g, t);
 
     int own_slot = kWindowed ? max(slot, -1) - first : slot, row = own_slot;
-    if constexpr (kRing) {
-      own_slot = (own_slot % context + context) % context;  // the place that is seen in the slot's row
-      row = rows.row(own_slot);
-    }
     bool has_slot = slot >= 0 && slot < (kRing ? ring : context);
+    if constexpr (kRing) {
+      // The place that is seen in the slot's row; none without a slot, whose remainder may be that of a place.
+      own_slot = has_slot ? (own_slot % context + context) % context : -1;
+      row = rows.row(max(own_slot, 0));
+    }
     if constexpr (kWindowed) {
       has_slot = has_slot && max(own_slot, 0) / 16 % parts == part;
     } else {
