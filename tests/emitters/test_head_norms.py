@@ -44,4 +44,5 @@ def test_binaries_do_not_spill(arch: str, scores: Scores) -> None:
     for source, binary in zip(found, build(*found), strict=True):
         assert binary.resources is not None
         assert binary.resources.spill_load_bytes == binary.resources.spill_store_bytes == 0, source.name
+        assert binary.resources.stack_bytes == 0, source.name  # a choice between two norms' weights takes none
         assert binary.resources.smem_bytes <= 49_152, source.name

@@ -98,7 +98,9 @@ struct AppendAttention {
       if (kNormed && !is_value) {
         // Each warp's records are free until the end.
         T* const room = reinterpret_cast<T*>(shared.merge.records[threadIdx.x / 32]);
-        row.normalize(is_new ? norms.keys : norms.queries, norms.eps, room);
+        Stored weight = norms.queries;  // a choice of values: one of references would put both in local memory
+        if (is_new) weight = norms.keys;
+        row.normalize(weight, norms.eps, room);
       }
       if (kRotary && !is_value) row.rotate(cosines, sines);
       if constexpr (Attention::kTurnedKeys || Attention::kTurnedValues) {
