@@ -65,7 +65,7 @@ def ring_of(whole: Memory, ends: Tensor, rows: int, other: float) -> Memory:
         if part is None:
             found.append(None)
             continue
-        ring = torch.full((*part.shape[:2], rows, *part.shape[3:]), other if part.is_floating_point() else 5).to(part)
+        ring = part.new_full((*part.shape[:2], rows, *part.shape[3:]), other if part.is_floating_point() else 5)
         for b, end in enumerate(ends.tolist()):
             places = torch.arange(max(0, end - rows), end, device=DEVICE)
             ring[b, :, places % rows] = part[b, :, places]
@@ -141,7 +141,7 @@ def test_a_step_is_its_parts_wherever_the_new_token_goes(
     rung = ring_of(whole_cache(dtype, kind, head, len(positions)), positions + 1, rows, 0.5)
     for apart in (0, -1, -40, 5, rows, 1 - rows):
         slots = (positions + apart).clamp(0, PLACES - 1)
-        slots[::5] = PLACES
+        slots[::5], slots[3::5] = PLACES, -1  # some of their remainders are rows that are seen
         q, k, v = random_rows(dtype, len(positions), head, queries)
         mine, theirs, turned = copied(rung), copied(rung), q.clone()
         OPS.append_kv(turned, k, v, *rotary, positions, slots, *theirs, 1, False, None, PLACES)
