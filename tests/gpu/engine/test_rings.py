@@ -33,7 +33,7 @@ def engines(
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("kv_cache", ["auto", "int8", "int4", "int8/int4"])
+@pytest.mark.parametrize("kv_cache", ["auto", "int8", "int4"])
 @pytest.mark.parametrize("kind", HEADS)
 def test_logits_are_those_without(kind: str, kv_cache: KVDtype, graphs: bool) -> None:
     rung, whole = engines(kind, kv_cache, 4, graphs=graphs)

@@ -25,13 +25,12 @@ PLACES, KV_HEADS = 3000, 2
 """Of a sequence, and heads of keys of a token."""
 FORMS: list[tuple[torch.dtype, KVDtype, int, int]] = [
     *((F16, kind, 128, 4) for kind in KV_DTYPES),
-    *((BF16, kind, 64, 3) for kind in KV_DTYPES),
+    (BF16, "auto", 64, 3),
+    (BF16, "int8/int4", 64, 3),
     (F16, "auto", 256, 2),
     (BF16, "int8", 256, 8),
-    (F16, "int4", 256, 4),
     (F16, "int8", 96, 1),
     (F32, "auto", 64, 2),
-    (F32, "int8", 128, 4),
 ]
 """Types, and the columns and number of queries of a head of keys."""
 
