@@ -57,7 +57,7 @@ def serving_split(rows: Rows) -> str:
         for (shape, method), by_gpus in found.items()
         for gpus, here in sorted(by_gpus.items())
     ]
-    return markdown(["model", "ms", "GPUs", *_HEADER], lines)
+    return markdown(["model", "method, ms", "GPUs", *_HEADER], lines)
 
 
 def serving_kernels(rows: Rows) -> str:
