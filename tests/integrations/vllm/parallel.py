@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,8 @@ SHARDS: dict[str, list[Any]] = {"column": [()], "merged": [(0,), (1,)], "qkv": [
 def processes(rank: int, world: int, store: Path) -> Iterator[None]:
     """vLLM's groups of processes, on the CPU."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # vLLM's workers name the memory that they share; where the processor has AVX-512, its groups ask for the name.
+    os.environ["VLLM_DIST_IDENT"] = f"qcut-{zlib.crc32(str(store).encode()):x}"
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state as state
 
