@@ -9,6 +9,8 @@ from benchmarks.reporting.rows import Row, Rows, missing
 
 CELLS = (("step", "1"), ("step", "8"), ("step", "64"), ("prompt", "1"))
 _HEADER = ("step of 1", "of 8", "of 64", "prompt")
+TWO_GPUS = "two_h100s"
+"""The folder, in that of results, with rows of two GPUs and of one of them."""
 ATTENTION = "attention and its cache"
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "norms, activations, the rest": ("triton_",),
@@ -47,11 +49,11 @@ def serving(rows: Rows) -> str:
 def serving_split(rows: Rows) -> str:
     """Milliseconds on one GPU and on two, by shape and method."""
     found: dict[tuple[str, str], dict[str, dict[tuple[str, str], Row]]] = {}
-    for row in Rows(rows.folder / "two_h100s").of("bench_vllm"):
+    for row in Rows(rows.folder / TWO_GPUS).of("bench_vllm"):
         cells = found.setdefault((row["shape"], row["method"]), {}).setdefault(row["gpus"], {})
         cells[row["what"], row["batch"]] = row
     if not found:
-        return missing("two_h100s/bench_vllm")
+        return missing(f"{TWO_GPUS}/bench_vllm")
     lines = [
         [shape, method, gpus, *(figures(float(here[c]["median_us"]) / 1000) if c in here else MISSING for c in CELLS)]
         for (shape, method), by_gpus in found.items()

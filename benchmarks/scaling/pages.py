@@ -12,6 +12,7 @@ from benchmarks.bench_vllm import PROMPT
 from benchmarks.harness import percentile
 from benchmarks.reporting.markdown import MISSING, figures, markdown
 from benchmarks.reporting.rows import Rows, missing, provenance
+from benchmarks.reporting.serving import TWO_GPUS
 from benchmarks.scaling import split
 from benchmarks.scaling.check import LIMIT, PROMPT_ROWS, STEP_ROW, Check, calibrated, checks, worst
 from benchmarks.scaling.laws import ASSUMED_ACROSS_HOSTS, ASSUMED_IN_HOST, FLOAT, SCHEMES, Primitives, weight_bytes
@@ -223,7 +224,7 @@ def split_check(rows: Rows) -> str:
     """Times inside vLLM on two GPUs, and of a larger model, beside the prediction from one GPU's."""
     found = split.predictions(rows.folder)
     if not found:
-        return missing("bench_vllm")
+        return missing(f"{TWO_GPUS}/bench_vllm")
     lines = [
         [
             one.shape,
@@ -243,8 +244,8 @@ def split_check(rows: Rows) -> str:
             ("Prompts", [one for one in found if one.what == "prompt"]),
         )
     )
-    folder = Rows(rows.folder / split.FOLDER)
-    sources = (provenance(f"{split.FOLDER}/{bench}", folder.of(bench)) for bench in ("bench_vllm", "bench_cliff"))
+    folder = Rows(rows.folder / TWO_GPUS)
+    sources = (provenance(f"{TWO_GPUS}/{bench}", folder.of(bench)) for bench in ("bench_vllm", "bench_cliff"))
     return "\n\n".join([table, " ".join(sums), " ".join(sources)])
 
 

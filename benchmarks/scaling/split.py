@@ -13,12 +13,10 @@ from pathlib import Path
 
 from benchmarks.bench_vllm import PROMPT, SHAPES
 from benchmarks.reporting.rows import Row, Rows
-from benchmarks.reporting.serving import ATTENTION, kind_of
+from benchmarks.reporting.serving import ATTENTION, TWO_GPUS, kind_of
 from benchmarks.scaling.laws import FLOAT, Curve, ProductLaw, all_reduce_curves, product_laws
 from benchmarks.scaling.model import Shape
 
-FOLDER = "two_h100s"
-"""Of the rows of two GPUs, in the folder of results."""
 BASE = "llama-3-8b"
 """The shape whose rows on one GPU the others are predicted from."""
 
@@ -65,7 +63,7 @@ class Terms:
         """Fit and collect.
 
         Args:
-            rows: of all results; those of products are in `FOLDER`.
+            rows: of all results; those of products are in `TWO_GPUS`.
             gpu: the name of the GPUs there.
         """
         found: dict[tuple[str, int], dict[str, float]] = {}
@@ -74,7 +72,7 @@ class Terms:
                 of = found.setdefault((row["what"], int(row["batch"])), {})
                 of[row["method"]] = of.get(row["method"], 0.0) + float(row["us"])
         attention = {cell: sum(of.values()) / len(of) for cell, of in found.items()}
-        return cls(product_laws(Rows(rows.folder / FOLDER), gpu), attention, all_reduce_curves(rows))
+        return cls(product_laws(Rows(rows.folder / TWO_GPUS), gpu), attention, all_reduce_curves(rows))
 
     def known_us(self, shape: Shape, scheme: str, what: str, batch: int, gpus: int) -> float:
         """Microseconds of products, classifier, attention and all-reduces together."""
@@ -101,7 +99,7 @@ def predictions(folder: Path) -> list[Served]:
     Args:
         folder: of results.
     """
-    measured = Rows(folder / FOLDER).of("bench_vllm")
+    measured = Rows(folder / TWO_GPUS).of("bench_vllm")
     if not measured:
         return []
     terms = Terms.read(Rows(folder), measured[0]["gpu"])
