@@ -168,8 +168,8 @@ def kernels_of(llm: Any, work: Callable[[], object]) -> dict[str, tuple[int, flo
 
     llm.collective_rpc(bench_vllm.start_profile)
     work()
-    first, *_ = llm.collective_rpc(bench_vllm.stop_profile)
-    return {name: (count, us) for name, (count, us) in first.items()}
+    first: dict[str, tuple[int, float]] = llm.collective_rpc(bench_vllm.stop_profile)[0]
+    return first
 
 
 _profile: Any = None

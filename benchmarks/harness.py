@@ -114,10 +114,7 @@ class Ceiling:
         return max(ops / (self.int8_ops if bits == 8 else self.f16_ops), bytes_moved / self.read_bytes) * 1e6
 
 
-CEILINGS = {
-    "NVIDIA H200": Ceiling(1979e12, 989.5e12, 4.48e12),
-    "NVIDIA H100 80GB HBM3": Ceiling(1979e12, 989.5e12, 3.08e12),
-}
+CEILINGS = {"NVIDIA H200": Ceiling(1979e12, 989.5e12, 4.48e12)}
 
 
 @dataclass

@@ -9,6 +9,7 @@ from benchmarks.reporting.rows import Row, Rows, missing
 
 CELLS = (("step", "1"), ("step", "8"), ("step", "64"), ("prompt", "1"))
 _HEADER = ("step of 1", "of 8", "of 64", "prompt")
+SHAPE = "llama-3-8b"
 TWO_GPUS = "two_h100s"
 """The folder, in that of results, with rows of two GPUs and of one of them."""
 ATTENTION = "attention and its cache"
@@ -34,41 +35,43 @@ def kind_of(kernel: str, count: float) -> str:
 
 def serving(rows: Rows) -> str:
     """Milliseconds by method, and tokens a second of the largest batch."""
-    measured = _cells(rows.of("bench_vllm", shape="llama-3-8b", gpus="1"))
+    measured = _cells(rows.of("bench_vllm", shape=SHAPE, gpus="1"), "method")
     if not measured:
         return missing("bench_vllm")
     lines = []
-    for method, here in measured.items():
-        times = [here.get(cell) for cell in CELLS]
+    for (method,), here in measured.items():
         rate = here.get(CELLS[2])
-        cells = (figures(float(row["median_us"]) / 1000) if row else MISSING for row in times)
-        lines.append([method, *cells, f"{float(rate['tokens_s']):,.0f}" if rate else MISSING])
+        lines.append([method, *_milliseconds(here), f"{float(rate['tokens_s']):,.0f}" if rate else MISSING])
     return markdown(["ms", *_HEADER, "tokens/s of 64"], lines)
 
 
 def serving_split(rows: Rows) -> str:
     """Milliseconds on one GPU and on two, by shape and method."""
-    found: dict[tuple[str, str], dict[str, dict[tuple[str, str], Row]]] = {}
-    for row in Rows(rows.folder / TWO_GPUS).of("bench_vllm"):
-        cells = found.setdefault((row["shape"], row["method"]), {}).setdefault(row["gpus"], {})
-        cells[row["what"], row["batch"]] = row
-    if not found:
+    measured = _cells(Rows(rows.folder / TWO_GPUS).of("bench_vllm"), "shape", "method", "gpus")
+    if not measured:
         return missing(f"{TWO_GPUS}/bench_vllm")
+    order = list(dict.fromkeys(key[:2] for key in measured))
     lines = [
-        [shape, method, gpus, *(figures(float(here[c]["median_us"]) / 1000) if c in here else MISSING for c in CELLS)]
-        for (shape, method), by_gpus in found.items()
-        for gpus, here in sorted(by_gpus.items())
+        [*key, *_milliseconds(here)]
+        for key, here in sorted(measured.items(), key=lambda item: (order.index(item[0][:2]), int(item[0][2])))
     ]
     return markdown(["model", "method, ms", "GPUs", *_HEADER], lines)
 
 
+def serving_answers(rows: Rows) -> str:
+    """How many answers on two GPUs are those of one, and how near a tie the others leave them."""
+    found = Rows(rows.folder / TWO_GPUS).of("vllm_parallel")
+    if not found:
+        return missing(f"{TWO_GPUS}/vllm_parallel")
+    columns = ("shape", "method", "gpus", "same", "of", "gap")
+    return markdown(
+        ["model", "method", "GPUs", "same answers", "of", "largest gap"], [[r[c] for c in columns] for r in found]
+    )
+
+
 def serving_kernels(rows: Rows) -> str:
     """Milliseconds of kernels by what they are for."""
-    found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
-    for row in rows.of("vllm_kernels", shape="llama-3-8b", gpus="1"):
-        line = found.setdefault((row["method"], kind_of(row["kernel"], float(row["count"]))), {})
-        cell = row["what"], row["batch"]
-        line[cell] = line.get(cell, 0.0) + float(row["us"]) / 1000
+    found = kernel_ms(rows)
     if not found:
         return missing("vllm_kernels")
     order = [*_KINDS, HEAD]
@@ -79,15 +82,30 @@ def serving_kernels(rows: Rows) -> str:
     return markdown(["method", "ms in kernels of", *_HEADER], lines)
 
 
-def _cells(measured: list[Row]) -> dict[str, dict[tuple[str, str], Row]]:
-    found: dict[str, dict[tuple[str, str], Row]] = {}
-    for row in measured:
-        found.setdefault(row["method"], {})[row["what"], row["batch"]] = row
+def kernel_ms(rows: Rows) -> dict[tuple[str, str], dict[tuple[str, str], float]]:
+    """Method and what kernels are for → what and batch → milliseconds, of `SHAPE` on one GPU."""
+    found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    for row in rows.of("vllm_kernels", shape=SHAPE, gpus="1"):
+        line = found.setdefault((row["method"], kind_of(row["kernel"], float(row["count"]))), {})
+        cell = row["what"], row["batch"]
+        line[cell] = line.get(cell, 0.0) + float(row["us"]) / 1000
     return found
+
+
+def _cells(measured: list[Row], *columns: str) -> dict[tuple[str, ...], dict[tuple[str, str], Row]]:
+    found: dict[tuple[str, ...], dict[tuple[str, str], Row]] = {}
+    for row in measured:
+        found.setdefault(tuple(row[c] for c in columns), {})[row["what"], row["batch"]] = row
+    return found
+
+
+def _milliseconds(here: Mapping[tuple[str, str], Row]) -> list[str]:
+    return [figures(float(here[cell]["median_us"]) / 1000) if cell in here else MISSING for cell in CELLS]
 
 
 TABLES: Mapping[str, Callable[[Rows], str]] = {
     "serving": serving,
     "serving split": serving_split,
+    "serving answers": serving_answers,
     "serving kernels": serving_kernels,
 }

@@ -270,7 +270,11 @@ class Primitives:
 
 
 def product_laws(rows: Rows, gpu: str) -> dict[str, dict[int, ProductLaw]]:
-    """Scheme → tokens → the law of the products that `bench_cliff.py` measured on a GPU."""
+    """Scheme → tokens → the law of the products that `bench_cliff.py` measured on a GPU.
+
+    No law is faster than the GPU's `Ceiling` allows, where one is known.
+    """
+    ceiling = CEILINGS.get(gpu)
     times: dict[str, dict[int, dict[tuple[int, int], float]]] = {}
     for row in rows.of("bench_cliff", gpu=gpu):
         m, n, k = shape_of(row)
@@ -279,7 +283,7 @@ def product_laws(rows: Rows, gpu: str) -> dict[str, dict[int, ProductLaw]]:
 
     def law(scheme: str, m: int, found: Mapping[tuple[int, int], float]) -> ProductLaw:
         measured = (Measured(n, k, us) for (n, k), us in found.items())
-        return ProductLaw.fit(measured, least_us_per_weight(scheme, m, CEILINGS[gpu]))
+        return ProductLaw.fit(measured, least_us_per_weight(scheme, m, ceiling) if ceiling else 0.0)
 
     return {
         scheme: {m: law(scheme, m, found) for m, found in sorted(by_tokens.items())}

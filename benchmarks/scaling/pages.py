@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import plots
-from benchmarks.bench_vllm import PROMPT
 from benchmarks.harness import percentile
 from benchmarks.reporting.markdown import MISSING, figures, markdown
 from benchmarks.reporting.rows import Rows, missing, provenance
@@ -53,6 +52,7 @@ CHECKED = (
     ("Prompts of llama2.c", "llama2c", False),
 )
 """What is summed up: a title, a part of the models' names, and whether it is of steps or of prompts."""
+SPLIT_CHECKED = (("Steps inside vLLM", "step"), ("Prompts inside vLLM", "prompt"))
 
 
 @functools.lru_cache(maxsize=4)
@@ -202,6 +202,24 @@ def check(rows: Rows) -> str:
     """Predicted beside measured, and what is not checked."""
     primitives = _primitives(rows.folder)
     found = checks(primitives, rows)
+    parts = [_checks(found)]
+    for title, name, is_step in CHECKED:
+        parts.append(_summary(title, [c for c in found if name in c.case and c.what.startswith("decode") == is_step]))
+    return "\n\n".join(parts)
+
+
+def split_check(rows: Rows) -> str:
+    """Times inside vLLM on two GPUs, and of a larger model, beside the prediction from one GPU's."""
+    found = split.predictions(rows.folder)
+    if not found:
+        return missing(f"{TWO_GPUS}/bench_vllm")
+    parts = (_summary(title, [one for one in found if one.what == what]) for title, what in SPLIT_CHECKED)
+    folder = Rows(rows.folder / TWO_GPUS)
+    sources = (provenance(f"{TWO_GPUS}/{bench}", folder.of(bench)) for bench in ("bench_vllm", "bench_cliff"))
+    return "\n\n".join([_checks(found), *parts, " ".join(sources)])
+
+
+def _checks(found: Sequence[Check]) -> str:
     lines = [
         [
             one.case,
@@ -213,43 +231,10 @@ def check(rows: Rows) -> str:
         ]
         for one in found
     ]
-    table = markdown(["model", "what", "sequences", "GPUs", "measured, ms", "predicted, ms", "off"], lines)
-    parts = [table]
-    for title, name, is_step in CHECKED:
-        parts.append(_summary(title, [c for c in found if name in c.case and c.what.startswith("decode") == is_step]))
-    return "\n\n".join(parts)
+    return markdown(["model", "what", "sequences", "GPUs", "measured, ms", "predicted, ms", "off"], lines)
 
 
-def split_check(rows: Rows) -> str:
-    """Times inside vLLM on two GPUs, and of a larger model, beside the prediction from one GPU's."""
-    found = split.predictions(rows.folder)
-    if not found:
-        return missing(f"{TWO_GPUS}/bench_vllm")
-    lines = [
-        [
-            one.shape,
-            one.method,
-            f"{one.what} of {one.batch if one.what == 'step' else PROMPT}",
-            str(one.gpus),
-            *(figures(us / 1e3) for us in (one.measured_us, one.predicted_us)),
-            _off(one) if abs(one.off) <= LIMIT else f"**{_off(one)}**",
-        ]
-        for one in found
-    ]
-    table = markdown(["model", "method", "what", "GPUs", "measured, ms", "predicted, ms", "off"], lines)
-    sums = (
-        f"{title}: {sum(abs(one.off) <= LIMIT for one in part)} of {len(part)} within {100 * LIMIT:.0f} %."
-        for title, part in (
-            ("Steps", [one for one in found if one.what == "step"]),
-            ("Prompts", [one for one in found if one.what == "prompt"]),
-        )
-    )
-    folder = Rows(rows.folder / TWO_GPUS)
-    sources = (provenance(f"{TWO_GPUS}/{bench}", folder.of(bench)) for bench in ("bench_vllm", "bench_cliff"))
-    return "\n\n".join([table, " ".join(sums), " ".join(sources)])
-
-
-def _off(one: Check | split.Served) -> str:
+def _off(one: Check) -> str:
     return f"{100 * one.off:+.1f} %"
 
 

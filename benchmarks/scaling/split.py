@@ -7,41 +7,20 @@ one GPU over the GPUs, all-reduces are measured, and whatever else a layer takes
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.bench_vllm import PROMPT, SHAPES
 from benchmarks.reporting.rows import Row, Rows
-from benchmarks.reporting.serving import ATTENTION, TWO_GPUS, kind_of
+from benchmarks.reporting.serving import ATTENTION, SHAPE, TWO_GPUS, kernel_ms
+from benchmarks.scaling.check import Check
 from benchmarks.scaling.laws import FLOAT, Curve, ProductLaw, all_reduce_curves, product_laws
 from benchmarks.scaling.model import Shape
 
-BASE = "llama-3-8b"
+BASE = SHAPE
 """The shape whose rows on one GPU the others are predicted from."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """One time inside vLLM, measured and predicted.
-
-    Attributes:
-        shape, method, what, batch, gpus: as in `bench_vllm.py`.
-        measured_us, predicted_us: microseconds.
-    """
-
-    shape: str
-    method: str
-    what: str
-    batch: int
-    gpus: int
-    measured_us: float
-    predicted_us: float
-
-    @property
-    def off(self) -> float:
-        """Predicted over measured, less one."""
-        return self.predicted_us / self.measured_us - 1
 
 
 @dataclass(frozen=True)
@@ -50,7 +29,7 @@ class Terms:
 
     Attributes:
         laws: scheme → tokens → law of products.
-        attention_us: of `BASE` on one GPU, by what and batch; the mean over methods.
+        attention_us: of `BASE` on the one GPU whose kernels were read, by what and batch; the mean over methods.
         all_reduce: GPUs → microseconds by bytes.
     """
 
@@ -66,12 +45,11 @@ class Terms:
             rows: of all results; those of products are in `TWO_GPUS`.
             gpu: the name of the GPUs there.
         """
-        found: dict[tuple[str, int], dict[str, float]] = {}
-        for row in rows.of("vllm_kernels", shape=BASE, gpus="1"):
-            if kind_of(row["kernel"], float(row["count"])) == ATTENTION:
-                of = found.setdefault((row["what"], int(row["batch"])), {})
-                of[row["method"]] = of.get(row["method"], 0.0) + float(row["us"])
-        attention = {cell: sum(of.values()) / len(of) for cell, of in found.items()}
+        found: dict[tuple[str, int], list[float]] = {}
+        for (_, kind), cells in kernel_ms(rows).items():
+            for (what, batch), ms in cells.items() if kind == ATTENTION else ():
+                found.setdefault((what, int(batch)), []).append(1e3 * ms)
+        attention = {cell: statistics.mean(us) for cell, us in found.items()}
         return cls(product_laws(Rows(rows.folder / TWO_GPUS), gpu), attention, all_reduce_curves(rows))
 
     def known_us(self, shape: Shape, scheme: str, what: str, batch: int, gpus: int) -> float:
@@ -93,7 +71,7 @@ def shape_of(name: str) -> Shape:
     return Shape(name, blocks, width, heads, kv_heads, hidden, vocabulary)
 
 
-def predictions(folder: Path) -> list[Served]:
+def predictions(folder: Path) -> list[Check]:
     """Every row but those of `BASE` on one GPU, beside its prediction; none where there are no rows.
 
     Args:
@@ -112,8 +90,8 @@ def predictions(folder: Path) -> list[Served]:
         scheme, shape = method.removeprefix("qcut-"), shape_of(name)
         rest = start - terms.known_us(base, scheme, what, batch, 1)
         predicted = terms.known_us(shape, scheme, what, batch, gpus) + rest * shape.layers / base.layers
-        found.append(Served(name, method, what, batch, gpus, us, predicted))
-    return sorted(found, key=lambda one: (one.what == "prompt", one.shape != BASE, one.method, one.gpus, one.batch))
+        found.append(Check(f"{name}, {method}", what, batch, gpus, us, predicted))
+    return sorted(found, key=lambda one: (one.what == "prompt", not one.case.startswith(BASE), one.case, one.batch))
 
 
 def _key(row: Row) -> tuple[str, str, str, int, int]:
