@@ -3,8 +3,9 @@
 `qcut.dispatch.closed` bounds what dispatch chooses from for a `Target` that is closed; here the same functions are
 asked for all points. Outside are, on purpose: products of `qcut.ops` that no layer makes (other layouts, epilogues or
 alignments, dp4a), tiles of a user's own tuned tables, rotations in groups other than 32, 64 and 128 columns, and
-attention of heads that are not in `qcut.dispatch.closed.HEADS`. Those need a compiler. W8A16's kernels that nvcc
-builds, and codebooks', are outside too: in their place the set has kernels that NVRTC builds.
+attention of heads that are not in `qcut.dispatch.closed.HEADS`, or with windows, rings or softcaps. Those need a
+compiler. W8A16's kernels that nvcc builds, and codebooks', are outside too: in their place the set has kernels that
+NVRTC builds.
 """
 
 from __future__ import annotations
@@ -271,5 +272,6 @@ def _attention_forms(
     with suppress(EmitError):
         kernel = AttentionMma.for_shape(x, cache, head, queries, target.arch, cluster, values)
         yield emit_attention(kernel)
-        for rotary in _BOOLS:
-            yield emit_attention_append(AttentionAppend(kernel, rotary))
+        for rotary, norms in product(_BOOLS, _BOOLS):
+            if not norms or closed.has_head_norms(head, rotary, target):
+                yield emit_attention_append(AttentionAppend(kernel, rotary, norms))

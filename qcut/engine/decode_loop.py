@@ -37,15 +37,23 @@ class DecodeLoop:
         self._positions = torch.full((size,), context - 1, dtype=torch.int32, device=device)
         self._slots = torch.full((size,), context, dtype=torch.int32, device=device)
         self._graph = None if graphs is None else self._captured(graphs)
+        self._ends: list[int] = []
+        self._parked: set[int] = set()
 
     @property
     def tokens(self) -> Tensor:
         """Tokens that the next step reads, int64 ``[n]``; every step overwrites them."""
         return self._tokens[: self._used]
 
+    @property
+    def ends(self) -> list[int]:
+        """Tokens of each of the n sequences, those that steps so far have read included."""
+        return self._ends
+
     def start(self, tokens: Tensor, positions: Tensor) -> None:
-        """Start with n tokens, int64 ``[n]``, at positions int32 ``[n]``."""
+        """Start with n tokens, int64 ``[n]``, at positions int32 ``[n]``, which are on the host."""
         n = self._used = len(tokens)
+        self._ends, self._parked = positions.tolist(), set()
         self._tokens[:n].copy_(tokens, non_blocking=True)
         self._slots[:n].copy_(positions, non_blocking=True)
         self._slots[n:].fill_(self._context)
@@ -55,6 +63,12 @@ class DecodeLoop:
         """Set the tokens that the next step reads, int64 ``[n]`` on the device."""
         self.tokens.copy_(tokens)
 
+    def park(self, row: int) -> None:
+        """Keep no further keys and values of a sequence that has ended, while the others go on."""
+        if row not in self._parked:
+            self._parked.add(row)
+            self._slots[row].fill_(self._context)
+
     def step(self) -> Tensor:
         """Read the tokens and return logits ``[n, vocabulary]``, in memory that the next step may overwrite."""
         if self._graph is None:
@@ -62,6 +76,8 @@ class DecodeLoop:
         else:
             self._graph.replay()
             logits = self._logits
+        for row, end in enumerate(self._ends):
+            self._ends[row] = end if row in self._parked else min(end + 1, self._context)
         return logits[: self._used]
 
     def _run(self) -> Tensor:

@@ -111,11 +111,6 @@ class AddNorm:
             rows = Int8Rows(q, scale, x.dtype)
         return x if unadded is None else total, rows
 
-    def of_heads(self, x: Tensor) -> Tensor:
-        """The norm of each head ``[R, heads, D]``, or of all heads of a row together: as many columns as weights."""
-        _, rows = self(x.reshape(-1, len(cast(Tensor, self.module.weight))), None)
-        return cast(Tensor, rows).view(x.shape)
-
 
 def _int8_columns(readers: Sequence[nn.Module]) -> int | None:
     columns = {module.qweight.shape[1] if takes_int8(module) else None for module in readers}
@@ -159,8 +154,38 @@ class Scores(NamedTuple):
     softcap: float = 0.0
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None], Tensor]
-"""`Attention` of one layer: takes q, k, v, scores and absmax."""
+class HeadWeights(NamedTuple):
+    """Weights ``[D]`` of the RMSNorms of queries and of keys, and what is added under both roots."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of queries and of keys before they are rotated: of each head, or of all heads of a row together."""
+
+    query: AddNorm
+    key: AddNorm
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalized queries and keys of the same shapes, of ``[R, heads, D]``."""
+        mine, theirs = (
+            cast(Tensor, norm(x.reshape(-1, len(cast(Tensor, norm.module.weight))), None)[1]).view(x.shape)
+            for norm, x in zip(self, (q, k), strict=True)
+        )
+        return mine, theirs
+
+    def by_head(self, size: int) -> HeadWeights | None:
+        """What normalizes each head of so many elements by itself; None where the norms do otherwise."""
+        query, key = (cast(Tensor, norm.module.weight) for norm in self)
+        if len(query) != size or len(key) != size or self.query.eps != self.key.eps:
+            return None
+        return HeadWeights(query, key, self.query.eps)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Scores, HeadNorms | None, Tensor | None], Tensor]
+"""`Attention` of one layer: takes q, k, v, scores, norms and absmax."""
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes an example of activations and positions int64 ``[1, T]``; returns cosines and sines ``[1, T, D]`` like it."""
@@ -190,7 +215,7 @@ class SelfAttention:
     output: nn.Module
     heads: Heads
     scaling: float
-    norms: tuple[AddNorm, AddNorm] | None = None
+    norms: HeadNorms | None = None
     rotary: Rotary | None = None
     order: Tensor | None = None
     window: int = 0
@@ -202,9 +227,7 @@ class SelfAttention:
         if self.order is not None:
             projected = [torch.cat(projected, 1).index_select(1, self.order)]
         q, k, v = self.heads.split(projected)
-        if self.norms is not None:
-            q, k = (norm.of_heads(each) for norm, each in zip(self.norms, (q, k), strict=True))
-        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), absmax)
+        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), self.norms, absmax)
         return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax))
 
 
@@ -321,15 +344,25 @@ class Attention(Protocol):
 
     raises_absmax: ClassVar[bool]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores, absmax: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: Scores,
+        norms: HeadNorms | None,
+        absmax: Tensor | None,
+    ) -> Tensor:
         """Keep a layer's new keys and values, and mix the values of all tokens up to each query's own.
 
         Args:
             layer: index of the layer.
-            q: ``[R, queries, D]``, before rotations; may be overwritten.
-            k: ``[R, keys, D]``, before rotations.
+            q: ``[R, queries, D]``, before norms and rotations; may be overwritten.
+            k: ``[R, keys, D]``, before norms and rotations.
             v: ``[R, keys, D]``.
             scores: how the layer's scores come about.
+            norms: of queries and keys, or None.
             absmax: float32 ``[R]``, raised to the largest magnitudes of the result, or None.
 
         Returns:

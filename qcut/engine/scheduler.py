@@ -436,7 +436,7 @@ class Scheduler:
                 places = torch.tensor([[sequence.index for sequence in running], lengths])
                 indices, positions = places.to(device, non_blocking=True)
                 self._places = indices, positions
-        logits = self._loop.step()
+        logits = self.engine.take_step(self._loop)
         if self._settings is not None and self._places is not None:
             indices, positions = self._places
             chosen = sample(logits, self._settings, indices, positions.add_(1), self._counts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -315,23 +314,27 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             raise DtypeError(
                 f"{layer_prefix(self.name)}x is {dtype_name(dtype)}; {self.scheme.name} computes in {allowed} on CUDA"
             )
-        rest = x.shape[:-1]
-        m = math.prod(rest)
+        m = x.numel() // self.in_features
         b = self._buffers  # nn.Module finds buffers through a slow __getattr__; this is the hot path
         books = self._books()
         units, norms, col_scale, bias = b["units"], b["packed_norms"], b["col_scale"], b["bias"]
         tokens, halves = (torch.int8, torch.float16) if self.int8 else (dtype, dtype)
         whole = units, norms, b["fold"], col_scale, books[0][halves]
         if m == 1 and self._rotates_one and dtype in _HALVES:
-            row = x.reshape(1, self.in_features), self._rotation.operands_for(x), self.group_size, self.scheme.seeds
+            row = (
+                x if x.dim() == 2 else x.reshape(1, self.in_features),
+                self._rotation.operands_for(x),
+                self.group_size,
+                self.scheme.seeds,
+            )
             y = _GEMV(*row, *whole, bias, self.set_bits[0], self.activation, None, dtype, True)
-            return y.view(*rest, self.out_features)
+            return self._as_result(y, x)
         blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
         scale = row_scale if self.int8 else None
         if len(self.set_bits) == 1:
             options = self.set_bits[0], self.activation, None, dtype, True, self._row_norm
             y = _GEMM(blocks, scale, m, *whole, bias, *options)
-            return y.view(*rest, self.out_features)
+            return self._as_result(y, x)
         # One product for each set: the second adds the result of the first, and the activation comes last.
         sets = self.sets()
         counts = [part.units.shape[1] * UNIT_COLUMNS * tokens.itemsize // 128 for part in sets]
@@ -340,7 +343,11 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             weight = *part[:4], books[i][halves]
             added = bias if i else None
             total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32, True)
-        return apply_activation(cast(Tensor, total), self.activation).to(dtype).view(*rest, self.out_features)
+        return self._as_result(apply_activation(cast(Tensor, total), self.activation).to(dtype), x)
+
+    def _as_result(self, y: Tensor, x: Tensor) -> Tensor:
+        """``[..., N]`` of y ``[M, N]``; even a view that changes nothing takes time."""
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def _books(self) -> list[Books]:
         """The codebooks as 16-bit values on the host, from which launches take them."""

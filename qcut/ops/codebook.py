@@ -37,7 +37,7 @@ def can_rotate(kind: str, group_size: int, k: int) -> bool:
     return kind == "hadamard" and geometry.full == geometry.slot and k % geometry.full == 0
 
 
-@operator("rotate_tokens", returns="(Tensor, Tensor)", layers=True)
+@operator("rotate_tokens", returns="(Tensor, Tensor)", native=True, layers=True)
 class RotateTokens(NamedTuple):
     """Tokens rotated group by group, rounded to 16 bits or quantized by row, in the order in which products read them.
 
@@ -106,7 +106,7 @@ class RotateTokens(NamedTuple):
         return layout.to_blocks(rows), x.new_empty(0, dtype=torch.float32) if scale is None else scale
 
 
-@operator("codebook_gemm", returns="Tensor", layers=True)
+@operator("codebook_gemm", returns="Tensor", native=True, layers=True)
 class CodebookGemm(NamedTuple):
     """The product of rotated tokens with a codebook weight.
 
@@ -219,7 +219,7 @@ class CodebookGemm(NamedTuple):
         )
 
 
-@operator("codebook_gemv", returns="Tensor", layers=True)
+@operator("codebook_gemv", returns="Tensor", native=True, layers=True)
 class CodebookGemv(NamedTuple):
     """`RotateTokens` and `CodebookGemm` of one token in one launch, for rotations that `can_rotate` names.
 

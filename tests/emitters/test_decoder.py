@@ -93,6 +93,7 @@ def test_names_spell_the_kernel() -> None:
     assert ArgmaxRows(BF16, "sm_80").name == "qcut_argmax_sm80_bf16"
     assert replace(APPEND, cache=S8, rotary="none").name == "qcut_append_sm90a_f16_s8_h128"
     assert replace(APPEND, many=True, aligned=False).name == "qcut_append_sm90a_f16_f16_h128_rope_m_u"
+    assert replace(APPEND, many=True, ring=True).name == "qcut_append_sm90a_f16_f16_h128_rope_m_ring"
     assert replace(APPEND, rotary="interleaved").name == "qcut_append_sm90a_f16_f16_h128_rope_pairs"
 
 

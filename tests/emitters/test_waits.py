@@ -48,7 +48,7 @@ def unpromised() -> list[KernelSource]:
         emit_append(RotateAndAppend(F16, F16, 64, "half", ARCH, False, True)),
         emit_argmax(ArgmaxRows(F16, ARCH, True)),
         emit_attention_mma(attention),
-        emit_attention_append(AttentionAppend(attention, True)),
+        *(emit_attention_append(AttentionAppend(attention, True, norms)) for norms in (False, True)),
         emit_prompt_mma(PromptMma.for_shape(F16, DType.S8, 64, ARCH)),
         *(emit_prompt_wgmma(PromptWgmma.for_shape(F16, cache, 128, ARCH)) for cache in (F16, DType.S8)),
         emit_embed(EmbedRows(F16, DType.S8, ARCH, True, True)),

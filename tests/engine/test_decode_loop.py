@@ -34,6 +34,22 @@ def test_the_likeliest_is_read_next_unless_told_otherwise() -> None:
     assert read.seen == [([3, 7], [0, 4], [0, 4]), ([4, 8], [1, 5], [1, 5]), ([20, 21], [2, 6], [2, 6])]
 
 
+def test_a_parked_sequence_is_not_kept_and_the_others_are() -> None:
+    read = Recorder()
+    loop = DecodeLoop(read, 2, 10, CPU)
+    loop.start(torch.tensor([1, 2]), torch.tensor([3, 8], dtype=torch.int32))
+    loop.step()
+    for _ in range(2):
+        loop.park(0)
+        loop.step()
+    assert [positions for _, positions, _ in read.seen] == [[3, 8], [4, 9], [5, 9]]
+    assert [slots for *_, slots in read.seen] == [[3, 8], [10, 9], [10, 10]]
+    assert loop.ends == [4, 10]
+    loop.start(torch.tensor([1, 2]), torch.tensor([3, 8], dtype=torch.int32))
+    loop.step()
+    assert loop.ends == [4, 9]
+
+
 def test_full_sequences_and_unused_ones_have_a_slot_to_spare() -> None:
     read = Recorder()
     loop = DecodeLoop(read, 3, 10, CPU)
