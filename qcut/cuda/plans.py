@@ -258,7 +258,7 @@ class LaunchPlan:
         row_multiple: int = 1,
     ) -> None:
         self._kernel, self._grid, self._tail, self._pdl = kernel, grid, tail, pdl
-        self._hosted = kernel.host_launcher != 0
+        self._hosted = bool(tail) and kernel.host_launcher != 0
         self.needs_workspace = needs_workspace
         self.row_multiple = row_multiple
 
@@ -286,10 +286,8 @@ class LaunchPlan:
 
     def launch(self, m: int, args: tuple[int | float, ...], stream: int, workspace: int = 0) -> None:
         """Queue the kernel for m rows."""
-        if self._hosted:
-            args = (*args, *self._tail, workspace)
-        elif self._tail:
-            args = (*args, *self._tail)
+        if self._tail:
+            args = (*args, *self._tail, workspace) if self._hosted else (*args, *self._tail)
         self._kernel.launch(self._grid(m), args, stream, self._pdl)
 
     def run(self, m: int, args: tuple[int | float, ...], device: int) -> None:
