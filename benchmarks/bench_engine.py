@@ -87,15 +87,16 @@ def _llama2c(width: int, hidden: int, layers: int, heads: int, scheme: str | Non
     return Case(False, width, hidden, layers, heads, heads, 32000, scheme, scheme, {1: decode}, {(1, PROMPT): 0})
 
 
-_GPT2_MARKS: dict[str, Any] = {"decode": {1: 1500, 8: 9000}, "prefill": {(8, 1024): 450_000}}
+_GPT2_MARKS: dict[str, Any] = {"decode": {1: 2000, 8: 10600}, "prefill": {(8, 1024): 450_000}}
 _GPT2_MARKS["first"] = {(1, 256): 4.0, (8, 1024): 15.5}
+_BATCHES = {1: 715.0, 2: 0.0, 4: 0.0, 8: 4150.0, 16: 0.0, 32: 0.0, 64: 0.0}
 CASES = {
     "gpt2-large-int8": Case(True, 1280, 5120, 36, 20, 20, 50257, "w8a8", "w8a16", **_GPT2_MARKS),
-    "llama-3-8b-codebook4": _llama3("codebook4", {1: 500, 8: 3000}, {1: 3, 32: 3, 256: 9}),
-    "llama-3-8b-codebook4-int8": _llama3("codebook4_int8", {1: 0}, {1: 3, 32: 3, 256: 6, 4096: 60}),
-    "llama-3-8b-int8": _llama3("w8a8", {1: 300, 8: 0}, {1: 3, 32: 3, 256: 6}),
-    "llama2c-288": _llama2c(288, 768, 6, 6, "w8a16", 6000),
-    "llama2c-512": _llama2c(512, 1376, 8, 8, "w8a16", 4000),
+    "llama-3-8b-codebook4": _llama3("codebook4", _BATCHES, {1: 3, 32: 3, 256: 9}),
+    "llama-3-8b-codebook4-int8": _llama3("codebook4_int8", {1: 715, 8: 4150}, {1: 3, 32: 3, 256: 6, 4096: 60}),
+    "llama-3-8b-int8": _llama3("w8a8", {1: 495, 8: 3500}, {1: 3, 32: 3, 256: 6}),
+    "llama2c-288": _llama2c(288, 768, 6, 6, "w8a16", 12000),
+    "llama2c-512": _llama2c(512, 1376, 8, 8, "w8a16", 9500),
     "llama2c-288-float": _llama2c(288, 768, 6, 6, None, 0),
     "tiny-gpt2": Case(True, 64, 256, 2, 4, 4, 96, "w8a8", None, {1: 0}, {(2, 32): 0}, {(2, 32): 0}),
     "tiny-llama": Case(False, 128, 256, 2, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}),

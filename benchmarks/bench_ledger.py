@@ -3,8 +3,10 @@
 A step is captured as a CUDA graph, and timed whole, with one kind of kernel left out, and with this kind alone. The
 kinds are told apart by what a kernel reads: its weight, its part of the cache, or, for one that reads neither, what the
 next kernel reads. *Alone* is the time of a kind by itself, one layer's kernel behind the other, less that of a graph
-where nothing runs; *added* is what a step without the kind is faster. Kernels that start early hide in others: they add
-less than they take alone. Beside memory is what a kind adds beyond the time in which memory delivers its bytes.
+where nothing runs. Kernels hide a part of what passing over the others takes: of small ones it is a lower bound.
+*Added* is what a step without the kind is faster: of a kind of one kernel it is no better than the noise of a step.
+Kernels that start early hide in others, and add less than they take alone. Beside memory is what a kind adds beyond
+the time in which memory delivers its bytes.
 
     python -m benchmarks.bench_ledger [--cases llama-3-8b-codebook4,...] [--batches 1,8]
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,13 +146,14 @@ def _holding(known: Sequence[Memory], address: int) -> Memory | None:
 def ledger(graph: Graph, roles: Sequence[Role]) -> tuple[float, list[Entry]]:
     """Microseconds of a step, and what each role takes of them."""
     everything = set(range(len(graph.nodes)))
-    step, nothing = graph.time_us(everything), graph.time_us(set())
-    entries = []
+    nothing = graph.time_us(set())
+    steps, entries = [], []
     for role in roles:
         own, count = set(role.places), len(role.places)
         alone = (graph.time_us(own) - nothing) / count
-        entries.append(Entry(role, alone, (step - graph.time_us(everything - own)) / count))
-    return step, entries
+        steps.append(graph.time_us(everything))  # beside the step without the kind: clocks drift
+        entries.append(Entry(role, alone, (steps[-1] - graph.time_us(everything - own)) / count))
+    return statistics.median(steps), entries
 
 
 class _Timed:

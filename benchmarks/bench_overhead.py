@@ -172,11 +172,11 @@ def measure_codebooks(rounds: int) -> dict[str, Timing]:
     """Calls of codebook layers that rotate their tokens themselves, by scheme and by who serves them."""
     library = _native.library()
     timings: dict[str, Timing] = {}
-    x = torch.randn(M, K, device="cuda").half()
     for scheme in CODEBOOKS:
         layer = qcut.Linear.from_float(nn.Linear(K, N, dtype=torch.float16, device="cuda"), scheme)
+        x = torch.randn(M, K, device="cuda").half()  # layers that rotate alike share what they rotate
 
-        def call(layer: qcut.Linear = layer) -> Tensor:
+        def call(layer: qcut.Linear = layer, x: Tensor = x) -> Tensor:
             return layer(x)
 
         expected, entries = with_entries(call)
