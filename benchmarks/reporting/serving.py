@@ -12,6 +12,8 @@ _HEADER = ("step of 1", "of 8", "of 64", "prompt")
 SHAPE = "llama-3-8b"
 TWO_GPUS = "two_h100s"
 """The folder, in that of results, with rows of two GPUs and of one of them."""
+HOSTS = (TWO_GPUS, "four_h200s")
+"""Folders with rows of several GPUs of one host."""
 ATTENTION = "attention and its cache"
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "norms, activations, the rest": ("triton_",),
@@ -46,27 +48,26 @@ def serving(rows: Rows) -> str:
 
 
 def serving_split(rows: Rows) -> str:
-    """Milliseconds on one GPU and on two, by shape and method."""
-    measured = _cells(Rows(rows.folder / TWO_GPUS).of("bench_vllm"), "shape", "method", "gpus")
+    """Milliseconds on one GPU and on several of a host, by GPU, shape and method."""
+    measured = _cells(_of_hosts(rows, "bench_vllm"), "gpu", "shape", "method", "gpus")
     if not measured:
         return missing(f"{TWO_GPUS}/bench_vllm")
-    order = list(dict.fromkeys(key[:2] for key in measured))
+    order = list(dict.fromkeys(key[:3] for key in measured))
     lines = [
-        [*key, *_milliseconds(here)]
-        for key, here in sorted(measured.items(), key=lambda item: (order.index(item[0][:2]), int(item[0][2])))
+        [*key[1:3], f"{key[3]} {_short(key[0])}", *_milliseconds(here)]
+        for key, here in sorted(measured.items(), key=lambda item: (order.index(item[0][:3]), int(item[0][3])))
     ]
     return markdown(["model", "method, ms", "GPUs", *_HEADER], lines)
 
 
 def serving_answers(rows: Rows) -> str:
-    """How many answers on two GPUs are those of one, and how near a tie the others leave them."""
-    found = Rows(rows.folder / TWO_GPUS).of("vllm_parallel")
+    """How many answers on several GPUs are those of one, and how near a tie the others leave them."""
+    found = _of_hosts(rows, "vllm_parallel")
     if not found:
         return missing(f"{TWO_GPUS}/vllm_parallel")
-    columns = ("shape", "method", "gpus", "same", "of", "gap")
-    return markdown(
-        ["model", "method", "GPUs", "same answers", "of", "largest gap"], [[r[c] for c in columns] for r in found]
-    )
+    columns = ("same", "of", "gap")
+    lines = [[r["shape"], r["method"], f"{r['gpus']} {_short(r['gpu'])}", *(r[c] for c in columns)] for r in found]
+    return markdown(["model", "method", "GPUs", "same answers", "of", "largest gap"], lines)
 
 
 def serving_kernels(rows: Rows) -> str:
@@ -90,6 +91,15 @@ def kernel_ms(rows: Rows) -> dict[tuple[str, str], dict[tuple[str, str], float]]
         cell = row["what"], row["batch"]
         line[cell] = line.get(cell, 0.0) + float(row["us"]) / 1000
     return found
+
+
+def _of_hosts(rows: Rows, bench: str) -> list[Row]:
+    return [row for host in HOSTS for row in Rows(rows.folder / host).of(bench)]
+
+
+def _short(gpu: str) -> str:
+    """``H100`` of ``NVIDIA H100 80GB HBM3``."""
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0]
 
 
 def _cells(measured: list[Row], *columns: str) -> dict[tuple[str, ...], dict[tuple[str, str], Row]]:
