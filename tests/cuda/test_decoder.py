@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.cuda import activation, embed, next_token, norm
+from qcut.codebooks.tokens import operands
+from qcut.cuda import activation, codebook, embed, next_token, norm
 from qcut.emitters.decoder.norm import MANY_ROWS
-from qcut.ops.activation import GeluTanh, SiluMul
+from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
 from qcut.ops.embed import EmbedRows
 from qcut.ops.next_token import Advance, Argmax
-from qcut.ops.norm import AddNorm, AddNormInt8
+from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
 from tests.support.launches import H200, Launches, note_launches
 
 HALF = torch.float16
@@ -67,6 +68,45 @@ def test_activations(noted: Callable[[Any], Launches]) -> None:
     assert [launch["kernel"].endswith("_u") for launch in launches] == [False, False, True, False]
     activation.gelu_tanh(GeluTanh(up[:0]))
     assert len(launches) == 4
+
+
+@pytest.mark.parametrize(("to", "passes"), [(HALF, 2), (torch.int8, 1)])
+def test_rotated_rows(
+    noted: Callable[[Any], Launches], monkeypatch: pytest.MonkeyPatch, to: torch.dtype, passes: int
+) -> None:
+    norms, activations, rotations = noted(norm), noted(activation), noted(codebook)
+    x, residual = torch.randn(2, 9, 192).half()
+    weight, seeds = torch.randn(192).half(), list(range(passes))
+    signs = operands("hadamard", 64, 192, seeds, HALF)
+    turned = (signs, 64, seeds, to, True)
+    of_norm = AddNormRotated(x, residual, weight, None, False, 1e-6, *turned)
+    total, blocks, scale = norm.add_norm_rotated(of_norm)
+    scales = {"scale": scale} if to is torch.int8 else {}
+    has(norms[-1], x=x, residual=residual, sum=total, weight=weight, y=blocks, x_stride=192, k=192, **scales)
+    has(norms[-1], signs=signs, k_padded=256, eps=1e-6)
+    of_gate = ActivateRotated(x, residual, *turned)
+    blocks, scale = activation.activate_rotated(of_gate)
+    scales = {"scale": scale} if to is torch.int8 else {}
+    has(activations[-1], x=x, up=residual, y=blocks, columns=192, signs=signs, k_padded=256, **scales)
+    assert activations[-1]["grid"] == (9, 1, 1)
+    activation.activate_rotated(ActivateRotated(x, None, *turned))
+    assert ("up" in activations[-1], len(norms), len(activations), len(rotations)) == (False, 1, 2, 0)
+    for module, serve, call in (
+        (norm, norm.add_norm_rotated, of_norm),
+        (activation, activation.activate_rotated, of_gate),
+    ):
+        monkeypatch.setattr(module, "ROTATES", False)
+        serve(call)
+    assert (len(norms), len(activations), len(rotations)) == (2, 3, 2)
+    assert [launch["signs"] for launch in rotations] == [signs.data_ptr()] * 2
+
+
+def test_long_rows_are_rotated_apart(noted: Callable[[Any], Launches]) -> None:
+    _, _, rotations = noted(norm), noted(activation), noted(codebook)
+    k = 65536
+    signs = operands("hadamard", 128, k, (1,), HALF)
+    activation.activate_rotated(ActivateRotated(torch.randn(2, k).half(), None, signs, 128, [1], torch.int8))
+    assert len(rotations) == 1
 
 
 def test_the_next_token(noted: Callable[[Any], Launches]) -> None:
