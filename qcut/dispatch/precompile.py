@@ -222,8 +222,8 @@ def _rows(target: Target) -> Iterator[KernelSource]:
                     yield emit_norm(NormRows.for_shape(x, layer, arch, width, aligned=aligned, **flags))
         for kind in ACTIVATIONS:
             yield emit_activation(ActivateRows(kind, x, arch, aligned))
-        for table, places in product((x, DType.S8), _BOOLS):
-            yield emit_embed(EmbedRows(x, table, arch, places, aligned))
+        for table, places, zeroes in product((x, DType.S8), _BOOLS, _BOOLS):
+            yield emit_embed(EmbedRows(x, table, arch, places, aligned, zeroes))
     for x, advances in product(FLOATS, _BOOLS):
         yield emit_argmax(ArgmaxRows(x, arch, advances))
     for aligned in _BOOLS:

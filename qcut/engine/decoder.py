@@ -22,6 +22,9 @@ from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
 from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
 
+EMBEDDING_ZEROES = True
+"""Whether the kernel of embeddings writes the zeros that magnitudes start from; otherwise one of torch's does."""
+
 # ── rows between modules ─────────────────────────────────────────────────────────────────────────
 
 
@@ -318,6 +321,13 @@ class BlockAbsmax(NamedTuple):
 _NO_ABSMAX = BlockAbsmax(None, None)
 
 
+class _Absmax(NamedTuple):
+    """All blocks' magnitudes, and the memory that is to be zeroed before they are raised, or None."""
+
+    memory: Tensor | None
+    blocks: list[BlockAbsmax]
+
+
 @dataclass(frozen=True)
 class Block:
     """One layer of a decoder: ``x + end(attention(norm(x)))``, then ``x + end(mlp(norm(x)))``.
@@ -447,9 +457,9 @@ class Decoder:
         Returns:
             Two summands of the last block's result, ``[R, hidden]`` each; `logits` takes them.
         """
-        x, unadded = self.embed(ids, positions, batch), None
-        absmax = self._absmax(len(ids)) if attention.raises_absmax else [_NO_ABSMAX] * len(self.blocks)
-        for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax, strict=True)):
+        absmax = self._absmax(len(ids)) if attention.raises_absmax else _Absmax(None, [_NO_ABSMAX] * len(self.blocks))
+        x, unadded = self.embed(ids, positions, batch, absmax.memory), None
+        for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax.blocks, strict=True)):
             x, unadded = block(x, unadded, partial(attention, i), magnitudes)
         return x, cast(Tensor, unadded)
 
@@ -459,13 +469,15 @@ class Decoder:
         logits = project(self.head, rows)
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
-    def embed(self, ids: Tensor, positions: Tensor, batch: int) -> Tensor:
+    def embed(self, ids: Tensor, positions: Tensor, batch: int, zeroed: Tensor | None = None) -> Tensor:
         """Embeddings of R tokens ``[R, hidden]``, which the first block reads.
 
         Args:
             ids: int64 ``[R]``.
             positions: int32 ``[R]``.
             batch: sequences; each has R / batch tokens.
+            zeroed: float32, to which zeros are written, if possible by the same kernel: one that does nothing else
+                would not begin before its predecessor ends; or None.
 
         Exactness: bitwise the sum of what the modules return.
         """
@@ -475,7 +487,9 @@ class Decoder:
         plain = places is not None and places.scale is None and places.dtype is self.dtype
         if tokens is not None and tokens.dtype is self.dtype and (plain or self.positions is None):
             more = (None, None) if places is None else (positions, places.rows)
-            return cast(Tensor, torch.ops.qcut.embed_rows(ids, tokens.rows, tokens.scale, *more, self.dtype))
+            return cast(Tensor, torch.ops.qcut.embed_rows(ids, tokens.rows, tokens.scale, *more, self.dtype, zeroed))
+        if zeroed is not None:
+            zeroed.zero_()
         x: Tensor = self.tokens(ids.view(batch, -1))
         if self.positions is not None:
             x = x + self.positions(positions.view(batch, -1).long())
@@ -516,13 +530,15 @@ class Decoder:
             torch.cuda.empty_cache()  # what the weights left behind: torch keeps it, in pieces too small for the next
         return replace(self, blocks=tuple(blocks))
 
-    def _absmax(self, rows: int) -> list[BlockAbsmax]:
-        """Zeros for each block, all from one allocation."""
+    def _absmax(self, rows: int) -> _Absmax:
+        """Memory for each block, all from one allocation."""
         wanted = [[takes_absmax(m, rows) for m in (b.attention.output, b.mlp.down)] for b in self.blocks]
         if not any(map(any, wanted)):
-            return [_NO_ABSMAX] * len(wanted)
-        zeros = torch.zeros((len(wanted), 2, rows), dtype=torch.float32, device=self.device)
-        return [
+            return _Absmax(None, [_NO_ABSMAX] * len(wanted))
+        make = torch.empty if EMBEDDING_ZEROES else torch.zeros
+        memory = make((len(wanted), 2, rows), dtype=torch.float32, device=self.device)
+        blocks = [
             BlockAbsmax(z[0] if attention else None, z[1] if mlp else None)
-            for z, (attention, mlp) in zip(zeros, wanted, strict=True)
+            for z, (attention, mlp) in zip(memory, wanted, strict=True)
         ]
+        return _Absmax(memory if EMBEDDING_ZEROES else None, blocks)

@@ -135,5 +135,9 @@ def test_embeddings(noted: Callable[[Any], Launches]) -> None:
     has(launches[-1], ids=ids, table=q, scale=scale, y=y, stride=16, count=7, rows=3, k=16)
     embed.embed_rows(EmbedRows(ids, torch.randn(7, 17).half()[:, 1:], None, None, None, HALF))
     assert [launch["kernel"].endswith("_u") for launch in launches] == [False, False, True]
-    assert embed.embed_rows(EmbedRows(ids[:0], table, None, None, None, HALF)).shape == (0, 16)
-    assert len(launches) == 3
+    zeroed = torch.ones(2, 3)
+    embed.embed_rows(EmbedRows(ids, table, None, None, None, HALF, zeroed))
+    has(launches[-1], rows=3, k=16, zeroed=zeroed, zeros=6)
+    assert embed.embed_rows(EmbedRows(ids[:0], table, None, None, None, HALF, zeroed)).shape == (0, 16)
+    assert not zeroed.any()
+    assert len(launches) == 4
