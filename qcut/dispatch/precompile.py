@@ -33,7 +33,7 @@ from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
 from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
 from qcut.emitters.decoder.append import ROTARY, RotateAndAppend, emit_append
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.cluster_probe import ClusterProbe, emit_cluster_probe
 from qcut.emitters.decoder.attention.mma import CLUSTERS, TILE, AttentionMma
@@ -224,8 +224,9 @@ def _rows(target: Target) -> Iterator[KernelSource]:
             yield emit_activation(ActivateRows(kind, x, arch, aligned))
         for table, places, zeroes in product((x, DType.S8), _BOOLS, _BOOLS):
             yield emit_embed(EmbedRows(x, table, arch, places, aligned, zeroes))
-    for x, advances in product(FLOATS, _BOOLS):
-        yield emit_argmax(ArgmaxRows(x, arch, advances))
+    for x, advances, parts in product(FLOATS, _BOOLS, (1, PARTS)):
+        if parts == 1 or architecture(arch).clusters:
+            yield emit_argmax(ArgmaxRows(x, arch, advances, parts))
     for aligned in _BOOLS:
         yield emit_colsum(ColSum(arch, aligned))
 

@@ -121,6 +121,10 @@ def test_the_next_token(noted: Callable[[Any], Launches]) -> None:
     assert launches[-1]["stride"] == 17
     assert next_token.argmax(Argmax(logits[:0])).shape == (0,)
     assert len(launches) == 3
+    wide = torch.zeros(17, next_token.SPLIT_BYTES // 4)
+    for rows, columns, grid in ((16, 0, (8, 16, 1)), (17, 0, (17, 1, 1)), (2, 1, (2, 1, 1))):
+        next_token.argmax(Argmax(wide[:rows, columns:]))
+        assert launches[-1]["grid"] == grid
 
 
 def test_embeddings(noted: Callable[[Any], Launches]) -> None:

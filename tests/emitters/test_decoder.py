@@ -73,6 +73,8 @@ def sources(arch: str) -> list[KernelSource]:
     found += [emit_append(desc) for desc in appends(arch)]
     for x, kind, aligned in ((F16, "silu_mul", True), (BF16, "gelu_tanh", True), (F32, "silu_mul", False)):
         found.append(emit_activation(ActivateRows(kind, x, arch, aligned)))
+    if arch == "sm_90a":
+        found += [emit_argmax(ArgmaxRows(x, arch, x is F16, argmax.PARTS)) for x in (F16, F32)]
     return [*found, *(emit_argmax(ArgmaxRows(x, arch, x is F16)) for x in (F16, BF16, F32))]
 
 
@@ -101,6 +103,7 @@ def test_names_spell_the_kernel() -> None:
     assert APPEND.name == "qcut_append_sm90a_f16_f16_h128_rope"
     assert ActivateRows("gelu_tanh", F16, "sm_90a", False).name == "qcut_gelu_tanh_sm90a_f16_u"
     assert ArgmaxRows(BF16, "sm_80").name == "qcut_argmax_sm80_bf16"
+    assert ArgmaxRows(F16, "sm_90a", True, 8).name == "qcut_argmax_sm90a_f16_a_c8"
     assert replace(APPEND, cache=S8, rotary="none").name == "qcut_append_sm90a_f16_s8_h128"
     assert replace(APPEND, many=True, aligned=False).name == "qcut_append_sm90a_f16_f16_h128_rope_m_u"
     assert replace(APPEND, many=True, ring=True).name == "qcut_append_sm90a_f16_f16_h128_rope_m_ring"
@@ -308,7 +311,7 @@ def test_every_constraint_is_refused_below() -> None:
     assert [c.name for c in norm.CONSTRAINTS] == ["x", "threads", "vectors", "rotation", "quantized"]
     assert [c.name for c in append.CONSTRAINTS] == ["x", "cache", "aligned", "head", "rotary"]
     assert [c.name for c in activate.CONSTRAINTS] == ["kind", "x", "threads", "vectors", "rotation"]
-    assert [c.name for c in argmax.CONSTRAINTS] == ["x"]
+    assert [c.name for c in argmax.CONSTRAINTS] == ["x", "parts"]
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -333,6 +336,8 @@ def test_illegal_attention_is_refused_by_name(name: str) -> None:
         (APPEND, {"head": 258}, "head"),
         (APPEND, {"rotary": "pairs"}, "rotary"),
         (ArgmaxRows(F16, "sm_90a"), {"x": S8}, "x"),
+        (ArgmaxRows(F16, "sm_90a"), {"parts": 2}, "parts"),
+        (ArgmaxRows(F16, "sm_89"), {"parts": 8}, "parts"),
         (ActivateRows("silu_mul", F16, "sm_90a"), {"x": S8}, "x"),
         (ActivateRows("silu_mul", F16, "sm_90a"), {"kind": "relu"}, "kind"),
         (ActivateRows("silu_mul", F16, "sm_90a"), {"threads": 48}, "threads"),

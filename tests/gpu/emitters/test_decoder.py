@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qcut.cuda.clusters import MEASURED
 from qcut.dispatch.attention import Attention, emit_attention, select_attention
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.attention.simt import AttentionDecode
 from qcut.emitters.decoder.norm import NormRows, emit_norm
@@ -343,6 +344,10 @@ def test_argmax(x: DType, columns: int) -> None:
     logits[10, 0] = 100.0
     logits[:, columns:] = math.inf  # beyond the row
     best = torch.full((12,), -7, dtype=torch.int64, device=DEVICE)
+    if arch() in MEASURED:
+        split, found = ArgmaxRows(x, arch(), parts=PARTS), torch.full((12,), -7, dtype=torch.int64, device=DEVICE)
+        launch(emit_argmax(split), split.grid(11), logits.to(DEVICE), found, columns + 5, columns)
+        assert found.tolist() == [*sampling.argmax(logits[:, :columns]).tolist(), -7]
     desc = ArgmaxRows(x, arch())
     launch(emit_argmax(desc), desc.grid(11), logits.to(DEVICE), best, columns + 5, columns)
     assert best.tolist() == [*sampling.argmax(logits[:, :columns]).tolist(), -7]
