@@ -39,6 +39,7 @@ class ArgmaxRows:
         advances: whether each row's position and slot are raised by one, up to ``context - 1`` and ``context``, at the
             end of a decoder's step.
         parts: CTAs of a cluster that divide a row.
+        tells: whether each index is also written to the host's memory.
 
     Exactness: bitwise.
     """
@@ -47,14 +48,15 @@ class ArgmaxRows:
     arch: str
     advances: bool = False
     parts: int = 1
+    tells: bool = False
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
 
     @property
     def name(self) -> str:
-        """``qcut_argmax_{arch}_{x}``, ``_a`` where it advances, and ``_c{parts}`` with clusters."""
-        flags = "_a" * self.advances + f"_c{self.parts}" * (self.parts > 1)
+        """``qcut_argmax_{arch}_{x}``, ``_a`` where it advances, ``_h`` where it tells, ``_c{parts}`` with clusters."""
+        flags = "_a" * self.advances + "_h" * self.tells + f"_c{self.parts}" * (self.parts > 1)
         return f"qcut_argmax_{self.arch.replace('_', '')}_{self.x.value}{flags}"
 
     @property
@@ -69,7 +71,9 @@ class ArgmaxRows:
     def params(self) -> tuple[Param, ...]:
         """``x``; ``best``, int64 ``[m]``; ``stride`` of rows in elements; ``columns``.
 
-        Where it advances, ``positions`` and ``slots``, int32 ``[m]``, before the stride, and ``context`` last.
+        Where it advances, ``positions`` and ``slots``, int32 ``[m]``, before the stride, and ``context`` after the
+        columns. Where it tells, ``told``, int64 ``[turns, m]`` in the host's memory; ``turn``, int32 ``[m]``, the row
+        of ``told`` that is next; ``turns``.
         """
         state = (Param("positions", "ptr", "int*"), Param("slots", "ptr", "int*")) if self.advances else ()
         context = (Param("context", "i32"),) * self.advances
@@ -80,6 +84,7 @@ class ArgmaxRows:
             Param("stride", "i64"),
             Param("columns", "i32"),
             *context,
+            *(Param("told", "ptr", "long long*"), Param("turn", "ptr", "int*"), Param("turns", "i32")) * self.tells,
         )
 
 
@@ -89,12 +94,13 @@ def emit_argmax(desc: ArgmaxRows) -> KernelSource:
     state = call_arguments(("positions", "slots"), params)
     context = call_arguments(("context",), params, absent="0")
     parts = f", {desc.parts}" if desc.parts > 1 else ""
+    told = ", told, turn, turns" if desc.tells else ""
     return kernel_source(
         desc.name,
         desc.arch,
         params,
         f"qcut::argmax_rows<{desc.x.cpp}, {flag(desc.advances)}, {desc.block}, {_UNROLL}{parts}>"
-        f"(x, best, {state}, stride, columns, {context});",
+        f"(x, best, {state}, stride, columns, {context}{told});",
         device_code=include("decoder/argmax.cuh"),
         block=desc.block,
         waits=True,

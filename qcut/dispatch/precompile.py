@@ -224,9 +224,9 @@ def _rows(target: Target) -> Iterator[KernelSource]:
             yield emit_activation(ActivateRows(kind, x, arch, aligned))
         for table, places, zeroes in product((x, DType.S8), _BOOLS, _BOOLS):
             yield emit_embed(EmbedRows(x, table, arch, places, aligned, zeroes))
-    for x, advances, parts in product(FLOATS, _BOOLS, (1, PARTS)):
-        if parts == 1 or architecture(arch).clusters:
-            yield emit_argmax(ArgmaxRows(x, arch, advances, parts))
+    for x, parts in product(FLOATS, (1, PARTS) if architecture(arch).clusters else (1,)):
+        for advances, tells in ((False, False), (True, False), (True, True)):
+            yield emit_argmax(ArgmaxRows(x, arch, advances, parts, tells))
     for aligned in _BOOLS:
         yield emit_colsum(ColSum(arch, aligned))
 

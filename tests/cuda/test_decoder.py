@@ -12,6 +12,7 @@ from torch import Tensor
 from qcut.codebooks.tokens import operands
 from qcut.cuda import activation, codebook, embed, next_token, norm
 from qcut.emitters.decoder.norm import MANY_ROWS
+from qcut.errors import DeviceError
 from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
 from qcut.ops.embed import EmbedRows
 from qcut.ops.next_token import Advance, Argmax
@@ -109,7 +110,7 @@ def test_long_rows_are_rotated_apart(noted: Callable[[Any], Launches]) -> None:
     assert len(rotations) == 1
 
 
-def test_the_next_token(noted: Callable[[Any], Launches]) -> None:
+def test_the_next_token(noted: Callable[[Any], Launches], monkeypatch: pytest.MonkeyPatch) -> None:
     launches = noted(next_token)
     logits = torch.randn(3, 20)[:, :17]
     best = next_token.argmax(Argmax(logits))
@@ -119,6 +120,14 @@ def test_the_next_token(noted: Callable[[Any], Launches]) -> None:
     has(launches[-1], x=logits, best=tokens, positions=positions, slots=slots, stride=20, columns=17, context=9)
     next_token.argmax(Argmax(torch.randn(17, 3).t()))
     assert launches[-1]["stride"] == 17
+    told, turn = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    telling = Advance(logits, tokens, positions, slots, 9, told, turn)
+    with pytest.raises(DeviceError, match="told is in memory that is not pinned"):
+        next_token.advance(telling)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor is told)
+    next_token.advance(telling)
+    has(launches[-1], best=tokens, context=9, told=told, turn=turn, turns=2)
+    del launches[-1]
     assert next_token.argmax(Argmax(logits[:0])).shape == (0,)
     assert len(launches) == 3
     wide = torch.zeros(17, next_token.SPLIT_BYTES // 4)

@@ -74,7 +74,7 @@ def sources(arch: str) -> list[KernelSource]:
     for x, kind, aligned in ((F16, "silu_mul", True), (BF16, "gelu_tanh", True), (F32, "silu_mul", False)):
         found.append(emit_activation(ActivateRows(kind, x, arch, aligned)))
     if arch == "sm_90a":
-        found += [emit_argmax(ArgmaxRows(x, arch, x is F16, argmax.PARTS)) for x in (F16, F32)]
+        found += [emit_argmax(ArgmaxRows(x, arch, x is F16, argmax.PARTS, x is F16)) for x in (F16, F32)]
     return [*found, *(emit_argmax(ArgmaxRows(x, arch, x is F16)) for x in (F16, BF16, F32))]
 
 
@@ -103,7 +103,7 @@ def test_names_spell_the_kernel() -> None:
     assert APPEND.name == "qcut_append_sm90a_f16_f16_h128_rope"
     assert ActivateRows("gelu_tanh", F16, "sm_90a", False).name == "qcut_gelu_tanh_sm90a_f16_u"
     assert ArgmaxRows(BF16, "sm_80").name == "qcut_argmax_sm80_bf16"
-    assert ArgmaxRows(F16, "sm_90a", True, 8).name == "qcut_argmax_sm90a_f16_a_c8"
+    assert ArgmaxRows(F16, "sm_90a", True, 8, True).name == "qcut_argmax_sm90a_f16_a_h_c8"
     assert replace(APPEND, cache=S8, rotary="none").name == "qcut_append_sm90a_f16_s8_h128"
     assert replace(APPEND, many=True, aligned=False).name == "qcut_append_sm90a_f16_f16_h128_rope_m_u"
     assert replace(APPEND, many=True, ring=True).name == "qcut_append_sm90a_f16_f16_h128_rope_m_ring"

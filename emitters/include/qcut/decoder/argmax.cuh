@@ -18,10 +18,12 @@ __device__ __forceinline__ unsigned long long argmax_key(float v, int index) {
 
 // The kernel. Rows of `columns` elements are `stride` elements apart and may start at any element. With kAdvances, each
 // row's position and slot are raised by one, up to context - 1 and context. A cluster of kParts CTAs along x has a row,
-// and rows are along y; without clusters, rows are along x.
+// and rows are along y; without clusters, rows are along x. If told is not null, [turns, rows] in the host's memory,
+// its row number turn[row] gets the result too, and the turn goes on, after the last to the first.
 template <class T, bool kAdvances, int kThreads, int kUnroll, int kParts = 1>
 __device__ __forceinline__ void argmax_rows(const T* x, long long* best, int* positions, int* slots, long long stride,
-                                            int columns, int context) {
+                                            int columns, int context, long long* told = nullptr, int* turn = nullptr,
+                                            int turns = 0) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kWarps = kThreads / 32;
   constexpr int kStep = kThreads * kParts;
@@ -79,10 +81,16 @@ __device__ __forceinline__ void argmax_rows(const T* x, long long* best, int* po
   }
   // If all elements are NaN, the upper half of every key is 0, and the first element has the largest key.
   if (thread == 0) {
-    best[at] = static_cast<int>(~static_cast<uint32_t>(best_key));
+    const int index = static_cast<int>(~static_cast<uint32_t>(best_key));
+    best[at] = index;
     if constexpr (kAdvances) {
       positions[at] = min(positions[at] + 1, context - 1);
       slots[at] = min(slots[at] + 1, context);
+    }
+    if (told != nullptr) {
+      const int now = turn[at];
+      told[static_cast<long long>(now) * (kParts > 1 ? gridDim.y : gridDim.x) + at] = index;
+      turn[at] = now + 1 < turns ? now + 1 : 0;
     }
   }
 }
