@@ -346,10 +346,11 @@ _rotation_plans: PlanCache[tuple[LaunchPlan, ...]] = PlanCache(on_clear=partial(
 @serves(RotateTokens)
 def rotate_tokens(call: RotateTokens) -> tuple[Tensor, Tensor]:
     call.check()
-    return _rotate(call)
+    return rotate(call)
 
 
-def _rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
+def rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
+    """What `rotate_tokens` computes of arguments that were checked."""
     blocks, scale = call.fake()
     x, (m, k), passes, device = call.x, call.x.shape, len(call.seeds), call.x.get_device()
     if m == 0:
@@ -412,7 +413,7 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
     plan = _product_plans.get((product, device))
     if plan is None:
         if not has_kernel(product, target(device)):
-            return _multiply(call.product(*_rotate(call.rotation)))
+            return _multiply(call.product(*rotate(call.rotation)))
         plan = _plan(product, device)
     y = call.fake()
     x, vectors = dense(call.x), parameters(call.col_scale, call.bias, call.residual)

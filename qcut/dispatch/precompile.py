@@ -33,7 +33,7 @@ from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
 from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
 from qcut.emitters.decoder.append import ROTARY, RotateAndAppend, emit_append
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.cluster_probe import ClusterProbe, emit_cluster_probe
 from qcut.emitters.decoder.attention.mma import CLUSTERS, TILE, AttentionMma
@@ -222,10 +222,11 @@ def _rows(target: Target) -> Iterator[KernelSource]:
                     yield emit_norm(NormRows.for_shape(x, layer, arch, width, aligned=aligned, **flags))
         for kind in ACTIVATIONS:
             yield emit_activation(ActivateRows(kind, x, arch, aligned))
-        for table, places in product((x, DType.S8), _BOOLS):
-            yield emit_embed(EmbedRows(x, table, arch, places, aligned))
-    for x, advances in product(FLOATS, _BOOLS):
-        yield emit_argmax(ArgmaxRows(x, arch, advances))
+        for table, places, zeroes in product((x, DType.S8), _BOOLS, _BOOLS):
+            yield emit_embed(EmbedRows(x, table, arch, places, aligned, zeroes))
+    for x, parts in product(FLOATS, (1, PARTS) if architecture(arch).clusters else (1,)):
+        for advances, tells in ((False, False), (True, False), (True, True)):
+            yield emit_argmax(ArgmaxRows(x, arch, advances, parts, tells))
     for aligned in _BOOLS:
         yield emit_colsum(ColSum(arch, aligned))
 

@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import table_of
 from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
 from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
+
+EMBEDDING_ZEROES = True
+"""Whether the kernel of embeddings writes the zeros that magnitudes start from; otherwise one of torch's does."""
 
 # ── rows between modules ─────────────────────────────────────────────────────────────────────────
 
@@ -39,7 +43,16 @@ class RowsWithAbsmax(NamedTuple):
     absmax: Tensor
 
 
-Rows = Tensor | Int8Rows | RowsWithAbsmax
+class RotatedRows(NamedTuple):
+    """Rows ``[R, K]`` of a dtype as `torch.ops.qcut.rotate_tokens` makes blocks and scales of them."""
+
+    blocks: Tensor
+    scale: Tensor
+    rows: int
+    dtype: torch.dtype
+
+
+Rows = Tensor | Int8Rows | RowsWithAbsmax | RotatedRows
 
 
 def takes_int8(module: nn.Module) -> TypeGuard[W8A8Linear]:
@@ -56,7 +69,8 @@ def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tens
     """Apply a linear layer to rows.
 
     Args:
-        module: a linear layer. Rows other than a plain tensor need a layer for which `takes_int8` holds.
+        module: a linear layer. Rows other than a plain tensor need a layer for which `takes_int8` holds; rotated rows
+            need a `CodebookLinear` that rotates so.
         rows: R rows of K elements.
         absmax: float32 ``[R]``, raised to the largest magnitude of each row of the result; only with `Int8Rows`.
 
@@ -67,6 +81,8 @@ def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tens
         return cast(W8A8Linear, module).forward_int8(*rows, absmax)
     if isinstance(rows, RowsWithAbsmax):
         return cast(W8A8Linear, module).forward_with_absmax(*rows)
+    if isinstance(rows, RotatedRows):
+        return cast(CodebookLinear, module).forward_rotated(*rows)
     return cast(Tensor, module(rows))
 
 
@@ -82,29 +98,35 @@ class AddNorm:
         module: holds the weight, and the bias if there is one.
         eps: added under the root.
         k_padded: columns of the normalized rows in int8, where all linear layers that read them take int8; else None.
+        rotating: a linear layer as which all rotate that read the normalized rows; else None.
     """
 
     norm: Literal["rms", "layer"]
     module: nn.Module
     eps: float
     k_padded: int | None
+    rotating: CodebookLinear | None = None
 
     @classmethod
     def rms(cls, module: nn.Module, eps: float, readers: Sequence[nn.Module] = ()) -> AddNorm:
         """An AddNorm with an RMSNorm; ``readers`` are all linear layers that read the result."""
-        return cls("rms", module, eps, _int8_columns(readers))
+        return cls("rms", module, eps, _int8_columns(readers), _rotating(readers))
 
     @classmethod
     def layer(cls, module: nn.LayerNorm, readers: Sequence[nn.Module] = ()) -> AddNorm:
         """An AddNorm with a LayerNorm; ``readers`` are all linear layers that read the result."""
-        return cls("layer", module, module.eps, _int8_columns(readers))
+        return cls("layer", module, module.eps, _int8_columns(readers), _rotating(readers))
 
     def __call__(self, x: Tensor, unadded: Tensor | None) -> tuple[Tensor, Rows]:
         """The sum ``x + unadded``, or x where ``unadded`` is None, and the norm of the sum; ``[R, hidden]`` each."""
         weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
         given = (x, unadded, weight, bias, self.norm == "layer", self.eps)
         rows: Rows
-        if self.k_padded is None:
+        rotation = None if self.rotating is None else self.rotating.rotation_of(x)
+        if rotation is not None:
+            total, blocks, scale = torch.ops.qcut.add_norm_rotated(*given, *rotation, constants=True)
+            rows = RotatedRows(blocks, scale, len(x), x.dtype)
+        elif self.k_padded is None:
             total, rows = torch.ops.qcut.add_norm(*given, constants=True)
         else:
             total, q, scale = torch.ops.qcut.add_norm_int8(*given, self.k_padded, constants=True)
@@ -115,6 +137,12 @@ class AddNorm:
 def _int8_columns(readers: Sequence[nn.Module]) -> int | None:
     columns = {module.qweight.shape[1] if takes_int8(module) else None for module in readers}
     return columns.pop() if len(columns) == 1 else None
+
+
+def _rotating(readers: Sequence[nn.Module]) -> CodebookLinear | None:
+    """The first of layers that rotate rows alike; None where one does not."""
+    layers = [module for module in readers if isinstance(module, CodebookLinear)]
+    return layers[0] if len(layers) == len(readers) and len({layer.reads for layer in layers}) == 1 else None
 
 
 class Heads(NamedTuple):
@@ -264,10 +292,17 @@ class MLP:
         parts = [project(up, rows, absmax if by_projection else None) for up in self.projections]
         if self.gated:
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
+        else:
+            gate, up = parts[0], None
+        rotating = _rotating([self.down]) if by_kernel else None
+        rotation = None if rotating is None else rotating.rotation_of(gate)
+        if rotation is not None:
+            blocks, scale = torch.ops.qcut.activate_rotated(gate, up, *rotation, constants=True)
+            return project(self.down, RotatedRows(blocks, scale, len(gate), gate.dtype))
+        if up is not None:
             y = torch.ops.qcut.silu_mul(gate, up, absmax) if by_kernel else self.activation(gate) * up
         else:
-            (up,) = parts
-            y = torch.ops.qcut.gelu_tanh(up, absmax) if by_kernel else self.activation(up)
+            y = torch.ops.qcut.gelu_tanh(gate, absmax) if by_kernel else self.activation(gate)
         return project(self.down, y if absmax is None else RowsWithAbsmax(y, absmax))
 
 
@@ -284,6 +319,13 @@ class BlockAbsmax(NamedTuple):
 
 
 _NO_ABSMAX = BlockAbsmax(None, None)
+
+
+class _Absmax(NamedTuple):
+    """All blocks' magnitudes, and the memory that is to be zeroed before they are raised, or None."""
+
+    memory: Tensor | None
+    blocks: list[BlockAbsmax]
 
 
 @dataclass(frozen=True)
@@ -415,9 +457,9 @@ class Decoder:
         Returns:
             Two summands of the last block's result, ``[R, hidden]`` each; `logits` takes them.
         """
-        x, unadded = self.embed(ids, positions, batch), None
-        absmax = self._absmax(len(ids)) if attention.raises_absmax else [_NO_ABSMAX] * len(self.blocks)
-        for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax, strict=True)):
+        absmax = self._absmax(len(ids)) if attention.raises_absmax else _Absmax(None, [_NO_ABSMAX] * len(self.blocks))
+        x, unadded = self.embed(ids, positions, batch, absmax.memory), None
+        for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax.blocks, strict=True)):
             x, unadded = block(x, unadded, partial(attention, i), magnitudes)
         return x, cast(Tensor, unadded)
 
@@ -427,13 +469,15 @@ class Decoder:
         logits = project(self.head, rows)
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
-    def embed(self, ids: Tensor, positions: Tensor, batch: int) -> Tensor:
+    def embed(self, ids: Tensor, positions: Tensor, batch: int, zeroed: Tensor | None = None) -> Tensor:
         """Embeddings of R tokens ``[R, hidden]``, which the first block reads.
 
         Args:
             ids: int64 ``[R]``.
             positions: int32 ``[R]``.
             batch: sequences; each has R / batch tokens.
+            zeroed: float32, to which zeros are written, if possible by the same kernel: one that does nothing else
+                would not begin before its predecessor ends; or None.
 
         Exactness: bitwise the sum of what the modules return.
         """
@@ -443,7 +487,9 @@ class Decoder:
         plain = places is not None and places.scale is None and places.dtype is self.dtype
         if tokens is not None and tokens.dtype is self.dtype and (plain or self.positions is None):
             more = (None, None) if places is None else (positions, places.rows)
-            return cast(Tensor, torch.ops.qcut.embed_rows(ids, tokens.rows, tokens.scale, *more, self.dtype))
+            return cast(Tensor, torch.ops.qcut.embed_rows(ids, tokens.rows, tokens.scale, *more, self.dtype, zeroed))
+        if zeroed is not None:
+            zeroed.zero_()
         x: Tensor = self.tokens(ids.view(batch, -1))
         if self.positions is not None:
             x = x + self.positions(positions.view(batch, -1).long())
@@ -484,13 +530,15 @@ class Decoder:
             torch.cuda.empty_cache()  # what the weights left behind: torch keeps it, in pieces too small for the next
         return replace(self, blocks=tuple(blocks))
 
-    def _absmax(self, rows: int) -> list[BlockAbsmax]:
-        """Zeros for each block, all from one allocation."""
+    def _absmax(self, rows: int) -> _Absmax:
+        """Memory for each block, all from one allocation."""
         wanted = [[takes_absmax(m, rows) for m in (b.attention.output, b.mlp.down)] for b in self.blocks]
         if not any(map(any, wanted)):
-            return [_NO_ABSMAX] * len(wanted)
-        zeros = torch.zeros((len(wanted), 2, rows), dtype=torch.float32, device=self.device)
-        return [
+            return _Absmax(None, [_NO_ABSMAX] * len(wanted))
+        make = torch.empty if EMBEDDING_ZEROES else torch.zeros
+        memory = make((len(wanted), 2, rows), dtype=torch.float32, device=self.device)
+        blocks = [
             BlockAbsmax(z[0] if attention else None, z[1] if mlp else None)
-            for z, (attention, mlp) in zip(zeros, wanted, strict=True)
+            for z, (attention, mlp) in zip(memory, wanted, strict=True)
         ]
+        return _Absmax(memory if EMBEDDING_ZEROES else None, blocks)

@@ -440,7 +440,7 @@ class Engine:
             following = self.take_step(loop)
             if chooses:
                 loop.choose(sample(following, options, sequences, positions.add_(1), history))
-            return Fetched(loop.tokens), likelihoods(following, loop.tokens, [top] * n)
+            return loop.fetched(), likelihoods(following, loop.tokens, [top] * n)
 
         arriving = Fetched(loop.tokens), found
         while True:

@@ -13,6 +13,7 @@ import torch
 
 from qcut.cli import main as cli
 from qcut.cuda import gemm as gemm_cuda
+from qcut.engine import decode_loop, decoder
 from qcut.engine.engine import Engine
 from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.sampling import Sampling
@@ -123,3 +124,26 @@ def test_llama2c_files_generate_the_cpus_text(tmp_path: Path, capfd: pytest.Capt
     for name in llama2c.SAMPLES[1:]:  # where llama2.c's own file lies beside the project
         sample = llama2c.sample(name, tmp_path)
         assert text(sample.model, sample.tokens, "cuda") == sample.text.read_text()
+
+
+def test_tokens_in_the_hosts_memory_are_those_that_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = llama("w8a8"), prompts_of(VOCABULARY, 9, 30, 4)
+    told = Engine(model, batch=4).generate(prompts, 40)
+    monkeypatch.setattr(decode_loop, "TELLS", False)
+    monkeypatch.setattr(decoder, "EMBEDDING_ZEROES", False)
+    assert Engine(model, batch=4).generate(prompts, 40) == told
+
+
+def test_tokens_that_nobody_has_read_stay() -> None:
+    engine = Engine(llama(), batch=2)
+    engine.prefill(prompts_of(VOCABULARY, 9, 5))
+    loop = engine.loop_from(engine.likeliest[:2], engine.lengths)
+    arriving: list[Any] = []
+    want: list[list[int]] = []
+    for _ in range(11):
+        engine.take_step(loop)
+        arriving.append(loop.fetched())
+        want.append(loop.tokens.tolist())
+    assert [tokens.wait() for tokens in arriving] == want
+    loop.choose(torch.tensor([3, 4], device=DEVICE))
+    assert loop.fetched().wait() == [3, 4]
