@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qcut.cuda import clusters
-from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch import closed
 from qcut.dispatch.attention import Attention, emit_attention, select_attention
@@ -279,8 +279,8 @@ def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionP
     (_, kv_heads, context, _), window = keys.shape, seen_through(call)
     places = min(window or context, call.reach or context)
     options = (window > 0, call.softcap > 0, call.ring > 0)
-    norms = isinstance(call, AppendAttention) and len(call.norms) > 0
-    key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, kv_heads, places, options, norms, q.get_device())
+    steps = (False, False) if isinstance(call, DecodeAttention) else (len(call.norms) > 0, call.settled)
+    key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, kv_heads, places, options, *steps, q.get_device())
     return _attention_plans.get(key) or _attention_plans.make(key, lambda: _plan_attention(*key))
 
 
@@ -294,6 +294,7 @@ def _plan_attention(
     places: int,
     options: tuple[bool, bool, bool],
     norms: bool,
+    settled: bool,
     device: int,
 ) -> AttentionPlan:
     if torch.uint8 in (cache, values) and dtype is torch.float32:
@@ -322,7 +323,9 @@ def _plan_attention(
     if appends := form != "read" and isinstance(desc, AttentionMma):
         rotary = form == "rotate_and_append"
         norms = norms and closed.has_head_norms(head, rotary, gpu)
-        source = emit_attention_append(AttentionAppend(desc, rotary, norms))
+        # Without dependent launch nothing begins early; a wheel brings the kernels that every caller may have.
+        settled = settled and has_pdl(gpu) and not gpu.closed
+        source = emit_attention_append(AttentionAppend(desc, rotary, norms, settled))
     else:
         norms = False
         source = emit_attention(desc)

@@ -76,6 +76,7 @@ class StepAttention:
         counters: int32 ``[B queries]``, zero before and after every launch.
         reach: most places of a sequence that the kernels are chosen for; 0: those of the cache.
         others: reaches whose kernels are run beside, to be built and loaded; they do the same.
+        settled: as in `qcut.ops.attention.AppendAttention`.
     """
 
     raises_absmax: ClassVar[bool] = True
@@ -87,6 +88,7 @@ class StepAttention:
     counters: Tensor
     reach: int = 0
     others: Sequence[int] = ()
+    settled: bool = False
 
     def __call__(
         self,
@@ -109,6 +111,6 @@ class StepAttention:
         options = (self.cache.guide(layer), *scores[1:], *(within or (None, None, 0.0)), self.cache.ring(layer))
         run = partial(torch.ops.qcut.append_attention, *step, scores.scaling, self.counters)
         for reach in self.others:
-            run(None, *options, reach)
-        mixed: Tensor = run(absmax, *options, self.reach)
+            run(None, *options, reach, self.settled)
+        mixed: Tensor = run(absmax, *options, self.reach, self.settled)
         return mixed.flatten(1)

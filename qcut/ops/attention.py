@@ -282,6 +282,10 @@ class AppendAttention(NamedTuple):
         eps: of both norms.
         ring: as in `AppendKv` and `DecodeAttention`.
         reach: as in `DecodeAttention`, the new token's place included.
+        settled: the caller promises that no kernel that may still run when this one begins has written positions,
+            slots, tables, norms or the cache: with dependent launch, none since the last kernel that was launched after
+            all before it had ended, as the first of a CUDA graph is. On CUDA, kernels for 16-bit queries then read the
+            cache while their predecessor still runs. False: every argument may come from the kernel just before.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
@@ -317,6 +321,7 @@ class AppendAttention(NamedTuple):
     eps: float = 0.0
     ring: int = 0
     reach: int = 0
+    settled: bool = False
 
     @property
     def tokens(self) -> Tokens:

@@ -130,6 +130,13 @@ def test_kernels_are_chosen_for_the_reach_and_strides_are_the_caches(launches: L
     assert {(a["context"], a["batch_stride"]) for a in attend[2:4]} == {(CONTEXT, KV_HEADS * CONTEXT * HEAD)}
 
 
+def test_a_promise_counts_where_kernels_begin_early(launches: Launches, gpu: Target) -> None:
+    for call in (step(), step()._replace(settled=True), step(torch.float32)._replace(settled=True)):
+        attention_cuda.append_attention(call)
+    assert ["_settled" in launch["kernel"] for launch in launches] == [False, gpu is H200, False, False]
+    assert launches[0]["grid"] == launches[1]["grid"]
+
+
 def test_norms_of_heads_that_no_kernel_knows_come_before(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     norms = {"query_norm": torch.ones(HEAD), "key_norm": torch.ones(HEAD)}
     attention_cuda.append_attention(step(torch.float32)._replace(**norms))

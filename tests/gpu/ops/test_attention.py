@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.engine.kv_cache import KV_DTYPES, KVCache, KVDtype
@@ -142,3 +143,44 @@ def test_a_reach_is_a_cache_that_ends_there(dtype: torch.dtype, kind: KVDtype, b
     want = torch.ops.qcut.append_attention(*step, far, far, *long.layer(0), 0.125)
     got = torch.ops.qcut.append_attention(*step, far, far, *long.layer(0), 0.125, reach=reach)
     assert sqnr_db(want.double(), got.double()) > {2: 45, 4: 100}[dtype.itemsize]
+
+
+def grown(settled: bool, kind: KVDtype, batch: int, ring: int) -> list[Tensor]:
+    """Results of steps of growing sequences, one graph after another, and the cache after them."""
+    places, device = 700, torch.device(DEVICE)
+    torch.manual_seed(batch)
+    given = torch.randn(60, batch, 8 * 64, device=device, dtype=torch.float16)
+    tables = torch.randn(2, places, 64, device=device, dtype=torch.float16)
+    options = {"window": 100, "ring": places} if ring else {}
+    cache = KVCache(1, batch, 2, ring or places, 64, dtype=torch.float16, device=device, kv_dtype=kind)
+    x, logits = torch.zeros_like(given[0]), torch.zeros(batch, 8, device=device)
+    start = torch.arange(batch, dtype=torch.int32, device=device) * 37 % 300 + 350
+    tokens, positions, slots = start.long(), start.clone(), start.clone()
+
+    def step() -> Tensor:
+        q, k, v = (t.unflatten(1, (-1, 64)) for t in torch.ops.qcut.silu_mul(x, x).split((256, 128, 128), 1))
+        at = (*tables, positions, slots, *cache.layer(0))
+        y: Tensor = torch.ops.qcut.append_attention(q, k, v, *at, 0.125, settled=settled, **options)
+        torch.ops.qcut.advance(logits, tokens, positions, slots, places)
+        return y
+
+    torch.cuda.synchronize()
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    for state in (positions, slots):
+        state.copy_(start)
+    found = []
+    for row in given:
+        x.copy_(row)
+        graph.replay()
+        found.append(y.clone())
+    return [*found, *(t for t in cache.layer(0) if t is not None)]
+
+
+@pytest.mark.parametrize("kind", KV_DTYPES)
+@pytest.mark.parametrize(("batch", "ring"), [(1, 0), (16, 0), (2, 384)])
+def test_settled_steps_are_the_steps(kind: KVDtype, batch: int, ring: int) -> None:
+    for got, want in zip(*(grown(settled, kind, batch, ring) for settled in (True, False)), strict=True):
+        assert_same(got, want)
