@@ -2,7 +2,8 @@
 
 The first token is timed by the host's clock, from the prompt as a list of ids to the token. Decoding is timed as a user
 sees it: the time of generating many tokens less that of one, divided by the number of further tokens. The floor of a
-step is the time to read the weights, and the cache at half of the new tokens, at the GPU's measured bandwidth.
+step is the time to read the weights, and the cache at half of the new tokens, at the GPU's measured bandwidth. A step
+is also timed in engines of the shortest and the longest context, which is to make no difference.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import copy
 import csv
 import functools
+import itertools
 import math
 import statistics
 import sys
@@ -331,7 +333,14 @@ def run(options: argparse.Namespace) -> int:
             add(timing, name, "decode", batch, batch, mark, gb=round(moved / 1e9, 4), floor_us=round(floor, 2))
             if device == "cuda":
                 breakdown(engine, prompts, results, name, batch)
-        del model, engine
+        limit = engine.decoder.context
+        del engine
+        for batch, context in itertools.product(case.decode, (prompt + new, limit)):
+            timed = qcut.Engine(model, batch=batch, context=context)
+            timing = decode_us(timed, prompts_of(case.vocabulary, batch, prompt), new, rounds)
+            add(timing, name, f"decode in a context of {context}", batch, batch, 0.0)
+            del timed
+        del model
         if device == "cuda":
             torch.cuda.empty_cache()
     path = results.write_csv(options.out, KEY)

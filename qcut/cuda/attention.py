@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qcut.cuda import clusters
-from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch import closed
 from qcut.dispatch.attention import Attention, emit_attention, select_attention
@@ -274,12 +274,13 @@ def _launch(
 
 
 def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionPlan:
-    """The plan for the call's shape, in which batch and context too decide the kernel and its number of parts."""
+    """The plan for the call's shape, in which batch and context or reach too decide the kernel and its parts."""
     q, keys = call.q, call.keys
-    window, capped, ring = seen_through(call), call.softcap > 0, call.ring > 0
-    norms = isinstance(call, AppendAttention) and len(call.norms) > 0
-    shapes = (q.dtype, keys.dtype, call.values.dtype, q.shape, keys.shape[1:3])
-    key = (form, *shapes, window, capped, ring, norms, q.get_device())
+    (_, kv_heads, context, _), window = keys.shape, seen_through(call)
+    places = min(window or context, call.reach or context)
+    options = (window > 0, call.softcap > 0, call.ring > 0)
+    steps = (False, False) if isinstance(call, DecodeAttention) else (len(call.norms) > 0, call.settled)
+    key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, kv_heads, places, options, *steps, q.get_device())
     return _attention_plans.get(key) or _attention_plans.make(key, lambda: _plan_attention(*key))
 
 
@@ -289,16 +290,16 @@ def _plan_attention(
     cache: torch.dtype,
     values: torch.dtype,
     q: torch.Size,
-    stored: torch.Size,
-    window: int,
-    capped: bool,
-    ring: bool,
+    kv_heads: int,
+    places: int,
+    options: tuple[bool, bool, bool],
     norms: bool,
+    settled: bool,
     device: int,
 ) -> AttentionPlan:
     if torch.uint8 in (cache, values) and dtype is torch.float32:
         raise DtypeError("qcut: attention's q is float32; allowed with a 4-bit cache on a GPU: float16, bfloat16")
-    (batch, heads, head), (kv_heads, context), gpu = q, stored, target(device)
+    (batch, heads, head), gpu = q, target(device)
     queries = heads // kv_heads
 
     def select(with_clusters: bool) -> tuple[Attention, int]:
@@ -310,10 +311,10 @@ def _plan_attention(
             gpu,
             batch=batch,
             kv_heads=kv_heads,
-            context=window or context,
+            context=places,
             clusters=with_clusters,
             values=values_beside(cache, values),
-            scores=Scores(window > 0, capped, ring),
+            scores=Scores(*options),
         )
 
     desc, parts = select(True)
@@ -322,7 +323,9 @@ def _plan_attention(
     if appends := form != "read" and isinstance(desc, AttentionMma):
         rotary = form == "rotate_and_append"
         norms = norms and closed.has_head_norms(head, rotary, gpu)
-        source = emit_attention_append(AttentionAppend(desc, rotary, norms))
+        # Without dependent launch nothing begins early; a wheel brings the kernels that every caller may have.
+        settled = settled and has_pdl(gpu) and not gpu.closed
+        source = emit_attention_append(AttentionAppend(desc, rotary, norms, settled))
     else:
         norms = False
         source = emit_attention(desc)

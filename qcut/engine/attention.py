@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -73,6 +74,9 @@ class StepAttention:
         positions: position of each token, int32 ``[B]``.
         slots: place in the cache for each token's keys and values, int32 ``[B]``.
         counters: int32 ``[B queries]``, zero before and after every launch.
+        reach: most places of a sequence that the kernels are chosen for; 0: those of the cache.
+        others: reaches whose kernels are run beside, to be built and loaded; they do the same.
+        settled: as in `qcut.ops.attention.AppendAttention`.
     """
 
     raises_absmax: ClassVar[bool] = True
@@ -82,6 +86,9 @@ class StepAttention:
     positions: Tensor
     slots: Tensor
     counters: Tensor
+    reach: int = 0
+    others: Sequence[int] = ()
+    settled: bool = False
 
     def __call__(
         self,
@@ -101,6 +108,9 @@ class StepAttention:
         if norms is not None and within is None:
             q, k = norms(q, k)
         step = (q, k, v, *self.tables[layer], self.positions, self.slots, *self.cache.layer(layer))
-        options = (absmax, self.cache.guide(layer), *scores[1:], *(within or (None, None, 0.0)), self.cache.ring(layer))
-        mixed: Tensor = torch.ops.qcut.append_attention(*step, scores.scaling, self.counters, *options)
+        options = (self.cache.guide(layer), *scores[1:], *(within or (None, None, 0.0)), self.cache.ring(layer))
+        run = partial(torch.ops.qcut.append_attention, *step, scores.scaling, self.counters)
+        for reach in self.others:
+            run(None, *options, reach, self.settled)
+        mixed: Tensor = run(absmax, *options, self.reach, self.settled)
         return mixed.flatten(1)

@@ -47,8 +47,8 @@ class Engine:
     them. Projections that read the same rows are one product: their weights are put side by side, and the model's
     tensors become views of them (`qcut.layers.stacking`). No weight is in memory twice, and the model and further
     engines go on working. On a GPU steps and chunks of prompts are captured as CUDA graphs at their first use: steps
-    for each power of two of sequences, chunks for sizes of a short list (`warm_up`). The 128 used last are kept; all
-    write their results to the same memory, bounded by the largest.
+    for each power of two of sequences, and of tokens of the longest from 512 up; chunks for sizes of a short list
+    (`warm_up`). The 128 sizes used last are kept; all write their results to the same memory, bounded by the largest.
 
     Quantize, load or move the model before the engine is made; afterwards, make a new engine. Replays call no hooks of
     the model's modules. The model is put in evaluation mode. An engine serves one batch of sequences at a time, in one
@@ -97,7 +97,9 @@ class Engine:
 
     Exactness: the model's own arithmetic, with `torch.ops.qcut.prompt_attention` and ``append_attention`` over the
     cache. Tokens that a batch is padded with have no influence; the number of sequences, in which pieces prompts are
-    read, and ``stack`` may change the order of sums in products of floats.
+    read, and ``stack`` may change the order of sums in products of floats. The number of sequences and the tokens of
+    the longest, rounded up to 512, 1,024 and so on, decide the order of a step's sums in attention; a longer context
+    does not, but in layers with windows.
     """
 
     prompt_rows = 8192
@@ -273,7 +275,8 @@ class Engine:
     def warm_up(self, lengths: Iterable[int], sequences: int = 1) -> None:
         """Serve requests of some sizes once and empty the cache, so that none of these sizes waits for its first time.
 
-        The first request of a size builds its kernels, unless the kernel cache has them, and captures its graphs.
+        The first request of a size builds its kernels, unless the kernel cache has them, and captures its graphs. Steps
+        are captured for sequences of all lengths.
 
         Args:
             lengths: tokens of prompts to come. A chunk of a prompt has the next size of 1, 2, 4 to 64, and then four an
@@ -291,7 +294,12 @@ class Engine:
                 raise ConfigError(f"{what} is {count!r}; allowed: 1 to {most}")
             if what == "length":
                 self.generate(torch.zeros(sequences, count, dtype=torch.int64), 1)
+                self.capture_steps(sequences)
         self._lengths = []
+
+    def capture_steps(self, sequences: int) -> None:
+        """Capture the steps of so many sequences of all lengths, unless they are; what they had to read is lost."""
+        self.loop_from(torch.zeros(sequences, dtype=torch.int64), [0] * sequences).capture()
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 
@@ -584,9 +592,12 @@ class Engine:
     def _prompt_attention(self, chunk: Chunk) -> PromptAttention:
         return PromptAttention(self.cache, self._tables, *chunk.places(), chunk.starts, chunk.lengths)
 
-    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """Logits of one token of each sequence, at its position, kept at its slot; both int32."""
-        attention = StepAttention(self.cache, self._tables, positions, slots, self._counters)
+    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor, reach: int, others: Sequence[int] = ()) -> Tensor:
+        """A step as `DecodeLoop` reads it."""
+        # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end,
+        # and of the cache what it has read. What steps read that are tried before a capture does not matter.
+        settled = self._graphs is not None
+        attention = StepAttention(self.cache, self._tables, positions, slots, self._counters, reach, others, settled)
         return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────

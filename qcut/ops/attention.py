@@ -186,18 +186,21 @@ class DecodeAttention(NamedTuple):
         window: places that a query sees, its own the last; 0: all up to its own.
         softcap: bound of scores; 0: none.
         ring: as in `AppendKv`; ``positions`` are below ``ring``, and the window, 1 or more, is at most ``context``.
+        reach: most places of a sequence that this call is made fast for, its own last one included; 0: as many as the
+            cache has. Sequences that are longer are read as well, as far as they go, in more time.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
-        ConfigError: scales that do not go with the cache's type, a negative window, softcap or ring, or a ring without
-            a window.
+        ConfigError: scales that do not go with the cache's type, a negative window, softcap or ring, a ring without
+            a window, or a reach below 0 or beyond the places.
         RangeError: a position out of range, on the CPU.
 
     Exactness: that of float32 scores, softcaps within ``2**-20`` of themselves, and sums, in an order that the
-    device, B and ``context``, or a window below it, decide: results over a ring are bitwise those without. Kernels for
+    device, B and ``context``, or a window or reach below it, decide: results over a ring are bitwise those without, and
+    results with a reach bitwise those over a cache of so many places, unless a window is as wide. Kernels for
     16-bit queries round the weights to q's type, the CPU rounds K and V of an int8 cache to q's type. Each device gives
     the same bits for the same sizes.
     """
@@ -213,6 +216,7 @@ class DecodeAttention(NamedTuple):
     window: int = 0
     softcap: float = 0.0
     ring: int = 0
+    reach: int = 0
 
     @property
     def cache(self) -> Cache:
@@ -227,6 +231,7 @@ class DecodeAttention(NamedTuple):
         _check_launch(op, q, self.counters)
         check_scores(op, self.window, self.softcap)
         check_ring(op, self.ring, self.keys.shape[2], 1, self.window)
+        _check_reach(op, self.reach, self.ring or self.keys.shape[2])
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)
@@ -276,6 +281,11 @@ class AppendAttention(NamedTuple):
         key_norm: as ``query_norm``, of keys.
         eps: of both norms.
         ring: as in `AppendKv` and `DecodeAttention`.
+        reach: as in `DecodeAttention`, the new token's place included.
+        settled: the caller promises that no kernel that may still run when this one begins has written positions,
+            slots, tables, norms or the cache: with dependent launch, none since the last kernel that was launched after
+            all before it had ended, as the first of a CUDA graph is. On CUDA, kernels for 16-bit queries then read the
+            cache while their predecessor still runs. False: every argument may come from the kernel just before.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
@@ -283,7 +293,7 @@ class AppendAttention(NamedTuple):
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
         ConfigError: cosines without sines, one norm without the other, scales that do not go with the cache's type, a
-            negative window, softcap or ring, or a ring without a window.
+            negative window, softcap or ring, a ring without a window, or a reach below 0 or beyond the places.
         RangeError: a place or position out of range, on the CPU.
 
     Exactness: bitwise the operators one after the other, on the same device.
@@ -310,6 +320,8 @@ class AppendAttention(NamedTuple):
     key_norm: Tensor | None = None
     eps: float = 0.0
     ring: int = 0
+    reach: int = 0
+    settled: bool = False
 
     @property
     def tokens(self) -> Tokens:
@@ -342,7 +354,7 @@ class AppendAttention(NamedTuple):
         if tokens.rotary or cache.has_turned_keys:
             tokens = tokens._replace(q=tokens.q.clone())
         read = (tokens.q, *cache, tokens.positions, self.scale, self.counters)
-        attention = DecodeAttention(*read, self.window, self.softcap, self.ring)
+        attention = DecodeAttention(*read, self.window, self.softcap, self.ring, self.reach)
         return AppendKv(*tokens, *cache, guide=self.guide, ring=self.ring), attention
 
     def check(self) -> None:
@@ -353,6 +365,7 @@ class AppendAttention(NamedTuple):
         _check_guide(op, self.guide, self.k, self.cache)
         check_scores(op, self.window, self.softcap)
         check_ring(op, self.ring, self.keys.shape[2], 1, self.window)
+        _check_reach(op, self.reach, self.ring or self.keys.shape[2])
         if (self.query_norm is None) != (self.key_norm is None):
             raise ConfigError(f"qcut::{op}: norms of queries and of keys go together")
         for name, weight in zip(("query_norm", "key_norm"), self.norms, strict=False):
@@ -408,6 +421,11 @@ def _check_guide(op: str, guide: Tensor | None, k: Tensor, cache: Cache) -> None
     check_tensor(op, "guide", guide, S32, (k.shape[1], k.shape[2] + 2, 4), k.device)
     if not guide.is_contiguous():
         raise ShapeError(f"qcut::{op}: guide has strides {list(guide.stride())}; allowed: contiguous")
+
+
+def _check_reach(op: str, reach: int, places: int) -> None:
+    if not 0 <= reach <= places:
+        raise ConfigError(f"qcut::{op}: reach is {reach}; allowed: 0 to {places}, the places of a sequence")
 
 
 def _check_launch(op: str, q: Tensor, counters: Tensor | None) -> None:

@@ -23,9 +23,12 @@ def test_tiny_models_get_their_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("tiny-gpt2", "prefill of 32", "2"),
         ("tiny-gpt2", "first token after 32", "2"),
         ("tiny-gpt2", "decode", "1"),
+        ("tiny-gpt2", "decode in a context of 40", "1"),
+        ("tiny-gpt2", "decode in a context of 1024", "1"),
         ("tiny-llama", "prefill of 32", "1"),
         ("tiny-llama", "decode", "1"),
         ("tiny-llama", "decode", "2"),
+        *(("tiny-llama", f"decode in a context of {n}", batch) for batch in ("1", "2") for n in (40, 8192)),
     ]
     assert all(float(row["tokens_s"]) > 0 for row in rows)
     assert "tiny-llama" in capsys.readouterr().out

@@ -116,6 +116,27 @@ def test_rings_are_bounded_by_places(launches: Launches) -> None:
     assert launches[0]["grid"] == launches[-1]["grid"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_kernels_are_chosen_for_the_reach_and_strides_are_the_caches(launches: Launches, dtype: torch.dtype) -> None:
+    long, short = step(dtype, batch=1), step(dtype, batch=1)
+    short = short._replace(keys=short.keys[:, :, :100].clone(), values=short.values[:, :, :100].clone())
+    for call in (long, long._replace(reach=100), short, long._replace(window=50, reach=60), long._replace(window=50)):
+        attention_cuda.append_attention(call)
+        attention_cuda.decode_attention(call.parts[1])
+    attend = [launch for launch in launches if "attention" in launch["kernel"]]
+    whole, near, small, seen, window = ([(a["kernel"], a["grid"]) for a in attend[i : i + 2]] for i in range(0, 10, 2))
+    assert near == small != whole
+    assert seen == window
+    assert {(a["context"], a["batch_stride"]) for a in attend[2:4]} == {(CONTEXT, KV_HEADS * CONTEXT * HEAD)}
+
+
+def test_a_promise_counts_where_kernels_begin_early(launches: Launches, gpu: Target) -> None:
+    for call in (step(), step()._replace(settled=True), step(torch.float32)._replace(settled=True)):
+        attention_cuda.append_attention(call)
+    assert ["_settled" in launch["kernel"] for launch in launches] == [False, gpu is H200, False, False]
+    assert launches[0]["grid"] == launches[1]["grid"]
+
+
 def test_norms_of_heads_that_no_kernel_knows_come_before(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     norms = {"query_norm": torch.ones(HEAD), "key_norm": torch.ones(HEAD)}
     attention_cuda.append_attention(step(torch.float32)._replace(**norms))

@@ -270,6 +270,26 @@ def test_attention_refuses() -> None:
         OPS.decode_attention(**{**given, "value_scales": torch.zeros(4, 9, 2).transpose(1, 2)})
 
 
+@pytest.mark.parametrize("reach", [0, 1, 9])
+def test_a_reach_changes_no_result_of_the_cpu(reach: int) -> None:
+    given = attention()
+    assert torch.equal(OPS.decode_attention(**given, reach=reach), OPS.decode_attention(**given))
+    want = OPS.append_attention(**tokens(), scale=0.25)
+    assert torch.equal(OPS.append_attention(**tokens(), scale=0.25, reach=reach), want)
+
+
+@pytest.mark.parametrize("reach", [-1, 10])
+def test_a_reach_is_within_the_places(reach: int) -> None:
+    with pytest.raises(errors.ConfigError, match=f"decode_attention: reach is {reach}; allowed: 0 to 9, the places"):
+        OPS.decode_attention(**attention(), reach=reach)
+    with pytest.raises(errors.ConfigError, match=f"append_attention: reach is {reach}; allowed: 0 to 9, the places"):
+        OPS.append_attention(**tokens(), scale=0.25, reach=reach)
+    ring = {"window": 3, "ring": 12}
+    OPS.decode_attention(**attention(), **ring, reach=12)
+    with pytest.raises(errors.ConfigError, match="reach is 13; allowed: 0 to 12"):
+        OPS.decode_attention(**attention(), **ring, reach=13)
+
+
 def test_a_step_refuses_few_counters() -> None:
     with pytest.raises(errors.ShapeError, match=r"append_attention: counters are \[11\] .*allowed: \[12 or"):
         OPS.append_attention(**tokens(), scale=0.25, counters=torch.zeros(11, dtype=torch.int32))

@@ -28,6 +28,8 @@ class AttentionAppend:
         attention: the form of attention.
         rotary: whether there are rotary positions.
         norms: whether queries and keys are RMS-normalized first, each head by itself.
+        settled: whether kernels that may still run when this one begins write none of its operands but q, k and v, all
+            others of which are read before the kernel waits.
 
     Exactness: results and cache are bitwise those of the kernels.
     """
@@ -35,11 +37,13 @@ class AttentionAppend:
     attention: AttentionMma
     rotary: bool
     norms: bool = False
+    settled: bool = False
 
     @property
     def name(self) -> str:
-        """``qcut_attention_append_{arch}_{shape}`` with the attention's, ``_rope`` with rotary positions, ``_norm``."""
-        arch, flags = self.attention.arch.replace("_", ""), "_rope" * self.rotary + "_norm" * self.norms
+        """``qcut_attention_append_{arch}_{shape}`` with the attention's, ``_rope``, ``_norm`` and ``_settled``."""
+        arch = self.attention.arch.replace("_", "")
+        flags = "_rope" * self.rotary + "_norm" * self.norms + "_settled" * self.settled
         return f"qcut_{FAMILY}_{arch}_{self.attention.shape}{flags}"
 
     def params(self) -> tuple[Param, ...]:
@@ -78,7 +82,8 @@ class AttentionAppend:
     @property
     def template(self) -> str:
         """Arguments of the device code's template."""
-        options = self.attention.scores.template(*(True,) * self.norms)
+        more = (self.norms, True) if self.settled else (True,) * self.norms
+        options = self.attention.scores.template(*more)
         return f"{self.attention.template}, {flag(self.rotary)}{options}"
 
     @property
@@ -88,7 +93,7 @@ class AttentionAppend:
 
 
 def emit_attention_append(desc: AttentionAppend) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
+    """Text of one kernel; arguments are ``desc.params()``. All but what is settled waits for the previous kernel."""
     attention, params = desc.attention, desc.params()
     pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
     compressed = ("key_scales", "value_scales", "guide")

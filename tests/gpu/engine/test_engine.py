@@ -91,6 +91,31 @@ def test_a_step_that_fails_leaves_the_engine_usable() -> None:
     assert engine.generate(prompts, 10) == Engine(model, batch=2, graphs=False).generate(prompts, 10)
 
 
+@pytest.mark.parametrize("kv_cache", ["auto", "int8", "int4"])
+def test_a_long_context_is_a_short_one_while_sequences_are_short(
+    kv_cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bitwise, in graphs and without; sequences then go on to further graphs, and back."""
+    monkeypatch.setattr(decode_loop, "FIRST_BOUND", 64)
+    model, guide = llama("w8a8"), [[1, 2, 3, 4]] if kv_cache == "int4" else None
+    short, launched, captured = (
+        Engine(model, batch=2, context=context, kv_cache=kv_cache, graphs=graphs, guide_prompts=guide)
+        for context, graphs in ((64, True), (290, False), (290, True))
+    )
+    for engine in (short, launched, captured):
+        engine.prefill([[3], [4]])
+    for step in range(250):
+        tokens = [(7 * step + i) % VOCABULARY for i in range(2)]
+        got = captured.decode(tokens)
+        assert_same(launched.decode(tokens), got)
+        if step < 63:
+            assert_same(short.decode(tokens), got)
+    prompts = prompts_of(VOCABULARY, 50, 3)
+    want = launched.generate(prompts)
+    assert captured.generate(prompts) == want
+    assert captured.generate(prompts) == want
+
+
 def test_ten_thousand_tokens_take_no_more_memory() -> None:
     model = llama()
     engine, prompts = Engine(model, batch=8), prompts_of(VOCABULARY, *(5,) * 8)

@@ -14,9 +14,11 @@
 namespace qcut {
 
 // AttentionAppend in emitters/decoder/attention/append.py describes the sizes. With kNormed, queries and keys are
-// RMS-normalized head by head before they are rotated.
+// RMS-normalized head by head before they are rotated. With kSettled, nothing but q, k and v is written by kernels that
+// may still run: the first keys and values are on their way before the kernel waits for those.
 template <class T, class C, class V, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary,
-          bool kWindowed = false, bool kCapped = false, bool kRing = false, bool kNormed = false>
+          bool kWindowed = false, bool kCapped = false, bool kRing = false, bool kNormed = false,
+          bool kSettled = false>
 struct AppendAttention {
   using Attention = TensorAttention<T, C, V, kHead, kGroup, kWarps, kTiles, kCluster, kWindowed, kCapped, kRing>;
   using Merge = typename Attention::Merge;
@@ -157,7 +159,7 @@ struct AppendAttention {
     launch_dependents();
     Merge::begin(shared.merge, place.mine);
     Rows rows = place.rows(keys, values, key_scales, value_scales, batch_stride, context);
-    wait_for_dependencies();
+    if constexpr (!kSettled) wait_for_dependencies();
 
     const int position = min(max(positions[place.batch], 0), (kRing ? ring : context) - 1), slot = slots[place.batch];
     rows.length = position + 1;
@@ -171,7 +173,8 @@ struct AppendAttention {
     // The small loads are issued before the large ones, and used while the large ones are in flight.
     Stored token[kItems], cosines{}, sines{};
     const long long at = place.batch * kv_stride + static_cast<long long>(place.kv) * kHead;
-    fetch(token, q + place.batch * q_stride + place.head * kHead, k + at, v + at, place.mine);
+    const T* const first_query = q + place.batch * q_stride + place.head * kHead;
+    if constexpr (!kSettled) fetch(token, first_query, k + at, v + at, place.mine);
     if constexpr (kRotary) {
       cosines.load(cos + static_cast<long long>(position) * kHead, threadIdx.x % 32);
       sines.load(sin + static_cast<long long>(position) * kHead, threadIdx.x % 32);
@@ -187,6 +190,10 @@ struct AppendAttention {
     Tile tiles[kTiles] = {};
     int tile[kTiles];
     Attention::fetch(tiles, tile, rows, part + parts * warp, parts * kWarps, g, t);
+    if constexpr (kSettled) {
+      wait_for_dependencies();
+      fetch(token, first_query, k + at, v + at, place.mine);
+    }
 
     int own_slot = kWindowed ? max(slot, -1) - first : slot, row = own_slot;
     bool has_slot = slot >= 0 && slot < (kRing ? ring : context);
