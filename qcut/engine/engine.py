@@ -19,7 +19,7 @@ from qcut.engine.arguments import Keep, check_ids, end_tokens, is_whole, kept_to
 from qcut.engine.attention import PromptAttention, StepAttention
 from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
 from qcut.engine.decode_loop import DecodeLoop, Fetched
-from qcut.engine.decoder import Attention
+from qcut.engine.decoder import NO_AHEADS, Aheads, Attention
 from qcut.engine.families import decoder_of
 from qcut.engine.generated import Event, Generated, LogProbability, Running
 from qcut.engine.graphs import Graphs
@@ -472,7 +472,10 @@ class Engine:
         size = n if self._graphs is None else min(self.batch, 1 << (n - 1).bit_length())
 
         def make() -> DecodeLoop:
-            return DecodeLoop(self._step, size, self.context, self.decoder.device, self._graphs)
+            step = self._step
+            if self._graphs is not None:  # which weights do not move under, while eager steps must follow them
+                step = partial(step, aheads=self.decoder.aheads(size))
+            return DecodeLoop(step, size, self.context, self.decoder.device, self._graphs)
 
         if self._graphs is None:
             loop = make()
@@ -584,10 +587,11 @@ class Engine:
     def _prompt_attention(self, chunk: Chunk) -> PromptAttention:
         return PromptAttention(self.cache, self._tables, *chunk.places(), chunk.starts, chunk.lengths)
 
-    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor, aheads: Aheads = NO_AHEADS) -> Tensor:
         """Logits of one token of each sequence, at its position, kept at its slot; both int32."""
         attention = StepAttention(self.cache, self._tables, positions, slots, self._counters)
-        return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
+        summands = self.decoder(tokens, positions, len(tokens), attention, aheads)
+        return self.decoder.logits(*summands, aheads)
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 

@@ -93,6 +93,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     fold: Tensor | None
     scheme: Codebook
 
+    streamed = ("units", 1)
     block_rows = codebook_layout.ROW_ALIGNMENT
 
     @classmethod
@@ -284,8 +285,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
     # ── products ─────────────────────────────────────────────────────────────────────────────────
 
-    def _product(self, x: Tensor) -> Tensor:
-        return self._fused(x) if _by_kernels(x.device) else self._explicit(x, self.activation)
+    def _product(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
+        return self._fused(x, ahead) if _by_kernels(x.device) else self._explicit(x, self.activation)
 
     def _explicit(self, x: Tensor, activation: str) -> Tensor:
         """The product through rotated tokens and dequantized weights, on any device and in any type of x."""
@@ -307,7 +308,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         )
         return y
 
-    def _fused(self, x: Tensor) -> Tensor:
+    def _fused(self, x: Tensor, ahead: Tensor | None) -> Tensor:
         dtype = x.dtype
         if dtype not in _HALVES and not (self.int8 and dtype is torch.float32):
             allowed = "float16, bfloat16" + (", float32" if self.int8 else "")
@@ -327,12 +328,12 @@ class CodebookLinear(Linear, schemes=[Codebook]):
                 self.group_size,
                 self.scheme.seeds,
             )
-            y = _GEMV(*row, *whole, bias, self.set_bits[0], self.activation, None, dtype, True)
+            y = _GEMV(*row, *whole, bias, self.set_bits[0], self.activation, None, dtype, True, ahead)
             return self._as_result(y, x)
         blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
         scale = row_scale if self.int8 else None
         if len(self.set_bits) == 1:
-            options = self.set_bits[0], self.activation, None, dtype, True, self._row_norm
+            options = self.set_bits[0], self.activation, None, dtype, True, self._row_norm, ahead
             y = _GEMM(blocks, scale, m, *whole, bias, *options)
             return self._as_result(y, x)
         # One product for each set: the second adds the result of the first, and the activation comes last.
@@ -341,8 +342,9 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         total: Tensor | None = None
         for i, (part, of_set) in enumerate(zip(sets, blocks.split(counts), strict=True)):
             weight = *part[:4], books[i][halves]
-            added = bias if i else None
-            total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32, True)
+            added, last = (bias, ahead) if i else (None, None)
+            bits = self.set_bits[i]
+            total = _GEMM(of_set, scale, m, *weight, added, bits, "none", total, torch.float32, True, False, last)
         return self._as_result(apply_activation(cast(Tensor, total), self.activation).to(dtype), x)
 
     def _as_result(self, y: Tensor, x: Tensor) -> Tensor:
