@@ -177,8 +177,8 @@ CONSTRAINTS = (
     ),
     *CUT_CONSTRAINTS,
     Constraint(
-        "ahead",
-        "is of products in int8 with float results",
+        "asking",
+        "ahead is for int8 products with float results",
         lambda p, t, arch: not (t.ahead and (p.epilogue.halves or p.epilogue.rescale)),
     ),
     Constraint(

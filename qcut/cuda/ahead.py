@@ -7,7 +7,8 @@ first of the other the memory would idle.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -43,13 +44,19 @@ def first_read(weight: Tensor, tile_bytes: int, calls: Sequence[LayerCall]) -> T
     device = weight.get_device()
     if BYTES <= 0 or len(calls) != 1 or not asks(target(device)):
         return None
-    stride = calls[0].launches(device)[-1].row_tiles * tile_bytes
+    stride = _row_tiles(cast(Any, calls[0]), device, target(device)) * tile_bytes
     if not stride or not weight.is_contiguous() or weight.data_ptr() % UNIT_BYTES:
         return None
     memory = weight.detach().view(torch.uint8).flatten()
     ctas = -(-len(memory) // stride)
     size = min(stride, len(memory), BYTES // ctas, MOST_BYTES) // UNIT_BYTES * UNIT_BYTES
     return memory.unfold(0, size, stride) if size else None
+
+
+@lru_cache(maxsize=1 << 10)  # the layers of a model are alike
+def _row_tiles(call: LayerCall, device: int, gpu: Target) -> int:
+    """Tiles of 16 rows that a CTA, or a cluster, of the call's product reads; 0: not known."""
+    return call.launches(device)[-1].row_tiles
 
 
 def arguments(ahead: Tensor | None) -> tuple[int, ...]:

@@ -56,12 +56,6 @@ def test_architectures_without_dependent_launch_are_refused(arch: str) -> None:
         emit_w8a16_stream(HALF, tile, arch)
 
 
-def test_products_in_halves_are_refused() -> None:
-    halves = W8A8Problem("given", DType.F16, Epilogue(row_scale="per_token", col_scale="per_channel", halves=True))
-    with pytest.raises(EmitError, match="ahead: is of products in int8"):
-        emit_int8_stream(halves, W8A8Tile(1, 4, tokens=1, ahead=True), "sm_90a")
-
-
 def test_a_cta_asks_in_one_place_and_nothing_spills() -> None:
     sources = kernels("sm_90a", True)
     for source, binary in zip(sources, build(*sources), strict=True):
