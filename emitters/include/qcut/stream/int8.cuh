@@ -138,7 +138,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
     }
   }
   // A CTA asks for what the next product reads after the first warp's last loads: these, or, down below, those of the
-  // last row tile. The rare CTAs with few tiles and several rounds do not ask.
+  // last row tile. A CTA that has fewer tiles than others, or one tile and several rounds, does not ask.
   constexpr bool kAsksAtOnce = Tile::kRowTiles <= Tile::kPrefetch;
   if (A::kAsks && kAsksAtOnce && rounds == 1) ahead.ask();
   launch_dependents();
