@@ -473,7 +473,7 @@ class Engine:
 
         def make() -> DecodeLoop:
             step = self._step
-            if self._graphs is not None:  # which weights do not move under, while eager steps must follow them
+            if self._graphs is not None:  # graphs hold addresses of weights anyway; eager steps follow weights
                 step = partial(step, aheads=self.decoder.aheads(size))
             return DecodeLoop(step, size, self.context, self.decoder.device, self._graphs)
 
