@@ -28,9 +28,11 @@ class Launches(list[dict[str, Any]]):
         grid: Callable[[int], tuple[int, int, int]],
         tail: tuple[int, ...] = (),
         pdl: bool = False,
+        row_tiles: int = 0,
+        asks: bool = False,
         stand_in: Callable[[], Noted] | None = None,
     ) -> Noted:
-        return Noted(self, source, grid, tail)
+        return Noted(self, source, grid, tail, asks)
 
 
 class Noted:
@@ -42,8 +44,9 @@ class Noted:
         source: KernelSource,
         grid: Callable[[int], tuple[int, int, int]],
         tail: tuple[int, ...],
+        asks: bool = False,
     ) -> None:
-        self.launches, self.source, self.grid, self.tail = launches, source, grid, tail
+        self.launches, self.source, self.grid, self.tail, self.asks = launches, source, grid, tail, asks
 
     def load(self, device: int) -> Noted:
         return self
