@@ -594,8 +594,8 @@ class Engine:
 
     def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor, reach: int, others: Sequence[int] = ()) -> Tensor:
         """A step as `DecodeLoop` reads it."""
-        # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end,
-        # and of the cache what it has read. What steps read that are tried before a capture does not matter.
+        # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end.
+        # Steps that are tried before a capture may read slots of before: rows that the next step writes anew.
         settled = self._graphs is not None
         attention = StepAttention(self.cache, self._tables, positions, slots, self._counters, reach, others, settled)
         return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
