@@ -605,8 +605,8 @@ class Engine:
         aheads: Aheads = NO_AHEADS,
     ) -> Tensor:
         """A step as `DecodeLoop` reads it."""
-        # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end,
-        # and of the cache what it has read. What steps read that are tried before a capture does not matter.
+        # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end.
+        # Steps that are tried before a capture may read slots of before: rows that the next step writes anew.
         settled = self._graphs is not None
         attention = StepAttention(self.cache, self._tables, positions, slots, self._counters, reach, others, settled)
         summands = self.decoder(tokens, positions, len(tokens), attention, aheads)
