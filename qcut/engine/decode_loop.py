@@ -147,6 +147,13 @@ class DecodeLoop:
             self._ends[row] = end if row in self._parked else min(end + 1, self._context)
         return logits[: self._used]
 
+    def launch(self) -> Tensor:
+        """Queue a step's kernels one by one, as a graph of it has them, for those who look at kernels.
+
+        Steps after it go on from what it has done, but not `ends` and `fetched`.
+        """
+        return self._run(self._reach())
+
     def capture(self) -> None:
         """Capture the steps of all `bounds`, where graphs are used."""
         for reach in self._reaches:
