@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,10 @@ PROMPT, NEW = 256, 256
 ROUNDS, QUICK_ROUNDS = 5, 2
 SETTLE_S, SAMPLED_S = 0.1, 0.1
 """Seconds of calls before those that are counted, and of those, at least."""
-KEY = ("case",)
-"""Rows of the cases that a call does not measure stay."""
+KEY = ("case", "what", "batch")
+"""Rows that a call does not measure stay."""
+CONTEXTS_OF = (1, 8)
+"""Sequences whose steps are timed in a short and a long context."""
 CHECKED = 64
 """Tokens of the prompt that results are compared on."""
 MIN_COSINE = 0.999
@@ -273,6 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.set_defaults(time_budget=300.0)
     parser.add_argument("--cases", default=",".join(c for c in CASES if "tiny" not in c), help="comma-separated")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--steps", action="store_true", help="steps alone, no prompts")
     parser.add_argument("--draw", action="store_true", help="table and plot of the rows in --out, nothing measured")
     options = parser.parse_args(arguments)
     if options.draw:
@@ -305,10 +308,12 @@ def run(options: argparse.Namespace) -> int:
             print(f"out of time before {name}", file=sys.stderr)
             break
         case, (prompt, new) = CASES[name], (PROMPT, NEW) if device == "cuda" else (32, 8)
+        if options.steps:
+            case = replace(case, prefill={}, first={})
         model = build(case, device)
         sizes = [*case.prefill, *case.first]
-        context = max(prompt + new, *(length for _, length in sizes))
-        biggest = max(*case.decode, *(batch for batch, _ in sizes))
+        context = max([prompt + new, *(length for _, length in sizes)])
+        biggest = max([*case.decode, *(batch for batch, _ in sizes)])
         engine = qcut.Engine(model, batch=biggest, context=context)
         try:
             check(engine, model, prompts_of(case.vocabulary, 1, min(prompt, CHECKED)))
@@ -335,7 +340,8 @@ def run(options: argparse.Namespace) -> int:
                 breakdown(engine, prompts, results, name, batch)
         limit = engine.decoder.context
         del engine
-        for batch, context in itertools.product(case.decode, (prompt + new, limit)):
+        of = [batch for batch in case.decode if batch in CONTEXTS_OF]
+        for batch, context in itertools.product(of, (prompt + new, limit)):
             timed = qcut.Engine(model, batch=batch, context=context)
             timing = decode_us(timed, prompts_of(case.vocabulary, batch, prompt), new, rounds)
             add(timing, name, f"decode in a context of {context}", batch, batch, 0.0)

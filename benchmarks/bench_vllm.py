@@ -315,10 +315,24 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
     return lines, failed
 
 
+def prompts_of(vocabulary: int) -> list[list[int]]:
+    """The prompts whose answers are compared."""
+    return [[(31 * i + 17 * j * j + 5) % vocabulary for i in range(8 + j)] for j in range(PROMPTS)]
+
+
+def gaps_between(alone: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[float]:
+    """Of each answer that differs, the gap between the two likeliest tokens where it leaves the first."""
+    gaps = []
+    for one, other in zip(alone, others, strict=True):
+        pairs = zip(one["tokens"], other["tokens"], one["gaps"], strict=True)
+        gaps += [next(gap for a, b, gap in pairs if a != b)] if one["tokens"] != other["tokens"] else []
+    return gaps
+
+
 def compare(options: argparse.Namespace, results: harness.Results) -> list[list[object]]:
     """Count the answers on several GPUs that are those of one; returns the lines of a table."""
     vocabulary = json.loads((options.parallel / "config.json").read_text())["vocab_size"]
-    prompts = [[(31 * i + 17 * j * j + 5) % vocabulary for i in range(8 + j)] for j in range(PROMPTS)]
+    prompts = prompts_of(vocabulary)
     lines: list[list[object]] = []
     for method in options.methods.split(","):
         answers: list[list[dict[str, Any]]] = []
@@ -327,10 +341,7 @@ def compare(options: argparse.Namespace, results: harness.Results) -> list[list[
             first, *found = run({"arguments": arguments, "prompts": prompts, "new": ANSWER}, options.timeout)
             first.pop("layers")
             answers.append(found)
-        gaps = []
-        for alone, together in zip(*answers, strict=True):
-            pairs = zip(alone["tokens"], together["tokens"], alone["gaps"], strict=True)
-            gaps += [next(gap for a, b, gap in pairs if a != b)] if alone["tokens"] != together["tokens"] else []
+        gaps = gaps_between(*answers)
         columns = {"shape": options.parallel.name, "method": method, "gpus": options.gpus, "what": "answers"}
         same, gap = PROMPTS - len(gaps), round(max(gaps, default=0.0), 4)
         results.rows.append({"bench": results.bench, **columns, "same": same, "of": PROMPTS, "gap": gap, **first})

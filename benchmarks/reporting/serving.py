@@ -70,6 +70,17 @@ def serving_answers(rows: Rows) -> str:
     return markdown(["model", "method", "GPUs", "same answers", "of", "largest gap"], lines)
 
 
+def serving_parts(rows: Rows) -> str:
+    """How many answers are the same where int8 tokens are quantized in parts on the CPU."""
+    found = rows.of("split_answers")
+    if not found:
+        return missing("split_answers")
+    columns = ("model", "scheme", "beside", "same", "of", "gap")
+    return markdown(
+        ["model", "scheme", "beside", "same answers", "of", "largest gap"], [[r[c] for c in columns] for r in found]
+    )
+
+
 def serving_kernels(rows: Rows) -> str:
     """Milliseconds of kernels by what they are for."""
     found = kernel_ms(rows)
@@ -117,5 +128,6 @@ TABLES: Mapping[str, Callable[[Rows], str]] = {
     "serving": serving,
     "serving split": serving_split,
     "serving answers": serving_answers,
+    "serving parts": serving_parts,
     "serving kernels": serving_kernels,
 }
