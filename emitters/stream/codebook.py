@@ -16,7 +16,6 @@ from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Const
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
-from qcut.emitters.stream.ahead import AHEAD, ahead_argument, ahead_params
 
 FAMILY = "codebook_stream"
 PAIR_TABLE_BYTES = 65_536
@@ -37,7 +36,6 @@ class CodebookStreamTile:
         prefetch: row tiles whose units a warp has in flight.
         alone: whether a CTA has its multiprocessor to itself. Where several fit, the CTAs of the next kernel, which
             start early, would come beside busy ones instead of on idle multiprocessors.
-        ahead: whether a CTA asks the L2 for what the next product reads first, see `qcut.emitters.stream.ahead`.
     """
 
     tokens: int
@@ -47,13 +45,12 @@ class CodebookStreamTile:
     splits: int = 1
     prefetch: int = 1
     alone: bool = False
-    ahead: bool = False
 
     @property
     def name(self) -> str:
-        """``t{tokens}_r{row_tiles}_w{warps}_u{units}_k{splits}_p{prefetch}``, ``_a`` if alone, ``_ahead`` if so."""
+        """``t{tokens}_r{row_tiles}_w{warps}_u{units}_k{splits}_p{prefetch}``, and ``_a`` if alone."""
         sizes = f"t{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_k{self.splits}_p{self.prefetch}"
-        return sizes + "_a" * self.alone + "_ahead" * self.ahead
+        return sizes + "_a" * self.alone
 
     @property
     def capacity(self) -> int:
@@ -111,7 +108,6 @@ CONSTRAINTS = (
         lambda p, t, arch: 1 <= t.prefetch <= min(4, t.row_tiles),
     ),
     SPLITS,
-    AHEAD,
     Constraint(
         "rotates",
         "takes a tile of one token: more are rotated once, by a kernel before",
@@ -151,9 +147,9 @@ def grid(tile: CodebookStreamTile, m: int, n: int) -> tuple[int, int, int]:
 def emit_codebook_stream(problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` and `ahead_params` in order: n >= 1, 1 <= m <= ``tile.tokens``, 1 <= units_k
-    <= ``tile.capacity``. D is stored element by element, with any ``alignment_n``. ``x``, ``row_scale`` and the
-    residual are read after the previous kernel's end; all other arguments may be read before.
+    Arguments are ``problem.params()`` in order: n >= 1, 1 <= m <= ``tile.tokens``, 1 <= units_k <= ``tile.capacity``.
+    D is stored element by element, with any ``alignment_n``. ``x``, ``row_scale`` and the residual are read after
+    the previous kernel's end; all other arguments may be read before.
 
     Exactness: int8 tokens: bitwise equal to ``qcut.numerics.int8.gemm_s8_ref`` on ``qcut.codebooks.layout.int8_weight``
     for activations none and relu. 16-bit tokens: products are exact, sums float32 in an order that the tile and units_k
@@ -182,7 +178,6 @@ def emit_codebook_stream(problem: CodebookProblem, tile: CodebookStreamTile, arc
         smem_bytes=smem_bytes(problem, tile),
         cluster=tile.splits,
         alone=tile.alone,
-        ahead=tile.ahead,
     )
 
 
@@ -214,7 +209,6 @@ def decode_source(
     cluster: int = 1,
     ctas_per_sm: int = 1,
     alone: bool = False,
-    ahead: bool = False,
 ) -> KernelSource:
     """Emit a kernel of few tokens with codebook weights that calls ``qcut::{function}`` of ``stream/{header}.cuh``.
 
@@ -234,19 +228,18 @@ def decode_source(
         cluster: CTAs that share K.
         ctas_per_sm: CTAs of a multiprocessor that the compiler keeps registers for.
         alone: whether a CTA asks for more than half of a multiprocessor's shared memory, whatever it uses.
-        ahead: see `CodebookStreamTile`.
     """
     x, params = problem.x.cpp, problem.params()
     return kernel_source(
         name,
         arch,
-        (*params, *ahead_params(ahead)),
+        params,
         f"using Tile = {tile};",
         f'static_assert({shared}<{x}, Tile{shared_last}>::kBytes == {smem_bytes}, "the launch\'s shared memory");',
         *problem.epilogue.statements(params),
         problem.book,
         f"qcut::{function}<{x}, {problem.bits}, {problem.slots}, {flag(problem.offsets)}, Tile, Epilogue{last}>(\n"
-        f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args{ahead_argument(ahead)});",
+        f"      {tokens}, units, norms, {problem.fold}, d, m, n, units_k, ldd, book, args);",
         device_code=include(f"stream/{header}.cuh"),
         block=block,
         ctas_per_sm=ctas_per_sm,

@@ -5,10 +5,9 @@ Device code: ``include/qcut/stream/int8.cuh``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from qcut.emitters.core.constraints import Constraint
-from qcut.emitters.stream.ahead import AHEAD
 
 UNIT_COLUMNS = 128
 """Columns of 16 rows of weights that a warp reads at a time: a unit."""
@@ -28,7 +27,6 @@ class Int8StreamTile:
         prefetch: row tiles that a warp has in flight.
         tokens: rows of a that the kernel holds; a launch may have fewer.
         splits: CTAs of a cluster, which divide K further (sm_90 and later).
-        ahead: whether a CTA asks the L2 for what the next product reads first, see `qcut.emitters.stream.ahead`.
     """
 
     row_tiles: int
@@ -37,14 +35,12 @@ class Int8StreamTile:
     prefetch: int = 1
     tokens: int = 8
     splits: int = 1
-    ahead: bool = field(default=False, kw_only=True)
 
     @property
     def name(self) -> str:
-        """``m{tokens}_r{row_tiles}_w{warps}_u{units}_p{prefetch}``, the splits if K is split, ``_ahead`` if so."""
+        """``m{tokens}_r{row_tiles}_w{warps}_u{units}_p{prefetch}``, then the splits if K is split."""
         splits = f"_k{self.splits}" if self.splits > 1 else ""
-        sizes = f"m{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_p{self.prefetch}{splits}"
-        return sizes + "_ahead" * self.ahead
+        return f"m{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_p{self.prefetch}{splits}"
 
     @property
     def sizes(self) -> str:
@@ -71,6 +67,5 @@ CUT_CONSTRAINTS = (
         "is 1 to row_tiles: the first tiles of a round fill it",
         lambda p, t, arch: 1 <= t.prefetch <= t.row_tiles,
     ),
-    AHEAD,
 )
 """What a cut can be, on (problem, tile, arch)."""

@@ -12,7 +12,6 @@ from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import GemmProblem
-from qcut.emitters.stream.ahead import ahead_argument, ahead_params
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
 FAMILY = "w8a16_stream"
@@ -76,11 +75,10 @@ def validate(problem: GemmProblem, tile: W8A16Tile, arch: str) -> None:
 def emit_w8a16_stream(problem: GemmProblem, tile: W8A16Tile, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` and `ahead_params` in order; 1 <= m <= ``tile.tokens``, n, k >= 1. b: int8
-    ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k. a: if ``problem.alignment_k`` is a multiple
-    of 8, so is k, and rows start at multiples of 16 bytes; otherwise rows are read element by element, for any lda
-    >= k. D is stored element by element. b and the vectors of n are read before the kernel waits for its
-    predecessor.
+    Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``, n, k >= 1. b: int8 ``[n, ldb]``, 16-byte
+    aligned, ldb a multiple of 16 and at least k. a: if ``problem.alignment_k`` is a multiple of 8, so is k, and rows
+    start at multiples of 16 bytes; otherwise rows are read element by element, for any lda >= k. D is stored
+    element by element. b and the vectors of n are read before the kernel waits for its predecessor.
 
     Exactness: int8 to float is exact and every product is exact in float32; products are added in an order that K and
     the tile alone fix, with error at most ``K * 2**-23 * sum_k |a * b|`` before the scale. A row's result does not
@@ -94,14 +92,14 @@ def emit_w8a16_stream(problem: GemmProblem, tile: W8A16Tile, arch: str) -> Kerne
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
     aligned = flag(problem.alignment_k % 8 == 0)
-    params, asks = problem.params(), ahead_argument(tile.ahead)
+    params = problem.params()
     return kernel_source(
         name,
         arch,
-        (*params, *ahead_params(tile.ahead)),
+        params,
         f"using Tile = qcut::W8A16Tile<{tile.sizes}>;",
         *problem.epilogue.statements(params),
-        f"qcut::w8a16_stream<Tile, {problem.a.cpp}, {aligned}, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args{asks});",
+        f"qcut::w8a16_stream<Tile, {problem.a.cpp}, {aligned}, Epilogue>(a, b, d, m, n, k, lda, ldb, ldd, args);",
         device_code=include("stream/w8a16.cuh"),
         block=32 * tile.warps,
         waits=True,

@@ -16,7 +16,6 @@ from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import K_MAX
-from qcut.emitters.stream.ahead import ahead_argument, ahead_params
 from qcut.emitters.stream.int8 import CUT_CONSTRAINTS, Int8StreamTile, register_limit
 
 FAMILY = "int8_stream"
@@ -177,11 +176,6 @@ CONSTRAINTS = (
     ),
     *CUT_CONSTRAINTS,
     Constraint(
-        "asking",
-        "ahead is for int8 products with float results",
-        lambda p, t, arch: not (t.ahead and (p.epilogue.halves or p.epilogue.rescale)),
-    ),
-    Constraint(
         "registers",
         f"weights in flight, tokens, sums and {_OTHER_REGISTERS} more fit a thread's 255 and the SM's 65536",
         lambda p, t, arch: registers(p, t, arch) <= register_limit(t.warps),
@@ -232,10 +226,10 @@ def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
 def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelSource:
     """Text of one kernel.
 
-    Arguments are ``problem.params()`` and `ahead_params` in order; 1 <= m <= ``tile.tokens``; k is a multiple of 16
-    unless the kernel quantizes. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero
-    from k on. D is stored element by element. Unless tokens are ``none``, b and the vectors of n are read before
-    the kernel waits for its predecessor.
+    Arguments are ``problem.params()`` in order; 1 <= m <= ``tile.tokens``; k is a multiple of 16 unless the kernel
+    quantizes. b: int8 ``[n, ldb]``, 16-byte aligned, ldb a multiple of 16 and at least k, zero from k on. D is stored
+    element by element. Unless tokens are ``none``, b and the vectors of n are read before the kernel waits for its
+    predecessor.
 
     Exactness: integer sums are exact, and the epilogue is that of the other int8 GEMMs, bitwise.
 
@@ -255,7 +249,7 @@ def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
     using_tile = f"using Tile = qcut::W8A8Tile<{problem.x.cpp}, {tokens}, {flag(tile.common_sums)}, {tile.sizes}>;"
     call = (
         f"qcut::{function}<Tile, {flag(problem.aligned)}, {flag(problem.absmax)}, Epilogue>(\n"
-        f"      a, {a_absmax}, b, d, {absmax}, {m}, n, k, lda, ldb, ldd, args{ahead_argument(tile.ahead)});"
+        f"      a, {a_absmax}, b, d, {absmax}, {m}, n, k, lda, ldb, ldd, args);"
     )
     if rescale:
         header = "integers"
@@ -265,7 +259,7 @@ def emit_int8_stream(problem: W8A8Problem, tile: W8A8Tile, arch: str) -> KernelS
     return kernel_source(
         name,
         arch,
-        (*params, *ahead_params(tile.ahead)),
+        params,
         using_tile,
         *problem.epilogue.statements(params, whole_sums=True),
         call,

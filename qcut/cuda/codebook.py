@@ -8,7 +8,7 @@ and is the key of its plan; `CodebookLayer` lists the kernels of a layer before 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from qcut.codebooks import rotation
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.codebooks.products import is_pair_book
 from qcut.cuda import native
-from qcut.cuda.ahead import arguments, asks
 from qcut.cuda.gemm import has_cutlass
 from qcut.cuda.operands import dense, parameters
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, target
@@ -33,7 +32,6 @@ from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.source import EmitError, KernelSource
 from qcut.emitters.families import CODEBOOK_MMA, CODEBOOK_STREAM, CODEBOOK_STREAM_ROUNDS, CUTLASS_FAMILIES
-from qcut.emitters.stream.codebook import CodebookStreamTile
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens, can_rotate
 from qcut.ops.registry import serves
 
@@ -127,7 +125,6 @@ class Product(NamedTuple):
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
         offsets: whether norms have offsets beside them.
         pairs: whether the codebook is of pairs.
-        ahead: whether the kernel is given what the next product reads first.
     """
 
     x: torch.dtype
@@ -145,7 +142,6 @@ class Product(NamedTuple):
     row_norm: bool = False
     offsets: bool = False
     pairs: bool = False
-    ahead: bool = False
 
     @property
     def problem(self) -> CodebookProblem:
@@ -171,18 +167,15 @@ class Product(NamedTuple):
         Raises:
             EmitError: no kernel takes the product on this GPU.
         """
-        options = {"early": self.constants, "ahead": self.ahead}
-        return gemm_spec(self.problem, self.rows, self.n, self.units, gpu, **options)
+        return gemm_spec(self.problem, self.rows, self.n, self.units, gpu, early=self.constants)
 
     def load(self, device: int) -> LaunchPlan:
-        """The launch plan, handed to C++ unless it asks ahead.
+        """The launch plan, handed to C++.
 
         Raises:
             EmitError: no kernel takes the product on this GPU.
         """
         plan = self.spec(target(device)).load(device)
-        if self.ahead:
-            return plan
         key = native.key(
             "codebook_gemm" if self.rotates is None else "codebook_gemv",
             n=self.n,
@@ -207,15 +200,7 @@ class Product(NamedTuple):
 
 
 def gemm_spec(
-    problem: CodebookProblem,
-    m: int,
-    n: int,
-    units: int,
-    gpu: Target,
-    *,
-    early: bool = True,
-    nvcc: bool = True,
-    ahead: bool = False,
+    problem: CodebookProblem, m: int, n: int, units: int, gpu: Target, *, early: bool = True, nvcc: bool = True
 ) -> LaunchSpec:
     """The launch of a product of up to m tokens, on the kernel that dispatch chooses.
 
@@ -227,7 +212,6 @@ def gemm_spec(
         gpu: the GPU.
         early: the kernel may begin, and read the weight, before its predecessor has ended, where the GPU supports this.
         nvcc: whether the kernel may be one that nvcc builds.
-        ahead: whether the kernel shall ask for what the next product reads first, where the GPU's kernels ask.
 
     Raises:
         EmitError: no kernel takes the product on this GPU.
@@ -240,17 +224,12 @@ def gemm_spec(
         stand_in = partial(gemm_spec, problem, m, n, units, gpu, early=early, nvcc=False)
     # codebook_mma starts late, as w8a16_mma must; an early start was not measured.
     early = early and architecture(gpu.arch).pdl and choice.family != CODEBOOK_MMA.name
-    row_tiles = 0
-    if isinstance(choice.tile, CodebookStreamTile):
-        ahead, row_tiles = ahead and asks(gpu), choice.tile.row_tiles
-        choice = replace(choice, tile=replace(choice.tile, ahead=ahead))
     by_element = choice.family in (CODEBOOK_STREAM.name, CODEBOOK_STREAM_ROUNDS.name)
     problem, tail = closed.bounded_problem(problem, gpu, element_stores=by_element)
     source, grid = dispatch.emit(choice, problem, gpu.arch), dispatch.grid(choice, n, gpu.sm_count)
     if choice.family in CUTLASS_FAMILIES:
         tail = (*tail, gpu.sm_count, 1, 0, 1)
-    asking = ahead and row_tiles > 0
-    return LaunchSpec(source, grid, tail=tail, pdl=early, row_tiles=row_tiles, asks=asking, stand_in=stand_in)
+    return LaunchSpec(source, grid, tail=tail, pdl=early, stand_in=stand_in)
 
 
 @lru_cache(maxsize=4096)
@@ -421,8 +400,7 @@ def _multiply(call: CodebookGemm) -> Tensor:
     plan = _plan(product, call.x.get_device())
     x, vectors = dense(call.x), parameters(call.row_scale, call.col_scale, call.bias, call.residual)
     sizes = (m, product.n, product.units, product.n)
-    last = arguments(call.ahead) if plan.asks else ()
-    args = (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *call.book, *vectors.addresses, *last)
+    args = (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *call.book, *vectors.addresses)
     plan.launch(m, args, current_stream(call.x.get_device()))
     return y
 
@@ -440,8 +418,7 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
     y = call.fake()
     x, vectors = dense(call.x), parameters(call.col_scale, call.bias, call.residual)
     sizes = (1, product.n, product.units, call.x.shape[1], product.units // len(call.seeds), product.n)
-    last = arguments(call.ahead) if plan.asks else ()
-    args = (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *call.book, *vectors.addresses, *last)
+    args = (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *call.book, *vectors.addresses)
     plan.launch(1, args, current_stream(device))
     return y
 
@@ -465,7 +442,6 @@ def _product_of(
         row_norm=isinstance(call, CodebookGemm) and call.row_norm,
         offsets=isinstance(call, CodebookGemm) and call.offsets,
         pairs=is_pair_book(call.book),
-        ahead=call.ahead is not None,
     )
 
 

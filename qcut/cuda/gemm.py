@@ -11,7 +11,6 @@ from torch import Tensor
 
 from qcut import jit
 from qcut.config import padded_k
-from qcut.cuda.ahead import asks
 from qcut.cuda.operands import dense
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, m_bucket, target
 from qcut.dispatch import closed
@@ -32,7 +31,6 @@ from qcut.emitters.families import (
 )
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
 from qcut.emitters.stream.w8a8 import Tokens
-from qcut.emitters.stream.w8a16 import W8A16Tile
 from qcut.ops.gemm import GemmS8
 from qcut.ops.registry import serves
 from qcut.process.locks import once
@@ -111,7 +109,6 @@ class Product(NamedTuple):
         aligned: bool = True,
         absmax: bool = False,
         constants: bool = False,
-        ahead: bool = False,
     ) -> LaunchSpec | None:
         """The launch of the kernel that streams weights past few tokens, or None where it does not serve the product.
 
@@ -122,37 +119,23 @@ class Product(NamedTuple):
             absmax: whether the kernel also computes the largest magnitude of each row of its result.
             constants: whether the kernel may begin before its predecessor ends, and read the weight then. A kernel that
                 takes tokens as ``none`` reads nothing so early, and always may.
-            ahead: whether the kernel shall ask for what the next product reads first, where the GPU's kernels ask.
         """
         sizes = (self.rows, self.n, self.k)
         few = few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax)
         if few is None:
             return None
         problem, tail = closed.bounded_problem(few.problem, gpu)
-        tile = replace(few.tile, ahead=ahead and asks(gpu))
-        source, grid = INT8_STREAM.emit(problem, tile, gpu.arch), INT8_STREAM.grid_of(tile, self.n, gpu.sm_count)
-        early = has_pdl(gpu) and (constants or tokens == "none")
-        return LaunchSpec(source, grid, tail=tail, pdl=early, row_tiles=tile.row_tiles, asks=tile.ahead)
+        source, grid = (
+            INT8_STREAM.emit(problem, few.tile, gpu.arch),
+            INT8_STREAM.grid_of(few.tile, self.n, gpu.sm_count),
+        )
+        return LaunchSpec(source, grid, tail=tail, pdl=has_pdl(gpu) and (constants or tokens == "none"))
 
 
-def w8a16_spec(
-    problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True, ahead: bool = False
-) -> LaunchSpec:
-    """The launch of a product of 16-bit tokens with int8 weights.
-
-    Args:
-        problem: types, alignments and epilogue.
-        rows: of D.
-        n: columns of D.
-        k: summed over.
-        gpu: the GPU.
-        pdl: allows an early start.
-        ahead: see `Product.stream_spec`.
-    """
+def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
+    """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
     nvcc = architecture(gpu.arch).wgmma and not gpu.closed and has_cutlass()
     choice = dispatch.select_w8a16(problem, rows, n, k, gpu, nvcc=nvcc)
-    if isinstance(choice.tile, W8A16Tile):
-        choice = replace(choice, tile=replace(choice.tile, ahead=ahead and asks(gpu)))
     spec = chosen_spec(choice, problem, n, gpu, pdl=pdl)
     if choice.family not in (W8A16_CUTLASS.name, W8A16_WGMMA.name):
         return spec
@@ -173,8 +156,6 @@ def chosen_spec(choice: Choice, problem: GemmProblem, n: int, gpu: Target, *, pd
     grid = dispatch.grid(choice, n, gpu.sm_count)
     of_token = 2 if problem.epilogue.halves else 1  # rows of A, of which tiles are made
     grid = replace(grid, rows=max(1, grid.rows // of_token))
-    if isinstance(choice.tile, W8A16Tile):
-        return LaunchSpec(source, grid, tail=tail, pdl=pdl, row_tiles=choice.tile.row_tiles, asks=choice.tile.ahead)
     if choice.family not in CUTLASS_FAMILIES:
         return LaunchSpec(source, grid, tail=tail, pdl=pdl)
     assert isinstance(choice.tile, TileConfig)

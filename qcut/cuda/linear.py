@@ -18,7 +18,6 @@ from torch import Tensor
 
 from qcut.config import padded_k
 from qcut.cuda import native
-from qcut.cuda.ahead import arguments
 from qcut.cuda.gemm import TMA_ROWS, Product, serves_cutlass, w8a16_spec
 from qcut.cuda.operands import dense, parameters, row_major
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
@@ -31,7 +30,7 @@ from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import DtypeError
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
-from qcut.ops.checks import check_ahead, check_scale, check_zero_point
+from qcut.ops.checks import check_scale, check_zero_point
 from qcut.ops.linear import (
     FEW_ELEMENTS,
     Int8Linear,
@@ -89,7 +88,6 @@ class LinearLayer(NamedTuple):
         activation: activation after the bias.
         aligned: whether rows of tokens start at multiples of 16 bytes.
         constants: whether the parameters are constants, as those of a `qcut.Linear` are.
-        ahead: whether the kernel is given what the next product reads first.
     """
 
     scheme: str
@@ -101,7 +99,6 @@ class LinearLayer(NamedTuple):
     activation: str
     aligned: bool
     constants: bool = True
-    ahead: bool = False
 
     def problem(self) -> GemmProblem:
         """The description of the layer's product."""
@@ -113,7 +110,7 @@ class LinearLayer(NamedTuple):
         gpu, dtype, k = target(device), DTYPES[self.dtype], padded_k(self.k)
         problem = self.problem()
         if self.scheme == "w8a16":
-            return None, w8a16_spec(problem, self.rows, self.n, self.k, gpu, pdl=self.constants, ahead=self.ahead)
+            return None, w8a16_spec(problem, self.rows, self.n, self.k, gpu, pdl=self.constants)
         halves = problem.epilogue.halves
         many = Product(problem, max(self.rows, TMA_ROWS // (1 + halves)), self.n, k)
         if self.scheme.endswith("_static"):
@@ -123,8 +120,7 @@ class LinearLayer(NamedTuple):
             if whole is not None:
                 return None, whole
             quantize = per_token_spec(dtype, self.rows, k, gpu, aligned=self.aligned, halves=halves)
-        product = Product(problem, self.rows, self.n, k)
-        few = product.stream_spec("given", gpu, constants=self.constants, ahead=self.ahead)
+        few = Product(problem, self.rows, self.n, k).stream_spec("given", gpu, constants=self.constants)
         return quantize, few or many.spec(gpu, cutlass=serves_cutlass(problem, gpu))
 
     def _quantizing_spec(self, gpu: Target) -> LaunchSpec | None:
@@ -132,8 +128,7 @@ class LinearLayer(NamedTuple):
         if self.rows > 1 or self.k > FEW_ELEMENTS:
             return None
         product = Product(self.problem(), self.rows, self.n, self.k)
-        options = {"aligned": self.aligned, "constants": self.constants, "ahead": self.ahead}
-        return product.stream_spec("floats", gpu, **options)
+        return product.stream_spec("floats", gpu, aligned=self.aligned, constants=self.constants)
 
     def sources(self, device: int) -> list[KernelSource]:
         """The kernels that a call launches on a device."""
@@ -191,7 +186,7 @@ def _load(layer: LinearLayer, device: int) -> LinearPlan:
 
 @serves(W8A8Linear)
 def w8a8_linear(call: W8A8Linear) -> Tensor:
-    return _linear("w8a8", call, (call.qweight, call.weight_scale, call.bias), ahead=call.ahead)
+    return _linear("w8a8", call, (call.qweight, call.weight_scale, call.bias))
 
 
 @serves(W8A8StaticLinear)
@@ -201,7 +196,6 @@ def w8a8_static_linear(call: W8A8StaticLinear) -> Tensor:
         call,
         (call.qweight, call.col_scale, call.colsum, call.bias),
         (call.x_scale, call.x_zero_point),
-        call.ahead,
     )
 
 
@@ -217,7 +211,7 @@ def int16x8_static_linear(call: Int16x8StaticLinear) -> Tensor:
 
 @serves(W8A16Linear)
 def w8a16_linear(call: W8A16Linear) -> Tensor:
-    return _linear("w8a16", call, (call.qweight, call.weight_scale, call.bias), ahead=call.ahead)
+    return _linear("w8a16", call, (call.qweight, call.weight_scale, call.bias))
 
 
 def _linear(
@@ -225,7 +219,6 @@ def _linear(
     call: W8A8Linear | W8A8StaticLinear | W8A16Linear | Int16x8Linear | Int16x8StaticLinear,
     weights: Sequence[Tensor | None],
     x_range: tuple[float] | tuple[float, int] | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor:
     """One of the five operators.
 
@@ -234,7 +227,6 @@ def _linear(
         call: the operator's arguments.
         weights: weight, its scale, its sums along K (w8a8_static alone) and the bias, or dense copies of them.
         x_range: scale and zero point of the tokens (w8a8_static), or the scale alone (int16x8_static).
-        ahead: the operator's argument; int16 tokens have none.
     """
     x, halves = call.x, scheme.startswith("int16x8")
     if x.dim() == 0 or x.shape[-1] == 0:
@@ -243,7 +235,6 @@ def _linear(
         check_scale(f"{scheme}_linear", "x_scale", x_range[0])
         for zero_point in x_range[1:]:
             check_zero_point("w8a8_static_linear", "x_zero_point", zero_point)
-    check_ahead(f"{scheme}_linear", ahead, x.device)
     k = x.shape[-1]
     m = x.numel() // k
     tokens, stride = row_major(x)
@@ -253,8 +244,7 @@ def _linear(
     addresses = [0 if t is None else t.data_ptr() for t in weights]
     layouts = [None if t is None else (t.dtype, t.shape, t.stride(), t.get_device()) for t in weights]
     offset = functools.reduce(operator.or_, addresses) & 15
-    options = (call.activation, aligned, call.constants, ahead is not None)
-    key = (scheme, x.dtype, m_bucket(m), k, *options, device, offset, *layouts)
+    key = (scheme, x.dtype, m_bucket(m), k, call.activation, call.constants, aligned, device, offset, *layouts)
     plan = _called.get(key)
     if plan is None or m == 0:
         call.check()
@@ -264,9 +254,9 @@ def _linear(
             return call.fake()
         copies = [None if t is None else dense(t) for t in weights]
         if any(a is not b for a, b in zip(copies, weights, strict=True)):
-            call = call._replace(constants=False)  # the kernel just before copies
-            return _linear(scheme, call, copies, x_range, ahead)
-        layer = LinearLayer(scheme, x.dtype, m_bucket(m), len(call.qweight), k, call.bias is not None, *options)
+            return _linear(scheme, call._replace(constants=False), copies, x_range)  # the kernel just before copies
+        options = (call.bias is not None, call.activation, aligned, call.constants)
+        layer = LinearLayer(scheme, x.dtype, m_bucket(m), len(call.qweight), k, *options)
         plan = _called.make(key, lambda: _shared(layer, device))
     n, k_padded = plan.n, plan.k_padded
     weight, scale, *colsum, bias = addresses
@@ -289,15 +279,15 @@ def _linear(
             epilogue = (rows, scale) if halves else (*x_range[1:], *colsum, scale)
             plan.quantize.run(m, (address, q, stride, m, k, k_padded, *x_range), device)
     y, y_rows = _result(x, m, rows, n)
-    args = (*operands, y_rows.data_ptr(), *sizes, *epilogue, *((bias,) if bias else ()))
-    plan.product.run(rows, (*args, *arguments(ahead)) if plan.product.asks else args, device)
+    args = (*operands, y_rows.data_ptr(), *sizes, *epilogue)
+    plan.product.run(rows, (*args, bias) if bias else args, device)
     return y
 
 
 def _shared(layer: LinearLayer, device: int) -> LinearPlan:
     """The plan of a layer, handed to C++."""
     plan = plan_for(layer, device)
-    if layer.calls_native and not layer.ahead:  # C++ leaves calls that ask ahead to Python
+    if layer.calls_native:
         key = native.key(
             f"{layer.scheme}_linear",
             n=layer.n,
@@ -339,7 +329,6 @@ class Int8Layer(NamedTuple):
         activation: activation after the bias.
         absmax: whether the caller wants the largest magnitude of each row of the result.
         constants: whether the parameters are constants.
-        ahead: whether the kernel is given what the next product reads first.
     """
 
     dtype: torch.dtype
@@ -350,14 +339,13 @@ class Int8Layer(NamedTuple):
     activation: str
     absmax: bool
     constants: bool = True
-    ahead: bool = False
 
     def spec(self, device: int) -> tuple[LaunchSpec, bool]:
         """The launch, and whether its kernel computes the largest magnitudes."""
         gpu = target(device)
         problem = linear_problem(DTYPES[self.dtype], self.n, self.k, self.bias, self.activation, "w8a8")
         product = Product(problem, self.rows, self.n, self.k)
-        few = product.stream_spec("given", gpu, absmax=self.absmax, constants=self.constants, ahead=self.ahead)
+        few = product.stream_spec("given", gpu, absmax=self.absmax, constants=self.constants)
         if few is not None:
             return few, self.absmax
         return product.spec(gpu, cutlass=serves_cutlass(problem, gpu)), False
@@ -387,8 +375,7 @@ def _load_int8(layer: Int8Layer, device: int) -> Int8Plan:
 
 def _load_absmax(layer: LinearLayer, device: int) -> AbsmaxPlan:
     product = Product(layer.problem(), layer.rows, layer.n, layer.k)
-    options = {"aligned": layer.aligned, "constants": layer.constants, "ahead": layer.ahead}
-    spec = product.stream_spec("rows", target(device), **options)
+    spec = product.stream_spec("rows", target(device), aligned=layer.aligned, constants=layer.constants)
     return AbsmaxPlan(None if spec is None else spec.load(device))
 
 
@@ -401,8 +388,7 @@ def int8_linear(call: Int8Linear) -> Tensor:
     if m == 0:
         return y
     weight = parameters(call.qweight, call.weight_scale, bias)
-    constants = call.constants and not weight.copied
-    options = (bias is not None, call.activation, absmax is not None, constants, call.ahead is not None)
+    options = (bias is not None, call.activation, absmax is not None, call.constants and not weight.copied)
     layer = Int8Layer(call.dtype, m_bucket(m), n, k, *options)
     key = (layer, device)
     plan = _int8_plans.get(key) or _int8_plans.make(key, lambda: _load_int8(layer, device))
@@ -411,8 +397,6 @@ def int8_linear(call: Int8Linear) -> Tensor:
     epilogue = [q_scale.data_ptr(), *vectors]
     if absmax is not None and plan.raises_absmax:
         epilogue.append(absmax.data_ptr())
-    if plan.product.asks:
-        epilogue += arguments(call.ahead)
     plan.product.run(m, (a, b, y.data_ptr(), m, n, k, k, k, n, *epilogue), device)
     if not plan.raises_absmax:
         numerics.raise_absmax(absmax, y)
@@ -429,7 +413,7 @@ def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
     aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
     weight = parameters(call.qweight, call.weight_scale, call.bias)
     constants = call.constants and not weight.copied
-    options = (call.bias is not None, call.activation, aligned, constants, call.ahead is not None)
+    options = (call.bias is not None, call.activation, aligned, constants)
     layer = LinearLayer("w8a8", x.dtype, m_bucket(m), n, k, *options)
     key = (layer, device)
     plan = (_absmax_plans.get(key) or _absmax_plans.make(key, lambda: _load_absmax(layer, device))).product
@@ -439,6 +423,5 @@ def linear_with_absmax(call: LinearWithAbsmax) -> Tensor:
     y = call.fake()
     b, *vectors = weight.addresses
     sizes = (m, n, k, stride, k_padded, n)
-    last = arguments(call.ahead) if plan.asks else ()
-    plan.run(m, (x.data_ptr(), b, y.data_ptr(), *sizes, call.x_absmax.data_ptr(), *vectors, *last), device)
+    plan.run(m, (x.data_ptr(), b, y.data_ptr(), *sizes, call.x_absmax.data_ptr(), *vectors), device)
     return y

@@ -195,8 +195,6 @@ class LaunchSpec:
         needs_workspace: whether a launch must be given device memory.
         pdl: whether the kernel may begin before its predecessor on the stream ends.
         row_multiple: number of which the rows of a linear layer's operands must be a multiple.
-        row_tiles: of 16 rows of the weight that a CTA, or a cluster, of few tokens reads; 0: other kernels.
-        asks: whether the kernel takes the arguments of `qcut.cuda.ahead`, after all others.
         stand_in: describes the launch of a kernel that NVRTC builds: it serves while nvcc builds this one in the
             background. Its integers are bitwise the same; it may add floats in another order.
 
@@ -210,8 +208,6 @@ class LaunchSpec:
     needs_workspace: bool = False
     pdl: bool = False
     row_multiple: int = 1
-    row_tiles: int = 0
-    asks: bool = False
     stand_in: Callable[[], LaunchSpec] | None = None
 
     def __post_init__(self) -> None:
@@ -233,7 +229,6 @@ class LaunchSpec:
             needs_workspace=self.needs_workspace,
             pdl=self.pdl,
             row_multiple=self.row_multiple,
-            asks=self.asks,
         )
 
     @property
@@ -248,10 +243,9 @@ class LaunchPlan:
     Attributes:
         row_multiple: number of which the rows of a linear layer's operands must be a multiple.
         needs_workspace: whether `launch` must be given device memory.
-        asks: whether `launch` must be given what `qcut.cuda.ahead.arguments` are, last.
     """
 
-    __slots__ = ("_grid", "_hosted", "_kernel", "_pdl", "_tail", "asks", "needs_workspace", "row_multiple")
+    __slots__ = ("_grid", "_hosted", "_kernel", "_pdl", "_tail", "needs_workspace", "row_multiple")
 
     def __init__(
         self,
@@ -262,13 +256,11 @@ class LaunchPlan:
         needs_workspace: bool = False,
         pdl: bool = False,
         row_multiple: int = 1,
-        asks: bool = False,
     ) -> None:
         self._kernel, self._grid, self._tail, self._pdl = kernel, grid, tail, pdl
         self._hosted = bool(tail) and kernel.host_launcher != 0
         self.needs_workspace = needs_workspace
         self.row_multiple = row_multiple
-        self.asks = asks
 
     @property
     def name(self) -> str:

@@ -7,17 +7,15 @@ weights. Attention is an argument: `qcut.engine.attention` has one class for pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.layers.base import Linear
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import table_of
 from qcut.layers.int8 import W8A8Linear
@@ -67,13 +65,7 @@ def takes_absmax(module: nn.Module, rows: int) -> bool:
     return takes_int8(module) and rows <= FEW_ROWS and rows * module.in_features <= FEW_ELEMENTS
 
 
-Aheads = Mapping[nn.Module, Tensor]
-"""What the product after a layer reads first, by the layer: see `qcut.layers.base.Linear.first_read`."""
-
-NO_AHEADS: Aheads = MappingProxyType({})
-
-
-def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None, aheads: Aheads = NO_AHEADS) -> Tensor:
+def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tensor:
     """Apply a linear layer to rows.
 
     Args:
@@ -81,19 +73,17 @@ def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None, aheads:
             need a `CodebookLinear` that rotates so.
         rows: R rows of K elements.
         absmax: float32 ``[R]``, raised to the largest magnitude of each row of the result; only with `Int8Rows`.
-        aheads: by layers that the step has products of, this one or others.
 
     Returns:
         ``[R, N]``.
     """
-    ahead = aheads.get(module)
     if isinstance(rows, Int8Rows):
-        return cast(W8A8Linear, module).forward_int8(*rows, absmax, ahead)
+        return cast(W8A8Linear, module).forward_int8(*rows, absmax)
     if isinstance(rows, RowsWithAbsmax):
-        return cast(W8A8Linear, module).forward_with_absmax(*rows, ahead)
+        return cast(W8A8Linear, module).forward_with_absmax(*rows)
     if isinstance(rows, RotatedRows):
-        return cast(CodebookLinear, module).forward_rotated(*rows, ahead)
-    return cast(Tensor, module(rows) if ahead is None else module(rows, ahead=ahead))
+        return cast(CodebookLinear, module).forward_rotated(*rows)
+    return cast(Tensor, module(rows))
 
 
 # ── parts of a block ─────────────────────────────────────────────────────────────────────────────
@@ -259,14 +249,14 @@ class SelfAttention:
     window: int = 0
     softcap: float = 0.0
 
-    def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None, aheads: Aheads = NO_AHEADS) -> Tensor:
+    def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None) -> Tensor:
         """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``output`` the largest magnitudes of the heads."""
-        projected = [project(module, rows, None, aheads) for module in self.projections]
+        projected = [project(module, rows) for module in self.projections]
         if self.order is not None:
             projected = [torch.cat(projected, 1).index_select(1, self.order)]
         q, k, v = self.heads.split(projected)
         mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), self.norms, absmax)
-        return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax), None, aheads)
+        return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax))
 
 
 _KERNELS_STAND_FOR = {False: ("NewGELUActivation", "GELUTanh"), True: ("SiLUActivation", "SiLU")}
@@ -289,7 +279,7 @@ class MLP:
     down: nn.Module
     gated: bool
 
-    def __call__(self, rows: Rows, absmax: Tensor | None, aheads: Aheads = NO_AHEADS) -> Tensor:
+    def __call__(self, rows: Rows, absmax: Tensor | None) -> Tensor:
         """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``down`` the largest magnitudes of the rows that it reads.
 
         The activation's module decides what is computed, not the model's configuration: a quantized projection may
@@ -299,7 +289,7 @@ class MLP:
         by_projection = isinstance(self.activation, nn.Identity) and isinstance(rows, Int8Rows) and not self.gated
         if not (by_kernel or by_projection):
             absmax = None  # no kernel computes the magnitudes
-        parts = [project(up, rows, absmax if by_projection else None, aheads) for up in self.projections]
+        parts = [project(up, rows, absmax if by_projection else None) for up in self.projections]
         if self.gated:
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
         else:
@@ -308,12 +298,12 @@ class MLP:
         rotation = None if rotating is None else rotating.rotation_of(gate)
         if rotation is not None:
             blocks, scale = torch.ops.qcut.activate_rotated(gate, up, *rotation, constants=True)
-            return project(self.down, RotatedRows(blocks, scale, len(gate), gate.dtype), None, aheads)
+            return project(self.down, RotatedRows(blocks, scale, len(gate), gate.dtype))
         if up is not None:
             y = torch.ops.qcut.silu_mul(gate, up, absmax) if by_kernel else self.activation(gate) * up
         else:
             y = torch.ops.qcut.gelu_tanh(gate, absmax) if by_kernel else self.activation(gate)
-        return project(self.down, y if absmax is None else RowsWithAbsmax(y, absmax), None, aheads)
+        return project(self.down, y if absmax is None else RowsWithAbsmax(y, absmax))
 
 
 class BlockAbsmax(NamedTuple):
@@ -362,14 +352,12 @@ class Block:
     mlp_end: AddNorm | None = None
     parallel: bool = False
 
-    def __call__(
-        self, x: Tensor, unadded: Tensor | None, attend: Attend, absmax: BlockAbsmax, aheads: Aheads = NO_AHEADS
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, unadded: Tensor | None, attend: Attend, absmax: BlockAbsmax) -> tuple[Tensor, Tensor]:
         """Two summands of the result from two summands of the input, ``[R, hidden]`` each."""
         x, rows = _normed(self.attention_norm, x, unadded)
-        attended = _ended(self.attention_end, self.attention(rows, attend, absmax.attention, aheads))
+        attended = _ended(self.attention_end, self.attention(rows, attend, absmax.attention))
         x, rows = _normed(self.mlp_norm, x, None if self.parallel else attended)
-        added = _ended(self.mlp_end, self.mlp(rows, absmax.mlp, aheads))
+        added = _ended(self.mlp_end, self.mlp(rows, absmax.mlp))
         return x, added + attended if self.parallel else added
 
 
@@ -457,9 +445,7 @@ class Decoder:
     device: torch.device
     softcap: float | None = None
 
-    def __call__(
-        self, ids: Tensor, positions: Tensor, batch: int, attention: Attention, aheads: Aheads = NO_AHEADS
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, ids: Tensor, positions: Tensor, batch: int, attention: Attention) -> tuple[Tensor, Tensor]:
         """Read tokens.
 
         Args:
@@ -467,7 +453,6 @@ class Decoder:
             positions: int32 ``[R]``.
             batch: number of sequences.
             attention: attention of all layers at these positions.
-            aheads: those of `aheads`, or none.
 
         Returns:
             Two summands of the last block's result, ``[R, hidden]`` each; `logits` takes them.
@@ -475,34 +460,14 @@ class Decoder:
         absmax = self._absmax(len(ids)) if attention.raises_absmax else _Absmax(None, [_NO_ABSMAX] * len(self.blocks))
         x, unadded = self.embed(ids, positions, batch, absmax.memory), None
         for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax.blocks, strict=True)):
-            x, unadded = block(x, unadded, partial(attention, i), magnitudes, aheads)
+            x, unadded = block(x, unadded, partial(attention, i), magnitudes)
         return x, cast(Tensor, unadded)
 
-    def logits(self, x: Tensor, unadded: Tensor, aheads: Aheads = NO_AHEADS) -> Tensor:
+    def logits(self, x: Tensor, unadded: Tensor) -> Tensor:
         """Logits ``[R, vocabulary]`` of rows whose two summands are x and ``unadded``."""
         _, rows = self.norm(x, unadded)
-        logits = project(self.head, rows, None, aheads)
+        logits = project(self.head, rows)
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
-
-    def aheads(self, rows: int) -> Aheads:
-        """What each product of a step of so many rows can ask for: what the next one reads first.
-
-        The head's next one is the first of the next step. Weights must stay where they are while the views are used.
-        """
-        if rows > FEW_ROWS:
-            return NO_AHEADS
-        products: list[nn.Module] = []
-        for block in self.blocks:
-            attention, mlp = block.attention, block.mlp
-            products += (*attention.projections, attention.output, *mlp.projections, mlp.down)
-        products.append(self.head)
-        found: dict[nn.Module, Tensor] = {}
-        for module, following in zip(products, (*products[1:], products[0]), strict=True):
-            if isinstance(module, Linear) and isinstance(following, Linear):
-                ahead = following.first_read(rows, self.dtype)
-                if ahead is not None:
-                    found[module] = ahead
-        return found
 
     def embed(self, ids: Tensor, positions: Tensor, batch: int, zeroed: Tensor | None = None) -> Tensor:
         """Embeddings of R tokens ``[R, hidden]``, which the first block reads.

@@ -19,7 +19,7 @@ from qcut.engine.arguments import Keep, check_ids, end_tokens, is_whole, kept_to
 from qcut.engine.attention import PromptAttention, StepAttention
 from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
 from qcut.engine.decode_loop import DecodeLoop, Fetched
-from qcut.engine.decoder import NO_AHEADS, Aheads, Attention
+from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
 from qcut.engine.generated import Event, Generated, LogProbability, Running
 from qcut.engine.graphs import Graphs
@@ -480,10 +480,7 @@ class Engine:
         size = n if self._graphs is None else min(self.batch, 1 << (n - 1).bit_length())
 
         def make() -> DecodeLoop:
-            step = self._step
-            if self._graphs is not None:  # graphs hold addresses of weights anyway; eager steps follow weights
-                step = partial(step, aheads=self.decoder.aheads(size))
-            return DecodeLoop(step, size, self.context, self.decoder.device, self._graphs)
+            return DecodeLoop(self._step, size, self.context, self.decoder.device, self._graphs)
 
         if self._graphs is None:
             loop = make()
@@ -595,22 +592,13 @@ class Engine:
     def _prompt_attention(self, chunk: Chunk) -> PromptAttention:
         return PromptAttention(self.cache, self._tables, *chunk.places(), chunk.starts, chunk.lengths)
 
-    def _step(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        reach: int,
-        others: Sequence[int] = (),
-        aheads: Aheads = NO_AHEADS,
-    ) -> Tensor:
+    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor, reach: int, others: Sequence[int] = ()) -> Tensor:
         """A step as `DecodeLoop` reads it."""
         # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end.
         # Steps that are tried before a capture may read slots of before: rows that the next step writes anew.
         settled = self._graphs is not None
         attention = StepAttention(self.cache, self._tables, positions, slots, self._counters, reach, others, settled)
-        summands = self.decoder(tokens, positions, len(tokens), attention, aheads)
-        return self.decoder.logits(*summands, aheads)
+        return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
 

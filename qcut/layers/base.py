@@ -62,8 +62,6 @@ class Linear(Quantized):
         weight_dtype: of the float weight that the layer stands for; ``.half()`` and the like change it. Model code
             reads it as ``weight.dtype`` and casts inputs to it; the layer itself takes any.
         input_gradients: whether its input has gradients; see `qcut.enable_input_gradients`.
-        streamed: the buffer that kernels of few tokens read as it lies in memory, and how much of its first dimension
-            16 rows are; None: the layer's operators are given nothing ahead.
         block_rows: rows of the weight that memory keeps together; weights of whole blocks can be concatenated.
         parts: processes that have a part each of a layer that is cut across them; 1 where the layer is whole. Nothing
             that one process has of such a model is a checkpoint.
@@ -79,7 +77,6 @@ class Linear(Quantized):
     input_gradients: bool = False
     parts: int = 1
     k_max: ClassVar[int | None] = None
-    streamed: ClassVar[tuple[str, int] | None] = None
     block_rows: ClassVar[int] = 1
     _subclasses: ClassVar[dict[Scheme | type[Scheme], type[Linear]]] = {}
 
@@ -222,12 +219,11 @@ class Linear(Quantized):
         """
         return ()
 
-    def forward(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Applies the layer.
 
         Args:
             x: ``[..., K]`` float16, bfloat16 or float32, any strides, any number of tokens.
-            ahead: memory that the next product reads first, see `first_read`; the result does not depend on it.
 
         Returns:
             ``[..., N]`` of x's dtype.
@@ -249,37 +245,11 @@ class Linear(Quantized):
                 result = InputGradient.apply(x, self)
                 return result
             with torch.no_grad():
-                y = self._product(x, ahead)
+                y = self._product(x)
             who = f"{layer_prefix(self.name)}{self.scheme.name} without qcut.enable_input_gradients(model)"
             result = inference_only(y, x, who)
             return result
-        return self._product(x, ahead)
-
-    def first_read(self, rows: int, dtype: torch.dtype) -> Tensor | None:
-        """What the layer's product reads first, for the product before to be given as ``ahead``.
-
-        Args:
-            rows: tokens of the call.
-            dtype: of the tokens.
-
-        Returns:
-            uint8 ``[parts, bytes]``, a view of the weight; None where no kernel asks for memory ahead, and on the CPU.
-        """
-        found = None if self.streamed is None else self._buffers[self.streamed[0]]
-        if self.streamed is None or found is None or not found.is_cuda:
-            return None
-        from qcut.cuda.ahead import first_read
-
-        calls = self.cuda_calls(
-            self.scheme,
-            dtype=dtype,
-            rows=rows,
-            n=self.out_features,
-            k=self.in_features,
-            bias=self.bias is not None,
-            activation=self.activation,
-        )
-        return first_read(found, self.streamed[1] * found[0].nbytes, calls)
+        return self._product(x)
 
     @property
     def weight(self) -> Tensor:
@@ -365,7 +335,7 @@ class Linear(Quantized):
         refuse_foreign_saving(self.name)
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _product(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         """Compute `forward` for x with K columns."""
         raise NotImplementedError
 

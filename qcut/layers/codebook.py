@@ -96,7 +96,6 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     fold: Tensor | None
     scheme: Codebook
 
-    streamed = ("units", 1)
     block_rows = codebook_layout.ROW_ALIGNMENT
 
     @classmethod
@@ -308,9 +307,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         tokens = torch.int8 if self.int8 else like.dtype
         return self._rotation.operands_for(like), self.group_size, self.scheme.seeds, tokens
 
-    def forward_rotated(
-        self, blocks: Tensor, scale: Tensor, rows: int, dtype: torch.dtype, ahead: Tensor | None = None
-    ) -> Tensor:
+    def forward_rotated(self, blocks: Tensor, scale: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
         """Applies the layer to rows that were rotated before, as `rotation_of` says.
 
         Args:
@@ -318,15 +315,14 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             scale: float32 ``[M]``, or ``[0]``, as `torch.ops.qcut.rotate_tokens` gives them.
             rows: M.
             dtype: of the rows before, and of the result.
-            ahead: see `forward`.
 
         Returns:
             ``[M, N]``, bitwise what `forward` makes of the rows.
         """
-        return self._multiplied(blocks, scale, rows, dtype, ahead)
+        return self._multiplied(blocks, scale, rows, dtype)
 
-    def _product(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
-        return self._fused(x, ahead) if _by_kernels(x.device) else self._explicit(x, self.activation)
+    def _product(self, x: Tensor) -> Tensor:
+        return self._fused(x) if _by_kernels(x.device) else self._explicit(x, self.activation)
 
     def _explicit(self, x: Tensor, activation: str) -> Tensor:
         """The product through rotated tokens and dequantized weights, on any device and in any type of x."""
@@ -348,7 +344,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         )
         return y
 
-    def _fused(self, x: Tensor, ahead: Tensor | None) -> Tensor:
+    def _fused(self, x: Tensor) -> Tensor:
         dtype = x.dtype
         if dtype not in _HALVES and not (self.int8 and dtype is torch.float32):
             allowed = "float16, bfloat16" + (", float32" if self.int8 else "")
@@ -363,10 +359,10 @@ class CodebookLinear(Linear, schemes=[Codebook]):
                 self.group_size,
                 self.scheme.seeds,
             )
-            last = self._buffers["bias"], self.set_bits[0], self.activation, None, dtype, True, ahead
+            last = self._buffers["bias"], self.set_bits[0], self.activation, None, dtype, True
             return self._as_result(_GEMV(*row, *self._whole(dtype), *last), x)
         blocks, scale = shared.rotate(self, self._rotation, x, torch.int8 if self.int8 else dtype)
-        return self._as_result(self._multiplied(blocks, scale, m, dtype, ahead), x)
+        return self._as_result(self._multiplied(blocks, scale, m, dtype), x)
 
     def _whole(self, dtype: torch.dtype) -> tuple[Any, ...]:
         """The first set of weights and its codebook, as products take them with results of a dtype."""
@@ -374,15 +370,13 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         book = self._books()[0][torch.float16 if self.int8 else dtype]
         return b["units"], b["packed_norms"], b["fold"], b["col_scale"], book
 
-    def _multiplied(
-        self, blocks: Tensor, row_scale: Tensor, m: int, dtype: torch.dtype, ahead: Tensor | None
-    ) -> Tensor:
+    def _multiplied(self, blocks: Tensor, row_scale: Tensor, m: int, dtype: torch.dtype) -> Tensor:
         """The product ``[m, N]`` of rotated tokens."""
         bias = self._buffers["bias"]
         scale = row_scale if self.int8 else None
         if len(self.set_bits) == 1:
             whole = self._whole(dtype)  # reads the codebook, on which the last option depends
-            options = self.set_bits[0], self.activation, None, dtype, True, self._row_norm, ahead
+            options = self.set_bits[0], self.activation, None, dtype, True, self._row_norm
             y: Tensor = _GEMM(blocks, scale, m, *whole, bias, *options)
             return y
         # One product for each set: the second adds the result of the first, and the activation comes last.
@@ -391,9 +385,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         total: Tensor | None = None
         for i, (part, of_set) in enumerate(zip(sets, blocks.split(counts), strict=True)):
             weight = *part[:4], books[i][halves]
-            added, last = (bias, ahead) if i else (None, None)
-            bits = self.set_bits[i]
-            total = _GEMM(of_set, scale, m, *weight, added, bits, "none", total, torch.float32, True, False, last)
+            added = bias if i else None
+            total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32, True)
         return apply_activation(cast(Tensor, total), self.activation).to(dtype)
 
     def _as_result(self, y: Tensor, x: Tensor) -> Tensor:

@@ -47,7 +47,6 @@ class Int8Linear(Linear):
     qweight: Tensor
     weight_scale: Tensor
     least_code: ClassVar[int] = -128
-    streamed = ("qweight", 16)
 
     @property
     def codes(self) -> Tensor:
@@ -115,14 +114,7 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
 
     k_max = K_MAX
 
-    def forward_int8(
-        self,
-        q: Tensor,
-        scale: Tensor,
-        dtype: torch.dtype,
-        absmax: Tensor | None = None,
-        ahead: Tensor | None = None,
-    ) -> Tensor:
+    def forward_int8(self, q: Tensor, scale: Tensor, dtype: torch.dtype, absmax: Tensor | None = None) -> Tensor:
         """Applies the layer to tokens that were quantized before.
 
         Args:
@@ -131,33 +123,30 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
             dtype: of the tokens before, and of the result.
             absmax: float32 ``[M]``, raised to the largest magnitude of each row of the result, for
                 `forward_with_absmax` of the next layer.
-            ahead: see `forward`.
 
         Returns:
             ``[M, N]``, bitwise what `forward` makes of the tokens.
         """
         b = self._buffers
-        weight = b["qweight"], b["weight_scale"], b["bias"], self.activation
-        return _INT8(q, scale, *weight, dtype, absmax, True, ahead)
+        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax, True)
 
-    def forward_with_absmax(self, x: Tensor, absmax: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def forward_with_absmax(self, x: Tensor, absmax: Tensor) -> Tensor:
         """Applies the layer to rows whose largest magnitudes are known.
 
         Args:
             x: ``[M, K]``.
             absmax: float32 ``[M]``: ``max |x[m]|``.
-            ahead: see `forward`.
 
         Returns:
             ``[M, N]``, bitwise what `forward` makes of x.
         """
         b = self._buffers
-        return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation, True, ahead)
+        return _WITH_ABSMAX(x, absmax, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
 
-    def _product(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         # nn.Module finds buffers through a slow __getattr__; this is the hot path, here and in the layers below.
         b = self._buffers
-        return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True, ahead)
+        return _W8A8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
 
 
 class _CalibratedLinear(Int8Linear):
@@ -287,11 +276,11 @@ class W8A8StaticLinear(_CalibratedLinear, schemes=[W8A8("static")]):
         self.colsum = numerics.colsum_ref(self.qweight)
         self._read = Reading(self._buffers, self._range, (scale, zero_point))
 
-    def _product(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
         scale, zero_point = self.input_qparams
         weight = b["qweight"], b["col_scale"], b["colsum"], b["bias"]
-        return _W8A8_STATIC(x, *weight, scale, zero_point, self.activation, True, ahead)
+        return _W8A8_STATIC(x, *weight, scale, zero_point, self.activation, True)
 
 
 class W8A16Linear(Int8Linear, schemes=[W8A16()]):
@@ -300,9 +289,9 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
     Exactness: that of `qcut.numerics.int8.w8a16_linear_ref`.
     """
 
-    def _product(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
-        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True, ahead)
+        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
 
 
 class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
@@ -313,7 +302,7 @@ class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):
 
     k_max = K_MAX
 
-    def _product(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
         return _INT16X8(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
 
@@ -351,6 +340,6 @@ class Int16x8StaticLinear(_CalibratedLinear, schemes=[Int16x8("static")]):
         self.col_scale = self.input_scale * self.weight_scale
         self._read = Reading(self._buffers, self._range, scale)
 
-    def _product(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
         return _INT16X8_STATIC(x, b["qweight"], b["col_scale"], b["bias"], self.input_qparams, self.activation, True)

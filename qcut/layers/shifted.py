@@ -163,11 +163,11 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
 
     # ── products ─────────────────────────────────────────────────────────────────────────────────
 
-    def _product(self, x: Tensor, ahead: Tensor | None = None) -> Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         if (order := self._buffers["order"]) is not None:
             x = x.index_select(-1, order)
         if self._buffers["offsets"] is None or _by_kernels(x.device):
-            return super()._product(x, ahead)
+            return super()._product(x)
         rows = x.reshape(-1, self.in_features)
         added = self._group_sums(rows) @ cast(Tensor, self._shifts()).t()
         y = self._explicit(rows.float(), "none") + added

@@ -22,7 +22,7 @@ from qcut.codebooks.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
 from qcut.codebooks.quantizer import NORM_DTYPES, check_even
 from qcut.config import K_MAX, check_activation
 from qcut.errors import ConfigError, QuantizationError, ShapeError
-from qcut.ops.checks import F32, FLOAT_DTYPES, check_ahead, check_dtype, check_tensor
+from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_tensor
 from qcut.ops.registry import SYMBOLIC, operator
 
 TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
@@ -134,7 +134,6 @@ class CodebookGemm(NamedTuple):
         row_norm: the caller promises that all norms of a row are one, and that
             `qcut.codebooks.products.has_one_table` holds for the codebook, with int8 tokens; not with pairs. Kernels
             then need not read ``norms`` and ``fold``.
-        ahead: see the module.
 
     Returns:
         y ``[m, N]`` of ``out_dtype``, contiguous.
@@ -164,7 +163,6 @@ class CodebookGemm(NamedTuple):
     out_dtype: torch.dtype
     constants: bool = False
     row_norm: bool = False
-    ahead: Tensor | None = None
 
     @property
     def tokens(self) -> torch.dtype:
@@ -243,7 +241,6 @@ class CodebookGemv(NamedTuple):
         residual: ``[1, N]`` of ``out_dtype``; None: none is added.
         out_dtype: float16, bfloat16 or float32.
         constants: see the module.
-        ahead: see the module.
 
     Returns:
         y ``[1, N]`` of ``out_dtype``, contiguous.
@@ -271,7 +268,6 @@ class CodebookGemv(NamedTuple):
     residual: Tensor | None
     out_dtype: torch.dtype
     constants: bool = False
-    ahead: Tensor | None = None
 
     @property
     def tokens(self) -> torch.dtype:
@@ -286,7 +282,7 @@ class CodebookGemv(NamedTuple):
     def product(self, blocks: Tensor, scale: Tensor) -> CodebookGemm:
         """The product of the rotation's blocks, second of the two operators that together compute the same."""
         row_scale = None if self.fold is None else scale
-        return CodebookGemm(blocks, row_scale, 1, self.units, self.norms, *self[6:-1], ahead=self.ahead)
+        return CodebookGemm(blocks, row_scale, 1, self.units, self.norms, *self[6:])
 
     def check(self) -> None:
         op, x, group_size, passes = "codebook_gemv", self.x, self.group_size, len(self.seeds)
@@ -479,4 +475,3 @@ def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: 
     check_dtype(op, "out_dtype", call.out_dtype, FLOAT_DTYPES)
     if call.residual is not None:
         check_tensor(op, "residual", call.residual, (call.out_dtype,), (m, n), device)
-    check_ahead(op, call.ahead, device)

@@ -3,11 +3,6 @@
 With ``constants`` the caller promises that no kernel queued just before writes the layer's weight, scales, sums or
 bias. On CUDA, the kernel of few tokens then reads them while its predecessor on the stream still runs. `qcut.Linear`
 promises this; without the promise, every argument may come from the kernel just before.
-
-``ahead``, uint8 ``[parts, bytes]`` on x's device, bytes one behind another and parts any stride apart, is memory that
-the next product reads first: kernels of few tokens ask the L2 for it when they have no load left of their own. No
-result depends on it. Where kernels do not ask (kernels of many tokens, GPUs before compute capability 9.0, the CPU,
-wheels that bring their kernels), it is a hint without effect.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ from qcut.ops.checks import (
     S8,
     S32,
     check_absmax,
-    check_ahead,
     check_dtype,
     check_int8_matrix,
     check_k,
@@ -83,7 +77,6 @@ class W8A8Linear(NamedTuple):
         bias: float32 ``[N]``; None: zeros.
         activation: one of `qcut.config.ACTIVATIONS`.
         constants: see the module.
-        ahead: see the module.
 
     Returns:
         ``[..., N]``, contiguous, of x's type.
@@ -101,19 +94,17 @@ class W8A8Linear(NamedTuple):
     bias: Tensor | None
     activation: str
     constants: bool = False
-    ahead: Tensor | None = None
 
     def check(self) -> None:
         weight_scale = ("weight_scale", self.weight_scale)
         _check_layer("w8a8_linear", self.x, self.qweight, weight_scale, self.bias, self.activation)
         check_k("w8a8_linear", self.x.shape[-1], K_MAX)
-        check_ahead("w8a8_linear", self.ahead, self.x.device)
 
     def fake(self) -> Tensor:
         return _like_tokens(self.x, self.qweight)
 
     def cpu(self) -> Tensor:
-        return _by_rows(numerics.w8a8_linear_ref, *self[:-2])
+        return _by_rows(numerics.w8a8_linear_ref, *self[:-1])
 
 
 @operator("w8a8_static_linear", returns="Tensor", native=True, layers=True)
@@ -130,7 +121,6 @@ class W8A8StaticLinear(NamedTuple):
         x_zero_point: zero point of the tokens, in [-128, 127].
         activation: one of `qcut.config.ACTIVATIONS`.
         constants: see the module.
-        ahead: see the module.
 
     Returns:
         ``[..., N]``, contiguous, of x's type.
@@ -151,7 +141,6 @@ class W8A8StaticLinear(NamedTuple):
     x_zero_point: int
     activation: str
     constants: bool = False
-    ahead: Tensor | None = None
 
     def check(self) -> None:
         op = "w8a8_static_linear"
@@ -160,13 +149,12 @@ class W8A8StaticLinear(NamedTuple):
         check_k(op, self.x.shape[-1], K_MAX_ZERO_POINT)
         check_scale(op, "x_scale", self.x_scale)
         check_zero_point(op, "x_zero_point", self.x_zero_point)
-        check_ahead(op, self.ahead, self.x.device)
 
     def fake(self) -> Tensor:
         return _like_tokens(self.x, self.qweight)
 
     def cpu(self) -> Tensor:
-        return _by_rows(numerics.w8a8_static_linear_ref, *self[:-2])
+        return _by_rows(numerics.w8a8_static_linear_ref, *self[:-1])
 
 
 @operator("w8a16_linear", returns="Tensor", native=True, layers=True)
@@ -180,7 +168,6 @@ class W8A16Linear(NamedTuple):
         bias: float32 ``[N]``; None: zeros.
         activation: one of `qcut.config.ACTIVATIONS`.
         constants: see the module.
-        ahead: see the module.
 
     Returns:
         ``[..., N]``, contiguous, of x's type.
@@ -198,18 +185,16 @@ class W8A16Linear(NamedTuple):
     bias: Tensor | None
     activation: str
     constants: bool = False
-    ahead: Tensor | None = None
 
     def check(self) -> None:
         weight_scale = ("weight_scale", self.weight_scale)
         _check_layer("w8a16_linear", self.x, self.qweight, weight_scale, self.bias, self.activation)
-        check_ahead("w8a16_linear", self.ahead, self.x.device)
 
     def fake(self) -> Tensor:
         return _like_tokens(self.x, self.qweight)
 
     def cpu(self) -> Tensor:
-        return _by_rows(numerics.w8a16_linear_ref, *self[:-2])
+        return _by_rows(numerics.w8a16_linear_ref, *self[:-1])
 
 
 @operator("int16x8_linear", returns="Tensor", native=True, layers=True)
@@ -311,7 +296,6 @@ class Int8Linear(NamedTuple):
         dtype: float16, bfloat16 or float32.
         absmax: float32 ``[M]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
         constants: see the module.
-        ahead: see the module.
 
     Returns:
         y, ``dtype`` ``[M, N]``, contiguous.
@@ -331,7 +315,6 @@ class Int8Linear(NamedTuple):
     dtype: torch.dtype
     absmax: Annotated[Tensor | None, MUTATED] = None
     constants: bool = False
-    ahead: Tensor | None = None
 
     def check(self) -> None:
         op, q = "int8_linear", self.q
@@ -349,7 +332,6 @@ class Int8Linear(NamedTuple):
         check_activation(self.activation)
         check_dtype(op, "dtype", self.dtype, FLOAT_DTYPES)
         check_absmax(op, "absmax", self.absmax, q)
-        check_ahead(op, self.ahead, self.q.device)
 
     def fake(self) -> Tensor:
         return self.q.new_empty((self.q.shape[0], self.qweight.shape[0]), dtype=self.dtype)
@@ -379,8 +361,6 @@ class LinearWithAbsmax(NamedTuple):
         weight_scale: float32 ``[N]``.
         bias: float32 ``[N]``; None: zeros.
         activation: one of `qcut.config.ACTIVATIONS`.
-        constants: see the module.
-        ahead: see the module.
 
     Returns:
         ``[M, N]``, contiguous, of x's type.
@@ -399,7 +379,6 @@ class LinearWithAbsmax(NamedTuple):
     bias: Tensor | None
     activation: str
     constants: bool = False
-    ahead: Tensor | None = None
 
     def check(self) -> None:
         op, x = "noted_linear", self.x
@@ -408,7 +387,6 @@ class LinearWithAbsmax(NamedTuple):
         _check_layer(op, x, self.qweight, ("weight_scale", self.weight_scale), self.bias, self.activation)
         check_k(op, x.shape[-1], K_MAX)
         check_absmax(op, "x_absmax", self.x_absmax, x)
-        check_ahead(op, self.ahead, self.x.device)
 
     def fake(self) -> Tensor:
         return self.x.new_empty(self.x.shape[0], self.qweight.shape[0])

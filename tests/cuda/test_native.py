@@ -240,13 +240,6 @@ def test_another_call_is_another_plan(setting: Setting) -> None:
     assert setting.served(lambda: op(*fewer_rows))[2], "one plan serves a whole bucket"
 
 
-@pytest.mark.parametrize("op", ["w8a8_linear", "w8a8_static_linear", "w8a16_linear"])
-def test_calls_that_ask_ahead_are_pythons(setting: Setting, op: str) -> None:
-    args, ahead = [*arguments(op, (5, 64), 128), True], torch.zeros(3, 64, dtype=torch.uint8)
-    for last, by_native in ((None, (False, True)), (ahead, (False, False)), (None, (True, True))):
-        assert tuple(setting.served(lambda a=last: operator(op)(*args, a))[2] for _ in range(2)) == by_native
-
-
 @pytest.mark.parametrize("op", _native.LINEAR_OPS)
 def test_a_plan_knows_no_address(setting: Setting, op: str) -> None:
     first = arguments(op, (5, 64), 128)

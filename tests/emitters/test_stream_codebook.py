@@ -224,7 +224,6 @@ REFUSALS = {
     "units": (HALF, replace(SMALL, units=9), "sm_80"),
     "prefetch": (HALF, replace(SMALL, prefetch=3), "sm_80"),
     "splits": (HALF, replace(SMALL, splits=3), "sm_90a"),
-    "ahead": (HALF, replace(SMALL, ahead=True), "sm_80"),
     "rotates": (ROTATES, SMALL, "sm_80"),
     "clusters": (HALF, CLUSTER, "sm_80"),
     "registers": (HALF, CodebookStreamTile(16, 1, 32), "sm_90a"),

@@ -97,7 +97,6 @@ REFUSALS = {
     "warps": (HALF, replace(ONE, warps=33), "sm_80"),
     "units": (HALF, replace(ONE, units=0), "sm_80"),
     "prefetch": (HALF, W8A16Tile(2, 4, prefetch=3), "sm_80"),
-    "ahead": (HALF, replace(ONE, ahead=True), "sm_80"),
     "registers": (HALF, replace(ONE, prefetch=2), "sm_80"),
     "splits": (HALF, replace(ONE, splits=3), "sm_90a"),
     "clusters": (HALF, replace(ONE, splits=2), "sm_89"),

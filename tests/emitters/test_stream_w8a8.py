@@ -150,8 +150,6 @@ REFUSALS: dict[str, tuple[W8A8Problem, W8A8Tile, str]] = {
     "warps": (ROWS, replace(TILE, warps=33), "sm_80"),
     "units": (ROWS, replace(TILE, units=0), "sm_80"),
     "prefetch": (ROWS, replace(TILE, prefetch=3), "sm_80"),
-    "ahead": (ROWS, replace(TILE, ahead=True), "sm_80"),
-    "asking": (replace(NONE, epilogue=replace(PLAIN, halves=True)), replace(TILE, tokens=8, ahead=True), "sm_90a"),
     "registers": (ROWS, replace(TILE, warps=32), "sm_80"),
     "splits": (ROWS, replace(TILE, splits=3), "sm_90a"),
     "clusters": (ROWS, replace(TILE, splits=2), "sm_89"),

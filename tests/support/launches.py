@@ -28,11 +28,9 @@ class Launches(list[dict[str, Any]]):
         grid: Callable[[int], tuple[int, int, int]],
         tail: tuple[int, ...] = (),
         pdl: bool = False,
-        row_tiles: int = 0,
-        asks: bool = False,
         stand_in: Callable[[], Noted] | None = None,
     ) -> Noted:
-        return Noted(self, source, grid, tail, asks)
+        return Noted(self, source, grid, tail)
 
 
 class Noted:
@@ -44,9 +42,8 @@ class Noted:
         source: KernelSource,
         grid: Callable[[int], tuple[int, int, int]],
         tail: tuple[int, ...],
-        asks: bool = False,
     ) -> None:
-        self.launches, self.source, self.grid, self.tail, self.asks = launches, source, grid, tail, asks
+        self.launches, self.source, self.grid, self.tail = launches, source, grid, tail
 
     def load(self, device: int) -> Noted:
         return self

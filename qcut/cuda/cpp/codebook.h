@@ -83,11 +83,10 @@ inline std::array<at::Tensor, 2> rotate_tokens(c10::IValue const* args) {
 }
 
 // Of ``x, row_scale, m`` or ``x, operands, group_size, seeds``, with those of a weight behind them: ``units, norms, fold,
-// col_scale, book, bias, bits, activation, residual, out_dtype, constants``, of a product of blocks ``row_norm``, and
-// ``ahead``.
+// col_scale, book, bias, bits, activation, residual, out_dtype, constants``; a product of blocks ends in ``row_norm``.
 template <Op op>
 constexpr std::size_t kWeight = op == kGemm ? 3 : 4;
-constexpr std::size_t kProductArguments = 16;
+constexpr std::size_t kProductArguments = 15;
 
 // Whether x is blocks of m tokens, with a scale for each where they are int8.
 inline bool are_blocks(at::Tensor const& x, c10::IValue const& row_scale, std::int64_t m, std::int64_t units) {

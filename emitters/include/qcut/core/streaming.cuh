@@ -1,6 +1,6 @@
 // Loads of weights, which a kernel reads once: from global memory to registers, without a place in the L1.
 //
-// Source: PTX ISA 8.x, "ld.global.nc", "prefetch", "cp.async.bulk.prefetch".
+// Source: PTX ISA 8.x, "ld.global.nc", "prefetch".
 #pragma once
 
 #include <qcut/core/common.cuh>
@@ -50,32 +50,6 @@ __device__ __forceinline__ void load_stream_4_if(uint32_t& w, const void* p, boo
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
-// Memory that the next product reads first: `parts` pieces of `bytes`, `stride` bytes apart, all multiples of 16. A CTA
-// that has no load of its own left asks the L2 for its share.
-struct Ahead {
-  static constexpr bool kAsks = true;
-  const char* first;
-  long long stride;
-  int bytes, parts;
-
-  // CTA b asks for pieces b, b + gridDim.x, ... All threads of the CTA call, the first asks: the copy is predicated
-  // instead of branched over, as loads are.
-  __device__ __forceinline__ void ask() const {
-    const int asks = threadIdx.x == 0;
-    for (int part = blockIdx.x; part < parts; part += gridDim.x) {
-      asm volatile(
-          "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %2, 0;\n\t@p cp.async.bulk.prefetch.L2.global [%0], %1;\n\t}" ::"l"(
-              first + part * stride),
-          "r"(bytes), "r"(asks));
-    }
-  }
-};
-
-struct NoAhead {
-  static constexpr bool kAsks = false;
-  __device__ __forceinline__ void ask() const {}
-};
 
 // Keeps the compiler from moving a use of these words above the call.
 template <int kWords>

@@ -264,10 +264,10 @@ __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int 
 
 // The kernel. units_k <= kSplits * kWarps * kUnits, m <= kTokens. The grid has a cluster for every kRowTiles tiles. x
 // is a BlockTokens, a RowToken or a QuantizedToken.
-template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, class X, class B, class A = NoAhead>
+template <class T, int kBits, int kSlots, bool kOffsets, class Tile, class E, class X, class B>
 __device__ __forceinline__ void codebook_stream(X x, const char* units, const char* norms, const float* fold,
                                                 typename E::Out* d, int m, int n, int units_k, int ldd,
-                                                const B& book, typename E::Args args, const A& ahead = {}) {
+                                                const B& book, typename E::Args args) {
   constexpr bool kTable = !kIsInt8<T> || B::kPairs;
   using Shared = StreamShared<T, Tile, kTable>;
   using Product = UnitProduct<T, typename Either<B::kPairs, PairValues<PairTable>, TableBook>::Type>;
@@ -323,7 +323,6 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
     }
     if (lane == 31) prefetch_l2(next_norms);
   }
-  if (A::kAsks && Tile::kRowTiles <= Tile::kPrefetch) ahead.ask();
   x.begin(cta_first, units_k);
   launch_dependents();
   if constexpr (Tile::kSplits > 1) cluster_arrive_relaxed();
@@ -364,7 +363,6 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   for (int u = 0; u < kUnits; ++u) sums[u].load(tokens.b[u]);
   uint32_t mine = region + 4 * (2 * (lane % 4) * kPitch + lane / 4);
   asm volatile("" : "+r"(mine));  // keeps the compiler from computing the address anew for every tile
-  const int asks_at = max(tiles - Tile::kPrefetch - 1, 0);  // no load is left after this tile's
 #pragma unroll 1
   for (int tile = 0; tile < tiles; tile += Tile::kPrefetch) {
 #pragma unroll
@@ -378,7 +376,6 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
       }
       folds[s].load_if(fold, tile0 + tile + s + Tile::kPrefetch, tile + s + Tile::kPrefetch < tiles);
       next_tile();
-      if (A::kAsks && Tile::kRowTiles > Tile::kPrefetch && tile + s == asks_at) ahead.ask();
       const uint32_t place = mine + 64 * (tile + s);
 #pragma unroll
       for (int j = 0; j < Tile::kTokenTiles; ++j) {

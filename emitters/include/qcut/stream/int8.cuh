@@ -81,10 +81,9 @@ struct Int8StreamTile {
 
 // The kernel: 1 <= m <= kTokens. The grid has kSplits CTAs for every kRows rows. With kAbsmax, absmax [m] is raised to
 // the largest magnitude of each row of D.
-template <class Tile, bool kAbsmax, class E, class Tokens, class A = NoAhead>
+template <class Tile, bool kAbsmax, class E, class Tokens>
 __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, typename E::Out* d, float* absmax, int m,
-                                            int n, int k, int ldb, int ldd, const typename E::Args& args,
-                                            const A& ahead = {}) {
+                                            int n, int k, int ldb, int ldd, const typename E::Args& args) {
   using Acc = typename Tokens::Acc;
   extern __shared__ __align__(16) char shared[];
   const ColumnStore<Tile, E> stored(shared);
@@ -137,10 +136,6 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
       }
     }
   }
-  // A CTA asks for what the next product reads after the first warp's last loads: these, or, down below, those of the
-  // last row tile. A CTA that has fewer tiles than others, or one tile and several rounds, does not ask.
-  constexpr bool kAsksAtOnce = Tile::kRowTiles <= Tile::kPrefetch;
-  if (A::kAsks && kAsksAtOnce && rounds == 1) ahead.ask();
   launch_dependents();
   if constexpr (Tile::kCommonSums) {
     for (int i = threadIdx.x; i < Tile::kTokens * Tile::kPitch; i += Tile::kThreads) sums[i] = 0;
@@ -194,7 +189,6 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
           tokens.multiply(acc, w[s][u], u);
           if (down || round + 1 < rounds) load(w[s][u], next_tile, next_column + Tile::kUnitColumns * u);
         }
-        if (A::kAsks && !kAsksAtOnce && tile + Tile::kPrefetch + 1 == tiles && round + 1 == rounds) ahead.ask();
 #pragma unroll
         for (int c = 0; c < 4 * Tile::kTokenTiles; ++c) {
           if constexpr (Tile::kCommonSums) {

@@ -85,12 +85,10 @@ struct FloatTokens {
 
 // The kernel: D [m, n] = epilogue(A B^T), A [m, k] of T, B [n, k] of int8. With kAligned, tokens are read 16 bytes at a
 // time.
-template <class Tile, class T, bool kAligned, class E, class A = NoAhead>
+template <class Tile, class T, bool kAligned, class E>
 __device__ __forceinline__ void w8a16_stream(const T* a, const int8_t* b, typename E::Out* d, int m, int n, int k,
-                                                   int lda, int ldb, int ldd, const typename E::Args& args,
-                                                   const A& ahead = {}) {
-  stream_int8<Tile, false, E>(FloatTokens<Tile, T, kAligned>(a, m, k, lda), b, d, nullptr, m, n, k, ldb, ldd, args,
-                              ahead);
+                                                   int lda, int ldb, int ldd, const typename E::Args& args) {
+  stream_int8<Tile, false, E>(FloatTokens<Tile, T, kAligned>(a, m, k, lda), b, d, nullptr, m, n, k, ldb, ldd, args);
 }
 
 }  // namespace qcut

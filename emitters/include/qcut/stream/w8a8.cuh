@@ -272,20 +272,20 @@ struct RowTokens {
 // The kernel: D [m, n] = epilogue(A B^T), A [m, k], B [n, k] of int8. `a` holds the tokens as int8 or T, lda elements
 // apart; `a_absmax` holds the largest magnitudes of rows of T. With kAligned, rows of T start at multiples of 16 bytes.
 // With kAbsmax, `absmax` [m] is raised to the largest magnitude of each row of D.
-template <class Tile, bool kAligned, bool kAbsmax, class E, class A = NoAhead>
+template <class Tile, bool kAligned, bool kAbsmax, class E>
 __device__ __forceinline__ void int8_stream(const void* a, const float* a_absmax, const int8_t* b, typename E::Out* d,
                                             float* absmax, int m, int n, int k, int lda, int ldb, int ldd,
-                                            typename E::Args args, const A& ahead = {}) {
+                                            typename E::Args args) {
   extern __shared__ __align__(16) char shared[];
   if constexpr (Tile::kQuantizes) {
     float* const scales = reinterpret_cast<float*>(shared + Tile::kTokenScales);
     args.row_scale = scales;
     uint32_t* const found = reinterpret_cast<uint32_t*>(shared + Tile::kFound);
     const RowTokens<Tile, kAligned> tokens(a, a_absmax, scales, found, m, k, lda);
-    stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args, ahead);
+    stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args);
   } else {
     const Int8Tokens<Tile, E> tokens(a, m, k, lda, args, shared);
-    stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args, ahead);
+    stream_int8<Tile, kAbsmax, E>(tokens, b, d, absmax, m, n, k, ldb, ldd, args);
   }
 }
 
