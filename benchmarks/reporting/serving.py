@@ -12,7 +12,9 @@ _HEADER = ("step of 1", "of 8", "of 64", "prompt")
 SHAPE = "llama-3-8b"
 TWO_GPUS = "two_h100s"
 """The folder, in that of results, with rows of two GPUs and of one of them."""
-HOSTS = (TWO_GPUS, "four_h200s")
+FOUR_GPUS = "four_h200s"
+"""The folder with rows of two and of four GPUs of one host."""
+HOSTS = (TWO_GPUS, FOUR_GPUS)
 """Folders with rows of several GPUs of one host."""
 ATTENTION = "attention and its cache"
 _KINDS: Mapping[str, tuple[str, ...]] = {

@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import plots
+from benchmarks.bench_vllm import CONTEXT as TOKENS
+from benchmarks.bench_vllm import NEW
 from benchmarks.harness import percentile
 from benchmarks.reporting.markdown import MISSING, figures, markdown
 from benchmarks.reporting.rows import Rows, missing, provenance
-from benchmarks.reporting.serving import TWO_GPUS
+from benchmarks.reporting.serving import FOUR_GPUS, TWO_GPUS
 from benchmarks.scaling import split
 from benchmarks.scaling.check import LIMIT, PROMPT_ROWS, STEP_ROW, Check, calibrated, checks, worst
 from benchmarks.scaling.laws import ASSUMED_ACROSS_HOSTS, ASSUMED_IN_HOST, FLOAT, SCHEMES, Primitives, weight_bytes
@@ -219,6 +221,28 @@ def split_check(rows: Rows) -> str:
     return "\n\n".join([_checks(found), *parts, " ".join(sources)])
 
 
+def hosts(rows: Rows) -> str:
+    """Where steps of a large model go on several H200s inside vLLM: predicted parts beside what was measured."""
+    found = Rows(rows.folder / FOUR_GPUS).of("bench_vllm", what="step")
+    if not found:
+        return missing(f"{FOUR_GPUS}/bench_vllm")
+    primitives = _primitives(rows.folder)
+    lines = []
+    for row in found:
+        batch, gpus, scheme = int(row["batch"]), int(row["gpus"]), row["method"].removeprefix("qcut-")
+        shape = split.shape_of(row["shape"])
+        time = step(primitives, shape, scheme, batch, TOKENS + NEW // 2, Layout(gpus))
+        head = primitives.product_us(FLOAT, batch, shape.vocabulary // gpus, shape.hidden)
+        weights = shape.layers * sum(weight_bytes(scheme, n, k) for n, k in shape.products(gpus))
+        floor = (weights + 2.0 * shape.vocabulary // gpus * shape.hidden) / primitives.ceiling.read_bytes * 1e6
+        parts = (time.products_us, time.attention_us, time.rest_us, head, time.all_reduce_us)
+        measured = float(row["median_us"])
+        ms = (figures(us / 1e3) for us in (floor, *parts, sum(parts), measured))
+        lines.append([f"{row['shape']}, {scheme}", str(gpus), str(batch), *ms, f"{100 * floor / measured:.0f} %"])
+    columns = ("products", "attention", "norms, gaps", "classifier", "all-reduces", "sum", "measured", "memory of it")
+    return markdown(["model, ms", "GPUs", "sequences", "memory alone", *columns], lines)
+
+
 def _checks(found: Sequence[Check]) -> str:
     lines = [
         [
@@ -317,6 +341,7 @@ TABLES: Mapping[str, Callable[[Rows], str]] = {
     "scale crossings": crossings,
     "scale check": check,
     "scale split": split_check,
+    "scale hosts": hosts,
     "scale taken": taken,
     "scale products": products,
     "scale links": links,
