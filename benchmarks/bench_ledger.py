@@ -29,10 +29,10 @@ import qcut
 from benchmarks import harness, plots
 from benchmarks.bench_engine import CASES, NEW, PROMPT, build, prompts_of
 from benchmarks.harness import CEILINGS, Timing
+from benchmarks.reporting.engines import STEP, named
 from benchmarks.step_graph import Node, StepGraph
 
 KEY = ("case", "batch", "role")
-STEP = "step"
 LAUNCHES, ROUNDS = 16, 5
 SMALLEST = 1 << 12
 """Bytes of a tensor that names a kernel which reads it: smaller ones are scales, signs and counters."""
@@ -248,12 +248,12 @@ def draw(folder: Path) -> None:
                 continue
             count = int(row["count"])
             floor, added = (count * float(row[column]) for column in ("floor_us", "added_us"))
-            label = f"{count} × {row['role']}"[:80]
+            label = f"{count} × {named(row['role'])}"
             parts[label] = {"memory delivers": min(floor, max(added, 0.0)), "memory idle": max(added - floor, 0.0)}
             alone[label] = count * float(row["median_us"])
         (step,) = (row for row in here if row["role"] == STEP)
         title = (
-            f"{case}, {batch} at once: a step of {float(step['median_us']):,.0f} µs, "
+            f"{case}, {batch} at once:\na step of {float(step['median_us']):,.0f} µs, "
             f"{float(step['floor_us']):,.0f} of memory"
         )
         plots.stacks(

@@ -38,6 +38,7 @@ PAGES = (
     DOCS / "server.md",
     DOCS / "serving.md",
     DOCS / "transformers.md",
+    DOCS / "kernel-notes" / "decoder.md",
     DOCS / "kernel-notes" / "portable.md",
 )
 RESULTS = ROOT / "benchmarks" / "results"

@@ -1,11 +1,14 @@
-"""The tables of the engine under load, in docs/batching.md and docs/server.md, and of its families of models."""
+"""The tables of the engine: under load, of its families of models, and of what its step's kernels take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from benchmarks.reporting.markdown import figures, markdown
+from benchmarks.reporting.markdown import MISSING, figures, markdown
 from benchmarks.reporting.rows import Rows, missing
+
+STEP = "step"
+"""The role of `bench_ledger.py` that is the whole step."""
 
 
 def batching(rows: Rows) -> str:
@@ -57,6 +60,35 @@ def families(rows: Rows) -> str:
     return markdown(["codebook4", *header], lines)
 
 
+def ledger(rows: Rows) -> str:
+    """What kinds of kernels add to a step of one sequence and of eight, and what memory alone takes."""
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
+    for row in rows.of("bench_ledger", case="llama-3-8b-codebook4"):
+        count = int(row["count"])
+        if row["role"] == STEP:
+            cells: tuple[str, ...] = ("1", figures(float(row["median_us"])), figures(float(row["floor_us"])))
+        else:
+            cells = (str(count), *(figures(count * float(row[column])) for column in ("added_us", "floor_us")))
+        if count > 1 or float(cells[2]) > 1 or "argmax" in row["role"] or row["role"] == STEP:
+            found.setdefault(named(row["role"]), {})[row["batch"]] = cells
+    if not found:
+        return missing("bench_ledger")
+    batches = ("1", "8")
+    lines = [
+        [name, *(cell for batch in batches for cell in here.get(batch, (MISSING,) * 3)[batch != batches[0] :])]
+        for name, here in found.items()
+    ]
+    lines.sort(key=lambda line: line[0] == STEP)
+    header = ["kernels", "µs of 1", "memory", "µs of 8", "memory"]
+    return markdown(["of a step", *header], lines)
+
+
+def named(role: str) -> str:
+    """A role of `bench_ledger.py` by what it reads and by its kernel's family: shapes and tiles left out."""
+    kernel, _, read = role.partition(": ")
+    return f"{read}: {kernel.removeprefix('qcut_').partition('_sm')[0]}" if read else role
+
+
 def _ms(us: str) -> str:
     return figures(float(us) / 1000)
 
@@ -66,4 +98,9 @@ def _worst(row: Mapping[str, str]) -> str:
     return f"{_ms(row['p99_us'])}, {float(row['p99_us']) / float(row['median_us']):.1f} × the median"
 
 
-TABLES: Mapping[str, Callable[[Rows], str]] = {"batching": batching, "server": server, "families": families}
+TABLES: Mapping[str, Callable[[Rows], str]] = {
+    "batching": batching,
+    "server": server,
+    "families": families,
+    "ledger": ledger,
+}

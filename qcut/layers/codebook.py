@@ -56,6 +56,9 @@ _CODEBOOK_KEYS = tuple(keys[CodebookSet._fields.index("codebook")] for keys in S
 
 _HALVES = (torch.float16, torch.bfloat16)
 
+MOST_ROTATED = 64
+"""Rows up to which kernels that make rows rotate them: those of steps. Prompts have not been measured so."""
+
 
 class CodebookLinear(Linear, schemes=[Codebook]):
     """``y = act(x @ W.T + b)``, W the sum of one or two passes of rotated codebook weights.
@@ -295,12 +298,12 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     def rotation_of(self, like: Tensor) -> RotationArguments | None:
         """How an operator is to rotate rows that it makes for this layer, or None where the layer takes rows alone.
 
-        A single row is rotated in the product's kernel.
+        A single row is rotated in the product's kernel, and those of prompts by a kernel of their own.
 
         Args:
             like: a tensor with the rows' number, dtype and device.
         """
-        if len(like) < 2 or like.dtype not in _HALVES or not _by_kernels(like.device):
+        if not 2 <= len(like) <= MOST_ROTATED or like.dtype not in _HALVES or not _by_kernels(like.device):
             return None
         if not can_rotate(self.kind, self.group_size, self.in_features):
             return None

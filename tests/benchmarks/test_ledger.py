@@ -81,7 +81,7 @@ def test_rows_sum_up_and_are_drawn(tmp_path: Path) -> None:
     results.write_csv(tmp_path, bench_ledger.KEY)
     bench_ledger.draw(tmp_path)
     drawn = (tmp_path / "ledger" / "tiny-llama-1.svg").read_text()
-    assert "2 × a: x" in drawn
+    assert "2 × x: a" in drawn
     assert "a step of 9 µs, 2 of memory" in drawn
 
 
