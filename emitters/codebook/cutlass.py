@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, shared_memory
+from qcut.emitters.core.constraints import ARCHITECTURE, UNGATED, Constraint, check, shared_memory
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import Operands, emit, sm90_defines
@@ -30,6 +30,7 @@ CONSTRAINTS = (
     Constraint("tokens", "are s8", lambda p, t, arch: p.x is DType.S8),
     Constraint("weights", "are 4-bit indices with one norm a row", lambda p, t, arch: p.bits == 4 and p.row_norm),
     ROTATED_BEFORE,
+    UNGATED,
     Constraint(
         "alignment_n",
         "rows of D are multiples of 16 bytes",

@@ -12,7 +12,7 @@ from math import gcd
 
 from qcut.emitters.codebook.problem import ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import Constraint, check, holds
+from qcut.emitters.core.constraints import UNGATED, Constraint, check, holds
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
@@ -120,6 +120,7 @@ CONSTRAINTS = (
     Constraint("architecture", "is sm_90a: wgmma and its clusters", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     ROTATED_BEFORE,
+    UNGATED,
     Constraint("tokens", f"are one of {TOKENS}", lambda p, t, arch: t.tokens in TOKENS),
     Constraint("cluster", "is 1 or 2", lambda p, t, arch: t.cluster in (1, 2)),
     Constraint("splits", "are 1, 2, 4 or 8: a portable cluster", lambda p, t, arch: t.splits in (1, 2, 4, 8)),

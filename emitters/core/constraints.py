@@ -60,6 +60,19 @@ CLUSTERS = Constraint(
 )
 """Of the same families, on (problem, tile, arch)."""
 
+GATED = Constraint(
+    "gated",
+    "takes row tiles in pairs, of gate and up, and all of K in one CTA",
+    lambda problem, tile, arch: not problem.epilogue.gated or (tile.row_tiles % 2 == 0 and tile.splits == 1),
+)
+"""Of families whose epilogue may multiply gate and up, on (problem, tile, arch)."""
+UNGATED = Constraint(
+    "gated",
+    "is of kernels of few tokens, whose CTAs have both gate and up",
+    lambda problem, tile, arch: not problem.epilogue.gated,
+)
+"""Of all other families, on (problem, tile, arch)."""
+
 
 def shared_memory(needs: str, smem_bytes: Callable[[Any, Any], int]) -> Constraint:
     """The limit of a CTA's dynamic shared memory, on (problem, tile, arch).

@@ -12,7 +12,12 @@ where int16 tokens come as two rows of int8, ``acc = 256 * high + low`` in int64
 
     D = clamp(rne((acc + bias[n]) * multiplier[n] / 2**shift[n]) + zero_point, least, most)      # 64 bits
 
-to s8, or from int16 tokens to s16, without a zero point; or, for the accumulator itself::
+to s8, or from int16 tokens to s16, without a zero point; or, of the gate and the projection up of an MLP, whose columns
+lie side by side::
+
+    D[m, n] = out_dtype(f32(out_dtype(silu(out_dtype(v[m, n])))) * f32(out_dtype(v[m, N/2 + n])))      # N/2 columns
+
+or, for the accumulator itself::
 
     D = acc                                      # s32
     D = int8(acc)                                # s8 with wrap: the low eight bits
@@ -28,7 +33,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
-from qcut.emitters.core.source import DType, EmitError, Param
+from qcut.emitters.core.source import FLOATS, DType, EmitError, Param
 from qcut.emitters.core.text import flag
 
 
@@ -76,6 +81,8 @@ class Epilogue:
         rescale: in integers alone, as `qcut.numerics.integers` says: int64 vector ``bias``, int32 vectors
             ``multiplier`` and ``shift`` of N, with s8 the int32 ``zero_point``, and the int ``relu``, whether the zero
             point is the least result. Nothing else is fused. D is s16 with halves, and s8 without.
+        gated: the first half of the columns is a gate, by whose silu the second half is multiplied. D has N/2 columns,
+            of floats. Not with a zero point, an activation, a residual or halves.
     """
 
     out: DType = DType.F16
@@ -88,8 +95,15 @@ class Epilogue:
     wrap: bool = False
     halves: bool = False
     rescale: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
+        if self.gated:
+            fuses = self.zero_point != "none" or self.activation is not Activation.NONE or self.residual
+            if fuses or self.halves or self.rescale or self.out not in FLOATS:
+                raise EmitError(
+                    f"epilogue: gated ({self.name}) fuses scales and bias alone, and gives f16, bf16 or f32"
+                )
         if self.rescale:
             if self._fuses or self.wrap or self.out is not (DType.S16 if self.halves else DType.S8):
                 raise EmitError(f"epilogue: rescale ({self.name}) fuses nothing, and gives s16 of halves, else s8")
@@ -141,6 +155,8 @@ class Epilogue:
             parts.append(self.activation.value.replace("_", ""))
         if self.residual:
             parts.append("r")
+        if self.gated:
+            parts.append("gated")
         return "_".join(parts)
 
     def params(self) -> tuple[Param, ...]:
@@ -180,7 +196,10 @@ class Epilogue:
 
     @property
     def sums_cpp(self) -> str:
-        """C++ type for whole sums: ``qcut::Epilogue<...>`` of ``core/epilogue.cuh``, or ``qcut::IntegerEpilogue``."""
+        """C++ type for whole sums: ``qcut::Epilogue<...>`` of ``core/epilogue.cuh``, or ``qcut::IntegerEpilogue``.
+
+        Gated, ``qcut::Gated`` of ``stream/gated.cuh`` over the former.
+        """
         if self.rescale:
             return f"qcut::IntegerEpilogue<{self.out.cpp}>"
         arguments = (
@@ -193,7 +212,8 @@ class Epilogue:
             flag(self.residual),
             *(("true",) if self.wrap else ()),
         )
-        return f"qcut::Epilogue<{', '.join(arguments)}>"
+        one = f"qcut::Epilogue<{', '.join(arguments)}>"
+        return f"qcut::Gated<{one}>" if self.gated else one
 
     def statements(self, params: tuple[Param, ...], *, whole_sums: bool = False) -> tuple[str, ...]:
         """C++ that declares the type ``Epilogue`` and fills its ``args`` from the kernel's parameters.

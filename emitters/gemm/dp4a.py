@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from itertools import product
 
-from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, shared_memory
+from qcut.emitters.core.constraints import ARCHITECTURE, UNGATED, Constraint, check, shared_memory
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
@@ -123,6 +123,7 @@ CONSTRAINTS = (
     ),
     Constraint("halves", "are the tensor cores': a row of A is a row of D", lambda p, t, arch: not p.epilogue.halves),
     Constraint("rescale", "is the tensor cores' too", lambda p, t, arch: not p.epilogue.rescale),
+    UNGATED,
     Constraint(
         "alignments",
         "are at least 1",

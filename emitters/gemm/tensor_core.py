@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import product
 from math import gcd
 
-from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, holds
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, UNGATED, Constraint, holds
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
 from qcut.emitters.gemm.problem import GemmProblem, TileConfig
@@ -52,6 +52,7 @@ def _fits_registers(problem: GemmProblem, tile: TileConfig, arch: str) -> bool:
 
 TILE_CONSTRAINTS = (
     ARCHITECTURE,
+    UNGATED,
     Constraint("alignments", "are at least 1", lambda p, t, arch: min(p.alignment_k, p.alignment_n) >= 1),
     Constraint("schedule", "raw GEMMs are multistage", lambda p, t, arch: t.schedule == "multistage"),
     Constraint("cluster_shape", "is (1, 1): raw GEMMs share no loads", lambda p, t, arch: t.cluster_shape == (1, 1)),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import SPLITS, Constraint, check
+from qcut.emitters.core.constraints import SPLITS, UNGATED, Constraint, check
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import include
@@ -102,6 +102,7 @@ CONSTRAINTS = (
     Constraint("layouts", "are tnt: as tokens and weights come", lambda p, t, arch: p.layouts == "tnt"),
     Constraint("zero_point", "is none: weights are symmetric", lambda p, t, arch: p.epilogue.zero_point == "none"),
     Constraint("raw_output", "sums are float32: D is scaled", lambda p, t, arch: not p.epilogue.is_raw),
+    UNGATED,
     Constraint("architecture", "is sm_90a: no other has wgmma", lambda p, t, arch: arch == "sm_90a"),
     Constraint("alignment_k", "is a multiple of 8: a tensor map's rows", lambda p, t, arch: p.alignment_k % 8 == 0),
     Constraint("alignment_n", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),

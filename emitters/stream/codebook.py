@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import group_factor
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, GATED, SPLITS, Constraint, check, shared_memory
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
@@ -108,6 +108,7 @@ CONSTRAINTS = (
         lambda p, t, arch: 1 <= t.prefetch <= min(4, t.row_tiles),
     ),
     SPLITS,
+    GATED,
     Constraint(
         "rotates",
         "takes a tile of one token: more are rotated once, by a kernel before",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from qcut.emitters.codebook.problem import DENSE_TABLE_BYTES, ROTATED_BEFORE, CodebookProblem
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check
+from qcut.emitters.core.constraints import ARCHITECTURE, UNGATED, Constraint, check
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.stream.codebook import ROW_TILE, decode_source
@@ -81,6 +81,7 @@ CONSTRAINTS = (
     ARCHITECTURE,
     Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
     ROTATED_BEFORE,
+    UNGATED,
     Constraint(
         "tokens",
         "are 1, 2, 4, 8 or 16: rows of the second operand, eight to a product",

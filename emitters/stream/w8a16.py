@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, GATED, SPLITS, Constraint, check, shared_memory
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.core.text import flag, include, kernel_source
@@ -57,6 +57,7 @@ CONSTRAINTS = (
         lambda p, t, arch: registers(t) <= register_limit(t.warps),
     ),
     SPLITS,
+    GATED,
     CLUSTERS,
     shared_memory("the sums of a CTA's warps fit what the architecture gives it", smem_bytes),
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, SPLITS, Constraint, check, shared_memory
+from qcut.emitters.core.constraints import ARCHITECTURE, CLUSTERS, GATED, SPLITS, Constraint, check, shared_memory
 from qcut.emitters.core.epilogue import Epilogue
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, EmitError, KernelSource, Param
@@ -181,6 +181,7 @@ CONSTRAINTS = (
         lambda p, t, arch: registers(p, t, arch) <= register_limit(t.warps),
     ),
     SPLITS,
+    GATED,
     CLUSTERS,
     shared_memory(
         "sums fit what the architecture gives a CTA",
@@ -217,7 +218,7 @@ def tokens_of(problem: W8A8Problem, m: int, k: int) -> int:
 def is_legal(problem: W8A8Problem, m: int, k: int, arch: str) -> bool:
     """Whether there is a kernel for m tokens of k columns, with any N and on a GPU of any size."""
     try:
-        validate(problem, W8A8Tile(1, 1, tokens=tokens_of(problem, m, k)), arch)
+        validate(problem, W8A8Tile(1 + problem.epilogue.gated, 1, tokens=tokens_of(problem, m, k)), arch)
     except EmitError:
         return False
     return True

@@ -21,6 +21,12 @@ def silu_mul(call: SiluMul) -> Tensor:
     return _launch("silu_mul", call.absmax, call.gate, call.up)
 
 
+def silu_mul_of(y: Tensor, absmax: Tensor | None = None) -> Tensor:
+    """`SiluMul` of gate and up ``[..., 2 N]``, side by side, by the kernel of its own."""
+    gate, up = y.view(-1, y.shape[-1]).chunk(2, -1)
+    return _launch("silu_mul", absmax, gate, up).view(*y.shape[:-1], -1)
+
+
 @serves(GeluTanh)
 def gelu_tanh(call: GeluTanh) -> Tensor:
     call.check()

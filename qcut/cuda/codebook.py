@@ -19,6 +19,7 @@ from qcut.codebooks import rotation
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.codebooks.products import is_pair_book
 from qcut.cuda import native
+from qcut.cuda.activation import silu_mul_of
 from qcut.cuda.gemm import has_cutlass
 from qcut.cuda.operands import dense, parameters
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, target
@@ -125,6 +126,7 @@ class Product(NamedTuple):
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
         offsets: whether norms have offsets beside them.
         pairs: whether the codebook is of pairs.
+        gated: whether gate and up, the halves of the channels, are multiplied.
     """
 
     x: torch.dtype
@@ -142,6 +144,7 @@ class Product(NamedTuple):
     row_norm: bool = False
     offsets: bool = False
     pairs: bool = False
+    gated: bool = False
 
     @property
     def problem(self) -> CodebookProblem:
@@ -159,6 +162,7 @@ class Product(NamedTuple):
             row_norm=self.row_norm,
             offsets=self.offsets,
             pairs=self.pairs,
+            gated=self.gated,
         )
 
     def spec(self, gpu: Target) -> LaunchSpec:
@@ -176,6 +180,8 @@ class Product(NamedTuple):
             EmitError: no kernel takes the product on this GPU.
         """
         plan = self.spec(target(device)).load(device)
+        if self.gated:  # C++ leaves such calls to Python
+            return plan
         key = native.key(
             "codebook_gemm" if self.rotates is None else "codebook_gemv",
             n=self.n,
@@ -396,9 +402,11 @@ def _multiply(call: CodebookGemm) -> Tensor:
         return y
     weight = parameters(call.units, call.norms, call.fold)
     product = _product_of(call, dispatch.bucket(m), call.constants and not weight.copied)
+    if call.gated and not has_kernel(product, target(call.x.get_device())):
+        return silu_mul_of(_multiply(call._replace(gated=False)))
     plan = _plan(product, call.x.get_device())
     x, vectors = dense(call.x), parameters(call.row_scale, call.col_scale, call.bias, call.residual)
-    sizes = (m, product.n, product.units, product.n)
+    sizes = (m, product.n, product.units, y.shape[1])
     args = (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *call.book, *vectors.addresses)
     plan.launch(m, args, current_stream(call.x.get_device()))
     return y
@@ -412,11 +420,13 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
     plan = _product_plans.get((product, device))
     if plan is None:
         if not has_kernel(product, target(device)):
+            if call.gated:
+                return silu_mul_of(codebook_gemv(call._replace(gated=False)))
             return _multiply(call.product(*_rotate(call.rotation)))
         plan = _plan(product, device)
     y = call.fake()
     x, vectors = dense(call.x), parameters(call.col_scale, call.bias, call.residual)
-    sizes = (1, product.n, product.units, call.x.shape[1], product.units // len(call.seeds), product.n)
+    sizes = (1, product.n, product.units, call.x.shape[1], product.units // len(call.seeds), y.shape[1])
     args = (x.data_ptr(), *weight.addresses, y.data_ptr(), *sizes, *call.book, *vectors.addresses)
     plan.launch(1, args, current_stream(device))
     return y
@@ -441,6 +451,7 @@ def _product_of(
         row_norm=isinstance(call, CodebookGemm) and call.row_norm,
         offsets=isinstance(call, CodebookGemm) and call.offsets,
         pairs=is_pair_book(call.book),
+        gated=call.gated,
     )
 
 

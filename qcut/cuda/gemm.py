@@ -108,6 +108,7 @@ class Product(NamedTuple):
         *,
         aligned: bool = True,
         absmax: bool = False,
+        gated: bool = False,
         constants: bool = False,
     ) -> LaunchSpec | None:
         """The launch of the kernel that streams weights past few tokens, or None where it does not serve the product.
@@ -117,11 +118,12 @@ class Product(NamedTuple):
             gpu: the GPU.
             aligned: whether rows of tokens start at multiples of 16 bytes.
             absmax: whether the kernel also computes the largest magnitude of each row of its result.
+            gated: whether the kernel also multiplies gate and up, the halves of the columns.
             constants: whether the kernel may begin before its predecessor ends, and read the weight then. A kernel that
                 takes tokens as ``none`` reads nothing so early, and always may.
         """
         sizes = (self.rows, self.n, self.k)
-        few = few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax)
+        few = few_tokens(self.problem, *sizes, gpu, tokens, aligned=aligned, absmax=absmax, gated=gated)
         if few is None:
             return None
         problem, tail = closed.bounded_problem(few.problem, gpu)
@@ -133,9 +135,14 @@ class Product(NamedTuple):
 
 
 def w8a16_spec(problem: GemmProblem, rows: int, n: int, k: int, gpu: Target, *, pdl: bool = True) -> LaunchSpec:
-    """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start."""
+    """The launch of a product of 16-bit tokens with int8 weights; ``pdl`` allows an early start.
+
+    Raises:
+        EmitError: the product is gated, and no kernel multiplies gate and up.
+    """
     nvcc = architecture(gpu.arch).wgmma and not gpu.closed and has_cutlass()
-    choice = dispatch.select_w8a16(problem, rows, n, k, gpu, nvcc=nvcc)
+    select = dispatch.select_gated_w8a16 if problem.epilogue.gated else dispatch.select_w8a16
+    choice = select(problem, rows, n, k, gpu, nvcc=nvcc)
     spec = chosen_spec(choice, problem, n, gpu, pdl=pdl)
     if choice.family not in (W8A16_CUTLASS.name, W8A16_WGMMA.name):
         return spec

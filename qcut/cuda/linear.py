@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from qcut.config import padded_k
 from qcut.cuda import native
+from qcut.cuda.activation import silu_mul_of
 from qcut.cuda.gemm import TMA_ROWS, Product, serves_cutlass, w8a16_spec
 from qcut.cuda.operands import dense, parameters, row_major
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
@@ -25,7 +27,7 @@ from qcut.cuda.quantize import per_tensor_spec, per_token_spec
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.epilogue import Activation, Epilogue
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.gemm.problem import GemmProblem
 from qcut.errors import DtypeError
 from qcut.numerics import int8 as numerics
@@ -105,6 +107,14 @@ class LinearLayer(NamedTuple):
         dtype = DTYPES[self.dtype]
         return linear_problem(dtype, self.n, self.k, self.bias, self.activation, self.scheme, aligned=self.aligned)
 
+    def gated_spec(self, gpu: Target) -> LaunchSpec | None:
+        """The launch of a W8A16 product whose kernel multiplies gate and up; None where there is none."""
+        problem = self.problem()
+        problem = replace(problem, epilogue=replace(problem.epilogue, gated=True))
+        with suppress(EmitError):
+            return w8a16_spec(problem, self.rows, self.n, self.k, gpu, pdl=self.constants)
+        return None
+
     def specs(self, device: int) -> tuple[LaunchSpec | None, LaunchSpec]:
         """The launches of a call: the kernel that quantizes tokens, or None where none is needed, and the product."""
         gpu, dtype, k = target(device), DTYPES[self.dtype], padded_k(self.k)
@@ -163,6 +173,13 @@ class LinearPlan(NamedTuple):
     k_padded: int
 
 
+class FewPlan(NamedTuple):
+    """Launch plan of a product that does more than multiply, for few tokens; None where no kernel does."""
+
+    product: LaunchPlan | None
+
+
+_gated_plans: PlanCache[FewPlan] = PlanCache()
 _plans: PlanCache[LinearPlan] = PlanCache()
 """Plans by layer description and device: layers of the same description share a plan."""
 _called: PlanCache[LinearPlan] = PlanCache(on_clear=functools.partial(native.clear, *native.LINEAR_OPS))
@@ -173,6 +190,11 @@ plan holds an address or depends on one's values."""
 def plan_for(layer: LinearLayer, device: int) -> LinearPlan:
     """The plan of a layer on a device, made of the layer's `sources`."""
     return _plans.get((layer, device)) or _plans.make((layer, device), lambda: _load(layer, device))
+
+
+def _load_gated(layer: LinearLayer, device: int) -> FewPlan:
+    spec = layer.gated_spec(target(device))
+    return FewPlan(None if spec is None else spec.load(device))
 
 
 def _load(layer: LinearLayer, device: int) -> LinearPlan:
@@ -211,7 +233,30 @@ def int16x8_static_linear(call: Int16x8StaticLinear) -> Tensor:
 
 @serves(W8A16Linear)
 def w8a16_linear(call: W8A16Linear) -> Tensor:
+    if call.gated:
+        return _gated_w8a16(call)
     return _linear("w8a16", call, (call.qweight, call.weight_scale, call.bias))
+
+
+def _gated_w8a16(call: W8A16Linear) -> Tensor:
+    call.check()
+    y = call.fake()
+    k, device = call.x.shape[-1], y.get_device()
+    m = call.x.numel() // k
+    if m == 0:
+        return y
+    x, stride = row_major(call.x)
+    aligned = (x.data_ptr() | stride * x.element_size()) % 16 == 0
+    weight = parameters(call.qweight, call.weight_scale, call.bias)
+    (n, k_padded), constants = call.qweight.shape, call.constants and not weight.copied
+    layer = LinearLayer("w8a16", x.dtype, m_bucket(m), n, k, call.bias is not None, call.activation, aligned, constants)
+    key = (layer, device)
+    plan = (_gated_plans.get(key) or _gated_plans.make(key, lambda: _load_gated(layer, device))).product
+    if plan is None:
+        return silu_mul_of(torch.ops.qcut.w8a16_linear(*call[:-1]))
+    b, *vectors = weight.addresses
+    plan.run(m, (x.data_ptr(), b, y.data_ptr(), m, n, k, stride, k_padded, n // 2, *vectors), device)
+    return y
 
 
 def _linear(
@@ -329,6 +374,7 @@ class Int8Layer(NamedTuple):
         activation: activation after the bias.
         absmax: whether the caller wants the largest magnitude of each row of the result.
         constants: whether the parameters are constants.
+        gated: whether gate and up, the halves of the channels, are multiplied.
     """
 
     dtype: torch.dtype
@@ -339,44 +385,45 @@ class Int8Layer(NamedTuple):
     activation: str
     absmax: bool
     constants: bool = True
+    gated: bool = False
 
-    def spec(self, device: int) -> tuple[LaunchSpec, bool]:
-        """The launch, and whether its kernel computes the largest magnitudes."""
+    def spec(self, device: int) -> tuple[LaunchSpec | None, bool]:
+        """The launch, and whether its kernel computes the largest magnitudes.
+
+        There is none where gate and up are to be multiplied, and no kernel does.
+        """
         gpu = target(device)
         problem = linear_problem(DTYPES[self.dtype], self.n, self.k, self.bias, self.activation, "w8a8")
         product = Product(problem, self.rows, self.n, self.k)
-        few = product.stream_spec("given", gpu, absmax=self.absmax, constants=self.constants)
-        if few is not None:
+        few = product.stream_spec("given", gpu, absmax=self.absmax, gated=self.gated, constants=self.constants)
+        if few is not None or self.gated:
             return few, self.absmax
         return product.spec(gpu, cutlass=serves_cutlass(problem, gpu)), False
 
 
 class Int8Plan(NamedTuple):
-    """Launch plan of a layer with int8 tokens, and whether its kernel computes the largest magnitudes."""
+    """Launch plan of a layer with int8 tokens, and whether its kernel computes the largest magnitudes.
 
-    product: LaunchPlan
+    There is no plan where gate and up are to be multiplied, and no kernel does.
+    """
+
+    product: LaunchPlan | None
     raises_absmax: bool
 
 
-class AbsmaxPlan(NamedTuple):
-    """Launch plan of the product that quantizes rows by their largest magnitudes; None where no kernel does."""
-
-    product: LaunchPlan | None
-
-
 _int8_plans: PlanCache[Int8Plan] = PlanCache()
-_absmax_plans: PlanCache[AbsmaxPlan] = PlanCache()
+_absmax_plans: PlanCache[FewPlan] = PlanCache()
 
 
 def _load_int8(layer: Int8Layer, device: int) -> Int8Plan:
     spec, raises_absmax = layer.spec(device)
-    return Int8Plan(spec.load(device), raises_absmax)
+    return Int8Plan(None if spec is None else spec.load(device), raises_absmax)
 
 
-def _load_absmax(layer: LinearLayer, device: int) -> AbsmaxPlan:
+def _load_absmax(layer: LinearLayer, device: int) -> FewPlan:
     product = Product(layer.problem(), layer.rows, layer.n, layer.k)
     spec = product.stream_spec("rows", target(device), aligned=layer.aligned, constants=layer.constants)
-    return AbsmaxPlan(None if spec is None else spec.load(device))
+    return FewPlan(None if spec is None else spec.load(device))
 
 
 @serves(Int8Linear)
@@ -389,15 +436,17 @@ def int8_linear(call: Int8Linear) -> Tensor:
         return y
     weight = parameters(call.qweight, call.weight_scale, bias)
     options = (bias is not None, call.activation, absmax is not None, call.constants and not weight.copied)
-    layer = Int8Layer(call.dtype, m_bucket(m), n, k, *options)
+    layer = Int8Layer(call.dtype, m_bucket(m), n, k, *options, call.gated)
     key = (layer, device)
     plan = _int8_plans.get(key) or _int8_plans.make(key, lambda: _load_int8(layer, device))
+    if plan.product is None:
+        return silu_mul_of(int8_linear(call._replace(absmax=None, gated=False)), absmax)
     q, q_scale = dense(q), dense(call.q_scale)
     a, (b, *vectors) = q.data_ptr(), weight.addresses
     epilogue = [q_scale.data_ptr(), *vectors]
     if absmax is not None and plan.raises_absmax:
         epilogue.append(absmax.data_ptr())
-    plan.product.run(m, (a, b, y.data_ptr(), m, n, k, k, k, n, *epilogue), device)
+    plan.product.run(m, (a, b, y.data_ptr(), m, n, k, k, k, y.shape[1], *epilogue), device)
     if not plan.raises_absmax:
         numerics.raise_absmax(absmax, y)
     return y

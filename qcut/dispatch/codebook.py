@@ -12,6 +12,7 @@ from typing import cast
 from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles import codebook as tiles
+from qcut.dispatch.tiles.stream import gated_tile
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.codebook.rotate import Kind, RotateTokens, emit_rotate, padded_columns
 from qcut.emitters.codebook.rotate_dense import RotateTokensDense, emit_rotate_dense
@@ -30,6 +31,7 @@ from qcut.emitters.families import (
     family,
 )
 from qcut.emitters.gemm.problem import TileConfig
+from qcut.emitters.stream import codebook as stream
 from qcut.emitters.stream.codebook import CodebookStreamTile
 from qcut.emitters.stream.codebook_rounds import CodebookRoundsTile
 from qcut.emitters.stream.codebook_wgmma import CodebookStreamWgmmaTile
@@ -155,6 +157,7 @@ def problem_of(
     row_norm: bool = False,
     offsets: bool = False,
     pairs: bool = False,
+    gated: bool = False,
 ) -> CodebookProblem:
     """The description of a product with codebook weights that kernels are chosen and emitted by.
 
@@ -171,6 +174,7 @@ def problem_of(
         row_norm: whether all norms of a row are one, and all rows have the same int8 values.
         offsets: whether norms have offsets beside them.
         pairs: whether the codebook is of pairs.
+        gated: whether the first half of the columns is a gate, by whose silu the second half is multiplied.
 
     Raises:
         EmitError: see `qcut.emitters.codebook.problem.CodebookProblem`.
@@ -182,6 +186,7 @@ def problem_of(
         bias=bias,
         activation=Activation(activation),
         residual=residual,
+        gated=gated,
     )
     return CodebookProblem(x, bits, slots, epilogue, alignment_n, rotates, row_norm, offsets, pairs)
 
@@ -202,6 +207,8 @@ def select(
     Raises:
         EmitError: no kernel takes the problem on this GPU.
     """
+    if problem.epilogue.gated:
+        return _gated(problem, m, n, units, target)
     if target.closed:
         if problem.rotates is not None and not closed.covers(problem):
             raise EmitError(f"codebook: no kernel of the closed set rotates for {problem.name}")
@@ -237,6 +244,17 @@ def choice_of(tile: CodebookStreamWgmmaTile | CodebookWgmmaTile) -> CodebookChoi
 
 def _stream(problem: CodebookProblem, m: int, n: int, units: int, target: Target) -> CodebookChoice:
     return CodebookChoice(CODEBOOK_STREAM.name, tiles.stream_tile(problem, m, n, units, target))
+
+
+def _gated(problem: CodebookProblem, m: int, n: int, units: int, target: Target) -> CodebookChoice:
+    """The kernel that adds in the order of the plain product's, and multiplies gate and up."""
+    plain = replace(problem, epilogue=replace(problem.epilogue, gated=False))
+    choice = select(plain, m, n, units, target)
+    if isinstance(choice.tile, CodebookStreamTile):
+        tile = gated_tile(stream.CONSTRAINTS, problem, choice.tile, n, target)
+        if tile is not None:
+            return replace(choice, tile=tile)
+    raise EmitError(f"{problem.name}: no kernel multiplies gate and up of {m}x{n}, {units} units, on {target.arch}")
 
 
 def emit(choice: CodebookChoice, problem: CodebookProblem, arch: str) -> KernelSource:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from qcut.dispatch import closed, tables
 from qcut.dispatch.cost_model import Estimate, GemmTile, estimate, tile_cycles
 from qcut.dispatch.gpus import Target
-from qcut.dispatch.tiles.stream import few_tokens, w8a16_tile
+from qcut.dispatch.tiles.stream import few_tokens, gated_tile, w8a16_tile
 from qcut.dispatch.tiles.w8a16 import cutlass_cycles, is_wgmma_better, wgmma_cycles, wgmma_tile
 from qcut.emitters.core.epilogue import OUT_DTYPES, Epilogue
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.names import procedural_name
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.families import (
     CUTLASS_FAMILIES,
     FAMILIES,
@@ -224,6 +224,22 @@ def select_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *
     bits = problem.epilogue.out.bits
     tiles = w8a16.default_tiles(target.arch)
     return Choice(W8A16_MMA.name, min(tiles, key=lambda tile: tile_cycles(tile, bits, m, n, 2 * k, target)))
+
+
+def select_gated_w8a16(problem: GemmProblem, m: int, n: int, k: int, target: Target, *, nvcc: bool = True) -> Choice:
+    """`select_w8a16` of a gated product: the kernel adds in the order of the plain product's.
+
+    Raises:
+        EmitError: the plain product's kernel cannot multiply gate and up.
+    """
+    plain = replace(problem, epilogue=replace(problem.epilogue, gated=False))
+    choice = select_w8a16(plain, m, n, k, target, nvcc=nvcc)
+    tile = choice.tile
+    if isinstance(tile, W8A16Tile):
+        paired = gated_tile(w8a16_stream.CONSTRAINTS, problem, tile, n, target)
+        if paired is not None:
+            return replace(choice, tile=paired)
+    raise EmitError(f"{problem.name}: no kernel multiplies gate and up of {m}x{n}x{k} on {target.arch}")
 
 
 def w8a16_by_cutlass(problem: GemmProblem, m: int, n: int, k: int, target: Target) -> Choice | None:

@@ -251,6 +251,19 @@ class Linear(Quantized):
             return result
         return self._product(x)
 
+    def forward_gated(self, x: Tensor) -> Tensor:
+        """Applies a layer that stacks the gate of an MLP and its projection up, and multiplies them.
+
+        Args:
+            x: ``[M, K]``, as `forward` takes it.
+
+        Returns:
+            ``[M, N / 2]``, bitwise `torch.ops.qcut.silu_mul` of the two halves of what `forward` makes of x.
+        """
+        gate, up = self(x).chunk(2, -1)
+        y: Tensor = torch.ops.qcut.silu_mul(gate, up)
+        return y
+
     @property
     def weight(self) -> Tensor:
         """``[N, K]`` for what model code asks of it: its shape, its device, and the float weight's dtype.

@@ -287,6 +287,12 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     def _product(self, x: Tensor) -> Tensor:
         return self._fused(x) if _by_kernels(x.device) else self._explicit(x, self.activation)
 
+    def forward_gated(self, x: Tensor) -> Tensor:
+        """See `Linear.forward_gated`."""
+        if len(self.set_bits) > 1 or not _by_kernels(x.device):
+            return super().forward_gated(x)
+        return self._fused(x, gated=True)
+
     def _explicit(self, x: Tensor, activation: str) -> Tensor:
         """The product through rotated tokens and dequantized weights, on any device and in any type of x."""
         sets = self.sets()
@@ -307,7 +313,8 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         )
         return y
 
-    def _fused(self, x: Tensor) -> Tensor:
+    def _fused(self, x: Tensor, *, gated: bool = False) -> Tensor:
+        """The product by kernels, of x ``[M, K]`` and one set of weights if gated."""
         dtype = x.dtype
         if dtype not in _HALVES and not (self.int8 and dtype is torch.float32):
             allowed = "float16, bfloat16" + (", float32" if self.int8 else "")
@@ -327,12 +334,12 @@ class CodebookLinear(Linear, schemes=[Codebook]):
                 self.group_size,
                 self.scheme.seeds,
             )
-            y = _GEMV(*row, *whole, bias, self.set_bits[0], self.activation, None, dtype, True)
+            y = _GEMV(*row, *whole, bias, self.set_bits[0], self.activation, None, dtype, True, gated)
             return self._as_result(y, x)
         blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
         scale = row_scale if self.int8 else None
         if len(self.set_bits) == 1:
-            options = self.set_bits[0], self.activation, None, dtype, True, self._row_norm
+            options = self.set_bits[0], self.activation, None, dtype, True, self._row_norm, gated
             y = _GEMM(blocks, scale, m, *whole, bias, *options)
             return self._as_result(y, x)
         # One product for each set: the second adds the result of the first, and the activation comes last.

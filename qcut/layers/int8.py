@@ -114,7 +114,9 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
 
     k_max = K_MAX
 
-    def forward_int8(self, q: Tensor, scale: Tensor, dtype: torch.dtype, absmax: Tensor | None = None) -> Tensor:
+    def forward_int8(
+        self, q: Tensor, scale: Tensor, dtype: torch.dtype, absmax: Tensor | None = None, *, gated: bool = False
+    ) -> Tensor:
         """Applies the layer to tokens that were quantized before.
 
         Args:
@@ -123,12 +125,14 @@ class W8A8Linear(Int8Linear, schemes=[W8A8("dynamic")]):
             dtype: of the tokens before, and of the result.
             absmax: float32 ``[M]``, raised to the largest magnitude of each row of the result, for
                 `forward_with_absmax` of the next layer.
+            gated: the result is that of `forward_gated`.
 
         Returns:
-            ``[M, N]``, bitwise what `forward` makes of the tokens.
+            ``[M, N]``, bitwise what `forward` makes of the tokens; ``[M, N / 2]`` if gated.
         """
         b = self._buffers
-        return _INT8(q, scale, b["qweight"], b["weight_scale"], b["bias"], self.activation, dtype, absmax, True)
+        weight = b["qweight"], b["weight_scale"], b["bias"]
+        return _INT8(q, scale, *weight, self.activation, dtype, absmax, True, gated)
 
     def forward_with_absmax(self, x: Tensor, absmax: Tensor) -> Tensor:
         """Applies the layer to rows whose largest magnitudes are known.
@@ -292,6 +296,11 @@ class W8A16Linear(Int8Linear, schemes=[W8A16()]):
     def _product(self, x: Tensor) -> Tensor:
         b = self._buffers
         return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True)
+
+    def forward_gated(self, x: Tensor) -> Tensor:
+        """See `Linear.forward_gated`."""
+        b = self._buffers
+        return _W8A16(x, b["qweight"], b["weight_scale"], b["bias"], self.activation, True, True)
 
 
 class Int16x8Linear(Int8Linear, schemes=[Int16x8()]):

@@ -57,6 +57,12 @@ class SiluMul(NamedTuple):
         return y
 
 
+def gated(y: Tensor, absmax: Tensor | None = None) -> Tensor:
+    """`SiluMul` of gate and up ``[..., 2 N]``, side by side, in plain torch on any device."""
+    gate, up = y.chunk(2, -1)
+    return SiluMul(gate, up, absmax).cpu()
+
+
 @operator("gelu_tanh", returns="Tensor")
 class GeluTanh(NamedTuple):
     """``y = x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x**3)))``, every operation rounded as transformers' is.

@@ -46,6 +46,16 @@ def check_absmax(op: str, name: str, absmax: Tensor | None, rows: Tensor) -> Non
         raise ShapeError(f"qcut::{op}: {name} has strides {list(absmax.stride())}; allowed: contiguous")
 
 
+def check_gated(op: str, gated: bool, n: int, *, fuses: bool) -> None:
+    """Raises `ShapeError` or `ConfigError` where the n columns of a gated result do not halve, or more is fused."""
+    if not gated:
+        return
+    if n % 2:
+        raise ShapeError(f"qcut::{op}: gate and up have {n} rows together; allowed: an even number")
+    if fuses:
+        raise ConfigError(f"qcut::{op}: gated goes with activation none, and without a residual")
+
+
 def check_tokens(op: str, x: Tensor) -> None:
     """Raises `DtypeError` or `ShapeError` unless x is of a floating type and ``[..., K]`` with K >= 1."""
     check_dtype(op, "x", x.dtype, FLOAT_DTYPES)

@@ -7,6 +7,9 @@ the first along the columns.
 With ``constants`` the caller promises that no kernel queued just before writes the weight or the operands of the
 rotation. On CUDA, kernels then read them while their predecessor on the stream still runs. Codebook layers promise
 this; without the promise, every argument may come from the kernel just before.
+
+With ``gated``, the first half of the N columns is the gate of an MLP and the second half its projection up. The result
+is bitwise `qcut.ops.activation.SiluMul` of both, and on CUDA kernels of few tokens compute it in their epilogue.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from qcut.codebooks.layout import UNIT_COLUMNS, UNIT_ROWS, Geometry
 from qcut.codebooks.quantizer import NORM_DTYPES, check_even
 from qcut.config import K_MAX, check_activation
 from qcut.errors import ConfigError, QuantizationError, ShapeError
-from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.activation import gated
+from qcut.ops.checks import F32, FLOAT_DTYPES, check_dtype, check_gated, check_tensor
 from qcut.ops.registry import SYMBOLIC, operator
 
 TOKEN_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
@@ -134,9 +138,10 @@ class CodebookGemm(NamedTuple):
         row_norm: the caller promises that all norms of a row are one, and that
             `qcut.codebooks.products.has_one_table` holds for the codebook, with int8 tokens; not with pairs. Kernels
             then need not read ``norms`` and ``fold``.
+        gated: see the module; with activation none, and without a residual.
 
     Returns:
-        y ``[m, N]`` of ``out_dtype``, contiguous.
+        y ``[m, N]`` of ``out_dtype``, contiguous; ``[m, N / 2]`` if gated.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
@@ -163,6 +168,7 @@ class CodebookGemm(NamedTuple):
     out_dtype: torch.dtype
     constants: bool = False
     row_norm: bool = False
+    gated: bool = False
 
     @property
     def tokens(self) -> torch.dtype:
@@ -197,13 +203,13 @@ class CodebookGemm(NamedTuple):
             _check_int8(op, units_k)
 
     def fake(self) -> Tensor:
-        return self.x.new_empty((self.m, self.col_scale.shape[0]), dtype=self.out_dtype)
+        return self.x.new_empty((self.m, self.col_scale.shape[0] // (1 + self.gated)), dtype=self.out_dtype)
 
     def cpu(self) -> Tensor:
         x = self.x
         if self.m == 0:
             return self.fake()
-        return products.codebook_gemm_ref(
+        y = products.codebook_gemm_ref(
             layout.from_blocks(x, self.m),
             self.row_scale,
             self.units,
@@ -217,6 +223,7 @@ class CodebookGemm(NamedTuple):
             self.residual,
             self.out_dtype,
         )
+        return gated(y) if self.gated else y
 
 
 @operator("codebook_gemv", returns="Tensor", native=True, layers=True)
@@ -241,9 +248,10 @@ class CodebookGemv(NamedTuple):
         residual: ``[1, N]`` of ``out_dtype``; None: none is added.
         out_dtype: float16, bfloat16 or float32.
         constants: see the module.
+        gated: see the module; with activation none, and without a residual.
 
     Returns:
-        y ``[1, N]`` of ``out_dtype``, contiguous.
+        y ``[1, N]`` of ``out_dtype``, contiguous; ``[1, N / 2]`` if gated.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
@@ -268,6 +276,7 @@ class CodebookGemv(NamedTuple):
     residual: Tensor | None
     out_dtype: torch.dtype
     constants: bool = False
+    gated: bool = False
 
     @property
     def tokens(self) -> torch.dtype:
@@ -282,7 +291,7 @@ class CodebookGemv(NamedTuple):
     def product(self, blocks: Tensor, scale: Tensor) -> CodebookGemm:
         """The product of the rotation's blocks, second of the two operators that together compute the same."""
         row_scale = None if self.fold is None else scale
-        return CodebookGemm(blocks, row_scale, 1, self.units, self.norms, *self[6:])
+        return CodebookGemm(blocks, row_scale, 1, self.units, self.norms, *self[6:-1], gated=self.gated)
 
     def check(self) -> None:
         op, x, group_size, passes = "codebook_gemv", self.x, self.group_size, len(self.seeds)
@@ -308,7 +317,7 @@ class CodebookGemv(NamedTuple):
             raise ShapeError(f"qcut::{op}: {given}; groups of {geometry.full} columns have {slots}")
 
     def fake(self) -> Tensor:
-        return self.x.new_empty((1, self.col_scale.shape[0]), dtype=self.out_dtype)
+        return self.x.new_empty((1, self.col_scale.shape[0] // (1 + self.gated)), dtype=self.out_dtype)
 
     def cpu(self) -> Tensor:
         return self.product(*self.rotation.cpu()).cpu()
@@ -455,5 +464,6 @@ def _check_product(op: str, call: CodebookGemm | CodebookGemv, m: int, units_k: 
         check_tensor(op, "bias", call.bias, F32, (n,), device)
     check_activation(call.activation)
     check_dtype(op, "out_dtype", call.out_dtype, FLOAT_DTYPES)
+    check_gated(op, call.gated, n, fuses=call.activation != "none" or call.residual is not None)
     if call.residual is not None:
         check_tensor(op, "residual", call.residual, (call.out_dtype,), (m, n), device)

@@ -3,6 +3,9 @@
 With ``constants`` the caller promises that no kernel queued just before writes the layer's weight, scales, sums or
 bias. On CUDA, the kernel of few tokens then reads them while its predecessor on the stream still runs. `qcut.Linear`
 promises this; without the promise, every argument may come from the kernel just before.
+
+With ``gated``, the first half of the N columns is the gate of an MLP and the second half its projection up. The result
+is bitwise `qcut.ops.activation.SiluMul` of both, and on CUDA kernels of few tokens compute it in their epilogue.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from qcut.config import K_ALIGNMENT, K_MAX, K_MAX_ZERO_POINT, check_activation, 
 from qcut.errors import ShapeError
 from qcut.numerics import int8 as numerics
 from qcut.numerics import int16
+from qcut.ops.activation import gated
 from qcut.ops.checks import (
     F32,
     FLOAT_DTYPES,
@@ -24,6 +28,7 @@ from qcut.ops.checks import (
     S32,
     check_absmax,
     check_dtype,
+    check_gated,
     check_int8_matrix,
     check_k,
     check_scale,
@@ -56,9 +61,9 @@ def _check_layer(
     check_activation(activation)
 
 
-def _like_tokens(x: Tensor, qweight: Tensor) -> Tensor:
-    """Memory for a layer's result, ``[..., N]``."""
-    return x.new_empty((*x.shape[:-1], qweight.shape[0]))
+def _like_tokens(x: Tensor, qweight: Tensor, gated: bool = False) -> Tensor:
+    """Memory for a layer's result, ``[..., N]``, or ``[..., N / 2]`` if gated."""
+    return x.new_empty((*x.shape[:-1], qweight.shape[0] // (1 + gated)))
 
 
 def _by_rows(reference: Callable[..., Tensor], x: Tensor, qweight: Tensor, *rest: Any) -> Tensor:
@@ -168,9 +173,10 @@ class W8A16Linear(NamedTuple):
         bias: float32 ``[N]``; None: zeros.
         activation: one of `qcut.config.ACTIVATIONS`.
         constants: see the module.
+        gated: see the module.
 
     Returns:
-        ``[..., N]``, contiguous, of x's type.
+        ``[..., N]``, contiguous, of x's type; ``[..., N / 2]`` if gated.
 
     Raises:
         DtypeError, ShapeError, DeviceError, ConfigError: an argument that is not as above.
@@ -185,16 +191,19 @@ class W8A16Linear(NamedTuple):
     bias: Tensor | None
     activation: str
     constants: bool = False
+    gated: bool = False
 
     def check(self) -> None:
         weight_scale = ("weight_scale", self.weight_scale)
         _check_layer("w8a16_linear", self.x, self.qweight, weight_scale, self.bias, self.activation)
+        check_gated("w8a16_linear", self.gated, self.qweight.shape[0], fuses=self.activation != "none")
 
     def fake(self) -> Tensor:
-        return _like_tokens(self.x, self.qweight)
+        return _like_tokens(self.x, self.qweight, self.gated)
 
     def cpu(self) -> Tensor:
-        return _by_rows(numerics.w8a16_linear_ref, *self[:-1])
+        y = _by_rows(numerics.w8a16_linear_ref, *self[:5])
+        return gated(y) if self.gated else y
 
 
 @operator("int16x8_linear", returns="Tensor", native=True, layers=True)
@@ -296,9 +305,10 @@ class Int8Linear(NamedTuple):
         dtype: float16, bfloat16 or float32.
         absmax: float32 ``[M]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
         constants: see the module.
+        gated: see the module.
 
     Returns:
-        y, ``dtype`` ``[M, N]``, contiguous.
+        y, ``dtype`` ``[M, N]``, contiguous; ``[M, N / 2]`` if gated.
 
     Raises:
         DtypeError, ShapeError, DeviceError, ConfigError: an argument that is not as above.
@@ -315,6 +325,7 @@ class Int8Linear(NamedTuple):
     dtype: torch.dtype
     absmax: Annotated[Tensor | None, MUTATED] = None
     constants: bool = False
+    gated: bool = False
 
     def check(self) -> None:
         op, q = "int8_linear", self.q
@@ -332,9 +343,10 @@ class Int8Linear(NamedTuple):
         check_activation(self.activation)
         check_dtype(op, "dtype", self.dtype, FLOAT_DTYPES)
         check_absmax(op, "absmax", self.absmax, q)
+        check_gated(op, self.gated, n, fuses=self.activation != "none")
 
     def fake(self) -> Tensor:
-        return self.q.new_empty((self.q.shape[0], self.qweight.shape[0]), dtype=self.dtype)
+        return self.q.new_empty((self.q.shape[0], self.qweight.shape[0] // (1 + self.gated)), dtype=self.dtype)
 
     def cpu(self) -> Tensor:
         y = numerics.gemm_s8_ref(
@@ -346,6 +358,8 @@ class Int8Linear(NamedTuple):
             activation=self.activation,
             out_dtype=self.dtype,
         )
+        if self.gated:
+            return gated(y, self.absmax)
         numerics.raise_absmax(self.absmax, y)
         return y
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qcut.codebooks import products
 from qcut.codebooks.layout import Geometry
+from qcut.ops.activation import gated
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
 from qcut.ops.registry import serves
 from qcut.portable import triton as runtime
@@ -203,6 +204,8 @@ def codebook_gemm(call: CodebookGemm) -> Tensor:
 
 
 def _multiply(call: CodebookGemm) -> Tensor:
+    if call.gated:
+        return gated(_multiply(call._replace(gated=False)))
     y = call.fake()
     m, n = y.shape
     if m == 0:

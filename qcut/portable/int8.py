@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qcut.errors import DtypeError
 from qcut.numerics import int8 as numerics
+from qcut.ops.activation import gated
 from qcut.ops.linear import Int8Linear, LinearWithAbsmax, W8A8Linear, W8A8StaticLinear, W8A16Linear
 from qcut.ops.registry import serves
 from qcut.portable import triton as runtime
@@ -238,6 +239,7 @@ def w8a16_linear(call: W8A16Linear) -> Tensor:
     if not call.x.numel():
         return call.fake()
     y = product(rows_of(call.x), call.qweight, call.weight_scale, call.bias, call.activation, call.x.dtype)
+    y = gated(y) if call.gated else y
     return y.view(*call.x.shape[:-1], -1)
 
 
@@ -251,6 +253,8 @@ def int8_linear(call: Int8Linear) -> Tensor:
     y = product(
         rows_of(call.q), call.qweight, call.weight_scale, call.bias, call.activation, call.dtype, row_scale=row_scale
     )
+    if call.gated:
+        return gated(y, call.absmax)
     numerics.raise_absmax(call.absmax, y)
     return y
 

@@ -9,7 +9,7 @@ Source: CUTLASS 4.2.0, ``cutlass/gemm/kernel`` and ``cutlass/epilogue/fusion``.
 from __future__ import annotations
 
 from qcut.emitters.core.arch import ARCHITECTURES, architecture
-from qcut.emitters.core.constraints import require
+from qcut.emitters.core.constraints import UNGATED, require
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import FLOATS, DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import WGMMA_N, Operands, emit, sm90_defines
@@ -31,6 +31,7 @@ def validate(problem: GemmProblem, tile: TileConfig, arch: str) -> None:
     require(problem.layouts == "tnt", name, "A and B are contiguous along K, D is row-major (tnt)")
     require(not problem.epilogue.is_raw, name, "raw accumulators are the raw families'")
     require(not problem.epilogue.rescale, name, "rescale: results in integers alone are the raw families'")
+    require(not problem.epilogue.gated, name, f"gated: {UNGATED.reason}")
     require(takes_halves(problem, tile), name, "halves: a warp-specialized tile, floats, per channel, no residual")
     require(tile.splits == 1, name, "K is split by the stream_k schedule, not by the tile")
     require(problem.alignment_k % 16 == 0, name, "rows of A and B are multiples of 16 bytes")

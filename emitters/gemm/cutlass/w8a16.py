@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from qcut.emitters.core.arch import architecture
-from qcut.emitters.core.constraints import ARCHITECTURE, Constraint, check, holds, shared_memory
+from qcut.emitters.core.constraints import ARCHITECTURE, UNGATED, Constraint, check, holds, shared_memory
 from qcut.emitters.core.names import procedural_name
 from qcut.emitters.core.source import DType, KernelSource
 from qcut.emitters.gemm.cutlass.text import WGMMA_N, Operands, emit, sm90_defines
@@ -88,6 +88,7 @@ TRANSPOSED_TILE = (
 
 CONSTRAINTS = (
     ARCHITECTURE,
+    UNGATED,
     Constraint(
         "operands", "are f16 or bf16 x s8", lambda p, t, arch: p.a in (DType.F16, DType.BF16) and p.b is DType.S8
     ),

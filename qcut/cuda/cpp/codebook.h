@@ -83,10 +83,11 @@ inline std::array<at::Tensor, 2> rotate_tokens(c10::IValue const* args) {
 }
 
 // Of ``x, row_scale, m`` or ``x, operands, group_size, seeds``, with those of a weight behind them: ``units, norms, fold,
-// col_scale, book, bias, bits, activation, residual, out_dtype, constants``; a product of blocks ends in ``row_norm``.
+// col_scale, book, bias, bits, activation, residual, out_dtype, constants``; then ``row_norm``, of a product of blocks, and
+// ``gated``.
 template <Op op>
 constexpr std::size_t kWeight = op == kGemm ? 3 : 4;
-constexpr std::size_t kProductArguments = 15;
+constexpr std::size_t kProductArguments = 16;
 
 // Whether x is blocks of m tokens, with a scale for each where they are int8.
 inline bool are_blocks(at::Tensor const& x, c10::IValue const& row_scale, std::int64_t m, std::int64_t units) {
@@ -117,6 +118,7 @@ std::array<at::Tensor, 1> multiply(c10::IValue const* args) {
   c10::Device const device = x.device();
   if (units.dim() != 3 || norms.dim() != 5 || col_scale.dim() != 1) return {};
   if (op == kGemm && !args[2].isInt()) return {};
+  if (args[kProductArguments - 1].toBool()) return {};  // gated: Python serves
   std::int64_t const m = op == kGemm ? args[2].toInt() : 1, n = col_scale.size(0), units_k = units.size(1);
   std::int64_t const bits = weight[6].toInt(), slots = norms.size(2), width = norms.size(4);
   if (m < 1 || m > kMaxInt || n > kMaxInt || units_k > kMaxInt || bits < 2 || bits > 4 || slots > 4) return {};

@@ -15,9 +15,9 @@
 
 namespace qcut {
 
-// Of ``x, qweight, scale[, colsum], bias[, x_scale, x_zero_point], activation, constants``.
+// Of ``x, qweight, scale[, colsum], bias[, x_scale, x_zero_point], activation, constants[, gated]``.
 template <Op op>
-constexpr std::size_t kLinearArguments = op == kStatic ? 9 : 6;
+constexpr std::size_t kLinearArguments = op == kStatic ? 9 : op == kWeightOnly ? 7 : 6;
 
 template <Op op>
 std::array<at::Tensor, 1> linear(c10::IValue const* args) {
@@ -26,7 +26,9 @@ std::array<at::Tensor, 1> linear(c10::IValue const* args) {
   void const* const scale = address(args[2]);
   void const* const colsum = op == kStatic ? address(args[3]) : nullptr;
   void const* const bias = address(args[op == kStatic ? 4 : 3]);
-  bool const constants = args[kLinearArguments<op> - 1].toBool();
+  constexpr std::size_t kPlaceOfConstants = op == kStatic ? 8 : 5;
+  bool const constants = args[kPlaceOfConstants].toBool();
+  if (op == kWeightOnly && args[kPlaceOfConstants + 1].toBool()) return {};  // gated: Python serves
 
   std::int64_t const dim = x.dim();
   if (dim == 0 || qweight.dim() != 2) return {};
@@ -48,7 +50,7 @@ std::array<at::Tensor, 1> linear(c10::IValue const* args) {
   Key key{.n = n, .k = k, .rows = bucket(m), .op = op, .dtype = number(x.scalar_type()), .device = device.index(),
           .flags = flags};
   Plan plan;
-  std::string const& activation = args[kLinearArguments<op> - 2].toStringRef();
+  std::string const& activation = args[kPlaceOfConstants - 1].toStringRef();
   if (!find_plan(key, activation, plan) || qweight.size(1) != plan.k_padded) return {};
   void* stream = nullptr;
   if (runtime->current_stream(device.index(), &stream) != 0) return {};

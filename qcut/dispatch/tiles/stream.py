@@ -6,19 +6,24 @@ The model prefers one wave of CTAs, few rounds of loads, and many loads in fligh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 from qcut.dispatch import closed
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.machines import CLUSTER_SIZES, Machine
 from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import Constraint, holds
 from qcut.emitters.core.source import EmitError
 from qcut.emitters.gemm.problem import K_MAX, GemmProblem
 from qcut.emitters.stream import w8a8, w8a16
+from qcut.emitters.stream.codebook import CodebookStreamTile
 from qcut.emitters.stream.int8 import UNIT_COLUMNS, register_limit
 from qcut.emitters.stream.w8a8 import Tokens, W8A8Problem, W8A8Tile
 from qcut.emitters.stream.w8a16 import W8A16Tile
+
+T = TypeVar("T", W8A8Tile, W8A16Tile, CodebookStreamTile)
 
 # Of an H200. All but the memory's rate are times of an SM's instructions, which a higher clock shortens.
 _BYTES_PER_NS = 33.5
@@ -75,6 +80,7 @@ def few_tokens(
     *,
     aligned: bool = True,
     absmax: bool = False,
+    gated: bool = False,
 ) -> FewTokens | None:
     """The kernel that streams int8 weights past m tokens, or None where it cannot, or where tiled kernels are faster.
 
@@ -87,6 +93,7 @@ def few_tokens(
         tokens: how tokens are given and quantized, see `qcut.emitters.stream.w8a8`.
         aligned: whether rows of tokens start at multiples of 16 bytes.
         absmax: whether the kernel also computes the largest magnitude of each row of its result.
+        gated: whether the kernel also multiplies the first half of the columns' silu with the second half.
     """
     if problem.layouts != "tnt" or problem.alignment_k % 16 or m > most_tokens(n, k):
         return None
@@ -96,7 +103,27 @@ def few_tokens(
     if not w8a8.is_legal(few, m, k, target.arch):
         return None
     n, k, like = closed.bounded(n, k, target, known=closed.is_usual(few))
-    return FewTokens(few, *_int8(few, m, n, min(k, K_MAX), like))
+    found = FewTokens(few, *_int8(few, m, n, min(k, K_MAX), like))
+    if not gated:
+        return found
+    few = replace(few, epilogue=replace(few.epilogue, gated=True))
+    tile = gated_tile(w8a8.CONSTRAINTS, few, found.tile, n, target)
+    return None if tile is None else found._replace(problem=few, tile=tile)
+
+
+def gated_tile(constraints: Sequence[Constraint], problem: Any, tile: T, n: int, target: Target) -> T | None:
+    """The tile of a gated product, which adds in the order of the tile of the plain one; None where there is none.
+
+    Args:
+        constraints: those of the family.
+        problem: the gated product, as the family describes it.
+        tile: chosen for the plain product.
+        n: rows of weights of gate and up together.
+        target: the GPU. The closed set has no gated kernels.
+    """
+    paired = replace(tile, row_tiles=tile.row_tiles + tile.row_tiles % 2)
+    legal = n % 32 == 0 and not target.closed and holds(constraints, problem, paired, target.arch)
+    return paired if legal else None
 
 
 def most_tokens(n: int, k: int) -> int:

@@ -4,8 +4,7 @@
 // T.
 #pragma once
 
-#include <qcut/core/activation.cuh>
-#include <qcut/core/common.cuh>
+#include <qcut/core/silu_mul.cuh>
 
 namespace qcut {
 
@@ -27,7 +26,7 @@ __device__ __forceinline__ void activate_rows(const T* x, const T* up, T* y, flo
   loaded[0].to_float(f);
   if constexpr (kGated) factor[0].to_float(g);
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) f[i] = kGated ? to_float(from_float<T>(silu(f[i]))) * g[i] : gelu_tanh(f[i]);
+  for (int i = 0; i < kSize; ++i) f[i] = kGated ? silu_mul<T>(f[i], g[i]) : gelu_tanh(f[i]);
   store_vector<T, kAligned>(y + row * columns, first, columns, f);
   if (absmax == nullptr) return;
   Vector<T> stored{};

@@ -22,6 +22,7 @@
 
 #include <qcut/stream/codebook_tokens.cuh>
 #include <qcut/core/epilogue.cuh>
+#include <qcut/stream/gated.cuh>
 
 namespace qcut {
 
@@ -280,8 +281,10 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   const int rank = blockIdx.x % Tile::kSplits;
-  const int tile0 = static_cast<int>(blockIdx.x) / Tile::kSplits * Tile::kRowTiles;
-  const int tiles = min(Tile::kRowTiles, (n + kUnitRows - 1) / kUnitRows - tile0);
+  using Walk = RowTiles<kIsGated<E>, Tile::kRowTiles>;
+  const int tile0 = static_cast<int>(blockIdx.x) / Tile::kSplits * Walk::kStep;
+  const Walk row_tiles(tile0, n);
+  const int tiles = kIsGated<E> ? 2 * row_tiles.half : min(Tile::kRowTiles, (n + kUnitRows - 1) / kUnitRows - tile0);
   const int col0 = kUnitRows * tile0;
   const int cta_first = rank * Tile::kWarps * kUnits;
   const int first = cta_first + warp * kUnits;
@@ -299,16 +302,21 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const auto load_unit = [&](Unit& unit, int u, bool wanted) {
     unit.load_if(next_unit + u * kUnitBytes<kBits>, next_norms + u * Unit::kNormBytes, wanted && first + u < units_k);
   };
-  const auto next_tile = [&] {
+  const auto next_tile = [&](int tile) {
     next_unit += units_k * kUnitBytes<kBits>;
     next_norms += units_k * Unit::kNormBytes;
+    if (kIsGated<E> && tile == row_tiles.half) {
+      const long long skipped = static_cast<long long>(row_tiles.gap) * units_k;
+      next_unit += skipped * kUnitBytes<kBits>;
+      next_norms += skipped * Unit::kNormBytes;
+    }
   };
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) load_unit(weights[s][u], u, s == 0 || s < tiles);
-    folds[s].load_if(fold, tile0 + s, s == 0 || s < tiles);
-    next_tile();
+    folds[s].load_if(fold, tile0 + s + row_tiles.skipped(s), s == 0 || s < tiles);
+    next_tile(s + 1);
   }
   // No register is free for the tile after the kPrefetch tiles in flight, but the L2 has room: this tile is prefetched
   // while the table is filled and the tokens arrive. Prefetching more tiles, one in every later round, or the last of
@@ -336,9 +344,16 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   wait_for_dependencies();
   x.request(regions, m, cta_first, units_k);
   copy_async_commit();
-  const int columns = min(Tile::kRows, n - col0);
-  copy_floats<kThreads, Tile::kRows>(col_scale, args.col_scale_per_channel + col0, columns);
-  copy_floats<kThreads, Tile::kRows>(bias, args.bias + col0, args.bias != nullptr ? columns : 0);
+  const auto copy_columns = [&](float* to, const float* from, bool wanted) {
+    constexpr int kParts = kIsGated<E> ? 2 : 1;
+    const int columns = wanted ? min(Tile::kRows / kParts, n / kParts - col0) : 0;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      copy_floats<kThreads, Tile::kRows / kParts>(to + i * columns, from + col0 + i * (n / 2), columns);
+    }
+  };
+  copy_columns(col_scale, args.col_scale_per_channel, true);
+  copy_columns(bias, args.bias, args.bias != nullptr);
   if constexpr (kIsInt8<T> && !X::kHasScale) copy_floats<kThreads, Tile::kTokens>(row_scale, args.row_scale, m);
   copy_async_commit();
   args.col_scale_per_channel = col_scale;
@@ -374,8 +389,9 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
         product.add(sum, weights[s][u], folds[s], tokens.b[u], sums[u]);
         load_unit(weights[s][u], u, tile + s + Tile::kPrefetch < tiles);
       }
-      folds[s].load_if(fold, tile0 + tile + s + Tile::kPrefetch, tile + s + Tile::kPrefetch < tiles);
-      next_tile();
+      const int ahead = tile + s + Tile::kPrefetch;
+      folds[s].load_if(fold, tile0 + tile + s + Tile::kPrefetch + row_tiles.skipped(ahead), ahead < tiles);
+      next_tile(ahead + 1);
       const uint32_t place = mine + 64 * (tile + s);
 #pragma unroll
       for (int j = 0; j < Tile::kTokenTiles; ++j) {
@@ -399,7 +415,18 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
     for (int w = 0; w < Tile::kWarps; ++w) sum[w % kChains] += at[w * (Shared::kRegionBytes / 4)];
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
   };
-  if constexpr (Tile::kSplits == 1) {
+  if constexpr (kIsGated<E>) {
+    constexpr int kColumns = Tile::kRows / 2;
+    const int up = kUnitRows * row_tiles.half;
+    for (int i = threadIdx.x; i < kColumns * m; i += kThreads) {
+      const int token = i / kColumns;
+      const int row = i % kColumns;
+      if (row >= up) continue;
+      d[static_cast<long long>(token) * ldd + col0 + row] =
+          E::multiply(sum_of_warps(token, row), sum_of_warps(token, up + row), E::row(args, token, m),
+                      E::column(args, row, n), E::column(args, up + row, n), args);
+    }
+  } else if constexpr (Tile::kSplits == 1) {
     for (int i = threadIdx.x; i < Tile::kRows * m; i += kThreads) {
       const int token = i / Tile::kRows;
       const int row = i % Tile::kRows;

@@ -26,6 +26,7 @@
 
 #include <qcut/core/epilogue.cuh>
 #include <qcut/core/streaming.cuh>
+#include <qcut/stream/gated.cuh>
 
 namespace qcut {
 
@@ -95,8 +96,10 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   const int g = threadIdx.x % 32 / 4;
   const int t = threadIdx.x % 4;
   const int rank = blockIdx.x % Tile::kSplits;
-  const int n0 = blockIdx.x / Tile::kSplits * Tile::kRows;
-  const int tiles = min(Tile::kRowTiles, (n - n0 + 15) / 16);
+  using Walk = RowTiles<kIsGated<E>, Tile::kRowTiles>;
+  const int n0 = blockIdx.x / Tile::kSplits * (16 * Walk::kStep);
+  const Walk row_tiles(n0 / 16, n);
+  const int tiles = kIsGated<E> ? 2 * row_tiles.half : min(Tile::kRowTiles, (n - n0 + 15) / 16);
 
   // If K is longer than the columns of all warps together, each warp goes on in a further round, kStride columns later.
   constexpr int kStride = Tile::kSplits * Tile::kWarps * Tile::kSpan;
@@ -111,7 +114,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   const auto load = [&](Int8Unit& unit, int tile, int column) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int8_t* row = b + static_cast<long long>(min(n0 + 16 * tile + g + 8 * i, n - 1)) * ldb;
+      const int8_t* row = b + static_cast<long long>(min(n0 + 16 * tile + g + 8 * i + 16 * row_tiles.skipped(tile), n - 1)) * ldb;
 #pragma unroll
       for (int p = 0; p < 2; ++p) load_stream_16(unit[p][i], row + min(column + 64 * p + 16 * t, last_column));
     }
@@ -128,7 +131,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   if (Tile::kPrefetchesL2 && Tile::kPrefetch + 1 < tiles && first < k) {
 #pragma unroll
     for (int i = 0; i < 16 * Tile::kUnits; i += 32) {
-      const int row = n0 + 16 * Tile::kPrefetch + threadIdx.x % 16;
+      const int row = n0 + 16 * (Tile::kPrefetch + row_tiles.skipped(Tile::kPrefetch)) + threadIdx.x % 16;
       const int unit = i / 16 + threadIdx.x % 32 / 16;
       if (unit < Tile::kUnits) {
         const int column = min(first + Tile::kUnitColumns * unit, last_column);
@@ -147,7 +150,7 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const int row = threadIdx.x + i * Tile::kThreads;
-    columns[i] = E::column(args, row < Tile::kRows ? n0 + row : n, n);
+    columns[i] = E::column(args, row < Tile::kRows ? n0 + row + 16 * row_tiles.skipped(row / 16) : n, n);
   }
   if constexpr (!Tile::kWaitsFirst) wait_for_dependencies();
 
@@ -220,24 +223,40 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
     return 0.0f;
   };
   // Stores an element of D and returns the bits of its magnitude.
-  const auto write = [&](int token, int row, Acc sum, float residual) -> uint32_t {
-    if (n0 + row >= n) return 0;
-    const typename E::Column column = stored.load(row);
-    const typename E::Out y = E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), residual, args));
+  const auto store = [&](int token, int row, typename E::Out y) -> uint32_t {
     d[static_cast<long long>(token) * ldd + n0 + row] = y;
     if constexpr (kAbsmax) return __float_as_uint(to_float(y)) & 0x7fffffffu;
     return 0;
   };
-  if constexpr (Tile::kSplits == 1) {
+  const auto write = [&](int token, int row, Acc sum, float residual) -> uint32_t {
+    if (n0 + row >= n) return 0;
+    const typename E::Column column = stored.load(row);
+    return store(token, row, E::convert(E::finish(E::apply(sum, E::row(args, token, m), column), residual, args)));
+  };
+  // The largest magnitude of sixteen rows of one token, which neighbouring threads have.
+  const auto note = [&](int token, uint32_t peak) {
+    peak = __reduce_max_sync(0xffffu << (threadIdx.x & 16), peak);
+    if (threadIdx.x % 16 == 0) atomicMax(peaks + token, peak);
+  };
+  if constexpr (kIsGated<E>) {
+    constexpr int kColumns = Tile::kRows / 2;
+    const int up = 16 * row_tiles.half;
+    for (int i = threadIdx.x; i < kColumns * m; i += Tile::kThreads) {
+      const int token = i / kColumns;
+      const int row = i % kColumns;
+      if (row >= up) continue;  // sixteen threads at a time
+      const typename E::Out y = E::multiply(sum_warps(token, row), sum_warps(token, up + row), E::row(args, token, m),
+                                            stored.load(row), stored.load(up + row), args);
+      const uint32_t peak = store(token, row, y);
+      if constexpr (kAbsmax) note(token, peak);
+    }
+  } else if constexpr (Tile::kSplits == 1) {
     for (int i = threadIdx.x; i < Tile::kRows * m; i += Tile::kThreads) {
       const int token = i / Tile::kRows;
       const int row = i % Tile::kRows;
       const float residual = residual_at(token, row);
-      uint32_t peak = write(token, row, sum_warps(token, row), residual);
-      if constexpr (kAbsmax) {
-        peak = __reduce_max_sync(0xffffu << (threadIdx.x & 16), peak);  // sixteen rows of one token
-        if (threadIdx.x % 16 == 0) atomicMax(peaks + token, peak);
-      }
+      const uint32_t peak = write(token, row, sum_warps(token, row), residual);
+      if constexpr (kAbsmax) note(token, peak);
     }
   } else {
     // The CTA's sums over its warps replace the sums of its first warp. Four rows at a time are then summed over the
