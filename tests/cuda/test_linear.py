@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from qcut.config import parse_scheme
+from qcut.cuda import activation
 from qcut.cuda import gemm as gemm_cuda
 from qcut.cuda import linear as linear_cuda
 from qcut.cuda.linear import Int8Layer, LinearLayer, linear_problem
@@ -15,8 +16,8 @@ from qcut.dispatch.gpus import Target
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType
 from qcut.layers.base import Linear
-
-H200, A100 = Target("sm_90a", 132, "NVIDIA H200"), Target("sm_80", 108, "NVIDIA A100-SXM4-80GB")
+from qcut.ops import linear as linear_ops
+from tests.support.launches import A100, H200, note_launches
 
 
 @pytest.fixture(params=[H200, A100], ids=lambda gpu: gpu.arch)
@@ -96,6 +97,32 @@ def test_launches_are_data_that_cpp_can_repeat(gpu: Target) -> None:
         for m in (1, 64, 4096):
             for spec in layer(scheme, m).specs(0):
                 assert spec is None or (isinstance(spec.grid, Grid) and spec.grid.one[2] == 1)
+
+
+@pytest.mark.parametrize("half", [48, 40])
+@pytest.mark.parametrize("m", [1, 8, 64])
+def test_gate_and_up_are_multiplied_in_one_launch_where_a_kernel_does(
+    half: int, m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few tokens, where the gate has whole tiles of rows; elsewhere another kernel multiplies them."""
+    monkeypatch.setattr(gemm_cuda, "has_cutlass", lambda: False)
+    launches, _, apart = (note_launches(module, H200, monkeypatch) for module in (gemm_cuda, linear_cuda, activation))
+    weight = torch.zeros(2 * half, 64, dtype=torch.int8), torch.ones(2 * half), None, "none"
+    x, absmax = torch.randn(m, 64).half(), torch.zeros(m)
+    q, scale = torch.zeros(m, 64, dtype=torch.int8), torch.ones(m)
+    results = [
+        linear_cuda.int8_linear(linear_ops.Int8Linear(q, scale, *weight, torch.float16, absmax, True, True)),
+        linear_cuda.w8a16_linear(linear_ops.W8A16Linear(x[None], *weight, True, True)),
+    ]
+    assert [y.shape for y in results] == [(m, half), (1, m, half)]
+    fused = half == 48 and m <= 8
+    assert [launch["columns"] for launch in apart] == ([] if fused else [half, half])
+    assert all(("_gated_" in launch["kernel"]) == fused for launch in launches)
+    noted = launches[0]["absmax"] if fused else apart[0]["absmax"]
+    assert noted == absmax.data_ptr()
+    if fused:
+        assert [(launch["n"], launch["ldd"]) for launch in launches] == [(96, 48), (96, 48)]
+        assert [launch["d"] for launch in launches] == [y.data_ptr() for y in results]
 
 
 def test_the_kernel_for_few_int8_tokens_notes_magnitudes(gpu: Target, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qcut.config import ACTIVATIONS, ShiftedCodebook
+from qcut.cuda import activation as activation_cuda
 from qcut.cuda import codebook as codebook_cuda
 from qcut.cuda import native as _native
 from qcut.cuda.plans import LaunchPlan, LaunchSpec, PlanCache
@@ -25,7 +26,7 @@ from qcut.layers import codebook as codebook_layers
 from qcut.layers import rotations
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.shifted import ShiftedCodebookLinear
-from tests.support.launches import A100, H200
+from tests.support.launches import A100, H200, note_launches
 from tests.support.native import STREAM, Driver, Kernel, Record, Setting, decoded, registered
 
 NAMESPACE = "qcut_native_codebook_test"
@@ -158,6 +159,24 @@ def test_a_host_launcher_serves_prompts_of_one_norm_a_row(setting: Setting) -> N
     same_calls(setting, linear, torch.randn(2048, 1024).half())
     hosted = setting.driver.records[-1].grid is None
     assert hosted is (codebook_cuda.target(0) is H200)
+
+
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4_int8"])
+def test_python_launches_products_that_multiply_gate_and_up(
+    setting: Setting, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """C++, which serves the same products without that, leaves them to Python."""
+    apart = note_launches(activation_cuda, H200, monkeypatch)
+    for half, m, fused in ((48, 1, True), (48, 7, True), (40, 1, False), (40, 7, False), (48, 300, False)):
+        linear, x = layer(scheme, n=2 * half), torch.randn(m, 320).half()
+        for _ in range(2):
+            linear(x)
+        y, records, _ = setting.served(lambda one=linear, x=x: one.forward_gated(x))
+        given = decoded(records[-1], setting.driver.params[records[-1].function])
+        assert (y.shape, given["n"], given["ldd"]) == ((m, half), 2 * half, half if fused else 2 * half)
+        assert (given["d"] == y.data_ptr()) is fused
+        assert [launch["y"] == y.data_ptr() for launch in apart] == [True] * (not fused)
+        apart.clear()
 
 
 def test_grids_end_at_the_multiprocessors(setting: Setting) -> None:

@@ -88,6 +88,7 @@ REFUSALS = {
     "architecture": (HALF, MIDDLE, "sm_75"),
     "alignment_n": (replace(HALF, alignment_n=0), MIDDLE, "sm_80"),
     "rotates": (replace(HALF, rotates=DType.F16), MIDDLE, "sm_80"),
+    "gated": (replace(HALF, epilogue=replace(HALF.epilogue, gated=True)), MIDDLE, "sm_80"),
     "schedule": (HALF, replace(MIDDLE, schedule="pingpong"), "sm_90a"),
     "cluster_shape": (HALF, replace(MIDDLE, cluster_shape=(2, 1)), "sm_90a"),
     "epilogue_tile": (HALF, replace(MIDDLE, epilogue_tile=(64, 32)), "sm_90a"),

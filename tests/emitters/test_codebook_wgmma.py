@@ -116,6 +116,7 @@ REFUSALS = {
     "architecture": (INT8, PAIR, "sm_80"),
     "alignment_n": (replace(INT8, alignment_n=0), PAIR, ARCH),
     "rotates": (replace(HALF, rotates=DType.F16), DEEP, ARCH),
+    "gated": (replace(HALF, epilogue=replace(HALF.epilogue, gated=True)), DEEP, ARCH),
     "tokens": (INT8, replace(PAIR, tokens=80), ARCH),
     "cluster": (INT8, replace(PAIR, cluster=4), ARCH),
     "splits": (INT8, replace(SPLIT, splits=3), ARCH),

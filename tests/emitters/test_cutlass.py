@@ -107,6 +107,7 @@ def test_every_epilogue_emits_on_both_architectures_under_its_own_name():
         ({"layout_b": "row"}, {}, "sm_90a", "contiguous along K"),
         ({"layout_d": "column"}, {}, "sm_90a", "D is row-major"),
         ({"epilogue": Epilogue(DType.S32)}, {}, "sm_90a", "raw accumulators"),
+        ({"epilogue": Epilogue(gated=True)}, {}, "sm_90a", "gated: "),
         ({"epilogue": Epilogue(DType.S8, wrap=True)}, {}, "sm_90a", "raw accumulators"),
         ({}, {"splits": 2}, "sm_90a", "stream_k schedule"),
         ({}, {"threadblock_shape": (96, 128, 128)}, "sm_90a", "M is 64, 128 or 256"),

@@ -92,6 +92,7 @@ REFUSALS = {
     "operands": (replace(INT8, a=DType.F16), LARGE, "sm_80"),
     "halves": (replace(INT8, epilogue=Epilogue(DType.F16, halves=True)), LARGE, "sm_80"),
     "rescale": (replace(INT8, epilogue=Epilogue(DType.S8, rescale=True)), LARGE, "sm_80"),
+    "gated": (replace(INT8, epilogue=Epilogue(DType.F16, gated=True)), LARGE, "sm_80"),
     "alignments": (replace(INT8, alignment_n=0), LARGE, "sm_80"),
     "architecture": (INT8, LARGE, "sm_75"),
     "power_of_two": (INT8, replace(LARGE, bn=96), "sm_80"),

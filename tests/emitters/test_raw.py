@@ -265,6 +265,7 @@ HALF = GemmProblem(a=DType.F16, epilogue=WEIGHT_ONLY)
 REFUSALS = {
     "operands": (HALF, LARGE, "sm_80"),
     "architecture": (INT8, LARGE, "sm_75"),
+    "gated": (replace(INT8, epilogue=Epilogue(DType.F16, gated=True)), LARGE, "sm_80"),
     "alignments": (replace(INT8, alignment_n=0), LARGE, "sm_80"),
     "schedule": (INT8, replace(LARGE, schedule="pingpong"), "sm_90a"),
     "cluster_shape": (INT8, replace(LARGE, cluster_shape=(2, 1)), "sm_90a"),

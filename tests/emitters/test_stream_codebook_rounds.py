@@ -58,6 +58,7 @@ REFUSALS = {
     "architecture": (HALF, TILE, "sm_75"),
     "alignment": (replace(HALF, alignment_n=0), TILE, "sm_80"),
     "rotates": (replace(HALF, rotates=DType.F16), TILE, "sm_80"),
+    "gated": (replace(HALF, epilogue=replace(HALF.epilogue, gated=True)), TILE, "sm_80"),
     "tokens": (HALF, replace(TILE, tokens=24), "sm_80"),
     "row_tiles": (HALF, replace(TILE, row_tiles=5), "sm_80"),
     "warps": (HALF, replace(TILE, warps=33), "sm_80"),

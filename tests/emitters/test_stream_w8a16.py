@@ -99,6 +99,7 @@ REFUSALS = {
     "prefetch": (HALF, W8A16Tile(2, 4, prefetch=3), "sm_80"),
     "registers": (HALF, replace(ONE, prefetch=2), "sm_80"),
     "splits": (HALF, replace(ONE, splits=3), "sm_90a"),
+    "gated": (replace(HALF, epilogue=replace(HALF.epilogue, gated=True)), ONE, "sm_90a"),
     "clusters": (HALF, replace(ONE, splits=2), "sm_89"),
     "shared_memory": (HALF, replace(ONE, row_tiles=14), "sm_80"),
 }

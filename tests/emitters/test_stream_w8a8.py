@@ -152,6 +152,7 @@ REFUSALS: dict[str, tuple[W8A8Problem, W8A8Tile, str]] = {
     "prefetch": (ROWS, replace(TILE, prefetch=3), "sm_80"),
     "registers": (ROWS, replace(TILE, warps=32), "sm_80"),
     "splits": (ROWS, replace(TILE, splits=3), "sm_90a"),
+    "gated": (replace(ROWS, epilogue=replace(ROWS.epilogue, gated=True)), replace(TILE, splits=2), "sm_90a"),
     "clusters": (ROWS, replace(TILE, splits=2), "sm_89"),
     "shared_memory": (ROWS, replace(TILE, row_tiles=40), "sm_80"),
 }

@@ -74,6 +74,7 @@ REFUSALS = {
     "layouts": (replace(HALF, layout_a="column"), TILE, ARCH),
     "zero_point": (replace(HALF, epilogue=replace(BIAS, zero_point="per_token")), TILE, ARCH),
     "raw_output": (replace(HALF, epilogue=Epilogue(DType.S32)), TILE, ARCH),
+    "gated": (replace(HALF, epilogue=replace(HALF.epilogue, gated=True)), TILE, ARCH),
     "architecture": (HALF, TILE, "sm_80"),
     "alignment_k": (replace(HALF, alignment_k=4), TILE, ARCH),
     "alignment_n": (replace(HALF, alignment_n=0), TILE, ARCH),

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import qcut
+from qcut.engine import decoder
 from qcut.engine.engine import Engine
 from qcut.engine.families import decoder_of
 from tests.support.decoders import VOCABULARY, WIDE, last_logits, prompts_of, small, theirs
@@ -144,6 +145,68 @@ def test_a_gated_mlp_with_another_activation() -> None:
     prompt = prompts_of(VOCABULARY, 12)[0]
     want = last_logits(model, prompt)
     assert (engine.prefill([prompt])[0] - want).abs().max() <= 1e-4 * want.abs().max()
+
+
+def multiplied_rows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each product that multiplies gate and up, of a prompt of nine tokens and a step of two sequences."""
+    rows: list[int] = []
+    project = decoder.project_gated
+
+    def noted(module: Any, given: decoder.Rows, absmax: Tensor | None) -> Tensor:
+        y = project(module, given, absmax)
+        rows.append(len(y))
+        return y
+
+    monkeypatch.setattr(decoder, "project_gated", noted)
+    engine.prefill(prompts_of(VOCABULARY, 9, 9))
+    assert not rows, "prompts stay as they are"
+    engine.decode([3, 4])
+    return rows
+
+
+@pytest.mark.parametrize("kind", ["llama", "phi3_partial"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "codebook4_g32", "codebook4_g64_int8"])
+def test_steps_multiply_gate_and_up_in_their_product(kind: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(scheme, kind=kind)
+    prompts = prompts_of(VOCABULARY, 5, 12)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "GATED_ROWS", 0)
+        apart = Engine(model, batch=2)
+        assert multiplied_rows(apart, patch) == []
+        want = [g.tokens for g in apart.generate(prompts, 8)]
+    engine = Engine(model, batch=2)
+    assert multiplied_rows(engine, monkeypatch) == [2, 2]
+    assert [g.tokens for g in engine.generate(prompts, 8)] == want
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changes"), [(None, {}), ("w8a8", {"hidden_act": "gelu_new"}), ("w8a16", {"kind": "starcoder2"})]
+)
+def test_other_mlps_are_computed_as_before(
+    scheme: str | None, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float layers, other gates, and MLPs without one."""
+    assert multiplied_rows(Engine(model_of(scheme, **changes), batch=2), monkeypatch) == []
+
+
+def test_gate_and_up_apart_are_multiplied_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So are those whose down projection asks for magnitudes that their own product does not note."""
+    assert multiplied_rows(Engine(model_of("w8a8"), batch=2, stack=False), monkeypatch) == []
+    model = model_of()
+    qcut.quantize(model, "w8a16", include=["*.gate_proj", "*.up_proj"], progress=False)
+    qcut.quantize(model, "w8a8", include=["*.down_proj"], progress=False)
+    mixed = Engine(model, batch=2)
+    assert products(mixed) == {(1, 1)}
+    assert multiplied_rows(mixed, monkeypatch) == []
+
+
+def test_hooks_of_a_projection_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("w8a16", kind="phi3_partial")
+    engine = Engine(model, batch=2)
+    called = []
+    engine.decoder.blocks[0].mlp.projections[0].register_forward_hook(lambda *_: called.append(True))
+    assert multiplied_rows(engine, monkeypatch) == [2]
+    assert len(called) == 2
 
 
 def test_gpt2_has_no_siblings() -> None:

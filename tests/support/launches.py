@@ -59,6 +59,9 @@ class Noted:
         named = {p.name: value for p, value in zip(params, args, strict=True)}
         self.launches.append({"kernel": self.source.name, "rows": m, "grid": self.grid(m), **named})
 
+    def run(self, m: int, args: tuple[int | float, ...], device: int) -> None:
+        self.launch(m, args, 0)
+
 
 def note_launches(module: ModuleType, gpu: Target, monkeypatch: pytest.MonkeyPatch) -> Launches:
     """Let a module of `qcut.cuda` launch on a GPU that is not there."""
@@ -66,7 +69,7 @@ def note_launches(module: ModuleType, gpu: Target, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "LaunchSpec", launches.spec)
     monkeypatch.setattr(module, "target", lambda device: gpu)
     monkeypatch.setattr(module, "pdl", lambda device: False, raising=False)
-    monkeypatch.setattr(module, "current_stream", lambda device: 0)
+    monkeypatch.setattr(module, "current_stream", lambda device: 0, raising=False)
     for name in [name for name in vars(module) if name.endswith("_plans")]:
         monkeypatch.setattr(module, name, PlanCache())
     return launches

@@ -83,7 +83,7 @@ inline std::array<at::Tensor, 2> rotate_tokens(c10::IValue const* args) {
 }
 
 // Of ``x, row_scale, m`` or ``x, operands, group_size, seeds``, with those of a weight behind them: ``units, norms, fold,
-// col_scale, book, bias, bits, activation, residual, out_dtype, constants``; then ``row_norm``, of a product of blocks, and
+// col_scale, book, bias, bits, activation, residual, out_dtype, constants``; ``row_norm`` of a product of blocks alone;
 // ``gated``.
 template <Op op>
 constexpr std::size_t kWeight = op == kGemm ? 3 : 4;

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from qcut.cuda.plans import watched_loads
+from qcut.engine import decoder
 from qcut.engine.engine import Engine
 from qcut.numerics.int8 import sqnr_db
 from tests.gpu.support.decoders import llama
@@ -45,6 +47,21 @@ def test_engines_give_the_logits_of_separate_products(scheme: str | None) -> Non
                 assert_same(got, expected)
             assert sqnr_db(expected, got) > 40
     del trash
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "codebook4", "codebook4_int8"])
+def test_gate_and_up_multiplied_by_their_product_change_no_bit(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = llama(scheme), prompts_of(VOCABULARY, 7, 100)
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "GATED_ROWS", 0)
+        apart = Engine(model, batch=2)
+        want, generated = steps(apart), apart.generate(prompts, 20)
+    with watched_loads() as loaded:
+        engine = Engine(model, batch=2)
+        for got, expected in zip(steps(engine), want, strict=True):
+            assert_same(got, expected)
+    assert any("_gated_" in kernel for kernel in loaded)
+    assert engine.generate(prompts, 20) == generated
 
 
 def test_float32_tokens_are_those_of_separate_products() -> None:

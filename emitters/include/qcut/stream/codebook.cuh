@@ -302,14 +302,11 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const auto load_unit = [&](Unit& unit, int u, bool wanted) {
     unit.load_if(next_unit + u * kUnitBytes<kBits>, next_norms + u * Unit::kNormBytes, wanted && first + u < units_k);
   };
+  const long long across = (row_tiles.gap + 1LL) * units_k;  // units from the gate's last tile to the first one of up
   const auto next_tile = [&](int tile) {
-    next_unit += units_k * kUnitBytes<kBits>;
-    next_norms += units_k * Unit::kNormBytes;
-    if (kIsGated<E> && tile == row_tiles.half) {
-      const long long skipped = static_cast<long long>(row_tiles.gap) * units_k;
-      next_unit += skipped * kUnitBytes<kBits>;
-      next_norms += skipped * Unit::kNormBytes;
-    }
+    const bool crosses = kIsGated<E> && tile == row_tiles.half;
+    next_unit += crosses ? across * kUnitBytes<kBits> : units_k * kUnitBytes<kBits>;
+    next_norms += crosses ? across * Unit::kNormBytes : units_k * Unit::kNormBytes;
   };
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) {

@@ -31,8 +31,8 @@ constexpr bool kIsGated = false;
 template <class E>
 constexpr bool kIsGated<Gated<E>> = true;
 
-// The row tiles of a CTA of kRowTiles whose first one is tile `first` of the weights. With kGated, n is a multiple of 32,
-// and kRowTiles of 2: the CTA has `half` tiles of the gate, and then as many of up.
+// The row tiles of a CTA of kRowTiles whose first one is tile `first` of the weights. With kGated, n is a multiple of
+// 32, and kRowTiles of 2: the CTA has `half` tiles of the gate, and then as many of up.
 template <bool kGated, int kRowTiles>
 struct RowTiles {
   static constexpr int kStep = kGated ? kRowTiles / 2 : kRowTiles;  // tiles from a CTA's first to the next CTA's

@@ -114,7 +114,8 @@ __device__ __forceinline__ void stream_int8(Tokens tokens, const int8_t* b, type
   const auto load = [&](Int8Unit& unit, int tile, int column) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int8_t* row = b + static_cast<long long>(min(n0 + 16 * tile + g + 8 * i + 16 * row_tiles.skipped(tile), n - 1)) * ldb;
+      const int wanted = n0 + 16 * tile + g + 8 * i + 16 * row_tiles.skipped(tile);
+      const int8_t* row = b + static_cast<long long>(kIsGated<E> ? wanted : min(wanted, n - 1)) * ldb;
 #pragma unroll
       for (int p = 0; p < 2; ++p) load_stream_16(unit[p][i], row + min(column + 64 * p + 16 * t, last_column));
     }
