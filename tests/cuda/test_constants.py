@@ -22,7 +22,7 @@ from qcut.cuda.plans import LaunchSpec, PlanCache
 from qcut.layers import codebook, int8, rotations
 from qcut.layers.base import Linear
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
-from qcut.ops.linear import Int8Linear, LinearWithAbsmax
+from qcut.ops.linear import Int8Linear, LinearWithAbsmax, W8A8Linear, W8A16Linear
 from qcut.ops.norm import AddNorm, AddNormInt8
 from tests.support.launches import H200
 
@@ -200,18 +200,19 @@ def test_norms_begin_early_for_constants_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_layers_promise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for scheme, module, name in (
-        ("w8a8", int8, "_W8A8"),
-        ("w8a16", int8, "_W8A16"),
-        ("codebook4", codebook, "_GEMV"),
-        ("codebook4_int8", codebook, "_GEMV"),
-        ("codebook4_g256_int8", codebook, "_GEMM"),
-        ("codebook4_g256_int8", rotations, "_ROTATE"),
-    ):
+    calls: tuple[tuple[str, Any, str, Any], ...] = (
+        ("w8a8", int8, "_W8A8", W8A8Linear),
+        ("w8a16", int8, "_W8A16", W8A16Linear),
+        ("codebook4", codebook, "_GEMV", CodebookGemv),
+        ("codebook4_int8", codebook, "_GEMV", CodebookGemv),
+        ("codebook4_g256_int8", codebook, "_GEMM", CodebookGemm),
+        ("codebook4_g256_int8", rotations, "_ROTATE", RotateTokens),
+    )
+    for scheme, module, name, call in calls:
         op, promised = getattr(module, name), []
 
-        def note(*args: Any, op: Any = op, promised: list[Any] = promised) -> Any:
-            promised.append(args[-1])
+        def note(*args: Any, op: Any = op, call: Any = call, promised: list[Any] = promised) -> Any:
+            promised.append(args[call._fields.index("constants")])
             return op(*args)
 
         monkeypatch.setattr(module, name, note)

@@ -16,6 +16,7 @@ from qcut import errors
 from qcut.layers import codebook as codebook_linear
 from qcut.layers import rotations as shared_rotations
 from qcut.layers.codebook import CodebookLinear
+from qcut.ops.codebook import CodebookGemm
 from qcut.ops.paths import execution_path, path
 from tests.layers.test_codebook import INT8, SCHEMES, quantized
 from tests.support.oracles import FLOATS
@@ -204,7 +205,7 @@ def test_layers_of_one_norm_a_row_say_so_where_all_rows_have_the_same_values(ker
     said = []
 
     def product(*args):
-        said.append(args[-1])
+        said.append(args[CodebookGemm._fields.index("row_norm")])
         return gemm(*args)
 
     gemm = codebook_linear._GEMM
