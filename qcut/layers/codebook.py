@@ -291,7 +291,11 @@ class CodebookLinear(Linear, schemes=[Codebook]):
         """See `Linear.forward_gated`."""
         if len(self.set_bits) > 1 or not _by_kernels(x.device):
             return super().forward_gated(x)
-        return self._fused(x, gated=True)
+        return self._fused(self._ordered(x), gated=True)
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        """x with its columns in the order of the weight's."""
+        return x
 
     def _explicit(self, x: Tensor, activation: str) -> Tensor:
         """The product through rotated tokens and dequantized weights, on any device and in any type of x."""

@@ -163,9 +163,12 @@ class ShiftedCodebookLinear(CodebookLinear, schemes=[ShiftedCodebook]):
 
     # ── products ─────────────────────────────────────────────────────────────────────────────────
 
+    def _ordered(self, x: Tensor) -> Tensor:
+        order = self._buffers["order"]
+        return x if order is None else x.index_select(-1, order)
+
     def _product(self, x: Tensor) -> Tensor:
-        if (order := self._buffers["order"]) is not None:
-            x = x.index_select(-1, order)
+        x = self._ordered(x)
         if self._buffers["offsets"] is None or _by_kernels(x.device):
             return super()._product(x)
         rows = x.reshape(-1, self.in_features)

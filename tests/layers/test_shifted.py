@@ -93,6 +93,14 @@ def test_both_paths_compute_the_product(case, dtype, kernels):
         assert layer(x[:1, :m]).shape == (1, m, N)
 
 
+@pytest.mark.parametrize("path", ["fused", "explicit"])
+def test_gate_and_up_are_multiplied_with_columns_in_their_order(path, kernels):
+    layer, _ = made(n=48)
+    x = torch.randn(3, K).half()
+    with qcut.execution_path(path):
+        assert torch.equal(layer.forward_gated(x), torch.ops.qcut.silu_mul(*layer(x).chunk(2, 1)))
+
+
 def test_float32_computes_on_the_cpu_alone(monkeypatch):
     layer, weight = made()
     x = torch.randn(4, K)

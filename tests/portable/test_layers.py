@@ -143,6 +143,20 @@ def test_tokens_that_are_int8_already_raise_the_largest_magnitudes():
         assert torch.equal(layer.forward_with_absmax(x, x.abs().amax(1).float()), y)
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "codebook4", "codebook4_int8"])
+def test_gate_and_up_are_multiplied(scheme):
+    layer = quantized(scheme, 40, 128)
+    for m in (1, 3):
+        x, absmax, want = torch.randn(m, 128).half(), torch.zeros(m), torch.zeros(m)
+        with torch.no_grad(), qcut.execution_path("portable"):
+            apart = torch.ops.qcut.silu_mul(*layer(x).chunk(2, 1), want)
+            assert torch.equal(layer.forward_gated(x), apart)
+            if scheme == "w8a8":
+                q = torch.ops.qcut.quantize_per_token(x, 128)
+                assert torch.equal(layer.forward_int8(*q, HALF, absmax, gated=True), apart)
+                assert torch.equal(absmax, want)
+
+
 @pytest.mark.parametrize("out", [HALF, torch.int8])
 @pytest.mark.parametrize(
     ("kind", "group", "k", "seeds"),

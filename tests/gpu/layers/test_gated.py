@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from qcut.cuda.plans import forget_plans, watched_loads
 from qcut.layers.base import Linear
+from tests.gpu.layers.test_shifted import made
 from tests.gpu.support.oracles import DEVICE, assert_same, name
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -76,6 +77,17 @@ def test_results_are_those_of_two_kernels(size: tuple[int, int], scheme: str) ->
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_other_types_and_no_bias(scheme: str) -> None:
     check(layer_of(scheme, RAGGED, bias=False), BRAIN, fused=2)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["codebook4_pairs", "codebook3_g64", "codebook4+4", "codebook4_rows_int8"])
+def test_other_codebooks(scheme: str) -> None:
+    check(layer_of(scheme, RAGGED), fused=2)
+
+
+@torch.no_grad()
+def test_offsets_and_columns_in_an_order_of_their_own() -> None:
+    check(made(2 * 1376, 1024, 128, ordered=True).to(DEVICE), fused=2)
 
 
 @torch.no_grad()
