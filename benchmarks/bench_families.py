@@ -122,7 +122,6 @@ def main(arguments: list[str] | None = None) -> int:
     results = harness.Results("bench_families", harness.environment())
     ceiling = CEILINGS.get(results.env.gpu)
     rows: list[list[object]] = []
-    reached: dict[str, dict[str, float]] = {}
     failures = 0
     prompt, new = (PROMPT, NEW) if device == "cuda" else (16, 4)
     batches = [int(word) for word in options.batches.split(",")]
@@ -151,22 +150,23 @@ def main(arguments: list[str] | None = None) -> int:
                 columns |= {"floor_us": round(floor, 2), "fraction": round(fraction, 4)}
                 results.add(timing, family=name, batch=batch, device=device, **columns)
                 rows.append([name, batch, columns["tokens_s"], timing.median_us, floor, fraction])
-                reached.setdefault(name, {})[f"batch {batch}"] = fraction
                 results.write_csv(options.out, KEY)
         del model, engine
         if device == "cuda":
             torch.cuda.empty_cache()
     print(harness.table(["model", "batch", "tokens/s", "us a step", "floor us", "of the floor"], rows))
-    if ceiling and reached:
-        draw(options.out, reached)
+    if ceiling and rows:
+        draw(options.out)
     return 1 if failures else 0
 
 
-def draw(folder: Path, reached: dict[str, dict[str, float]]) -> None:
-    """A plot of the fractions of the floor, by family and batch."""
-    series = {
-        batch: [found.get(batch, math.nan) for found in reached.values()] for batch in next(iter(reached.values()))
-    }
+def draw(folder: Path) -> None:
+    """A plot of the fractions of the floor, by family and batch, from the rows in a folder."""
+    reached: dict[str, dict[str, float]] = {}
+    for row in harness.read_rows(folder / "bench_families.csv"):
+        reached.setdefault(row["family"], {})[f"batch {row['batch']}"] = float(row["fraction"])
+    batches = dict.fromkeys(batch for found in reached.values() for batch in found)
+    series = {batch: [found.get(batch, math.nan) for found in reached.values()] for batch in batches}
     title = "The time that memory alone takes, of a step's"
     plots.ratios(folder / "bench_families", list(reached), series, title, "fraction of the floor")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import bench_families
+from benchmarks import bench_families, harness
 from benchmarks.bench_families import FAMILIES
 from benchmarks.harness import read_rows
 from qcut.engine.families import FAMILIES as KNOWN
@@ -44,3 +44,15 @@ def test_real_sizes_are_the_engines(name: str) -> None:
     assert decoder.context >= bench_families.CONTEXT
     assert (decoder.heads.queries, decoder.heads.keys) == (family.heads, family.kv_heads)
     assert decoder.heads.size <= 256
+
+
+def test_the_plot_has_the_families_of_earlier_calls(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    results = harness.Results("bench_families", harness.environment())
+    for family in ("one", "other"):
+        results.add(harness.Timing.of([2.0]), family=family, batch=1, fraction=0.5)
+        results.write_csv(tmp_path, bench_families.KEY)
+        results.rows.clear()
+    bench_families.draw(tmp_path)
+    drawn = (tmp_path / "bench_families.svg").read_text()
+    assert all(name in drawn for name in ("one", "other", "batch 1"))
