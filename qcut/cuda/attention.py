@@ -18,7 +18,7 @@ from qcut.dispatch import closed
 from qcut.dispatch.attention import Attention, emit_attention, select_attention
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
-from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
+from qcut.emitters.decoder.attention.append import MOST_BYTES, UNIT_BYTES, AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.attention.scores import Scores
 from qcut.errors import DtypeError
@@ -145,6 +145,15 @@ def scores_arguments(call: DecodeAttention | AppendAttention | PromptAttention) 
     return (call.scale * _LOG2_E, *window, *ring)
 
 
+def _ahead_arguments(ahead: Tensor) -> tuple[int, ...]:
+    """What kernels that ask ahead take last: no parts where these do not start at multiples of 16 bytes."""
+    (parts, size), stride, address = ahead.shape, ahead.stride(0), ahead.data_ptr()
+    size = min(size, MOST_BYTES) // UNIT_BYTES * UNIT_BYTES
+    if not size or address % UNIT_BYTES or stride % UNIT_BYTES:
+        parts = 0
+    return address, stride, size, parts
+
+
 class Counters:
     """Counters, zero before and after each launch, with which attention kernels count their finished CTAs.
 
@@ -194,6 +203,7 @@ class AttentionPlan:
         counters: number of zeros that the kernel counts with; 0 without a workspace.
         appends: whether the kernel fills the cache too.
         norms: whether the kernel normalizes heads too, where a call asks for that.
+        asks: whether the kernel takes `_ahead_arguments`.
     """
 
     kernel: LaunchPlan
@@ -201,6 +211,7 @@ class AttentionPlan:
     counters: int
     appends: bool
     norms: bool
+    asks: bool
 
 
 _attention_plans: PlanCache[AttentionPlan] = PlanCache()
@@ -244,7 +255,8 @@ def append_attention(call: AppendAttention) -> Tensor:
     absmax = 0 if call.absmax is None else call.absmax.data_ptr()
     weights = [weight.contiguous() for weight in call.norms]
     norms = (*(weight.data_ptr() for weight in weights), call.eps) if weights else ()
-    return _launch(plan, call, given, _guide(call), (absmax,), (k.stride(0),), norms)
+    ahead = _ahead_arguments(call.ahead) if plan.asks and call.ahead is not None else ()
+    return _launch(plan, call, given, _guide(call), (absmax,), (k.stride(0),), (*norms, *ahead))
 
 
 def _launch(
@@ -254,9 +266,9 @@ def _launch(
     guide: tuple[int, ...] = (),
     absmax: tuple[int, ...] = (),
     kv_stride: tuple[int, ...] = (),
-    norms: tuple[int | float, ...] = (),
+    last: tuple[int | float, ...] = (),
 ) -> Tensor:
-    """Queue the kernel; one that appends takes a guide, absmax, the stride of keys and values and norms too."""
+    """Queue the kernel; one that appends takes a guide, absmax, the stride of keys and values, norms and ahead too."""
     q, (_, kv_heads, context, _) = call.q, call.keys.shape
     head = q.shape[2]
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -269,7 +281,7 @@ def _launch(
     pointers = (*(t.data_ptr() for t in given), *guide, y.data_ptr(), *met)
     strides = (q.stride(0), *kv_stride, kv_heads * context * head)
     sizes = (kv_heads, q.shape[1] // kv_heads, context, *scores_arguments(call))
-    plan.kernel.launch(q.shape[0], (*pointers, *absmax, *strides, *sizes, *norms), current_stream(q.get_device()))
+    plan.kernel.launch(q.shape[0], (*pointers, *absmax, *strides, *sizes, *last), current_stream(q.get_device()))
     return y
 
 
@@ -279,7 +291,9 @@ def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionP
     (_, kv_heads, context, _), window = keys.shape, seen_through(call)
     places = min(window or context, call.reach or context)
     options = (window > 0, call.softcap > 0, call.ring > 0)
-    steps = (False, False) if isinstance(call, DecodeAttention) else (len(call.norms) > 0, call.settled)
+    steps = (False, False, False)
+    if isinstance(call, AppendAttention):
+        steps = (len(call.norms) > 0, call.settled, call.ahead is not None)
     key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, kv_heads, places, options, *steps, q.get_device())
     return _attention_plans.get(key) or _attention_plans.make(key, lambda: _plan_attention(*key))
 
@@ -295,6 +309,7 @@ def _plan_attention(
     options: tuple[bool, bool, bool],
     norms: bool,
     settled: bool,
+    asks: bool,
     device: int,
 ) -> AttentionPlan:
     if torch.uint8 in (cache, values) and dtype is torch.float32:
@@ -323,13 +338,15 @@ def _plan_attention(
     if appends := form != "read" and isinstance(desc, AttentionMma):
         rotary = form == "rotate_and_append"
         norms = norms and closed.has_head_norms(head, rotary, gpu)
-        # Without dependent launch nothing begins early; a wheel brings the kernels that every caller may have.
-        settled = settled and has_pdl(gpu) and not gpu.closed
-        source = emit_attention_append(AttentionAppend(desc, rotary, norms, settled))
+        # Without dependent launch nothing begins early, and there are no bulk copies; a wheel brings the kernels that
+        # every caller may have.
+        early = has_pdl(gpu) and not gpu.closed
+        settled, asks = settled and early, asks and early
+        source = emit_attention_append(AttentionAppend(desc, rotary, norms, settled, asks))
     else:
-        norms = False
+        norms = asks = False
         source = emit_attention(desc)
     grid = desc.grid(batch, kv_heads, queries, parts)
     kernel = LaunchSpec(source, lambda m: grid, pdl=pdl(device)).load(device)
     floats = desc.workspace_floats(batch, kv_heads, queries, parts)
-    return AttentionPlan(kernel, floats, grid[1] * batch if floats else 0, appends, norms)
+    return AttentionPlan(kernel, floats, grid[1] * batch if floats else 0, appends, norms, asks)

@@ -8,11 +8,34 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.engine.decoder import HeadNorms, Scores, Tables
 from qcut.engine.kv_cache import KVCache
+from qcut.layers.base import Linear
+
+ASKED_BYTES = 16 << 20
+"""Most bytes of a layer's output projection that its attention asks the L2 for; 0: none asks. Engines read the number
+when they make the loop of a step's graphs.
+"""
+_PARTS, _UNIT = 1024, 16
+"""Parts of what is asked for, more than attention has CTAs; their bytes are multiples of a unit."""
+
+
+def asked_of(output: nn.Module) -> Tensor | None:
+    """What the attention before an output projection asks the L2 for.
+
+    Args:
+        output: the projection.
+
+    Returns:
+        uint8 ``[parts, bytes]``, a view of the weight's first `ASKED_BYTES`, or of all of it but for what is left when
+        parts are alike; None of a weight with fewer bytes, of other modules, and where none asks.
+    """
+    memory = output.streamed_bytes() if isinstance(output, Linear) else None
+    size = 0 if memory is None else min(len(memory), ASKED_BYTES) // (_PARTS * _UNIT) * _UNIT
+    return memory[: _PARTS * size].view(_PARTS, size) if memory is not None and size else None
 
 
 @dataclass(frozen=True)
@@ -77,6 +100,7 @@ class StepAttention:
         reach: most places of a sequence that the kernels are chosen for; 0: those of the cache.
         others: reaches whose kernels are run beside, to be built and loaded; they do the same.
         settled: as in `qcut.ops.attention.AppendAttention`.
+        asked: `asked_of` each layer's output projection; empty: none asks.
     """
 
     raises_absmax: ClassVar[bool] = True
@@ -89,6 +113,7 @@ class StepAttention:
     reach: int = 0
     others: Sequence[int] = ()
     settled: bool = False
+    asked: Sequence[Tensor | None] = ()
 
     def __call__(
         self,
@@ -110,7 +135,8 @@ class StepAttention:
         step = (q, k, v, *self.tables[layer], self.positions, self.slots, *self.cache.layer(layer))
         options = (self.cache.guide(layer), *scores[1:], *(within or (None, None, 0.0)), self.cache.ring(layer))
         run = partial(torch.ops.qcut.append_attention, *step, scores.scaling, self.counters)
+        early = (self.settled, self.asked[layer] if self.asked else None)
         for reach in self.others:
-            run(None, *options, reach, self.settled)
-        mixed: Tensor = run(absmax, *options, self.reach, self.settled)
+            run(None, *options, reach, *early)
+        mixed: Tensor = run(absmax, *options, self.reach, *early)
         return mixed.flatten(1)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from qcut.engine import guides, rings
 from qcut.engine.arguments import Keep, check_ids, end_tokens, is_whole, kept_tokens, prompt_rows, stops_of, token_row
-from qcut.engine.attention import PromptAttention, StepAttention
+from qcut.engine.attention import PromptAttention, StepAttention, asked_of
 from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.decoder import Attention
@@ -30,6 +30,7 @@ from qcut.engine.text.prompts import Chat, as_ids, check_tokenizer
 from qcut.engine.text.transcript import Transcript
 from qcut.errors import ConfigError, ContextError, ShapeError
 from qcut.numerics.sampling import History, Sampling, sample
+from qcut.ops.linear import FEW_ROWS
 from qcut.process import versions
 
 DEFAULT_CONTEXT = 4096
@@ -480,7 +481,8 @@ class Engine:
         size = n if self._graphs is None else min(self.batch, 1 << (n - 1).bit_length())
 
         def make() -> DecodeLoop:
-            return DecodeLoop(self._step, size, self.context, self.decoder.device, self._graphs)
+            step = partial(self._step, asked=self._asked(size))
+            return DecodeLoop(step, size, self.context, self.decoder.device, self._graphs)
 
         if self._graphs is None:
             loop = make()
@@ -592,12 +594,30 @@ class Engine:
     def _prompt_attention(self, chunk: Chunk) -> PromptAttention:
         return PromptAttention(self.cache, self._tables, *chunk.places(), chunk.starts, chunk.lengths)
 
-    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor, reach: int, others: Sequence[int] = ()) -> Tensor:
+    def _asked(self, size: int) -> list[Tensor | None]:
+        """What attention of captured steps of so many sequences asks the L2 for, by layer.
+
+        Eager steps ask for nothing: weights may move under them, and their attention does not begin early.
+        """
+        if self._graphs is None or size > FEW_ROWS:
+            return []
+        return [asked_of(block.attention.output) for block in self.decoder.blocks]
+
+    def _step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        reach: int,
+        others: Sequence[int] = (),
+        asked: Sequence[Tensor | None] = (),
+    ) -> Tensor:
         """A step as `DecodeLoop` reads it."""
         # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end.
         # Steps that are tried before a capture may read slots of before: rows that the next step writes anew.
         settled = self._graphs is not None
-        attention = StepAttention(self.cache, self._tables, positions, slots, self._counters, reach, others, settled)
+        state = (self.cache, self._tables, positions, slots, self._counters)
+        attention = StepAttention(*state, reach, others, settled, asked)
         return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────

@@ -62,6 +62,7 @@ class Linear(Quantized):
         weight_dtype: of the float weight that the layer stands for; ``.half()`` and the like change it. Model code
             reads it as ``weight.dtype`` and casts inputs to it; the layer itself takes any.
         input_gradients: whether its input has gradients; see `qcut.enable_input_gradients`.
+        streamed: the buffer whose memory kernels of few tokens read, all of it and once; None: there is none.
         block_rows: rows of the weight that memory keeps together; weights of whole blocks can be concatenated.
         parts: processes that have a part each of a layer that is cut across them; 1 where the layer is whole. Nothing
             that one process has of such a model is a checkpoint.
@@ -77,6 +78,7 @@ class Linear(Quantized):
     input_gradients: bool = False
     parts: int = 1
     k_max: ClassVar[int | None] = None
+    streamed: ClassVar[str | None] = None
     block_rows: ClassVar[int] = 1
     _subclasses: ClassVar[dict[Scheme | type[Scheme], type[Linear]]] = {}
 
@@ -264,6 +266,11 @@ class Linear(Quantized):
     def weight_bytes(self) -> int:
         """Bytes of all buffers: what the layer keeps in memory."""
         return sum(b.nbytes for b in self.buffers())
+
+    def streamed_bytes(self) -> Tensor | None:
+        """uint8 ``[bytes]``, a view of the buffer `streamed`; None where there is none in one piece."""
+        buffer = None if self.streamed is None else self._buffers[self.streamed]
+        return buffer.detach().view(torch.uint8).flatten() if buffer is not None and buffer.is_contiguous() else None
 
     def dequantized_weight(self) -> Tensor:
         """float32 ``[N, K]``: the weight that the layer computes with."""

@@ -99,6 +99,7 @@ class CodebookLinear(Linear, schemes=[Codebook]):
     fold: Tensor | None
     scheme: Codebook
 
+    streamed = "units"
     block_rows = codebook_layout.ROW_ALIGNMENT
 
     @classmethod

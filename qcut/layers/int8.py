@@ -48,6 +48,8 @@ class Int8Linear(Linear):
     weight_scale: Tensor
     least_code: ClassVar[int] = -128
 
+    streamed = "qweight"
+
     @property
     def codes(self) -> Tensor:
         """int8 ``[N, K]``: ``qweight`` without its padding, a view."""

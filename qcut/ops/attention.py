@@ -20,7 +20,7 @@ from qcut.ops.cache import (
     seen,
     unrolled,
 )
-from qcut.ops.checks import S32, check_absmax, check_dtype, check_indices, check_tensor
+from qcut.ops.checks import S32, check_absmax, check_ahead, check_dtype, check_indices, check_tensor
 from qcut.ops.registry import MUTATED, operator
 
 MAX_SEQUENCES = 65_535
@@ -286,6 +286,10 @@ class AppendAttention(NamedTuple):
             slots, tables, norms or the cache: with dependent launch, none since the last kernel that was launched after
             all before it had ended, as the first of a CUDA graph is. On CUDA, kernels for 16-bit queries then read the
             cache while their predecessor still runs. False: every argument may come from the kernel just before.
+        ahead: uint8 ``[parts, bytes]``, bytes one behind another, any stride between parts: memory that a later kernel
+            reads, and for which a kernel of 16-bit queries asks the L2 while it waits for its own. A hint: it changes
+            no result, and is ignored on the CPU, with float32 queries, on GPUs without bulk copies and by kernels of a
+            pack's closed set, and where parts do not start at multiples of 16 bytes. None: nothing is asked for.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
@@ -322,6 +326,7 @@ class AppendAttention(NamedTuple):
     ring: int = 0
     reach: int = 0
     settled: bool = False
+    ahead: Tensor | None = None
 
     @property
     def tokens(self) -> Tokens:
@@ -370,6 +375,7 @@ class AppendAttention(NamedTuple):
             raise ConfigError(f"qcut::{op}: norms of queries and of keys go together")
         for name, weight in zip(("query_norm", "key_norm"), self.norms, strict=False):
             check_tensor(op, name, weight, (self.q.dtype,), self.q.shape[2:], self.q.device)
+        check_ahead(op, self.ahead, self.q.device)
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)

@@ -46,6 +46,18 @@ def check_absmax(op: str, name: str, absmax: Tensor | None, rows: Tensor) -> Non
         raise ShapeError(f"qcut::{op}: {name} has strides {list(absmax.stride())}; allowed: contiguous")
 
 
+def check_ahead(op: str, ahead: Tensor | None, device: torch.device) -> None:
+    """Raises `DtypeError`, `ShapeError` or `DeviceError` unless ahead is None or memory in parts."""
+    if ahead is None:
+        return
+    check_dtype(op, "ahead", ahead.dtype, (torch.uint8,))
+    if ahead.dim() != 2 or (ahead.shape[1] > 1 and ahead.stride(1) != 1):
+        given = f"shape {list(ahead.shape)} and strides {list(ahead.stride())}"
+        raise ShapeError(f"qcut::{op}: ahead has {given}; allowed: [parts, bytes], bytes one behind another")
+    if ahead.device != device:
+        raise DeviceError(f"qcut::{op}: ahead is on {ahead.device}; the first argument is on {device}")
+
+
 def check_tokens(op: str, x: Tensor) -> None:
     """Raises `DtypeError` or `ShapeError` unless x is of a floating type and ``[..., K]`` with K >= 1."""
     check_dtype(op, "x", x.dtype, FLOAT_DTYPES)

@@ -9,12 +9,32 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qcut.emitters.core.arch import architecture
+from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.cache import cache_params, guide_params
 
 FAMILY = "attention_append"
+UNIT_BYTES = 16
+"""Addresses and sizes of what is asked for ahead are multiples of this."""
+MOST_BYTES = UNIT_BYTES * 0xFFFF
+"""Most bytes of a part: the instruction counts units in 16 bits."""
+
+_AHEAD = (
+    Param("ahead", "ptr", "const char*"),
+    Param("ahead_stride", "i64"),
+    Param("ahead_bytes", "i32"),
+    Param("ahead_parts", "i32"),
+)
+
+CONSTRAINTS = (
+    Constraint(
+        "ahead", "is for architectures with bulk copies", lambda k: not k.ahead or architecture(k.attention.arch).pdl
+    ),
+)
+"""What `AttentionAppend` can be."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +50,7 @@ class AttentionAppend:
         norms: whether queries and keys are RMS-normalized first, each head by itself.
         settled: whether kernels that may still run when this one begins write none of its operands but q, k and v, all
             others of which are read before the kernel waits.
+        ahead: whether the kernel asks the L2 for memory that a later kernel reads, once its own first loads are issued.
 
     Exactness: results and cache are bitwise those of the kernels.
     """
@@ -38,12 +59,16 @@ class AttentionAppend:
     rotary: bool
     norms: bool = False
     settled: bool = False
+    ahead: bool = False
+
+    def __post_init__(self) -> None:
+        check(self.name, CONSTRAINTS, self)
 
     @property
     def name(self) -> str:
-        """``qcut_attention_append_{arch}_{shape}`` with the attention's, ``_rope``, ``_norm`` and ``_settled``."""
+        """``qcut_attention_append_{arch}_{shape}`` with the attention's, and a suffix for each option that is set."""
         arch = self.attention.arch.replace("_", "")
-        flags = "_rope" * self.rotary + "_norm" * self.norms + "_settled" * self.settled
+        flags = "_rope" * self.rotary + "_norm" * self.norms + "_settled" * self.settled + "_ahead" * self.ahead
         return f"qcut_{FAMILY}_{arch}_{self.attention.shape}{flags}"
 
     def params(self) -> tuple[Param, ...]:
@@ -53,8 +78,10 @@ class AttentionAppend:
         (s8 and u4); ``guide`` (u4 keys alone), null or that of `qcut.numerics.int4.guide_of`; ``out, workspace,
         counters``; ``absmax``, null or float32 for each sequence, which is raised to the largest magnitude of its row
         of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``, ``queries`` of each, ``context``,
-        ``scale * log2(e)``; what `qcut.emitters.decoder.attention.scores.Scores` adds; and ``query_norm, key_norm``,
-        weights of a head, and ``eps`` (norms alone).
+        ``scale * log2(e)``; what `qcut.emitters.decoder.attention.scores.Scores` adds; ``query_norm, key_norm``,
+        weights of a head, and ``eps`` (norms alone); and ``ahead``, an address, ``ahead_stride``, bytes from part to
+        part, ``ahead_bytes``, of a part, and ``ahead_parts`` (ahead alone). The first three are multiples of
+        `UNIT_BYTES`; a part has up to `MOST_BYTES`.
         """
         x = f"const {self.attention.x.cpp}*"
         rows, scales = cache_params(self.attention.cache, self.attention.values, writes=True)
@@ -77,6 +104,7 @@ class AttentionAppend:
             Param("scale", "f32"),
             *self.attention.scores.params(),
             *(norms if self.norms else ()),
+            *(_AHEAD if self.ahead else ()),
         )
 
     @property
@@ -89,7 +117,9 @@ class AttentionAppend:
     @property
     def options(self) -> str:
         """Arguments of a call that follow those of all kernels."""
-        return self.attention.scores.arguments(*("query_norm", "key_norm", "eps") * self.norms)
+        norms = ("query_norm", "key_norm", "eps") if self.norms else ("nullptr", "nullptr", "0.0f") * self.ahead
+        ahead = (f"qcut::Ahead{{{', '.join(param.name for param in _AHEAD)}}}",) * self.ahead
+        return self.attention.scores.arguments(*norms, *ahead)
 
 
 def emit_attention_append(desc: AttentionAppend) -> KernelSource:

@@ -1,6 +1,6 @@
 // Loads of weights, which a kernel reads once: from global memory to registers, without a place in the L1.
 //
-// Source: PTX ISA 8.x, "ld.global.nc", "prefetch".
+// Source: PTX ISA 8.x, "ld.global.nc", "prefetch", "cp.async.bulk.prefetch".
 #pragma once
 
 #include <qcut/core/common.cuh>
@@ -50,6 +50,25 @@ __device__ __forceinline__ void load_stream_4_if(uint32_t& w, const void* p, boo
 }
 
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// Memory that a later kernel reads: `parts` pieces of `bytes`, `stride` bytes apart, all multiples of 16.
+struct Ahead {
+  const char* first;
+  long long stride;
+  int bytes, parts;
+
+  // One thread of each CTA calls: CTA b of the grid asks the L2 for pieces b, b + CTAs, ...
+  __device__ __forceinline__ void ask() const {
+    const int ctas = gridDim.x * gridDim.y * gridDim.z;
+    for (int part = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z); part < parts; part += ctas) {
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first + part * stride), "r"(bytes) : "memory");
+    }
+  }
+};
+
+struct NoAhead {
+  __device__ __forceinline__ void ask() const {}
+};
 
 // Keeps the compiler from moving a use of these words above the call.
 template <int kWords>

@@ -8,6 +8,7 @@
 // the cache.
 #pragma once
 
+#include <qcut/core/streaming.cuh>
 #include <qcut/decoder/attention/mma.cuh>
 #include <qcut/decoder/rope.cuh>
 
@@ -143,7 +144,8 @@ struct AppendAttention {
 
   // The kernel. The arguments are those of rotate_and_append and TensorAttention::run, but q is not written. If absmax
   // [batch] is not null, each of its elements is raised to the largest magnitude of the sequence's row of out. The
-  // weights of norms are [kHead].
+  // weights of norms are [kHead]. What the next product reads is asked for while this kernel waits.
+  template <class A = NoAhead>
   static __device__ __forceinline__ void run(const T* q, const T* k, const T* v, const T* cos, const T* sin,
                                              const int* positions, const int* slots, C* keys, V* values,
                                              KeyScale* key_scales, ValueScale* value_scales, const void* guide, T* out,
@@ -151,7 +153,7 @@ struct AppendAttention {
                                              long long kv_stride, long long batch_stride, int kv_heads, int queries,
                                              int context, float scale, int window = 0, float softcap = 0.0f,
                                              int ring = 0, const T* query_weight = nullptr,
-                                             const T* key_weight = nullptr, float eps = 0.0f) {
+                                             const T* key_weight = nullptr, float eps = 0.0f, const A& ahead = {}) {
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
@@ -190,6 +192,7 @@ struct AppendAttention {
     Tile tiles[kTiles] = {};
     int tile[kTiles];
     Attention::fetch(tiles, tile, rows, part + parts * warp, parts * kWarps, g, t);
+    if (threadIdx.x == 32 * (kWarps - 1)) ahead.ask();  // the last warp has the fewest tiles
     if constexpr (kSettled) {
       wait_for_dependencies();
       fetch(token, first_query, k + at, v + at, place.mine);
