@@ -137,6 +137,43 @@ def test_a_promise_counts_where_kernels_begin_early(launches: Launches, gpu: Tar
     assert launches[0]["grid"] == launches[1]["grid"]
 
 
+AHEAD = ("ahead", "ahead_stride", "ahead_bytes", "ahead_parts")
+
+
+@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+def test_kernels_with_bulk_copies_ask(launches: Launches, gpu: Target, settled: bool, normed: bool) -> None:
+    memory = torch.zeros(5 << 21, dtype=torch.uint8)
+    one = step()._replace(settled=settled)
+    if normed:
+        one = one._replace(query_norm=torch.ones(HEAD).half(), key_norm=torch.ones(HEAD).half(), window=5)
+    attention_cuda.append_attention(one)
+    first = memory.data_ptr()
+    for ahead, want in (
+        (memory.view(5, -1), (first, 1 << 21, 0xFFFF0, 5)),
+        (memory[32:].unfold(0, 40, 64)[:7], (first + 32, 64, 32, 7)),
+        (memory[:0].view(0, 16), (0, 16, 16, 0)),
+        (memory.unfold(0, 40, 50)[:7], (first, 50, 32, 0)),
+        (memory[1:].unfold(0, 32, 32)[:7], (first + 1, 32, 32, 0)),
+        (memory.view(-1, 8), (first, 8, 0, 0)),
+    ):
+        attention_cuda.append_attention(one._replace(ahead=ahead))
+        assert launches[-1]["kernel"] == launches[0]["kernel"] + "_ahead" * (gpu is H200)
+        assert gpu is not H200 or [launches[-1][name] for name in AHEAD] == [*want]
+        assert {key: value for key, value in launches[-1].items() if key not in (*AHEAD, "kernel", "out")} == {
+            key: value for key, value in launches[0].items() if key not in ("kernel", "out")
+        }
+
+
+def test_other_kernels_do_not_ask(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = torch.zeros(4, 64, dtype=torch.uint8)
+    attention_cuda.append_attention(step(torch.float32)._replace(ahead=ahead))
+    monkeypatch.setattr(attention_cuda, "target", lambda device: replace(launches.gpu, closed=True))
+    attention_cuda.append_attention(step()._replace(ahead=ahead))
+    assert len(launches) == 3
+    assert not any("ahead" in launch for launch in launches)
+
+
 def test_norms_of_heads_that_no_kernel_knows_come_before(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     norms = {"query_norm": torch.ones(HEAD), "key_norm": torch.ones(HEAD)}
     attention_cuda.append_attention(step(torch.float32)._replace(**norms))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from qcut.cuda.gemm import Product
 from qcut.cuda.linear import linear_problem
 from qcut.cuda.plans import LaunchSpec
 from qcut.cuda.quantize import per_tensor_spec, per_token_spec
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.decoder.activate import ActivateRows, emit_activation
 from qcut.emitters.decoder.append import RotateAndAppend, emit_append
 from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
@@ -20,6 +24,7 @@ from tests.support.compiled import build
 from tests.support.launches import H200
 from tests.support.sass import listing
 
+ASKS = "UBLKPF"  # cp.async.bulk.prefetch.L2
 ARCH, F16 = H200.arch, DType.F16
 WAIT = "ACQBULK"  # griddepcontrol.wait
 READS = ("LDG", "LD.", "UTMALDG", "UBLKCP", "ATOM", "RED.")
@@ -82,3 +87,32 @@ def test_settled_steps_wait_with_keys_and_values_on_their_way() -> None:
         for binary in (waiting, early):
             assert binary.resources is not None
             assert binary.resources.spill_store_bytes == binary.resources.spill_load_bytes == 0, early.name
+
+
+def test_steps_ask_ahead_after_their_first_loads_and_before_they_wait() -> None:
+    forms = [AttentionMma.for_shape(F16, cache, 128, 4, ARCH, 8) for cache in (F16, DType.S8)]
+    steps = [AttentionAppend(form, True, norms, ahead=True) for form in forms for norms in (False, True)]
+    sources = [emit_attention_append(replace(step, settled=settled)) for step in steps for settled in (False, True)]
+    for source, binary in zip(sources, build(*sources), strict=True):
+        names = listing(binary.cubin)
+        (asks,) = (i for i, name in enumerate(names) if name.startswith(ASKS))
+        before = names[:asks]
+        assert (WAIT in before) == ("_settled" not in source.name), source.name
+        assert len([name for name in before if name.startswith(READS)]) >= 2 + 4, "a tile of keys and values"
+        assert binary.resources is not None
+        assert binary.resources.stack_bytes == 0, source.name
+
+
+def test_a_step_that_asks_is_the_step_with_more_arguments() -> None:
+    step = AttentionAppend(AttentionMma.for_shape(F16, F16, 64, 2, ARCH, 4), True)
+    plain, asking = emit_attention_append(step), emit_attention_append(replace(step, ahead=True))
+    assert asking.name == f"{plain.name}_ahead"
+    assert asking.params[: len(plain.params)] == plain.params
+    assert [param.name for param in asking.params[len(plain.params) :]] == [
+        "ahead",
+        "ahead_stride",
+        "ahead_bytes",
+        "ahead_parts",
+    ]
+    with pytest.raises(EmitError, match="ahead: is for architectures with bulk copies"):
+        AttentionAppend(AttentionMma.for_shape(F16, F16, 64, 2, "sm_80"), True, ahead=True)

@@ -203,7 +203,7 @@ def test_opcheck() -> None:
     for int8 in (False, True):
         step = (*tokens(int8=int8).values(), 0.25)
         norms = (None, None, None, 0, 0.0, torch.ones(16), torch.ones(16), 1e-6)
-        for more in ((), norms):
+        for more in ((), norms, (*norms, 0, 0, False, AHEAD)):
             tests = ("test_schema", "test_faketensor")
             torch.library.opcheck(OPS.append_attention.default, (*step, *more), test_utils=tests)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # how long the longest is, is data
@@ -288,6 +288,29 @@ def test_a_reach_is_within_the_places(reach: int) -> None:
     OPS.decode_attention(**attention(), **ring, reach=12)
     with pytest.raises(errors.ConfigError, match="reach is 13; allowed: 0 to 12"):
         OPS.decode_attention(**attention(), **ring, reach=13)
+
+
+AHEAD = torch.zeros(6, 64, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("ahead", [AHEAD, AHEAD[::2, 1:34], AHEAD[:0], AHEAD[:, :0]])
+def test_what_is_asked_for_changes_no_result(ahead: torch.Tensor) -> None:
+    want = OPS.append_attention(**tokens(), scale=0.25)
+    assert torch.equal(OPS.append_attention(**tokens(), scale=0.25, ahead=ahead), want)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "error", "message"),
+    [
+        (AHEAD.char(), errors.DtypeError, "ahead is int8; allowed: uint8"),
+        (AHEAD[0], errors.ShapeError, r"ahead has shape \[64\]"),
+        (AHEAD.t(), errors.ShapeError, r".* strides \[1, 64\]; allowed: \[parts, bytes\]"),
+        (AHEAD.to("meta"), errors.DeviceError, "ahead is on meta"),
+    ],
+)
+def test_only_memory_in_parts_is_asked_for(ahead: torch.Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"append_attention: {message}"):
+        OPS.append_attention(**tokens(), scale=0.25, ahead=ahead)
 
 
 def test_a_step_refuses_few_counters() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from qcut.cli import main as cli
 from qcut.cuda import gemm as gemm_cuda
-from qcut.engine import decode_loop, decoder
+from qcut.engine import attention, decode_loop, decoder
 from qcut.engine.engine import Engine
 from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.sampling import Sampling
@@ -47,6 +47,19 @@ def test_graphs_are_the_launches(scheme: str | None, monkeypatch: pytest.MonkeyP
         assert_same(captured.decode([token, token + 1]), launched.decode([token, token + 1]))
     hot = Sampling(temperature=1.0, seed=2)
     assert captured.generate(prompts, 30, sampling=hot) == launched.generate(prompts, 30, sampling=hot)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "codebook4"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_tokens_are_those_of_steps_that_ask_for_nothing(
+    scheme: str, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = llama(scheme), prompts_of(VOCABULARY, *range(20, 20 + batch))
+    asking = Engine(model, batch=batch)
+    assert all(part is not None for part in asking._asked(batch))
+    tokens = asking.generate(prompts, 24)
+    monkeypatch.setattr(attention, "ASKED_BYTES", 0)
+    assert Engine(model, batch=batch).generate(prompts, 24) == tokens
 
 
 @pytest.mark.parametrize("layer", [False, True])

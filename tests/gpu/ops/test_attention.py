@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.cuda.plans import forget_plans, pdl, target, watched_loads
 from qcut.engine.kv_cache import KV_DTYPES, KVCache, KVDtype
 from qcut.numerics.int8 import sqnr_db
 from tests.gpu.support.oracles import DEVICE, assert_same
@@ -145,7 +146,7 @@ def test_a_reach_is_a_cache_that_ends_there(dtype: torch.dtype, kind: KVDtype, b
     assert sqnr_db(want.double(), got.double()) > {2: 45, 4: 100}[dtype.itemsize]
 
 
-def grown(settled: bool, kind: KVDtype, batch: int, ring: int) -> list[Tensor]:
+def grown(settled: bool, kind: KVDtype, batch: int, ring: int, ahead: Tensor | None = None) -> list[Tensor]:
     """Results of steps of growing sequences, one graph after another, and the cache after them."""
     places, device = 700, torch.device(DEVICE)
     torch.manual_seed(batch)
@@ -160,7 +161,7 @@ def grown(settled: bool, kind: KVDtype, batch: int, ring: int) -> list[Tensor]:
     def step() -> Tensor:
         q, k, v = (t.unflatten(1, (-1, 64)) for t in torch.ops.qcut.silu_mul(x, x).split((256, 128, 128), 1))
         at = (*tables, positions, slots, *cache.layer(0))
-        y: Tensor = torch.ops.qcut.append_attention(q, k, v, *at, 0.125, settled=settled, **options)
+        y: Tensor = torch.ops.qcut.append_attention(q, k, v, *at, 0.125, settled=settled, ahead=ahead, **options)
         torch.ops.qcut.advance(logits, tokens, positions, slots, places)
         return y
 
@@ -184,3 +185,23 @@ def grown(settled: bool, kind: KVDtype, batch: int, ring: int) -> list[Tensor]:
 def test_settled_steps_are_the_steps(kind: KVDtype, batch: int, ring: int) -> None:
     for got, want in zip(*(grown(settled, kind, batch, ring) for settled in (True, False)), strict=True):
         assert_same(got, want)
+
+
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_what_is_asked_for_changes_no_result(kind: KVDtype, batch: int) -> None:
+    """More parts than CTAs, parts beyond what a copy takes, odd strides, and addresses that no copy takes."""
+    memory = torch.zeros(1 << 24, dtype=torch.uint8, device=DEVICE)
+    want = grown(True, kind, batch, 0)
+    forget_plans()
+    with watched_loads() as loaded:
+        for settled, ahead in (
+            (True, memory.view(1024, -1)),
+            (False, memory.view(8, -1)),
+            (True, memory.unfold(0, 40, 48)[:77]),
+            (True, memory[1:].unfold(0, 64, 64)[:5]),
+        ):
+            for got, expected in zip(grown(settled, kind, batch, 0, ahead), want, strict=True):
+                assert_same(got, expected)
+    device = torch.cuda.current_device()
+    assert any(name.endswith("_ahead") for name in loaded) == (pdl(device) and not target(device).closed)
