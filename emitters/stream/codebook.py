@@ -36,6 +36,8 @@ class CodebookStreamTile:
         prefetch: row tiles whose units a warp has in flight.
         alone: whether a CTA has its multiprocessor to itself. Where several fit, the CTAs of the next kernel, which
             start early, would come beside busy ones instead of on idle multiprocessors.
+        packed: 0, or the units in flight of a warp whose second operand has each of its units in another column: the
+            only token then takes the registers of one unit, and a CTA reads more of K.
     """
 
     tokens: int
@@ -45,12 +47,13 @@ class CodebookStreamTile:
     splits: int = 1
     prefetch: int = 1
     alone: bool = False
+    packed: int = 0
 
     @property
     def name(self) -> str:
-        """``t{tokens}_r{row_tiles}_w{warps}_u{units}_k{splits}_p{prefetch}``, and ``_a`` if alone."""
+        """``t{tokens}_r{row_tiles}_w{warps}_u{units}_k{splits}_p{prefetch}``, ``_f{packed}`` and ``_a`` if so."""
         sizes = f"t{self.tokens}_r{self.row_tiles}_w{self.warps}_u{self.units}_k{self.splits}_p{self.prefetch}"
-        return sizes + "_a" * self.alone
+        return sizes + f"_f{self.packed}" * (self.packed > 0) + "_a" * self.alone
 
     @property
     def capacity(self) -> int:
@@ -62,6 +65,11 @@ def registers(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
     """Estimate a thread's registers: tokens, weights in flight, accumulators, decoded operands, and the rest."""
     token_tiles = -(-tile.tokens // 8)
     int8 = problem.x is DType.S8
+    if tile.packed and int8:
+        # A thread keeps 16 columns of the token for every four units while the CTA finds the largest magnitude.
+        return 68 + 16 * (-(-tile.units // 4) - 1) * (problem.rotates is not None)
+    if tile.packed:
+        return 46 + tile.packed * (2 * problem.bits + 1) + 6 * (problem.bits == 3)
     tokens = tile.units * token_tiles * (8 if int8 else 16)
     slots = problem.slots * (1 + problem.offsets)
     weights = tile.prefetch * tile.units * (2 * problem.bits + slots + (2 if int8 else 0))
@@ -91,6 +99,12 @@ def table_bytes(problem: CodebookProblem) -> int:
     return PAIR_TABLE_BYTES if problem.pairs or problem.x is not DType.S8 else 0
 
 
+def _can_pack(problem: CodebookProblem, tile: CodebookStreamTile) -> bool:
+    divides = tile.packed in (2, 4) and tile.units % tile.packed == 0
+    whole = (tile.tokens, tile.splits, tile.prefetch) == (1, 1, 1)
+    return divides and whole and not problem.offsets and (problem.x is DType.S8 or problem.slots == 1)
+
+
 CONSTRAINTS = (
     ARCHITECTURE,
     Constraint("alignment", "is at least 1", lambda p, t, arch: p.alignment_n >= 1),
@@ -108,6 +122,12 @@ CONSTRAINTS = (
         lambda p, t, arch: 1 <= t.prefetch <= min(4, t.row_tiles),
     ),
     SPLITS,
+    Constraint(
+        "packed",
+        "is 0, or 2 or 4 and divides units: of one token, without splits, prefetch and offsets; 16-bit tokens have the"
+        " registers for one norm a unit",
+        lambda p, t, arch: t.packed == 0 or _can_pack(p, t),
+    ),
     Constraint(
         "rotates",
         "takes a tile of one token: more are rotated once, by a kernel before",
@@ -164,6 +184,7 @@ def emit_codebook_stream(problem: CodebookProblem, tile: CodebookStreamTile, arc
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
     sizes = (tile.tokens, tile.row_tiles, tile.warps, tile.units, tile.splits, tile.prefetch)
+    sizes += (tile.packed,) * (tile.packed > 0)
     return decode_source(
         name,
         problem,

@@ -39,12 +39,16 @@ _TABLE = 8  # filling the table of a CTA
 _WAVE = 100  # each wave after the first
 _TOKENS = 0.1  # reading a token's part of a unit, 256 bytes, from the L2
 
+PACKED = 2
+"""Units in flight of a warp of tiles that spare one token's product a cluster; 0: such products take clusters."""
+
 
 def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: Target) -> CodebookStreamTile:
     """The tile of ``codebook_stream`` for m tokens, n rows of weights and so many units along K.
 
     The model weighs the units that an SM reads against too few warps to hide latency, sums of many warps, the exchange
-    of a cluster, the table that each CTA fills, and waves after the first.
+    of a cluster, the table that each CTA fills, and waves after the first. Where one token would take a cluster, a CTA
+    that reads all of K is weighed too.
 
     Raises:
         EmitError: m is not 1 to 32, or no tile of the family fits the shape.
@@ -55,27 +59,41 @@ def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: 
     latency, pace = _LATENCY * machine.bandwidth, machine.cycle_bandwidth
     tokens = next(t for t in (1, 8, 16, 24, 32) if t >= m)
     row_tiles = -(-n // ROW_TILE)
-    best: tuple[float, CodebookStreamTile] | None = None
-    sizes = CLUSTER_SIZES if architecture(arch).clusters else (1,)
-    for splits, units, ctas in product(sizes, (1, 2, 4), (1, 2, 3)):
+
+    def cost(tile: CodebookStreamTile, ctas: int) -> float:
+        """The time of a CTA, with ``ctas`` on an SM, and of waves after the first."""
+        slots = max(1, machine.clusters_at_once(tile.splits)) * ctas
+        waves = -(-row_tiles // (tile.row_tiles * slots))
+        units = tile.warps * tile.units
+        if tile.packed:
+            read = units * (tile.row_tiles * (1 + latency / (tile.warps * tile.packed)) + _TOKENS)
+        else:
+            each = 1 + latency / (tile.warps * ctas) + _MORE_UNITS * (tile.units - 1)
+            read = ctas * tile.row_tiles * units * each
+        sums = pace * (ctas * tile.warps * m * tile.row_tiles / _SUMS)
+        exchange = pace * _EXCHANGE * tile.splits if tile.splits > 1 else 0
+        return waves * (read + sums + exchange + pace * _TABLE * ctas) + pace * _WAVE * (waves - 1)
+
+    def fitting(splits: int, units: int, ctas: int, packed: int = 0) -> CodebookStreamTile | None:
         warps = -(-units_k // (splits * units))
         if warps * ctas > 32 or (splits > 1 and ctas > 1) or splits > units_k:
-            continue
+            return None
         slots = max(1, machine.clusters_at_once(splits)) * ctas
         wanted = min(-(-row_tiles // slots), MAX_ROW_TILES)
-        tile = _largest(problem, CodebookStreamTile(tokens, wanted, warps, units, splits), arch)
-        if tile is None or not _fit_together(problem, tile, ctas, arch):
-            continue
-        waves = -(-row_tiles // (tile.row_tiles * slots))
-        read = ctas * tile.row_tiles * warps * units * (1 + latency / (warps * ctas) + _MORE_UNITS * (units - 1))
-        sums = pace * (ctas * warps * m * tile.row_tiles / _SUMS)
-        exchange = pace * _EXCHANGE * splits if splits > 1 else 0
-        cost = waves * (read + sums + exchange + pace * _TABLE * ctas) + pace * _WAVE * (waves - 1)
-        if best is None or cost < best[0]:
-            best = cost, replace(tile, alone=ctas == 1 and _is_alone(problem, arch))
-    if best is None:
+        tile = _largest(problem, CodebookStreamTile(tokens, wanted, warps, units, splits, packed=packed), arch)
+        return tile if tile is not None and _fit_together(problem, tile, ctas, arch) else None
+
+    sizes = CLUSTER_SIZES if architecture(arch).clusters else (1,)
+    asked = product(sizes, (1, 2, 4), (1, 2, 3))
+    found = [(tile, ctas) for splits, units, ctas in asked if (tile := fitting(splits, units, ctas))]
+    if not found:
         raise EmitError(f"codebook decode: no tile for {units_k} units of K, {n} rows and {m} tokens on {arch}")
-    return best[1]
+    best = min(found, key=lambda choice: cost(*choice))
+    if PACKED and m == 1 and best[0].splits > 1:
+        packed = [(tile, 1) for units in (2, 4, 6, 8) if (tile := fitting(1, units, 1, PACKED))]
+        best = min([best, *packed], key=lambda choice: cost(*choice))
+    tile, ctas = best
+    return replace(tile, alone=ctas == 1 and _is_alone(problem, arch))
 
 
 def _is_alone(problem: CodebookProblem, arch: str) -> bool:
@@ -89,7 +107,7 @@ def _is_alone(problem: CodebookProblem, arch: str) -> bool:
 
 def _largest(problem: CodebookProblem, tile: CodebookStreamTile, arch: str) -> CodebookStreamTile | None:
     """The tile with the most row tiles, and the most loads in flight, that fits; None where none fits."""
-    prefetch = max(1, min(3, 32 // (tile.warps * tile.units)))
+    prefetch = 1 if tile.packed else max(1, min(3, 32 // (tile.warps * tile.units)))
     for row_tiles in range(tile.row_tiles, 0, -1):
         for ahead in range(min(prefetch, row_tiles), 0, -1):
             smaller = replace(tile, row_tiles=row_tiles, prefetch=ahead)

@@ -251,6 +251,18 @@ struct UnitProduct<int8_t, Values> {
   }
 };
 
+// Adds kCount columns of a result of mma.sync to its first: neighbouring columns, then neighbouring pairs, and so on.
+template <int kCount, class Acc>
+__device__ __forceinline__ void add_columns(Acc (&sum)[4]) {
+  sum[0] += sum[1];
+  sum[2] += sum[3];
+#pragma unroll
+  for (int lanes = 1; 2 * lanes < kCount; lanes *= 2) {
+    sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], lanes);
+    sum[2] += __shfl_xor_sync(0xffffffffu, sum[2], lanes);
+  }
+}
+
 // Writes one element of D. The epilogue's vectors are in shared memory; the vectors of columns start at column col0.
 template <class E, class Acc>
 __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int col0, typename E::Out* d, int m, int n,
@@ -274,6 +286,9 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   using Acc = typename Product::Acc;
   constexpr int kThreads = 32 * Tile::kWarps;
   constexpr int kUnits = Tile::kUnits;
+  constexpr int kHeld = Tile::kPacked ? Tile::kPacked : kUnits;  // units of a row tile in flight
+  constexpr int kOperands = Tile::kPacked ? 1 : kUnits;
+  static_assert(Tile::kPacked == 0 || !kOffsets);
   constexpr int kPitch = Shared::kPitch;
   extern __shared__ __align__(16) char shared[];
 
@@ -289,7 +304,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   // Units past the last one stay zero, and so do their tokens. All warps take the same branches: the table's address
   // then stays in a uniform register, which saves an addition for every two weights.
   using Unit = WeightUnit<kBits, kSlots, kOffsets>;
-  Unit weights[Tile::kPrefetch][kUnits] = {};
+  Unit weights[Tile::kPrefetch][kHeld] = {};
   RowFold<T> folds[Tile::kPrefetch];
   // The address of this lane's part of unit k0 of the next tile, computed before the tile's registers are free.
   const int k0 = min(first, units_k - 1);
@@ -299,21 +314,22 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const auto load_unit = [&](Unit& unit, int u, bool wanted) {
     unit.load_if(next_unit + u * kUnitBytes<kBits>, next_norms + u * Unit::kNormBytes, wanted && first + u < units_k);
   };
+  const int skipped = units_k - (Tile::kPacked ? kUnits : 0);
   const auto next_tile = [&] {
-    next_unit += units_k * kUnitBytes<kBits>;
-    next_norms += units_k * Unit::kNormBytes;
+    next_unit += skipped * kUnitBytes<kBits>;
+    next_norms += skipped * Unit::kNormBytes;
   };
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) load_unit(weights[s][u], u, s == 0 || s < tiles);
+    for (int u = 0; u < kHeld; ++u) load_unit(weights[s][u], u, s == 0 || s < tiles);
     folds[s].load_if(fold, tile0 + s, s == 0 || s < tiles);
-    next_tile();
+    if constexpr (Tile::kPacked == 0) next_tile();
   }
   // No register is free for the tile after the kPrefetch tiles in flight, but the L2 has room: this tile is prefetched
   // while the table is filled and the tokens arrive. Prefetching more tiles, one in every later round, or the last of
   // two tiles would only delay the tiles in flight.
-  if (!kIsInt8<T> && Tile::kPrefetch + 1 < tiles) {
+  if (!kIsInt8<T> && Tile::kPacked == 0 && Tile::kPrefetch + 1 < tiles) {
     constexpr int kLines = kUnitBytes<kBits> / 128;
     const int lines = min(kUnits, units_k - k0) * kLines;
 #pragma unroll
@@ -355,27 +371,52 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) pin(weights[s][u].words);
+    for (int u = 0; u < kHeld; ++u) pin(weights[s][u].words);
   }
   const Product product(book, shared);
-  TokenSums<T, kSlots, Tile::kTokenTiles, kOffsets> sums[kUnits];
+  TokenSums<T, kSlots, Tile::kTokenTiles, kOffsets> sums[kOperands];
 #pragma unroll
-  for (int u = 0; u < kUnits; ++u) sums[u].load(tokens.b[u]);
+  for (int u = 0; u < kOperands; ++u) sums[u].load(tokens.b[u]);
   uint32_t mine = region + 4 * (2 * (lane % 4) * kPitch + lane / 4);
   asm volatile("" : "+r"(mine));  // keeps the compiler from computing the address anew for every tile
+  int here = units_k - first;
 #pragma unroll 1
   for (int tile = 0; tile < tiles; tile += Tile::kPrefetch) {
 #pragma unroll
     for (int s = 0; s < Tile::kPrefetch; ++s) {
       if (s > 0 && tile + s >= tiles) break;
       Acc sum[Tile::kTokenTiles][4] = {};
+      if constexpr (Tile::kPacked > 0) {
+        RowFold<T> next_fold;
+        next_fold.load_if(fold, tile0 + tile + 1, tile + 1 < tiles);
+#pragma unroll 1
+        for (int u = 0; u < kUnits; u += kHeld) {
+          if (u + kHeld == kUnits) next_tile();
+          next_unit += kHeld * kUnitBytes<kBits>;
+          next_norms += kHeld * Unit::kNormBytes;
+          here = u + kHeld < kUnits ? here - kHeld : tile + 1 < tiles ? units_k - first : 0;
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        product.add(sum, weights[s][u], folds[s], tokens.b[u], sums[u]);
-        load_unit(weights[s][u], u, tile + s + Tile::kPrefetch < tiles);
+          for (int h = 0; h < kHeld; ++h) {
+            Acc part[1][4] = {};
+            product.add(part, weights[0][h], folds[0], tokens.b[0], sums[0]);
+            weights[0][h].load_if(next_unit + h * kUnitBytes<kBits>, next_norms + h * Unit::kNormBytes, h < here);
+            if (lane % 4 == (u + h) / 2) {  // the lanes with column u + h
+              sum[0][h % 2] = part[0][h % 2];
+              sum[0][2 + h % 2] = part[0][2 + h % 2];
+            }
+          }
+        }
+        folds[0] = next_fold;
+        add_columns<kUnits>(sum[0]);
+      } else {
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+          product.add(sum, weights[s][u], folds[s], tokens.b[u], sums[u]);
+          load_unit(weights[s][u], u, tile + s + Tile::kPrefetch < tiles);
+        }
+        folds[s].load_if(fold, tile0 + tile + s + Tile::kPrefetch, tile + s + Tile::kPrefetch < tiles);
+        next_tile();
       }
-      folds[s].load_if(fold, tile0 + tile + s + Tile::kPrefetch, tile + s + Tile::kPrefetch < tiles);
-      next_tile();
       const uint32_t place = mine + 64 * (tile + s);
 #pragma unroll
       for (int j = 0; j < Tile::kTokenTiles; ++j) {

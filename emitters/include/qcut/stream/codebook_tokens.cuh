@@ -13,7 +13,7 @@
 
 namespace qcut {
 
-template <int kTokens_, int kRowTiles_, int kWarps_, int kUnits_, int kSplits_, int kPrefetch_>
+template <int kTokens_, int kRowTiles_, int kWarps_, int kUnits_, int kSplits_, int kPrefetch_, int kPacked_ = 0>
 struct StreamTile {
   static constexpr int kTokens = kTokens_;  // at most; m of a launch may be less
   static constexpr int kTokenTiles = (kTokens + 7) / 8;
@@ -23,6 +23,9 @@ struct StreamTile {
   static constexpr int kUnits = kUnits_;
   static constexpr int kSplits = kSplits_;
   static constexpr int kPrefetch = kPrefetch_;
+  static constexpr int kPacked = kPacked_;  // units in flight of a warp whose second operand has a unit in each column
+  static_assert(kPacked == 0 || (kPacked % 2 == 0 && kUnits % kPacked == 0 && kUnits <= 8));
+  static_assert(kPacked == 0 || (kTokens == 1 && kSplits == 1 && kPrefetch == 1));
 };
 
 template <class T>
@@ -50,6 +53,13 @@ struct StreamShared {
   static constexpr int kRowScale = kBias + 4 * Tile::kRows;
   static constexpr int kBytes = kRowScale + 4 * Tile::kTokens;
 };
+
+// The bytes by which a staged chunk of 16 bytes of a warp's unit is moved. Chunks of a packed tile's units are loaded
+// together, as the rows of a matrix, and are moved to different banks.
+template <class Tile>
+__device__ __forceinline__ int chunk_move(int chunk, int unit) {
+  return Tile::kPacked ? 16 * ((chunk ^ unit) - chunk) : 0;
+}
 
 // If `wanted`, copies kSize bytes, or with `zero` writes zeros and reads nothing. The copy is predicated instead of
 // branched over: after a divergent branch the compiler no longer keeps shared addresses in uniform registers, and
@@ -100,8 +110,9 @@ struct BlockTokens {
       const int block = i / (8 * kRows * Tile::kTokenTiles);
       const bool there = i < kPieces && 8 * j + row < m;
       const long long at = static_cast<long long>(first * Shared::kBlocks + block) * m8 + j;
-      copy_async_if<16>(region + 16 * i, x + 1024 * at + 128 * row + 16 * chunk, there,
-                        first + block / Shared::kBlocks >= units_k);
+      const int unit = block / Shared::kBlocks;
+      copy_async_if<16>(region + 16 * i + chunk_move<Tile>(i, unit), x + 1024 * at + 128 * row + 16 * chunk, there,
+                        first + unit >= units_k);
     }
   }
   __device__ __forceinline__ void finish(uint32_t, float*) const {}
@@ -195,7 +206,8 @@ struct RowToken {
         uint32_t w[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) w[j] = pack_pair<T>(r[8 * h + 2 * j], r[8 * h + 2 * j + 1]);
-        if (unit < kCtaUnits) store_shared_16(at + 16 * h, w);
+        const int move = chunk_move<Tile>(Pieces::column() / 8 + h, unit % Tile::kUnits);
+        if (unit < kCtaUnits) store_shared_16(at + 16 * h + move, w);
       }
     }
   }
@@ -262,14 +274,15 @@ struct QuantizedToken {
         w[h + 1] = words[1];
       }
       const uint32_t at = regions + unit / Tile::kUnits * StreamShared<int8_t, Tile>::kRegionBytes +
-                          128 * (unit % Tile::kUnits) + Pieces::column();
+                          128 * (unit % Tile::kUnits) + Pieces::column() +
+                          chunk_move<Tile>(Pieces::column() / 16, unit % Tile::kUnits);
       if (unit < kCtaUnits) store_shared_16(at, w);
     }
   }
 };
 
 // A warp's tokens as second operands of mma.sync, loaded from the warp's region of shared memory.
-template <class T, class Tile>
+template <class T, class Tile, bool kPacked = (Tile::kPacked > 0)>
 struct TokenFragments {
   using Shared = StreamShared<T, Tile>;
   static constexpr int kChunks = 8 * Shared::kBlocks;  // chunks of 16 bytes of a token in a unit
@@ -294,6 +307,29 @@ struct TokenFragments {
           for (int i = 0; i < 4; ++i) b[u][j][q + i] = matrices[i];
         }
       }
+    }
+  }
+};
+
+// One token's columns of all units of a warp as one second operand: column u has unit u. A unit's products with it are
+// wanted in column u of the result alone.
+template <class T, class Tile>
+struct TokenFragments<T, Tile, true> {
+  using Shared = StreamShared<T, Tile>;
+  static constexpr int kChunks = 8 * Shared::kBlocks;
+  uint32_t b[1][1][kChunks];
+
+  __device__ __forceinline__ void load(uint32_t region) {
+    const int lane = threadIdx.x % 32;
+    const int unit = min(lane % 8, Tile::kUnits - 1);  // columns past the last unit repeat it
+    const uint32_t at = region + 128 * Shared::kBlocks * unit;
+#pragma unroll
+    for (int q = 0; q < kChunks; q += 4) {
+      uint32_t matrices[4];
+      const int chunk = q + lane / 8;
+      load_matrices(matrices, at + 16 * chunk + chunk_move<Tile>(chunk, unit));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) b[0][0][q + i] = matrices[i];
     }
   }
 };
