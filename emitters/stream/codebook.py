@@ -65,11 +65,8 @@ def registers(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
     """Estimate a thread's registers: tokens, weights in flight, accumulators, decoded operands, and the rest."""
     token_tiles = -(-tile.tokens // 8)
     int8 = problem.x is DType.S8
-    if tile.packed and int8:
-        # A thread keeps 16 columns of the token for every four units while the CTA finds the largest magnitude.
-        return 68 + 16 * (-(-tile.units // 4) - 1) * (problem.rotates is not None)
     if tile.packed:
-        return 46 + tile.packed * (2 * problem.bits + 1) + 6 * (problem.bits == 3)
+        return _packed_registers(problem, tile)
     tokens = tile.units * token_tiles * (8 if int8 else 16)
     slots = problem.slots * (1 + problem.offsets)
     weights = tile.prefetch * tile.units * (2 * problem.bits + slots + (2 if int8 else 0))
@@ -78,6 +75,16 @@ def registers(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
         # Sums of tokens by slot; of four slots and several units the compiler keeps more than these.
         sums += 2 * tile.units * problem.slots * token_tiles + 20 * (problem.slots == 4 and tile.units > 1)
     return tokens + weights + sums + (28 + 8 * (tile.units > 1) if int8 else 20)
+
+
+def _packed_registers(problem: CodebookProblem, tile: CodebookStreamTile) -> int:
+    """Registers that kernels on sm_90a need so as not to spill."""
+    if problem.x is DType.S8:
+        # A thread keeps 16 columns of the token for every four units while the CTA finds the largest magnitude.
+        columns = 16 * (-(-tile.units // 4) - 1) if problem.rotates else 0
+        return 68 + columns + 8 * (problem.slots > 1)
+    short = problem.rotates is None and tile.units == tile.packed
+    return 48 + 4 * problem.bits + 8 * (problem.bits == 3) + 8 * short
 
 
 def register_limit(tile: CodebookStreamTile) -> int:
@@ -100,9 +107,9 @@ def table_bytes(problem: CodebookProblem) -> int:
 
 
 def _can_pack(problem: CodebookProblem, tile: CodebookStreamTile) -> bool:
-    divides = tile.packed in (2, 4) and tile.units % tile.packed == 0
-    whole = (tile.tokens, tile.splits, tile.prefetch) == (1, 1, 1)
-    return divides and whole and not problem.offsets and (problem.x is DType.S8 or problem.slots == 1)
+    is_pair = tile.packed == 2 and tile.units % 2 == 0
+    is_alone = tile.tokens == tile.splits == tile.prefetch == 1
+    return is_pair and is_alone and not problem.offsets and (problem.x is DType.S8 or problem.slots == 1)
 
 
 CONSTRAINTS = (
@@ -124,8 +131,8 @@ CONSTRAINTS = (
     SPLITS,
     Constraint(
         "packed",
-        "is 0, or 2 or 4 and divides units: of one token, without splits, prefetch and offsets; 16-bit tokens have the"
-        " registers for one norm a unit",
+        "is 0, or 2 with an even number of units: for one token, without splits, prefetch and offsets, and of 16-bit"
+        " tokens with one norm a unit, as sums of more do not fit the registers",
         lambda p, t, arch: t.packed == 0 or _can_pack(p, t),
     ),
     Constraint(
@@ -183,8 +190,8 @@ def emit_codebook_stream(problem: CodebookProblem, tile: CodebookStreamTile, arc
     """
     validate(problem, tile, arch)
     name = procedural_name(FAMILY, arch, problem, tile)
-    sizes = (tile.tokens, tile.row_tiles, tile.warps, tile.units, tile.splits, tile.prefetch)
-    sizes += (tile.packed,) * (tile.packed > 0)
+    packed = (tile.packed,) if tile.packed else ()
+    sizes = (tile.tokens, tile.row_tiles, tile.warps, tile.units, tile.splits, tile.prefetch, *packed)
     return decode_source(
         name,
         problem,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from qcut.dispatch.gpus import Target
+from qcut.dispatch.tiles import codebook as tiles
 from qcut.dispatch.tiles.codebook import is_wgmma_better, stream_tile, stream_wgmma_tile
 from qcut.emitters.codebook.problem import CodebookProblem
 from qcut.emitters.core.arch import architecture
@@ -36,6 +37,7 @@ QUANTIZES = CodebookProblem(DType.S8, 4, 2, Epilogue(row_scale="per_token", col_
 WIDE = CodebookStreamTile(1, 7, 32)
 SMALL = CodebookStreamTile(16, 2, 8, 2)
 CLUSTER = CodebookStreamTile(8, 9, 28, 1, 4)
+PACKED = CodebookStreamTile(1, 2, 28, 4, packed=2)
 WGMMA = CodebookStreamWgmmaTile(64, 4, 2, 8, 4)
 SHAPES = (
     (14336, 32),
@@ -65,6 +67,14 @@ def mma_sources(arch: str) -> list[KernelSource]:
             (INT8_PAIRS, CodebookStreamTile(8, 4, 28, 1, 2)),
             (INT8, CodebookStreamTile(8, 4, 28, 2, 2)),
             (QUANTIZES, CodebookStreamTile(1, 9, 28, 1, 8)),
+            (ROTATES, PACKED),
+            (ROTATES, CodebookStreamTile(1, 4, 32, 8, packed=2)),
+            (replace(HALF, epilogue=GELU, bits=3), PACKED),
+            (replace(PAIRS, rotates=DType.F16), CodebookStreamTile(1, 2, 32, 2, packed=2)),
+            (replace(BRAIN, bits=2, slots=1, rotates=DType.BF16), CodebookStreamTile(1, 2, 32, 4, packed=2)),
+            (replace(QUANTIZES, slots=1), PACKED),
+            (QUANTIZES, CodebookStreamTile(1, 3, 19, 6, packed=2)),
+            (INT8_PAIRS, CodebookStreamTile(1, 3, 24, 8, packed=2)),
         ]
     return [emit_codebook_stream(problem, tile, arch) for problem, tile in tiles]
 
@@ -94,6 +104,8 @@ def test_names_spell_the_kernel():
     assert name == "qcut_codebook_stream_sm90a_f16hxc4s1_f16_sn_n8_t1_r7_w32_u1_k1_p1"
     name = emit_codebook_stream(INT8_PAIRS, WIDE, "sm_90a").name
     assert name == "qcut_codebook_stream_sm90a_s8xc4ps2_f16_sm_sn_n8_t1_r7_w32_u1_k1_p1"
+    name = emit_codebook_stream(HALF, replace(PACKED, alone=True), "sm_90a").name
+    assert name == "qcut_codebook_stream_sm90a_f16xc4s1_f16_sn_n8_t1_r2_w28_u4_k1_p1_f2_a"
     name = emit_codebook_stream_wgmma(INT8, WGMMA, "sm_90a").name
     assert name == "qcut_codebook_stream_wgmma_sm90a_s8xc2s2_f16_sm_sn_r_n8_t64_g4_k2_s8_p4"
 
@@ -102,6 +114,11 @@ def test_splits_are_a_cluster():
     assert "__cluster_dims__(4, 1, 1)" in emit_codebook_stream(HALF, CLUSTER, "sm_90a").text
     assert "__cluster_dims__(2, 1, 1)" in emit_codebook_stream_wgmma(HALF, WGMMA, "sm_90a").text
     assert "__cluster_dims__" not in emit_codebook_stream(HALF, WIDE, "sm_90a").text
+
+
+def test_packed_tiles_say_so_and_others_do_not():
+    assert "qcut::StreamTile<1, 2, 28, 4, 1, 1, 2>;" in emit_codebook_stream(HALF, PACKED, "sm_90a").text
+    assert "qcut::StreamTile<1, 7, 32, 1, 1, 1>;" in emit_codebook_stream(HALF, WIDE, "sm_90a").text
 
 
 def test_grid_covers_the_rows():
@@ -167,7 +184,8 @@ def test_long_sums_need_clusters():
     [
         (14336, 32, 1, "t1_r7_w32_u1_k1_p1_a"),
         (14336, 32, 16, "t16_r7_w16_u2_k1_p1_a"),
-        (4096, 112, 1, "t1_r9_w28_u1_k4_p1_a"),
+        (4096, 112, 1, "t1_r2_w28_u4_k1_p1_f2_a"),
+        (8192, 224, 1, "t1_r4_w28_u8_k1_p1_f2_a"),
         (4096, 112, 8, "t8_r9_w28_u1_k4_p1_a"),
         (4096, 32, 8, "t8_r2_w32_u1_k1_p1_a"),
         (1280, 10, 1, "t1_r1_w10_u1_k1_p1_a"),
@@ -177,6 +195,24 @@ def test_long_sums_need_clusters():
 def test_measured_shapes_have_their_best_tile(n: int, units: int, m: int, name: str):
     assert not is_wgmma_better(HALF, m, n, units, H200)
     assert stream_tile(HALF, m, n, units, H200).name == name
+
+
+def test_one_cta_reads_a_long_k_of_one_token(monkeypatch: pytest.MonkeyPatch):
+    def tile(n: int, units: int, m: int = 1, arch: str = "sm_90a", problem: CodebookProblem = HALF):
+        return stream_tile(problem, m, n, units, Target(arch, 132))
+
+    for n, units in ((4096, 56), (4096, 100), (4096, 112), (4096, 113), (8192, 64), (8192, 224)):
+        for problem in (HALF, ROTATES, PAIRS):
+            chosen = tile(n, units, problem=problem)
+            assert (chosen.packed, chosen.splits) == (2, 1)
+            assert units <= chosen.capacity < units + chosen.warps
+    # Few rows leave multiprocessors without any; short K has a tile without packing; offsets need sums of units.
+    others = [tile(448, 112), tile(14336, 32), tile(1280, 40), tile(4096, 112, 8), tile(4096, 112, arch="sm_100")]
+    others += [tile(4096, 112, problem=replace(HALF, offsets=True)), tile(4096, 112, problem=replace(HALF, slots=4))]
+    monkeypatch.setattr(tiles, "PACKED", 0)
+    others.append(tile(4096, 112))
+    assert others[-1].name == "t1_r9_w28_u1_k4_p1_a"
+    assert [other.packed for other in others] == [0] * len(others)
 
 
 @pytest.mark.parametrize(
@@ -224,6 +260,7 @@ REFUSALS = {
     "units": (HALF, replace(SMALL, units=9), "sm_80"),
     "prefetch": (HALF, replace(SMALL, prefetch=3), "sm_80"),
     "splits": (HALF, replace(SMALL, splits=3), "sm_90a"),
+    "packed": (HALF, replace(PACKED, packed=4), "sm_90a"),
     "rotates": (ROTATES, SMALL, "sm_80"),
     "clusters": (HALF, CLUSTER, "sm_80"),
     "registers": (HALF, CodebookStreamTile(16, 1, 32), "sm_90a"),
@@ -259,6 +296,23 @@ def test_illegal_tiles_are_refused_by_name(family: Any, emit: Callable[..., Kern
             emit(*refusals[constraint.name])
 
 
+@pytest.mark.parametrize(
+    ("problem", "tile"),
+    [
+        (HALF, replace(PACKED, units=3)),
+        (HALF, replace(PACKED, tokens=2)),
+        (HALF, replace(PACKED, splits=2)),
+        (HALF, replace(PACKED, prefetch=2)),
+        (replace(HALF, offsets=True), PACKED),
+        (replace(HALF, slots=2), PACKED),
+    ],
+    ids=["units", "tokens", "splits", "prefetch", "offsets", "slots"],
+)
+def test_what_packed_tiles_do_not_take(problem: CodebookProblem, tile: CodebookStreamTile):
+    with pytest.raises(EmitError, match=": packed: is 0, or 2 with an even number of units"):
+        emit_codebook_stream(problem, tile, "sm_90a")
+
+
 # ── binaries ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -280,7 +334,8 @@ def test_mma_binaries_hold_their_instructions(arch: str):
         kind = source.name.split(f"{arch.replace('_', '')}_")[1][:3].rstrip("xh")
         assert {multiply[kind], "LDSM.16.M88.4", "PRMT"} <= names, source.name
         rotates = any(p.name == "signs" for p in source.params)
-        assert ("SHFL.BFLY" in names) == rotates, source.name
+        adds_columns = re.search(r"_u[468]_k1_p1_f2", source.name) is not None
+        assert ("SHFL.BFLY" in names) == (rotates or adds_columns), source.name
         stream = r"LDG\.E\.NA\.LTC(128|256)B\.128\.CONSTANT"
         assert any(re.match(stream, name) for name in names), source.name
         assert any(name.startswith("LDGSTS.E.BYPASS") for name in names) != rotates, source.name

@@ -47,8 +47,8 @@ def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: 
     """The tile of ``codebook_stream`` for m tokens, n rows of weights and so many units along K.
 
     The model weighs the units that an SM reads against too few warps to hide latency, sums of many warps, the exchange
-    of a cluster, the table that each CTA fills, and waves after the first. Where one token would take a cluster, a CTA
-    that reads all of K is weighed too.
+    of a cluster, the table that each CTA fills, and waves after the first. Where one token would take a cluster, CTAs
+    that read all of K are weighed too, on sm_90a.
 
     Raises:
         EmitError: m is not 1 to 32, or no tile of the family fits the shape.
@@ -89,7 +89,7 @@ def stream_tile(problem: CodebookProblem, m: int, n: int, units_k: int, target: 
     if not found:
         raise EmitError(f"codebook decode: no tile for {units_k} units of K, {n} rows and {m} tokens on {arch}")
     best = min(found, key=lambda choice: cost(*choice))
-    if PACKED and m == 1 and best[0].splits > 1:
+    if PACKED and m == 1 and best[0].splits > 1 and architecture(arch).wgmma:
         packed = [(tile, 1) for units in (2, 4, 6, 8) if (tile := fitting(1, units, 1, PACKED))]
         best = min([best, *packed], key=lambda choice: cost(*choice))
     tile, ctas = best

@@ -13,6 +13,7 @@ from torch import Tensor
 from qcut import jit
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks import pairs, products
+from qcut.codebooks import tokens as codebook_tokens
 from qcut.codebooks.layout import Geometry
 from qcut.dispatch.gpus import Target
 from qcut.dispatch.tiles.codebook import is_wgmma_better, rounds_tile, stream_tile, stream_wgmma_tile
@@ -46,6 +47,7 @@ TILES: tuple[Tile, ...] = (
     CodebookStreamTile(16, 7, 16, 2),
     CodebookStreamTile(24, 2, 5, 3, 1, 2),
     CodebookStreamTile(32, 1, 10),
+    CodebookStreamTile(1, 3, 5, 4, packed=2),
     CodebookRoundsTile(1, 4, 4, 2),
     CodebookRoundsTile(2, 1, 1),
     CodebookRoundsTile(4, 3, 2),
@@ -65,6 +67,7 @@ TILES: tuple[Tile, ...] = (
 MMA = CodebookStreamTile(16, 2, 4, 2, 1, 1)
 ROUNDS = CodebookRoundsTile(16, 2, 4, 2)
 WGMMA = CodebookStreamWgmmaTile(16, 2, 2, 4, 3)
+PACKED = CodebookStreamTile(1, 2, 28, 4, packed=2)
 EACH = (MMA, ROUNDS, WGMMA)
 """One tile of each family."""
 PROMPT_TILES = (
@@ -152,6 +155,28 @@ def pair_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
                 yield problem, tile
 
 
+def packed_cases() -> Iterator[tuple[CodebookProblem, CodebookStreamTile, int]]:
+    """Kernels of one token whose CTA reads all of a long K, with a number of units: K of models, and odd ones."""
+    for x in (DType.F16, DType.S8):
+        for bits, units in ((4, 112), (3, 100), (2, 111)):
+            yield problem_of(x, bits), PACKED, units
+        yield problem_of(x, in_pairs=True), PACKED, 112
+        yield problem_of(x), replace(PACKED, warps=19, units=6), 113
+    for x in (DType.F16, DType.BF16):
+        yield problem_of(x), replace(PACKED, units=2), 56
+        yield problem_of(x), replace(PACKED, row_tiles=4, units=8), 224
+    yield problem_of(DType.S8, 2, 4), replace(PACKED, warps=24), 93
+    yield problem_of(DType.F16, epilogue=EPILOGUES[0]), PACKED, 112
+
+
+def rotating_cases() -> Iterator[tuple[CodebookProblem, CodebookStreamTile]]:
+    """Packed tiles whose kernel rotates its token, and quantizes it."""
+    for x, rotates in ((DType.F16, DType.F16), (DType.BF16, DType.BF16), (DType.S8, DType.F16), (DType.S8, DType.BF16)):
+        yield replace(problem_of(x), rotates=rotates), PACKED
+    yield replace(problem_of(DType.F16), rotates=DType.F16), replace(PACKED, units=8)
+    yield replace(problem_of(DType.S8, 4, 2), rotates=DType.F16), replace(PACKED, warps=19, units=6)
+
+
 def epilogue_cases() -> Iterator[tuple[CodebookProblem, Tile]]:
     for epilogue in EPILOGUES:
         for tile in EACH:
@@ -199,6 +224,9 @@ def _built() -> None:
         *pair_cases(),
         *format_cases(),
         *epilogue_cases(),
+        *((p, t) for p, t, _ in packed_cases()),
+        *rotating_cases(),
+        *((replace(p, rotates=None), t) for p, t in rotating_cases()),
         *((p, t) for p, t, *_ in [*chosen_cases(), *foreign_cases()]),
     ]
     sources = {source.name: source for source in (emit(p, t) for p, t in cases if has_tile(t))}
@@ -266,8 +294,10 @@ class Product:
             blocks[:, -1, len(self.x) % 8 :] = 127 if self.problem.x is DType.S8 else float("nan")
         return blocks.to(DEVICE)
 
-    def run(self, tile: Tile, *, pdl: bool = False, extra: int = 0) -> Tensor:
+    def run(self, tile: Tile, *, pdl: bool = False, extra: int = 0, **others: Any) -> Tensor:
         """Launch twice into guarded memory; both results must agree. ``extra`` elements lie between rows of D.
+
+        ``others`` are arguments of the kernel in place of the product's, or beside them.
 
         Returns:
             ``[M, N]`` on the CPU.
@@ -279,7 +309,7 @@ class Product:
         words = products.pack_book(self.values.float(), self.values.dtype)
         given: dict[str, Any] = {"x": self.blocks(), "units": self.units, "norms": self.norms, "fold": fold}
         given |= {"m": m, "n": self.n, "units_k": self.units_k, "ldd": ldd, **self.args}
-        given |= {f"book{i}": word for i, word in enumerate(words)}
+        given |= {f"book{i}": word for i, word in enumerate(words)} | others
         if "residual" in given:
             given["residual"] = strided(given["residual"], ldd)
         given = {name: v.to(DEVICE) if isinstance(v, Tensor) else v for name, v in given.items()}
@@ -355,6 +385,35 @@ def test_tiles(tile: Tile) -> None:
             m = (tile.tokens, 1, max(1, tile.tokens - 1), max(1, tile.tokens // 2 + 1))[i % 4]
             product = Product.random(BASE, m, n, units, seed=n)
             product.check(product.run(tile, extra=i % 3), tile)
+
+
+@pytest.mark.parametrize(
+    ("problem", "tile", "units"), list(packed_cases()), ids=lambda v: v if isinstance(v, int) else v.name
+)
+def test_packed_tiles(problem: CodebookProblem, tile: CodebookStreamTile, units: int) -> None:
+    require(tile)
+    for n in (17, 90):
+        product = Product.random(problem, 1, n, units, seed=n)
+        product.check(product.run(tile, pdl=n == 90, extra=n % 3), tile)
+
+
+@pytest.mark.parametrize(("problem", "tile"), list(rotating_cases()), ids=lambda v: v.name)
+def test_packed_tiles_rotate_as_the_kernel_before_does(problem: CodebookProblem, tile: CodebookStreamTile) -> None:
+    require(tile)
+    assert problem.rotates is not None
+    dtype, group = TORCH_DTYPE[problem.rotates], 128 // problem.slots
+    for seeds, units in (([1], tile.capacity - 1), ([1, 2], tile.capacity)):
+        units_pass = units // len(seeds)
+        row = torch.randn(1, 128 * units_pass, generator=torch.Generator().manual_seed(units)).to(dtype)
+        product = Product.random(replace(problem, rotates=None), 1, 49, units)
+        product.x, scale = codebook_tokens.rotate_tokens(row, "hadamard", group, seeds, TORCH_DTYPE[problem.x])
+        if scale is not None:
+            product.args["row_scale"] = scale
+        before = product.run(tile)
+        product.check(before, tile)
+        signs = codebook_tokens.operands("hadamard", group, row.shape[1], seeds, dtype)
+        inside = {"x": row, "signs": signs, "k": row.shape[1], "units_pass": units_pass}
+        assert_same(replace(product, problem=problem).run(tile, **inside), before)
 
 
 @pytest.mark.parametrize("x", DTYPES, ids=lambda x: x.value)

@@ -8,8 +8,13 @@
 // warps with few loads in flight each hide latency better than few warps with many loads, and keep the load-store unit
 // busy, through which decoding reads the table.
 //
+// One token fills one column of the second operand, and its units of a long K do not fit the registers. A packed tile
+// (kPacked) has each of a warp's units in a column of its own, in the registers of one: the products of a unit are right
+// in that column alone. A warp goes along a row tile in steps of kPacked units, and the next kPacked units are in flight.
+//
 // Exactness: int8 products are added in int32. 16-bit products of a slot are added by the tensor core, in two chains
 // where one chain would make the tensor core wait; sums of slots, warps and CTAs are added in float32 in a fixed order.
+// A warp adds its units one after the other, those of a packed tile in pairs of neighbours, then pairs of pairs.
 //
 // Shared memory: the table of pairs; a region for each warp, which stages the warp's tokens and later its sums; the
 // sums that other CTAs of the cluster send; the vectors of the epilogue.
@@ -251,18 +256,6 @@ struct UnitProduct<int8_t, Values> {
   }
 };
 
-// Adds kCount columns of a result of mma.sync to its first: neighbouring columns, then neighbouring pairs, and so on.
-template <int kCount, class Acc>
-__device__ __forceinline__ void add_columns(Acc (&sum)[4]) {
-  sum[0] += sum[1];
-  sum[2] += sum[3];
-#pragma unroll
-  for (int lanes = 1; 2 * lanes < kCount; lanes *= 2) {
-    sum[0] += __shfl_xor_sync(0xffffffffu, sum[0], lanes);
-    sum[2] += __shfl_xor_sync(0xffffffffu, sum[2], lanes);
-  }
-}
-
 // Writes one element of D. The epilogue's vectors are in shared memory; the vectors of columns start at column col0.
 template <class E, class Acc>
 __device__ __forceinline__ void finish_element(Acc sum, int token, int row, int col0, typename E::Out* d, int m, int n,
@@ -288,7 +281,6 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   constexpr int kUnits = Tile::kUnits;
   constexpr int kHeld = Tile::kPacked ? Tile::kPacked : kUnits;  // units of a row tile in flight
   constexpr int kOperands = Tile::kPacked ? 1 : kUnits;
-  static_assert(Tile::kPacked == 0 || !kOffsets);
   constexpr int kPitch = Shared::kPitch;
   extern __shared__ __align__(16) char shared[];
 
@@ -301,7 +293,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const int cta_first = rank * Tile::kWarps * kUnits;
   const int first = cta_first + warp * kUnits;
 
-  // Units past the last one stay zero, and so do their tokens. All warps take the same branches: the table's address
+  // Units past the last one are not loaded: registers keep zeros or older weights, and tokens are zero there. All warps take the same branches: the table's address
   // then stays in a uniform register, which saves an addition for every two weights.
   using Unit = WeightUnit<kBits, kSlots, kOffsets>;
   Unit weights[Tile::kPrefetch][kHeld] = {};
@@ -314,10 +306,9 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   const auto load_unit = [&](Unit& unit, int u, bool wanted) {
     unit.load_if(next_unit + u * kUnitBytes<kBits>, next_norms + u * Unit::kNormBytes, wanted && first + u < units_k);
   };
-  const int skipped = units_k - (Tile::kPacked ? kUnits : 0);
   const auto next_tile = [&] {
-    next_unit += skipped * kUnitBytes<kBits>;
-    next_norms += skipped * Unit::kNormBytes;
+    next_unit += units_k * kUnitBytes<kBits>;
+    next_norms += units_k * Unit::kNormBytes;
   };
 #pragma unroll
   for (int s = 0; s < Tile::kPrefetch; ++s) {
@@ -379,7 +370,7 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
   for (int u = 0; u < kOperands; ++u) sums[u].load(tokens.b[u]);
   uint32_t mine = region + 4 * (2 * (lane % 4) * kPitch + lane / 4);
   asm volatile("" : "+r"(mine));  // keeps the compiler from computing the address anew for every tile
-  int here = units_k - first;
+  [[maybe_unused]] int here = units_k - first;  // units of the row tile, from the next one to load on
 #pragma unroll 1
   for (int tile = 0; tile < tiles; tile += Tile::kPrefetch) {
 #pragma unroll
@@ -389,25 +380,31 @@ __device__ __forceinline__ void codebook_stream(X x, const char* units, const ch
       if constexpr (Tile::kPacked > 0) {
         RowFold<T> next_fold;
         next_fold.load_if(fold, tile0 + tile + 1, tile + 1 < tiles);
+        // In one copy of the code: with several, the compiler mixes more units than there are registers for.
 #pragma unroll 1
         for (int u = 0; u < kUnits; u += kHeld) {
-          if (u + kHeld == kUnits) next_tile();
-          next_unit += kHeld * kUnitBytes<kBits>;
-          next_norms += kHeld * Unit::kNormBytes;
-          here = u + kHeld < kUnits ? here - kHeld : tile + 1 < tiles ? units_k - first : 0;
+          const bool last = u + kHeld == kUnits;
+          const int ahead = kHeld + (last ? units_k - kUnits : 0);
+          next_unit += ahead * kUnitBytes<kBits>;
+          next_norms += ahead * Unit::kNormBytes;
+          here = !last ? here - kHeld : tile + 1 < tiles ? units_k - first : 0;
 #pragma unroll
           for (int h = 0; h < kHeld; ++h) {
             Acc part[1][4] = {};
             product.add(part, weights[0][h], folds[0], tokens.b[0], sums[0]);
             weights[0][h].load_if(next_unit + h * kUnitBytes<kBits>, next_norms + h * Unit::kNormBytes, h < here);
-            if (lane % 4 == (u + h) / 2) {  // the lanes with column u + h
-              sum[0][h % 2] = part[0][h % 2];
-              sum[0][2 + h % 2] = part[0][2 + h % 2];
+            if (lane % 4 == u / 2) {  // the lanes with column u + h
+              sum[0][0] += part[0][h];
+              sum[0][2] += part[0][2 + h];
             }
           }
         }
         folds[0] = next_fold;
-        add_columns<kUnits>(sum[0]);
+#pragma unroll
+        for (int lanes = 1; 2 * lanes < kUnits; lanes *= 2) {
+          sum[0][0] += __shfl_xor_sync(0xffffffffu, sum[0][0], lanes);
+          sum[0][2] += __shfl_xor_sync(0xffffffffu, sum[0][2], lanes);
+        }
       } else {
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {

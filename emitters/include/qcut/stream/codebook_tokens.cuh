@@ -24,8 +24,7 @@ struct StreamTile {
   static constexpr int kSplits = kSplits_;
   static constexpr int kPrefetch = kPrefetch_;
   static constexpr int kPacked = kPacked_;  // units in flight of a warp whose second operand has a unit in each column
-  static_assert(kPacked == 0 || (kPacked % 2 == 0 && kUnits % kPacked == 0 && kUnits <= 8));
-  static_assert(kPacked == 0 || (kTokens == 1 && kSplits == 1 && kPrefetch == 1));
+  static_assert(kPacked == 0 || (kPacked == 2 && kUnits % 2 == 0 && kUnits <= 8 && kTokens == 1 && kPrefetch == 1));
 };
 
 template <class T>
