@@ -2,7 +2,8 @@
 
 The first token is timed by the host's clock, from the prompt as a list of ids to the token. Decoding is timed as a user
 sees it: the time of generating many tokens less that of one, divided by the number of further tokens. The floor of a
-step is the time to read the weights, and the cache at half of the new tokens, at the GPU's measured bandwidth.
+step is the time to read the weights, and the cache at half of the new tokens, at the GPU's measured bandwidth. A step
+is also timed in engines of the shortest and the longest context, which is to make no difference.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import argparse
 import copy
 import csv
 import functools
+import itertools
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,10 @@ PROMPT, NEW = 256, 256
 ROUNDS, QUICK_ROUNDS = 5, 2
 SETTLE_S, SAMPLED_S = 0.1, 0.1
 """Seconds of calls before those that are counted, and of those, at least."""
-KEY = ("case",)
-"""Rows of the cases that a call does not measure stay."""
+KEY = ("case", "what", "batch")
+"""Rows that a call does not measure stay."""
+CONTEXTS_OF = (1, 8)
+"""Sequences whose steps are timed in a short and a long context."""
 CHECKED = 64
 """Tokens of the prompt that results are compared on."""
 MIN_COSINE = 0.999
@@ -87,15 +91,16 @@ def _llama2c(width: int, hidden: int, layers: int, heads: int, scheme: str | Non
     return Case(False, width, hidden, layers, heads, heads, 32000, scheme, scheme, {1: decode}, {(1, PROMPT): 0})
 
 
-_GPT2_MARKS: dict[str, Any] = {"decode": {1: 1500, 8: 9000}, "prefill": {(8, 1024): 450_000}}
+_GPT2_MARKS: dict[str, Any] = {"decode": {1: 2000, 8: 10600}, "prefill": {(8, 1024): 450_000}}
 _GPT2_MARKS["first"] = {(1, 256): 4.0, (8, 1024): 15.5}
+_BATCHES = {1: 715.0, 2: 0.0, 4: 0.0, 8: 4150.0, 16: 0.0, 32: 0.0, 64: 0.0}
 CASES = {
     "gpt2-large-int8": Case(True, 1280, 5120, 36, 20, 20, 50257, "w8a8", "w8a16", **_GPT2_MARKS),
-    "llama-3-8b-codebook4": _llama3("codebook4", {1: 500, 8: 3000}, {1: 3, 32: 3, 256: 9}),
-    "llama-3-8b-codebook4-int8": _llama3("codebook4_int8", {1: 0}, {1: 3, 32: 3, 256: 6, 4096: 60}),
-    "llama-3-8b-int8": _llama3("w8a8", {1: 300, 8: 0}, {1: 3, 32: 3, 256: 6}),
-    "llama2c-288": _llama2c(288, 768, 6, 6, "w8a16", 6000),
-    "llama2c-512": _llama2c(512, 1376, 8, 8, "w8a16", 4000),
+    "llama-3-8b-codebook4": _llama3("codebook4", _BATCHES, {1: 3, 32: 3, 256: 9}),
+    "llama-3-8b-codebook4-int8": _llama3("codebook4_int8", {1: 715, 8: 4150}, {1: 3, 32: 3, 256: 6, 4096: 60}),
+    "llama-3-8b-int8": _llama3("w8a8", {1: 495, 8: 3500}, {1: 3, 32: 3, 256: 6}),
+    "llama2c-288": _llama2c(288, 768, 6, 6, "w8a16", 12000),
+    "llama2c-512": _llama2c(512, 1376, 8, 8, "w8a16", 9500),
     "llama2c-288-float": _llama2c(288, 768, 6, 6, None, 0),
     "tiny-gpt2": Case(True, 64, 256, 2, 4, 4, 96, "w8a8", None, {1: 0}, {(2, 32): 0}, {(2, 32): 0}),
     "tiny-llama": Case(False, 128, 256, 2, 4, 2, 96, "codebook4", "w8a16", {1: 0, 2: 0}, {(1, 32): 0}),
@@ -270,6 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.set_defaults(time_budget=300.0)
     parser.add_argument("--cases", default=",".join(c for c in CASES if "tiny" not in c), help="comma-separated")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--steps", action="store_true", help="steps alone, no prompts")
     parser.add_argument("--draw", action="store_true", help="table and plot of the rows in --out, nothing measured")
     options = parser.parse_args(arguments)
     if options.draw:
@@ -302,10 +308,12 @@ def run(options: argparse.Namespace) -> int:
             print(f"out of time before {name}", file=sys.stderr)
             break
         case, (prompt, new) = CASES[name], (PROMPT, NEW) if device == "cuda" else (32, 8)
+        if options.steps:
+            case = replace(case, prefill={}, first={})
         model = build(case, device)
         sizes = [*case.prefill, *case.first]
-        context = max(prompt + new, *(length for _, length in sizes))
-        biggest = max(*case.decode, *(batch for batch, _ in sizes))
+        context = max([prompt + new, *(length for _, length in sizes)])
+        biggest = max([*case.decode, *(batch for batch, _ in sizes)])
         engine = qcut.Engine(model, batch=biggest, context=context)
         try:
             check(engine, model, prompts_of(case.vocabulary, 1, min(prompt, CHECKED)))
@@ -330,7 +338,15 @@ def run(options: argparse.Namespace) -> int:
             add(timing, name, "decode", batch, batch, mark, gb=round(moved / 1e9, 4), floor_us=round(floor, 2))
             if device == "cuda":
                 breakdown(engine, prompts, results, name, batch)
-        del model, engine
+        limit = engine.decoder.context
+        del engine
+        of = [batch for batch in case.decode if batch in CONTEXTS_OF]
+        for batch, context in itertools.product(of, (prompt + new, limit)):
+            timed = qcut.Engine(model, batch=batch, context=context)
+            timing = decode_us(timed, prompts_of(case.vocabulary, batch, prompt), new, rounds)
+            add(timing, name, f"decode in a context of {context}", batch, batch, 0.0)
+            del timed
+        del model
         if device == "cuda":
             torch.cuda.empty_cache()
     path = results.write_csv(options.out, KEY)

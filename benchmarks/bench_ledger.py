@@ -198,13 +198,13 @@ def main(arguments: list[str] | None = None) -> int:
 def measured(model: Any, layers: int, vocabulary: int, batch: int) -> tuple[float, list[Entry]]:
     """Capture and time a step of a model, as many tokens into its sequences as `bench_engine.py`'s is in the mean."""
     context = PROMPT + NEW
-    engine = qcut.Engine(model, batch=batch, context=context, graphs=False)
+    engine = qcut.Engine(model, batch=batch, context=context)
     engine.prefill(prompts_of(vocabulary, batch, PROMPT))
     tokens = torch.zeros(batch, dtype=torch.int64)
     lengths = [PROMPT + NEW // 2] * batch
     loop = engine.loop_from(tokens, lengths)
     starts: Tensor = torch.tensor(lengths, dtype=torch.int32)
-    graph = StepGraph(loop.step)
+    graph = StepGraph(loop.launch)
     memory = [*weights_of(model), *cache_of(engine, layers, batch, lengths[0] + LAUNCHES / 2)]
     return ledger(_Timed(graph, lambda: loop.start(tokens, starts)), roles_of(graph.nodes, memory))
 

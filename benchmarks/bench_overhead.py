@@ -1,7 +1,8 @@
 """CPU cost of one ``torch.ops.qcut.w8a8_linear`` call on the hot path, in C++ and in Python, and the cost of its parts.
 
-A part's cost is the difference between the whole call and the call without this part, so that the costs add up. The
-host's clock measures a batch of calls, which the GPU finishes later.
+Calls of whole codebook layers follow: from C++, from C++ without launches, from Python. A part's cost is the difference
+between the whole call and the call without this part, so that the costs add up. The host's clock measures a batch of
+calls, which the GPU finishes later.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ from torch import Tensor, nn
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import qcut
 from benchmarks import device_kernels, harness
 from benchmarks.bench_linear import EPILOGUES
 from benchmarks.harness import Timing, cpu_us
 from qcut import jit
 from qcut.cuda import native as _native
+from qcut.cuda.plans import forget_plans
 from qcut.layers import int8 as layers
 from qcut.ops.linear import W8A8Linear
 
@@ -33,6 +36,7 @@ LIMIT_US = 15.0
 OP = "torch.ops.qcut.w8a8_linear"
 M, N, K = 16, 1280, 1280
 """Small enough that the GPU keeps up, large enough for the kernels of a real layer."""
+CODEBOOKS = ("codebook4", "codebook4_int8", "codebook4_pairs_int8", "codebook4_qr_int8")
 
 
 @contextmanager
@@ -69,12 +73,31 @@ def without_native_launches(
     try:
         for key, plan in entries:
             idle = _native.Plan.from_buffer_copy(plan)
-            idle.quantize.host = idle.gemm.host = library.skip_launch
+            for launch in idle.launches:
+                launch.host = library.skip_launch
             library.insert(key, idle)
         yield
     finally:
         for key, plan in entries:
             library.insert(key, plan)
+
+
+@contextmanager
+def served_by_python(library: _native.Library) -> Iterator[None]:
+    """Have C++ leave all calls in the context to Python."""
+    library.leave_to_python(1)
+    try:
+        yield
+    finally:
+        library.leave_to_python(0)
+
+
+def with_entries(call: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[_native.Key, _native.Plan]]]:
+    """A call's result, and the plans that it hands to C++."""
+    forget_plans()
+    with mock.patch.object(_native.Library, "insert", autospec=True, side_effect=_native.Library.insert) as insert:
+        result = call()
+    return result, [call.args[1:] for call in insert.call_args_list]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,9 +121,7 @@ def measure_parts(rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
         return w8a8_linear(W8A8Linear(*args))
 
     library = _native.library()
-    with mock.patch.object(_native.Library, "insert", autospec=True, side_effect=_native.Library.insert) as insert:
-        expected = op(*args)
-    entries = [call.args[1:] for call in insert.call_args_list]
+    expected, entries = with_entries(lambda: op(*args))
     hits = 0 if library is None else library.hits
     if not torch.equal(expected, op(*args)) or not torch.equal(expected, python(*args)):
         raise harness.CheckError("two calls of w8a8_linear do not agree")
@@ -147,17 +168,47 @@ def measure_parts(rounds: int) -> tuple[dict[str, Timing], dict[str, float]]:
     }
 
 
+def measure_codebooks(rounds: int) -> dict[str, Timing]:
+    """Calls of codebook layers that rotate their tokens themselves, by scheme and by who serves them."""
+    library = _native.library()
+    timings: dict[str, Timing] = {}
+    for scheme in CODEBOOKS:
+        layer = qcut.Linear.from_float(nn.Linear(K, N, dtype=torch.float16, device="cuda"), scheme)
+        x = torch.randn(M, K, device="cuda").half()  # layers that rotate alike share what they rotate
+
+        def call(layer: qcut.Linear = layer, x: Tensor = x) -> Tensor:
+            return layer(x)
+
+        expected, entries = with_entries(call)
+        hits = 0 if library is None else library.hits
+        if not torch.equal(expected, call()):
+            raise harness.CheckError(f"two calls of {scheme} do not agree")
+        if library is None:
+            timings[f"{scheme} from Python"] = cpu_us(call, rounds=rounds)
+            continue
+        if library.hits != hits + 2:
+            raise harness.CheckError(f"Python served a call of {scheme} that C++ should")
+        timings[scheme] = cpu_us(call, rounds=rounds)
+        with without_native_launches(library, entries):
+            timings[f"{scheme} without launches"] = cpu_us(call, rounds=rounds)
+        with served_by_python(library):
+            timings[f"{scheme} from Python"] = cpu_us(call, rounds=rounds)
+    return timings
+
+
 def run(options: argparse.Namespace) -> int:
     """Measure, print and write everything."""
     device_kernels.prebuild([(EPILOGUES["w8a8"], M, N, K)])
-    timings, parts = measure_parts(10 if options.quick else 25)
+    rounds = 10 if options.quick else 25
+    timings, parts = measure_parts(rounds)
+    total = timings[OP]
+    timings |= measure_codebooks(rounds)
     results = harness.Results("bench_overhead", harness.environment())
     for name, timing in timings.items():
         results.add(timing, variant=name, m=M, n=N, k=K)
     for name, us in parts.items():
         results.add(Timing(us, us, us, 0, "difference"), variant=f"part: {name}", m=M, n=N, k=K)
     path = results.write_csv(options.out)
-    total = timings[OP]
     print(
         harness.table(
             ["measured", "µs", "p20", "p80"], [(n, t.median_us, t.p20_us, t.p80_us) for n, t in timings.items()]

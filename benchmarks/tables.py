@@ -333,7 +333,7 @@ def engine(rows: Rows) -> str:
             continue
         decode = row["what"] == "decode"
         limit = f"{float(row['batch']) / float(row['floor_us']) * 1e6:,.0f}" if decode else MISSING
-        what = "one token each" if decode else row["what"].replace("prefill", "prompts")
+        what = row["what"].replace("decode", "one token each").replace("prefill", "prompts")
         ms = f"{float(row['median_us']) / 1e3:.2f}"
         lines.append([ENGINE_MODELS[row["case"]], what, row["batch"], ms, f"{int(row['tokens_s']):,}", limit])
     return markdown(["model", "what", "sequences", "ms", "tokens/s", "limit of the memory, tokens/s"], lines)

@@ -5,18 +5,29 @@ Device code: ``include/qcut/decoder/activate.cuh``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from qcut.emitters.codebook.rotate_rows import ROTATION, RowsRotation
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
 
 ACTIVATIONS = ("silu_mul", "gelu_tanh")
 """Kinds of `ActivateRows`."""
+_THREADS = 128
+_MAX_VECTORS = 4
 
 CONSTRAINTS = (
     Constraint("kind", f"is {' or '.join(ACTIVATIONS)}", lambda k: k.kind in ACTIVATIONS),
     Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    Constraint("threads", "are 32 to 1024, a multiple of 32", lambda k: k.threads in range(32, 1025, 32)),
+    Constraint(
+        "vectors",
+        f"of a thread are 1 to {_MAX_VECTORS}, and 1 but for a rotation to int8",
+        lambda k: 1 <= k.vectors <= (_MAX_VECTORS if k.has_rows else 1),
+    ),
+    ROTATION,
 )
 """What `ActivateRows` can be."""
 
@@ -33,6 +44,10 @@ class ActivateRows:
         x: element type.
         arch: real architecture.
         aligned: rows start at multiples of 16 bytes, those of y too. False loads single elements.
+        rotation: of y, which becomes blocks of tokens, bitwise as `qcut.emitters.codebook.rotate.RotateTokens` makes
+            them; or None.
+        threads: of a CTA.
+        vectors: of 16 bytes that a thread has.
 
     Exactness: before they are rounded, silu and GELU are within ``2**-21 |x|``.
     """
@@ -41,54 +56,91 @@ class ActivateRows:
     x: DType
     arch: str
     aligned: bool = True
+    rotation: RowsRotation | None = None
+    threads: int = _THREADS
+    vectors: int = 1
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
 
+    @classmethod
+    def rotating(
+        cls, kind: str, x: DType, arch: str, columns: int, rotation: RowsRotation, *, aligned: bool = True
+    ) -> ActivateRows:
+        """The kernel that rotates rows of so many columns: one CTA has a row where their largest magnitude counts.
+
+        Raises:
+            EmitError: rows longer than 1024 threads hold; see `CONSTRAINTS`.
+        """
+        if not rotation.quantized:
+            return cls(kind, x, arch, aligned, rotation)
+        vectors = -(-columns * x.bits // 128)
+        each = -(-vectors // 1024)
+        return cls(kind, x, arch, aligned, rotation, math.ceil(vectors / each / 32) * 32, each)
+
     @property
     def name(self) -> str:
-        """``qcut_{kind}_{arch}_{x}``, and ``_u`` where unaligned."""
-        return f"qcut_{self.kind}_{self.arch.replace('_', '')}_{self.x.value}{'' if self.aligned else '_u'}"
+        """``qcut_{kind}_{arch}_{x}``, the rotation's name, ``_t{threads}v{vectors}`` of int8, ``_u`` if unaligned."""
+        flags = self.rotation.name if self.rotation else ""
+        flags += f"_t{self.threads}v{self.vectors}" * self.has_rows + "_u" * (not self.aligned)
+        return f"qcut_{self.kind}_{self.arch.replace('_', '')}_{self.x.value}{flags}"
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a CTA has a whole row."""
+        return self.rotation is not None and self.rotation.quantized
 
     @property
     def block(self) -> int:
-        """Threads of a CTA, each with 16 bytes."""
-        return 128
+        """Threads of a CTA."""
+        return self.threads
 
     def grid(self, m: int, columns: int) -> tuple[int, int, int]:
         """CTAs for m rows."""
-        return (m, -(-columns * self.x.bits // (128 * self.block)), 1)
+        return (m, 1 if self.has_rows else -(-columns * self.x.bits // (128 * self.block)), 1)
 
     def params(self) -> tuple[Param, ...]:
         """``x``; ``up`` (silu_mul alone); ``y``; ``absmax``; ``x_stride``; ``up_stride`` (silu_mul alone); ``columns``.
 
-        Absmax is null or float32 ``[m]``, which is raised to the largest magnitude of each row of y.
+        Absmax is null or float32 ``[m]``, which is raised to the largest magnitude of each row of y. With a rotation,
+        ``scale`` stands in its place, of int8 blocks alone, and the rotation's arguments come last.
         """
         x = f"const {self.x.cpp}*"
         gated = self.kind == "silu_mul"
         return (
             Param("x", "ptr", x),
             *(Param("up", "ptr", x),) * gated,
-            Param("y", "ptr", f"{self.x.cpp}*"),
-            Param("absmax", "ptr", "float*"),
+            Param("y", "ptr", "void*" if self.rotation else f"{self.x.cpp}*"),
+            *(Param("scale" if self.rotation else "absmax", "ptr", "float*"),) * (not self.rotation or self.has_rows),
             Param("x_stride", "i64"),
             *(Param("up_stride", "i64"),) * gated,
             Param("columns", "i32"),
+            *(self.rotation.params() if self.rotation else ()),
         )
 
 
 def emit_activation(desc: ActivateRows) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``."""
-    params = desc.params()
+    """Text of one kernel; arguments are ``desc.params()``. A rotation's signs may be read before the last one ends."""
+    params, rotation = desc.params(), desc.rotation
     up = call_arguments(("up",), params)
     up_stride = call_arguments(("up_stride",), params, absent="0")
+    gated, aligned = flag(desc.kind == "silu_mul"), flag(desc.aligned)
+    statement = (
+        f"qcut::activate_rows<{desc.x.cpp}, {gated}, {desc.block}, {aligned}>"
+        f"(x, {up}, y, absmax, x_stride, {up_stride}, columns);"
+    )
+    if rotation:
+        statement = (
+            f"qcut::activate_rotated<{desc.x.cpp}, {gated}, {desc.block}, {desc.vectors}, {aligned}>"
+            f"(x, {up}, y, {call_arguments(('scale',), params)}, x_stride, {up_stride}, columns, "
+            f"{rotation.argument(desc.x, desc.vectors, desc.threads)});"
+        )
     return kernel_source(
         desc.name,
         desc.arch,
         params,
-        f"qcut::activate_rows<{desc.x.cpp}, {flag(desc.kind == 'silu_mul')}, {desc.block}, {flag(desc.aligned)}>"
-        f"(x, {up}, y, absmax, x_stride, {up_stride}, columns);",
-        device_code=include("decoder/activate.cuh"),
+        statement,
+        device_code=(rotation.device_code if rotation else "") + include("decoder/activate.cuh"),
         block=desc.block,
         waits=True,
     )

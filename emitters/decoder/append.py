@@ -52,6 +52,7 @@ class RotateAndAppend:
         many: whether the kernel is meant for `MANY_TOKENS` tokens and more; results are the same.
         aligned: rows of q, k and v, tables and caches start at multiples of `vector` elements. False reads single ones.
         values: type of values; None: that of keys.
+        ring: a token's row of the cache is ``slots[i] % context``, its slot below ``ring``, an argument.
 
     Exactness: bitwise equal to eager arithmetic in x's type, which rounds each product and the sum; s8 is bitwise
     ``qcut.numerics.int8.quantize_per_token_ref`` of each head, u4 is bitwise that of `qcut.numerics.int4`.
@@ -65,15 +66,16 @@ class RotateAndAppend:
     many: bool = False
     aligned: bool = True
     values: DType | None = None
+    ring: bool = False
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
 
     @property
     def name(self) -> str:
-        """``qcut_append_{arch}_{x}_{cache}_h{head}``, ``_rope`` or ``_rope_pairs``, ``_m``, ``_u``."""
+        """``qcut_append_{arch}_{x}_{cache}_h{head}``, ``_rope`` or ``_rope_pairs``, ``_m``, ``_u``, ``_ring``."""
         flags = {"half": "_rope", "interleaved": "_rope_pairs"}.get(self.rotary, "")
-        flags += "_m" * self.many + "_u" * (not self.aligned)
+        flags += "_m" * self.many + "_u" * (not self.aligned) + "_ring" * self.ring
         cache = cache_name(self.cache, self.values)
         return f"qcut_append_{self.arch.replace('_', '')}_{self.x.value}_{cache}_h{self.head}{flags}"
 
@@ -122,8 +124,8 @@ class RotateAndAppend:
 
         ``q, k, v``; ``cos, sin, positions`` (rotary alone); ``slots``; ``keys, values``; ``key_scales, value_scales``
         (s8 and u4 alone); ``guide`` (u4 keys alone), null or that of `qcut.numerics.int4.guide_of`; ``q_stride,
-        kv_stride, batch_stride`` in columns; ``heads, kv_heads, context, tokens``, ``length``, tokens of each sequence.
-        Positions and slots are int32.
+        kv_stride, batch_stride`` in columns; ``heads, kv_heads, context, tokens``, ``length``, tokens of each sequence;
+        ``ring`` (a ring alone). Positions and slots are int32.
         """
         x = f"const {self.x.cpp}*"
         rows, scales = cache_params(self.cache, self.values, writes=True)
@@ -139,13 +141,14 @@ class RotateAndAppend:
             *guide_params(self.cache),
             *(Param(name, "i64") for name in ("q_stride", "kv_stride", "batch_stride")),
             *(Param(name, "i32") for name in ("heads", "kv_heads", "context", "tokens", "length")),
+            *(Param("ring", "i32"),) * self.ring,
         )
 
 
 def emit_append(desc: RotateAndAppend) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     params = desc.params()
-    sizes = f"{desc.vector}, {desc.cta_tokens}, {desc.thread_heads}, {desc.block}"
+    sizes = f"{desc.vector}, {desc.cta_tokens}, {desc.thread_heads}, {desc.block}{', true' * desc.ring}"
     pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
     compressed = ("key_scales", "value_scales", "guide")
     return kernel_source(
@@ -154,7 +157,7 @@ def emit_append(desc: RotateAndAppend) -> KernelSource:
         params,
         f"qcut::rotate_and_append<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {desc.head}, "
         f"qcut::Pairs::{_PAIRS[desc.rotary]}, {sizes}>({call_arguments((*pointers, *compressed), params)}, "
-        "q_stride, kv_stride, batch_stride, heads, kv_heads, context, tokens, length);",
+        f"q_stride, kv_stride, batch_stride, heads, kv_heads, context, tokens, length{', ring' * desc.ring});",
         device_code=include("decoder/append.cuh"),
         block=desc.block,
         waits=True,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
@@ -14,7 +15,17 @@ from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
 _UNROLL = 4
 """Elements that a thread has on their way."""
 
-CONSTRAINTS = (Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),)
+PARTS = 8
+"""CTAs of the cluster that divides a row."""
+
+CONSTRAINTS = (
+    Constraint("x", "is f16, bf16 or f32", lambda k: k.x in FLOATS),
+    Constraint(
+        "parts",
+        f"are 1, or {PARTS} where there are thread-block clusters",
+        lambda k: k.parts == 1 or (k.parts == PARTS and architecture(k.arch).clusters),
+    ),
+)
 """What `ArgmaxRows` can be."""
 
 
@@ -27,6 +38,8 @@ class ArgmaxRows:
         arch: real architecture.
         advances: whether each row's position and slot are raised by one, up to ``context - 1`` and ``context``, at the
             end of a decoder's step.
+        parts: CTAs of a cluster that divide a row.
+        tells: whether each index is also written to the host's memory.
 
     Exactness: bitwise.
     """
@@ -34,14 +47,17 @@ class ArgmaxRows:
     x: DType
     arch: str
     advances: bool = False
+    parts: int = 1
+    tells: bool = False
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
 
     @property
     def name(self) -> str:
-        """``qcut_argmax_{arch}_{x}``, and ``_a`` where it advances."""
-        return f"qcut_argmax_{self.arch.replace('_', '')}_{self.x.value}{'_a' * self.advances}"
+        """``qcut_argmax_{arch}_{x}``, ``_a`` where it advances, ``_h`` where it tells, ``_c{parts}`` with clusters."""
+        flags = "_a" * self.advances + "_h" * self.tells + f"_c{self.parts}" * (self.parts > 1)
+        return f"qcut_argmax_{self.arch.replace('_', '')}_{self.x.value}{flags}"
 
     @property
     def block(self) -> int:
@@ -50,12 +66,14 @@ class ArgmaxRows:
 
     def grid(self, m: int) -> tuple[int, int, int]:
         """CTAs for m rows."""
-        return (m, 1, 1)
+        return (m, 1, 1) if self.parts == 1 else (self.parts, m, 1)
 
     def params(self) -> tuple[Param, ...]:
         """``x``; ``best``, int64 ``[m]``; ``stride`` of rows in elements; ``columns``.
 
-        Where it advances, ``positions`` and ``slots``, int32 ``[m]``, before the stride, and ``context`` last.
+        Where it advances, ``positions`` and ``slots``, int32 ``[m]``, before the stride, and ``context`` after the
+        columns. Where it tells, ``told``, int64 ``[turns, m]`` in the host's memory; ``turn``, int32 ``[m]``, the row
+        of ``told`` that is next; ``turns``.
         """
         state = (Param("positions", "ptr", "int*"), Param("slots", "ptr", "int*")) if self.advances else ()
         context = (Param("context", "i32"),) * self.advances
@@ -66,6 +84,7 @@ class ArgmaxRows:
             Param("stride", "i64"),
             Param("columns", "i32"),
             *context,
+            *(Param("told", "ptr", "long long*"), Param("turn", "ptr", "int*"), Param("turns", "i32")) * self.tells,
         )
 
 
@@ -74,13 +93,16 @@ def emit_argmax(desc: ArgmaxRows) -> KernelSource:
     params = desc.params()
     state = call_arguments(("positions", "slots"), params)
     context = call_arguments(("context",), params, absent="0")
+    parts = f", {desc.parts}" if desc.parts > 1 else ""
+    told = ", told, turn, turns" if desc.tells else ""
     return kernel_source(
         desc.name,
         desc.arch,
         params,
-        f"qcut::argmax_rows<{desc.x.cpp}, {flag(desc.advances)}, {desc.block}, {_UNROLL}>"
-        f"(x, best, {state}, stride, columns, {context});",
+        f"qcut::argmax_rows<{desc.x.cpp}, {flag(desc.advances)}, {desc.block}, {_UNROLL}{parts}>"
+        f"(x, best, {state}, stride, columns, {context}{told});",
         device_code=include("decoder/argmax.cuh"),
         block=desc.block,
         waits=True,
+        cluster=desc.parts,
     )

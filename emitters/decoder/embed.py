@@ -35,6 +35,7 @@ class EmbedRows:
         places: whether there are positions.
         aligned: rows of x start at multiples of 16 bytes, those of s8 at multiples of as many elements. False reads
             single elements.
+        zeroes: whether the kernel also writes zeros, for kernels after it.
 
     Exactness: bitwise equal to eager modules.
     """
@@ -44,14 +45,15 @@ class EmbedRows:
     arch: str
     places: bool = False
     aligned: bool = True
+    zeroes: bool = False
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
 
     @property
     def name(self) -> str:
-        """``qcut_embed_{arch}_{x}_{table}``, ``_p`` with places, and ``_u`` where unaligned."""
-        flags = "_p" * self.places + "_u" * (not self.aligned)
+        """``qcut_embed_{arch}_{x}_{table}``, ``_p`` with places, ``_z`` with zeros, and ``_u`` where unaligned."""
+        flags = "_p" * self.places + "_z" * self.zeroes + "_u" * (not self.aligned)
         return f"qcut_embed_{self.arch.replace('_', '')}_{self.x.value}_{self.table.value}{flags}"
 
     @property
@@ -68,7 +70,7 @@ class EmbedRows:
 
         ``ids``; ``table``; ``scale`` (s8 alone); ``places, place_table`` (with places); ``y``; ``stride`` and
         ``place_stride`` (with places) of rows in elements; ``count`` and ``place_count`` (with places) of rows;
-        ``rows``; ``k``.
+        ``rows``; ``k``; ``zeroed``, float32, and their number ``zeros`` (with zeros).
         """
         x = self.x.cpp
         tables = (Param("places", "ptr", "const int*"), Param("place_table", "ptr", f"const {x}*"))
@@ -80,6 +82,7 @@ class EmbedRows:
             Param("y", "ptr", f"{x}*"),
             *(Param(name, "i64") for name in ("stride", *["place_stride"] * self.places)),
             *(Param(name, "i32") for name in ("count", *["place_count"] * self.places, "rows", "k")),
+            *(Param("zeroed", "ptr", "float*"), Param("zeros", "i32")) * self.zeroes,
         )
 
 
@@ -94,6 +97,7 @@ def emit_embed(desc: EmbedRows) -> KernelSource:
         params,
         f"qcut::embed_rows<{desc.x.cpp}, {desc.table.cpp}, {flag(desc.places)}, {desc.block}, {flag(desc.aligned)}>"
         f"({pointers}, {sizes});",
+        *[f"qcut::write_zeros<{desc.block}>(zeroed, zeros);"] * desc.zeroes,
         device_code=include("decoder/embed.cuh"),
         block=desc.block,
         waits=True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from qcut.emitters.codebook.rotate_rows import ROTATION, RowsRotation
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import FLOATS, DType, KernelSource, Param
 from qcut.emitters.core.text import call_arguments, flag, include, kernel_source
@@ -25,6 +26,8 @@ CONSTRAINTS = (
         f"of a thread are 1 to {_MAX_VECTORS}, or {_MANY_VECTORS} where a CTA has 512 threads at most",
         lambda k: 1 <= k.vectors <= (_MANY_VECTORS if k.threads <= 512 else _MAX_VECTORS),
     ),
+    ROTATION,
+    Constraint("quantized", "is False with a rotation", lambda k: k.rotation is None or not k.quantized),
 )
 """What `NormRows` can be."""
 
@@ -40,7 +43,8 @@ class NormRows:
         layer  y = rne((s - mean(s)) * rsqrt(mean((s - mean(s))**2) + eps) * weight + bias)
 
     With ``quantized``, y becomes int8 with a scale for each row, bitwise as
-    `qcut.emitters.decoder.quantize.QuantizePerToken` quantizes y.
+    `qcut.emitters.decoder.quantize.QuantizePerToken` quantizes y. With a rotation, y becomes blocks of tokens, bitwise
+    as `qcut.emitters.codebook.rotate.RotateTokens` makes them.
 
     Attributes:
         x: element type.
@@ -51,6 +55,7 @@ class NormRows:
         threads: of a row.
         vectors: of 16 bytes that a thread holds.
         aligned: rows, weight and bias start at multiples of 16 bytes. False loads single elements.
+        rotation: of y, or None.
 
     Exactness: sums in a fixed order, with error at most ``k * 2**-24`` of the sum of their terms' sizes.
     """
@@ -63,6 +68,7 @@ class NormRows:
     threads: int = 256
     vectors: int = 1
     aligned: bool = True
+    rotation: RowsRotation | None = None
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
@@ -79,6 +85,7 @@ class NormRows:
         residual: bool = False,
         quantized: bool = False,
         aligned: bool = True,
+        rotation: RowsRotation | None = None,
     ) -> NormRows:
         """The kernel for rows of k columns.
 
@@ -95,13 +102,17 @@ class NormRows:
             each = max(each, min(most, -(-vectors // 32)))
         threads = min(1024, math.ceil(vectors / each / 32) * 32)
         each = -(-vectors // threads)
-        return cls(x, layer, arch, residual, quantized, threads, each, aligned)
+        return cls(x, layer, arch, residual, quantized, threads, each, aligned, rotation)
 
     @property
     def name(self) -> str:
-        """``qcut_norm_{arch}_{x}_{kind}``, ``_r``, ``_q``, ``_t{threads}v{vectors}``, and ``_u`` where unaligned."""
+        """``qcut_norm_{arch}_{x}_{kind}``, ``_r``, ``_q`` or the rotation's name, ``_t{threads}v{vectors}``.
+
+        Then ``_u`` where unaligned.
+        """
         kind = "layer" if self.layer else "rms"
         flags = "_r" * self.residual + "_q" * self.quantized
+        flags += self.rotation.name if self.rotation else ""
         return (
             f"qcut_norm_{self.arch.replace('_', '')}_{self.x.value}_{kind}{flags}_t{self.threads}v{self.vectors}"
             f"{'' if self.aligned else '_u'}"
@@ -119,12 +130,12 @@ class NormRows:
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
 
-        ``x``; ``residual, sum`` (with one); ``weight``; ``bias`` (layer alone); ``y``; ``scale`` (quantized alone);
-        ``x_stride`` in elements, ``k``, ``k_padded``, a multiple of 16 (quantized alone), ``eps``.
+        ``x``; ``residual, sum`` (with one); ``weight``; ``bias`` (layer alone); ``y``; ``scale`` (of int8 alone);
+        ``x_stride`` in elements, ``k``, ``k_padded``, a multiple of 16 (quantized alone), ``eps``; then the rotation's.
         """
         x = self.x.cpp
         names = ["x", *["residual", "sum"] * self.residual, "weight", *["bias"] * self.layer, "y"]
-        names += ["scale"] * self.quantized
+        names += ["scale"] * (self.quantized or (self.rotation is not None and self.rotation.quantized))
         types = {"sum": f"{x}*", "y": "void*", "scale": "float*"}
         padded = (Param("k_padded", "i32"),) * self.quantized
         return (
@@ -133,22 +144,27 @@ class NormRows:
             Param("k", "i32"),
             *padded,
             Param("eps", "f32"),
+            *(self.rotation.params() if self.rotation else ()),
         )
 
 
 def emit_norm(desc: NormRows) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Weight and bias may be read before the last one ends."""
-    params = desc.params()
+    """Text of one kernel; arguments are ``desc.params()``.
+
+    Weight, bias and a rotation's signs may be read before the previous kernel ends.
+    """
+    params, rotation = desc.params(), desc.rotation
     flags = ", ".join(map(flag, (desc.layer, desc.residual, desc.quantized)))
     pointers = call_arguments(("x", "residual", "sum", "weight", "bias", "y", "scale"), params)
-    k_padded = call_arguments(("k_padded",), params, absent="0")
+    k_padded = "k_padded" if desc.quantized else "0"
+    turned = f", {rotation.argument(desc.x, desc.vectors, desc.threads)}" if rotation else ""
     return kernel_source(
         desc.name,
         desc.arch,
         params,
         f"qcut::norm_rows<{desc.x.cpp}, {flags}, {desc.vectors}, {desc.threads}, {flag(desc.aligned)}>"
-        f"({pointers}, x_stride, k, {k_padded}, eps);",
-        device_code=include("decoder/norm.cuh"),
+        f"({pointers}, x_stride, k, {k_padded}, eps{turned});",
+        device_code=(rotation.device_code if rotation else "") + include("decoder/norm.cuh"),
         block=desc.block,
         waits=True,
     )

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from qcut.cuda import clusters
-from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, has_pdl, pdl, target
 from qcut.cuda.streams import current_stream
+from qcut.dispatch import closed
 from qcut.dispatch.attention import Attention, emit_attention, select_attention
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.append import MANY_TOKENS, Rotary, RotateAndAppend, emit_append
@@ -71,6 +72,7 @@ def _append(call: AppendKv) -> None:
         rotary,
         many,
         aligned or turned,
+        call.ring > 0,
         device,
     )
     plan = _append_plans.get(key) or _append_plans.make(key, lambda: _plan_append(*key))
@@ -78,7 +80,7 @@ def _append(call: AppendKv) -> None:
         tables.append(tokens.positions.contiguous())
     given = [q, k, v, *tables, tokens.slots.contiguous(), cache.keys, cache.values, *cache.scales]
     strides = (q.stride(0), k.stride(0), kv_heads * context * head)
-    sizes = (queries, kv_heads, context, count, call.length)
+    sizes = (queries, kv_heads, context, count, call.length, *ring_arguments(call))
     pointers = (*(t.data_ptr() for t in given), *_guide(call))
     plan.launch(count, (*pointers, *strides, *sizes), current_stream(device))
 
@@ -108,10 +110,11 @@ def _plan_append(
     rotary: Rotary,
     many: bool,
     aligned: bool,
+    ring: bool,
     device: int,
 ) -> LaunchPlan:
-    arch = target(device).arch
-    desc = RotateAndAppend(DTYPES[dtype], DTYPES[keys], head, rotary, arch, many, aligned, values_beside(keys, values))
+    types, beside = (DTYPES[dtype], DTYPES[keys]), values_beside(keys, values)
+    desc = RotateAndAppend(*types, head, rotary, target(device).arch, many, aligned, beside, ring)
     source = emit_append(desc)
     return LaunchSpec(source, lambda m: desc.grid(m, queries, kv_heads), pdl=pdl(device)).load(device)
 
@@ -125,16 +128,21 @@ def values_beside(keys: torch.dtype, values: torch.dtype) -> DType | None:
 
 
 def seen_through(call: DecodeAttention | AppendAttention | PromptAttention) -> int:
-    """The window where it leaves a part of the cache, else 0: kernels without windows serve wider ones."""
-    return call.window if call.window < call.keys.shape[2] else 0
+    """The window of a ring, or one that leaves a part of the cache, else 0: others serve wider ones."""
+    return call.window if call.ring or call.window < call.keys.shape[2] else 0
+
+
+def ring_arguments(call: AppendKv | DecodeAttention | AppendAttention | PromptAttention) -> tuple[int, ...]:
+    """The bound of places that kernels of rings take."""
+    return (call.ring,) if call.ring else ()
 
 
 def scores_arguments(call: DecodeAttention | AppendAttention | PromptAttention) -> tuple[int | float, ...]:
     """``scale`` of kernels of attention, and what `Scores` adds: see `qcut.emitters.decoder.attention.scores`."""
-    window = (call.window,) if seen_through(call) else ()
+    window, ring = (call.window,) if seen_through(call) else (), ring_arguments(call)
     if call.softcap:
-        return (2 * _LOG2_E * call.scale / call.softcap, *window, call.softcap * _LOG2_E)
-    return (call.scale * _LOG2_E, *window)
+        return (2 * _LOG2_E * call.scale / call.softcap, *window, call.softcap * _LOG2_E, *ring)
+    return (call.scale * _LOG2_E, *window, *ring)
 
 
 class Counters:
@@ -185,12 +193,14 @@ class AttentionPlan:
             needs no workspace.
         counters: number of zeros that the kernel counts with; 0 without a workspace.
         appends: whether the kernel fills the cache too.
+        norms: whether the kernel normalizes heads too, where a call asks for that.
     """
 
     kernel: LaunchPlan
     workspace_floats: int
     counters: int
     appends: bool
+    norms: bool
 
 
 _attention_plans: PlanCache[AttentionPlan] = PlanCache()
@@ -216,6 +226,8 @@ def append_attention(call: AppendAttention) -> Tensor:
     if call.q.shape[0] == 0:
         return torch.empty(call.q.shape, dtype=call.q.dtype, device=call.q.device)
     plan = _plan_for("append" if call.cos is None else "rotate_and_append", call)
+    if call.norms and not plan.norms:
+        return append_attention(call.normed)
     if not plan.appends:
         append, attention = call.parts
         _append(append)
@@ -230,7 +242,9 @@ def append_attention(call: AppendAttention) -> Tensor:
     places = [tokens.positions.contiguous(), tokens.slots.contiguous()]
     given = [tokens.q, k, v, *tables, *places, *cache[:2], *cache.scales]
     absmax = 0 if call.absmax is None else call.absmax.data_ptr()
-    return _launch(plan, call, given, _guide(call), (absmax,), (k.stride(0),))
+    weights = [weight.contiguous() for weight in call.norms]
+    norms = (*(weight.data_ptr() for weight in weights), call.eps) if weights else ()
+    return _launch(plan, call, given, _guide(call), (absmax,), (k.stride(0),), norms)
 
 
 def _launch(
@@ -240,8 +254,9 @@ def _launch(
     guide: tuple[int, ...] = (),
     absmax: tuple[int, ...] = (),
     kv_stride: tuple[int, ...] = (),
+    norms: tuple[int | float, ...] = (),
 ) -> Tensor:
-    """Queue the kernel; a kernel that appends takes a guide, absmax and the stride of keys and values too."""
+    """Queue the kernel; one that appends takes a guide, absmax, the stride of keys and values and norms too."""
     q, (_, kv_heads, context, _) = call.q, call.keys.shape
     head = q.shape[2]
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -254,15 +269,18 @@ def _launch(
     pointers = (*(t.data_ptr() for t in given), *guide, y.data_ptr(), *met)
     strides = (q.stride(0), *kv_stride, kv_heads * context * head)
     sizes = (kv_heads, q.shape[1] // kv_heads, context, *scores_arguments(call))
-    plan.kernel.launch(q.shape[0], (*pointers, *absmax, *strides, *sizes), current_stream(q.get_device()))
+    plan.kernel.launch(q.shape[0], (*pointers, *absmax, *strides, *sizes, *norms), current_stream(q.get_device()))
     return y
 
 
 def _plan_for(form: Form, call: DecodeAttention | AppendAttention) -> AttentionPlan:
-    """The plan for the call's shape, in which batch and context too decide the kernel and its number of parts."""
+    """The plan for the call's shape, in which batch and context or reach too decide the kernel and its parts."""
     q, keys = call.q, call.keys
-    window, capped = seen_through(call), call.softcap > 0
-    key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, keys.shape[1:3], window, capped, q.get_device())
+    (_, kv_heads, context, _), window = keys.shape, seen_through(call)
+    places = min(window or context, call.reach or context)
+    options = (window > 0, call.softcap > 0, call.ring > 0)
+    steps = (False, False) if isinstance(call, DecodeAttention) else (len(call.norms) > 0, call.settled)
+    key = (form, q.dtype, keys.dtype, call.values.dtype, q.shape, kv_heads, places, options, *steps, q.get_device())
     return _attention_plans.get(key) or _attention_plans.make(key, lambda: _plan_attention(*key))
 
 
@@ -272,14 +290,16 @@ def _plan_attention(
     cache: torch.dtype,
     values: torch.dtype,
     q: torch.Size,
-    stored: torch.Size,
-    window: int,
-    capped: bool,
+    kv_heads: int,
+    places: int,
+    options: tuple[bool, bool, bool],
+    norms: bool,
+    settled: bool,
     device: int,
 ) -> AttentionPlan:
     if torch.uint8 in (cache, values) and dtype is torch.float32:
         raise DtypeError("qcut: attention's q is float32; allowed with a 4-bit cache on a GPU: float16, bfloat16")
-    (batch, heads, head), (kv_heads, context), gpu = q, stored, target(device)
+    (batch, heads, head), gpu = q, target(device)
     queries = heads // kv_heads
 
     def select(with_clusters: bool) -> tuple[Attention, int]:
@@ -291,20 +311,25 @@ def _plan_attention(
             gpu,
             batch=batch,
             kv_heads=kv_heads,
-            context=window or context,
+            context=places,
             clusters=with_clusters,
             values=values_beside(cache, values),
-            scores=Scores(window > 0, capped),
+            scores=Scores(*options),
         )
 
     desc, parts = select(True)
     if isinstance(desc, AttentionMma) and desc.cluster > 1 and not clusters.are_usable(gpu, device, desc.cluster):
         desc, parts = select(False)
     if appends := form != "read" and isinstance(desc, AttentionMma):
-        source = emit_attention_append(AttentionAppend(desc, form == "rotate_and_append"))
+        rotary = form == "rotate_and_append"
+        norms = norms and closed.has_head_norms(head, rotary, gpu)
+        # Without dependent launch nothing begins early; a wheel brings the kernels that every caller may have.
+        settled = settled and has_pdl(gpu) and not gpu.closed
+        source = emit_attention_append(AttentionAppend(desc, rotary, norms, settled))
     else:
+        norms = False
         source = emit_attention(desc)
     grid = desc.grid(batch, kv_heads, queries, parts)
     kernel = LaunchSpec(source, lambda m: grid, pdl=pdl(device)).load(device)
     floats = desc.workspace_floats(batch, kv_heads, queries, parts)
-    return AttentionPlan(kernel, floats, grid[1] * batch if floats else 0, appends)
+    return AttentionPlan(kernel, floats, grid[1] * batch if floats else 0, appends, norms)

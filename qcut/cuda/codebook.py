@@ -1,9 +1,9 @@
 """`qcut.ops.codebook` on CUDA.
 
 A call is a dictionary look-up, the allocation of its results and one launch on the current stream (two where dense
-rotations end as int8, or where no kernel rotates a token itself); a miss makes a plan first. A `Rotation` or a
-`Product` holds all that chooses a kernel and is the key of its plan; `CodebookLayer` lists the kernels of a layer
-before its first call.
+rotations end as int8, or where no kernel rotates a token itself); a miss makes a plan first, and hands it to
+`qcut.cuda.native`, whose C++ serves the calls that follow. A `Rotation` or a `Product` holds all that chooses a kernel
+and is the key of its plan; `CodebookLayer` lists the kernels of a layer before its first call.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from torch import Tensor
 from qcut.codebooks import rotation
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
 from qcut.codebooks.products import is_pair_book
+from qcut.cuda import native
 from qcut.cuda.gemm import has_cutlass
 from qcut.cuda.operands import dense, parameters
-from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, target
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch import closed
 from qcut.dispatch import codebook as dispatch
@@ -81,9 +82,28 @@ class Rotation(NamedTuple):
         early = early and dispatch.starts_early(self.rows, self.k)
 
         def spec(kernel: dispatch.Rotation, columns: int) -> LaunchSpec:
-            return LaunchSpec(dispatch.emit_rotation(kernel), lambda m: kernel.grid(m, columns), pdl=early)
+            return LaunchSpec(dispatch.emit_rotation(kernel), dispatch.rotation_grid(kernel, columns), pdl=early)
 
         return tuple(map(spec, kernels, (k_padded, self.passes * k_padded)))
+
+    def load(self, device: int) -> tuple[LaunchPlan, ...]:
+        """The launch plans in order, handed to C++."""
+        plans = tuple(spec.load(device) for spec in self.specs(target(device)))
+        key = native.key(
+            "rotate_tokens",
+            n=self.group_size,
+            k=self.k,
+            rows=self.rows,
+            dtype=self.x,
+            name=self.kind,
+            device=device,
+            out=self.out,
+            passes=self.passes,
+            aligned=self.aligned,
+            constants=self.constants,
+        )
+        hand_over(key, plans, Geometry(self.k, self.group_size).k_padded)
+        return plans
 
 
 class Product(NamedTuple):
@@ -148,6 +168,35 @@ class Product(NamedTuple):
             EmitError: no kernel takes the product on this GPU.
         """
         return gemm_spec(self.problem, self.rows, self.n, self.units, gpu, early=self.constants)
+
+    def load(self, device: int) -> LaunchPlan:
+        """The launch plan, handed to C++.
+
+        Raises:
+            EmitError: no kernel takes the product on this GPU.
+        """
+        plan = self.spec(target(device)).load(device)
+        key = native.key(
+            "codebook_gemm" if self.rotates is None else "codebook_gemv",
+            n=self.n,
+            k=self.units,
+            rows=self.rows,
+            dtype=self.rotates or self.x,
+            name=self.activation,
+            device=device,
+            out=self.out,
+            bits=self.bits,
+            slots=self.slots,
+            constants=self.constants,
+            bias=self.bias,
+            residual=self.residual,
+            row_norm=self.row_norm,
+            offsets=self.offsets,
+            pairs=self.pairs,
+            fold=self.x is torch.int8,
+        )
+        hand_over(key, [plan])
+        return plan
 
 
 def gemm_spec(
@@ -285,22 +334,23 @@ class CodebookLayer:
 
     @property
     def calls_native(self) -> bool:
-        """Whether C++ serves calls: never."""
-        return False
+        """Whether C++ serves calls: all, but for one token whose columns no kernel holds."""
+        return True
 
 
 # ── rotation ─────────────────────────────────────────────────────────────────────────────────────
 
-_rotation_plans: PlanCache[tuple[LaunchPlan, ...]] = PlanCache()
+_rotation_plans: PlanCache[tuple[LaunchPlan, ...]] = PlanCache(on_clear=partial(native.clear, "rotate_tokens"))
 
 
 @serves(RotateTokens)
 def rotate_tokens(call: RotateTokens) -> tuple[Tensor, Tensor]:
     call.check()
-    return _rotate(call)
+    return rotate(call)
 
 
-def _rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
+def rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
+    """What `rotate_tokens` computes of arguments that were checked."""
     blocks, scale = call.fake()
     x, (m, k), passes, device = call.x, call.x.shape, len(call.seeds), call.x.get_device()
     if m == 0:
@@ -313,10 +363,8 @@ def _rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
     options = (call.group_size, passes, aligned, call.constants and operands is call.operands)
     described = Rotation(call.kind, x.dtype, call.out_dtype, dispatch.bucket(m), k, *options)
     key = (described, device)
-    plans = _rotation_plans.get(key)
+    plans = _rotation_plans.get(key) or _rotation_plans.make(key, lambda: described.load(device))
     k_padded = blocks.shape[0] * blocks.shape[3] // passes
-    if plans is None:
-        plans = _rotation_plans.make(key, lambda: tuple(spec.load(device) for spec in described.specs(target(device))))
     stream = current_stream(device)
     scales = (scale.data_ptr(),) if call.out_dtype is torch.int8 else ()
     matrices = (operands.data_ptr(),) if call.kind != "none" else ()
@@ -333,7 +381,7 @@ def _rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
 
 # ── product ──────────────────────────────────────────────────────────────────────────────────────
 
-_product_plans: PlanCache[LaunchPlan] = PlanCache()
+_product_plans: PlanCache[LaunchPlan] = PlanCache(on_clear=partial(native.clear, "codebook_gemm", "codebook_gemv"))
 
 
 @serves(CodebookGemm)
@@ -365,7 +413,7 @@ def codebook_gemv(call: CodebookGemv) -> Tensor:
     plan = _product_plans.get((product, device))
     if plan is None:
         if not has_kernel(product, target(device)):
-            return _multiply(call.product(*_rotate(call.rotation)))
+            return _multiply(call.product(*rotate(call.rotation)))
         plan = _plan(product, device)
     y = call.fake()
     x, vectors = dense(call.x), parameters(call.col_scale, call.bias, call.residual)
@@ -399,4 +447,4 @@ def _product_of(
 
 def _plan(product: Product, device: int) -> LaunchPlan:
     key = (product, device)
-    return _product_plans.get(key) or _product_plans.make(key, lambda: product.spec(target(device)).load(device))
+    return _product_plans.get(key) or _product_plans.make(key, lambda: product.load(device))

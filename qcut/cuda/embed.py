@@ -24,7 +24,10 @@ def embed_rows(call: EmbedRows) -> Tensor:
     ids, dtype, device = call.ids, call.dtype, call.table.get_device()
     columns, rows = call.table.shape[1], ids.shape[0]
     y = torch.empty((rows, columns), dtype=dtype, device=call.table.device)
+    zeroed = call.zeroed
     if rows == 0:
+        if zeroed is not None:
+            zeroed.zero_()
         return y
     if rows * columns >= _MOST_ELEMENTS:
         raise ShapeError(f"qcut::embed_rows: {rows} ids of {columns} columns; allowed: below 2**33 elements")
@@ -33,20 +36,22 @@ def embed_rows(call: EmbedRows) -> Tensor:
     aligned = columns % vector == 0 and all(
         t.data_ptr() % (vector * t.element_size()) == 0 == t.stride(0) % vector for t in tables
     )
-    key = (dtype, call.table.dtype, len(tables) == 2, aligned, columns, device)
+    key = (dtype, call.table.dtype, len(tables) == 2, aligned, zeroed is not None, columns, device)
     plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
     scales = [] if call.scale is None else [call.scale.contiguous()]
     places = [] if call.positions is None else [call.positions.contiguous()]
     given = [ids.contiguous(), tables[0], *scales, *places, *tables[1:], y]
     strides, counts = (t.stride(0) for t in tables), (t.shape[0] for t in tables)
     args = (*(t.data_ptr() for t in given), *strides, *counts, rows, columns)
+    if zeroed is not None:
+        args = (*args, zeroed.data_ptr(), zeroed.numel())
     plan.launch(rows, args, current_stream(device))
     return y
 
 
 def _plan(
-    dtype: torch.dtype, table: torch.dtype, positions: bool, aligned: bool, columns: int, device: int
+    dtype: torch.dtype, table: torch.dtype, positions: bool, aligned: bool, zeroes: bool, columns: int, device: int
 ) -> LaunchPlan:
-    desc = kernels.EmbedRows(DTYPES[dtype], DTYPES[table], target(device).arch, positions, aligned)
+    desc = kernels.EmbedRows(DTYPES[dtype], DTYPES[table], target(device).arch, positions, aligned, zeroes)
     source = kernels.emit_embed(desc)
     return LaunchSpec(source, lambda m: desc.grid(m, columns), pdl=pdl(device)).load(device)

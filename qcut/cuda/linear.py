@@ -20,7 +20,7 @@ from qcut.config import padded_k
 from qcut.cuda import native
 from qcut.cuda.gemm import TMA_ROWS, Product, serves_cutlass, w8a16_spec
 from qcut.cuda.operands import dense, parameters, row_major
-from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, await_job, m_bucket, target
+from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, hand_over, m_bucket, target
 from qcut.cuda.quantize import per_tensor_spec, per_token_spec
 from qcut.dispatch import gemm as dispatch
 from qcut.dispatch.gpus import Target
@@ -141,7 +141,7 @@ class LinearLayer(NamedTuple):
     @property
     def calls_native(self) -> bool:
         """Whether C++ serves calls: those of all schemes that it knows."""
-        return self.scheme in native.SCHEMES
+        return f"{self.scheme}_linear" in native.OPS
 
 
 # ── plans ────────────────────────────────────────────────────────────────────────────────────────
@@ -162,18 +162,10 @@ class LinearPlan(NamedTuple):
     n: int
     k_padded: int
 
-    def for_native(self) -> native.Plan | None:
-        """The plan for C++, or None where Python must launch."""
-        quantize = native.Launch() if self.quantize is None else self.quantize.for_native()
-        product = self.product.for_native()
-        if quantize is None or product is None:
-            return None
-        return native.Plan(quantize, product, self.k_padded, self.product.row_multiple)
-
 
 _plans: PlanCache[LinearPlan] = PlanCache()
 """Plans by layer description and device: layers of the same description share a plan."""
-_called: PlanCache[LinearPlan] = PlanCache(on_clear=native.clear)
+_called: PlanCache[LinearPlan] = PlanCache(on_clear=functools.partial(native.clear, *native.LINEAR_OPS))
 """Plans by all that a call's checks read, so that a hit needs no checks. Tensors count by dtype, layout and device; no
 plan holds an address or depends on one's values."""
 
@@ -295,10 +287,20 @@ def _linear(
 def _shared(layer: LinearLayer, device: int) -> LinearPlan:
     """The plan of a layer, handed to C++."""
     plan = plan_for(layer, device)
-    library, launches = native.library(await_job), plan.for_native()
-    if library is not None and launches is not None and layer.calls_native:
-        sizes, options = (layer.n, layer.k, layer.rows), (layer.aligned, layer.bias, layer.constants)
-        library.insert(native.key(layer.scheme, *sizes, layer.dtype, layer.activation, device, *options), launches)
+    if layer.calls_native:
+        key = native.key(
+            f"{layer.scheme}_linear",
+            n=layer.n,
+            k=layer.k,
+            rows=layer.rows,
+            dtype=layer.dtype,
+            name=layer.activation,
+            device=device,
+            aligned=layer.aligned,
+            constants=layer.constants,
+            bias=layer.bias,
+        )
+        hand_over(key, [plan.product] if plan.quantize is None else [plan.quantize, plan.product], plan.k_padded)
     return plan
 
 

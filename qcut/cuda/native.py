@@ -1,4 +1,4 @@
-"""The linear operators' hot path in C++ (``linear_ops.cpp``): compiled once per torch, cached, loaded.
+"""The linear operators' hot path in C++ (the folder ``cpp``): compiled once per torch, cached, loaded.
 
 The C++ code serves calls whose plan `Library.insert` has given it, and leaves every other call to Python, which serves
 all calls where there is no g++ or torch came without its headers.
@@ -27,26 +27,28 @@ from qcut.jit.scratch import scratch_folder
 from qcut.ops import paths
 from qcut.process.locks import Lock, once
 
-SOURCE = Path(__file__).with_name("linear_ops.cpp")
-SCHEMES = ("w8a8", "w8a8_static", "w8a16", "int16x8")
-"""Schemes in the order of ``Op`` in ``linear_ops.cpp``."""
-OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear", "int16x8_linear")
-"""The operators of `SCHEMES`."""
+SOURCE = Path(__file__).parent / "cpp" / "operators.cpp"
+LINEAR_OPS = ("w8a8_linear", "w8a8_static_linear", "w8a16_linear", "int16x8_linear")
+"""The operators of int8 layers."""
+OPS = (*LINEAR_OPS, "rotate_tokens", "codebook_gemm", "codebook_gemv")
+"""The operators, in the order of ``Op`` in ``launch.h``."""
+FLAGS = ("aligned", "constants", "bias", "residual", "row_norm", "offsets", "pairs", "fold")
+"""The flags of a key, in the order of ``Flags`` in ``launch.h``."""
 
 _NAME = "qcut_linear_ops"
 _FLAGS = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", "-fno-gnu-unique", "-fvisibility=hidden")
 _LIBRARIES = ("-lc10", "-ltorch_cpu")
-_SCALAR_TYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # c10::ScalarType
+_SCALAR_TYPES = {torch.int8: 1, torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}  # c10::ScalarType
 _ENVIRONMENT = ("CPATH", "CPLUS_INCLUDE_PATH", "GCC_EXEC_PREFIX")
 
 
 class Key(ctypes.Structure):
-    """``Key`` of the source: a layer at one bucket of rows."""
+    """``Key`` of the source: a call at one bucket of rows."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("n", "k", "rows")),
-        ("activation", ctypes.c_char * 16),
-        *((name, ctypes.c_int32) for name in ("op", "dtype", "device", "flags")),
+        ("name", ctypes.c_char * 16),
+        *((name, ctypes.c_int32) for name in ("op", "dtype", "out", "device", "flags", "passes", "bits", "slots")),
     ]
 
 
@@ -56,33 +58,58 @@ class Launch(ctypes.Structure):
     _fields_ = [
         ("function", ctypes.c_void_p),
         ("host", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("grid_rows", "grid_x", "grid_y", "block", "smem_bytes", "pdl")),
+        *((name, ctypes.c_int32) for name in ("grid_rows", "grid_x", "grid_y", "grid_z", "grid_most")),
+        *((name, ctypes.c_int32) for name in ("block", "smem_bytes", "pdl")),
         ("tail_count", ctypes.c_int32),
         ("tail", ctypes.c_int32 * 5),
     ]
 
 
 class Plan(ctypes.Structure):
-    """``Plan`` of the source."""
+    """``Plan`` of the source: the launches of a call in order, one or two."""
 
-    _fields_ = [("quantize", Launch), ("gemm", Launch), ("k_padded", ctypes.c_int64), ("row_multiple", ctypes.c_int64)]
+    _fields_ = [
+        ("launches", Launch * 2),
+        ("count", ctypes.c_int32),
+        ("row_multiple", ctypes.c_int32),
+        ("k_padded", ctypes.c_int64),
+    ]
 
 
 def key(
-    scheme: str,
+    op: str,
+    *,
     n: int,
     k: int,
     rows: int,
     dtype: torch.dtype,
-    activation: str,
+    name: str,
     device: int,
-    aligned: bool,
-    bias: bool,
-    constants: bool,
+    out: torch.dtype | None = None,
+    passes: int = 0,
+    bits: int = 0,
+    slots: int = 0,
+    **flags: bool,
 ) -> Key:
-    """Key of a layer at one bucket of rows; arguments as the attributes of `qcut.cuda.linear.LinearLayer`."""
-    code = SCHEMES.index(scheme), _SCALAR_TYPES[dtype], device, aligned | bias << 1 | constants << 2
-    return Key(n, k, rows, activation.encode(), *code)
+    """Key of an operator's call at one bucket of rows.
+
+    Args:
+        op: one of `OPS`.
+        n: number of output channels; of a rotation the columns of a group.
+        k: columns of the tokens; of a codebook's product the units along K.
+        rows: number of tokens, a `qcut.cuda.plans.m_bucket`.
+        dtype: dtype of the tokens.
+        name: activation, or kind of the rotation.
+        device: CUDA ordinal.
+        out: dtype of the result, where the operator is given one.
+        passes: of a rotation.
+        bits: of an index.
+        slots: norms of a unit.
+        flags: those of `FLAGS` that the operator has.
+    """
+    codes = OPS.index(op), _SCALAR_TYPES[dtype], 0 if out is None else _SCALAR_TYPES[out], device
+    bitmask = sum(given << FLAGS.index(flag) for flag, given in flags.items())
+    return Key(n, k, rows, name.encode(), *codes, bitmask, passes, bits, slots)
 
 
 class Library:
@@ -98,7 +125,7 @@ class Library:
         self._register.restype = ctypes.c_char_p
         self._register.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p)
         lib.qcut_insert.restype = lib.qcut_clear.restype = lib.qcut_chosen.restype = None
-        lib.qcut_chosen.argtypes = (ctypes.c_int64,)
+        lib.qcut_clear.argtypes, lib.qcut_chosen.argtypes = (ctypes.c_int32,), (ctypes.c_int64,)
         lib.qcut_hits.restype = ctypes.c_uint64
         lib.qcut_bucket.restype, lib.qcut_bucket.argtypes = ctypes.c_int64, (ctypes.c_int64,)
         self._lib = lib
@@ -123,9 +150,10 @@ class Library:
         """Serve the calls of this key from now on."""
         self._lib.qcut_insert(ctypes.byref(key), ctypes.byref(plan))
 
-    def clear(self) -> None:
-        """Forget all plans."""
-        self._lib.qcut_clear()
+    def clear(self, *ops: str) -> None:
+        """Forget the plans of operators."""
+        for op in ops:
+            self._lib.qcut_clear(OPS.index(op))
 
     def leave_to_python(self, blocks: int) -> None:
         """Serve no calls while any block chooses another execution path than the fused."""
@@ -181,10 +209,10 @@ def _keep(code: bytes) -> None:
     _kept = code
 
 
-def clear() -> None:
-    """Forget all plans of the library, if it is loaded."""
+def clear(*ops: str) -> None:
+    """Forget the library's plans of operators, if it is loaded."""
     if _library is not None:
-        _library.clear()
+        _library.clear(*ops)
 
 
 def _activate() -> Library | None:
@@ -268,7 +296,7 @@ def fingerprint() -> str:
     """Digest of everything the shared object depends on: source, torch, compiler, flags, machine, environment."""
     facts = [
         disk.SCHEMA,
-        SOURCE.read_text(encoding="utf-8"),
+        [path.read_text(encoding="utf-8") for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))],
         [torch.__version__, torch.version.git_version],
         [toolchain.find_gxx().version, *_flags(), *_LIBRARIES],
         [platform.machine(), *platform.libc_ver()],

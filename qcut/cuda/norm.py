@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
+from qcut.cuda.codebook import rotate
 from qcut.cuda.operands import is_aligned
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch.closed import norm_columns
+from qcut.dispatch.gpus import Target
+from qcut.emitters.codebook.rotate_rows import RowsRotation
+from qcut.emitters.core.source import EmitError
 from qcut.emitters.decoder.norm import MANY_ROWS, NormRows, emit_norm
-from qcut.ops.norm import AddNorm, AddNormInt8
+from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
 from qcut.ops.registry import serves
+
+ROTATES = True
+"""Whether the kernel of a norm rotates it; otherwise a kernel of its own does."""
 
 _plans: PlanCache[LaunchPlan] = PlanCache()
 
@@ -20,7 +29,7 @@ _plans: PlanCache[LaunchPlan] = PlanCache()
 def add_norm(call: AddNorm) -> tuple[Tensor, Tensor]:
     call.check()
     y = torch.empty(call.x.shape, dtype=call.x.dtype, device=call.x.device)
-    return _launch(call, y, None), y
+    return _launch(call, y), y
 
 
 @serves(AddNormInt8)
@@ -32,7 +41,34 @@ def add_norm_int8(call: AddNormInt8) -> tuple[Tensor, Tensor, Tensor]:
     return _launch(call, q, scale), q, scale
 
 
-def _launch(call: AddNorm | AddNormInt8, y: Tensor, scale: Tensor | None) -> Tensor:
+@serves(AddNormRotated)
+def add_norm_rotated(call: AddNormRotated) -> tuple[Tensor, Tensor, Tensor]:
+    call.check()
+    (m, k), gpu = call.x.shape, target(call.x.get_device())
+    rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, k), len(call.seeds))
+    if not (ROTATES and _has_rotating(call.x.dtype, call.layer, k, m >= MANY_ROWS, rotation, gpu)):
+        total, y = add_norm(call.unrotated)
+        return total, *rotate(call.rotation(y))
+    blocks, scale = call.rotation(call.x).fake()
+    return _launch(call, blocks, scale if rotation.quantized else None, rotation), blocks, scale
+
+
+@lru_cache(maxsize=4096)
+def _has_rotating(dtype: torch.dtype, layer: bool, k: int, many: bool, rotation: RowsRotation, gpu: Target) -> bool:
+    """Whether a norm's kernel has registers to rotate rows; closed sets have no such kernels."""
+    try:
+        NormRows.for_shape(DTYPES[dtype], layer, gpu.arch, k, many=many, rotation=rotation)
+    except EmitError:
+        return False
+    return not gpu.closed
+
+
+def _launch(
+    call: AddNorm | AddNormInt8 | AddNormRotated,
+    y: Tensor,
+    scale: Tensor | None = None,
+    rotation: RowsRotation | None = None,
+) -> Tensor:
     """Write the norm to y, and the scales of an int8 norm to ``scale``; return the sum."""
     given, residual, weight, bias, layer, eps = call[:6]
     (m, k), dtype, device = given.shape, given.dtype, given.get_device()
@@ -44,16 +80,21 @@ def _launch(call: AddNorm | AddNormInt8, y: Tensor, scale: Tensor | None) -> Ten
         residual = residual.contiguous()
     if bias is not None:
         bias = bias.contiguous()
+    signs = call.operands.contiguous() if isinstance(call, AddNormRotated) else None
     # A copy is written by the kernel just before.
     constants = call.constants and weight is call.weight and bias is call.bias
+    if isinstance(call, AddNormRotated):
+        constants = constants and signs is call.operands
     aligned = k * x.element_size() % 16 == 0 and is_aligned(x, residual, weight, bias)
-    key = (dtype, layer, k, residual is not None, scale is not None, m >= MANY_ROWS, aligned, constants, device)
+    quantized = scale is not None and rotation is None
+    key = (dtype, layer, k, residual is not None, quantized, m >= MANY_ROWS, aligned, rotation, constants, device)
     plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
     sums = () if residual is None else (residual.data_ptr(), total.data_ptr())
     biases = ((0 if bias is None else bias.data_ptr()),) if layer else ()
     results = (y.data_ptr(),) if scale is None else (y.data_ptr(), scale.data_ptr())
-    sizes = (k, k) if scale is None else (k, k, y.shape[1])
-    args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps)
+    sizes = (k, k, y.shape[1]) if quantized else (k, k)
+    turned = () if signs is None else (signs.data_ptr(), 32 * signs.shape[1])
+    args = (x.data_ptr(), *sums, weight.data_ptr(), *biases, *results, *sizes, eps, *turned)
     plan.launch(m, args, current_stream(device))
     return total
 
@@ -66,12 +107,12 @@ def _plan(
     quantized: bool,
     many: bool,
     aligned: bool,
+    rotation: RowsRotation | None,
     constants: bool,
     device: int,
 ) -> LaunchPlan:
     flags = {"many": many, "residual": residual, "quantized": quantized, "aligned": aligned}
     gpu = target(device)
-    desc = NormRows.for_shape(
-        DTYPES[dtype], layer, gpu.arch, norm_columns(k, DTYPES[dtype], gpu, aligned=aligned), **flags
-    )
+    columns = norm_columns(k, DTYPES[dtype], gpu, aligned=aligned)
+    desc = NormRows.for_shape(DTYPES[dtype], layer, gpu.arch, columns, **flags, rotation=rotation)
     return LaunchSpec(emit_norm(desc), desc.grid, pdl=constants and pdl(device)).load(device)

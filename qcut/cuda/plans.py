@@ -7,7 +7,7 @@ A family of operators describes a kernel as a `LaunchSpec`, loads the spec on a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -43,6 +43,8 @@ DTYPES = {
 
 MAX_PLANS = 1 << 16
 """Most plans in a `PlanCache`. Keys hold addresses, so loading model after model makes ever more plans."""
+
+_UNLIMITED = 2**31 - 1
 
 P = TypeVar("P")
 _lock = Lock()
@@ -276,12 +278,11 @@ class LaunchPlan:
     def for_native(self) -> native.Launch | None:
         """The plan for C++; None where a launch needs a workspace, or a grid that C++ cannot compute."""
         grid, kernel = self._grid, self._kernel
-        if isinstance(kernel, rehearsal.MissingKernel):
+        if self.needs_workspace or not isinstance(grid, Grid) or isinstance(kernel, rehearsal.MissingKernel):
             return None
-        if self.needs_workspace or not isinstance(grid, Grid) or grid.one[2] != 1 or grid.most is not None:
-            return None
-        shape = (grid.rows, *grid.one[:2], kernel.block, kernel.smem_bytes, self._pdl)
-        return native.Launch(kernel.function, kernel.host_launcher, *shape, len(self._tail), self._tail)
+        shape = (grid.rows, *grid.one, _UNLIMITED if grid.most is None else grid.most)
+        block = (kernel.block, kernel.smem_bytes, self._pdl)
+        return native.Launch(kernel.function, kernel.host_launcher, *shape, *block, len(self._tail), self._tail)
 
     def launch(self, m: int, args: tuple[int | float, ...], stream: int, workspace: int = 0) -> None:
         """Queue the kernel for m rows."""
@@ -296,3 +297,17 @@ class LaunchPlan:
             self.launch(m, args, current_stream(device), memory.data_ptr())
         else:
             self.launch(m, args, current_stream(device))
+
+
+def hand_over(key: native.Key, plans: Sequence[LaunchPlan], k_padded: int = 0) -> None:
+    """Let C++ serve the calls of a key from now on, where it is there and can launch the plans.
+
+    Args:
+        key: all that chose the plans, and that a call's checks read besides layouts of tensors.
+        plans: launches of a call, in order, one or two.
+        k_padded: columns of prepared tokens, of a rotation those of a pass.
+    """
+    launches = [launch for plan in plans if (launch := plan.for_native()) is not None]
+    if len(launches) == len(plans) and (library := native.library(await_job)) is not None:
+        in_order = (native.Launch * 2)(*launches)
+        library.insert(key, native.Plan(in_order, len(plans), plans[-1].row_multiple, k_padded))

@@ -16,7 +16,7 @@ from qcut.emitters.decoder.attention.prompt import tiles
 from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma
 from qcut.emitters.decoder.attention.scores import Scores
 from qcut.numerics import int4, int8
-from qcut.ops.cache import dequantized, mixed_values, seen
+from qcut.ops.cache import dequantized, mixed_values, seen, unrolled
 from qcut.ops.prompt_attention import PromptAttention
 from qcut.ops.registry import serves
 
@@ -43,6 +43,7 @@ def prompt_attention(call: PromptAttention) -> Tensor:
         context,
         seen_through(call),
         call.softcap > 0,
+        call.ring,
         q.get_device(),
     )
     plan = _plans.get(key) or _plans.make(key, lambda: _plan(*key))
@@ -77,17 +78,18 @@ def _plan(
     context: int,
     window: int,
     capped: bool,
+    ring: int,
     device: int,
 ) -> LaunchPlan | str:
     gpu, sequences, group = target(device), count // length, heads // kv_heads
     shape = {"sequences": sequences, "length": length, "kv_heads": kv_heads, "group": group}
     beside = None if values is keys else DTYPES[values]
-    read = min(context, window + length) if window else context
-    options = {"context": read, "values": beside, "scores": Scores(window > 0, capped)}
+    read = min(ring or context, window + length) if window else context
+    options = {"context": read, "values": beside, "scores": Scores(window > 0, capped, ring > 0)}
     desc = select_prompt_attention(DTYPES[dtype], DTYPES[keys], head, gpu, **shape, **options)  # type: ignore[arg-type]
     if isinstance(desc, PromptWgmma) and desc.parts > 1 and not clusters.are_usable(gpu, device, desc.parts):
         desc = replace(desc, parts=1)
-    if desc is None:
+    if desc is None or (ring and context % desc.keys):
         return _IN_TORCH
     grid = desc.grid(tiles(desc.rows, **shape), gpu.sm_count)
     return LaunchSpec(emit_prompt_attention(desc), lambda m: grid, pdl=pdl(device)).load(device)
@@ -95,8 +97,9 @@ def _plan(
 
 def _in_torch(call: PromptAttention) -> Tensor:
     """Torch's attention over the whole context with a mask: types and sizes that no kernel takes."""
-    q, cache, length = call.q, call.cache, call.length
-    context, sequences = cache.keys.shape[2], len(q) // length
+    q, length, context = call.q, call.length, call.ring or call.keys.shape[2]
+    cache = unrolled(call.cache, context) if call.ring else call.cache
+    sequences = len(q) // length
     starts = call.starts.clamp(0, context)
     lengths = torch.minimum(call.lengths.clamp(0, length), context - starts)
     places, tokens = torch.arange(context, device=q.device), torch.arange(length, device=q.device)

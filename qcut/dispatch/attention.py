@@ -69,7 +69,8 @@ def select_attention(
         target: the GPU.
         batch: number of sequences.
         kv_heads: number of heads of keys.
-        context: tokens that the cache has room for, or, where that is less, those that a window leaves.
+        context: tokens that the cache has room for, or, where that is less, those that a window leaves or that
+            sequences have at most.
         clusters: whether the parts of a context may meet in a cluster, where the architecture has clusters.
         values: element type of values; None: that of keys.
         scores: a window, a softcap.

@@ -55,6 +55,8 @@ HEADS = (32, 64, 80, 96, 112, 128, 192, 256)
 """Columns of a head of attention."""
 CLUSTER_HEADS = (64, 128)
 """Heads whose attention divides a context among the CTAs of a cluster."""
+NORM_HEADS = (128, 256)
+"""Heads whose norms the attention of a step computes, where positions are rotary: those of Qwen 3 and Gemma 3."""
 QUERIES = (1, 4, 8)
 """Queries of a CTA of attention."""
 GROUPS = (32, 64, 128)
@@ -256,6 +258,11 @@ def attention_queries(queries: int, target: Target) -> int:
     if not target.closed:
         return queries
     return _at_least(queries, QUERIES)
+
+
+def has_head_norms(head: int, rotary: bool, target: Target) -> bool:
+    """Whether the attention of a step has kernels that normalize heads of so many columns."""
+    return not target.closed or (rotary and head in NORM_HEADS)
 
 
 def rotation_columns(k: int, target: Target, *, usual: bool) -> int:

@@ -133,6 +133,12 @@ def emit_rotation(rotation: Rotation) -> KernelSource:
     return emit_rotate_dense(rotation) if isinstance(rotation, RotateTokensDense) else emit_rotate(rotation)
 
 
+def rotation_grid(rotation: Rotation, k_padded: int) -> Grid:
+    """CTAs of one kernel of `select_rotation` for rows of k_padded columns a pass."""
+    rows = rotation.tokens if isinstance(rotation, RotateTokensDense) else rotation.rows
+    return Grid(rows, rotation.grid(1, k_padded))
+
+
 # ── product ──────────────────────────────────────────────────────────────────────────────────────
 
 

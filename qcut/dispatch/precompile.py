@@ -3,8 +3,9 @@
 `qcut.dispatch.closed` bounds what dispatch chooses from for a `Target` that is closed; here the same functions are
 asked for all points. Outside are, on purpose: products of `qcut.ops` that no layer makes (other layouts, epilogues or
 alignments, dp4a), tiles of a user's own tuned tables, rotations in groups other than 32, 64 and 128 columns, and
-attention of heads that are not in `qcut.dispatch.closed.HEADS`. Those need a compiler. W8A16's kernels that nvcc
-builds, and codebooks', are outside too: in their place the set has kernels that NVRTC builds.
+attention of heads that are not in `qcut.dispatch.closed.HEADS`, or with windows, rings or softcaps. Those need a
+compiler. W8A16's kernels that nvcc builds, and codebooks', are outside too: in their place the set has kernels that
+NVRTC builds.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from qcut.emitters.core.epilogue import Activation, Epilogue
 from qcut.emitters.core.source import FLOATS, DType, EmitError, KernelSource
 from qcut.emitters.decoder.activate import ACTIVATIONS, ActivateRows, emit_activation
 from qcut.emitters.decoder.append import ROTARY, RotateAndAppend, emit_append
-from qcut.emitters.decoder.argmax import ArgmaxRows, emit_argmax
+from qcut.emitters.decoder.argmax import PARTS, ArgmaxRows, emit_argmax
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.cluster_probe import ClusterProbe, emit_cluster_probe
 from qcut.emitters.decoder.attention.mma import CLUSTERS, TILE, AttentionMma
@@ -221,10 +222,11 @@ def _rows(target: Target) -> Iterator[KernelSource]:
                     yield emit_norm(NormRows.for_shape(x, layer, arch, width, aligned=aligned, **flags))
         for kind in ACTIVATIONS:
             yield emit_activation(ActivateRows(kind, x, arch, aligned))
-        for table, places in product((x, DType.S8), _BOOLS):
-            yield emit_embed(EmbedRows(x, table, arch, places, aligned))
-    for x, advances in product(FLOATS, _BOOLS):
-        yield emit_argmax(ArgmaxRows(x, arch, advances))
+        for table, places, zeroes in product((x, DType.S8), _BOOLS, _BOOLS):
+            yield emit_embed(EmbedRows(x, table, arch, places, aligned, zeroes))
+    for x, parts in product(FLOATS, (1, PARTS) if architecture(arch).clusters else (1,)):
+        for advances, tells in ((False, False), (True, False), (True, True)):
+            yield emit_argmax(ArgmaxRows(x, arch, advances, parts, tells))
     for aligned in _BOOLS:
         yield emit_colsum(ColSum(arch, aligned))
 
@@ -271,5 +273,6 @@ def _attention_forms(
     with suppress(EmitError):
         kernel = AttentionMma.for_shape(x, cache, head, queries, target.arch, cluster, values)
         yield emit_attention(kernel)
-        for rotary in _BOOLS:
-            yield emit_attention_append(AttentionAppend(kernel, rotary))
+        for rotary, norms in product(_BOOLS, _BOOLS):
+            if not norms or closed.has_head_norms(head, rotary, target):
+                yield emit_attention_append(AttentionAppend(kernel, rotary, norms))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
-from qcut.engine.decoder import Scores, Tables
+from qcut.engine.decoder import HeadNorms, Scores, Tables
 from qcut.engine.kv_cache import KVCache
 
 
@@ -36,15 +37,27 @@ class PromptAttention:
     starts: Tensor
     lengths: Tensor
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores, absmax: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: Scores,
+        norms: HeadNorms | None,
+        absmax: Tensor | None,
+    ) -> Tensor:
         """Heads side by side, ``[B T, queries * D]``, of queries, keys and values ``[B T, heads, D]``.
 
         ``absmax``, float32 ``[B T]``, is raised to the largest magnitudes of the result.
         """
+        if norms is not None:
+            q, k = norms(q, k)
         memory, rows = self.cache.layer(layer), len(q) // len(self.starts)
         places = (*self.tables[layer], self.positions, self.slots)
-        torch.ops.qcut.append_kv(q, k, v, *places, *memory, rows, False, self.cache.guide(layer))
-        chunk = (self.starts, self.lengths, scores.scaling, rows, absmax, *scores[1:])
+        guide, ring = self.cache.guide(layer), self.cache.ring(layer)
+        torch.ops.qcut.append_kv(q, k, v, *places, *memory, rows, False, guide, ring)
+        chunk = (self.starts, self.lengths, scores.scaling, rows, absmax, *scores[1:], ring)
         mixed: Tensor = torch.ops.qcut.prompt_attention(q, *memory, *chunk)
         return mixed.flatten(1)
 
@@ -53,7 +66,7 @@ class PromptAttention:
 class StepAttention:
     """Attention of steps: one token of each sequence attends to the whole sequence, in one kernel.
 
-    The kernel rotates queries and keys, stores keys and values in the cache, and attends.
+    The kernel normalizes and rotates heads of queries and keys, stores keys and values in the cache, and attends.
 
     Attributes:
         cache: keeps keys and values.
@@ -61,6 +74,9 @@ class StepAttention:
         positions: position of each token, int32 ``[B]``.
         slots: place in the cache for each token's keys and values, int32 ``[B]``.
         counters: int32 ``[B queries]``, zero before and after every launch.
+        reach: most places of a sequence that the kernels are chosen for; 0: those of the cache.
+        others: reaches whose kernels are run beside, to be built and loaded; they do the same.
+        settled: as in `qcut.ops.attention.AppendAttention`.
     """
 
     raises_absmax: ClassVar[bool] = True
@@ -70,15 +86,31 @@ class StepAttention:
     positions: Tensor
     slots: Tensor
     counters: Tensor
+    reach: int = 0
+    others: Sequence[int] = ()
+    settled: bool = False
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores, absmax: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: Scores,
+        norms: HeadNorms | None,
+        absmax: Tensor | None,
+    ) -> Tensor:
         """Heads side by side, ``[B, queries * D]``, of queries, keys and values ``[B, heads, D]``.
 
         ``absmax``, float32 ``[B]``, is raised to the largest magnitudes of the result.
         """
+        within = None if norms is None else norms.by_head(q.shape[2])
+        if norms is not None and within is None:
+            q, k = norms(q, k)
         step = (q, k, v, *self.tables[layer], self.positions, self.slots, *self.cache.layer(layer))
-        guide = self.cache.guide(layer)
-        mixed: Tensor = torch.ops.qcut.append_attention(
-            *step, scores.scaling, self.counters, absmax, guide, *scores[1:]
-        )
+        options = (self.cache.guide(layer), *scores[1:], *(within or (None, None, 0.0)), self.cache.ring(layer))
+        run = partial(torch.ops.qcut.append_attention, *step, scores.scaling, self.counters)
+        for reach in self.others:
+            run(None, *options, reach, self.settled)
+        mixed: Tensor = run(absmax, *options, self.reach, self.settled)
         return mixed.flatten(1)

@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import table_of
 from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
 from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
+
+EMBEDDING_ZEROES = True
+"""Whether the kernel of embeddings writes the zeros that magnitudes start from; otherwise one of torch's does."""
 
 # ── rows between modules ─────────────────────────────────────────────────────────────────────────
 
@@ -39,7 +43,16 @@ class RowsWithAbsmax(NamedTuple):
     absmax: Tensor
 
 
-Rows = Tensor | Int8Rows | RowsWithAbsmax
+class RotatedRows(NamedTuple):
+    """Rows ``[R, K]`` of a dtype as `torch.ops.qcut.rotate_tokens` makes blocks and scales of them."""
+
+    blocks: Tensor
+    scale: Tensor
+    rows: int
+    dtype: torch.dtype
+
+
+Rows = Tensor | Int8Rows | RowsWithAbsmax | RotatedRows
 
 
 def takes_int8(module: nn.Module) -> TypeGuard[W8A8Linear]:
@@ -56,7 +69,8 @@ def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tens
     """Apply a linear layer to rows.
 
     Args:
-        module: a linear layer. Rows other than a plain tensor need a layer for which `takes_int8` holds.
+        module: a linear layer. Rows other than a plain tensor need a layer for which `takes_int8` holds; rotated rows
+            need a `CodebookLinear` that rotates so.
         rows: R rows of K elements.
         absmax: float32 ``[R]``, raised to the largest magnitude of each row of the result; only with `Int8Rows`.
 
@@ -67,6 +81,8 @@ def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tens
         return cast(W8A8Linear, module).forward_int8(*rows, absmax)
     if isinstance(rows, RowsWithAbsmax):
         return cast(W8A8Linear, module).forward_with_absmax(*rows)
+    if isinstance(rows, RotatedRows):
+        return cast(CodebookLinear, module).forward_rotated(*rows)
     return cast(Tensor, module(rows))
 
 
@@ -82,44 +98,51 @@ class AddNorm:
         module: holds the weight, and the bias if there is one.
         eps: added under the root.
         k_padded: columns of the normalized rows in int8, where all linear layers that read them take int8; else None.
+        rotating: a linear layer as which all rotate that read the normalized rows; else None.
     """
 
     norm: Literal["rms", "layer"]
     module: nn.Module
     eps: float
     k_padded: int | None
+    rotating: CodebookLinear | None = None
 
     @classmethod
     def rms(cls, module: nn.Module, eps: float, readers: Sequence[nn.Module] = ()) -> AddNorm:
         """An AddNorm with an RMSNorm; ``readers`` are all linear layers that read the result."""
-        return cls("rms", module, eps, _int8_columns(readers))
+        return cls("rms", module, eps, _int8_columns(readers), _rotating(readers))
 
     @classmethod
     def layer(cls, module: nn.LayerNorm, readers: Sequence[nn.Module] = ()) -> AddNorm:
         """An AddNorm with a LayerNorm; ``readers`` are all linear layers that read the result."""
-        return cls("layer", module, module.eps, _int8_columns(readers))
+        return cls("layer", module, module.eps, _int8_columns(readers), _rotating(readers))
 
     def __call__(self, x: Tensor, unadded: Tensor | None) -> tuple[Tensor, Rows]:
         """The sum ``x + unadded``, or x where ``unadded`` is None, and the norm of the sum; ``[R, hidden]`` each."""
         weight, bias = cast(Tensor, self.module.weight), getattr(self.module, "bias", None)
         given = (x, unadded, weight, bias, self.norm == "layer", self.eps)
         rows: Rows
-        if self.k_padded is None:
+        rotation = None if self.rotating is None else self.rotating.rotation_of(x)
+        if rotation is not None:
+            total, blocks, scale = torch.ops.qcut.add_norm_rotated(*given, *rotation, constants=True)
+            rows = RotatedRows(blocks, scale, len(x), x.dtype)
+        elif self.k_padded is None:
             total, rows = torch.ops.qcut.add_norm(*given, constants=True)
         else:
             total, q, scale = torch.ops.qcut.add_norm_int8(*given, self.k_padded, constants=True)
             rows = Int8Rows(q, scale, x.dtype)
         return x if unadded is None else total, rows
 
-    def of_heads(self, x: Tensor) -> Tensor:
-        """The norm of each head ``[R, heads, D]``, or of all heads of a row together: as many columns as weights."""
-        _, rows = self(x.reshape(-1, len(cast(Tensor, self.module.weight))), None)
-        return cast(Tensor, rows).view(x.shape)
-
 
 def _int8_columns(readers: Sequence[nn.Module]) -> int | None:
     columns = {module.qweight.shape[1] if takes_int8(module) else None for module in readers}
     return columns.pop() if len(columns) == 1 else None
+
+
+def _rotating(readers: Sequence[nn.Module]) -> CodebookLinear | None:
+    """The first of layers that rotate rows alike; None where one does not."""
+    layers = [module for module in readers if isinstance(module, CodebookLinear)]
+    return layers[0] if len(layers) == len(readers) and len({layer.reads for layer in layers}) == 1 else None
 
 
 class Heads(NamedTuple):
@@ -159,8 +182,38 @@ class Scores(NamedTuple):
     softcap: float = 0.0
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, Scores, Tensor | None], Tensor]
-"""`Attention` of one layer: takes q, k, v, scores and absmax."""
+class HeadWeights(NamedTuple):
+    """Weights ``[D]`` of the RMSNorms of queries and of keys, and what is added under both roots."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of queries and of keys before they are rotated: of each head, or of all heads of a row together."""
+
+    query: AddNorm
+    key: AddNorm
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalized queries and keys of the same shapes, of ``[R, heads, D]``."""
+        mine, theirs = (
+            cast(Tensor, norm(x.reshape(-1, len(cast(Tensor, norm.module.weight))), None)[1]).view(x.shape)
+            for norm, x in zip(self, (q, k), strict=True)
+        )
+        return mine, theirs
+
+    def by_head(self, size: int) -> HeadWeights | None:
+        """What normalizes each head of so many elements by itself; None where the norms do otherwise."""
+        query, key = (cast(Tensor, norm.module.weight) for norm in self)
+        if len(query) != size or len(key) != size or self.query.eps != self.key.eps:
+            return None
+        return HeadWeights(query, key, self.query.eps)
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Scores, HeadNorms | None, Tensor | None], Tensor]
+"""`Attention` of one layer: takes q, k, v, scores, norms and absmax."""
 
 Rotary = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Takes an example of activations and positions int64 ``[1, T]``; returns cosines and sines ``[1, T, D]`` like it."""
@@ -190,7 +243,7 @@ class SelfAttention:
     output: nn.Module
     heads: Heads
     scaling: float
-    norms: tuple[AddNorm, AddNorm] | None = None
+    norms: HeadNorms | None = None
     rotary: Rotary | None = None
     order: Tensor | None = None
     window: int = 0
@@ -202,9 +255,7 @@ class SelfAttention:
         if self.order is not None:
             projected = [torch.cat(projected, 1).index_select(1, self.order)]
         q, k, v = self.heads.split(projected)
-        if self.norms is not None:
-            q, k = (norm.of_heads(each) for norm, each in zip(self.norms, (q, k), strict=True))
-        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), absmax)
+        mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), self.norms, absmax)
         return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax))
 
 
@@ -241,10 +292,17 @@ class MLP:
         parts = [project(up, rows, absmax if by_projection else None) for up in self.projections]
         if self.gated:
             gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
+        else:
+            gate, up = parts[0], None
+        rotating = _rotating([self.down]) if by_kernel else None
+        rotation = None if rotating is None else rotating.rotation_of(gate)
+        if rotation is not None:
+            blocks, scale = torch.ops.qcut.activate_rotated(gate, up, *rotation, constants=True)
+            return project(self.down, RotatedRows(blocks, scale, len(gate), gate.dtype))
+        if up is not None:
             y = torch.ops.qcut.silu_mul(gate, up, absmax) if by_kernel else self.activation(gate) * up
         else:
-            (up,) = parts
-            y = torch.ops.qcut.gelu_tanh(up, absmax) if by_kernel else self.activation(up)
+            y = torch.ops.qcut.gelu_tanh(gate, absmax) if by_kernel else self.activation(gate)
         return project(self.down, y if absmax is None else RowsWithAbsmax(y, absmax))
 
 
@@ -261,6 +319,13 @@ class BlockAbsmax(NamedTuple):
 
 
 _NO_ABSMAX = BlockAbsmax(None, None)
+
+
+class _Absmax(NamedTuple):
+    """All blocks' magnitudes, and the memory that is to be zeroed before they are raised, or None."""
+
+    memory: Tensor | None
+    blocks: list[BlockAbsmax]
 
 
 @dataclass(frozen=True)
@@ -321,15 +386,25 @@ class Attention(Protocol):
 
     raises_absmax: ClassVar[bool]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores, absmax: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: Scores,
+        norms: HeadNorms | None,
+        absmax: Tensor | None,
+    ) -> Tensor:
         """Keep a layer's new keys and values, and mix the values of all tokens up to each query's own.
 
         Args:
             layer: index of the layer.
-            q: ``[R, queries, D]``, before rotations; may be overwritten.
-            k: ``[R, keys, D]``, before rotations.
+            q: ``[R, queries, D]``, before norms and rotations; may be overwritten.
+            k: ``[R, keys, D]``, before norms and rotations.
             v: ``[R, keys, D]``.
             scores: how the layer's scores come about.
+            norms: of queries and keys, or None.
             absmax: float32 ``[R]``, raised to the largest magnitudes of the result, or None.
 
         Returns:
@@ -382,9 +457,9 @@ class Decoder:
         Returns:
             Two summands of the last block's result, ``[R, hidden]`` each; `logits` takes them.
         """
-        x, unadded = self.embed(ids, positions, batch), None
-        absmax = self._absmax(len(ids)) if attention.raises_absmax else [_NO_ABSMAX] * len(self.blocks)
-        for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax, strict=True)):
+        absmax = self._absmax(len(ids)) if attention.raises_absmax else _Absmax(None, [_NO_ABSMAX] * len(self.blocks))
+        x, unadded = self.embed(ids, positions, batch, absmax.memory), None
+        for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax.blocks, strict=True)):
             x, unadded = block(x, unadded, partial(attention, i), magnitudes)
         return x, cast(Tensor, unadded)
 
@@ -394,13 +469,15 @@ class Decoder:
         logits = project(self.head, rows)
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
 
-    def embed(self, ids: Tensor, positions: Tensor, batch: int) -> Tensor:
+    def embed(self, ids: Tensor, positions: Tensor, batch: int, zeroed: Tensor | None = None) -> Tensor:
         """Embeddings of R tokens ``[R, hidden]``, which the first block reads.
 
         Args:
             ids: int64 ``[R]``.
             positions: int32 ``[R]``.
             batch: sequences; each has R / batch tokens.
+            zeroed: float32, to which zeros are written, if possible by the same kernel: one that does nothing else
+                would not begin before its predecessor ends; or None.
 
         Exactness: bitwise the sum of what the modules return.
         """
@@ -410,7 +487,9 @@ class Decoder:
         plain = places is not None and places.scale is None and places.dtype is self.dtype
         if tokens is not None and tokens.dtype is self.dtype and (plain or self.positions is None):
             more = (None, None) if places is None else (positions, places.rows)
-            return cast(Tensor, torch.ops.qcut.embed_rows(ids, tokens.rows, tokens.scale, *more, self.dtype))
+            return cast(Tensor, torch.ops.qcut.embed_rows(ids, tokens.rows, tokens.scale, *more, self.dtype, zeroed))
+        if zeroed is not None:
+            zeroed.zero_()
         x: Tensor = self.tokens(ids.view(batch, -1))
         if self.positions is not None:
             x = x + self.positions(positions.view(batch, -1).long())
@@ -451,13 +530,15 @@ class Decoder:
             torch.cuda.empty_cache()  # what the weights left behind: torch keeps it, in pieces too small for the next
         return replace(self, blocks=tuple(blocks))
 
-    def _absmax(self, rows: int) -> list[BlockAbsmax]:
-        """Zeros for each block, all from one allocation."""
+    def _absmax(self, rows: int) -> _Absmax:
+        """Memory for each block, all from one allocation."""
         wanted = [[takes_absmax(m, rows) for m in (b.attention.output, b.mlp.down)] for b in self.blocks]
         if not any(map(any, wanted)):
-            return [_NO_ABSMAX] * len(wanted)
-        zeros = torch.zeros((len(wanted), 2, rows), dtype=torch.float32, device=self.device)
-        return [
+            return _Absmax(None, [_NO_ABSMAX] * len(wanted))
+        make = torch.empty if EMBEDDING_ZEROES else torch.zeros
+        memory = make((len(wanted), 2, rows), dtype=torch.float32, device=self.device)
+        blocks = [
             BlockAbsmax(z[0] if attention else None, z[1] if mlp else None)
-            for z, (attention, mlp) in zip(zeros, wanted, strict=True)
+            for z, (attention, mlp) in zip(memory, wanted, strict=True)
         ]
+        return _Absmax(memory if EMBEDDING_ZEROES else None, blocks)

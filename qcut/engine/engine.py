@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qcut.engine import guides
+from qcut.engine import guides, rings
 from qcut.engine.arguments import Keep, check_ids, end_tokens, is_whole, kept_tokens, prompt_rows, stops_of, token_row
 from qcut.engine.attention import PromptAttention, StepAttention
 from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
@@ -47,8 +47,8 @@ class Engine:
     them. Projections that read the same rows are one product: their weights are put side by side, and the model's
     tensors become views of them (`qcut.layers.stacking`). No weight is in memory twice, and the model and further
     engines go on working. On a GPU steps and chunks of prompts are captured as CUDA graphs at their first use: steps
-    for each power of two of sequences, chunks for sizes of a short list (`warm_up`). The 128 used last are kept; all
-    write their results to the same memory, bounded by the largest.
+    for each power of two of sequences, and of tokens of the longest from 512 up; chunks for sizes of a short list
+    (`warm_up`). The 128 sizes used last are kept; all write their results to the same memory, bounded by the largest.
 
     Quantize, load or move the model before the engine is made; afterwards, make a new engine. Replays call no hooks of
     the model's modules. The model is put in evaluation mode. An engine serves one batch of sequences at a time, in one
@@ -69,6 +69,10 @@ class Engine:
             number; None reads four sequences of up to 512 tokens that the model draws itself, always the same ones,
             which takes as long as generating them; an empty list rounds each code to the nearest.
         graphs: capture steps and prompts on a GPU; False launches every kernel of each.
+        ring: layers whose windows are shorter than the context keep the last tokens of a sequence alone, where these
+            are fewer: a window, and room for so many more, in a `qcut.engine.rings.Ring`. Chunks of prompts have no
+            more tokens then than there is room for, and ``keep`` goes back by no more, but to the start. 0 keeps all
+            tokens in all layers.
         stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
             calls each module and leaves the weights where they are.
 
@@ -87,13 +91,15 @@ class Engine:
 
     Raises:
         UnsupportedError: another architecture, which the message names; or transformers is too old.
-        ConfigError: a batch or a context below 1, a context beyond what the model was made for, another kind of cache,
-            a 4-bit one that the model's heads or type do not go with, or a tokenizer that is none.
+        ConfigError: a batch or a context below 1, a context beyond what the model was made for, a ring below 0, another
+            kind of cache, a 4-bit one that the model's heads or type do not go with, or a tokenizer that is none.
         RuntimeError: torch's, where memory is short. The model's values are as they were.
 
     Exactness: the model's own arithmetic, with `torch.ops.qcut.prompt_attention` and ``append_attention`` over the
     cache. Tokens that a batch is padded with have no influence; the number of sequences, in which pieces prompts are
-    read, and ``stack`` may change the order of sums in products of floats.
+    read, and ``stack`` may change the order of sums in products of floats. The number of sequences and the tokens of
+    the longest, rounded up to 512, 1,024 and so on, decide the order of a step's sums in attention; a longer context
+    does not, but in layers with windows.
     """
 
     prompt_rows = 8192
@@ -108,6 +114,7 @@ class Engine:
         kv_cache: KVDtype = "auto",
         guide_prompts: Prompts | None = None,
         graphs: bool = True,
+        ring: int = rings.BESIDE,
         stack: bool = True,
     ) -> None:
         versions.require("transformers")
@@ -118,12 +125,16 @@ class Engine:
             raise ConfigError(f"batch is {batch!r}; allowed: 1 and more")
         if not is_whole(context) or not 1 <= context <= limit:
             raise ConfigError(f"context is {context!r}; allowed for {decoder.architecture}: 1 to {limit}")
+        if not is_whole(ring) or ring < 0:
+            raise ConfigError(f"ring is {ring!r}; allowed: 0 and more")
         if tokenizer is not None:
             check_tokenizer(tokenizer)
         self.tokenizer, self._detokenizer = tokenizer, None if tokenizer is None else Detokenizer(tokenizer)
         self.end_tokens = end_tokens(model, tokenizer, decoder.vocabulary)
         model.eval()
         self.decoder = decoder.stacked(model) if stack else decoder
+        windows = [block.attention.window for block in decoder.blocks]
+        self._rings = [rings.Ring.of(window, ring, context, decoder.heads.size) for window in windows]
         self._allocate(batch, context, kv_cache, graphs)
         # Graphs hold addresses, and another engine may move weights that this one did not stack.
         held = (*model.parameters(), *model.buffers()) if self._graphs is not None else ()
@@ -157,6 +168,7 @@ class Engine:
             dtype=decoder.dtype,
             device=decoder.device,
             kv_dtype=kv_cache,
+            rings=self._rings,
         )
 
     def beside(self, batch: int) -> Engine:
@@ -192,8 +204,8 @@ class Engine:
             Logits ``[B, vocabulary]`` of each prompt's last token, in the model's dtype.
 
         Raises:
-            ContextError: more prompts than the batch, or a prompt longer than what is left of the context. The cache
-                stays as it was.
+            ContextError: more prompts than the batch, a prompt longer than what is left of the context, or tokens to
+                keep before which a layer's window is no longer in its ring. The cache stays as it was.
             ShapeError: no prompt, an empty one, a tensor that is not ``[B, T]``, or another number of prompts than of
                 sequences to keep.
             DtypeError: text without a tokenizer, prompts of several kinds, or ids that are no integers.
@@ -242,7 +254,8 @@ class Engine:
             Logits ``[B, vocabulary]``, in the model's dtype.
 
         Raises:
-            ContextError: a sequence fills the context. The engine stays as it is.
+            ContextError: a sequence fills the context, or its window is no longer in a layer's ring. The engine stays
+                as it is.
             ShapeError: another number of tokens than of prompts, or no prompt yet.
             DtypeError, ConfigError: as in `prefill`.
         """
@@ -253,14 +266,17 @@ class Engine:
         full = [i for i, length in enumerate(self._lengths) if length >= self.context]
         if full:
             raise ContextError(f"sequence {full[0]} has {self.context} tokens, the engine's whole context")
-        logits = self.loop_from(flat, self._lengths).step().clone()
+        for i, length in enumerate(self._lengths):
+            self._check_window(i, length)
+        logits = self.take_step(self.loop_from(flat, self._lengths)).clone()
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
     def warm_up(self, lengths: Iterable[int], sequences: int = 1) -> None:
         """Serve requests of some sizes once and empty the cache, so that none of these sizes waits for its first time.
 
-        The first request of a size builds its kernels, unless the kernel cache has them, and captures its graphs.
+        The first request of a size builds its kernels, unless the kernel cache has them, and captures its graphs. Steps
+        are captured for sequences of all lengths.
 
         Args:
             lengths: tokens of prompts to come. A chunk of a prompt has the next size of 1, 2, 4 to 64, and then four an
@@ -278,7 +294,12 @@ class Engine:
                 raise ConfigError(f"{what} is {count!r}; allowed: 1 to {most}")
             if what == "length":
                 self.generate(torch.zeros(sequences, count, dtype=torch.int64), 1)
+                self.capture_steps(sequences)
         self._lengths = []
+
+    def capture_steps(self, sequences: int) -> None:
+        """Capture the steps of so many sequences of all lengths, unless they are; what they had to read is lost."""
+        self.loop_from(torch.zeros(sequences, dtype=torch.int64), [0] * sequences).capture()
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────
 
@@ -424,10 +445,10 @@ class Engine:
         def advance() -> tuple[Fetched, list[LogProbability | None]]:
             if history is not None:
                 history.add(loop.tokens)
-            following = loop.step()
+            following = self.take_step(loop)
             if chooses:
                 loop.choose(sample(following, options, sequences, positions.add_(1), history))
-            return Fetched(loop.tokens), likelihoods(following, loop.tokens, [top] * n)
+            return loop.fetched(), likelihoods(following, loop.tokens, [top] * n)
 
         arriving = Fetched(loop.tokens), found
         while True:
@@ -436,12 +457,14 @@ class Engine:
             tokens, found = arriving
             for i, token in enumerate(tokens.wait()):
                 sequence = running[i]
-                if sequence.reason is None:
-                    likelihood = found[i] if found else None
-                    text = sequence.take(token, likelihood)
-                    lengths[i] = sequence.length
-                    yield Event(i, token, text, sequence.reason, likelihood)
-                    self._check_current(lengths)
+                if sequence.reason is not None:
+                    loop.park(i)
+                    continue
+                likelihood = found[i] if found else None
+                text = sequence.take(token, likelihood)
+                lengths[i] = sequence.length
+                yield Event(i, token, text, sequence.reason, likelihood)
+                self._check_current(lengths)
             if all(s.reason for s in running):
                 return
             arriving = ahead or advance()
@@ -466,6 +489,13 @@ class Engine:
             loop = self._graphs.get(("steps", size), make)
         loop.start(tokens, torch.tensor(lengths, dtype=torch.int32))
         return loop
+
+    def take_step(self, loop: DecodeLoop) -> Tensor:
+        """Queue a step of a loop's n sequences; logits ``[n, vocabulary]`` in memory that the next may overwrite."""
+        logits = loop.step()
+        for row, end in enumerate(loop.ends):
+            self.cache.wrote(row, 1, end)
+        return logits
 
     def _guide(self, model: nn.Module, prompts: Prompts | None, *, graphs: bool, stack: bool) -> None:
         """Find by what keys of 4 bits are rounded: an engine over a cache of floats reads the prompts."""
@@ -518,7 +548,10 @@ class Engine:
         if self._graphs is not None:
             self._graphs.refresh()
         sequences = min(self.batch, size_for(len(prompts), doubling=1))
-        most = size_within(max(1, self.prompt_rows // sequences))
+        rooms = [ring.room for ring in self._rings if ring is not None]
+        most = size_within(min([max(1, self.prompt_rows // sequences), *rooms]))
+        for row, (prompt, start) in enumerate(zip(prompts, kept, strict=True)):
+            self.cache.wrote(row, start, start + len(prompt))
         for span in spans([len(prompt) for prompt in prompts], most):
             size = sequences, min(size_for(max(span.counts)), self.context)
             make = partial(Chunk, *size, self.context, self.decoder.device)
@@ -559,9 +592,12 @@ class Engine:
     def _prompt_attention(self, chunk: Chunk) -> PromptAttention:
         return PromptAttention(self.cache, self._tables, *chunk.places(), chunk.starts, chunk.lengths)
 
-    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        """Logits of one token of each sequence, at its position, kept at its slot; both int32."""
-        attention = StepAttention(self.cache, self._tables, positions, slots, self._counters)
+    def _step(self, tokens: Tensor, positions: Tensor, slots: Tensor, reach: int, others: Sequence[int] = ()) -> Tensor:
+        """A step as `DecodeLoop` reads it."""
+        # A graph starts when all before it has ended, and holds one step, which writes positions and slots at its end.
+        # Steps that are tried before a capture may read slots of before: rows that the next step writes anew.
+        settled = self._graphs is not None
+        attention = StepAttention(self.cache, self._tables, positions, slots, self._counters, reach, others, settled)
         return self.decoder.logits(*self.decoder(tokens, positions, len(tokens), attention))
 
     # ── checks ───────────────────────────────────────────────────────────────────────────────────
@@ -570,6 +606,14 @@ class Engine:
         """Refuse to go on where the engine has served another call: each that writes the cache makes a new list."""
         if self._lengths is not lengths:
             raise ConfigError("this stream is over: the engine has served another call since")
+
+    def _check_window(self, row: int, length: int) -> None:
+        """Refuse to go on after tokens of a sequence before which a layer's window is no longer there."""
+        if 0 < length < (least := self.cache.least(row)):
+            raise ContextError(
+                f"sequence {row} would go on after {length} tokens, some of which rings of layers with windows have"
+                f" lost; allowed: 0, {least} and more, or an engine with ring=0"
+            )
 
     def _rows(self, prompts: Prompts) -> list[Tensor]:
         """Ids of each prompt, ``[T]`` on the host, not checked yet."""
@@ -589,6 +633,7 @@ class Engine:
             if before + len(row) > self.context:
                 after = f" after {before}" if before else ""
                 raise ContextError(f"prompt {i} has {len(row)} tokens{after}; this engine's context is {self.context}")
+            self._check_window(i, before)
         for row in rows:
             check_ids(row, self.decoder.vocabulary)
         return [row.long() for row in rows], kept

@@ -11,8 +11,8 @@ import torch
 T = TypeVar("T")
 
 MAX_GRAPHS = 128
-"""Most graphs that an engine keeps. A graph takes memory on the host and the device, its kernels' results do not: all
-graphs write them to the same memory."""
+"""Most sizes whose graphs an engine keeps. A graph takes memory on the host and the device, its kernels' results do
+not: all graphs write them to the same memory."""
 
 
 class Graphs:
@@ -56,19 +56,22 @@ class Graphs:
         self._made.move_to_end(size)
         return cast(T, made)
 
-    def run_and_capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def run_and_capture(
+        self, run: Callable[[], object], before: Callable[[], object] | None = None
+    ) -> torch.cuda.CUDAGraph:
         """Do some work, and capture it in a graph.
 
         Args:
             run: queues the work. It runs before it is captured, so that kernels are built and loaded and memory that
                 outlives a call is allocated; twice where kernels are missing, which are built together.
+            before: runs in place of ``run`` before it is captured, where more than its kernels are to be ready.
 
         Raises:
             RuntimeError: torch's, where ``run`` cannot be captured.
         """
         from qcut.cuda.rehearsal import rehearsed
 
-        rehearsed(run)
+        rehearsed(before or run)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         pool, self._pool = self._pool or torch.cuda.graph_pool_handle(), None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qcut.engine.attention import PromptAttention
-from qcut.engine.decoder import Scores, Tables
+from qcut.engine.decoder import HeadNorms, Scores, Tables
 from qcut.engine.generated import Generated
 from qcut.numerics import int4
 from qcut.numerics.sampling import Sampling
@@ -42,15 +42,26 @@ class Watch:
     moments: list[Tensor] = field(default_factory=list)
     keys: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scores: Scores, absmax: Tensor | None) -> Tensor:
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scores: Scores,
+        norms: HeadNorms | None,
+        absmax: Tensor | None,
+    ) -> Tensor:
         """As `PromptAttention`, layers in order."""
+        if norms is not None:
+            q, k = norms(q, k)
         lengths = self.inner.lengths
         places = torch.arange(len(q) // len(lengths), device=q.device)
         real = (places < lengths[:, None]).flatten()[:, None, None]
         rows = torch.where(real, q, 0).double().unflatten(1, (k.shape[1], -1)).transpose(0, 1).flatten(1, 2)
         self.moments.append(rows.transpose(1, 2) @ rows)
         self.keys.append(torch.where(real, k, 0).double().sum(0))
-        return self.inner(layer, q, k, v, scores, absmax)
+        return self.inner(layer, q, k, v, scores, None, absmax)
 
 
 class Reader(Protocol):

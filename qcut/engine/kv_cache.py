@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from qcut.engine.rings import Ring
 from qcut.errors import ConfigError
 from qcut.numerics import int4
 
@@ -18,7 +20,7 @@ Memory = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 class KVCache:
-    """Keys and values ``[batch, kv_heads, context, head_size]`` of every layer.
+    """Keys and values ``[batch, kv_heads, context, head_size]`` of every layer, fewer rows where a layer has a ring.
 
     ``int8`` keeps, for each token and head, ``q = rne(x / scale)`` with ``scale = max|x| / 127`` (1 where that is 0;
     NaN, and q = 0, where x holds NaN or Inf): `qcut.numerics.int8.quantize_per_token_ref` of its ``head_size``
@@ -38,6 +40,8 @@ class KVCache:
         device: device of the memory.
         kv_dtype: ``auto`` keeps keys and values in the activations' dtype, ``int8`` and ``int4`` quantize them,
             ``int8/int4`` keys and values each in its own way.
+        rings: of each layer, None where it has a row for each token; empty: no layer has a ring. The last of
+            ``context`` rows is then for tokens that are not kept.
 
     Raises:
         ConfigError: another ``kv_dtype``; or 4 bits for a head of another size than `qcut.numerics.int4.HEADS`, or, on
@@ -55,6 +59,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: KVDtype = "auto",
+        rings: Sequence[Ring | None] = (),
     ) -> None:
         if kv_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_cache is {kv_dtype!r}; allowed: {', '.join(KV_DTYPES)}")
@@ -67,15 +72,20 @@ class KVCache:
                 raise ConfigError(
                     f"kv_cache is {kv_dtype!r} of a {name} model; allowed on a GPU: float16 and bfloat16 models"
                 )
-        shape = (layers, batch, kv_heads, context)
-        # A layer's keys and values are contiguous.
-        self._rows = [_rows(kind, shape, head_size, dtype, device) for kind in kinds]
-        self._scales = [_scales(kind, shape, device) for kind in kinds]
+        self._rings, self._places = tuple(rings) or (None,) * layers, context - 1
+        self._written = [0] * batch
+        # Layers with the same ring, or with none, lie in one tensor of each kind, in which a layer's are contiguous.
+        self._parts: dict[Ring | None, Memory] = {}
+        for ring in dict.fromkeys(self._rings):
+            shape = (self._rings.count(ring), batch, kv_heads, context if ring is None else ring.rows)
+            rows = [_rows(kind, shape, head_size, dtype, device) for kind in kinds]
+            scales = [_scales(kind, shape, device) for kind in kinds]
+            self._parts[ring] = rows[0], rows[1], scales[0], scales[1]
         # Views are made once: making a view takes longer than the kernel that reads it.
-        self._layers: list[Memory] = [
-            (self._rows[0][i], self._rows[1][i], *(None if s is None else s[i] for s in self._scales))  # type: ignore[misc]
-            for i in range(layers)
-        ]
+        self._layers: list[Memory] = []
+        for i, ring in enumerate(self._rings):
+            at = self._rings[:i].count(ring)
+            self._layers.append(tuple(None if t is None else t[at] for t in self._parts[ring]))  # type: ignore[arg-type]
 
         self.kv_dtype: KVDtype = kv_dtype
         self._device, self._takes_guides = device, kinds[0] == "int4"
@@ -98,20 +108,37 @@ class KVCache:
         """Round keys by the guides of another cache of the same layers."""
         self._guides = other._guides
 
+    def ring(self, index: int) -> int:
+        """Most tokens of a sequence where a layer has a ring; 0 where it has none."""
+        return 0 if self._rings[index] is None else self._places
+
+    def wrote(self, row: int, first: int, end: int) -> None:
+        """Note that tokens ``first`` to ``end - 1`` of a sequence are written; token 0 begins it anew."""
+        self._written[row] = max(end, self._written[row] if first else 0)
+
+    def least(self, row: int) -> int:
+        """The fewest tokens after which a sequence can go on, but for 0; see `Ring.least`."""
+        return max((ring.least(self._written[row]) for ring in self._parts if ring is not None), default=0)
+
     def copy_row(self, source: KVCache, source_row: int, row: int, first: int, end: int) -> None:
-        """Copy tokens ``first`` to ``end - 1`` of a sequence, of this cache or another of its kind, to a row."""
-        mine, theirs = ((*cache._rows, *cache._scales) for cache in (self, source))
-        for to, given in zip(mine, theirs, strict=True):
-            if to is not None and given is not None:
-                to[:, row, :, first:end] = given[:, source_row, :, first:end]
+        """Copy a sequence of ``end`` tokens, of this cache or another of its kind, to a row that has the first ones.
+
+        Layers with rings have none of these, and get all that the sequence's have.
+        """
+        for (ring, mine), theirs in zip(self._parts.items(), source._parts.values(), strict=True):
+            span = slice(first, end) if ring is None else slice(min(end, ring.rows))
+            for to, given in zip(mine, theirs, strict=True):
+                if to is not None and given is not None:
+                    to[:, row, :, span] = given[:, source_row, :, span]
+        self._written[row] = source._written[source_row]
 
     @property
     def nbytes(self) -> int:
         """Bytes of keys, values and scales together."""
-        return sum(part.nbytes for part in (*self._rows, *self._scales) if part is not None)
+        return sum(part.nbytes for parts in self._parts.values() for part in parts if part is not None)
 
     def layer(self, index: int) -> Memory:
-        """A layer's memory: keys, values ``[batch, kv_heads, context, D]`` and, of compressed ones, their scales."""
+        """A layer's memory: keys, values ``[batch, kv_heads, rows, D]`` and, of compressed ones, their scales."""
         return self._layers[index]
 
 

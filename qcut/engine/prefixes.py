@@ -46,13 +46,17 @@ class Prefixes:
         return 0 if self._cache is None else self._cache.nbytes
 
     def find(self, ids: Tensor) -> Found:
-        """The longest kept beginning of ids int64 ``[T]``, at most T - 1 tokens: the last one gives the logits."""
-        if not self._lengths or len(ids) <= SHORTEST:
+        """The longest kept beginning of ids int64 ``[T]``, at most T - 1 tokens: the last one gives the logits.
+
+        A beginning is as long as what ids and a row have in common. Where rings have lost what would be seen after it,
+        there is none, since shorter ones have lost more.
+        """
+        if self._cache is None or len(ids) <= SHORTEST:
             return Found(0, 0)
-        counts = self._in_common(ids[:-1])
-        row = int(counts.argmax())
-        length = int(counts[row])
-        return Found(row, length) if length >= SHORTEST else Found(0, 0)
+        common = self._in_common(ids[:-1]).tolist()
+        lengths = [count if count >= self._cache.least(row) else 0 for row, count in enumerate(common)]
+        row = max(range(len(lengths)), key=lengths.__getitem__)
+        return Found(row, lengths[row]) if lengths[row] >= SHORTEST else Found(0, 0)
 
     def take(self, found: Found, cache: KVCache, row: int) -> None:
         """Copy a beginning to a row of another cache."""
@@ -63,16 +67,17 @@ class Prefixes:
     def keep(self, ids: Tensor, cache: KVCache, row: int) -> None:
         """Keep ids int64 ``[T]``, whose keys and values are in a row of another cache.
 
-        What begins the same, as far as it goes, gives way; what is there already is not copied.
+        What begins the same, as far as it goes, gives way, unless rings have lost that beginning; what is there already
+        is not copied.
         """
-        if not self._lengths or self._cache is None or len(ids) < SHORTEST:
+        if self._cache is None or not cache.least(row) <= len(ids) >= SHORTEST:
             return
         same = self._in_common(ids).tolist()
-        inside = [i for i, count in enumerate(same) if count == len(ids)]
+        inside = [i for i, count in enumerate(same) if self._cache.least(i) <= count == len(ids)]
         if inside:
             self._use(inside[0])
             return
-        begins = [i for i, count in enumerate(same) if 0 < self._lengths[i] == count]
+        begins = [i for i, count in enumerate(same) if 0 < self._lengths[i] == count >= cache.least(row)]
         to = max(begins, key=same.__getitem__) if begins else min(range(len(same)), key=self._used.__getitem__)
         first = same[to] if begins else 0
         self._cache.copy_row(cache, row, to, first, len(ids))

@@ -123,8 +123,8 @@ class Scheduler:
 
     Exactness: with greedy sampling and layers of int8 products a sequence's tokens do not depend on its neighbours,
     but for sums of floats in attention, whose order depends on the pieces in which a prompt is read and on kernels
-    chosen by the number of sequences; with other layers products' sums have that order, too. Draws depend on the seed,
-    the index among the prompt's samples, and the position alone.
+    chosen by the number of sequences and the longest of them; with other layers products' sums have that order, too.
+    Draws depend on the seed, the index among the prompt's samples, and the position alone.
 
     Raises:
         ConfigError: a number below its least.
@@ -244,8 +244,8 @@ class Scheduler:
     def warm_up(self) -> None:
         """Serve a request of each size once, before `run`, so that none waits for kernels and graphs of its first time.
 
-        Sizes are those of steps, by the number of sequences, and those of chunks, by prompts and tokens. On the CPU
-        nothing is built, and nothing done.
+        Sizes are those of steps, by the number of sequences and the tokens of the longest, and those of chunks, by
+        prompts and tokens. On the CPU nothing is built, and nothing done.
         """
         if not self._ahead:
             return
@@ -253,6 +253,7 @@ class Scheduler:
         for count in sorted({min(1 << i, batch) for i in range(batch.bit_length() + 1)}):
             self.submit_samples([0], count, 2)
             self._answer_all()
+            self.engine.capture_steps(count)
         for count, length in self._chunk_sizes():
             for _ in range(count):
                 self.submit([0] * length, 2)
@@ -436,7 +437,7 @@ class Scheduler:
                 places = torch.tensor([[sequence.index for sequence in running], lengths])
                 indices, positions = places.to(device, non_blocking=True)
                 self._places = indices, positions
-        logits = self._loop.step()
+        logits = self.engine.take_step(self._loop)
         if self._settings is not None and self._places is not None:
             indices, positions = self._places
             chosen = sample(logits, self._settings, indices, positions.add_(1), self._counts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -50,9 +49,15 @@ _EXPLICIT = torch.ops.qcut.codebook_linear.default
 Books = dict[torch.dtype, tuple[int, ...]]
 """A codebook in both 16-bit types, as launches take it."""
 
+RotationArguments = tuple[Tensor, int, tuple[int, ...], torch.dtype]
+"""Signs, columns of a group, seeds and type of the tokens, as operators take them that rotate the rows they make."""
+
 _CODEBOOK_KEYS = tuple(keys[CodebookSet._fields.index("codebook")] for keys in SET_KEYS)
 
 _HALVES = (torch.float16, torch.bfloat16)
+
+MOST_ROTATED = 64
+"""Rows up to which kernels that make rows rotate them: those of steps. Prompts have not been measured so."""
 
 
 class CodebookLinear(Linear, schemes=[Codebook]):
@@ -285,6 +290,40 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
     # ── products ─────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def reads(self) -> tuple[Any, bool]:
+        """What layers have in common that can read the same rotated rows: the rotation, and whether rows are int8."""
+        return self._rotation, self.int8
+
+    def rotation_of(self, like: Tensor) -> RotationArguments | None:
+        """How an operator is to rotate rows that it makes for this layer, or None where the layer takes rows alone.
+
+        A single row is rotated in the product's kernel, and those of prompts by a kernel of their own.
+
+        Args:
+            like: a tensor with the rows' number, dtype and device.
+        """
+        if not 2 <= len(like) <= MOST_ROTATED or like.dtype not in _HALVES or not _by_kernels(like.device):
+            return None
+        if not can_rotate(self.kind, self.group_size, self.in_features):
+            return None
+        tokens = torch.int8 if self.int8 else like.dtype
+        return self._rotation.operands_for(like), self.group_size, self.scheme.seeds, tokens
+
+    def forward_rotated(self, blocks: Tensor, scale: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+        """Applies the layer to rows that were rotated before, as `rotation_of` says.
+
+        Args:
+            blocks: of the rows, and
+            scale: float32 ``[M]``, or ``[0]``, as `torch.ops.qcut.rotate_tokens` gives them.
+            rows: M.
+            dtype: of the rows before, and of the result.
+
+        Returns:
+            ``[M, N]``, bitwise what `forward` makes of the rows.
+        """
+        return self._multiplied(blocks, scale, rows, dtype)
+
     def _product(self, x: Tensor) -> Tensor:
         return self._fused(x) if _by_kernels(x.device) else self._explicit(x, self.activation)
 
@@ -315,32 +354,47 @@ class CodebookLinear(Linear, schemes=[Codebook]):
             raise DtypeError(
                 f"{layer_prefix(self.name)}x is {dtype_name(dtype)}; {self.scheme.name} computes in {allowed} on CUDA"
             )
-        rest = x.shape[:-1]
-        m = math.prod(rest)
-        b = self._buffers  # nn.Module finds buffers through a slow __getattr__; this is the hot path
-        books = self._books()
-        units, norms, col_scale, bias = b["units"], b["packed_norms"], b["col_scale"], b["bias"]
-        tokens, halves = (torch.int8, torch.float16) if self.int8 else (dtype, dtype)
-        whole = units, norms, b["fold"], col_scale, books[0][halves]
+        m = x.numel() // self.in_features
         if m == 1 and self._rotates_one and dtype in _HALVES:
-            row = x.reshape(1, self.in_features), self._rotation.operands_for(x), self.group_size, self.scheme.seeds
-            y = _GEMV(*row, *whole, bias, self.set_bits[0], self.activation, None, dtype, True)
-            return y.view(*rest, self.out_features)
-        blocks, row_scale = shared.rotate(self, self._rotation, x, tokens)
+            row = (
+                x if x.dim() == 2 else x.reshape(1, self.in_features),
+                self._rotation.operands_for(x),
+                self.group_size,
+                self.scheme.seeds,
+            )
+            last = self._buffers["bias"], self.set_bits[0], self.activation, None, dtype, True
+            return self._as_result(_GEMV(*row, *self._whole(dtype), *last), x)
+        blocks, scale = shared.rotate(self, self._rotation, x, torch.int8 if self.int8 else dtype)
+        return self._as_result(self._multiplied(blocks, scale, m, dtype), x)
+
+    def _whole(self, dtype: torch.dtype) -> tuple[Any, ...]:
+        """The first set of weights and its codebook, as products take them with results of a dtype."""
+        b = self._buffers  # nn.Module finds buffers through a slow __getattr__; this is the hot path
+        book = self._books()[0][torch.float16 if self.int8 else dtype]
+        return b["units"], b["packed_norms"], b["fold"], b["col_scale"], book
+
+    def _multiplied(self, blocks: Tensor, row_scale: Tensor, m: int, dtype: torch.dtype) -> Tensor:
+        """The product ``[m, N]`` of rotated tokens."""
+        bias = self._buffers["bias"]
         scale = row_scale if self.int8 else None
         if len(self.set_bits) == 1:
+            whole = self._whole(dtype)  # reads the codebook, on which the last option depends
             options = self.set_bits[0], self.activation, None, dtype, True, self._row_norm
-            y = _GEMM(blocks, scale, m, *whole, bias, *options)
-            return y.view(*rest, self.out_features)
+            y: Tensor = _GEMM(blocks, scale, m, *whole, bias, *options)
+            return y
         # One product for each set: the second adds the result of the first, and the activation comes last.
-        sets = self.sets()
-        counts = [part.units.shape[1] * UNIT_COLUMNS * tokens.itemsize // 128 for part in sets]
+        sets, books, halves = self.sets(), self._books(), torch.float16 if self.int8 else dtype
+        counts = [part.units.shape[1] * UNIT_COLUMNS * blocks.element_size() // 128 for part in sets]
         total: Tensor | None = None
         for i, (part, of_set) in enumerate(zip(sets, blocks.split(counts), strict=True)):
             weight = *part[:4], books[i][halves]
             added = bias if i else None
             total = _GEMM(of_set, scale, m, *weight, added, self.set_bits[i], "none", total, torch.float32, True)
-        return apply_activation(cast(Tensor, total), self.activation).to(dtype).view(*rest, self.out_features)
+        return apply_activation(cast(Tensor, total), self.activation).to(dtype)
+
+    def _as_result(self, y: Tensor, x: Tensor) -> Tensor:
+        """``[..., N]`` of y ``[M, N]``; even a view that changes nothing takes time."""
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def _books(self) -> list[Books]:
         """The codebooks as 16-bit values on the host, from which launches take them."""

@@ -150,7 +150,7 @@ shared = SharedRotations()
 
 
 def _rotate(spec: RotationSpec, x: Tensor, tokens: torch.dtype, operands: Tensor) -> tuple[Tensor, Tensor]:
-    rows = x.reshape(-1, spec.k)
+    rows = x if x.dim() == 2 else x.reshape(-1, spec.k)  # even a view that changes nothing takes time
     result: tuple[Tensor, Tensor] = _ROTATE(rows, operands, spec.kind, spec.group_size, spec.seeds, tokens, True)
     return result
 

@@ -1,4 +1,4 @@
-"""The activations of a decoder's MLP, which also compute the largest magnitude of each row for the next product."""
+"""The activations of a decoder's MLP, which also find the largest magnitudes of rows, or rotate rows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from qcut.errors import ShapeError
 from qcut.numerics import int8
 from qcut.ops.checks import FLOAT_DTYPES, check_absmax, check_dtype, check_tensor
+from qcut.ops.codebook import RotateTokens, check_rotated
 from qcut.ops.registry import MUTATED, operator
 
 
@@ -89,3 +90,60 @@ class GeluTanh(NamedTuple):
         y = 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
         int8.raise_absmax(self.absmax, y)
         return y
+
+
+@operator("activate_rotated", returns="(Tensor, Tensor)")
+class ActivateRotated(NamedTuple):
+    """An MLP's activation, rotated for a product with codebook weights by `RotateTokens` with ``hadamard``.
+
+    Args:
+        x: float16 or bfloat16 ``[M, K]``, of any strides, K a multiple of the group.
+        up: as x: the activation is `SiluMul` of both; None: it is `GeluTanh` of x.
+        operands: int32 ``[passes, Kp / 32]``, signs of the rotation, as `qcut.codebooks.tokens.operands` makes them.
+        group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
+        seeds: one for each pass, at least one.
+        out_dtype: int8, or x's type.
+        constants: whether no kernel queued just before writes the signs, which a kernel then reads while its
+            predecessor on the stream still runs.
+
+    Returns:
+        Blocks and scales, as `RotateTokens` returns them.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: another group, or no seed.
+
+    Exactness: bitwise `RotateTokens` of the activation's result on the same device.
+    """
+
+    x: Tensor
+    up: Tensor | None
+    operands: Tensor
+    group_size: int
+    seeds: list[int]
+    out_dtype: torch.dtype
+    constants: bool = False
+
+    @property
+    def unrotated(self) -> SiluMul | GeluTanh:
+        """The activation without its rotation."""
+        return GeluTanh(self.x) if self.up is None else SiluMul(self.x, self.up)
+
+    def rotation(self, y: Tensor) -> RotateTokens:
+        """The rotation of the activation's result y."""
+        return RotateTokens(y, self.operands, "hadamard", *self[3:])
+
+    def check(self) -> None:
+        op, x = "activate_rotated", self.x
+        _check_rows(op, "x", x)
+        if self.up is not None:
+            check_tensor(op, "up", self.up, (x.dtype,), tuple(x.shape), x.device)
+        if not x.shape[1]:
+            raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [M, K] with K >= 1")
+        check_rotated(op, x, *self[2:6])
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        return self.rotation(self.x).fake()
+
+    def cpu(self) -> tuple[Tensor, Tensor]:
+        return self.rotation(self.unrotated.cpu()).cpu()

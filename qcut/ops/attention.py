@@ -9,7 +9,17 @@ from torch import Tensor
 
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int4, int8
-from qcut.ops.cache import Cache, attended, check_cache, check_heads, check_queries, check_scores, seen
+from qcut.ops.cache import (
+    Cache,
+    attended,
+    check_cache,
+    check_heads,
+    check_queries,
+    check_ring,
+    check_scores,
+    seen,
+    unrolled,
+)
 from qcut.ops.checks import S32, check_absmax, check_dtype, check_indices, check_tensor
 from qcut.ops.registry import MUTATED, operator
 
@@ -75,10 +85,13 @@ class AppendKv(NamedTuple):
         interleaved: pairs are neighbouring columns, as GPT-J has them, not halves, as Llama has them.
         guide: int32 ``[kv_heads, head + 2, 4]``, contiguous, by which 4-bit keys are rounded
             (`qcut.numerics.int4.guide_of`); None: each code is the nearest.
+        ring: places of a sequence, where the cache is a ring: what belongs to place p lies in row ``p % context``.
+            ``slots`` are below ``ring``, or ``ring`` for a token that is not stored; ``length`` is at most ``context``.
+            0: the cache is none, and has a row for each place.
 
     Raises:
-        DtypeError, ShapeError, DeviceError: a tensor is not as above, or ``length`` does not divide T.
-        ConfigError: cosines without sines, or scales that do not go with the cache's type.
+        DtypeError, ShapeError, DeviceError: a tensor is not as above, ``length`` does not divide T or is beyond a ring.
+        ConfigError: cosines without sines, scales that do not go with the cache's type, or a negative ring.
         RangeError: a place or position out of range, on the CPU.
 
     Exactness: bitwise; int8 rows and scales are `qcut.numerics.int8.quantize_per_token_ref` of a head, 4-bit rows and
@@ -99,6 +112,7 @@ class AppendKv(NamedTuple):
     length: int = 1
     interleaved: bool = False
     guide: Tensor | None = None
+    ring: int = 0
 
     @property
     def tokens(self) -> Tokens:
@@ -113,6 +127,7 @@ class AppendKv(NamedTuple):
     def check(self) -> None:
         _check_tokens("append_kv", self.tokens, self.cache, self.length)
         _check_guide("append_kv", self.guide, self.k, self.cache)
+        check_ring("append_kv", self.ring, self.keys.shape[2], self.length)
 
     def fake(self) -> None:
         return None
@@ -120,7 +135,8 @@ class AppendKv(NamedTuple):
     def cpu(self) -> None:
         tokens, cache = self.tokens, self.cache
         q, k = tokens.q, tokens.k
-        check_indices("qcut::append_kv", "slots", tokens.slots, cache.keys.shape[2])
+        context = cache.keys.shape[2]
+        check_indices("qcut::append_kv", "slots", tokens.slots, self.ring + 1 if self.ring else context)
         if tokens.rotary:
             check_indices("qcut::append_kv", "positions", tokens.positions, min(map(len, tokens.rotary)))
             cos, sin = (table[tokens.positions.long(), None] for table in tokens.rotary)
@@ -128,8 +144,11 @@ class AppendKv(NamedTuple):
             k = _rotated(k, cos, sin, self.interleaved)
         if cache.has_turned_keys:
             q.copy_(int4.turn(q))
-        sequences, places = torch.arange(len(q), device=q.device) // self.length, tokens.slots.long()
-        for stored, scales, rows in ((cache.keys, cache.key_scales, k), (cache.values, cache.value_scales, tokens.v)):
+        sequences, places, v = torch.arange(len(q), device=q.device) // self.length, tokens.slots.long(), tokens.v
+        if self.ring:
+            kept = places < self.ring
+            sequences, places, k, v = sequences[kept], places[kept] % context, k[kept], v[kept]
+        for stored, scales, rows in ((cache.keys, cache.key_scales, k), (cache.values, cache.value_scales, v)):
             if scales is None:
                 stored[sequences, :, places] = rows
                 continue
@@ -166,18 +185,24 @@ class DecodeAttention(NamedTuple):
             of a CUDA graph, counters given spare the graph a memset.
         window: places that a query sees, its own the last; 0: all up to its own.
         softcap: bound of scores; 0: none.
+        ring: as in `AppendKv`; ``positions`` are below ``ring``, and the window, 1 or more, is at most ``context``.
+        reach: most places of a sequence that this call is made fast for, its own last one included; 0: as many as the
+            cache has. Sequences that are longer are read as well, as far as they go, in more time.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
-        ConfigError: scales that do not go with the cache's type, a negative window or softcap.
+        ConfigError: scales that do not go with the cache's type, a negative window, softcap or ring, a ring without
+            a window, or a reach below 0 or beyond the places.
         RangeError: a position out of range, on the CPU.
 
     Exactness: that of float32 scores, softcaps within ``2**-20`` of themselves, and sums, in an order that the
-    device, ``context`` and B decide. Kernels for 16-bit queries round the weights to q's type, the CPU rounds K and
-    V of an int8 cache to q's type. Each device gives the same bits for the same sizes.
+    device, B and ``context``, or a window or reach below it, decide: results over a ring are bitwise those without, and
+    results with a reach bitwise those over a cache of so many places, unless a window is as wide. Kernels for
+    16-bit queries round the weights to q's type, the CPU rounds K and V of an int8 cache to q's type. Each device gives
+    the same bits for the same sizes.
     """
 
     q: Tensor
@@ -190,6 +215,8 @@ class DecodeAttention(NamedTuple):
     counters: Annotated[Tensor | None, MUTATED] = None
     window: int = 0
     softcap: float = 0.0
+    ring: int = 0
+    reach: int = 0
 
     @property
     def cache(self) -> Cache:
@@ -203,14 +230,18 @@ class DecodeAttention(NamedTuple):
         check_tensor(op, "positions", self.positions, S32, (sequences,), q.device)
         _check_launch(op, q, self.counters)
         check_scores(op, self.window, self.softcap)
+        check_ring(op, self.ring, self.keys.shape[2], 1, self.window)
+        _check_reach(op, self.reach, self.ring or self.keys.shape[2])
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)
 
     def cpu(self) -> Tensor:
         q, positions, cache = self.q, self.positions, self.cache
-        check_indices("qcut::decode_attention", "positions", positions, cache.keys.shape[2])
+        check_indices("qcut::decode_attention", "positions", positions, self.ring or cache.keys.shape[2])
         longest = int(positions.max()) + 1 if len(q) else 0
+        if self.ring:
+            cache = unrolled(cache, longest)
         mask = seen(torch.arange(longest, device=q.device), positions[:, None], self.window)[:, None, None]
         y = attended(q[:, :, None], cache, 0, len(q), longest, mask, self.scale, self.softcap)
         return y[:, :, 0]
@@ -220,7 +251,8 @@ class DecodeAttention(NamedTuple):
 class AppendAttention(NamedTuple):
     """One step of attention: `AppendKv` of one new token of each sequence, then `DecodeAttention` of its query.
 
-    The rotated queries are not written back.
+    With weights of norms, heads of queries and of keys are RMS-normalized first, each by itself: `AddNorm` without a
+    residual, a head a row. Queries are not written back.
 
     Args:
         q: float16, bfloat16 or float32 ``[B, heads, head]``, heads side by side, B to 65,535.
@@ -245,16 +277,26 @@ class AppendAttention(NamedTuple):
         guide: as in `AppendKv`.
         window: as in `DecodeAttention`.
         softcap: as in `DecodeAttention`.
+        query_norm: weight ``[head]`` of the norm of queries, of q's type; None: no heads are normalized.
+        key_norm: as ``query_norm``, of keys.
+        eps: of both norms.
+        ring: as in `AppendKv` and `DecodeAttention`.
+        reach: as in `DecodeAttention`, the new token's place included.
+        settled: the caller promises that no kernel that may still run when this one begins has written positions,
+            slots, tables, norms or the cache: with dependent launch, none since the last kernel that was launched after
+            all before it had ended, as the first of a CUDA graph is. On CUDA, kernels for 16-bit queries then read the
+            cache while their predecessor still runs. False: every argument may come from the kernel just before.
 
     Returns:
         y ``[B, heads, head]`` of q's type, contiguous.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above.
-        ConfigError: cosines without sines, scales that do not go with the cache's type, a negative window or softcap.
+        ConfigError: cosines without sines, one norm without the other, scales that do not go with the cache's type, a
+            negative window, softcap or ring, a ring without a window, or a reach below 0 or beyond the places.
         RangeError: a place or position out of range, on the CPU.
 
-    Exactness: bitwise the two operators one after the other, on the same device.
+    Exactness: bitwise the operators one after the other, on the same device.
     """
 
     q: Tensor
@@ -274,6 +316,12 @@ class AppendAttention(NamedTuple):
     guide: Tensor | None = None
     window: int = 0
     softcap: float = 0.0
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    eps: float = 0.0
+    ring: int = 0
+    reach: int = 0
+    settled: bool = False
 
     @property
     def tokens(self) -> Tokens:
@@ -286,13 +334,28 @@ class AppendAttention(NamedTuple):
         return Cache(*self[7:11])
 
     @property
+    def norms(self) -> tuple[Tensor, ...]:
+        """Weights of the norms of queries and of keys where these are normalized."""
+        return () if self.query_norm is None or self.key_norm is None else (self.query_norm, self.key_norm)
+
+    @property
+    def normed(self) -> AppendAttention:
+        """The same step of heads that `AddNorm` has normalized."""
+        q, k = (
+            torch.ops.qcut.add_norm(x.reshape(-1, x.shape[2]), None, weight, None, False, self.eps)[1].view(x.shape)
+            for x, weight in zip((self.q, self.k), self.norms, strict=True)
+        )
+        return self._replace(q=q, k=k, query_norm=None, key_norm=None)
+
+    @property
     def parts(self) -> tuple[AppendKv, DecodeAttention]:
         """The two operators that compute the same, on a copy of the queries where these are rotated or turned."""
         tokens, cache = self.tokens, self.cache
         if tokens.rotary or cache.has_turned_keys:
             tokens = tokens._replace(q=tokens.q.clone())
-        attention = DecodeAttention(tokens.q, *cache, tokens.positions, self.scale, self.counters, *self[-2:])
-        return AppendKv(*tokens, *cache, guide=self.guide), attention
+        read = (tokens.q, *cache, tokens.positions, self.scale, self.counters)
+        attention = DecodeAttention(*read, self.window, self.softcap, self.ring, self.reach)
+        return AppendKv(*tokens, *cache, guide=self.guide, ring=self.ring), attention
 
     def check(self) -> None:
         op = "append_attention"
@@ -301,13 +364,19 @@ class AppendAttention(NamedTuple):
         check_absmax(op, "absmax", self.absmax, self.q)
         _check_guide(op, self.guide, self.k, self.cache)
         check_scores(op, self.window, self.softcap)
+        check_ring(op, self.ring, self.keys.shape[2], 1, self.window)
+        _check_reach(op, self.reach, self.ring or self.keys.shape[2])
+        if (self.query_norm is None) != (self.key_norm is None):
+            raise ConfigError(f"qcut::{op}: norms of queries and of keys go together")
+        for name, weight in zip(("query_norm", "key_norm"), self.norms, strict=False):
+            check_tensor(op, name, weight, (self.q.dtype,), self.q.shape[2:], self.q.device)
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)
 
     def cpu(self) -> Tensor:
-        append, attention = self.parts
-        check_indices("qcut::append_attention", "positions", self.positions, self.keys.shape[2])
+        append, attention = (self.normed if self.norms else self).parts
+        check_indices("qcut::append_attention", "positions", self.positions, self.ring or self.keys.shape[2])
         append.cpu()
         y = attention.cpu()
         int8.raise_absmax(self.absmax, y)
@@ -352,6 +421,11 @@ def _check_guide(op: str, guide: Tensor | None, k: Tensor, cache: Cache) -> None
     check_tensor(op, "guide", guide, S32, (k.shape[1], k.shape[2] + 2, 4), k.device)
     if not guide.is_contiguous():
         raise ShapeError(f"qcut::{op}: guide has strides {list(guide.stride())}; allowed: contiguous")
+
+
+def _check_reach(op: str, reach: int, places: int) -> None:
+    if not 0 <= reach <= places:
+        raise ConfigError(f"qcut::{op}: reach is {reach}; allowed: 0 to {places}, the places of a sequence")
 
 
 def _check_launch(op: str, q: Tensor, counters: Tensor | None) -> None:

@@ -65,6 +65,33 @@ def dequantized(stored: Tensor, scales: Tensor | None, batch: int, tokens: int, 
     return floats.to(dtype)
 
 
+def check_ring(op: str, ring: int, context: int, read: int, window: int | None = None) -> None:
+    """Check whether a cache of ``context`` rows for each sequence can be a ring.
+
+    Args:
+        op: name of the operator.
+        ring: see `qcut.ops.attention.AppendKv`.
+        context: rows of a sequence.
+        read: tokens of a sequence that are written before the first of them is read.
+        window: see `check_scores`; None: nothing is read.
+    """
+    if ring < 0:
+        raise ConfigError(f"qcut::{op}: ring is {ring}; allowed: 1 and more places, or 0 for a cache that is no ring")
+    if not ring:
+        return
+    if window == 0:
+        raise ConfigError(f"qcut::{op}: a ring of {context} rows goes with a window; allowed: 1 and more")
+    if (window or 1) + read - 1 > context:
+        needed = f"{read} tokens" if window is None else f"{read} tokens and a window of {window}"
+        raise ShapeError(f"qcut::{op}: a ring of {context} rows, {needed}; allowed: {(window or 1) + read - 1} or more")
+
+
+def unrolled(cache: Cache, places: int) -> Cache:
+    """The first places of a cache that is a ring, each where it would be without; those overwritten hold others."""
+    rows = torch.arange(places, device=cache.keys.device) % cache.keys.shape[2]
+    return Cache(*(None if part is None else part[:, :, rows] for part in cache))  # type: ignore[arg-type]
+
+
 def attended(
     q: Tensor, cache: Cache, first: int, batch: int, tokens: int, mask: Tensor, scale: float, softcap: float = 0.0
 ) -> Tensor:

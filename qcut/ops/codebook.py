@@ -32,12 +32,12 @@ _U8, _F16 = (torch.uint8,), (torch.float16,)
 
 
 def can_rotate(kind: str, group_size: int, k: int) -> bool:
-    """Whether `CodebookGemv` takes a rotation: Hadamard groups of 32, 64 or 128 columns, all of one size."""
+    """Whether kernels rotate rows that they hold: Hadamard groups of 32, 64 or 128 columns, all of one size."""
     geometry = Geometry(k, group_size)
     return kind == "hadamard" and geometry.full == geometry.slot and k % geometry.full == 0
 
 
-@operator("rotate_tokens", returns="(Tensor, Tensor)", layers=True)
+@operator("rotate_tokens", returns="(Tensor, Tensor)", native=True, layers=True)
 class RotateTokens(NamedTuple):
     """Tokens rotated group by group, rounded to 16 bits or quantized by row, in the order in which products read them.
 
@@ -106,7 +106,7 @@ class RotateTokens(NamedTuple):
         return layout.to_blocks(rows), x.new_empty(0, dtype=torch.float32) if scale is None else scale
 
 
-@operator("codebook_gemm", returns="Tensor", layers=True)
+@operator("codebook_gemm", returns="Tensor", native=True, layers=True)
 class CodebookGemm(NamedTuple):
     """The product of rotated tokens with a codebook weight.
 
@@ -219,7 +219,7 @@ class CodebookGemm(NamedTuple):
         )
 
 
-@operator("codebook_gemv", returns="Tensor", layers=True)
+@operator("codebook_gemv", returns="Tensor", native=True, layers=True)
 class CodebookGemv(NamedTuple):
     """`RotateTokens` and `CodebookGemm` of one token in one launch, for rotations that `can_rotate` names.
 
@@ -289,14 +289,8 @@ class CodebookGemv(NamedTuple):
         check_dtype(op, "x", x.dtype, (torch.float16, torch.bfloat16))
         if x.dim() != 2 or x.shape[0] != 1 or x.shape[1] < 1:
             raise ShapeError(f"qcut::{op}: x has shape {list(x.shape)}; allowed: [1, K] with K >= 1")
-        k = x.shape[1]
-        if not can_rotate("hadamard", group_size, k):
-            allowed = "whole ones of 32, 64 or 128"
-            raise ConfigError(f"qcut::{op}: groups of {group_size} of {k} columns; allowed: {allowed}")
-        if not passes:
-            raise ConfigError(f"qcut::{op}: no seed; allowed: one for each pass")
-        geometry = Geometry(k, group_size)
-        check_tensor(op, "operands", self.operands, (torch.int32,), (passes, geometry.k_padded // 32), x.device)
+        geometry = Geometry(x.shape[1], group_size)
+        _check_signs(op, self.operands, x, group_size, passes)
         _check_product(op, self, 1, passes * geometry.units)
         if self.fold is not None:
             _check_int8(op, passes * geometry.units)
@@ -312,6 +306,19 @@ class CodebookGemv(NamedTuple):
 
     def cpu(self) -> Tensor:
         return self.product(*self.rotation.cpu()).cpu()
+
+
+def check_rotated(op: str, x: Tensor, operands: Tensor, group_size: int, seeds: list[int], out: torch.dtype) -> None:
+    """Check what an operator is given that rotates rows ``[M, K]`` before they are in memory.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: x is not float16 or bfloat16, ``out`` neither int8 nor x's type, or
+            operands are not those of the rotation.
+        ConfigError: no seed, or a rotation that `can_rotate` does not name.
+    """
+    check_dtype(op, "x", x.dtype, (torch.float16, torch.bfloat16))
+    check_dtype(op, "out_dtype", out, (x.dtype, torch.int8))
+    _check_signs(op, operands, x, group_size, len(seeds))
 
 
 @operator("codebook_linear", returns="Tensor", composed=True)
@@ -418,6 +425,17 @@ def _check_rotation(op: str, kind: str, k: int, group_size: int, seeds: list[int
     Geometry(k, group_size)
     if not seeds:
         raise ConfigError(f"qcut::{op}: no seed; allowed: one for each pass")
+
+
+def _check_signs(op: str, operands: Tensor, x: Tensor, group_size: int, passes: int) -> None:
+    """Check a rotation of rows ``[M, K]`` that `can_rotate` names."""
+    k = x.shape[1]
+    if not can_rotate("hadamard", group_size, k):
+        allowed = "whole ones of 32, 64 or 128"
+        raise ConfigError(f"qcut::{op}: groups of {group_size} of {k} columns; allowed: {allowed}")
+    if not passes:
+        raise ConfigError(f"qcut::{op}: no seed; allowed: one for each pass")
+    check_tensor(op, "operands", operands, (torch.int32,), (passes, Geometry(k, group_size).k_padded // 32), x.device)
 
 
 def _check_int8(op: str, units_k: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
 from qcut.ops.checks import F32, FLOAT_DTYPES, S32, check_dtype, check_indices, check_tensor
-from qcut.ops.registry import operator
+from qcut.ops.registry import MUTATED, operator
 
 _OP = "embed_rows"
 
@@ -32,6 +32,8 @@ class EmbedRows(NamedTuple):
         positions: int32 ``[R]``; None: nothing is added.
         position_table: ``[P, N]`` of ``dtype`` where there are positions, else None; P at least 1.
         dtype: float16, bfloat16 or float32.
+        zeroed: float32 of any shape, contiguous, to which zeros are written: the largest magnitudes of rows, which
+            later operators raise; None: nothing is.
 
     Returns:
         y ``[R, N]`` of ``dtype``, contiguous.
@@ -51,6 +53,7 @@ class EmbedRows(NamedTuple):
     positions: Tensor | None
     position_table: Tensor | None
     dtype: torch.dtype
+    zeroed: Annotated[Tensor | None, MUTATED] = None
 
     def check(self) -> None:
         ids, table, scale = self.ids, self.table, self.scale
@@ -69,6 +72,10 @@ class EmbedRows(NamedTuple):
             check_tensor(_OP, "positions", positions, S32, ids.shape, ids.device)
             _check_table("position_table", places, self.dtype, ids.device)
             check_tensor(_OP, "position_table", places, (self.dtype,), (places.shape[0], columns), ids.device)
+        if self.zeroed is not None:
+            check_tensor(_OP, "zeroed", self.zeroed, F32, self.zeroed.shape, ids.device)
+            if not self.zeroed.is_contiguous():
+                raise ShapeError(f"qcut::{_OP}: zeroed has strides {list(self.zeroed.stride())}; allowed: contiguous")
 
     def fake(self) -> Tensor:
         return self.table.new_empty((self.ids.shape[0], self.table.shape[1]), dtype=self.dtype)
@@ -82,6 +89,8 @@ class EmbedRows(NamedTuple):
             y = int8.dequantize_ref(y, self.scale.index_select(0, self.ids), self.dtype)
         if self.positions is not None and self.position_table is not None:
             y = y + self.position_table.index_select(0, self.positions)
+        if self.zeroed is not None:
+            self.zeroed.zero_()
         return y
 
 

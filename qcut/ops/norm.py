@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from qcut.errors import ConfigError, ShapeError
 from qcut.numerics import int8
 from qcut.ops.checks import FLOAT_DTYPES, check_dtype, check_tensor
+from qcut.ops.codebook import RotateTokens, check_rotated
 from qcut.ops.registry import operator
 
 
@@ -127,7 +128,71 @@ class AddNormInt8(NamedTuple):
         return total, *int8.quantize_per_token_ref(y, self.k_padded)
 
 
-def _check_norm(op: str, call: AddNorm | AddNormInt8) -> None:
+@operator("add_norm_rotated", returns="(Tensor, Tensor, Tensor)")
+class AddNormRotated(NamedTuple):
+    """The sum of a layer's output and the residual, and its norm rotated for products with codebook weights.
+
+    s and y are those of `AddNorm`; y is rotated by `RotateTokens` with ``hadamard``.
+
+    Args:
+        x: float16 or bfloat16 ``[M, K]``, of any strides, K a multiple of the group.
+        residual: as x; None: none is added.
+        weight: ``[K]`` of x's type.
+        bias: ``[K]`` of x's type, for a LayerNorm alone; None: none is added.
+        layer: whether the norm is a LayerNorm; otherwise it is an RMSNorm.
+        eps: added under the root.
+        operands: int32 ``[passes, Kp / 32]``, signs of the rotation, as `qcut.codebooks.tokens.operands` makes them.
+        group_size: columns of a group: 32, 64 or 128, or K or more where K is one of those.
+        seeds: one for each pass, at least one.
+        out_dtype: int8, or x's type.
+        constants: as for `AddNorm`, of the signs too.
+
+    Returns:
+        s ``[M, K]`` of x's type, or an empty tensor ``[0]`` without a residual; blocks and scales of y, as
+        `RotateTokens` returns them.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: an argument is not as above.
+        ConfigError: an RMSNorm is given a bias; another group, or no seed.
+
+    Exactness: blocks and scales are bitwise `RotateTokens` of `AddNorm`'s y on the same device.
+    """
+
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    layer: bool
+    eps: float
+    operands: Tensor
+    group_size: int
+    seeds: list[int]
+    out_dtype: torch.dtype
+    constants: bool = False
+
+    @property
+    def unrotated(self) -> AddNorm:
+        """The same norm without its rotation."""
+        return AddNorm(*self[:6], self.constants)
+
+    def rotation(self, y: Tensor) -> RotateTokens:
+        """The rotation of the norm y."""
+        return RotateTokens(y, self.operands, "hadamard", *self[7:])
+
+    def check(self) -> None:
+        _check_norm("add_norm_rotated", self)
+        check_rotated("add_norm_rotated", self.x, *self[6:10])
+
+    def fake(self) -> tuple[Tensor, Tensor, Tensor]:
+        total, y = self.unrotated.fake()
+        return total, *self.rotation(y).fake()
+
+    def cpu(self) -> tuple[Tensor, Tensor, Tensor]:
+        total, y = self.unrotated.cpu()
+        return total, *self.rotation(y).cpu()
+
+
+def _check_norm(op: str, call: AddNorm | AddNormInt8 | AddNormRotated) -> None:
     x, bias = call.x, call.bias
     check_dtype(op, "x", x.dtype, FLOAT_DTYPES)
     if x.dim() != 2 or x.shape[1] < 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qcut.errors import RangeError, ShapeError
 from qcut.numerics import int8
-from qcut.ops.cache import Cache, attended, check_cache, check_queries, check_scores, seen
+from qcut.ops.cache import Cache, attended, check_cache, check_queries, check_ring, check_scores, seen, unrolled
 from qcut.ops.checks import S32, check_absmax, check_indices, check_tensor
 from qcut.ops.registry import MUTATED, operator
 
@@ -42,19 +42,24 @@ class PromptAttention(NamedTuple):
         absmax: float32 ``[T]``, contiguous, raised to the largest magnitude of each row of y; None: not wanted.
         window: places that a query sees, its own the last; 0: all up to its own.
         softcap: bound of scores; 0: none.
+        ring: as in `qcut.ops.attention.AppendKv`: ``starts + lengths`` is at most ``ring``, and the window, 1 or more,
+            and a chunk fit: ``window + length - 1`` is at most ``context``.
 
     Returns:
         y ``[T, heads, head]`` of q's type, contiguous.
 
     Raises:
         DtypeError, ShapeError, DeviceError: an argument is not as above, or ``length`` does not divide T.
-        ConfigError: scales that do not go with the cache's type, a negative window or softcap.
+        ConfigError: scales that do not go with the cache's type, a negative window, softcap or ring, or a ring without
+            a window.
         RangeError: a start or length out of range, on the CPU.
 
     Exactness: that of float32 scores and sums, in an order that the device and the sizes decide. Kernels for 16-bit
     queries round the weights to q's type; elsewhere K and V of an int8 cache are rounded to q's type. A row does not
     depend on other rows, nor on what the cache holds past its chunk, nor, where that is finite, on what it holds past
-    the row. On CUDA, starts and lengths are read by the kernel alone: a CUDA graph may be replayed with others.
+    the row or before its window. On CUDA, starts and lengths are read by the kernel alone: a CUDA graph may be replayed
+    with others. Results over a ring are bitwise those without, but on CUDA where ``context`` is no multiple of the keys
+    that a kernel reads at once, 128, 80 or a part of 128: that is torch's attention then.
     """
 
     q: Tensor
@@ -69,6 +74,7 @@ class PromptAttention(NamedTuple):
     absmax: Annotated[Tensor | None, MUTATED] = None
     window: int = 0
     softcap: float = 0.0
+    ring: int = 0
 
     @property
     def cache(self) -> Cache:
@@ -86,14 +92,17 @@ class PromptAttention(NamedTuple):
         check_tensor(op, "lengths", self.lengths, S32, (sequences,), q.device)
         check_absmax(op, "absmax", self.absmax, q)
         check_scores(op, self.window, self.softcap)
+        check_ring(op, self.ring, self.keys.shape[2], self.length, self.window)
 
     def fake(self) -> Tensor:
         return self.q.new_empty(self.q.shape)
 
     def cpu(self) -> Tensor:
-        q, cache, context = self.q, self.cache, self.keys.shape[2]
+        q, cache, context = self.q, self.cache, self.ring or self.keys.shape[2]
         check_indices("qcut::prompt_attention", "starts", self.starts, context + 1)
         check_indices("qcut::prompt_attention", "lengths", self.lengths, self.length + 1)
+        if self.ring:
+            cache = unrolled(cache, context)
         y = q.new_zeros(q.shape)
         for b, (start, tokens) in enumerate(zip(self.starts.tolist(), self.lengths.tolist(), strict=True)):
             end, first = start + tokens, b * self.length

@@ -50,10 +50,8 @@ def attention(arch: str) -> list[KernelSource]:
     parts = [AttentionMma.for_shape(F16, F16, 128, 4, arch), AttentionMma.for_shape(BF16, S8, 64, 1, arch)]
     if architecture(arch).clusters:
         parts += [AttentionMma.for_shape(F16, F16, 128, 4, arch, 8), AttentionMma.for_shape(BF16, BF16, 64, 1, arch, 2)]
-    steps = [
-        emit_attention_append(AttentionAppend(desc, rope)) for desc, rope in ((parts[0], True), (parts[-1], False))
-    ]
-    return [*map(emit_attention, (*simt, *parts)), *steps]
+    steps = [AttentionAppend(parts[0], True), AttentionAppend(parts[-1], False, settled=True)]
+    return [*map(emit_attention, (*simt, *parts)), *map(emit_attention_append, steps)]
 
 
 def prompts(arch: str) -> list[KernelSource]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_engine, plots
+from benchmarks import bench_engine, harness, plots
 from benchmarks.bench_engine import CASES, build, kind_of, read_bytes
 
 
@@ -23,12 +23,26 @@ def test_tiny_models_get_their_rows(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("tiny-gpt2", "prefill of 32", "2"),
         ("tiny-gpt2", "first token after 32", "2"),
         ("tiny-gpt2", "decode", "1"),
+        ("tiny-gpt2", "decode in a context of 40", "1"),
+        ("tiny-gpt2", "decode in a context of 1024", "1"),
         ("tiny-llama", "prefill of 32", "1"),
         ("tiny-llama", "decode", "1"),
         ("tiny-llama", "decode", "2"),
+        *(("tiny-llama", f"decode in a context of {n}", "1") for n in (40, 8192)),
     ]
     assert all(float(row["tokens_s"]) > 0 for row in rows)
     assert "tiny-llama" in capsys.readouterr().out
+
+
+def test_steps_alone_leave_the_rows_of_prompts(tmp_path: Path) -> None:
+    arguments = ["--cases", "tiny-gpt2", "--device", "cpu", "--quick", "--out", str(tmp_path)]
+    assert bench_engine.main(arguments) == 0
+    before = harness.read_rows(tmp_path / "bench_engine.csv")
+    assert bench_engine.main([*arguments, "--steps"]) == 0
+    after = harness.read_rows(tmp_path / "bench_engine.csv")
+    assert [row["what"] for row in after] == [row["what"] for row in before]
+    assert [row["median_us"] for row in after[:2]] == [row["median_us"] for row in before[:2]]
+    assert after[2]["median_us"] != before[2]["median_us"]
 
 
 def test_a_wrong_engine_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,66 @@ def test_a_step_on_tensor_cores_is_one_launch(launches: Launches, int8: bool, ro
     same(launch, one, *(("cos", "sin") if rotary else ()), *(("key_scales", "value_scales") if int8 else ()))
     assert (launch["kv_heads"], launch["queries"], launch["context"]) == (KV_HEADS, 2, CONTEXT)
     assert launch["grid"][2] == launch["rows"] == 3
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_norms_of_heads_are_in_the_same_launch(launches: Launches, rotary: bool) -> None:
+    norms = {"query_norm": torch.ones(HEAD).half(), "key_norm": torch.ones(HEAD).half()}
+    one = step(rotary=rotary)._replace(**norms, eps=0.25, window=5)
+    attention_cuda.append_attention(one)
+    (launch,) = launches
+    same(launch, one, "q", "k", "v", "query_norm", "key_norm")
+    assert (launch["window"], launch["eps"]) == (5, 0.25)
+
+
+def test_rings_are_bounded_by_places(launches: Launches) -> None:
+    ring = {"window": 5, "ring": 5000}
+    one = step()._replace(**ring)
+    attention_cuda.append_attention(one)
+    attention_cuda.append_attention(step(torch.float32)._replace(**ring, softcap=2.0))
+    attention_cuda.decode_attention(one.parts[1])
+    attention_cuda.append_kv(one.parts[0])
+    for launch in launches:
+        assert "_ring" in launch["kernel"]
+        assert (launch["ring"], launch["context"]) == (5000, CONTEXT)
+    plain = step()._replace(window=5)
+    attention_cuda.append_attention(plain)
+    assert "_ring" not in launches[-1]["kernel"]
+    assert launches[0]["kernel"].replace("_ring", "") == launches[-1]["kernel"]
+    assert launches[0]["grid"] == launches[-1]["grid"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_kernels_are_chosen_for_the_reach_and_strides_are_the_caches(launches: Launches, dtype: torch.dtype) -> None:
+    long, short = step(dtype, batch=1), step(dtype, batch=1)
+    short = short._replace(keys=short.keys[:, :, :100].clone(), values=short.values[:, :, :100].clone())
+    for call in (long, long._replace(reach=100), short, long._replace(window=50, reach=60), long._replace(window=50)):
+        attention_cuda.append_attention(call)
+        attention_cuda.decode_attention(call.parts[1])
+    attend = [launch for launch in launches if "attention" in launch["kernel"]]
+    whole, near, small, seen, window = ([(a["kernel"], a["grid"]) for a in attend[i : i + 2]] for i in range(0, 10, 2))
+    assert near == small != whole
+    assert seen == window
+    assert {(a["context"], a["batch_stride"]) for a in attend[2:4]} == {(CONTEXT, KV_HEADS * CONTEXT * HEAD)}
+
+
+def test_a_promise_counts_where_kernels_begin_early(launches: Launches, gpu: Target) -> None:
+    for call in (step(), step()._replace(settled=True), step(torch.float32)._replace(settled=True)):
+        attention_cuda.append_attention(call)
+    assert ["_settled" in launch["kernel"] for launch in launches] == [False, gpu is H200, False, False]
+    assert launches[0]["grid"] == launches[1]["grid"]
+
+
+def test_norms_of_heads_that_no_kernel_knows_come_before(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = {"query_norm": torch.ones(HEAD), "key_norm": torch.ones(HEAD)}
+    attention_cuda.append_attention(step(torch.float32)._replace(**norms))
+    assert len(launches) == 2
+    monkeypatch.setattr(attention_cuda, "target", lambda device: replace(launches.gpu, closed=True))
+    one = step()._replace(**{name: weight.half() for name, weight in norms.items()})
+    attention_cuda.append_attention(one)
+    assert "query_norm" not in launches[-1]
+    assert launches[-1]["q"] != one.q.data_ptr()
+    assert launches[-1]["v"] != 0
 
 
 def test_a_step_of_float32_is_two_launches(launches: Launches) -> None:

@@ -23,7 +23,7 @@ from qcut.layers import codebook, int8, rotations
 from qcut.layers.base import Linear
 from qcut.ops.codebook import CodebookGemm, CodebookGemv, RotateTokens
 from qcut.ops.linear import Int8Linear, LinearWithAbsmax
-from qcut.ops.norm import AddNorm, AddNormInt8
+from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
 from tests.support.launches import H200
 
 HALF = torch.float16
@@ -170,11 +170,14 @@ def test_codebook_operators_ask_for_what_was_promised(monkeypatch: pytest.Monkey
 
 def test_norms_ask_for_what_was_promised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_cuda, "current_stream", lambda device: 0)
+    monkeypatch.setattr(norm_cuda, "target", lambda device: H200)
     x, weight = torch.randn(4, 64).half(), torch.ones(64).half()
+    turned: tuple[Any, ...] = (torch.zeros(1, 4, dtype=torch.int32), 64, [1], HALF)
     for given, constants, early in ((weight, True, True), (weight, False, False), (weight[:1].expand(64), True, False)):
         for call, launch in (
             (AddNorm(x, None, given, None, False, 1e-6, constants), norm_cuda.add_norm),
             (AddNormInt8(x, None, given, None, False, 1e-6, 64, constants), norm_cuda.add_norm_int8),
+            (AddNormRotated(x, None, given, None, False, 1e-6, *turned, constants), norm_cuda.add_norm_rotated),
         ):
             asked = Asked(Idle())
             monkeypatch.setattr(norm_cuda, "_plans", asked)
@@ -195,7 +198,7 @@ def test_norms_begin_early_for_constants_alone(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(norm_cuda, "LaunchSpec", Spec)
     for constants in (True, False):
-        norm_cuda._plan(HALF, False, 64, False, False, False, True, constants, 0)
+        norm_cuda._plan(HALF, False, 64, False, False, False, True, None, constants, 0)
     assert seen == [True, False]
 
 

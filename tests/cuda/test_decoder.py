@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from qcut.cuda import activation, embed, next_token, norm
+from qcut.codebooks.tokens import operands
+from qcut.cuda import activation, codebook, embed, next_token, norm
 from qcut.emitters.decoder.norm import MANY_ROWS
-from qcut.ops.activation import GeluTanh, SiluMul
+from qcut.errors import DeviceError
+from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
 from qcut.ops.embed import EmbedRows
 from qcut.ops.next_token import Advance, Argmax
-from qcut.ops.norm import AddNorm, AddNormInt8
+from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
 from tests.support.launches import H200, Launches, note_launches
 
 HALF = torch.float16
@@ -69,7 +71,46 @@ def test_activations(noted: Callable[[Any], Launches]) -> None:
     assert len(launches) == 4
 
 
-def test_the_next_token(noted: Callable[[Any], Launches]) -> None:
+@pytest.mark.parametrize(("to", "passes"), [(HALF, 2), (torch.int8, 1)])
+def test_rotated_rows(
+    noted: Callable[[Any], Launches], monkeypatch: pytest.MonkeyPatch, to: torch.dtype, passes: int
+) -> None:
+    norms, activations, rotations = noted(norm), noted(activation), noted(codebook)
+    x, residual = torch.randn(2, 9, 192).half()
+    weight, seeds = torch.randn(192).half(), list(range(passes))
+    signs = operands("hadamard", 64, 192, seeds, HALF)
+    turned = (signs, 64, seeds, to, True)
+    of_norm = AddNormRotated(x, residual, weight, None, False, 1e-6, *turned)
+    total, blocks, scale = norm.add_norm_rotated(of_norm)
+    scales = {"scale": scale} if to is torch.int8 else {}
+    has(norms[-1], x=x, residual=residual, sum=total, weight=weight, y=blocks, x_stride=192, k=192, **scales)
+    has(norms[-1], signs=signs, k_padded=256, eps=1e-6)
+    of_gate = ActivateRotated(x, residual, *turned)
+    blocks, scale = activation.activate_rotated(of_gate)
+    scales = {"scale": scale} if to is torch.int8 else {}
+    has(activations[-1], x=x, up=residual, y=blocks, columns=192, signs=signs, k_padded=256, **scales)
+    assert activations[-1]["grid"] == (9, 1, 1)
+    activation.activate_rotated(ActivateRotated(x, None, *turned))
+    assert ("up" in activations[-1], len(norms), len(activations), len(rotations)) == (False, 1, 2, 0)
+    for module, serve, call in (
+        (norm, norm.add_norm_rotated, of_norm),
+        (activation, activation.activate_rotated, of_gate),
+    ):
+        monkeypatch.setattr(module, "ROTATES", False)
+        serve(call)
+    assert (len(norms), len(activations), len(rotations)) == (2, 3, 2)
+    assert [launch["signs"] for launch in rotations] == [signs.data_ptr()] * 2
+
+
+def test_long_rows_are_rotated_apart(noted: Callable[[Any], Launches]) -> None:
+    _, _, rotations = noted(norm), noted(activation), noted(codebook)
+    k = 65536
+    signs = operands("hadamard", 128, k, (1,), HALF)
+    activation.activate_rotated(ActivateRotated(torch.randn(2, k).half(), None, signs, 128, [1], torch.int8))
+    assert len(rotations) == 1
+
+
+def test_the_next_token(noted: Callable[[Any], Launches], monkeypatch: pytest.MonkeyPatch) -> None:
     launches = noted(next_token)
     logits = torch.randn(3, 20)[:, :17]
     best = next_token.argmax(Argmax(logits))
@@ -79,8 +120,20 @@ def test_the_next_token(noted: Callable[[Any], Launches]) -> None:
     has(launches[-1], x=logits, best=tokens, positions=positions, slots=slots, stride=20, columns=17, context=9)
     next_token.argmax(Argmax(torch.randn(17, 3).t()))
     assert launches[-1]["stride"] == 17
+    told, turn = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    telling = Advance(logits, tokens, positions, slots, 9, told, turn)
+    with pytest.raises(DeviceError, match="told is in memory that is not pinned"):
+        next_token.advance(telling)
+    monkeypatch.setattr(Tensor, "is_pinned", lambda tensor: tensor is told)
+    next_token.advance(telling)
+    has(launches[-1], best=tokens, context=9, told=told, turn=turn, turns=2)
+    del launches[-1]
     assert next_token.argmax(Argmax(logits[:0])).shape == (0,)
     assert len(launches) == 3
+    wide = torch.zeros(17, next_token.SPLIT_BYTES // 4)
+    for rows, columns, grid in ((16, 0, (8, 16, 1)), (17, 0, (17, 1, 1)), (2, 1, (2, 1, 1))):
+        next_token.argmax(Argmax(wide[:rows, columns:]))
+        assert launches[-1]["grid"] == grid
 
 
 def test_embeddings(noted: Callable[[Any], Launches]) -> None:
@@ -95,5 +148,9 @@ def test_embeddings(noted: Callable[[Any], Launches]) -> None:
     has(launches[-1], ids=ids, table=q, scale=scale, y=y, stride=16, count=7, rows=3, k=16)
     embed.embed_rows(EmbedRows(ids, torch.randn(7, 17).half()[:, 1:], None, None, None, HALF))
     assert [launch["kernel"].endswith("_u") for launch in launches] == [False, False, True]
-    assert embed.embed_rows(EmbedRows(ids[:0], table, None, None, None, HALF)).shape == (0, 16)
-    assert len(launches) == 3
+    zeroed = torch.ones(2, 3)
+    embed.embed_rows(EmbedRows(ids, table, None, None, None, HALF, zeroed))
+    has(launches[-1], rows=3, k=16, zeroed=zeroed, zeros=6)
+    assert embed.embed_rows(EmbedRows(ids[:0], table, None, None, None, HALF, zeroed)).shape == (0, 16)
+    assert not zeroed.any()
+    assert len(launches) == 4

@@ -6,20 +6,17 @@ call; they are compared by what they point to.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import struct
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.config import padded_k
 from qcut.cuda import linear as linear_cuda
 from qcut.cuda import native as _native
@@ -27,7 +24,6 @@ from qcut.cuda import plans
 from qcut.cuda.linear import LinearLayer, LinearPlan
 from qcut.cuda.plans import LaunchPlan, PlanCache, m_bucket
 from qcut.emitters.core.family import Grid
-from qcut.emitters.core.source import Param
 from qcut.emitters.decoder.quantize import (
     QuantizePerTensor,
     QuantizePerToken,
@@ -38,20 +34,12 @@ from qcut.emitters.gemm.cutlass.text import LAUNCH_PARAMS
 from qcut.emitters.stream.w8a8 import W8A8Problem
 from qcut.errors import QcutError
 from qcut.numerics.int16 import rows_of_blocks
-from qcut.ops.linear import Int16x8Linear, W8A8Linear, W8A8StaticLinear, W8A16Linear
+from tests.support.native import STREAM, Driver, Kernel, Record, Setting, decoded, defined, registered
 
 NAMESPACE = "qcut_native_test"
-STREAM = 0x5500_1234_5678
 SM_COUNT, SWIZZLE, RASTER, SPLITS = 132, 4, 2, 3
-BLOCK, SMEM = 384, 100_000
 LIMIT = 100
 """Layers that the plan cache holds."""
-CALLS = {
-    "w8a8_linear": W8A8Linear,
-    "w8a8_static_linear": W8A8StaticLinear,
-    "w8a16_linear": W8A16Linear,
-    "int16x8_linear": Int16x8Linear,
-}
 BY_TOKEN = ("w8a8", "int16x8")
 """Schemes with a scale for each token."""
 QUANTIZE, GEMM = 0x7F00_0000_0010, 0x7F00_0000_0020
@@ -59,100 +47,7 @@ QUANTIZE, GEMM = 0x7F00_0000_0010, 0x7F00_0000_0020
 
 
 def handle(function: int, scheme: str) -> int:
-    return function + 0x100 * _native.SCHEMES.index(scheme)
-
-
-class Record(NamedTuple):
-    """One launch; a host launcher has no grid."""
-
-    function: int
-    grid: tuple[int, int, int] | None
-    block: bytes
-    stream: int
-    pdl: bool
-
-
-class Config(ctypes.Structure):
-    _fields_ = [
-        ("shape", ctypes.c_uint32 * 7),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("attribute_count", ctypes.c_uint32),
-    ]
-
-
-class Attribute(ctypes.Structure):
-    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
-
-
-def field_offsets(params: tuple[Param, ...]) -> list[tuple[int, int]]:
-    """(offset, bytes) of each parameter as C lays them out."""
-    ends = [struct.calcsize("@" + "".join(p.fmt for p in params[: i + 1])) for i in range(len(params))]
-    return [(end - struct.calcsize(p.fmt), struct.calcsize(p.fmt)) for end, p in zip(ends, params, strict=True)]
-
-
-@dataclass
-class Driver:
-    """Stands in for ``cuLaunchKernelEx``, host launchers and the current stream; records launches."""
-
-    records: list[Record] = field(default_factory=list)
-    params: dict[int, tuple[Param, ...]] = field(default_factory=dict)
-    status: dict[int, int] = field(default_factory=dict)
-    stream_status: int = 0
-
-    def __post_init__(self) -> None:
-        kernel = ctypes.CFUNCTYPE(
-            ctypes.c_int, ctypes.POINTER(Config), ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p
-        )
-        host = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int)
-        stream = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int32, ctypes.POINTER(ctypes.c_void_p))
-        self.callbacks = kernel(self._launch_kernel), host(self._launch_host), stream(self._current_stream)
-        self.kernel, self.host, self.stream = (ctypes.cast(c, ctypes.c_void_p).value for c in self.callbacks)
-
-    def reset(self) -> None:
-        self.records.clear()
-        self.params.clear()
-        self.status.clear()
-        self.stream_status = 0
-
-    def _launch_kernel(self, config: Any, function: int, addresses: Any, extra: int | None) -> int:
-        c = config.contents
-        x, y, z, *block, smem = c.shape
-        assert (block, smem, extra) == ([BLOCK, 1, 1], SMEM, None)
-        if c.attribute_count:
-            attribute = Attribute.from_address(c.attributes)
-            assert (c.attribute_count, attribute.id, attribute.value) == (1, 6, 1)
-        offsets = field_offsets(self.params[function])
-        data = bytearray(struct.calcsize("@" + "".join(p.fmt for p in self.params[function])))
-        for i, (offset, size) in enumerate(offsets):
-            data[offset : offset + size] = ctypes.string_at(addresses[i], size)
-        self.records.append(Record(function, (x, y, z), bytes(data), c.stream or 0, bool(c.attribute_count)))
-        return self.status.get(function, 0)
-
-    def _launch_host(self, block: int, function: int, stream: int | None, flags: int) -> int:
-        size = struct.calcsize("@" + "".join(p.fmt for p in self.params[function]))
-        self.records.append(Record(function, None, ctypes.string_at(block, size), stream or 0, bool(flags & 1)))
-        return self.status.get(function, 0)
-
-    def _current_stream(self, device: int, stream: Any) -> int:
-        assert device == -1
-        stream[0] = STREAM
-        return self.stream_status
-
-
-class Kernel:
-    """Stands in for `qcut.jit.Kernel`: packs as the real one does and records the launch."""
-
-    name, block, smem_bytes = "fake", BLOCK, SMEM
-
-    def __init__(self, driver: Driver, function: int, params: tuple[Param, ...], host: bool) -> None:
-        self.driver, self.function, self.host_launcher = driver, function, driver.host if host else 0
-        driver.params[function] = params
-        self.format = struct.Struct("@" + "".join(p.fmt for p in params))
-
-    def launch(self, grid: tuple[int, int, int], args: tuple[Any, ...], stream: int, pdl: bool) -> None:
-        shape = None if self.host_launcher else grid
-        self.driver.records.append(Record(self.function, shape, self.format.pack(*args), stream, pdl))
+    return function + 0x100 * _native.LINEAR_OPS.index(f"{scheme}_linear")
 
 
 @pytest.fixture(scope="module")
@@ -160,41 +55,10 @@ def driver() -> Driver:
     return Driver()
 
 
-def by_python(op: str) -> Callable[..., Tensor]:
-    """The operator as Python serves it on CUDA."""
-    call, function = CALLS[op], getattr(linear_cuda, op)
-    return lambda *args: function(call(*args))
-
-
 @pytest.fixture(scope="module")
 def library(driver: Driver) -> Iterator[_native.Library]:
-    """A library that serves CPU tensors under a namespace of its own, in front of Python's functions for CUDA."""
-    loaded = _native.load()
-    assert loaded is not None, "g++ and torch's headers are there: it must compile"
-    definitions = torch.library.Library(NAMESPACE, "DEF")
-    for name in _native.OPS:
-        schema = str(getattr(torch.ops.qcut, name).default._schema).removeprefix("qcut::")
-        definitions.define(schema)
-        definitions.impl(name, by_python(name), "CPU")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded.register(NAMESPACE, "cpu", driver.kernel, driver.stream)
-    yield loaded
-    definitions._destroy()
-
-
-class Setting:
-    """The operators with stand-in kernels, and what became of their calls."""
-
-    def __init__(self, driver: Driver, library: _native.Library) -> None:
-        self.driver, self.library = driver, library
-
-    def served(self, call: Callable[[], Any]) -> tuple[Any, list[Record], bool]:
-        """Result, launches, and whether C++ served the call."""
-        self.driver.records.clear()
-        before = self.library.hits
-        result = call()
-        return result, list(self.driver.records), self.library.hits == before + 1
+    with registered(NAMESPACE, driver) as loaded:
+        yield loaded
 
 
 @pytest.fixture(params=[True, False], ids=["cutlass", "raw"])
@@ -236,12 +100,14 @@ def setting(
         return LinearPlan(quantize, gemm, n, k_padded)
 
     monkeypatch.setattr(linear_cuda, "plan_for", plan_for)
-    monkeypatch.setattr(linear_cuda, "_called", PlanCache(limit=LIMIT, on_clear=library.clear))
+    monkeypatch.setattr(
+        linear_cuda, "_called", PlanCache(limit=LIMIT, on_clear=partial(library.clear, *_native.LINEAR_OPS))
+    )
     monkeypatch.setattr(plans, "current_stream", lambda device: STREAM)
     monkeypatch.setattr(_native, "library", lambda later=None: library)
-    library.clear()
+    library.clear(*_native.OPS)
     yield Setting(driver, library)
-    library.clear()
+    library.clear(*_native.OPS)
 
 
 def arguments(
@@ -264,13 +130,6 @@ def arguments(
 
 def operator(op: str) -> Any:
     return getattr(getattr(torch.ops, NAMESPACE), op).default
-
-
-def decoded(record: Record, params: tuple[Param, ...]) -> dict[str, Any]:
-    fmt = "@" + "".join(p.fmt for p in params)
-    values = struct.unpack(fmt, record.block)
-    assert struct.pack(fmt, *values) == record.block, "padding is zero"
-    return dict(zip((p.name for p in params), values, strict=True))
 
 
 def compare(python: list[Record], native: list[Record], driver: Driver, out: tuple[Tensor, Tensor]) -> None:
@@ -303,12 +162,12 @@ def compare(python: list[Record], native: list[Record], driver: Driver, out: tup
 ROWS = (1, 2, 16, 17, 63, 64, 65, 129, 1000)
 
 
-@pytest.mark.parametrize("op", _native.OPS)
+@pytest.mark.parametrize("op", _native.LINEAR_OPS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
 def test_launches_are_pythons(setting: Setting, op: str, bias: bool) -> None:
     for m, (n, k) in itertools.product(ROWS, ((128, 64), (33, 37))):
         args = arguments(op, (m, k), n, bias=bias)
-        setting.library.clear()
+        setting.library.clear(*_native.OPS)
         linear_cuda._called.clear()
         expected, python, by_native = setting.served(lambda a=args: operator(op)(*a))
         assert not by_native
@@ -325,7 +184,7 @@ def test_launches_are_pythons(setting: Setting, op: str, bias: bool) -> None:
     ("op", "dtype"),
     [
         (op, d)
-        for op in _native.OPS
+        for op in _native.LINEAR_OPS
         for d in (torch.float16, torch.bfloat16, torch.float32)
         if op != "w8a16_linear" or d is not torch.float32
     ],
@@ -381,7 +240,7 @@ def test_another_call_is_another_plan(setting: Setting) -> None:
     assert setting.served(lambda: op(*fewer_rows))[2], "one plan serves a whole bucket"
 
 
-@pytest.mark.parametrize("op", _native.OPS)
+@pytest.mark.parametrize("op", _native.LINEAR_OPS)
 def test_a_plan_knows_no_address(setting: Setting, op: str) -> None:
     first = arguments(op, (5, 64), 128)
     operator(op)(*first)
@@ -409,7 +268,7 @@ def test_unaligned_parameters_at_a_reused_address_are_copied(setting: Setting) -
             assert product[name] % 16 == 0
 
 
-@pytest.mark.parametrize("op", _native.OPS)
+@pytest.mark.parametrize("op", _native.LINEAR_OPS)
 def test_calls_with_gradients_are_pythons(setting: Setting, op: str) -> None:
     args = arguments(op, (5, 64), 128)
     operator(op)(*args)
@@ -422,7 +281,7 @@ def test_calls_with_gradients_are_pythons(setting: Setting, op: str) -> None:
     assert not setting.served(lambda: operator(op)(*args))[2]
 
 
-@pytest.mark.parametrize("op", _native.OPS)
+@pytest.mark.parametrize("op", _native.LINEAR_OPS)
 def test_calls_are_pythons_while_another_path_is_chosen(setting: Setting, op: str) -> None:
     given = arguments(op, (4, 64), 48)
     call = operator(op)
@@ -529,7 +388,7 @@ def test_a_full_table_is_emptied_in_cpp_too(setting: Setting) -> None:
 
 
 def test_threads(setting: Setting) -> None:
-    calls = [(op, arguments(op, (m, 64), 128)) for op in _native.OPS for m in (3, 70)]
+    calls = [(op, arguments(op, (m, 64), 128)) for op in _native.LINEAR_OPS for m in (3, 70)]
     for op, args in calls:
         operator(op)(*args)
     before, failures = setting.library.hits, []
@@ -560,10 +419,7 @@ def test_bucket_is_pythons(library: _native.Library) -> None:
 
 def test_registering_while_threads_call(driver: Driver) -> None:
     namespace, stop, wrong = f"{NAMESPACE}_busy", threading.Event(), []
-    definitions = torch.library.Library(namespace, "DEF")
-    for name in _native.OPS:
-        definitions.define(str(getattr(torch.ops.qcut, name).default._schema).removeprefix("qcut::"))
-        definitions.impl(name, lambda x, *_: x.clone(), "CPU")
+    definitions = defined(namespace, lambda name: lambda x, *_: x.clone())
     op, args = getattr(torch.ops, namespace).w8a8_linear.default, arguments("w8a8_linear", (5, 64), 128)
 
     def work() -> None:

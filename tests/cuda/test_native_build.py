@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 import sys
 import threading
@@ -112,10 +113,12 @@ def test_without_a_compiler_there_is_no_word(empty_cache: Path, monkeypatch: pyt
 
 def test_fingerprint_covers_source_torch_and_compiler(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prints = {_native.fingerprint()}
-    changed = empty_cache / "changed.cpp"
-    changed.write_text(_native.SOURCE.read_text() + "\n")
+    changed, with_header = (shutil.copytree(_native.SOURCE.parent, empty_cache / name) for name in ("a", "b"))
+    for path in (changed / _native.SOURCE.name, with_header / "launch.h"):
+        path.write_text(path.read_text() + "\n")
     for owner, name, value in (
-        (_native, "SOURCE", changed),
+        (_native, "SOURCE", changed / _native.SOURCE.name),
+        (_native, "SOURCE", with_header / _native.SOURCE.name),
         (_native, "_FLAGS", (*_native._FLAGS, "-g")),
         (torch, "__version__", "2.99"),
         (torch, "compiled_with_cxx11_abi", lambda: False),
@@ -124,7 +127,7 @@ def test_fingerprint_covers_source_torch_and_compiler(empty_cache: Path, monkeyp
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             prints.add(_native.fingerprint())
-    assert len(prints) == 6
+    assert len(prints) == 7
 
 
 @dataclass
@@ -147,4 +150,4 @@ def test_prebuild_compiles_it_where_a_call_needs_it(monkeypatch: pytest.MonkeyPa
 
 
 def test_layouts_are_the_sources() -> None:
-    assert [ctypes.sizeof(s) for s in (_native.Key, _native.Launch, _native.Plan)] == [56, 64, 144]
+    assert [ctypes.sizeof(s) for s in (_native.Key, _native.Launch, _native.Plan)] == [72, 72, 160]

@@ -93,6 +93,21 @@ def test_what_no_kernel_takes_is_torchs(launches: Launches, changes: dict[str, A
     assert (call.absmax - want_absmax).abs().max() <= 1e-2  # type: ignore[operator]
 
 
+def test_rings_hold_whole_blocks(launches: Launches) -> None:
+    """Where they do not, attention is torch's; the same kernel in the same grid serves both caches where they do."""
+    ring = chunk(8)._replace(window=50, ring=5000)
+    prompt_attention_cuda.prompt_attention(ring)
+    prompt_attention_cuda.prompt_attention(ring._replace(ring=0))
+    rung, whole = launches
+    assert (rung["window"], rung["ring"], rung["context"]) == (50, 5000, CONTEXT)
+    assert rung["kernel"] == whole["kernel"] + "_ring"
+    assert rung["grid"] == whole["grid"]
+    stored = {name: getattr(ring, name)[:, :, :1000].contiguous() for name in ("keys", "values")}
+    y = prompt_attention_cuda.prompt_attention(ring._replace(**stored))
+    assert len(launches) == 2
+    assert (y - ring._replace(**stored).cpu()).abs().max() <= 1e-2
+
+
 def test_nobody_launches_nothing(launches: Launches) -> None:
     call = chunk(8)
     nobody = call._replace(q=call.q[:0], starts=call.starts[:0], lengths=call.lengths[:0], absmax=None)

@@ -21,7 +21,7 @@ from qcut.cuda.integers import IntegerLayer
 from qcut.cuda.linear import Int8Layer, LinearLayer
 from qcut.cuda.plans import m_bucket
 from qcut.dispatch.attention import emit_attention, select_attention
-from qcut.dispatch.closed import GROUPS, HEADS, norm_columns
+from qcut.dispatch.closed import GROUPS, HEADS, has_head_norms, norm_columns
 from qcut.dispatch.codebook import bucket
 from qcut.dispatch.gpus import GPUS, Target
 from qcut.dispatch.precompile import closed_set
@@ -157,8 +157,10 @@ def test_decoders_find_their_kernels(arch: str) -> None:
                     continue
                 assert emit_attention(desc).name in names(arch)
                 if isinstance(desc, AttentionMma):
-                    for rotary in (False, True):
-                        assert emit_attention_append(AttentionAppend(desc, rotary)).name in names(arch)
+                    for rotary, norms in product((False, True), repeat=2):
+                        if norms <= has_head_norms(head, rotary, gpu):
+                            step = emit_attention_append(AttentionAppend(desc, rotary, norms))
+                            assert step.name in names(arch)
             k, aligned = chance.randrange(1, 16384), chance.random() < 0.5
             columns = norm_columns(k, x, gpu, aligned=aligned)
             flags = {flag: chance.random() < 0.5 for flag in ("many", "residual", "quantized")}

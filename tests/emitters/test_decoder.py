@@ -9,6 +9,7 @@ import pytest
 
 from qcut.dispatch.attention import emit_attention, estimated_cycles, select_attention
 from qcut.dispatch.gpus import Target
+from qcut.emitters.codebook.rotate_rows import RowsRotation
 from qcut.emitters.core.source import DType, EmitError, KernelSource
 from qcut.emitters.decoder import activate, append, argmax, norm
 from qcut.emitters.decoder.activate import ActivateRows, emit_activation
@@ -28,6 +29,7 @@ F16, BF16, F32, S8, U4 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.U4
 WIDE = AttentionDecode(F16, F16, 128, 4, "sm_90a")
 MMA = AttentionMma(F16, F16, 128, 4, "sm_90a", cluster=8)
 NORM = NormRows(F16, False, "sm_90a")
+TURN = RowsRotation(S8, 128)
 APPEND = RotateAndAppend(F16, F16, 128, "half", "sm_90a")
 
 
@@ -65,9 +67,14 @@ def sources(arch: str) -> list[KernelSource]:
     ):
         found.append(emit_norm(NormRows.for_shape(x, layer, arch, k, residual=residual, quantized=quantized)))
     found.append(emit_norm(NormRows.for_shape(F16, True, arch, 77, residual=True, quantized=True, aligned=False)))
+    for rotation, many in ((RowsRotation(F16, 128), False), (RowsRotation(S8, 64, 2), False), (TURN, True)):
+        found.append(emit_norm(NormRows.for_shape(F16, False, arch, 4096, residual=True, many=many, rotation=rotation)))
+        found.append(emit_activation(ActivateRows.rotating("silu_mul", F16, arch, 14336, rotation)))
     found += [emit_append(desc) for desc in appends(arch)]
     for x, kind, aligned in ((F16, "silu_mul", True), (BF16, "gelu_tanh", True), (F32, "silu_mul", False)):
         found.append(emit_activation(ActivateRows(kind, x, arch, aligned)))
+    if arch == "sm_90a":
+        found += [emit_argmax(ArgmaxRows(x, arch, x is F16, argmax.PARTS, x is F16)) for x in (F16, F32)]
     return [*found, *(emit_argmax(ArgmaxRows(x, arch, x is F16)) for x in (F16, BF16, F32))]
 
 
@@ -88,11 +95,18 @@ def test_names_spell_the_kernel() -> None:
     assert replace(MMA, cache=S8, cluster=1).name == "qcut_attention_mma_sm90a_f16_s8_h128g4_w4t2"
     assert replace(NORM, residual=True, quantized=True).name == "qcut_norm_sm90a_f16_rms_r_q_t256v1"
     assert replace(NORM, layer=True, aligned=False).name == "qcut_norm_sm90a_f16_layer_t256v1_u"
+    assert replace(NORM, rotation=RowsRotation(F16, 64, 2)).name == "qcut_norm_sm90a_f16_rms_h64p2_t256v1"
+    assert replace(NORM, rotation=TURN).name == "qcut_norm_sm90a_f16_rms_h128p1s8_t256v1"
+    turned = ActivateRows.rotating("silu_mul", F16, "sm_90a", 14336, TURN)
+    assert turned.name == "qcut_silu_mul_sm90a_f16_h128p1s8_t896v2"
+    assert replace(turned, rotation=RowsRotation(F16, 32), threads=128, vectors=1).name.endswith("f16_h32p1")
     assert APPEND.name == "qcut_append_sm90a_f16_f16_h128_rope"
     assert ActivateRows("gelu_tanh", F16, "sm_90a", False).name == "qcut_gelu_tanh_sm90a_f16_u"
     assert ArgmaxRows(BF16, "sm_80").name == "qcut_argmax_sm80_bf16"
+    assert ArgmaxRows(F16, "sm_90a", True, 8, True).name == "qcut_argmax_sm90a_f16_a_h_c8"
     assert replace(APPEND, cache=S8, rotary="none").name == "qcut_append_sm90a_f16_s8_h128"
     assert replace(APPEND, many=True, aligned=False).name == "qcut_append_sm90a_f16_f16_h128_rope_m_u"
+    assert replace(APPEND, many=True, ring=True).name == "qcut_append_sm90a_f16_f16_h128_rope_m_ring"
     assert replace(APPEND, rotary="interleaved").name == "qcut_append_sm90a_f16_f16_h128_rope_pairs"
 
 
@@ -294,10 +308,10 @@ def test_illegal_attention_on_tensor_cores_is_refused_by_name(name: str) -> None
 def test_every_constraint_is_refused_below() -> None:
     assert [c.name for c in attention_mma.CONSTRAINTS] == list(MMA_REFUSALS)
     assert [c.name for c in attention.CONSTRAINTS] == list(REFUSALS)
-    assert [c.name for c in norm.CONSTRAINTS] == ["x", "threads", "vectors"]
+    assert [c.name for c in norm.CONSTRAINTS] == ["x", "threads", "vectors", "rotation", "quantized"]
     assert [c.name for c in append.CONSTRAINTS] == ["x", "cache", "aligned", "head", "rotary"]
-    assert [c.name for c in activate.CONSTRAINTS] == ["kind", "x"]
-    assert [c.name for c in argmax.CONSTRAINTS] == ["x"]
+    assert [c.name for c in activate.CONSTRAINTS] == ["kind", "x", "threads", "vectors", "rotation"]
+    assert [c.name for c in argmax.CONSTRAINTS] == ["x", "parts"]
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -322,8 +336,17 @@ def test_illegal_attention_is_refused_by_name(name: str) -> None:
         (APPEND, {"head": 258}, "head"),
         (APPEND, {"rotary": "pairs"}, "rotary"),
         (ArgmaxRows(F16, "sm_90a"), {"x": S8}, "x"),
+        (ArgmaxRows(F16, "sm_90a"), {"parts": 2}, "parts"),
+        (ArgmaxRows(F16, "sm_89"), {"parts": 8}, "parts"),
         (ActivateRows("silu_mul", F16, "sm_90a"), {"x": S8}, "x"),
         (ActivateRows("silu_mul", F16, "sm_90a"), {"kind": "relu"}, "kind"),
+        (ActivateRows("silu_mul", F16, "sm_90a"), {"threads": 48}, "threads"),
+        (ActivateRows("silu_mul", F16, "sm_90a"), {"vectors": 2}, "vectors"),
+        (ActivateRows("silu_mul", F16, "sm_90a"), {"rotation": RowsRotation(BF16, 128)}, "rotation"),
+        (NORM, {"rotation": RowsRotation(F16, 256)}, "rotation"),
+        (NORM, {"rotation": RowsRotation(S8, 128, 2), "vectors": 3}, "rotation"),
+        (NORM, {"rotation": TURN, "x": F32}, "rotation"),
+        (NORM, {"rotation": TURN, "quantized": True}, "quantized"),
     ],
 )
 def test_illegal_steps_are_refused_by_name(desc: Any, changes: dict[str, Any], name: str) -> None:

@@ -1,4 +1,4 @@
-"""Windows and softcaps of attention kernels: names, arguments, and binaries without spills.
+"""Windows, softcaps and rings of attention kernels: names, arguments, and binaries without spills.
 
 One may spill two words: prompts of heads of 256 over an int8 cache with both, of Gemma 2.
 """
@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 
 from qcut.dispatch.attention import emit_attention, emit_prompt_attention
-from qcut.emitters.core.source import DType, KernelSource
+from qcut.emitters.core.source import DType, EmitError, KernelSource
+from qcut.emitters.decoder.append import RotateAndAppend, emit_append
 from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attention_append
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.attention.prompt_mma import PromptMma
 from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma
 from qcut.emitters.decoder.attention.scores import FORMS, PLAIN, Scores
 from qcut.emitters.decoder.attention.simt import AttentionDecode
-from tests.support.compiled import build
+from tests.support.compiled import build, in_turns
 
 F16, BF16, F32, S8, U4 = DType.F16, DType.BF16, DType.F32, DType.S8, DType.U4
 
@@ -50,21 +51,38 @@ def sources(arch: str, scores: Scores) -> Iterator[KernelSource]:
         yield emit_prompt_attention(replace(prompt, scores=scores))
 
 
+def ring_sources(arch: str, scores: Scores) -> Iterator[KernelSource]:
+    """Those of `sources`, and what appends prompts."""
+    yield from sources(arch, scores)
+    for x, cache, head, rotary, many in ((F16, F16, 128, "half", True), (BF16, S8, 256, "half", False)):
+        yield emit_append(RotateAndAppend(x, cache, head, rotary, arch, many, ring=True))  # type: ignore[arg-type]
+    yield emit_append(RotateAndAppend(F16, U4, 64, "none", arch, values=U4, ring=True))
+
+
 @pytest.mark.parametrize("scores", FORMS, ids=str)
 def test_names_and_arguments_end_with_them(scores: Scores) -> None:
     names = [param.name for param in scores.params()]
-    assert names == ["window"] * scores.windowed + ["softcap"] * scores.capped
+    assert names == ["window"] * scores.windowed + ["softcap"] * scores.capped + ["ring"] * scores.ring
     for source, plain in zip(sources("sm_90a", scores), sources("sm_90a", PLAIN), strict=True):
         assert source.params == (*plain.params, *scores.params())
         assert scores.suffix in source.name
         assert (source.text == plain.text) == (scores == PLAIN)
 
 
+def test_a_ring_goes_with_a_window() -> None:
+    with pytest.raises(EmitError, match="scores_ring: ring: goes with a window"):
+        Scores(ring=True)
+    assert all(scores.windowed for scores in FORMS if scores.ring)
+
+
 @pytest.mark.parametrize("scores", FORMS[1:], ids=lambda scores: scores.suffix)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_binaries_do_not_spill(arch: str, scores: Scores) -> None:
     found = [*sources(arch, scores)]
+    if scores.ring:
+        found = in_turns(lambda each: [*ring_sources(each, scores)], arch)
     for source, binary in zip(found, build(*found), strict=True):
-        spilt = 8 if "wgmma" in source.name and "s8_h256" in source.name and scores == FORMS[-1] else 0
+        both = scores.windowed and scores.capped
+        spilt = 8 if "wgmma" in source.name and "s8_h256" in source.name and both else 0
         assert binary.resources is not None
         assert binary.resources.spill_load_bytes <= binary.resources.spill_store_bytes <= spilt, source.name

@@ -14,6 +14,7 @@ from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attenti
 from qcut.emitters.decoder.attention.mma import AttentionMma, emit_attention_mma
 from qcut.emitters.decoder.attention.prompt_mma import PromptMma, emit_prompt_mma
 from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma, emit_prompt_wgmma
+from qcut.emitters.decoder.attention.scores import Scores
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
 from tests.support.compiled import build
 from tests.support.launches import H200
@@ -48,7 +49,7 @@ def unpromised() -> list[KernelSource]:
         emit_append(RotateAndAppend(F16, F16, 64, "half", ARCH, False, True)),
         emit_argmax(ArgmaxRows(F16, ARCH, True)),
         emit_attention_mma(attention),
-        emit_attention_append(AttentionAppend(attention, True)),
+        *(emit_attention_append(AttentionAppend(attention, True, norms)) for norms in (False, True)),
         emit_prompt_mma(PromptMma.for_shape(F16, DType.S8, 64, ARCH)),
         *(emit_prompt_wgmma(PromptWgmma.for_shape(F16, cache, 128, ARCH)) for cache in (F16, DType.S8)),
         emit_embed(EmbedRows(F16, DType.S8, ARCH, True, True)),
@@ -67,3 +68,17 @@ def test_the_stream_of_a_layers_weight_does_not_wait() -> None:
     assert not spec.pdl, "without the promise, nothing is launched early"
     (binary,) = build(spec.source)
     assert reads_early(binary.cubin), "this is what the promise is for"
+
+
+def test_settled_steps_wait_with_keys_and_values_on_their_way() -> None:
+    forms = [AttentionMma.for_shape(F16, cache, 64, 2, ARCH, 4) for cache in (F16, DType.S8, DType.U4)]
+    forms.append(AttentionMma.for_shape(F16, F16, 64, 2, ARCH, 1, None, Scores(windowed=True, ring=True)))
+    for form in forms:
+        pair = [emit_attention_append(AttentionAppend(form, True, False, settled)) for settled in (False, True)]
+        assert [source.name.removesuffix("_settled") for source in pair] == [pair[0].name] * 2
+        waiting, early = build(*pair)
+        assert reads_early(waiting.cubin) == []
+        assert len(reads_early(early.cubin)) >= form.tiles * (2 + 4), "keys and values of every tile"
+        for binary in (waiting, early):
+            assert binary.resources is not None
+            assert binary.resources.spill_store_bytes == binary.resources.spill_load_bytes == 0, early.name

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -96,6 +97,28 @@ def test_half_precision() -> None:
     assert logits.dtype is torch.bfloat16
     want = last_logits(model, prompt)
     assert (logits[0] - want).abs().max() <= 2.0**-4 * want.abs().max()
+
+
+class Norms(TorchDispatchMode):
+    """Counts norms that are called by themselves."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.qcut.add_norm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "of_heads"), [("llama", 0), ("qwen3", 0), ("gemma3", 0), ("olmo2", 2)])
+def test_steps_normalize_heads_within_attention(kind: str, of_heads: int) -> None:
+    """Norms of whole queries and keys come before."""
+    model = small(kind)
+    block, engine = decoder_of(model).blocks[0], Engine(model)
+    engine.prefill([[1, 2, 3]])
+    with Norms() as norms:
+        engine.decode([4])
+    others = (block.attention_norm, block.mlp_norm, block.attention_end, block.mlp_end)
+    assert norms.count == 2 * (sum(norm is not None for norm in others) + of_heads) + 1
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qcut.cuda import plans
-from qcut.engine import graphs
+from qcut.engine import decode_loop, graphs
 from qcut.engine.engine import Engine
 from qcut.engine.graphs import Graphs
 from qcut.engine.scheduler import Scheduler
@@ -58,7 +58,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What engines have captured; captures need no GPU."""
     found: list[object] = []
 
-    def run_and_capture(self: Graphs, run: Callable[[], object]) -> Replay:
+    def run_and_capture(self: Graphs, run: Callable[[], object], before: Callable[[], object] | None = None) -> Replay:
+        (before or run)()
         run()
         found.append(run)
         return Replay(run)
@@ -110,10 +111,13 @@ def test_an_engine_of_graphs_gives_what_one_of_launches_gives(kv_cache: Any, cap
     assert replayed._graphs.count == 1
 
 
-@pytest.mark.parametrize(("batch", "chunk", "most_waiting"), [(5, 48, 64), (8, 100, 64), (8, 16, 3), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("batch", "chunk", "most_waiting", "first"), [(5, 48, 64, 512), (8, 100, 64, 16), (8, 16, 3, 16), (1, 1, 1, 512)]
+)
 def test_nothing_is_captured_once_a_scheduler_is_warm(
-    batch: int, chunk: int, most_waiting: int, captured: list[object], monkeypatch: pytest.MonkeyPatch
+    batch: int, chunk: int, most_waiting: int, first: int, captured: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(decode_loop, "FIRST_BOUND", first)
     engine = Engine(small("llama"), batch=batch)
     engine._graphs = Graphs(torch.device("cpu"))
     beside = engine.beside
@@ -128,7 +132,8 @@ def test_nothing_is_captured_once_a_scheduler_is_warm(
     scheduler._ahead = True  # as on a GPU
     scheduler.warm_up()
     count = len(captured)
-    assert count == engine._graphs.count + scheduler._reader._graphs.count  # type: ignore[union-attr]
+    steps = engine._graphs.count * len(decode_loop.bounds(engine.context))
+    assert count == steps + scheduler._reader._graphs.count  # type: ignore[union-attr]
     for turn in range(12):
         for prompt in prompts_of(
             VOCABULARY, *(1 + (7 * turn + 11 * i) % 60 for i in range(min(most_waiting, turn + 1)))
@@ -137,3 +142,28 @@ def test_nothing_is_captured_once_a_scheduler_is_warm(
         while scheduler.turn():
             pass
     assert len(captured) == count
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral_window"])
+def test_sequences_come_to_further_bounds(kind: str, captured: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = small(kind), prompts_of(VOCABULARY, 5, 1, 14)
+    plain = Engine(model, batch=4, context=40)
+    want, one = plain.generate(prompts), plain.generate(prompts[:1], 30)
+    monkeypatch.setattr(decode_loop, "FIRST_BOUND", 8)
+    launched, replayed, served = (Engine(model, batch=4, context=40) for _ in range(3))
+    replayed._graphs, served._graphs = Graphs(torch.device("cpu")), Graphs(torch.device("cpu"))
+    assert launched.generate(prompts) == want
+    assert replayed.generate(prompts) == want
+    count = len(captured)
+    assert count == replayed._graphs.count + 2, "steps of up to 16, 32 and 40 tokens"
+    assert replayed.generate(prompts) == want
+    assert len(captured) == count
+    assert replayed.generate(prompts[:1], 30) == one
+    for engine in (launched, replayed):
+        engine.prefill(prompts[:1])
+        assert [int(engine.decode([token]).argmax()) for token in one[0].tokens[:-1]] == one[0].tokens[1:]
+    scheduler = Scheduler(served, chunk=16)
+    requests = [scheduler.submit(prompt) for prompt in prompts]
+    while scheduler.turn():
+        pass
+    assert [request.result() for request in requests] == want

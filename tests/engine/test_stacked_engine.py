@@ -19,6 +19,7 @@ from transformers import (
 import qcut
 from qcut.engine.engine import Engine
 from qcut.engine.families import decoder_of
+from qcut.layers import codebook, rotations
 from tests.support.decoders import VOCABULARY, WIDE, last_logits, prompts_of, small, theirs
 
 SCHEMES = (None, "w8a8", "w8a16", "int16x8", "codebook4_g32", "codebook4+4_g64_int8", "codebook3+2_g32_qr")
@@ -241,3 +242,25 @@ def test_a_model_is_quantized_moved_and_copied_after_an_engine() -> None:
         assert products(engine) == {(1, 1)}
         assert [g.tokens for g in engine.generate(prompts, 6)] == [theirs(other, prompt, 6) for prompt in prompts]
         assert storage_bytes(*weights(other, engine)) == storage_bytes(*weights(model_of("w8a8")))
+
+
+@pytest.mark.parametrize("scheme", ["codebook4_g32", "codebook4+4_g64_int8", "codebook4+2_g32"])
+@pytest.mark.parametrize("stack", [False, True])
+def test_rows_are_rotated_where_they_are_made(scheme: str, stack: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of CUDA on the CPU: the operators' CPU implementations behind it."""
+    monkeypatch.setattr(codebook, "_has_kernels", lambda device: True)
+    monkeypatch.setattr(rotations, "stream_state", lambda device: None)
+    made: list[int] = []
+    forward = codebook.CodebookLinear.forward_rotated
+
+    def counted(layer: Any, blocks: Tensor, scale: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+        made.append(rows)
+        return forward(layer, blocks, scale, rows, dtype)
+
+    monkeypatch.setattr(codebook.CodebookLinear, "forward_rotated", counted)
+    model = copy.deepcopy(quantized(scheme)).half()
+    within = steps(Engine(model, batch=2, stack=stack))
+    layers = len(decoder_of(model).blocks)
+    assert made.count(2) == 2 * layers * (3 if stack else 6)  # qkv, gate and up, down in both steps
+    monkeypatch.setattr(codebook.CodebookLinear, "rotation_of", lambda layer, like: None)
+    assert all(torch.equal(a, b) for a, b in zip(within, steps(Engine(model, batch=2, stack=stack)), strict=True))

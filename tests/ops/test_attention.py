@@ -135,6 +135,37 @@ def test_a_step_is_its_two_parts(dtype: torch.dtype, int8: bool, rotary: bool) -
     assert OPS.append_attention(**nobody, scale=0.25).shape == (0, 4, 16)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rotary", [False, True])
+def test_a_step_normalizes_heads_first(dtype: torch.dtype, rotary: bool) -> None:
+    apart, given = (tokens(dtype, rotary=rotary) for _ in range(2))
+    norms = {name: torch.rand(16).add(0.5).to(dtype) for name in ("query_norm", "key_norm")}
+    q, k = given["q"].clone(), given["k"].clone()
+    for name, weight in zip(("q", "k"), norms.values(), strict=True):
+        x = apart[name].float()
+        scaled = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)).to(dtype)
+        apart[name] = weight * scaled
+    want = OPS.append_attention(**apart, scale=0.25)
+    assert torch.equal(OPS.append_attention(**given, scale=0.25, **norms, eps=1e-5), want)
+    assert torch.equal(given["keys"], apart["keys"])
+    assert torch.equal(given["q"], q)
+    assert torch.equal(given["k"], k)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"key_norm": None}, errors.ConfigError, "norms of queries and of keys go together"),
+        ({"key_norm": torch.ones(8)}, errors.ShapeError, r"key_norm has shape \[8\]; allowed: \[16\]"),
+        ({"query_norm": torch.ones(16).half()}, errors.DtypeError, "query_norm is float16; allowed: float32"),
+    ],
+)
+def test_wrong_norms_of_heads_are_refused(changes: dict[str, Any], error: Any, message: str) -> None:
+    norms = {"query_norm": torch.ones(16), "key_norm": torch.ones(16), **changes}
+    with pytest.raises(error, match=f"append_attention: {message}"):
+        OPS.append_attention(**tokens(), scale=0.25, **norms)
+
+
 # ── registration and refusals ────────────────────────────────────────────────────────────────────
 
 
@@ -171,7 +202,10 @@ def test_opcheck() -> None:
         torch.library.opcheck(OPS.append_kv.default, (*tokens(int8=int8).values(), *more))
     for int8 in (False, True):
         step = (*tokens(int8=int8).values(), 0.25)
-        torch.library.opcheck(OPS.append_attention.default, step, test_utils=("test_schema", "test_faketensor"))
+        norms = (None, None, None, 0, 0.0, torch.ones(16), torch.ones(16), 1e-6)
+        for more in ((), norms):
+            tests = ("test_schema", "test_faketensor")
+            torch.library.opcheck(OPS.append_attention.default, (*step, *more), test_utils=tests)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")  # how long the longest is, is data
     counters = torch.zeros(12, dtype=torch.int32)
     for more in ((), (counters,)):
@@ -234,6 +268,26 @@ def test_attention_refuses() -> None:
     given = attention(int8=True)
     with pytest.raises(errors.ShapeError, match="value_scales have strides"):
         OPS.decode_attention(**{**given, "value_scales": torch.zeros(4, 9, 2).transpose(1, 2)})
+
+
+@pytest.mark.parametrize("reach", [0, 1, 9])
+def test_a_reach_changes_no_result_of_the_cpu(reach: int) -> None:
+    given = attention()
+    assert torch.equal(OPS.decode_attention(**given, reach=reach), OPS.decode_attention(**given))
+    want = OPS.append_attention(**tokens(), scale=0.25)
+    assert torch.equal(OPS.append_attention(**tokens(), scale=0.25, reach=reach), want)
+
+
+@pytest.mark.parametrize("reach", [-1, 10])
+def test_a_reach_is_within_the_places(reach: int) -> None:
+    with pytest.raises(errors.ConfigError, match=f"decode_attention: reach is {reach}; allowed: 0 to 9, the places"):
+        OPS.decode_attention(**attention(), reach=reach)
+    with pytest.raises(errors.ConfigError, match=f"append_attention: reach is {reach}; allowed: 0 to 9, the places"):
+        OPS.append_attention(**tokens(), scale=0.25, reach=reach)
+    ring = {"window": 3, "ring": 12}
+    OPS.decode_attention(**attention(), **ring, reach=12)
+    with pytest.raises(errors.ConfigError, match="reach is 13; allowed: 0 to 12"):
+        OPS.decode_attention(**attention(), **ring, reach=13)
 
 
 def test_a_step_refuses_few_counters() -> None:

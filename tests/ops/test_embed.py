@@ -88,7 +88,9 @@ def test_a_decoder_reads_its_modules_rows(kind: str, embeddings: Any, hook: bool
     if hook:
         decoder.tokens.register_forward_hook(lambda module, given, y: seen.append(given[0].shape))
     with torch.no_grad():
-        got = decoder.embed(ids.flatten(), places, 2)
+        zeroed = torch.ones(3, 2)
+        got = decoder.embed(ids.flatten(), places, 2, zeroed)
+        assert not zeroed.any()
         assert seen == [(2, 5)] * hook
         want = decoder.tokens(ids)
         if decoder.positions is not None:

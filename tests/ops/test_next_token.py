@@ -27,6 +27,11 @@ def test_a_step_ends_at_the_likeliest_and_the_next_place() -> None:
     OPS.advance(logits, tokens, positions, slots, 9)
     assert (tokens.tolist(), positions.tolist(), slots.tolist()) == ([0, 1, 2, 0], [1, 8, 8, 8], [1, 8, 9, 9])
     torch.library.opcheck(OPS.advance.default, (logits, tokens, positions, slots, 9))
+    told, turn = torch.full((3, 4), -1), torch.tensor([0, 1, 2, 2], dtype=torch.int32)
+    OPS.advance(logits, tokens, positions, slots, 9, told, turn)
+    assert told.tolist() == [[0, -1, -1, -1], [-1, 1, -1, -1], [-1, -1, 2, 0]]
+    assert turn.tolist() == [1, 2, 0, 0]
+    torch.library.opcheck(OPS.advance.default, (logits, tokens, positions, slots, 9, told, turn))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -44,6 +49,10 @@ def test_advance_refuses() -> None:
         OPS.advance(logits, tokens, places, places[:1], 4)
     with pytest.raises(errors.ShapeError, match="allowed: contiguous"):
         OPS.advance(logits, torch.zeros(4, dtype=torch.int64)[::2], places, places.clone(), 4)
+    with pytest.raises(errors.ConfigError, match="told and turn go together"):
+        OPS.advance(logits, tokens, places, places.clone(), 4, torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(errors.ShapeError, match=r"told has shape \[2, 3\] .*; allowed: \[H, 2\], contiguous"):
+        OPS.advance(logits, tokens, places, places.clone(), 4, torch.zeros(2, 3, dtype=torch.int64), places.clone())
     with pytest.raises(errors.ConfigError, match="context is 0"):
         OPS.advance(logits, tokens, places, places.clone(), 0)
 

@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut import errors
+from qcut.codebooks.tokens import operands
 
 OPS = torch.ops.qcut
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -45,6 +46,21 @@ def test_int8_norms_are_the_norms_quantized(layer: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("residual", [False, True])
+def test_rotated_norms_are_the_norms_rotated(to: torch.dtype, residual: bool) -> None:
+    x, other = torch.randn(2, 9, 192).bfloat16()
+    weight, bias = torch.randn(2, 192).bfloat16()
+    given = (x, other if residual else None, weight, bias, True, 1e-5)
+    signs = operands("hadamard", 64, 192, (7, 8), torch.bfloat16)
+    total, y = OPS.add_norm(*given)
+    rotated = (total, *OPS.rotate_tokens(y, signs, "hadamard", 64, (7, 8), to))
+    for got, want in zip(OPS.add_norm_rotated(*given, signs, 64, (7, 8), to), rotated, strict=True):
+        assert torch.equal(got, want)
+    torch.library.opcheck(OPS.add_norm_rotated.default, (*given, signs, 64, (7, 8), to))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_opcheck() -> None:
     x, weight, turned = torch.randn(3, 8), torch.randn(8), torch.randn(8, 3).t()
     torch.library.opcheck(OPS.add_norm_int8.default, (x, x + 1, weight, weight, True, 1e-5, 16))
@@ -76,3 +92,22 @@ def test_int8_norms_refuse(k_padded: int) -> None:
         OPS.add_norm_int8(x, None, weight, None, False, 1e-5, k_padded)
     with pytest.raises(errors.ShapeError, match=r"^qcut::add_norm_int8: weight has shape \[7\]"):
         OPS.add_norm_int8(x, None, weight[1:], None, False, 1e-5, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 64), "weight": torch.zeros(64)}, errors.DtypeError, "x is float32; allowed: float16, bf"),
+        ({"out_dtype": torch.bfloat16}, errors.DtypeError, "out_dtype is bfloat16; allowed: float16, int8"),
+        ({"group_size": 16}, errors.ConfigError, "groups of 16 of 64 columns; allowed: whole ones of 32, 64 or 128"),
+        ({"group_size": 128, "seeds": []}, errors.ConfigError, "no seed"),
+        ({"operands": torch.zeros(1, 2, dtype=torch.int32)}, errors.ShapeError, r"operands has shape \[1, 2\]"),
+        ({"bias": torch.zeros(64).half()}, errors.ConfigError, "an RMS norm has no bias"),
+    ],
+)
+def test_rotated_norms_refuse(changes: dict[str, Any], error: Any, message: str) -> None:
+    x, weight = torch.zeros(2, 64).half(), torch.zeros(64).half()
+    rotation = {"operands": torch.zeros(1, 4, dtype=torch.int32), "group_size": 32, "seeds": [1]}
+    given = {"x": x, "residual": None, "weight": weight, "bias": None, "layer": False, "eps": 1e-5, **rotation}
+    with pytest.raises(error, match=f"add_norm_rotated: .*{message}"):
+        OPS.add_norm_rotated(**{**given, "out_dtype": torch.float16, **changes})

@@ -48,6 +48,9 @@ class Noted:
     def load(self, device: int) -> Noted:
         return self
 
+    def for_native(self) -> None:
+        """Python launches."""
+
     def launch(self, m: int, args: tuple[int | float, ...], stream: int) -> None:
         params = self.source.params
         workspace = (0,) if params[-1].name == "workspace" else ()

@@ -1,7 +1,8 @@
-"""The attention of a decoder's step in one launch: rotary positions, the cache's new row, attention.
+"""The attention of a decoder's step in one launch: norms of heads, rotary positions, the cache's new row, attention.
 
 Device code: ``include/qcut/decoder/attention/append.cuh``. A kernel does the work of
-`qcut.emitters.decoder.append.RotateAndAppend` and then of `qcut.emitters.decoder.attention.mma.AttentionMma`.
+`qcut.emitters.decoder.norm.NormRows`, a head a row, of `qcut.emitters.decoder.append.RotateAndAppend` and of
+`qcut.emitters.decoder.attention.mma.AttentionMma`, one after the other.
 """
 
 from __future__ import annotations
@@ -20,24 +21,30 @@ FAMILY = "attention_append"
 class AttentionAppend:
     """``RotateAndAppend`` of a token of each sequence, and ``AttentionMma`` over the cache with it.
 
-    Operands are those of the two kernels, but q is not written. A new row goes to its slot of the cache and takes part
+    Operands are those of the kernels, but q is not written. A new row goes to its slot of the cache and takes part
     in the attention if the slot is one of those that the query sees.
 
     Attributes:
         attention: the form of attention.
         rotary: whether there are rotary positions.
+        norms: whether queries and keys are RMS-normalized first, each head by itself.
+        settled: whether kernels that may still run when this one begins write none of its operands but q, k and v, all
+            others of which are read before the kernel waits.
 
-    Exactness: results and cache are bitwise those of the two kernels.
+    Exactness: results and cache are bitwise those of the kernels.
     """
 
     attention: AttentionMma
     rotary: bool
+    norms: bool = False
+    settled: bool = False
 
     @property
     def name(self) -> str:
-        """``qcut_attention_append_{arch}_{shape}`` with the attention's, and ``_rope`` where positions are rotary."""
+        """``qcut_attention_append_{arch}_{shape}`` with the attention's, ``_rope``, ``_norm`` and ``_settled``."""
         arch = self.attention.arch.replace("_", "")
-        return f"qcut_{FAMILY}_{arch}_{self.attention.shape}{'_rope' if self.rotary else ''}"
+        flags = "_rope" * self.rotary + "_norm" * self.norms + "_settled" * self.settled
+        return f"qcut_{FAMILY}_{arch}_{self.attention.shape}{flags}"
 
     def params(self) -> tuple[Param, ...]:
         """Arguments, in order.
@@ -46,11 +53,13 @@ class AttentionAppend:
         (s8 and u4); ``guide`` (u4 keys alone), null or that of `qcut.numerics.int4.guide_of`; ``out, workspace,
         counters``; ``absmax``, null or float32 for each sequence, which is raised to the largest magnitude of its row
         of out; ``q_stride, kv_stride, batch_stride`` in elements; ``kv_heads``, ``queries`` of each, ``context``,
-        ``scale * log2(e)``; and what `qcut.emitters.decoder.attention.scores.Scores` adds.
+        ``scale * log2(e)``; what `qcut.emitters.decoder.attention.scores.Scores` adds; and ``query_norm, key_norm``,
+        weights of a head, and ``eps`` (norms alone).
         """
         x = f"const {self.attention.x.cpp}*"
         rows, scales = cache_params(self.attention.cache, self.attention.values, writes=True)
         tables = (Param("cos", "ptr", x), Param("sin", "ptr", x))
+        norms = (Param("query_norm", "ptr", x), Param("key_norm", "ptr", x), Param("eps", "f32"))
         return (
             *(Param(name, "ptr", x) for name in ("q", "k", "v")),
             *(tables if self.rotary else ()),
@@ -67,22 +76,35 @@ class AttentionAppend:
             *(Param(name, "i32") for name in ("kv_heads", "queries", "context")),
             Param("scale", "f32"),
             *self.attention.scores.params(),
+            *(norms if self.norms else ()),
         )
+
+    @property
+    def template(self) -> str:
+        """Arguments of the device code's template."""
+        more = (self.norms, True) if self.settled else (True,) * self.norms
+        options = self.attention.scores.template(*more)
+        return f"{self.attention.template}, {flag(self.rotary)}{options}"
+
+    @property
+    def options(self) -> str:
+        """Arguments of a call that follow those of all kernels."""
+        return self.attention.scores.arguments(*("query_norm", "key_norm", "eps") * self.norms)
 
 
 def emit_attention_append(desc: AttentionAppend) -> KernelSource:
-    """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
+    """Text of one kernel; arguments are ``desc.params()``. All but what is settled waits for the previous kernel."""
     attention, params = desc.attention, desc.params()
     pointers = ("q", "k", "v", "cos", "sin", "positions", "slots", "keys", "values")
     compressed = ("key_scales", "value_scales", "guide")
-    given, scores = call_arguments((*pointers, *compressed), params), attention.scores
+    given = call_arguments((*pointers, *compressed), params)
     return kernel_source(
         desc.name,
         attention.arch,
         params,
-        f"qcut::AppendAttention<{attention.template}, {flag(desc.rotary)}{scores.template}>::run({given}, out,\n"
+        f"qcut::AppendAttention<{desc.template}>::run({given}, out,\n"
         "      workspace, counters, absmax, q_stride, kv_stride, batch_stride, kv_heads, queries, context, scale"
-        f"{scores.arguments});",
+        f"{desc.options});",
         device_code=include("decoder/attention/append.cuh"),
         block=attention.block,
         ctas_per_sm=attention.resident,

@@ -255,7 +255,7 @@ def emit_attention_mma(desc: AttentionMma) -> KernelSource:
         desc.name,
         desc.arch,
         params,
-        attention_call(f"TensorAttention<{desc.template}{desc.scores.template}>", params, desc.scores),
+        attention_call(f"TensorAttention<{desc.template}{desc.scores.template()}>", params, desc.scores),
         device_code=include("decoder/attention/mma.cuh"),
         block=desc.block,
         ctas_per_sm=desc.resident,

@@ -44,7 +44,7 @@ def prompt_arguments(params: tuple[Param, ...], scores: Scores = PLAIN) -> str:
     pointers = ("q", "keys", "values", "key_scales", "value_scales", "starts", "lengths", "out", "absmax")
     given = call_arguments(pointers, params)
     members = f"{given}, q_stride, sequences, length, kv_heads, group, context, scale"
-    return f"{{{members}}}{scores.arguments}" if scores.arguments else members
+    return f"{{{members}}}{scores.arguments()}" if scores.arguments() else members
 
 
 def tiles(rows: int, sequences: int, length: int, kv_heads: int, group: int) -> int:

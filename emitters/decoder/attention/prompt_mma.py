@@ -139,7 +139,7 @@ def emit_prompt_mma(desc: PromptMma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     params = desc.params()
     types = f"{desc.x.cpp}, {cache_template(desc.cache, desc.values)}"
-    tile = f"qcut::PromptMmaTile<{types}, {desc.head}, {desc.columns}, {desc.keys}{desc.scores.template}>"
+    tile = f"qcut::PromptMmaTile<{types}, {desc.head}, {desc.columns}, {desc.keys}{desc.scores.template()}>"
     return kernel_source(
         desc.name,
         desc.arch,

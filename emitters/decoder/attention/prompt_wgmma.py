@@ -177,7 +177,7 @@ def emit_prompt_wgmma(desc: PromptWgmma) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. Everything is read after the previous kernel's end."""
     params = desc.params()
     sizes = ", ".join(map(str, (desc.head, _columns(desc.head), desc.groups, desc.keys, _slots(desc), desc.parts)))
-    tile = f"qcut::PromptTile<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {sizes}{desc.scores.template}>"
+    tile = f"qcut::PromptTile<{desc.x.cpp}, {cache_template(desc.cache, desc.values)}, {sizes}{desc.scores.template()}>"
     return kernel_source(
         desc.name,
         desc.arch,

@@ -189,7 +189,7 @@ def emit_attention_decode(desc: AttentionDecode) -> KernelSource:
         desc.name,
         desc.arch,
         params,
-        attention_call(f"DecodeAttention<{tile}{desc.scores.template}>", params, desc.scores),
+        attention_call(f"DecodeAttention<{tile}{desc.scores.template()}>", params, desc.scores),
         device_code=include("decoder/attention/simt.cuh"),
         block=desc.block,
         waits=True,
@@ -201,5 +201,5 @@ def attention_call(function: str, params: tuple[Param, ...], scores: Scores = PL
     scales = call_arguments(("key_scales", "value_scales"), params)
     return (
         f"qcut::{function}::run(q, keys, values, {scales}, positions, out, workspace, counters,\n"
-        f"      q_stride, batch_stride, kv_heads, queries, context, scale{scores.arguments});"
+        f"      q_stride, batch_stride, kv_heads, queries, context, scale{scores.arguments()});"
     )

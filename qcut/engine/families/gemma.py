@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, HeadNorms, Heads, Rotary, SelfAttention
 from qcut.engine.families.rotary import context_of, rotary_of
 from qcut.engine.families.windows import window_of
 from qcut.errors import UnsupportedError
@@ -58,7 +58,7 @@ def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     attention, mlp = block.self_attn, block.mlp
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
     gate_up = (mlp.gate_proj, mlp.up_proj)
-    norms = (_rms(attention.q_norm), _rms(attention.k_norm)) if hasattr(attention, "q_norm") else None
+    norms = HeadNorms(_rms(attention.q_norm), _rms(attention.k_norm)) if hasattr(attention, "q_norm") else None
     ends = hasattr(block, "pre_feedforward_layernorm")
     return Block(
         attention_norm=_rms(block.input_layernorm, qkv),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, HeadNorms, Heads, Rotary, SelfAttention
 from qcut.engine.families.rotary import context_of, rotary_of
 from qcut.engine.families.windows import window_of
 from qcut.models.modules import model_device
@@ -41,8 +41,7 @@ def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     gate_up = (mlp.gate_proj, mlp.up_proj)
     norms = None
     if hasattr(attention, "q_norm"):
-        query, key = (AddNorm.rms(norm, norm.variance_epsilon) for norm in (attention.q_norm, attention.k_norm))
-        norms = query, key
+        norms = HeadNorms(*(AddNorm.rms(norm, norm.variance_epsilon) for norm in (attention.q_norm, attention.k_norm)))
     turned_by = rotary if getattr(attention, "use_rope", True) else None
     return Block(
         attention_norm=AddNorm.rms(attention_norm, attention_norm.variance_epsilon, qkv),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, Heads, Rotary, SelfAttention
+from qcut.engine.decoder import MLP, AddNorm, Block, Decoder, HeadNorms, Heads, Rotary, SelfAttention
 from qcut.engine.families.rotary import context_of, rotary_of
 from qcut.models.modules import model_device
 
@@ -40,7 +40,7 @@ def _rms(norm: Any) -> AddNorm:
 def _block(block: Any, heads: Heads, rotary: Rotary) -> Block:
     attention, mlp = block.self_attn, block.mlp
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-    norms = _rms(attention.q_norm), _rms(attention.k_norm)
+    norms = HeadNorms(_rms(attention.q_norm), _rms(attention.k_norm))
     return Block(
         attention_norm=None,
         attention=SelfAttention(qkv, attention.o_proj, heads, attention.scaling, norms, rotary),

@@ -43,11 +43,19 @@ def caches(x: DType, cache: DType, head: int) -> list[Tensor]:
 
 
 def append(
-    x: DType, cache: DType, head: int, queries: int, rotary: bool, parts: int, cluster: int, tokens: int = 1 << 20
+    x: DType,
+    cache: DType,
+    head: int,
+    queries: int,
+    rotary: bool,
+    parts: int,
+    cluster: int,
+    tokens: int = 1 << 20,
+    settled: bool = False,
 ) -> None:
     attention = AttentionMma.for_shape(x, cache, head, queries, arch(), cluster).shortened(tokens)
     fused, rotate = (
-        AttentionAppend(attention, rotary),
+        AttentionAppend(attention, rotary, settled=settled),
         RotateAndAppend(x, cache, head, "half" if rotary else "none", arch(), aligned=False),
     )
     batch, dtype, width = len(PLACES), TORCH_DTYPE[x], KV_HEADS * queries * head
@@ -104,6 +112,7 @@ def test_one_launch_is_two_of_few_tiles(x: DType, cache: DType, head: int, queri
 
 @pytest.mark.parametrize("cache", [F16, S8])
 @pytest.mark.parametrize("cluster", CLUSTERED)
-def test_one_launch_is_two_where_parts_meet_in_a_cluster(cache: DType, cluster: int) -> None:
+@pytest.mark.parametrize("settled", [False, True])
+def test_one_launch_is_two_where_parts_meet_in_a_cluster(cache: DType, cluster: int, settled: bool) -> None:
     for queries in (4, 12):
-        append(F16, cache, 128, queries, True, cluster, cluster)
+        append(F16, cache, 128, queries, True, cluster, cluster, settled=settled)

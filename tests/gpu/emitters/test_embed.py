@@ -27,7 +27,7 @@ ROWS, PLACES = 70, 9
 def test_rows(x: DType, int8: bool, places: bool, k: int, aligned: bool) -> None:
     dtype, tokens = TORCH_DTYPE[x], 37
     generator = torch.Generator().manual_seed(k)
-    desc = EmbedRows(x, S8 if int8 else x, arch(), places, aligned)
+    desc = EmbedRows(x, S8 if int8 else x, arch(), places, aligned, zeroes=places)
     # Rows lie apart, with something between them.
     stride, place_stride = (k + 16, k + 32) if aligned else (k + 3, k + 1)
     table = torch.randn(ROWS, stride, generator=generator).to(dtype)
@@ -45,8 +45,11 @@ def test_rows(x: DType, int8: bool, places: bool, k: int, aligned: bool) -> None
     for _ in range(2):
         out = Guarded(tokens, k, dtype)
         on_gpu = [t.to(DEVICE) for t in given]
-        launch(emit_embed(desc), desc.grid(tokens, k), *on_gpu, out.tensor, *strides, *counts, tokens, k)
+        zeroed = Guarded(1, 3000, torch.float32)
+        zeros = [zeroed.tensor, 3000] if places else []
+        launch(emit_embed(desc), desc.grid(tokens, k), *on_gpu, out.tensor, *strides, *counts, tokens, k, *zeros)
         results.append(out.take(k))
+        assert not places or not zeroed.take(3000).any()
     assert_same(results[0], results[1])
     inside = ids.clamp(0, ROWS - 1)
     want = table[inside, :k]

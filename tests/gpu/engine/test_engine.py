@@ -13,6 +13,7 @@ import torch
 
 from qcut.cli import main as cli
 from qcut.cuda import gemm as gemm_cuda
+from qcut.engine import decode_loop, decoder
 from qcut.engine.engine import Engine
 from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.sampling import Sampling
@@ -90,6 +91,32 @@ def test_a_step_that_fails_leaves_the_engine_usable() -> None:
     assert engine.generate(prompts, 10) == Engine(model, batch=2, graphs=False).generate(prompts, 10)
 
 
+@pytest.mark.parametrize("kv_cache", ["auto", "int8", "int4"])
+def test_a_long_context_is_a_short_one_while_sequences_are_short(
+    kv_cache: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bitwise, in graphs and without; sequences then go on to further graphs, and back."""
+    monkeypatch.setattr(decode_loop, "FIRST_BOUND", 64)
+    model = llama("w8a8")
+    guide: Any = [] if kv_cache == "int4" else None  # guides are made for the places of the whole context
+    short, launched, captured = (
+        Engine(model, batch=2, context=context, kv_cache=kv_cache, graphs=graphs, guide_prompts=guide)
+        for context, graphs in ((64, True), (290, False), (290, True))
+    )
+    for engine in (short, launched, captured):
+        engine.prefill([[3], [4]])
+    for step in range(250):
+        tokens = [(7 * step + i) % VOCABULARY for i in range(2)]
+        got = captured.decode(tokens)
+        assert_same(launched.decode(tokens), got)
+        if step < 63:
+            assert_same(short.decode(tokens), got)
+    prompts = prompts_of(VOCABULARY, 50, 3)
+    want = launched.generate(prompts)
+    assert captured.generate(prompts) == want
+    assert captured.generate(prompts) == want
+
+
 def test_ten_thousand_tokens_take_no_more_memory() -> None:
     model = llama()
     engine, prompts = Engine(model, batch=8), prompts_of(VOCABULARY, *(5,) * 8)
@@ -123,3 +150,26 @@ def test_llama2c_files_generate_the_cpus_text(tmp_path: Path, capfd: pytest.Capt
     for name in llama2c.SAMPLES[1:]:  # where llama2.c's own file lies beside the project
         sample = llama2c.sample(name, tmp_path)
         assert text(sample.model, sample.tokens, "cuda") == sample.text.read_text()
+
+
+def test_tokens_in_the_hosts_memory_are_those_that_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = llama("w8a8"), prompts_of(VOCABULARY, 9, 30, 4)
+    told = Engine(model, batch=4).generate(prompts, 40)
+    monkeypatch.setattr(decode_loop, "TELLS", False)
+    monkeypatch.setattr(decoder, "EMBEDDING_ZEROES", False)
+    assert Engine(model, batch=4).generate(prompts, 40) == told
+
+
+def test_tokens_that_nobody_has_read_stay() -> None:
+    engine = Engine(llama(), batch=2)
+    engine.prefill(prompts_of(VOCABULARY, 9, 5))
+    loop = engine.loop_from(engine.likeliest[:2], engine.lengths)
+    arriving: list[Any] = []
+    want: list[list[int]] = []
+    for _ in range(11):
+        engine.take_step(loop)
+        arriving.append(loop.fetched())
+        want.append(loop.tokens.tolist())
+    assert [tokens.wait() for tokens in arriving] == want
+    loop.choose(torch.tensor([3, 4], device=DEVICE))
+    assert loop.fetched().wait() == [3, 4]

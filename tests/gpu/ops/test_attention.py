@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
+from qcut.engine.kv_cache import KV_DTYPES, KVCache, KVDtype
 from qcut.numerics.int8 import sqnr_db
 from tests.gpu.support.oracles import DEVICE, assert_same
 
@@ -116,3 +118,69 @@ def test_tokens_without_a_place_are_not_stored(dtype: torch.dtype, batch: int, c
             torch.ops.qcut.append_kv(*step)
             for now, then in zip(stored, before, strict=True):
                 assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [*((torch.float16, kind) for kind in KV_DTYPES), (torch.float32, "auto")])
+@pytest.mark.parametrize("batch", [1, 16])
+def test_a_reach_is_a_cache_that_ends_there(dtype: torch.dtype, kind: KVDtype, batch: int) -> None:
+    """Bitwise; and a sequence that goes beyond is read to its end."""
+    context, reach = 4096, 257
+    torch.manual_seed(batch)
+    long = KVCache(1, batch, 2, context, 64, dtype=dtype, device=torch.device(DEVICE), kv_dtype=kind)
+    short = KVCache(1, batch, 2, reach, 64, dtype=dtype, device=torch.device(DEVICE), kv_dtype=kind)
+    rows = torch.randn(3, batch * context, 4, 64, device=DEVICE).to(dtype)
+    places = torch.arange(context, dtype=torch.int32, device=DEVICE).repeat(batch)
+    k, v = (t[:, :2].contiguous() for t in rows[1:])
+    torch.ops.qcut.append_kv(rows[0], k, v, None, None, places, places, *long.layer(0), context)
+    for to, given in zip(short.layer(0), long.layer(0), strict=True):
+        if to is not None and given is not None:
+            to.copy_(given[:, :, :reach])
+    at = (torch.arange(batch, dtype=torch.int32, device=DEVICE) * 37 + 200) % reach
+    step = (*(t[:batch] for t in (rows[0], k, v)), None, None)
+    want = torch.ops.qcut.append_attention(*step, at, at, *short.layer(0), 0.125)
+    assert_same(torch.ops.qcut.append_attention(*step, at, at, *long.layer(0), 0.125, reach=reach), want)
+    far = at + 3000
+    want = torch.ops.qcut.append_attention(*step, far, far, *long.layer(0), 0.125)
+    got = torch.ops.qcut.append_attention(*step, far, far, *long.layer(0), 0.125, reach=reach)
+    assert sqnr_db(want.double(), got.double()) > {2: 45, 4: 100}[dtype.itemsize]
+
+
+def grown(settled: bool, kind: KVDtype, batch: int, ring: int) -> list[Tensor]:
+    """Results of steps of growing sequences, one graph after another, and the cache after them."""
+    places, device = 700, torch.device(DEVICE)
+    torch.manual_seed(batch)
+    given = torch.randn(60, batch, 8 * 64, device=device, dtype=torch.float16)
+    tables = torch.randn(2, places, 64, device=device, dtype=torch.float16)
+    options = {"window": 100, "ring": places} if ring else {}
+    cache = KVCache(1, batch, 2, ring or places, 64, dtype=torch.float16, device=device, kv_dtype=kind)
+    x, logits = torch.zeros_like(given[0]), torch.zeros(batch, 8, device=device)
+    start = torch.arange(batch, dtype=torch.int32, device=device) * 37 % 300 + 350
+    tokens, positions, slots = start.long(), start.clone(), start.clone()
+
+    def step() -> Tensor:
+        q, k, v = (t.unflatten(1, (-1, 64)) for t in torch.ops.qcut.silu_mul(x, x).split((256, 128, 128), 1))
+        at = (*tables, positions, slots, *cache.layer(0))
+        y: Tensor = torch.ops.qcut.append_attention(q, k, v, *at, 0.125, settled=settled, **options)
+        torch.ops.qcut.advance(logits, tokens, positions, slots, places)
+        return y
+
+    torch.cuda.synchronize()
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    for state in (positions, slots):
+        state.copy_(start)
+    found = []
+    for row in given:
+        x.copy_(row)
+        graph.replay()
+        found.append(y.clone())
+    return [*found, *(t for t in cache.layer(0) if t is not None)]
+
+
+@pytest.mark.parametrize("kind", KV_DTYPES)
+@pytest.mark.parametrize(("batch", "ring"), [(1, 0), (16, 0), (2, 384)])
+def test_settled_steps_are_the_steps(kind: KVDtype, batch: int, ring: int) -> None:
+    for got, want in zip(*(grown(settled, kind, batch, ring) for settled in (True, False)), strict=True):
+        assert_same(got, want)

@@ -20,15 +20,16 @@ namespace qcut {
 constexpr int kLaneColumns = 16;
 constexpr int kWarpColumns = 32 * kLaneColumns;
 
-// The butterflies of a group of `size` columns, a power of two up to kGroup. `thread` counts the row's threads.
-// `exchange` is the row's part of shared memory, kStride threads wide, for groups wider than a warp's columns.
-template <int kGroup, int kStride>
-__device__ __forceinline__ void butterflies(float (&r)[kLaneColumns], int size, int thread, float4* exchange) {
+// The butterflies of a group of `size` columns, a power of two up to kGroup; each thread has kColumns of them. `thread`
+// counts the row's threads. `exchange` is the row's part of shared memory, kStride threads wide, for groups wider than a
+// warp's columns.
+template <int kGroup, int kStride, int kColumns>
+__device__ __forceinline__ void butterflies(float (&r)[kColumns], int size, int thread, float4* exchange) {
 #pragma unroll
-  for (int half = 1; half < kLaneColumns && half < kGroup; half *= 2) {
+  for (int half = 1; half < kColumns && half < kGroup; half *= 2) {
     if (half < size) {
 #pragma unroll
-      for (int i = 0; i < kLaneColumns; ++i) {
+      for (int i = 0; i < kColumns; ++i) {
         if (i & half) continue;
         const float low = r[i];
         const float high = r[i + half];
@@ -39,27 +40,27 @@ __device__ __forceinline__ void butterflies(float (&r)[kLaneColumns], int size, 
   }
   // fma(own, +-1, other) is own + other, or other - own in the upper half, rounded as the sum or difference is.
 #pragma unroll
-  for (int half = kLaneColumns; half < kWarpColumns && half < kGroup; half *= 2) {
-    const float sign = thread & half / kLaneColumns ? -1.0f : 1.0f;
+  for (int half = kColumns; half < 32 * kColumns && half < kGroup; half *= 2) {
+    const float sign = thread & half / kColumns ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < kLaneColumns; ++i) {
-      const float other = __shfl_xor_sync(0xffffffffu, r[i], half / kLaneColumns);
+    for (int i = 0; i < kColumns; ++i) {
+      const float other = __shfl_xor_sync(0xffffffffu, r[i], half / kColumns);
       if (half < size) r[i] = fmaf(r[i], sign, other);
     }
   }
 #pragma unroll 1
-  for (int half = kWarpColumns; half < kGroup; half *= 2) {
-    const float sign = thread & half / kLaneColumns ? -1.0f : 1.0f;
+  for (int half = 32 * kColumns; half < kGroup; half *= 2) {
+    const float sign = thread & half / kColumns ? -1.0f : 1.0f;
     __syncthreads();  // all threads have read the previous exchange
 #pragma unroll
-    for (int i = 0; i < kLaneColumns / 4; ++i) {
+    for (int i = 0; i < kColumns / 4; ++i) {
       exchange[i * kStride + thread] = make_float4(r[4 * i], r[4 * i + 1], r[4 * i + 2], r[4 * i + 3]);
     }
     __syncthreads();
     if (half < size) {
-      const int partner = thread ^ half / kLaneColumns;
+      const int partner = thread ^ half / kColumns;
 #pragma unroll
-      for (int i = 0; i < kLaneColumns / 4; ++i) {
+      for (int i = 0; i < kColumns / 4; ++i) {
         const float4 other = exchange[i * kStride + partner];
         r[4 * i] = fmaf(r[4 * i], sign, other.x);
         r[4 * i + 1] = fmaf(r[4 * i + 1], sign, other.y);
@@ -70,10 +71,14 @@ __device__ __forceinline__ void butterflies(float (&r)[kLaneColumns], int size, 
   }
 }
 
-__device__ __forceinline__ void store_chunk(char* y, int row, int m8, int column_bytes, const uint32_t (&w)[4]) {
+// The place of a row's 16 bytes from column_bytes on, in m8 blocks of 8 rows.
+__device__ __forceinline__ char* chunk_of(char* y, int row, int m8, int column_bytes) {
   const long long block = static_cast<long long>(column_bytes / 128) * m8 + row / 8;
-  *reinterpret_cast<uint4*>(y + block * 1024 + token_chunk_offset(row, column_bytes % 128 / 16)) =
-      make_uint4(w[0], w[1], w[2], w[3]);
+  return y + block * 1024 + token_chunk_offset(row, column_bytes % 128 / 16);
+}
+
+__device__ __forceinline__ void store_chunk(char* y, int row, int m8, int column_bytes, const uint32_t (&w)[4]) {
+  *reinterpret_cast<uint4*>(chunk_of(y, row, m8, column_bytes)) = make_uint4(w[0], w[1], w[2], w[3]);
 }
 
 // kThreads threads own a row; kRows rows share a CTA. With kHeld, threads hold all columns that the CTA writes, which

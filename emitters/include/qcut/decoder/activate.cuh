@@ -1,13 +1,19 @@
 // The activation between an MLP's projections, for layers whose GEMM epilogue does not compute the activation.
 //
-// Each thread computes 16 bytes of a row; a row may need several CTAs. Exactness: core/activation.cuh, then rounding to
-// T.
+// Each thread computes 16 bytes of a row, or several times 16; a row may need several CTAs. Exactness:
+// core/activation.cuh, then rounding to T.
 #pragma once
 
 #include <qcut/core/activation.cuh>
 #include <qcut/core/common.cuh>
 
 namespace qcut {
+
+// One element before it is rounded to T.
+template <class T, bool kGated>
+__device__ __forceinline__ float activated(float x, float up) {
+  return kGated ? to_float(from_float<T>(silu(x))) * up : gelu_tanh(x);
+}
 
 // The kernel: y = rne(rne(silu(x)) * up) with kGated, y = rne(gelu_tanh(x)) without. CTA (row, part) has kThreads
 // vectors of a row. Rows of x and up are x_stride and up_stride elements apart; y is contiguous. If absmax [m] is not
@@ -27,7 +33,7 @@ __device__ __forceinline__ void activate_rows(const T* x, const T* up, T* y, flo
   loaded[0].to_float(f);
   if constexpr (kGated) factor[0].to_float(g);
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) f[i] = kGated ? to_float(from_float<T>(silu(f[i]))) * g[i] : gelu_tanh(f[i]);
+  for (int i = 0; i < kSize; ++i) f[i] = activated<T, kGated>(f[i], g[i]);
   store_vector<T, kAligned>(y + row * columns, first, columns, f);
   if (absmax == nullptr) return;
   Vector<T> stored{};
@@ -35,6 +41,33 @@ __device__ __forceinline__ void activate_rows(const T* x, const T* up, T* y, flo
   for (int i = 0; i < kSize; ++i) stored.set(i, from_float<T>(first + i < columns ? f[i] : 0.0f));
   const uint32_t peak = warp_max(stored.abs_max());
   if (threadIdx.x % 32 == 0 && peak > 0) atomicMax(reinterpret_cast<unsigned*>(absmax) + row, peak);
+}
+
+// The kernel whose rows a rotation (codebook/rotate_rows.cuh) stores as blocks of tokens, rounded to T before. Each of
+// kThreads threads has kVecs vectors of a row; rotations that need a row's largest magnitude have one CTA for each row.
+template <class T, bool kGated, int kThreads, int kVecs, bool kAligned, class Rotation>
+__device__ __forceinline__ void activate_rotated(const T* x, const T* up, void* y, float* scale, long long x_stride,
+                                                 long long up_stride, int columns, Rotation rotation) {
+  constexpr int kSize = Vector<T>::kSize;
+  constexpr int kStep = kThreads * kSize;
+  const long long row = blockIdx.x;
+  const int first = blockIdx.y * kVecs * kStep + threadIdx.x * kSize;
+  rotation.begin(first, kStep);
+  launch_dependents();
+  wait_for_dependencies();
+  Vector<T> loaded[kVecs], factor[kVecs];
+  load_vectors<T, kVecs, kAligned>(loaded, x + row * x_stride, first, kStep, columns);
+  if constexpr (kGated) load_vectors<T, kVecs, kAligned>(factor, up + row * up_stride, first, kStep, columns);
+  float f[kVecs][kSize];
+#pragma unroll
+  for (int i = 0; i < kVecs; ++i) {
+    float g[kSize];
+    loaded[i].to_float(f[i]);
+    if constexpr (kGated) factor[i].to_float(g);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) f[i][j] = to_float(from_float<T>(activated<T, kGated>(f[i][j], g[j])));
+  }
+  rotation.store(f, row, gridDim.x, first, kStep, y, scale);
 }
 
 }  // namespace qcut

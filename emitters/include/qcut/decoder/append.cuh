@@ -266,14 +266,17 @@ struct HeadShare {
 // scale for each token and head. Queries are turned as keys are. `guide`, kHead + 2 columns for each head of keys,
 // is null where Nibbles are not guided. Caches are
 // [sequences, kv_heads, context, kHead], batch_stride elements between sequences. kVec elements are read at once: rows,
-// tables and caches start at multiples of kVec elements. A CTA has kTokens tokens; each thread has kHeads heads.
-template <class T, class C, class V, int kHead, Pairs kPairs, int kVec, int kTokens, int kHeads, int kThreads>
+// tables and caches start at multiples of kVec elements. A CTA has kTokens tokens; each thread has kHeads heads. With
+// kRing, slots are below `ring`, and a slot's row of the cache is slot % context.
+template <class T, class C, class V, int kHead, Pairs kPairs, int kVec, int kTokens, int kHeads, int kThreads,
+          bool kRing = false>
 __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, const T* cos, const T* sin,
                                                   const int* positions, const int* slots, C* keys, V* values,
                                                   typename CacheType<C>::Scale* key_scales,
                                                   typename CacheType<V>::Scale* value_scales, const void* guide,
                                                   long long q_stride, long long kv_stride, long long batch_stride,
-                                                  int heads, int kv_heads, int context, int tokens, int length) {
+                                                  int heads, int kv_heads, int context, int tokens, int length,
+                                                  int ring = 0) {
   using Share = HeadShare<T, kHead, kPairs, kVec>;
   constexpr bool kRotary = kPairs != Pairs::kNone;
   constexpr int kGroups = kThreads / Share::kLanes;
@@ -323,10 +326,10 @@ __device__ __forceinline__ void rotate_and_append(T* q, const T* k, const T* v, 
     if (kAtOnce == 1 && head < heads) continue;  // uniform over the CTA: every group has this query
     const bool is_key = head < rotated;
     // Asked here: as a flag from before the loop it splits the stores of queries.
-    const bool has_place = static_cast<unsigned>(slot) < static_cast<unsigned>(context);
+    const bool has_place = static_cast<unsigned>(slot) < static_cast<unsigned>(kRing ? ring : context);
     const bool kept = live && head >= heads && head < total && has_place;
     const int mine = head - (is_key ? heads : rotated);
-    const long long place = static_cast<long long>(mine) * context + slot;
+    const long long place = static_cast<long long>(mine) * context + (kRing ? slot % context : slot);
     const long long at = sequence * batch_stride + place * kHead, scale_at = sequence * kv_heads * context + place;
     const GuideColumn* mine_guide = nullptr;
     if constexpr (kTurnedKeys) {

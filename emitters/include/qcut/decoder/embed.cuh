@@ -68,4 +68,10 @@ __device__ __forceinline__ void embed_rows(const long long* ids, const Q* table,
   store_vector<T, kAligned>(y + static_cast<long long>(row) * k, col, end, f);
 }
 
+// Writes zeros with all threads of the grid, after the predecessor's end.
+template <int kThreads>
+__device__ __forceinline__ void write_zeros(float* zeroed, int count) {
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) zeroed[i] = 0.0f;
+}
+
 }  // namespace qcut

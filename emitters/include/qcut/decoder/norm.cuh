@@ -1,4 +1,5 @@
-// RMSNorm or LayerNorm of rows, with an optional residual that is added before and an optional quantization after.
+// RMSNorm or LayerNorm of rows, with an optional residual that is added before and an optional quantization or rotation
+// after.
 //
 // A CTA has a row, which its threads hold in registers. Exactness: values are rounded to T wherever the eager model
 // stores them. The sum with the residual is rounded, and so is an RMS-normalized value before its weight multiplies it.
@@ -57,13 +58,21 @@ __device__ __forceinline__ float normalized(float v, float mean, float inv, floa
   return to_float(from_float<T>(kLayer ? fmaf(scaled, weight, bias) : to_float(from_float<T>(scaled)) * weight));
 }
 
+// Rows that stay as they are; codebook/rotate_rows.cuh has what rotates them.
+struct NotRotated {
+  static constexpr bool kRotates = false;
+};
+
 // The kernel. With kLayer, LayerNorm with `bias` if it is not null; otherwise RMSNorm. With kResidual, the kernel adds
 // `residual` and writes the sum to `sum`, which may be x or the residual itself. With kQuantized, y is int8
 // [m, k_padded] with `scale`, as quantize_per_token computes them from the norm rounded to T; otherwise y is T [m, k].
-// Rows of x, residual and sum are x_stride elements apart; y is contiguous.
-template <class T, bool kLayer, bool kResidual, bool kQuantized, int kVecs, int kThreads, bool kAligned>
+// Rows of x, residual and sum are x_stride elements apart; y is contiguous. A rotation stores y, rounded to T before, as
+// blocks of tokens.
+template <class T, bool kLayer, bool kResidual, bool kQuantized, int kVecs, int kThreads, bool kAligned,
+          class Rotation = NotRotated>
 __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum, const T* weight, const T* bias,
-                                          void* y, float* scale, long long x_stride, int k, int k_padded, float eps) {
+                                          void* y, float* scale, long long x_stride, int k, int k_padded, float eps,
+                                          Rotation rotation = {}) {
   constexpr int kSize = Vector<T>::kSize;
   constexpr int kStep = kThreads * kSize;
   constexpr int kWarps = kThreads / 32;
@@ -81,6 +90,7 @@ __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum,
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) biases[i] = Vector<T>{};
   }
+  if constexpr (Rotation::kRotates) rotation.begin(first, kStep);
   launch_dependents();
   wait_for_dependencies();
 
@@ -132,8 +142,11 @@ __device__ __forceinline__ void norm_rows(const T* x, const T* residual, T* sum,
       f[i][j] = first + i * kStep + j < k ? normalized<T, kLayer>(f[i][j], mean, inv, w[j], b[j]) : 0.0f;
       peak = max(peak, __float_as_uint(f[i][j]) & 0x7fffffffu);
     }
-    if constexpr (!kQuantized) store_vector<T, kAligned>(static_cast<T*>(y) + row * k, first + i * kStep, k, f[i]);
+    if constexpr (!kQuantized && !Rotation::kRotates) {
+      store_vector<T, kAligned>(static_cast<T*>(y) + row * k, first + i * kStep, k, f[i]);
+    }
   }
+  if constexpr (Rotation::kRotates) rotation.store(f, row, gridDim.x, first, kStep, y, scale);
   if constexpr (kQuantized) {
     peak = warp_max(peak);
     if constexpr (kWarps > 1) {

@@ -5,6 +5,7 @@
 
 #include <qcut/core/quantize.cuh>
 #include <qcut/decoder/nibbles.cuh>
+#include <qcut/decoder/norm.cuh>
 
 namespace qcut {
 
@@ -121,6 +122,31 @@ struct HeadRow {
     for (int i = 0; i < kPairs; ++i) {
       low[i] = to_float(row.low[i]);
       high[i] = to_float(row.high[i]);
+    }
+  }
+
+  // RMS-normalizes the head, bit by bit as norm_rows does: a lane adds the squares of a vector. `room` is aligned shared
+  // memory for a head. All lanes call.
+  __device__ __forceinline__ void normalize(const Stored& weight, float eps, T* room) {
+    constexpr int kSize = Vector<T>::kSize;
+    static_assert(kHead % kSize == 0 && kHead / kSize <= 32, "each lane has a vector at most");
+    const int lane = threadIdx.x % 32;
+    store(room, lane);
+    __syncwarp();
+    float squares = 0.0f;
+    if (lane < kHead / kSize) {
+      const uint4 raw = reinterpret_cast<const uint4*>(room)[lane];
+      float f[kSize];
+      Vector<T>{raw.x, raw.y, raw.z, raw.w}.to_float(f);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) squares = fmaf(f[i], f[i], squares);
+    }
+    __syncwarp();
+    const float inv = inverse_root(warp_sum(squares), static_cast<float>(kHead), eps);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      low[i] = normalized<T, false>(low[i], 0.0f, inv, to_float(weight.low[i]), 0.0f);
+      high[i] = normalized<T, false>(high[i], 0.0f, inv, to_float(weight.high[i]), 0.0f);
     }
   }
 

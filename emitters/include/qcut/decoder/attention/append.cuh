@@ -1,6 +1,6 @@
-// The attention of a decoder's step in one launch: rotary positions, the new key and value of each sequence to the
-// cache, and attention over the cache. The results are those of rotate_and_append (decoder/append.cuh) followed by
-// TensorAttention (mma.cuh).
+// The attention of a decoder's step in one launch: norms of heads, rotary positions, the new key and value of each
+// sequence to the cache, and attention over the cache. The results are those of norm_rows (decoder/norm.cuh) of each
+// head, rotate_and_append (decoder/append.cuh) and TensorAttention (mma.cuh).
 //
 // No CTA reads the new row of the cache back. Every CTA rotates its queries into shared memory. A CTA whose part of the
 // context contains the new row's slot also puts the new key and value into shared memory, in the cache's type. They
@@ -13,11 +13,14 @@
 
 namespace qcut {
 
-// AttentionAppend in emitters/decoder/attention/append.py describes the sizes.
+// AttentionAppend in emitters/decoder/attention/append.py describes the sizes. With kNormed, queries and keys are
+// RMS-normalized head by head before they are rotated. With kSettled, nothing but q, k and v is written by kernels that
+// may still run: the first keys and values are on their way before the kernel waits for those.
 template <class T, class C, class V, int kHead, int kGroup, int kWarps, int kTiles, int kCluster, bool kRotary,
-          bool kWindowed = false, bool kCapped = false>
+          bool kWindowed = false, bool kCapped = false, bool kRing = false, bool kNormed = false,
+          bool kSettled = false>
 struct AppendAttention {
-  using Attention = TensorAttention<T, C, V, kHead, kGroup, kWarps, kTiles, kCluster, kWindowed, kCapped>;
+  using Attention = TensorAttention<T, C, V, kHead, kGroup, kWarps, kTiles, kCluster, kWindowed, kCapped, kRing>;
   using Merge = typename Attention::Merge;
   using Tile = typename Attention::Tile;
   using Rows = typename Attention::Rows;
@@ -60,6 +63,12 @@ struct AppendAttention {
     }
   }
 
+  // Weights of a head's columns, of the norms of queries and of keys.
+  struct Norms {
+    Stored queries, keys;
+    float eps;
+  };
+
   // Whether a warp's row i may be a key or a value.
   static __device__ constexpr bool may_be_new(int i) { return (i + 1) * kWarps > kKeyItem; }
 
@@ -74,11 +83,12 @@ struct AppendAttention {
     }
   }
 
-  // Rotates the loaded rows and writes them to shared memory: queries, and if the CTA has the slot, key and value. With
-  // `writes`, key and value also go to the cache.
-  static __device__ __forceinline__ void prepare(Shared& shared, const Stored (&rows)[kItems], const Stored& cosines,
-                                                 const Stored& sines, const Rows& cache, const GuideColumn* guide,
-                                                 int mine, int slot, bool has_slot, bool writes) {
+  // Normalizes and rotates the loaded rows and writes them to shared memory: queries, and if the CTA has the slot, key
+  // and value. With `writes`, key and value also go to the cache.
+  static __device__ __forceinline__ void prepare(Shared& shared, const Stored (&rows)[kItems], const Norms& norms,
+                                                 const Stored& cosines, const Stored& sines, const Rows& cache,
+                                                 const GuideColumn* guide, int mine, int slot, bool has_slot,
+                                                 bool writes) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
@@ -87,6 +97,13 @@ struct AppendAttention {
       if (is_new ? !has_slot : item >= mine) continue;
       const bool is_value = may_be_new(i) && item == kValueItem;
       Row row(rows[i]);
+      if (kNormed && !is_value) {
+        // Each warp's records are free until the end.
+        T* const room = reinterpret_cast<T*>(shared.merge.records[threadIdx.x / 32]);
+        Stored weight = norms.queries;  // a choice of values: one of references would put both in local memory
+        if (is_new) weight = norms.keys;
+        row.normalize(weight, norms.eps, room);
+      }
       if (kRotary && !is_value) row.rotate(cosines, sines);
       if constexpr (Attention::kTurnedKeys || Attention::kTurnedValues) {
         if (is_value ? Attention::kTurnedValues : Attention::kTurnedKeys) row.turn_columns();
@@ -125,13 +142,16 @@ struct AppendAttention {
   }
 
   // The kernel. The arguments are those of rotate_and_append and TensorAttention::run, but q is not written. If absmax
-  // [batch] is not null, each of its elements is raised to the largest magnitude of the sequence's row of out.
+  // [batch] is not null, each of its elements is raised to the largest magnitude of the sequence's row of out. The
+  // weights of norms are [kHead].
   static __device__ __forceinline__ void run(const T* q, const T* k, const T* v, const T* cos, const T* sin,
                                              const int* positions, const int* slots, C* keys, V* values,
                                              KeyScale* key_scales, ValueScale* value_scales, const void* guide, T* out,
                                              float* workspace, unsigned* counters, float* absmax, long long q_stride,
                                              long long kv_stride, long long batch_stride, int kv_heads, int queries,
-                                             int context, float scale, int window = 0, float softcap = 0.0f) {
+                                             int context, float scale, int window = 0, float softcap = 0.0f,
+                                             int ring = 0, const T* query_weight = nullptr,
+                                             const T* key_weight = nullptr, float eps = 0.0f) {
     __shared__ Shared shared;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int part = blockIdx.x, parts = kCluster > 1 ? kCluster : gridDim.x;
@@ -139,29 +159,49 @@ struct AppendAttention {
     launch_dependents();
     Merge::begin(shared.merge, place.mine);
     Rows rows = place.rows(keys, values, key_scales, value_scales, batch_stride, context);
-    wait_for_dependencies();
+    if constexpr (!kSettled) wait_for_dependencies();
 
-    const int position = min(max(positions[place.batch], 0), context - 1), slot = slots[place.batch];
+    const int position = min(max(positions[place.batch], 0), (kRing ? ring : context) - 1), slot = slots[place.batch];
     rows.length = position + 1;
     // Places, the slot's too, are counted from the first that is seen: before it, a slot is below 0.
     const int first = kWindowed ? first_seen(rows.length, window) : 0;
-    if constexpr (kWindowed) rows.skip(first);
+    if constexpr (kRing) {
+      rows.skip_places(first, context);
+    } else if constexpr (kWindowed) {
+      rows.skip(first);
+    }
     // The small loads are issued before the large ones, and used while the large ones are in flight.
     Stored token[kItems], cosines{}, sines{};
     const long long at = place.batch * kv_stride + static_cast<long long>(place.kv) * kHead;
-    fetch(token, q + place.batch * q_stride + place.head * kHead, k + at, v + at, place.mine);
+    const T* const first_query = q + place.batch * q_stride + place.head * kHead;
+    if constexpr (!kSettled) fetch(token, first_query, k + at, v + at, place.mine);
     if constexpr (kRotary) {
       cosines.load(cos + static_cast<long long>(position) * kHead, threadIdx.x % 32);
       sines.load(sin + static_cast<long long>(position) * kHead, threadIdx.x % 32);
+    }
+    [[maybe_unused]] Norms norms;
+    if constexpr (kNormed) {
+      norms.queries.load(query_weight, threadIdx.x % 32);
+      norms.keys.load(key_weight, threadIdx.x % 32);
+      norms.eps = eps;
     }
     typename Attention::State state{};
     state.peak[0] = state.peak[1] = kNoScore;
     Tile tiles[kTiles] = {};
     int tile[kTiles];
     Attention::fetch(tiles, tile, rows, part + parts * warp, parts * kWarps, g, t);
+    if constexpr (kSettled) {
+      wait_for_dependencies();
+      fetch(token, first_query, k + at, v + at, place.mine);
+    }
 
-    const int own_slot = kWindowed ? max(slot, -1) - first : slot;
-    bool has_slot = slot >= 0 && slot < context;
+    int own_slot = kWindowed ? max(slot, -1) - first : slot, row = own_slot;
+    bool has_slot = slot >= 0 && slot < (kRing ? ring : context);
+    if constexpr (kRing) {
+      // The place that is seen in the slot's row; none without a slot, whose remainder may be that of a place.
+      own_slot = has_slot ? (own_slot % context + context) % context : -1;
+      row = rows.row(max(own_slot, 0));
+    }
     if constexpr (kWindowed) {
       has_slot = has_slot && max(own_slot, 0) / 16 % parts == part;
     } else {
@@ -171,7 +211,7 @@ struct AppendAttention {
     if constexpr (Attention::kTurnedKeys) {
       if (guide != nullptr) mine_guide = static_cast<const GuideColumn*>(guide) + place.kv * (kHead + 2);
     }
-    prepare(shared, token, cosines, sines, rows, mine_guide, place.mine, own_slot, has_slot, place.first == 0);
+    prepare(shared, token, norms, cosines, sines, rows, mine_guide, place.mine, row, has_slot, place.first == 0);
     __syncthreads();
     uint32_t query[Attention::kSteps][2];
     Attention::load_queries(query, shared.queries[g < place.mine ? g : 0], true, g < place.mine, t);

@@ -157,13 +157,14 @@ struct RowPieces {
 // T is the type of queries and results; C and V are those of keys and values: T for both, or each int8_t or Nibbles.
 // Queries are turned as 4-bit keys are. AttentionMma in emitters/decoder/attention/mma.py describes the sizes.
 // With kWindowed, a query sees the last `window` keys up to its own: the others are not loaded. With kCapped, scores are
-// softcap * tanh(q K / that): `scale` has the factor of capped() then.
+// softcap * tanh(q K / that): `scale` has the factor of capped() then. With kRing, places are below `ring`, and place p is
+// row p % context.
 template <class T, class C, class V, int kHead_, int kGroup_, int kWarps_, int kTiles_, int kCluster_,
-          bool kWindowed_ = false, bool kCapped_ = false>
+          bool kWindowed_ = false, bool kCapped_ = false, bool kRing_ = false>
 struct TensorAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kTiles = kTiles_, kCluster = kCluster_;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr bool kWindowed = kWindowed_, kCapped = kCapped_;
+  static constexpr bool kWindowed = kWindowed_, kCapped = kCapped_, kRing = kRing_;
   using KeyPieces = RowPieces<C, kHead, 4>;
   using ValuePieces = RowPieces<V, kHead, 8>;
   using KeyScale = typename CacheType<C>::Scale;
@@ -179,7 +180,7 @@ struct TensorAttention {
   static_assert(1 <= kGroup && kGroup <= 8, "queries are the columns of a product");
 
   // The addresses of the keys and values of a sequence and head, and their number.
-  struct Rows {
+  struct Rows : RingRows<kRing> {
     const C* keys;
     const V* values;
     const KeyScale* key_scales;
@@ -192,6 +193,11 @@ struct TensorAttention {
       values += static_cast<long long>(count) * (kHead * CacheType<V>::kBits / (8 * static_cast<int>(sizeof(V))));
       if constexpr (kScaled) key_scales += count, value_scales += count;
       length -= count;
+    }
+    // The same of places of a ring, which has `count` rows.
+    __device__ __forceinline__ void skip_places(int places, int count) {
+      this->first = places % count, this->rows = count;
+      length -= places;
     }
   };
 
@@ -216,9 +222,9 @@ struct TensorAttention {
       const long long at = batch * batch_stride + static_cast<long long>(kv) * context * kHead;
       const C* const first_key = keys + at * CacheType<C>::kBits / (8 * static_cast<int>(sizeof(C)));
       const V* const first_value = values + at * CacheType<V>::kBits / (8 * static_cast<int>(sizeof(V)));
-      if constexpr (!kScaled) return {first_key, first_value, nullptr, nullptr, 0};
+      if constexpr (!kScaled) return {{}, first_key, first_value, nullptr, nullptr, 0};
       const long long scale_at = (batch * kv_heads + kv) * context;
-      return {first_key, first_value, key_scales + scale_at, value_scales + scale_at, 0};
+      return {{}, first_key, first_value, key_scales + scale_at, value_scales + scale_at, 0};
     }
   };
 
@@ -253,7 +259,8 @@ struct TensorAttention {
   static __device__ __forceinline__ void load_keys(Tile& into, const Rows& rows, int tile, int g, int t) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int key = min(key_of(tile, r, g), rows.length - 1);
+      int key = min(key_of(tile, r, g), rows.length - 1);
+      if constexpr (kRing) key = rows.row(key);
       KeyPieces::load(into.keys[r], rows.keys, key, t);
     }
   }
@@ -261,7 +268,8 @@ struct TensorAttention {
   static __device__ __forceinline__ void load_scales(Tile& into, const Rows& rows, int tile, int g) {
 #pragma unroll
     for (int r = 0; kScaled && r < 2; ++r) {
-      const int key = min(key_of(tile, r, g), rows.length - 1);
+      int key = min(key_of(tile, r, g), rows.length - 1);
+      if constexpr (kRing) key = rows.row(key);
       into.key_scale[r] = load_scale(rows.key_scales, key);
       into.value_scale[r] = load_scale(rows.value_scales, key);
     }
@@ -270,7 +278,8 @@ struct TensorAttention {
   static __device__ __forceinline__ void load_values(Tile& into, const Rows& rows, int tile, int g, int t) {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const int value = min(value_of(tile, r, t), rows.length - 1);
+      int value = min(value_of(tile, r, t), rows.length - 1);
+      if constexpr (kRing) value = rows.row(value);
       ValuePieces::load(into.values[r], rows.values, value, g);
     }
   }
@@ -564,7 +573,7 @@ struct TensorAttention {
                                              const ValueScale* value_scales, const int* positions, T* out,
                                              float* workspace, unsigned* counters, long long q_stride,
                                              long long batch_stride, int kv_heads, int queries, int context,
-                                             float scale, int window = 0, float softcap = 0.0f) {
+                                             float scale, int window = 0, float softcap = 0.0f, int ring = 0) {
     __shared__ typename Merge::Shared shared;
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int parts = kCluster > 1 ? kCluster : gridDim.x;
@@ -574,8 +583,12 @@ struct TensorAttention {
     Rows rows = place.rows(keys, values, key_scales, value_scales, batch_stride, context);
     wait_for_dependencies();
 
-    rows.length = min(max(positions[place.batch], 0), context - 1) + 1;
-    if constexpr (kWindowed) rows.skip(first_seen(rows.length, window));
+    rows.length = min(max(positions[place.batch], 0), (kRing ? ring : context) - 1) + 1;
+    if constexpr (kRing) {
+      rows.skip_places(first_seen(rows.length, window), context);
+    } else if constexpr (kWindowed) {
+      rows.skip(first_seen(rows.length, window));
+    }
     const T* const row = q + place.batch * q_stride + (place.head + g) * kHead;
     uint32_t query[kSteps][2];
     load_queries(query, row, reinterpret_cast<unsigned long long>(row) % 16 == 0, g < place.mine, t);

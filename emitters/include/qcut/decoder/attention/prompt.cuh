@@ -12,7 +12,7 @@ namespace qcut {
 
 template <class T, class Keys, class Values>
 struct PromptArgs {
-  static constexpr bool kWindowed = false, kCapped = false;
+  static constexpr bool kWindowed = false, kCapped = false, kRing = false;
 
   const T* q;
   const Keys* keys;
@@ -33,22 +33,35 @@ struct PromptArgs {
 };
 
 // With kWindowed, a token sees `window` places, 1 or more, up to its own. With kCapped, scores are softcap *
-// tanh(q K / that), times log2(e): `scale` has the factor of capped() then.
-template <class T, class Keys, class Values, bool kWindowed_, bool kCapped_>
+// tanh(q K / that), times log2(e): `scale` has the factor of capped() then. With kRing, places are below `ring`, and place
+// p is row p % context; a block's keys divide the context.
+template <class T, class Keys, class Values, bool kWindowed_, bool kCapped_, bool kRing_>
 struct MaskedPromptArgs : PromptArgs<T, Keys, Values> {
-  static constexpr bool kWindowed = kWindowed_, kCapped = kCapped_;
+  static constexpr bool kWindowed = kWindowed_, kCapped = kCapped_, kRing = kRing_;
 
   int window;
   float softcap;
+  int ring;
 };
 
-template <class T, class Keys, class Values, bool kWindowed, bool kCapped>
+template <class T, class Keys, class Values, bool kWindowed, bool kCapped, bool kRing>
 struct PromptArgsOf {
-  using Type = MaskedPromptArgs<T, Keys, Values, kWindowed, kCapped>;
+  using Type = MaskedPromptArgs<T, Keys, Values, kWindowed, kCapped, kRing>;
 };
 template <class T, class Keys, class Values>
-struct PromptArgsOf<T, Keys, Values, false, false> {
+struct PromptArgsOf<T, Keys, Values, false, false, false> {
   using Type = PromptArgs<T, Keys, Values>;
+};
+
+// Offset of a place's row among those of a cache that is a ring, where a head has `rows` of them from `first` on. A ring
+// holds whole blocks, the rows of which follow one another.
+struct RingRow {
+  long long first;
+  int place, rows;
+
+  __device__ __forceinline__ RingRow operator+(int count) const { return {first, place + count, rows}; }
+  __device__ __forceinline__ RingRow operator-(int count) const { return {first, place - count, rows}; }
+  __device__ __forceinline__ operator long long() const { return first + place % rows; }
 };
 
 // The rows of a tile, and the places that they see. With a window, places are counted from `origin`, before
@@ -71,8 +84,10 @@ struct PromptRows {
     row = (tiles - 1 - tile / heads) * tile_rows;
     sequence = head / args.kv_heads;
     kv_head = head % args.kv_heads;
-    start = min(max(args.starts[sequence], 0), args.context);
-    tokens = min(min(max(args.lengths[sequence], 0), args.length), args.context - start);
+    int limit = args.context;  // of places
+    if constexpr (Args::kRing) limit = args.ring;
+    start = min(max(args.starts[sequence], 0), limit);
+    tokens = min(min(max(args.lengths[sequence], 0), args.length), limit - start);
     const int first = row / group;
     const int last = min((row + tile_rows - 1) / group, tokens - 1);
     places = first < tokens ? start + last + 1 : 0;
@@ -98,8 +113,13 @@ struct PromptRows {
 
   // Offset of this head's key or value at `origin` among a cache's rows.
   template <class Args>
-  __device__ __forceinline__ long long cache_row(const Args& args) const {
-    return (static_cast<long long>(sequence) * args.kv_heads + kv_head) * args.context + origin;
+  __device__ __forceinline__ auto cache_row(const Args& args) const {
+    if constexpr (Args::kRing) {
+      const long long head = static_cast<long long>(sequence) * args.kv_heads + kv_head;
+      return RingRow{head * args.context, origin, args.context};
+    } else {
+      return (static_cast<long long>(sequence) * args.kv_heads + kv_head) * args.context + origin;
+    }
   }
 };
 

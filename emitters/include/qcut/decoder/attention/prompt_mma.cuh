@@ -11,12 +11,12 @@
 namespace qcut {
 
 template <class T_, class Keys_, class Values_, int kHead_, int kColumns_, int kKeys_, bool kWindowed = false,
-          bool kCapped = false>
+          bool kCapped = false, bool kRing = false>
 struct PromptMmaTile {
   using T = T_;
   using Keys = Keys_;
   using Values = Values_;
-  using Args = typename PromptArgsOf<T, Keys, Values, kWindowed, kCapped>::Type;
+  using Args = typename PromptArgsOf<T, Keys, Values, kWindowed, kCapped, kRing>::Type;
   using Copy = PromptCopy<T, Keys, Values, kHead_, kColumns_, kKeys_>;
   static constexpr int kHead = kHead_;
   static constexpr int kColumns = kColumns_;  // of products: kHead and zeros
@@ -121,7 +121,7 @@ __device__ __forceinline__ void prompt_attention_mma(const typename Tile::Args& 
   const int row = 16 * warp.warp + warp.lane / 4;
   float factor[2] = {0.0f, 0.0f};
   if (rows.places > 0) {
-    const long long first = rows.cache_row(args);
+    const auto first = rows.cache_row(args);
     const uint32_t raw = base + Tile::kRaw;
     const bool odd = first % 2 != 0;  // blocks start at even places
     const auto stage = [&](int i) { return base + Tile::kStages + (i & 1) * Tile::kStageBytes; };

@@ -18,12 +18,12 @@
 namespace qcut {
 
 template <class T_, class Keys_, class Values_, int kHead_, int kColumns_, int kGroups_, int kKeys_, int kSlots_,
-          int kParts_, bool kWindowed = false, bool kCapped = false>
+          int kParts_, bool kWindowed = false, bool kCapped = false, bool kCacheRing = false>
 struct PromptTile {
   using T = T_;
   using Keys = Keys_;
   using Values = Values_;
-  using Args = typename PromptArgsOf<T, Keys, Values, kWindowed, kCapped>::Type;
+  using Args = typename PromptArgsOf<T, Keys, Values, kWindowed, kCapped, kCacheRing>::Type;
   static constexpr int kHead = kHead_;
   static constexpr int kColumns = kColumns_;  // of a product: kHead and zeros
   static constexpr int kGroups = kGroups_;    // warpgroups that multiply
@@ -177,7 +177,7 @@ struct PromptFeed {
       const PromptRows rows(args, tile, Tile::kRows, Tile::kKeys);
       const PromptPart<Tile::kParts, Tile::kKeys> part(rows);
       if (part.is_empty()) continue;
-      const long long first = rows.cache_row(args);
+      const auto first = rows.cache_row(args);
       int at = part.at;
       fill<true>(args, first + at, rows.places - at);
       barrier_wait(base + Tile::kQueryEmpty, turn ^ 1);

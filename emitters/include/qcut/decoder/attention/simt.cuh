@@ -50,9 +50,9 @@ __device__ constexpr int next_power_of_two(int v) { return v <= 1 ? 1 : 2 * next
 // T is the type of queries and results; C is the cache's type, T or int8_t. AttentionDecode in
 // emitters/decoder/attention/simt.py describes the sizes.
 // With kWindowed, a query sees the last `window` keys up to its own. With kCapped, scores are softcap * tanh(q K / that):
-// `scale` has the factor of capped() then.
+// `scale` has the factor of capped() then. With kRing, places are below `ring`, and place p is row p % context.
 template <class T, class C, int kHead_, int kGroup_, int kWarps_, int kUnroll_, bool kWindowed = false,
-          bool kCapped = false>
+          bool kCapped = false, bool kRing = false>
 struct DecodeAttention {
   static constexpr int kHead = kHead_, kGroup = kGroup_, kWarps = kWarps_, kUnroll = kUnroll_;
   static constexpr int kThreads = 32 * kWarps;
@@ -117,7 +117,7 @@ struct DecodeAttention {
                                              const float* value_scales, const int* positions, T* out, float* workspace,
                                              unsigned* counters, long long q_stride, long long batch_stride,
                                              int kv_heads, int queries, int context, float scale, int window = 0,
-                                             float softcap = 0.0f) {
+                                             float softcap = 0.0f, int ring = 0) {
     __shared__ float records[kWarps][kGroup][kRecord];
     __shared__ bool last;
     const int warp = threadIdx.x / 32;
@@ -132,9 +132,14 @@ struct DecodeAttention {
     wait_for_dependencies();
 
     // Places are counted from the first that is seen.
-    const int whole = min(max(positions[batch], 0), context - 1) + 1;
-    const int first_key = kWindowed ? first_seen(whole, window) : 0;
+    const int whole = min(max(positions[batch], 0), (kRing ? ring : context) - 1) + 1;
+    int first_key = kWindowed ? first_seen(whole, window) : 0;
     const int length = whole - first_key;
+    [[maybe_unused]] RingRows<kRing> seen;
+    if constexpr (kRing) {
+      seen = {first_key % context, context};
+      first_key = 0;
+    }
     const int part = (length + parts - 1) / parts;
     const int begin = blockIdx.x * part;
     const int end = min(begin + part, length);
@@ -175,7 +180,8 @@ struct DecodeAttention {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) {
         // Keys past the end repeat the last key and get no weight.
-        const int key = min(base + u * kSlots + slot, end - 1);
+        int key = min(base + u * kSlots + slot, end - 1);
+        if constexpr (kRing) key = seen.row(key);
         load(raw_keys[u], key_rows + static_cast<long long>(key) * kHead, lane);
         load(raw_values[u], value_rows + static_cast<long long>(key) * kHead, lane);
         if constexpr (kScaled) {

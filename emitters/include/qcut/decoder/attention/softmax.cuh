@@ -1,4 +1,4 @@
-// Tools of all attention kernels: powers of two, the initial maximum of a running softmax, windows and softcaps.
+// Tools of all attention kernels: powers of two, the initial maximum of a running softmax, windows, rings and softcaps.
 #pragma once
 
 #include <qcut/core/common.cuh>
@@ -25,5 +25,18 @@ __device__ __forceinline__ float capped(float y, float cap) {
 
 // The first place of a cache that the last of `length` tokens sees through a window.
 __device__ __forceinline__ int first_seen(int length, int window) { return max(length - window, 0); }
+
+// What goes with the rows of a cache that is a ring, in which place p is row p % rows; nothing goes with others.
+template <bool kRing>
+struct RingRows {};
+template <>
+struct RingRows<true> {
+  int first, rows;  // row of the first place that is seen, and their number
+
+  // Row of the i-th place that is seen; i is below `rows`. Before the end, `rows` less is no unsigned number.
+  __device__ __forceinline__ int row(int i) const {
+    return static_cast<int>(min(static_cast<unsigned>(first + i), static_cast<unsigned>(first + i - rows)));
+  }
+};
 
 }  // namespace qcut

@@ -1,0 +1,75 @@
+"""Hadamard rotations of rows within the kernels that compute them, into the blocks that codebook products read.
+
+`qcut.emitters.codebook.rotate` has the formula, and kernels that read rows from memory. Device code:
+``include/qcut/codebook/rotate_rows.cuh``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qcut.emitters.codebook.rotate import BLOCK_FLOATS, group_factor
+from qcut.emitters.core.constraints import Constraint
+from qcut.emitters.core.source import DType, Param
+from qcut.emitters.core.text import include
+
+GROUPS = (32, 64, 128)
+"""Columns of a group: those of a warp hold whole groups, which need no padding."""
+
+_HELD = 5
+"""Rotated vectors that a thread has registers for, until the row's largest magnitude is known."""
+
+
+@dataclass(frozen=True)
+class RowsRotation:
+    """How a kernel rotates the rows that it makes.
+
+    Attributes:
+        out: of the blocks: s8, with a scale for each row, or the rows' 16-bit type.
+        group: columns of a group, which divide those of a row.
+        passes: rotations of the same columns, 1 or 2.
+    """
+
+    out: DType
+    group: int
+    passes: int = 1
+
+    @property
+    def name(self) -> str:
+        """``_h{group}p{passes}`` and ``s8`` where blocks are int8."""
+        return f"_h{self.group}p{self.passes}{'s8' * self.quantized}"
+
+    @property
+    def quantized(self) -> bool:
+        """Whether blocks are int8, for which a CTA needs the largest magnitude of its row."""
+        return self.out is DType.S8
+
+    @property
+    def device_code(self) -> str:
+        """The line that includes the header."""
+        return include("codebook/rotate_rows.cuh")
+
+    def params(self) -> tuple[Param, ...]:
+        """``signs``, as those of `qcut.emitters.codebook.rotate.RotateTokens`; ``k_padded``, columns of a pass."""
+        return (Param("signs", "ptr", "const uint32_t*"), Param("k_padded", "i32"))
+
+    def argument(self, x: DType, vectors: int, threads: int) -> str:
+        """The object of C++ that rotates ``vectors`` vectors of each of a CTA's threads."""
+        template = f"{x.cpp}, {self.out.cpp}, {self.group}, {self.passes}, {vectors}, {threads}"
+        return f"qcut::RotatedRows<{template}>(signs, k_padded, {group_factor(self.group)})"
+
+    def is_legal(self, x: DType, vectors: int) -> bool:
+        """Whether a kernel of x's type can rotate so many vectors of each thread."""
+        if x not in BLOCK_FLOATS or self.out not in (x, DType.S8):
+            return False
+        held = vectors * self.passes <= _HELD or not self.quantized
+        return held and self.group in GROUPS and self.passes in (1, 2)
+
+
+ROTATION = Constraint(
+    "rotation",
+    f"is of f16 or bf16 to that type or to s8, in groups of {', '.join(map(str, GROUPS))}, 1 or 2 passes; to s8 up to "
+    f"{_HELD} vectors of a thread, all passes together",
+    lambda k: k.rotation is None or k.rotation.is_legal(k.x, k.vectors),
+)
+"""Of kernels with a ``rotation``."""
