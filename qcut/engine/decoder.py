@@ -7,10 +7,10 @@ weights. Attention is an argument: `qcut.engine.attention` has one class for pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import ClassVar, Literal, NamedTuple, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from qcut.layers.embedding import table_of
 from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
 from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
+
+if TYPE_CHECKING:
+    from qcut.engine.folding import FoldedBlocks
 
 EMBEDDING_ZEROES = True
 """Whether the kernel of embeddings writes the zeros that magnitudes start from; otherwise one of torch's does."""
@@ -52,7 +55,44 @@ class RotatedRows(NamedTuple):
     dtype: torch.dtype
 
 
-Rows = Tensor | Int8Rows | RowsWithAbsmax | RotatedRows
+class FoldedNorm(NamedTuple):
+    """A norm that the int8 products behind it compute, see `qcut.numerics.folded_norms`.
+
+    Attributes:
+        gain: the norm's weight ``[K]``.
+        eps: added under the root.
+        terms: of each linear layer that reads the norm: the sums of a LayerNorm's weight, float32 ``[N]``, or None of
+            an RMSNorm; and the layer's bias with what a LayerNorm's own adds to it, float32 ``[N]``, or None.
+    """
+
+    gain: Tensor
+    eps: float
+    terms: Mapping[nn.Module, tuple[Tensor | None, Tensor | None]]
+
+
+class NormedRows(NamedTuple):
+    """Rows ``[R, K]`` before a norm, the largest magnitude of each times the norm's weight, and the norm."""
+
+    x: Tensor
+    absmax: Tensor
+    norm: FoldedNorm
+
+
+class Onto(NamedTuple):
+    """What a projection's result is added to, before a folded norm.
+
+    Attributes:
+        residual: ``[R, N]``.
+        gain: weight ``[N]`` of the norm behind the sum; None where it is not folded.
+        absmax: zeros ``[R]`` to be raised to the largest magnitudes of the sum times gain; None without gain.
+    """
+
+    residual: Tensor
+    gain: Tensor | None
+    absmax: Tensor | None
+
+
+Rows = Tensor | Int8Rows | RowsWithAbsmax | RotatedRows | NormedRows
 
 
 def takes_int8(module: nn.Module) -> TypeGuard[W8A8Linear]:
@@ -65,22 +105,30 @@ def takes_absmax(module: nn.Module, rows: int) -> bool:
     return takes_int8(module) and rows <= FEW_ROWS and rows * module.in_features <= FEW_ELEMENTS
 
 
-def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None) -> Tensor:
+def project(module: nn.Module, rows: Rows, absmax: Tensor | None = None, onto: Onto | None = None) -> Tensor:
     """Apply a linear layer to rows.
 
     Args:
         module: a linear layer. Rows other than a plain tensor need a layer for which `takes_int8` holds; rotated rows
             need a `CodebookLinear` that rotates so.
         rows: R rows of K elements.
-        absmax: float32 ``[R]``, raised to the largest magnitude of each row of the result; only with `Int8Rows`.
+        absmax: float32 ``[R]``, raised to the largest magnitude of each row of the result; only with `Int8Rows` and
+            `NormedRows`.
+        onto: what the result is added to; only with `RowsWithAbsmax`.
 
     Returns:
         ``[R, N]``.
     """
     if isinstance(rows, Int8Rows):
         return cast(W8A8Linear, module).forward_int8(*rows, absmax)
+    if isinstance(rows, NormedRows):
+        norm = rows.norm
+        return cast(W8A8Linear, module).forward_normed(*rows[:2], norm.gain, norm.eps, *norm.terms[module], absmax)
     if isinstance(rows, RowsWithAbsmax):
-        return cast(W8A8Linear, module).forward_with_absmax(*rows)
+        layer = cast(W8A8Linear, module)
+        if onto is None:
+            return layer.forward_with_absmax(*rows)
+        return layer.forward_onto(*rows, onto.residual, onto.gain, onto.absmax)
     if isinstance(rows, RotatedRows):
         return cast(CodebookLinear, module).forward_rotated(*rows)
     return cast(Tensor, module(rows))
@@ -249,14 +297,14 @@ class SelfAttention:
     window: int = 0
     softcap: float = 0.0
 
-    def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None) -> Tensor:
+    def __call__(self, rows: Rows, attend: Attend, absmax: Tensor | None, onto: Onto | None = None) -> Tensor:
         """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``output`` the largest magnitudes of the heads."""
         projected = [project(module, rows) for module in self.projections]
         if self.order is not None:
             projected = [torch.cat(projected, 1).index_select(1, self.order)]
         q, k, v = self.heads.split(projected)
         mixed = attend(q, k, v, Scores(self.scaling, self.window, self.softcap), self.norms, absmax)
-        return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax))
+        return project(self.output, mixed if absmax is None else RowsWithAbsmax(mixed, absmax), onto=onto)
 
 
 _KERNELS_STAND_FOR = {False: ("NewGELUActivation", "GELUTanh"), True: ("SiLUActivation", "SiLU")}
@@ -279,14 +327,24 @@ class MLP:
     down: nn.Module
     gated: bool
 
-    def __call__(self, rows: Rows, absmax: Tensor | None) -> Tensor:
+    @property
+    def activated_by_kernel(self) -> bool:
+        """Whether a kernel computes the activation."""
+        return type(self.activation).__name__ in _KERNELS_STAND_FOR[self.gated]
+
+    @property
+    def activated_by_projection(self) -> bool:
+        """Whether the projection up computes the activation, if it computes any."""
+        return isinstance(self.activation, nn.Identity) and not self.gated
+
+    def __call__(self, rows: Rows, absmax: Tensor | None, onto: Onto | None = None) -> Tensor:
         """``[R, hidden]``; ``absmax``, zeros ``[R]``, tells ``down`` the largest magnitudes of the rows that it reads.
 
         The activation's module decides what is computed, not the model's configuration: a quantized projection may
         compute the activation, and ``nn.Identity`` then stands in its place.
         """
-        by_kernel = type(self.activation).__name__ in _KERNELS_STAND_FOR[self.gated]
-        by_projection = isinstance(self.activation, nn.Identity) and isinstance(rows, Int8Rows) and not self.gated
+        by_kernel = self.activated_by_kernel
+        by_projection = self.activated_by_projection and isinstance(rows, Int8Rows | NormedRows)
         if not (by_kernel or by_projection):
             absmax = None  # no kernel computes the magnitudes
         parts = [project(up, rows, absmax if by_projection else None) for up in self.projections]
@@ -303,7 +361,7 @@ class MLP:
             y = torch.ops.qcut.silu_mul(gate, up, absmax) if by_kernel else self.activation(gate) * up
         else:
             y = torch.ops.qcut.gelu_tanh(gate, absmax) if by_kernel else self.activation(gate)
-        return project(self.down, y if absmax is None else RowsWithAbsmax(y, absmax))
+        return project(self.down, y if absmax is None else RowsWithAbsmax(y, absmax), onto=onto)
 
 
 class BlockAbsmax(NamedTuple):
@@ -312,10 +370,14 @@ class BlockAbsmax(NamedTuple):
     Attributes:
         attention: for the rows that ``attention.output`` reads.
         mlp: for the rows that ``mlp.down`` reads.
+        mlp_norm: for the rows that the norm before the MLP reads, times its weight, where it is folded.
+        next_norm: for those that the next block's first norm reads.
     """
 
     attention: Tensor | None
     mlp: Tensor | None
+    mlp_norm: Tensor | None = None
+    next_norm: Tensor | None = None
 
 
 _NO_ABSMAX = BlockAbsmax(None, None)
@@ -430,6 +492,7 @@ class Decoder:
         dtype: dtype of activations.
         device: device of the weights.
         softcap: logits are ``softcap * tanh(logits / softcap)``; None: they are as the head makes them.
+        folded: the blocks with their norms folded into products, which compute steps; None: the blocks compute them.
     """
 
     architecture: str
@@ -444,8 +507,11 @@ class Decoder:
     dtype: torch.dtype
     device: torch.device
     softcap: float | None = None
+    folded: FoldedBlocks | None = None
 
-    def __call__(self, ids: Tensor, positions: Tensor, batch: int, attention: Attention) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, ids: Tensor, positions: Tensor, batch: int, attention: Attention
+    ) -> tuple[Tensor, Tensor | None]:
         """Read tokens.
 
         Args:
@@ -455,16 +521,21 @@ class Decoder:
             attention: attention of all layers at these positions.
 
         Returns:
-            Two summands of the last block's result, ``[R, hidden]`` each; `logits` takes them.
+            Two summands of the last block's result, ``[R, hidden]`` each, or the result and None; `logits` takes them.
         """
-        absmax = self._absmax(len(ids)) if attention.raises_absmax else _Absmax(None, [_NO_ABSMAX] * len(self.blocks))
+        folded = self.folded if len(ids) == batch else None  # a token of each sequence
+        if folded is not None and len(ids) > folded.most_rows:
+            folded = None
+        absmax = self._absmax(len(ids), folded is not None) if attention.raises_absmax else self._no_absmax()
         x, unadded = self.embed(ids, positions, batch, absmax.memory), None
+        if folded is not None:
+            return folded(x, attention, absmax.blocks), None
         for i, (block, magnitudes) in enumerate(zip(self.blocks, absmax.blocks, strict=True)):
             x, unadded = block(x, unadded, partial(attention, i), magnitudes)
-        return x, cast(Tensor, unadded)
+        return x, unadded
 
-    def logits(self, x: Tensor, unadded: Tensor) -> Tensor:
-        """Logits ``[R, vocabulary]`` of rows whose two summands are x and ``unadded``."""
+    def logits(self, x: Tensor, unadded: Tensor | None) -> Tensor:
+        """Logits ``[R, vocabulary]`` of rows whose two summands are x and ``unadded``, or that are x."""
         _, rows = self.norm(x, unadded)
         logits = project(self.head, rows)
         return logits if self.softcap is None else (logits / self.softcap).tanh() * self.softcap
@@ -530,15 +601,20 @@ class Decoder:
             torch.cuda.empty_cache()  # what the weights left behind: torch keeps it, in pieces too small for the next
         return replace(self, blocks=tuple(blocks))
 
-    def _absmax(self, rows: int) -> _Absmax:
+    def _no_absmax(self) -> _Absmax:
+        return _Absmax(None, [_NO_ABSMAX] * len(self.blocks))
+
+    def _absmax(self, rows: int, folded: bool) -> _Absmax:
         """Memory for each block, all from one allocation."""
-        wanted = [[takes_absmax(m, rows) for m in (b.attention.output, b.mlp.down)] for b in self.blocks]
+        wanted = [
+            [*(takes_absmax(m, rows) for m in (b.attention.output, b.mlp.down)), folded, folded] for b in self.blocks
+        ]
         if not any(map(any, wanted)):
-            return _Absmax(None, [_NO_ABSMAX] * len(wanted))
+            return self._no_absmax()
         make = torch.empty if EMBEDDING_ZEROES else torch.zeros
-        memory = make((len(wanted), 2, rows), dtype=torch.float32, device=self.device)
+        memory = make((len(wanted), 4 if folded else 2, rows), dtype=torch.float32, device=self.device)
         blocks = [
-            BlockAbsmax(z[0] if attention else None, z[1] if mlp else None)
-            for z, (attention, mlp) in zip(memory, wanted, strict=True)
+            BlockAbsmax(*(zeros if of_block else None for zeros, of_block in zip(z, which, strict=False)))
+            for z, which in zip(memory, wanted, strict=True)
         ]
         return _Absmax(memory if EMBEDDING_ZEROES else None, blocks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
+from qcut.engine.folding import FoldedBlocks, most_rows
 from qcut.engine.generated import Event, Generated, LogProbability, Running
 from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import KVCache, KVDtype
@@ -75,6 +77,9 @@ class Engine:
             tokens in all layers.
         stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
             calls each module and leaves the weights where they are.
+        fold_norms: compute steps of few sequences with norms folded into the int8 products around them, two kernels a
+            layer less: of models in ``w8a8`` alone, whose layers are norm, attention, norm, MLP. Results differ by
+            roundings from those without (see `qcut.ops.folded_norms.NormedLinear`), and a step's from a prompt's.
 
     Attributes:
         decoder: the model's parts.
@@ -91,8 +96,9 @@ class Engine:
 
     Raises:
         UnsupportedError: another architecture, which the message names; or transformers is too old.
-        ConfigError: a batch or a context below 1, a context beyond what the model was made for, a ring below 0, another
-            kind of cache, a 4-bit one that the model's heads or type do not go with, or a tokenizer that is none.
+        ConfigError: a batch or a context below 1, a context beyond what the model was made for, a ring below 0, norms
+            that cannot be folded, another kind of cache, a 4-bit one that the model's heads or type do not go with, or
+            a tokenizer that is none.
         RuntimeError: torch's, where memory is short. The model's values are as they were.
 
     Exactness: the model's own arithmetic, with `torch.ops.qcut.prompt_attention` and ``append_attention`` over the
@@ -116,6 +122,7 @@ class Engine:
         graphs: bool = True,
         ring: int = rings.BESIDE,
         stack: bool = True,
+        fold_norms: bool = False,
     ) -> None:
         versions.require("transformers")
         decoder = decoder_of(model)
@@ -132,7 +139,11 @@ class Engine:
         self.tokenizer, self._detokenizer = tokenizer, None if tokenizer is None else Detokenizer(tokenizer)
         self.end_tokens = end_tokens(model, tokenizer, decoder.vocabulary)
         model.eval()
+        if fold_norms:
+            most_rows(decoder)  # raises before weights are moved
         self.decoder = decoder.stacked(model) if stack else decoder
+        if fold_norms:
+            self.decoder = replace(self.decoder, folded=FoldedBlocks.of(self.decoder))
         windows = [block.attention.window for block in decoder.blocks]
         self._rings = [rings.Ring.of(window, ring, context, decoder.heads.size) for window in windows]
         self._allocate(batch, context, kv_cache, graphs)
@@ -575,12 +586,12 @@ class Engine:
         """Read a chunk; logits and likeliest tokens after the last token of each sequence are in memory then."""
         x, unadded = self._read(chunk)
         rows, n = chunk.last_rows(), chunk.sequences
-        logits = self.decoder.logits(x[rows], unadded[rows])
+        logits = self.decoder.logits(x[rows], None if unadded is None else unadded[rows])
         self.logits[:n].copy_(logits)
         self.likeliest[:n].copy_(torch.ops.qcut.argmax(logits))
 
-    def _read(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """A chunk of S times T tokens through all blocks: two summands of the result, ``[S T, hidden]`` each."""
+    def _read(self, chunk: Chunk) -> tuple[Tensor, Tensor | None]:
+        """A chunk of S times T tokens through all blocks: what `Decoder.logits` takes, ``[S T, hidden]``."""
         positions, slots = chunk.places()
         attention: Attention
         if chunk.rows == 1:

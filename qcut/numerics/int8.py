@@ -138,7 +138,11 @@ def quantize_per_token_ref(x: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
     Exactness: bitwise.
     """
     x = x.float()
-    absmax = x.abs().amax(1)
+    return quantize_by_absmax_ref(x, x.abs().amax(1), k_padded)
+
+
+def quantize_by_absmax_ref(x: Tensor, absmax: Tensor, k_padded: int) -> tuple[Tensor, Tensor]:
+    """`quantize_per_token_ref` of float32 rows ``[M, K]`` whose largest magnitudes, float32 ``[M]``, are given."""
     scale = _scale_from_absmax(absmax).masked_fill_(~absmax.isfinite(), math.nan)
     q = torch.zeros(x.shape[0], k_padded, dtype=torch.int8, device=x.device)
     q[:, : x.shape[1]] = (x / scale[:, None]).round_().clamp_(-127, 127).nan_to_num_(nan=0.0)
