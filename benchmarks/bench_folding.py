@@ -21,6 +21,7 @@ import qcut
 from benchmarks import harness
 from benchmarks.bench_engine import CASES, NEW, PROMPT, build, decode_us, prompts_of
 from benchmarks.harness import Timing
+from qcut.engine import decoder
 
 KEY = ("case", "batch", "norms")
 TURNS, QUICK_TURNS = 8, 2
@@ -31,10 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the benchmark. A CPU runs the tiny models."""
     parser = harness.parser(__doc__ or "")
     parser.add_argument("--cases", default="gpt2-large-int8,llama-3-8b-int8", help="of bench_engine, comma-separated")
-    parser.add_argument("--batches", default="1,2,3", help="sequences at once, comma-separated")
+    parser.add_argument("--batches", default="1", help="sequences at once; engines fold for one alone otherwise")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
     batches = [int(batch) for batch in options.batches.split(",")]
+    decoder.FOLDED_ROWS = max(batches)
     results = harness.Results("bench_folding", harness.environment())
     table = []
     with torch.no_grad():

@@ -29,7 +29,6 @@ from qcut.models.evaluation import windows_of
 from qcut.process.progress import with_progress
 
 KEY = ("model", "norms")
-BATCH = 8
 
 
 @torch.no_grad()
@@ -56,10 +55,9 @@ def measure(path: Path, args: argparse.Namespace, results: Results) -> None:
     windows = windows_of(tokens_of(tokenizer, args.text.read_text(encoding="utf-8")), args.window, args.max_windows)
     model = copy.deepcopy(exact)
     qcut.quantize(model, "w8a8", allow_growth=True, prebuild=(), progress=False)
-    options = {"batch": BATCH, "context": args.window}
     losses: dict[str, Tensor] = {}
     for norms, (of, fold) in {"float": (exact, False), "kernels": (model, False), "folded": (model, True)}.items():
-        losses[norms] = by_steps(qcut.Engine(of, fold_norms=fold, **options), windows, sys.stderr.isatty())
+        losses[norms] = by_steps(qcut.Engine(of, context=args.window, fold_norms=fold), windows, sys.stderr.isatty())
         change = losses[norms] - losses["float" if norms == "kernels" else "kernels" if norms == "folded" else norms]
         results.rows.append(
             {

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 EMBEDDING_ZEROES = True
 """Whether the kernel of embeddings writes the zeros that magnitudes start from; otherwise one of torch's does."""
 
+FOLDED_ROWS = 1
+"""Most rows of a step whose norms are folded. Products that quantize more themselves take longer than norms do: two
+sequences of GPT-2 Large took 944 µs with folded norms, 801 without (one H100, `benchmarks/bench_folding.py`).
+"""
+
 # ── rows between modules ─────────────────────────────────────────────────────────────────────────
 
 
@@ -523,9 +528,7 @@ class Decoder:
         Returns:
             Two summands of the last block's result, ``[R, hidden]`` each, or the result and None; `logits` takes them.
         """
-        folded = self.folded if len(ids) == batch else None  # a token of each sequence
-        if folded is not None and len(ids) > folded.most_rows:
-            folded = None
+        folded = self.folded if len(ids) == batch <= FOLDED_ROWS else None  # one token of each sequence
         absmax = self._absmax(len(ids), folded is not None) if attention.raises_absmax else self._no_absmax()
         x, unadded = self.embed(ids, positions, batch, absmax.memory), None
         if folded is not None:

@@ -22,7 +22,7 @@ from qcut.engine.chunks import Chunk, Span, size_for, size_within, spans
 from qcut.engine.decode_loop import DecodeLoop, Fetched
 from qcut.engine.decoder import Attention
 from qcut.engine.families import decoder_of
-from qcut.engine.folding import FoldedBlocks, most_rows
+from qcut.engine.folding import FoldedBlocks, check_foldable
 from qcut.engine.generated import Event, Generated, LogProbability, Running
 from qcut.engine.graphs import Graphs
 from qcut.engine.kv_cache import KVCache, KVDtype
@@ -77,9 +77,10 @@ class Engine:
             tokens in all layers.
         stack: one product for queries, keys and values, and one for gate and up, where their modules allow it; False
             calls each module and leaves the weights where they are.
-        fold_norms: compute steps of few sequences with norms folded into the int8 products around them, two kernels a
+        fold_norms: compute steps of one sequence with norms folded into the int8 products around them, two kernels a
             layer less: of models in ``w8a8`` alone, whose layers are norm, attention, norm, MLP. Results differ by
-            roundings from those without (see `qcut.ops.folded_norms.NormedLinear`), and a step's from a prompt's.
+            roundings from those without (see `qcut.ops.folded_norms.NormedLinear`): a step's tokens then depend on
+            whether it has one sequence or more.
 
     Attributes:
         decoder: the model's parts.
@@ -140,7 +141,7 @@ class Engine:
         self.end_tokens = end_tokens(model, tokenizer, decoder.vocabulary)
         model.eval()
         if fold_norms:
-            most_rows(decoder)  # raises before weights are moved
+            check_foldable(decoder)  # raises before weights are moved
         self.decoder = decoder.stacked(model) if stack else decoder
         if fold_norms:
             self.decoder = replace(self.decoder, folded=FoldedBlocks.of(self.decoder))

@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 from torch import Tensor, nn
 
 from qcut.engine.decoder import (
+    FOLDED_ROWS,
     AddNorm,
     Attention,
     Block,
@@ -27,7 +28,7 @@ from qcut.engine.decoder import (
 from qcut.errors import ConfigError
 from qcut.layers.int8 import W8A8Linear
 from qcut.numerics.folded_norms import column_sums
-from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
+from qcut.ops.linear import FEW_ELEMENTS
 
 
 def folded_norm(norm: AddNorm, readers: Sequence[nn.Module]) -> FoldedNorm:
@@ -44,24 +45,17 @@ def folded_norm(norm: AddNorm, readers: Sequence[nn.Module]) -> FoldedNorm:
     return FoldedNorm(gain, norm.eps, {layer: terms(cast(W8A8Linear, layer)) for layer in readers})
 
 
-def most_rows(decoder: Decoder) -> int:
-    """Rows that a decoder's blocks take at most with their norms folded.
-
-    Raises:
-        ConfigError: a block whose norms cannot be folded, with what is in the way.
-    """
-    most = FEW_ROWS
+def check_foldable(decoder: Decoder) -> None:
+    """Raise ConfigError, with what is in the way, where a block's norms cannot be folded."""
     for i, block in enumerate(decoder.blocks):
         if obstacle := _obstacle(block):
             raise ConfigError(f"fold_norms: block {i} {obstacle}")
         for role, layer in _layers(block):
             if not takes_int8(layer):
                 raise ConfigError(f"fold_norms: block {i}: {role} is {_kind(layer)}; allowed: layers of w8a8")
-            most = min(most, FEW_ELEMENTS // layer.in_features)
-            if most == 0:
+            if layer.in_features > FEW_ELEMENTS // FOLDED_ROWS:
                 columns = f"{role} reads {layer.in_features} columns"
-                raise ConfigError(f"fold_norms: block {i}: {columns}; allowed: up to {FEW_ELEMENTS}")
-    return most
+                raise ConfigError(f"fold_norms: block {i}: {columns}; allowed: up to {FEW_ELEMENTS // FOLDED_ROWS}")
 
 
 class FoldedBlock(NamedTuple):
@@ -81,24 +75,18 @@ class FoldedBlock(NamedTuple):
 
 
 class FoldedBlocks(NamedTuple):
-    """All blocks of a decoder.
-
-    Attributes:
-        blocks: in order.
-        most_rows: rows that they take at most; of more, products do not quantize what they read.
-    """
+    """All blocks of a decoder, in order; they take up to `FOLDED_ROWS` rows."""
 
     blocks: tuple[FoldedBlock, ...]
-    most_rows: int
 
     @classmethod
     def of(cls, decoder: Decoder) -> FoldedBlocks:
         """Fold the norms of a decoder's blocks.
 
         Raises:
-            ConfigError: a block whose norms cannot be folded, with what is in the way.
+            ConfigError: see `check_foldable`.
         """
-        most = most_rows(decoder)
+        check_foldable(decoder)
         blocks: list[FoldedBlock] = []
         gain = None
         for block in reversed(decoder.blocks):
@@ -106,7 +94,7 @@ class FoldedBlocks(NamedTuple):
             mlp_norm = folded_norm(cast(AddNorm, block.mlp_norm), block.mlp.projections)
             blocks.insert(0, FoldedBlock(block, before if block is not decoder.blocks[0] else None, mlp_norm, gain))
             gain = before.gain
-        return cls(tuple(blocks), most)
+        return cls(tuple(blocks))
 
     def __call__(self, x: Tensor, attention: Attention, magnitudes: Sequence[BlockAbsmax]) -> Tensor:
         """The last block's result ``[R, hidden]`` from what the first reads."""

@@ -413,7 +413,9 @@ def test_the_script_predicts_a_case(capsys: pytest.CaptureFixture[str], known: P
     assert {row[1] for row in cells} == set(expected) == {"1", "2", "4"}
     for row in cells:
         assert float(row[3]) == pytest.approx(expected[row[1]].time.us / 1e3, rel=5e-3)
-    assert lines[-1] == "All-reduces over 4 GPUs are assumed."
+    assert not any("assumed" in line for line in lines), "rows have all-reduces over 4 GPUs"
+    assert scale.main(["--model", "8B", "--scheme", "w8a8", "--gpus", "8"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "All-reduces over 8 GPUs are assumed."
     assert scale.main(["--model", "405B", "--scheme", "fp16", "--gpus", "4"]) == 1
     assert "4 GPUs lack memory for 64 sequences" in capsys.readouterr().err
     with pytest.raises(SystemExit):

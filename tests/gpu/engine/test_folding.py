@@ -23,7 +23,7 @@ def gpt2(device: str, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2])
 def test_graphs_are_the_launches(kind: str, batch: int) -> None:
     model = gpt2(DEVICE, torch.float16) if kind == "gpt2" else llama("w8a8")
     prompts = prompts_of(VOCABULARY, *range(4, 4 + batch))
@@ -39,12 +39,12 @@ def test_graphs_are_the_launches(kind: str, batch: int) -> None:
 def test_float32_steps_are_near_the_cpus(kind: str) -> None:
     """Other orders of sums; a rounding to int8 may turn over."""
     cpu = gpt2("cpu", torch.float32) if kind == "gpt2" else llama("w8a8", torch.float32, "cpu")
-    prompts = prompts_of(VOCABULARY, 9, 4)
-    engines = [Engine(model, batch=2, fold_norms=True) for model in (cpu, copy.deepcopy(cpu).to(DEVICE))]
+    prompts = prompts_of(VOCABULARY, 9)
+    engines = [Engine(model, fold_norms=True) for model in (cpu, copy.deepcopy(cpu).to(DEVICE))]
     for engine in engines:
         engine.prefill(prompts)
     for token in range(5, 25, 3):
-        want, got = (engine.decode([token, token + 1]) for engine in engines)
+        want, got = (engine.decode([token]) for engine in engines)
         assert sqnr_db(want, got.cpu()) > 30.0
 
 
