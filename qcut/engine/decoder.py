@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.layers.codebook import CodebookLinear
-from qcut.layers.embedding import table_of
+from qcut.layers.embedding import Table, table_of
 from qcut.layers.int8 import W8A8Linear
 from qcut.layers.stacking import Stacker
 from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
@@ -558,10 +558,10 @@ class Decoder:
         tokens, places = table_of(self.tokens), None
         if self.positions is not None:
             places = table_of(self.positions)
-        plain = places is not None and places.scale is None and places.dtype is self.dtype
+        plain = isinstance(places, Table) and places.scale is None and places.dtype is self.dtype
         if tokens is not None and tokens.dtype is self.dtype and (plain or self.positions is None):
-            more = (None, None) if places is None else (positions, places.rows)
-            return cast(Tensor, torch.ops.qcut.embed_rows(ids, tokens.rows, tokens.scale, *more, self.dtype, zeroed))
+            at, rows = (positions, places.rows) if isinstance(places, Table) else (None, None)
+            return tokens.embed(ids, at, rows, zeroed)
         if zeroed is not None:
             zeroed.zero_()
         x: Tensor = self.tokens(ids.view(batch, -1))

@@ -11,6 +11,7 @@ from torch import Tensor
 from qcut.codebooks import layout as codebook_layout
 from qcut.codebooks import packing, pairs, products, rotation
 from qcut.codebooks.layout import UNIT_COLUMNS, Geometry
+from qcut.codebooks.lookup import look_up_rows
 from qcut.codebooks.passes import NORM_DTYPES, check_norms, check_values, quantize_weight, scheme_of
 from qcut.codebooks.quantizer import RotatedCodebook, check_even, dequantize
 from qcut.config import K_MAX, Codebook, Scheme
@@ -26,7 +27,6 @@ from qcut.layers.codebook_buffers import (
     packed_set,
     stored_passes,
 )
-from qcut.layers.lookup import lookup_for
 from qcut.layers.readings import Reading
 from qcut.layers.rotations import RotationSpec, rotation_for, shared
 from qcut.layers.stored import StateEntry
@@ -51,6 +51,9 @@ Books = dict[torch.dtype, tuple[int, ...]]
 
 RotationArguments = tuple[Tensor, int, tuple[int, ...], torch.dtype]
 """Signs, columns of a group, seeds and type of the tokens, as operators take them that rotate the rows they make."""
+
+RowOperands = tuple[list[Tensor], Tensor, list[Tensor], list[int], rotation.Kind, int, tuple[int, ...], int]
+"""Units, norms, codebooks, bits, kind, group size, seeds and columns, as `look_up_rows` takes them after the ids."""
 
 _CODEBOOK_KEYS = tuple(keys[CodebookSet._fields.index("codebook")] for keys in SET_KEYS)
 
@@ -223,24 +226,20 @@ class CodebookLinear(Linear, schemes=[Codebook]):
 
     def rows(self, ids: Tensor) -> Tensor:
         """See `Linear.rows`; bitwise, but for the rotation ``qr``: its float32 products depend on device and R."""
-        geometry = self.geometry
-        # This look-up comes first, since it refuses ids out of range; packed weights have rows of padding.
-        norms = self.norms.index_select(0, ids).float()
-        ids = ids.long()
-        total: Tensor | None = None
-        for p, (bits, seed) in enumerate(zip(self.scheme.widths, self.scheme.seeds, strict=True)):
-            part, units, groups = self._place(p)
-            lookup = lookup_for(self.kind, self.group_size, self.in_features, seed, ids.device)
-            indices = codebook_layout.unpack_rows(part.units, bits, ids)
-            indices = indices[:, units.start * UNIT_COLUMNS : units.stop * UNIT_COLUMNS]
-            # Groups that fill their slots need no reordering.
-            in_order = geometry.padded_group == geometry.full
-            indices = indices[:, : geometry.k] if in_order else indices.index_select(1, lookup.places)
-            values = pairs.look_up(part.codebook, indices)
-            values = rotation.rotate_groups_back_by(values, self.kind, geometry.full, lookup.turns)
-            row = values * (norms[:, groups] * lookup.rsqrt_sizes).index_select(1, lookup.groups)
-            total = row if total is None else total + row
-        return cast(Tensor, total)
+        return look_up_rows(ids, *self.row_operands)
+
+    @property
+    def row_operands(self) -> RowOperands:
+        """What rows are made of."""
+        sets, scheme = self.sets(), self.scheme
+        units, codebooks = [part.units for part in sets], [part.codebook for part in sets]
+        rotated = self.kind, self.group_size, scheme.seeds, self.in_features
+        return units, self.norms, codebooks, self.set_bits, *rotated
+
+    @property
+    def signs(self) -> Tensor:
+        """The operands of the rotation, on the weight's device; see `qcut.codebooks.tokens.operands`."""
+        return self._rotation.operands_for(self.norms)
 
     def row_buffers(self) -> dict[str, Tensor]:
         """All but the codebooks."""

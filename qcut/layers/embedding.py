@@ -8,7 +8,7 @@ the two cannot come apart.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,14 @@ from torch import Tensor, nn
 from qcut.config import Scheme
 from qcut.errors import DtypeError, QuantizationError, UnsupportedError, layer_prefix
 from qcut.layers.base import Linear
+from qcut.layers.codebook import CodebookLinear
 from qcut.layers.int8 import Int8Linear
 from qcut.models.modules import WEIGHT_DTYPES, dtype_name, is_linear, tensor_key, weight_dtype_names, weight_of
 from qcut.ops.checks import check_indices
+from qcut.ops.embed import can_embed
 
+_EMBED_ROWS = torch.ops.qcut.embed_rows.default
+_EMBED_CODEBOOK = torch.ops.qcut.embed_codebook.default
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -193,22 +197,43 @@ def check_table(module: nn.Module, name: str | None = None) -> nn.Embedding:
 
 
 class Table(NamedTuple):
-    """The arguments of `torch.ops.qcut.embed_rows` for a module: rows, scales of int8 rows, and the returned dtype."""
+    """A table in floating point or int8: rows, scales of int8 rows, and the returned dtype."""
 
     rows: Tensor
     scale: Tensor | None
     dtype: torch.dtype
 
+    def embed(self, ids: Tensor, positions: Tensor | None, places: Tensor | None, zeroed: Tensor | None) -> Tensor:
+        """`torch.ops.qcut.embed_rows` of the table."""
+        return cast(Tensor, _EMBED_ROWS(ids, self.rows, self.scale, positions, places, self.dtype, zeroed))
 
-def table_of(module: nn.Module) -> Table | None:
-    """The table of a module that only looks up rows, in floating point or int8, or None.
 
-    None is returned for codebooks, hooks, a forward of its own, ``max_norm``, and weights of a tensor subclass.
+class CodebookTable(NamedTuple):
+    """A table of a codebook's indices: the layer and the returned dtype."""
+
+    linear: CodebookLinear
+    dtype: torch.dtype
+
+    def embed(self, ids: Tensor, positions: Tensor | None, places: Tensor | None, zeroed: Tensor | None) -> Tensor:
+        """`torch.ops.qcut.embed_codebook` of the table."""
+        weight, signs = self.linear.row_operands, self.linear.signs
+        return cast(Tensor, _EMBED_CODEBOOK(ids, *weight, signs, positions, places, self.dtype, zeroed))
+
+
+def table_of(module: nn.Module) -> Table | CodebookTable | None:
+    """The table of a module that only looks up rows which an operator gathers, or None.
+
+    None is returned for codebooks that `qcut.ops.embed.can_embed` does not name or with offsets, hooks, a forward of
+    its own, ``max_norm``, and weights of a tensor subclass.
     """
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return None
     if type(module) is Embedding and isinstance(module.linear, Int8Linear):
         return Table(module.linear.codes, module.linear.weight_scale, module.dtype)
+    if type(module) is Embedding and type(module.linear) is CodebookLinear:
+        layer = module.linear
+        fits = can_embed(layer.kind, layer.group_size, layer.in_features)
+        return CodebookTable(layer, module.dtype) if fits else None
     if isinstance(module, nn.Embedding) and is_table(module) and module.max_norm is None:
         weight = module.weight
         return Table(weight, None, weight.dtype) if type(weight) in (Tensor, nn.Parameter) else None

@@ -385,11 +385,9 @@ class CodebookLinear(NamedTuple):
         slots = UNIT_COLUMNS // geometry.slot
         check_tensor(op, "norms", self.norms, NORM_DTYPES, (n, len(seeds) * geometry.groups), device)
         for units, packed_norms, col_scale, codebook, bits in zip(self.units, *parts, strict=True):
-            check_tensor(op, "units", units, _U8, (tiles, units_k, layout.unit_bytes(bits)), device)
+            in_pairs = check_set(op, units, codebook, bits, tiles, units_k, device)
             check_tensor(op, "packed_norms", packed_norms, _F16, (tiles, units_k, slots, 8, 2), device)
             check_tensor(op, "col_scale", col_scale, F32, (n,), device)
-            in_pairs = pairs.are_pairs(codebook) and bits == 4
-            check_tensor(op, "codebook", codebook, F32, (pairs.COUNT, 2) if in_pairs else (1 << bits,), device)
             if in_pairs:
                 check_even(k, self.group_size, None)
         for fold in self.fold:
@@ -415,6 +413,22 @@ class CodebookLinear(NamedTuple):
         else:
             y = products.codebook_linear_ref(rows, self.units, self.norms, self.codebooks, *last)
         return y.view(*x.shape[:-1], len(self.norms))
+
+
+def check_set(
+    op: str, units: Tensor, codebook: Tensor, bits: int, tiles: int, units_k: int, device: torch.device
+) -> bool:
+    """Check the indices and the codebook of a set of passes; returns whether the codebook is of pairs.
+
+    Raises:
+        DtypeError, ShapeError, DeviceError: they are not uint8 ``[tiles, units_k, unit_bytes(bits)]`` and float32
+            ``[2**bits]``, or ``[256, 2]`` with 4 bits.
+        ConfigError: another number of bits.
+    """
+    check_tensor(op, "units", units, _U8, (tiles, units_k, layout.unit_bytes(bits)), device)
+    in_pairs = pairs.are_pairs(codebook) and bits == 4
+    check_tensor(op, "codebook", codebook, F32, (pairs.COUNT, 2) if in_pairs else (1 << bits,), device)
+    return in_pairs
 
 
 def _check_rotation(op: str, kind: str, k: int, group_size: int, seeds: list[int]) -> None:

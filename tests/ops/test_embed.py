@@ -11,11 +11,14 @@ from torch import Tensor, nn
 import qcut
 import qcut.ops  # registers torch.ops.qcut
 from qcut import errors
+from qcut.config import ShiftedCodebook
 from qcut.engine.families import decoder_of
-from qcut.layers.embedding import Embedding, table_of
+from qcut.layers.codebook import CodebookLinear
+from qcut.layers.embedding import CodebookTable, Embedding, Table, table_of
 from tests.support.decoders import small
 
 OP = torch.ops.qcut.embed_rows
+CODEBOOK = torch.ops.qcut.embed_codebook
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 IDS = torch.tensor([3, 0, 69, 3, 17])
 PLACES = torch.tensor([0, 8, 4, 4, 1], dtype=torch.int32)
@@ -33,7 +36,7 @@ def tables(dtype: torch.dtype = torch.float32, int8: bool = False, columns: int 
 def test_rows_are_the_modules(dtype: torch.dtype, int8: bool) -> None:
     tokens, positions = tables(dtype, int8)
     found = table_of(tokens)
-    assert found is not None
+    assert isinstance(found, Table)
     assert found.dtype is dtype
     with torch.no_grad():
         want = tokens(IDS)
@@ -57,7 +60,7 @@ def test_modules_that_do_more_have_no_table() -> None:
     assert table_of(nn.Embedding(20, 16, padding_idx=3)) is not None
     tied = Embedding.tied_to(qcut.Linear.from_float(nn.Linear(16, 20), "w8a8"), torch.float16)
     table = table_of(tied)
-    assert table is not None
+    assert isinstance(table, Table)
     assert (table.dtype, table.rows.shape) == (torch.float16, (20, 16))
     hooked, patched = nn.Embedding(20, 16), nn.Embedding(20, 16)
     hooked.register_forward_hook(lambda *_: None)
@@ -66,7 +69,12 @@ def test_modules_that_do_more_have_no_table() -> None:
         nn.Embedding(20, 16, max_norm=1.0),
         Scaled(20, 16),
         Sub(tied.linear, tied=True),
-        Embedding.from_float(nn.Embedding(20, 128), "codebook4"),
+        *(
+            Embedding.from_float(nn.Embedding(20, 128), scheme)
+            for scheme in ("codebook4_g16", "codebook4_qr", "int4_g16")
+        ),
+        Embedding.from_float(nn.Embedding(20, 160), "codebook4"),
+        Embedding.tied_to(qcut.Linear(128, 20, False, ShiftedCodebook(shifted=True))),
         nn.Linear(16, 16),
         hooked,
         patched,
@@ -75,7 +83,7 @@ def test_modules_that_do_more_have_no_table() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("embeddings", [None, "w8a16", "codebook4_g16"])
+@pytest.mark.parametrize("embeddings", [None, "w8a16", "codebook4_g16", "codebook4_g32"])
 @pytest.mark.parametrize("hook", [False, True])
 def test_a_decoder_reads_its_modules_rows(kind: str, embeddings: Any, hook: bool) -> None:
     model = small(kind)
@@ -98,6 +106,49 @@ def test_a_decoder_reads_its_modules_rows(kind: str, embeddings: Any, hook: bool
     assert torch.equal(got, want.flatten(0, 1))
 
 
+CODEBOOKS = (
+    *("codebook4", "codebook3_g64", "codebook2_g32_fp32norms", "codebook4+4", "codebook4+2_g64", "codebook4_pairs"),
+    *("int4", "int4_rows", "codebook4+3_none"),
+)
+
+
+def codebook_table(scheme: str, dtype: torch.dtype, columns: int = 128) -> tuple[Embedding, CodebookLinear]:
+    """Of 70 tokens, and the layer that it reads; one row is zeros, whose zeros keep their signs."""
+    torch.manual_seed(0)
+    tokens = nn.Embedding(70, columns, dtype=dtype)
+    with torch.no_grad():
+        tokens.weight[3] = 0
+    made = Embedding.from_float(tokens, scheme)
+    assert isinstance(made.linear, CodebookLinear)
+    return made, made.linear
+
+
+@pytest.mark.parametrize("scheme", CODEBOOKS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rows_of_codebooks_are_the_modules(scheme: str, dtype: torch.dtype) -> None:
+    table, layer = codebook_table(scheme, dtype)
+    found, positions = table_of(table), nn.Embedding(9, 128, dtype=dtype)
+    assert found == CodebookTable(layer, dtype)
+    with torch.no_grad():
+        got = found.embed(IDS, None, None, None)
+        assert torch.equal(got, layer.dequantized_weight()[IDS].to(dtype))
+        assert torch.equal(got.signbit(), table(IDS).signbit())
+        zeroed = torch.ones(3)
+        assert torch.equal(found.embed(IDS, PLACES, positions.weight, zeroed), table(IDS) + positions(PLACES))
+        assert not zeroed.any()
+        for out in FLOATS:
+            assert torch.equal(found._replace(dtype=out).embed(IDS, None, None, None), layer.rows(IDS).to(out))
+        assert found.embed(IDS[:0], None, None, None).shape == (0, 128)
+
+
+@pytest.mark.parametrize("scheme", ["codebook4+2", "int4"])
+def test_opcheck_of_codebooks(scheme: str) -> None:
+    _, layer = codebook_table(scheme, torch.float32)
+    given = (IDS, *layer.row_operands, layer.signs)
+    torch.library.opcheck(CODEBOOK.default, (*given, None, None, torch.float16))
+    torch.library.opcheck(CODEBOOK.default, (*given, PLACES, torch.randn(9, 128), torch.float32, torch.ones(4)))
+
+
 def test_positions_of_another_kind_are_the_modules() -> None:
     model = small("gpt2")
     decoder = decoder_of(model)
@@ -113,7 +164,7 @@ def test_positions_of_another_kind_are_the_modules() -> None:
 def test_opcheck(int8: bool) -> None:
     tokens, positions = tables(int8=int8)
     found = table_of(tokens)
-    assert found is not None
+    assert isinstance(found, Table)
     rows = found.rows.detach()
     torch.library.opcheck(OP.default, (IDS, rows, found.scale, None, None, torch.float32))
     given = (IDS, rows, found.scale, PLACES, positions.weight.detach(), torch.float32)
@@ -158,3 +209,52 @@ def test_refusals(changes: dict[str, Any], error: Any, message: str) -> None:
     given |= {"position_table": torch.zeros(9, 8), "dtype": torch.float32}
     with pytest.raises(error, match=f"^qcut::embed_rows: .*{message}"):
         OP(**{**given, **changes})
+
+
+def test_ids_outside_of_a_codebook_are_errors_on_the_cpu() -> None:
+    _, layer = codebook_table("codebook4", torch.float32)
+    for bad in (-1, 70):  # units have rows of padding
+        with pytest.raises(errors.RangeError, match="allowed: 0 to 69"):
+            CODEBOOK(torch.tensor([bad]), *layer.row_operands, layer.signs, None, None, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dtype": torch.float64}, errors.DtypeError, "dtype is float64"),
+        ({"ids": PLACES}, errors.DtypeError, "ids is int32; allowed: int64"),
+        ({"kind": "qr"}, errors.ConfigError, "kind 'qr' in groups of 128 of 128 columns; allowed: 'hadamard'"),
+        ({"group_size": 16}, errors.ConfigError, "kind 'hadamard' in groups of 16"),
+        ({"kind": "none", "k": 48}, errors.ConfigError, "groups of 128 of 48 columns"),
+        ({"seeds": []}, errors.ConfigError, "0 seeds; allowed: one for each pass, 1 or 2"),
+        ({"seeds": [1, 2, 3]}, errors.ConfigError, "3 seeds"),
+        ({"bits": [4, 4]}, errors.ConfigError, "1 sets of weights and 1 passes"),
+        ({"bits": [3]}, errors.ShapeError, r"units has shape \[8, 1, 1024\]; allowed: \[8, 1, 768\]"),
+        ({"bits": [5]}, errors.ConfigError, "indices of 5 bits"),
+        ({"seeds": [1, 2], "norms": torch.zeros(70, 2)}, errors.ShapeError, r"units has shape .* allowed: \[8, 2,"),
+        ({"norms": torch.zeros(70)}, errors.ShapeError, r"norms have shape \[70\]"),
+        ({"norms": torch.zeros(70, 2)}, errors.ShapeError, r"norms has shape \[70, 2\]; allowed: \[70, 1\]"),
+        ({"norms": torch.zeros(70, 1).bfloat16()}, errors.DtypeError, "norms is bfloat16"),
+        ({"codebooks": [torch.zeros(8)]}, errors.ShapeError, r"codebook has shape \[8\]; allowed: \[16\]"),
+        ({"operands": torch.zeros(1, 4)}, errors.DtypeError, "operands is float32; allowed: int32"),
+        ({"position_table": torch.zeros(9, 7)}, errors.ShapeError, r"position_table has shape \[9, 7\]"),
+        ({"positions": None}, errors.ConfigError, "positions and their table go together"),
+        ({"zeroed": torch.zeros(2, 2).t()[:1]}, errors.ShapeError, "zeroed has strides"),
+        ({"norms": torch.zeros(70, 1, device="meta")}, errors.DeviceError, "norms is on meta"),
+    ],
+)
+def test_refusals_of_codebooks(changes: dict[str, Any], error: Any, message: str) -> None:
+    _, layer = codebook_table("codebook4", torch.float32)
+    names = ("units", "norms", "codebooks", "bits", "kind", "group_size", "seeds", "k")
+    given: dict[str, Any] = {"ids": IDS, **dict(zip(names, layer.row_operands, strict=True)), "operands": layer.signs}
+    given |= {"positions": PLACES, "position_table": torch.zeros(9, 128), "dtype": torch.float32}
+    with pytest.raises(error, match=message):
+        CODEBOOK(**{**given, **changes})
+
+
+def test_pairs_go_with_one_pass() -> None:
+    _, layer = codebook_table("codebook4_pairs", torch.float32)
+    units, _, codebooks, *_ = layer.row_operands
+    given = (IDS, units * 2, torch.zeros(70, 2), codebooks * 2, [4, 4], "hadamard", 128, [1, 2], 128)
+    with pytest.raises(errors.ConfigError, match="pairs in 2 passes; allowed: 1"):
+        CODEBOOK(*given, torch.zeros(2, 4, dtype=torch.int32), None, None, torch.float32)
