@@ -81,10 +81,10 @@ class Case:
     first: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
-def _llama3(scheme: str, decode: dict[int, float], first: dict[int, float]) -> Case:
+def _llama3(scheme: str, decode: dict[int, float], first: dict[int, float], embeddings: str = "w8a16") -> Case:
     waits = {(1, length): first.get(length, 0.0) for length in (1, 32, 256, 4096)}
     prefill: dict[tuple[int, int], float] = {(1, PROMPT): 0, (8, PROMPT): 0}
-    return Case(False, 4096, 14336, 32, 32, 8, 128256, scheme, "w8a16", decode, prefill, waits)
+    return Case(False, 4096, 14336, 32, 32, 8, 128256, scheme, embeddings, decode, prefill, waits)
 
 
 def _llama2c(width: int, hidden: int, layers: int, heads: int, scheme: str | None, decode: float) -> Case:
@@ -98,6 +98,7 @@ CASES = {
     "gpt2-large-int8": Case(True, 1280, 5120, 36, 20, 20, 50257, "w8a8", "w8a16", **_GPT2_MARKS),
     "llama-3-8b-codebook4": _llama3("codebook4", _BATCHES, {1: 3, 32: 3, 256: 9}),
     "llama-3-8b-codebook4-int8": _llama3("codebook4_int8", {1: 715, 8: 4150}, {1: 3, 32: 3, 256: 6, 4096: 60}),
+    "llama-3-8b-codebook4-head": _llama3("codebook4", {1: 0, 8: 0}, {}, "codebook4"),
     "llama-3-8b-int8": _llama3("w8a8", {1: 495, 8: 3500}, {1: 3, 32: 3, 256: 6}),
     "llama2c-288": _llama2c(288, 768, 6, 6, "w8a16", 12000),
     "llama2c-512": _llama2c(512, 1376, 8, 8, "w8a16", 9500),

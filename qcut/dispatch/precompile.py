@@ -5,7 +5,7 @@ asked for all points. Outside are, on purpose: products of `qcut.ops` that no la
 alignments, dp4a), tiles of a user's own tuned tables, rotations in groups other than 32, 64 and 128 columns, and
 attention of heads that are not in `qcut.dispatch.closed.HEADS`, or with windows, rings or softcaps. Those need a
 compiler. W8A16's kernels that nvcc builds, and codebooks', are outside too: in their place the set has kernels that
-NVRTC builds.
+NVRTC builds. In place of embeddings in codebooks there are torch's kernels.
 """
 
 from __future__ import annotations

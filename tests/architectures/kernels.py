@@ -21,6 +21,7 @@ from qcut.emitters.decoder.attention.append import AttentionAppend, emit_attenti
 from qcut.emitters.decoder.attention.mma import AttentionMma
 from qcut.emitters.decoder.attention.simt import AttentionDecode
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
+from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
 from qcut.emitters.decoder.norm import NormRows, emit_norm
 from qcut.emitters.families import (
     CODEBOOK_MMA,
@@ -81,6 +82,7 @@ def rows(arch: str) -> list[KernelSource]:
         *map(emit_append, appends),
         *map(emit_norm, norms),
         emit_embed(EmbedRows(F16, S8, arch, places=True)),
+        emit_embed_codebook(EmbedCodebook(F16, F16, (4,), 128, arch, places=True)),
         emit_activation(ActivateRows("silu_mul", F16, arch)),
         emit_argmax(ArgmaxRows(F16, arch, True)),
         quantize.emit_quantize_per_token(quantize.QuantizePerToken.for_shape(F16, arch, 4096, 4096)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,20 @@ def test_a_wrong_engine_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len((tmp_path / "bench_engine.csv").read_text().splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["tiny-gpt2", "tiny-llama"])
-def test_a_step_reads_the_head_and_no_table(name: str) -> None:
-    model: Any = build(CASES[name], "cpu")
-    assert len(bench_engine.layers_of(model)) == CASES[name].layers
+@pytest.mark.parametrize(
+    ("name", "embeddings"), [("tiny-gpt2", None), ("tiny-llama", "w8a16"), ("tiny-llama", "codebook4")]
+)
+def test_a_step_reads_the_head_and_no_table(name: str, embeddings: str | None) -> None:
+    case = replace(CASES[name], embeddings=embeddings)
+    model: Any = build(case, "cpu")
     layers = bench_engine.layers_of(model)
-    body = sum(t.nbytes for m in layers for t in (*m.parameters(), *m.buffers()))
-    kept_twice = sum(t.nbytes for m in layers for name, t in m.named_buffers() if name.endswith(".norms"))
-    assert (kept_twice > 0) == ("codebook" in str(CASES[name].scheme))
-    body -= kept_twice
-    head = sum(t.nbytes for t in (*model.lm_head.parameters(), *model.lm_head.buffers()))
-    assert body + head < read_bytes(model) <= body + head + 4 * 64 * 4
+    assert len(layers) == case.layers
+    parts = [*layers, model.lm_head]
+    read = sum(t.nbytes for m in parts for t in (*m.parameters(), *m.buffers()))
+    kept_twice = [t.nbytes for m in parts for name, t in m.named_buffers() if name.rpartition(".")[2] == "norms"]
+    assert (kept_twice != []) == ("codebook" in str(case.scheme))
+    read -= sum(kept_twice)
+    assert read < read_bytes(model) <= read + 4 * 64 * 4
 
 
 @pytest.mark.parametrize(

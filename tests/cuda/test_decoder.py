@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qcut.codebooks.tokens import operands
 from qcut.cuda import activation, codebook, embed, next_token, norm
 from qcut.emitters.decoder.norm import MANY_ROWS
 from qcut.errors import DeviceError
+from qcut.layers.codebook import CodebookLinear
 from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
-from qcut.ops.embed import EmbedRows
+from qcut.ops.embed import EmbedCodebook, EmbedRows
 from qcut.ops.next_token import Advance, Argmax
 from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
 from tests.support.launches import H200, Launches, note_launches
@@ -154,3 +156,42 @@ def test_embeddings(noted: Callable[[Any], Launches]) -> None:
     assert embed.embed_rows(EmbedRows(ids[:0], table, None, None, None, HALF, zeroed)).shape == (0, 16)
     assert not zeroed.any()
     assert len(launches) == 4
+
+
+@pytest.mark.parametrize("scheme", ["codebook4", "codebook4+4", "codebook4+2", "int4"])
+def test_embeddings_of_codebooks(scheme: str, noted: Callable[[Any], Launches]) -> None:
+    launches, ids, places = noted(embed), torch.tensor([1, 5, 3]), torch.tensor([0, 2, 1], dtype=torch.int32)
+    layer = CodebookLinear.from_float(nn.Linear(256, 70, bias=False), scheme)
+    assert isinstance(layer, CodebookLinear)
+    weight, signs = layer.row_operands, layer.signs
+    y = embed.embed_codebook(EmbedCodebook(ids, *weight, signs, None, None, HALF))
+    has(launches[-1], ids=ids, norms=layer.norms, y=y, count=70, rows=3, k=256, k_padded=256, group=128)
+    has(launches[-1], units0=layer.units, codebook0=layer.codebook, tile_bytes0=layer.units[0].numel())
+    assert ("signs" in launches[-1]) == (scheme != "int4")
+    if scheme == "codebook4+4":
+        assert launches[-1]["units1"] == layer.units.data_ptr() + 2 * 1024
+        has(launches[-1], codebook1=layer.codebook, tile_bytes1=4 * 1024)
+    if scheme == "codebook4+2":
+        units, codebook = layer.residual_units, layer.residual_codebook
+        has(launches[-1], units1=units, codebook1=codebook, tile_bytes1=2 * 512)
+    table, zeroed = torch.randn(9, 264).half()[:, :256], torch.ones(5)
+    embed.embed_codebook(EmbedCodebook(ids, *weight, signs, places, table, HALF, zeroed))
+    has(launches[-1], places=places, place_table=table, place_stride=264, place_count=9, zeroed=zeroed, zeros=5)
+    odd = torch.randn(9, 257).half()[:, 1:]  # rows that no vector begins at are copied
+    embed.embed_codebook(EmbedCodebook(ids, *weight, signs, places, odd, HALF))
+    has(launches[-1], place_stride=256)
+    assert embed.embed_codebook(EmbedCodebook(ids[:0], *weight, signs, None, None, HALF, zeroed)).shape == (0, 256)
+    assert not zeroed.any()
+    assert len(launches) == 3
+
+
+def test_closed_sets_embed_codebooks_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = note_launches(embed, replace(H200, closed=True), monkeypatch)
+    layer = CodebookLinear.from_float(nn.Linear(128, 70, bias=False), "codebook4")
+    assert isinstance(layer, CodebookLinear)
+    ids, places = torch.tensor([-1, 70, 3]), torch.tensor([9, -1, 2], dtype=torch.int32)
+    table, zeroed = torch.randn(9, 128).half(), torch.ones(5)
+    y = embed.embed_codebook(EmbedCodebook(ids, *layer.row_operands, layer.signs, places, table, HALF, zeroed))
+    assert torch.equal(y, layer.rows(torch.tensor([0, 69, 3])).half() + table[[8, 0, 2]])
+    assert not zeroed.any()
+    assert not launches

@@ -16,6 +16,7 @@ from qcut.emitters.decoder.attention.prompt_mma import PromptMma, emit_prompt_mm
 from qcut.emitters.decoder.attention.prompt_wgmma import PromptWgmma, emit_prompt_wgmma
 from qcut.emitters.decoder.attention.scores import Scores
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
+from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
 from tests.support.compiled import build
 from tests.support.launches import H200
 from tests.support.sass import listing
@@ -53,6 +54,7 @@ def unpromised() -> list[KernelSource]:
         emit_prompt_mma(PromptMma.for_shape(F16, DType.S8, 64, ARCH)),
         *(emit_prompt_wgmma(PromptWgmma.for_shape(F16, cache, 128, ARCH)) for cache in (F16, DType.S8)),
         emit_embed(EmbedRows(F16, DType.S8, ARCH, True, True)),
+        emit_embed_codebook(EmbedCodebook(F16, F16, (4,), 128, ARCH, places=True)),
     ]
 
 

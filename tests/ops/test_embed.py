@@ -15,7 +15,7 @@ from qcut.config import ShiftedCodebook
 from qcut.engine.families import decoder_of
 from qcut.layers.codebook import CodebookLinear
 from qcut.layers.embedding import CodebookTable, Embedding, Table, table_of
-from tests.support.decoders import small
+from tests.support.decoders import WIDE, small
 
 OP = torch.ops.qcut.embed_rows
 CODEBOOK = torch.ops.qcut.embed_codebook
@@ -86,10 +86,11 @@ def test_modules_that_do_more_have_no_table() -> None:
 @pytest.mark.parametrize("embeddings", [None, "w8a16", "codebook4_g16", "codebook4_g32"])
 @pytest.mark.parametrize("hook", [False, True])
 def test_a_decoder_reads_its_modules_rows(kind: str, embeddings: Any, hook: bool) -> None:
-    model = small(kind)
+    model = small(kind, **WIDE)
     if embeddings is not None:
         qcut.quantize(model, "w8a16", embeddings=embeddings, progress=False)
     decoder = decoder_of(model)
+    assert (table_of(decoder.tokens) is None) == (embeddings == "codebook4_g16")
     ids = torch.randint(0, decoder.vocabulary, (2, 5))
     places = torch.arange(5, dtype=torch.int32).repeat(2)
     seen: list[Any] = []

@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 import qcut.ops  # noqa: F401  (registers)
+from qcut.codebooks.layout import Geometry, unit_bytes
 from qcut.emitters.core.source import DType
 from qcut.emitters.decoder.embed import EmbedRows, emit_embed
-from qcut.layers.embedding import Embedding, table_of
+from qcut.emitters.decoder.embed_codebook import EmbedCodebook, emit_embed_codebook
+from qcut.layers.embedding import CodebookTable, Embedding, Table, table_of
 from qcut.numerics import int8 as numerics
 from tests.gpu.support.launching import Guarded, arch, launch
 from tests.gpu.support.oracles import DEVICE, TORCH_DTYPE, assert_same
@@ -72,7 +74,7 @@ def test_the_operator_is_the_modules(dtype: torch.dtype, int8: bool, columns: in
         tokens = Embedding.from_float(tokens, "w8a16")
     positions = nn.Embedding(64, columns, dtype=dtype, device=DEVICE)
     table = table_of(tokens)
-    assert table is not None
+    assert isinstance(table, Table)
     for rows in (1, 8, 3000):
         ids = torch.randint(0, 500, (rows,), device=DEVICE)
         places = torch.randint(0, 64, (rows,), device=DEVICE, dtype=torch.int32)
@@ -93,3 +95,83 @@ def test_a_graph_reads_new_ids() -> None:
     ids.copy_(torch.tensor([3, 49, 0, 3]))
     graph.replay()
     assert_same(y, table[ids])
+
+
+# ── codebooks ────────────────────────────────────────────────────────────────────────────────────
+
+
+def codebook_table(scheme: str, columns: int, dtype: torch.dtype) -> CodebookTable:
+    """Of 500 tokens, one of them zeros."""
+    tokens = nn.Embedding(500, columns, dtype=dtype, device=DEVICE)
+    with torch.no_grad():
+        tokens.weight[7] = 0
+    table = table_of(Embedding.from_float(tokens, scheme))
+    assert isinstance(table, CodebookTable)
+    return table
+
+
+@pytest.mark.parametrize("places", [False, True])
+def test_rows_of_a_codebook_are_written_alone(places: bool) -> None:
+    """One kernel by hand: what it writes, twice, for numbers of rows that end within a CTA."""
+    table, k, tokens = codebook_table("codebook4", 384, torch.float16), 384, 37
+    layer, geometry = table.linear, Geometry(384, 128)
+    desc = EmbedCodebook(F16, F16, (4,), 128, arch(), places=places, zeroes=places)
+    ids = torch.randint(0, 500, (tokens,), device=DEVICE)
+    ids[:4] = torch.tensor([-1, 500, -(2**40), 2**40])
+    at = torch.randint(-3, PLACES + 3, (tokens,), device=DEVICE, dtype=torch.int32)
+    place_table = torch.randn(PLACES, k + 8, device=DEVICE).half()
+    want = layer.rows(ids.clamp(0, 499)).half()
+    if places:
+        want = want + place_table[at.clamp(0, PLACES - 1).long(), :k]
+    for _ in range(2):
+        out, zeroed = Guarded(tokens, k, torch.float16), Guarded(1, 3000, torch.float32)
+        tile_bytes = geometry.units * unit_bytes(4)
+        given = [ids, layer.units, layer.codebook, tile_bytes, layer.norms, layer.signs]
+        given += [at, place_table, out.tensor, k + 8, 500, PLACES] if places else [out.tensor, 500]
+        given += [tokens, k, geometry.k_padded, 128, *([zeroed.tensor, 3000] if places else [])]
+        launch(emit_embed_codebook(desc), desc.grid(tokens, k), *given)
+        assert_same(out.take(k), want.cpu())
+        assert not places or not zeroed.take(3000).any()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "columns", "dtype"),
+    [
+        ("codebook4", 4096, torch.float16),
+        ("codebook4", 1280, torch.bfloat16),
+        ("codebook3_g64", 320, torch.float32),
+        ("codebook2_g32_fp32norms", 96, torch.float16),
+        ("codebook4_pairs", 1280, torch.float16),
+        ("codebook4+4", 1280, torch.float16),
+        ("codebook4+2", 384, torch.float32),
+        ("codebook4_rows", 64, torch.float16),
+        ("int4", 160, torch.float16),
+        ("codebook4+3_none", 224, torch.bfloat16),
+    ],
+)
+def test_the_operator_is_the_modules_of_codebooks(scheme: str, columns: int, dtype: torch.dtype) -> None:
+    table = codebook_table(scheme, columns, dtype)
+    tokens, positions = Embedding.tied_to(table.linear, dtype), nn.Embedding(64, columns, dtype=dtype, device=DEVICE)
+    with torch.no_grad():
+        for rows in (1, 8, 3000):
+            ids = torch.randint(0, 500, (rows,), device=DEVICE)
+            ids[-1] = 7
+            want = tokens(ids)
+            assert_same(table.embed(ids, None, None, None), want)
+            places = torch.randint(0, 64, (rows,), device=DEVICE, dtype=torch.int32)
+            zeroed = torch.ones(3, rows, device=DEVICE)
+            assert_same(table.embed(ids, places, positions.weight, zeroed), want + positions(places))
+            assert not zeroed.any()
+    # Butterflies are sums of two: the CPU's bits are the same.
+    assert_same(want.cpu(), Embedding.tied_to(table.linear.cpu(), dtype)(ids.cpu()))
+
+
+def test_a_graph_reads_new_ids_of_a_codebook() -> None:
+    table, ids = codebook_table("codebook4", 256, torch.float16), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    table.embed(ids, None, None, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = table.embed(ids, None, None, None)
+    ids.copy_(torch.tensor([3, 499, 0, 3]))
+    graph.replay()
+    assert_same(y, table.linear.rows(ids).half())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import qcut
 from qcut.cli import main as cli
 from qcut.cuda import gemm as gemm_cuda
 from qcut.engine import decode_loop, decoder
@@ -20,7 +21,7 @@ from qcut.numerics.sampling import Sampling
 from tests.gpu.support.decoders import llama
 from tests.gpu.support.oracles import DEVICE, assert_same
 from tests.support import llama2c_oracle as llama2c
-from tests.support.decoders import VOCABULARY, prompts_of
+from tests.support.decoders import VOCABULARY, WIDE, prompts_of, small
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -47,6 +48,16 @@ def test_graphs_are_the_launches(scheme: str | None, monkeypatch: pytest.MonkeyP
         assert_same(captured.decode([token, token + 1]), launched.decode([token, token + 1]))
     hot = Sampling(temperature=1.0, seed=2)
     assert captured.generate(prompts, 30, sampling=hot) == launched.generate(prompts, 30, sampling=hot)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_codebook_tables_are_the_modules(kind: str) -> None:
+    model = small(kind, **WIDE).to(DEVICE, torch.float16)
+    qcut.quantize(model, "codebook4", embeddings="codebook4", prebuild=(), progress=False)
+    prompts = prompts_of(VOCABULARY, 20, 3)
+    want = Engine(model, batch=2).generate(prompts, 20)
+    with model.get_input_embeddings().register_forward_hook(lambda *_: None):  # a hook is the module's own way
+        assert Engine(model, batch=2).generate(prompts, 20) == want
 
 
 @pytest.mark.parametrize("layer", [False, True])

@@ -52,7 +52,7 @@ __device__ __forceinline__ void embed_codebook(const long long* ids, const Codeb
   constexpr int bits[] = {kBits...};
   constexpr int kEntries = kPairs ? 512 : 16;
   constexpr int kEach = (kEntries + kThreads - 1) / kThreads;
-  __shared__ alignas(8) float books[kPasses][kEntries];
+  __shared__ __align__(8) float books[kPasses][kEntries];
   const unsigned chunks = k / kLaneColumns;
   const unsigned item = blockIdx.x * kThreads + threadIdx.x;
   const bool live = item / chunks < static_cast<unsigned>(rows);  // others take part in barriers and shuffles
