@@ -19,7 +19,7 @@ BELOW = {
     "gemm": {"core", "gemm"},
     "codebook": {"core", "gemm", "codebook"},
     "stream": {"core", "codebook", "stream"},
-    "decoder": {"core", "decoder"},
+    "decoder": {"core", "codebook", "decoder"},
     "cutlass": {"core", "cutlass"},
 }
 """Folders that a folder's headers may include."""
