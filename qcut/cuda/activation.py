@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from qcut.cuda.codebook import rotate
+from qcut.cuda.codebook import rotate, rotates_rows
 from qcut.cuda.operands import is_aligned
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
-from qcut.dispatch.gpus import Target
 from qcut.emitters.codebook.rotate_rows import RowsRotation
-from qcut.emitters.core.source import EmitError
 from qcut.emitters.decoder.activate import ActivateRows, emit_activation
 from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
 from qcut.ops.registry import serves
-
-ROTATES = True
-"""Whether the kernel of an activation rotates it; otherwise a kernel of its own does."""
 
 _plans: PlanCache[LaunchPlan] = PlanCache()
 
@@ -42,7 +35,8 @@ def activate_rotated(call: ActivateRotated) -> tuple[Tensor, Tensor]:
     kind, columns, dtype = "gelu_tanh" if call.up is None else "silu_mul", call.x.shape[1], call.x.dtype
     rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, columns), len(call.seeds))
     device = call.x.get_device()
-    if not (ROTATES and _has_rotating(kind, dtype, columns, rotation, target(device))):
+    gpu = target(device)
+    if not rotates_rows(gpu, ActivateRows.rotating, kind, DTYPES[dtype], gpu.arch, columns, rotation):
         y = _launch(kind, None, call.x, *(() if call.up is None else (call.up,)))
         return rotate(call.rotation(y))
     blocks, scale = call.rotation(call.x).fake()
@@ -58,16 +52,6 @@ def activate_rotated(call: ActivateRotated) -> tuple[Tensor, Tensor]:
     args = (*(t.data_ptr() for t in given), blocks.data_ptr(), *scales, *strides, columns, *turned)
     plan.launch(len(call.x), args, current_stream(device))
     return blocks, scale
-
-
-@lru_cache(maxsize=4096)
-def _has_rotating(kind: str, dtype: torch.dtype, columns: int, rotation: RowsRotation, gpu: Target) -> bool:
-    """Whether an activation's kernel has registers to rotate rows; closed sets have no such kernels."""
-    try:
-        ActivateRows.rotating(kind, DTYPES[dtype], gpu.arch, columns, rotation)
-    except EmitError:
-        return False
-    return not gpu.closed
 
 
 def _rows(*operands: Tensor) -> tuple[list[Tensor], list[int], bool]:

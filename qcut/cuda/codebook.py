@@ -8,6 +8,7 @@ and is the key of its plan; `CodebookLayer` lists the kernels of a layer before 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -377,6 +378,23 @@ def rotate(call: RotateTokens) -> tuple[Tensor, Tensor]:
     plans[0].launch(m, (x.data_ptr(), rows.data_ptr(), *matrices, stride, m, k, k_padded), stream)
     plans[1].launch(m, (rows.data_ptr(), blocks.data_ptr(), *scales, width, m, width, width), stream)
     return blocks, scale
+
+
+@lru_cache(maxsize=1 << 12)
+def rotates_rows(gpu: Target, describe: Callable[..., object], *shape: Hashable, **flags: Hashable) -> bool:
+    """Whether a kernel that makes rows has registers to rotate them, too; closed sets have no such kernels.
+
+    Args:
+        gpu: the GPU.
+        describe: describes the kernel that rotates, or raises `EmitError`.
+        shape: arguments of ``describe``.
+        flags: further ones.
+    """
+    try:
+        describe(*shape, **flags)
+    except EmitError:
+        return False
+    return not gpu.closed
 
 
 # ── product ──────────────────────────────────────────────────────────────────────────────────────

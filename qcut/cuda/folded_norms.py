@@ -13,6 +13,7 @@ from qcut.cuda.linear import linear_problem
 from qcut.cuda.operands import dense, parameters, row_major
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, m_bucket, target
 from qcut.emitters.stream.w8a8 import Norm
+from qcut.errors import ConfigError
 from qcut.numerics import folded_norms as numerics
 from qcut.numerics.int8 import raise_absmax
 from qcut.ops.folded_norms import NormedLinear, ResidualLinear
@@ -72,6 +73,16 @@ def _plan(layer: FoldedLayer, device: int) -> LaunchPlan | None:
         return FoldedPlan(None if spec is None else spec.load(device))
 
     return (_plans.get((layer, device)) or _plans.make((layer, device), load)).product
+
+
+def check_kernels(device: int) -> None:
+    """Raise ConfigError where kernels come from a pack: it has none of these, and products would be composed."""
+    gpu = target(device)
+    if gpu.closed:
+        raise ConfigError(
+            f"fold_norms: the kernels of {gpu.arch} come from a pack, which has none of folded norms; allowed: an "
+            "installation without that pack, which compiles its kernels"
+        )
 
 
 @serves(NormedLinear)

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
-from qcut.cuda.codebook import rotate
+from qcut.cuda.codebook import rotate, rotates_rows
 from qcut.cuda.operands import is_aligned
 from qcut.cuda.plans import DTYPES, LaunchPlan, LaunchSpec, PlanCache, pdl, target
 from qcut.cuda.streams import current_stream
 from qcut.dispatch.closed import norm_columns
-from qcut.dispatch.gpus import Target
 from qcut.emitters.codebook.rotate_rows import RowsRotation
-from qcut.emitters.core.source import EmitError
 from qcut.emitters.decoder.norm import MANY_ROWS, NormRows, emit_norm
 from qcut.ops.norm import AddNorm, AddNormInt8, AddNormRotated
 from qcut.ops.registry import serves
-
-ROTATES = True
-"""Whether the kernel of a norm rotates it; otherwise a kernel of its own does."""
 
 _plans: PlanCache[LaunchPlan] = PlanCache()
 
@@ -46,21 +39,12 @@ def add_norm_rotated(call: AddNormRotated) -> tuple[Tensor, Tensor, Tensor]:
     call.check()
     (m, k), gpu = call.x.shape, target(call.x.get_device())
     rotation = RowsRotation(DTYPES[call.out_dtype], min(call.group_size, k), len(call.seeds))
-    if not (ROTATES and _has_rotating(call.x.dtype, call.layer, k, m >= MANY_ROWS, rotation, gpu)):
+    shape = DTYPES[call.x.dtype], call.layer, gpu.arch, k
+    if not rotates_rows(gpu, NormRows.for_shape, *shape, many=m >= MANY_ROWS, rotation=rotation):
         total, y = add_norm(call.unrotated)
         return total, *rotate(call.rotation(y))
     blocks, scale = call.rotation(call.x).fake()
     return _launch(call, blocks, scale if rotation.quantized else None, rotation), blocks, scale
-
-
-@lru_cache(maxsize=4096)
-def _has_rotating(dtype: torch.dtype, layer: bool, k: int, many: bool, rotation: RowsRotation, gpu: Target) -> bool:
-    """Whether a norm's kernel has registers to rotate rows; closed sets have no such kernels."""
-    try:
-        NormRows.for_shape(DTYPES[dtype], layer, gpu.arch, k, many=many, rotation=rotation)
-    except EmitError:
-        return False
-    return not gpu.closed
 
 
 def _launch(

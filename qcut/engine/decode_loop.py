@@ -14,8 +14,6 @@ from torch import Tensor
 import qcut.ops  # noqa: F401  (registers torch.ops.qcut)
 from qcut.engine.graphs import Graphs
 
-TELLS = True
-"""Whether a step's last kernel writes its tokens to the host's memory; otherwise they are copied after each step."""
 _TURNS = 4
 """Steps whose tokens the host's memory holds: the host may be one behind."""
 
@@ -67,7 +65,7 @@ class DecodeLoop:
         self._positions = torch.zeros(size, dtype=torch.int32, device=device)
         self._slots = torch.full((size,), context, dtype=torch.int32, device=device)
         self._told: _Told | None = None
-        if TELLS and graphs is not None and device.type == "cuda":
+        if graphs is not None and device.type == "cuda":
             self._told = _Told(size, device)
             # A step may still write to the memory when nobody holds the loop any more.
             weakref.finalize(self, self._told.settle).atexit = False

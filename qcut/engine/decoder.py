@@ -25,9 +25,6 @@ from qcut.ops.linear import FEW_ELEMENTS, FEW_ROWS
 if TYPE_CHECKING:
     from qcut.engine.folding import FoldedBlocks
 
-EMBEDDING_ZEROES = True
-"""Whether the kernel of embeddings writes the zeros that magnitudes start from; otherwise one of torch's does."""
-
 FOLDED_ROWS = 1
 """Most rows of a step whose norms are folded. Products that quantize more themselves take longer than norms do: two
 sequences of GPT-2 Large took 944 µs with folded norms, 801 without (one H100, `benchmarks/bench_folding.py`).
@@ -614,10 +611,9 @@ class Decoder:
         ]
         if not any(map(any, wanted)):
             return self._no_absmax()
-        make = torch.empty if EMBEDDING_ZEROES else torch.zeros
-        memory = make((len(wanted), 4 if folded else 2, rows), dtype=torch.float32, device=self.device)
+        memory = torch.empty((len(wanted), 4 if folded else 2, rows), dtype=torch.float32, device=self.device)
         blocks = [
             BlockAbsmax(*(zeros if of_block else None for zeros, of_block in zip(z, which, strict=False)))
             for z, which in zip(memory, wanted, strict=True)
         ]
-        return _Absmax(memory if EMBEDDING_ZEROES else None, blocks)
+        return _Absmax(memory, blocks)

@@ -47,6 +47,10 @@ def folded_norm(norm: AddNorm, readers: Sequence[nn.Module]) -> FoldedNorm:
 
 def check_foldable(decoder: Decoder) -> None:
     """Raise ConfigError, with what is in the way, where a block's norms cannot be folded."""
+    if decoder.device.type == "cuda":
+        from qcut.cuda.folded_norms import check_kernels
+
+        check_kernels(decoder.device.index)
     for i, block in enumerate(decoder.blocks):
         if obstacle := _obstacle(block):
             raise ConfigError(f"fold_norms: block {i} {obstacle}")

@@ -98,7 +98,7 @@ def test_rotated_rows(
         (norm, norm.add_norm_rotated, of_norm),
         (activation, activation.activate_rotated, of_gate),
     ):
-        monkeypatch.setattr(module, "ROTATES", False)
+        monkeypatch.setattr(module, "rotates_rows", lambda *_, **__: False)
         serve(call)
     assert (len(norms), len(activations), len(rotations)) == (2, 3, 2)
     assert [launch["signs"] for launch in rotations] == [signs.data_ptr()] * 2

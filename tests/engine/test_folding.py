@@ -90,3 +90,11 @@ def test_long_rows_are_refused() -> None:
     model = quantized("llama", intermediate_size=16400)
     with pytest.raises(errors.ConfigError, match="projection down reads 16400 columns; allowed: up to 16384"):
         Engine(model, fold_norms=True)
+
+
+def test_a_pack_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = target_named("sm_90a")
+    for closed in (False, True):
+        monkeypatch.setattr(folded_norms, "target", lambda _, closed=closed: replace(gpu, closed=closed))
+        with pytest.raises(errors.ConfigError, match="sm_90a come from a pack") if closed else nullcontext():
+            folded_norms.check_kernels(0)

@@ -14,7 +14,7 @@ import torch
 import qcut
 from qcut.cli import main as cli
 from qcut.cuda import gemm as gemm_cuda
-from qcut.engine import decode_loop, decoder
+from qcut.engine import decode_loop
 from qcut.engine.engine import Engine
 from qcut.numerics.int8 import sqnr_db
 from qcut.numerics.sampling import Sampling
@@ -161,14 +161,6 @@ def test_llama2c_files_generate_the_cpus_text(tmp_path: Path, capfd: pytest.Capt
     for name in llama2c.SAMPLES[1:]:  # where llama2.c's own file lies beside the project
         sample = llama2c.sample(name, tmp_path)
         assert text(sample.model, sample.tokens, "cuda") == sample.text.read_text()
-
-
-def test_tokens_in_the_hosts_memory_are_those_that_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompts = llama("w8a8"), prompts_of(VOCABULARY, 9, 30, 4)
-    told = Engine(model, batch=4).generate(prompts, 40)
-    monkeypatch.setattr(decode_loop, "TELLS", False)
-    monkeypatch.setattr(decoder, "EMBEDDING_ZEROES", False)
-    assert Engine(model, batch=4).generate(prompts, 40) == told
 
 
 def test_tokens_that_nobody_has_read_stay() -> None:
