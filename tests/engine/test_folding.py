@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 
 import qcut
 from qcut import errors
+from qcut.cuda import folded_norms
+from qcut.dispatch.gpus import target_named
 from qcut.engine.engine import Engine
 from qcut.numerics.int8 import sqnr_db
 from tests.support.decoders import VOCABULARY, prompts_of, small
