@@ -43,6 +43,8 @@ KEY = ("case", "what", "batch")
 """Rows that a call does not measure stay."""
 CONTEXTS_OF = (1, 8)
 """Sequences whose steps are timed in a short and a long context."""
+IN_CONTEXT = "decode in a context of "
+"""What their rows say, before the number of tokens."""
 CHECKED = 64
 """Tokens of the prompt that results are compared on."""
 MIN_COSINE = 0.999
@@ -345,7 +347,7 @@ def run(options: argparse.Namespace) -> int:
         for batch, context in itertools.product(of, (prompt + new, limit)):
             timed = qcut.Engine(model, batch=batch, context=context)
             timing = decode_us(timed, prompts_of(case.vocabulary, batch, prompt), new, rounds)
-            add(timing, name, f"decode in a context of {context}", batch, batch, 0.0)
+            add(timing, name, f"{IN_CONTEXT}{context}", batch, batch, 0.0)
             del timed
         del model
         if device == "cuda":

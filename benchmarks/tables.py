@@ -18,6 +18,7 @@ if __package__ in (None, ""):
 
 from benchmarks import bench_cliff, encoder_quality, plan_quality, plots
 from benchmarks.bench_codebook import FEW_TOKENS, NK, PEERS_US, PROMPTS, speedups
+from benchmarks.bench_engine import IN_CONTEXT
 from benchmarks.bench_model import PEERS_GB
 from benchmarks.bench_prompt_attention import NAMES as PROMPT_NAMES
 from benchmarks.codebook_quality import VARIANTS, is_refined, kind_of
@@ -68,6 +69,7 @@ ATTENTION_CONTEXTS = ("64", "512", "2048", "8192", "32768")
 ENGINE_MODELS = {
     "gpt2-large-int8": "GPT-2 Large, w8a8",
     "llama-3-8b-codebook4": "Llama-3-8B shape, codebook4",
+    "llama-3-8b-codebook4-head": "Llama-3-8B shape, codebook4, table and head too",
     "llama-3-8b-codebook4-int8": "Llama-3-8B shape, codebook4_int8",
     "llama-3-8b-int8": "Llama-3-8B shape, w8a8",
     "llama2c-288": "llama2.c, 6 layers of 288, w8a16",
@@ -328,8 +330,9 @@ def _peak(rows: Rows, bench: str, variant: str) -> float:
 def engine(rows: Rows) -> str:
     """Prompts and steps of the engine, and what the memory's bandwidth would allow."""
     lines = []
-    for row in rows.of("bench_engine"):
-        if row["what"] == "kernel":
+    order = list(ENGINE_MODELS)
+    for row in sorted(rows.of("bench_engine"), key=lambda row: order.index(row["case"])):
+        if row["what"] == "kernel" or row["what"].startswith(IN_CONTEXT):
             continue
         decode = row["what"] == "decode"
         limit = f"{float(row['batch']) / float(row['floor_us']) * 1e6:,.0f}" if decode else MISSING
@@ -337,6 +340,18 @@ def engine(rows: Rows) -> str:
         ms = f"{float(row['median_us']) / 1e3:.2f}"
         lines.append([ENGINE_MODELS[row["case"]], what, row["batch"], ms, f"{int(row['tokens_s']):,}", limit])
     return markdown(["model", "what", "sequences", "ms", "tokens/s", "limit of the memory, tokens/s"], lines)
+
+
+def contexts(rows: Rows) -> str:
+    """Steps of engines of a short context and of the longest, where no sequence is longer than the short one."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for row in rows.of("bench_engine"):
+        if row["what"].startswith(IN_CONTEXT):
+            key = list(ENGINE_MODELS).index(row["case"]), int(row["batch"])
+            context = int(row["what"].removeprefix(IN_CONTEXT))
+            found.setdefault(key, []).append(f"{int(row['tokens_s']):,} in {context:,}")
+    lines = [[list(ENGINE_MODELS.values())[case], str(batch), *found[case, batch]] for case, batch in sorted(found)]
+    return markdown(["model", "sequences", "tokens/s in a context of", "and of"], lines)
 
 
 def generation_rates(rows: Rows) -> dict[str, float]:
@@ -574,6 +589,7 @@ MEASURED: Mapping[str, Callable[[Rows], str]] = {
     "encoder quality": encoders,
     "model": model,
     "engine": engine,
+    "contexts": contexts,
     "comparison": comparison,
     "attention": attention,
     "caches": caches,

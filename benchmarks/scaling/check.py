@@ -88,14 +88,15 @@ def _predicted_us(primitives: Primitives, key: Key) -> float:
 
 def _engine_rows(rows: Rows) -> Iterable[tuple[Key, float]]:
     for row in rows.of("bench_engine", gpu=GPU):
-        if row["what"] != "kernel":
+        if row["what"] != "kernel" and not row["what"].startswith(bench_engine.IN_CONTEXT):
             yield key_of(row), float(row["median_us"])
 
 
 def calibrated(primitives: Primitives, rows: Rows) -> Primitives:
     """Take from the rows of `TAKEN` what steps and prompts take besides the terms that primitives explain.
 
-    A layer of a step: what is left of `STEP_ROW`, over the layers. A layer of a prompt, and a prompt: what is left of
+    A layer of a step: what is left of `STEP_ROW`, over the layers; below 0 where kernels begin before those before them
+    have ended. A layer of a prompt, and a prompt: what is left of
     both `PROMPT_ROWS`, of models with unlike numbers of layers.
 
     Raises:
@@ -110,7 +111,7 @@ def calibrated(primitives: Primitives, rows: Rows) -> Primitives:
     first_us = max(0.0, (many - few) / (layers - few_layers))
     return replace(
         primitives,
-        layer_us=max(0.0, step_left / CASES[STEP_ROW[0]].layers),
+        layer_us=step_left / CASES[STEP_ROW[0]].layers,
         first_us=first_us,
         prompt_us=max(0.0, many - layers * first_us),
     )

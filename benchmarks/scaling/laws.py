@@ -184,7 +184,7 @@ class Primitives:
         prompt_attention: microseconds by multiplications and additions that the causal mask leaves.
         all_reduce: GPUs → microseconds by bytes, in a CUDA graph; GPUs without rows are assumed.
         ceiling: bandwidth and peaks.
-        layer_us: of one layer of a step, what no other term covers: norms, activation, gaps between kernels.
+        layer_us: of one layer of a step, what no other term covers: norms, activation, less what kernels overlap.
         first_us: of one layer of a prompt, the same.
         prompt_us: of one prompt: its ids go to the GPU, the first token comes back.
         all_reduce_factor: multiplies every all-reduce, to see what depends on it.

@@ -121,7 +121,7 @@ class Time:
     Attributes:
         products_us: linear layers.
         attention_us: attention and the cache's reading.
-        rest_us: norms, activations, gaps between kernels.
+        rest_us: norms and activations, less the time that kernels overlap.
         head_us: classifier.
         all_reduce_us: exchanges within a host.
         send_us: between stages.
@@ -168,7 +168,7 @@ def head_scheme(scheme: str) -> str:
 def _layer(
     primitives: Primitives, shape: Shape, scheme: str, rows: int, tp: int, fixed_us: float
 ) -> tuple[float, float, float]:
-    """Microseconds of a layer's products, of its norms and gaps, and of its all-reduces."""
+    """Microseconds of a layer's products, of its norms and the rest, and of its all-reduces."""
     products = sum(primitives.product_us(scheme, rows, n, k) for n, k in shape.products(tp))
     rest = fixed_us + shape.moved_bytes(rows, tp) / primitives.ceiling.read_bytes * 1e6
     return products, rest, 2 * primitives.all_reduce_us(tp, 2.0 * rows * shape.hidden)

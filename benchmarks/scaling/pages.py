@@ -239,7 +239,7 @@ def hosts(rows: Rows) -> str:
         measured = float(row["median_us"])
         ms = (figures(us / 1e3) for us in (floor, *parts, sum(parts), measured))
         lines.append([f"{row['shape']}, {scheme}", str(gpus), str(batch), *ms, f"{100 * floor / measured:.0f} %"])
-    columns = ("products", "attention", "norms, gaps", "classifier", "all-reduces", "sum", "measured", "memory of it")
+    columns = ("products", "attention", "norms, rest", "classifier", "all-reduces", "sum", "measured", "memory of it")
     return markdown(["model, ms", "GPUs", "sequences", "memory alone", *columns], lines)
 
 
@@ -322,7 +322,7 @@ def taken(rows: Rows) -> str:
     primitives = _primitives(rows.folder)
     left = (STEP_ROW,), PROMPT_ROWS, PROMPT_ROWS
     what = (
-        ("each layer of a step: norms, activation, gaps between kernels", primitives.layer_us),
+        ("each layer of a step: norms, activation, less what kernels overlap", primitives.layer_us),
         ("each layer of a prompt, the same", primitives.first_us),
         ("each prompt: to the GPU, and the first token back", primitives.prompt_us),
     )
