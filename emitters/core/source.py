@@ -108,6 +108,7 @@ class KernelSource:
             by `qcut.jit`).
         waits: the kernel executes ``griddepcontrol.wait`` before it touches what the kernel before may write. Only
             such a kernel may be launched before its predecessor ends.
+        cooperative: CTAs of a launch wait for each other, so that all have to be resident at once.
     """
 
     name: str
@@ -123,6 +124,7 @@ class KernelSource:
     includes: tuple[str, ...] = ("qcut",)
     libraries: tuple[str, ...] = field(default=())
     waits: bool = False
+    cooperative: bool = False
 
     def __post_init__(self) -> None:
         if self.arch not in ARCHITECTURES:

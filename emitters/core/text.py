@@ -23,6 +23,7 @@ def kernel_source(
     smem_bytes: int = 0,
     ctas_per_sm: int | None = None,
     cluster: int = 1,
+    cooperative: bool = False,
 ) -> KernelSource:
     """A raw kernel: one ``extern "C"`` function over device code that lies in headers.
 
@@ -38,6 +39,7 @@ def kernel_source(
         smem_bytes: dynamic shared memory per CTA.
         ctas_per_sm: CTAs of a multiprocessor that the compiler keeps registers for; None leaves the choice to it.
         cluster: CTAs of a cluster, along x.
+        cooperative: see `KernelSource`.
     """
     bounds = str(block) if ctas_per_sm is None else f"{block}, {ctas_per_sm}"
     dims = f"__cluster_dims__({cluster}, 1, 1) " if cluster > 1 else ""
@@ -59,6 +61,7 @@ def kernel_source(
         smem_bytes=smem_bytes,
         includes=("qcut", "cuda"),
         waits=waits,
+        cooperative=cooperative,
     )
 
 

@@ -39,6 +39,7 @@ QUERY_CAN_IMPLEMENT = 4
 """``qcut_query(4, args)``: whether the kernel takes a problem of these sizes and alignments."""
 
 _FUNCTION_MAX_DYNAMIC_SMEM = 8
+_ATTRIBUTE_COOPERATIVE = 2
 _ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 _INVALID_IMAGE = 200
 _WRONG_CONTEXT = (201, 400)  # CUDA_ERROR_INVALID_CONTEXT, CUDA_ERROR_INVALID_HANDLE
@@ -94,19 +95,22 @@ class _UnusableBinaryError(LaunchError):
 class _Buffers(threading.local):
     """One thread's argument block and launch configuration, with the references ctypes passes on.
 
+    Args:
+        size: bytes of the argument block.
+        offsets: of the arguments in it.
+        attribute: id of the launch attribute, whose value is 1.
+
     Attributes:
         all: (argument block, configuration, reference to the block, reference to the array of argument
             addresses, reference to the configuration, address of the attribute).
     """
 
-    def __init__(self, size: int, offsets: Sequence[int]) -> None:
+    def __init__(self, size: int, offsets: Sequence[int], attribute: int) -> None:
         args = ctypes.create_string_buffer(max(size, 1))
         base = ctypes.addressof(args)
         pointers = (ctypes.c_void_p * max(len(offsets), 1))(*(base + offset for offset in offsets))
         config = ctypes.create_string_buffer(_CONFIG.size)
-        self.attribute = ctypes.create_string_buffer(
-            _ATTRIBUTE.pack(_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 1), _ATTRIBUTE.size
-        )
+        self.attribute = ctypes.create_string_buffer(_ATTRIBUTE.pack(attribute, 1), _ATTRIBUTE.size)
         self.all = (
             args,
             config,
@@ -136,7 +140,9 @@ class Kernel:
         self._context = _device.primary_context(device)
         self._host = _load_host(binary) if binary.host_so is not None else None
         fields, offsets = struct.Struct(source.struct_format), param_offsets(source)
-        self._buffers = _Buffers(fields.size, offsets)
+        self._cooperative = source.cooperative
+        attribute = _ATTRIBUTE_COOPERATIVE if source.cooperative else _ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        self._buffers = _Buffers(fields.size, offsets, attribute)
         self._pack = fields.pack_into
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         if status := lib.cuModuleLoadData(ctypes.byref(module), binary.cubin):
@@ -176,7 +182,7 @@ class Kernel:
                 status = self._call(block_ref, self._function, ctypes.c_void_p(stream), FLAG_PDL if pdl else 0)
             else:
                 x, y, z = grid
-                attributes, count = (attribute, 1) if pdl else (0, 0)
+                attributes, count = (attribute, 1) if pdl or self._cooperative else (0, 0)
                 _pack_config(config, 0, x, y, z, self.block, 1, 1, self.smem_bytes, stream, attributes, count)
                 status = self._call(config_ref, self._function, pointers_ref, None)
         except _PACKING_ERRORS as error:
