@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.constraints import Constraint, check
 from qcut.emitters.core.source import DType, KernelSource, Param
-from qcut.emitters.core.text import include, kernel_source
+from qcut.emitters.core.text import flag, include, kernel_source
 
-_TABLE_BYTES = 65_536
 _WARPS = 16
-_PIECE_BYTES = 16 * (1024 + 32)
-_MOST_RING = 8
-MOST_COLUMNS = 16_384
-"""Columns of a product's token, which lies between the entries of the table of pairs."""
+_PIECE_COLUMNS, _PIECE_BYTES = 64 * _WARPS, 16 * (64 * _WARPS + 64)
+_MOST_RING = 12
 
 CONSTRAINTS = (
     Constraint("arch", "has clusters: bulk copies and their barriers come with them", lambda k: architecture(k.arch).clusters),
@@ -31,8 +28,8 @@ CONSTRAINTS = (
     Constraint("keys", "are at most the CTAs, each of which attends for one", lambda k: 1 <= k.keys <= k.ctas),
     Constraint(
         "columns",
-        f"of all products are multiples of 128 up to {MOST_COLUMNS}",
-        lambda k: all(n % 128 == 0 and 0 < n <= MOST_COLUMNS for n in (k.hidden, k.inner, k.queries)),
+        "of all products are multiples of 64",
+        lambda k: all(n % 64 == 0 and n > 0 for n in (k.hidden, k.inner, k.queries)),
     ),
     Constraint("ring", "has 2 pieces of a product at least", lambda k: k.ring >= 2),
 )
@@ -65,6 +62,9 @@ class DecodeBlocks:
     head: int
     ctas: int
     arch: str
+    layer: bool = False
+    gated: bool = True
+    rotary: bool = True
 
     def __post_init__(self) -> None:
         check(self.name, CONSTRAINTS, self)
@@ -73,7 +73,8 @@ class DecodeBlocks:
     def name(self) -> str:
         """``qcut_decode_blocks_{arch}_{x}_h{hidden}i{inner}k{keys}g{group}d{head}_c{ctas}``."""
         sizes = f"h{self.hidden}i{self.inner}k{self.keys}g{self.group}d{self.head}"
-        return f"qcut_decode_blocks_{self.arch.replace('_', '')}_{self.x.value}_{sizes}_c{self.ctas}"
+        flags = "_layer" * self.layer + "_gated" * self.gated + "_rope" * self.rotary
+        return f"qcut_decode_blocks_{self.arch.replace('_', '')}_{self.x.value}_{sizes}_c{self.ctas}{flags}"
 
     @property
     def queries(self) -> int:
@@ -90,23 +91,29 @@ class DecodeBlocks:
         """Threads of a CTA."""
         return 32 * _WARPS
 
+    @property
+    def _qkv(self) -> int:
+        return self.queries + 2 * self.keys * self.head
+
     def _rows(self, n: int) -> int:
-        return 16 * -(-n // 16 // self.ctas) if n % 16 == 0 else 0
+        return 16 * -(-n // 16 // self.ctas)
 
     def _bytes(self, ring: int) -> int:
-        """Shared memory with a ring of so many pieces: some before the table of pairs, which is at 64 KB, some behind."""
-        qkv = self.queries + 2 * self.keys * self.head
-        rows = max(self._rows(qkv), self._rows(self.hidden), 2 * self._rows(self.inner))
-        first = 1024 + 2 * self.hidden + 2 * (self.group + 2) * self.head + 4 * 8 * 18 + 4 * _WARPS + 16 * ring
-        first += 4 * _WARPS * max(rows + 2, self.head + 4)
-        before = (_TABLE_BYTES - -(-first // 128) * 128) // _PIECE_BYTES
-        return 2 * _TABLE_BYTES - 1024 + (ring - before) * _PIECE_BYTES
+        ups = 2 if self.gated else 1
+        rows = max(self._rows(self._qkv), self._rows(self.hidden), ups * self._rows(self.inner))
+        before = 2 * self.hidden + max(self.hidden, self.inner, self.queries) + 2 * (self.group + 2) * self.head
+        before += 4 * 8 * 16 + 3 * 4 * _WARPS + 16 * ring + 4 * _WARPS * max(rows + 2, self.head + 4)
+        return -(-before // 128) * 128 + ring * _PIECE_BYTES
 
     @property
     def ring(self) -> int:
-        """Pieces of weights that shared memory holds."""
+        """Pieces of weights that shared memory holds; those of two blocks at most."""
+        ups = 2 if self.gated else 1
+        products = ((self._qkv, self.hidden), (self.hidden, self.queries), (self.hidden, self.inner))
+        pieces = sum(n // 16 // self.ctas * -(-k // _PIECE_COLUMNS) for n, k in products)
+        pieces += ups * (self.inner // 16 // self.ctas) * -(-self.hidden // _PIECE_COLUMNS)
         most = architecture(self.arch).smem_bytes
-        return max((n for n in range(_MOST_RING + 1) if self._bytes(n) <= most), default=0)
+        return max((n for n in range(min(_MOST_RING, 2 * pieces) + 1) if self._bytes(n) <= most), default=0)
 
     @property
     def smem_bytes(self) -> int:
@@ -116,8 +123,7 @@ class DecodeBlocks:
     @property
     def packets(self) -> int:
         """8-byte words of memory through which CTAs exchange vectors."""
-        qkv = self.queries + 2 * self.keys * self.head
-        vectors = qkv + self.queries + 2 * self.hidden + self.inner
+        vectors = self._qkv + self.queries + 2 * self.hidden + self.inner
         return vectors // 2 + self.keys * self.parts * self.group * (self.head + 2)
 
     def params(self) -> tuple[Param, ...]:
@@ -149,26 +155,25 @@ class DecodeBlocks:
             Param("places", "i32"),
             Param("scale", "f32"),
             Param("eps", "f32"),
-            *(Param(f"book{i}", "i32") for i in range(8)),
         )
 
 
 def emit_decode_blocks(desc: DecodeBlocks) -> KernelSource:
     """Text of one kernel; arguments are ``desc.params()``. All its CTAs have to be resident at once."""
     x, params = desc.x.cpp, desc.params()
-    names = [param.name for param in params if not param.name.startswith("book")]
+    names = [param.name for param in params]
     names[1] = f"static_cast<const qcut::DecodeBlock<{x}>*>(blocks)"
-    words = ", ".join(f"static_cast<uint32_t>(book{i})" for i in range(8))
+    form = f"qcut::BlocksForm<{flag(desc.layer)}, {flag(desc.gated)}, {flag(desc.rotary)}>"
     sizes = (desc.hidden, desc.inner, desc.keys, desc.group, desc.head, desc.ctas, desc.ring)
     return kernel_source(
         desc.name,
         desc.arch,
         params,
-        f"using Shape = qcut::BlocksShape<{x}, {', '.join(map(str, sizes))}>;",
+        f"using Shape = qcut::BlocksShape<{x}, {form}, {', '.join(map(str, sizes))}>;",
         f'static_assert(Shape::kBytes == {desc.smem_bytes}, "the launch\'s shared memory");',
         f'static_assert(Shape::kPackets == {desc.packets}, "the launch\'s packets");',
         f"const qcut::DecodeStep<{x}> step{{{', '.join(names)}}};",
-        f"qcut::decode_blocks<Shape>(step, qcut::Book{{{{{words}}}}});",
+        f"qcut::decode_blocks<Shape>(step);",
         device_code=include("decoder/blocks.cuh"),
         block=desc.block,
         ctas_per_sm=1,

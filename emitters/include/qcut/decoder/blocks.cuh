@@ -1,74 +1,50 @@
-// All blocks of a decoder's step for one token, in one kernel that stays on every multiprocessor: RMSNorm, products with
-// codebook weights, attention over the cache, and a gated MLP.
+// All blocks of a decoder's step for one token, in one kernel that stays on every multiprocessor: norms, int8 products of
+// tokens that are quantized in the kernel, attention over the cache, and an MLP.
 //
-// A CTA has the same rows of each weight in every step. Their units come by bulk copies, in the order of use, into a ring
-// in shared memory, as far ahead as the ring has room, whatever the CTA waits for. A piece of the ring is up to 16 units
-// of a tile of 16 rows, of which each warp multiplies one. A warp copies the next piece to where one was that all have read.
+// A CTA has the same rows of each weight in every step. They come by bulk copies, in the order of use, into a ring in
+// shared memory, as far ahead as the ring has room, whatever the CTA waits for. A piece of the ring is up to 1,024 columns
+// of a tile of 16 rows, of which each warp multiplies 64. A warp copies the next piece to where one was that all have
+// read.
 //
 // Between products the CTAs exchange vectors through packets: two values of T, or a float, with a tag beside them that
 // no other exchange of this launch or an earlier one has. A CTA that needs a vector reads its packets until their tags are
-// right. Each CTA normalizes and rotates the whole vector for itself. Memory of an exchange is written again a block
+// right. Each CTA normalizes and quantizes the whole vector for itself. Memory of an exchange is written again a block
 // later: by then all CTAs have sent what they make of this one's.
 //
 // Attention: each head of keys has kParts CTAs, which divide the places of the sequence. Each merges the parts' results for
 // its share of the heads' columns.
 //
-// All CTAs are resident at once, as cooperative launches are. A CTA that waits in vain for seconds traps. The code of a
-// block is small enough for the instruction cache: it is one loop over four products.
+// All CTAs are resident at once, as cooperative launches are. A CTA that waits in vain for seconds traps.
 //
-// Exactness: results are rounded to T where kernels of the single operators round them. Sums are float32, in an order
-// that the sizes and the number of CTAs fix.
+// Exactness: products are exact in int32; results are rounded to T where kernels of the single operators round them. Sums
+// of norms and of attention are float32, in an order that the sizes and the number of CTAs fix.
 //
-// Source: PTX ISA 8.x, "cp.async.bulk", "mbarrier", "ld.relaxed", "st.relaxed"; mma.sync as in stream/codebook.cuh.
+// Source: PTX ISA 8.x, "cp.async.bulk", "mbarrier", "ld.relaxed", "st.relaxed", "Matrix Fragments for mma.m16n8k32".
 #pragma once
 
 #include <qcut/core/activation.cuh>
 #include <qcut/core/barrier.cuh>
+#include <qcut/core/mma.cuh>
+#include <qcut/core/quantize.cuh>
+#include <qcut/core/streaming.cuh>
 #include <qcut/decoder/attention/softmax.cuh>
 #include <qcut/decoder/rope.cuh>
-#include <qcut/stream/codebook.cuh>
 
 namespace qcut {
 
-// A product with codebook weights of 4 bits: units and their norms as stream/codebook.cuh reads them.
+// A product with int8 weights [n, k]; bias may be null.
 struct BlockProduct {
-  const char* units;
-  const char* norms;
-  const float* col_scale;
-  const uint32_t* signs;
+  const int8_t* weight;
+  const float *scale, *bias;
 };
 
-// A block's weights. The products' rows are those of queries, keys and values; the output's; those of gate and up; the
-// projection's down.
+// A block's weights. The products' rows are those of queries, keys and values; the output's; those of gate and up, or of up;
+// the projection's down. Biases of norms may be null.
 template <class T>
 struct DecodeBlock {
   BlockProduct products[4];
-  const T *attention_norm, *mlp_norm;
+  const T *attention_norm, *attention_bias, *mlp_norm, *mlp_bias;
 };
-
-// A PairTable from shared address 64 KB on: a PRMT builds an entry's whole address.
-constexpr uint32_t kTableAt = PairTable::kBytes;
-
-// Adds the product of a unit's 16 rows and a token, whose columns are in the first of eight columns of b, to sums of rows
-// g (x) and g + 8 (y).
-template <class T>
-__device__ __forceinline__ void add_unit(float2& sum, const WeightUnit<4, 1, false>& unit, const uint32_t (&b)[16]) {
-  const uint32_t entry = kTableAt + 4 * (threadIdx.x % 32);
-  float even[4] = {}, odd[4] = {};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    uint32_t a[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const uint32_t at = __byte_perm(entry, unit.words.word(i), 0x3240 | k << 4);
-      asm("ld.shared.u32 %0, [%1];" : "=r"(a[k / 2 + k % 2 * 2]) : "r"(at));
-    }
-    Float16<T>::mma(i % 2 ? odd : even, a, {b[2 * i], b[2 * i + 1]});
-  }
-  const float2 norm = norm_pair(unit.norms[0].norms);
-  sum.x = fmaf(norm.x, even[0] + odd[0], sum.x);
-  sum.y = fmaf(norm.y, even[2] + odd[2], sum.y);
-}
 
 using Packet = unsigned long long;
 
@@ -94,10 +70,19 @@ __device__ __forceinline__ bool received(Packet (&pair)[2], const Packet* from, 
   return false;
 }
 
+// How a block computes.
+template <bool kLayerNorm_, bool kGated_, bool kRotary_>
+struct BlocksForm {
+  static constexpr bool kLayerNorm = kLayerNorm_;  // else RMSNorms
+  static constexpr bool kGated = kGated_;          // by SiLU; else GELU
+  static constexpr bool kRotary = kRotary_;
+};
+
 // The sizes of a model and of a launch.
-template <class T_, int kHidden_, int kInner_, int kKeys_, int kGroup_, int kHead_, int kCtas_, int kRing_>
+template <class T_, class Form_, int kHidden_, int kInner_, int kKeys_, int kGroup_, int kHead_, int kCtas_, int kRing_>
 struct BlocksShape {
   using T = T_;
+  using Form = Form_;
   static constexpr int kHidden = kHidden_, kInner = kInner_;
   static constexpr int kKeys = kKeys_, kGroup = kGroup_, kHead = kHead_;  // heads of keys, queries of each, columns
   static constexpr int kCtas = kCtas_, kRing = kRing_;                    // of the launch, pieces of the ring
@@ -105,33 +90,32 @@ struct BlocksShape {
   static constexpr int kQueries = kKeys * kGroup * kHead;  // columns of all queries
   static constexpr int kQkv = kQueries + 2 * kKeys * kHead;
   static constexpr int kParts = kCtas / kKeys < 16 ? kCtas / kKeys : 16;  // of a sequence
-  static constexpr int kPieceUnits = 16, kUnitSize = kUnitBytes<4>, kNormSize = 32;
-  static constexpr int kPieceBytes = kPieceUnits * (kUnitSize + kNormSize);
+  static constexpr int kUps = Form::kGated ? 2 : 1;                       // rows of the inner product for each result
+  // Eight lanes read 16 bytes each of two rows from all banks.
+  static constexpr int kPieceColumns = 64 * kWarps, kPiecePitch = kPieceColumns + 64, kPieceBytes = 16 * kPiecePitch;
 
   static __host__ __device__ constexpr int larger(int a, int b) { return a > b ? a : b; }
   static __host__ __device__ constexpr int rows(int n) { return 16 * ((n / 16 + kCtas - 1) / kCtas); }
-  static constexpr int kMostRows = larger(larger(rows(kQkv), rows(kHidden)), 2 * rows(kInner));
+  static __host__ __device__ constexpr int parts(int k) { return (k + kPieceColumns - 1) / kPieceColumns; }
+  // The fewest pieces that a CTA has of a product.
+  static __host__ __device__ constexpr int fewest(int n, int k) { return n / 16 / kCtas * parts(k); }
+  static constexpr int kMostRows = larger(larger(rows(kQkv), rows(kHidden)), kUps * rows(kInner));
   static constexpr int kMostResults = larger(rows(kQkv), larger(rows(kHidden), rows(kInner)));
   static constexpr int kPasses = (4 * kMostResults + kThreads - 1) / kThreads;  // four threads have a row
   static constexpr int kPitch = kMostRows + 2;  // brings eight rows of four warps, four apart, to all banks
   static constexpr int kStatePitch = kHead + 4;
+  static constexpr int kMostColumns = larger(larger(kHidden, kInner), kQueries);
 
-  // Shared addresses; the first KB is the system's. Some of the ring's pieces are before the table, the others behind it.
-  // The table of pairs leaves 128 of each 256 bytes, which have the token.
-  static constexpr int kX = 1024;
-  static constexpr int kHeads = kX + sizeof(T) * kHidden;
+  // Bytes of shared memory.
+  static constexpr int kX = 0;
+  static constexpr int kToken = kX + sizeof(T) * kHidden;
+  static constexpr int kHeads = kToken + kMostColumns;
   static constexpr int kBlocks = kHeads + sizeof(T) * (kGroup + 2) * kHead;
   static constexpr int kTotals = kBlocks + 4 * sizeof(DecodeBlock<T>);
-  static constexpr int kBarriers = kTotals + 4 * kWarps;
+  static constexpr int kBarriers = kTotals + 3 * 4 * kWarps;
   static constexpr int kSums = kBarriers + 16 * kRing;
   static constexpr int kPieces = (kSums + 4 * kWarps * larger(kPitch, kStatePitch) + 127) / 128 * 128;
-  static constexpr int kBefore = (static_cast<int>(kTableAt) - kPieces) / kPieceBytes;
-  static constexpr int kBehind = kTableAt + PairTable::kBytes;
-  static constexpr int kBytes = kBehind + (kRing - kBefore) * kPieceBytes - 1024;
-  static __device__ __forceinline__ uint32_t piece_at(int place) {
-    return place < kBefore ? kPieces + place * kPieceBytes : kBehind + (place - kBefore) * kPieceBytes;
-  }
-  static_assert(kPieces <= static_cast<int>(kTableAt) && kRing > kBefore, "the table is among the pieces");
+  static constexpr int kBytes = kPieces + kRing * kPieceBytes;
 
   // Packets in memory.
   static constexpr int kState = kHead + 2;
@@ -144,10 +128,10 @@ struct BlocksShape {
   static constexpr int kPackets = kDownPackets + kHidden / 2;
   static_assert(kParts > 0, "each head of keys has a CTA");
   static_assert(kGroup <= kWarps && (kGroup + 2) * kHead / 2 <= kThreads, "a CTA attends for a head of keys");
-  static_assert(kHidden % 128 == 0 && kInner % 128 == 0 && kQueries % 128 == 0 && kQkv % 16 == 0, "whole units");
-  static_assert(larger(larger(kHidden, kInner), kQueries) <= 64 * 256, "a token has room beside the table of pairs");
-  static_assert(larger(kHidden, kQueries) <= 16 * kThreads, "a thread has 16 columns of a norm");
-  static_assert(kHidden / 16 >= kCtas && kInner / 16 >= kCtas && kRing <= 8, "addresses of two blocks ahead suffice");
+  static_assert(kHidden % 64 == 0 && kInner % 64 == 0 && kQueries % 64 == 0 && kQkv % 16 == 0, "whole tiles");
+  static_assert(kRing <= 2 * (fewest(kQkv, kHidden) + fewest(kHidden, kQueries) + kUps * fewest(kInner, kHidden) +
+                              fewest(kHidden, kInner)),
+                "addresses of two blocks ahead suffice");
 };
 
 // What a launch is given beside its sizes.
@@ -170,12 +154,11 @@ template <class Shape>
 struct DecodeBlocks {
   using S = Shape;
   using T = typename S::T;
-  using Unit = WeightUnit<4, 1, false>;
   static constexpr int kThreads = S::kThreads;
   enum Exchange { kQkv, kOutput, kInner, kDown, kState, kMixed, kExchanges };  // of products first, in their order
 
   const DecodeStep<T>& step;
-  char* const shared;  // at shared address 0
+  char* const shared;
   const int thread, warp, lane, cta;
   uint32_t base, position;
   float2 cos, sin;  // of a thread's pair of columns of a head
@@ -183,7 +166,8 @@ struct DecodeBlocks {
   int at = 0, phase = 0;     // the next piece's place in the ring, and the round of the ring
   int layer = 0, index = 0;  // the next piece's number in its block
   int turn, owed = -1;    // pieces until this warp has to replace one, and the number of the one that it has to
-  uint32_t from, norms;  // of the next piece: this lane's part of the warp's unit, and from there the unit's norms
+  uint32_t from;         // this lane's part of the next piece
+  float x_scale = 0.0f;  // of the staged token
 
   __device__ __forceinline__ DecodeBlocks(const DecodeStep<T>& step, char* shared)
       : step(step),
@@ -194,12 +178,13 @@ struct DecodeBlocks {
         cta(blockIdx.x) {}
 
   __device__ __forceinline__ T* x() const { return reinterpret_cast<T*>(shared + S::kX); }
-  __device__ __forceinline__ float* sums() const { return reinterpret_cast<float*>(shared + S::kSums); }
+  __device__ __forceinline__ int* sums() const { return reinterpret_cast<int*>(shared + S::kSums); }
+  __device__ __forceinline__ float* states() const { return reinterpret_cast<float*>(shared + S::kSums); }
   __device__ __forceinline__ DecodeBlock<T>& block(int layer_) const {
     return reinterpret_cast<DecodeBlock<T>*>(shared + S::kBlocks)[layer_ % 4];
   }
   __device__ __forceinline__ uint32_t full(int place) const {
-    return S::kBarriers + 8 * place;
+    return shared_address(shared + S::kBarriers) + 8 * place;
   }
   __device__ __forceinline__ uint32_t empty(int place) const { return full(place) + 8 * S::kRing; }
   __device__ __forceinline__ uint32_t tag(int layer_, int kind) const { return base + layer_ * kExchanges + kind; }
@@ -215,34 +200,43 @@ struct DecodeBlocks {
   static __device__ __forceinline__ int packets_of(int p) {
     return p == kQkv ? S::kQkvPackets : p == kOutput ? S::kOutputPackets : p == kInner ? S::kInnerPackets : S::kDownPackets;
   }
+  // Columns of a product's pieces, 64 for each warp that takes part.
+  static __device__ __forceinline__ int piece_columns(int p) {
+    return p == kDown ? pieced(S::kInner) : p == kOutput ? pieced(S::kQueries) : pieced(S::kHidden);
+  }
+  static __device__ __forceinline__ constexpr int pieced(int columns) {
+    return (columns / 64 + S::parts(columns) - 1) / S::parts(columns) * 64;
+  }
   // This CTA's first tile of 16 rows, or the next CTA's.
   __device__ __forceinline__ int first_tile(int p, int next = 0) const { return rows_of(p) / 16 * (cta + next) / S::kCtas; }
   __device__ __forceinline__ int tiles_of(int p) const {
-    return (first_tile(p, 1) - first_tile(p)) * (p == kInner ? 2 : 1);
+    return (first_tile(p, 1) - first_tile(p)) * (p == kInner ? S::kUps : 1);
   }
 
   // ── the ring ───────────────────────────────────────────────────────────────────────────────────
 
-  // Copies piece `number` of a block, or of the one after it, to a place of the ring. One thread calls.
+  // Copies piece `number` of a block, or of the one after it, to a place of the ring. A warp calls.
   __device__ __forceinline__ void copy_piece(int of, int number, int place) const {
 #pragma unroll 1
     for (; of < step.layers; ++of) {
 #pragma unroll 1
       for (int p = 0; p < 4; ++p) {
-        const int tiles = tiles_of(p), units = columns_of(p) / 128, count = tiles * ((units + 15) / 16);
+        const int tiles = tiles_of(p), columns = columns_of(p), each = piece_columns(p), count = tiles * S::parts(columns);
         if (number >= count) {
           number -= count;
           continue;
         }
-        const int tile = number % tiles, first = number / tiles * 16;
-        const int row_tile = p == kInner ? first_tile(p) + tile / 2 + tile % 2 * (S::kInner / 16) : first_tile(p) + tile;
-        const int here = min(16, units - first);
-        const BlockProduct& from = block(of).products[p];
-        const long long unit = static_cast<long long>(row_tile) * units + first;
-        const uint32_t to = S::piece_at(place);
-        barrier_expect(full(place), here * (S::kUnitSize + S::kNormSize));
-        copy_bulk(to, from.units + unit * S::kUnitSize, here * S::kUnitSize, full(place));
-        copy_bulk(to + 16 * S::kUnitSize, from.norms + unit * S::kNormSize, here * S::kNormSize, full(place));
+        const int tile = number % tiles, first = number / tiles * each, here = min(each, columns - first);
+        const bool gated = p == kInner && S::kUps == 2;
+        const int row_tile = gated ? first_tile(p) + tile / 2 + tile % 2 * (S::kInner / 16) : first_tile(p) + tile;
+        if (lane == 0) barrier_expect(full(place), 16 * here);
+        __syncwarp();
+        if (lane < 16) {
+          const int8_t* const source =
+              block(of).products[p].weight + static_cast<long long>(16 * row_tile + lane) * columns + first;
+          copy_bulk(shared_address(shared + S::kPieces) + place * S::kPieceBytes + lane * S::kPiecePitch, source, here,
+                    full(place));
+        }
         return;
       }
     }
@@ -250,29 +244,29 @@ struct DecodeBlocks {
 
   // ── products ───────────────────────────────────────────────────────────────────────────────────
 
-  __device__ __forceinline__ uint32_t first_from() const { return S::piece_at(0) + S::kUnitSize * warp + 16 * lane; }
+  // This lane's part of the ring's first piece: lane 4 g + t has columns 16 t to 16 t + 15 of its warp's, of rows g and g + 8.
+  __device__ __forceinline__ uint32_t first_from() const {
+    return shared_address(shared + S::kPieces) + lane / 4 * S::kPiecePitch + 64 * warp + lane % 4 * 16;
+  }
   __device__ __forceinline__ void begin() {
     turn = warp;
     from = first_from();
-    norms = 16 * S::kUnitSize + S::kNormSize * warp + 4 * (lane / 4) - S::kUnitSize * warp - 16 * lane;
   }
 
   // If this warp has to replace the piece before the next one: copies what comes to its place, when all warps have read it.
   __device__ __forceinline__ void replace() {
     if (owed < 0) return;
     const int place = at > 0 ? at - 1 : S::kRing - 1, round = at > 0 ? phase : phase ^ 1;
-    if (lane == 0) {
-      barrier_wait(empty(place), round);
-      copy_piece(layer, owed + S::kRing, place);
-    }
+    barrier_wait(empty(place), round);
+    copy_piece(layer, owed + S::kRing, place);
     owed = -1;
   }
 
-  // A warp's part of the next piece, in registers.
-  __device__ __forceinline__ void take(Unit& weights) {
+  // A lane's part of the next piece, in registers.
+  __device__ __forceinline__ void take(uint32_t (&row)[4], uint32_t (&row8)[4]) {
     barrier_wait(full(at), phase);
-    weights.words.load_shared(from, 0);
-    weights.norms[0].norms = load_shared_4(from + norms);
+    load_shared_16(row, from);
+    load_shared_16(row8, from + 8 * S::kPiecePitch);
     __syncwarp();
     if (lane == 0) barrier_arrive(empty(at));
     replace();
@@ -280,75 +274,84 @@ struct DecodeBlocks {
     turn = turn > 0 ? turn - 1 : S::kWarps - 1;
     ++index;
     from += S::kPieceBytes;
-    ++at;
-    if (at == S::kBefore) from += S::kBehind - S::kPieces - S::kBefore * S::kPieceBytes;
-    if (at == S::kRing) at = 0, phase ^= 1, from = first_from();
+    if (++at == S::kRing) at = 0, phase ^= 1, from = first_from();
   }
 
-  // The sums of each warp of product p of the staged token, rows of gate and up in tiles that take turns. Pieces come 16
-  // units of all tiles after another, so that a warp keeps its part of the token.
+  // The sums of each warp of product p of the staged token, rows of gate and up in tiles that take turns. Pieces come with
+  // their columns of all tiles after another, so that a warp keeps its part of the token.
   __device__ __forceinline__ void multiply(int p) {
-    const int tiles = tiles_of(p), units = columns_of(p) / 128;
+    const int tiles = tiles_of(p), columns = columns_of(p), each = piece_columns(p);
+    const uint32_t token = shared_address(shared + S::kToken);
 #pragma unroll 1
-    for (int unit = warp; unit - warp < units; unit += 16) {
-      uint32_t b[16] = {};
-      if (unit < units) {
-#pragma unroll
-        for (int q = 0; q < 16; q += 4) {
-          const int chunk = q + lane / 8;
-          uint32_t matrices[4];
-          load_matrices(matrices, kTableAt + 512 * unit + 128 + 256 * (chunk / 8) + 16 * (chunk % 8));
-#pragma unroll
-          for (int i = 0; i < 4; ++i) b[q + i] = matrices[i];
-        }
-      }
-      float* to = sums() + warp * S::kPitch + lane / 4;
+    for (int first = 0; first < columns; first += each) {
+      const int mine = first + 64 * warp;
+      const bool works = 64 * warp < each && mine < columns;
+      uint32_t b[4] = {};
+      if (works) load_shared_16(b, token + mine + lane % 4 * 16);
+      int* to = sums() + warp * S::kPitch + lane / 4;
 #pragma unroll 1
       for (int tile = 0; tile < tiles; ++tile, to += 16) {
-        Unit weights;
-        take(weights);
-        float2 sum = make_float2(0.0f, 0.0f);
-        if (unit >= 16) sum = make_float2(to[0], to[8]);
-        if (unit < units) add_unit<T>(sum, weights, b);
-        if (lane % 4 == 0) to[0] = sum.x, to[8] = sum.y;
+        uint32_t row[4], row8[4];
+        take(row, row8);
+        int sum[4] = {};
+        if (first > 0) sum[0] = to[0], sum[2] = to[8];
+        if (works) {
+          mma_s8(sum, {row[0], row8[0], row[1], row8[1]}, b[0], b[1]);
+          mma_s8(sum, {row[2], row8[2], row[3], row8[3]}, b[2], b[3]);
+        }
+        if (lane % 4 == 0) to[0] = sum[0], to[8] = sum[2];
       }
     }
     replace();  // what comes is wanted before this warp takes a piece again
     __syncthreads();
   }
 
-  // The scales of a thread's row of product p: of its rows of gate and up.
-  __device__ __forceinline__ float2 scale_of(int p, int row) const {
-    if (row >= 16 * (first_tile(p, 1) - first_tile(p))) return make_float2(0.0f, 0.0f);
-    const float* const scale = block(layer).products[p].col_scale + 16 * first_tile(p) + row;
-    return make_float2(*scale, p == kInner ? scale[S::kInner] : 0.0f);
+  // Scales and biases of a thread's row of product p: of its rows of gate and up.
+  struct Scales {
+    float scale, bias, up_scale, up_bias;
+  };
+  __device__ __forceinline__ Scales scales_of(int p, int row) const {
+    Scales found = {};
+    if (row >= 16 * (first_tile(p, 1) - first_tile(p))) return found;
+    const BlockProduct& of = block(layer).products[p];
+    const int at_row = 16 * first_tile(p) + row;
+    found.scale = of.scale[at_row];
+    if (of.bias != nullptr) found.bias = of.bias[at_row];
+    if (p == kInner && S::Form::kGated) {
+      found.up_scale = of.scale[S::kInner + at_row];
+      if (of.bias != nullptr) found.up_bias = of.bias[S::kInner + at_row];
+    }
+    return found;
   }
 
   // A quarter of the warps' sums of a row are a thread's.
-  __device__ __forceinline__ float sum_of_warps(int row) const {
-    const float* const from_ = sums() + thread % 4 * (S::kWarps / 4) * S::kPitch + row;
-    float sum = 0.0f;
+  __device__ __forceinline__ float product_of(int row, float scale, float bias) const {
+    const int* const at_row = sums() + thread % 4 * (S::kWarps / 4) * S::kPitch + row;
+    int sum = 0;
 #pragma unroll
-    for (int w = 0; w < S::kWarps / 4; ++w) sum += from_[w * S::kPitch];
+    for (int w = 0; w < S::kWarps / 4; ++w) sum += at_row[w * S::kPitch];
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    return static_cast<float>(sum) * x_scale * scale + bias;
   }
 
-  // Sends the product's results, or the gated ones; those of the last product become a result.
-  __device__ __forceinline__ void finish(int p, const float2 (&scales)[S::kPasses]) const {
+  // Sends the product's results, or the activated ones; those of the last product become a result.
+  __device__ __forceinline__ void finish(int p, const Scales (&scales)[S::kPasses]) const {
     const int count = 16 * (first_tile(p, 1) - first_tile(p));
     const bool ends = p == kDown && layer + 1 == step.layers;
 #pragma unroll
     for (int pass = 0; pass < S::kPasses; ++pass) {
       const int row = thread / 4 + pass * kThreads / 4;
       if (row - lane / 4 >= count) break;  // for all of the warp
+      const Scales& of = scales[pass];
       float y;
-      if (p == kInner) {
+      if (p == kInner && S::Form::kGated) {
         const int gate = row / 16 * 32 + row % 16;
-        const float up = rounded<T>(sum_of_warps(gate + 16) * scales[pass].y);
-        y = rounded<T>(silu(rounded<T>(sum_of_warps(gate) * scales[pass].x))) * up;
+        const float up = rounded<T>(product_of(gate + 16, of.up_scale, of.up_bias));
+        y = rounded<T>(silu(rounded<T>(product_of(gate, of.scale, of.bias)))) * up;
       } else {
-        y = sum_of_warps(row) * scales[pass].x;
+        y = product_of(row, of.scale, of.bias);
+        if (p == kInner) y = gelu_tanh(y);
       }
       const float next = __shfl_down_sync(0xffffffffu, y, 4);
       if (row >= count || thread % 8 != 0) continue;
@@ -364,110 +367,113 @@ struct DecodeBlocks {
 
   // ── the token of a product ─────────────────────────────────────────────────────────────────────
 
-  // Stages the token of product p, rotated: a vector of packets, or, before attention and MLP, the norm of x, to which the
-  // packets are added. The first block's x is as it is. A thread has kEach columns, and as many further ones.
-  template <int kEach, int kRounds>
+  // The CTA's sum of a number of each thread; `which` of three places in shared memory it goes through.
+  __device__ __forceinline__ float total_of(float v, int which) const {
+    float* const totals = reinterpret_cast<float*>(shared + S::kTotals) + which * S::kWarps;
+    v = warp_sum(v);
+    if (lane == 0) totals[warp] = v;
+    __syncthreads();
+    return chunk_total<S::kWarps>(totals);
+  }
+
+  // Stages the token of product p as int8: a vector of packets, or, before attention and MLP, the norm of x, to which the
+  // packets are added. The first block's x is as it is. A thread has eight columns, and as many further ones.
+  template <int kRounds>
   __device__ __forceinline__ void stage(int p) {
-    constexpr int kPairs = kEach / 4;
     const bool norm = p == kQkv || p == kInner, first = p == kQkv && layer == 0;
     const DecodeBlock<T>& of = block(layer);
-    const Packet* const from =
+    const T *const gain = p == kQkv ? of.attention_norm : of.mlp_norm, *const shift = p == kQkv ? of.attention_bias : of.mlp_bias;
+    const Packet* const packets =
         step.packets + (p == kQkv ? S::kDownPackets : p == kOutput ? S::kMixedPackets : packets_of(p - 1));
     const uint32_t wanted = p == kQkv ? tag(layer - 1, kDown) : p == kOutput ? tag(layer, kMixed) : tag(layer, p - 1);
-    uint32_t signs[kRounds];
-    uint4 gains[kEach / 8];
-    Packet pairs[kRounds][kPairs][2] = {};
+    const auto column = [&](int r) { return 8 * (thread + r * kThreads); };
+    const auto there = [&](int r) { return column(r) < columns_of(p); };
+    uint4 gains[kRounds], shifts[kRounds];
+    Packet pairs[kRounds][2][2] = {};
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
-      const int column = kEach * (thread + r * kThreads);
-      signs[r] = column < columns_of(p) ? of.products[p].signs[column / 32] : 0u;
-    }
-#pragma unroll
-    for (int h = 0; h < kEach / 8; ++h) {
-      gains[h] = make_uint4(0, 0, 0, 0);
-      const int column = kEach * thread + 8 * h;
-      const T* const gain = p == kQkv ? of.attention_norm : of.mlp_norm;
-      if (norm && column < S::kHidden) gains[h] = *reinterpret_cast<const uint4*>(gain + column);
+      gains[r] = shifts[r] = make_uint4(0, 0, 0, 0);
+      if (norm && there(r)) gains[r] = *reinterpret_cast<const uint4*>(gain + column(r));
+      if (S::Form::kLayerNorm && norm && shift != nullptr && there(r)) shifts[r] = *reinterpret_cast<const uint4*>(shift + column(r));
     }
     if (!first) {
       await([&] {
         bool ready = true;
 #pragma unroll
         for (int r = 0; r < kRounds; ++r) {
-          const int column = kEach * (thread + r * kThreads);
-          if (column >= columns_of(p)) continue;
-#pragma unroll
-          for (int i = 0; i < kPairs; ++i) ready &= received(pairs[r][i], from + column / 2 + 2 * i, wanted);
+          if (!there(r)) continue;
+          ready &= received(pairs[r][0], packets + column(r) / 2, wanted);
+          ready &= received(pairs[r][1], packets + column(r) / 2 + 2, wanted);
         }
         return ready;
       });
     }
     __syncwarp();
+    float f[kRounds][8], sum = 0.0f;
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
-      const int column = kEach * (thread + r * kThreads);
-      const bool there = column < columns_of(p);
-      float f[kEach], squares = 0.0f;
+      Vector<T>{static_cast<uint32_t>(pairs[r][0][0]), static_cast<uint32_t>(pairs[r][0][1]),
+                static_cast<uint32_t>(pairs[r][1][0]), static_cast<uint32_t>(pairs[r][1][1])}
+          .to_float(f[r]);
+      if (!norm || !there(r)) continue;
+      uint4* const mine = reinterpret_cast<uint4*>(x() + column(r));
+      const uint4 raw = *mine;
+      float old[8];
+      Vector<T>{raw.x, raw.y, raw.z, raw.w}.to_float(old);
 #pragma unroll
-      for (int h = 0; h < kEach / 8; ++h) {
-        float part[8];
-        Vector<T>{static_cast<uint32_t>(pairs[r][2 * h][0]), static_cast<uint32_t>(pairs[r][2 * h][1]),
-                  static_cast<uint32_t>(pairs[r][2 * h + 1][0]), static_cast<uint32_t>(pairs[r][2 * h + 1][1])}
-            .to_float(part);
-        if (norm && there) {
-          uint4* const mine = reinterpret_cast<uint4*>(x() + column + 8 * h);
-          const uint4 raw = *mine;
-          float old[8];
-          Vector<T>{raw.x, raw.y, raw.z, raw.w}.to_float(old);
+      for (int i = 0; i < 8; ++i) f[r][i] = first ? old[i] : rounded<T>(old[i] + f[r][i]);
+      *mine = make_uint4(pack_pair<T>(f[r][0], f[r][1]), pack_pair<T>(f[r][2], f[r][3]), pack_pair<T>(f[r][4], f[r][5]),
+                         pack_pair<T>(f[r][6], f[r][7]));
 #pragma unroll
-          for (int i = 0; i < 8; ++i) part[i] = first ? old[i] : rounded<T>(old[i] + part[i]);
-          *mine = make_uint4(pack_pair<T>(part[0], part[1]), pack_pair<T>(part[2], part[3]),
-                             pack_pair<T>(part[4], part[5]), pack_pair<T>(part[6], part[7]));
-        }
+      for (int i = 0; i < 8; ++i) sum += f[r][i];
+    }
+    if (norm) {
+      float mean = 0.0f, squares = 0.0f;
+      if (S::Form::kLayerNorm) mean = __fdiv_rn(total_of(sum, 0), static_cast<float>(S::kHidden));
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          f[8 * h + i] = part[i];
-          squares = fmaf(part[i], part[i], squares);
-        }
+      for (int r = 0; r < kRounds; ++r) {
+        if (!there(r)) continue;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares = fmaf(f[r][i] - mean, f[r][i] - mean, squares);
       }
-      if (kRounds == 1 && norm) {
-        float* const totals = reinterpret_cast<float*>(shared + S::kTotals);
-        const float total = warp_sum(squares);
-        if (lane == 0) totals[warp] = total;
-        __syncthreads();
-        const float inv = inverse_root(chunk_total<S::kWarps>(totals), static_cast<float>(S::kHidden), step.eps);
+      const float inv = inverse_root(total_of(squares, 1), static_cast<float>(S::kHidden), step.eps);
 #pragma unroll
-        for (int h = 0; h < kEach / 8; ++h) {
-          float g[8];
-          Vector<T>{gains[h].x, gains[h].y, gains[h].z, gains[h].w}.to_float(g);
+      for (int r = 0; r < kRounds; ++r) {
+        float g[8], s[8];
+        Vector<T>{gains[r].x, gains[r].y, gains[r].z, gains[r].w}.to_float(g);
+        Vector<T>{shifts[r].x, shifts[r].y, shifts[r].z, shifts[r].w}.to_float(s);
+        if (!there(r)) continue;
 #pragma unroll
-          for (int i = 0; i < 8; ++i) f[8 * h + i] = normalized<T, false>(f[8 * h + i], 0.0f, inv, g[i], 0.0f);
-        }
+        for (int i = 0; i < 8; ++i) f[r][i] = normalized<T, S::Form::kLayerNorm>(f[r][i], mean, inv, g[i], s[i]);
       }
-      const uint32_t flips = signs[r] >> column % 32;
+    }
+    uint32_t peak = 0;
 #pragma unroll
-      for (int j = 0; j < kEach; ++j) f[j] = __uint_as_float(__float_as_uint(f[j]) ^ (flips << (31 - j) & 0x80000000u));
-      butterflies<128, 1>(f, 128, threadIdx.x, nullptr);
-      constexpr float kFactor = 0.08838834764831845f;  // 1 / sqrt(128)
+    for (int r = 0; r < kRounds; ++r) {
 #pragma unroll
-      for (int h = 0; h < kEach / 8; ++h) {
-        uint32_t w[4];
+      for (int i = 0; i < 8; ++i) peak = max(peak, __float_as_uint(f[r][i]) & 0x7fffffffu);
+    }
+    uint32_t* const peaks = reinterpret_cast<uint32_t*>(shared + S::kTotals) + 2 * S::kWarps;
+    peak = warp_max(peak);
+    if (lane == 0) peaks[warp] = peak;
+    __syncthreads();
+    const QuantizedRow quantized(warp_max(peaks[lane % S::kWarps]));
+    x_scale = quantized.scale();
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          w[i] = pack_pair<T>(f[8 * h + 2 * i] * kFactor, f[8 * h + 2 * i + 1] * kFactor);
-        }
-        const int byte = 2 * column + 16 * h;
-        if (there) store_shared_16(kTableAt + 256 * (byte / 128) + 128 + byte % 128, w);
-      }
+    for (int r = 0; r < kRounds; ++r) {
+      if (!there(r)) continue;
+      uint32_t q[2];
+      quantized.quantize(f[r], q);
+      *reinterpret_cast<uint2*>(shared + S::kToken + column(r)) = make_uint2(q[0], q[1]);
     }
     __syncthreads();
   }
   __device__ __forceinline__ void stage(int p) {
-    constexpr int kFew = S::larger(S::kHidden, S::kQueries) <= 8 * kThreads ? 8 : 16;
+    constexpr int kMost = 8 * kThreads;
     if (p == kDown) {
-      stage<16, (S::kInner + 16 * kThreads - 1) / (16 * kThreads)>(p);
+      stage<(S::kInner + kMost - 1) / kMost>(p);
     } else {
-      stage<kFew, 1>(p);
+      stage<(S::larger(S::kHidden, S::kQueries) + kMost - 1) / kMost>(p);
     }
   }
 
@@ -533,7 +539,7 @@ struct DecodeBlocks {
     if (which <= kGroup) {
       T* const to = heads + which * kHead + pair;
       float low = to_float(to[0]), high = to_float(to[kHalf]);
-      qcut::turn<T>(low, high, cos.x, sin.x, cos.y, sin.y);
+      if constexpr (S::Form::kRotary) qcut::turn<T>(low, high, cos.x, sin.x, cos.y, sin.y);
       to[0] = from_float<T>(low), to[kHalf] = from_float<T>(high);
     }
     __syncthreads();
@@ -579,16 +585,16 @@ struct DecodeBlocks {
       most = larger;
     }
     // Of each warp: the largest score, the sum of weights, and columns from the fourth number on.
-    float* const state = sums() + warp * S::kStatePitch;
+    float* const state = this->states() + warp * S::kStatePitch;
     if (lane == 0) state[0] = most, state[1] = total;
     if (lane < kLanes) {
       *reinterpret_cast<float4*>(state + 4 + 8 * lane) = make_float4(o[0], o[1], o[2], o[3]);
       *reinterpret_cast<float4*>(state + 8 + 8 * lane) = make_float4(o[4], o[5], o[6], o[7]);
     }
     __syncthreads();
-    Packet* const states = step.packets + S::kStatePackets;
+    Packet* const parts = step.packets + S::kStatePackets;
     const auto states_of = [&](int part_, int query_) {
-      return states + static_cast<long long>((head * S::kParts + part_) * kGroup + query_) * S::kState;
+      return parts + static_cast<long long>((head * S::kParts + part_) * kGroup + query_) * S::kState;
     };
     const uint32_t sent = tag(layer, kState);
 #pragma unroll 1
@@ -596,10 +602,10 @@ struct DecodeBlocks {
       const int of = i / kHead, c = i % kHead;
       float largest = kNoScore, weights = 0.0f, value = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kWarpsOfHead; ++j) largest = fmaxf(largest, sums()[(j * kGroup + of) * S::kStatePitch]);
+      for (int j = 0; j < kWarpsOfHead; ++j) largest = fmaxf(largest, this->states()[(j * kGroup + of) * S::kStatePitch]);
 #pragma unroll
       for (int j = 0; j < kWarpsOfHead; ++j) {
-        const float* const from = sums() + (j * kGroup + of) * S::kStatePitch;
+        const float* const from = this->states() + (j * kGroup + of) * S::kStatePitch;
         const float w = weight_of(from[0], largest);
         weights = fmaf(from[1], w, weights);
         value = fmaf(from[4 + c], w, value);
@@ -670,17 +676,23 @@ struct DecodeBlocks {
     if (layer + 1 >= step.layers) return;
     const DecodeBlock<T>& next = block(layer + 1);
     const int column = 64 * cta;
-    if (thread < 2 && column < S::kHidden) prefetch_l2((thread ? next.mlp_norm : next.attention_norm) + column);
+    if (thread < 4 && column < S::kHidden) {
+      const T* const of = thread < 2 ? (thread ? next.mlp_norm : next.attention_norm) : thread < 3 ? next.mlp_bias : next.attention_bias;
+      if (of != nullptr) prefetch_l2(of + column);
+    }
     if (thread >= 32 && thread < 32 + 4 * 16) {
-      const int p = thread / 16 - 2, line = thread % 16 * 32;
-      const int rows = 16 * (first_tile(p, 1) - first_tile(p));
-      if (line < rows) prefetch_l2(next.products[p].col_scale + 16 * first_tile(p) + line);
-      if (line < rows && p == kInner) prefetch_l2(next.products[p].col_scale + S::kInner + 16 * first_tile(p) + line);
+      const int p = thread / 16 - 2, line = thread % 16 * 32, rows = 16 * (first_tile(p, 1) - first_tile(p));
+      const BlockProduct& of = next.products[p];
+      for (int half = 0; half < (p == kInner ? S::kUps : 1); ++half) {
+        const int row = half * S::kInner + 16 * first_tile(p) + line;
+        if (line < rows) prefetch_l2(of.scale + row);
+        if (line < rows && of.bias != nullptr) prefetch_l2(of.bias + row);
+      }
     }
   }
 
   __device__ __forceinline__ void run() {
-    {
+    if constexpr (S::Form::kRotary) {
       const int pair = thread % (S::kHead / 2);
       const T* const c = step.cos + static_cast<long long>(position) * S::kHead + pair;
       const T* const s = step.sin + static_cast<long long>(position) * S::kHead + pair;
@@ -698,9 +710,9 @@ struct DecodeBlocks {
       load_block(layer + 3);
 #pragma unroll 1
       for (int p = 0; p < 4; ++p) {
-        float2 scales[S::kPasses];
+        Scales scales[S::kPasses];
 #pragma unroll
-        for (int pass = 0; pass < S::kPasses; ++pass) scales[pass] = scale_of(p, thread / 4 + pass * kThreads / 4);
+        for (int pass = 0; pass < S::kPasses; ++pass) scales[pass] = scales_of(p, thread / 4 + pass * kThreads / 4);
         stage(p);
         multiply(p);
         finish(p, scales);
@@ -718,10 +730,8 @@ struct DecodeBlocks {
 
 // The kernel, of one CTA for each multiprocessor.
 template <class S>
-__device__ __forceinline__ void decode_blocks(const DecodeStep<typename S::T>& step, const Book& book) {
-  extern __shared__ __align__(128) char dynamic[];
-  char* const shared = dynamic - 1024;
-  if (shared_address(dynamic) != 1024) asm volatile("trap;");
+__device__ __forceinline__ void decode_blocks(const DecodeStep<typename S::T>& step) {
+  extern __shared__ __align__(128) char shared[];
   DecodeBlocks<S> blocks(step, shared);
   blocks.base = 1 + *static_cast<volatile const uint32_t*>(step.epoch) * step.layers * DecodeBlocks<S>::kExchanges;
   blocks.position = *step.position;
@@ -737,12 +747,10 @@ __device__ __forceinline__ void decode_blocks(const DecodeStep<typename S::T>& s
     barrier_init_fence();
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < 32) {
 #pragma unroll 1
     for (int i = 0; i < S::kRing; ++i) blocks.copy_piece(0, i, i);
   }
-  fill_pair_table<S::kWarps>(shared + kTableAt, book);
-  __syncthreads();
   blocks.run();
 }
 
