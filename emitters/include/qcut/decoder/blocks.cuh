@@ -221,12 +221,12 @@ struct DecodeBlocks {
     for (; of < step.layers; ++of) {
 #pragma unroll 1
       for (int p = 0; p < 4; ++p) {
-        const int tiles = tiles_of(p), columns = columns_of(p), each = piece_columns(p), count = tiles * S::parts(columns);
+        const int columns = columns_of(p), each = piece_columns(p), parts = S::parts(columns), count = tiles_of(p) * parts;
         if (number >= count) {
           number -= count;
           continue;
         }
-        const int tile = number % tiles, first = number / tiles * each, here = min(each, columns - first);
+        const int tile = number / parts, first = number % parts * each, here = min(each, columns - first);
         const bool gated = p == kInner && S::kUps == 2;
         const int row_tile = gated ? first_tile(p) + tile / 2 + tile % 2 * (S::kInner / 16) : first_tile(p) + tile;
         if (lane == 0) barrier_expect(full(place), 16 * here);
@@ -277,30 +277,27 @@ struct DecodeBlocks {
     if (++at == S::kRing) at = 0, phase ^= 1, from = first_from();
   }
 
-  // The sums of each warp of product p of the staged token, rows of gate and up in tiles that take turns. Pieces come with
-  // their columns of all tiles after another, so that a warp keeps its part of the token.
+  // The sums of each warp of product p of the staged token, rows of gate and up in tiles that take turns.
   __device__ __forceinline__ void multiply(int p) {
     const int tiles = tiles_of(p), columns = columns_of(p), each = piece_columns(p);
-    const uint32_t token = shared_address(shared + S::kToken);
+    const uint32_t token = shared_address(shared + S::kToken) + 64 * warp + lane % 4 * 16;
+    int* to = sums() + warp * S::kPitch + lane / 4;
+    // Sums of columns past a piece's end are not added up: such a warp takes part in the ring alone.
+    const bool works = 64 * warp < each;
 #pragma unroll 1
-    for (int first = 0; first < columns; first += each) {
-      const int mine = first + 64 * warp;
-      const bool works = 64 * warp < each && mine < columns;
-      uint32_t b[4] = {};
-      if (works) load_shared_16(b, token + mine + lane % 4 * 16);
-      int* to = sums() + warp * S::kPitch + lane / 4;
+    for (int tile = 0; tile < tiles; ++tile, to += 16) {
+      int sum[4] = {};
 #pragma unroll 1
-      for (int tile = 0; tile < tiles; ++tile, to += 16) {
-        uint32_t row[4], row8[4];
+      for (int first = 0; first < columns; first += each) {
+        uint32_t row[4], row8[4], b[4];
         take(row, row8);
-        int sum[4] = {};
-        if (first > 0) sum[0] = to[0], sum[2] = to[8];
-        if (works) {
+        if (works && first + 64 * warp < columns) {
+          load_shared_16(b, token + first);
           mma_s8(sum, {row[0], row8[0], row[1], row8[1]}, b[0], b[1]);
           mma_s8(sum, {row[2], row8[2], row[3], row8[3]}, b[2], b[3]);
         }
-        if (lane % 4 == 0) to[0] = sum[0], to[8] = sum[2];
       }
+      if (lane % 4 == 0) to[0] = sum[0], to[8] = sum[2];
     }
     replace();  // what comes is wanted before this warp takes a piece again
     __syncthreads();
