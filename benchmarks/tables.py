@@ -330,8 +330,8 @@ def _peak(rows: Rows, bench: str, variant: str) -> float:
 def engine(rows: Rows) -> str:
     """Prompts and steps of the engine, and what the memory's bandwidth would allow."""
     lines = []
-    order = list(ENGINE_MODELS)
-    for row in sorted(rows.of("bench_engine"), key=lambda row: order.index(row["case"])):
+    cases = list(ENGINE_MODELS)
+    for row in sorted(rows.of("bench_engine"), key=lambda row: cases.index(row["case"])):
         if row["what"] == "kernel" or row["what"].startswith(IN_CONTEXT):
             continue
         decode = row["what"] == "decode"

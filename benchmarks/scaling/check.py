@@ -95,9 +95,9 @@ def _engine_rows(rows: Rows) -> Iterable[tuple[Key, float]]:
 def calibrated(primitives: Primitives, rows: Rows) -> Primitives:
     """Take from the rows of `TAKEN` what steps and prompts take besides the terms that primitives explain.
 
-    A layer of a step: what is left of `STEP_ROW`, over the layers; below 0 where kernels begin before those before them
-    have ended. A layer of a prompt, and a prompt: what is left of
-    both `PROMPT_ROWS`, of models with unlike numbers of layers.
+    A layer of a step: what is left of `STEP_ROW`, over the layers; below 0 where kernels overlap by more than norms and
+    activation take. A layer of a prompt, and a prompt: what is left of both `PROMPT_ROWS`, of models with unlike numbers
+    of layers.
 
     Raises:
         ConfigError: a row is missing.

@@ -316,7 +316,8 @@ def test_no_other_row_of_a_model_moves_a_prediction(edited: Callable[[str, Edit]
     again = check.calibrated(Primitives.read(rows), rows)
     for figure in ("layer_us", "first_us", "prompt_us"):
         assert getattr(again, figure) == pytest.approx(getattr(known, figure))
-        assert getattr(known, figure) != 0
+    assert min(known.first_us, known.prompt_us) > 0
+    assert abs(known.layer_us) < 5  # below 0 where kernels overlap by more than norms take
     steps = [one for one in check.checks(known, rows) if one.what == "decode" and not one.taken]
     assert max(one.off for one in steps) < -0.4
     assert "| decode | 8 | 1 | 3.98 | 1.95 | **-51.1 %** |" in pages.check(rows)
