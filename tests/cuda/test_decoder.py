@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from qcut.codebooks.tokens import operands
 from qcut.cuda import activation, codebook, embed, next_token, norm
-from qcut.emitters.decoder.norm import MANY_ROWS
+from qcut.emitters.codebook.rotate_rows import RowsRotation
+from qcut.emitters.core.source import DType
+from qcut.emitters.decoder.norm import MANY_ROWS, NormRows
 from qcut.errors import DeviceError
 from qcut.layers.codebook import CodebookLinear
 from qcut.ops.activation import ActivateRotated, GeluTanh, SiluMul
@@ -110,6 +112,14 @@ def test_long_rows_are_rotated_apart(noted: Callable[[Any], Launches]) -> None:
     signs = operands("hadamard", 128, k, (1,), HALF)
     activation.activate_rotated(ActivateRotated(torch.randn(2, k).half(), None, signs, 128, [1], torch.int8))
     assert len(rotations) == 1
+
+
+def test_closed_sets_have_no_kernels_that_rotate_rows() -> None:
+    shape = DType.F16, False, H200.arch, 4096
+    for closed in (False, True):
+        gpu = replace(H200, closed=closed)
+        rotation = RowsRotation(DType.S8, 128, 1)
+        assert codebook.rotates_rows(gpu, NormRows.for_shape, *shape, rotation=rotation) is not closed
 
 
 def test_the_next_token(noted: Callable[[Any], Launches], monkeypatch: pytest.MonkeyPatch) -> None:
