@@ -79,6 +79,7 @@ class Form:
             f"exchange_{self.arrival}_c{self.cluster}_n{columns}" + "_checked" * checked,
             ARCH,
             params,
+            f'static_assert(qcut::kExchangeThreads == {THREADS}, "threads of the launch");',
             f"qcut::exchange<{options}>(qcut::Exchange{{{arguments}}});",
             device_code=DEVICE_CODE.read_text(),
             block=THREADS,
@@ -193,7 +194,10 @@ def main(arguments: list[str] | None = None) -> int:
     if torch.cuda.get_device_capability() != (9, 0):
         parser.error("clusters and their copies are compiled for compute capability 9.0 alone")
     lengths = QUICK_COLUMNS if options.quick else COLUMNS
-    jit.build_many([f.source(n, checked) for n in lengths for f in FORMS for checked in (True, False)])
+    sources = [form.source(columns, checked) for columns in lengths for form in FORMS for checked in (True, False)]
+    for built in jit.build_many(sources, progress=sys.stderr.isatty()).values():
+        if isinstance(built, Exception):
+            raise built
     results, failures = harness.Results("bench_exchange", harness.environment()), 0
     deadline = time.monotonic() + options.time_budget
     medians: dict[Form, dict[int, float]] = {form: {} for form in FORMS}
