@@ -96,8 +96,8 @@ def calibrated(primitives: Primitives, rows: Rows) -> Primitives:
     """Take from the rows of `TAKEN` what steps and prompts take besides the terms that primitives explain.
 
     A layer of a step: what is left of `STEP_ROW`, over the layers; below 0 where kernels overlap by more than norms and
-    activation take. A layer of a prompt, and a prompt: what is left of both `PROMPT_ROWS`, of models with unlike numbers
-    of layers.
+    activation take. A layer of a prompt, and a prompt: what is left of both `PROMPT_ROWS`, of models with unlike
+    numbers of layers.
 
     Raises:
         ConfigError: a row is missing.
