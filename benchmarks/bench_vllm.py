@@ -345,6 +345,7 @@ def compare(options: argparse.Namespace, results: harness.Results) -> list[list[
         columns = {"shape": options.parallel.name, "method": method, "gpus": options.gpus, "what": "answers"}
         same, gap = PROMPTS - len(gaps), round(max(gaps, default=0.0), 4)
         results.rows.append({"bench": results.bench, **columns, "same": same, "of": PROMPTS, "gap": gap, **first})
+        results.write_csv(options.out, PARALLEL_KEY)
         lines.append([method, options.gpus, "answers", PROMPTS, same, gap])
     return lines
 

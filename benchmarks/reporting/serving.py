@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.reporting.markdown import MISSING, figures, markdown
 from benchmarks.reporting.rows import Row, Rows, missing
@@ -17,9 +17,11 @@ FOUR_GPUS = "four_h200s"
 HOSTS = (TWO_GPUS, FOUR_GPUS)
 """Folders with rows of several GPUs of one host."""
 ATTENTION = "attention and its cache"
+EXCHANGES = "sums over GPUs"
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "norms, activations, the rest": ("triton_",),
     ATTENTION: ("attention", "reduce_segments", "reshape_and_cache"),
+    EXCHANGES: ("cross_device_reduce", "nccl"),
     "quantizing or rotating tokens": ("quantize_per", "quant_kernel", "rotate"),
     "linear layers": (
         *("gemm", "nvjet", "splitK", "int8_stream", "int8_cutlass", "codebook_", "w8a16_", "machete", "marlin"),
@@ -27,6 +29,8 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
 }
 """Parts of kernels' names, the first that fits."""
 HEAD = "classifier"
+Kernels = dict[tuple[str, ...], dict[tuple[str, str], float]]
+"""What names kernels, with what they are for → what and batch → milliseconds."""
 _HEAD_LAUNCHES = 2
 """A product that a step launches less often is the classifier's."""
 
@@ -56,7 +60,7 @@ def serving_split(rows: Rows) -> str:
         return missing(f"{TWO_GPUS}/bench_vllm")
     order = list(dict.fromkeys(key[:3] for key in measured))
     lines = [
-        [*key[1:3], f"{key[3]} {_short(key[0])}", *_milliseconds(here)]
+        [*key[1:3], f"{key[3]} {short_name(key[0])}", *_milliseconds(here)]
         for key, here in sorted(measured.items(), key=lambda item: (order.index(item[0][:3]), int(item[0][3])))
     ]
     return markdown(["model", "method, ms", "GPUs", *_HEADER], lines)
@@ -68,7 +72,7 @@ def serving_answers(rows: Rows) -> str:
     if not found:
         return missing(f"{TWO_GPUS}/vllm_parallel")
     columns = ("same", "of", "gap")
-    lines = [[r["shape"], r["method"], f"{r['gpus']} {_short(r['gpu'])}", *(r[c] for c in columns)] for r in found]
+    lines = [[r["shape"], r["method"], f"{r['gpus']} {short_name(r['gpu'])}", *(r[c] for c in columns)] for r in found]
     return markdown(["model", "method", "GPUs", "same answers", "of", "largest gap"], lines)
 
 
@@ -88,29 +92,46 @@ def serving_kernels(rows: Rows) -> str:
     found = kernel_ms(rows)
     if not found:
         return missing("vllm_kernels")
-    order = [*_KINDS, HEAD]
-    lines = [
-        [method, kind, *(figures(line[cell]) if cell in line else MISSING for cell in CELLS)]
-        for (method, kind), line in sorted(found.items(), key=lambda item: (item[0][0], -order.index(item[0][1])))
-    ]
-    return markdown(["method", "ms in kernels of", *_HEADER], lines)
+    return _kernels(found, ["method"], CELLS, _HEADER)
 
 
-def kernel_ms(rows: Rows) -> dict[tuple[str, str], dict[tuple[str, str], float]]:
+def serving_split_kernels(rows: Rows) -> str:
+    """The same on several GPUs: of the first of them, a step of one sequence and a prompt."""
+    measured = Rows(rows.folder / FOUR_GPUS).of("vllm_kernels")
+    if not measured:
+        return missing(f"{FOUR_GPUS}/vllm_kernels")
+    found = _by_kind(measured, "shape", "method", "gpus")
+    return _kernels(found, ["model", "method", "GPUs"], (CELLS[0], CELLS[-1]), (_HEADER[0], _HEADER[-1]))
+
+
+def kernel_ms(rows: Rows) -> Kernels:
     """Method and what kernels are for → what and batch → milliseconds, of `SHAPE` on one GPU."""
-    found: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
-    for row in rows.of("vllm_kernels", shape=SHAPE, gpus="1"):
-        line = found.setdefault((row["method"], kind_of(row["kernel"], float(row["count"]))), {})
-        cell = row["what"], row["batch"]
+    return _by_kind(rows.of("vllm_kernels", shape=SHAPE, gpus="1"), "method")
+
+
+def _by_kind(measured: list[Row], *columns: str) -> Kernels:
+    found: Kernels = {}
+    for row in measured:
+        key = *(row[c] for c in columns), kind_of(row["kernel"], float(row["count"]))
+        line, cell = found.setdefault(key, {}), (row["what"], row["batch"])
         line[cell] = line.get(cell, 0.0) + float(row["us"]) / 1000
     return found
+
+
+def _kernels(found: Kernels, names: list[str], cells: Sequence[tuple[str, str]], header: Sequence[str]) -> str:
+    order = [*_KINDS, HEAD]
+    lines = [
+        [*key, *(figures(line[cell]) if cell in line else MISSING for cell in cells)]
+        for key, line in sorted(found.items(), key=lambda item: (item[0][:-1], -order.index(item[0][-1])))
+    ]
+    return markdown([*names, "ms in kernels of", *header], lines)
 
 
 def _of_hosts(rows: Rows, bench: str) -> list[Row]:
     return [row for host in HOSTS for row in Rows(rows.folder / host).of(bench)]
 
 
-def _short(gpu: str) -> str:
+def short_name(gpu: str) -> str:
     """``H100`` of ``NVIDIA H100 80GB HBM3``."""
     return gpu.removeprefix("NVIDIA ").partition(" ")[0]
 
@@ -132,4 +153,5 @@ TABLES: Mapping[str, Callable[[Rows], str]] = {
     "serving answers": serving_answers,
     "serving parts": serving_parts,
     "serving kernels": serving_kernels,
+    "serving split kernels": serving_split_kernels,
 }

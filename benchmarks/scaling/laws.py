@@ -225,9 +225,7 @@ class Primitives:
         return cls(products, attention, Curve.of(prompts), all_reduce_curves(rows))
 
     def product_us(self, scheme: str, m: int, n: int, k: int) -> float:
-        """Microseconds of a layer ``[M, K] x [N, K]^T``, quantization of its input included.
-
-        Beyond the most tokens that were measured, time grows with the tokens.
+        """Microseconds of a layer ``[M, K] x [N, K]^T``, quantization of its input included; see `product_us`.
 
         Raises:
             ConfigError: a scheme without rows, or no token.
@@ -237,14 +235,7 @@ class Primitives:
             raise ConfigError(f"scheme {scheme!r} has no measured products; there are {', '.join(self.products)}")
         if m < 1:
             raise ConfigError(f"a product of {m} tokens does not exist; at least 1")
-        known = sorted(laws)
-        if m in laws or m < known[0]:
-            return laws[max(m, known[0])].us(n, k)
-        if m > known[-1]:
-            return laws[known[-1]].us(n, k) * m / known[-1]
-        above = next(index for index, one in enumerate(known) if one > m)
-        m0, m1 = known[above - 1], known[above]
-        return between(m, m0, laws[m0].us(n, k), m1, laws[m1].us(n, k))
+        return product_us(laws, m, n, k)
 
     def attention_us(self, sequences: int, size: float, cache: str = "float") -> float:
         """Microseconds of attention of one token for each sequence, over ``size`` bytes of keys and values together."""
@@ -267,6 +258,18 @@ class Primitives:
     def assumed(self, gpus: int) -> bool:
         """Whether all-reduces over so many GPUs are assumed."""
         return gpus > 1 and gpus not in self.all_reduce
+
+
+def product_us(laws: Mapping[int, ProductLaw], m: int, n: int, k: int) -> float:
+    """Microseconds of ``[M, K] x [N, K]^T`` by the laws of some M; beyond the largest, they grow with M."""
+    known = sorted(laws)
+    if m in laws or m < known[0]:
+        return laws[max(m, known[0])].us(n, k)
+    if m > known[-1]:
+        return laws[known[-1]].us(n, k) * m / known[-1]
+    above = next(index for index, one in enumerate(known) if one > m)
+    m0, m1 = known[above - 1], known[above]
+    return between(m, m0, laws[m0].us(n, k), m1, laws[m1].us(n, k))
 
 
 def product_laws(rows: Rows, gpu: str) -> dict[str, dict[int, ProductLaw]]:

@@ -13,7 +13,7 @@ from benchmarks.bench_vllm import NEW
 from benchmarks.harness import percentile
 from benchmarks.reporting.markdown import MISSING, figures, markdown
 from benchmarks.reporting.rows import Rows, missing, provenance
-from benchmarks.reporting.serving import FOUR_GPUS, TWO_GPUS
+from benchmarks.reporting.serving import FOUR_GPUS, HOSTS, TWO_GPUS
 from benchmarks.scaling import split
 from benchmarks.scaling.check import LIMIT, PROMPT_ROWS, STEP_ROW, Check, calibrated, checks, worst
 from benchmarks.scaling.laws import ASSUMED_ACROSS_HOSTS, ASSUMED_IN_HOST, FLOAT, SCHEMES, Primitives, weight_bytes
@@ -54,6 +54,8 @@ CHECKED = (
     ("Prompts of llama2.c", "llama2c", False),
 )
 """What is summed up: a title, a part of the models' names, and whether it is of steps or of prompts."""
+LARGE = "llama-3-70b"
+"""The shape of `bench_vllm.py` whose steps on several GPUs are taken apart."""
 SPLIT_CHECKED = (("Steps inside vLLM", "step"), ("Prompts inside vLLM", "prompt"))
 
 
@@ -211,19 +213,19 @@ def check(rows: Rows) -> str:
 
 
 def split_check(rows: Rows) -> str:
-    """Times inside vLLM on two GPUs, and of a larger model, beside the prediction from one GPU's."""
+    """Times inside vLLM on several GPUs, and of a larger model, beside the prediction from one GPU's."""
     found = split.predictions(rows.folder)
     if not found:
         return missing(f"{TWO_GPUS}/bench_vllm")
     parts = (_summary(title, [one for one in found if one.what == what]) for title, what in SPLIT_CHECKED)
-    folder = Rows(rows.folder / TWO_GPUS)
-    sources = (provenance(f"{TWO_GPUS}/{bench}", folder.of(bench)) for bench in ("bench_vllm", "bench_cliff"))
+    named = [(host, "bench_vllm") for host in HOSTS] + [(TWO_GPUS, "bench_cliff")]
+    sources = (provenance(f"{host}/{bench}", Rows(rows.folder / host).of(bench)) for host, bench in named)
     return "\n\n".join([_checks(found), *parts, " ".join(sources)])
 
 
 def hosts(rows: Rows) -> str:
     """Where steps of a large model go on several H200s inside vLLM: predicted parts beside what was measured."""
-    found = Rows(rows.folder / FOUR_GPUS).of("bench_vllm", what="step")
+    found = Rows(rows.folder / FOUR_GPUS).of("bench_vllm", shape=LARGE, what="step")
     if not found:
         return missing(f"{FOUR_GPUS}/bench_vllm")
     primitives = _primitives(rows.folder)

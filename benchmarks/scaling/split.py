@@ -1,4 +1,4 @@
-"""vLLM's steps and prompts on two GPUs, and of a larger model, predicted from those of a small model on one.
+"""vLLM's steps and prompts on several GPUs, and of a larger model, predicted from those of a small model on one.
 
 This checks what `benchmarks.scaling.model` says of tensor parallelism, with vLLM around qcut's layers: products have
 the time of their size by the laws of `bench_cliff.py`, the classifier that of a float16 product, attention its time on
@@ -8,15 +8,15 @@ one GPU over the GPUs, all-reduces are measured, and whatever else a layer takes
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.bench_vllm import PROMPT, SHAPES
 from benchmarks.reporting.rows import Row, Rows
-from benchmarks.reporting.serving import ATTENTION, SHAPE, TWO_GPUS, kernel_ms
+from benchmarks.reporting.serving import ATTENTION, HOSTS, SHAPE, kernel_ms, short_name
 from benchmarks.scaling.check import Check
-from benchmarks.scaling.laws import FLOAT, Curve, ProductLaw, all_reduce_curves, product_laws
+from benchmarks.scaling.laws import FLOAT, Curve, ProductLaw, all_reduce_curves, product_laws, product_us
 from benchmarks.scaling.model import Shape
 
 BASE = SHAPE
@@ -38,29 +38,30 @@ class Terms:
     all_reduce: Mapping[int, Curve]
 
     @classmethod
-    def read(cls, rows: Rows, gpu: str) -> Terms:
+    def read(cls, rows: Rows, products: Rows, gpu: str) -> Terms:
         """Fit and collect.
 
         Args:
-            rows: of all results; those of products are in `TWO_GPUS`.
-            gpu: the name of the GPUs there.
+            rows: of all results.
+            products: those of products.
+            gpu: the name of the GPUs whose products they are.
         """
         found: dict[tuple[str, int], list[float]] = {}
         for (_, kind), cells in kernel_ms(rows).items():
             for (what, batch), ms in cells.items() if kind == ATTENTION else ():
                 found.setdefault((what, int(batch)), []).append(1e3 * ms)
         attention = {cell: statistics.mean(us) for cell, us in found.items()}
-        return cls(product_laws(Rows(rows.folder / TWO_GPUS), gpu), attention, all_reduce_curves(rows))
+        return cls(product_laws(products, gpu), attention, all_reduce_curves(rows))
 
     def known_us(self, shape: Shape, scheme: str, what: str, batch: int, gpus: int) -> float:
         """Microseconds of products, classifier, attention and all-reduces together."""
         tokens = PROMPT if what == "prompt" else batch
         base = shape_of(BASE)
-        layer = sum(self.laws[scheme][tokens].us(n, k) for n, k in shape.products(gpus))
+        layer = sum(product_us(self.laws[scheme], tokens, n, k) for n, k in shape.products(gpus))
         # A step reads the keys of its heads of keys; a prompt multiplies for each query.
         heads = shape.heads / base.heads if what == "prompt" else shape.kv_heads / base.kv_heads
         attention = self.attention_us[what, batch] * shape.layers / base.layers * heads / gpus
-        head = self.laws[FLOAT][batch].us(shape.vocabulary // gpus, shape.hidden)
+        head = product_us(self.laws[FLOAT], batch, shape.vocabulary // gpus, shape.hidden)
         exchanged = 2 * self.all_reduce[gpus].at(2.0 * tokens * shape.hidden) if gpus > 1 else 0.0
         return (layer + exchanged) * shape.layers + attention + head
 
@@ -72,26 +73,36 @@ def shape_of(name: str) -> Shape:
 
 
 def predictions(folder: Path) -> list[Check]:
-    """Every row but those of `BASE` on one GPU, beside its prediction; none where there are no rows.
+    """Every row of a scheme with laws but those of `BASE` on one GPU, beside its prediction; none without rows.
 
     Args:
         folder: of results.
     """
-    measured = Rows(folder / TWO_GPUS).of("bench_vllm")
+    found = [check for host in HOSTS for check in _of_host(folder, folder / host)]
+    return sorted(found, key=lambda one: (one.what == "prompt", not one.case.startswith(BASE), one.case, one.batch))
+
+
+def _of_host(folder: Path, host: Path) -> Iterator[Check]:
+    measured = Rows(host).of("bench_vllm")
     if not measured:
-        return []
-    terms = Terms.read(Rows(folder), measured[0]["gpu"])
-    times = {_key(row): float(row["median_us"]) for row in measured}
-    base, found = shape_of(BASE), []
-    for (name, method, what, batch, gpus), us in times.items():
-        start = times.get((BASE, method, what, batch, 1))
-        if start is None or (name, gpus) == (BASE, 1):
+        return
+    gpu = measured[0]["gpu"]
+    # What one GPU takes stands beside the rows of several, or with the rows of everything else.
+    candidates = (Rows(host), Rows(folder))
+    alone = next((rows for rows in candidates if rows.of("bench_vllm", shape=BASE, gpus="1", gpu=gpu)), None)
+    if alone is None:
+        return
+    terms = Terms.read(Rows(folder), alone, gpu)
+    starts = {_key(row): float(row["median_us"]) for row in alone.of("bench_vllm", shape=BASE, gpus="1")}
+    base = shape_of(BASE)
+    for row in measured:
+        name, method, what, batch, gpus = _key(row)
+        start, scheme, shape = starts.get((BASE, method, what, batch, 1)), method.removeprefix("qcut-"), shape_of(name)
+        if start is None or scheme not in terms.laws or (name, gpus) == (BASE, 1):
             continue
-        scheme, shape = method.removeprefix("qcut-"), shape_of(name)
         rest = start - terms.known_us(base, scheme, what, batch, 1)
         predicted = terms.known_us(shape, scheme, what, batch, gpus) + rest * shape.layers / base.layers
-        found.append(Check(f"{name}, {method}", what, batch, gpus, us, predicted))
-    return sorted(found, key=lambda one: (one.what == "prompt", not one.case.startswith(BASE), one.case, one.batch))
+        yield Check(f"{name}, {method}, {short_name(gpu)}", what, batch, gpus, float(row["median_us"]), predicted)
 
 
 def _key(row: Row) -> tuple[str, str, str, int, int]:

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks import scale, tables
 from benchmarks.bench_engine import CASES, NEW, PROMPT
+from benchmarks.reporting import serving
 from benchmarks.reporting.rows import Rows
 from benchmarks.scaling import check, pages, split
 from benchmarks.scaling.laws import (
@@ -459,7 +460,32 @@ def test_times_inside_vllm_are_predicted_from_those_on_one_gpu() -> None:
     found = split.predictions(tables.RESULTS)
     assert {(one.case.split(",")[0], one.gpus) for one in found} >= {("llama-3-8b", 2), ("llama-3-70b", 1)}
     assert all(one.gpus > 1 or not one.case.startswith(split.BASE) for one in found)
+    assert {one.gpus for one in found} == {1, 2, 4}
     steps = [one for one in found if one.what == "step"]
-    assert steps
-    assert all(one.near for one in steps)
+    assert sum(one.near for one in steps) >= 0.9 * len(steps)
+    assert all(abs(one.off) < 0.13 for one in steps)
+    large = [one for one in found if one.what == "prompt" and pages.LARGE in one.case]
+    assert large
+    assert all(one.near for one in large)  # smaller prompts wait for the host
     assert split.predictions(Path("nowhere")) == []
+
+
+def test_one_gpu_stands_beside_the_rows_of_several_or_with_all_others(tmp_path: Path) -> None:
+    for name in ("bench_vllm", "vllm_kernels", "bench_cliff", "bench_allreduce"):
+        shutil.copy(tables.RESULTS / f"{name}.csv", tmp_path)
+    (tmp_path / serving.FOUR_GPUS).mkdir()
+    shutil.copy(tables.RESULTS / serving.FOUR_GPUS / "bench_vllm.csv", tmp_path / serving.FOUR_GPUS)
+    cases = {one.case for one in split.predictions(tmp_path)}
+    assert cases == {"llama-3-8b, qcut-w8a8, H200", "llama-3-70b, qcut-codebook4, H200"}  # no laws of vLLM's own W8A8
+    other = (tmp_path / "bench_vllm.csv").read_text().replace("NVIDIA H200", "NVIDIA B200")
+    (tmp_path / "bench_vllm.csv").write_text(other)
+    assert split.predictions(tmp_path) == []  # one of another kind tells nothing
+
+
+def test_sums_over_gpus_are_told_from_products() -> None:
+    assert serving.kind_of("void vllm::cross_device_reduce_1stage<__half, 4>(vllm::RankData*", 161) == "sums over GPUs"
+    assert serving.kind_of("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 1) == "sums over GPUs"
+    assert serving.kind_of("qcut_codebook_stream_sm90a_f16hxc4s1", 80) == "linear layers"
+    table = serving.serving_split_kernels(Rows(tables.RESULTS))
+    assert "| llama-3-70b | qcut-codebook4 | 4 | sums over GPUs | 1.20 |" in table
+    assert serving.serving_split_kernels(Rows(Path("nowhere"))).startswith("Not measured")
