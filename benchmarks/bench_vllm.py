@@ -78,7 +78,6 @@ SHORTEST_US = 1.0
 NAME = 120
 """Characters of a kernel's name; kernels of one template that differ later are one."""
 KEY = ("shape", "method", "gpus", "what", "batch")
-KERNEL_KEY = (*KEY, "kernel")
 PARALLEL_KEY = ("shape", "method", "gpus", "what")
 PROMPTS, ANSWER = 64, 64
 SETTINGS = {
@@ -311,7 +310,7 @@ def measure(options: argparse.Namespace, results: harness.Results) -> tuple[list
             print(*lines[-1], flush=True)
         results.write_csv(options.out, KEY)
         if kernels.rows:
-            kernels.write_csv(options.out, KERNEL_KEY)
+            kernels.write_csv(options.out, KEY)  # a cell's kernels take the place of all that it had
     return lines, failed
 
 

@@ -71,14 +71,17 @@ def test_a_method_that_fails_leaves_the_others(
             raise RuntimeError("no scheme w9")
         yield {"vllm": "0.32.0", "layers": "UnquantizedLinearMethod"}
         yield {"what": "step", "batch": 1, "seconds": [0.5]}
-        yield {"what": "step", "batch": 1, "kernel": "gemm", "count": 4.0, "us": 1.2345}
+        yield {"what": "step", "batch": 1, "kernel": kernel, "count": 4.0, "us": 1.2345}
 
+    kernel = "older gemm"
     monkeypatch.setattr(bench_vllm, "run", run)
     assert bench_vllm.main(["--methods", "qcut-w9,vllm gptq4,fp16", "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "FAILED qcut-w9: no scheme w9" in said
     assert "FAILED vllm gptq4: its linear layers are of UnquantizedLinearMethod" in said
     assert [row["method"] for row in read_rows(tmp_path / "bench_vllm.csv")] == ["fp16"]
+    kernel = "gemm"  # an older kernel's row does not stay beside it
+    assert bench_vllm.main(["--methods", "fp16", "--out", str(tmp_path)]) == 0
     (row,) = read_rows(tmp_path / "vllm_kernels.csv")
     assert [row[key] for key in ("method", "what", "batch", "kernel", "count", "us")] == [
         "fp16",
