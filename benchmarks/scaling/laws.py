@@ -261,7 +261,10 @@ class Primitives:
 
 
 def product_us(laws: Mapping[int, ProductLaw], m: int, n: int, k: int) -> float:
-    """Microseconds of ``[M, K] x [N, K]^T`` by the laws of some M; beyond the largest, they grow with M."""
+    """Microseconds of ``[M, K] x [N, K]^T`` by the laws of some M.
+
+    Between two of them it is read on two logarithmic axes; beyond the largest, time grows with M.
+    """
     known = sorted(laws)
     if m in laws or m < known[0]:
         return laws[max(m, known[0])].us(n, k)

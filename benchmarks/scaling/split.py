@@ -84,16 +84,15 @@ def predictions(folder: Path) -> list[Check]:
 
 def _of_host(folder: Path, host: Path) -> Iterator[Check]:
     measured = Rows(host).of("bench_vllm")
-    if not measured:
-        return
-    gpu = measured[0]["gpu"]
+    gpu = measured[0]["gpu"] if measured else ""
     # What one GPU takes stands beside the rows of several, or with the rows of everything else.
-    candidates = (Rows(host), Rows(folder))
-    alone = next((rows for rows in candidates if rows.of("bench_vllm", shape=BASE, gpus="1", gpu=gpu)), None)
-    if alone is None:
+    for alone in (Rows(host), Rows(folder)):
+        rows = alone.of("bench_vllm", shape=BASE, gpus="1", gpu=gpu)
+        if starts := {_key(row): float(row["median_us"]) for row in rows}:
+            break
+    else:
         return
     terms = Terms.read(Rows(folder), alone, gpu)
-    starts = {_key(row): float(row["median_us"]) for row in alone.of("bench_vllm", shape=BASE, gpus="1")}
     base = shape_of(BASE)
     for row in measured:
         name, method, what, batch, gpus = _key(row)

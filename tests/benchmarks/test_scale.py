@@ -486,6 +486,21 @@ def test_sums_over_gpus_are_told_from_products() -> None:
     assert serving.kind_of("void vllm::cross_device_reduce_1stage<__half, 4>(vllm::RankData*", 161) == "sums over GPUs"
     assert serving.kind_of("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 1) == "sums over GPUs"
     assert serving.kind_of("qcut_codebook_stream_sm90a_f16hxc4s1", 80) == "linear layers"
-    table = serving.serving_split_kernels(Rows(tables.RESULTS))
-    assert "| llama-3-70b | qcut-codebook4 | 4 | sums over GPUs | 1.20 |" in table
+
+
+def test_kernels_of_several_gpus_are_summed_by_what_they_are_for(tmp_path: Path) -> None:
+    (tmp_path / serving.FOUR_GPUS).mkdir()
+    lines = ["shape,method,gpus,what,batch,kernel,count,us"]
+    lines += [
+        f"s,m,4,{what},1,{kernel},9,{us}"
+        for what, kernel, us in (
+            ("step", "ncclOne", 700),
+            ("step", "cross_device_reduce", 500),
+            ("prompt", "ncclOne", 3000),
+            ("step", "gemm", 40),
+        )
+    ]
+    (tmp_path / serving.FOUR_GPUS / "vllm_kernels.csv").write_text("\n".join(lines) + "\n")
+    table = serving.serving_split_kernels(Rows(tmp_path)).splitlines()
+    assert table[2:] == ["| s | m | 4 | linear layers | 0.04 | – |", "| s | m | 4 | sums over GPUs | 1.20 | 3.00 |"]
     assert serving.serving_split_kernels(Rows(Path("nowhere"))).startswith("Not measured")
