@@ -6,6 +6,8 @@ A family of operators describes a kernel as a `LaunchSpec`, loads the spec on a 
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from qcut.dispatch.machines import Rates
 from qcut.emitters.core.arch import architecture
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
-from qcut.errors import LaunchError
+from qcut.errors import BuildError, LaunchError
 from qcut.jit import packs
 from qcut.jit.device import rates
 from qcut.jit.launch import QUERY_WORKSPACE_BYTES
@@ -51,6 +53,22 @@ _lock = Lock()
 _caches: weakref.WeakSet[PlanCache[Any]] = weakref.WeakSet()
 _watchers: list[list[str]] = []
 _generation = 0
+_log = logging.getLogger("qcut")
+
+
+class _Thread(threading.local):
+    """State of each thread.
+
+    Attributes:
+        fallbacks: number of launches of fallback kernels that plans of this thread were made of.
+        recaptures: whether graphs that this thread captures are captured again when better kernels are built.
+    """
+
+    fallbacks = 0
+    recaptures = False
+
+
+_thread = _Thread()
 
 
 class PlanCache(Generic[P]):
@@ -59,7 +77,8 @@ class PlanCache(Generic[P]):
         plan = plans.get(key) or plans.make(key, lambda: ...)
 
     A hit is one look-up in a dictionary. A miss makes the plan under a lock that all families share, because a plan may
-    be made of another family's. A full cache is emptied.
+    be made of another family's. A full cache is emptied. A plan with a fallback kernel is found by `make` only, which
+    passes over it under the capture of a CUDA graph.
 
     Args:
         limit: most plans to hold.
@@ -71,6 +90,7 @@ class PlanCache(Generic[P]):
 
     def __init__(self, limit: int = MAX_PLANS, on_clear: Callable[[], None] | None = None) -> None:
         self._plans: dict[Hashable, P] = {}
+        self._fallbacks: dict[Hashable, P] = {}
         self._limit, self._on_clear = limit, on_clear
         self.get: Callable[[Hashable], P | None] = self._plans.get  # the dictionary's own method, the fastest look-up
         _caches.add(self)
@@ -82,19 +102,23 @@ class PlanCache(Generic[P]):
         """The plan of a key, made by ``make`` unless another thread has made it."""
         with _lock:
             plan = self._plans.get(key)
+            if plan is None and not _captured_for_good():
+                plan = self._fallbacks.get(key)
+                _thread.fallbacks += plan is not None
             if plan is None:
-                if len(self._plans) >= self._limit:
+                if len(self._plans) + len(self._fallbacks) >= self._limit:
                     self.clear()
-                wanted = rehearsal.wanted()
+                wanted, fallbacks = rehearsal.wanted(), _thread.fallbacks
                 plan = make()
                 if wanted == rehearsal.wanted():
-                    self._plans[key] = plan
+                    (self._plans if fallbacks == _thread.fallbacks else self._fallbacks)[key] = plan
         return plan
 
     def clear(self) -> None:
         """Forget all plans."""
         with _lock:
             self._plans.clear()
+            self._fallbacks.clear()
             if self._on_clear is not None:
                 self._on_clear()
 
@@ -154,6 +178,22 @@ def await_job(job: jit.background.Job) -> bool:
         if coming := jit.background.builder.later(job, first=True):
             _awaited.add(job.key)
     return coming
+
+
+@contextmanager
+def recapturing() -> Iterator[None]:
+    """Let this thread capture fallback kernels, for a caller that captures again when `generation` has changed."""
+    before, _thread.recaptures = _thread.recaptures, True
+    try:
+        yield
+    finally:
+        _thread.recaptures = before
+
+
+def _captured_for_good() -> bool:
+    """Whether a CUDA graph keeps, for as long as it lives, the kernels that this thread launches now."""
+    capturing = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return capturing and not _thread.recaptures and jit.background.captures_wait()
 
 
 def _take_over(finished: Collection[str]) -> None:
@@ -217,11 +257,18 @@ class LaunchSpec:
     def load(self, device: int) -> LaunchPlan:
         """Load the kernel on a device, built unless it is in the cache, and return its plan.
 
-        The plan may be the stand-in's; it is forgotten when the kernel has been built.
+        The plan may be the stand-in's; it is forgotten when the kernel has been built. Under the capture of a CUDA
+        graph the call waits for the kernel, unless it cannot be built.
         """
         if self.must_wait and self.stand_in is not None:
-            await_job(jit.background.kernel_job(self.source))
-            return self.stand_in().load(device)
+            job = jit.background.kernel_job(self.source)
+            if not await_job(job):  # the build has failed
+                return self.stand_in().load(device)
+            if not (_captured_for_good() and self._built()):
+                _thread.fallbacks += 1
+                plan = self.stand_in().load(device)
+                plan.is_fallback = True
+                return plan
         return LaunchPlan(
             rehearsal.missing_kernel(self.source, device) or load(self.source, device),
             self.grid,
@@ -230,6 +277,19 @@ class LaunchSpec:
             pdl=self.pdl,
             row_multiple=self.row_multiple,
         )
+
+    def _built(self) -> bool:
+        """Build the kernel now, or wait for the process in the background, which tells of a failure."""
+        _log.warning(
+            "qcut: a CUDA graph is being captured: waiting for nvcc to build %s (%s=fallback captures a slower kernel)",
+            self.source.name,
+            jit.background.VARIABLE,
+        )
+        try:
+            jit.build(self.source)
+        except BuildError:
+            return False
+        return True
 
     @property
     def must_wait(self) -> bool:
@@ -243,9 +303,10 @@ class LaunchPlan:
     Attributes:
         row_multiple: number of which the rows of a linear layer's operands must be a multiple.
         needs_workspace: whether `launch` must be given device memory.
+        is_fallback: whether a better kernel is being built. C++ launches no such plan, since it does not know captures.
     """
 
-    __slots__ = ("_grid", "_hosted", "_kernel", "_pdl", "_tail", "needs_workspace", "row_multiple")
+    __slots__ = ("_grid", "_hosted", "_kernel", "_pdl", "_tail", "is_fallback", "needs_workspace", "row_multiple")
 
     def __init__(
         self,
@@ -261,6 +322,7 @@ class LaunchPlan:
         self._hosted = bool(tail) and kernel.host_launcher != 0
         self.needs_workspace = needs_workspace
         self.row_multiple = row_multiple
+        self.is_fallback = False
 
     @property
     def name(self) -> str:
@@ -276,9 +338,14 @@ class LaunchPlan:
         return self._kernel.query(QUERY_WORKSPACE_BYTES, (*args, *self._tail, 0))
 
     def for_native(self) -> native.Launch | None:
-        """The plan for C++; None where a launch needs a workspace, or a grid that C++ cannot compute."""
+        """The plan for C++; None for a fallback, and where a launch needs a workspace or a grid of another kind."""
         grid, kernel = self._grid, self._kernel
-        if self.needs_workspace or not isinstance(grid, Grid) or isinstance(kernel, rehearsal.MissingKernel):
+        if (
+            self.is_fallback
+            or self.needs_workspace
+            or not isinstance(grid, Grid)
+            or isinstance(kernel, rehearsal.MissingKernel)
+        ):
             return None
         shape = (grid.rows, *grid.one, _UNLIMITED if grid.most is None else grid.most)
         block = (kernel.block, kernel.smem_bytes, self._pdl)

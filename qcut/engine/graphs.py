@@ -69,6 +69,7 @@ class Graphs:
         Raises:
             RuntimeError: torch's, where ``run`` cannot be captured.
         """
+        from qcut.cuda.plans import recapturing
         from qcut.cuda.rehearsal import rehearsed
 
         rehearsed(before or run)
@@ -78,7 +79,7 @@ class Graphs:
         graph, stream = torch.cuda.CUDAGraph(), self._stream
         capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         # Where a capture fails, torch takes no other into its pool, and its own context leaves the stream current.
-        with torch.cuda.stream(stream), capture:
+        with torch.cuda.stream(stream), capture, recapturing():
             run()
         self._pool = pool
         return graph

@@ -26,7 +26,13 @@ from qcut.jit.build import build, default_jobs, fingerprint, remember
 from qcut.process.locks import Lock
 
 VARIABLE = "QCUT_BUILD"
-"""Environment variable: ``background``, as if it were not set, or ``wait``."""
+"""Environment variable, one of `MODES`; ``background`` is the default.
+
+``wait``: every call waits for its best kernel. ``background``: a call launches a fallback kernel while the best one is
+built, except under the capture of a CUDA graph, which would keep the fallback. ``fallback``: under a capture too.
+"""
+
+MODES = ("background", "wait", "fallback")
 
 HANDOVER_S = 10.0
 """Most seconds that a finished build waits for others, so that few take-overs serve many builds."""
@@ -39,12 +45,25 @@ def enabled() -> bool:
     """Whether callers go on while a compiler runs for half a minute; False where they wait for the best kernel.
 
     Raises:
-        ConfigError: ``QCUT_BUILD`` has another value than ``background`` and ``wait``.
+        ConfigError: ``QCUT_BUILD`` is not one of `MODES`.
     """
+    return _mode() != "wait" and not _waiting and bool(sys.executable)
+
+
+def captures_wait() -> bool:
+    """Whether a call that a CUDA graph captures waits for its best kernel.
+
+    Raises:
+        ConfigError: ``QCUT_BUILD`` is not one of `MODES`.
+    """
+    return _mode() != "fallback"
+
+
+def _mode() -> str:
     mode = os.environ.get(VARIABLE) or "background"
-    if mode not in ("background", "wait"):
-        raise ConfigError(f"{VARIABLE} is {mode!r}; allowed: background, wait")
-    return mode == "background" and not _waiting and bool(sys.executable)
+    if mode not in MODES:
+        raise ConfigError(f"{VARIABLE} is {mode!r}; allowed: {', '.join(MODES)}")
+    return mode
 
 
 @contextlib.contextmanager

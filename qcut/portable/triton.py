@@ -139,8 +139,9 @@ def bucket(m: int) -> int:
 def launch_best(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], device: torch.device) -> None:
     """Launch a kernel in the fastest of its tiles, measured at the first call and kept in Triton's cache.
 
-    A tile that a GPU cannot take, for its shared memory above all, is passed over. While a CUDA graph is captured
-    nothing can be measured: a call that has no tile yet takes the first that works, and keeps none.
+    A tile that a GPU cannot take, for its shared memory above all, is passed over. While a CUDA graph is captured,
+    tiles are measured on a stream that is no part of the graph; times do not depend on the operands' values. HIP
+    measures nothing then: a call without a tile takes the first that works, and keeps none.
 
     Args:
         key: all that decides which tile is fastest on a GPU, of values that print alike in every process.
@@ -155,12 +156,12 @@ def launch_best(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], 
     if tile is not None:
         launch(tile)
         return
-    if device.type != "cuda" or is_capturing(device):
+    if device.type != "cuda" or (is_capturing(device) and not has_ptx(device)):
         for tile in tiles:
             if _works(launch, tile):
                 return
         raise _no_tile(key)
-    with _lock:
+    with _lock, _uncaptured(device):
         tile = _choices.get((key, device))
         if tile is None:
             tile = _kept(key, tiles, device)
@@ -169,6 +170,16 @@ def launch_best(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], 
                 _keep(key, tiles, device, tile)
             _choices[key, device] = tile
     launch(tile)
+
+
+@contextlib.contextmanager
+def _uncaptured(device: torch.device) -> Iterator[None]:
+    """Launch on a stream of its own while a CUDA graph is captured."""
+    with contextlib.ExitStack() as stack:
+        if is_capturing(device):
+            stack.enter_context(capture_tolerated())
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        yield
 
 
 def _fastest(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], device: torch.device) -> T:

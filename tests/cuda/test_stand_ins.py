@@ -21,6 +21,7 @@ from qcut.dispatch import codebook as codebook_dispatch
 from qcut.dispatch.gpus import Target
 from qcut.emitters.core.family import Grid
 from qcut.emitters.core.source import DType, KernelSource
+from qcut.errors import BuildError
 from qcut.jit import background
 from qcut.jit.background import Job
 
@@ -171,6 +172,58 @@ def test_who_waits_gets_the_kernel(compilers: Compilers, spec: LaunchSpec, monke
     monkeypatch.delenv("QCUT_BUILD")
     assert replace(spec, stand_in=None).load(0).name == "slow"  # nothing has the same results
     assert (compilers.now, compilers.jobs) == (["slow"] * 3, [])
+
+
+def test_capture_waits_for_the_best_kernel(
+    compilers: Compilers, spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared: PlanCache[plans.LaunchPlan] = PlanCache()
+    called: PlanCache[plans.LaunchPlan] = PlanCache()
+    capturing: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+
+    def plan() -> plans.LaunchPlan:
+        return called.get("call") or called.make(
+            "call", lambda: shared.get("layer") or shared.make("layer", lambda: spec.load(0))
+        )
+
+    assert [plan().name for _ in range(3)] == ["quick"] * 3
+    assert compilers.now == ["quick"]  # a fallback is made once, and found by those that may use one
+    assert called.get("call") is None
+    assert plan().for_native() is None
+    capturing.append(True)
+    with plans.recapturing():
+        assert plan().name == "quick"
+    monkeypatch.setenv("QCUT_BUILD", "fallback")
+    assert plan().name == "quick"
+    monkeypatch.setenv("QCUT_BUILD", "background")
+    assert not caplog.messages
+    assert [plan().name for _ in range(2)] == ["slow"] * 2
+    assert compilers.now == ["quick", "slow", "slow"]  # built, then loaded
+    (line,) = caplog.messages
+    assert "waiting for nvcc to build slow" in line
+    capturing.clear()
+    assert plan().name == called.get("call").name == "slow"
+
+
+def test_capture_takes_fallback_where_build_fails(
+    compilers: Compilers, spec: LaunchSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(source: KernelSource) -> KernelSource:
+        if source is SLOW:
+            raise BuildError("nvcc fails")
+        return source
+
+    monkeypatch.setattr(plans.jit, "build", build)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    cache: PlanCache[plans.LaunchPlan] = PlanCache()
+    assert cache.make("key", lambda: spec.load(0)).name == "quick"
+    assert cache.get("key") is None
+    compilers.fails = True  # as the background has told
+    assert cache.make("key", lambda: spec.load(0)).name == "quick"
+    assert cache.get("key") is not None
 
 
 def test_forgetting_plans_is_counted() -> None:

@@ -233,5 +233,5 @@ def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "")  # an interpreter inside of another program
     assert not background.enabled()
     monkeypatch.setenv("QCUT_BUILD", "soon")
-    with pytest.raises(ConfigError, match="QCUT_BUILD is 'soon'; allowed: background, wait"):
+    with pytest.raises(ConfigError, match="QCUT_BUILD is 'soon'; allowed: background, wait, fallback"):
         background.enabled()
