@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qcut.codebooks import layout, pairs, rotation
+from qcut.codebooks.constants import outside_capture
 from qcut.codebooks.layout import Geometry
 from qcut.process.locks import once
 
@@ -30,10 +31,7 @@ class Lookup(NamedTuple):
 
 
 def lookup_for(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
-    """The constants of one pass on a device; a constant in compiled code.
-
-    They are made at the first call, so that a later one can be captured into a graph.
-    """
+    """The constants of one pass on a device, made at the first call; a constant in compiled code."""
     compiling = torch.compiler.is_compiling()
     return (_traced if compiling else _cached)(kind, group_size, k, seed, device)
 
@@ -42,11 +40,12 @@ def lookup_for(kind: rotation.Kind, group_size: int, k: int, seed: int, device: 
 def _cached(kind: rotation.Kind, group_size: int, k: int, seed: int, device: torch.device) -> Lookup:
     geometry = Geometry(k, group_size)
     parts = rotation.groups(k, geometry.full)
-    places = geometry.columns(device)
-    groups = rotation.per_column(torch.arange(len(parts), device=device), parts)
-    turns = rotation.back_operands(k, kind, geometry.full, seed, device)
-    # The copy to the device comes last and waits for the stream: from now on other streams may find all of them.
-    sizes = torch.tensor([1.0 if kind == rotation.NO_ROTATION else d**-0.5 for _, d in parts], device=device)
+    with outside_capture(device):
+        places = geometry.columns(device)
+        groups = rotation.per_column(torch.arange(len(parts), device=device), parts)
+        turns = rotation.back_operands(k, kind, geometry.full, seed, device)
+        # The copy to the device comes last and waits for the stream: from now on other streams may find all of them.
+        sizes = torch.tensor([1.0 if kind == rotation.NO_ROTATION else d**-0.5 for _, d in parts], device=device)
     return Lookup(places, groups, sizes, turns)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qcut.codebooks import tokens as rotated_tokens
+from qcut.codebooks.constants import outside_capture
 from qcut.codebooks.rotation import Kind
 from qcut.ops import paths
 from qcut.process.locks import Lock
@@ -52,7 +53,8 @@ class Rotation:
         made = self._operands.get((matrices, device))
         if made is None:
             # Threads that meet here get the same tensor: a graph of either may go on reading it.
-            own = rotated_tokens.operands(*self.spec, matrices, device)
+            with outside_capture(device):
+                own = rotated_tokens.operands(*self.spec, matrices, device)
             made = self._operands.setdefault((matrices, device), own)
         return made
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qcut import __version__
+from qcut.codebooks.constants import outside_capture
 from qcut.errors import UnsupportedError
 from qcut.jit.device import capture_tolerated
 from qcut.process.locks import Lock
@@ -161,7 +162,7 @@ def launch_best(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], 
             if _works(launch, tile):
                 return
         raise _no_tile(key)
-    with _lock, _uncaptured(device):
+    with _lock, outside_capture(device):
         tile = _choices.get((key, device))
         if tile is None:
             tile = _kept(key, tiles, device)
@@ -170,16 +171,6 @@ def launch_best(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], 
                 _keep(key, tiles, device, tile)
             _choices[key, device] = tile
     launch(tile)
-
-
-@contextlib.contextmanager
-def _uncaptured(device: torch.device) -> Iterator[None]:
-    """Launch on a stream of its own while a CUDA graph is captured."""
-    with contextlib.ExitStack() as stack:
-        if is_capturing(device):
-            stack.enter_context(capture_tolerated())
-            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-        yield
 
 
 def _fastest(key: Hashable, tiles: Sequence[T], launch: Callable[[T], None], device: torch.device) -> T:

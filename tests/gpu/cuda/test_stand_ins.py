@@ -89,7 +89,7 @@ def test_a_better_kernel_takes_over(scheme: str, nothing_built: None, monkeypatc
     with plans.watched_loads() as first:
         provisional = linear(x)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with plans.recapturing(), torch.cuda.graph(graph):
         captured = linear(x)
     monkeypatch.undo()  # as after the build
     assert qcut.wait_for_kernels(120)
@@ -101,6 +101,23 @@ def test_a_better_kernel_takes_over(scheme: str, nothing_built: None, monkeypatc
     graph.replay()
     for y in (final, captured):
         assert_same(y, provisional)
+
+
+def test_graph_captured_early_keeps_no_fallback(
+    nothing_built: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    linear = layer("w8a8", K, N).to(DEVICE)
+    x = tokens(M, K, torch.float16).to(DEVICE)
+    provisional = linear(x)
+    graph = torch.cuda.CUDAGraph()
+    with plans.watched_loads() as loads, torch.cuda.graph(graph):
+        captured = linear(x)
+    assert [loaded for loaded in loads if "cutlass" in loaded]
+    assert "waiting for nvcc to build" in caplog.text
+    graph.replay()
+    assert_same(captured, provisional)
+    monkeypatch.undo()
+    assert qcut.wait_for_kernels(120)
 
 
 def test_cpp_calls_leave_the_stand_in(nothing_built: None, monkeypatch: pytest.MonkeyPatch) -> None:
