@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qcut.models.modules import FusedActivation
-
-
-class Change(NamedTuple):
-    """An assignment and its reverse; the reverse does no harm where the assignment was not made."""
-
-    apply: Callable[[], None]
-    undo: Callable[[], None]
+from qcut.models.fusion import Change, fuse, key_before
 
 
 def commit(changes: Iterable[Change]) -> None:
@@ -66,8 +59,10 @@ def changes_of(
             if buffer is not None and moved[id(buffer)] is not buffer:
                 changes.append(_item(module._buffers, key, moved[id(buffer)]))
     for name, activation in fused.items():
-        parent, _, key = name.rpartition(".")
-        changes.append(_item(model.get_submodule(parent)._modules, key, FusedActivation(activation)))
+        path, _, key = name.rpartition(".")
+        parent = model.get_submodule(path)
+        layer = parent._modules.get(key_before(parent, key))
+        changes.append(fuse(parent, key, replacements.get(id(layer)), activation))
     for parameter, value in updates:
         data = parameter.data
         changes.append(Change(partial(setattr, parameter, "data", value), partial(setattr, parameter, "data", data)))

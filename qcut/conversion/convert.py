@@ -23,8 +23,9 @@ from qcut.conversion.tasks import Task, add_second_moments, layer_tasks
 from qcut.errors import ConfigError
 from qcut.layers.base import Linear
 from qcut.layers.embedding import Embedding, token_tables
+from qcut.models.fusion import fusible_activations
 from qcut.models.listeners import announce
-from qcut.models.modules import as_given, fusible_activations, keep_hooks, tensor_key, weight_nk, weight_of
+from qcut.models.modules import as_given, keep_hooks, tensor_key, weight_nk, weight_of
 from qcut.models.selection import check_model, quantized_layers
 from qcut.numerics.int8 import apply_activation, sqnr_db
 from qcut.process.progress import with_progress
@@ -86,7 +87,7 @@ def quantize(
             leaves them as they are otherwise. Tables of positions stay.
         device: device of the model afterwards; None leaves the model where it is.
         fuse: let a quantized layer compute the activation that follows, in float32, before rounding its result. The
-            activations are those of `qcut.models.modules.fusible_activations`.
+            activations are those of `qcut.models.fusion.fusible_activations`.
         allow_growth: quantize layers too whose quantized form takes as many bytes as the float one or more: those of
             few rows or columns. A plan, and ``embeddings``, do so in any case.
         prebuild: token counts (batch times length) whose CUDA kernels are built now, in parallel; those that take nvcc
