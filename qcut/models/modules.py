@@ -74,6 +74,12 @@ def own_ways(module: nn.Module) -> str | None:
         return f"its weight is {dtype_name(weight.dtype)}; {weight_dtype_names()} can be quantized"
     if weight.numel() == 0:
         return f"its weight is empty: {list(weight.shape)}"
+    return own_forward(module)
+
+
+def own_forward(module: nn.Module) -> str | None:
+    """Why a module that looks linear may compute something else than ``x @ W.T + b``, or None where it does not."""
+    cls = type(module)
     if "forward" in vars(module):
         return "a forward of its own was set on the layer itself"
     if cls.__call__ is not nn.Module.__call__:
@@ -97,11 +103,12 @@ def float_weight(module: nn.Module, name: str | None = None) -> Tensor:
     """The weight of a layer to quantize as ``[N, K]``, a view without gradient, for either storage order.
 
     Args:
-        module: ``nn.Linear`` or ``Conv1D``, subclasses with a forward of their own included.
+        module: ``nn.Linear`` or ``Conv1D``.
         name: name of the layer, for error messages.
 
     Raises:
-        UnsupportedError: the module is of another kind, or its weight is on the meta device.
+        UnsupportedError: the module is of another kind or has a forward of its own, or its weight is on the meta
+            device.
         DtypeError: the weight's dtype is not one of `WEIGHT_DTYPES`.
     """
     where = layer_prefix(name)
@@ -110,6 +117,8 @@ def float_weight(module: nn.Module, name: str | None = None) -> Tensor:
         raise UnsupportedError(
             f"{where}cannot quantize a {type(module).__name__}; allowed: nn.Linear, transformers' Conv1D"
         )
+    if (reason := own_forward(module)) is not None:
+        raise UnsupportedError(f"{where}cannot quantize it: {reason}; allowed: a layer that computes x @ W.T + b")
     if weight.is_meta:
         raise UnsupportedError(f"{where}the weight is on the meta device; load the model first")
     if weight.dtype not in WEIGHT_DTYPES:
