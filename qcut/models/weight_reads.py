@@ -196,11 +196,11 @@ def _named_below(module: nn.Module, name: str) -> list[nn.Module]:
 @cache
 def code_of(function: FunctionType) -> Code:
     """What a function's source mentions; of a function without source, what its bytecode does."""
-    definition = _definition(function)
+    definition = definition_of(function)
     return _without_source(function.__code__) if definition is None else _Reader(definition).code
 
 
-def _definition(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None:
+def definition_of(function: FunctionType) -> ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | None:
     """A function's syntax tree, or None where there is no source, or several lambdas stand in one line."""
     wanted: tuple[type[ast.AST], ...] = (ast.FunctionDef, ast.AsyncFunctionDef)
     try:
