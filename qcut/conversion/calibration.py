@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from qcut.config import StaticRange
 from qcut.conversion.observed import run_observed
+from qcut.conversion.verification import excerpt
 from qcut.errors import CalibrationError, ConfigError
 from qcut.models.modules import forward, weight_nk
 from qcut.models.selection import DEFAULT_SKIP, find_layers
@@ -102,6 +103,9 @@ class Calibration:
     quantile: float = 0.9999
     pairs: list[NormPair] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+
+    batch: Any = field(default=None, repr=False)
+    """A small batch of those that were seen, on which `qcut.quantize` holds the model to the float one; not saved."""
 
     def __post_init__(self) -> None:
         self._ranges: dict[tuple[str, str], StaticRange] = {}
@@ -420,7 +424,11 @@ def calibrate(
     )
     tracer = NormTracer(model)
 
+    shown: list[Any] = []
+
     def run(batch: Any) -> None:
+        if not shown:
+            shown.append(excerpt(batch))
         tracer.run(partial(forward, model, batch))
         counter[0] += 1
 
@@ -436,4 +444,5 @@ def calibrate(
             f"layer {idle[0]!r} saw no token in {counter[0]} batches (nor did {len(idle) - 1} others); "
             "pass data that reaches it, or leave it out with skip=[...]"
         )
-    return Calibration({name: o.stats() for name, o in observers.items()}, method, quantile, pairs, refused)
+    stats = {name: observer.stats() for name, observer in observers.items()}
+    return Calibration(stats, method, quantile, pairs, refused, shown[0])

@@ -12,13 +12,17 @@ from torch import Tensor, nn
 from qcut.models.fusion import Change, fuse, key_before
 
 
-def commit(changes: Iterable[Change]) -> None:
-    """Makes all changes in order. If one raises, an interrupt included, undoes them and raises the exception again."""
+def commit(changes: Iterable[Change], check: Callable[[], object] = lambda: None) -> None:
+    """Makes all changes in order, and runs a check.
+
+    If one of them raises, an interrupt included, undoes all changes and raises the exception again.
+    """
     undo: list[Callable[[], None]] = []
     try:
         for change in changes:
             undo.append(change.undo)
             change.apply()
+        check()
     except BaseException:
         for restore in reversed(undo):
             restore()

@@ -256,6 +256,18 @@ class Linear(Quantized):
             return result
         return self._product(x)
 
+    def quantized_tokens(self, x: Tensor) -> Tensor | None:
+        """The tokens that the product reads in place of x, dequantized; for checks, not for speed.
+
+        Args:
+            x: ``[M, K]``, as `forward` takes it.
+
+        Returns:
+            float32 ``[M, K]``; x itself where tokens are not quantized, or to int16 by their own largest magnitudes.
+            None where they are quantized after a rotation.
+        """
+        return x.float()
+
     def _without_activation(self) -> Self:
         """This layer, in the memory of this one, without its activation."""
         plain = copy(self)
